@@ -98,10 +98,7 @@ def varlen_attention(
     )
     if return_aux is not None:
         out, aux = result
-        return _rows(out), AuxOutput(
-            lse=None if aux.lse is None else _rows(aux.lse),
-            max_scores=None if aux.max_scores is None else _rows(aux.max_scores),
-        )
+        return _rows(out), AuxOutput(*(x if x is None else _rows(x) for x in aux))
     return (_rows(result[0]), _rows(result[1])) if return_lse else _rows(result)
 
 

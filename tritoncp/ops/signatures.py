@@ -24,6 +24,7 @@ from tritoncp.core.bounded_cache import BoundedCache, OwnedState
 from tritoncp.core.host_copy import is_remote, to_host
 from tritoncp.core.user_code import describe, origin
 from tritoncp.distributed import consistency, groups
+from tritoncp.distributed.collectives import dtype_name
 from tritoncp.distributed.consistency import Facts, fact
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.mask_mod import MaskMod
@@ -124,7 +125,9 @@ def share_failure(group: Any, plan: Plan, error: Exception) -> None:
 
 def purpose_of(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Describe a call of attention, for messages."""
-    return f"{CALL} of query {list(q.shape)}, key {list(k.shape)} and value {list(v.shape)} in {_name(q)}"
+    return (
+        f"{CALL} of query {list(q.shape)}, key {list(k.shape)} and value {list(v.shape)} in {dtype_name(q)}"
+    )
 
 
 def shape_facts(q: Tensor, k: Tensor) -> dict[str, tuple[consistency.Text, bytes]]:
@@ -146,7 +149,7 @@ def _facts(
     facts = {
         "versions": consistency.versions(),
         "device": fact(q.device.type),
-        "dtype": fact(_name(q)),
+        "dtype": fact(dtype_name(q)),
         **shape_facts(q, k),
         "batch": fact(f"batch {q.shape[0]}" + f" from row {plan.first_row} on" * bool(plan.first_row)),
         "head dims": fact(f"head dims {q.shape[3]} and {v.shape[3]}"),
@@ -255,8 +258,4 @@ def _value_text(value: Any) -> str | None:
 def tensor_text(x: Tensor) -> str:
     """Format a tensor's dtype, shape and a digest of its contents."""
     local = to_host([x])[0] if is_remote(x) else x.detach()
-    return f"{_name(x)} {list(x.shape)} #{hashlib.sha256(content(local)).hexdigest()[:12]}"
-
-
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+    return f"{dtype_name(x)} {list(x.shape)} #{hashlib.sha256(content(local)).hexdigest()[:12]}"

@@ -77,10 +77,8 @@ def _tune(device: torch.device, call: TileKey, shape: tuple[int, int, int], allo
     """Run the command, for at most twice the time ``allowed``, as it compiles first.  One process of a
     machine runs it at a time: the next process uses its results. Raises RuntimeError if no tiles were
     measured."""
-    folder, deadline = (
-        next((candidate for candidate in tile_tables.folders() if candidate != tile_tables.SHIPPED), None),
-        time.monotonic() + 2 * allowed,
-    )
+    deadline = time.monotonic() + 2 * allowed
+    folder = next((folder for folder in tile_tables.folders() if folder != tile_tables.SHIPPED), None)
     if folder is None:
         raise RuntimeError("no folder to keep them in: set TRITONCP_CONFIG_DIR, or install platformdirs")
     with _hold_lock(

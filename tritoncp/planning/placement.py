@@ -4,6 +4,7 @@ A placement is a list of slots per rank: ``(first row in the rank's buffer, glob
 tokens)``, sorted by position.  Permutation, inverse and validity follow from the slots.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -169,14 +170,9 @@ def natural(lengths: Sequence[int], block: int) -> Placement:
     >>> natural([3, 5], 4).slots[1].tolist()
     [[[0, 3, 1], [1, 4, 4]]]
     """
-    slots, start = [], 0
-    for rows in lengths:
-        first = torch.tensor(sorted({start, *range(-(-start // block) * block, start + rows, block)}))
-        first = first[first < start + rows]
-        last = torch.cat([first[1:], torch.tensor([start + rows])]) if len(first) else first
-        slots.append(torch.stack([first - start, first, last - first], -1).int()[None])
-        start += rows
-    return Placement(start, block, tuple(slots), tuple(lengths))
+    ends = list(itertools.accumulate(lengths))
+    slots = tuple(torch.tensor([[[0, end - rows, rows]]]) for end, rows in zip(ends, lengths))
+    return recut(Placement(ends[-1], block, slots, tuple(lengths)), block)
 
 
 def without_padding(placement: Placement, tokens: Tensor, close_up: bool) -> Placement:
