@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from tritoncp._version import __version__
+from tritoncp.core.process_environment import installed_version
 from tritoncp.distributed import collectives, groups
 from tritoncp.distributed.groups import name_ranks
 
@@ -105,16 +106,10 @@ def fact(text: Text, content: bytes | None = None) -> tuple[Text, bytes]:
 
 def versions() -> tuple[Text, bytes]:
     """Return the fact about versions of this package, torch, triton and Python, and the GPU model."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "none"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return fact(
-        f"tritoncp {__version__}, torch {torch.__version__}, triton {triton}, "
-        f"Python {platform.python_version()}, {device}"
+        f"tritoncp {__version__}, torch {torch.__version__}, "
+        f"triton {installed_version('triton')}, Python {platform.python_version()}, {device}"
     )
 
 

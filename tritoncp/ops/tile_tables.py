@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import json
 import os
 import warnings
@@ -29,6 +28,7 @@ import torch
 
 from tritoncp.core.checked_json import read_json
 from tritoncp.core.paths import architecture_name, path_inside, slug, triton_version
+from tritoncp.core.process_environment import installed_version
 from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
 
@@ -87,15 +87,8 @@ def path_in(folder: Path, device: Device, triton: str | None = None) -> Path:
     >>> path_in(Path("x"), Device("sm_90", "NVIDIA H200"), "3.7.1").as_posix()
     'x/sm_90/nvidia-h200-triton-3.7.1.json'
     """
-    version = triton_version(triton or _triton())
+    version = triton_version(triton or installed_version("triton"))
     return folder / architecture_name(device.arch) / f"{slug(device.name)}-triton-{version}.json"
-
-
-def _triton() -> str:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def sources(device: Device) -> Iterator[Path]:
@@ -214,7 +207,12 @@ def write(
     link leads out of the folder, and the errors of :func:`locked`.
     """
     path = path_inside(folder, path_in(folder, device, triton))
-    header = {"device": device.name, "arch": device.arch, "triton": triton or _triton(), **facts}
+    header = {
+        "device": device.name,
+        "arch": device.arch,
+        "triton": triton or installed_version("triton"),
+        **facts,
+    }
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     with locked(path):
         old = entries_of(path) if path.is_file() else []

@@ -113,8 +113,9 @@ def _unscheduled(masks: Sequence[Mask], placed: Placed, rank: int, schedule: str
 def _cheapest(masks: Sequence[Mask], world_size: int, rank: int, schedule: str, degree: int) -> list[Plan]:
     """Make the plans of the balancer, or of natural order, that costs the least."""
     hardware, candidates = cost.hardware_of(world_size), []
-    names, skipped = _candidate_names(masks, world_size)
-    for name in names:
+    blocks = sum(mask.B * mask.runs.shape[2] for mask in masks)
+    skipped = [name for name, most in SLOW_BALANCERS.items() if blocks * world_size > most]
+    for name in (*(name for name in balancers if name not in skipped), None):  # None: natural order
         placed = _place(masks, world_size, name) if name else _place_natural(masks[0], world_size)
         plans = _unscheduled(masks, placed, rank, schedule, degree)
         layer = _layer_of(plans)
@@ -129,13 +130,6 @@ def _cheapest(masks: Sequence[Mask], world_size: int, rank: int, schedule: str, 
         replace(plan, schedule=own if schedule == "auto" else schedule, reason=reason)
         for plan, own in zip(_unscheduled(masks, best_placed, rank, schedule, degree), schedules)
     ]
-
-
-def _candidate_names(masks: Sequence[Mask], world_size: int) -> tuple[list[str | None], list[str]]:
-    """List the balancers that "auto" weighs (None: natural order), and those that would take too long."""
-    blocks = sum(mask.B * mask.runs.shape[2] for mask in masks)
-    skipped = [name for name, most in SLOW_BALANCERS.items() if blocks * world_size > most]
-    return [*(name for name in balancers if name not in skipped), None], skipped
 
 
 def _layer_of(plans: Sequence[Plan]) -> cost.Shape:
@@ -162,16 +156,11 @@ def _format_choice(candidates: Sequence[Candidate], hardware: cost.Hardware, ski
 
 
 def _check_options(masks: Sequence[Mask], world_size: int, rank: int, schedule: str, degree: int) -> str:
-    """Return the schedule's name. Raises ValueError if an option does not fit the masks or the world."""
+    """Return the schedule's name, "ulysses" for "auto" if ``degree`` ranks exchange heads. Raises ValueError
+    if an option does not fit the masks, the world or the degree."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is outside a world of {world_size}")
     _check_same_blocks(masks)
-    return _check_schedule(schedule, world_size, degree)
-
-
-def _check_schedule(schedule: str, world_size: int, degree: int) -> str:
-    """Return the schedule's name, "ulysses" for "auto" if ``degree`` ranks exchange heads. Raises ValueError
-    if there is no such schedule, or if it does not fit the degree."""
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"unknown schedule {schedule!r}; known: auto, {', '.join(SCHEDULES)}")
     if not degree:

@@ -81,14 +81,8 @@ class Placement:
     @on_host
     def inverse(self) -> Tensor:
         """Row of each global position in the gathered buffer [W * s_max]: int64 [Bp, length]."""
-        out = torch.full((self.slots[0].shape[0], self.length), -1, dtype=torch.int64)
-        for rank, (slots, length) in enumerate(zip(self.slots, self.lengths, strict=True)):
-            positions = row_positions(slots, length)
-            rows = torch.arange(positions.shape[1]).expand_as(positions) + rank * self.s_max
-            batch = torch.arange(positions.shape[0])[:, None].expand_as(positions)
-            real = positions >= 0
-            out[batch[real], positions[real]] = rows[real]
-        return out
+        row, position, tokens = self.gathered().unbind(-1)
+        return row_positions(torch.stack([position, row, tokens], -1), self.length)
 
     def gathered(self, ranks: Sequence[int] | None = None) -> Tensor:
         """Return the slots of the buffer that holds the shards of ``ranks`` one after the other, ``s_max``
