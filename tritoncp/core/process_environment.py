@@ -1,4 +1,4 @@
-"""Environment of a process: package versions, interpreted kernels, ranks of torchrun, gloo's network interface."""
+"""Environment of a process: package versions, interpreted kernels, torchrun's ranks, gloo's interface."""
 
 import importlib.metadata
 import os

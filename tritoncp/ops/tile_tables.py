@@ -207,12 +207,8 @@ def write(
     link leads out of the folder, and the errors of :func:`locked`.
     """
     path = path_inside(folder, path_in(folder, device, triton))
-    header = {
-        "device": device.name,
-        "arch": device.arch,
-        "triton": triton or installed_version("triton"),
-        **facts,
-    }
+    version = triton or installed_version("triton")
+    header = {"device": device.name, "arch": device.arch, "triton": version, **facts}
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     with locked(path):
         old = entries_of(path) if path.is_file() else []
