@@ -25,7 +25,6 @@ from tritoncp.ops.dispatch import register_op
 from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 
 
-@call_modes.in_fake_mode
 def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> list[Tensor]:
     """Run one layer for this rank, traced or on tensors without values; return out, lse, max_scores.
 

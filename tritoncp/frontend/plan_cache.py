@@ -193,8 +193,8 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
         result = _build_natural(sources, q.shape[0], lengths, kv_lengths, rank, digest, heads)
         if not group:
             return result, {}, ()
-        text = lambda: signatures.mask_text(result.mask)  # noqa: E731 - read only where ranks differ
-        facts = {"call": fact(call, b"building"), "mask": fact(text, digest)}
+        mask_fact = fact(lambda: signatures.mask_text(result.mask), digest)
+        facts = {"call": fact(call, b"building"), "mask": mask_fact}
         return result, facts, tile_lookup.table_summary()
 
     result, tiles = consistency.together(group, call, build)
@@ -277,12 +277,11 @@ def make(
             return plans, {}, ()
         chosen = resolve_balancer(balancer)[0] if callable(balancer) else balancer
         options = f"balancer={chosen!r}, schedule={schedule!r}, degree {degree}, masks {list(masks)}"
-        text = lambda: "; ".join(map(signatures.mask_text, compact))  # noqa: E731 - where ranks differ
         facts = {
             "call": fact(call),
             "versions": consistency.versions(),
             "options": fact(options),
-            "mask": fact(text, b"".join(digests)),
+            "mask": fact(lambda: "; ".join(map(signatures.mask_text, compact)), b"".join(digests)),
             "placement": fact(f"balancer={chosen!r}", b"".join(one.digest for one in built)),
         }
         return plans, facts, tile_lookup.table_summary()
