@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -213,7 +213,10 @@ def _compute_route(
         return DeviceCopy([flat if to_dual else flat.argsort()], device, lambda rows: rows)
     positions = torch.arange(dual.numel()).view_as(dual)
     source, target = (positions, dual) if to_dual else (dual, positions)
-    return route(source, target, rank).copy_to(device)
+    host = route(source, target, rank)
+    return DeviceCopy(
+        [host.order, host.arrange], device, lambda order, arrange: replace(host, order=order, arrange=arrange)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,12 +231,6 @@ class Route:
 
     def back(self) -> Route:
         return Route(self.arrange.argsort(), self.takes, self.sends, self.order.argsort())
-
-    def copy_to(self, device: torch.device) -> DeviceCopy[Route]:
-        def route(order: Tensor, arrange: Tensor) -> Route:
-            return Route(order, self.sends, self.takes, arrange)
-
-        return DeviceCopy([self.order, self.arrange], device, route)
 
 
 def route(source: Tensor, target: Tensor, rank: int) -> Route:

@@ -153,15 +153,11 @@ def _check_facts(facts: Facts, rows: list[list[int]], group: Any, purpose: str) 
         descriptions = {digest: f"{text} (digest {digest & 0xFFFFFFFF:08x})"
                         for digest, text in descriptions.items()}  # fmt: skip
     values = ". ".join(
-        f"{_owners(ranks)} {descriptions[digest]}" for digest, ranks in ranks_by_digest.items()
+        f"{name_ranks(ranks).capitalize()} {'have' if len(ranks) > 1 else 'has'} {descriptions[digest]}"
+        for digest, ranks in ranks_by_digest.items()
     )
     also = f" They differ in {', '.join(differing[1:])} too." if name != "call" and differing[1:] else ""
     raise Disagreement(
         f"the ranks differ in {name}: {' against '.join(map(name_ranks, ranks_by_digest.values()))} "
         f"({purpose}). {values}.{also} {REMEDIES[name]}"
     )
-
-
-def _owners(ranks: Sequence[int]) -> str:
-    """Begin a sentence about ranks: "Ranks 0, 2 have"."""
-    return f"R{name_ranks(ranks)[1:]} {'have' if len(ranks) > 1 else 'has'}"

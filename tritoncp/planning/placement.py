@@ -94,7 +94,8 @@ class Placement:
 
     def owners(self) -> Tensor:
         """Return the rank of the first token of each block, -1 if all is padding: int64 [Bp, blocks]."""
-        slots, owner = torch.cat(self.slots, 1).long(), repeat_indices([part.shape[1] for part in self.slots])
+        slots, counts = torch.cat(self.slots, 1).long(), torch.tensor([part.shape[1] for part in self.slots])
+        owner = torch.repeat_interleave(counts)
         _, position, tokens = slots.unbind(-1)
         unowned = torch.iinfo(torch.int64).max
         first = torch.full((len(slots), -(-self.length // self.block)), unowned)
@@ -129,15 +130,6 @@ def _unpickle(
     length: int, block: int, slots: Tensor, counts: Sequence[int], lengths: tuple[int, ...]
 ) -> Placement:
     return Placement(length, block, tuple(part.contiguous() for part in slots.split(counts, 1)), lengths)
-
-
-def repeat_indices(counts: Sequence[int]) -> Tensor:
-    """Repeat each index as often as its count says.
-
-    >>> repeat_indices([2, 0, 1]).tolist()
-    [0, 0, 2]
-    """
-    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
 
 
 def by_blocks(length: int, block: int, owners: Sequence[Sequence[Sequence[int]]]) -> Placement:
