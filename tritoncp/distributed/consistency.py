@@ -121,11 +121,11 @@ def _read(text: Text) -> str:
 def _record(failed: bool, facts: Facts, numbers: Sequence[int]) -> list[int]:
     """Encode one rank's row: whether it failed, its numbers, digests of its facts. Equally long for every
     purpose, so that ranks that make different calls meet in one exchange and report it."""
-    digests = [_word(facts[name][1]) if name in facts else 0 for name in REMEDIES]
+    digests = [digest_word(facts[name][1]) if name in facts else 0 for name in REMEDIES]
     return [int(failed), *numbers, *[0] * (NUMBERS - len(numbers)), *digests]
 
 
-def _word(content: bytes) -> int:
+def digest_word(content: bytes) -> int:
     """Return the first 64 bits of the SHA-256 of some bytes, as a signed integer."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
 

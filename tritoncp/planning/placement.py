@@ -94,11 +94,10 @@ class Placement:
 
     def owners(self) -> Tensor:
         """Return the rank of the first token of each block, -1 if all is padding: int64 [Bp, blocks]."""
-        slots, counts = torch.cat(self.slots, 1).long(), torch.tensor([part.shape[1] for part in self.slots])
-        owner = torch.repeat_interleave(counts)
-        _, position, tokens = slots.unbind(-1)
+        owner = torch.repeat_interleave(torch.tensor([part.shape[1] for part in self.slots]))
+        _, position, tokens = torch.cat(self.slots, 1).long().unbind(-1)
         unowned = torch.iinfo(torch.int64).max
-        first = torch.full((len(slots), -(-self.length // self.block)), unowned)
+        first = torch.full((self.batch, -(-self.length // self.block)), unowned)
         code = torch.where(tokens > 0, position * self.world_size + owner, unowned)
         first.scatter_reduce_(1, position // self.block, code, "amin")
         return torch.where(first == unowned, -1, first % self.world_size)
