@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -58,11 +59,6 @@ def report_kernel(job: Job) -> dict[str, Any]:
     code = resources.pop("code")
     names = [x.op for x in code]
     row = {
-        "kernel": job.kernel,
-        "arch": job.arch,
-        "head_dim": job.head_dim,
-        "dtype": job.dtype,
-        "variant": job.variant,
         "config": asdict(launch.config),
         "digest": hash_launch(launch),
         **resources,
@@ -208,12 +204,8 @@ def descriptor_bytes(job: Job, config: Config, code: Iterable[Instruction]) -> i
 
 def _count_products(names: Iterable[str]) -> dict[str, int]:
     """Count matrix instructions by name, without the dtype of their sums."""
-    counts: dict[str, int] = {}
-    for name in names:
-        if kind_of(name) == "tensor":
-            short = re.sub(r"\.F32\.BF16|\.F32\b", "", name)
-            counts[short] = counts.get(short, 0) + 1
-    return counts
+    matrix = (name for name in names if kind_of(name) == "tensor")
+    return dict(Counter(re.sub(r"\.F32\.BF16|\.F32\b", "", name) for name in matrix))
 
 
 def read_nvidia(asm: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,10 +98,7 @@ def varlen_attention(
     )
     if return_aux is not None:
         out, aux = result
-        return _rows(out), AuxOutput(
-            lse=None if aux.lse is None else _rows(aux.lse),
-            max_scores=None if aux.max_scores is None else _rows(aux.max_scores),
-        )
+        return _rows(out), AuxOutput(*(x if x is None else _rows(x) for x in aux))
     return (_rows(result[0]), _rows(result[1])) if return_lse else _rows(result)
 
 
@@ -216,7 +213,10 @@ def _compute_route(
         return DeviceCopy([flat if to_dual else flat.argsort()], device, lambda rows: rows)
     positions = torch.arange(dual.numel()).view_as(dual)
     source, target = (positions, dual) if to_dual else (dual, positions)
-    return route(source, target, rank).copy_to(device)
+    host = route(source, target, rank)
+    return DeviceCopy(
+        [host.order, host.arrange], device, lambda order, arrange: replace(host, order=order, arrange=arrange)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,12 +231,6 @@ class Route:
 
     def back(self) -> Route:
         return Route(self.arrange.argsort(), self.takes, self.sends, self.order.argsort())
-
-    def copy_to(self, device: torch.device) -> DeviceCopy[Route]:
-        def route(order: Tensor, arrange: Tensor) -> Route:
-            return Route(order, self.sends, self.takes, arrange)
-
-        return DeviceCopy([self.order, self.arrange], device, route)
 
 
 def route(source: Tensor, target: Tensor, rank: int) -> Route:

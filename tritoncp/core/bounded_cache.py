@@ -1,18 +1,35 @@
-"""Caches of bounded size, with one rule of eviction, and state that is freed with its owner."""
+"""Caches of bounded size with one rule of eviction, and state and results that are freed with their owner."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
 
 K = TypeVar("K")
 V = TypeVar("V")
+P = ParamSpec("P")
+
+
+def computed_once(method: Callable[Concatenate[Any, P], V]) -> Callable[Concatenate[Any, P], V]:
+    """Compute the result of a method once for each key, and keep it with the object. Threads that meet
+    compute equal results, so that no lock is needed."""
+    name = f"_{method.__name__}"
+
+    @functools.wraps(method)
+    def look_up(self: Any, *key: Any) -> Any:
+        values = vars(self).setdefault(name, {})
+        if (value := values.get(key)) is None:
+            value = values[key] = method(self, *key)  # type: ignore[call-arg]
+        return value
+
+    return look_up  # type: ignore[return-value]
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +75,8 @@ class BoundedCache(Generic[K, V]):
             removed.append(self._entries.pop(key, None))
             self._entries[key] = _Entry(value, used)
             while len(self._entries) > self.size or (len(self._entries) > 1 and self._is_too_heavy()):
-                removed.append(self._evict())
+                oldest = min(self._entries, key=lambda key: self._entries[key].used)
+                removed.append(self._entries.pop(oldest))
         return value
 
     def __setitem__(self, key: K, value: V) -> None:
@@ -66,11 +84,6 @@ class BoundedCache(Generic[K, V]):
 
     def _is_too_heavy(self) -> bool:
         return self._weigh is not None and sum(map(self._weigh, self.values())) > self.max_weight
-
-    def _evict(self) -> Any:
-        """Remove the least recently used entry and return its value."""
-        oldest = min(self._entries, key=lambda key: self._entries[key].used)
-        return self._entries.pop(oldest)
 
     def __iter__(self) -> Iterator[K]:
         return iter(list(self._entries))

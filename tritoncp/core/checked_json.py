@@ -35,14 +35,12 @@ def parse_json(text: str | bytes) -> Any:
             for part in (whole.values() if isinstance(whole, dict) else whole)
         ]
         if not level:
-            _check_text(text, value)
-            return value
-    raise ValueError(f"JSON that is nested more than {MOST_LEVELS} levels deep")
-
-
-def _check_text(text: str | bytes, value: Any) -> None:
+            break
+    else:
+        raise ValueError(f"JSON that is nested more than {MOST_LEVELS} levels deep")
     if (b"\\ud" if isinstance(text, bytes) else "\\ud") in text.lower():  # type: ignore[operator]
         json.dumps(value, ensure_ascii=False).encode()  # a UnicodeEncodeError is a ValueError
+    return value
 
 
 def read_json(path: Path) -> Any:

@@ -1,5 +1,6 @@
-"""Environment of a process: interpreted kernels, ranks of torchrun, the network interface of gloo."""
+"""Environment of a process: package versions, interpreted kernels, torchrun's ranks, gloo's interface."""
 
+import importlib.metadata
 import os
 import socket
 
@@ -10,6 +11,14 @@ def interpret_without_gpu() -> None:
     """Have Triton interpret kernels where there is no GPU. Call it before Triton is imported."""
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def installed_version(package: str) -> str:
+    """Return the version of an installed package; "none" where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def torchrun_world_size() -> int | None:

@@ -186,7 +186,7 @@ def _run_turn(requests: Sequence[Any]) -> list[Any]:
             return _run_all_to_alls(requests)
     xs = [request.x for request in requests]
     if len({(x.shape, x.dtype) for x in xs}) > 1:
-        forms = ", ".join(f"{_dtype(x)} {list(x.shape)}" for x in xs)
+        forms = ", ".join(f"{dtype_name(x)} {list(x.shape)}" for x in xs)
         raise RuntimeError(f"the ranks' {type(requests[0]).__name__}s differ: {forms} in the same turn")
     if isinstance(requests[0], AllGather):
         whole = torch.cat(xs) if len(xs) > 1 else xs[0]
@@ -220,10 +220,10 @@ def _buffers(request: Collective) -> list[tuple[str, Tensor]]:
     return [("sends", request.x)]
 
 
-def _dtype(x: Tensor) -> str:
+def dtype_name(x: Tensor) -> str:
     """The dtype's name without its module.
 
-    >>> _dtype(torch.zeros(1))
+    >>> dtype_name(torch.zeros(1))
     'float32'
     """
     return str(x.dtype).removeprefix("torch.")
@@ -252,7 +252,7 @@ def _run_send_recvs(requests: Sequence[SendRecv]) -> list[Ticket]:
 def _run_all_to_alls(requests: Sequence[AllToAll]) -> list[Ticket]:
     """Join the rows that all ranks send to each rank."""
     if len({request.x.dtype for request in requests}) > 1:
-        dtypes = ", ".join(_dtype(request.x) for request in requests)
+        dtypes = ", ".join(dtype_name(request.x) for request in requests)
         raise RuntimeError(f"the ranks' AllToAlls differ: {dtypes} in the same turn")
     for rank, (x, sends) in enumerate((request.x, request.sends) for request in requests):
         if sum(sends) != len(x):

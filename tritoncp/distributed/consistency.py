@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from tritoncp._version import __version__
+from tritoncp.core.process_environment import installed_version
 from tritoncp.distributed import collectives, groups
+from tritoncp.distributed.groups import name_ranks
 
 T = TypeVar("T")
 NUMBERS = 2  # integers in a record that may differ between ranks
@@ -79,7 +81,8 @@ def together(
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         text = _exchange_texts("", group, purpose)[failed[0]]
         raise Disagreement(
-            f"{_ranks(failed)} failed {moment} ({purpose}), so no rank goes on. Rank {failed[0]} says: {text}"
+            f"{name_ranks(failed)} failed {moment} ({purpose}), so no rank goes on. Rank {failed[0]} says: "
+            f"{text}"
         )
     _check_facts(facts, rows, group, purpose)
     return result, [row[1 : 1 + len(numbers)] for row in rows]
@@ -91,7 +94,7 @@ def share_failure(group: Any, purpose: str, error: Exception, moment: str) -> No
     rows = collectives.exchange(_record(True, {}, ()), group, purpose)
     _exchange_texts(f"{type(error).__name__}: {error}", group, purpose)
     failed = [rank for rank, row in enumerate(rows) if row[0] and rank != group.rank()]
-    also = f"; {_ranks(failed)} failed too" if failed else ""
+    also = f"; {name_ranks(failed)} failed too" if failed else ""
     error.add_note(f"on rank {group.rank()}, {moment} ({purpose}){also}")
 
 
@@ -103,16 +106,10 @@ def fact(text: Text, content: bytes | None = None) -> tuple[Text, bytes]:
 
 def versions() -> tuple[Text, bytes]:
     """Return the fact about versions of this package, torch, triton and Python, and the GPU model."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "none"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return fact(
-        f"tritoncp {__version__}, torch {torch.__version__}, triton {triton}, "
-        f"Python {platform.python_version()}, {device}"
+        f"tritoncp {__version__}, torch {torch.__version__}, "
+        f"triton {installed_version('triton')}, Python {platform.python_version()}, {device}"
     )
 
 
@@ -124,11 +121,11 @@ def _read(text: Text) -> str:
 def _record(failed: bool, facts: Facts, numbers: Sequence[int]) -> list[int]:
     """Encode one rank's row: whether it failed, its numbers, digests of its facts. Equally long for every
     purpose, so that ranks that make different calls meet in one exchange and report it."""
-    digests = [_word(facts[name][1]) if name in facts else 0 for name in REMEDIES]
+    digests = [digest_word(facts[name][1]) if name in facts else 0 for name in REMEDIES]
     return [int(failed), *numbers, *[0] * (NUMBERS - len(numbers)), *digests]
 
 
-def _word(content: bytes) -> int:
+def digest_word(content: bytes) -> int:
     """Return the first 64 bits of the SHA-256 of some bytes, as a signed integer."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
 
@@ -156,22 +153,11 @@ def _check_facts(facts: Facts, rows: list[list[int]], group: Any, purpose: str) 
         descriptions = {digest: f"{text} (digest {digest & 0xFFFFFFFF:08x})"
                         for digest, text in descriptions.items()}  # fmt: skip
     values = ". ".join(
-        f"{_owners(ranks)} {descriptions[digest]}" for digest, ranks in ranks_by_digest.items()
+        f"{name_ranks(ranks).capitalize()} {'have' if len(ranks) > 1 else 'has'} {descriptions[digest]}"
+        for digest, ranks in ranks_by_digest.items()
     )
     also = f" They differ in {', '.join(differing[1:])} too." if name != "call" and differing[1:] else ""
     raise Disagreement(
-        f"the ranks differ in {name}: {' against '.join(map(_ranks, ranks_by_digest.values()))} ({purpose}). "
-        f"{values}.{also} {REMEDIES[name]}"
+        f"the ranks differ in {name}: {' against '.join(map(name_ranks, ranks_by_digest.values()))} "
+        f"({purpose}). {values}.{also} {REMEDIES[name]}"
     )
-
-
-def _owners(ranks: Sequence[int]) -> str:
-    """Begin a sentence about ranks: "Ranks 0, 2 have"."""
-    return f"R{_ranks(ranks)[1:]} {'have' if len(ranks) > 1 else 'has'}"
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """Name ranks, at most eight of them: "ranks 0, 2"."""
-    numbers = list(ranks)
-    text = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-    return f"rank{'s' * (len(numbers) > 1)} {text}"

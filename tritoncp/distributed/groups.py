@@ -27,11 +27,16 @@ class PeerLost(RuntimeError):
         self.absent = tuple(absent)
 
 
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks, at most eight of them: "ranks 0, 2"."""
+    text = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {text}"
+
+
 def peer_lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: object) -> PeerLost:
     """Build the error for ranks that did not take part in the call ``purpose``; ``absent`` is empty where
     they are unknown."""
-    numbers = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-    ranks = f"rank{'s' * (len(absent) > 1)} {numbers}" if absent else "another rank"
+    ranks = name_ranks(absent) if absent else "another rank"
     waited = f"{timeout(group).total_seconds():g} s"
     return PeerLost(
         f"rank {group.rank()} of {group.size()} was at {purpose}, and {ranks} did not come within {waited} "

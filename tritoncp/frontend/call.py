@@ -49,7 +49,8 @@ def _attend_on_host(query: Tensor, key: Tensor, value: Tensor, request: Request)
             return substitute(query, key, value, request)
     if call_modes.is_traced(query):
         check_options(request.options or {}, _local_architecture(query))
-        return dynamo.attend(query, key, value, request)
+        with call_modes.fake_mode_of(query):
+            return dynamo.attend(query, key, value, request)
     if isinstance(request.mask, TracedMask):
         request = request._replace(mask=request.mask.mask)
     group = groups.group_of(request.mesh)

@@ -25,7 +25,6 @@ from tritoncp.ops.dispatch import register_op
 from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 
 
-@call_modes.in_fake_mode
 def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> list[Tensor]:
     """Run one layer for this rank, traced or on tensors without values; return out, lse, max_scores.
 
@@ -60,16 +59,8 @@ def _spec(
     score: str | None, wants: tuple[int, ...], want_max: bool, world: str, options: dict[str, Any],
     returns: tuple[str, ...],
 ) -> str:  # fmt: skip
-    return engine_factory.Spec(
-        score=None,
-        graph_score=score,
-        wants=wants,
-        numbers=(),
-        want_max=want_max,
-        world=world or None,
-        options=tuple(sorted(options.items())),
-        returns=returns,
-    ).encode()
+    items = tuple(sorted(options.items()))
+    return engine_factory.Spec.encoded(None, score, wants, (), want_max, world or None, items, returns)
 
 
 def _plan(
@@ -97,19 +88,12 @@ def _plan(
     return handle_of(plan)
 
 
-def _plan_fake(
-    tensors: list[Tensor],
-    ints: list[int],
-    shape: list[int],
-    structure: str,
-    world: str,
-    positions: Tensor | None,
-    batch_offset: int | None = None,
-) -> Tensor:
-    return torch.full((), -1, dtype=torch.int64, device="cpu")  # names no plan
+def _fake_handle(*args: Any) -> Tensor:
+    """A handle that names no object, for shapes only."""
+    return torch.full((), -1, dtype=torch.int64, device="cpu")
 
 
-plan_op = register_op("plan", _plan, _plan_fake)
+plan_op = register_op("plan", _plan, _fake_handle)
 
 
 def _part(handle: Tensor, index: int, count: int, dim: str, keys: int | None) -> Tensor:
@@ -169,10 +153,4 @@ def _block_mask(
 _MASKS = TensorCache(8)  # each mask keeps the tensors that its mask_mod captures
 
 
-def _block_mask_fake(
-    tensors: list[Tensor], ints: list[int], sizes: list[int], structure: str, device: str
-) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
-
-
-block_mask_op = register_op("block_mask", _block_mask, _block_mask_fake)
+block_mask_op = register_op("block_mask", _block_mask, _fake_handle)

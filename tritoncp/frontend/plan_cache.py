@@ -193,8 +193,8 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
         result = _build_natural(sources, q.shape[0], lengths, kv_lengths, rank, digest, heads)
         if not group:
             return result, {}, ()
-        text = lambda: signatures.mask_text(result.mask)  # noqa: E731 - read only where ranks differ
-        facts = {"call": fact(call, b"building"), "mask": fact(text, digest)}
+        mask_fact = fact(lambda: signatures.mask_text(result.mask), digest)
+        facts = {"call": fact(call, b"building"), "mask": mask_fact}
         return result, facts, tile_lookup.table_summary()
 
     result, tiles = consistency.together(group, call, build)
@@ -250,21 +250,6 @@ def _warn_uneven(sources: Sources, natural: Plan) -> None:
     )
 
 
-def _build_balanced(
-    masks: Mapping[str, Mask],
-    world_size: int,
-    rank: int,
-    balancer: str | Balancer | None,
-    schedule: str,
-    degree: int,
-) -> dict[str, Plan]:
-    """Build a plan for each mask, on one placement that balances the sum of their work."""
-    plans = build_all(
-        list(masks.values()), world_size, rank, balancer=balancer, schedule=schedule, degree=degree
-    )
-    return dict(zip(masks, plans))
-
-
 @on_host
 def make(
     masks: Mapping[str, BlockMask | Mask],
@@ -280,25 +265,24 @@ def make(
     def build() -> tuple[dict[str, Plan], consistency.Facts, Sequence[int]]:
         check_plannable({name: None if has_no_lengths(mask) else mask for name, mask in masks.items()})
         sources = {name: Sources.of(mask) for name, mask in masks.items()}
-        compact = {name: source.compact(1, 0, 0) for name, source in sources.items()}
-        unpinned = _build_balanced(compact, world_size, rank, balancer, schedule, degree)
+        compact = [source.compact(1, 0, 0) for source in sources.values()]
+        built = build_all(compact, world_size, rank, balancer=balancer, schedule=schedule, degree=degree)
         # Also without a group: a data loader's worker may pass the plan to one.
-        digests = {name: source.digest() if world_size > 1 else b"" for name, source in sources.items()}
+        digests = [source.digest() if world_size > 1 else b"" for source in sources.values()]
         plans = {
-            name: replace(one, evaluators=sources[name].evaluators, mask_digest=digests[name]).pinned()
-            for name, one in unpinned.items()
+            name: replace(one, evaluators=source.evaluators, mask_digest=digest).pinned()
+            for (name, source), one, digest in zip(sources.items(), built, digests, strict=True)
         }
         if not group:
             return plans, {}, ()
         chosen = resolve_balancer(balancer)[0] if callable(balancer) else balancer
         options = f"balancer={chosen!r}, schedule={schedule!r}, degree {degree}, masks {list(masks)}"
-        text = lambda: "; ".join(map(signatures.mask_text, compact.values()))  # noqa: E731 - where ranks differ
         facts = {
             "call": fact(call),
             "versions": consistency.versions(),
             "options": fact(options),
-            "mask": fact(text, b"".join(digests.values())),
-            "placement": fact(f"balancer={chosen!r}", b"".join(one.digest for one in unpinned.values())),
+            "mask": fact(lambda: "; ".join(map(signatures.mask_text, compact)), b"".join(digests)),
+            "placement": fact(f"balancer={chosen!r}", b"".join(one.digest for one in built)),
         }
         return plans, facts, tile_lookup.table_summary()
 

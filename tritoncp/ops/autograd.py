@@ -79,20 +79,11 @@ def _attend(
     return [*outs, *lses, *(tops if call.want_max else ())]
 
 
-def _forward_fake(
-    q: list[Tensor],
-    k: list[Tensor],
-    v: list[Tensor],
-    captures: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    scale: float,
-    plan: Tensor,
-    spec: str,
-) -> list[Tensor]:
-    """Allocate the results of :func:`_attend`, for shapes only."""
+def _forward_fake(q: list[Tensor], k: list[Tensor], v: list[Tensor], *rest: Any) -> list[Tensor]:
+    """Allocate the results of :func:`_attend`, which has the same arguments, for shapes only."""
+    spec = rest[-1]
     outs = [laid_out_as(x, y.shape[3]) for x, y in zip(q, v, strict=True)]
-    stats = [x.new_empty(x.shape[:3], dtype=_stats_dtype(x)) for x in q]
+    stats = [x.new_empty(x.shape[:3], dtype=torch.promote_types(x.dtype, torch.float32)) for x in q]
     tops = [torch.empty_like(x) for x in stats] if Spec.decode(spec).want_max else []
     return [*outs, *stats, *tops]
 
@@ -133,29 +124,11 @@ def _differentiate(
     return [x for part in zip(*grads_by_rank, strict=True) for x in part] + sums
 
 
-def _backward_fake(
-    douts: list[Tensor],
-    dlses: list[Tensor],
-    q: list[Tensor],
-    k: list[Tensor],
-    v: list[Tensor],
-    outs: list[Tensor],
-    lses: list[Tensor],
-    captures: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    scale: float,
-    plan: Tensor,
-    spec: str,
-) -> list[Tensor]:
-    """Allocate the results of :func:`_differentiate`, for shapes only."""
+def _backward_fake(*args: Any) -> list[Tensor]:
+    """Allocate the results of :func:`_differentiate`, which has the same arguments, for shapes only."""
+    _, _, q, k, v, _, _, captures, *_, spec = args
     sums = [x.new_empty(x.shape) for x in (captures[i] for i in Spec.decode(spec).wants)]
     return [laid_out_as(x, x.shape[3]) for x in (*q, *k, *v)] + sums
-
-
-def _stats_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of lse and max_scores for queries ``x``."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _in_own_memory(grad: Tensor, x: Tensor) -> Tensor:

@@ -6,19 +6,19 @@ made by an op, which has a fake, so that nothing reads values before they exist.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from tritoncp.ops.dispatch import PLAIN_TYPES
 
-T = TypeVar("T")
 _Key = torch._C._TorchDispatchModeKey
 
 
@@ -55,20 +55,11 @@ def is_traced(q: Any) -> bool:
 _TRACING = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 
 
-def in_fake_mode(call: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a function of a query and more to run in the fake tensor mode of a fake query, also after the
-    program has left that mode."""
-
-    @functools.wraps(call)
-    def wrapped(q: Tensor, *args: Any) -> T:
-        if torch.compiler.is_dynamo_compiling() or not isinstance(q, FakeTensor):
-            return call(q, *args)
-        if torch._C._get_dispatch_mode(_Key.FAKE) is not None:
-            return call(q, *args)
-        with q.fake_mode:
-            return call(q, *args)
-
-    return wrapped
+def fake_mode_of(q: Tensor) -> AbstractContextManager[Any]:
+    """Return the fake tensor mode of a fake query, to run in it also after the program has left that mode."""
+    if isinstance(q, FakeTensor) and torch._C._get_dispatch_mode(_Key.FAKE) is None:
+        return q.fake_mode
+    return nullcontext()
 
 
 def as_inputs(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -86,19 +77,10 @@ def run_on_values(op: Any, tensors: Sequence[Tensor], ints: Sequence[Any], *args
         return op(tensors, ints, *args)
     others = map(torch._C._get_dispatch_mode, (_Key.PROXY, _Key.FUNCTIONAL))
     is_fake = isinstance(torch._C._get_dispatch_mode(_Key.FAKE), FakeTensorMode) and not any(others)
-    if is_fake and _have_values((*tensors, *ints, *args)):
+    leaves = tree_leaves((tensors, ints, args))
+    is_symbolic = any(isinstance(x, torch.SymInt | Tensor) and type(x) not in PLAIN_TYPES for x in leaves)
+    if is_fake and not is_symbolic:
         with _disable_current_modes():
             handle = op(tensors, ints, *args)
         return as_inputs([handle])[0]
     return op(as_inputs(tensors), ints, *args)
-
-
-def _have_values(arguments: Iterable[Any]) -> bool:
-    """Return whether no argument is a fake tensor or a symbol."""
-    for x in arguments:
-        if isinstance(x, list | tuple):
-            if not _have_values(x):
-                return False
-        elif isinstance(x, torch.SymInt) or (isinstance(x, Tensor) and type(x) not in PLAIN_TYPES):
-            return False
-    return True

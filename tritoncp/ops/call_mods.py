@@ -25,8 +25,7 @@ def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
     cached copy would be wrong."""
     if score_mod is None:
         return None
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    mod = _translate_score(score_mod, dtype, kernels=False)
+    mod = _translate_score(score_mod, torch.promote_types(q.dtype, torch.float32), kernels=False)
     for tensor in mod.tensors:
         if tensor.ndim and tensor.device != q.device:
             raise ValueError(

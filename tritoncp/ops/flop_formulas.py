@@ -62,17 +62,13 @@ def register_formulas() -> None:
                 mode.counter.flop_registry.setdefault(op, counter.flop_registry[op])
 
 
-def _forward_flops(
-    q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: Any, ints: Any, floats: Any, scale: float,
-    plan: Tensor, spec: str, *, out_val: Any = None,
-) -> int:  # fmt: skip
+def _forward_flops(*args: Any, out_val: Any = None) -> int:
+    q, k, v, *_, plan, _ = args
     return _flops(q, k, v, plan, forward=True)
 
 
-def _backward_flops(
-    douts: Any, dlses: Any, q: list[Tensor], k: list[Tensor], v: list[Tensor], outs: Any, lses: Any,
-    captures: Any, ints: Any, floats: Any, scale: float, plan: Tensor, spec: str, *, out_val: Any = None,
-) -> int:  # fmt: skip
+def _backward_flops(*args: Any, out_val: Any = None) -> int:
+    _, _, q, k, v, *_, plan, _ = args
     return _flops(q, k, v, plan, forward=False)
 
 

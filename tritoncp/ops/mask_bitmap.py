@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tritoncp.masks.classification.classify import masked_blocks
-from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskFn
 from tritoncp.planning.plan import Plan
 
@@ -88,7 +87,7 @@ def bitmask(
 
 def _owned_blocks(plan: Plan, ranks: Sequence[int]) -> Tensor:
     """Mark the blocks of queries of which these ranks hold any token: bool [Bp, q blocks]."""
-    mask: Mask = plan.mask
+    mask = plan.mask
     owned = torch.zeros(plan.q.slots[0].shape[0], mask.runs.shape[2] + 1, dtype=torch.bool)
     for rank in ranks:
         slots = plan.q.slots[rank]

@@ -24,6 +24,7 @@ from tritoncp.core.bounded_cache import BoundedCache, OwnedState
 from tritoncp.core.host_copy import is_remote, to_host
 from tritoncp.core.user_code import describe, origin
 from tritoncp.distributed import consistency, groups
+from tritoncp.distributed.collectives import dtype_name
 from tritoncp.distributed.consistency import Facts, fact
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.mask_mod import MaskMod
@@ -124,7 +125,9 @@ def share_failure(group: Any, plan: Plan, error: Exception) -> None:
 
 def purpose_of(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Describe a call of attention, for messages."""
-    return f"{CALL} of query {list(q.shape)}, key {list(k.shape)} and value {list(v.shape)} in {_name(q)}"
+    return (
+        f"{CALL} of query {list(q.shape)}, key {list(k.shape)} and value {list(v.shape)} in {dtype_name(q)}"
+    )
 
 
 def shape_facts(q: Tensor, k: Tensor) -> dict[str, tuple[consistency.Text, bytes]]:
@@ -146,7 +149,7 @@ def _facts(
     facts = {
         "versions": consistency.versions(),
         "device": fact(q.device.type),
-        "dtype": fact(_name(q)),
+        "dtype": fact(dtype_name(q)),
         **shape_facts(q, k),
         "batch": fact(f"batch {q.shape[0]}" + f" from row {plan.first_row} on" * bool(plan.first_row)),
         "head dims": fact(f"head dims {q.shape[3]} and {v.shape[3]}"),
@@ -160,16 +163,9 @@ def _facts(
         "placement": fact(f"balancer {plan.balancer!r}, {between}", plan.digest),
     }
     if consistency.CHECKED:
-        facts["captures"] = _capture_fact(captures, ints, floats)
+        values = [*map(tensor_text, captures), *map(repr, ints), *map(repr, floats)]
+        facts["captures"] = fact(", ".join(values) or "none")
     return facts
-
-
-def _capture_fact(
-    captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
-) -> tuple[consistency.Text, bytes]:
-    """Return the fact about all captures of a score_mod, by value."""
-    tensors = [tensor_text(x) for x in captures]
-    return fact(", ".join([*tensors, *map(repr, ints), *map(repr, floats)]) or "none")
 
 
 def structure_of(plan: Plan) -> Any:
@@ -195,20 +191,12 @@ def form_of(mod: Any) -> str:
     if isinstance(mod, functools.partial):
         return f"partial({form_of(mod.func)})"
     if isinstance(mod, MaskMod):
-        return f"{type(mod).__qualname__}({', '.join(map(form_of, _nested(mod)))})"
+        parts = [form_of(part) for part in _fields(mod) if callable(part)]  # that a closed form combines
+        return f"{type(mod).__qualname__}({', '.join(parts)})"
     code = getattr(mod, "__code__", None)
-    return describe(mod) if code is None else f"{describe(mod)} {_code_digest(code)}"
-
-
-def _nested(mod: MaskMod) -> Iterator[Any]:
-    """Yield the mask_mods that a closed form combines."""
-    for part in _fields(mod):
-        if callable(part):
-            yield part
-
-
-def _code_digest(code: types.CodeType) -> str:
-    return hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:16]
+    if code is None:
+        return describe(mod)
+    return f"{describe(mod)} {hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:16]}"
 
 
 def mask_text(mask: Any) -> str:
@@ -241,11 +229,9 @@ def _tensors(mod: MaskMod) -> Iterator[Tensor]:
 
 def _fields(mod: MaskMod) -> Iterator[Any]:
     """Yield the values of a closed form's fields, and the items of those that are sequences."""
-    names: list[str] = (
-        [field.name for field in dataclasses.fields(mod)] if dataclasses.is_dataclass(mod) else []
-    )
-    for name in names:
-        value = getattr(mod, name)
+    fields: tuple[Any, ...] = dataclasses.fields(mod) if dataclasses.is_dataclass(mod) else ()
+    for field in fields:
+        value = getattr(mod, field.name)
         yield from value if isinstance(value, tuple | list) else (value,)
 
 
@@ -272,8 +258,4 @@ def _value_text(value: Any) -> str | None:
 def tensor_text(x: Tensor) -> str:
     """Format a tensor's dtype, shape and a digest of its contents."""
     local = to_host([x])[0] if is_remote(x) else x.detach()
-    return f"{_name(x)} {list(x.shape)} #{hashlib.sha256(content(local)).hexdigest()[:12]}"
-
-
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+    return f"{dtype_name(x)} {list(x.shape)} #{hashlib.sha256(content(local)).hexdigest()[:12]}"

@@ -7,7 +7,6 @@ Rank 0's table serves the whole group, so that all ranks launch the same tiles.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tritoncp.distributed import collectives
+from tritoncp.distributed.consistency import digest_word
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import KINDS, PASSES
 from tritoncp.masks.mask import Mask
@@ -108,7 +108,7 @@ _SHARED_TABLES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary(
 def table_summary() -> tuple[int, int]:
     """Return digest and length in bytes of this rank's table, which ranks compare while they make a plan."""
     content = _own_table().encode()
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True), len(content)
+    return digest_word(content), len(content)
 
 
 def share_table(group: Any, summaries: Sequence[Sequence[int]]) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import json
 import os
 import warnings
@@ -29,6 +28,7 @@ import torch
 
 from tritoncp.core.checked_json import read_json
 from tritoncp.core.paths import architecture_name, path_inside, slug, triton_version
+from tritoncp.core.process_environment import installed_version
 from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
 
@@ -87,15 +87,8 @@ def path_in(folder: Path, device: Device, triton: str | None = None) -> Path:
     >>> path_in(Path("x"), Device("sm_90", "NVIDIA H200"), "3.7.1").as_posix()
     'x/sm_90/nvidia-h200-triton-3.7.1.json'
     """
-    version = triton_version(triton or _triton())
+    version = triton_version(triton or installed_version("triton"))
     return folder / architecture_name(device.arch) / f"{slug(device.name)}-triton-{version}.json"
-
-
-def _triton() -> str:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def sources(device: Device) -> Iterator[Path]:
@@ -214,8 +207,18 @@ def write(
     link leads out of the folder, and the errors of :func:`locked`.
     """
     path = path_inside(folder, path_in(folder, device, triton))
+    version = triton or installed_version("triton")
+    header = {"device": device.name, "arch": device.arch, "triton": version, **facts}
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     with locked(path):
-        _merge(path, device, entries, facts, triton, drop)
+        old = entries_of(path) if path.is_file() else []
+        merged = {entry_key(entry): entry for entry in [*old, *entries] if entry_key(entry) not in drop}
+        lines = ",\n".join(json.dumps(entry) for entry in merged.values())
+        try:
+            temporary.write_text(f'{json.dumps(header)[:-1]}, "entries": [\n{lines}\n]}}\n')
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     forget()
     return path
 
@@ -248,25 +251,3 @@ def locked(path: Path) -> Iterator[None]:
         ) from error
     with lock:
         yield
-
-
-def _merge(
-    path: Path,
-    device: Device,
-    entries: Entries,
-    facts: Mapping[str, Any],
-    triton: str | None,
-    drop: Collection[tuple[Any, ...]],
-) -> None:
-    """Merge entries into a file whose lock is held."""
-    old = entries_of(path) if path.is_file() else []
-    merged = {entry_key(entry): entry for entry in [*old, *entries] if entry_key(entry) not in drop}
-    lines = ",\n".join(json.dumps(entry) for entry in merged.values())
-    header = {"device": device.name, "arch": device.arch, "triton": triton or _triton()}
-    head = json.dumps(header | dict(facts))
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        temporary.write_text(f'{head[:-1]}, "entries": [\n{lines}\n]}}\n')
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -42,7 +42,10 @@ def tune_if_requested(device: torch.device, group: Any, call: TileKey, shape: tu
     if call.score == 2 or _is_tuned(tile_lookup.table_text(device, group), call):
         return  # the measured stand-in for a score_mod loads no value for each score
     attempt = None if group is None else weakref.ref(group), call
-    allowed = tile_lookup.tuning_budget() if group is None else _agreed_budget(group)
+    if group is None:
+        allowed = tile_lookup.tuning_budget()
+    else:  # other ranks wait up to twice as long, within the group's timeout
+        allowed = min(tile_lookup.group_budget(group), groups.timeout(group).total_seconds() / 4)
     if not allowed or attempt in _ATTEMPTS or not _tunable(device):
         return
     _ATTEMPTS.add(attempt)
@@ -55,12 +58,6 @@ def tune_if_requested(device: torch.device, group: Any, call: TileKey, shape: tu
     finally:  # warnings may be errors, and the other ranks wait
         tile_lookup.WARNED_DEVICES.add(tile_tables.device_of(device))
         tile_lookup.reread_tables(group)
-
-
-def _agreed_budget(group: Any) -> float:
-    """Return the tuning seconds of a group: other ranks wait up to twice as long, within the group's
-    timeout."""
-    return min(tile_lookup.group_budget(group), groups.timeout(group).total_seconds() / 4)
 
 
 def _is_tuned(table: str, call: TileKey) -> bool:
@@ -77,10 +74,8 @@ def _tune(device: torch.device, call: TileKey, shape: tuple[int, int, int], allo
     """Run the command, for at most twice the time ``allowed``, as it compiles first.  One process of a
     machine runs it at a time: the next process uses its results. Raises RuntimeError if no tiles were
     measured."""
-    folder, deadline = (
-        next((candidate for candidate in tile_tables.folders() if candidate != tile_tables.SHIPPED), None),
-        time.monotonic() + 2 * allowed,
-    )
+    deadline = time.monotonic() + 2 * allowed
+    folder = next((folder for folder in tile_tables.folders() if folder != tile_tables.SHIPPED), None)
     if folder is None:
         raise RuntimeError("no folder to keep them in: set TRITONCP_CONFIG_DIR, or install platformdirs")
     with _hold_lock(

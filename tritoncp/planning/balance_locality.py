@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from tritoncp.core.bounded_cache import computed_once
 from tritoncp.planning.work import Work, merge_ranges, transpose_runs
 
 MAX_EVEN_RATIO = 1.018  # max/mean work that counts as even
@@ -107,7 +108,6 @@ class FreeBlocks:
         )
         order = (column * (2 * n + 1) + first).argsort()
         column, self.first, self.last = column[order], first[order], last[order]
-        self._visible_counts: dict[int, Tensor] = {}
         self.place, self.hardest = torch.arange(n), int(self.cost.argmax())
         self.before = torch.zeros_like(self.last)  # where the column's previous run ends
         self.before[1:] = torch.where(column[1:] == column[:-1], self.last[:-1], 0)
@@ -116,15 +116,14 @@ class FreeBlocks:
         """Sum the work of the window of ``size`` blocks that starts at each block: float64 [n]."""
         return self.total[size : size + self.n] - self.total[: self.n]
 
+    @computed_once
     def count_visible(self, size: int) -> Tensor:
         """Count the columns that each window of ``size`` blocks sees: int64 [n]. A run of blocks adds one to
         the windows that reach it and start behind the previous run of its column."""
-        if size not in self._visible_counts:
-            begin = torch.maximum(self.before, self.first - size + 1).clamp(0, self.n)
-            until = torch.maximum(self.last.clamp(max=self.n), begin)
-            step = torch.bincount(begin, minlength=self.n + 1) - torch.bincount(until, minlength=self.n + 1)
-            self._visible_counts[size] = step.cumsum(0)[: self.n]
-        return self._visible_counts[size]
+        begin = torch.maximum(self.before, self.first - size + 1).clamp(0, self.n)
+        until = torch.maximum(self.last.clamp(max=self.n), begin)
+        step = torch.bincount(begin, minlength=self.n + 1) - torch.bincount(until, minlength=self.n + 1)
+        return step.cumsum(0)[: self.n]
 
     def starts_with_hardest(self, size: int) -> Tensor:
         """Return the starts of the windows of ``size`` blocks that hold the costliest block, ascending."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from tritoncp.core.host_copy import on_host
 from tritoncp.masks.mask import Mask
 from tritoncp.planning import SCHEDULES, cost
 from tritoncp.planning.balance import balancers, deal, resolve_balancer
-from tritoncp.planning.placement import Placement, by_blocks, natural, without_padding
+from tritoncp.planning.placement import Placement, by_blocks, natural, recut, without_padding
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer, work_of_rows
 
@@ -114,8 +113,9 @@ def _unscheduled(masks: Sequence[Mask], placed: Placed, rank: int, schedule: str
 def _cheapest(masks: Sequence[Mask], world_size: int, rank: int, schedule: str, degree: int) -> list[Plan]:
     """Make the plans of the balancer, or of natural order, that costs the least."""
     hardware, candidates = cost.hardware_of(world_size), []
-    names, skipped = _candidate_names(masks, world_size)
-    for name in names:
+    blocks = sum(mask.B * mask.runs.shape[2] for mask in masks)
+    skipped = [name for name, most in SLOW_BALANCERS.items() if blocks * world_size > most]
+    for name in (*(name for name in balancers if name not in skipped), None):  # None: natural order
         placed = _place(masks, world_size, name) if name else _place_natural(masks[0], world_size)
         plans = _unscheduled(masks, placed, rank, schedule, degree)
         layer = _layer_of(plans)
@@ -130,13 +130,6 @@ def _cheapest(masks: Sequence[Mask], world_size: int, rank: int, schedule: str, 
         replace(plan, schedule=own if schedule == "auto" else schedule, reason=reason)
         for plan, own in zip(_unscheduled(masks, best_placed, rank, schedule, degree), schedules)
     ]
-
-
-def _candidate_names(masks: Sequence[Mask], world_size: int) -> tuple[list[str | None], list[str]]:
-    """List the balancers that "auto" weighs (None: natural order), and those that would take too long."""
-    blocks = sum(mask.B * mask.runs.shape[2] for mask in masks)
-    skipped = [name for name, most in SLOW_BALANCERS.items() if blocks * world_size > most]
-    return [*(name for name in balancers if name not in skipped), None], skipped
 
 
 def _layer_of(plans: Sequence[Plan]) -> cost.Shape:
@@ -163,16 +156,11 @@ def _format_choice(candidates: Sequence[Candidate], hardware: cost.Hardware, ski
 
 
 def _check_options(masks: Sequence[Mask], world_size: int, rank: int, schedule: str, degree: int) -> str:
-    """Return the schedule's name. Raises ValueError if an option does not fit the masks or the world."""
+    """Return the schedule's name, "ulysses" for "auto" if ``degree`` ranks exchange heads. Raises ValueError
+    if an option does not fit the masks, the world or the degree."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is outside a world of {world_size}")
     _check_same_blocks(masks)
-    return _check_schedule(schedule, world_size, degree)
-
-
-def _check_schedule(schedule: str, world_size: int, degree: int) -> str:
-    """Return the schedule's name, "ulysses" for "auto" if ``degree`` ranks exchange heads. Raises ValueError
-    if there is no such schedule, or if it does not fit the degree."""
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"unknown schedule {schedule!r}; known: auto, {', '.join(SCHEDULES)}")
     if not degree:
@@ -262,26 +250,5 @@ def _place(masks: Sequence[Mask], world_size: int, balancer: str | Balancer) -> 
         owners = [deal(function, work) for work in work_of_rows(masks, world_size, side="kv")]
         kv = by_blocks(mask.kv_len, mask.kv_block, owners)
     elif mask.kv_block != mask.q_block:  # same tokens, other blocks: cut the same placement at KV blocks
-        kv = _recut(q, mask.kv_block)
+        kv = recut(q, mask.kv_block)
     return _without_padding(mask, Placed(name, q, kv))
-
-
-def _recut(placement: Placement, block: int) -> Placement:
-    """Cut the slots of a placement so that none crosses a multiple of ``block``."""
-    tables = []
-    for slots in placement.slots:
-        rows = []
-        for batch in slots.tolist():
-            cut = []
-            for row, position, tokens in batch:
-                edges = [
-                    position,
-                    *range((position // block + 1) * block, position + tokens, block),
-                    position + tokens,
-                ]
-                cut += [(row + a - position, a, b - a) for a, b in itertools.pairwise(edges)]
-            rows.append(cut)
-        width = max(map(len, rows))
-        padded = [cut + [(0, 0, 0)] * (width - len(cut)) for cut in rows]
-        tables.append(torch.tensor(padded, dtype=torch.int32).view(len(rows), width, 3))
-    return Placement(placement.length, block, tuple(tables), placement.lengths)

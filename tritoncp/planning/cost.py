@@ -136,16 +136,10 @@ def _fetch(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Har
         far = float(_seconds(shape, row.sum() - row[view.rank], hardware))
         share = shape.row // (shape.batch if view.batched else 1)
         received, sent_rows = remote_rows[view.rank], remote_rows[:, view.rank]
-        receive_elements, send_elements, peers = (
-            int(received.sum()) * share,
-            int(sent_rows.sum()) * share,
-            int((received > 0).sum()),
-        )
-        wire = max(receive_elements, send_elements) / (hardware.bandwidth * hardware.scattered)
-        receive_time, return_time = wire * shape.itemsize, wire * 4
-        receive_time, return_time = (
-            seconds + peers * hardware.latency for seconds in (receive_time, return_time)
-        )
+        elements = max(int(received.sum()), int(sent_rows.sum())) * share
+        wire = elements / (hardware.bandwidth * hardware.scattered)
+        start = int((received > 0).sum()) * hardware.latency
+        receive_time, return_time = wire * shape.itemsize + start, wire * 4 + start
         forward = max(forward, max(near, receive_time) + far)
         tail = BACKWARD_RATIO * far * DKDV_SHARE + max(return_time, BACKWARD_RATIO * far * (1 - DKDV_SHARE))
         backward = max(backward, max(BACKWARD_RATIO * near, receive_time) + tail)

@@ -3,17 +3,15 @@ tables of each step, computed at their first use."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.core.bounded_cache import BoundedCache, computed_once
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.masks.block_runs import Runs, content
 from tritoncp.masks.mask import Mask
@@ -22,24 +20,7 @@ from tritoncp.planning.parts import needed_chunks
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.step_tables import Tables, slot_runs, tables_of
 
-P = ParamSpec("P")
-T = TypeVar("T")
 MAX_PARTS = 64  # plans of parts of a plan that are kept with the whole
-
-
-def computed_once(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Compute the result of a method once for each key, and keep it with the object. Threads that meet
-    compute equal results, so that no lock is needed."""
-    name = f"_{method.__name__}"
-
-    @functools.wraps(method)
-    def look_up(self: Any, *key: Any) -> Any:
-        values = vars(self).setdefault(name, {})
-        if (value := values.get(key)) is None:
-            value = values[key] = method(self, *key)  # type: ignore[call-arg]
-        return value
-
-    return look_up  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +38,6 @@ class DerivedTables:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name in ("mask", "q", "kv", "_digest")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
 
     @cached_property
     def merged(self) -> dict[tuple[int, int], Any]:

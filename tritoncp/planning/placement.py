@@ -4,6 +4,7 @@ A placement is a list of slots per rank: ``(first row in the rank's buffer, glob
 tokens)``, sorted by position.  Permutation, inverse and validity follow from the slots.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from tritoncp.core.bounded_cache import computed_once
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import upload
 from tritoncp.masks.block_runs import ramps
@@ -63,37 +66,23 @@ class Placement:
         """Return the global position of each row of a rank's buffer, -1 at padding: int64 [Bp,
         lengths[rank]]."""
         object.__setattr__(self, "order_is_read", True)
-        if rank not in self._positions:
-            self._positions[rank] = row_positions(self.slots[rank], self.lengths[rank])
-        return self._positions[rank]
+        return self._row_positions(rank)
 
-    @cached_property
-    def _positions(self) -> dict[int, Tensor]:
-        return {}
+    @computed_once
+    def _row_positions(self, rank: int) -> Tensor:
+        return row_positions(self.slots[rank], self.lengths[rank])
 
+    @computed_once
     def is_filled(self, rank: int) -> bool:
         """Return whether a rank's buffer has no padding, so that writing all tokens initialises every row."""
-        if rank not in self._filled:
-            tokens = self.slots[rank][..., 2].sum(1)
-            self._filled[rank] = bool((tokens == self.lengths[rank]).all())
-        return self._filled[rank]
-
-    @cached_property
-    def _filled(self) -> dict[int, bool]:
-        return {}
+        return bool((self.slots[rank][..., 2].sum(1) == self.lengths[rank]).all())
 
     @cached_property
     @on_host
     def inverse(self) -> Tensor:
         """Row of each global position in the gathered buffer [W * s_max]: int64 [Bp, length]."""
-        out = torch.full((self.slots[0].shape[0], self.length), -1, dtype=torch.int64)
-        for rank, (slots, length) in enumerate(zip(self.slots, self.lengths, strict=True)):
-            positions = row_positions(slots, length)
-            rows = torch.arange(positions.shape[1]).expand_as(positions) + rank * self.s_max
-            batch = torch.arange(positions.shape[0])[:, None].expand_as(positions)
-            real = positions >= 0
-            out[batch[real], positions[real]] = rows[real]
-        return out
+        row, position, tokens = self.gathered().unbind(-1)
+        return row_positions(torch.stack([position, row, tokens], -1), self.length)
 
     def gathered(self, ranks: Sequence[int] | None = None) -> Tensor:
         """Return the slots of the buffer that holds the shards of ``ranks`` one after the other, ``s_max``
@@ -105,10 +94,10 @@ class Placement:
 
     def owners(self) -> Tensor:
         """Return the rank of the first token of each block, -1 if all is padding: int64 [Bp, blocks]."""
-        slots, owner = torch.cat(self.slots, 1).long(), repeat_indices([part.shape[1] for part in self.slots])
-        _, position, tokens = slots.unbind(-1)
+        owner = torch.repeat_interleave(torch.tensor([part.shape[1] for part in self.slots]))
+        _, position, tokens = torch.cat(self.slots, 1).long().unbind(-1)
         unowned = torch.iinfo(torch.int64).max
-        first = torch.full((len(slots), -(-self.length // self.block)), unowned)
+        first = torch.full((self.batch, -(-self.length // self.block)), unowned)
         code = torch.where(tokens > 0, position * self.world_size + owner, unowned)
         first.scatter_reduce_(1, position // self.block, code, "amin")
         return torch.where(first == unowned, -1, first % self.world_size)
@@ -142,15 +131,6 @@ def _unpickle(
     return Placement(length, block, tuple(part.contiguous() for part in slots.split(counts, 1)), lengths)
 
 
-def repeat_indices(counts: Sequence[int]) -> Tensor:
-    """Repeat each index as often as its count says.
-
-    >>> repeat_indices([2, 0, 1]).tolist()
-    [0, 0, 2]
-    """
-    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-
-
 def by_blocks(length: int, block: int, owners: Sequence[Sequence[Sequence[int]]]) -> Placement:
     """Place whole blocks: ``owners[batch row][rank]`` lists the rank's blocks, ascending.
 
@@ -159,14 +139,12 @@ def by_blocks(length: int, block: int, owners: Sequence[Sequence[Sequence[int]]]
     world_size = len(owners[0])
     slots = []
     for rank in range(world_size):
-        width = max(len(row[rank]) for row in owners)
-        table = torch.zeros(len(owners), width, 3, dtype=torch.int32)
-        for batch, row in enumerate(owners):
-            ids = torch.tensor(row[rank], dtype=torch.int64)
-            table[batch, : len(ids), 0] = (torch.arange(len(ids)) * block).int()
-            table[batch, : len(ids), 1] = (ids * block).int()
-            table[batch, : len(ids), 2] = (length - ids * block).clamp(max=block).int()
-        slots.append(table)
+        tables = []
+        for row in owners:
+            first = torch.tensor(row[rank], dtype=torch.int64) * block
+            place = torch.arange(len(first)) * block
+            tables.append(torch.stack([place, first, (length - first).clamp(max=block)], 1).int())
+        slots.append(pad_sequence(tables, batch_first=True))
     rows = max(int(table[..., 2].sum(1).max()) if table.numel() else 0 for table in slots)
     return Placement(length, block, tuple(slots), (rows,) * world_size)
 
@@ -177,14 +155,9 @@ def natural(lengths: Sequence[int], block: int) -> Placement:
     >>> natural([3, 5], 4).slots[1].tolist()
     [[[0, 3, 1], [1, 4, 4]]]
     """
-    slots, start = [], 0
-    for rows in lengths:
-        first = torch.tensor(sorted({start, *range(-(-start // block) * block, start + rows, block)}))
-        first = first[first < start + rows]
-        last = torch.cat([first[1:], torch.tensor([start + rows])]) if len(first) else first
-        slots.append(torch.stack([first - start, first, last - first], -1).int()[None])
-        start += rows
-    return Placement(start, block, tuple(slots), tuple(lengths))
+    ends = list(itertools.accumulate(lengths))
+    slots = tuple(torch.tensor([[[0, end - rows, rows]]]) for end, rows in zip(ends, lengths))
+    return recut(Placement(ends[-1], block, slots, tuple(lengths)), block)
 
 
 def without_padding(placement: Placement, tokens: Tensor, close_up: bool) -> Placement:
@@ -200,19 +173,33 @@ def without_padding(placement: Placement, tokens: Tensor, close_up: bool) -> Pla
     """
     edge = torch.nn.functional.pad(tokens.int(), (1, 1)).diff()
     first, last = ((edge == step).nonzero()[:, 0] for step in (1, -1))
-    tables = []
-    for slots in placement.slots:
-        rows = [_pieces(table.long(), first, last, close_up) for table in slots]
-        width = max(map(len, rows))
-        tables.append(torch.stack([lengthen(table, 0, width) for table in rows]).int())
+    tables = _cut_slots(placement, first, last, close_up)
     most = max(int(table[..., 2].sum(1).max()) for table in tables)
     lengths = (most,) * placement.world_size if close_up else placement.lengths
-    return Placement(placement.length, placement.block, tuple(tables), lengths)
+    return Placement(placement.length, placement.block, tables, lengths)
+
+
+def recut(placement: Placement, block: int) -> Placement:
+    """Cut the slots of a placement so that none crosses a multiple of ``block``.
+
+    >>> recut(natural([6], 6), 4).slots[0].tolist()
+    [[[0, 0, 4], [4, 4, 2]]]
+    """
+    first = torch.arange(0, placement.length, block)
+    return Placement(placement.length, block, _cut_slots(placement, first, first + block), placement.lengths)
+
+
+def _cut_slots(
+    placement: Placement, first: Tensor, last: Tensor, close_up: bool = False
+) -> tuple[Tensor, ...]:
+    """Cut the slots of every rank to the ranges [first, last) of positions. close_up: rows move together."""
+    tables = ([_pieces(table, first, last, close_up) for table in slots] for slots in placement.slots)
+    return tuple(pad_sequence(rows, batch_first=True).int() for rows in tables)
 
 
 def _pieces(slots: Tensor, first: Tensor, last: Tensor, close_up: bool) -> Tensor:
     """Cut ``slots`` [n, 3] to the ranges [first, last): int64 [m, 3]."""
-    row, position, tokens = slots.T.contiguous()
+    row, position, tokens = slots.T.long().contiguous()
     begin = torch.searchsorted(last, position, right=True)
     count = (torch.searchsorted(first, position + tokens) - begin).clamp(min=0) * (tokens > 0)
     slot = torch.arange(len(slots)).repeat_interleave(count)

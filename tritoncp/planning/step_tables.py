@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ class Tables:
                        buffer's tokens), else "anywhere"
     full_runs:         largest number of full runs of a Q slot
     keys:              average number of keys in the blocks that a Q slot lists
-    launches:          the engine's cache of launches with these tables
     """
 
     q_slots: Tensor
@@ -60,11 +59,9 @@ class Tables:
     def copy_to(self, device: torch.device) -> DeviceCopy[Tables]:
         """Copy the tables to a device."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-        def tables(*copies: Tensor) -> Tables:
-            return Tables(**vars(self) | dict(zip(tensors, copies, strict=True)))
-
-        return DeviceCopy(list(tensors.values()), device, tables)
+        return DeviceCopy(
+            list(tensors.values()), device, lambda *copies: replace(self, **dict(zip(tensors, copies)))
+        )
 
 
 def tables_of(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tritoncp.masks.block_runs import ramps
 from tritoncp.masks.mask import Mask
-from tritoncp.planning.placement import Placement, repeat_indices, sort_by_position
+from tritoncp.planning.placement import Placement, sort_by_position
 
 CHUNK = 1 << 21  # (rank, block) pairs in memory at a time while the table of a large world is made
 HEAD_GROUPS = 2  # one is gathered while the other is computed; more only make messages smaller
@@ -24,7 +24,8 @@ SMALL = 1 << 20  # bytes of K and V of a rank below which a second message costs
 def count_queries(mask: Mask, q: Placement, ranks: Sequence[int]) -> Tensor:
     """Count the queries of each rank that see a KV block, over all heads: int64 [ranks, Bn, KV blocks]."""
     slots_by_rank = [q.slots[rank] for rank in ranks]
-    slots, rank = torch.cat(slots_by_rank, 1), repeat_indices([len(x[0]) for x in slots_by_rank])
+    slots = torch.cat(slots_by_rank, 1)
+    rank = torch.repeat_interleave(torch.tensor([x.shape[1] for x in slots_by_rank]))
     blocks = torch.where(slots[..., 2] > 0, slots[..., 1] // mask.q_block, -1)
     runs = mask.runs.take(blocks.long())
     batch, heads, rows, columns = runs.shape
@@ -229,7 +230,8 @@ def fetch(visible: Tensor, kv: Placement, rank: int) -> Fetch:
     requested = _requested_slots(visible, own_slots, kv.block)  # [W, Bn, n]
     requested[rank] = False
     sends = (requested * own_slots[..., 2]).sum((1, 2)).tolist()
-    slots, owner = torch.cat(kv.slots, 1), repeat_indices([part.shape[1] for part in kv.slots])
+    slots = torch.cat(kv.slots, 1)
+    owner = torch.repeat_interleave(torch.tensor([part.shape[1] for part in kv.slots]))
     tokens = torch.where(
         _requested_slots(visible[rank], slots, kv.block) & (owner != rank), slots[..., 2], 0
     ).long()

@@ -66,7 +66,7 @@ def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> T
 
 def outputs(plan: Plan, q: Tensor, v: Tensor, want_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Allocate out, lse and max_scores; padding rows get the values of rows that see no key."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(q.dtype, torch.float32)
     (b, h, s, _), e = q.shape, v.shape[3]
     out, lse = laid_out_as(q, e), torch.empty(b, h, s, dtype=dtype, device=q.device)
     top = torch.empty_like(lse) if want_max else None

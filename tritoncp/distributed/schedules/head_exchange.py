@@ -134,9 +134,6 @@ class HeadExchange:
     kv: Side
     group: int
     _messages: BoundedCache[Any, list[Message]] = field(default_factory=lambda: BoundedCache(MAX_EXCHANGES))
-    _statistics: BoundedCache[int, tuple[list[int], list[int]]] = field(  # sends, recvs
-        default_factory=lambda: BoundedCache(MAX_EXCHANGES)
-    )
 
     @classmethod
     def of(cls, plan: Plan, q: Tensor, k: Tensor) -> HeadExchange:
@@ -257,12 +254,9 @@ class HeadExchange:
         """Make the request that returns a statistic by heads [B, this rank's heads, degree * rows], such as
         lse, to the ranks that own its tokens."""
         b, n, _ = x.shape
-        if (counts := self._statistics.get(b)) is None:
-            chunk_sizes = [heads * b * self.q.rows for heads in self.q.counts]
-            sends = self._spread_row([chunk_sizes[self.rank]] * self.degree)
-            counts = self._statistics.put(b, (sends, self._spread_row(chunk_sizes)))
-        sent = _flat(x.view(b, n, self.degree, self.q.rows).permute(2, 0, 1, 3))
-        return AllToAll(sent, *counts)
+        sends = self._spread_row([n * b * self.q.rows] * self.degree)
+        recvs = self._spread_row([heads * b * self.q.rows for heads in self.q.counts])
+        return AllToAll(_flat(x.view(b, n, self.degree, self.q.rows).permute(2, 0, 1, 3)), sends, recvs)
 
     def join_statistic(self, q: Tensor, received: Tensor) -> Tensor:
         """Join the received parts of a :meth:`statistic_request` to a statistic of q's rows [B, H, S]."""

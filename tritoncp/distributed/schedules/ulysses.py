@@ -157,11 +157,10 @@ class HeadSubsetEngine:
         cuts = stretches(own, self.exchange.group)
         if len(cuts) == 1:
             return [(own.start, rows, keys)]
-        pieces: list[tuple[int, Sequence[Any], Sequence[Any]]] = []
-        for a, b in cuts:
-            parts = [None if x is None else x[:, a] for x in rows]
-            pieces.append((own.start + a.start, parts, [x[:, b] for x in keys]))
-        return pieces
+        return [
+            (own.start + a.start, [x if x is None else x[:, a] for x in rows], [x[:, b] for x in keys])
+            for a, b in cuts
+        ]
 
 
 @functools.lru_cache(256)
