@@ -49,7 +49,7 @@ def test_visible_blocks_and_traffic_are_the_masks(name: str, balancer: str | Non
     all_plans = plans(name, balancer, world)
     for reader in all_plans:
         want = dense_visible_blocks(reader)
-        assert torch.equal(reader.visible_blocks[reader.rank], want)
+        assert torch.equal(reader.derived.visible_blocks[reader.rank], want)
         for owner in all_plans:
             positions = owner.kv.positions(owner.rank)
             real = [

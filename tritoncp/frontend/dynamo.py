@@ -101,11 +101,7 @@ def _part(handle: Tensor, index: int, count: int, dim: str, keys: int | None) ->
     return handle_of(object_of(handle).part(index, count, dim=dim, keys=keys))
 
 
-def _part_fake(handle: Tensor, index: int, count: int, dim: str, keys: int | None) -> Tensor:
-    return torch.full((), -1, dtype=torch.int64, device="cpu")  # names no plan
-
-
-part_op = register_op("part", _part, _part_fake)
+part_op = register_op("part", _part, _fake_handle)
 
 
 def trace_block_mask(
