@@ -58,8 +58,9 @@ def flex_attention(
     True or False, and ``"SPLIT_KV"``, the number of programs; with ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and
     tiles that are given too, rows cut off at a block boundary have the bits that they have in the whole.
 
-    >>> q = k = v = torch.randn(1, 2, 256, 32)
+    >>> import torch
     >>> from tritoncp import causal
+    >>> q = k = v = torch.randn(1, 2, 256, 32)
     >>> flex_attention(q, k, v, causal()).shape
     torch.Size([1, 2, 256, 32])
     """
