@@ -30,7 +30,9 @@ class Shape:
 
 
 class Attention(nn.Module):
-    """Rotary grouped-query attention of [B, S, width]."""
+    """Rotary grouped-query attention of [B, S, width], between the ranks of ``mesh`` if it is set."""
+
+    mesh: Any = None
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -47,7 +49,7 @@ class Attention(nn.Module):
         )
         q, k = rotate(q, turn), rotate(k, turn)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        out = flex_attention(q, k, v, score, mask, enable_gqa=True)
+        out = flex_attention(q, k, v, score, mask, enable_gqa=True, mesh=self.mesh)
         return self.out(out.transpose(1, 2).reshape(b, s, -1))
 
 
