@@ -143,10 +143,11 @@ class Model(nn.Module):
 
 
 def compiled(
-    model: nn.Module, rewrite: Callable[[torch.fx.GraphModule], Any], *, dynamic: bool | None = None
+    model: nn.Module, rewrite: Callable[[torch.fx.GraphModule], Any], *, dynamic: bool | None = None,
+    finish: Callable[[torch.fx.GraphModule], Any] = lambda gm: None,
 ) -> Callable[..., Any]:
-    """Compile a model by Dynamo and AOTAutograd, whose joint graph ``rewrite`` edits, and run the graphs
-    eagerly."""
+    """Compile a model by Dynamo and AOTAutograd, whose joint graph ``rewrite`` edits, and ``finish`` its
+    forward and backward graphs, and run these eagerly."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import default_partition
 
@@ -155,6 +156,7 @@ def compiled(
         return default_partition(gm, inputs, **kwargs)
 
     def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        finish(gm)
         return gm
 
     def infer(gm: torch.fx.GraphModule, inputs: Any) -> Any:

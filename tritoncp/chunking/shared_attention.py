@@ -119,10 +119,13 @@ def _stage(node: Node) -> dict[str, Any]:
 def _exchange(
     rewrite: Any, node: Node, op: Any, args: tuple[Any, ...], value: Tensor, bindings: dict[Any, Any]
 ) -> Node:
-    """Add a message and the wait for it."""
-    message = rewrite._call(op, args, value, _stage(node))
+    """Add a message and the wait for it, which stay in their pass: partitioners keep a wait where a pass could
+    compute it again, and with it the message."""
+    tag = "must_be_in_backward" if node.target is attention.backward_op else "must_be_in_forward"
+    stage = _stage(node) | {"partitioner_tag": tag}
+    message = rewrite._call(op, args, value, stage)
     message.meta["unbacked_bindings"] = bindings
-    return rewrite._call(wait_op, (message,), value, _stage(node))
+    return rewrite._call(wait_op, (message,), value, stage)
 
 
 def _message(rewrite: Any, node: Node, heads: Any, width: Any, dtype: Any) -> tuple[Tensor, dict[Any, Any]]:
