@@ -143,7 +143,10 @@ class Model(nn.Module):
 
 
 def compiled(
-    model: nn.Module, rewrite: Callable[[torch.fx.GraphModule], Any], *, dynamic: bool | None = None,
+    model: nn.Module,
+    rewrite: Callable[[torch.fx.GraphModule], Any],
+    *,
+    dynamic: bool | None = None,
     finish: Callable[[torch.fx.GraphModule], Any] = lambda gm: None,
 ) -> Callable[..., Any]:
     """Compile a model by Dynamo and AOTAutograd, whose joint graph ``rewrite`` edits, and ``finish`` its

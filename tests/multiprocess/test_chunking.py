@@ -1,9 +1,9 @@
-"""Chunks of a joint graph between two real ranks: the whole's answers, its messages, and one order of nodes."""
+"""Chunks of a joint graph between two real ranks: answers, messages, and the order of nodes."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,16 +12,19 @@ from torch import Tensor
 import tritoncp
 from tests.chunking import models
 from tests.multiprocess import ranks
-from tritoncp import causal, create_block_mask, make_plan, sliding_window
+from tritoncp import and_masks, causal, create_block_mask, document, make_plan
 from tritoncp.chunking import chunk, mark, order
 from tritoncp.chunking.node_order import order_digest
-from tritoncp.chunking.report import ChunkingError
 from tritoncp.distributed import collectives
 from tritoncp.ops import engine_factory
 from tritoncp.planning.cost import NVLINK
 
 B, S, CHUNKS = 2, 64, 2
-MASKS = {"causal": causal, "window": lambda: sliding_window(9)}
+IDS = torch.tensor([[0] * 20 + [1] * 44, [0] * 50 + [1] * 14])  # of each batch row
+MASKS = {
+    "causal": causal,
+    "documents": lambda: and_masks(causal(), document(ids=IDS)),
+}
 
 
 class Messages:
@@ -82,20 +85,34 @@ def step(group: Any, model: Any, call: Any, plan: Any, cut: bool) -> tuple[dict[
     return results | {f"d {name}": p.grad for name, p in model.named_parameters()}, messages
 
 
+class Result(NamedTuple):
+    """Collectives and bytes of a step, whole and in chunks, the report, the digests of node orders, and the
+    error without ``repeat``."""
+
+    whole: tuple[int, int]
+    parts: tuple[int, int]
+    report: Any
+    digests: list[str]
+    refusal: str
+
+
 def one_rank(group: Any, schedule: str, kind: str, balancer: str | None, repeat: bool) -> Any:
-    """Compare a step in chunks with the whole's; return messages of both, the report, and the digest of the
-    order of the nodes."""
+    """Compare a step in chunks with the whole's."""
     engine_factory.uses_triton = lambda device: False  # this process ends with the test
     models.Attention.mesh = group
-    mask = create_block_mask(MASKS[kind](), None, None, S, S, BLOCK_SIZE=8)
+    mask = create_block_mask(MASKS[kind](), B if kind == "documents" else None, None, S, S, BLOCK_SIZE=8)
     plan = make_plan(mask, group, schedule=schedule, balancer=balancer)
     torch.manual_seed(0)
     model = Model()
     other = copy.deepcopy(model)
     want, whole = step(group, model, model, plan, cut=False)
-    reports, digests = [], []
+    reports, digests, refusals = [], [], [""]
 
     def rewrite(gm: torch.fx.GraphModule) -> None:
+        if repeat:
+            with pytest.raises(ValueError, match="repeat=True") as error:
+                chunk(gm, dim="seq", chunks=CHUNKS)
+            refusals.append(str(error.value))
         reports.append(chunk(gm, dim="seq", chunks=CHUNKS, repeat=repeat))
 
     def finish(gm: torch.fx.GraphModule) -> None:
@@ -108,11 +125,35 @@ def one_rank(group: Any, schedule: str, kind: str, balancer: str | None, repeat:
     assert want.keys() == results.keys()
     for name in want:
         torch.testing.assert_close(results[name], want[name], atol=2e-5, rtol=1e-5, msg=name)
-    return (whole.count, whole.bytes), (parts.count, parts.bytes), reports[0], digests
+    return Result((whole.count, whole.bytes), (parts.count, parts.bytes), reports[0], digests, refusals[-1])
 
 
-@pytest.mark.parametrize("schedule", ["allgather", "fetch"])
-def test_keys_travel_once(schedule: str) -> None:
-    for kind, balancer in (("causal", "head_tail"),):
-        for x in ranks.run(2, one_rank, schedule, kind, balancer, False):
-            print(x)
+def every_case(group: Any, *cases: Any) -> list[Any]:
+    """Run cases one after another in the same processes, as their first graph takes longest."""
+    return [one_rank(group, *case) for case in cases]
+
+
+def test_chunks_share_one_exchange_of_keys_or_repeat_it() -> None:
+    """Answers are those of the whole, messages no more, and both ranks order their nodes alike; a ring's
+    chunks repeat its messages if they are told to."""
+    cases = (
+        ("allgather", "causal", "head_tail", False),
+        ("fetch", "documents", None, False),
+        ("ring", "causal", None, True),
+    )
+    results = ranks.run(2, every_case, *cases)
+    for one, other in zip(*(result[:2] for result in results), strict=True):
+        assert one.digests == other.digests
+        assert len(one.digests) == 2  # forward and backward
+        for case in (one, other):
+            assert case.parts == case.whole
+            assert case.whole[0] == 3  # keys forward, keys and their gradients backward
+            assert case.report.bytes_before == case.report.bytes_after == case.whole[1]
+            assert case.report.exchanges == 2
+            assert "one exchange for all chunks" in str(case.report)
+    assert not results[0][0].report.waits_for_all_keys
+    for _, _, ring in results:
+        assert ring.report.bytes_before == ring.whole[1]
+        assert ring.report.bytes_after == ring.parts[1] == 2 * ring.whole[1]
+        assert ring.report.waits_for_all_keys  # rank 1's first chunk sees all keys of rank 0
+        assert "the schedule 'ring'" in ring.refusal

@@ -111,8 +111,8 @@ def _sharing_fault(node: Node, cut: Any) -> str:
         reason = f"by the schedule {plan.schedule!r}; make the plan with a schedule that does"
     names = " or ".join(map(repr, shared_keys.SCHEDULES))
     return (
-        f" {reason} ({names}: chunks share one exchange), or pass repeat=True to have each chunk exchange its "
-        "own keys again"
+        f" {reason} ({names}: chunks share one exchange), or pass repeat=True to have each chunk "
+        "exchange its keys again"
     )
 
 

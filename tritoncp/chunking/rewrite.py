@@ -46,7 +46,9 @@ def chunk(
     are reduced between ranks
     needs: ``plan.needs(chunks)`` of every mask that the graph will run with; None: of the masks that the
     graph shows, and all keys for others
-    repeat: accept that each chunk sends the keys of its attention between ranks again
+    repeat: have each chunk exchange the keys of its attention between ranks again. Without it, chunks of the
+    sequence share one exchange a pass under the schedules "allgather" and "fetch", for a tritoncp.Plan that
+    the graph shows, and other attention between ranks is refused
 
     Results are those of :class:`tritoncp.chunking.Eager`. Raises ChunkingError, a ValueError, for a graph
     that cannot be cut, which stays as it was.
@@ -73,6 +75,10 @@ def _report(cut: Cut, keys: attention.Keys) -> Report:
         for x in node.all_input_nodes
         if x not in cut.copied and isinstance(x.meta.get("val"), Tensor) and cut.carries(x)
     }
+    sent = [
+        shared_attention.bytes_sent(node, cut, keys) for node in cut.inside if attention.is_attention(node)
+    ]
+    before, after = [None if None in values else sum(values) for values in zip(*sent)] or (0, 0)
     return Report(
         dim=cut.dim,
         chunks=cut.sizes.chunks,
@@ -81,6 +87,9 @@ def _report(cut: Cut, keys: attention.Keys) -> Report:
         live_ins=len(live_ins),
         live_outs=dict(Counter(cut.joined.values())),
         keys=max((keys.counts(node) for node in calls), default=()),
+        bytes_before=before,
+        bytes_after=after,
+        exchanges=sum(map(keys.are_shared, calls)),
         copied=len(cut.copied),
         shared=sum(node not in cut.copied for node in cut.inside),
         nodes_before=len(cut.graph.nodes),

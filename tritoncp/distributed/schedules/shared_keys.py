@@ -1,5 +1,5 @@
-"""Keys and values that chunks of a layer's queries share: sent once, then read by the attention of each chunk,
-which sends nothing; their gradients, summed over the chunks in float32, return once.
+"""Keys and values that chunks of a layer's queries share: sent once, then read by the attention of each
+chunk, which sends nothing; their gradients, summed over the chunks in float32, return once.
 
 A buffer holds rows [n, heads, D + E]: under allgather all ranks' shards, under fetch the rank's own rows and
 then the fetched ones. All batch rows of a token follow each other, but where batch rows fetch different rows:
@@ -81,14 +81,12 @@ def backward(
     batch = _batch_of_row(plan, q.shape[0])
     heads, rows = keys.shape[1:3]
     grads = [lse.new_zeros(rows, batch, heads, x.shape[3]) for x in (keys, values)]
-    dkdv(engine, args, *[x.permute(1, 2, 0, 3).expand(q.shape[0], -1, -1, -1) for x in grads], dq)
-    dk, dv = (x.flatten(0, 1) for x in grads)
-    return dq, dk, dv
+    dk, dv = (x.permute(1, 2, 0, 3).expand(q.shape[0], -1, -1, -1) for x in grads)
+    dkdv(engine, args, dk, dv, dq)
+    return dq, grads[0].flatten(0, 1), grads[1].flatten(0, 1)
 
 
-def send_gradients(
-    plan: Plan, dk: Sequence[Tensor], dv: Sequence[Tensor], k: Tensor, group: Any
-) -> Tensor:
+def send_gradients(plan: Plan, dk: Sequence[Tensor], dv: Sequence[Tensor], k: Tensor, group: Any) -> Tensor:
     """Sum the gradients of all chunks, and start to return them to the ranks of the keys; return the buffer
     for :func:`land_gradients`."""
     d = dk[0].shape[2]
@@ -107,8 +105,8 @@ def send_gradients(
 
 
 def land_gradients(plan: Plan, returned: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dk and dv of this rank's shards, in the sums' dtype. Under fetch the returned gradients are added
-    one rank after the other, so that the order of every sum is fixed."""
+    """Return dk and dv of this rank's shards, in the sums' dtype. Under fetch the returned gradients are
+    added one rank after the other, so that the order of every sum is fixed."""
     batch = _batch_of_row(plan, k.shape[0])
     rows = returned.unflatten(0, (-1, batch))
     if plan.schedule == "allgather":
@@ -123,8 +121,8 @@ def land_gradients(plan: Plan, returned: Tensor, k: Tensor) -> tuple[Tensor, Ten
 
 
 def views_of(plan: Plan, buffer: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """View the keys [B, heads, rows, D] and the values [B, heads, rows, E] of a buffer, for queries of B batch
-    rows and D channels."""
+    """View the keys [B, heads, rows, D] and the values [B, heads, rows, E] of a buffer, for queries of B
+    batch rows and D channels."""
     return views(buffer.unflatten(0, (-1, _batch_of_row(plan, q.shape[0]))), q)
 
 

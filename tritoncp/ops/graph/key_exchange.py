@@ -127,9 +127,7 @@ def _backward_part(
         engine = engine_factory.engine_of(
             spec, part, scale, [q], [k], [v], captures, ints, floats, extra, grads
         )
-        dq, dk, dv = shared_keys.backward(
-            part, engine, q, k, v, out, lse, dout, dlses[0] if dlses else None
-        )
+        dq, dk, dv = shared_keys.backward(part, engine, q, k, v, out, lse, dout, dlses[0] if dlses else None)
     return [in_own_memory(dq, q), dk, dv, *engine_factory.sum_gradients(call, captures, grads)]
 
 
