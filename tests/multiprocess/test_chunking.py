@@ -19,8 +19,8 @@ from tritoncp.distributed import collectives
 from tritoncp.ops import engine_factory
 from tritoncp.planning.cost import NVLINK
 
-B, S, CHUNKS = 2, 64, 2
-IDS = torch.tensor([[0] * 20 + [1] * 44, [0] * 50 + [1] * 14])  # of each batch row
+B, S, CHUNKS = 4, 64, 2
+IDS = torch.tensor([[0] * 20 + [1] * 44, [0] * 50 + [1] * 14] * 2)  # of each batch row
 MASKS = {
     "causal": causal,
     "documents": lambda: and_masks(causal(), document(ids=IDS)),
@@ -68,16 +68,17 @@ class Model(torch.nn.Module):
         return x.sin()
 
 
-def step(group: Any, model: Any, call: Any, plan: Any, cut: bool) -> tuple[dict[str, Tensor], Messages]:
-    """Run one training step on this rank's shard."""
+def step(group: Any, model: Any, call: Any, plan: Any, dim: str = "") -> tuple[dict[str, Tensor], Messages]:
+    """Run one training step on this rank's shard, of which ``dim`` is marked."""
     g = torch.Generator().manual_seed(1)
     x, turn, grad = (torch.randn(*size, generator=g) for size in ((B, S, 16), (S, 4), (B, S, 16)))
     x, grad = (tritoncp.shard(one, plan, dim=1) for one in (x, grad))
     turn = tritoncp.shard(turn, plan, dim=0, batch_dim=None)
     x = x.clone().requires_grad_()
-    if cut:
-        mark(x, 1, CHUNKS)
+    if dim == "seq":
         mark(turn, 0, CHUNKS)
+    if dim:
+        mark(x, ("batch", "seq").index(dim), CHUNKS)
     with Messages(group) as messages:
         out = call(x, turn, plan)
         out.backward(grad)
@@ -96,7 +97,7 @@ class Result(NamedTuple):
     refusal: str
 
 
-def one_rank(group: Any, schedule: str, kind: str, balancer: str | None, repeat: bool) -> Any:
+def one_rank(group: Any, schedule: str, kind: str, balancer: str | None, dim: str, repeat: bool) -> Any:
     """Compare a step in chunks with the whole's."""
     engine_factory.uses_triton = lambda device: False  # this process ends with the test
     models.Attention.mesh = group
@@ -105,15 +106,15 @@ def one_rank(group: Any, schedule: str, kind: str, balancer: str | None, repeat:
     torch.manual_seed(0)
     model = Model()
     other = copy.deepcopy(model)
-    want, whole = step(group, model, model, plan, cut=False)
+    want, whole = step(group, model, model, plan)
     reports, digests, refusals = [], [], [""]
 
     def rewrite(gm: torch.fx.GraphModule) -> None:
         if repeat:
             with pytest.raises(ValueError, match="repeat=True") as error:
-                chunk(gm, dim="seq", chunks=CHUNKS)
+                chunk(gm, dim=dim, chunks=CHUNKS)
             refusals.append(str(error.value))
-        reports.append(chunk(gm, dim="seq", chunks=CHUNKS, repeat=repeat))
+        reports.append(chunk(gm, dim=dim, chunks=CHUNKS, repeat=repeat))
 
     def finish(gm: torch.fx.GraphModule) -> None:
         if not repeat:
@@ -121,7 +122,7 @@ def one_rank(group: Any, schedule: str, kind: str, balancer: str | None, repeat:
             digests.append(order_digest(gm))
 
     call = models.compiled(other, rewrite, finish=finish)
-    results, parts = step(group, other, call, plan, cut=True)
+    results, parts = step(group, other, call, plan, dim)
     assert want.keys() == results.keys()
     for name in want:
         torch.testing.assert_close(results[name], want[name], atol=2e-5, rtol=1e-5, msg=name)
@@ -137,9 +138,10 @@ def test_chunks_share_one_exchange_of_keys_or_repeat_it() -> None:
     """Answers are those of the whole, messages no more, and both ranks order their nodes alike; a ring's
     chunks repeat its messages if they are told to."""
     cases = (
-        ("allgather", "causal", "head_tail", False),
-        ("fetch", "documents", None, False),
-        ("ring", "causal", None, True),
+        ("allgather", "causal", "head_tail", "seq", False),
+        ("fetch", "documents", None, "seq", False),
+        ("ring", "causal", None, "seq", True),
+        ("ring", "causal", "head_tail", "batch", False),
     )
     results = ranks.run(2, every_case, *cases)
     for one, other in zip(*(result[:2] for result in results), strict=True):
@@ -152,8 +154,10 @@ def test_chunks_share_one_exchange_of_keys_or_repeat_it() -> None:
             assert case.report.exchanges == 2
             assert "one exchange for all chunks" in str(case.report)
     assert not results[0][0].report.waits_for_all_keys
-    for _, _, ring in results:
+    for _, _, ring, by_batch in results:
         assert ring.report.bytes_before == ring.whole[1]
         assert ring.report.bytes_after == ring.parts[1] == 2 * ring.whole[1]
         assert ring.report.waits_for_all_keys  # rank 1's first chunk sees all keys of rank 0
         assert "the schedule 'ring'" in ring.refusal
+        assert by_batch.parts == (2 * by_batch.whole[0], by_batch.whole[1])  # each row's keys travel once
+        assert by_batch.report.bytes_after == by_batch.whole[1]
