@@ -30,7 +30,9 @@ class Shape:
 
 
 class Attention(nn.Module):
-    """Rotary grouped-query attention of [B, S, width]."""
+    """Rotary grouped-query attention of [B, S, width], between the ranks of ``mesh`` if it is set."""
+
+    mesh: Any = None
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -47,7 +49,7 @@ class Attention(nn.Module):
         )
         q, k = rotate(q, turn), rotate(k, turn)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        out = flex_attention(q, k, v, score, mask, enable_gqa=True)
+        out = flex_attention(q, k, v, score, mask, enable_gqa=True, mesh=self.mesh)
         return self.out(out.transpose(1, 2).reshape(b, s, -1))
 
 
@@ -141,10 +143,14 @@ class Model(nn.Module):
 
 
 def compiled(
-    model: nn.Module, rewrite: Callable[[torch.fx.GraphModule], Any], *, dynamic: bool | None = None
+    model: nn.Module,
+    rewrite: Callable[[torch.fx.GraphModule], Any],
+    *,
+    dynamic: bool | None = None,
+    finish: Callable[[torch.fx.GraphModule], Any] = lambda gm: None,
 ) -> Callable[..., Any]:
-    """Compile a model by Dynamo and AOTAutograd, whose joint graph ``rewrite`` edits, and run the graphs
-    eagerly."""
+    """Compile a model by Dynamo and AOTAutograd, whose joint graph ``rewrite`` edits, and ``finish`` its
+    forward and backward graphs, and run these eagerly."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import default_partition
 
@@ -153,6 +159,7 @@ def compiled(
         return default_partition(gm, inputs, **kwargs)
 
     def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        finish(gm)
         return gm
 
     def infer(gm: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from tritoncp import causal, flex_attention
+from tritoncp import causal, create_block_mask, flex_attention, make_plan
 from tritoncp.chunking import Eager, chunk, concretise, mark
 from tritoncp.ops import engine_factory
 
@@ -168,3 +168,13 @@ def test_eager_chunking_refuses_keys_of_later_chunks(monkeypatch):
     with pytest.raises(ValueError, match="queries of a chunk see keys of a later chunk"):
         Eager(Layer(), 2, "seq")(X)
     torch.testing.assert_close(Eager(Layer(), 2, "batch")(X), Layer()(X))
+
+
+def test_a_graph_whose_chunks_share_keys_refuses_other_plans_and_derivatives():
+    plan = make_plan(create_block_mask(causal(), 1, 1, 32, 32), world_size=2, rank=0, schedule="ring")
+    send = torch.ops.tritoncp.send_keys.default
+    k = torch.randn(1, 1, 16, 8)
+    with pytest.raises(ValueError, match=r"schedule 'ring' on 2 ranks.*'allgather' or 'fetch'"):
+        send(k, k, [], [], [], 1.0, plan.handle, "{}", False)
+    with pytest.raises(RuntimeError, match="tritoncp::send_keys has no derivative"):
+        send(k.requires_grad_(), k, [], [], [], 1.0, plan.handle, "{}", False)

@@ -297,7 +297,7 @@ def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", Device)
     for device, devices in (("cuda:1", 1), ("cuda:0", 0), ("cpu", 0)):
-        with autograd._current(torch.device(device)):
+        with autograd.current_device(torch.device(device)):
             assert current[-1] == devices
     assert current == [0]
 

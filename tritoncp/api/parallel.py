@@ -16,8 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from tritoncp.api.attention import flex_attention
 from tritoncp.frontend import dynamo
 from tritoncp.ops.autograd import forward_op
+from tritoncp.ops.graph.key_exchange import send_keys_op
 
-SAVE_OPS = (forward_op, dynamo.plan_op, dynamo.part_op)
+SAVE_OPS = (forward_op, dynamo.plan_op, dynamo.part_op, send_keys_op)
 
 MASK_NAMES = ("block_mask", "attention_masks", "attention_mask", "mask")
 NAMES = {

@@ -142,6 +142,10 @@ class Cut:
         """Return whether a node computes a size from sizes of inputs, not from data."""
         return is_size(node) and free_symbols(node.meta["val"]) <= self.pure_symbols
 
+    def _is_size_check(self, node: Node) -> bool:
+        """Return whether a node checks sizes of inputs, which hold for the whole."""
+        return op_name(node) == "aten::_assert_scalar" and all(map(self.is_pure_size, node.all_input_nodes))
+
     def carries(self, node: Node) -> bool:
         """Return whether a node's value has rows, or depends on the rows, that are cut."""
         return self.sizes.holds(node.meta.get("val"))
@@ -151,7 +155,9 @@ class Cut:
         and sizes outside that they read."""
         copied: set[Node] = set()
         for node in self.graph.nodes:
-            if node in self.inside and not attention.is_plan(node) and not self.is_whole_size(node):
+            if node not in self.inside or self._is_size_check(node):
+                continue
+            if not attention.is_plan(node) and not self.is_whole_size(node):
                 inputs = node.all_input_nodes
                 if any(x in copied or self.carries(x) or x in self.chained for x in inputs):
                     copied.add(node)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tritoncp.chunking.report import ChunkingError
 from tritoncp.core.handles import object_of
+from tritoncp.distributed.schedules import shared_keys
 from tritoncp.frontend.dynamo import block_mask_op, part_op, plan_op
 from tritoncp.ops.autograd import backward_op, forward_op
 from tritoncp.ops.engine_factory import Spec
@@ -21,6 +22,7 @@ from tritoncp.planning.plan import Plan
 
 # Places of arguments of the two ops: query, key, value, captures, numbers, plan.
 FORWARD = {"q": 0, "k": 1, "v": 2, "captures": 3, "ints": 4, "plan": 7, "spec": 8}
+HANDLE = '"h"'  # the structure of a call of tritoncp::plan whose only tensor is the handle of a plan or mask
 BACKWARD = {"q": 2, "k": 3, "v": 4, "captures": 7, "ints": 8, "plan": 11, "spec": 12}
 
 
@@ -69,17 +71,49 @@ def fault(node: Node, cut: Any, repeat: bool) -> str:
     spec = Spec.decode(argument(node, "spec"))
     if len(argument(node, "q")) != 1:
         return "runs the ranks of a simulated world, which are not cut; cut the graph of one rank"
-    if spec.world is not None and not repeat:
-        return (
-            "exchanges keys between ranks, and each chunk would send them again; pass repeat=True to accept "
-            "the messages"
-        )
+    if spec.world is not None and cut.dim == "seq" and not repeat and not shares_keys(node, cut, repeat):
+        return f"exchanges keys between ranks{_sharing_fault(node, cut)}"
     captures = argument(node, "captures")
     if any(cut.carries(captures[i]) for i in spec.wants):
         return "has a capture with the size that is cut that wants a gradient, whose parts have no place"
     if cut.dim == "batch" and not all(map(cut.carries, keys_of(node))):
         return "has keys without the batch that is cut; expand them to the batch"
     return ""
+
+
+def shares_keys(node: Node, cut: Any, repeat: bool) -> bool:
+    """Return whether the chunks of an attention share one exchange of keys between ranks: if they are cut by
+    sequence, and the graph shows that the schedule sends keys to the queries as they are."""
+    if cut.dim != "seq" or repeat or not all(map(cut.carries, keys_of(node))):
+        return False
+    plan = plan_between_ranks(node, cut.sizes)
+    return plan is not None and plan.world_size > 1 and plan.schedule in shared_keys.SCHEDULES
+
+
+def plan_between_ranks(node: Node, sizes: Any) -> Plan | None:
+    """Return the plan of an attention between ranks, None for one of this rank alone and if the graph does
+    not show it."""
+    if not Spec.decode(argument(node, "spec")).world:
+        return None
+    with unset_fake_temporarily(), _disable_current_modes():
+        return known_plan(plan_of(node), sizes)
+
+
+def _sharing_fault(node: Node, cut: Any) -> str:
+    """Return the reason that chunks cannot share an exchange of keys, unless one rank alone runs; and what to
+    do."""
+    plan = plan_between_ranks(node, cut.sizes)
+    if plan is None:
+        reason = "by a schedule that the graph does not show; pass a tritoncp.Plan of a schedule that does"
+    elif plan.schedule in shared_keys.SCHEDULES:
+        reason = "and they are not cut along with the queries; pass keys of the same sequence"
+    else:
+        reason = f"by the schedule {plan.schedule!r}; make the plan with a schedule that does"
+    names = " or ".join(map(repr, shared_keys.SCHEDULES))
+    return (
+        f" {reason} ({names}: chunks share one exchange), or pass repeat=True to have each chunk "
+        "exchange its keys again"
+    )
 
 
 def item_of(node: Node) -> tuple[Node, int] | None:
@@ -100,6 +134,7 @@ class Keys:
     def __init__(self, cut: Any, needs: Tensor | None) -> None:
         self.cut, self.chunks = cut, cut.sizes.chunks
         self._counts: dict[Node, tuple[int, ...]] = {}
+        self._shared: dict[Node, bool] = {}
         if needs is not None and tuple(needs.shape) != (self.chunks, self.chunks):
             raise ChunkingError(
                 f"needs has the shape {tuple(needs.shape)}; pass plan.needs({self.chunks}), of "
@@ -120,6 +155,12 @@ class Keys:
             self._counts[handle] = counts or (self.chunks,) * self.chunks
         return self._counts[handle]
 
+    def are_shared(self, node: Node) -> bool:
+        """Return whether the chunks of an attention share one exchange of keys between ranks."""
+        if node not in self._shared:
+            self._shared[node] = shares_keys(node, self.cut, self.cut.repeat)
+        return self._shared[node]
+
     def are_cut(self, node: Node) -> bool:
         """Return whether the keys of an attention are cut along with its queries, by sequence."""
         return self.cut.dim == "seq" and all(map(self.cut.carries, keys_of(node)))
@@ -132,7 +173,9 @@ class Keys:
     def inputs(self, node: Node, chunk: int) -> list[tuple[Node, int]]:
         """List the inputs of one chunk of an attention that are cut, each with a chunk of it."""
         whole, (k, v) = whole_inputs(node), keys_of(node)
-        count = self.counts(node)[chunk] if self.are_cut(node) else None
+        count = None
+        if self.are_cut(node):
+            count = 0 if self.are_shared(node) else self.counts(node)[chunk]
         inputs = []
         for x in node.all_input_nodes:
             if x in (k, v) and count is not None:
@@ -170,7 +213,12 @@ def known_plan(handle: Node, sizes: Any) -> Plan | None:
         return None if value is None or int(value) < 0 else object_of(value)
     try:
         args: Any = map_arg(handle.args, lambda x: _constant(x, sizes))
-        tensors, ints, *rest = args
+        tensors, ints, shape, structure, world, *rest = args
+        if structure == HANDLE and isinstance(plan := object_of(tensors[0]), Plan):
+            return plan
+        if world:
+            return None  # other ranks would be asked
+        rest = [shape, structure, world, *rest]
         return object_of(plan_op(list(tensors), list(ints), list(rest[0]), *rest[1:]))
     except _Unknown:
         return None

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
+from tritoncp.chunking.attention import HANDLE
 from tritoncp.chunking.storages import is_collective, is_view, is_wait, namespace_of, op_name
 from tritoncp.chunking.value_sizes import bytes_read, hint, on_meta, tensors_in, value_of
 from tritoncp.core.handles import object_of
@@ -29,7 +30,8 @@ from tritoncp.planning.plan_data import PlanData
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 LOOKUPS = {"embedding", "gather", "index", "index_select"}  # read as many rows as they return
 COPIES = {"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy"}
-HANDLE = '"h"'  # the structure of a call of tritoncp::plan whose only tensor is the handle of a plan or mask
+PART_PLACE = {"forward_part": (0, 6), "backward_part": (2, 10)}  # of q and the whole plan's handle
+PLAN_PLACE = {"send_keys": 6, "send_gradients": 3}
 PLACE = {"forward": (0, 1, 2, 7), "backward": (2, 3, 4, 11)}  # of q, k, v and the handle in tritoncp's ops
 
 
@@ -61,7 +63,9 @@ def _cost(gm: GraphModule, node: Node, hardware: Hardware) -> Cost:
     if is_wait(node):
         return Cost(Kind.WAIT, 0.0)
     if is_collective(node):
-        return Cost(Kind.MESSAGE, _message_seconds(node, hardware))
+        is_ours = namespace_of(node) == "tritoncp"
+        seconds = _key_seconds(gm, node, hardware) if is_ours else _message_seconds(node, hardware)
+        return Cost(Kind.MESSAGE, seconds)
     if node.op in ("placeholder", "get_attr", "output") or is_view(node) or node.target is operator.getitem:
         return Cost(Kind.NOTHING, 0.0)
     if not any(True for _ in tensors_in(value_of(node))) or op_name(node) in ALLOCATIONS:
@@ -69,6 +73,8 @@ def _cost(gm: GraphModule, node: Node, hardware: Hardware) -> Cost:
     if namespace_of(node) == "tritoncp":
         if op_name(node) in PLACE:
             return Cost(Kind.ATTENTION, _attention_seconds(gm, node, hardware))
+        if op_name(node) in PART_PLACE:
+            return Cost(Kind.ATTENTION, _part_seconds(gm, node, hardware))
         if value_of(node) is not None and all(x.dim() == 0 for x in tensors_in(value_of(node))):
             return Cost(Kind.NOTHING, 0.0)  # handles
     seconds = _traffic(node) / hardware.memory
@@ -115,6 +121,46 @@ def _message_seconds(node: Node, hardware: Hardware) -> float:
         sent = math.ceil(remote * sent)
         rate *= hardware.scattered if name.startswith("all_to_all") else 1.0
     return sent / rate + hardware.latency
+
+
+def _key_seconds(gm: GraphModule, node: Node, hardware: Hardware) -> float:
+    """Predict the time of an exchange of keys, or of the return of their gradients, of the rank that sends
+    most; as between two ranks if the graph does not tell the plan."""
+    args: Any = node.args
+    forward = op_name(node) == "send_keys"
+    k = value_of(args[0] if forward else args[2])
+    width = value_of(node).shape[2] - k.shape[3]
+    plan = plan_of(gm, args[PLAN_PLACE[op_name(node)]])
+    if plan is None:
+        return bytes_read(value_of(node)) / 2 / hardware.bandwidth + hardware.latency
+    shape = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3], "v_head_dim": width}
+    sizes = {name: hint(size) for name, size in shape.items()} | {"itemsize": k.dtype.itemsize}
+    sent = max(bytes_of_pass(plan.for_rank(rank), forward, sizes) for rank in range(plan.world_size))
+    rate = hardware.bandwidth * (hardware.scattered if plan.schedule == "fetch" else 1.0)
+    return sent / rate + hardware.latency
+
+
+def bytes_of_pass(plan: Any, keys: bool, sizes: dict[str, int]) -> int:
+    """Count the bytes of keys and values that a rank sends in one pass, or else of their gradients.
+
+    sizes: of the layer, see :meth:`tritoncp.Plan.bytes_sent`
+    """
+    forward = plan.bytes_sent(**sizes, backward=False)
+    return forward if keys else plan.bytes_sent(**sizes) - 2 * forward
+
+
+def _part_seconds(gm: GraphModule, node: Node, hardware: Hardware) -> float:
+    """Predict the time of the attention of a chunk on keys that were sent before."""
+    args: Any = node.args
+    q_at, plan_at = PART_PLACE[op_name(node)]
+    q, buffer = value_of(args[q_at]), value_of(args[q_at + 1])
+    batch, heads, rows, dim = (hint(size) for size in q.shape)
+    whole = plan_of(gm, args[plan_at])
+    index, count = args[plan_at + 1 : plan_at + 3]
+    pairs = rows * hint(buffer.shape[0]) / batch if whole is None else _pairs(whole.part(index, count))
+    v_dim = hint(buffer.shape[2]) - dim
+    flops = count_flops(math.ceil(batch * heads * pairs), dim, v_dim, op_name(node) == "forward_part")
+    return flops / hardware.flops
 
 
 def _group_size(node: Node) -> int | None:

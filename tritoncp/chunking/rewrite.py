@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from tritoncp.chunking import attention
+from tritoncp.chunking import attention, shared_attention
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.report import ChunkingError, Report, describe
-from tritoncp.chunking.schedule import JOIN, KEEP, Routes, Schedule, Step
+from tritoncp.chunking.schedule import JOIN, KEEP, RETURN, SEND, Routes, Schedule, Step
 from tritoncp.chunking.sizes import Symbols, expression
 from tritoncp.frontend.dynamo import part_op
 
@@ -46,7 +46,9 @@ def chunk(
     are reduced between ranks
     needs: ``plan.needs(chunks)`` of every mask that the graph will run with; None: of the masks that the
     graph shows, and all keys for others
-    repeat: accept that each chunk sends the keys of its attention between ranks again
+    repeat: have each chunk exchange the keys of its attention between ranks again. Without it, chunks of the
+    sequence share one exchange a pass under the schedules "allgather" and "fetch", for a tritoncp.Plan that
+    the graph shows, and other attention between ranks is refused
 
     Results are those of :class:`tritoncp.chunking.Eager`. Raises ChunkingError, a ValueError, for a graph
     that cannot be cut, which stays as it was.
@@ -73,6 +75,10 @@ def _report(cut: Cut, keys: attention.Keys) -> Report:
         for x in node.all_input_nodes
         if x not in cut.copied and isinstance(x.meta.get("val"), Tensor) and cut.carries(x)
     }
+    sent = [
+        shared_attention.bytes_sent(node, cut, keys) for node in cut.inside if attention.is_attention(node)
+    ]
+    before, after = [None if None in values else sum(values) for values in zip(*sent)] or (0, 0)
     return Report(
         dim=cut.dim,
         chunks=cut.sizes.chunks,
@@ -81,6 +87,9 @@ def _report(cut: Cut, keys: attention.Keys) -> Report:
         live_ins=len(live_ins),
         live_outs=dict(Counter(cut.joined.values())),
         keys=max((keys.counts(node) for node in calls), default=()),
+        bytes_before=before,
+        bytes_after=after,
+        exchanges=sum(map(keys.are_shared, calls)),
         copied=len(cut.copied),
         shared=sum(node not in cut.copied for node in cut.inside),
         nodes_before=len(cut.graph.nodes),
@@ -113,6 +122,10 @@ class Rewrite:
                     self.order.append(node)
                 elif c == JOIN:
                     self.values[node, JOIN] = self._join(node)
+                elif c == SEND:
+                    self.values[node, SEND] = shared_attention.send(self, node)
+                elif c == RETURN:
+                    self.values[node, RETURN] = shared_attention.return_gradients(self, node)
                 else:
                     self.values[node, c] = self._copy(node, c)
         except Exception:
@@ -293,14 +306,17 @@ class Rewrite:
         """Add a chunk's copy of a node."""
         if (item := attention.item_of(node)) and self.routes.sums_keys(item):
             return self._sum_key_gradients(node, *item, c)
+        target: Any = node.target
         args: Any
-        kwargs: Any
-        if attention.is_attention(node):
-            args, kwargs = self._attention_arguments(node, c), {}
+        kwargs: Any = {}
+        if attention.is_attention(node) and self.keys.are_shared(node):
+            target, args = shared_attention.part_call(self, node, c)
+        elif attention.is_attention(node):
+            args = self._attention_arguments(node, c)
         else:
             args, kwargs = map_arg((node.args, node.kwargs), lambda x: self._chunk(x, c))
         with self.graph.inserting_before(self.output):
-            copy = self.graph.create_node(node.op, node.target, args, kwargs)
+            copy = self.graph.create_node(node.op, target, args, kwargs)
         self.added.append(copy)
         copy.meta = dict(node.meta)
         copy.meta.pop("eager_input_vals", None)
@@ -317,6 +333,9 @@ class Rewrite:
     def _value(self, node: Node, c: int) -> Any:
         """Return the value of a chunk's copy, for its metadata."""
         value: Any = node.meta.get("val")
+        if node.target is attention.backward_op and self.keys.are_shared(node):
+            dq, _, _, *rest = self.sizes.cut(value, self.fresh[c])
+            return [dq, *shared_attention.gradient_values(self, node), *rest]
         if node.target is attention.backward_op and self.keys.are_cut(node):
             count = self.keys.counts(node)[c]
             return [
@@ -365,6 +384,11 @@ class Rewrite:
     def _sum_key_gradients(self, node: Node, call: Node, item: int, c: int) -> Node:
         """Sum the gradient of a chunk of keys or values over the chunks of queries that read it."""
         whole, stage = call.meta["val"][item], self._stage(node)
+        if self.keys.are_shared(call):
+            gradients = shared_attention.landed_chunks(self, call, item)
+            value = self.sizes.cut(whole, {})
+            piece = self._dense(gradients[c], whole, 2, value, ("gradient", node, c), stage)
+            return piece
         terms = [self._key_gradients(call, item, r, stage)[c] for r in self.keys.readers(call, c)]
         value = self.sizes.cut(whole, {})
         if len(terms) > 1:

@@ -12,9 +12,10 @@ from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.report import ChunkingError, describe
 
-# A step of the rewritten graph: a chunk's copy of a node, the value of all its chunks (JOIN), or the node.
+# A step of the rewritten graph: a chunk's copy of a node, the value of all its chunks (JOIN), or the node
+# (KEEP); of an attention whose chunks share an exchange of keys, that (SEND), and that of gradients (RETURN).
 Step = tuple[Node, int]
-KEEP, JOIN = -1, -2
+KEEP, JOIN, SEND, RETURN = -1, -2, -3, -4
 
 
 class Routes:
@@ -31,12 +32,25 @@ class Routes:
             return [(node, i) for i in chunks] if self.cut.joined[node] != "chain" else [(node, chunks[-1])]
         if c == KEEP:
             return [self.whole(x) for x in node.all_input_nodes]
+        if c in (SEND, RETURN):
+            return self._inputs_of_exchange(step)
         if attention.is_attention(node):
             whole = [self.whole(x) for x in attention.whole_inputs(node)]
+            if self.keys.are_shared(node):
+                whole.append((node, SEND))
             return whole + [self.chunk_of(x, i) for x, i in self.keys.inputs(node, c)]
         if (item := attention.item_of(node)) and self.sums_keys(item):
+            if self.keys.are_shared(item[0]):
+                return [(item[0], RETURN)]
             return [(item[0], reader) for reader in self.keys.readers(item[0], c)]
         return [self.chunk_of(x, c) for x in node.all_input_nodes]
+
+    def _inputs_of_exchange(self, step: Step) -> list[Step]:
+        node, kind = step
+        chunks = range(self.cut.sizes.chunks)
+        inputs = [self.chunk_of(x, i) for x in attention.keys_of(node) for i in chunks]
+        inputs += [self.whole(x) for x in attention.whole_inputs(node)]
+        return inputs if kind == SEND else inputs + [(node, i) for i in reversed(chunks)]
 
     def sums_keys(self, item: tuple[Node, int]) -> bool:
         """Return whether an item of an attention's backward pass is the gradient of keys that are cut."""

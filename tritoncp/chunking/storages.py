@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tritoncp.chunking.value_sizes import storage_bytes, tensors_in, value_of
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")  # namespaces of ops
+KEY_EXCHANGES = ("send_keys", "send_gradients")  # of tritoncp
 UNLISTED_VIEW = "_unsafe_view"  # shares memory although its schema does not say so
 
 
@@ -44,7 +45,10 @@ def is_wait(node: Node) -> bool:
 
 
 def is_collective(node: Node) -> bool:
-    """Whether a node starts a collective."""
+    """Whether a node starts a collective, which a wait ends: torch's, or an exchange of keys that chunks
+    share."""
+    if namespace_of(node) == "tritoncp":
+        return op_name(node) in KEY_EXCHANGES
     return namespace_of(node) in COLLECTIVES and op_name(node) != "wait_tensor"
 
 

@@ -52,11 +52,12 @@ class SendRecv:
 @dataclass(eq=False, slots=True)
 class AllToAll:
     """Send rows of ``x`` [sum(sends), ...] to all ranks in order, and receive rows [sum(recvs), ...]; sends
-    and recvs are the numbers of rows to and from each rank."""
+    and recvs are the numbers of rows to and from each rank. target: memory to receive into; None: new."""
 
     x: Tensor
     sends: Sequence[int]
     recvs: Sequence[int]
+    target: Tensor | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -107,7 +108,7 @@ def _describe(request: Any, group: dist.ProcessGroup) -> str:
         case SendRecv(sends, recvs):
             targets, sources = ([peer for peer, _ in part] for part in (sends, recvs))
             return f"{name} to ranks {targets} and from ranks {sources}"
-        case AllToAll(_, sends, recvs):
+        case AllToAll(_, sends, recvs, _):
             targets, sources = ([peer for peer, rows in enumerate(part) if rows] for part in (sends, recvs))
             return f"{name} to ranks {targets} and from ranks {sources}"
     return f"{name} with ranks {[rank for rank in range(group.size()) if rank != group.rank()]}"
@@ -117,6 +118,19 @@ def _finish(ticket: Ticket) -> Any:
     for work in ticket.works:
         work.wait()
     return ticket.result
+
+
+def start_in_graph(request: Collective, group: dist.ProcessGroup, buffer: Tensor | None = None) -> Tensor:
+    """Start a collective that ``_c10d_functional.wait_tensor`` of the returned tensor waits for, elsewhere in
+    a graph. buffer: the tensor to return, which holds the target of the request; None: the result."""
+    try:
+        ticket = _start(request, group)
+    except RuntimeError as error:
+        raise PeerLost(f"{_describe(request, group)} did not start ({error})") from error
+    result = ticket.result if buffer is None else buffer
+    for work in ticket.works:
+        torch._C._distributed_c10d._register_work(result, work)
+    return result
 
 
 def _start(request: Collective, group: dist.ProcessGroup) -> Ticket:
@@ -132,8 +146,8 @@ def _start(request: Collective, group: dist.ProcessGroup) -> Ticket:
         case ReduceScatter():
             result = x.new_empty(x.shape[0] // world, *x.shape[1:])
             work = _reduce_scatter(result, x, group=channel, async_op=True)
-        case AllToAll(x, sends, recvs):
-            result = x.new_empty(sum(recvs), *x.shape[1:])
+        case AllToAll(x, sends, recvs, target):
+            result = x.new_empty(sum(recvs), *x.shape[1:]) if target is None else target
             work = dist.all_to_all_single(result, x, list(recvs), list(sends), group=channel, async_op=True)
     return Ticket(result, [work], request)
 

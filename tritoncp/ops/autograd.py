@@ -20,7 +20,7 @@ from tritoncp.core.dynamo_boundary import untraced
 from tritoncp.core.handles import object_of
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import schedule_of
-from tritoncp.distributed.schedules.buffers import laid_out_as
+from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
 from tritoncp.ops import engine_factory, signatures
 from tritoncp.ops.dispatch import register_op, run_below_autograd
 from tritoncp.ops.engine_factory import Spec
@@ -42,13 +42,13 @@ def _drive(
 ) -> list[Any]:
     """Run the schedules of this process's ranks and return their results. Kernels run below autograd, as
     torch's own do: views are not tracked there and take half the time."""
-    with torch._C._AutoDispatchBelowADInplaceOrView(), _current(device):
+    with torch._C._AutoDispatchBelowADInplaceOrView(), current_device(device):
         if group is None:
             return collectives.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
         return [collectives.run(schedule(0, plan), group)]
 
 
-def _current(device: torch.device) -> AbstractContextManager[Any]:
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make ``device`` the current GPU: Triton launches there, and the tensors may be on another GPU."""
     is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if is_other else _NO_CONTEXT
@@ -83,7 +83,7 @@ def _forward_fake(q: list[Tensor], k: list[Tensor], v: list[Tensor], *rest: Any)
     """Allocate the results of :func:`_attend`, which has the same arguments, for shapes only."""
     spec = rest[-1]
     outs = [laid_out_as(x, y.shape[3]) for x, y in zip(q, v, strict=True)]
-    stats = [x.new_empty(x.shape[:3], dtype=torch.promote_types(x.dtype, torch.float32)) for x in q]
+    stats = [x.new_empty(x.shape[:3], dtype=stats_dtype(x)) for x in q]
     tops = [torch.empty_like(x) for x in stats] if Spec.decode(spec).want_max else []
     return [*outs, *stats, *tops]
 
@@ -112,7 +112,7 @@ def _differentiate(
         dout = douts[i] if 0 not in douts[i].stride() else douts[i].contiguous()
         parts = yield from schedule_of(p).backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
         # The only rounding. dk and dv may be views of one buffer, and outputs of an op must not share memory.
-        return tuple(_in_own_memory(grad, x[i]) for grad, x in zip(parts, (q, k, v), strict=True))
+        return tuple(in_own_memory(grad, x[i]) for grad, x in zip(parts, (q, k, v), strict=True))
 
     plan_of_call, grads = _plan(plan, q[0]), engine_factory.gradient_buffers(call, captures, lses[0])
     extra = *outs, *lses, *douts, *dlses
@@ -131,7 +131,7 @@ def _backward_fake(*args: Any) -> list[Tensor]:
     return [laid_out_as(x, x.shape[3]) for x in (*q, *k, *v)] + sums
 
 
-def _in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
+def in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
     """Convert a gradient of x to the dtype and memory order of x, in its own memory."""
     if grad.untyped_storage().nbytes() > grad.nbytes:
         return laid_out_as(x, x.shape[3]).copy_(grad)

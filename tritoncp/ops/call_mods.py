@@ -12,6 +12,7 @@ from torch import Tensor
 from tritoncp import mods
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import DeviceCopy
+from tritoncp.distributed.schedules.buffers import stats_dtype
 from tritoncp.masks.block_runs import Kind
 from tritoncp.mods import Mod, Untranslatable
 from tritoncp.ops.executable import caches_of
@@ -25,7 +26,7 @@ def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
     cached copy would be wrong."""
     if score_mod is None:
         return None
-    mod = _translate_score(score_mod, torch.promote_types(q.dtype, torch.float32), kernels=False)
+    mod = _translate_score(score_mod, stats_dtype(q), kernels=False)
     for tensor in mod.tensors:
         if tensor.ndim and tensor.device != q.device:
             raise ValueError(

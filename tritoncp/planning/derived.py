@@ -28,13 +28,16 @@ class DerivedTables:
     """What follows from a mask and the placements of queries and keys, for all ranks. All views of a plan
     share one. The number of results is bounded by those of ranks, buffers and devices.
 
-    A buffer of keys and values is "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard)
-    or "fetched".
+    A buffer of keys and values is "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard),
+    "fetched", or "held": a rank's shard, then the rows that it fetches.
+
+    whole: tables of the plan whose queries fetch keys for those of this part; None: they fetch their own
     """
 
     mask: Mask
     q: Placement
     kv: Placement
+    whole: DerivedTables | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name in ("mask", "q", "kv", "_digest")}
@@ -85,6 +88,8 @@ class DerivedTables:
     @computed_once
     def fetch(self, rank: int) -> key_traffic.Fetch:
         """The rows that a rank sends and receives if each rank fetches exactly the keys that it sees."""
+        if self.whole is not None:
+            return self.whole.fetch(rank)
         return key_traffic.fetch(self.visible_blocks, self.kv, rank)
 
     @computed_once
@@ -104,6 +109,8 @@ class DerivedTables:
 
     def slots(self, rank: int, buffer: int | str) -> Tensor:
         """The slots of a rank's buffer."""
+        if buffer == "held":
+            return key_traffic.held_slots(self.kv.slots[rank], self.fetch(rank), self.kv.lengths[rank])
         return self.fetch(rank).slots if buffer == "fetched" else self.gathered_slots(buffer)
 
     @computed_once

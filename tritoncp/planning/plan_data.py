@@ -288,7 +288,7 @@ class PlanData:
         """Return the tables of one KV buffer, on ``device``, for queries of ``batch`` rows and ``heads``
         heads.
 
-        buffer: "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard) or "fetched".
+        buffer: one of :class:`tritoncp.planning.derived.DerivedTables`
         """
         by_intervals = self.mask.interval_for(batch, self.heads or heads) is not None
         device = device if isinstance(device, torch.device) else torch.device(device)

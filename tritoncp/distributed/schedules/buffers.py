@@ -48,6 +48,12 @@ def views(packed: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
+def stats_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of lse, max_scores and sums over products of ``x``: not by torch.promote_types, an op
+    that dispatch modes see and that takes longer."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate dense [B, H, S, channels] with the stride order of x [B, H, S, D], channels innermost always,
     so that a model that transposed its inputs transposes the result back without a copy. This is the layout
@@ -66,7 +72,7 @@ def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> T
 
 def outputs(plan: Plan, q: Tensor, v: Tensor, want_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Allocate out, lse and max_scores; padding rows get the values of rows that see no key."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = stats_dtype(q)
     (b, h, s, _), e = q.shape, v.shape[3]
     out, lse = laid_out_as(q, e), torch.empty(b, h, s, dtype=dtype, device=q.device)
     top = torch.empty_like(lse) if want_max else None

@@ -70,10 +70,10 @@ def backward(
 def _request(plan: Plan, local: Tensor) -> AllToAll:
     """Request the remote rows of K and V that this rank reads, in return for those that other ranks read."""
     rows = plan.fetch_rows(local.device)
-    return AllToAll(_numbered(plan, local).index_select(0, rows), plan.fetch.sends, plan.fetch.takes)
+    return AllToAll(number_rows(plan, local).index_select(0, rows), plan.fetch.sends, plan.fetch.takes)
 
 
-def _numbered(plan: Plan, local: Tensor) -> Tensor:
+def number_rows(plan: Plan, local: Tensor) -> Tensor:
     """View [S, B, h, D + E] by the row numbers of ``plan.fetch``: unchanged, or as [B * S, 1, h, D + E]."""
     return local.transpose(0, 1).flatten(0, 1)[:, None] if plan.fetch.batched else local
 

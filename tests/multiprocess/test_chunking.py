@@ -1,0 +1,163 @@
+"""Chunks of a joint graph between two real ranks: answers, messages, and the order of nodes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritoncp
+from tests.chunking import models
+from tests.multiprocess import ranks
+from tritoncp import and_masks, causal, create_block_mask, document, make_plan
+from tritoncp.chunking import chunk, mark, order
+from tritoncp.chunking.node_order import order_digest
+from tritoncp.distributed import collectives
+from tritoncp.ops import engine_factory
+from tritoncp.planning.cost import NVLINK
+
+B, S, CHUNKS = 4, 64, 2
+IDS = torch.tensor([[0] * 20 + [1] * 44, [0] * 50 + [1] * 14] * 2)  # of each batch row
+MASKS = {
+    "causal": causal,
+    "documents": lambda: and_masks(causal(), document(ids=IDS)),
+}
+
+
+class Messages:
+    """The collectives that a rank starts, and the bytes that it sends to the other of two ranks."""
+
+    def __init__(self, group: Any) -> None:
+        self.rank, self.count, self.bytes = group.rank(), 0, 0
+        self.start = collectives._start
+
+    def __enter__(self) -> Messages:
+        collectives._start = self.record
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        collectives._start = self.start
+
+    def record(self, request: Any, group: Any) -> Any:
+        self.count += 1
+        match request:
+            case collectives.AllGather(x):
+                self.bytes += x.nbytes
+            case collectives.ReduceScatter(x):
+                self.bytes += x.nbytes // 2
+            case collectives.AllToAll(x, sends):
+                self.bytes += sends[1 - self.rank] * (x.nbytes // len(x)) if len(x) else 0
+            case collectives.SendRecv(sends):
+                self.bytes += sum(x.nbytes for _, x in sends)
+        return self.start(request, group)
+
+
+class Model(torch.nn.Module):
+    """Layers of attention with residuals."""
+
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(models.Attention(models.Shape()) for _ in range(layers))
+
+    def forward(self, x: Tensor, turn: Tensor, mask: Any) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, turn, mask)
+        return x.sin()
+
+
+def step(group: Any, model: Any, call: Any, plan: Any, dim: str = "") -> tuple[dict[str, Tensor], Messages]:
+    """Run one training step on this rank's shard, of which ``dim`` is marked."""
+    g = torch.Generator().manual_seed(1)
+    x, turn, grad = (torch.randn(*size, generator=g) for size in ((B, S, 16), (S, 4), (B, S, 16)))
+    x, grad = (tritoncp.shard(one, plan, dim=1) for one in (x, grad))
+    turn = tritoncp.shard(turn, plan, dim=0, batch_dim=None)
+    x = x.clone().requires_grad_()
+    if dim == "seq":
+        mark(turn, 0, CHUNKS)
+    if dim:
+        mark(x, ("batch", "seq").index(dim), CHUNKS)
+    with Messages(group) as messages:
+        out = call(x, turn, plan)
+        out.backward(grad)
+    results = {"out": out.detach(), "dx": x.grad}
+    return results | {f"d {name}": p.grad for name, p in model.named_parameters()}, messages
+
+
+class Result(NamedTuple):
+    """Collectives and bytes of a step, whole and in chunks, the report, the digests of node orders, and the
+    error without ``repeat``."""
+
+    whole: tuple[int, int]
+    parts: tuple[int, int]
+    report: Any
+    digests: list[str]
+    refusal: str
+
+
+def one_rank(group: Any, schedule: str, kind: str, balancer: str | None, dim: str, repeat: bool) -> Any:
+    """Compare a step in chunks with the whole's."""
+    engine_factory.uses_triton = lambda device: False  # this process ends with the test
+    models.Attention.mesh = group
+    mask = create_block_mask(MASKS[kind](), B if kind == "documents" else None, None, S, S, BLOCK_SIZE=8)
+    plan = make_plan(mask, group, schedule=schedule, balancer=balancer)
+    torch.manual_seed(0)
+    model = Model()
+    other = copy.deepcopy(model)
+    want, whole = step(group, model, model, plan)
+    reports, digests, refusals = [], [], [""]
+
+    def rewrite(gm: torch.fx.GraphModule) -> None:
+        if repeat:
+            with pytest.raises(ValueError, match="repeat=True") as error:
+                chunk(gm, dim=dim, chunks=CHUNKS)
+            refusals.append(str(error.value))
+        reports.append(chunk(gm, dim=dim, chunks=CHUNKS, repeat=repeat))
+
+    def finish(gm: torch.fx.GraphModule) -> None:
+        if not repeat:
+            order(gm, NVLINK)
+            digests.append(order_digest(gm))
+
+    call = models.compiled(other, rewrite, finish=finish)
+    results, parts = step(group, other, call, plan, dim)
+    assert want.keys() == results.keys()
+    for name in want:
+        torch.testing.assert_close(results[name], want[name], atol=2e-5, rtol=1e-5, msg=name)
+    return Result((whole.count, whole.bytes), (parts.count, parts.bytes), reports[0], digests, refusals[-1])
+
+
+def every_case(group: Any, *cases: Any) -> list[Any]:
+    """Run cases one after another in the same processes, as their first graph takes longest."""
+    return [one_rank(group, *case) for case in cases]
+
+
+def test_chunks_share_one_exchange_of_keys_or_repeat_it() -> None:
+    """Answers are those of the whole, messages no more, and both ranks order their nodes alike; a ring's
+    chunks repeat its messages if they are told to."""
+    cases = (
+        ("allgather", "causal", "head_tail", "seq", False),
+        ("fetch", "documents", None, "seq", False),
+        ("ring", "causal", None, "seq", True),
+        ("ring", "causal", "head_tail", "batch", False),
+    )
+    results = ranks.run(2, every_case, *cases)
+    for one, other in zip(*(result[:2] for result in results), strict=True):
+        assert one.digests == other.digests
+        assert len(one.digests) == 2  # forward and backward
+        for case in (one, other):
+            assert case.parts == case.whole
+            assert case.whole[0] == 3  # keys forward, keys and their gradients backward
+            assert case.report.bytes_before == case.report.bytes_after == case.whole[1]
+            assert case.report.exchanges == 2
+            assert "one exchange for all chunks" in str(case.report)
+    assert not results[0][0].report.waits_for_all_keys
+    for _, _, ring, by_batch in results:
+        assert ring.report.bytes_before == ring.whole[1]
+        assert ring.report.bytes_after == ring.parts[1] == 2 * ring.whole[1]
+        assert ring.report.waits_for_all_keys  # rank 1's first chunk sees all keys of rank 0
+        assert "the schedule 'ring'" in ring.refusal
+        assert by_batch.parts == (2 * by_batch.whole[0], by_batch.whole[1])  # each row's keys travel once
+        assert by_batch.report.bytes_after == by_batch.whole[1]

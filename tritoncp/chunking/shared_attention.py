@@ -1,0 +1,191 @@
+"""The nodes of an attention between ranks whose chunks share one exchange of keys: the exchange, the chunks'
+attention on the buffer, and the return of the gradients of keys."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import CallMethodKey
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import SequenceKey
+
+from tritoncp.chunking import attention
+from tritoncp.chunking.schedule import RETURN, SEND
+from tritoncp.chunking.sizes import expression
+from tritoncp.ops.engine_factory import Spec
+from tritoncp.ops.graph.key_exchange import (
+    backward_part_op,
+    forward_part_op,
+    land_gradients_op,
+    send_gradients_op,
+    send_keys_op,
+)
+
+wait_op = torch.ops._c10d_functional.wait_tensor.default
+
+
+def send(rewrite: Any, node: Node) -> Node:
+    """Add the exchange of keys of an attention, forward or backward; return the node of the buffer."""
+    k, v = _keys(rewrite, node)
+    backward = node.target is attention.backward_op
+    args = (k, v, *_constants(rewrite, node), _handle(rewrite, node), attention.argument(node, "spec"))
+    (one,), (other,) = attention.argument(node, "k"), attention.argument(node, "v")
+    one, other = one.meta["val"], other.meta["val"]
+    value, bindings = _message(rewrite, node, one.shape[1], one.shape[3] + other.shape[3], one.dtype)
+    return _exchange(rewrite, node, send_keys_op, (*args, backward), value, bindings)
+
+
+def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
+    """Return the op and the arguments of the attention of a chunk's queries."""
+
+    def chunk(x: Node) -> Node:
+        return rewrite._chunk(x, c)
+
+    own: Any = node.args
+    chunks = rewrite.sizes.chunks
+    rest = *_constants(rewrite, node), _handle(rewrite, node), c, chunks, attention.argument(node, "spec")
+    q, buffer = chunk(attention.query_of(node)), rewrite.values[node, SEND]
+    if node.target is attention.forward_op:
+        return forward_part_op, (q, buffer, *rest)
+    (dout,), dlses, *_ = own
+    (out,), (lse,) = own[5:7]
+    return backward_part_op, (
+        chunk(dout), [chunk(x) for x in dlses], q, buffer, chunk(out), chunk(lse), *rest,
+    )  # fmt: skip
+
+
+def gradient_values(rewrite: Any, node: Node) -> list[Tensor]:
+    """Return the values of what a chunk adds to the gradients of the rows of the buffer."""
+    own: Any = node.args
+    buffer, dtype = rewrite.values[node, SEND].meta["val"], own[6][0].meta["val"].dtype
+    d = attention.query_of(node).meta["val"].shape[3]
+    sizes = d, buffer.shape[2] - d
+    rows, heads = buffer.shape[:2]
+    return [_empty(rewrite, (rows, heads, size), dtype, buffer.device) for size in sizes]
+
+
+def return_gradients(rewrite: Any, node: Node) -> Node:
+    """Add the return of the gradients of keys, summed over chunks; return the node of dk and dv."""
+    stage, chunks = rewrite._stage(node), range(rewrite.sizes.chunks)
+    values = gradient_values(rewrite, node)
+    parts = [
+        [
+            rewrite._call(operator.getitem, (rewrite.values[node, c], item), value, stage)
+            for c in reversed(chunks)
+        ]
+        for item, value in enumerate(values, 1)
+    ]
+    k, v = _keys(rewrite, node)
+    handle, spec = _handle(rewrite, node), attention.argument(node, "spec")
+    heads, width, dtype = values[0].shape[1], sum(x.shape[2] for x in values), values[0].dtype
+    value, bindings = _message(rewrite, node, heads, width, dtype)
+    returned = _exchange(rewrite, node, send_gradients_op, (*parts, k, handle, spec), value, bindings)
+    landed = node.meta["val"][1:3]
+    call = rewrite._call(land_gradients_op, (returned, k, v, handle), list(landed), _stage(node))
+    return call
+
+
+def landed_chunks(rewrite: Any, node: Node, item: int) -> list[Node]:
+    """Return the chunks of the gradient of keys (item 1) or values (2): views of the whole's."""
+    value, stage = node.meta["val"][item], rewrite._stage(node)
+
+    def split() -> list[Node]:
+        whole = rewrite._call(operator.getitem, (rewrite.values[node, RETURN], item - 1), value, stage)
+        return rewrite._split(whole, value, 2, 1, rewrite.sizes.chunks, stage)
+
+    return rewrite._once(("landed", node, item), split)
+
+
+def bytes_sent(node: Node, cut: Any, keys: attention.Keys) -> tuple[int | None, int | None]:
+    """Count the bytes that this rank sends in one pass of an attention, whole and in chunks; None if the
+    graph does not show the plan."""
+    if not Spec.decode(attention.argument(node, "spec")).world:
+        return 0, 0
+    plan, sizes, chunks = attention.plan_between_ranks(node, cut.sizes), cut.sizes, cut.sizes.chunks
+    q, k, v = (x.meta["val"] for x in (attention.query_of(node), *attention.keys_of(node)))
+    dims = {
+        "batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": k.shape[3],
+        "v_head_dim": v.shape[3],
+    }  # fmt: skip
+    shape = {name: sizes.hint(expression(size)) for name, size in dims.items()}
+    if plan is None or None in shape.values():
+        return None, None
+    shape["itemsize"] = k.dtype.itemsize
+    forward = node.target is attention.forward_op
+    with unset_fake_temporarily(), _disable_current_modes():
+        whole = _bytes_of_pass(plan, forward, shape)
+        if cut.dim == "batch" or plan.world_size == 1 or keys.are_shared(node):
+            return whole, whole
+        counts = keys.counts(node) if keys.are_cut(node) else (chunks,) * chunks
+        parts = [
+            plan.part(c, chunks, keys=None if count == chunks else count) for c, count in enumerate(counts)
+        ]
+        return whole, sum(_bytes_of_pass(part, forward, shape) for part in parts)
+
+
+def _bytes_of_pass(plan: Any, forward: bool, shape: dict[str, Any]) -> int:
+    sent = plan.bytes_sent(**shape, backward=False)
+    return sent if forward else plan.bytes_sent(**shape) - sent
+
+
+def _keys(rewrite: Any, node: Node) -> tuple[Node, Node]:
+    k, v = attention.keys_of(node)
+    count = rewrite.sizes.chunks
+    return rewrite._first_keys(k, count, node), rewrite._first_keys(v, count, node)
+
+
+def _constants(rewrite: Any, node: Node) -> tuple[Any, ...]:
+    """Return captures, integers, floats and scale of an attention."""
+    at = attention.places(node)["captures"]
+    own: Any = node.args
+    return map_arg(own[at : at + 4], rewrite._whole)
+
+
+def _handle(rewrite: Any, node: Node) -> Node:
+    return rewrite._whole(attention.plan_of(node))
+
+
+def _stage(node: Node) -> dict[str, Any]:
+    """Return the metadata of an attention that hold for its exchanges: all but those of its value."""
+    own = "val", "tensor_meta", "eager_input_vals", "unbacked_bindings"
+    return {name: value for name, value in node.meta.items() if name not in own}
+
+
+def _exchange(
+    rewrite: Any, node: Node, op: Any, args: tuple[Any, ...], value: Tensor, bindings: dict[Any, Any]
+) -> Node:
+    """Add a message and the wait for it, which stay in their pass: partitioners keep a wait, and with it the
+    message, in each pass that could run it."""
+    tag = "must_be_in_backward" if node.target is attention.backward_op else "must_be_in_forward"
+    stage = _stage(node) | {"partitioner_tag": tag}
+    message = rewrite._call(op, args, value, stage)
+    message.meta["unbacked_bindings"] = bindings
+    return rewrite._call(wait_op, (message,), value, stage)
+
+
+def _message(rewrite: Any, node: Node, heads: Any, width: Any, dtype: Any) -> tuple[Tensor, dict[Any, Any]]:
+    """Return the value of a message [n, heads, width], whose rows only a run tells, and the symbol of n."""
+    env, sizes = rewrite.sizes.env, rewrite.sizes
+    with env.ignore_fresh_unbacked_symbols():
+        rows = env.create_unbacked_symint()
+    symbol = rows.node.expr
+    torch.fx.experimental.symbolic_shapes._constrain_range_for_size(rows)
+    q = attention.query_of(node).meta["val"]
+    plan = attention.plan_between_ranks(node, sizes)
+    local, batch = sizes.rows, sizes.hint(expression(q.shape[0]))
+    if plan is not None and local and batch:
+        env.var_to_hint_override[symbol] = plan.world_size * local * batch
+    value = _empty(rewrite, (rows, heads, width), dtype, q.device)
+    return value, {symbol: (CallMethodKey("size"), SequenceKey(0))}
+
+
+def _empty(rewrite: Any, shape: tuple[Any, ...], dtype: Any, device: Any) -> Tensor:
+    sizes = rewrite.sizes
+    with sizes.fake_mode, sizes.env.suppress_guards():
+        return torch.empty_strided(shape, (shape[1] * shape[2], shape[2], 1), dtype=dtype, device=device)

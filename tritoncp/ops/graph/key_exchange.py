@@ -1,0 +1,208 @@
+"""Ops of a graph whose chunks of queries share one exchange of keys between ranks; the pass of
+:mod:`tritoncp.chunking` puts them in the place of the ops of :mod:`tritoncp.ops.autograd`.
+
+Forward: ``send_keys``, a wait, ``forward_part`` of each chunk. Backward: ``send_keys`` and a wait again,
+``backward_part`` of each chunk, ``send_gradients``, a wait, ``land_gradients``. The waits are
+``_c10d_functional.wait_tensor``. ``plan`` is always the handle of the whole plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.handles import object_of
+from tritoncp.distributed.schedules import shared_keys
+from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
+from tritoncp.ops import engine_factory, signatures
+from tritoncp.ops.autograd import current_device, in_own_memory, needs_autograd
+from tritoncp.ops.dispatch import register_op
+from tritoncp.ops.engine_factory import Spec
+from tritoncp.planning.plan import Plan
+
+
+def _plan(handle: Tensor, batch: int) -> Plan:
+    plan: Plan = object_of(handle)
+    plan.check_sources()
+    shared_keys.check_schedule(plan)
+    return plan.of_batch(batch)
+
+
+def _send_keys(
+    k: Tensor,
+    v: Tensor,
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    spec: str,
+    backward: bool,
+) -> Tensor:
+    """Start the exchange of keys and values; the buffer is filled once it was waited for."""
+    whole, group = _plan(plan, k.shape[0]), Spec.decode(spec).group
+    if not backward:  # the backward pass of a call that was compared
+        signatures.compare_call(group, whole, spec, scale, k, k, v, captures, ints, floats)
+    return shared_keys.send_keys(whole, k, v, group)
+
+
+def _send_keys_fake(
+    k: Tensor,
+    v: Tensor,
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    spec: str,
+    backward: bool,
+) -> Tensor:
+    return k.new_empty(_new_size(), k.shape[1], k.shape[3] + v.shape[3])
+
+
+def _forward_part(
+    q: Tensor,
+    buffer: Tensor,
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    index: int,
+    count: int,
+    spec: str,
+) -> list[Tensor]:
+    """Compute out, lse and, if requested, max_scores of one of ``count`` chunks of the queries."""
+    part = shared_keys.reading_part(_plan(plan, q.shape[0]), index, count)
+    k, v = shared_keys.views_of(part, buffer, q)
+    with current_device(q.device):
+        engine = engine_factory.engine_of(spec, part, scale, [q], [k], [v], captures, ints, floats)
+        results = shared_keys.forward(part, engine, q, k, v, Spec.decode(spec).want_max)
+    return [x for x in results if x is not None]
+
+
+def _forward_part_fake(
+    q: Tensor,
+    buffer: Tensor,
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    index: int,
+    count: int,
+    spec: str,
+) -> list[Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q))
+    out = laid_out_as(q, buffer.shape[2] - q.shape[3])
+    return [out, lse, *([torch.empty_like(lse)] if Spec.decode(spec).want_max else [])]
+
+
+def _backward_part(
+    dout: Tensor,
+    dlse: list[Tensor],
+    q: Tensor,
+    buffer: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    index: int,
+    count: int,
+    spec: str,
+) -> list[Tensor]:
+    """Compute dq of a chunk, what it adds to dk and dv of the buffer's rows, and gradients of captures."""
+    call, part = Spec.decode(spec), shared_keys.reading_part(_plan(plan, q.shape[0]), index, count)
+    k, v = shared_keys.views_of(part, buffer, q)
+    dlses = [x.masked_fill(lse == -torch.inf, 0).contiguous() for x in dlse]
+    dout = dout if 0 not in dout.stride() else dout.contiguous()
+    grads = engine_factory.gradient_buffers(call, captures, lse)
+    extra = out, lse, dout, *dlses
+    with current_device(q.device):
+        engine = engine_factory.engine_of(
+            spec, part, scale, [q], [k], [v], captures, ints, floats, extra, grads
+        )
+        dq, dk, dv = shared_keys.backward(part, engine, q, k, v, out, lse, dout, dlses[0] if dlses else None)
+    return [in_own_memory(dq, q), dk, dv, *engine_factory.sum_gradients(call, captures, grads)]
+
+
+def _backward_part_fake(
+    dout: Tensor,
+    dlse: list[Tensor],
+    q: Tensor,
+    buffer: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    index: int,
+    count: int,
+    spec: str,
+) -> list[Tensor]:
+    (n, heads, width), d = buffer.shape, q.shape[3]
+    grads = [buffer.new_empty(n, heads, size, dtype=stats_dtype(q)) for size in (d, width - d)]
+    sums = [x.new_empty(x.shape) for x in (captures[i] for i in Spec.decode(spec).wants)]
+    return [laid_out_as(q, d), *grads, *sums]
+
+
+def _send_gradients(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Tensor, spec: str) -> Tensor:
+    """Start to return the gradients of keys and values, summed over all chunks, to the ranks of the keys."""
+    return shared_keys.send_gradients(_plan(plan, k.shape[0]), dk, dv, k, Spec.decode(spec).group)
+
+
+def _send_gradients_fake(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Tensor, spec: str) -> Tensor:
+    return dk[0].new_empty(_new_size(), dk[0].shape[1], dk[0].shape[2] + dv[0].shape[2])
+
+
+def _land_gradients(returned: Tensor, k: Tensor, v: Tensor, plan: Tensor) -> list[Tensor]:
+    """Return dk and dv of this rank's shards."""
+    grads = shared_keys.land_gradients(_plan(plan, k.shape[0]), returned, k)
+    return [in_own_memory(grad, x) for grad, x in zip(grads, (k, v), strict=True)]
+
+
+def _land_gradients_fake(returned: Tensor, k: Tensor, v: Tensor, plan: Tensor) -> list[Tensor]:
+    return [laid_out_as(x, x.shape[3]) for x in (k, v)]
+
+
+def _new_size() -> Any:
+    """Return the rows of a message, which only the plan tells."""
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+def _below_autograd(op: str) -> Any:
+    """Make the Autograd kernel of an op, which has no derivative: the graph has its backward pass."""
+
+    def run(*args: Any) -> Any:
+        if needs_autograd(x for x in _tensors(args)):
+            raise RuntimeError(
+                f"tritoncp::{op} has no derivative: it belongs to a joint graph that chunking.chunk cut. Cut "
+                "the graph where AOTAutograd partitions it, or run it under torch.no_grad()"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.tritoncp, op).default(*args)
+
+    return run
+
+
+def _tensors(args: Any) -> list[Tensor]:
+    lists = [x if isinstance(x, list | tuple) else [x] for x in args]
+    return [x for one in lists for x in one if isinstance(x, Tensor)]
+
+
+def _register(name: str, body: Any, fake: Any) -> Any:
+    return register_op(name, body, fake, _below_autograd(name))
+
+
+send_keys_op = _register("send_keys", _send_keys, _send_keys_fake)
+forward_part_op = _register("forward_part", _forward_part, _forward_part_fake)
+backward_part_op = _register("backward_part", _backward_part, _backward_part_fake)
+send_gradients_op = _register("send_gradients", _send_gradients, _send_gradients_fake)
+land_gradients_op = _register("land_gradients", _land_gradients, _land_gradients_fake)
