@@ -73,6 +73,13 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return request.param
 
 
+@pytest.fixture
+def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test, and the processes that it starts, on the CPU engine: for laws that do not depend on the
+    kernels."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
 def dense_engine(*args, adds_only=False, **kwargs) -> EagerEngine:
     """Make the dense engine in place of the CPU engine, whose hints it ignores."""
     return EagerEngine(*args, **kwargs)

@@ -21,9 +21,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-@pytest.fixture(autouse=True)
-def _plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 
 def load(name: str) -> ModuleType:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from tritoncp.mods.translate import deterministic_sum
 from tritoncp.ops import call_mods, tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.ops.executable import MAX_LAUNCHES, MAX_STEPS, Executable, caches_of
 from tritoncp.planning.plan import Plan
+
+log = logging.getLogger("tritoncp")
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def cpu_engine(
 ) -> CpuEngine:  # fmt: skip
     """Make the CPU engine of one call, for queries of ``dtype``. ``steps``: those of earlier calls."""
     steps = BoundedCache(MAX_STEPS) if steps is None else steps
-    _warn_eager()
+    _log_cpu_engine()
     if score is None:
         return CpuEngine(scale, _bind_mask(mask), first_row=first_row, steps=steps)
     wide = torch.promote_types(dtype, torch.float32)
@@ -228,18 +230,13 @@ def sum_gradients(spec: Spec, captures: Sequence[Tensor], grads: Sequence[Tensor
     return [total.to(captures[i].dtype) for total, i in zip(totals, spec.wants, strict=True)]
 
 
-def _warn_eager() -> None:
-    """Warn once that the CPU engine runs instead of the kernels."""
-    if not _WARNED:
-        _WARNED.append(True)
-        warnings.warn(
-            "tensors on the CPU run in plain torch (the CPU engine). "
-            "To run the Triton kernels here, interpreted, set TRITON_INTERPRET=1 before Python starts",
-            stacklevel=2,
-        )
-
-
-_WARNED: list[bool] = []
+@cache
+def _log_cpu_engine() -> None:
+    """Log once that the CPU engine runs instead of the kernels."""
+    log.info(
+        "tensors on the CPU run on the CPU engine, in plain torch. "
+        "To run the Triton kernels here, interpreted, set TRITON_INTERPRET=1 before Python starts"
+    )
 
 
 def score_of(
