@@ -21,7 +21,10 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-pytestmark = pytest.mark.usefixtures("cpu_engine")
+@pytest.fixture(autouse=True)
+def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the programs, which are processes of their own, on the CPU engine."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
 def load(name: str) -> ModuleType:
