@@ -60,18 +60,18 @@ def test_any_world_is_the_oracle(mask, score, heads, balancer, world, schedule, 
     check(mask, score, heads, balancer, world, schedule, torch.float64)
 
 
-@pytest.mark.parametrize(tuple(FACTORS), named(PAIRS[::4]))
+@pytest.mark.parametrize(tuple(FACTORS), named(PAIRS[::6]))
 def test_some_worlds_are_the_oracle_in_kernels(mask, score, heads, balancer, world, schedule) -> None:
     check(mask, score, heads, balancer, world, schedule, torch.float64)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(tuple(FACTORS), named([row for row in PAIRS if row not in PAIRS[::4]]))
+@pytest.mark.parametrize(tuple(FACTORS), named([row for row in PAIRS if row not in PAIRS[::6]]))
 def test_the_other_worlds_are_the_oracle_in_kernels(mask, score, heads, balancer, world, schedule) -> None:
     check(mask, score, heads, balancer, world, schedule, torch.float64)
 
 
-@pytest.mark.parametrize(tuple(FACTORS), named(PAIRS[2::8]))
+@pytest.mark.parametrize(tuple(FACTORS), named(PAIRS[3::12]))
 def test_float32_is_within_its_rounding(mask, score, heads, balancer, world, schedule) -> None:
     check(mask, score, heads, balancer, world, schedule, torch.float32)
 
