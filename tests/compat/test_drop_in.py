@@ -70,7 +70,8 @@ def test_scores(name: str, dtype: torch.dtype, learned: bool, engine: str) -> No
 # -- refusals -------------------------------------------------------------------------------------------
 
 
-def test_a_long_reduction_names_its_remedy() -> None:
+@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
+def test_a_long_reduction_names_its_remedy(engine: str) -> None:
     """cant_lower_error_message."""
     means = torch.randn(64, 256)
     with pytest.raises(Exception, match=r"unroll|fold"):
