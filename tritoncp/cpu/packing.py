@@ -121,7 +121,8 @@ def scatter_add(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
         subset = [starts[i] for i in index]
         rows = gather(x, subset, length)
         if even_step(subset) is not None:
-            rows.add_(parts if len(subset) == len(starts) else parts[index])
+            in_order = index == list(range(len(starts)))
+            rows.add_(parts if in_order else parts[index])
         else:
             scatter(x, subset, rows + parts[index])
 
