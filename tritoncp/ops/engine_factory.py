@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import WideGradients
 from tritoncp.core.upload import DeviceCopy, upload
+from tritoncp.cpu import compiled
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.cpu.pointwise import adds_only
 from tritoncp.distributed import groups
@@ -104,7 +105,8 @@ def engine_of(
         mask = _mask_of(call, plan, q)
         mod = None if mask is None else mask.on_current_stream()
         steps = caches_of(plan).cpu_steps
-        return cpu_engine(scale, mod, score, q[0].dtype, grads, plan.first_row, steps)
+        compile = compiled.wanted(dict(call.options).get("COMPILE"))
+        return cpu_engine(scale, mod, score, q[0].dtype, grads, plan.first_row, steps, compile)
     from tritoncp.kernels.launch import layout_of, specialisation_of  # loads Triton, which plans do without
 
     tensors, numbers = (score.tensors, score.numbers) if score else ((), ())
@@ -133,6 +135,11 @@ def _make_executable(
             "this score_mod is hand-written @triton.jit code whose gradient adds floats with atomics, and "
             "deterministic results are asked for; write it in Python, or pass captures that need no gradient"
         )
+    if dict(call.options).get("COMPILE"):
+        raise ValueError(
+            "kernel option COMPILE=True is for the CPU engine, and this call runs Triton kernels: leave the "
+            "option out, or pass tensors on the CPU without TRITON_INTERPRET=1"
+        )
     (_, heads, rows, d), e, device, group = q[0].shape, v.shape[3], v.device, call.group
     copy = _mask_of(call, plan, q)
     mask = None if copy is None else copy.on_current_stream()
@@ -160,15 +167,17 @@ def _mask_of(call: Spec, plan: Plan, q: list[Tensor]) -> DeviceCopy[Mod] | None:
 
 def cpu_engine(
     scale: float, mask: Mod | None, score: Mod | None, dtype: torch.dtype, grads: Sequence[Tensor],
-    first_row: int, steps: BoundedCache[Any, Any] | None = None,
+    first_row: int, steps: BoundedCache[Any, Any] | None = None, compile: bool = False,
 ) -> CpuEngine:  # fmt: skip
-    """Make the CPU engine of one call, for queries of ``dtype``. ``steps``: those of earlier calls."""
+    """Make the CPU engine of one call, for queries of ``dtype``. ``steps``: those of earlier calls;
+    ``compile``: whether torch.compile runs the score_mod."""
     steps = BoundedCache(MAX_STEPS) if steps is None else steps
     _log_cpu_engine()
     if score is None:
         return CpuEngine(scale, _bind_mask(mask), first_row=first_row, steps=steps)
     wide = torch.promote_types(dtype, torch.float32)
-    return replace(_differentiable(scale, mask, score, wide, grads), first_row=first_row, steps=steps)
+    engine = _differentiable(scale, mask, score, wide, grads)
+    return replace(engine, first_row=first_row, steps=steps, compile=compile)
 
 
 def _differentiable(
