@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
@@ -176,12 +176,16 @@ def cpu_engine(
     if score is None:
         return CpuEngine(scale, _bind_mask(mask), first_row=first_row, steps=steps)
     wide = torch.promote_types(dtype, torch.float32)
-    engine = _differentiable(scale, mask, score, wide, grads)
-    return replace(engine, first_row=first_row, steps=steps, compile=compile)
+    return _differentiable(scale, mask, score, wide, grads, first_row=first_row, steps=steps, compile=compile)
 
 
 def _differentiable(
-    scale: float, mask: Mod | None, score: Mod, dtype: torch.dtype, grads: Sequence[Tensor]
+    scale: float,
+    mask: Mod | None,
+    score: Mod,
+    dtype: torch.dtype,
+    grads: Sequence[Tensor],
+    **settings: Any,
 ) -> CpuEngine:
     """Make a CPU engine that sums gradients of captures in ``dtype``, also those of narrower dtypes."""
     graph, targets = _graph_of(score), [score.tensors[i] for i in score.wants]
@@ -196,7 +200,7 @@ def _differentiable(
             inner[index] = tensor
         return _bind(call, inner, score.numbers)
 
-    return CpuEngine(scale, _bind_mask(mask), bind, targets, grads, adds_only=adds_only(graph))
+    return CpuEngine(scale, _bind_mask(mask), bind, targets, grads, adds_only=adds_only(graph), **settings)
 
 
 def kernel_mods(
