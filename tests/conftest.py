@@ -17,7 +17,7 @@ import pytest  # noqa: E402
 from tritoncp.mods.translate import special_functions as special_functions  # noqa: E402
 from tritoncp.ops import engine_factory  # noqa: E402
 from tritoncp.planning import traffic  # noqa: E402
-from tritoncp.reference.eager_engine import EagerEngine  # noqa: E402
+from tritoncp.reference.dense_engine import DenseEngine  # noqa: E402
 
 if not HAS_GPU:
     from tests import exact_dot, interpreter_patches
@@ -73,9 +73,16 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return request.param
 
 
-def dense_engine(*args, adds_only=False, **kwargs) -> EagerEngine:
+@pytest.fixture
+def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test on the CPU engine, unless it asks for the fixture ``engine``: for laws that do not depend
+    on the kernels. (TRITON_INTERPRET=0 would also change how Triton functions are made.)"""
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+
+
+def dense_engine(*args, adds_only=False, compile=False, steps=None, **kwargs) -> DenseEngine:
     """Make the dense engine in place of the CPU engine, whose hints it ignores."""
-    return EagerEngine(*args, **kwargs)
+    return DenseEngine(*args, **kwargs)
 
 
 def poisoned(allocate):

@@ -18,9 +18,13 @@ from tritoncp.masks.mask_mod import and_masks
 from tritoncp.ops import engine_factory
 
 pytestmark = [
+    pytest.mark.usefixtures("cpu_engine"),  # unless a test asks for kernels
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
     pytest.mark.filterwarnings("ignore:return_lse is deprecated"),
 ]
+
+
+USES_TRITON = engine_factory.uses_triton
 
 
 def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -68,8 +72,11 @@ CALLS: dict[str, tuple[tuple, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_torchs_call_gives_torchs_answer(name: str) -> None:
+ON_ENGINES = [*(("cpu", name) for name in CALLS), ("kernels", "score_mod and mask"), ("kernels", "options")]
+
+
+@pytest.mark.parametrize(("engine", "name"), ON_ENGINES, indirect=["engine"])
+def test_torchs_call_gives_torchs_answer(name: str, engine: str) -> None:
     """The result is a tensor, (out, lse), or (out, AuxOutput), whose fields that were not requested are
     None."""
     args, kw = CALLS[name]
@@ -112,8 +119,9 @@ SAME_MASK = {
 }
 
 
+@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 @pytest.mark.parametrize("name", SAME_MASK)
-def test_a_mask_may_stand_in_fourth_or_fifth_place(name: str) -> None:
+def test_a_mask_may_stand_in_fourth_or_fifth_place(name: str, engine: str) -> None:
     mask, x = SAME_MASK[name], tensors(kv_heads=2, batch=1)
     want = tritoncp.flex_attention(*x, MASK)
     close(want, oracle(x, MASK, start=cotangents(x)).out, "out")
@@ -229,7 +237,10 @@ def test_inference_mode_and_no_grad_leave_no_graph() -> None:
 # -- engines ------------------------------------------------------------------------------------------
 
 
-def test_without_the_interpreter_cpu_tensors_take_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
+def test_without_the_interpreter_cpu_tensors_take_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
     """Every argument works on the CPU, as a user's unit tests need."""
     x = tensors()
     captured, start = [torch.rand(2, dtype=F64)], cotangents(x)
@@ -238,6 +249,7 @@ def test_without_the_interpreter_cpu_tensors_take_plain_torch(monkeypatch: pytes
         return lambda s, b, h, q, kv: s - slope[h] * (q - kv).abs()
 
     kernels = run(x, MASK, score, captured, start=start, scale=0.3)
+    monkeypatch.setattr(engine_factory, "uses_triton", USES_TRITON)
     monkeypatch.delenv("TRITON_INTERPRET")
     assert not engine_factory.uses_triton(torch.device("cpu"))
     plain = run(x, MASK, score, captured, start=start, scale=0.3, BLOCK_M=64)

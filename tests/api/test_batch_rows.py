@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 import tritoncp
 from tritoncp import and_masks, causal, create_block_mask, document
 
+pytestmark = pytest.mark.usefixtures("cpu_engine")  # unless a test asks for "engine"
 B, HEADS, S, D = 3, 2, 40, 8
 BITS = torch.rand(B, S, S, generator=torch.Generator().manual_seed(3)) < 0.4
 IDS = torch.randint(0, 3, (B, S), generator=torch.Generator().manual_seed(4)).sort(1).values
@@ -77,6 +78,10 @@ class Layer:
         return [out.detach(), lse.detach(), *grads]
 
 
+def nightly(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
 def on_one_device(mask: Any) -> Callable[..., Any]:
     def call(q: Tensor, k: Tensor, v: Tensor, score: Any, **options: Any) -> Any:
         return tritoncp.flex_attention(q, k, v, score, mask, return_lse=True, **options)
@@ -113,7 +118,9 @@ def test_rows_of_a_batch_equal_the_same_rows_of_the_whole(name: str, engine: str
 
 
 @pytest.mark.parametrize("engine", ["kernels"], indirect=True)
-@pytest.mark.parametrize("name", ["closed form", "documents of each row", "listed for one row", "bits"])
+@pytest.mark.parametrize(
+    "name", ["closed form", *nightly("documents of each row", "listed for one row", "bits")]
+)
 def test_kernels_read_rows_of_a_batch(name: str, engine: str) -> None:
     check(on_one_device(MASKS[name]()))
 

@@ -18,16 +18,13 @@ from tests.multiprocess import ranks
 from tritoncp import ContextParallel, checkpoint_policy, make_plan, shard, unshard
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import SCHEDULES
-from tritoncp.ops import autograd, engine_factory
+from tritoncp.ops import autograd
 from tritoncp.reference.dense import dense_attention
 
 S, HEADS, DIM = 96, 2, 8
 
 
-@pytest.fixture(autouse=True)
-def eager_engine(monkeypatch):
-    """Use the CPU engine: interpreted kernels are slow, and these tests do not depend on them."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 
 def slopes():

@@ -28,7 +28,6 @@ from tritoncp import (
 from tritoncp.chunking import Eager, Pass, chunk, concretise, mark
 from tritoncp.chunking.concrete import hints
 from tritoncp.chunking.sizes import free_symbols
-from tritoncp.ops import engine_factory
 
 B, S = 4, 48
 CUTS = (("batch", 2), ("seq", 2), ("seq", 3), ("seq", 4))
@@ -76,11 +75,6 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         yield
-
-
-@pytest.fixture
-def eager_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
 
 
 class Case:
@@ -159,7 +153,7 @@ NIGHTLY = [
         f"-{getattr(case[4], '__name__', None)}-{case[5]}"
     ),
 )
-def test_chunks_have_the_bits_of_eager_chunking(case, eager_engine):
+def test_chunks_have_the_bits_of_eager_chunking(case, cpu_engine):
     shape, dim, chunks, mask, score, dtype = case
     run = Case(shape, dim, chunks, MASKS[mask](), score, dtype)
     assert_same_bits(run.in_graph(), run.by_eager())
@@ -167,7 +161,7 @@ def test_chunks_have_the_bits_of_eager_chunking(case, eager_engine):
         assert run.reports[0].keys == tuple(range(1, chunks + 1))
 
 
-def test_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(eager_engine):
+def test_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(cpu_engine):
     run = Case(DENSE, "seq", 2, MASKS["two-sided"](), biased, unbacked=False)
     results, whole = run.in_graph(), run.whole()
     for name, value in results.items():
@@ -183,7 +177,7 @@ def test_interpreted_kernels_have_the_bits_of_eager_chunking():
     assert_same_bits(run.in_graph(), run.by_eager())
 
 
-def test_concrete_graphs_have_numbers_and_check_their_sizes(eager_engine):
+def test_concrete_graphs_have_numbers_and_check_their_sizes(cpu_engine):
     run = Case(SORTED, "seq", 2, MASKS["causal"]())
     graphs: list[torch.fx.GraphModule] = []
 
@@ -221,7 +215,7 @@ def test_concrete_graphs_have_numbers_and_check_their_sizes(eager_engine):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("shape", [DENSE, UNBIASED], ids=["mlp", "experts"])
-def test_inductor_compiles_chunks(shape, eager_engine):
+def test_inductor_compiles_chunks(shape, cpu_engine):
     run = Case(shape, "seq", 2, MASKS["causal"]())
     model, cut = copy.deepcopy(run.model), Pass(dim="seq")
     call = torch.compile(model, dynamic=True, options={"joint_custom_pre_pass": cut})
@@ -246,7 +240,7 @@ class Checkpointed(torch.nn.Module):
         return checkpoint(self.layer, *args, use_reentrant=False, context_fn=SAVE_ATTENTION)
 
 
-def test_checkpointed_attention_runs_once_a_chunk(eager_engine):
+def test_checkpointed_attention_runs_once_a_chunk(cpu_engine):
     run, graphs = Case(DENSE, "seq", 2, MASKS["causal"]()), []
 
     def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from tests.compat.dense import BF16, F32, F64, agree, answer, exact
 from tests.compat.test_mods_as_laws import COMPILED, LAWS, verify
 from tests.compat.test_torch_calls import causal, check, tensors
 from tests.compat.torch_mods import Dims, Form, normal, plain
+
+pytestmark = pytest.mark.usefixtures("cpu_engine")  # unless a test asks for "engine"
 
 # -- operations and reductions --------------------------------------------------------------------------
 
@@ -44,8 +47,14 @@ SCORES = {
 }
 
 
-@pytest.mark.parametrize("learned", [False, True], ids=["captured", "learned"])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+COMBINATIONS = [
+    pytest.param(engine, dtype, learned, marks=[pytest.mark.nightly] * (engine == "kernels" and not sample))
+    for engine, dtype, learned in product(("cpu", "kernels"), (F32, BF16), (False, True))
+    for sample in [dtype == F32 and learned]
+]
+
+
+@pytest.mark.parametrize(("engine", "dtype", "learned"), COMBINATIONS, indirect=["engine"], ids=str)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name: str, dtype: torch.dtype, learned: bool, engine: str) -> None:
     """aot_eager_gradcheck (trig, trig2), captured_reduction, reduction_unrolled, MLA's rope term."""
@@ -61,7 +70,8 @@ def test_scores(name: str, dtype: torch.dtype, learned: bool, engine: str) -> No
 # -- refusals -------------------------------------------------------------------------------------------
 
 
-def test_a_long_reduction_names_its_remedy() -> None:
+@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
+def test_a_long_reduction_names_its_remedy(engine: str) -> None:
     """cant_lower_error_message."""
     means = torch.randn(64, 256)
     with pytest.raises(Exception, match=r"unroll|fold"):

@@ -15,6 +15,7 @@ from tests.compat.dense import F32, agree, answer, exact
 from tests.compat.differences import documented
 from tests.compat.torch_mods import MASKS, Dims
 
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 LISTS = (
     "kv_num_blocks",
     "kv_indices",

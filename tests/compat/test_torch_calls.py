@@ -21,6 +21,7 @@ from tests.compat.dense import F16, F32, F64, Answer, agree, answer, attend, exa
 from tests.compat.torch_mods import BUILTIN, MASKS, Dims, Form, alibi, causal_score, normal, relative_score
 
 ON_ENGINES = [*(("cpu", name) for name in BUILTIN), ("kernels", "squared"), ("kernels", "relative causal")]
+pytestmark = pytest.mark.usefixtures("cpu_engine")  # unless a test asks for "engine"
 
 
 def tensors(dims: Dims, dtype: torch.dtype = F32) -> list[Tensor]:
@@ -65,7 +66,7 @@ KEYS = [
 
 
 LAYOUTS = [*product(list(STRIDES)[:2], KEYS, list(STRIDES)[:3])]
-BOTH = [*(("eager", *layouts) for layouts in LAYOUTS), *(("kernels", *layouts) for layouts in LAYOUTS[::4])]
+BOTH = [*(("cpu", *layouts) for layouts in LAYOUTS), *(("kernels", *layouts) for layouts in LAYOUTS[::12])]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +88,9 @@ def stride_order(x: Tensor) -> list[int]:
 
 ORDERS = [(0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)]
 SHAPES = [
-    ("eager", (2, 1, 32, 16)),
-    ("eager", (4, 2, 16, 16)),
-    ("eager", (2, 5, 32, 16)),
+    ("cpu", (2, 1, 32, 16)),
+    ("cpu", (4, 2, 16, 16)),
+    ("cpu", (2, 5, 32, 16)),
     ("kernels", (2, 1, 3, 16)),
 ]
 

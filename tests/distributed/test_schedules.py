@@ -33,8 +33,9 @@ from tritoncp.ops import engine_factory
 from tritoncp.planning import traffic
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
-from tritoncp.reference.eager_engine import EagerEngine
+from tritoncp.reference.dense_engine import DenseEngine
 
+pytestmark = pytest.mark.usefixtures("cpu_engine")  # unless a test asks for kernels
 MASK = create_block_mask(and_masks(causal(), document(lengths=[9, 15])), None, None, 24, 24, BLOCK_SIZE=8)
 
 
@@ -62,7 +63,6 @@ def test_head_groups_are_every_head_once_in_few_pieces(kv_heads: int, group: int
 
 @pytest.mark.parametrize("small", [0, 1 << 20])
 def test_few_bytes_are_gathered_at_once(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     monkeypatch.setattr(traffic, "SMALL", small)
     gathers: list[tuple[int, ...]] = []
 
@@ -83,7 +83,6 @@ def test_few_bytes_are_gathered_at_once(small: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5])
 def test_heads_may_be_cut_anywhere(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Per-head ALiBi with a learned slope, and a mask for each head: h is the head index of the call."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     monkeypatch.setattr(traffic, "HEAD_GROUPS", pieces)
     x = qkv(24, heads=10, kv_heads=5, dim=4, dtype=F64)
     slope, start = [torch.rand(10, dtype=F64)], cotangents(x)
@@ -96,7 +95,8 @@ def test_heads_may_be_cut_anywhere(pieces: int, monkeypatch: pytest.MonkeyPatch)
     agree(over_ranks(x, build(mask, 3), score, slope, start=start), want, 1e-10)
 
 
-def test_per_head_masks_and_slopes_under_a_head_split_on_the_kernels() -> None:
+@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
+def test_per_head_masks_and_slopes_under_a_head_split_on_the_kernels(engine: str) -> None:
     x = qkv(24, heads=6, kv_heads=3)  # pieces of two and one
     slope, start = [torch.rand(6)], cotangents(x)
 
@@ -112,7 +112,7 @@ def test_per_head_masks_and_slopes_under_a_head_split_on_the_kernels() -> None:
 # -- order of messages --------------------------------------------------------------------------------
 
 
-class Told(EagerEngine):
+class Told(DenseEngine):
     """An engine that records its steps."""
 
     def __init__(self, said: list[Any]) -> None:
@@ -178,8 +178,8 @@ def test_keys_travel_as_they_are_and_gradients_in_float32(dtype: torch.dtype) ->
     plan = build(MASK, 3)
     x = rank_zero(qkv(24, heads=3, dtype=dtype, dim=4, v_dim=6), plan)
     said: list[Any] = []
-    out, lse, _ = story(allgather.forward(plan, EagerEngine(0.5), *x, False), 3, said)
-    grads = story(allgather.backward(plan, EagerEngine(0.5), *x, out, lse, out, None), 3, said)
+    out, lse, _ = story(allgather.forward(plan, DenseEngine(0.5), *x, False), 3, said)
+    grads = story(allgather.backward(plan, DenseEngine(0.5), *x, out, lse, out, None), 3, said)
     sums = F64 if dtype == F64 else F32
     for request in said:
         if isinstance(request, AllGather):
@@ -199,8 +199,8 @@ def test_one_rank_sends_nothing(schedule: str) -> None:
     x = qkv(24, heads=4, dtype=F64)
     said: list[Any] = []
     plan = build(MASK, schedule=schedule)
-    out, lse, top = story(schedule_of(plan).forward(plan, EagerEngine(0.25), *x, True), 1, said)
-    grads = story(schedule_of(plan).backward(plan, EagerEngine(0.25), *x, out, lse, out, None), 1, said)
+    out, lse, top = story(schedule_of(plan).forward(plan, DenseEngine(0.25), *x, True), 1, said)
+    grads = story(schedule_of(plan).backward(plan, DenseEngine(0.25), *x, out, lse, out, None), 1, said)
     assert said == []
     want = oracle(x, MASK, start=(out, lse * 0), scale=0.25)
     for a, b, name in zip((out, lse, top, *grads), (*want[:3], *want.grads), ("out", "lse", "top", *"qkv")):
@@ -213,9 +213,8 @@ def test_one_rank_sends_nothing(schedule: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F32, F64], ids=str)
-def test_results_may_be_edited(schedule: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_may_be_edited(schedule: str, dtype: torch.dtype) -> None:
     """Results are no views, and share no memory with each other."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     world = tritoncp.simulate(2)
     plan = world.make_plan(MASK, schedule=schedule)
     shards = [[s.requires_grad_() for s in world.shard(t.to(dtype), plan, dim=2)] for t in qkv(24, heads=2)]
@@ -251,8 +250,8 @@ def test_results_lie_in_memory_as_what_they_are_made_from(
 ) -> None:
     """A model that transposes its inputs transposes the results back without a copy; the numbers stay the
     same. The usual memory order is also the one that kernels write results and messages in."""
-    if (order, v_dim) != (ORDERS["BSHD"], 4) or schedule not in ("local", "ulysses"):
-        monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    if (order, v_dim, schedule) == (ORDERS["BSHD"], 4, "ulysses"):
+        monkeypatch.setattr(engine_factory, "uses_triton", lambda device: True)
     world = tritoncp.simulate(1 if schedule == "local" else 2)
     plan = world.make_plan(MASK, **({} if schedule == "local" else {"schedule": schedule}))
     x = qkv(24, batch=2, heads=4, kv_heads=2, dim=4, v_dim=v_dim, dtype=F64)
@@ -275,9 +274,8 @@ def test_results_lie_in_memory_as_what_they_are_made_from(
 
 @pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_in_inference_mode_share_no_memory(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_in_inference_mode_share_no_memory(schedule: str) -> None:
     """In inference mode views are not marked as views."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     world = tritoncp.simulate(2)
     plan = world.make_plan(MASK, schedule=schedule)
     x = qkv(24, batch=2, heads=2, dim=4)
@@ -292,8 +290,7 @@ def test_gradients_in_inference_mode_share_no_memory(schedule: str, monkeypatch:
     assert all(grad.transpose(1, 2).is_contiguous() for grad in grads)
 
 
-def test_expanded_dimensions_of_results_lie_next_to_the_channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+def test_expanded_dimensions_of_results_lie_next_to_the_channels() -> None:
     x = [t[:, :1].expand(-1, 3, -1, -1).requires_grad_() for t in qkv(24, batch=2, heads=1)]
     out = tritoncp.flex_attention(*x, MASK)
     grads = torch.autograd.grad(out.sum(), x)
@@ -303,11 +300,8 @@ def test_expanded_dimensions_of_results_lie_next_to_the_channels(monkeypatch: py
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("dims", [(3, 4), (4, 4), (5, 8)])
-def test_one_row_a_rank_and_odd_channels(
-    schedule: str, batch: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_row_a_rank_and_odd_channels(schedule: str, batch: int, dims: tuple[int, int]) -> None:
     """Views and copies change places where a dimension has one entry. Each batch row has its own mask."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     x = qkv(2, batch=batch, dim=dims[0], v_dim=dims[1], dtype=torch.bfloat16)
     mask = create_block_mask(lambda b, h, i, j: (i + j + b) % 2 == 0, batch, 1, 2, 2, BLOCK_SIZE=1)
     world = tritoncp.simulate(2)
@@ -346,7 +340,7 @@ def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int, s
 # -- over processes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["eager", "kernels"])
+@pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "kernels"])
 def test_real_ranks_compute_what_lockstep_does(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit on the CPU engine in float64 with two ranks, where a sum has one order."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: kernels)

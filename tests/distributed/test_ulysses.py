@@ -21,9 +21,9 @@ from tritoncp.distributed.collectives import Wait, lockstep
 from tritoncp.distributed.schedules import SCHEDULES, head_exchange
 from tritoncp.distributed.schedules.head_exchange import HeadExchange, Side
 from tritoncp.distributed.schedules.ulysses import stretches
-from tritoncp.ops import engine_factory
 from tritoncp.planning import traffic
 
+pytestmark = pytest.mark.usefixtures("cpu_engine")  # unless a test asks for kernels
 CLOSE = {"atol": 1e-8, "rtol": 1e-8, "grad_atol": 1e-8}
 BETWEEN = ("ulysses", "ulysses+ring")
 
@@ -92,16 +92,16 @@ def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
 @pytest.mark.parametrize("schedule", BETWEEN)
 @pytest.mark.parametrize("world", [3, 4, 6])
 @pytest.mark.parametrize("heads", [(6, 2), (5, 1), (4, 4), (9, 3)])
-def test_heads_need_not_divide(heads: tuple[int, int], world: int, schedule: str, monkeypatch: Any) -> None:
+def test_heads_need_not_divide(heads: tuple[int, int], world: int, schedule: str) -> None:
     """Every head has its own mask and score, so that a head in the wrong place shows."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     qkv, mask = tensors(heads, torch.float64, dim=8, v_dim=12), MASKS["random"](heads[0])
     score = SCORES["relative"](heads[0], torch.float64)
     plan = make_plan(mask, world_size=world, rank=0, schedule=schedule)
     agree(simulated(qkv, plan, score), oracle(qkv, mask, score), **CLOSE)
 
 
-def test_kernels_launch_shared_heads_in_pieces() -> None:
+@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
+def test_kernels_launch_shared_heads_in_pieces(engine: str) -> None:
     qkv, mask = tensors((5, 1), torch.float64), MASKS["document"](5)
     score = SCORES["alibi"](5, torch.float64)
     plan = make_plan(mask, world_size=3, rank=0, schedule="ulysses")
@@ -136,11 +136,8 @@ def test_fewer_heads_than_ranks_is_said_once(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dims", [(16, 1), (1, 16), (1, 1)])
-def test_single_channels_travel_as_a_process_group_needs_them(
-    dims: tuple[int, int], schedule: str, monkeypatch: Any
-) -> None:
+def test_single_channels_travel_as_a_process_group_needs_them(dims: tuple[int, int], schedule: str) -> None:
     """Three ranks that share KV heads: a part of a message of K and V is then not contiguous by itself."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     qkv, mask = tensors((6, 2), torch.float64, dim=dims[0], v_dim=dims[1]), MASKS["document"](6)
     score, world = SCORES["relative"](6, torch.float64), simulate(3)
     plan = world.make_plan(mask, schedule=schedule)
@@ -166,8 +163,7 @@ SIDES = ("q", "kv", "kv")
 
 
 @pytest.mark.parametrize("dims", [(16, 1), (1, 16)])
-def test_three_processes_share_heads_of_single_channels(dims: tuple[int, int], monkeypatch: Any) -> None:
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+def test_three_processes_share_heads_of_single_channels(dims: tuple[int, int]) -> None:
     traded, gathered = (ranks.run(3, single_channels, dims, way)[0] for way in ("ulysses", "allgather"))
     for x, y in zip(traded, gathered, strict=True):
         assert (x - y).abs().max() <= 2**-5 * y.abs().max()
@@ -193,8 +189,7 @@ def on_a_mesh(group: Any, schedule: str) -> Answer:
 
 
 @pytest.mark.parametrize("schedule", ["auto", *BETWEEN])
-def test_four_processes_on_a_mesh_are_the_oracle(schedule: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+def test_four_processes_on_a_mesh_are_the_oracle(schedule: str) -> None:
     torch.manual_seed(3)
     qkv, mask = tensors((6, 2), torch.float64, dim=8, v_dim=8), MASKS["document"](6)
     want = oracle(qkv, mask, SCORES["relative"](6, torch.float64))

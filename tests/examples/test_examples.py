@@ -22,7 +22,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 @pytest.fixture(autouse=True)
-def _plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the programs, which are processes of their own, on the CPU engine."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 

@@ -9,7 +9,6 @@ from torch.nn.attention.flex_attention import BlockMask, _create_empty_block_mas
 
 import tritoncp
 from tritoncp import simulate
-from tritoncp.ops import engine_factory
 
 S = 140
 
@@ -31,10 +30,14 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", MASKS)
-def test_torchs_answer(name, compiled, monkeypatch):
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: not compiled)
+CALLS = [
+    *((name, compiled, "cpu") for name in MASKS for compiled in (False, True)),
+    ("mask_mod", False, "kernels"),
+]
+
+
+@pytest.mark.parametrize(("name", "compiled", "engine"), CALLS, indirect=["engine"])
+def test_torchs_answer(name, compiled, engine, monkeypatch):
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     torch._dynamo.reset()
     call = tritoncp.flex_attention
@@ -46,6 +49,7 @@ def test_torchs_answer(name, compiled, monkeypatch):
         assert torch.equal(out, call(*x))
 
 
+@pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize("name", MASKS)
 def test_ranks_in_natural_order(name):
     world, x, mask = simulate(2), qkv(), MASKS[name]()

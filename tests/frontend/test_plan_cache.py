@@ -29,7 +29,6 @@ Q = torch.zeros(1, 2, S, 16)
 def eager(monkeypatch):
     """Use the CPU engine and an empty plan cache."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-    monkeypatch.setattr(engine_factory, "_WARNED", [True])
     plan_cache.plan_cache_clear()
     for store in (plan_cache._WARNED, mask_source._WARNED, recording._WARNED):
         store.clear()

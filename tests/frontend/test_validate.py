@@ -18,7 +18,6 @@ from tritoncp.api.shards import positions, shard, unshard
 from tritoncp.distributed import groups
 from tritoncp.frontend import validate
 from tritoncp.frontend.plan_cache import in_order
-from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 
 S = 32
@@ -325,7 +324,7 @@ AFTER_A_GOOD_CALL = {
 }
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("name", AFTER_A_GOOD_CALL)
 def test_a_valid_call_does_not_admit_an_invalid_one(name, planned):
@@ -343,7 +342,7 @@ def test_a_valid_call_does_not_admit_an_invalid_one(name, planned):
             flex_attention(*arguments, mask, **wrong)
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 def test_valid_calls_pass():
     """The valid counterpart of each mistake above is accepted."""
     q, k = torch.randn(2, 4, S, 16), torch.randn(1, 2, S, 16)
@@ -356,11 +355,6 @@ def test_valid_calls_pass():
     assert torch.equal(out, same)
     score = flex_attention(q, both, both, lambda s, b, h, q, kv, scale=1: s * scale, whole(), enable_gqa=True)
     torch.testing.assert_close(out, score)
-
-
-@pytest.fixture
-def eager(monkeypatch):
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
 
 
 def test_positions_of_padding_and_of_the_plan_itself_pass():
@@ -403,7 +397,7 @@ def test_masks_that_share_a_placement_are_weighed_together():
     assert plans["late"].mask.runs == alone.mask.runs
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 def test_layers_of_a_hybrid_model_run_on_one_placement():
     """A mask for all batch rows and a mask per row share one placement."""
     ids = torch.stack([torch.arange(64) // 40, torch.arange(64) // 9])

@@ -20,7 +20,6 @@ from tests.zoo import pairs
 from tritoncp import simulate, varlen_attention, varlen_mask
 from tritoncp.frontend import mask_source
 from tritoncp.masks.varlen import Varlen
-from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 
 F64, NAN = torch.float64, math.nan
@@ -276,13 +275,8 @@ FACTORS = {
 ROWS = sorted(pairs(FACTORS), key=str)
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-
-
 @pytest.mark.parametrize(tuple(FACTORS), ROWS, ids=lambda value: str(value))
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 def test_any_world_is_one_document_at_a_time(layout, causal, window, world, balancer, schedule) -> None:
     docs, sides = LAYOUTS[layout], WINDOWS[window]
     mask = varlen_mask(**docs.given, causal=causal, window=sides, BLOCK_SIZE=8)
@@ -293,7 +287,7 @@ def test_any_world_is_one_document_at_a_time(layout, causal, window, world, bala
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 def test_the_public_call(layout: str, causal: bool) -> None:
     """With cu_seqlens, with a mask and with a plan in their place."""
     docs, x = LAYOUTS[layout], buffers(LAYOUTS[layout])
@@ -309,10 +303,17 @@ def test_the_public_call(layout: str, causal: bool) -> None:
 TE_DOCS = Docs([77, 50], [77, 50], [3, 14], [3, 14])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+TE_CALLS = itertools.product(
+    [(2, True, (-1, -1)), (1, False, (-1, -1)), (1, True, (18, 0)), (2, False, (18, 0))], [1, 2, 3]
+)
+
+
 @pytest.mark.parametrize(
-    ("kv_heads", "causal", "window"),
-    [(2, True, (-1, -1)), (1, False, (-1, -1)), (1, True, (18, 0)), (2, False, (18, 0))],
+    ("kv_heads", "causal", "window", "world"),
+    [
+        pytest.param(*call, world, marks=[pytest.mark.nightly] * (i % 4 != 1))
+        for i, (call, world) in enumerate(TE_CALLS)
+    ],
 )
 def test_transformer_engines_shapes_on_the_kernels(kv_heads, causal, window, world) -> None:
     x = buffers(TE_DOCS, heads=2, kv_heads=kv_heads, dim=32, v_dim=32, dtype=torch.float32)
@@ -328,7 +329,7 @@ def test_cross_attention_on_the_kernels() -> None:
     agree(whole_call(x, **docs.given, causal=True, window=(9, 4)), want, docs, 1e-5, 1e-5)
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 def test_scores_scale_and_sinks_go_through() -> None:
     """As flex_attention on the same rows; score_mod sees places in the buffer."""
     docs = LAYOUTS["packed"]
@@ -363,7 +364,7 @@ def test_nothing_but_padding() -> None:
     assert not out.any() and not grad.any()
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 def test_one_graph_serves_other_lengths() -> None:
     x = torch.randn(12, 2, 16)
 
@@ -411,7 +412,7 @@ def test_layers_with_other_windows_share_a_placement() -> None:
         tritoncp.make_plan(masks | {"other": other}, world_size=3)
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 def test_a_call_with_the_same_tensors_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: one copy to the host when the plan is made, none once it is there."""
     copies: list[int] = []

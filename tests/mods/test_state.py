@@ -22,10 +22,7 @@ from tritoncp.reference import dense
 S = 16
 
 
-@pytest.fixture(autouse=True)
-def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the CPU engine: state is compared before any kernel runs."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 
 def score_of(scale: Any) -> Any:

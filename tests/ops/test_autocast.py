@@ -8,16 +8,12 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
 from tritoncp import causal, create_block_mask, document, make_plan, simulate
-from tritoncp.ops import engine_factory
 
 S = 32
 LOW = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def eager_engine(monkeypatch):
-    """Use the CPU engine, except where a test asks for both."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 
 def qkv(*dtypes: torch.dtype) -> list[torch.Tensor]:

@@ -16,12 +16,6 @@ from tritoncp.ops import autograd, dispatch, engine_factory, executable
 from tritoncp.reference.dense import dense_attention
 
 
-@pytest.fixture(params=["eager", "kernels"])
-def engine(request, monkeypatch):
-    if request.param == "eager":
-        monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-
-
 def inputs(heads=2, kv_heads=2, dim=16, length=S, dtype=torch.float32):
     return [torch.randn(1, n, length, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
 
@@ -128,6 +122,7 @@ def test_saved_tensors_are_the_shards_and_captures(ranks, engine):
     assert sum(storages.values()) == sum(x.numel() * x.element_size() for x in saved_inputs) + 8
 
 
+@pytest.mark.usefixtures("cpu_engine")
 def test_editing_a_capture_of_a_score_mod_before_backward_is_an_error():
     q, k, v = (x.requires_grad_() for x in inputs())
     score_mod, bias = bias_of(2)
@@ -137,6 +132,7 @@ def test_editing_a_capture_of_a_score_mod_before_backward_is_an_error():
         out.sum().backward()
 
 
+@pytest.mark.usefixtures("cpu_engine")
 def test_editing_a_capture_of_a_mask_is_an_error_before_forward_and_backward():
     q, k, v = (x.requires_grad_() for x in inputs())
     mask, table = table_mask()
@@ -151,6 +147,7 @@ def test_editing_a_capture_of_a_mask_is_an_error_before_forward_and_backward():
         tritoncp.flex_attention(q, k, v, plan)
 
 
+@pytest.mark.usefixtures("cpu_engine")
 def test_a_second_derivative_is_refused():
     q, k, v = (x.requires_grad_() for x in inputs())
     (dq,) = torch.autograd.grad(plain(q, k, v).square().sum(), q, create_graph=True)
@@ -158,6 +155,7 @@ def test_a_second_derivative_is_refused():
         dq.sum().backward()
 
 
+@pytest.mark.usefixtures("cpu_engine")
 def test_the_first_derivative_under_create_graph_is_right():
     tensors = [x.requires_grad_() for x in inputs()]
     graph_grads = torch.autograd.grad(plain(*tensors).square().sum(), tensors, create_graph=True)
@@ -181,6 +179,7 @@ def test_backward_runs_on_a_thread_of_its_own(engine):
         torch.testing.assert_close(x.grad, grad, rtol=0, atol=1e-8)
 
 
+@pytest.mark.usefixtures("cpu_engine")
 def test_only_tensors_that_require_a_gradient_get_one():
     q, k, v = inputs()
     q.requires_grad_()
@@ -236,6 +235,7 @@ def test_tensors_that_are_negative_only_in_name(wrong, engine):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("cpu_engine")
 def test_a_traced_module_calls_the_op():
     tensors = inputs()
     plan = make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=32))
@@ -272,6 +272,7 @@ def test_new_scales_at_every_step_do_not_pile_up(monkeypatch):
     assert 0 < len(caches.executables) <= 3 and len(caches.mask_mods) <= 1
 
 
+@pytest.mark.usefixtures("cpu_engine")
 def test_forward_derivatives_are_refused_not_dropped():
     q, k, v = inputs()
     with torch.autograd.forward_ad.dual_level():
@@ -302,6 +303,7 @@ def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
     assert current == [0]
 
 
+@pytest.mark.usefixtures("cpu_engine")
 def test_a_plan_outlives_the_copy_of_its_handle_that_a_hook_saves():
     """Saved-tensor hooks copy the handle, and no other reference to the plan exists in the backward pass."""
     q, k, v = (x.requires_grad_() for x in inputs(length=40))

@@ -11,16 +11,12 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
 from tritoncp import causal, create_block_mask, make_plan, sliding_window
-from tritoncp.ops import engine_factory
 
 S, HEADS = 64, 4
 DOCUMENTS = torch.arange(S) // 24
 
 
-@pytest.fixture(autouse=True)
-def eager_engine(monkeypatch):
-    """Use the CPU engine: the code under test is outside the kernels."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 
 def mask_mod():

@@ -37,7 +37,17 @@ def exact(qkv: list[Tensor], score_of: ScoreOf, t: Tensor, dout: Tensor) -> tupl
     return dt.item(), (dscores * raw).norm().item()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("engine", "dtype"),
+    [
+        ("cpu", torch.bfloat16),
+        ("cpu", torch.float16),
+        ("kernels", torch.bfloat16),
+        pytest.param("kernels", torch.float16, marks=pytest.mark.nightly),
+    ],
+    indirect=["engine"],
+    ids=str,
+)
 @pytest.mark.parametrize("name", SCORES)
 def test_a_sum_over_all_pairs_is_right_to_a_few_roundings(name: str, dtype: torch.dtype, engine: str) -> None:
     qkv = [torch.randn(1, 2, S, D).to(dtype) for _ in range(3)]

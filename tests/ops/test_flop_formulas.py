@@ -17,15 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import tritoncp
 from tests.compat.differences import documented
 from tritoncp import causal, create_block_mask, simulate
-from tritoncp.ops import engine_factory
 
 S, D, E, BATCH, HEADS = 96, 16, 8, 2, 4
 
 
-@pytest.fixture(autouse=True)
-def eager_engine(monkeypatch):
-    """Use the CPU engine: the counter sees ops, not kernels."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 
 def qkv(kv_heads: int = 2):

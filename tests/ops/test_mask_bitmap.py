@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from dataclasses import replace
@@ -85,11 +86,6 @@ def test_the_masks_of_these_tests_cannot_be_translated(mod):
         mods.mask_mod(mod)
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-
-
 @pytest.mark.parametrize("balancer", [None, "ptrr"])
 def test_kernels_on_three_ranks(balancer):
     agree(block_mask(by_cumsum), 3, balancer, 1, 2)
@@ -99,25 +95,25 @@ def test_kernels_ask_about_every_head_and_batch_row_of_a_mask_listed_for_one():
     agree(block_mask(by_batch_and_head), 1, None, 2, 2)
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize("mod", UNTRANSLATABLE, ids=lambda f: f.__name__)
 def test_an_untranslatable_mask_on_one_device(mod):
     agree(block_mask(mod), 1, None)
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 def test_a_mask_listed_for_one_head_is_evaluated_for_every_head_and_batch_row():
     agree(block_mask(by_batch_and_head), 3, "ptrr")
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 def test_an_untranslatable_mask_listed_by_batch_row_and_head():
     mask = tritoncp.create_block_mask(by_batch_and_head, 2, 4, S, S, BLOCK_SIZE=BLOCK)
     assert mask.B == 2 and mask.H == 4
     agree(mask, 2, "ptrr")
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 def test_a_torch_block_mask_that_cannot_be_translated():
     agree(torch_block_mask(by_cumsum, None, None, S, S, device="cpu", BLOCK_SIZE=BLOCK), 2, None)
 
@@ -143,7 +139,7 @@ def test_bits_of_own_blocks_equal_the_mask():
     assert len(bits.bits) == len(torch.unique(rows[at] * 100 + cols[at]))
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 def test_bits_are_made_once_for_a_plan(monkeypatch):
     evaluations = []
     monkeypatch.setattr(call_mods, "bitmask", lambda *args: evaluations.append(args) or bitmask(*args))
@@ -155,7 +151,7 @@ def test_bits_are_made_once_for_a_plan(monkeypatch):
     assert mask_of(plan, [q], False) is mask_of(plan, [q], False)
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("cpu_engine")
 def test_all_ranks_of_a_simulated_world_have_bits_though_rank_0_needs_none():
     def late(b, h, q, kv):
         return (q < 16) | (torch.cumsum(IDS, 0)[q] % 5 > torch.cumsum(IDS, 0)[kv] % 4)
@@ -174,15 +170,15 @@ def test_an_untranslatable_score_mod_names_operation_line_and_the_way_out():
         tritoncp.flex_attention(q, k, v, bias, enable_gqa=True)
 
 
-@pytest.mark.usefixtures("eager")
-def test_the_eager_engine_is_spoken_of_once(monkeypatch):
-    monkeypatch.setattr(engine_factory, "_WARNED", [])
+@pytest.mark.usefixtures("cpu_engine")
+def test_the_cpu_engine_is_logged_once_and_not_warned_of(caplog):
+    engine_factory._log_cpu_engine.cache_clear()
     q, k, v = inputs()
-    with pytest.warns(UserWarning, match=r"plain torch.*TRITON_INTERPRET=1 before Python starts"):
-        tritoncp.flex_attention(q, k, v, enable_gqa=True)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), caplog.at_level(logging.INFO, "tritoncp"):
         warnings.simplefilter("error")
-        tritoncp.flex_attention(q, k, v, enable_gqa=True).sum().backward()
+        for _ in range(2):
+            tritoncp.flex_attention(q, k, v, enable_gqa=True).sum().backward()
+    assert caplog.text.count("set TRITON_INTERPRET=1 before Python starts") == 1
 
 
 @triton.jit

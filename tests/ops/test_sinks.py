@@ -47,6 +47,7 @@ def test_sinks_are_one_more_key(
     agree(with_sinks(qkv, whole, sinks, world_size, schedule), one_more_key(qkv, whole, sinks), **CLOSE)
 
 
+@pytest.mark.usefixtures("cpu_engine")
 def test_one_device_and_compiled_are_the_same() -> None:
     q, k, v = tensors(HEADS["MHA"], torch.float32)
     mask, sinks = MASKS["causal"](2), torch.randn(2, requires_grad=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.cpu import flash
+from tritoncp.cpu.compiled import compiled
 from tritoncp.cpu.packing import gather, scatter, scatter_add
 from tritoncp.cpu.pointwise import Scores
 from tritoncp.cpu.step import HeadGroup, Step
@@ -40,6 +41,7 @@ class CpuEngine:
     captures: these tensors, at least as wide as their gradients' sums; ``grads`` are buffers for the sums
     first_row: batch row of the whole that row 0 of the tensors is, for the indices of masks and mods
     adds_only: whether ``score`` adds to the score what does not depend on it
+    compile:  whether torch.compile runs the score_mod of tiles
     steps:    steps of earlier calls, see :meth:`Step.of`
     """
 
@@ -50,6 +52,7 @@ class CpuEngine:
     grads: Sequence[Tensor] = ()
     first_row: int = 0
     adds_only: bool = False
+    compile: bool = False
     steps: BoundedCache[Any, Step] = field(default_factory=lambda: BoundedCache(64))
 
     @property
@@ -185,6 +188,10 @@ class CpuEngine:
     def _scores(self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None) -> Scores:
         return Scores(self.scale, self.score, step.indices(group, tiles), visible)
 
+    def _run(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of :class:`Scores`, compiled if the call wants that."""
+        return compiled(method) if self.compile else method
+
     def _bias(
         self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, like: Tensor
     ) -> Tensor | None:
@@ -203,7 +210,8 @@ class CpuEngine:
         if use_flash:
             bias = self._bias(step, group, tiles, visible, rows)
             return flash.forward(rows, keys, values, bias, tiles.kind == "causal", self.scale)
-        return self._scores(step, group, tiles, visible).forward(rows, keys, values, self.captures)
+        scores = self._scores(step, group, tiles, visible)
+        return self._run(Scores.forward)(scores, rows, keys, values, self.captures)
 
     def _add_largest(self, step: Step, q: Tensor, k: Tensor, max_scores: Tensor, add: bool) -> None:
         """Write the largest scores of rows, or raise those of earlier steps. The other results are computed
@@ -237,7 +245,8 @@ class CpuEngine:
             outs = gather(out[group.heads], tiles.rows, tiles.height)
             return flash.backward(rows, keys, values, outs, lses, starts, bias, causal, self.scale)
         scores = self._scores(step, group, tiles, visible)
-        *grads, captured = scores.backward(rows, keys, values, starts, lses, deltas, self.captures)
+        inputs = rows, keys, values, starts, lses, deltas
+        *grads, captured = self._run(Scores.backward)(scores, *inputs, self.captures)
         for buffer, grad in zip(self.grads, captured):
             buffer += grad
         return grads[0], grads[1], grads[2]

@@ -52,7 +52,8 @@ class Packing:
         """Return the packed rows [H, T, D] of x [B, H, S, D], zeros in channels past D if ``width`` has
         more. Their layout is always the same: BLAS may round differently with another."""
         parts = [y if rows is None else y.index_select(1, rows) for y, rows in zip(x, self.rows)]
-        packed = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(dtype)
+        empty = x.new_zeros(x.shape[1], 0, x.shape[3])  # of no batch row
+        packed = (parts[0] if len(parts) == 1 else torch.cat([empty, *parts], 1)).to(dtype)
         if width is not None and width > packed.shape[2]:
             packed = torch.nn.functional.pad(packed, (0, width - packed.shape[2]))
         aligned = packed.is_contiguous() and packed.data_ptr() % ALIGNMENT == 0
@@ -120,7 +121,8 @@ def scatter_add(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
         subset = [starts[i] for i in index]
         rows = gather(x, subset, length)
         if even_step(subset) is not None:
-            rows.add_(parts if len(subset) == len(starts) else parts[index])
+            in_order = index == list(range(len(starts)))
+            rows.add_(parts if in_order else parts[index])
         else:
             scatter(x, subset, rows + parts[index])
 

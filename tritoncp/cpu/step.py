@@ -155,7 +155,7 @@ def _packed_bounds(packing: Packing, bounds: Tensor | None, head: int, batch: in
     """Return one bound of the row intervals of a head, of packed rows."""
     if bounds is None:
         return None
-    parts: list[Any] = []
+    parts: list[Any] = [bounds.new_zeros(0)]
     for b, rows in enumerate(packing.rows):
         own = _of_head(bounds, b, head)
         parts.append(own if rows is None else own[rows])

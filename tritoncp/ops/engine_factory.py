@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import WideGradients
 from tritoncp.core.upload import DeviceCopy, upload
+from tritoncp.cpu import compiled
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.cpu.pointwise import adds_only
 from tritoncp.distributed import groups
@@ -28,6 +29,8 @@ from tritoncp.mods.translate import deterministic_sum
 from tritoncp.ops import call_mods, tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.ops.executable import MAX_LAUNCHES, MAX_STEPS, Executable, caches_of
 from tritoncp.planning.plan import Plan
+
+log = logging.getLogger("tritoncp")
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,8 @@ def engine_of(
         mask = _mask_of(call, plan, q)
         mod = None if mask is None else mask.on_current_stream()
         steps = caches_of(plan).cpu_steps
-        return cpu_engine(scale, mod, score, q[0].dtype, grads, plan.first_row, steps)
+        compile = compiled.wanted(dict(call.options).get("COMPILE"))
+        return cpu_engine(scale, mod, score, q[0].dtype, grads, plan.first_row, steps, compile)
     from tritoncp.kernels.launch import layout_of, specialisation_of  # loads Triton, which plans do without
 
     tensors, numbers = (score.tensors, score.numbers) if score else ((), ())
@@ -131,6 +135,11 @@ def _make_executable(
             "this score_mod is hand-written @triton.jit code whose gradient adds floats with atomics, and "
             "deterministic results are asked for; write it in Python, or pass captures that need no gradient"
         )
+    if dict(call.options).get("COMPILE"):
+        raise ValueError(
+            "kernel option COMPILE=True is for the CPU engine, and this call runs Triton kernels: leave the "
+            "option out, or pass tensors on the CPU without TRITON_INTERPRET=1"
+        )
     (_, heads, rows, d), e, device, group = q[0].shape, v.shape[3], v.device, call.group
     copy = _mask_of(call, plan, q)
     mask = None if copy is None else copy.on_current_stream()
@@ -158,19 +167,25 @@ def _mask_of(call: Spec, plan: Plan, q: list[Tensor]) -> DeviceCopy[Mod] | None:
 
 def cpu_engine(
     scale: float, mask: Mod | None, score: Mod | None, dtype: torch.dtype, grads: Sequence[Tensor],
-    first_row: int, steps: BoundedCache[Any, Any] | None = None,
+    first_row: int, steps: BoundedCache[Any, Any] | None = None, compile: bool = False,
 ) -> CpuEngine:  # fmt: skip
-    """Make the CPU engine of one call, for queries of ``dtype``. ``steps``: those of earlier calls."""
+    """Make the CPU engine of one call, for queries of ``dtype``. ``steps``: those of earlier calls;
+    ``compile``: whether torch.compile runs the score_mod."""
     steps = BoundedCache(MAX_STEPS) if steps is None else steps
-    _warn_eager()
+    _log_cpu_engine()
     if score is None:
         return CpuEngine(scale, _bind_mask(mask), first_row=first_row, steps=steps)
     wide = torch.promote_types(dtype, torch.float32)
-    return replace(_differentiable(scale, mask, score, wide, grads), first_row=first_row, steps=steps)
+    return _differentiable(scale, mask, score, wide, grads, first_row=first_row, steps=steps, compile=compile)
 
 
 def _differentiable(
-    scale: float, mask: Mod | None, score: Mod, dtype: torch.dtype, grads: Sequence[Tensor]
+    scale: float,
+    mask: Mod | None,
+    score: Mod,
+    dtype: torch.dtype,
+    grads: Sequence[Tensor],
+    **settings: Any,
 ) -> CpuEngine:
     """Make a CPU engine that sums gradients of captures in ``dtype``, also those of narrower dtypes."""
     graph, targets = _graph_of(score), [score.tensors[i] for i in score.wants]
@@ -185,7 +200,7 @@ def _differentiable(
             inner[index] = tensor
         return _bind(call, inner, score.numbers)
 
-    return CpuEngine(scale, _bind_mask(mask), bind, targets, grads, adds_only=adds_only(graph))
+    return CpuEngine(scale, _bind_mask(mask), bind, targets, grads, adds_only=adds_only(graph), **settings)
 
 
 def kernel_mods(
@@ -228,18 +243,13 @@ def sum_gradients(spec: Spec, captures: Sequence[Tensor], grads: Sequence[Tensor
     return [total.to(captures[i].dtype) for total, i in zip(totals, spec.wants, strict=True)]
 
 
-def _warn_eager() -> None:
-    """Warn once that the CPU engine runs instead of the kernels."""
-    if not _WARNED:
-        _WARNED.append(True)
-        warnings.warn(
-            "tensors on the CPU run in plain torch (the CPU engine). "
-            "To run the Triton kernels here, interpreted, set TRITON_INTERPRET=1 before Python starts",
-            stacklevel=2,
-        )
-
-
-_WARNED: list[bool] = []
+@cache
+def _log_cpu_engine() -> None:
+    """Log once that the CPU engine runs instead of the kernels."""
+    log.info(
+        "tensors on the CPU run on the CPU engine, in plain torch. "
+        "To run the Triton kernels here, interpreted, set TRITON_INTERPRET=1 before Python starts"
+    )
 
 
 def score_of(

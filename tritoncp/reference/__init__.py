@@ -1,4 +1,4 @@
-"""Reference attention in plain torch: the dense oracle, usually in float64, and the eager engine.
+"""Reference attention in plain torch: the dense oracle, usually in float64, and the dense engine.
 
 May import: planning, masks, core.
 """

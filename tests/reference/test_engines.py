@@ -36,7 +36,7 @@ EXACT = 1e-12  # of the largest value; rounding of float64 over a few hundred te
 
 
 @pytest.fixture(autouse=True, params=["cpu", pytest.param("dense", marks=pytest.mark.nightly)])
-def eager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use an engine of plain torch, as without Triton's interpreter; a kernel launch is an error."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     if request.param == "dense":
@@ -174,7 +174,7 @@ def test_it_computes_in_float32_or_better(dtype: torch.dtype) -> None:
     agree(got, oracle(x, mask, start=start), 1e-6 if dtype == F32 else 0.01)
 
 
-def test_kernels_and_eager_engine_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_and_plain_torch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same plan and schedule, once on each engine."""
     mask = mask_of(and_masks(causal(), document(lengths=[13, 20])), 33, block=16)
     x = qkv(33, heads=2, kv_heads=1, dtype=F64)

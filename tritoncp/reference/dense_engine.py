@@ -1,7 +1,7 @@
 """The dense engine: the same step contract as the kernels, in plain torch, for tests.
 
-In float64 it separates errors of plan and communication from errors of blockwise engines.  A step is dense
-here: O(S_local * rows) memory.
+In float64 it separates errors of plan and communication from errors of blockwise engines. A step takes
+O(S_local * rows) memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LN2 = math.log(2)
 
 
 @dataclass(frozen=True)
-class EagerEngine:
+class DenseEngine:
     """One attention call.
 
     mask:     the user's function over (b, h, q_idx, kv_idx)
@@ -76,13 +76,8 @@ class EagerEngine:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Update (acc, m, l) with the scores of these keys."""
         q, k, v = _wide(q, k, v, tables, dtype)
-        at, visible = self._visible(tables, q, k, h_offset)
         raw = q @ k.mT * self.scale
-        scores = (
-            self._hide(raw, visible)
-            if self.score is None
-            else self._modified(raw, self.captures, at, visible, h_offset)
-        )
+        scores = self._modified(raw, self.captures, *self._visible(tables, q, k, h_offset), h_offset)
         none = raw.new_full(raw.shape[:3], -torch.inf)
         top = scores.amax(-1) / LN2 if scores.shape[-1] else none
         m = top if before is None else torch.maximum(top, before[1])
@@ -118,11 +113,9 @@ class EagerEngine:
     ) -> Step:  # fmt: skip
         @fresh_dispatch()
         def step() -> None:
-            from einops import reduce  # a GPU machine without it imports this module
-
             p, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, ())
             for into, x in ((dk, ds.mT @ wide[0] * self.scale), (dv, p.mT @ wide[2])):
-                _store(into, reduce(x, "b (h group) s d -> b h s d", "sum", h=k.shape[1]), add)
+                _store(into, x.unflatten(1, (k.shape[1], -1)).sum(2), add)
 
         return step
 
@@ -130,49 +123,35 @@ class EagerEngine:
         return 1
 
     def _backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tables: Tables,
-        h_offset: int,
-        grads: Sequence[Tensor],
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables,
+        h_offset: int, grads: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
         """Compute probabilities, the gradient of the raw scores, and q, k, dout in the accumulating dtype."""
         q, k, v = _wide(q, k, v, tables, lse.dtype)
         dout, delta = (_zero_padding(x, tables.q_slots).to(lse.dtype) for x in (dout, delta[..., None]))
         at, visible = self._visible(tables, q, k, h_offset)
-        raw = q @ k.mT * self.scale
-        if self.score is None:
-            p = _probabilities(self._hide(raw, visible), lse)
-            return p, p * (dout @ v.mT - delta), (q, k, dout)
         # An op runs below autograd; functorch's transforms bring their own.
         scores, pull, *_ = torch.func.vjp(
-            lambda raw, *caps: self._modified(raw, caps, at, visible, h_offset), raw, *self.captures
+            lambda raw, *caps: self._modified(raw, caps, at, visible, h_offset),
+            q @ k.mT * self.scale,
+            *self.captures,
         )
-        p = _probabilities(scores, lse)
+        finite = torch.where(lse == -torch.inf, 0, lse)[..., None]
+        p = torch.exp((scores - finite).clamp(max=0))  # rounding of lse could make it exceed 1
         ds, *capture_grads = pull(p * (dout @ v.mT - delta))
         for buffer, grad in zip(grads, capture_grads):
             buffer += grad
         return p, ds, (q, k, dout)
 
-    def _hide(self, scores: Tensor, visible: Tensor) -> Tensor:
-        return torch.where(visible, scores, -torch.inf)
-
     def _modified(
         self, raw: Tensor, captures: Sequence[Tensor], at: Sequence[Tensor], visible: Tensor, h_offset: int
     ) -> Tensor:
         """Apply the score_mod to the scores of visible pairs; scores of hidden pairs are -inf."""
-        pairs = visible.nonzero(as_tuple=True)
-        b, h, row, col = pairs
-        scores = raw[pairs]
-        if self.score is not None and len(b):
-            places = b + self.first_row, h + h_offset, at[0][b % len(at[0]), row], at[1][b % len(at[1]), col]
-            mod = self.score(captures)
-            scores = vmapped(mod, (0, 0, 0, 0, 0))(scores, *places).to(raw.dtype)
+        pairs = b, h, row, col = visible.nonzero(as_tuple=True)
+        if self.score is None or not len(b):
+            return torch.where(visible, raw, -torch.inf)
+        places = b + self.first_row, h + h_offset, at[0][b % len(at[0]), row], at[1][b % len(at[1]), col]
+        scores = vmapped(self.score(captures), (0, 0, 0, 0, 0))(raw[pairs], *places).to(raw.dtype)
         return torch.full_like(raw, -torch.inf).index_put(pairs, scores)
 
     def _visible(
@@ -223,11 +202,6 @@ class EagerEngine:
         return call(batch, heads, rows.expand(b, -1), cols.expand(b, -1))
 
 
-def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """Compute exp(scores - lse), clamped to 1, which it could exceed by the rounding of lse."""
-    return torch.exp((scores - torch.where(lse == -torch.inf, 0, lse)[..., None]).clamp(max=0))
-
-
 def _store(into: Tensor, x: Tensor, add: bool) -> None:
     if into.stride(0) == 0:  # batch rows share storage: sum their parts, of which only one is not zero
         into, x = into[:1], x.sum(0, keepdim=True)
@@ -238,12 +212,8 @@ def _wide(
     q: Tensor, k: Tensor, v: Tensor, tables: Tables, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Convert q, k and v to the accumulating dtype, and repeat k and v for every query head."""
-    from einops import repeat  # a GPU machine without it imports this module
-
     group = q.shape[1] // k.shape[1]
-    k, v = (
-        repeat(_zero_padding(x, tables.kv_slots), "b h s d -> b (h group) s d", group=group) for x in (k, v)
-    )
+    k, v = (_zero_padding(x, tables.kv_slots).repeat_interleave(group, 1) for x in (k, v))
     return _zero_padding(q, tables.q_slots).to(dtype), k.to(dtype), v.to(dtype)
 
 

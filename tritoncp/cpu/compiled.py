@@ -1,0 +1,49 @@
+"""Scores of tiles through torch.compile, where the user asks for it and a C++ compiler exists."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+VARIABLE = "TRITONCP_CPU_COMPILE"
+MAX_GRAPHS = 64  # compilations of one function, each for other score_mods; torch's limit is 8
+
+
+def wanted(option: bool | None) -> bool:
+    """Return whether a call compiles: as its option COMPILE says, else as the environment variable says."""
+    asked = os.environ.get(VARIABLE, "0") == "1" if option is None else option
+    return asked and _has_compiler()
+
+
+@cache
+def _has_compiler() -> bool:
+    """Return whether torch.compile has a C++ compiler; warn once if it has none."""
+    from torch._inductor import cpp_builder, exc  # takes a second to import
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        warnings.warn(
+            "COMPILE is asked for, and torch.compile has no C++ compiler here: the CPU engine runs "
+            "uncompiled. Install g++ or clang++, or name one in the environment variable CXX",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function, for tensors of any size."""
+    inner = torch.compile(function, dynamic=True)
+
+    def call(*args: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
+            return inner(*args)
+
+    return call
