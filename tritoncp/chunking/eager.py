@@ -24,9 +24,10 @@ class Eager(nn.Module):
     module: takes x [B, S, ...] first; chunks: their number; dim: "batch" or "seq"
 
     Other tensors are split with x where they have its size: by sequence in dimension 1 if dimension 0 is 1 or
-    the batch, in dimension 2 of [B or 1, 1, S, ...], else in dimension 0; by batch in dimension 0. :func:`tritoncp.flex_attention` inside the module
-    takes the mask or plan of the whole. By sequence, the queries of chunk c see the keys of chunks 0 to c of
-    the same call; masks whose queries see later chunks raise ChunkingError, a ValueError.
+    the batch, in dimension 2 of [B or 1, 1, S, ...], else in dimension 0; by batch in dimension 0.
+    :func:`tritoncp.flex_attention` inside the module takes the mask or plan of the whole. By sequence, the
+    queries of chunk c see the keys of chunks 0 to c of the same call; masks whose queries see later chunks
+    raise ChunkingError, a ValueError.
 
     >>> from tritoncp import causal, flex_attention
     >>> class Layer(nn.Module):
