@@ -187,7 +187,8 @@ def capture_graphs(
 
     def compiler(gm: GraphModule, inputs: Any) -> Any:
         edit_part(gm)
-        values = [value_of(x) if isinstance(x, Node) else x for x in gm.graph.output_node().args[0]]
+        outputs: Any = gm.graph.output_node().args[0]
+        values = [value_of(x) if isinstance(x, Node) else x for x in outputs]
         return make_boxed_func(lambda *args: [on_meta(value) for value in values])  # nothing is computed
 
     backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
