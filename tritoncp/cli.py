@@ -158,7 +158,7 @@ def chunk(demo: bool, cut: str, chunks: str, png: Path | None, as_json: bool) ->
     tritoncp chunk --demo --png chunks.png
 
     Predicts one forward and backward pass on two streams, computation and messages, before and after. In
-    Python: tritoncp.chunking.timeline.simulate, tritoncp.chunking.node_order.order.
+    Python: tritoncp.chunking.chunk, tritoncp.chunking.simulate, tritoncp.chunking.order.
     """
     if not demo:
         raise click.UsageError(
@@ -167,7 +167,9 @@ def chunk(demo: bool, cut: str, chunks: str, png: Path | None, as_json: bool) ->
     if png is not None and png.suffix != ".png":
         raise click.UsageError(f"--png {str(png)!r}: the file has to be called *.png")
     if cut == "batch" and int(chunks) > 2:
-        raise click.UsageError(f"--cut batch --chunks {chunks}: the demo's batch has 2 rows")
+        raise click.UsageError(
+            f"--cut batch --chunks {chunks}: the demo's batch has 4 rows, and a chunk needs 2"
+        )
     from tritoncp.chunking.command import run_demo, write_picture
 
     result = run_demo(cut, int(chunks))

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.chunking.graphs import ATEN, UNIT, Builder, names
 from tritoncp.chunking.command import balanced_hardware
 from tritoncp.chunking.node_order import order, order_digest
-from tritoncp.chunking.sample_graphs import Model, trace_model
+from tritoncp.chunking.sample_graphs import Model, cut_model, trace_model
 from tritoncp.chunking.timeline import simulate
 from tritoncp.planning.cost import NVLINK
 
@@ -217,7 +217,8 @@ def hardware():
 
 @cache
 def ordered(cut: str):
-    return order(trace_model(MODEL, cut, 2), hardware())
+    gm = trace_model(MODEL) if cut == "none" else cut_model(MODEL, cut)[0]
+    return order(gm, hardware())
 
 
 @pytest.mark.parametrize("cut", ["experts", "batch", "sequence"])
@@ -233,16 +234,16 @@ def test_two_chunks_expose_a_quarter_of_the_whole_as_written_at_most(cut):
 def test_a_model_is_ordered_within_memory():
     free = ordered("experts")
     memory = (free.before.peak + free.after.peak) // 2
-    result = order(trace_model(MODEL, "experts", 2), hardware(), memory)
+    result = order(cut_model(MODEL, "experts")[0], hardware(), memory)
     assert free.before.peak < result.after.peak <= memory < free.after.peak
     assert free.after.exposed <= result.after.exposed < free.before.exposed
 
 
 DIGEST = """
 from tritoncp.chunking.node_order import order, order_digest
-from tritoncp.chunking.sample_graphs import Model, trace_model
+from tritoncp.chunking.sample_graphs import Model, cut_model
 from tritoncp.planning.cost import NVLINK
-gm = trace_model(Model(tokens=512, dim=256, heads=4, experts=16, topk=4, hidden=176, layers=1), "sequence")
+gm, _ = cut_model(Model(tokens=512, dim=256, heads=4, experts=16, topk=4, hidden=176, layers=1), "sequence")
 order(gm, NVLINK)
 print(order_digest(gm))
 """
@@ -257,7 +258,7 @@ def test_two_processes_derive_one_order():
         text=True,
         check=True,
     )
-    gm = trace_model(replace(MODEL, layers=1), "sequence")
+    gm, _ = cut_model(replace(MODEL, layers=1), "sequence")
     written = order_digest(gm)
     order(gm, NVLINK)
     assert order_digest(gm) == run.stdout.strip() != written

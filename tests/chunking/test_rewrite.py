@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.chunking.models import Model, Shape, compiled
@@ -218,12 +219,57 @@ def test_concrete_graphs_have_numbers_and_check_their_sizes(cpu_engine):
 def test_inductor_compiles_chunks(shape, cpu_engine):
     run = Case(shape, "seq", 2, MASKS["causal"]())
     model, cut = copy.deepcopy(run.model), Pass(dim="seq")
-    call = torch.compile(model, dynamic=True, options={"joint_custom_pre_pass": cut})
-    results, whole = run.run(model, call), run.whole()
+    call = torch.compile(model, fullgraph=True, options={"joint_custom_pre_pass": cut})
+    with fresh_cache():
+        results, whole = run.run(model, call, mark_inputs=True), run.whole()
     for name, value in results.items():
         if not name.endswith("calls"):  # each chunk is a call
             torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-4, msg=name)
     assert cut.reports[0].keys == (1, 2)
+
+
+class Half(torch.nn.Module):
+    """A layer of one weight, used in the dtype of its input. Its numbers are small integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(256.0).view(16, 16) % 7 - 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.to(x.dtype)
+
+
+def half_in_chunks(dtype: torch.dtype, early: bool) -> tuple[Tensor, torch.fx.GraphModule]:
+    """Return the gradient of the weight in two chunks, and the joint graph."""
+    net, graphs = torch.nn.Module(), []
+    net.layers = torch.nn.ModuleList([Half()])
+
+    def rewrite(gm: torch.fx.GraphModule) -> None:
+        chunk(gm, dim="seq", early=early)
+        graphs.append(gm)
+
+    x = (torch.arange(256).view(2, 8, 16) % 5 - 2).to(dtype)
+    mark(x, 1, 2)
+    compiled(lambda x: net.layers[0](x), rewrite)(x).float().square().sum().backward()
+    return net.layers[0].weight.grad, graphs[0]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_gradients_are_summed_before_their_cast_if_early(early):
+    gradient, gm = half_in_chunks(torch.bfloat16, early)
+    dtypes = [n.meta["val"].dtype for n in gm.graph.nodes if n.target is torch.ops.aten.add.Tensor]
+    assert dtypes == [torch.bfloat16 if early else torch.float32]
+    x, weight = torch.arange(256.0).view(2, 8, 16) % 5 - 2, Half().weight.detach()
+    parts = [part.reshape(-1, 16) for part in x.split(4, 1)]
+    terms = [(part.T @ (2 * (part @ weight)).bfloat16().float()).bfloat16() for part in parts]
+    terms = terms if early else [term.float() for term in terms]
+    assert torch.equal(gradient, (terms[1] + terms[0]).float())
+
+
+def test_early_changes_nothing_without_casts():
+    (one, gm), (other, late) = (half_in_chunks(torch.float32, early) for early in (True, False))
+    assert torch.equal(one, other)
+    assert gm.graph.python_code("self").src == late.graph.python_code("self").src
 
 
 SAVE_ATTENTION = partial(create_selective_checkpoint_contexts, checkpoint_policy())

@@ -9,7 +9,8 @@ from typing import Any
 
 from tritoncp.chunking.node_order import Order, order
 from tritoncp.chunking.picture import draw_timelines, format_timelines
-from tritoncp.chunking.sample_graphs import Model, trace_model
+from tritoncp.chunking.report import Report
+from tritoncp.chunking.sample_graphs import Model, cut_model, trace_model
 from tritoncp.chunking.timeline import Timeline, simulate
 from tritoncp.planning.cost import Hardware, hardware_of
 
@@ -18,15 +19,12 @@ SMALL_MODEL = Model(tokens=1024, layers=1, dim=1024, heads=8, experts=32, hidden
 
 @dataclass(frozen=True)
 class Demo:
-    """A graph in chunks beside the whole one, both as written and ordered.
-
-    nodes: of the whole graph and of the one in chunks
-    """
+    """A graph in chunks beside the whole one, both as written and ordered, and the report of the pass."""
 
     model: Model
     cut: str
     chunks: int
-    nodes: tuple[int, int]
+    report: Report
     whole: Order
     chunked: Order
 
@@ -44,7 +42,7 @@ class Demo:
         return {
             "cut": self.cut,
             "chunks": self.chunks,
-            "nodes": dict(zip(runs, self.nodes)),
+            "nodes": {"whole": self.report.nodes_before, "chunked": self.report.nodes_after},
             "hardware": self.whole.before.hardware.name,
             **{
                 name: {
@@ -60,8 +58,8 @@ class Demo:
         model, hardware = self.model, self.whole.before.hardware
         head = (
             f"{model.layers} layer of {model.experts} experts over {model.ranks} ranks, "
-            f"{model.batch} x {model.tokens} tokens a rank, forward and backward: {self.nodes[0]} nodes "
-            f"whole, {self.nodes[1]} in {self.chunks} chunks by {self.cut}.\n"
+            f"{model.batch} x {model.tokens} tokens a rank, forward and backward, cut by "
+            f"tritoncp.chunking.chunk: {self.cut}.\n"
             f"Predicted for {hardware.name} ({hardware.source}); nothing was timed on a GPU."
         )
         rows = [
@@ -70,7 +68,9 @@ class Demo:
             for name, run in ((f"{graph}, as written", result.before), (f"{graph}, ordered", result.after))
         ]
         title = f"{'graph':<20}{'ms':>9}{'exposed, ms':>13}{'peak, MiB':>12}"
-        return "\n\n".join([head, "\n".join([title, *rows]), format_timelines(self.timelines)])
+        return "\n\n".join(
+            [head, str(self.report), "\n".join([title, *rows]), format_timelines(self.timelines)]
+        )
 
 
 def balanced_hardware(model: Model, share: float = 1 / 3) -> Hardware:
@@ -83,11 +83,10 @@ def balanced_hardware(model: Model, share: float = 1 / 3) -> Hardware:
 
 
 def run_demo(cut: str = "sequence", chunks: int = 2, model: Model = SMALL_MODEL) -> Demo:
-    """Trace the demo's graphs, whole and cut, and order both."""
+    """Trace the demo's graph, order it whole and cut by the pass."""
     hardware = balanced_hardware(model)
-    whole, chunked = trace_model(model), trace_model(model, cut, chunks)
-    nodes = len(whole.graph.nodes), len(chunked.graph.nodes)
-    return Demo(model, cut, chunks, nodes, order(whole, hardware), order(chunked, hardware))
+    chunked, report = cut_model(model, cut, chunks)
+    return Demo(model, cut, chunks, report, order(trace_model(model), hardware), order(chunked, hardware))
 
 
 def write_picture(demo: Demo, path: Path) -> None:

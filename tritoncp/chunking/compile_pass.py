@@ -21,7 +21,8 @@ class Pass(CustomGraphPass):
     """:func:`tritoncp.chunking.chunk` as a pass of inductor over joint graphs, with the same arguments.
 
     ``torch.compile(model, options={"joint_custom_pre_pass": tritoncp.chunking.Pass(dim="seq")})``. A graph
-    without a module of the region stays as it is. ``reports`` has what was done to each graph that was cut.
+    without a module of the region stays as it is. ``reports`` has what was done to each graph that was cut;
+    none for a compiled graph that inductor took from its cache.
     """
 
     def __init__(

@@ -24,9 +24,10 @@ class Eager(nn.Module):
     module: takes x [B, S, ...] first; chunks: their number; dim: "batch" or "seq"
 
     Other tensors are split with x where they have its size: by sequence in dimension 1 if dimension 0 is 1 or
-    the batch, else in dimension 0; by batch in dimension 0. :func:`tritoncp.flex_attention` inside the module
-    takes the mask or plan of the whole. By sequence, the queries of chunk c see the keys of chunks 0 to c of
-    the same call; masks whose queries see later chunks raise ChunkingError, a ValueError.
+    the batch, in dimension 2 of [B or 1, 1, S, ...], else in dimension 0; by batch in dimension 0.
+    :func:`tritoncp.flex_attention` inside the module takes the mask or plan of the whole. By sequence, the
+    queries of chunk c see the keys of chunks 0 to c of the same call; masks whose queries see later chunks
+    raise ChunkingError, a ValueError.
 
     >>> from tritoncp import causal, flex_attention
     >>> class Layer(nn.Module):
@@ -83,14 +84,17 @@ def split_axis(value: Tensor, x: Tensor, dim: str) -> int | None:
     """Return the dimension of a tensor that is cut along with x [B, S, ...], None if it is not cut.
 
     >>> x = torch.ones(2, 6, 4)
-    >>> [split_axis(torch.ones(shape), x, "seq") for shape in ((2, 6, 4), (1, 6), (6, 8), (6,), (8,))]
-    [1, 1, 0, 0, None]
+    >>> shapes = (2, 6, 4), (1, 6), (1, 1, 6, 4), (6, 8), (6,), (8,)
+    >>> [split_axis(torch.ones(shape), x, "seq") for shape in shapes]
+    [1, 1, 2, 0, 0, None]
     """
     batch, rows = x.shape[:2]
     if dim == "batch":
         return 0 if value.ndim and value.shape[0] == batch else None
     if value.ndim > 1 and value.shape[0] in (1, batch) and value.shape[1] == rows:
         return 1
+    if value.ndim > 2 and value.shape[0] in (1, batch) and value.shape[1:3] == (1, rows):
+        return 2
     return 0 if value.ndim and value.shape[0] == rows else None
 
 

@@ -240,8 +240,9 @@ class Rewrite:
         if order[0] == dim and 0 not in whole.stride():
             return piece
 
-        def clone() -> Node:
-            turned = self._permute(piece, order, stage)
+        def clone(pieces: list[Node], value: Tensor) -> Node:
+            order = self.memory_order(whole.squeeze(1) if value.ndim < whole.ndim else whole)
+            turned = self._permute(pieces[0], order, stage)
             copy = self._call(
                 aten.clone.default, (turned,), torch.empty_like(turned.meta["val"]).contiguous(), stage
             )
@@ -251,7 +252,25 @@ class Rewrite:
             return node
 
         with self.sizes.fake_mode, self.sizes.env.suppress_guards():
-            return self._once(key, clone)
+            return self._once(key, lambda: self._without_channel([piece], value, stage, clone))
+
+    def _without_channel(
+        self,
+        nodes: list[Node],
+        value: Tensor,
+        stage: dict[str, Any],
+        make: Callable[[list[Node], Tensor], Node],
+    ) -> Node:
+        """Make a value of nodes of its form, without dimension 1 if that has one element in [B, 1, S, D]:
+        inductor takes such a value for channels last and sorts its strides, which unbacked sizes forbid."""
+        if value.ndim < 4 or expression(value.shape[1]) != 1:
+            return make(nodes, value)
+        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
+            squeezed = [
+                self._call(aten.squeeze.dim, (node, 1), node.meta["val"].squeeze(1), stage) for node in nodes
+            ]
+            result = make(squeezed, value.squeeze(1))
+        return self._call(aten.unsqueeze.default, (result, 1), value, stage)
 
     def memory_order(self, value: Tensor) -> list[int]:
         """List a tensor's dimensions from the outermost to the innermost in memory; those of one element, or
@@ -392,7 +411,7 @@ class Rewrite:
         terms = [self._key_gradients(call, item, r, stage)[c] for r in self.keys.readers(call, c)]
         value = self.sizes.cut(whole, {})
         if len(terms) > 1:
-            total = self._sum(terms, value, stage)
+            total = self._without_channel(terms, value, stage, lambda xs, x: self._sum(xs, x, stage))
         else:
             total = self._dense(terms[0], whole, 2, value, ("gradient", node, c), stage)
         self._mark(total, node, c)

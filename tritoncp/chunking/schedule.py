@@ -84,11 +84,16 @@ class Schedule(Routes):
     def _place(self) -> None:
         pending: list[Node] = []
         group: Any = None
+        is_forward = True
         if self.cut.source is not None:
             self._add((self.cut.source, KEEP))
         for node in self.cut.graph.nodes:
             if node.op == "call_function" and self.cut.is_whole_size(node):
                 continue  # all read the source
+            if is_forward and node.op == "call_function" and is_backward(node):
+                self._place_chunks(pending, group)
+                pending, is_forward = [], False
+                self._join_forward()
             if node in self.cut.copied:
                 if node not in self.cut.inside:
                     continue
@@ -103,6 +108,12 @@ class Schedule(Routes):
                     pending = []
                 self._add((node, KEEP))
         self._place_chunks(pending, group)
+
+    def _join_forward(self) -> None:
+        """Add what is joined forward: partitioners take all nodes up to the last forward one for forward."""
+        for node in self.cut.joined:
+            if not is_backward(node):
+                self._add((node, JOIN))
 
     def _place_chunks(self, nodes: Sequence[Node], group: Any) -> None:
         numbers = range(self.cut.sizes.chunks)

@@ -55,7 +55,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any =
     if q.shape[1] == k.shape[1]:
         return
     sides = [(name, x, _rows_of(mask, side)) for name, x, side in (("query", q, "q"), ("key", k, "kv"))]
-    if all(rows in x.shape[1:3] for _, x, rows in sides):
+    # Heads first: whether an unbacked size of the sequence is equal to a number cannot be read.
+    heads_are_rows = any(x.shape[1] == rows for _, x, rows in sides)
+    if heads_are_rows and all(rows in x.shape[1:3] for _, x, rows in sides):
         for name, x, rows in sides:
             if x.shape[2] != rows:
                 raise ValueError(_exchanged(name, x.shape[2], x.shape[1]))
