@@ -170,7 +170,7 @@ def chunk(demo: bool, cut: str, chunks: str, png: Path | None, as_json: bool) ->
         raise click.UsageError(
             f"--cut batch --chunks {chunks}: the demo's batch has 4 rows, and a chunk needs 2"
         )
-    from tritoncp.chunking.command import run_demo, write_picture
+    from tritoncp.chunking.demo.command import run_demo, write_picture
 
     result = run_demo(cut, int(chunks))
     if png is not None:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.chunking.graphs import ATEN, UNIT, Builder, names
-from tritoncp.chunking.command import balanced_hardware
-from tritoncp.chunking.node_order import order, order_digest
-from tritoncp.chunking.sample_graphs import Model, cut_model, trace_model
-from tritoncp.chunking.timeline import simulate
+from tritoncp.chunking.demo.command import balanced_hardware
+from tritoncp.chunking.demo.sample_graphs import Model, cut_model, trace_model
+from tritoncp.chunking.streams.node_order import order, order_digest
+from tritoncp.chunking.streams.timeline import simulate
 from tritoncp.planning.cost import NVLINK
 
 ROOT = Path(__file__).parents[2]
@@ -240,8 +240,8 @@ def test_a_model_is_ordered_within_memory():
 
 
 DIGEST = """
-from tritoncp.chunking.node_order import order, order_digest
-from tritoncp.chunking.sample_graphs import Model, cut_model
+from tritoncp.chunking.streams.node_order import order, order_digest
+from tritoncp.chunking.demo.sample_graphs import Model, cut_model
 from tritoncp.planning.cost import NVLINK
 gm, _ = cut_model(Model(tokens=512, dim=256, heads=4, experts=16, topk=4, hidden=176, layers=1), "sequence")
 order(gm, NVLINK)

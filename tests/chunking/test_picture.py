@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from PIL import Image
 
 from tests.chunking.graphs import ATEN, UNIT, Builder
-from tritoncp.chunking import figures
-from tritoncp.chunking.picture import (
+from tritoncp.chunking.demo import figures
+from tritoncp.chunking.streams.picture import (
     LEFT,
     NO_CHUNK,
     ROW,
@@ -18,7 +18,7 @@ from tritoncp.chunking.picture import (
     format_timeline,
     format_timelines,
 )
-from tritoncp.chunking.timeline import Timeline, simulate
+from tritoncp.chunking.streams.timeline import Timeline, simulate
 from tritoncp.cli import main
 from tritoncp.planning.report import colours
 
@@ -121,7 +121,7 @@ def test_the_page_says_that_nothing_was_timed(monkeypatch):
 
 def ordered_once():
     """Order a graph of one message, under the name of the whole."""
-    from tritoncp.chunking.node_order import order
+    from tritoncp.chunking.streams.node_order import order
 
     b = Builder()
     x = b.input("x", 100)

@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import tritoncp
 from tests.chunking.graphs import ATEN, C10D, UNIT, Builder
-from tritoncp.chunking.costs import Kind, node_costs
-from tritoncp.chunking.timeline import simulate
+from tritoncp.chunking.streams.costs import Kind, node_costs
+from tritoncp.chunking.streams.timeline import simulate
 from tritoncp.planning.cost import NVLINK, costs
 from tritoncp.planning.memory import Shape
 

@@ -14,7 +14,7 @@ from tests.chunking import models
 from tests.multiprocess import ranks
 from tritoncp import and_masks, causal, create_block_mask, document, make_plan
 from tritoncp.chunking import chunk, mark, order
-from tritoncp.chunking.node_order import order_digest
+from tritoncp.chunking.streams.node_order import order_digest
 from tritoncp.distributed import collectives
 from tritoncp.ops import engine_factory
 from tritoncp.planning.cost import NVLINK

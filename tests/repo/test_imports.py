@@ -68,7 +68,8 @@ LAYERS = {
         {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "numpy", "pytest", "ruptures", "scipy"},
     ),
     "edge": Layer(
-        {"", "__main__", "analysis", "chunking.command", "chunking.figures", "cli", "command_base", "demo",
+        {"", "__main__", "analysis", "chunking.demo.command", "chunking.demo.figures", "cli", "command_base",
+         "demo",
           "doctor", "planning.command", "self_check", "tuning"},
          SPINE | {"chunking", "perf"},
          {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops"},

@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from tritoncp.chunking.compile_pass import Pass as Pass
     from tritoncp.chunking.concrete import concretise as concretise
     from tritoncp.chunking.eager import Eager as Eager
-    from tritoncp.chunking.node_order import order as order
     from tritoncp.chunking.report import Report as Report
     from tritoncp.chunking.rewrite import chunk as chunk
     from tritoncp.chunking.size_mark import mark as mark
-    from tritoncp.chunking.timeline import Timeline as Timeline
-    from tritoncp.chunking.timeline import simulate as simulate
+    from tritoncp.chunking.streams.node_order import order as order
+    from tritoncp.chunking.streams.timeline import Timeline as Timeline
+    from tritoncp.chunking.streams.timeline import simulate as simulate
 
 _NAMES = {
     "compile_pass": ("Pass",),
     "concrete": ("concretise",),
     "eager": ("Eager",),
-    "node_order": ("order",),
+    "streams.node_order": ("order",),
     "report": ("Report",),
     "rewrite": ("chunk",),
     "size_mark": ("mark",),
-    "timeline": ("Timeline", "simulate"),
+    "streams.timeline": ("Timeline", "simulate"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_MODULE_OF)

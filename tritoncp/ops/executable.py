@@ -13,6 +13,7 @@ that was not used for longest, as an lru_cache does, and state "of" a plan, grou
     mods.translate.graph_passes.decompositions: one table
     ops.executable._CACHES: of a plan, see :class:`PlanCaches`
     ops.signatures._TABLES: of a group, 1024 signatures with 16 scales each, 1024 plans; what ranks share
+    ops.engine_factory._log_cpu_engine: whether it was logged
     ops.engine_factory.encoded, ops.engine_factory.decode: 256; the fields of a spec, its text
     ops.graph.inputs._parsed: 256; the text of a structure
     ops.graph.layouts._CONSTANTS, ops.graph.layouts._NUMBERS: 32768; an object that compiled graphs name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from tritoncp.chunking.storages import Storages, is_collective, is_wait
+from tritoncp.chunking.streams.storages import Storages, is_collective, is_wait
 
 
 def dependencies_of(gm: GraphModule, storages: Storages) -> dict[Node, list[Node]]:

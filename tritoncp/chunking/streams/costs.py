@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from tritoncp.chunking.attention import HANDLE
-from tritoncp.chunking.storages import is_collective, is_view, is_wait, namespace_of, op_name
-from tritoncp.chunking.value_sizes import bytes_read, hint, on_meta, tensors_in, value_of
+from tritoncp.chunking.streams.storages import is_collective, is_view, is_wait, namespace_of, op_name
+from tritoncp.chunking.streams.value_sizes import bytes_read, hint, on_meta, tensors_in, value_of
 from tritoncp.core.handles import object_of
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.frontend.dynamo import plan_op

@@ -1,4 +1,4 @@
-"""`python -m tritoncp.chunking.figures`: what chunks and their order are worth, as a page.
+"""`python -m tritoncp.chunking.demo.figures`: what chunks and their order are worth, as a page.
 
 The figures are predicted from graphs that are captured on meta tensors, in a few minutes on one core.
 """
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import click
 from torch.fx import Graph, GraphModule
 
-from tritoncp.chunking.command import balanced_hardware
-from tritoncp.chunking.node_order import Order, order
-from tritoncp.chunking.sample_graphs import Model, capture_graphs, cut_graph
-from tritoncp.chunking.timeline import Timeline
+from tritoncp.chunking.demo.command import balanced_hardware
+from tritoncp.chunking.demo.sample_graphs import Model, capture_graphs, cut_graph
+from tritoncp.chunking.streams.node_order import Order, order
+from tritoncp.chunking.streams.timeline import Timeline
 from tritoncp.command_base import Command
 from tritoncp.planning.cost import Hardware, hardware_of
 
@@ -30,8 +30,8 @@ CUTS = {
 }
 INTRODUCTION = """# Graph chunking
 
-Made by `python -m tritoncp.chunking.figures --out docs/chunking.md`. **Nothing here was timed on a GPU**:
-every figure is predicted by `tritoncp.chunking.simulate` from a graph captured on meta tensors.
+Made by `python -m tritoncp.chunking.demo.figures --out docs/chunking.md`.
+**Nothing here was timed on a GPU**: every figure is predicted by `tritoncp.chunking.simulate` from a graph captured on meta tensors.
 
 ## What the pass does
 

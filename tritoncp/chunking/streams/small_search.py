@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from torch.fx import Node
 
-from tritoncp.chunking.costs import Cost, Kind
-from tritoncp.chunking.storages import LiveBytes, Storages
-from tritoncp.chunking.timeline import Clock
+from tritoncp.chunking.streams.costs import Cost, Kind
+from tritoncp.chunking.streams.storages import LiveBytes, Storages
+from tritoncp.chunking.streams.timeline import Clock
 
 SMALL = 10  # nodes, besides inputs and output, up to which all orders are compared
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tritoncp.chunking.value_sizes import storage_bytes, tensors_in, value_of
+from tritoncp.chunking.streams.value_sizes import storage_bytes, tensors_in, value_of
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")  # namespaces of ops
 KEY_EXCHANGES = ("send_keys", "send_gradients")  # of tritoncp

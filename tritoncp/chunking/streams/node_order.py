@@ -1,7 +1,7 @@
 """The order of a graph's nodes in which messages travel while the device computes.
 
-List scheduling on the two streams of :mod:`tritoncp.chunking.timeline`: a collective is issued as soon as its
-inputs are there, and of the nodes that could compute now the one with the longest way to the end goes first.
+List scheduling on the two streams of :mod:`tritoncp.chunking.streams.timeline`: a collective is issued as
+soon as its inputs are there, and of the nodes that could compute now the one with the longest way to the end goes first.
 Several variants run, from the order as written to the free one, and the best that keeps to the memory is
 taken.
 
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from tritoncp.chunking.costs import Cost, Kind, node_costs
-from tritoncp.chunking.dependencies import dependencies_of
-from tritoncp.chunking.small_search import Search, is_small
-from tritoncp.chunking.storages import LiveBytes, Storages, storages_of, target_name
-from tritoncp.chunking.timeline import Clock, Timeline, replay
+from tritoncp.chunking.streams.costs import Cost, Kind, node_costs
+from tritoncp.chunking.streams.dependencies import dependencies_of
+from tritoncp.chunking.streams.small_search import Search, is_small
+from tritoncp.chunking.streams.storages import LiveBytes, Storages, storages_of, target_name
+from tritoncp.chunking.streams.timeline import Clock, Timeline, replay
 from tritoncp.planning.cost import Hardware
 
 
@@ -67,7 +67,7 @@ def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, box
         stays if no faster one fits. Raises ValueError if no order that was tried fits; the graph is
         unchanged then
     boxed: whether the graph frees its inputs after their last user, see
-        :func:`tritoncp.chunking.timeline.simulate`
+        :func:`tritoncp.chunking.streams.timeline.simulate`
     """
     problem = _problem_of(gm, hardware)
 

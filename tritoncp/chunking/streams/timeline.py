@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from tritoncp.chunking.costs import Cost, Kind, node_costs
-from tritoncp.chunking.storages import LiveBytes, Storages, storages_of, target_name
+from tritoncp.chunking.streams.costs import Cost, Kind, node_costs
+from tritoncp.chunking.streams.storages import LiveBytes, Storages, storages_of, target_name
 from tritoncp.planning.cost import Hardware
 
 STREAMS = ("compute", "communication")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tritoncp.chunking.timeline import STREAMS, Span, Timeline
+from tritoncp.chunking.streams.timeline import STREAMS, Span, Timeline
 from tritoncp.planning.drawing.picture import GREY, INK, Pen
 from tritoncp.planning.drawing.rasters import PAPER
 from tritoncp.planning.report import Colour, colours, format_bytes, format_seconds

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tritoncp.chunking.node_order import Order, order
-from tritoncp.chunking.picture import draw_timelines, format_timelines
+from tritoncp.chunking.demo.sample_graphs import Model, cut_model, trace_model
 from tritoncp.chunking.report import Report
-from tritoncp.chunking.sample_graphs import Model, cut_model, trace_model
-from tritoncp.chunking.timeline import Timeline, simulate
+from tritoncp.chunking.streams.node_order import Order, order
+from tritoncp.chunking.streams.picture import draw_timelines, format_timelines
+from tritoncp.chunking.streams.timeline import Timeline, simulate
 from tritoncp.planning.cost import Hardware, hardware_of
 
 SMALL_MODEL = Model(tokens=1024, layers=1, dim=1024, heads=8, experts=32, hidden=704, topk=4)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from tritoncp.api.attention import flex_attention
 from tritoncp.chunking.report import Report
 from tritoncp.chunking.rewrite import chunk
-from tritoncp.chunking.value_sizes import on_meta, value_of
+from tritoncp.chunking.streams.value_sizes import on_meta, value_of
 from tritoncp.masks.closed_forms import causal
 
 CUTS = {

@@ -1,0 +1,1 @@
+"""Prediction and order of a graph on two streams, computation and messages."""
