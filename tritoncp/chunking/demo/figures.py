@@ -31,7 +31,8 @@ CUTS = {
 INTRODUCTION = """# Graph chunking
 
 Made by `python -m tritoncp.chunking.demo.figures --out docs/chunking.md`.
-**Nothing here was timed on a GPU**: every figure is predicted by `tritoncp.chunking.simulate` from a graph captured on meta tensors.
+**Nothing here was timed on a GPU**: every figure is predicted by `tritoncp.chunking.simulate`
+from a graph captured on meta tensors.
 
 ## What the pass does
 

@@ -1,7 +1,8 @@
 """The order of a graph's nodes in which messages travel while the device computes.
 
 List scheduling on the two streams of :mod:`tritoncp.chunking.streams.timeline`: a collective is issued as
-soon as its inputs are there, and of the nodes that could compute now the one with the longest way to the end goes first.
+soon as its inputs are there, and of the nodes that could compute now the one with the
+longest way to the end goes first.
 Several variants run, from the order as written to the free one, and the best that keeps to the memory is
 taken.
 
