@@ -65,8 +65,12 @@ that the number of chunks does not divide are an error when the graph runs.
 Refused, each with the node and the reason, and the graph left as it was: a backward graph alone; a value
 without rows that leaves a region and is no gradient or new value of an input, as a mean over tokens; random
 ops; torch's attention; two dimensions of the size that is cut; a constant in place of the size; collectives
-other than exchanges of experts; attention between ranks, unless `repeat=True` accepts that each chunk sends
-the keys again.
+other than exchanges of experts; attention between ranks by a ring or Ulysses, unless `repeat=True` accepts
+that each chunk sends the keys again. Under `allgather` and `fetch` the chunks share one exchange.
+
+Not refused, and different from the whole: an operation across rows other than attention, as a convolution, a
+scan or a mean along the sequence whose result stays in the region, sees the rows of its chunk alone. So it
+is in `Eager`, which is the reference.
 
 ## The graph of the figures
 
