@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -155,6 +157,7 @@ def _child(
 ) -> None:
     """Run one rank; never returns."""
     signal.alarm(int(timeout) + 10)  # an orphan ends by itself
+    faulthandler.dump_traceback_later(0.9 * timeout, file=sys.__stderr__)  # of a rank that hangs
     try:
         use_loopback_interface()
         torch.set_num_threads(1)  # a forked process cannot use the threads of its parent

@@ -60,7 +60,7 @@ def test_the_fastest_right_route_becomes_the_default_of_calls_like_the_measured_
     assert entry["shape"] == "32x8,128,16384"
     monkeypatch.setattr(tile_tables, "SHIPPED", tmp_path / "configs")
     monkeypatch.setattr(tile_tables, "user_folder", lambda: None)
-    monkeypatch.setattr(tile_tables, "_triton", lambda: "3.6.0")
+    monkeypatch.setattr(tile_tables, "installed_version", lambda package: "3.6.0")
     tile_tables.forget()
     text = tile_tables.table(DEVICE, None)
     selected = dict(tile_lookup.choose_tiles(text, "bfloat16", (128, 128), "causal", 0))
