@@ -1,6 +1,11 @@
 """Cases of several ranks: the answer of one device, one line from all, PyTorch's context parallelism."""
 
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +17,15 @@ from tritoncp.perf.suite.cases import CASES, Case, select
 from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+
+
+def run_in_new_process(check: Callable[[], None]) -> None:
+    """Run a check in a new interpreter, whose forked ranks compile with torch: in ranks forked from a process
+    that has compiled much before, torch's compiler did not come to an end."""
+    command = f"from {check.__module__} import {check.__name__}; {check.__name__}()"
+    done = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def case_of(schedule: str, mask: str = "document", **more) -> Case:
@@ -27,23 +41,32 @@ def test_all_ranks_on_one_device_give_the_answer(schedule):
         assert check.acceptable(check.errors(actual, expected), torch.float32)
 
 
-def test_a_group_measures_together_and_writes_one_line(tmp_path):
-    case = case_of("ring")
+def test_a_group_measures_together_and_writes_one_line():
+    run_in_new_process(measure_together)
+
+
+def measure_together():
+    scratch = tempfile.TemporaryDirectory()
+    case, folder = case_of("ring"), Path(scratch.name)
 
     def work(group):
-        journal = history.Journal(tmp_path / f"{group.rank()}.jsonl", "r", history.Series("CPU"), {})
+        journal = history.Journal(folder / f"{group.rank()}.jsonl", "r", history.Series("CPU"), {})
         bench = measure.Bench(CPU, journal, time.monotonic() + 60, 0.01, group=group)
         bench._measure_problem([case], [])
         return bench.failures
 
     assert ranks.run(2, work) == [0, 0]
-    first, second = (history.read(tmp_path / f"{rank}.jsonl").points[0] for rank in range(2))
+    first, second = (history.read(folder / f"{rank}.jsonl").points[0] for rank in range(2))
     assert first.own["ms"] == second.own["ms"], "the slowest rank counts, on every rank"
     assert first.work["wire_bytes"] > 0 and max(max(x) for x in first.own["errors"].values()) < 1e-5
     assert "does not support backward on CPU" in first.contenders["torch"]["why"]
 
 
 def test_pytorchs_context_parallelism_computes_the_same_case():
+    run_in_new_process(compare_with_torch)
+
+
+def compare_with_torch():
     """Forward only: torch refuses to differentiate flex attention on a CPU."""
     case = case_of("allgather").problem
 
