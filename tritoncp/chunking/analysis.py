@@ -1,4 +1,4 @@
-"""What a pass will copy, share, cut and join, and the reasons to refuse a graph. Nothing is edited here."""
+"""Analysis of a graph before it is cut: nodes to copy, share, cut and join, and the reasons to refuse it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pass did to a graph, as numbers and as a table; the error of a graph that it refuses."""
+"""The report of a pass over a graph, as numbers and as a table, and the error of a graph that it refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def describe(node: Node, users: bool = False) -> str:
 
 @dataclass
 class Report:
-    """What :func:`tritoncp.chunking.chunk` did to a graph.
+    """Numbers of the regions, values and messages of a graph that :func:`tritoncp.chunking.chunk` cut.
 
     regions: paths of the regions that were cut; rows: of the whole, None if the graph has no hint
     live_ins: values that were cut; live_outs: values that were joined, by kind: "cat", "sum" (gradients) and
