@@ -30,11 +30,11 @@ from tritoncp.planning.plan import Plan
 _NO_CONTEXT = nullcontext()
 
 
-def _plan(handle: Tensor, q: Tensor) -> Plan:
-    """Return the plan of a handle for the batch rows of q, after a check that its mask has not changed."""
+def plan_of(handle: Tensor, x: Tensor) -> Plan:
+    """Return the plan of a handle for the batch rows of x, after a check that its mask has not changed."""
     plan: Plan = object_of(handle)
     plan.check_sources()
-    return plan.of_batch(q.shape[0])
+    return plan.of_batch(x.shape[0])
 
 
 def _drive(
@@ -71,7 +71,7 @@ def _attend(
     def schedule(i: int, p: Plan) -> Any:
         return schedule_of(p).forward(p, engine, q[i], k[i], v[i], call.want_max)
 
-    plan_of_call, group = _plan(plan, q[0]), call.group
+    plan_of_call, group = plan_of(plan, q[0]), call.group
     if group is not None:
         signatures.compare_call(group, plan_of_call, spec, scale, q[0], k[0], v[0], captures, ints, floats)
     engine = engine_factory.engine_of(spec, plan_of_call, scale, q, k, v, captures, ints, floats)
@@ -114,7 +114,7 @@ def _differentiate(
         # The only rounding. dk and dv may be views of one buffer, and outputs of an op must not share memory.
         return tuple(in_own_memory(grad, x[i]) for grad, x in zip(parts, (q, k, v), strict=True))
 
-    plan_of_call, grads = _plan(plan, q[0]), engine_factory.gradient_buffers(call, captures, lses[0])
+    plan_of_call, grads = plan_of(plan, q[0]), engine_factory.gradient_buffers(call, captures, lses[0])
     extra = *outs, *lses, *douts, *dlses
     engine = engine_factory.engine_of(
         spec, plan_of_call, scale, q, k, v, captures, ints, floats, extra, grads

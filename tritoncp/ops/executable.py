@@ -63,7 +63,7 @@ MAX_STRUCTURES, MAX_COUNTS = 16, 1024
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """What all calls of one signature under a plan share.
+    """The parts that all calls of one signature under a plan share.
 
     engine:   the TritonEngine, without the captures of the score_mod, with its cache of launches
     mask_mod: the mask_mod whose captures the engine reads, on the device
@@ -84,7 +84,7 @@ class Executable:
 
 
 class PlanCaches:
-    """What is cached for one plan, for all ranks' views of it.
+    """The caches of one plan, for all ranks' views of it.
 
     executables:   by what :func:`tritoncp.ops.engine_factory.engine_of` lists, each with MAX_LAUNCHES
                    launches by kernel, tables, first head and flags

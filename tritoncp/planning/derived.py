@@ -25,8 +25,8 @@ MAX_PARTS = 64  # plans of parts of a plan that are kept with the whole
 
 @dataclass(frozen=True, eq=False)
 class DerivedTables:
-    """What follows from a mask and the placements of queries and keys, for all ranks. All views of a plan
-    share one. The number of results is bounded by those of ranks, buffers and devices.
+    """Tables that follow from a mask and the placements of queries and keys, for all ranks. All views of a
+    plan share one. The number of results is bounded by those of ranks, buffers and devices.
 
     A buffer of keys and values is "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard),
     "fetched", or "held": a rank's shard, then the rows that it fetches.

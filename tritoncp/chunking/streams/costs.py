@@ -36,7 +36,7 @@ PLACE = {"forward": (0, 1, 2, 7), "backward": (2, 3, 4, 11)}  # of q, k, v and t
 
 
 class Kind(enum.Enum):
-    """What a node's time is predicted from."""
+    """The quantity that a node's time is predicted from."""
 
     NOTHING = "nothing"  # inputs, views, sizes
     PRODUCT = "product"

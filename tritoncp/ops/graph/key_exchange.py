@@ -13,21 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.handles import object_of
 from tritoncp.distributed.schedules import shared_keys
 from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
 from tritoncp.ops import engine_factory, signatures
-from tritoncp.ops.autograd import current_device, in_own_memory, needs_autograd
+from tritoncp.ops.autograd import current_device, in_own_memory, needs_autograd, plan_of
 from tritoncp.ops.dispatch import register_op
 from tritoncp.ops.engine_factory import Spec
 from tritoncp.planning.plan import Plan
 
 
-def _plan(handle: Tensor, batch: int) -> Plan:
-    plan: Plan = object_of(handle)
-    plan.check_sources()
+def _plan(handle: Tensor, x: Tensor) -> Plan:
+    """Return the plan of a handle for the batch rows of x, after a check that its keys travel once."""
+    plan = plan_of(handle, x)
     shared_keys.check_schedule(plan)
-    return plan.of_batch(batch)
+    return plan
 
 
 def _send_keys(
@@ -42,23 +41,13 @@ def _send_keys(
     backward: bool,
 ) -> Tensor:
     """Start the exchange of keys and values; the buffer is filled once it was waited for."""
-    whole, group = _plan(plan, k.shape[0]), Spec.decode(spec).group
+    whole, group = _plan(plan, k), Spec.decode(spec).group
     if not backward:  # the backward pass of a call that was compared
         signatures.compare_call(group, whole, spec, scale, k, k, v, captures, ints, floats)
     return shared_keys.send_keys(whole, k, v, group)
 
 
-def _send_keys_fake(
-    k: Tensor,
-    v: Tensor,
-    captures: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    scale: float,
-    plan: Tensor,
-    spec: str,
-    backward: bool,
-) -> Tensor:
+def _send_keys_fake(k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return k.new_empty(_new_size(), k.shape[1], k.shape[3] + v.shape[3])
 
 
@@ -75,7 +64,7 @@ def _forward_part(
     spec: str,
 ) -> list[Tensor]:
     """Compute out, lse and, if requested, max_scores of one of ``count`` chunks of the queries."""
-    part = shared_keys.reading_part(_plan(plan, q.shape[0]), index, count)
+    part = shared_keys.reading_part(_plan(plan, q), index, count)
     k, v = shared_keys.views_of(part, buffer, q)
     with current_device(q.device):
         engine = engine_factory.engine_of(spec, part, scale, [q], [k], [v], captures, ints, floats)
@@ -83,21 +72,10 @@ def _forward_part(
     return [x for x in results if x is not None]
 
 
-def _forward_part_fake(
-    q: Tensor,
-    buffer: Tensor,
-    captures: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    scale: float,
-    plan: Tensor,
-    index: int,
-    count: int,
-    spec: str,
-) -> list[Tensor]:
+def _forward_part_fake(q: Tensor, buffer: Tensor, *rest: Any) -> list[Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q))
     out = laid_out_as(q, buffer.shape[2] - q.shape[3])
-    return [out, lse, *([torch.empty_like(lse)] if Spec.decode(spec).want_max else [])]
+    return [out, lse, *([torch.empty_like(lse)] if Spec.decode(rest[-1]).want_max else [])]
 
 
 def _backward_part(
@@ -117,7 +95,7 @@ def _backward_part(
     spec: str,
 ) -> list[Tensor]:
     """Compute dq of a chunk, what it adds to dk and dv of the buffer's rows, and gradients of captures."""
-    call, part = Spec.decode(spec), shared_keys.reading_part(_plan(plan, q.shape[0]), index, count)
+    call, part = Spec.decode(spec), shared_keys.reading_part(_plan(plan, q), index, count)
     k, v = shared_keys.views_of(part, buffer, q)
     dlses = [x.masked_fill(lse == -torch.inf, 0).contiguous() for x in dlse]
     dout = dout if 0 not in dout.stride() else dout.contiguous()
@@ -132,30 +110,18 @@ def _backward_part(
 
 
 def _backward_part_fake(
-    dout: Tensor,
-    dlse: list[Tensor],
-    q: Tensor,
-    buffer: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    captures: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    scale: float,
-    plan: Tensor,
-    index: int,
-    count: int,
-    spec: str,
-) -> list[Tensor]:
+    dout: Tensor, dlse: list[Tensor], q: Tensor, buffer: Tensor, out: Tensor, lse: Tensor,
+    captures: list[Tensor], *rest: Any,
+) -> list[Tensor]:  # fmt: skip
     (n, heads, width), d = buffer.shape, q.shape[3]
     grads = [buffer.new_empty(n, heads, size, dtype=stats_dtype(q)) for size in (d, width - d)]
-    sums = [x.new_empty(x.shape) for x in (captures[i] for i in Spec.decode(spec).wants)]
+    sums = [x.new_empty(x.shape) for x in (captures[i] for i in Spec.decode(rest[-1]).wants)]
     return [laid_out_as(q, d), *grads, *sums]
 
 
 def _send_gradients(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Tensor, spec: str) -> Tensor:
     """Start to return the gradients of keys and values, summed over all chunks, to the ranks of the keys."""
-    return shared_keys.send_gradients(_plan(plan, k.shape[0]), dk, dv, k, Spec.decode(spec).group)
+    return shared_keys.send_gradients(_plan(plan, k), dk, dv, k, Spec.decode(spec).group)
 
 
 def _send_gradients_fake(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Tensor, spec: str) -> Tensor:
@@ -164,7 +130,7 @@ def _send_gradients_fake(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Te
 
 def _land_gradients(returned: Tensor, k: Tensor, v: Tensor, plan: Tensor) -> list[Tensor]:
     """Return dk and dv of this rank's shards."""
-    grads = shared_keys.land_gradients(_plan(plan, k.shape[0]), returned, k)
+    grads = shared_keys.land_gradients(_plan(plan, k), returned, k)
     return [in_own_memory(grad, x) for grad, x in zip(grads, (k, v), strict=True)]
 
 
