@@ -1,6 +1,6 @@
 """Train on padded batches: texts of several lengths, one in each batch row, padded on the right.
 
-    torchrun --nproc-per-node 4 examples/padded_batches.py
+    torchrun --nproc-per-node 2 examples/padded_batches.py
 
 The mask hides the padding as keys, labels of -100 hide it from the loss. Rows differ, so does their work: the
 plan deals the blocks of each row apart, and `shard` cuts every tensor accordingly.
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor, nn
+from train_loop import add_up, launch
 
 import tritoncp
 
@@ -41,12 +42,15 @@ def mask_of(lengths: list[int]) -> tritoncp.Mask:
     return tritoncp.create_block_mask(visible, len(lengths), None, SIZE, SIZE, BLOCK_SIZE=16)
 
 
-def loss_of(model: nn.ModuleDict, lengths: list[int], mesh: dist.ProcessGroup | None = None) -> Tensor:
+def loss_of(
+    model: nn.ModuleDict, lengths: list[int], mesh: dist.ProcessGroup | None, device: str
+) -> Tensor:
     """This rank's part of the mean loss of all labels; the parts of all ranks add up to it."""
     tokens, labels = padded_batch(lengths)
     count = (labels != IGNORED).sum()  # of the whole batch, not of a shard
     plan = tritoncp.make_plan(mask_of(lengths), mesh)  # lengths differ in every batch, and so do plans
-    tokens, labels = tritoncp.shard(tokens, plan, dim=1), tritoncp.shard(labels, plan, dim=1, pad=IGNORED)
+    tokens = tritoncp.shard(tokens, plan, dim=1).to(device)
+    labels = tritoncp.shard(labels, plan, dim=1, pad=IGNORED).to(device)
     x = rearrange(model["embed"](tokens), "b s (h d) -> b h s d", h=HEADS)
     out = tritoncp.flex_attention(x, x, x, plan, mesh)
     scores = model["head"](rearrange(out, "b h s d -> b s (h d)"))
@@ -56,21 +60,19 @@ def loss_of(model: nn.ModuleDict, lengths: list[int], mesh: dist.ProcessGroup | 
     return loss / count
 
 
-def train_step(mesh: dist.ProcessGroup | None = None) -> tuple[float, list[Tensor]]:
+def train_step(
+    mesh: dist.ProcessGroup | None = None, device: str = "cpu"
+) -> tuple[list[float], list[Tensor]]:
     """Return the loss of the batch and the gradients of the weights, equal on all ranks."""
     torch.manual_seed(0)
     embed, head = nn.Embedding(VOCABULARY, HEADS * DIM), nn.Linear(HEADS * DIM, VOCABULARY)
-    model = nn.ModuleDict({"embed": embed, "head": head})
-    loss = loss_of(model, LENGTHS, mesh)
+    model = nn.ModuleDict({"embed": embed, "head": head}).to(device)
+    loss = loss_of(model, LENGTHS, mesh, device)
     loss.backward()
-    results = [loss.detach(), *(weight.grad for weight in model.parameters())]
-    for total in results if mesh is not None else ():
-        dist.all_reduce(total, group=mesh)
-    return results[0].item(), results[1:]
+    gradients = [weight.grad for weight in model.parameters()]
+    add_up([loss := loss.detach(), *gradients], mesh)
+    return [loss.item()], gradients
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    loss = train_step(dist.group.WORLD)[0]
-    print(f"rank {dist.get_rank()}: loss {loss}\n", end="")  # one write: lines of ranks stay whole
-    dist.destroy_process_group()
+    launch(train_step)

@@ -1,8 +1,10 @@
 """Resume training on another number of ranks. A checkpoint holds weights and optimizer, and no plan: a plan
 follows from the mask and the number of ranks, so that every start makes its own.
 
-    torchrun --nproc-per-node 4 examples/resume_on_more_ranks.py checkpoint.pt
-    torchrun --nproc-per-node 8 examples/resume_on_more_ranks.py checkpoint.pt
+    torchrun --nproc-per-node 2 examples/resume_on_more_ranks.py
+    torchrun --nproc-per-node 4 examples/resume_on_more_ranks.py
+
+The argument is the checkpoint's path, "checkpoint.pt" by default.
 """
 
 import sys
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor, nn
+from train_loop import add_up, launch
 
 import tritoncp
 
@@ -32,20 +35,19 @@ class Model(nn.Module):
         return self.head(rearrange(out, "b h s d -> b s (h d)"))
 
 
-def batch_of(step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels of a step: the same whatever the number of ranks."""
-    text = torch.randint(VOCABULARY, (1, SIZE + 1), generator=torch.Generator().manual_seed(step))
-    return text[:, :-1], text[:, 1:]
+def batch_of(step: int) -> Tensor:
+    """Return the text of a step, one token longer than its inputs: the same whatever the number of ranks."""
+    return torch.randint(VOCABULARY, (1, SIZE + 1), generator=torch.Generator().manual_seed(step))
 
 
-def train(mesh: dist.ProcessGroup, checkpoint: Path, steps: int) -> list[float]:
+def train(mesh: dist.ProcessGroup, checkpoint: Path, steps: int = 3, device: str = "cpu") -> list[float]:
     """Train from the checkpoint on, if there is one, and save the next. Returns the loss of each step."""
     torch.manual_seed(0)  # the same first weights on every rank
-    model = Model()
+    model = Model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     first = 0
     if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
+        state = torch.load(checkpoint, weights_only=True, map_location=device)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
@@ -53,13 +55,14 @@ def train(mesh: dist.ProcessGroup, checkpoint: Path, steps: int) -> list[float]:
     plan = tritoncp.make_plan(mask, mesh)  # for this number of ranks
     losses = []
     for step in range(first, first + steps):
-        tokens, labels = (tritoncp.shard(x, plan, dim=1, pad=-100 * i) for i, x in enumerate(batch_of(step)))
+        text = batch_of(step)
+        tokens = tritoncp.shard(text[:, :-1], plan, dim=1).to(device)
+        labels = tritoncp.shard(text[:, 1:], plan, dim=1, pad=-100).to(device)
         scores = model(tokens, plan, mesh).flatten(0, 1)
         loss = nn.functional.cross_entropy(scores, labels.flatten(), reduction="sum") / SIZE
         optimizer.zero_grad()
         loss.backward()
-        for total in (*(weight.grad for weight in model.parameters()), loss := loss.detach()):
-            dist.all_reduce(total, group=mesh)
+        add_up([loss := loss.detach(), *(weight.grad for weight in model.parameters())], mesh)
         optimizer.step()
         losses.append(loss.item())
     if mesh.rank() == 0:
@@ -70,8 +73,5 @@ def train(mesh: dist.ProcessGroup, checkpoint: Path, steps: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    losses = train(dist.group.WORLD, Path(sys.argv[1]), 3)
-    # One write: lines of ranks stay whole.
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {losses}\n", end="")
-    dist.destroy_process_group()
+    path = Path(sys.argv[1] if sys.argv[1:] else "checkpoint.pt")
+    launch(lambda mesh, device: (train(mesh, path, device=device), []))

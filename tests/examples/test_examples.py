@@ -1,39 +1,98 @@
-"""Tests of the programs in examples/, on forked ranks with gloo."""
+"""The programs in examples/, on forked ranks with gloo: losses and gradients are those of one process."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # AdamW imports it: once here, not in each forked rank
 from einops import rearrange
+from torch import Tensor
 
+import tritoncp
 from tests.multiprocess import ranks
 from tritoncp.core.process_environment import use_loopback_interface
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+RANKS = {"fsdp2_cp_tp": 8}  # 2 for other examples
 
 
 @pytest.fixture(autouse=True)
 def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the programs, which are processes of their own, on the CPU engine."""
+    """Run the programs as a user does: on the CPU engine, and with their folder on the path."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.syspath_prepend(ROOT / "examples")
 
 
-def load(name: str) -> ModuleType:
+def load(name: str) -> Any:
     """Import a program of examples/."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(name)
+
+
+def check_close(actual: list[Tensor], expected: list[Tensor], limit: float = 3e-6) -> None:
+    """Compare tensors, relative to the largest number of each."""
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=limit * b.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    "name", ["train_loop", "packed_documents", "hybrid_window_full", "custom_balancer", "varlen_thd", "fsdp2_cp_tp"]
+)
+def test_an_example_has_the_losses_and_gradients_of_one_process(name: str) -> None:
+    train = load(name).train
+    losses, gradients = train()
+    assert len(set(losses)) == 2
+    assert all(gradient.abs().max() > 0 for gradient in gradients)
+    for losses_of_rank, gradients_of_rank in ranks.run(RANKS.get(name, 2), train):
+        torch.testing.assert_close(losses_of_rank, losses, rtol=1e-6, atol=0)
+        check_close(gradients_of_rank, gradients)
+
+
+def test_an_own_balancer_gives_a_fast_rank_more_work() -> None:
+    plan = load("custom_balancer").plan_of(world_size=3, rank=0)
+    fast, slow, other = plan.work
+    assert fast == pytest.approx(2 * slow, rel=0.1) and fast == pytest.approx(other, rel=0.1)
+
+
+def test_layers_of_a_hybrid_model_see_their_own_mask() -> None:
+    """The window of one layer matters: with full attention in both, the first loss differs."""
+    example = load("hybrid_window_full")
+    assert example.train()[0][0] != load("train_loop").train()[0][0]
+
+
+def measure_every_way(group: Any) -> dict[str, Any]:
+    example = load("selective_checkpoint")
+    return {name: tuple(example.measure(run_layer, group)) for name, run_layer in example.WAYS.items()}
+
+
+def test_a_checkpoint_keeps_and_repeats_what_its_table_says() -> None:
+    """Attention that is saved runs once and adds its out and lse to the memory between the passes."""
+    model = load("train_loop")
+    tables = [measure_every_way(None), *ranks.run(2, measure_every_way)]
+    _, _, _, loss, gradients = tables[0]["no checkpoint"]
+    for world_size, table in zip((1, 2, 2), tables):
+        for name, (attention_runs, _, _, loss_of_way, gradients_of_way) in table.items():
+            repeated = name in ("layer", "attention part")
+            assert attention_runs == (2 if repeated else 1) * model.LAYERS, name
+            assert loss_of_way == pytest.approx(loss, rel=1e-6)
+            check_close(gradients_of_way, gradients)
+        linear_runs = {name: row[1] for name, row in table.items()}
+        assert linear_runs["no checkpoint"] == linear_runs["layer, attention and linear saved"]
+        assert linear_runs["no checkpoint"] < linear_runs["MLP part"] < linear_runs["layer"]
+        rows = model.LAYERS * model.SIZE // world_size
+        kept = {name: row[2] for name, row in table.items()}
+        assert kept["layer"] == rows * 4 * model.WIDTH  # the inputs of layers
+        results = rows * 4 * (model.WIDTH + model.HEADS)  # out and lse
+        assert kept["layer, attention saved"] - kept["layer"] == results
+        assert kept["attention part, attention saved"] - kept["attention part"] == results
+        assert kept["layer, attention saved"] < kept["both parts, attention saved"] < kept["no checkpoint"]
 
 
 def test_training_resumes_on_more_ranks_with_the_losses_of_one_run(tmp_path: Path) -> None:
@@ -51,18 +110,18 @@ def test_training_resumes_on_more_ranks_with_the_losses_of_one_run(tmp_path: Pat
 
 def test_a_padded_batch_has_the_loss_and_gradients_of_its_texts() -> None:
     example = load("padded_batches")
-    loss, grads = example.train_step()  # one process
-    for rank_loss, rank_grads in ranks.run(3, example.train_step):
+    (loss,), grads = example.train_step()  # one process
+    for (rank_loss,), rank_grads in ranks.run(3, example.train_step):
         assert rank_loss == pytest.approx(loss, rel=1e-5)
         torch.testing.assert_close(rank_grads, grads, rtol=1e-4, atol=1e-5)
 
     torch.manual_seed(0)  # the weights of train_step; every text alone, without padding or a mask
-    embed = torch.nn.Embedding(example.VOCABULARY, example.HEADS * example.DIM)
+    embed = torch.nn.Embedding(example.VOCABULARY, model.HEADS * example.DIM)
     head = torch.nn.Linear(example.HEADS * example.DIM, example.VOCABULARY)
     tokens, _ = example.padded_batch(example.LENGTHS)
     total, count = torch.zeros(()), 0
     for row, length in zip(tokens, example.LENGTHS):
-        x = rearrange(embed(row[None, :length]), "b s (h d) -> b h s d", h=example.HEADS)
+        x = rearrange(embed(row[None, :length]), "b s (h d) -> b h s d", h=model.HEADS)
         out = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
         scores = head(rearrange(out, "b h s d -> b s (h d)"))[0, :-1]
         total = total + torch.nn.functional.cross_entropy(scores, row[1:length], reduction="sum")
@@ -72,23 +131,22 @@ def test_a_padded_batch_has_the_loss_and_gradients_of_its_texts() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_as_its_docstring_says(example: Path, tmp_path: Path) -> None:
+def test_torchrun_starts_an_example_as_its_docstring_says(example: Path, tmp_path: Path) -> None:
     use_loopback_interface()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(example),
-    ]
-    command = [*launch, str(tmp_path / "checkpoint.pt")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    count = RANKS.get(example.stem, 2)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    done = subprocess.run(
+        [*launch, str(example)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
-    assert sorted(line.split()[1].rstrip(":") for line in lines) == ["0", "1"], done.stdout
+    assert sorted(line.split()[1].rstrip(":") for line in lines) == list(map(str, range(count))), done.stdout
 
 
-def test_examples_are_short() -> None:
-    assert EXAMPLES and all(len(example.read_text().splitlines()) < 80 for example in EXAMPLES)
+def test_an_example_is_short_and_names_its_command() -> None:
+    for example in EXAMPLES:
+        text = example.read_text()
+        assert len(text.splitlines()) <= 120, example
+        count = RANKS.get(example.stem, 2)
+        assert f"    torchrun --nproc-per-node {count} examples/{example.name}\n" in text, example

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import io
 import os
 import pickle
+import runpy
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -55,6 +59,25 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60
                 os.waitpid(pid, 0)
             for pipe in pipes:
                 pipe.close()
+
+
+def run_program(world_size: int, path: Path, result: Callable[[dict[str, Any], str], Any]) -> list[Any]:
+    """Run a program as torchrun starts its ranks, but forked, which takes a tenth of the time. Return
+    ``result(variables, output)`` of each rank: the variables that the program leaves, and its output."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+
+    def run_rank(group: Any) -> Any:
+        rank = group.rank()
+        dist.destroy_process_group()
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in (ranks | address).items()})
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            variables = runpy.run_path(str(path), run_name="__main__")
+        return result(variables, output.getvalue())
+
+    return run(world_size, run_rank)
 
 
 class Outcome(NamedTuple):

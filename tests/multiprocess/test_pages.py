@@ -1,0 +1,55 @@
+"""The programs of pages in docs/, run as they are printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.multiprocess import ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the programs on the CPU engine, as processes of their own would."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
+@pytest.fixture
+def program(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The one Python block of the page that the test names, as a file."""
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / request.param).read_text(), re.DOTALL)
+    path = tmp_path / "program.py"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("program", ["docs/recipes.md"], indirect=True)
+def test_rank_0_generates_beside_training(program: Path) -> None:
+    output, silent = ranks.run_program(2, program, lambda variables, output: output)
+    assert [line.split()[1] for line in output.splitlines()] == ["0", "1", "2", "3"]
+    assert not silent
+
+
+def training(variables: dict[str, Any], output: str) -> tuple[list[float], list[torch.Tensor], str]:
+    """Return the losses, the gradients of the last step, and the output of a program that trains a model."""
+    return variables["losses"], [weight.grad for weight in variables["model"].parameters()], output
+
+
+@pytest.mark.parametrize("program", ["docs/own_loop.md", "docs/several_hosts.md"], indirect=True)
+def test_a_program_trains_on_two_ranks_as_on_one(program: Path) -> None:
+    ((losses, gradients, _),) = ranks.run_program(1, program, training)
+    assert len(set(losses)) == len(losses) > 1
+    for rank, (losses_of_rank, gradients_of_rank, output) in enumerate(
+        ranks.run_program(2, program, training)
+    ):
+        torch.testing.assert_close(losses_of_rank, losses, rtol=1e-6, atol=0)
+        for actual, expected in zip(gradients_of_rank, gradients, strict=True):
+            limit = 3e-6 * expected.abs().max().item()
+            torch.testing.assert_close(actual, expected, rtol=0, atol=limit)
+        assert len(output.splitlines()) == (len(losses) if rank == 0 else 0)
