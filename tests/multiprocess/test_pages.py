@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 import torch
 
 from tests.multiprocess import ranks
+from tritoncp.core.process_environment import use_loopback_interface
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,3 +58,23 @@ def test_a_program_trains_on_two_ranks_as_on_one(program: Path) -> None:
             limit = 3e-6 * expected.abs().max().item()
             torch.testing.assert_close(actual, expected, rtol=0, atol=limit)
         assert len(output.splitlines()) == (len(losses) if rank == 0 else 0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("program", ["docs/several_hosts.md"], indirect=True)
+def test_two_agents_of_torchrun_meet_as_on_two_hosts(program: Path) -> None:
+    """The last commands of the page, as printed but for the port, which another process may use."""
+    commands = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/several_hosts.md").read_text(), re.DOTALL)[-1]
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    program.rename(program.with_name("train.py"))
+    use_loopback_interface()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-e", "-c", commands.replace("29500", str(port)) + "wait $!\n"],
+        cwd=program.parent, env=env, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("step")]
+    assert steps == ["0", "1"], "rank 0 alone prints"
