@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/custom_balancer.py
 
-A balancer gets the work of each block and returns a list of blocks for each rank. Any placement gives the same
-losses and gradients; shards are padded to the longest.
+A balancer gets the work of each block and returns a list of blocks for each rank. Any placement gives the
+same losses and gradients; shards are padded to the longest.
 """
 
 from functools import partial

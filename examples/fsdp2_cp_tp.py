@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 8 examples/fsdp2_cp_tp.py
 
-Two ranks share the heads of a text (tp), two share its tokens (cp), and two such groups have other texts (dp).
-FSDP shards parameters over cp and replicates them over dp, in groups of one tp rank. Its gradients are *means*
-over dp x cp ranks, hence the factor of the loss. The model is that of train_loop.py, unchanged.
+Two ranks share the heads of a text (tp), two share its tokens (cp), and two groups of four have texts of their
+own (dp). FSDP shards parameters over cp and replicates them over dp. Its gradients are *means* over dp x cp
+ranks, hence the factor of the loss. The model is that of train_loop.py, unchanged.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ ROWS = 2  # texts of a step, of all ranks
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the weights of each layer over tp, then shard all weights over cp. Heads of a rank stay whole."""
+    """Divide the weights of each layer over tp, by whole heads; then shard all weights over cp."""
     columns, rows = ColwiseParallel(), RowwiseParallel()
     styles = {"qkv": columns, "out": rows, "up": columns, "down": rows}
     parallelize_module(model, mesh["tp"], {f"layers.*.{name}": style for name, style in styles.items()})

@@ -42,9 +42,7 @@ def mask_of(lengths: list[int]) -> tritoncp.Mask:
     return tritoncp.create_block_mask(visible, len(lengths), None, SIZE, SIZE, BLOCK_SIZE=16)
 
 
-def loss_of(
-    model: nn.ModuleDict, lengths: list[int], mesh: dist.ProcessGroup | None, device: str
-) -> Tensor:
+def loss_of(model: nn.ModuleDict, lengths: list[int], mesh: dist.ProcessGroup | None, device: str) -> Tensor:
     """This rank's part of the mean loss of all labels; the parts of all ranks add up to it."""
     tokens, labels = padded_batch(lengths)
     count = (labels != IGNORED).sum()  # of the whole batch, not of a shard

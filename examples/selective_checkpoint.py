@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/selective_checkpoint.py
 
-Attention that is computed again sends its keys again. `checkpoint_policy` saves its out and lse, so that it runs
-once; it also saves a list of other ops. `SAVE_OPS` is the list for a policy of your own.
+Attention that is computed again sends its keys again. `checkpoint_policy` saves its out and lse, so that it
+runs once; it also saves a list of other ops. `SAVE_OPS` is the list for a policy of your own.
 """
 
 from collections.abc import Callable

@@ -15,7 +15,6 @@ import torch._dynamo  # AdamW imports it: once here, not in each forked rank
 from einops import rearrange
 from torch import Tensor
 
-import tritoncp
 from tests.multiprocess import ranks
 from tritoncp.core.process_environment import use_loopback_interface
 
@@ -43,7 +42,8 @@ def check_close(actual: list[Tensor], expected: list[Tensor], limit: float = 3e-
 
 
 @pytest.mark.parametrize(
-    "name", ["train_loop", "packed_documents", "hybrid_window_full", "custom_balancer", "varlen_thd", "fsdp2_cp_tp"]
+    "name",
+    ["train_loop", "packed_documents", "hybrid_window_full", "custom_balancer", "varlen_thd", "fsdp2_cp_tp"],
 )
 def test_an_example_has_the_losses_and_gradients_of_one_process(name: str) -> None:
     train = load(name).train
@@ -137,7 +137,13 @@ def test_torchrun_starts_an_example_as_its_docstring_says(example: Path, tmp_pat
     count = RANKS.get(example.stem, 2)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     done = subprocess.run(
-        [*launch, str(example)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
+        [*launch, str(example)],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("rank ")]

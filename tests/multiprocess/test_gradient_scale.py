@@ -1,11 +1,12 @@
-"""The table of docs/loss_and_gradients.md: each way to reduce gradients, with its factor of the loss, gives the
-gradients of one process."""
+"""The table of docs/loss_and_gradients.md: each way to reduce gradients, with its factor of the loss, gives
+the gradients of one process."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.multiprocess import ranks
 
 SIZE, HEADS, DIM, VOCABULARY = 64, 2, 8, 32
 LABELS = (64, 9)  # labels of each text that count: a mean of means would differ
+COUNT = sum(LABELS)
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 
@@ -58,7 +60,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return text[:, :-1], labels
 
 
-def loss_of(model: Any, rows: slice, mesh: Any, count: int = sum(LABELS)) -> Tensor:
+def loss_of(model: Any, rows: slice, mesh: Any, count: float | Tensor = COUNT) -> Tensor:
     """Return this rank's share of the mean loss: its labels' losses over the count of all ranks' labels."""
     tokens, labels = (x[rows] for x in batch())
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, SIZE, SIZE, BLOCK_SIZE=16)
@@ -84,7 +86,7 @@ def on_one_rank(slopes: bool = True) -> list[Tensor]:
     return gradients_of(model)
 
 
-# -- ways to reduce gradients over 4 ranks, 2 texts (dp) x 2 shards (cp) ---------------------------------------
+# -- ways to reduce gradients over 4 ranks, 2 texts (dp) x 2 shards (cp) -----------------------------------
 
 
 def all_reduced(model: Model, mesh: DeviceMesh, rows: slice) -> None:
@@ -98,12 +100,12 @@ def ddp(model: Model, mesh: DeviceMesh, rows: slice) -> None:
     (loss_of(averaged, rows, mesh["cp"]) * 4).backward()
 
 
-def ddp_in_micro_batches(model: Model, mesh: DeviceMesh, rows: slice) -> None:
-    """Both texts on every rank, one after the other, so that dp ranks repeat each other: still a mean over 4."""
+def ddp_accumulates(model: Model, mesh: DeviceMesh, rows: slice) -> None:
+    """Each text twice, as two micro-batches: twice the labels."""
     averaged = DistributedDataParallel(model)
-    for row in range(2):
-        with averaged.no_sync() if row == 0 else contextlib.nullcontext():
-            (loss_of(averaged, slice(row, row + 1), mesh["cp"]) * 2).backward()
+    for last in (False, True):
+        with contextlib.nullcontext() if last else averaged.no_sync():
+            (loss_of(averaged, rows, mesh["cp"], 2 * COUNT) * 4).backward()
 
 
 def ddp_over_dp_alone(model: Model, mesh: DeviceMesh, rows: slice) -> None:
@@ -132,7 +134,26 @@ def fsdp2_without_mean(model: Model, mesh: DeviceMesh, rows: slice) -> None:
     loss_of(model, rows, mesh["cp"]).backward()
 
 
-WAYS = [all_reduced, ddp, ddp_in_micro_batches, ddp_over_dp_alone, fsdp2, fsdp2_with_replicas, fsdp2_without_mean]
+def trainer(model: Model, mesh: DeviceMesh, rows: slice) -> None:
+    """The arithmetic of transformers' Trainer around compute_loss; its get_cp_size() is that of the mesh."""
+    averaged = DistributedDataParallel(model)
+    count = (batch()[1][rows] != -100).sum()
+    dist.all_reduce(count)  # accelerator.gather(...).sum()
+    num_items_in_batch = count / mesh["cp"].size()
+    loss = loss_of(averaged, rows, mesh["cp"], num_items_in_batch)
+    (loss * dist.get_world_size()).backward()
+
+
+WAYS = [
+    all_reduced,
+    ddp,
+    ddp_accumulates,
+    ddp_over_dp_alone,
+    fsdp2,
+    fsdp2_with_replicas,
+    fsdp2_without_mean,
+    trainer,
+]
 
 
 def on_four_ranks(group: Any, ways: list[Callable[..., None]]) -> list[list[Tensor]]:
@@ -176,3 +197,9 @@ def test_tensor_parallel_ranks_do_not_count_in_the_factor() -> None:
     expected = on_one_rank(slopes=False)
     for gradients in ranks.run(4, with_tensor_parallelism):
         check(gradients, expected, "tp")
+
+
+def test_the_page_names_each_way_with_its_factor() -> None:
+    page = (Path(__file__).parents[2] / "docs/loss_and_gradients.md").read_text()
+    names = re.findall(r"\| `(\w+)` \|$", page, re.MULTILINE)
+    assert names == [*(way.__name__ for way in WAYS[:-1]), "with_tensor_parallelism", "trainer"]
