@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 examples/fsdp2_cp_tp.py
 
-Two ranks share the heads of a text (tp), two share its tokens (cp), and two groups of four have texts of their
-own (dp). FSDP shards parameters over cp and replicates them over dp. Its gradients are *means* over dp x cp
+Two ranks share the heads of a text (tp), two share its tokens (cp), and two groups of four have other texts
+(dp). FSDP shards parameters over cp and replicates them over dp. Its gradients are *means* over dp x cp
 ranks, hence the factor of the loss. The model is that of train_loop.py, unchanged.
 """
 

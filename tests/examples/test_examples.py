@@ -95,6 +95,16 @@ def test_a_checkpoint_keeps_and_repeats_what_its_table_says() -> None:
         assert kept["layer, attention saved"] < kept["both parts, attention saved"] < kept["no checkpoint"]
 
 
+def test_the_program_prints_its_table_once_and_the_losses_of_each_rank() -> None:
+    """As under torchrun: this also runs `launch` of train_loop.py, which starts most examples."""
+    path = ROOT / "examples/selective_checkpoint.py"
+    first, second = ranks.run_program(2, path, lambda variables, output: output.splitlines())
+    names = ["checkpoint", *load("selective_checkpoint").WAYS]
+    *table, losses = first
+    assert [line[:34].strip() for line in table] == names
+    assert second == [losses.replace("rank 0", "rank 1")]
+
+
 def test_training_resumes_on_more_ranks_with_the_losses_of_one_run(tmp_path: Path) -> None:
     train = load("resume_on_more_ranks").train
     load("padded_batches").train_step()  # imports what the forked ranks would import each
