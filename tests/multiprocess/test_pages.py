@@ -17,6 +17,9 @@ from tests.multiprocess import ranks
 from tritoncp.core.process_environment import use_loopback_interface
 
 ROOT = Path(__file__).parents[2]
+GENERATES = ("docs/recipes.md", "generate_beside_training.py")
+TRAINS = ("docs/own_loop.md", "own_loop.py")
+TRAINS_ON_HOSTS = ("docs/several_hosts.md", "train.py")
 
 
 @pytest.fixture(autouse=True)
@@ -27,14 +30,16 @@ def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def program(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The one Python block of the page that the test names, as a file."""
-    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / request.param).read_text(), re.DOTALL)
-    path = tmp_path / "program.py"
+    """The Python block of the page and with the command that the test names, as a file."""
+    page, name = request.param
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    (text,) = [block for block in blocks if block.startswith(f"# torchrun --nproc-per-node 2 {name}\n")]
+    path = tmp_path / name
     path.write_text(text)
     return path
 
 
-@pytest.mark.parametrize("program", ["docs/recipes.md"], indirect=True)
+@pytest.mark.parametrize("program", [GENERATES], indirect=True)
 def test_rank_0_generates_beside_training(program: Path) -> None:
     output, silent = ranks.run_program(2, program, lambda variables, output: output)
     assert [line.split()[1] for line in output.splitlines()] == ["0", "1", "2", "3"]
@@ -46,7 +51,7 @@ def training(variables: dict[str, Any], output: str) -> tuple[list[float], list[
     return variables["losses"], [weight.grad for weight in variables["model"].parameters()], output
 
 
-@pytest.mark.parametrize("program", ["docs/own_loop.md", "docs/several_hosts.md"], indirect=True)
+@pytest.mark.parametrize("program", [TRAINS, TRAINS_ON_HOSTS], indirect=True)
 def test_a_program_trains_on_two_ranks_as_on_one(program: Path) -> None:
     ((losses, gradients, _),) = ranks.run_program(1, program, training)
     assert len(set(losses)) == len(losses) > 1
@@ -61,13 +66,12 @@ def test_a_program_trains_on_two_ranks_as_on_one(program: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("program", ["docs/several_hosts.md"], indirect=True)
+@pytest.mark.parametrize("program", [TRAINS_ON_HOSTS], indirect=True)
 def test_two_agents_of_torchrun_meet_as_on_two_hosts(program: Path) -> None:
     """The last commands of the page, as printed but for the port, which another process may use."""
     commands = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/several_hosts.md").read_text(), re.DOTALL)[-1]
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    program.rename(program.with_name("train.py"))
     use_loopback_interface()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
