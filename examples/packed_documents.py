@@ -38,11 +38,9 @@ class Steps(Dataset):
         mask = tritoncp.create_block_mask(packed, 1, 1, SIZE, SIZE)
         plan = tritoncp.make_plan(mask, world_size=self.world_size, rank=self.rank)
         positions = tritoncp.positions(plan, documents)  # each document begins at 0
-        tokens, labels_of_rank = (
-            tritoncp.shard(text, plan, dim=1),
-            tritoncp.shard(labels, plan, dim=1, pad=-100),
-        )
-        return plan, tokens, labels_of_rank, positions, SIZE - len(lengths)
+        count = (labels != -100).sum().item()  # before the labels are cut
+        tokens, labels = tritoncp.shard(text, plan, dim=1), tritoncp.shard(labels, plan, dim=1, pad=-100)
+        return plan, tokens, labels, positions, count
 
 
 def train(mesh: dist.ProcessGroup | None = None, device: str = "cpu", steps: int = 2) -> Result:

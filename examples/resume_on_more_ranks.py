@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 def batch_of(step: int) -> Tensor:
-    """Return the text of a step, one token longer than its inputs: the same whatever the number of ranks."""
+    """Return the text of a step, one token longer than its inputs: the same for any number of ranks."""
     return torch.randint(VOCABULARY, (1, SIZE + 1), generator=torch.Generator().manual_seed(step))
 
 

@@ -1,4 +1,4 @@
-"""What activation checkpointing keeps and repeats, for whole layers and for parts of them, as a table.
+"""Memory and repeated work of activation checkpointing, for whole layers and for parts of them, as a table.
 
     torchrun --nproc-per-node 2 examples/selective_checkpoint.py
 
@@ -26,10 +26,12 @@ Function = Callable[..., Tensor]
 
 
 def repeat_all(function: Function) -> Function:
+    """Wrap a function in a checkpoint that runs all of it again."""
     return partial(checkpoint, function, use_reentrant=False)
 
 
 def save_attention(function: Function, ops: list[Any] | None = None) -> Function:
+    """Wrap a function in a checkpoint that saves attention and these ops, and runs the rest again."""
     contexts = partial(create_selective_checkpoint_contexts, tritoncp.checkpoint_policy(ops))
     return partial(checkpoint, function, use_reentrant=False, context_fn=contexts)
 
@@ -97,13 +99,13 @@ def measure(run_layer: Function, mesh: dist.ProcessGroup | None = None, device: 
     with Recorder() as recorder:
         for layer in model.layers:
             x = run_layer(layer, x, positions, attend)
-    kept = recorder.bytes_in_use()
+    memory = recorder.bytes_in_use()
     loss = loss_sum(model.head(x), labels) / SIZE
     with recorder:
         loss.backward()
     gradients = [weight.grad for weight in model.parameters()]
     add_up([loss := loss.detach(), *gradients], mesh)
-    return Figures(*recorder.runs.values(), kept, loss.item(), gradients)
+    return Figures(*recorder.runs.values(), memory, loss.item(), gradients)
 
 
 def train(mesh: dist.ProcessGroup | None = None, device: str = "cpu") -> Result:

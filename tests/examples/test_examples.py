@@ -87,12 +87,14 @@ def test_a_checkpoint_keeps_and_repeats_what_its_table_says() -> None:
         assert linear_runs["no checkpoint"] == linear_runs["layer, attention and linear saved"]
         assert linear_runs["no checkpoint"] < linear_runs["MLP part"] < linear_runs["layer"]
         rows = model.LAYERS * model.SIZE // world_size
-        kept = {name: row[2] for name, row in table.items()}
-        assert kept["layer"] == rows * 4 * model.WIDTH  # the inputs of layers
+        memory = {name: row[2] for name, row in table.items()}
+        assert memory["layer"] == rows * 4 * model.WIDTH  # the inputs of layers
         results = rows * 4 * (model.WIDTH + model.HEADS)  # out and lse
-        assert kept["layer, attention saved"] - kept["layer"] == results
-        assert kept["attention part, attention saved"] - kept["attention part"] == results
-        assert kept["layer, attention saved"] < kept["both parts, attention saved"] < kept["no checkpoint"]
+        assert memory["layer, attention saved"] - memory["layer"] == results
+        assert memory["attention part, attention saved"] - memory["attention part"] == results
+        assert (
+            memory["layer, attention saved"] < memory["both parts, attention saved"] < memory["no checkpoint"]
+        )
 
 
 def test_the_program_prints_its_table_once_and_the_losses_of_each_rank() -> None:
