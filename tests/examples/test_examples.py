@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ from tests.multiprocess import ranks
 from tritoncp.core.process_environment import use_loopback_interface
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+INTEGRATIONS = ("transformers", "torchtitan")  # first words of examples that tests/integrations runs
+EXAMPLES = [p for p in sorted((ROOT / "examples").glob("*.py")) if not p.stem.startswith(INTEGRATIONS)]
 RANKS = {"fsdp2_cp_tp": 8}  # 2 for other examples
 
 
@@ -162,7 +164,9 @@ def test_torchrun_starts_an_example_as_its_docstring_says(example: Path, tmp_pat
     assert sorted(line.split()[1].rstrip(":") for line in lines) == list(map(str, range(count))), done.stdout
 
 
-def test_an_example_is_short_and_names_its_command() -> None:
+def test_an_example_is_short_names_its_command_and_is_listed() -> None:
+    listed = re.findall(r"^\| `examples/(\w+\.py)` \|", (ROOT / "docs/own_loop.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == [example.name for example in EXAMPLES]
     for example in EXAMPLES:
         text = example.read_text()
         assert len(text.splitlines()) <= 130, example
