@@ -189,7 +189,9 @@ def dq_kernel(
 ):
     Q_TILES: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
     i_b = tl.program_id(2)
-    i_tile, i_h, _ = locate_program(order, i_b, None, Q_TILES, True)
+    program = locate_program(order, i_b, None, Q_TILES, True)
+    i_tile = program.i_tile
+    i_h = program.i_head
     i_hm = i_h + i_h0  # as masks and mods see them
     i_bm = i_b + i_b0
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0

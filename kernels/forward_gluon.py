@@ -439,7 +439,9 @@ def gluon_forward_kernel(
     )
     Q_TILES: gl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
     i_b = gl.program_id(2)
-    i_tile, i_h, _ = locate_program(order, i_b, None, Q_TILES, True)
+    program = locate_program(order, i_b, None, Q_TILES, True)
+    i_tile = program.i_tile
+    i_h = program.i_head
     row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
     walk = Walk(
         i_b,

@@ -175,7 +175,9 @@ def specialised_kernel(
     Q_TILES: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
     i_b = tl.program_id(2)
     i_bm = i_b + i_b0
-    i_tile, i_h, _ = locate_program(order, i_b, None, Q_TILES, True)
+    program = locate_program(order, i_b, None, Q_TILES, True)
+    i_tile = program.i_tile
+    i_h = program.i_head
     i_hm = i_h + i_h0
     i_hkv = i_h // GROUP
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
