@@ -9,6 +9,7 @@ dS' = P * (dP - delta), dS = dS' * dS'/dS, dQ = scale * dS K, dK = scale * dS^T 
 import triton
 import triton.language as tl
 
+from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (
     LOG2E,
     MaskRule,
@@ -153,6 +154,7 @@ def dq_kernel(
     q_slots,  # Slots
     kv_slots,  # Slots
     rows,  # Rows over Q slots
+    order,  # ProgramOrder
     interval,  # Interval
     mask_caps,
     score_caps,
@@ -185,12 +187,13 @@ def dq_kernel(
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    i_h = tl.program_id(1)
+    Q_TILES: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
     i_b = tl.program_id(2)
+    program = locate_program(order, i_b, None, Q_TILES, True)
+    i_tile = program.i_tile
+    i_h = program.i_head
     i_hm = i_h + i_h0  # as masks and mods see them
     i_bm = i_b + i_b0
-    Q_TILES: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
     RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
     # dP is issued before the softmax, which then overlaps it, if registers suffice for both.
@@ -294,6 +297,7 @@ def dkdv_kernel(
     q_slots,  # Slots
     kv_slots,  # Slots
     cols,  # Rows over KV slots: runs of Q slots
+    order,  # ProgramOrder
     interval,  # Interval
     mask_caps,
     score_caps,
@@ -327,11 +331,13 @@ def dkdv_kernel(
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    i_tile = tl.program_id(0)
-    i_part = tl.program_id(1)  # KV head * SPLIT + part of its query heads
+    KV_TILES: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
     i_b = tl.program_id(2)
     i_bm = i_b + i_b0  # as masks and mods see it
-    KV_TILES: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
+    # i_part: KV head * SPLIT + part of its query heads
+    i_tile, i_part, _ = locate_program(
+        order, i_b, None, KV_TILES, False
+    )  # KV head * SPLIT + part of its heads
     HEADS: tl.constexpr = GROUP // SPLIT
     EVEN: tl.constexpr = Q_BLOCK % BLOCK_M == 0
     RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)

@@ -28,6 +28,7 @@ from tritoncp.kernels.operands import (
     table_args,
 )
 from tritoncp.kernels.options import ROUTES, check_options, choose, option_names
+from tritoncp.kernels.program_order import launch_order, section_heads
 from tritoncp.kernels.route_check import verify_route
 from tritoncp.kernels.tile_rules import (
     FEW,
@@ -322,6 +323,8 @@ class TritonEngine:
         q, k, v = (tensors[name] for name in "qkv")
         by_keys = kind in ("dkdv", "fused")  # programs are tiles of keys, and queries are streamed
         streamed = streamed_tensors(tables, tensors, by_keys)
+        arch, kv_heads = self.arch or architecture(q.device), k.shape[1]
+        section = section_heads(kv_heads, streamed.count_bytes() // kv_heads, arch)
         if "from_acc" in tensors:  # makes descriptors of its own, and reads whole slots only
             streamed = streamed._replace(tensors={}, ends="block")
         if kind == "forward":
@@ -344,9 +347,12 @@ class TritonEngine:
             "PRECISION": self.options.get("PRECISION", "ieee"),
         }
         if by_keys:
-            grid = (count_tiles(tables, "kv", config.BLOCK_N), k.shape[1] * flags["SPLIT"], q.shape[0])
+            tiles, heads = count_tiles(tables, "kv", config.BLOCK_N), kv_heads * flags["SPLIT"]
         else:
-            grid = (tiling.count_tiles(tables) * tiling.splits, tiling.count_heads(q, k), q.shape[0])
+            tiles, heads = tiling.count_tiles(tables) * tiling.splits, tiling.count_heads(q, k)
+        programs = heads // kv_heads * section
+        args["order"] = launch_order(tables.col_order if by_keys else tables.row_order, programs)
+        grid = (tiles * programs, heads // programs, q.shape[0])
         entries = streamed.descriptors(tile) if config.USE_TMA else []
         if kind == "fused" and config.USE_TMA and not INTERPRETED and copyable(tensors["dq"]):
             entries += descriptor_entries("dq", tensors["dq"], tile)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tritoncp.kernels.launch import State
+from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (
     LOG2E,
     MaskRule,
@@ -178,6 +179,7 @@ def forward_kernel(
     q_slots,  # Slots
     kv_slots,  # Slots
     rows,  # Rows over Q slots
+    order,  # ProgramOrder
     interval,  # Interval
     mask_caps,
     score_caps,
@@ -214,16 +216,11 @@ def forward_kernel(
     SPECIALISE: tl.constexpr,  # warps, for sm_100: one loop, which masks behind a branch
 ):
     tl.static_assert(BLOCK_M >= 16 and BLOCK_N >= 16)
-    # Later rows of a causal mask are the heaviest: start with them.
-    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    if splits is not None:
-        i_split = i_tile % splits
-        i_tile = i_tile // splits
-    i_y = tl.program_id(1)
-    i_b = tl.program_id(2)
-    i_bm = i_b + i_b0  # as masks and mods see it
     ROWS: tl.constexpr = BLOCK_M // PACK  # of one head
     Q_TILES: tl.constexpr = (Q_BLOCK + ROWS - 1) // ROWS
+    i_b = tl.program_id(2)
+    i_bm = i_b + i_b0  # as masks and mods see it
+    i_tile, i_y, i_split = locate_program(order, i_b, splits, Q_TILES, True)
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
     RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
     # Without a score_mod, a positive scale folds into the exponent: exp2(s * c - m).

@@ -24,6 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritoncp.kernels.forward import Results
 from tritoncp.kernels.launch import Launch, State
+from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (
     LOG2E,
     MaskRule,
@@ -393,6 +394,7 @@ def gluon_forward_kernel(
     q_slots,
     kv_slots,
     rows,
+    order,
     interval,
     left,
     right,
@@ -435,11 +437,11 @@ def gluon_forward_kernel(
         STORE_STATE,
         STORE_MAX,
     )
-    # Later rows of a causal mask are the heaviest: start with them.
-    i_tile = gl.num_programs(0) - 1 - gl.program_id(0)
-    i_h = gl.program_id(1)
-    i_b = gl.program_id(2)
     Q_TILES: gl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
+    i_b = gl.program_id(2)
+    program = locate_program(order, i_b, None, Q_TILES, True)
+    i_tile = program.i_tile
+    i_h = program.i_head
     row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
     walk = Walk(
         i_b,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tritoncp.kernels.forward import Results, add_values, start_state, store_results
 from tritoncp.kernels.launch import Launch, Launches, State
+from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import LOG2E, dot_nt, online_softmax, to_log2
 from tritoncp.kernels.tile_rules import architecture, merges, pieces, specialises, tile_obstacles
 from tritoncp.kernels.tile_runs import RunTiles, locate_tile, row_runs, run_tiles, skip_cut
@@ -146,6 +147,7 @@ def specialised_kernel(
     q_slots,
     kv_slots,
     rows,
+    order,
     score_caps,
     left,
     right,
@@ -170,13 +172,14 @@ def specialised_kernel(
     ACC: tl.constexpr,
 ):
     tl.static_assert(KV_BLOCK % BLOCK_N == 0)
-    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    i_h = tl.program_id(1)
-    i_b = tl.program_id(2)
-    i_hm = i_h + i_h0
-    i_bm = i_b + i_b0
-    i_hkv = i_h // GROUP
     Q_TILES: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
+    i_b = tl.program_id(2)
+    i_bm = i_b + i_b0
+    program = locate_program(order, i_b, None, Q_TILES, True)
+    i_tile = program.i_tile
+    i_h = program.i_head
+    i_hm = i_h + i_h0
+    i_hkv = i_h // GROUP
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
     C: tl.constexpr = SCALE * LOG2E if FOLD else 1.0
 

@@ -88,6 +88,10 @@ class StreamedTensors(NamedTuple):
         """Whether tiles of masked blocks may hold fewer tokens than rows."""
         return bool(self.rows % tile if window else self.ends != "block" or self.block % tile)
 
+    def count_bytes(self) -> int:
+        """Count the bytes of one batch row."""
+        return sum(x[:1].numel() * x.element_size() for x in self.tensors.values())
+
     def descriptors(self, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
         """The descriptors of all tensors, in the form of Recipe.descriptors."""
         return [entry for name, x in self.tensors.items() for entry in descriptor_entries(name, x, tile)]
@@ -116,11 +120,12 @@ def descriptor_entries(name: str, x: Tensor, tile: int) -> list[tuple[str, str, 
 
 
 def count_tiles(tables: Any, side: str, tile: int, block: int | None = None) -> int:
-    """Count the tiles of ``tile`` rows in the slots of one side, where no slot is longer than ``block``."""
+    """Count the tiles of ``tile`` rows in the slots of one side, where no slot is longer than ``block``. If a
+    table orders several slots, all have the same number of tiles: a program finds its slot by division."""
     block = block or (tables.q_block if side == "q" else tables.kv_block)
     slots = tables.q_slots if side == "q" else tables.kv_slots
     dense = tables.dense_q if side == "q" else tables.dense_kv
-    if tables.window or (dense and block % tile == 0):
+    if tables.window or (dense and block % tile == 0 and slots.shape[1] == 1):
         return triton.cdiv(tables.q_rows if side == "q" else tables.kv_rows, tile)
     return slots.shape[1] * triton.cdiv(block, tile)
 

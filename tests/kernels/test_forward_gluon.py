@@ -127,7 +127,7 @@ def test_groups_take_turns() -> None:
         launch, _ = prepared(x, mask)
         pairs = [one for one in model.run(launch, seed) if one.outstanding == 2]
         for head in range(2):
-            order = [one.group for one in pairs if one.program == (0, head, 0)]
+            order = [one.group for one in pairs if one.program == (head, 0, 0)]
             assert order == [0, 1] * 7
 
 

@@ -20,6 +20,8 @@ class Tables:
     q_slots, kv_slots: int32 [Bp, n, 3] = (row in buffer, global position, tokens)
     row_ptr, row_runs: runs of KV slots for each Q slot (forward, dQ)
     col_ptr, col_runs: runs of Q slots for each KV slot (dK/dV)
+    row_order, col_order: int32 [Bm, slots], Q slots and KV slots by falling work, the order in which programs
+                       start; None with a window
     lo, hi:            int32 [Bm, Hm, S_local], the keys that a row sees inside masked blocks, or None
     mask:              "none" | "interval" | "mod": how masked blocks are decided
     window:            (left, right) if positions alone determine runs and intervals: kernels read no table;
@@ -37,6 +39,8 @@ class Tables:
     row_runs: Tensor
     col_ptr: Tensor
     col_runs: Tensor
+    row_order: Tensor | None
+    col_order: Tensor | None
     lo: Tensor | None
     hi: Tensor | None
     q_block: int
@@ -94,6 +98,8 @@ def tables_of(
         runs.runs,
         cols.ptr,
         cols.runs,
+        None if window else _falling_work(runs),
+        None if window else _falling_work(cols),
         lo,
         hi,
         mask.q_block,
@@ -133,6 +139,12 @@ def slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:
     kinds = runs.to_kinds()
     cut = (kinds == Kind.FULL) & (short_q | short_kv)
     return Runs.from_kinds(kinds.masked_fill(cut, Kind.BOUNDED)) if bool(cut.any()) else runs
+
+
+def _falling_work(runs: Runs) -> Tensor:
+    """Return the rows of each batch row by falling number of listed blocks of all heads: int32 [Bm, rows]."""
+    work = sum(runs.counts()).sum(1)
+    return work.argsort(dim=1, descending=True, stable=True).to(torch.int32)
 
 
 def _local_intervals(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.kernels import forward_gluon, scores, tile_runs, tiles
+from tritoncp.kernels import forward_gluon, program_order, scores, tile_runs, tiles
 from tritoncp.kernels.launch import Launch
 
 
@@ -365,7 +365,7 @@ def _assert(true: bool) -> None:
 def source(names: dict[str, Any]) -> dict[str, Any]:
     """The functions of the kernel and its imports as plain Python, with the names of this model."""
     space: dict[str, Any] = {"__builtins__": __builtins__}
-    modules = tiles, tile_runs, scores, forward_gluon
+    modules = tiles, tile_runs, program_order, scores, forward_gluon
     for name, value in {name: x for module in modules for name, x in vars(module).items()}.items():
         if hasattr(value, "fn"):
             code = value.fn

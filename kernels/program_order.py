@@ -1,0 +1,86 @@
+"""Program order: the tile and the heads of each program of a launch, the heaviest tiles first.
+
+A GPU starts programs in the order of their ids, as many at a time as fit.  If heads followed one another,
+the heaviest tiles of the last head would start late, and most multiprocessors would wait for them.  So heads
+vary fastest within a *section*: as many KV heads as have their streamed tensors in the L2 cache at the same
+time.  Within a section, tiles of more work start first (the longest-processing-time rule: Graham, "Bounds on
+multiprocessing timing anomalies", 1969).  A closed-form window needs no table: its later queries see more
+keys, and its earlier keys are seen by more queries.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Bytes of streamed tensors that stay in the L2 cache beside the rest: about two thirds of it. Of gfx942 the
+# 256 MiB cache behind the L2 caches of its dies.
+L2_BYTES = {"sm_80": 26 << 20, "sm_90": 32 << 20, "sm_100": 84 << 20, "gfx942": 170 << 20}
+DEFAULT_L2_BYTES = 32 << 20
+# Programs of one head that start together read the same tiles at about the same time: of 132
+# multiprocessors, 16 share each of 8 KV heads. Heads beyond the L2 cache then take about 6 % of the memory's
+# bandwidth: a forward tile of 128 rows does 128 FLOP for a byte of K and V, and 600 TFLOP/s / 128 / 16 is 0.3
+# of 4.8 TB/s.
+SHARED_HEADS = 8
+
+
+class ProgramOrder(NamedTuple):
+    """The order of a launch's programs.
+
+    slots:    int32 [B or 1, slots], the slots of the programs' side by falling work; None: by position
+    stride_b: of slots, 0 if all batch rows share one order
+    heads:    programs of a section that differ in their heads alone
+    """
+
+    slots: Any
+    stride_b: Any
+    heads: Any
+
+
+class Program(NamedTuple):
+    """The indices of a program: tile, head (as its launch counts them) and part of the tile's keys."""
+
+    i_tile: Any
+    i_head: Any
+    i_split: Any
+
+
+@triton.jit
+def locate_program(order, i_b, splits, TILES: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """The tile and head of this program.
+
+    splits: programs that share the keys of a tile, or None
+    TILES: tiles of a slot
+    LAST_FIRST: without a table, begin with the last tile
+    """
+    i_head = tl.program_id(1) * order.heads + tl.program_id(0) % order.heads
+    i_tile = tl.program_id(0) // order.heads
+    n_tiles = tl.num_programs(0) // order.heads
+    i_split = 0
+    if splits is not None:
+        i_split = i_tile % splits
+        i_tile = i_tile // splits
+        n_tiles = n_tiles // splits
+    if order.slots is not None:
+        i_slot = tl.load(order.slots + i_b * order.stride_b + i_tile // TILES)
+        i_tile = i_slot * TILES + i_tile % TILES
+    elif LAST_FIRST:
+        i_tile = n_tiles - 1 - i_tile
+    return Program(i_tile, i_head, i_split)
+
+
+def section_heads(kv_heads: int, head_bytes: int, arch: str) -> int:
+    """Count the KV heads of a section: the largest divisor of ``kv_heads`` that is at most SHARED_HEADS, or
+    whose streamed tensors, of ``head_bytes`` for each KV head, fit the L2 cache.
+
+    >>> [section_heads(heads, 16384 * (128 + 128) * 2, "sm_90") for heads in (8, 32, 7)]
+    [8, 8, 7]
+    """
+    limit = max(SHARED_HEADS, L2_BYTES.get(arch, DEFAULT_L2_BYTES) // max(1, head_bytes))
+    return next((n for n in range(min(limit, kv_heads), 1, -1) if kv_heads % n == 0), 1)
+
+
+def launch_order(slots: Tensor | None, heads: int) -> ProgramOrder:
+    """Make the kernel argument from a step's table, or None, and the programs of a section."""
+    return ProgramOrder(slots, 0 if slots is None or slots.shape[0] == 1 else slots.stride(0), heads)

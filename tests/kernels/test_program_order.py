@@ -1,0 +1,89 @@
+"""Tests of tritoncp/kernels/program_order.py: every order of the programs computes every tile once."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import tritoncp
+from tests.kernels.support.harness import cotangents, qkv, run
+from tritoncp.kernels import program_order
+from tritoncp.kernels.program_order import launch_order, locate_program
+from tritoncp.planning import step_tables
+
+
+@triton.jit
+def count_kernel(visits, order, splits, TILES: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """Count the programs of each (batch row, head, tile, part of the keys), and note when each started."""
+    i_b = tl.program_id(2)
+    i_tile, i_head, i_split = locate_program(order, i_b, splits, TILES, LAST_FIRST)
+    n_heads = tl.num_programs(1) * order.heads
+    n_tiles = tl.num_programs(0) // order.heads
+    tl.atomic_add(visits + ((i_b * n_heads + i_head) * n_tiles + i_tile * (splits or 1) + i_split), 1)
+
+
+@pytest.mark.parametrize(("section", "sections"), [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("splits", [None, 2])
+@pytest.mark.parametrize("table", ["none", "shared", "by row"])
+def test_every_tile_has_one_program(section: int, sections: int, splits: int | None, table: str) -> None:
+    batch, slots, tiles = 2, 3, 2
+    order = torch.stack([torch.randperm(slots, dtype=torch.int32) for _ in range(batch)])
+    slots_table = {"none": None, "shared": order[:1], "by row": order}[table]
+    grid = slots * tiles * (splits or 1) * section, sections, batch
+    visits = torch.zeros(batch, section * sections, slots * tiles * (splits or 1), dtype=torch.int32)
+    for last_first in (False, True):
+        count_kernel[grid](visits.zero_(), launch_order(slots_table, section), splits, tiles, last_first)
+        assert bool((visits == 1).all())
+
+
+def shuffled(runs: Any) -> Tensor:
+    return torch.stack([torch.randperm(runs.shape[2]) for _ in range(runs.shape[0])]).to(torch.int32)
+
+
+MASKS = {
+    "documents": tritoncp.and_masks(tritoncp.causal(), tritoncp.document(lengths=[37, 3, 50])),
+    "by head": lambda b, h, q, kv: (q - kv) * (h + 1) < 40,
+    "causal": tritoncp.causal(),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("few", [False, True])
+def test_results_do_not_depend_on_the_order(mask: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random orders of the slots, and sections of one head or of all, have the same bits: no program reads
+    another's results."""
+    x = qkv(90, batch=2, heads=6, kv_heads=3)
+    start = cotangents(x)
+    options: dict[str, Any] = {"PACK_GQA": few, "SPLIT_KV": 2 if few else 1}
+    results = []
+    for heads, random_order in product((1, 1 << 30), (False, True)):
+        monkeypatch.setattr(program_order, "SHARED_HEADS", heads)
+        monkeypatch.setattr(program_order, "DEFAULT_L2_BYTES", heads)
+        if random_order:
+            monkeypatch.setattr(step_tables, "_falling_work", shuffled)
+        block_mask = tritoncp.create_block_mask(MASKS[mask], 1, 6, 90, 90, BLOCK_SIZE=16)
+        results.append(run(x, block_mask, start=start, **options))
+        monkeypatch.undo()
+    for result in results[1:]:
+        for a, b in zip((*results[0][:3], *results[0].grads), (*result[:3], *result.grads), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_slots_start_by_falling_work() -> None:
+    """Of all heads of a batch row, equal ones by position; a closed-form window has no table."""
+    lengths = [16, 64, 48]
+    mask = tritoncp.create_block_mask(tritoncp.document(lengths=lengths), 1, 1, 128, 128, BLOCK_SIZE=16)
+    tables = tritoncp.make_plan(mask, world_size=1).tables()
+    assert tables.row_order is not None and tables.col_order is not None
+    for order in (tables.row_order, tables.col_order):
+        assert order.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0]]
+        assert order.dtype == torch.int32
+    window = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 128, 128, BLOCK_SIZE=16)
+    tables = tritoncp.make_plan(window, world_size=1).tables()
+    assert tables.row_order is None and tables.col_order is None
