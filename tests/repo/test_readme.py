@@ -1,4 +1,5 @@
-"""The README's Python programs run as printed, on two ranks, and give the oracle's answers."""
+"""The README: its length, its links, and its Python program. Programs of the README and of pages of `docs/` run as
+printed, on two ranks or on one process, and give the oracle's answers."""
 
 import os
 import re
@@ -16,13 +17,13 @@ from tritoncp.reference import dense
 
 ROOT = Path(__file__).parents[2]
 
-# Each program runs as printed; then these lines compare the variables that it leaves with the dense oracle.
+# Each program of a page runs as printed; then these lines compare the variables that it leaves with the dense oracle.
 CHECKS = {
-    "drop_in.py": """
+    "docs/recipes.md drop_in.py": """
 expected = reference.dense_attention(*whole.double(), mask).out
 torch.testing.assert_close(out, expected.chunk(2, 2)[rank].float(), atol=1e-5, rtol=1e-5)
 """,
-    "balanced.py": """
+    "README.md balanced.py": """
 whole = [embed, project, unembed]
 whole = [type(part)(*shape) for part, shape in zip(whole, ((256, 64), (64, 192), (64, 256)))]
 for part, trained in zip(whole, (embed, project, unembed)):
@@ -35,14 +36,20 @@ for part, trained in zip(whole, (embed, project, unembed)):
     for expected, got in zip(part.parameters(), trained.parameters()):
         torch.testing.assert_close(got.grad, expected.grad.float(), atol=1e-6, rtol=1e-3)
 """,
-    "packed.py": """
+    "docs/recipes.md packed.py": """
 documents = tritoncp.document(lengths=cu_seqlens.diff().tolist())
 mask = tritoncp.create_block_mask(tritoncp.and_masks(tritoncp.causal(), documents), 1, 1, 2048, 2048)
 expected = reference.dense_attention(*whole.double().transpose(1, 2), mask).out[0].transpose(0, 1)
 expected = expected.chunk(2)[int(os.environ["RANK"])]
 torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
 """,
+    "docs/state.md state.py": """
+torch.testing.assert_close(first, dense(lambda s, b, h, q, k: s - 0.5 * (q - k)), atol=1e-5, rtol=1e-5)
+torch.testing.assert_close(second, dense(lambda s, b, h, q, k: s - (q - k)), atol=1e-5, rtol=1e-5)
+assert "doc" in printed and "changed" in printed
+""",
 }
+PAGES = "README.md", "docs/recipes.md", "docs/state.md", "docs/torch_compile.md"
 
 
 def programs() -> dict[str, str]:
