@@ -1,4 +1,4 @@
-"""The recipe of generating beside training, run as it is printed; tests/repo/test_readme.py runs the others."""
+"""The recipe of generating beside training, run as printed; tests/repo/test_readme.py runs the others."""
 
 import os
 import re

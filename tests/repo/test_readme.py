@@ -1,5 +1,5 @@
-"""The README: its length, its links, and its Python program. Programs of the README and of pages of `docs/` run as
-printed, on two ranks or on one process, and give the oracle's answers."""
+"""The README is short, its links and picture are right, and its program runs as printed. So do the programs of
+pages of `docs/`, on two ranks or in one process, with the answers of the oracle."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from tritoncp.reference import dense
 
 ROOT = Path(__file__).parents[2]
 
-# Each program of a page runs as printed; then these lines compare the variables that it leaves with the dense oracle.
+# Programs run as printed; the lines after them compare the variables that they leave with the oracle.
 CHECKS = {
     "docs/recipes.md drop_in.py": """
 expected = reference.dense_attention(*whole.double(), mask).out
@@ -61,8 +61,9 @@ torch.testing.assert_close(second, expected(1.0), atol=1e-5, rtol=1e-5)
 assert "doc" in printed, printed
 """,
     "docs/torch_compile.md compiled.py": """
-expected = x + reference.dense_attention(*[x.double()] * 3, tritoncp.create_block_mask(documents, 1, 1, 256, 256), alibi).out.float()
-torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+mask = tritoncp.create_block_mask(documents, 1, 1, 256, 256)
+expected = x.double() + reference.dense_attention(*[x.double()] * 3, mask, alibi).out
+torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
 assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 """,
 }
@@ -71,7 +72,7 @@ MAX_LINES = 100  # of the README, without its block of measured figures
 
 
 def find_programs() -> dict[str, str]:
-    """Return the Python blocks of the pages by page and file name, which is the end of a block's first line."""
+    """Return the Python blocks of the pages by page and file name, the end of a block's first line."""
     programs = {}
     for page in PAGES:
         for text in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
@@ -135,9 +136,8 @@ def test_the_readme_is_short_and_its_pages_exist():
 
 
 def test_the_command_of_the_pages_draws_the_picture_of_the_readme(tmp_path):
-    (command,) = re.findall(
-        r"tritoncp (plan .*) --png docs/images/plan.png", (ROOT / "docs/commands.md").read_text()
-    )
+    page = (ROOT / "docs/commands.md").read_text()
+    (command,) = re.findall(r"tritoncp (plan .*) --png docs/images/plan.png", page)
     assert f"tritoncp {command} --png" in (ROOT / "README.md").read_text().replace("\n", " ")
     result = CliRunner().invoke(main, [*command.split(), "--png", str(tmp_path / "plan.png")])
     assert result.exit_code == 0, result.output
