@@ -1,5 +1,5 @@
-"""The README is short, its links and picture are right, and its program runs as printed. So do programs of pages
-of `docs/`, on two ranks or in one process, with the answers of the oracle."""
+"""The README is short, its links and picture are right, and its program runs as printed. So do programs of
+pages of `docs/`, on two ranks or in one process, with the answers of the oracle."""
 
 import os
 import re
