@@ -1,0 +1,86 @@
+"""Sphinx's settings of the documentation site: `make docs`. Pages are Markdown (MyST), the API reference comes
+from docstrings."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util import logging
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # docstrings of this checkout, whatever is installed
+
+from tritoncp import __version__  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+project = "tritoncp"
+author = "tritoncp contributors"
+copyright = author
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+source_suffix = {".md": "markdown"}
+myst_heading_anchors = 4  # anchors of headings, as GitHub makes them
+myst_enable_extensions = ["attrs_block"]
+nitpicky = False  # types of torch in signatures have no page here; links between pages are always checked
+
+html_theme = "furo"
+html_title = f"tritoncp {release}"
+html_show_sourcelink = False
+html_show_copyright = False
+
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_display_short_literal_types = True
+maximum_signature_line_length = 90
+
+linkcheck_timeout = 20
+linkcheck_anchors = False  # GitHub and arXiv make anchors by scripts
+
+# A line of a docstring that describes parameters: `query, key: [B, H, S, D], ...`.
+PARAMETERS = re.compile(r"^(\w+(?:, \w+)*): +(?=\S)")
+
+
+def mark_parameters(app: Sphinx, what: str, name: str, item: Any, options: Any, lines: list[str]) -> None:
+    """Begin a paragraph at each line of a docstring that describes parameters, their names as code."""
+    if what not in ("function", "method", "class"):
+        return
+    marked: list[str] = []
+    for line in lines:
+        match = PARAMETERS.match(line)
+        if match:
+            names = ", ".join(f"``{parameter}``" for parameter in match[1].split(", "))
+            line = f"{names}: {line[match.end() :]}"
+            marked += [""] if marked and marked[-1].strip() else []
+        marked.append(line)
+    lines[:] = marked
+
+
+def check_addresses(app: Sphinx, page: nodes.document) -> None:
+    """Warn about malformed addresses of external links; `make docs LINKCHECK=1` requests them."""
+    for link in page.findall(nodes.reference):
+        address = link.get("refuri", "")
+        if "://" in address and not is_well_formed(address):
+            logger.warning("malformed address %r", address, location=link, type="address")
+
+
+def is_well_formed(address: str) -> bool:
+    """Return whether an external address is https, with a host name and without blanks."""
+    parts = urlsplit(address)
+    host = bool(re.fullmatch(r"[\w-]+(\.[\w-]+)+", parts.hostname or ""))
+    return parts.scheme == "https" and host and not re.search(r"[\s<>]", address)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("autodoc-process-docstring", mark_parameters)
+    app.connect("doctree-read", check_addresses)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
