@@ -180,6 +180,7 @@ def dashboard(places: tuple[Path, ...], out: Path) -> None:
     The page needs nothing else: it opens from a disk, without a network.
     """
     try:
+        from tritoncp.perf.dashboard import changepoints
         from tritoncp.perf.dashboard.page import page
     except ImportError as error:
         raise _missing_package_error(error) from error
@@ -188,7 +189,12 @@ def dashboard(places: tuple[Path, ...], out: Path) -> None:
     _report_problems(history.problems)
     if not history.points:
         kind = InputError if history.problems else NothingMeasured
-        raise kind(f"no measurement in {', '.join(map(str, places))}")
+        raise kind(
+            f"no measurement in {', '.join(map(str, places))}: `tritoncp perf run` writes there; a history "
+            "elsewhere is an argument, as in `tritoncp perf dashboard FOLDER`"
+        )
+    if changepoints.ruptures is None:
+        click.echo(changepoints.MISSING, err=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(history), encoding="utf-8")
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)

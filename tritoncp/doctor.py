@@ -3,7 +3,6 @@
 Functions import torch themselves, so that the command line shows its help without it.
 """
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -17,10 +16,9 @@ import click
 
 from tritoncp._version import __version__
 from tritoncp.command_base import Command
+from tritoncp.core.versions import NEWEST_TESTED, OLDEST, installed_version, list_untested, minor_of
 from tritoncp.kernels import toolchain
 from tritoncp.kernels.toolchain import Ptxas
-
-NEEDED = {"torch": (2, 11), "triton": (3, 6)}
 
 
 @click.command(cls=Command)
@@ -43,7 +41,7 @@ def examine() -> dict[str, Any]:
     >>> sorted(facts)[:5]
     ['advice', 'cache', 'cpu', 'devices', 'distributed']
     """
-    versions = {name: version(name) for name in ("torch", "triton", "einops", "numpy", "pillow")}
+    versions = {name: installed_version(name) for name in ("torch", "triton", "einops", "numpy", "pillow")}
     versions = {"tritoncp": __version__, "python": platform.python_version(), **versions}
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     cache = look_at_cache()
@@ -51,6 +49,7 @@ def examine() -> dict[str, Any]:
     archs = list(dict.fromkeys(gpu["architecture"] for gpu in gpus))
     return {
         "versions": versions,
+        "newest_tested": NEWEST_TESTED,
         "devices": gpus,
         "ptxas": assemblers(archs),
         "interpreted": interpreted,
@@ -62,15 +61,8 @@ def examine() -> dict[str, Any]:
             k: v for k, v in sorted(os.environ.items()) if k.startswith(("TRITON", "TORCH", "NCCL"))
         },
         "problems": problems(versions, interpreted, cache),
-        "advice": [*ptxas_advice(archs), *nccl_advice(len(gpus))],
+        "advice": [*list_untested(), *ptxas_advice(archs), *nccl_advice(len(gpus))],
     }
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def devices() -> list[dict[str, Any]]:
@@ -186,7 +178,7 @@ def nccl_advice(gpus: int) -> Iterator[str]:
 
 def look_at_cache() -> dict[str, Any]:
     """Describe the folder of generated Triton source: its path, its state, and whether it can be used."""
-    if version("triton") is None:
+    if installed_version("triton") is None:
         return {"path": None, "state": "needs triton", "usable": False}
     from tritoncp.mods.source_cache import cache_dir
 
@@ -219,18 +211,18 @@ def problems(versions: dict[str, str | None], interpreted: bool, cache: dict[str
     import torch
 
     lines = []
-    for package, least in NEEDED.items():
+    for package, oldest in OLDEST.items():
         have = versions[package]
         if have is None and (package == "torch" or sys.platform == "linux"):
             lines.append(f"{package} is not installed: pip install {package}")
-        elif have is not None and as_numbers(have) < least:
-            lines.append(f"{package} {have} is too old: {'.'.join(map(str, least))} or newer is needed")
+        elif have is not None and minor_of(have) < minor_of(oldest):
+            lines.append(f"{package} {have} is too old: {oldest} or newer is needed")
     if interpreted and torch.cuda.is_available():
         lines.append("TRITON_INTERPRET=1 is set on a machine with a GPU: nothing will run on it; unset it")
     if interpreted and versions["numpy"] is None:
         lines.append("TRITON_INTERPRET=1 needs NumPy: pip install 'tritoncp[interpret]'")
-    triton, numpy = (as_numbers(versions[name] or "0") for name in ("triton", "numpy"))
-    if interpreted and NEEDED["triton"] <= triton < (3, 7) and numpy >= (2, 4):
+    triton, numpy = (minor_of(versions[name] or "0") for name in ("triton", "numpy"))
+    if interpreted and minor_of(OLDEST["triton"]) <= triton < (3, 7) and numpy >= (2, 4):
         lines.append(
             f"triton {versions['triton']} cannot be interpreted with numpy {versions['numpy']}: "
             "pip install 'numpy<2.4', or take triton 3.7"
@@ -238,15 +230,6 @@ def problems(versions: dict[str, str | None], interpreted: bool, cache: dict[str
     if cache["path"] is not None and not cache["usable"]:
         lines.append(f"cache {cache['path']}: {cache['state']}; set TRITONCP_CACHE_DIR to a folder of yours")
     return lines
-
-
-def as_numbers(version: str) -> tuple[int, ...]:
-    """Major and minor.
-
-    >>> as_numbers("2.13.0+cpu")
-    (2, 13)
-    """
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 def show(report: dict[str, Any]) -> None:
@@ -274,6 +257,10 @@ def summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     return [
         ("versions", ", ".join(f"{name} {have or '-'}" for name, have in report["versions"].items())),
+        (
+            "tested up to",
+            ", ".join(f"{name} {newest}" for name, newest in report["newest_tested"].items()),
+        ),
         ("GPUs", "\n".join(gpus) or "none"),
         (
             "ptxas",

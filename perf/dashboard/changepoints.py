@@ -14,12 +14,20 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import ruptures
 from numpy.lib.stride_tricks import sliding_window_view
 from scipy.special import stdtrit
 
 from tritoncp.perf.records.history import ATTRIBUTES, Point
 
+try:
+    import ruptures
+except ImportError:  # its releases up to 1.1.10 refuse Python 3.14
+    ruptures = None
+
+MISSING = (  # shown where it is not installed
+    "Changes of level were not searched for: the package ruptures is not installed, which has no release for "
+    "Python 3.14. Make the page with Python 3.11 to 3.13 and pip install 'tritoncp[perf]'."
+)
 WINDOW = 9  # points of the running median
 CLIP = 2.0  # standard deviations from the running median, beyond which points are clipped
 LEAST_POINTS = 5  # points of a piece
@@ -53,12 +61,12 @@ class Cause(NamedTuple):
 
 
 def find_changes(values: Sequence[float], least: float = LEAST) -> list[Change]:
-    """Find the changes of level in positive numbers, in order.
+    """Find the changes of level in positive numbers, in order; none without the package ruptures.
 
     >>> find_changes([1.0, 1.01, 0.99, 1.0, 1.01, 1.0, 1.1, 1.11, 1.1, 1.09, 1.1, 1.1])
     [Change(at=6, before=1.0, after=1.1)]
     """
-    if len(values) < 2 * LEAST_POINTS:
+    if ruptures is None or len(values) < 2 * LEAST_POINTS:
         return []
     logs = np.log(np.asarray(values, dtype=np.float64))
     noise = max(_estimate_noise(logs), least / 20)

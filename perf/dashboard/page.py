@@ -87,6 +87,7 @@ def collect_data(history: History) -> tuple[dict[str, Any], bytes]:
             for line in history.kernels()
         ],
         "problems": [str(problem) for problem in history.problems],
+        "missing": changepoints.MISSING if changepoints.ruptures is None else "",
     }
     columns = [_make_columns(points, runs, envs, families) for points in lines]
     return facts, b"".join(

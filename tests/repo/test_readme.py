@@ -1,4 +1,5 @@
-"""The README's Python programs run as printed, on two ranks, and give the oracle's answers."""
+"""The README is short, its links and picture are right, and its program runs as printed. So do programs of
+pages of `docs/`, on two ranks or in one process, with the answers of the oracle."""
 
 import os
 import re
@@ -9,20 +10,26 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
+import torch._dynamo
 import torch.distributed as dist
+from click.testing import CliRunner
+from PIL import Image, ImageChops
 
 from tests.multiprocess import ranks
+from tritoncp.cli import main
+from tritoncp.perf.dashboard.readme_figures import BEGIN, END
 from tritoncp.reference import dense
 
 ROOT = Path(__file__).parents[2]
 
-# Each program runs as printed; then these lines compare the variables that it leaves with the dense oracle.
+# Programs run as printed; the lines after them compare the variables that they leave with the oracle.
 CHECKS = {
-    "drop_in.py": """
+    "docs/recipes.md drop_in.py": """
 expected = reference.dense_attention(*whole.double(), mask).out
 torch.testing.assert_close(out, expected.chunk(2, 2)[rank].float(), atol=1e-5, rtol=1e-5)
 """,
-    "balanced.py": """
+    "README.md balanced.py": """
 whole = [embed, project, unembed]
 whole = [type(part)(*shape) for part, shape in zip(whole, ((256, 64), (64, 192), (64, 256)))]
 for part, trained in zip(whole, (embed, project, unembed)):
@@ -35,30 +42,58 @@ for part, trained in zip(whole, (embed, project, unembed)):
     for expected, got in zip(part.parameters(), trained.parameters()):
         torch.testing.assert_close(got.grad, expected.grad.float(), atol=1e-6, rtol=1e-3)
 """,
-    "packed.py": """
+    "docs/recipes.md packed.py": """
 documents = tritoncp.document(lengths=cu_seqlens.diff().tolist())
 mask = tritoncp.create_block_mask(tritoncp.and_masks(tritoncp.causal(), documents), 1, 1, 2048, 2048)
 expected = reference.dense_attention(*whole.double().transpose(1, 2), mask).out[0].transpose(0, 1)
 expected = expected.chunk(2)[int(os.environ["RANK"])]
 torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
 """,
+    "docs/state.md state.py": """
+def expected(slope):
+    rule = lambda score, b, h, q_idx, kv_idx: score - slope * (q_idx - kv_idx)
+    return reference.dense_attention(q.double(), k.double(), v.double(), before, rule).out.float()
+
+documents = torch.arange(256) // 100
+before = tritoncp.create_block_mask(tritoncp.causal() & tritoncp.document(ids=documents), 1, 1, 256, 256)
+torch.testing.assert_close(first, expected(0.5), atol=1e-5, rtol=1e-5)
+torch.testing.assert_close(second, expected(1.0), atol=1e-5, rtol=1e-5)
+assert "doc" in printed, printed
+""",
+    "docs/torch_compile.md compiled.py": """
+mask = tritoncp.create_block_mask(documents, 1, 1, 256, 256)
+expected = x.double() + reference.dense_attention(*[x.double()] * 3, mask, alibi).out
+torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
+assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+""",
 }
+PAGES = sorted({place.split()[0] for place in CHECKS})
+MAX_LINES = 100  # of the README, without its block of measured figures
 
 
-def programs() -> dict[str, str]:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return {re.search(r"(\w+\.py)$", text.splitlines()[0])[1]: text for text in blocks}
+def find_programs() -> dict[str, str]:
+    """Return the Python blocks of the pages by page and file name, the end of a block's first line."""
+    programs = {}
+    for page in PAGES:
+        for text in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+            name = re.search(r"^# .*?(\w+\.py)$", text.splitlines()[0])
+            assert name, f"{page}: the first line of a program is its command, as # python name.py"
+            programs[f"{page} {name[1]}"] = text
+    return programs
 
 
 def test_every_python_block_is_a_program_that_is_checked():
-    assert programs().keys() == CHECKS.keys()
-    code = [line for line in programs()["drop_in.py"].splitlines() if line.strip()]
+    elsewhere = {"docs/recipes.md generate_beside_training.py"}  # tests/multiprocess/test_recipes.py
+    programs = find_programs()
+    assert programs.keys() == CHECKS.keys() | elsewhere
+    assert [place for place in programs if place.startswith("README.md")] == ["README.md balanced.py"]
+    code = [line for line in programs["docs/recipes.md drop_in.py"].splitlines() if line.strip()]
     assert len(code) <= 20, "the drop-in fits a screen"
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_program_of_the_readme_runs_as_printed(name, tmp_path):
-    (tmp_path / name).write_text(programs()[name])
+@pytest.mark.parametrize("place", [place for place in CHECKS if "recipes" in place or "README" in place])
+def test_a_program_of_a_page_runs_as_printed_on_two_ranks(place, tmp_path):
+    (tmp_path / "program.py").write_text(find_programs()[place])
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
 
@@ -76,10 +111,44 @@ def test_a_program_of_the_readme_runs_as_printed(name, tmp_path):
         os.environ.update({key: str(value) for key, value in variables_of_rank.items()}, TRITON_INTERPRET="0")
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*deals blocks.*")
-            variables = runpy.run_path(str(tmp_path / name))
-        exec(CHECKS[name], variables | {"reference": dense, "os": os})
+            variables = runpy.run_path(str(tmp_path / "program.py"))
+        exec(CHECKS[place], variables | {"reference": dense, "os": os})
 
     ranks.run(2, run)
+
+
+@pytest.mark.parametrize("place", [place for place in CHECKS if "state" in place or "compile" in place])
+def test_a_program_of_a_page_runs_as_printed_in_one_process(place, tmp_path, capsys):
+    (tmp_path / "program.py").write_text(find_programs()[place])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    variables = runpy.run_path(str(tmp_path / "program.py"))
+    extra = {"printed": capsys.readouterr().out, "counters": torch._dynamo.utils.counters}
+    exec(CHECKS[place], variables | extra | {"reference": dense, "torch": torch})
+
+
+def test_the_readme_is_short_and_its_pages_exist():
+    text = (ROOT / "README.md").read_text()
+    head, rest = text.split(BEGIN)
+    assert len((head + rest.split(END)[1]).splitlines()) < MAX_LINES
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert (ROOT / link).exists(), f"README.md links {link}"
+
+
+def test_the_command_of_the_pages_draws_the_picture_of_the_readme(tmp_path):
+    page = (ROOT / "docs/commands.md").read_text()
+    (command,) = re.findall(r"tritoncp (plan .*) --png docs/images/plan.png", page)
+    assert f"tritoncp {command} --png" in (ROOT / "README.md").read_text().replace("\n", " ")
+    result = CliRunner().invoke(main, [*command.split(), "--png", str(tmp_path / "plan.png")])
+    assert result.exit_code == 0, result.output
+    drawn, kept = (Image.open(path) for path in (tmp_path / "plan.png", ROOT / "docs/images/plan.png"))
+    assert drawn.size == kept.size and (ROOT / "docs/images/plan.png").stat().st_size < 150_000
+    # Fonts differ between versions of Pillow; the coloured blocks of the mask do not.
+    area = (0.07, 0.13, 0.53, 0.86)
+    width, height = kept.size
+    box = tuple(int(part * side) for part, side in zip(area, (width, height, width, height)))
+    difference = ImageChops.difference(*(image.convert("RGB").crop(box) for image in (drawn, kept)))
+    assert difference.getbbox() is None, "the picture is of another plan: run the command of docs/commands.md"
 
 
 def test_the_readme_names_only_make_targets_that_exist():

@@ -1,6 +1,5 @@
-"""Environment of a process: package versions, interpreted kernels, torchrun's ranks, gloo's interface."""
+"""Environment of a process: interpreted kernels, torchrun's ranks, gloo's interface."""
 
-import importlib.metadata
 import os
 import socket
 
@@ -11,14 +10,6 @@ def interpret_without_gpu() -> None:
     """Have Triton interpret kernels where there is no GPU. Call it before Triton is imported."""
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-def installed_version(package: str) -> str:
-    """Return the version of an installed package; "none" where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def torchrun_world_size() -> int | None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from tritoncp._version import __version__
-from tritoncp.core.process_environment import installed_version
+from tritoncp.core.versions import installed_version
 from tritoncp.distributed import collectives, groups
 from tritoncp.distributed.groups import name_ranks
 

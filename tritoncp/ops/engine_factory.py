@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import WideGradients
 from tritoncp.core.upload import DeviceCopy, upload
+from tritoncp.core.versions import warn_untested
 from tritoncp.cpu import compiled
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.cpu.pointwise import adds_only
@@ -99,6 +100,7 @@ def engine_of(
     Executables are cached with the plan, by the spec, the structure of the score_mod, the scale, the state of
     the tile tables, the view of the plan, and the layouts of all tensors.
     """
+    warn_untested()
     call, device = Spec.decode(spec), q[0].device
     score, grads = score_of(call, q[0], captures, ints, floats, grads)
     if not uses_triton(device):

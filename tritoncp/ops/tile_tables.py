@@ -28,7 +28,7 @@ import torch
 
 from tritoncp.core.checked_json import read_json
 from tritoncp.core.paths import architecture_name, path_inside, slug, triton_version
-from tritoncp.core.process_environment import installed_version
+from tritoncp.core.versions import installed_version
 from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
 
@@ -87,7 +87,7 @@ def path_in(folder: Path, device: Device, triton: str | None = None) -> Path:
     >>> path_in(Path("x"), Device("sm_90", "NVIDIA H200"), "3.7.1").as_posix()
     'x/sm_90/nvidia-h200-triton-3.7.1.json'
     """
-    version = triton_version(triton or installed_version("triton"))
+    version = triton_version(triton or installed_version("triton") or "none")
     return folder / architecture_name(device.arch) / f"{slug(device.name)}-triton-{version}.json"
 
 
@@ -207,7 +207,7 @@ def write(
     link leads out of the folder, and the errors of :func:`locked`.
     """
     path = path_inside(folder, path_in(folder, device, triton))
-    version = triton or installed_version("triton")
+    version = triton or installed_version("triton") or "none"
     header = {"device": device.name, "arch": device.arch, "triton": version, **facts}
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     with locked(path):

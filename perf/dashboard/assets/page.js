@@ -533,6 +533,7 @@ async function start() {
     $("problems").replaceChildren(element("h3", {}, "Lines that could not be read"),
       element("ul", {}, ...about.problems.map((text) => element("li", {}, text))));
   }
+  if (about.missing) $("missing").replaceChildren(element("div", { class: "note" }, about.missing));
   $("footer").textContent = `Made ${about.made.replace("T", " ")} by tritoncp ${about.version}. Charts: Bokeh.`;
   read();
   window.addEventListener("hashchange", () => {

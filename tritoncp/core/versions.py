@@ -1,0 +1,55 @@
+"""Versions of torch and Triton: the oldest that are accepted, the newest that the test suite has run with.
+
+`pyproject.toml` has no upper bounds: users cannot lift a library's bound, it keeps fixes of torch from them, and
+installers evade it by an older tritoncp that has none. A newer version is taken, with a warning at the first
+call and a line in `tritoncp doctor`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from functools import cache
+
+from tritoncp.core.caller import warn_caller
+
+OLDEST = {"torch": "2.11", "triton": "3.6"}  # pyproject.toml has the same
+NEWEST_TESTED = {"torch": "2.13.0", "triton": "3.7.1"}  # the pins of constraints.txt
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def minor_of(version: str) -> tuple[int, ...]:
+    """Return the major and minor number of a version.
+
+    >>> minor_of("2.13.0+cpu"), minor_of("3.8.0rc1"), minor_of("4")
+    ((2, 13), (3, 8), (4,))
+    """
+    leading = re.match(r"\d+(\.\d+)?", version)
+    return tuple(map(int, leading[0].split("."))) if leading else ()
+
+
+def list_untested() -> list[str]:
+    """List the installed packages that are newer than the tests; another patch release counts as tested."""
+    return [
+        f"{package} {installed} is newer than {tested}, the newest that tritoncp was tested with"
+        for package, tested in NEWEST_TESTED.items()
+        if (installed := installed_version(package)) and minor_of(installed) > minor_of(tested)
+    ]
+
+
+@cache
+def warn_untested() -> None:
+    """Warn once in a process where torch or Triton is newer than the tests."""
+    if untested := list_untested():
+        pins = " ".join(f"{package}=={tested}" for package, tested in NEWEST_TESTED.items())
+        warn_caller(
+            f"{'; '.join(untested)}. `tritoncp check` compares results on this machine with dense attention; "
+            f"pip install {pins} installs the tested versions"
+        )
