@@ -1,5 +1,5 @@
-"""Sphinx's settings of the documentation site: `make docs`. Pages are Markdown (MyST), the API reference comes
-from docstrings."""
+"""Sphinx's settings of the documentation site: `make docs`. Pages are Markdown (MyST), the API reference
+comes from docstrings."""
 
 from __future__ import annotations
 
@@ -49,6 +49,16 @@ linkcheck_anchors = False  # GitHub and arXiv make anchors by scripts
 # A line of a docstring that describes parameters: `query, key: [B, H, S, D], ...`.
 PARAMETERS = re.compile(r"^(\w+(?:, \w+)*): +(?=\S)")
 
+# Pages of the site in the place of files at the top of the checkout, which links of pages name for readers of
+# the files.
+TOP_FILES = {"README": "index", "CHANGELOG": "changelog", "CONTRIBUTING": "contributing"}
+TOP_LINK = re.compile(r"\]\((?:\.\./)+(README|CHANGELOG|CONTRIBUTING)\.md(?:#[\w-]*)?\)")
+
+
+def link_pages(app: Sphinx, page: str, source: list[str]) -> None:
+    """Link the pages of the site in the place of the README, the changelog and CONTRIBUTING."""
+    source[0] = TOP_LINK.sub(lambda link: f"](/{TOP_FILES[link[1]]}.md)", source[0])
+
 
 def mark_parameters(app: Sphinx, what: str, name: str, item: Any, options: Any, lines: list[str]) -> None:
     """Begin a paragraph at each line of a docstring that describes parameters, their names as code."""
@@ -81,6 +91,7 @@ def is_well_formed(address: str) -> bool:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("source-read", link_pages)
     app.connect("autodoc-process-docstring", mark_parameters)
     app.connect("doctree-read", check_addresses)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

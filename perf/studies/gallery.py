@@ -1,7 +1,7 @@
 """`python -m tritoncp.perf.studies.gallery`: the pictures of docs/masks.md and docs/schedules.md.
 
-A Python block of a page that an image follows is the source of that image: it defines `mask_mod`, `score_mod`,
-`options` (arguments of flex_attention) or `plan`. The other blocks run before it, in order.
+A Python block of a page that an image follows is the source of that image: it defines `mask_mod`,
+`score_mod`, `options` (arguments of flex_attention) or `plan`. The other blocks run before it, in order.
 """
 
 from __future__ import annotations

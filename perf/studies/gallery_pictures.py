@@ -52,8 +52,8 @@ def block_kinds(mask: Mask) -> Tensor:
 
 
 def draw_score(size: tuple[int, int, int], score_mod: Mod, mask_mod: Mod | None) -> str:
-    """Draw how a score_mod changes a score of 1 at each visible pair: blue lowers it, red raises it, grey does
-    not change it. A score_mod that does not read positions is drawn as a curve."""
+    """Draw how a score_mod changes a score of 1 at each visible pair: blue lowers it, red raises it, grey
+    does not change it. A score_mod that does not read positions is drawn as a curve."""
     visible = evaluate(size, mask_mod or causal()).expand(size[0], size[1], -1, -1)
     change = evaluate(size, score_mod, torch.tensor(1.0)).detach().double() - 1
     if bool((change == change.flatten()[0]).all()):
@@ -79,8 +79,8 @@ def draw_curve(score_mod: Mod) -> str:
     middle = SIDE / 2
     lines = (
         f"<path d='M0 {middle}H{SIDE}M{middle} 0V{SIDE}' stroke='{FRAME}'/><path d='M0 {SIDE}L{SIDE} 0' "
-        f"stroke='{FRAME}' stroke-dasharray='4'/><polyline points='{at}' fill='none' stroke='{IN_MASKED_BLOCK}' "
-        "stroke-width='2'/>"
+        f"stroke='{FRAME}' stroke-dasharray='4'/><polyline points='{at}' fill='none' "
+        f"stroke='{IN_MASKED_BLOCK}' stroke-width='2'/>"
     )
     return wrap(SIDE, SIDE + 18, lines + frame(0) + text(middle, SIDE + 13, "scores from -100 to 100"))
 
@@ -98,12 +98,12 @@ def draw_sinks(size: tuple[int, int, int], sinks: Tensor) -> str:
 
 
 def draw_plan(plan: Plan) -> str:
-    """Draw the listed blocks in the colours of the ranks that compute them, the work of each rank, and how many
-    keys each rank reads of each other one."""
+    """Draw the listed blocks in the colours of the ranks that compute them, the work of each rank, and how
+    many keys each rank reads of each other one."""
     kinds = block_kinds(plan.mask)[0, 0]
     owners = plan.owners[0][:, None].expand(kinds.shape)
     listed = (kinds == Kind.FULL) | (kinds == Kind.BOUNDED) | (kinds == Kind.MASKED)
-    paint = ["#%02x%02x%02x" % colour for colour in colours(plan.world_size)]
+    paint = ["#{:02x}{:02x}{:02x}".format(*colour) for colour in colours(plan.world_size)]
     reads = plan.traffic.double()
     own = torch.eye(len(reads), dtype=torch.bool)
     reads = reads.masked_fill(own, 0)
@@ -128,8 +128,8 @@ def draw_bars(work: Sequence[float], paint: Sequence[str], left: int) -> str:
 
 
 def evaluate(size: tuple[int, int, int], mod: Mod, *score: Tensor) -> Tensor:
-    """Evaluate a mask_mod, or a score_mod on a score, for every pair: [B or 1, H or 1, S, S], one batch row or
-    head where all are equal."""
+    """Evaluate a mask_mod, or a score_mod on a score, for every pair: [B or 1, H or 1, S, S], one batch
+    row or head where all are equal."""
     batch, heads, tokens = size
     b, h = torch.arange(batch).view(-1, 1, 1, 1), torch.arange(heads).view(1, -1, 1, 1)
     q, kv = torch.arange(tokens).view(1, 1, -1, 1), torch.arange(tokens).view(1, 1, 1, -1)
@@ -195,6 +195,7 @@ def text(x: float, y: float, words: str) -> str:
 def wrap(wide: float, high: float, content: Any) -> str:
     """Return a whole SVG file."""
     return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{wide:g}' height='{high:g}' viewBox='0 0 {wide:g} {high:g}' "
-        f"font-family='sans-serif' font-size='12'><rect width='100%' height='100%' fill='#fff'/>{content}</svg>\n"
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{wide:g}' height='{high:g}' "
+        f"viewBox='0 0 {wide:g} {high:g}' font-family='sans-serif' font-size='12'>"
+        f"<rect width='100%' height='100%' fill='#fff'/>{content}</svg>\n"
     )
