@@ -3,6 +3,7 @@ comes from docstrings."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ html_title = f"tritoncp {release}"
 html_show_sourcelink = False
 html_show_copyright = False
 
+autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
@@ -46,8 +48,10 @@ maximum_signature_line_length = 90
 linkcheck_timeout = 20
 linkcheck_anchors = False  # GitHub and arXiv make anchors by scripts
 
-# A line of a docstring that describes parameters: `query, key: [B, H, S, D], ...`.
-PARAMETERS = re.compile(r"^(\w+(?:, \w+)*): +(?=\S)")
+default_role = "code"  # `name` in docstrings
+
+# Classes whose objects functions of the package make: their constructors are not for users.
+MADE_BY_FUNCTIONS = {"Mask", "Plan", "Runs", "Kind", "MaskMod", "World", "Report", "Timeline"}
 
 # Pages of the site in the place of files at the top of the checkout, which links of pages name for readers of
 # the files.
@@ -61,18 +65,37 @@ def link_pages(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def mark_parameters(app: Sphinx, what: str, name: str, item: Any, options: Any, lines: list[str]) -> None:
-    """Begin a paragraph at each line of a docstring that describes parameters, their names as code."""
-    if what not in ("function", "method", "class"):
-        return
-    marked: list[str] = []
-    for line in lines:
-        match = PARAMETERS.match(line)
-        if match:
-            names = ", ".join(f"``{parameter}``" for parameter in match[1].split(", "))
-            line = f"{names}: {line[match.end() :]}"
-            marked += [""] if marked and marked[-1].strip() else []
-        marked.append(line)
-    lines[:] = marked
+    """Begin a paragraph where a docstring describes parameters, `query, key: [B, H, S, D]; value: ...`, with
+    their names as code."""
+    parameters = parameter_names(item) if what in ("function", "method", "class") else set()
+
+    def mark(match: re.Match[str]) -> str:
+        names = match["names"].replace("`", "").split(", ")
+        if not parameters.issuperset(names):
+            return match[0]
+        return ("." if match["before"] else "") + "\n\n" + ", ".join(f"``{name}``" for name in names) + ": "
+
+    text = "\n".join(lines)
+    head, example, tail = text.partition("\n>>> ")
+    head = re.sub(r"(?P<before>^|[;.] )(?P<names>`*\w+`*(?:, `*\w+`*)*): +(?=\S)", mark, head, flags=re.M)
+    if parameters:
+        head = re.sub(r"(?<=\S)\n +(?=[\w`(])", "\n", head)  # indented lines that go on with a description
+    lines[:] = (head + example + tail).splitlines()
+
+
+def parameter_names(item: Any) -> set[str]:
+    """Return the names of the parameters of a function or class."""
+    try:
+        return set(inspect.signature(item).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def hide_constructors(
+    app: Sphinx, what: str, name: str, item: Any, options: Any, signature: str, returns: str
+) -> tuple[str, str | None] | None:
+    """Show classes that functions make without the parameters of their constructors."""
+    return ("", None) if what == "class" and name.rpartition(".")[2] in MADE_BY_FUNCTIONS else None
 
 
 def check_addresses(app: Sphinx, page: nodes.document) -> None:
@@ -93,5 +116,6 @@ def is_well_formed(address: str) -> bool:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", link_pages)
     app.connect("autodoc-process-docstring", mark_parameters)
+    app.connect("autodoc-process-signature", hide_constructors)
     app.connect("doctree-read", check_addresses)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
