@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -88,8 +89,14 @@ def probe(python: Path, cwd: Path) -> dict:
     return json.loads(sh(python, "-c", PROBE, json.dumps(modules), cwd=cwd, env=bare_environment()))
 
 
+MAX_BYTES = 900_000  # of the wheel
+
+
 def test_the_wheel_holds_every_source_and_the_licence(wheel):
     names = zipfile.ZipFile(wheel).namelist()
+    assert wheel.stat().st_size < MAX_BYTES
+    assert "tritoncp/py.typed" in names
+    assert not [name for name in names if name.endswith(".jsonl")], "the history of measurements stays out"
     assert set(SOURCES) <= set(names)
     assert any(name.startswith("tritoncp/kernels/") for name in names)
     assert "tritoncp/kernels/configs/resources.json" in names
@@ -97,13 +104,54 @@ def test_the_wheel_holds_every_source_and_the_licence(wheel):
     assert not [name for name in names if not name.startswith(("tritoncp/", "tritoncp-"))]
 
 
-def test_an_installed_wheel_works_and_shows_no_bare_kernels(wheel, tmp_path):
-    python = fresh_environment(tmp_path / "env")
+@pytest.fixture(scope="module")
+def wheel_python(wheel, tmp_path_factory) -> Path:
+    """Return the Python of a new environment in which the wheel is installed."""
+    python = fresh_environment(tmp_path_factory.mktemp("environment") / "env")
     install(python, wheel)
-    result = probe(python, tmp_path)
-    assert Path(result["file"]).is_relative_to(tmp_path)
+    return python
+
+
+def test_an_installed_wheel_works_and_shows_no_bare_kernels(wheel_python, tmp_path):
+    result, folder = probe(wheel_python, tmp_path), wheel_python.parents[1]
+    assert Path(result["file"]).is_relative_to(folder)
     assert result["bare"] == []
-    assert not [place for place in result["visible"] if Path(place).is_relative_to(tmp_path)]
+    assert not [place for place in result["visible"] if Path(place).is_relative_to(folder)]
+
+
+# Plans and attends as a user does, on the CPU engine, and compares with torch.
+USE = """
+import torch, tritoncp
+q, k, v = torch.randn(3, 1, 2, 512, 16, requires_grad=True)
+mask = tritoncp.create_block_mask(tritoncp.causal() & tritoncp.document(lengths=[100, 412]), 1, 1, 512, 512)
+world = tritoncp.simulate(2)
+plan = world.make_plan(mask)
+shards = [world.shard(x, plan, dim=2) for x in (q, k, v)]
+out = world.unshard(world.flex_attention(*shards, plan), plan, dim=2)
+document = torch.arange(512) >= 100
+visible = torch.ones(512, 512).tril().bool() & (document[:, None] == document)
+expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, visible)
+torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+out.sum().backward()
+print(tritoncp.__file__)
+"""
+
+
+def test_an_installed_wheel_is_used_as_the_readme_says(wheel_python, tmp_path):
+    """Attention and the commands, in a folder without a checkout."""
+    environment = bare_environment() | {"TRITON_INTERPRET": "0", "TRITONCP_CACHE_DIR": str(tmp_path)}
+
+    def run(*command) -> str:
+        return sh(*command, cwd=tmp_path, env=environment)
+
+    folder, command = wheel_python.parents[1], wheel_python.parent / "tritoncp"
+    assert Path(run(wheel_python, "-c", USE).strip()).is_relative_to(folder)
+    assert "doctor" in run(command, "--help")
+    assert "auto takes" in run(command, "plan", "--lengths", "10K,6K", "--world-size", "2")
+    (tmp_path / "perf/history").mkdir(parents=True)  # a user's own, where the commands look by default
+    shutil.copy(ROOT / "perf/history/2026-11-22-amd-epyc.jsonl", tmp_path / "perf/history")
+    run(command, "perf", "dashboard")
+    assert "tritoncp" in (tmp_path / "dashboard.html").read_text()
 
 
 def test_an_editable_install_works_and_shows_no_bare_kernels(source, tmp_path):

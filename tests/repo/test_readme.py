@@ -58,11 +58,11 @@ documents = torch.arange(256) // 100
 before = tritoncp.create_block_mask(tritoncp.causal() & tritoncp.document(ids=documents), 1, 1, 256, 256)
 torch.testing.assert_close(first, expected(0.5), atol=1e-5, rtol=1e-5)
 torch.testing.assert_close(second, expected(1.0), atol=1e-5, rtol=1e-5)
-assert "doc" in printed, printed
+assert "captured tensor" in printed and "old state of documents" in printed, printed
 """,
     "docs/torch_compile.md compiled.py": """
 mask = tritoncp.create_block_mask(documents, 1, 1, 256, 256)
-expected = x.double() + reference.dense_attention(*[x.double()] * 3, mask, alibi).out
+expected = reference.dense_attention(*[x.double()] * 3, mask, alibi).out
 torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
 assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 """,

@@ -1,8 +1,8 @@
 """Versions of torch and Triton: the oldest that are accepted, the newest that the test suite has run with.
 
-`pyproject.toml` has no upper bounds: users cannot lift a library's bound, it keeps fixes of torch from them, and
-installers evade it by an older tritoncp that has none. A newer version is taken, with a warning at the first
-call and a line in `tritoncp doctor`.
+`pyproject.toml` has no upper bounds: users cannot lift a library's bound, it keeps fixes of torch from them,
+and installers evade it by an older tritoncp that has none. A newer version is taken, with a warning at the
+first call and a line in `tritoncp doctor`.
 """
 
 from __future__ import annotations
