@@ -8,7 +8,7 @@ ARGS ?=
 bin := $(VENV)/bin
 py := $(bin)/python
 pip := $(py) -m pip install --disable-pip-version-check --constraint constraints.txt
-sources := tritoncp kernels perf tests examples docs
+sources := tritoncp kernels perf tests examples docs/conf.py
 
 .PHONY: help demo test verify gpu docs format lint types check clean
 .DEFAULT_GOAL := help

@@ -3,6 +3,7 @@ comes from docstrings."""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import sys
@@ -64,6 +65,18 @@ def link_pages(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = TOP_LINK.sub(lambda link: f"](/{TOP_FILES[link[1]]}.md)", source[0])
 
 
+OPTIONAL_PART = re.compile(r"<!-- where importable: (.*?) -->\n(.*?)<!-- end -->\n", re.DOTALL)
+
+
+def leave_out_parts(app: Sphinx, page: str, source: list[str]) -> None:
+    """Leave out the parts of a page about modules of packages that are not installed."""
+
+    def part(match: re.Match[str]) -> str:
+        return match[2] if all(map(importlib.util.find_spec, match[1].split(", "))) else ""
+
+    source[0] = OPTIONAL_PART.sub(part, source[0])
+
+
 def mark_parameters(app: Sphinx, what: str, name: str, item: Any, options: Any, lines: list[str]) -> None:
     """Begin a paragraph where a docstring describes parameters, `query, key: [B, H, S, D]; value: ...`, with
     their names as code."""
@@ -115,6 +128,7 @@ def is_well_formed(address: str) -> bool:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", link_pages)
+    app.connect("source-read", leave_out_parts)
     app.connect("autodoc-process-docstring", mark_parameters)
     app.connect("autodoc-process-signature", hide_constructors)
     app.connect("doctree-read", check_addresses)

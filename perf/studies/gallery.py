@@ -79,7 +79,7 @@ def draw(entry: Entry) -> str:
     if options is not None:
         return gallery_pictures.draw_sinks(entry.size, options["sinks"])
     if score_mod is None:
-        return gallery_pictures.draw_mask(entry.size, mask_mod)
+        return gallery_pictures.draw_mask(entry.size, names["mask_mod"])
     return gallery_pictures.draw_score(entry.size, score_mod, mask_mod)
 
 
