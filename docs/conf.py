@@ -92,8 +92,18 @@ def mark_parameters(app: Sphinx, what: str, name: str, item: Any, options: Any, 
     head, example, tail = text.partition("\n>>> ")
     head = re.sub(r"(?P<before>^|[;.] )(?P<names>`*\w+`*(?:, `*\w+`*)*): +(?=\S)", mark, head, flags=re.M)
     if parameters:
-        head = re.sub(r"(?<=\S)\n +(?=[\w`(])", "\n", head)  # indented lines that go on with a description
+        head = join_continuations(head)
     lines[:] = (head + example + tail).splitlines()
+
+
+def join_continuations(text: str) -> str:
+    """Remove the indentation of lines that continue a line which is not indented."""
+    lines, in_paragraph = [], False
+    for line in text.split("\n"):
+        indented, item = line.startswith(" "), line.lstrip().startswith(("-", "*", ".."))
+        lines.append(line.lstrip() if in_paragraph and indented and not item else line)
+        in_paragraph = bool(line.strip()) and (in_paragraph or not indented) and not item
+    return "\n".join(lines)
 
 
 def parameter_names(item: Any) -> set[str]:
