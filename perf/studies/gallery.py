@@ -88,6 +88,8 @@ def draw(entry: Entry) -> str:
 def main(pages: tuple[Path, ...]) -> None:
     """Draw the pictures of PAGES (docs/masks.md and docs/schedules.md) from the Python blocks above them."""
     for page in pages or PAGES:
+        if not page.is_file():
+            raise click.UsageError(f"{page} is not here: run the command in a checkout, or name pages")
         for entry in run_blocks(page):
             path = page.parent / entry.picture
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,20 +1,26 @@
 """The pages of docs/: every page is in a table of contents, links lead somewhere, Python blocks run as
 printed, pictures are those of the blocks above them, and masks of the gallery give the dense answers."""
 
+import importlib.util
 import os
 import re
 import runpy
+import shlex
 import socket
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from torch import Tensor
 
 import tritoncp
 from tests.multiprocess import ranks
+from tritoncp import cli
 from tritoncp.perf.studies import gallery
 from tritoncp.reference.dense import dense_attention
 
@@ -151,6 +157,56 @@ def test_programs_of_pages_are_found() -> None:
         programs_to_run()
     )
     assert {"five_minutes.md", "masks.md", "schedules.md"} <= set(pages_to_run())
+
+
+def shell_commands(text: str) -> list[list[str]]:
+    """List the commands in the shell blocks of a page as words, without comments and pipes."""
+    blocks = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S)).replace("\\\n", " ")
+    words = [shlex.split(line, comments=True) for line in blocks.splitlines()]
+    return [line[: line.index("|")] if "|" in line else line for line in words if line]
+
+
+def wrong_options(words: list[str]) -> list[str]:
+    """List the words of a call of tritoncp that are no command or no option of it."""
+    command: click.Command = cli.main
+    words = [word.partition("=")[0] for word in words]
+    while isinstance(command, click.Group) and words:
+        if words[0] not in command.commands:
+            return [] if words[0].startswith("-") else words[:1]
+        command = command.commands[words.pop(0)]
+    options = {name for parameter in command.params for name in parameter.opts} | {"--help", "-h"}
+    return [word for word in words if re.match(r"-+[a-z]", word) and word not in options]
+
+
+@pytest.mark.parametrize("page", ["../README.md", *PAGES])
+def test_commands_of_a_page_exist(page: str) -> None:
+    targets = set(re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
+    for words in shell_commands((DOCS / page).read_text()):
+        if words[0] == "make":
+            assert {word for word in words[1:] if re.fullmatch("[a-z]+", word)} <= targets, words
+        if "tritoncp" in words and "install" not in words:
+            assert not wrong_options(words[words.index("tritoncp") + 1 :]), words
+        for module in [after for word, after in pairwise(words) if word == "-m" and "." in after]:
+            assert importlib.util.find_spec(module) is not None, words
+
+
+def test_a_wrong_command_is_reported() -> None:
+    page = "```bash\ntritoncp plan --mask causal --seq 1M | tee out  # note\ntritoncp plans\n```\n"
+    first, second = shell_commands(page)
+    assert (wrong_options(first[1:]), wrong_options(second[1:])) == (["--seq"], ["plans"])
+
+
+def test_one_command_draws_the_pictures_of_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nB, H, S = 1, 1, 32\n```\n\n```python\ndef mask_mod(b, h, q, kv):\n    return q >= kv\n"
+    )
+    page.write_text(page.read_text() + "```\n\n![Causal](pictures/causal.svg)\n")
+    result = CliRunner().invoke(gallery.main, [str(page)])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "pictures/causal.svg").read_text().count("<path") == 3  # hidden, masked, full
+    page.write_text("```python\nx = 1\n```\n\n![Nothing](pictures/x.svg)\n")
+    assert "defines none of mask_mod" in str(CliRunner().invoke(gallery.main, [str(page)]).exception)
 
 
 @pytest.fixture(scope="module")
