@@ -227,6 +227,8 @@ def test_pictures_are_small_and_each_is_shown() -> None:
     files = [path for folder in ("masks", "schedules") for path in (DOCS / folder).iterdir()]
     assert {path.relative_to(DOCS).as_posix() for path in files} == PICTURES.keys()
     assert sum(path.stat().st_size for path in files) < 300_000
+    count = sum(page == "masks.md" for page in PICTURES.values())
+    assert f"Below are {count} of them" in (DOCS / "masks.md").read_text()
 
 
 @pytest.mark.parametrize("picture", [picture for picture, page in PICTURES.items() if page == "masks.md"])
