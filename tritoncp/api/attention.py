@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry
@@ -14,6 +14,78 @@ from tritoncp.frontend.call import attend
 from tritoncp.frontend.request import Request, sort_arguments
 
 
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    block_mask: Any = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: dict[str, Any] | None = ...,
+    *,
+    return_aux: None = ...,
+    mesh: Any = ...,
+    positions: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    batch_offset: int | None = ...,
+) -> Tensor: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    block_mask: Any = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = ...,
+    return_aux: None = ...,
+    mesh: Any = ...,
+    positions: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    batch_offset: int | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    block_mask: Any = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: dict[str, Any] | None = ...,
+    *,
+    return_aux: AuxRequest,
+    mesh: Any = ...,
+    positions: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    batch_offset: int | None = ...,
+) -> tuple[Tensor, AuxOutput]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    block_mask: Any = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: dict[str, Any] | None = ...,
+    *,
+    return_aux: AuxRequest | None = ...,
+    mesh: Any = ...,
+    positions: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    batch_offset: int | None = ...,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 @graph_entry
 def flex_attention(
     query: Tensor,
@@ -31,7 +103,7 @@ def flex_attention(
     positions: Tensor | None = None,
     sinks: Tensor | None = None,
     batch_offset: int | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Flex attention over a sequence that is sharded over ``mesh``.
 
     query: [B, Hq, S_local, D]; key: [B, Hkv, S_local, D]; value: [B, Hkv, S_local, E]: this rank's shard, in
@@ -72,4 +144,6 @@ def flex_attention(
         score, mask, mesh, scale, enable_gqa, return_lse, kernel_options, return_aux, positions, sinks,
         batch_offset,
     )  # fmt: skip
-    return request.results(attend(query, key, value, request))
+    results: Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
+    results = request.results(attend(query, key, value, request))
+    return results

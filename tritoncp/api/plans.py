@@ -48,7 +48,7 @@ def make_plan(
     schedule: str = "auto",
     world_size: int | None = None,
     rank: int | None = None,
-) -> Any:
+) -> Plan | dict[str, Plan]:
     """Assign the blocks of the global mask to ranks.
 
     block_mask: a mask, or a dict of masks of one model's layers: their work is summed, so that one placement

@@ -6,19 +6,21 @@ For tests, for debugging context parallelism on one device, and for timing one r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from tritoncp.api import plans, shards
+from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.frontend import plan_cache, validate
 from tritoncp.frontend.call import attend_ranks
 from tritoncp.frontend.request import Request, sort_arguments
+from tritoncp.masks.mask import Mask
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops.call_modes import cast_for_autocast
 from tritoncp.ops.sinks import with_sinks
@@ -27,16 +29,30 @@ from tritoncp.planning.placement import lengthen, take
 from tritoncp.planning.plan import Plan
 
 
+class RankAux(NamedTuple):
+    """torch's AuxOutput of a simulated world: of each field a list with the tensor of every rank, or None."""
+
+    lse: list[Tensor] | None
+    max_scores: list[Tensor] | None
+
+
 @dataclass(frozen=True)
 class World:
     """A world of ``world_size`` ranks in lockstep; each rank's tensor is an entry of a list."""
 
     world_size: int
 
+    @overload
+    def make_plan(self, block_mask: BlockMask | Mask, **options: Any) -> Plan: ...
+    @overload
+    def make_plan(self, block_mask: Mapping[str, BlockMask | Mask], **options: Any) -> dict[str, Plan]: ...
     @host_only
-    def make_plan(self, block_mask: Any, **options: Any) -> Plan:
+    def make_plan(self, block_mask: Any, **options: Any) -> Plan | dict[str, Plan]:
         """Make rank 0's plan, as :func:`tritoncp.make_plan` does; ``plan.for_rank(r)`` is rank r's view."""
-        return plans.make_plan(block_mask, world_size=self.world_size, rank=0, **options)
+        plan: Plan | dict[str, Plan] = plans.make_plan(
+            block_mask, world_size=self.world_size, rank=0, **options
+        )
+        return plan
 
     @host_only
     def shard(self, x: Tensor, plan: Plan, **options: Any) -> list[Tensor]:
@@ -57,13 +73,81 @@ class World:
         whole = torch.cat([lengthen(x, dim, placement.s_max) for x in xs], dim)
         return take(whole, placement.inverse, dim, batch_dim, 0)
 
+    @overload
+    def flex_attention(
+        self,
+        queries: Sequence[Tensor],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+        block_mask: Any = ...,
+        scale: float | None = ...,
+        enable_gqa: bool = ...,
+        return_lse: Literal[False] = ...,
+        kernel_options: dict[str, Any] | None = ...,
+        *,
+        return_aux: None = ...,
+        sinks: Tensor | None = ...,
+        batch_offset: int | None = ...,
+    ) -> list[Tensor]: ...
+    @overload
+    def flex_attention(
+        self,
+        queries: Sequence[Tensor],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+        block_mask: Any = ...,
+        scale: float | None = ...,
+        enable_gqa: bool = ...,
+        *,
+        return_lse: Literal[True],
+        kernel_options: dict[str, Any] | None = ...,
+        return_aux: None = ...,
+        sinks: Tensor | None = ...,
+        batch_offset: int | None = ...,
+    ) -> tuple[list[Tensor], list[Tensor]]: ...
+    @overload
+    def flex_attention(
+        self,
+        queries: Sequence[Tensor],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+        block_mask: Any = ...,
+        scale: float | None = ...,
+        enable_gqa: bool = ...,
+        return_lse: Literal[False] = ...,
+        kernel_options: dict[str, Any] | None = ...,
+        *,
+        return_aux: AuxRequest,
+        sinks: Tensor | None = ...,
+        batch_offset: int | None = ...,
+    ) -> tuple[list[Tensor], RankAux]: ...
+    @overload
+    def flex_attention(
+        self,
+        queries: Sequence[Tensor],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+        block_mask: Any = ...,
+        scale: float | None = ...,
+        enable_gqa: bool = ...,
+        return_lse: bool = ...,
+        kernel_options: dict[str, Any] | None = ...,
+        *,
+        return_aux: AuxRequest | None = ...,
+        sinks: Tensor | None = ...,
+        batch_offset: int | None = ...,
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]: ...
     @host_only
     def flex_attention(
         self,
         queries: Sequence[Tensor],
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-        score_mod: Callable[..., Tensor] | Any = None,
+        score_mod: Callable[..., Tensor] | MaskLike | None = None,
         block_mask: Any = None,
         scale: float | None = None,
         enable_gqa: bool = False,
@@ -73,11 +157,11 @@ class World:
         return_aux: AuxRequest | None = None,
         sinks: Tensor | None = None,
         batch_offset: int | None = None,
-    ) -> Any:
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]:
         """:func:`tritoncp.flex_attention` of every rank: lists of shards in, lists out.
 
         A Plan may be any rank's; a raw mask means pieces in natural order. Returns outs, or ``(outs, lses)``
-        with ``return_lse``, or ``(outs, AuxOutput)`` whose fields are lists with ``return_aux``.
+        with ``return_lse``, or ``(outs, RankAux)`` with ``return_aux``.
 
         >>> from tritoncp import causal, create_block_mask, simulate
         >>> world = simulate(2)
@@ -118,8 +202,7 @@ class World:
             pairs = [with_sinks(out, lse, sinks) for out, lse in zip(outs, lses)]
             outs, lses = ([pair[i] for pair in pairs] for i in (0, 1))
         if return_aux is not None:
-            aux: Any = AuxOutput  # its fields hold lists here
-            return outs, aux(lse=lses if return_aux.lse else None, max_scores=tops or None)
+            return outs, RankAux(lse=lses if return_aux.lse else None, max_scores=tops or None)
         return (outs, lses) if return_lse else outs
 
     def _plan_of(

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from tests.perf.synthetic_history import ENV, H100, line, noisy, tags
 from tritoncp.cli import main
+from tritoncp.perf.dashboard import changepoints
 from tritoncp.perf.dashboard.page import NONE, STEP, collect_data, page
 from tritoncp.perf.records.history import History, append, read
 
@@ -177,3 +178,15 @@ def test_charts_and_page_agree_on_names():
     html = (HERE / "page.html").read_text()
     for element in re.findall(r'\$\("([\w-]+)"\)', script):
         assert f'id="{element}"' in html, element
+
+
+def test_without_ruptures_the_page_is_made_and_says_what_is_missing(monkeypatch, tmp_path):
+    """As on Python 3.14, for which ruptures has no release."""
+    monkeypatch.setattr(changepoints, "ruptures", None)
+    for point in line("c", [1.0] * 30 + [1.1] * 30):
+        append(tmp_path / "history.jsonl", point.as_line())
+    files = [str(tmp_path / "history.jsonl"), "--out", str(tmp_path / "page.html")]
+    done = CliRunner().invoke(main, ["perf", "dashboard", *files])
+    assert done.exit_code == 0 and "Python 3.14" in done.stderr
+    summary, _ = collect_data(read(tmp_path / "history.jsonl"))
+    assert summary["missing"] == changepoints.MISSING and summary["lines"][0]["changes"] == []

@@ -1,0 +1,87 @@
+"""The types of public functions: those that mypy infers for a user's script are those of the results."""
+
+import inspect
+import os
+import subprocess
+import sys
+import types
+import typing
+from pathlib import Path
+
+import pytest
+
+import tritoncp
+from tritoncp.api.simulate import World
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("typed_script.py")
+OVERLOADED = tritoncp.flex_attention, tritoncp.varlen_attention, tritoncp.make_plan, World.flex_attention
+
+
+def has_type(value: object, expected: object) -> bool:
+    """Return whether a value is of a type, as `tuple[Tensor, Tensor]`, down to its items."""
+    if isinstance(expected, types.UnionType):
+        return any(has_type(value, part) for part in typing.get_args(expected))
+    kind, parts = typing.get_origin(expected) or expected, typing.get_args(expected)
+    if not isinstance(value, kind):
+        return False
+    if kind is tuple:
+        return len(value) == len(parts) and all(map(has_type, value, parts))
+    if kind is dict:
+        return all(has_type(item, parts[i]) for pair in value.items() for i, item in enumerate(pair))
+    return all(has_type(item, parts[0]) for item in value) if kind is list else True
+
+
+def test_the_values_of_a_script_have_the_types_that_it_asserts(monkeypatch):
+    asserted = []
+
+    def assert_type(value: object, expected: object) -> object:
+        assert has_type(value, expected), f"{type(value)} is not {expected}"
+        asserted.append(expected)
+        return value
+
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # the CPU engine
+    monkeypatch.setattr(typing, "assert_type", assert_type)
+    exec(compile(SCRIPT.read_text(), str(SCRIPT), "exec"), {"__name__": "typed_script"})
+    assert len(asserted) == SCRIPT.read_text().count("assert_type(")
+
+
+@pytest.mark.parametrize("function", OVERLOADED, ids=lambda function: function.__qualname__)
+def test_overloads_take_the_parameters_of_the_function(function):
+    """With a default wherever the function has one, except what selects the overload; their results together
+    are those of the function."""
+    parameters = inspect.signature(function).parameters
+    overloads = typing.get_overloads(function)
+    assert len(overloads) >= 2
+    for overload in overloads:
+        signature = inspect.signature(overload)
+        assert signature.parameters.keys() == parameters.keys()
+        positional = [
+            name for name, one in signature.parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD
+        ]
+        assert positional == list(parameters)[: len(positional)]
+        required = {name for name, one in signature.parameters.items() if one.default is one.empty}
+        extra = required - {name for name, one in parameters.items() if one.default is one.empty}
+        assert extra <= {"return_lse", "return_aux"}
+        assert signature.return_annotation != "Any"
+    results = {
+        part
+        for overload in overloads
+        for part in str(inspect.signature(overload).return_annotation).split(" | ")
+    }
+    assert results == set(str(inspect.signature(function).return_annotation).split(" | "))
+
+
+@pytest.mark.nightly  # mypy reads torch's sources: 15 s; `make types` checks the script too
+def test_mypy_agrees_with_the_script(tmp_path):
+    options = "--strict --follow-imports=silent --explicit-package-bases --config-file= --cache-dir cache"
+    (tmp_path / "script.py").write_text(
+        SCRIPT.read_text() + "\nwrong: int = tritoncp.flex_attention(q, k, v)  # line of an error\n"
+    )
+    command = [sys.executable, "-m", "mypy", *options.split(), "script.py"]
+    env = {**os.environ, "MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and 'expression has type "Tensor", variable has type "int"' in lines[0], (
+        done.stdout
+    )
