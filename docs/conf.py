@@ -57,12 +57,20 @@ MADE_BY_FUNCTIONS = {"Mask", "Plan", "Runs", "Kind", "MaskMod", "World", "Report
 # Pages of the site in the place of files at the top of the checkout, which links of pages name for readers of
 # the files.
 TOP_FILES = {"README": "index", "CHANGELOG": "changelog", "CONTRIBUTING": "contributing"}
-TOP_LINK = re.compile(r"\]\((?:\.\./)+(README|CHANGELOG|CONTRIBUTING)\.md(?:#[\w-]*)?\)")
+LINK_UP = re.compile(r"\]\((?P<up>(?:\.\./)+)(?P<file>[\w./-]+)\.md(?:#[\w-]*)?\)")
 
 
 def link_pages(app: Sphinx, page: str, source: list[str]) -> None:
-    """Link the pages of the site in the place of the README, the changelog and CONTRIBUTING."""
-    source[0] = TOP_LINK.sub(lambda link: f"](/{TOP_FILES[link[1]]}.md)", source[0])
+    """Link pages of the site in the place of files at the top of the checkout; other Markdown files outside
+    of docs/ become downloads."""
+
+    def link(match: re.Match[str]) -> str:
+        if match["up"].count("/") <= page.count("/"):
+            return match[0]
+        top = TOP_FILES.get(match["file"])
+        return f"](/{top}.md)" if top else f"](path:{match['up']}{match['file']}.md)"
+
+    source[0] = LINK_UP.sub(link, source[0])
 
 
 OPTIONAL_PART = re.compile(r"<!-- where importable: (.*?) -->\n(.*?)<!-- end -->\n", re.DOTALL)

@@ -79,8 +79,9 @@ def broken_links(page: Path, text: str) -> list[str]:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        found = target.is_file() or target.is_dir()
-        if not found or (anchor and anchor not in anchors(text if target == page else target.read_text())):
+        if not target.is_file() or (
+            anchor and anchor not in anchors(text if target == page else target.read_text())
+        ):
             broken.append(link)
     return broken
 
