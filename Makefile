@@ -8,9 +8,9 @@ ARGS ?=
 bin := $(VENV)/bin
 py := $(bin)/python
 pip := $(py) -m pip install --disable-pip-version-check --constraint constraints.txt
-sources := tritoncp kernels perf tests examples
+sources := tritoncp kernels perf tests examples docs/conf.py
 
-.PHONY: help demo test verify gpu format lint types check clean
+.PHONY: help demo test verify gpu docs format lint types check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -47,6 +47,13 @@ gpu: ## check, measure, test and tune on a GPU (OUT=folder JOBS=12 GPU_RUN=--dry
 	PYTHONPATH=. $$run -m tritoncp.perf.gpu_run --out "$(OUT)" --python "$$run" \
 		$(if $(JOBS),--jobs $(JOBS)) $(GPU_RUN) -- $(ARGS)
 
+# Warnings are errors: broken links between pages, pages outside of a table of contents, malformed docstrings and
+# addresses. LINKCHECK=1 also requests every external address.
+docs: $(VENV)/.docs-ready ## the documentation site, in build/docs (LINKCHECK=1)
+	$(py) -m sphinx -W --keep-going -q -b html docs build/docs
+	$(if $(LINKCHECK),$(py) -m sphinx -W --keep-going -q -b linkcheck docs build/linkcheck)
+	@echo "open build/docs/index.html"
+
 format: $(VENV)/.dev-ready ## rewrite in the house style
 	$(bin)/ruff format $(sources)
 	$(bin)/ruff check --fix --exit-zero --quiet $(sources)
@@ -74,6 +81,10 @@ $(VENV)/.torch-ready: constraints.txt | $(py)
 
 $(VENV)/.demo-ready: pyproject.toml $(VENV)/.torch-ready
 	$(pip) -qq --no-build-isolation --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.docs-ready: pyproject.toml $(VENV)/.torch-ready
+	$(pip) -qq --no-build-isolation --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.dev-ready: pyproject.toml $(VENV)/.torch-ready

@@ -158,9 +158,9 @@ def test_the_readme_names_only_make_targets_that_exist():
         assert named <= targets, f"{page} names {named - targets}"
 
 
-def test_ci_runs_lint_and_types_before_the_tests():
+def test_ci_runs_lint_types_and_docs_before_the_tests():
     commands = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("make ")]
-    assert commands == ["make lint types", "make test"]
+    assert commands == ["make lint types docs", "make test"]
     assert "run: .ci/run" in (ROOT / ".github/workflows/tests.yml").read_text()
 
 

@@ -108,6 +108,7 @@ def flex_attention(
 
     query: [B, Hq, S_local, D]; key: [B, Hkv, S_local, D]; value: [B, Hkv, S_local, E]: this rank's shard, in
     natural order for a mask, in the plan's order for a Plan. bf16, fp16, fp32, or fp64 interpreted.
+
     Called as ``(q, k, v, block_mask, mesh)`` or with torch's own arguments plus ``mesh``, which have torch's
     meaning; masks and mods see global indices. Returns out [B, Hq, S_local, E]; with ``return_lse`` or
     ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local]. Out has the query's
@@ -123,8 +124,10 @@ def flex_attention(
     batch_offset: row of the whole batch that the tensors' row 0 is, for micro-batches: mods see
     b + batch_offset, and a mask or plan of the whole batch is read from that row on. None: the mask's batch
     is the query's or 1.
+
     ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of
     captures of score_mod are bitwise equal in every run; all other results always are.
+
     Few rows (up to about a hundred) against many keys: query heads that share keys lie in one tile and
     several programs share a row's keys, in numbers that fill the device. ``kernel_options``: ``"PACK_GQA"``,
     True or False, and ``"SPLIT_KV"``, the number of programs; with ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and

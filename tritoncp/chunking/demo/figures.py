@@ -46,6 +46,7 @@ the exchange of one chunk runs under the computation of another: most of the gai
 
 ## How to use it
 
+<!-- fragment: the model and its inputs are yours -->
 ```python
 import torch
 from tritoncp.chunking import Pass, mark

@@ -1,0 +1,271 @@
+"""The pages of docs/: every page is in a table of contents, links lead somewhere, Python blocks run as
+printed, pictures are those of the blocks above them, and masks of the gallery give the dense answers."""
+
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import socket
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from torch import Tensor
+
+import tritoncp
+from tests.multiprocess import ranks
+from tritoncp import cli
+from tritoncp.perf.studies import gallery
+from tritoncp.reference.dense import dense_attention
+
+pytestmark = pytest.mark.usefixtures("cpu_engine")
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+PICTURES = {
+    block.picture: page
+    for page in ("masks.md", "schedules.md")
+    for block in gallery.read_blocks((DOCS / page).read_text())
+    if block.picture is not None
+}
+MARKED_FRAGMENT = re.compile(r"<!-- fragment: [^>]+-->\n```python\n.*?^```\n", re.M | re.S)
+PROGRAM = re.compile(r"# torchrun --nproc-per-node 2 (\w+\.py)\n")
+
+
+def read_blocks(page: str) -> list[gallery.Block]:
+    """List the Python blocks of a page that are not marked as fragments."""
+    return gallery.read_blocks(MARKED_FRAGMENT.sub("", (DOCS / page).read_text()))
+
+
+def pages_to_run() -> list[str]:
+    """List the pages with Python blocks that no other test names: other tests run those that they name."""
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    named = set(re.findall(r"\bdocs/([\w/]+\.md)\b", "".join(path.read_text() for path in tests)))
+    return [page for page in PAGES if page not in named and read_blocks(page)]
+
+
+def programs_to_run() -> list[tuple[str, str]]:
+    """List (page, file name) of the blocks that are programs for two ranks."""
+    return [
+        (page, program[1])
+        for page in pages_to_run()
+        for block in read_blocks(page)
+        if (program := PROGRAM.match(block.code))
+    ]
+
+
+def without_code(text: str) -> str:
+    """Return a page without fenced blocks and code spans."""
+    return re.sub(r"`[^`\n]+`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+
+
+def anchors(text: str) -> set[str]:
+    """List the anchors of a page's headings, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """List the relative links and images of a page that lead to no file or to no heading of it."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.is_file() or (
+            anchor and anchor not in anchors(text if target == page else target.read_text())
+        ):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_lead_somewhere(page: str) -> None:
+    assert not broken_links(DOCS / page, (DOCS / page).read_text())
+
+
+def test_a_broken_link_is_reported() -> None:
+    text = "# A b\n[x](#a-b) [y](#c) ![z](none.svg) [w](glossary.md#glossary) `[v](code)` [u](https://x.y)\n"
+    assert broken_links(DOCS / "index.md", text) == ["#c", "none.svg"]
+
+
+def test_every_page_is_in_one_table_of_contents() -> None:
+    listed = ["index.md"]
+    for page in PAGES:
+        for table in re.findall(r"^```\{toctree\}\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S):
+            entries = [line for line in table.split() if not line.startswith(":") and not line.isdigit()]
+            folder = (DOCS / page).parent
+            for entry in [word for word in entries if word not in table_options(table)]:
+                paths = sorted(folder.glob(f"{entry}.md")) or [folder / f"{entry}.md"]
+                listed += [path.relative_to(DOCS).as_posix() for path in paths]
+    assert sorted(listed) == PAGES
+
+
+def table_options(table: str) -> set[str]:
+    """Return the words of the option lines of a table of contents."""
+    return {word for line in table.splitlines() if line.startswith(":") for word in line.split()[1:]}
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    text = (DOCS / "api.md").read_text()
+    directives = set(re.findall(r"^\.\. (?:auto)?(?:function|class|data):: (?:[\w.]+\.)?(\w+)$", text, re.M))
+    assert set(tritoncp.__all__) <= directives
+    assert ".. automodule:: tritoncp.chunking\n" in text
+
+
+@pytest.mark.parametrize("page", pages_to_run())
+def test_blocks_of_a_page_run_as_printed(page: str, tmp_path: Path) -> None:
+    """Blocks that are no programs run in order, in one namespace, as in a notebook."""
+    blocks = [block.code for block in read_blocks(page) if not re.match(r"# .*\w\.py\n", block.code)]
+    (tmp_path / "page.py").write_text("\n".join(blocks))
+    runpy.run_path(str(tmp_path / "page.py"))
+
+
+@pytest.mark.parametrize(("page", "name"), programs_to_run())
+def test_a_program_of_a_page_runs_as_printed_on_two_ranks(page: str, name: str, tmp_path: Path) -> None:
+    (text,) = [block.code for block in read_blocks(page) if block.code.split("\n")[0].endswith(f" {name}")]
+    (tmp_path / name).write_text(text)
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+
+    def run(group: dist.ProcessGroup) -> None:
+        """Run the program as torchrun starts a rank, but forked, which takes a tenth of the time."""
+        rank = group.rank()
+        dist.destroy_process_group()
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost"}
+        os.environ.update({key: str(value) for key, value in (variables | {"MASTER_PORT": port}).items()})
+        names = runpy.run_path(str(tmp_path / name))
+        if name == "two_ranks.py":
+            assert names["error"] < 1e-5
+        if name == "moved.py":
+            expected = dense_attention(
+                *names["whole"].double(), names["mask"], tritoncp.alibi(names["H"])
+            ).out
+            torch.testing.assert_close(names["result"], expected.float(), atol=1e-5, rtol=1e-5)
+
+    ranks.run(2, run)
+
+
+def test_programs_of_pages_are_found() -> None:
+    assert {("five_minutes.md", "two_ranks.py"), ("moving_from_torch.md", "moved.py")} <= set(
+        programs_to_run()
+    )
+    assert {"five_minutes.md", "masks.md", "schedules.md"} <= set(pages_to_run())
+
+
+def shell_commands(text: str) -> list[list[str]]:
+    """List the commands in the shell blocks of a page as words, without comments and pipes."""
+    blocks = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S)).replace("\\\n", " ")
+    words = [shlex.split(line, comments=True) for line in blocks.splitlines()]
+    return [line[: line.index("|")] if "|" in line else line for line in words if line]
+
+
+def wrong_options(words: list[str]) -> list[str]:
+    """List the words of a call of tritoncp that are no command or no option of it."""
+    command: click.Command = cli.main
+    words = [word.partition("=")[0] for word in words]
+    while isinstance(command, click.Group) and words:
+        if words[0] not in command.commands:
+            return [] if words[0].startswith("-") else words[:1]
+        command = command.commands[words.pop(0)]
+    options = {name for parameter in command.params for name in parameter.opts} | {"--help", "-h"}
+    return [word for word in words if re.match(r"-+[a-z]", word) and word not in options]
+
+
+@pytest.mark.parametrize("page", ["../README.md", *PAGES])
+def test_commands_of_a_page_exist(page: str) -> None:
+    targets = set(re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
+    for words in shell_commands((DOCS / page).read_text()):
+        if words[0] == "make":
+            assert {word for word in words[1:] if re.fullmatch("[a-z]+", word)} <= targets, words
+        if "tritoncp" in words and "install" not in words:
+            assert not wrong_options(words[words.index("tritoncp") + 1 :]), words
+        for module in [after for word, after in pairwise(words) if word == "-m" and "." in after]:
+            assert importlib.util.find_spec(module) is not None, words
+
+
+def test_a_wrong_command_is_reported() -> None:
+    page = "```bash\ntritoncp plan --mask causal --seq 1M | tee out  # note\ntritoncp plans\n```\n"
+    first, second = shell_commands(page)
+    assert (wrong_options(first[1:]), wrong_options(second[1:])) == (["--seq"], ["plans"])
+
+
+def test_one_command_draws_the_pictures_of_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nB, H, S = 1, 1, 32\n```\n\n```python\ndef mask_mod(b, h, q, kv):\n    return q >= kv\n"
+    )
+    page.write_text(page.read_text() + "```\n\n![Causal](pictures/causal.svg)\n")
+    result = CliRunner().invoke(gallery.main, [str(page)])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "pictures/causal.svg").read_text().count("<path") == 3  # hidden, masked, full
+    page.write_text("```python\nx = 1\n```\n\n![Nothing](pictures/x.svg)\n")
+    assert "defines none of mask_mod" in str(CliRunner().invoke(gallery.main, [str(page)]).exception)
+
+
+@pytest.fixture(scope="module")
+def entries() -> dict[str, gallery.Entry]:
+    """Run the blocks of the pages with pictures."""
+    return {
+        entry.picture: entry for page in set(PICTURES.values()) for entry in gallery.run_blocks(DOCS / page)
+    }
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_a_picture_is_that_of_the_block_above_it(picture: str, entries: dict[str, gallery.Entry]) -> None:
+    drawn = gallery.draw(entries[picture])
+    assert drawn == (DOCS / picture).read_text(), "run python -m tritoncp.perf.studies.gallery"
+
+
+def test_pictures_are_small_and_each_is_shown() -> None:
+    files = [path for folder in ("masks", "schedules") for path in (DOCS / folder).iterdir()]
+    assert {path.relative_to(DOCS).as_posix() for path in files} == PICTURES.keys()
+    assert sum(path.stat().st_size for path in files) < 300_000
+    count = sum(page == "masks.md" for page in PICTURES.values())
+    assert f"Below are {count} of them" in (DOCS / "masks.md").read_text()
+
+
+@pytest.mark.parametrize("picture", [picture for picture, page in PICTURES.items() if page == "masks.md"])
+def test_a_mask_or_mod_of_the_gallery_gives_the_dense_answer(
+    picture: str, entries: dict[str, gallery.Entry]
+) -> None:
+    entry = entries[picture]
+    batch, heads, tokens = entry.size
+    score_mod, options = entry.names.get("score_mod"), entry.names.get("options", {})
+    mask_mod = entry.names.get("mask_mod", tritoncp.causal())
+    mask = tritoncp.create_block_mask(mask_mod, batch, heads, tokens, tokens, BLOCK_SIZE=16)
+    visible = gallery_visible(entry, mask_mod)
+    inputs = [
+        torch.randn(batch, heads, tokens, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    ]
+    expected = dense_attention(*inputs, visible, score_mod)
+    if options:  # a sink is one more logit, without a value
+        sinks = options["sinks"][:, None]
+        out = expected.out * torch.sigmoid(expected.lse - sinks)[..., None]
+    else:
+        out = expected.out
+    cotangent = torch.randn_like(out)
+    wants = torch.autograd.grad(out, inputs, cotangent)
+
+    alone = tritoncp.flex_attention(*(x.detach() for x in inputs), score_mod, mask, **options)
+    torch.testing.assert_close(alone, out, atol=1e-6, rtol=1e-6)
+    world = tritoncp.simulate(2)
+    plan = world.make_plan(mask)
+    shards = [world.shard(x, plan, dim=2) for x in inputs]
+    two = world.unshard(world.flex_attention(*shards, score_mod, plan, **options), plan, dim=2)
+    torch.testing.assert_close(two, out, atol=1e-6, rtol=1e-6)
+    for got, want in zip(torch.autograd.grad(two, inputs, cotangent), wants, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+
+
+def gallery_visible(entry: gallery.Entry, mask_mod: Any) -> Tensor:
+    """Evaluate a mask_mod at every pair: bool [B, H, S, S]."""
+    indices = torch.meshgrid(*(torch.arange(n) for n in (*entry.size, entry.size[2])), indexing="ij")
+    return mask_mod(*indices).expand(indices[0].shape)
