@@ -1,9 +1,10 @@
-"""Spare Triton's interpreter work that does not change a result: three fifths of the time of small kernels.
+"""Spare Triton's interpreter work that changes no result: two thirds of the time of small kernels.
 
 - It puts its own functions in place of those of ``triton.language`` when a launch begins, and again for each
   call of one jit function by another. Here they are listed once, and set once a launch.
 - For every sum and product of integers it computes an overflow check, which counts only in debug mode.
-- It makes a table of types for each constant, and a dictionary of keywords for each call.
+- It makes a table of types for each constant, a dictionary of keywords for each call, and types and shapes anew
+  for each tensor.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from triton.runtime import interpreter
 numpy_dtype: Callable[[tl.dtype], Any] = interpreter._get_np_dtype
 replace_language: Callable[..., Any] = interpreter._patch_lang
 numpy_dtypes = cache(numpy_dtype)
+initialise: Callable[..., None] = tl.tensor.__init__
+unwrap: Callable[[Any], Any] = tl.core._unwrap_if_constexpr
 Change = tuple[object, str, object]
 
 
@@ -31,6 +34,46 @@ def install() -> None:
     interpreter._get_np_dtype = get_numpy_dtype
     interpreter._patch_attr = replace_builtin
     interpreter._patch_lang = replace_once
+    interpreter.InterpreterBuilder.get_block_ty = get_block_type
+    tl.block_type.with_element_ty = get_block_type_of
+    tl.tensor.__init__ = initialise_tensor
+    tl.core._unwrap_if_constexpr = unwrap_once
+
+
+PLAIN = {int, bool, float, str, type(None), tl.dtype, tl.block_type, tl.pointer_type, tl.tensor}
+
+
+def unwrap_once(value: Any) -> Any:
+    """The value of a constant; most are neither constants nor lists."""
+    return value if type(value) in PLAIN else unwrap(value)
+
+
+BLOCK_TYPES: dict[tuple[str, tuple[int, ...]], tl.block_type] = {}  # by the names of scalars and shapes
+
+
+def get_block_type(self: object, dtype: tl.dtype, shape: Any) -> tl.block_type:
+    """One type for all blocks of a scalar and a shape."""
+    key = dtype.name, tuple(shape)
+    if key not in BLOCK_TYPES:
+        BLOCK_TYPES[key] = tl.block_type(dtype, shape)
+    return BLOCK_TYPES[key]
+
+
+def get_block_type_of(self: tl.block_type, scalar: tl.dtype) -> tl.block_type:
+    return get_block_type(self, scalar, self.shape)
+
+
+SHAPES: dict[tuple[int, ...], tuple[Any, Any]] = {}  # (shape, numel) of tensors, by the shape of their type
+
+
+def initialise_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+    key = tuple(type.shape) if type.is_block() else ()
+    if key in SHAPES:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = SHAPES[key]
+    else:
+        initialise(self, handle, type)
+        SHAPES[key] = self.shape, self.numel
 
 
 def get_numpy_dtype(dtype: tl.dtype) -> Any:
@@ -42,9 +85,11 @@ def get_numpy_dtype(dtype: tl.dtype) -> Any:
 def replace_builtin(owner: object, name: str, member: Callable[..., Any], builder: object, scope: Any) -> None:
     """Give a function of the language the interpreter's semantic."""
 
+    function = getattr(member, "__wrapped__", member)  # without the check that there is a semantic
+
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = interpreter.interpreter_semantic
-        return member(*args, **kwargs)
+        return function(*args, **kwargs)
 
     scope.set_attr(owner, name, call)
 
