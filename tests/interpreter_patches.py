@@ -3,7 +3,7 @@
 - It puts its own functions in place of those of ``triton.language`` when a launch begins, and again for each
   call of one jit function by another. Here they are listed once, and set once a launch.
 - For every sum and product of integers it computes an overflow check, which counts only in debug mode.
-- It makes a table of types for each constant, a dictionary of keywords for each call, and types and shapes anew
+- It makes a table of types for each constant, a dictionary of keywords for each call, and types and shapes
   for each tensor.
 """
 
@@ -17,11 +17,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from triton import language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 numpy_dtype: Callable[[tl.dtype], Any] = interpreter._get_np_dtype
 replace_language: Callable[..., Any] = interpreter._patch_lang
 numpy_dtypes = cache(numpy_dtype)
+broadcast: Callable[..., tuple[Any, Any]] = TritonSemantic.broadcast_impl_value
 initialise: Callable[..., None] = tl.tensor.__init__
 unwrap: Callable[[Any], Any] = tl.core._unwrap_if_constexpr
 Change = tuple[object, str, object]
@@ -37,6 +39,7 @@ def install() -> None:
     interpreter.InterpreterBuilder.get_block_ty = get_block_type
     tl.block_type.with_element_ty = get_block_type_of
     tl.tensor.__init__ = initialise_tensor
+    TritonSemantic.broadcast_impl_value = broadcast_unequal
     tl.core._unwrap_if_constexpr = unwrap_once
 
 
@@ -77,12 +80,22 @@ def initialise_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
 
 
 def get_numpy_dtype(dtype: tl.dtype) -> Any:
-    """The interpreter's numpy type, looked up by the scalar type: types of pointers and blocks have no hash."""
+    """The interpreter's numpy type, looked up by the scalar type: pointer and block types have no hash."""
     scalar = dtype.scalar
     return numpy_dtype(scalar) if scalar.is_ptr() else numpy_dtypes(scalar)
 
 
-def replace_builtin(owner: object, name: str, member: Callable[..., Any], builder: object, scope: Any) -> None:
+def broadcast_unequal(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """Two tensors of one shape; most have it."""
+    one, other = lhs.type, rhs.type
+    if one.is_block() and other.is_block() and one.shape.values == other.shape.values:
+        return lhs, rhs
+    return broadcast(self, lhs, rhs)
+
+
+def replace_builtin(
+    owner: object, name: str, member: Callable[..., Any], builder: object, scope: Any
+) -> None:
     """Give a function of the language the interpreter's semantic."""
 
     function = getattr(member, "__wrapped__", member)  # without the check that there is a semantic
@@ -129,7 +142,8 @@ def languages_of(fn: Any) -> list[Any]:
     languages = LANGUAGES.get(fn)
     if languages is None:
         modules = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
-        languages = LANGUAGES[fn] = [module for module in modules if module is tl or module is tl.core] or [tl]
+        languages = [module for module in modules if module is tl or module is tl.core]
+        LANGUAGES[fn] = languages = languages or [tl]
     return languages
 
 
