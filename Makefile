@@ -20,7 +20,8 @@ demo: $(VENV)/.demo-ready ## train a small model on 4 ranks and on one, and comp
 	$(py) -m tritoncp demo $(ARGS)
 
 test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
-	OMP_NUM_THREADS=1 $(py) -m pytest $(ARGS)
+	@# Processes of the suite share the bytecode of its modules, also where that is not written by default.
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m pytest $(ARGS)
 
 # No answer may hang on the CPU: what compares bits runs again as BLAS and ATen are on others, and with two threads.
 bits := tests/kernels tests/ops $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \

@@ -1,5 +1,6 @@
 """Settings of every test: one thread, fixed seeds, interpreted kernels off the GPU, poisoned buffers."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -35,6 +36,13 @@ if importlib.util.find_spec("hypothesis"):
 
 HAS_BROWSER = bool(shutil.which("chromium") and importlib.util.find_spec("playwright"))
 collect_ignore = [*([] if HAS_GPU else ["gpu"]), *([] if HAS_BROWSER else ["perf/dashboard/test_browser.py"])]
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector, and ranks that are forked, the objects that all tests share: collections
+    neither search them nor write to their memory, which a forked process would copy."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

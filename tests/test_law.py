@@ -15,7 +15,6 @@ from tests.zoo import Score, agree, differentiate, oracle, simulated
 from tritoncp import and_masks, causal, create_block_mask, document, make_plan, simulate, sliding_window
 from tritoncp.distributed.schedules import SCHEDULES
 from tritoncp.masks import Mask
-from tritoncp.ops import engine_factory
 
 CLOSE = {"atol": 1e-8, "rtol": 1e-8, "grad_atol": 1e-8}
 BALANCERS = (None, "contiguous", "head_tail", "ptrr", "per_document", "locality")
@@ -71,24 +70,42 @@ def tensors(layer: Layer) -> list[torch.Tensor]:
     return [torch.randn(layer.batch, *s, generator=g, dtype=torch.float64).requires_grad_() for s in shapes]
 
 
+SHARED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+ANY_CASE = given(layers(), st.sampled_from([1, 2, 3, 4, 5, 8]), st.sampled_from(BALANCERS))
+pytestmark = pytest.mark.usefixtures("cpu_engine")
+
+
 @pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(layers(), st.sampled_from([1, 2, 3, 4, 5, 8]), st.sampled_from(BALANCERS))
+@settings(SHARED, max_examples=20)
+@ANY_CASE
 def test_any_schedule_is_the_oracle(
-    monkeypatch: Any, schedule: str, layer: Layer, world_size: int, balancer: str | None
+    schedule: str, layer: Layer, world_size: int, balancer: str | None
 ) -> None:
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    check(schedule, layer, world_size, balancer)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(SHARED, max_examples=300)
+@ANY_CASE
+def test_any_schedule_is_the_oracle_in_many_cases(
+    schedule: str, layer: Layer, world_size: int, balancer: str | None
+) -> None:
+    check(schedule, layer, world_size, balancer)
+
+
+def check(schedule: str, layer: Layer, world_size: int, balancer: str | None) -> None:
     qkv = tensors(layer)
     plan = make_plan(layer.mask, world_size=world_size, rank=0, balancer=balancer, schedule=schedule)
     agree(simulated(qkv, plan, layer.score), oracle(qkv, layer.mask, layer.score), **CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore:in natural order")
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(SHARED, max_examples=25)
 @given(layers(), st.data())
-def test_pieces_of_any_length_in_order_are_the_oracle(monkeypatch: Any, layer: Layer, data: Any) -> None:
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+def test_pieces_of_any_length_in_order_are_the_oracle(layer: Layer, data: Any) -> None:
     qkv = tensors(layer)
     world_size = data.draw(st.sampled_from([1, 2, 3, 5]))
 

@@ -99,15 +99,16 @@ def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
     Greedy: the next row is the one with the most pairs not seen yet.
     """
     product = list(itertools.product(*(range(len(values)) for values in factors.values())))
-
-    def of(row: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
-        return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
-
-    missing = set().union(*map(of, product))
+    bits: dict[tuple[int, int, int, int], int] = {}  # a bit for each pair
+    sets = []
+    for row in product:
+        places = itertools.combinations(enumerate(row), 2)
+        sets.append(sum(bits.setdefault((*one, *other), 1 << len(bits)) for one, other in places))
+    missing = (1 << len(bits)) - 1
     while missing:
-        best = max(product, key=lambda row: len(of(row) & missing))
-        missing -= of(best)
-        yield tuple(values[i] for values, i in zip(factors.values(), best))
+        best = max(range(len(product)), key=lambda at: (sets[at] & missing).bit_count())
+        missing &= ~sets[best]
+        yield tuple(values[i] for values, i in zip(factors.values(), product[best]))
 
 
 class Answer(NamedTuple):

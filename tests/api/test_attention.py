@@ -119,9 +119,8 @@ SAME_MASK = {
 }
 
 
-@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 @pytest.mark.parametrize("name", SAME_MASK)
-def test_a_mask_may_stand_in_fourth_or_fifth_place(name: str, engine: str) -> None:
+def test_a_mask_may_stand_in_fourth_or_fifth_place(name: str) -> None:
     mask, x = SAME_MASK[name], tensors(kv_heads=2, batch=1)
     want = tritoncp.flex_attention(*x, MASK)
     close(want, oracle(x, MASK, start=cotangents(x)).out, "out")

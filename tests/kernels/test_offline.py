@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from tritoncp.analysis import resource_table
 from tritoncp.analysis.compile_pool import compile_all
-from tritoncp.analysis.jobs import KERNELS, step_job
+from tritoncp.analysis.jobs import KERNELS, Job, step_job
 from tritoncp.analysis.throughput_bound import MACHINES
 from tritoncp.kernels.tile_rules import Config, family
 
@@ -26,12 +27,31 @@ COPIED = {
     "sm_100": {*product((64, 128, 256), ("forward", "dq")), (64, "dkdv")},
 }
 # Compiled in every run; tests/analysis/test_resource_table.py compares the digests of the other kernels.
-AGAIN = {"sm_80": (128,), "sm_90": (64, 128, 256), "sm_100": (128,), "gfx942": (128,)}
+AGAIN = {"sm_80": (128,), "sm_90": (128,), "sm_100": (128,), "gfx942": (128,)}
+
+
+def compile_jobs(jobs: list[Job]) -> list[dict[str, Any]]:
+    """Compile in one process: the suite runs in two already."""
+    return list(resource_table.inspect_jobs(jobs, 1, 300))
+
+
+@cache
+def compile_every_run() -> dict[Job, dict[str, Any]]:
+    """Compile the jobs of every run of the suite in one process, which takes seconds to start."""
+    jobs = [
+        job for arch in resource_table.ARCHS for job in default_jobs(arch, "bfloat16", AGAIN[arch], "state")
+    ]
+    jobs += few_jobs("sm_90", 128) + scored_jobs(*LEARNS)
+    rows = {resource_table.key(row): row for row in compile_jobs(jobs)}
+    return {job: rows[resource_table.key(job.identity)] for job in jobs}
+
+
+def default_jobs(arch: str, dtype: str, dims: tuple[int, ...], *variants: str) -> list[Job]:
+    return [step_job(name, arch, dim, dtype, mask) for mask in variants for dim in dims for name in KERNELS]
 
 
 def reports(arch: str, dtype: str, dims: tuple[int, ...], *variants: str) -> list[dict[str, Any]]:
-    jobs = [step_job(name, arch, dim, dtype, mask) for mask in variants for dim in dims for name in KERNELS]
-    return list(resource_table.inspect_jobs(jobs, 1, 300))  # the suite runs in two processes already
+    return compile_jobs(default_jobs(arch, dtype, dims, *variants))
 
 
 def check(arch: str, rows: list[dict[str, Any]], *, matrix: bool = True, spill: int = 0) -> None:
@@ -53,7 +73,7 @@ def check(arch: str, rows: list[dict[str, Any]], *, matrix: bool = True, spill: 
 @pytest.mark.parametrize("arch", resource_table.ARCHS)
 def test_defaults_fit_and_are_what_the_table_says(arch: str) -> None:
     """Tables, intervals, full blocks, state in and out: every loop of every kernel."""
-    rows = reports(arch, "bfloat16", AGAIN[arch], "state")
+    rows = [compile_every_run()[job] for job in default_jobs(arch, "bfloat16", AGAIN[arch], "state")]
     assert len(rows) == len(AGAIN[arch]) * len(KERNELS)
     check(arch, rows)
     table = resource_table.read_table()
@@ -91,16 +111,15 @@ def test_torchs_bounds_are_what_its_templates_compile_to() -> None:
     }
 
 
-def few_rows(arch: str, *dims: int) -> list[dict[str, Any]]:
+def few_jobs(arch: str, *dims: int) -> list[Job]:
     jobs = [step_job(name, arch, dim, variant="few") for dim in dims for name in ("forward", "combine")]
-    jobs += [step_job("forward", arch, dim, variant=mask) for dim in dims for mask in ("decode", "short")]
-    return list(resource_table.inspect_jobs(jobs, 1, 300))
+    return jobs + [step_job("forward", arch, dim, variant=m) for dim in dims for m in ("decode", "short")]
 
 
 def test_few_rows_fit() -> None:
     """Heads packed into a tile, keys shared by programs that leave states, and the kernel that combines the
     states."""
-    rows = few_rows("sm_90", 128)
+    rows = [compile_every_run()[job] for job in few_jobs("sm_90", 128)]
     check("sm_90", rows)
     assert [bool(row["tma"]) for row in rows] == [True, False, True, True]
 
@@ -108,13 +127,16 @@ def test_few_rows_fit() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 def test_few_rows_fit_everywhere(arch: str) -> None:
-    check(arch, few_rows(arch, 64, 128, 256))
+    check(arch, compile_jobs(few_jobs(arch, 64, 128, 256)))
 
 
-def scored(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *scores: str) -> list[dict[str, Any]]:
-    """Compile kernels with named score_mods; worker processes import tests/kernels/support/scores.py."""
+LEARNS = "sm_90", (128,), ("documents",), "table_learns"
+
+
+def scored_jobs(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *scores: str) -> list[Job]:
+    """List kernels with named score_mods; worker processes import tests/kernels/support/scores.py."""
     kernels = [name for name in KERNELS if name != "delta"]
-    jobs = [
+    return [
         step_job(
             name,
             arch,
@@ -124,12 +146,11 @@ def scored(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *scores: st
         )
         for name, dim, mask, score in product(kernels, dims, masks, scores)
     ]
-    return list(resource_table.inspect_jobs(jobs, 1, 300))
 
 
 def test_what_learns_spills_nothing() -> None:
     """Learned captures, loaded and accumulated for each score, where dQ once spilled 392 bytes."""
-    check("sm_90", scored("sm_90", (128,), ("documents",), "table_learns"))
+    check("sm_90", [compile_every_run()[job] for job in scored_jobs(*LEARNS)])
 
 
 @pytest.mark.nightly
@@ -137,7 +158,7 @@ def test_what_learns_spills_nothing() -> None:
 def test_score_mods_spill_next_to_nothing(arch: str) -> None:
     """They may spill a few registers that the loops do not use."""
     scores = "alibi", "softcap", "table", "table_learns", "bias_learns", "slopes_learn"
-    rows = scored(arch, (64, 128, 256), ("causal", "documents"), *scores)
+    rows = compile_jobs(scored_jobs(arch, (64, 128, 256), ("causal", "documents"), *scores))
     # A table spills 512 and 80 bytes here: smaller tiles would cost nearly half and a third of the bound.
     spilling = {("sm_80", "dkdv", 256), ("sm_100", "dq", 256)}
     check(arch, [row for row in rows if (arch, row["kernel"], row["head_dim"]) not in spilling], spill=24)

@@ -51,18 +51,19 @@ def test_a_right_route_is_taken(mask: str, monkeypatch: pytest.MonkeyPatch) -> N
     """With states between steps, and rows that no kernel writes."""
     batch = 2 if "batch" in mask else 1
     x, block_mask = qkv(N, batch=batch, heads=batch, dtype=FINE), MASKS[mask](N)
-    launched, start = damaged(monkeypatch, lambda step: None), cotangents(x)
+    world, launched = tritoncp.simulate(2), damaged(monkeypatch, lambda step: None)
+    plan = world.make_plan(block_mask, schedule="ring")
+    options = {"return_lse": True, "kernel_options": ROUTE}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="ROUTE=.*its answer")
-        got = run(x, block_mask, start=start, **ROUTE)
-        ring = over_ranks(
-            x, tritoncp.make_plan(block_mask, world_size=2, rank=0, schedule="ring"), start=start, **ROUTE
-        )
+        results = [tritoncp.flex_attention(*x, block_mask, **options)]
+        ring = world.flex_attention(*(world.shard(t, plan, dim=2) for t in x), plan, **options)
+        results.append([world.unshard(shards, plan, dim=2) for shards in ring])
     assert launched
-    want = run(x, block_mask, start=start)
-    for result in (got, ring):
-        close(result.out, want.out, "out", 2 * torch.finfo(FINE).eps)
-        close(result.lse, want.lse, "lse")
+    want = tritoncp.flex_attention(*x, block_mask, return_lse=True)
+    for out, lse in results:
+        close(out, want[0], "out", 2 * torch.finfo(FINE).eps)
+        close(lse, want[1], "lse")
 
 
 def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

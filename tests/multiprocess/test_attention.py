@@ -120,17 +120,23 @@ def row(mask: str, score: str, heads: str, dtype: torch.dtype = F64) -> tuple[li
     return qkv, MASKS[mask](count), SCORES[score](count, F64 if dtype == F64 else torch.float32)
 
 
+ROWS = [
+    (2, "document", "relative", "GQA", "ptrr"),
+    (3, "random", "alibi", "GQA", None),
+    (4, "empty rows", "by document", "MHA", "head_tail"),
+]
+ENGINES = [  # by default, kernels run in the smallest world, the CPU engine in the other ones
+    pytest.param(engine, *row, marks=[pytest.mark.nightly] * ((engine == "kernels") != (row[0] == 2)))
+    for engine, row in itertools.product(("cpu", "kernels"), ROWS)
+]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    ("world", "mask", "score", "heads", "balancer"),
-    [
-        (2, "document", "relative", "GQA", "ptrr"),
-        (3, "random", "alibi", "GQA", None),
-        (4, "empty rows", "by document", "MHA", "head_tail"),
-    ],
+    ("engine", "world", "mask", "score", "heads", "balancer"), ENGINES, indirect=["engine"]
 )
 def test_processes_answer_as_the_oracle(
-    world: int, mask: str, score: str, heads: str, balancer: str | None, schedule: str
+    engine: str, world: int, mask: str, score: str, heads: str, balancer: str | None, schedule: str
 ) -> None:
     want = oracle(*row(mask, score, heads))
     for answer in ranks.run(world, row_of_a_rank, mask, score, heads, balancer, schedule, timeout=300):

@@ -198,7 +198,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize(("dies_at", "code"), [(0, 0), (2, 1)])
+@pytest.mark.parametrize(("dies_at", "code"), [pytest.param(0, 0, marks=pytest.mark.nightly), (2, 1)])
 def test_under_torchrun_a_dead_rank_ends_the_check(dies_at: int, code: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -105,9 +105,9 @@ def summary_of(folder: Path) -> dict:
     ("fail", "wrong"),
     [
         ("-", []),
-        ("*check*", ["check"]),
+        pytest.param("*check*", ["check"], marks=pytest.mark.nightly),
         ("*perf.run*", ["routes", "tiles", "flex"]),
-        ("*test_gluon*", ["tests"]),
+        pytest.param("*test_gluon*", ["tests"], marks=pytest.mark.nightly),
         ("*", NAMES),
     ],
 )

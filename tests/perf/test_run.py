@@ -40,6 +40,7 @@ def figure(ms: float) -> timing.Figure:
     return timing.Figure(ms, ms, ms, 0.1, (ms,) * 9)
 
 
+@pytest.mark.usefixtures("cpu_engine")
 def test_a_run_writes_a_line_for_each_case_with_all_that_explains_it(tmp_path):
     result = CliRunner().invoke(main, [*QUICK, "--tier", "smoke", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
@@ -59,6 +60,7 @@ def test_a_run_writes_a_line_for_each_case_with_all_that_explains_it(tmp_path):
     assert "tritoncp ms" in result.output and "÷ flash" in result.output
 
 
+@pytest.mark.usefixtures("cpu_engine")
 def test_a_second_run_is_appended_and_json_equals_the_file(tmp_path):
     arguments = [*QUICK, "--tier", "smoke", "--only", "*-fwd", "--json", "--out", str(tmp_path)]
     first, second = (CliRunner().invoke(main, arguments) for _ in range(2))
@@ -74,6 +76,7 @@ def test_nothing_is_started_after_the_budget(tmp_path):
     assert [line["kind"] for line in lines_of(tmp_path)] == ["left out"] * len(select("core"))
 
 
+@pytest.mark.usefixtures("cpu_engine")
 def test_a_wrong_contender_is_named_and_not_timed(monkeypatch, tmp_path):
     case = Case(Problem("causal", 16384), "forward").shrunk()
     tensors = baselines.inputs(case.problem, CPU)
@@ -162,6 +165,7 @@ def test_functions_are_hashed_in_one_order_so_that_kernels_of_a_warm_cache_are_f
     assert calls == ["hash", "run"]
 
 
+@pytest.mark.usefixtures("cpu_engine")
 def test_contenders_and_cases_are_selected_by_patterns_in_their_order(tmp_path):
     words = [*QUICK, "--tier", "smoke", "--only", "*-bwd", "--only", "*-fwd", "--out", str(tmp_path)]
     result = CliRunner().invoke(main, [*words, "--contenders", "flash"])
