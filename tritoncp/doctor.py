@@ -17,6 +17,7 @@ import click
 
 from tritoncp._version import __version__
 from tritoncp.command_base import Command
+from tritoncp.core import environment
 from tritoncp.kernels import toolchain
 from tritoncp.kernels.toolchain import Ptxas
 
@@ -58,11 +59,9 @@ def examine() -> dict[str, Any]:
         "distributed": backends(),
         "nccl": ".".join(map(str, nccl_version() or ())) or None,
         "cache": cache,
-        "environment": {
-            k: v for k, v in sorted(os.environ.items()) if k.startswith(("TRITON", "TORCH", "NCCL"))
-        },
+        "environment": environment.set_variables(),
         "problems": problems(versions, interpreted, cache),
-        "advice": [*ptxas_advice(archs), *nccl_advice(len(gpus))],
+        "advice": [*environment.faults(), *ptxas_advice(archs), *nccl_advice(len(gpus))],
     }
 
 

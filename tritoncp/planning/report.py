@@ -98,7 +98,7 @@ class Facts:
         plan, mask = self.plan, self.plan.mask
         return {
             "mask": {
-                "expression": _strip_addresses(repr(mask.mask_mod)),
+                "expression": strip_addresses(repr(mask.mask_mod)),
                 "q_len": mask.q_len, "kv_len": mask.kv_len, "block_size": [mask.q_block, mask.kv_block],
                 "sparsity": mask.sparsity(), "runs": len(mask.runs.runs),
             },
@@ -245,10 +245,10 @@ def format_choice(facts: Facts) -> str:
     )
 
 
-def _strip_addresses(text: str) -> str:
+def strip_addresses(text: str) -> str:
     """Remove memory addresses from a repr, so that it is the same in every process.
 
-    >>> _strip_addresses("and_masks(causal(), <function near at 0x7f2b8c0d3e20>)")
+    >>> strip_addresses("and_masks(causal(), <function near at 0x7f2b8c0d3e20>)")
     'and_masks(causal(), <function near>)'
     """
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
