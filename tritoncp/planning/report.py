@@ -62,6 +62,14 @@ class Facts:
         return cost.costs(self.plan, self.shape, self.hardware) if self.plan.world_size > 1 else ()
 
     @cached_property
+    def own_cost(self) -> cost.Cost:
+        """Cost of the plan's own schedule; "ulysses+ring" is estimated as "ulysses"."""
+        if self.plan.world_size == 1:
+            return cost.local_cost(self.plan, self.shape, self.hardware)
+        name = self.plan.schedule.partition("+")[0]
+        return next(one for one in self.costs if one.schedule == name)
+
+    @cached_property
     def bytes_sent(self) -> dict[str, list[int]]:
         """Bytes that each rank sends in a forward and a backward pass, by schedule."""
         return {
@@ -80,7 +88,7 @@ class Facts:
     @cached_property
     def metrics(self) -> Metrics:
         """Figures of the plan's own schedule."""
-        return Metrics.of(self.plan, self.shape)
+        return Metrics.of(self.plan, self.shape, self.own_cost)
 
     @property
     def shard_bytes(self) -> int:
