@@ -179,12 +179,8 @@ def _chosen(
         BLOCK_N=fit(config.BLOCK_N, kv_block),
         USE_TMA=config.USE_TMA and tma,
     )
-    origins = {
-        "kernel_options": is_explicit,
-        "measured": bool(measured),
-        "rule": not (is_explicit or measured),
-    }
-    origin = " over ".join(name for name, holds in origins.items() if holds)
+    origin = "measured" if measured else "rule"
+    origin = f"kernel_options over {origin}" if is_explicit else origin
     line = "%s kernel on %s, head dim %d: %s (%s)"
     log_decision(tiles_log, line, kind, arch, head_dim, str(fitted), origin)
     return fitted

@@ -57,4 +57,5 @@ def log_decision(log: logging.Logger, message: str, *values: object) -> None:
 
 def forget_decisions() -> None:
     """Count every decision as new again."""
-    _LOGGED.clear()
+    global _LOGGED
+    _LOGGED = BoundedCache(MAX_DECISIONS)

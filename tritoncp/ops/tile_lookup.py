@@ -173,9 +173,10 @@ def measured_options(device: torch.device, call: TileKey, group: Any = None) -> 
 def _log_tiles(device: torch.device, call: TileKey, tiles: tuple[Any, ...]) -> None:
     """Log which kernels of a call have measured tiles."""
     if tiles_log.isEnabledFor(logging.INFO):
-        kernels = ", ".join(kernel for kernel, _ in tiles) or "no kernel here"
-        line = "%s, %s, head dims %d and %d, mask of kind %s: measured tiles for %s; the rule for others"
-        log_decision(tiles_log, line, device, call.dtype, *call.dims, call.mask, kernels)
+        kernels = ", ".join(kernel for kernel, _ in tiles)
+        origin = f"measured tiles for {kernels}, the rule for others" if tiles else "tiles by the rule"
+        line = "%s, %s, head dims %d and %d, mask of kind %s: %s"
+        log_decision(tiles_log, line, device, call.dtype, *call.dims, call.mask, origin)
 
 
 def has_pass_tiles(tiles: tuple[Any, ...]) -> bool:
