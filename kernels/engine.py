@@ -97,7 +97,7 @@ class TritonEngine:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch | Launches:
         """Prepare one step of attention by the requested route, else by the route that was measured to be the
         fastest; arguments are those of :meth:`loops`."""
-        name = self._route
+        name = self.route
         if name == ROUTES[0] or ("ROUTE" not in self.options and q.shape[2] < FULL_TILE_ROWS):
             return self.loops(q, k, v, tables, **step)
         route, is_explicit = route_of(name), "ROUTE" in self.options
@@ -113,7 +113,7 @@ class TritonEngine:
         return self.loops(q, k, v, tables, **step)
 
     @cached_property
-    def _route(self) -> str:
+    def route(self) -> str:
         """The requested route, else the measured one (with tiles of its own, on whole tiles of rows, one
         program for each)."""
         entry, options = dict(self.options.get("CONFIGS", ())).get("route"), self.options

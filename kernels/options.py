@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
+from tritoncp.core.environment import UNSAFE_FUSED
+from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.kernels.tile_rules import KINDS, PASSES, Config, default, fit
-from tritoncp.kernels.toolchain import UNSAFE, fused_fault, multiplies_transposed, transposed_fault
+from tritoncp.kernels.toolchain import fused_fault, multiplies_transposed, transposed_fault
 
+tiles_log = area_logger("tiles")
 _ALLOWED: dict[str, Any] = {
     "BLOCK": (16, 32, 64, 128, 256),
     "num_warps": (1, 2, 4, 8, 16),
@@ -103,7 +106,8 @@ def _check_transposed(options: dict[str, Any], arch: str) -> None:
     """Refuse options for kernels that this Triton compiles wrong for ``arch``."""
     if options.get("FUSED_BACKWARD") and (why := fused_fault(arch)):
         raise ValueError(
-            f"kernel option FUSED_BACKWARD=True: {why}, or leave the option out; {UNSAFE}=1 runs it"
+            f"kernel option FUSED_BACKWARD=True: {why}, or leave the option out; "
+            f"{UNSAFE_FUSED.name}=1 runs it"
         )
     flips = [option for option in option_names("dq")["FLIP"] if option in options]
     if flips and options[flips[-1]] and (why := transposed_fault(arch)):
@@ -165,16 +169,21 @@ def _chosen(
     measured = dict(dict(by_option.get("CONFIGS", ())).get(kind, ()))
     if (measured.get("USE_TMA") and not tma) or (measured.get("FLIP") and not transposes):
         measured = {}
-    settings = measured | settings
+    is_explicit, settings = bool(settings), measured | settings
     if settings.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # these fit only the rule's tiles
         settings = {"FLIP": False, "maxnreg": None} | settings
     config = replace(default(kind, arch, head_dim, dtype, tma, score), **settings)
-    return replace(
+    fitted = replace(
         config,
         BLOCK_M=fit(config.BLOCK_M, q_block),
         BLOCK_N=fit(config.BLOCK_N, kv_block),
         USE_TMA=config.USE_TMA and tma,
     )
+    origin = "measured" if measured else "rule"
+    origin = f"kernel_options over {origin}" if is_explicit else origin
+    line = "%s kernel on %s, head dim %d: %s (%s)"
+    log_decision(tiles_log, line, kind, arch, head_dim, str(fitted), origin)
+    return fitted
 
 
 def does_not_fit(kind: str, config: Config, what: str, needed: int, available: int) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
+from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.kernels.launch import State
 from tritoncp.kernels.options import WRONG_ROUTE
 from tritoncp.kernels.tiles import INTERPRETED
@@ -23,6 +24,7 @@ COMPILED = not INTERPRETED  # the interpreter has no compiler that could be wron
 OUT_TOLERANCE = 2  # rounding errors of the inputs' dtype, relative to the largest number of a row of out
 STATS_TOLERANCE = 1e-3  # of lse and max_scores, absolute and relative
 
+engine_log = area_logger("engine")
 MAX_VERDICTS = 256
 _VERDICTS: dict[Any, str | None] = {}  # result of verify_route by kind of step
 
@@ -50,6 +52,8 @@ def verify_route(
         _VERDICTS[kind] = _compare_with_loops(
             partial(launch, uncached), uncached.loops, (q, k, v, tables), step
         )
+        verdict = _VERDICTS[kind] or "agrees with 'loops'"
+        log_decision(engine_log, "route %s on %s: %s", engine.route, q.device, verdict)
     return _VERDICTS[kind]
 
 

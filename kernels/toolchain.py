@@ -10,7 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-UNSAFE = "TRITONCP_UNSAFE_FUSED"  # environment variable: 1 allows the fused backward pass everywhere
+from tritoncp.core.environment import UNSAFE_FUSED
+
 BUNDLED = "bundled with Triton"
 # Environment variables that name another ptxas: for GPUs before sm_100, and for sm_100 and newer.
 PTXAS_PATHS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
@@ -124,7 +125,7 @@ def transposed_fault(arch: str) -> str | None:
 
 def fused_fault(arch: str) -> str | None:
     """The reason why the fused backward kernel may not run; None if it may, or if TRITONCP_UNSAFE_FUSED=1."""
-    return None if os.environ.get(UNSAFE) == "1" else transposed_fault(arch)
+    return None if UNSAFE_FUSED.read() else transposed_fault(arch)
 
 
 @lru_cache

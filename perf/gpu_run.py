@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 import click
 
+from tritoncp.core.environment import CACHE_DIR
 from tritoncp.perf import gpu_summary
 from tritoncp.perf.exit_codes import INTERRUPTED, InputError, PerfCommand
 from tritoncp.perf.gpu_parts import BUDGET, GRACE, PARTS, Part, Step, batches, fill, timetable
@@ -220,11 +221,11 @@ def settings() -> Iterator[dict[str, str]]:
     unless TRITONCP_CACHE_DIR is set, and compiled kernels even where TRITON_INTERPRET is set."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        folder = os.environ.get("TRITONCP_CACHE_DIR") or cache
+        folder = CACHE_DIR.read() or cache
         yield {
             "PYTHONPATH": paths,
             "PYTHONUNBUFFERED": "1",
-            "TRITONCP_CACHE_DIR": folder,
+            CACHE_DIR.name: folder,
             "TRITON_INTERPRET": "0",
         }
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import click
+
+from tritoncp.core.environment import DEBUG
 
 JOBS = click.IntRange(1, 1024)  # processes that compile at a time
 
@@ -24,7 +25,7 @@ def errors_as_messages() -> Iterator[None]:
     except (click.ClickException, click.Abort, click.exceptions.Exit):
         raise
     except Exception as error:
-        if os.environ.get("TRITONCP_DEBUG", "0") not in ("", "0"):
+        if DEBUG.read():
             raise
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             raise  # click ends quietly

@@ -16,6 +16,7 @@ import click
 
 from tritoncp._version import __version__
 from tritoncp.command_base import Command
+from tritoncp.core import environment
 from tritoncp.core.versions import NEWEST_TESTED, OLDEST, installed_version, list_untested, minor_of
 from tritoncp.kernels import toolchain
 from tritoncp.kernels.toolchain import Ptxas
@@ -57,11 +58,14 @@ def examine() -> dict[str, Any]:
         "distributed": backends(),
         "nccl": ".".join(map(str, nccl_version() or ())) or None,
         "cache": cache,
-        "environment": {
-            k: v for k, v in sorted(os.environ.items()) if k.startswith(("TRITON", "TORCH", "NCCL"))
-        },
+        "environment": environment.set_variables(),
         "problems": problems(versions, interpreted, cache),
-        "advice": [*list_untested(), *ptxas_advice(archs), *nccl_advice(len(gpus))],
+        "advice": [
+            *environment.faults(),
+            *list_untested(),
+            *ptxas_advice(archs),
+            *nccl_advice(len(gpus)),
+        ],
     }
 
 

@@ -24,6 +24,7 @@ from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard, unshard
 from tritoncp.api.simulate import simulate
+from tritoncp.core.environment import UNSAFE_FUSED
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.perf.records.history import variant
 from tritoncp.planning.problem import MASKS, Problem, document_lengths
@@ -149,7 +150,7 @@ def _contender_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     passes = tuple(
         p for p in PASSES if not names or not all(name.startswith(_IRRELEVANT_PREFIXES[p]) for name in names)
     )
-    unsafe = {"TRITONCP_UNSAFE_FUSED": "1"} if (options or {}).get("FUSED_BACKWARD") else {}
+    unsafe = {UNSAFE_FUSED.name: "1"} if (options or {}).get("FUSED_BACKWARD") else {}
     return {"passes": passes, "environment": unsafe}
 
 

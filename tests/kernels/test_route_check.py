@@ -139,7 +139,7 @@ def test_what_was_measured_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None
     x, mask = qkv(128, dtype=COARSE), MASKS["causal"](128)
     want = tritoncp.flex_attention(*x, mask)
     tritoncp.plan_cache_clear()  # with the engine, which knows its route
-    monkeypatch.setattr(engine.TritonEngine, "_route", "specialised")
+    monkeypatch.setattr(engine.TritonEngine, "route", "specialised")
     damaged(monkeypatch, last_row)
     with pytest.warns(
         UserWarning, match="'specialised' is in the table of measured tiles; this step goes by 'loops'"

@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 import tritoncp
 from tritoncp import mods
 from tritoncp.api.plans import make_plan
-from tritoncp.ops import call_mods, engine_factory
+from tritoncp.core import log_lines
+from tritoncp.ops import call_mods
 from tritoncp.ops.call_mods import mask_of
 from tritoncp.ops.mask_bitmap import bitmask
 from tritoncp.reference.dense import dense_attention
@@ -172,7 +173,7 @@ def test_an_untranslatable_score_mod_names_operation_line_and_the_way_out():
 
 @pytest.mark.usefixtures("cpu_engine")
 def test_the_cpu_engine_is_logged_once_and_not_warned_of(caplog):
-    engine_factory._log_cpu_engine.cache_clear()
+    log_lines.forget_decisions()
     q, k, v = inputs()
     with warnings.catch_warnings(), caplog.at_level(logging.INFO, "tritoncp"):
         warnings.simplefilter("error")

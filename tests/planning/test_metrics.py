@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from dataclasses import asdict
+import re
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.planning.memory_meter import measure
 from tritoncp import Plan, and_masks, causal, create_block_mask, document, make_plan, sliding_window
 from tritoncp.cli import main
 from tritoncp.masks import Mask
+from tritoncp.planning.cost import NVLINK
 from tritoncp.planning.memory import Shape, peak
 from tritoncp.planning.metrics import Metrics
 
@@ -70,26 +73,47 @@ def test_the_figures_are_those_of_the_rank_that_has_the_most(schedule: str) -> N
     views = [plan.for_rank(rank) for rank in range(4)]
     peaks = [peak(view, SHAPES["one KV head"]) for view in views]
     assert metrics == plan.for_rank(0).metrics(**layer)
-    assert metrics.forward_extra_bytes == max(one.forward for one in peaks)
-    assert metrics.backward_extra_bytes == max(one.backward for one in peaks)
+    assert metrics["forward_extra_bytes"] == max(one.forward for one in peaks)
+    assert metrics["backward_extra_bytes"] == max(one.backward for one in peaks)
     forward = [view.bytes_sent(**layer, backward=False) for view in views]
-    assert metrics.forward_sent_bytes == max(forward)
-    assert metrics.backward_sent_bytes == max(v.bytes_sent(**layer) - f for v, f in zip(views, forward))
-    assert metrics.imbalance == plan.imbalance
+    assert metrics["forward_sent_bytes"] == max(forward)
+    assert metrics["backward_sent_bytes"] == max(v.bytes_sent(**layer) - f for v, f in zip(views, forward))
+    assert metrics["imbalance"] == plan.imbalance
     remote = 1 - int(plan.traffic.trace()) / int(plan.traffic.sum())
-    assert metrics.remote_share == pytest.approx(remote) and 0 < remote < 0.5
+    assert metrics["remote_share"] == pytest.approx(remote) and 0 < remote < 0.5
     rows = N // 4
-    assert metrics.gradient_bytes == rows * (4 * 128 * 2 + 2 * 128) * 2
-    assert metrics.shard_bytes == metrics.gradient_bytes + rows * 4 * 4
-    assert metrics.backward_peak_bytes == (
-        metrics.shard_bytes + metrics.gradient_bytes + metrics.backward_extra_bytes
+    assert metrics["gradient_bytes"] == rows * (4 * 128 * 2 + 2 * 128) * 2
+    assert metrics["shard_bytes"] == metrics["gradient_bytes"] + rows * 4 * 4
+    assert metrics["backward_peak_bytes"] == (
+        metrics["shard_bytes"] + metrics["gradient_bytes"] + metrics["backward_extra_bytes"]
     )
 
 
 def test_one_rank_sends_nothing_and_needs_delta_alone() -> None:
     metrics = make_plan(MASKS["causal"]).metrics(heads=4, kv_heads=4)
-    assert metrics.forward_sent_bytes == metrics.backward_sent_bytes == metrics.forward_extra_bytes == 0
-    assert metrics.backward_extra_bytes == N * 4 * 4 and metrics.remote_share == 0
+    assert (
+        metrics["forward_sent_bytes"] == metrics["backward_sent_bytes"] == metrics["forward_extra_bytes"] == 0
+    )
+    assert metrics["backward_extra_bytes"] == N * 4 * 4 and metrics["remote_share"] == 0
+
+
+def test_metrics_are_a_flat_dict_of_documented_numbers() -> None:
+    for schedule in SCHEDULES:
+        plan = make_plan(MASKS["window"], world_size=4, rank=0, schedule=schedule)
+        metrics = plan.metrics()
+        assert type(metrics) is dict and {type(value) for value in metrics.values()} <= {int, float}
+        named = re.findall(r"\w+", inspect.getdoc(Metrics) or "")
+        assert set(metrics) <= set(named) and metrics["world_size"] == 4
+        assert metrics["forward_ms"] > 0 and metrics["backward_ms"] > metrics["forward_ms"]
+    alone = make_plan(MASKS["window"]).metrics()
+    assert list(alone) == list(metrics) and alone["forward_ms"] > 0
+
+
+def test_metrics_depend_on_the_hardware_that_is_passed() -> None:
+    plan = make_plan(MASKS["causal"], world_size=4, rank=0, schedule="ring")
+    slow = replace(NVLINK, flops=NVLINK.flops / 2, bandwidth=NVLINK.bandwidth / 2, latency=2 * NVLINK.latency)
+    assert plan.metrics(slow)["forward_ms"] == pytest.approx(2 * plan.metrics(NVLINK)["forward_ms"])
+    assert plan.metrics(slow)["forward_sent_bytes"] == plan.metrics()["forward_sent_bytes"]
 
 
 def test_a_gather_of_everything_needs_more_than_the_keys_that_are_seen() -> None:
@@ -99,18 +123,21 @@ def test_a_gather_of_everything_needs_more_than_the_keys_that_are_seen() -> None
         ).metrics(kv_heads=32)
         for schedule in ("allgather", "fetch")
     }
-    assert extra["fetch"].backward_peak_bytes < extra["allgather"].backward_peak_bytes / 2
+    assert extra["fetch"]["backward_peak_bytes"] < extra["allgather"]["backward_peak_bytes"] / 2
 
 
 def test_the_command_shows_the_figures() -> None:
     options = ["plan", "--mask", "causal", "--seq-len", "32K", "--world-size", "4", "--heads", "8"]
     facts = json.loads(CliRunner().invoke(main, [*options, "--json"], catch_exceptions=False).stdout)
     plan = make_plan(MASKS["causal"], world_size=4, rank=0, balancer="auto")
-    assert Metrics(**facts["metrics"]) == plan.metrics(heads=8)
+    assert facts["metrics"] == plan.metrics(heads=8)
     own = facts["schedules"][plan.schedule]["extra_bytes"]
     assert own == max(facts["metrics"]["forward_extra_bytes"], facts["metrics"]["backward_extra_bytes"])
     text = CliRunner().invoke(main, options, catch_exceptions=False).stdout
-    assert f"{plan.metrics(heads=8).backward_peak_bytes / 2**20:.1f} MiB" in text.splitlines()[-1]
+    assert f"{facts['metrics']['backward_peak_bytes'] / 2**20:.1f} MiB" in text.splitlines()[-1]
+    times = facts["schedules"][plan.schedule]
+    assert times["forward_ms"] == facts["metrics"]["forward_ms"] > 0
+    assert times["backward_ms"] == facts["metrics"]["backward_ms"] > 0
 
 
 def test_metrics_of_a_real_layer_bound_its_tensors() -> None:
@@ -119,7 +146,7 @@ def test_metrics_of_a_real_layer_bound_its_tensors() -> None:
     shards = world.shard(torch.randn(1, 2, 512, 16, dtype=torch.bfloat16), plan, dim=2)
     (out, _), (lse, _) = world.flex_attention(shards, shards, shards, plan, return_lse=True)
     nbytes = 3 * shards[0].nbytes + out.nbytes + lse.nbytes
-    assert nbytes == plan.metrics(heads=2, kv_heads=2, head_dim=16, v_head_dim=16).shard_bytes
+    assert nbytes == plan.metrics(heads=2, kv_heads=2, head_dim=16, v_head_dim=16)["shard_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tritoncp.analysis.jobs import Job
+from tritoncp.core.environment import OFFLINE_LOG
 from tritoncp.ops import tile_tables
 
 
@@ -151,4 +152,4 @@ class Worker:
 def _stderr() -> Any:
     """The stderr of compiler processes: discarded unless TRITONCP_OFFLINE_LOG=1, since a report has the error
     message."""
-    return None if os.environ.get("TRITONCP_OFFLINE_LOG") == "1" else subprocess.DEVNULL
+    return None if OFFLINE_LOG.read() else subprocess.DEVNULL

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,8 +14,9 @@ from tritoncp.chunking import attention
 from tritoncp.chunking.regions import is_backward, regions_of
 from tritoncp.chunking.report import ChunkingError, describe
 from tritoncp.chunking.sizes import Sizes, cut_symbol, expression, free_symbols, input_symbols
+from tritoncp.core.log_lines import area_logger
 
-log = logging.getLogger("tritoncp.chunking")
+log = area_logger("chunking")
 aten = torch.ops.aten
 
 CASTS = {"aten::_to_copy", "prims::convert_element_type", "aten::to"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +12,9 @@ from tritoncp._version import __version__
 from tritoncp.chunking.regions import regions_of
 from tritoncp.chunking.report import Report
 from tritoncp.chunking.rewrite import chunk
+from tritoncp.core.log_lines import area_logger
 
-log = logging.getLogger("tritoncp.chunking")
+log = area_logger("chunking")
 
 
 class Pass(CustomGraphPass):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections import Counter
 from collections.abc import Callable
@@ -19,9 +18,10 @@ from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.report import ChunkingError, Report, describe
 from tritoncp.chunking.schedule import JOIN, KEEP, RETURN, SEND, Routes, Schedule, Step
 from tritoncp.chunking.sizes import Symbols, expression
+from tritoncp.core.log_lines import area_logger
 from tritoncp.frontend.dynamo import part_op
 
-log = logging.getLogger("tritoncp.chunking")
+log = area_logger("chunking")
 aten = torch.ops.aten
 
 PART_METADATA = ("partitioner_tag", "recompute", "ac_graph_id")  # that a plan's parts take from it

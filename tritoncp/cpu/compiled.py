@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -10,13 +9,14 @@ from typing import Any
 
 import torch
 
-VARIABLE = "TRITONCP_CPU_COMPILE"
+from tritoncp.core.environment import CPU_COMPILE
+
 MAX_GRAPHS = 64  # compilations of one function, each for other score_mods; torch's limit is 8
 
 
 def wanted(option: bool | None) -> bool:
     """Return whether a call compiles: as its option COMPILE says, else as the environment variable says."""
-    asked = os.environ.get(VARIABLE, "0") == "1" if option is None else option
+    asked = CPU_COMPILE.read() if option is None else option
     return asked and _has_compiler()
 
 

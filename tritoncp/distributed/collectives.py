@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritoncp.core.profiler_ranges import message_range
 from tritoncp.distributed import groups
 from tritoncp.distributed.groups import PeerLost
 
@@ -80,9 +81,9 @@ Collective = AllGather | ReduceScatter | SendRecv | AllToAll
 Schedule = Generator[Collective | Wait, Any, T]
 
 
-def run(schedule: Schedule[T], group: dist.ProcessGroup) -> T:
+def run(schedule: Schedule[T], group: dist.ProcessGroup, name: str = "exchange", direction: str = "") -> T:
     """Drive one rank's schedule over a process group. Raises PeerLost where a message fails or, after the
-    group's timeout, does not end."""
+    group's timeout, does not end. name, direction: of the ranges of its messages in a profiler's trace."""
     answer: Any = None
     for turn in itertools.count(1):
         try:
@@ -90,7 +91,12 @@ def run(schedule: Schedule[T], group: dist.ProcessGroup) -> T:
         except StopIteration as stop:
             return stop.value
         try:
-            answer = _finish(request.ticket) if isinstance(request, Wait) else _start(request, group)
+            if isinstance(request, Wait):
+                with message_range(name, direction, "wait", request.ticket.source):
+                    answer = _finish(request.ticket)
+            else:
+                with message_range(name, direction, "start", request):
+                    answer = _start(request, group)
         except RuntimeError as error:
             collective = request.ticket.source if isinstance(request, Wait) else request
             raise PeerLost(
@@ -124,7 +130,8 @@ def start_in_graph(request: Collective, group: dist.ProcessGroup, buffer: Tensor
     """Start a collective that ``_c10d_functional.wait_tensor`` of the returned tensor waits for, elsewhere in
     a graph. buffer: the tensor to return, which holds the target of the request; None: the result."""
     try:
-        ticket = _start(request, group)
+        with message_range("shared keys", "", "start", request):
+            ticket = _start(request, group)
     except RuntimeError as error:
         raise PeerLost(f"{_describe(request, group)} did not start ({error})") from error
     result = ticket.result if buffer is None else buffer

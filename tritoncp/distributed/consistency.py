@@ -7,7 +7,6 @@ part, so that no rank waits for it. Texts are exchanged only after a difference 
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from tritoncp._version import __version__
+from tritoncp.core.environment import CHECK
 from tritoncp.core.versions import installed_version
 from tritoncp.distributed import collectives, groups
 from tritoncp.distributed.groups import name_ranks
@@ -22,7 +22,7 @@ from tritoncp.distributed.groups import name_ranks
 T = TypeVar("T")
 NUMBERS = 2  # integers in a record that may differ between ranks
 TEXT = 1024  # bytes of a rank's text, exchanged once ranks differ or one failed
-CHECKED = os.environ.get("TRITONCP_CHECK", "0") == "1"  # every call
+CHECKED = CHECK.read()  # every call
 REMEDIES = {  # the facts that ranks compare, in this order, and the remedy where they differ
     "call": "All ranks of a mesh must make the same calls in the same order.",
     "versions": "Install the same on every host.",

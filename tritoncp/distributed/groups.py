@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tritoncp.core import log_lines
+
 
 class PeerLost(RuntimeError):
     """Raised where a message between ranks failed, or took longer than the group's timeout. absent: the
@@ -25,6 +27,14 @@ class PeerLost(RuntimeError):
     def __init__(self, message: str, absent: Sequence[int] = ()):
         super().__init__(message)
         self.absent = tuple(absent)
+
+
+def _name_own_rank() -> str:
+    """Return "rank 3 of 8" of the default group; "" before it is made."""
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else ""
+
+
+log_lines.name_rank_by(_name_own_rank)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ placements, which are equal on every rank: all ranks reuse a plan, or all make o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState, TensorCache
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.user_code import describe
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
@@ -35,6 +37,7 @@ from tritoncp.planning.balance import resolve_balancer
 from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.build import build_all
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.report import format_title, strip_addresses
 from tritoncp.planning.work import Balancer
 
 MAX_PLANS = 64  # plans per group, or of calls without a group
@@ -64,6 +67,7 @@ _CACHES = OwnedState(lambda: TensorCache(MAX_PLANS, lambda entry: nbytes(entry[0
 # Keys (rank, call_key) of the calls whose checks passed, by what follows from the contents of their plan.
 _CHECKED: OwnedState[BoundedCache[Any, bool]] = OwnedState(lambda: BoundedCache(MAX_CHECKED_CALLS))
 _COUNTS = {"hits": 0, "misses": 0}
+plan_log, cache_log = area_logger("plan"), area_logger("cache")
 _WARNED: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about uneven work
 
 
@@ -127,6 +131,7 @@ def plan_for(
         result = cache.find((sources.key, q.shape[2], k.shape[2], q.shape[0]), tensors)
     if result is not None and is_checked(result, call_key):
         _COUNTS["hits"] += 1
+        _log_look_up(sources, True)
         return result
     try:
         check()
@@ -138,6 +143,7 @@ def plan_for(
     key = sources.key, q.shape[2], k.shape[2], q.shape[0]
     result = cache.find(key, tensors)
     _COUNTS["misses" if result is None else "hits"] += 1
+    _log_look_up(sources, result is not None)
     if result is None:
         result = _make(sources, q, k, group)
         if sources.key is None:
@@ -231,7 +237,28 @@ def _build_natural(
     check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, heads)
     natural_plan = build_plan(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
     _warn_uneven(sources, natural_plan)
+    _log_plan(sources, natural_plan)
     return replace(natural_plan, evaluators=sources.evaluators, mask_digest=digest).pinned()
+
+
+def _log_look_up(sources: Sources, is_hit: bool) -> None:
+    """Log a look-up in the cache of plans: a miss as a decision, a hit at DEBUG."""
+    if cache_log.isEnabledFor(logging.DEBUG if is_hit else logging.INFO):
+        line = f"plan cache: {'hit' if is_hit else 'miss'}, mask {_mask_text(sources)}"
+        cache_log.debug(line) if is_hit else log_decision(cache_log, line)
+
+
+def _log_plan(sources: Sources, plan: Plan) -> None:
+    """Log the decisions of a new plan."""
+    if plan_log.isEnabledFor(logging.INFO):
+        title = format_title(plan).removeprefix("Plan: ")
+        line = "mask %s, %s; work of a rank, max/mean %.3f"
+        log_decision(plan_log, line, _mask_text(sources), title, plan.imbalance)
+
+
+def _mask_text(sources: Sources) -> str:
+    """Return a mask_mod as it was written, or its name, for log lines."""
+    return "none" if sources.mod is None else strip_addresses(repr(sources.mod))[:200]
 
 
 def _warn_uneven(sources: Sources, natural: Plan) -> None:
@@ -267,6 +294,8 @@ def make(
         sources = {name: Sources.of(mask) for name, mask in masks.items()}
         compact = [source.compact(1, 0, 0) for source in sources.values()]
         built = build_all(compact, world_size, rank, balancer=balancer, schedule=schedule, degree=degree)
+        for source, one in zip(sources.values(), built, strict=True):
+            _log_plan(source, one)
         # Also without a group: a data loader's worker may pass the plan to one.
         digests = [source.digest() if world_size > 1 else b"" for source in sources.values()]
         plans = {

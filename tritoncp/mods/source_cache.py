@@ -28,6 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tritoncp.core.environment import CACHE_DIR
+
 MAX_CACHED_FILES = 4096
 MAX_CACHED_BYTES = 64 << 20
 _SWEEP_INTERVAL = 64  # new files of a process between two sweeps, which list the whole directory
@@ -51,7 +53,7 @@ def cache_dir() -> Path:
 
     The latter is ~/.cache/tritoncp without platformdirs, which a checkout with the machine's torch may lack.
     """
-    root = os.environ.get("TRITONCP_CACHE_DIR")
+    root = CACHE_DIR.read()
     if not root:
         try:
             import platformdirs

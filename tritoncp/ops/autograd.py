@@ -38,14 +38,15 @@ def plan_of(handle: Tensor, x: Tensor) -> Plan:
 
 
 def _drive(
-    group: Any, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any], device: torch.device
-) -> list[Any]:
+    group: Any, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any], device: torch.device,
+    direction: str = "",
+) -> list[Any]:  # fmt: skip
     """Run the schedules of this process's ranks and return their results. Kernels run below autograd, as
     torch's own do: views are not tracked there and take half the time."""
     with torch._C._AutoDispatchBelowADInplaceOrView(), current_device(device):
         if group is None:
             return collectives.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
-        return [collectives.run(schedule(0, plan), group)]
+        return [collectives.run(schedule(0, plan), group, plan.schedule, direction)]
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -119,7 +120,7 @@ def _differentiate(
     engine = engine_factory.engine_of(
         spec, plan_of_call, scale, q, k, v, captures, ints, floats, extra, grads
     )
-    grads_by_rank = _drive(call.group, plan_of_call, len(q), schedule, q[0].device)
+    grads_by_rank = _drive(call.group, plan_of_call, len(q), schedule, q[0].device, "backward ")
     sums = engine_factory.sum_gradients(call, captures, grads)
     return [x for part in zip(*grads_by_rank, strict=True) for x in part] + sums
 

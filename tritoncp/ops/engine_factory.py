@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.tracing import WideGradients
 from tritoncp.core.upload import DeviceCopy, upload
 from tritoncp.core.versions import warn_untested
@@ -22,7 +23,7 @@ from tritoncp.cpu import compiled
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.cpu.pointwise import adds_only
 from tritoncp.distributed import groups
-from tritoncp.kernels.options import check_options
+from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.mods import Mod
 from tritoncp.mods.mod import structure_of
@@ -31,7 +32,13 @@ from tritoncp.ops import call_mods, tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.ops.executable import MAX_LAUNCHES, MAX_STEPS, Executable, caches_of
 from tritoncp.planning.plan import Plan
 
-log = logging.getLogger("tritoncp")
+engine_log, cache_log = area_logger("engine"), area_logger("cache")
+
+
+CPU_ENGINE_LINE = (
+    "tensors on the CPU run on the CPU engine, in plain torch. "
+    "To run the Triton kernels here, interpreted, set TRITON_INTERPRET=1 before Python starts"
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,10 @@ def engine_of(
         *map(specialisation_of, numbers),
     )  # fmt: skip
     executables = caches_of(plan).executables
-    if (executable := executables.get(key)) is None:
+    executable = executables.get(key)
+    if cache_log.isEnabledFor(logging.DEBUG):
+        cache_log.debug("executables of the plan: %s", "miss" if executable is None else "hit")
+    if executable is None:
         executable = executables.put(key, _make_executable(call, plan, scale, q, v[0], score, grads))
     return executable.bind(score, device, grads)
 
@@ -157,6 +167,7 @@ def _make_executable(
     options = {**tile_lookup.measured_options(device, properties, group), **unpacked, **dict(call.options)}
     mods, launches = kernel_mods(mask, score, device, grads), BoundedCache[Any, Any](MAX_LAUNCHES)
     engine = TritonEngine(mods, scale, options, first_row=plan.first_row, launches=launches)
+    _log_triton_engine(engine, device, properties)
     return Executable(engine.with_captures(), copy)
 
 
@@ -174,7 +185,8 @@ def cpu_engine(
     """Make the CPU engine of one call, for queries of ``dtype``. ``steps``: those of earlier calls;
     ``compile``: whether torch.compile runs the score_mod."""
     steps = BoundedCache(MAX_STEPS) if steps is None else steps
-    _log_cpu_engine()
+    if engine_log.isEnabledFor(logging.INFO):
+        log_decision(engine_log, CPU_ENGINE_LINE)
     if score is None:
         return CpuEngine(scale, _bind_mask(mask), first_row=first_row, steps=steps)
     wide = torch.promote_types(dtype, torch.float32)
@@ -245,13 +257,15 @@ def sum_gradients(spec: Spec, captures: Sequence[Tensor], grads: Sequence[Tensor
     return [total.to(captures[i].dtype) for total, i in zip(totals, spec.wants, strict=True)]
 
 
-@cache
-def _log_cpu_engine() -> None:
-    """Log once that the CPU engine runs instead of the kernels."""
-    log.info(
-        "tensors on the CPU run on the CPU engine, in plain torch. "
-        "To run the Triton kernels here, interpreted, set TRITON_INTERPRET=1 before Python starts"
-    )
+def _log_triton_engine(engine: Any, device: torch.device, key: tile_lookup.TileKey) -> None:
+    """Log the engine of a new executable, the route of its forward pass, and the reason of that route."""
+    if not engine_log.isEnabledFor(logging.INFO):
+        return
+    kind = "Triton kernels, interpreted," if device.type == "cpu" else f"Triton kernels on {device}"
+    is_requested, is_measured = bool(engine.options.get("ROUTE")), engine.route != ROUTES[0]
+    reason = "kernel option ROUTE" if is_requested else "measured" if is_measured else "default"
+    line = "%s run %s, head dims %d and %d, mask of kind %s; route %s (%s)"
+    log_decision(engine_log, line, kind, key.dtype, *key.dims, key.mask, engine.route, reason)
 
 
 def score_of(

@@ -4,6 +4,7 @@ All caches of the process are listed here, with bound and key. Two rules hold: a
 that was not used for longest, as an lru_cache does, and state "of" a plan, group or mask is freed with it
 (:mod:`tritoncp.core.bounded_cache`). A plan stands for ``plan.derived``, which all ranks' views share.
 
+    core.log_lines._LOGGED: 4096; the lines that were logged at INFO
     frontend.mask_source._CONSTANT_SOURCES: one of a mask; the mask
     frontend.plan_cache._CACHES: of a group, 64 plans, 1 GiB; code, plain values, lengths, tensors of a mask
     frontend.plan_cache._CHECKED: of a plan, 1024 calls; rank, shapes, dtypes, devices, flags
@@ -13,7 +14,6 @@ that was not used for longest, as an lru_cache does, and state "of" a plan, grou
     mods.translate.graph_passes.decompositions: one table
     ops.executable._CACHES: of a plan, see :class:`PlanCaches`
     ops.signatures._TABLES: of a group, 1024 signatures with 16 scales each, 1024 plans; what ranks share
-    ops.engine_factory._log_cpu_engine: whether it was logged
     ops.engine_factory.encoded, ops.engine_factory.decode: 256; the fields of a spec, its text
     ops.graph.inputs._parsed: 256; the text of a structure
     ops.graph.layouts._CONSTANTS, ops.graph.layouts._NUMBERS: 32768; an object that compiled graphs name

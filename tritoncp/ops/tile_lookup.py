@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
-import os
+import logging
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tritoncp.core import environment
+from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.distributed import collectives
 from tritoncp.distributed.consistency import digest_word
 from tritoncp.kernels.options import ROUTES
@@ -26,6 +27,7 @@ from tritoncp.masks.mask import Mask
 from tritoncp.ops import tile_tables
 from tritoncp.ops.tile_tables import Device
 
+tiles_log = area_logger("tiles")
 FEW_ROWS_KIND = "full"  # few rows are measured with this kind only: nearly all their tiles are full
 
 
@@ -66,40 +68,16 @@ def kind_of(mask: Mask, mod: bool = False) -> str:
 
 def local_table(device: torch.device) -> str:
     """Return the table of a device from this process's files."""
-    return tile_tables.table(tile_tables.device_of(device), os.environ.get("TRITONCP_CONFIG_DIR"))
+    return tile_tables.table(tile_tables.device_of(device), environment.CONFIG_DIR.read())
 
 
 BUDGET_KEY = "autotune"  # of the table row with the tuning budget in seconds
-DEFAULT_BUDGET = 60.0  # seconds, if the variable has no number
-
-
-def parse_seconds(text: str) -> float:
-    """Parse a time with unit s, m or h. Raises ValueError for other text.
-
-    >>> parse_seconds("15m"), parse_seconds("90s"), parse_seconds("1.5h"), parse_seconds("20")
-    (900.0, 90.0, 5400.0, 20.0)
-    """
-    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
-    try:
-        number = float(text[:-1]) * unit if unit else float(text)
-    except ValueError as error:
-        raise ValueError(f"budget {text!r} is no time: 90s, 15m, 1.5h") from error
-    if not 0 < number < math.inf:
-        raise ValueError(f"budget {text!r} is no time to work in")
-    return number
 
 
 def tuning_budget() -> float:
     """Return the seconds that this process may spend tuning one kind of call: TRITONCP_AUTOTUNE, where 1
     means a minute; 0 if it is not set."""
-    text = os.environ.get("TRITONCP_AUTOTUNE", "0")
-    if text in ("", "0") or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
-        return 0.0
-    try:
-        return DEFAULT_BUDGET if text == "1" else parse_seconds(text)
-    except ValueError as error:
-        warnings.warn(f"nothing is tuned: TRITONCP_AUTOTUNE is 1 or a time, and {error}", stacklevel=2)
-        return 0.0
+    return 0.0 if environment.CONFIG_DIR.read() == "-" else float(environment.AUTOTUNE.read())
 
 
 _SHARED_TABLES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # rank 0's, by group
@@ -188,7 +166,17 @@ def measured_options(device: torch.device, call: TileKey, group: Any = None) -> 
     tiles = choose_tiles(table_text(device, group), *call)
     if not has_pass_tiles(tiles):
         _warn_untuned(device, group)
+    _log_tiles(device, call, tiles)
     return {"CONFIGS": tiles} if tiles else {}
+
+
+def _log_tiles(device: torch.device, call: TileKey, tiles: tuple[Any, ...]) -> None:
+    """Log which kernels of a call have measured tiles."""
+    if tiles_log.isEnabledFor(logging.INFO):
+        kernels = ", ".join(kernel for kernel, _ in tiles)
+        origin = f"measured tiles for {kernels}, the rule for others" if tiles else "tiles by the rule"
+        line = "%s, %s, head dims %d and %d, mask of kind %s: %s"
+        log_decision(tiles_log, line, device, call.dtype, *call.dims, call.mask, origin)
 
 
 def has_pass_tiles(tiles: tuple[Any, ...]) -> bool:
@@ -201,7 +189,7 @@ WARNED_DEVICES: set[Device] = set()
 
 def _warn_untuned(device: torch.device, group: Any) -> None:
     """Warn once per GPU, on one rank, that no tiles were measured for it, and how to measure them."""
-    if device.type == "cpu" or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
+    if device.type == "cpu" or environment.CONFIG_DIR.read() == "-":
         return
     model = tile_tables.device_of(device)
     if model in WARNED_DEVICES or (group is not None and group.rank()):

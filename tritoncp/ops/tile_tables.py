@@ -27,11 +27,14 @@ from typing import Any, NamedTuple
 import torch
 
 from tritoncp.core.checked_json import read_json
+from tritoncp.core.environment import CONFIG_DIR
+from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.paths import architecture_name, path_inside, slug, triton_version
 from tritoncp.core.versions import installed_version
 from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
 
+tiles_log = area_logger("tiles")
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "kernels/configs"
 LOCK_SECONDS = 60.0  # that a writer waits for the lock, which each writer holds for milliseconds
@@ -64,7 +67,7 @@ def device_of(device: torch.device) -> Device:
 
 def folders() -> list[Path]:
     """Return the folders that are searched for files of tile shapes, best first."""
-    variable = os.environ.get("TRITONCP_CONFIG_DIR")
+    variable = CONFIG_DIR.read()
     if variable == "-":
         return []
     own = user_folder()
@@ -166,8 +169,11 @@ def table(device: Device, config_dir: str | None) -> str:
     counts. ``config_dir`` is TRITONCP_CONFIG_DIR, which a process may change: plans keep the tiles that they
     looked up before until :func:`forget`."""
     configs_by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
+    paths = list(sources(device))
+    origin = f"files {', '.join(map(str, paths))}" if paths else "no file, the rule chooses them"
+    log_decision(tiles_log, "measured tiles of %s (%s): %s", device.name, device.arch, origin)
     exact = path_in(Path(), device).name
-    for path in sources(device):
+    for path in paths:
         for entry in entries_of(path):
             if path.name == exact or entry["kernel"] != "route":
                 configs_by_key.setdefault(entry_key(entry), entry["config"])

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tritoncp.core.environment import AUTOTUNE
 from tritoncp.distributed import groups
 from tritoncp.ops import tile_lookup, tile_tables
 from tritoncp.ops.tile_lookup import TileKey
@@ -124,7 +125,7 @@ def _command_arguments(call: TileKey, shape: tuple[int, int, int], allowed: floa
 def _environment(device: torch.device) -> dict[str, str]:
     """Return the environment of the subprocess: only this device is visible, and TRITONCP_AUTOTUNE is
     unset."""
-    env = tile_tables.environment(without="TRITONCP_AUTOTUNE")
+    env = tile_tables.environment(without=AUTOTUNE.name)
     if device.type != "cpu":
         visible = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
         index = torch.cuda.current_device() if device.index is None else device.index

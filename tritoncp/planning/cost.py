@@ -79,6 +79,12 @@ def costs(plan: PlanData, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
     return tuple(sorted(with_memory, key=lambda cost: cost.total))
 
 
+def local_cost(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
+    """Estimate the cost of a plan for one rank, which sends nothing."""
+    seconds = float(_seconds(shape, _pairs(plan, [0]).sum(), hardware))
+    return Cost("local", seconds, BACKWARD_RATIO * seconds)
+
+
 def sample(world_size: int) -> list[int]:
     """Return up to MAX_SAMPLED_RANKS ranks, evenly spaced: those whose cost is computed."""
     return (

@@ -13,8 +13,6 @@ from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_num
 from tritoncp.planning.cost import Hardware
 from tritoncp.planning.drawing.page import html
 from tritoncp.planning.drawing.picture import paint
-from tritoncp.planning.memory import Shape
-from tritoncp.planning.metrics import Metrics
 from tritoncp.planning.parts import check_keys, check_part, part_fields
 from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report import Facts, format_costs, format_text
@@ -121,19 +119,23 @@ class Plan(PlanData, BlockMaskInterface):
         return "\n".join([*format_costs(Facts.of(self, hardware, **shape)), choice])
 
     @on_host
-    def metrics(self, **shape: int) -> Metrics:
-        """Predict evenness, bytes sent and memory of a layer: a NamedTuple, ``_asdict()`` is a plain dict.
+    def metrics(self, hardware: Hardware | None = None, **shape: int) -> dict[str, float]:
+        """Predict evenness, bytes sent, memory and time of a layer: a flat dict of numbers, whose keys
+        :class:`tritoncp.planning.metrics.Metrics` describes.
 
         shape: as for :meth:`explain`. "Does it fit?" is ``backward_peak_bytes`` plus what the model's other
-        layers keep, at least their ``shard_bytes``.
+        layers keep, at least their ``shard_bytes``. To log it, with Weights & Biases or with TensorBoard::
+
+            wandb.log({f"plan/{name}": value for name, value in plan.metrics().items()})
+            for name, value in plan.metrics().items(): writer.add_scalar(f"plan/{name}", value, step)
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> mask = create_block_mask(causal(), 1, 1, 65536, 65536)
         >>> metrics = make_plan(mask, world_size=4, rank=0, schedule="ring").metrics(heads=16, kv_heads=16)
-        >>> metrics.forward_extra_bytes >> 20, metrics.backward_peak_bytes >> 20
+        >>> metrics["forward_extra_bytes"] >> 20, metrics["backward_peak_bytes"] >> 20
         (386, 1730)
         """
-        return Metrics.of(self, Shape.of_layer(self, **shape))
+        return Facts.of(self, hardware, **shape).metrics._asdict()
 
     @on_host
     def plot(

@@ -62,6 +62,14 @@ class Facts:
         return cost.costs(self.plan, self.shape, self.hardware) if self.plan.world_size > 1 else ()
 
     @cached_property
+    def own_cost(self) -> cost.Cost:
+        """Cost of the plan's own schedule; "ulysses+ring" is estimated as "ulysses"."""
+        if self.plan.world_size == 1:
+            return cost.local_cost(self.plan, self.shape, self.hardware)
+        name = self.plan.schedule.partition("+")[0]
+        return next(one for one in self.costs if one.schedule == name)
+
+    @cached_property
     def bytes_sent(self) -> dict[str, list[int]]:
         """Bytes that each rank sends in a forward and a backward pass, by schedule."""
         return {
@@ -80,7 +88,7 @@ class Facts:
     @cached_property
     def metrics(self) -> Metrics:
         """Figures of the plan's own schedule."""
-        return Metrics.of(self.plan, self.shape)
+        return Metrics.of(self.plan, self.shape, self.own_cost)
 
     @property
     def shard_bytes(self) -> int:
@@ -98,7 +106,7 @@ class Facts:
         plan, mask = self.plan, self.plan.mask
         return {
             "mask": {
-                "expression": _strip_addresses(repr(mask.mask_mod)),
+                "expression": strip_addresses(repr(mask.mask_mod)),
                 "q_len": mask.q_len, "kv_len": mask.kv_len, "block_size": [mask.q_block, mask.kv_block],
                 "sparsity": mask.sparsity(), "runs": len(mask.runs.runs),
             },
@@ -245,10 +253,10 @@ def format_choice(facts: Facts) -> str:
     )
 
 
-def _strip_addresses(text: str) -> str:
+def strip_addresses(text: str) -> str:
     """Remove memory addresses from a repr, so that it is the same in every process.
 
-    >>> _strip_addresses("and_masks(causal(), <function near at 0x7f2b8c0d3e20>)")
+    >>> strip_addresses("and_masks(causal(), <function near at 0x7f2b8c0d3e20>)")
     'and_masks(causal(), <function near>)'
     """
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)

@@ -87,7 +87,7 @@ def autotune(
     """
     from rich.console import Console
 
-    from tritoncp.ops.tile_lookup import parse_seconds
+    from tritoncp.core.environment import parse_seconds
     from tritoncp.tuning import search_run, targets
 
     named_shapes = [*shapes, *(shape for name in presets for shape in targets.preset(name))]

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tritoncp.analysis.jobs import Job, Routed, kernel_of, step_job
+from tritoncp.core.environment import UNSAFE_FUSED
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import FEW, Config, copies, default, specialises, weight
-from tritoncp.kernels.toolchain import UNSAFE, fused_fault, multiplies_transposed
+from tritoncp.kernels.toolchain import fused_fault, multiplies_transposed
 from tritoncp.masks.expressions import brief, score_of
 from tritoncp.mods import Untranslatable, hand_written, score_mod
 from tritoncp.perf.records.history import Point
@@ -148,7 +149,7 @@ def without_faults(requested: Sequence[Target], arch: str) -> tuple[list[Target]
     right = [target for target in requested if target.kernel != "fused" or why is None]
     if len(right) == len(requested):
         return right, []
-    line = f"fused is left out: {why}, or leave it out of --ops; {UNSAFE}=1 tunes it"
+    line = f"fused is left out: {why}, or leave it out of --ops; {UNSAFE_FUSED.name}=1 tunes it"
     if not right:
         raise ValueError(line)
     return right, [line]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncp.core.profiler_ranges import step_range
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Schedule, Ticket, Wait
 from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, outputs, pack, separate, views
 from tritoncp.planning import traffic
@@ -29,7 +30,8 @@ def forward(
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
         final = {"out": out_, "lse": lse_, "max_scores": top_}
-        engine.forward(q_, keys, values, tables, **final, h_offset=h_offset)()
+        with step_range(plan.schedule, index):
+            engine.forward(q_, keys, values, tables, **final, h_offset=h_offset)()
         h_offset += q_.shape[1]
     return out, lse, top
 
@@ -49,7 +51,8 @@ def backward(
     engine's buffers."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     delta = torch.empty_like(lse)
-    engine.delta(out, dout, dlse, delta)()
+    with step_range(plan.schedule, 0, "delta"):
+        engine.delta(out, dout, dlse, delta)()
     dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
     kv, q_groups = _groups(plan, k, v, q, dout, lse, delta, dq)
     returning: list[Ticket] = []
@@ -60,9 +63,11 @@ def backward(
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
         args = q_, keys, values, dout_, lse_, delta_, tables
-        engine.dq(*args, dq=dq_, h_offset=h_offset)()
+        with step_range(plan.schedule, index, "dq"):
+            engine.dq(*args, dq=dq_, h_offset=h_offset)()
         grads = keys.new_zeros(keys.shape[2], *keys.shape[:2], k.shape[3] + v.shape[3], dtype=lse.dtype)
-        dkdv(engine, args, *views(grads, keys), dq_, h_offset=h_offset)
+        with step_range(plan.schedule, index, "dkdv"):
+            dkdv(engine, args, *views(grads, keys), dq_, h_offset=h_offset)
         returning.append((yield ReduceScatter(grads)))
         h_offset += q_.shape[1]
     parts = []

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncp.core.profiler_ranges import step_range
 from tritoncp.distributed.collectives import AllToAll, Schedule, Wait
 from tritoncp.distributed.schedules.buffers import (
     dkdv,
@@ -31,10 +32,12 @@ def forward(
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     has_remote = sum(plan.fetch.takes) > 0
     flight = yield _request(plan, pack(k, v, k.shape[2]).packed)
-    engine.forward(q, k, v, near, **final, store_state=has_remote)()
+    with step_range(plan.schedule, 0):
+        engine.forward(q, k, v, near, **final, store_state=has_remote)()
     fetched = yield Wait(flight)
     if has_remote:
-        engine.forward(q, *views(fetched, k), far, **final, load_state=True)()
+        with step_range(plan.schedule, 1):
+            engine.forward(q, *views(fetched, k), far, **final, load_state=True)()
     return out, lse, top
 
 
@@ -49,20 +52,25 @@ def backward(
     local = pack(k, v, k.shape[2]).packed
     flight = yield _request(plan, local)
     delta = torch.empty_like(lse)
-    engine.delta(out, dout, dlse, delta)()
+    with step_range(plan.schedule, 0, "delta"):
+        engine.delta(out, dout, dlse, delta)()
     dq = empty_dq(plan, engine, q, lse.dtype)
     home = torch.zeros_like(local, dtype=lse.dtype)
     args = (q, k, v, dout, lse, delta, near)
-    engine.dq(*args, dq=dq)()
-    dkdv(engine, args, *views(home, k), dq)
+    with step_range(plan.schedule, 0, "dq"):
+        engine.dq(*args, dq=dq)()
+    with step_range(plan.schedule, 0, "dkdv"):
+        dkdv(engine, args, *views(home, k), dq)
     fetched = yield Wait(flight)
     grads = torch.zeros_like(fetched, dtype=lse.dtype)
     args = (q, *views(fetched, k), dout, lse, delta, far)
     if has_remote:
-        dkdv(engine, args, *views(grads, k), dq)
+        with step_range(plan.schedule, 1, "dkdv"):
+            dkdv(engine, args, *views(grads, k), dq)
     flight = yield AllToAll(grads, plan.fetch.takes, plan.fetch.sends)
     if has_remote:
-        engine.dq(*args, dq=dq, add=True)()  # while they return
+        with step_range(plan.schedule, 1, "dq"):  # while they return
+            engine.dq(*args, dq=dq, add=True)()
     _add_home(plan, home, (yield Wait(flight)))
     return dq, *separate(home, k)
 

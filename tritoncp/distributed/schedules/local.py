@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncp.core.profiler_ranges import step_range
 from tritoncp.distributed.collectives import Schedule
 from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, empty_grad, outputs
 from tritoncp.planning.plan import Plan
+
+
+def _name(plan: Plan) -> str:
+    """Return the name of the steps in traces: that of a schedule that exchanged heads, else "local"."""
+    return plan.schedule if plan.schedule.startswith("ulysses") else "local"
 
 
 def forward(
@@ -18,7 +24,8 @@ def forward(
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of all queries."""
     out, lse, top = outputs(plan, q, v, want_max)
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
-    engine.forward(q, k, v, tables, out=out, lse=lse, max_scores=top)()
+    with step_range(_name(plan), 0):
+        engine.forward(q, k, v, tables, out=out, lse=lse, max_scores=top)()
     return out, lse, top
     yield  # a schedule is a generator
 
@@ -30,11 +37,14 @@ def backward(
     """Compute (dq, dk, dv) in the dtypes of q, k, v; gradients of captures go to the engine's buffers."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     delta = torch.empty_like(lse)
-    engine.delta(out, dout, dlse, delta)()
+    with step_range(_name(plan), 0, "delta"):
+        engine.delta(out, dout, dlse, delta)()
     dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
     dk, dv = (empty_grad(x, x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
     args = q, k, v, dout, lse, delta, tables
-    engine.dq(*args, dq=dq)()
-    dkdv(engine, args, dk, dv, dq)
+    with step_range(_name(plan), 0, "dq"):
+        engine.dq(*args, dq=dq)()
+    with step_range(_name(plan), 0, "dkdv"):
+        dkdv(engine, args, dk, dv, dq)
     return dq, dk, dv
     yield  # a schedule is a generator

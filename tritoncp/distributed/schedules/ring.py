@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncp.core.profiler_ranges import step_range
 from tritoncp.distributed.collectives import Schedule, SendRecv, Ticket, Wait
 from tritoncp.distributed.schedules.buffers import (
     KVBuffer,
@@ -38,9 +39,9 @@ def forward(
         flight = yield _send_kv(hop, current, free)
         if hop.reads:
             tables = plan.tables(*where, hop.owner)
-            engine.forward(
-                q, current.k, current.v, tables, **final, load_state=turn > 0, store_state=hop.more
-            )()
+            flags = {"load_state": turn > 0, "store_state": hop.more}
+            with step_range(plan.schedule, turn):
+                engine.forward(q, current.k, current.v, tables, **final, **flags)()
         if (yield Wait(flight)):
             current, free = free, current
     return out, lse, top
@@ -53,7 +54,8 @@ def backward(
     """Compute (dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to the engine's
     buffers."""
     delta = torch.empty_like(lse)
-    engine.delta(out, dout, dlse, delta)()
+    with step_range(plan.schedule, 0, "delta"):
+        engine.delta(out, dout, dlse, delta)()
     dq = empty_dq(plan, engine, q, lse.dtype)
     current, free = _kv_buffers(plan, k, v)
     home = torch.zeros_like(current.packed, dtype=lse.dtype)  # gradient of the own K and V
@@ -67,12 +69,14 @@ def backward(
         if hop.reads:
             tables = plan.tables(*where, hop.owner)
             args = (q, current.k, current.v, dout, lse, delta, tables)
-            engine.dq(*args, dq=dq, add=turn > 0)()
+            with step_range(plan.schedule, turn, "dq"):
+                engine.dq(*args, dq=dq, add=turn > 0)()
         if grad_flight is not None:
             received = yield Wait(grad_flight)  # dQ is computed meanwhile
         grad = _current_grad(plan.ring, turn, received, home)
         if hop.reads:
-            dkdv(engine, args, *views(grad, k), dq, add=turn > 0)
+            with step_range(plan.schedule, turn, "dkdv"):
+                dkdv(engine, args, *views(grad, k), dq, add=turn > 0)
         grad_flight = yield _send_grad(hop, grad, home)
         if (yield Wait(flight)):
             current, free = free, current

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncp.core.profiler_ranges import step_range
 from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, start_in_graph
 from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, outputs, pack, separate, views
 from tritoncp.distributed.schedules.fetch import number_rows
@@ -63,7 +64,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute (out, lse, max_scores or None) of a chunk's queries; keys and values: of :func:`views_of`."""
     out, lse, top = outputs(plan, q, values, want_max)
-    engine.forward(q, keys, values, _tables(plan, q), out=out, lse=lse, max_scores=top)()
+    with step_range(plan.schedule, 0):
+        engine.forward(q, keys, values, _tables(plan, q), out=out, lse=lse, max_scores=top)()
     return out, lse, top
 
 
@@ -74,15 +76,18 @@ def backward(
     """Compute dq of a chunk's queries, and what they add to the gradients of all rows of the buffer, in lse's
     dtype: [n, heads, D] and [n, heads, E]."""
     delta = torch.empty_like(lse)
-    engine.delta(out, dout, dlse, delta)()
+    with step_range(plan.schedule, 0, "delta"):
+        engine.delta(out, dout, dlse, delta)()
     dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
     args = q, keys, values, dout, lse, delta, _tables(plan, q)
-    engine.dq(*args, dq=dq)()
+    with step_range(plan.schedule, 0, "dq"):
+        engine.dq(*args, dq=dq)()
     batch = _batch_of_row(plan, q.shape[0])
     heads, rows = keys.shape[1:3]
     grads = [lse.new_zeros(rows, batch, heads, x.shape[3]) for x in (keys, values)]
     dk, dv = (x.permute(1, 2, 0, 3).expand(q.shape[0], -1, -1, -1) for x in grads)
-    dkdv(engine, args, dk, dv, dq)
+    with step_range(plan.schedule, 0, "dkdv"):
+        dkdv(engine, args, dk, dv, dq)
     return dq, grads[0].flatten(0, 1), grads[1].flatten(0, 1)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncp.core.profiler_ranges import step_range
 from tritoncp.distributed.collectives import Schedule, Wait
 from tritoncp.distributed.schedules import local, ring
 from tritoncp.distributed.schedules.buffers import laid_out_as
@@ -57,7 +58,8 @@ def backward(
     """Compute (dq, dk, dv) of this rank's shards; gradients of captures go to the engine's buffers."""
     exchange = HeadExchange.of(plan, q, k)
     delta = torch.empty_like(lse)
-    engine.delta(out, dout, dlse, delta)()
+    with step_range(plan.schedule, 0, "delta"):
+        engine.delta(out, dout, dlse, delta)()
     grads = yield from _head_gradients(inner, exchange, engine, q, k, v, dout, lse, delta)
     own_grads = [laid_out_as(x, x.shape[3], grad.dtype) for x, grad in zip((q, k, v), grads, strict=True)]
     yield from exchange.to_sequence(

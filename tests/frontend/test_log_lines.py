@@ -1,0 +1,175 @@
+"""Tests of the log lines under `tritoncp.*`: decisions at INFO once, look-ups at DEBUG, ranks in front."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tritoncp
+from tests.multiprocess import ranks
+from tests.ops.measured_tiles import CPU, places, put
+from tritoncp.core import log_lines
+from tritoncp.frontend import plan_cache
+from tritoncp.kernels import options
+from tritoncp.ops import tile_tables
+
+__all__ = ["places"]  # a fixture
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Have every decision and look-up of the test be new."""
+    log_lines.forget_decisions()
+    tritoncp.plan_cache_clear()
+    yield
+    log_lines.forget_decisions()
+
+
+def lines(caplog, area: str, level: int = logging.INFO) -> list[str]:
+    """List the messages of an area at this very level."""
+    name = f"tritoncp.{area}"
+    return [
+        record.getMessage() for record in caplog.records if (record.name, record.levelno) == (name, level)
+    ]
+
+
+def attend(rows: int = 64, **settings: object) -> torch.Tensor:
+    q = torch.randn(1, 2, rows, 16)
+    return tritoncp.flex_attention(q, q, q, None, tritoncp.causal(), kernel_options=settings or None)
+
+
+@pytest.mark.usefixtures("cpu_engine")
+def test_a_plan_is_logged_once_and_every_look_up_at_debug(caplog):
+    with caplog.at_level(logging.DEBUG, "tritoncp"):
+        for _ in range(3):
+            attend()
+    (plan,) = lines(caplog, "plan")
+    for part in ("mask causal()", "64 queries × 64 keys", "1 rank", "order natural", "max/mean 1.000"):
+        assert part in plan
+    assert lines(caplog, "cache") == ["plan cache: miss, mask causal()"]
+    assert lines(caplog, "cache", logging.DEBUG) == ["plan cache: hit, mask causal()"] * 2
+
+
+@pytest.mark.usefixtures("cpu_engine")
+def test_the_same_decision_is_logged_again_at_debug_only(caplog):
+    with caplog.at_level(logging.DEBUG, "tritoncp"):
+        attend()
+        tritoncp.plan_cache_clear()
+        attend()
+        attend(96)
+    assert len(lines(caplog, "plan")) == 2, "plans of 64 and of 96 rows"
+    assert lines(caplog, "plan", logging.DEBUG) == lines(caplog, "plan")[:1]
+    assert len(lines(caplog, "engine")) == 1 and "CPU engine" in lines(caplog, "engine")[0]
+    assert len(lines(caplog, "engine", logging.DEBUG)) == 2
+
+
+def test_a_planned_schedule_is_logged_with_its_reason(caplog):
+    mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 2048, 2048)
+    with caplog.at_level(logging.INFO, "tritoncp"):
+        plan = tritoncp.make_plan(mask, world_size=4, rank=1)
+        tritoncp.make_plan(mask, world_size=4, rank=1, schedule="ring")
+    chosen, requested = lines(caplog, "plan")
+    assert f"schedule {plan.schedule} (predicted ms a layer on" in chosen and "order ptrr" in chosen
+    assert "schedule ring (asked for)" in requested and f"max/mean {plan.imbalance:.3f}" in requested
+
+
+def test_engine_route_and_tiles_are_logged_with_their_reasons(caplog, places):
+    options._chosen.cache_clear()  # a choice is logged when it is made
+    with caplog.at_level(logging.DEBUG, "tritoncp"):
+        attend(40)
+        put(places / "user", 16, CPU)
+        tile_tables.forget()
+        attend(40)
+        attend(40)
+        attend(40, BLOCK_M=32, fwd_num_warps=2)
+    (engine,) = lines(caplog, "engine")
+    assert "Triton kernels, interpreted, run float32" in engine and engine.endswith("route loops (default)")
+    files = [line for line in lines(caplog, "tiles") if line.startswith("measured tiles of cpu")]
+    assert files[0].endswith("no file, the rule chooses them") and str(places / "user") in files[1]
+    kernels = [line for line in lines(caplog, "tiles") if line.startswith("forward kernel on interpreter")]
+    assert [line.rpartition(" (")[2] for line in kernels] == [
+        "rule)",
+        "measured)",
+        "kernel_options over measured)",
+    ]
+    assert "BLOCK_M=16" in kernels[1] and "BLOCK_M=32" in kernels[2]
+    assert "executables of the plan: hit" in lines(caplog, "cache", logging.DEBUG)
+    assert "executables of the plan: miss" in lines(caplog, "cache", logging.DEBUG)
+
+
+@pytest.mark.usefixtures("cpu_engine")
+def test_nothing_is_formatted_while_logging_is_off(monkeypatch):
+    def fail(*_: object) -> str:
+        raise AssertionError("formatted without a reader")
+
+    monkeypatch.setattr(plan_cache, "format_title", fail)
+    monkeypatch.setattr(plan_cache, "_mask_text", fail)
+    for area in ("plan", "cache", "engine", "tiles", "chunking"):
+        assert not log_lines.area_logger(area).isEnabledFor(logging.INFO)
+    attend()
+    attend()
+
+
+@pytest.mark.usefixtures("cpu_engine")
+def test_each_line_says_its_rank_if_there_are_several(caplog):
+    def call(group):
+        with caplog.at_level(logging.DEBUG, "tritoncp"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(2):
+                q = torch.randn(1, 2, 64, 16)
+                tritoncp.flex_attention(q, q, q, None, tritoncp.causal(), mesh=group)
+        return [(record.name, record.getMessage()) for record in caplog.records]
+
+    for rank, records in enumerate(ranks.run(2, call)):
+        assert {"tritoncp.plan", "tritoncp.cache", "tritoncp.engine"} <= {name for name, _ in records}
+        assert all(message.startswith(f"rank {rank} of 2: ") for _, message in records), records
+        assert any(f"2 ranks, this is {rank}" in message for _, message in records)
+
+
+@pytest.mark.usefixtures("cpu_engine")
+def test_logging_does_not_break_a_graph(caplog):
+    mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64)
+    q = torch.randn(1, 2, 64, 16)
+    compiled = torch.compile(
+        lambda q: tritoncp.flex_attention(q, q, q, None, mask), fullgraph=True, backend="eager"
+    )
+    with caplog.at_level(logging.DEBUG, "tritoncp"):
+        for _ in range(2):
+            out = compiled(q)
+    torch.testing.assert_close(out, tritoncp.flex_attention(q, q, q, None, mask))
+    assert len(lines(caplog, "plan")) == 1 and lines(caplog, "cache", logging.DEBUG)
+
+
+PROGRAM = """
+import {imports}
+mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64)
+q = torch.randn(1, 2, 64, 16)
+for _ in range(2):
+    tritoncp.flex_attention(q, q, q, None, mask)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "imports", "has_debug"),
+    [
+        ("+tritoncp", "torch, tritoncp", True),
+        pytest.param("tritoncp", "tritoncp, torch", False, marks=pytest.mark.nightly),
+    ],
+)
+def test_torch_logs_shows_the_lines(setting, imports, has_debug):
+    env = os.environ | {"TORCH_LOGS": setting, "TRITON_INTERPRET": "0"}
+    code = PROGRAM.format(imports=imports)
+    run = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("mask causal(), 64 queries × 64 keys") == 1
+    assert run.stderr.count("run on the CPU engine, in plain torch") == 1 + has_debug
+    assert ("plan cache: hit, mask causal()" in run.stderr) == has_debug

@@ -1,0 +1,61 @@
+"""Loggers of the package, one for each area, and lines about decisions.
+
+    tritoncp.plan      plans: order of the tokens, schedule, reason, evenness of work
+    tritoncp.engine    executables: engine, route of the forward pass
+    tritoncp.cache     look-ups in caches: hit or miss
+    tritoncp.tiles     tile shapes: their files, and those of each kernel
+    tritoncp.chunking  regions of a training graph that were cut
+
+A decision is logged at INFO when it is new in this process, later at DEBUG. A message begins with the rank of
+the process if there are several.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+
+from tritoncp.core.bounded_cache import BoundedCache
+
+MAX_DECISIONS = 4096
+_LOGGED: BoundedCache[Hashable, bool] = BoundedCache(MAX_DECISIONS)  # decisions that were logged at INFO
+_rank_name: Callable[[], str] = str  # names the rank of this process; "" if it has none
+
+
+def name_rank_by(function: Callable[[], str]) -> None:
+    """Have messages begin with the name of this process's rank, which a higher layer knows."""
+    global _rank_name
+    _rank_name = function
+
+
+def _add_rank(record: logging.LogRecord) -> bool:
+    """Put the rank in front of a record's message."""
+    if rank := _rank_name():
+        record.msg = f"{rank}: {record.msg}"
+    return True
+
+
+def area_logger(area: str) -> logging.Logger:
+    """Return the logger ``tritoncp.<area>``."""
+    log = logging.getLogger(f"tritoncp.{area}")
+    if _add_rank not in log.filters:
+        log.addFilter(_add_rank)
+    return log
+
+
+def log_decision(log: logging.Logger, message: str, *values: object) -> None:
+    """Log a decision: at INFO if the line is new in this process, else at DEBUG."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    line = log.name, message, values
+    if _LOGGED.get(line) is None:
+        _LOGGED.put(line, True)
+        log.info(message, *values, stacklevel=2)
+    else:
+        log.debug(message, *values, stacklevel=2)
+
+
+def forget_decisions() -> None:
+    """Count every decision as new again."""
+    global _LOGGED
+    _LOGGED = BoundedCache(MAX_DECISIONS)

@@ -1,0 +1,34 @@
+"""Named ranges of the steps and messages of a schedule in traces of torch.profiler and of NVTX.
+
+A range is a ``torch.profiler.record_function``, which ``torch.autograd.profiler.emit_nvtx`` turns into an
+NVTX range by itself. Where no profiler is active, a range costs one look at its state.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+_NO_RANGE = nullcontext()
+is_profiled = torch.autograd._profiler_enabled  # by torch.profiler, torch.autograd.profiler or emit_nvtx
+
+
+def step_range(schedule: str, step: int, part: str = "") -> AbstractContextManager[Any]:
+    """Name the computation of one step: ``tritoncp::ring/step 3``, or, with the part "dq" of a backward pass,
+    ``tritoncp::ring/backward step 3 dq``."""
+    if not is_profiled():
+        return _NO_RANGE
+    name = f"backward step {step} {part}" if part else f"step {step}"
+    return torch.profiler.record_function(f"tritoncp::{schedule}/{name}")
+
+
+def message_range(schedule: str, direction: str, action: str, message: object) -> AbstractContextManager[Any]:
+    """Name the start of a message or the wait for it: ``tritoncp::ring/wait SendRecv``, or, with the
+    direction "backward ", ``tritoncp::ring/backward wait SendRecv``."""
+    if not is_profiled():
+        return _NO_RANGE
+    return torch.profiler.record_function(
+        f"tritoncp::{schedule}/{direction}{action} {type(message).__name__}"
+    )
