@@ -61,5 +61,6 @@ def can_add(q: Tensor, k: Tensor, scale: float) -> bool:
 
 
 def hide(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 for visible pairs, -inf for hidden ones."""
+    """Return 0 for visible pairs, -inf for hidden ones; for one tile if all tiles have the same."""
+    visible = visible[:1] if visible.stride(0) == 0 else visible
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)

@@ -37,7 +37,8 @@ class Scores:
         scores = self._modified(self._raw(q, k), captures)
         top = scores.amax(-1)
         m = torch.where(top == -torch.inf, 0, top)
-        p = scores.sub_(m[..., None]).exp_()
+        # A score_mod may return a view of the scores, or of a capture: torch.sub makes a new tensor.
+        p = torch.sub(scores, m[..., None]).exp_()
         total = p.sum(-1)
         filled = total != 0  # a NaN is passed on
         total = torch.where(filled, total, 1)
