@@ -39,25 +39,27 @@ def backward(
 def rows_with_delta(dout: Tensor, delta: Tensor) -> Tensor | None:
     """Return rows whose products with dout [H, T, D] are delta [H, T], which torch's kernel takes in place of
     out; None where there are none: a row of dout is 0, and delta is not."""
-    largest = dout.abs().amax(-1, keepdim=True)
-    safe = torch.where(largest == 0, 1, largest)
-    direction = dout / safe
-    square = direction.square().sum(-1, keepdim=True)
-    factor = delta[..., None] / safe / torch.where(largest == 0, 1, square)
-    rows = direction * factor
-    exact = torch.isfinite(factor) & ((largest != 0) | (delta[..., None] == 0))
-    return rows if bool(exact.all()) else None
+    norm = torch.linalg.vector_norm(dout, dim=-1)
+    limits = torch.finfo(dout.dtype)
+    if not bool(((norm > (limits.tiny / limits.eps) ** 0.5) & (norm < torch.inf)).all()):
+        largest = dout.abs().amax(-1)
+        largest = torch.where(largest == 0, 1, largest)
+        dout, delta = dout / largest[..., None], delta / largest
+        norm = torch.linalg.vector_norm(dout, dim=-1)
+    factor = delta / torch.where((norm == 0) & (delta == 0), 1, norm) / torch.where(norm == 0, 1, norm)
+    return dout * factor[..., None] if bool(torch.isfinite(factor).all()) else None
 
 
-def can_add(q: Tensor, k: Tensor, scale: float) -> bool:
-    """Return whether all products of q and k are finite: a hidden score that is not would become NaN where
-    -inf is added to it."""
+def can_add(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """Return whether v and all products of q and k are finite: a hidden score that is not would become NaN
+    where -inf is added to it, and tiles have pairs of absent blocks, which no value may come from."""
     if not q.numel() or not k.numel():
         return True
     (q_low, q_high), (k_low, k_high) = (torch.aminmax(x) for x in (q, k))
     limit = torch.finfo(q.dtype).max / q.shape[2] / max(1.0, abs(scale))
     product = torch.maximum(q_low.abs(), q_high.abs()) * torch.maximum(k_low.abs(), k_high.abs())
-    return bool(product < limit)  # false for a NaN
+    values = torch.stack(torch.aminmax(v)) if v.numel() else v.new_zeros(1)
+    return bool((product < limit) & torch.isfinite(values).all())  # false for a NaN
 
 
 def hide(visible: Tensor, dtype: torch.dtype) -> Tensor:
