@@ -55,7 +55,7 @@ def test_a_call_makes_every_launch_and_runs_none(schedule, monkeypatch):
 
 @pytest.mark.parametrize("mask", ["causal", "document"])
 def test_contenders_of_the_cpu_engine_compute_the_same_gradients(mask):
-    makers = cpu_attention.make_contenders(Problem(mask, 256, 8, 2, 64, 64, dtype="float32"), train=True)
+    makers = cpu_attention.make_contenders(Problem(mask, 256, 8, 2, 64, 64, dtype="float32"), "train")
     with cpu_attention.cpu_engine():
         results = {name: make()() for name, make in makers.items()}
     assert len(results) == (3 if mask == "causal" else 2)
