@@ -1,5 +1,5 @@
-"""Random calls on the CPU engine against dense attention in float64: layouts, losses and score_mods that other
-tests do not combine."""
+"""Random calls on the CPU engine against dense attention in float64: layouts, losses and score_mods that
+other tests do not combine."""
 
 from __future__ import annotations
 
@@ -128,7 +128,9 @@ def score_mod(case: Case, x: Any) -> Callable[..., Tensor] | None:
         "minus": lambda s, b, h, q, kv: s - torch.exp(x[h]) * kv / case.kv_length,
         "hides": lambda s, b, h, q, kv: torch.where((q + kv + h) % 4 == 0, -math.inf, s),
         # The index of a hidden pair is an error.
-        "undefined where hidden": lambda s, b, h, q, kv: s + x[h, torch.where(shown(b, h, q, kv), kv, 1 << 40)],
+        "undefined where hidden": lambda s, b, h, q, kv: (
+            s + x[h, torch.where(shown(b, h, q, kv), kv, 1 << 40)]
+        ),
     }[case.score]
 
 
@@ -157,7 +159,11 @@ def leaves_of(case: Case) -> list[Tensor]:
         x = x[:1].expand(case.batch, -1, -1, -1) if case.layout == "shared by rows" else x
         tensors.append(laid_out(x.to(case.dtype), case.layout))
     captured = captures_of(case)
-    return tensors if captured is None else [*tensors, captured.to(torch.promote_types(case.dtype, torch.float32)).requires_grad_()]
+    return (
+        tensors
+        if captured is None
+        else [*tensors, captured.to(torch.promote_types(case.dtype, torch.float32)).requires_grad_()]
+    )
 
 
 def visible_pairs(case: Case) -> Tensor:

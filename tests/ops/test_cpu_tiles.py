@@ -1,4 +1,4 @@
-"""Tests of the CPU engine's tiles: bands of slots, masks that differ between heads, results that are views."""
+"""Tests of the CPU engine's tiles: bands of slots, masks that differ between heads, views as results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def test_bands_of_a_window_are_the_window(block: int, distance: int) -> None:
     at = torch.arange(400)
     gap = at[:, None] - at
     visible = ((gap <= distance) & (gap >= -3)).expand(2, 4, -1, -1)
-    agree(tritoncp.flex_attention(q, k, v, mask, enable_gqa=True), dense_attention(q, k, v, visible).out, leaves)
+    agree(
+        tritoncp.flex_attention(q, k, v, mask, enable_gqa=True), dense_attention(q, k, v, visible).out, leaves
+    )
 
 
 def test_intervals_of_a_mask_mod_say_nothing_of_full_blocks() -> None:
@@ -82,9 +84,7 @@ def test_a_score_mod_is_not_called_for_a_head_that_sees_nothing_of_a_tile() -> N
     mask = tritoncp.create_block_mask(listed, 1, 1, 40, 40, BLOCK_SIZE=8)
     at = [torch.arange(n) for n in (1, 3, 40, 40)]
     visible = listed(*torch.meshgrid(*at, indexing="ij"))
-    agree(
-        tritoncp.flex_attention(q, k, v, score, mask), dense_attention(q, k, v, visible, score).out, leaves
-    )
+    agree(tritoncp.flex_attention(q, k, v, score, mask), dense_attention(q, k, v, visible, score).out, leaves)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

@@ -27,7 +27,7 @@ from tritoncp.planning.step_tables import Tables
 
 Launch = Callable[[], None]
 LN2 = math.log(2)
-CACHE_SCORES = 1 << 19  # scores of a tile that pointwise operations keep in the cache
+CACHE_SCORES = 1 << 20  # scores of a tile that pointwise operations keep in the cache
 BIASES = 1 << 21  # scores that a score_mod's sums for the flash kernel are computed for at once
 GATHERED = 1 << 24  # numbers that a batch of tiles gathers
 
@@ -124,7 +124,7 @@ class CpuEngine:
             start, deltas = step.q.pack(dout, dtype, width), step.q.pack(delta[..., None], dtype)[..., 0]
             rows = step.q.pack(q, dtype, width)
             keys, values = (step.kv.pack(x, dtype, width) for x in (k, v))
-            use_flash = use_flash and flash.can_add(rows, keys, values, self.scale)
+            use_flash = use_flash and flash.can_add(rows, keys, values, self.scale, backward=True)
             outs = flash.rows_with_delta(start, deltas) if use_flash else None
             if outs is None:
                 use_flash, step = False, self._step(tables, q, k, h_offset, False)

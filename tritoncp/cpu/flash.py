@@ -50,16 +50,22 @@ def rows_with_delta(dout: Tensor, delta: Tensor) -> Tensor | None:
     return dout * factor[..., None] if bool(torch.isfinite(factor).all()) else None
 
 
-def can_add(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+def can_add(q: Tensor, k: Tensor, v: Tensor, scale: float, backward: bool = False) -> bool:
     """Return whether v and all products of q and k are finite: a hidden score that is not would become NaN
-    where -inf is added to it, and tiles have pairs of absent blocks, which no value may come from."""
+    where -inf is added to it, and tiles have pairs of absent blocks, which no value may come from.
+
+    backward: whether in addition scores are so small that their rounding, which differs from that of the
+              forward pass, changes no probability by more than about a thousandth
+    """
     if not q.numel() or not k.numel():
         return True
-    (q_low, q_high), (k_low, k_high) = (torch.aminmax(x) for x in (q, k))
-    limit = torch.finfo(q.dtype).max / q.shape[2] / max(1.0, abs(scale))
-    product = torch.maximum(q_low.abs(), q_high.abs()) * torch.maximum(k_low.abs(), k_high.abs())
-    values = torch.stack(torch.aminmax(v)) if v.numel() else v.new_zeros(1)
-    return bool((product < limit) & torch.isfinite(values).all())  # false for a NaN
+    product = torch.linalg.vector_norm(q, dim=-1).amax() * torch.linalg.vector_norm(k, dim=-1).amax()
+    limits = torch.finfo(q.dtype)
+    fits = product * max(1.0, abs(scale)) < limits.max  # false for a NaN
+    if backward:
+        fits &= product * abs(scale) < 1e-3 / limits.eps
+    values = torch.stack(torch.aminmax(v))
+    return bool(fits & torch.isfinite(values).all())
 
 
 def hide(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -111,9 +111,7 @@ class Step:
 
     def decision(self, group: HeadGroup) -> Decision:
         """Return how the step decides which pairs are visible."""
-        return Decision(
-            partial(self.diagonal, group), partial(self._decides, group), self.window is not None
-        )
+        return Decision(partial(self.diagonal, group), partial(self._decides, group), self.window is not None)
 
     def _decides(self, group: HeadGroup, slots: Sequence[SlotRow], keys: Range) -> bool:
         """Return whether window or intervals decide all pairs of slots and keys. Intervals that were found

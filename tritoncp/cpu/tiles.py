@@ -216,9 +216,7 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
     return [(first, last) for first, last, _ in joined]
 
 
-def _take_bands(
-    slots: Sequence[SlotRow], batch: int, decision: Decision, tiles: list[Tile]
-) -> list[SlotRow]:
+def _take_bands(slots: Sequence[SlotRow], batch: int, decision: Decision, tiles: list[Tile]) -> list[SlotRow]:
     """Move the slots that bands hold to ``tiles``, and return the others."""
     rest, i = [], 0
     while i < len(slots):
@@ -280,7 +278,9 @@ def _take_triangles(
         whole = [(first, corners[j][1]) for j in range(i, end)]
         rows = slots[i].rows[0], slots[end - 1].rows[1]
         if large:
-            taken = rows[1] - rows[0] >= LARGE_TRIANGLE and all(len(slots[j].masked) == 1 for j in range(i, end))
+            taken = rows[1] - rows[0] >= LARGE_TRIANGLE and all(
+                len(slots[j].masked) == 1 for j in range(i, end)
+            )
         else:
             taken = end - i >= LEAST_TRIANGLE or _short_tile(slots[end - 1], batch) is None or all(
                 _merge([*slots[j].full, *slots[j].masked]) == [whole[j - i]] for j in range(i, end)
