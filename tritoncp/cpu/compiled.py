@@ -44,8 +44,12 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     inner = torch.compile(function, dynamic=True)
 
     def call(*args: Any) -> Any:
-        numbers = {"specialize_float": True, "specialize_int": True}
-        with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS, **numbers):
+        limits: dict[str, Any] = {
+            "recompile_limit": MAX_GRAPHS,
+            "specialize_float": True,
+            "specialize_int": True,
+        }
+        with torch._dynamo.config.patch(limits):
             return inner(*args)
 
     return call
