@@ -107,7 +107,8 @@ def make_contenders(problem: Problem, operation: str) -> Makers:
 
 def _simulated(problem: Problem, leaves: list[Tensor], start: Tensor, train: bool) -> Callable[[], Run]:
     """Return a function that prepares one execution of all ranks of a simulated world."""
-    contender = split(problem, Inputs(*(x.detach() for x in leaves), start))
+    q, k, v = (x.detach() for x in leaves)
+    contender = split(problem, Inputs(q, k, v, start))
     call: Any = contender.call
 
     def run() -> Any:
