@@ -313,9 +313,11 @@ def show(journal: Journal) -> None:
         {point.case: point for point in journal.points}.values()
     )  # the last point of a case has the most thorough search
     families = sorted({name for point in points for name in (*point.baselines(), *point.untuned())})
-    table = Table(
-        "case", "tritoncp ms", *(f"÷ {name}" for name in families), title="time over tritoncp's (goal)"
-    )
+    memory = ["MiB"] * any("peak_bytes" in point.own for point in points)
+    table = Table(title="time over tritoncp's (goal)")
+    table.add_column("case", no_wrap=True)
+    for heading in ("tritoncp ms", *memory, *(f"÷ {name}" for name in families)):
+        table.add_column(heading)
     for point in sorted(points, key=_sort_key):
         speedups = point.speedups()
         untuned = point.untuned()
@@ -323,7 +325,8 @@ def show(journal: Journal) -> None:
             "untuned" if name in untuned else _cell(speedups.get(name), point.goal.get(name))
             for name in families
         ]
-        table.add_row(point.case, f"{point.ms:.4g}" if point.ms else "[red]failed[/]", *cells)
+        peak = [f"{point.own['peak_bytes'] >> 20}" if "peak_bytes" in point.own else "–"] * len(memory)
+        table.add_row(point.case, f"{point.ms:.4g}" if point.ms else "[red]failed[/]", *peak, *cells)
     console = Console()
     console.print(table)
     for point in points:

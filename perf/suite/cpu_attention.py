@@ -19,13 +19,21 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from tritoncp.api.attention import flex_attention
 from tritoncp.perf.records.history import OURS
+from tritoncp.perf.suite.baselines import Inputs, split
 from tritoncp.perf.suite.timing import Run
 from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
 THREADS = 2
 LARGEST_EAGER = 2048  # tokens: scores of torch's eager flex attention take 16 bytes for each pair and head
-LARGEST_DENSE = 8192  # tokens: a dense mask in float32
+LARGEST_DENSE = 16384  # tokens: a dense mask in float32, 1 GiB
+SIZES_COMPILED = 2048, 4096  # tokens: torch.compile takes seconds for each mask, and at two sizes
+LONG = 8192  # tokens: an execution takes seconds from here on, and a case is timed in few rounds
+# Least speedups over baselines, by mask, from SHORTEST tokens on; of a forward pass with a score_mod besides
+SHORTEST = 2048
+GOALS = {"causal": {"sdpa-dense": 1.0}, "prefix": {"sdpa-dense": 1.0}}
+GOALS |= {mask: {"sdpa-dense": 2.0} for mask in ("document", "window")}
+GOALS |= {mask: {"flex-eager": 3.0} for mask in ("alibi", "softcap")}
 Makers = dict[str, Callable[[], Run]]
 
 
@@ -41,8 +49,30 @@ def cpu_engine() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def make_contenders(problem: Problem, train: bool) -> Makers:
-    """Return functions that prepare one execution of a forward pass, or of both passes, by contender."""
+def goal_of(operation: str, problem: Problem) -> dict[str, float]:
+    """Return the least speedups of a case over baselines; a baseline that has no time is not judged."""
+    if problem.seq < SHORTEST:
+        return {}
+    if problem.world > 1:
+        return {"one-device": round(1 / 1.3, 3)}
+    compiled = {"flex-compiled": 0.5}
+    if operation == "compile":
+        return compiled
+    scored = bool(problem.score_mod(CPU))
+    return GOALS.get(problem.mask, {}) | (compiled if operation == "attend" and not scored else {})
+
+
+def rounds_of(problem: Problem) -> int:
+    """Return the least number of rounds of a case, besides the first."""
+    return 2 if problem.seq >= LONG else 5
+
+
+def make_contenders(problem: Problem, operation: str) -> Makers:
+    """Return functions that prepare one execution, by contender.
+
+    operation: "attend" (a forward pass), "compile" (one with COMPILE), "train" (both passes)
+    """
+    train, compile = operation == "train", operation == "compile"
     score, closed, seq = problem.score_mod(CPU), problem.closed_form(), problem.seq
     plain: Any = problem.plain_mod(CPU)
     ours: Any = flex_attention
@@ -50,22 +80,42 @@ def make_contenders(problem: Problem, train: bool) -> Makers:
     flex: Any = torch_flex.flex_attention
     sizes = [(problem.heads, problem.dim), (problem.kv_heads, problem.dim), (problem.kv_heads, problem.v_dim)]
     leaves = [torch.randn(1, heads, seq, dim, requires_grad=train) for heads, dim in sizes]
-    functions: dict[str, Callable[[], Tensor]] = {OURS: lambda: ours(*leaves, score, closed, enable_gqa=True)}
+    start = torch.randn(1, problem.heads, seq, problem.v_dim)
+    options = {"COMPILE": True} if compile else None
+    functions: dict[str, Callable[[], Tensor]] = {
+        OURS: lambda: ours(*leaves, score, closed, enable_gqa=True, kernel_options=options)
+    }
+    if problem.world > 1:
+        one_device = _maker(functions[OURS], leaves, start if train else None)
+        return {OURS: _simulated(problem, leaves, start, train), "one-device": one_device}
     if score is None and seq <= LARGEST_DENSE:
         dense = _dense_mask(plain, seq)
-        functions["sdpa, dense mask"] = lambda: sdpa(*leaves, attn_mask=dense, enable_gqa=True)
+        functions["sdpa-dense"] = lambda: sdpa(*leaves, attn_mask=dense, enable_gqa=True)
     if problem.mask == "causal":
-        functions["sdpa, causal"] = lambda: sdpa(*leaves, is_causal=True, enable_gqa=True)
-    if not train:
+        functions["sdpa-causal"] = lambda: sdpa(*leaves, is_causal=True, enable_gqa=True)
+    if not train and seq in (*SIZES_COMPILED, 1024):
         lists = None
         if plain is not None:
             lists = torch_flex.create_block_mask(plain, None, None, seq, seq, device="cpu")
         arguments: dict[str, Any] = {"score_mod": score, "block_mask": lists, "enable_gqa": True}
-        functions["flex, compiled"] = lambda: _compiled_flex()(*leaves, **arguments)
-        if seq <= LARGEST_EAGER:
-            functions["flex, eager"] = lambda: flex(*leaves, **arguments)
-    start = torch.randn(1, problem.heads, seq, problem.v_dim)
+        if seq in SIZES_COMPILED and (compile or score is None):
+            functions["flex-compiled"] = lambda: _compiled_flex()(*leaves, **arguments)
+        if seq <= LARGEST_EAGER and not compile:
+            functions["flex-eager"] = lambda: flex(*leaves, **arguments)
     return {name: _maker(function, leaves, start if train else None) for name, function in functions.items()}
+
+
+def _simulated(problem: Problem, leaves: list[Tensor], start: Tensor, train: bool) -> Callable[[], Run]:
+    """Return a function that prepares one execution of all ranks of a simulated world."""
+    q, k, v = (x.detach() for x in leaves)
+    contender = split(problem, Inputs(q, k, v, start))
+    call: Any = contender.call
+
+    def run() -> Any:
+        outs = call()
+        return torch.autograd.grad(outs, contender.leaves, contender.dout) if train else outs
+
+    return lambda: run
 
 
 def _maker(function: Callable[[], Tensor], leaves: list[Tensor], start: Tensor | None) -> Callable[[], Run]:

@@ -30,7 +30,8 @@ from tritoncp.planning.build import build
 from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
-CPU_PASSES = {"attend": "fwd", "train": "fwd-bwd"}  # of the CPU engine, with the end of a case's name
+# Operations of the CPU engine, with the end of a case's name
+CPU_PASSES = {"attend": "fwd", "train": "fwd-bwd", "compile": "fwd-compiled"}
 Makers = dict[str, Callable[[], Run]]
 
 
@@ -40,7 +41,7 @@ class HostCase:
 
     operation: "mask" (build it), "plan" (balance it and list a rank's steps), "forward" or "backward" (a call
                whose launches do nothing, of all ranks in lockstep in this process), "attend" (a forward pass
-               of the CPU engine), "train" (both passes)
+               of the CPU engine), "train" (both passes), "compile" (a forward pass with COMPILE)
     """
 
     operation: str
@@ -69,9 +70,20 @@ class HostCase:
         kinds = {name: f"call {name}" for name in PASS_SUFFIXES} | {
             "attend": "cpu forward",
             "train": "cpu both",
+            "compile": "cpu forward, compiled",
         }
         kind = kinds.get(self.operation, self.operation)
         return {"mask": problem.mask, "pass": kind, "dtype": "", "shape": f"{problem.seq} tokens"} | ranks
+
+    @property
+    def goal(self) -> dict[str, float]:
+        """The least speedups over baselines; only cases of the CPU engine are judged."""
+        return cpu_attention.goal_of(self.operation, self.problem) if self.operation in CPU_PASSES else {}
+
+    @property
+    def rounds(self) -> int:
+        """The least number of rounds."""
+        return cpu_attention.rounds_of(self.problem) if self.operation in CPU_PASSES else 5
 
 
 def _calls(tier: str, *masks: str, **ranks: Any) -> list[HostCase]:
@@ -83,9 +95,11 @@ def _plan(mask: str, seq: int, world: int, schedule: str, tier: str = "core") ->
     return HostCase("plan", Problem(mask, seq, world=world, schedule=schedule), tier)
 
 
-def _cpu_passes(mask: str, seq: int, tier: str = "core") -> list[HostCase]:
-    problem = Problem(mask, seq, 8, 2, 64, 64, dtype="float32")
-    return [HostCase(operation, problem, tier) for operation in CPU_PASSES]
+def _cpu_passes(
+    mask: str, seq: int, tier: str = "core", operations: Sequence[str] = ("attend", "train"), **ranks: Any
+) -> list[HostCase]:
+    problem = Problem(mask, seq, 8, 2, 64, 64, dtype="float32", **ranks)
+    return [HostCase(operation, problem, tier) for operation in operations]
 
 
 CASES: tuple[HostCase, ...] = (
@@ -111,11 +125,15 @@ CASES: tuple[HostCase, ...] = (
     ),
     *(
         case
-        for mask in ("causal", "document", "window", "alibi")
-        for seq in (1024, 4096)
+        for seq in (2048, 4096)
+        for mask in ("causal", "document", "window", "prefix", "alibi", "softcap")
         for case in _cpu_passes(mask, seq)
     ),
+    *_cpu_passes("causal", 1024),
     *_cpu_passes("causal", 16384, "full"),
+    *_cpu_passes("causal", 16384, "full", world=8, schedule="ring", together=True),
+    *(case for mask in ("window", "document", "prefix") for case in _cpu_passes(mask, 16384, "full")),
+    *(case for mask in ("alibi", "softcap") for case in _cpu_passes(mask, 2048, "full", ["compile"])),
     HostCase("mask", Problem("document", 8 << 20), "full"),
     _plan("document", 8 << 20, 1024, "fetch", "full"),
 )  # fmt: skip
@@ -148,7 +166,7 @@ def run(
         except Exception as error:  # the other cases go on
             contenders, work = {OURS: {"why": f"{type(error).__name__}: {error}"[:300]}}, {}
             failures += 1
-        journal.point(case.name, contenders, tags=case.tags, work=work)
+        journal.point(case.name, contenders, tags=case.tags, work=work, goal=case.goal)
     return failures
 
 
@@ -174,7 +192,7 @@ def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], 
     """Measure every contender of a case. Returns their figures and facts about the work."""
     contender_makers, work = make_contenders(case)
     with surroundings(case):
-        figures = time_interleaved(contender_makers, WallClock(), seconds, least=5)
+        figures = time_interleaved(contender_makers, WallClock(), seconds, case.rounds)
         peak = measure_growth(contender_makers[OURS]())
     contenders = {name: figure.rounded(samples=name == OURS) for name, figure in figures.items()}
     if peak is not None:
@@ -185,7 +203,7 @@ def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], 
 def make_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
     """Return functions that prepare one execution of a case, by contender, and facts about the work."""
     if case.operation in CPU_PASSES:
-        return cpu_attention.make_contenders(case.problem, case.operation == "train"), {}
+        return cpu_attention.make_contenders(case.problem, case.operation), {}
     return {"mask": _mask_contenders, "plan": _plan_contenders}.get(case.operation, _call_contenders)(case)
 
 

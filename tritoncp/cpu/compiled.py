@@ -39,11 +39,17 @@ def _has_compiler() -> bool:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function, for tensors of any size."""
+    """Compile a function, for tensors of any size. Numbers (the scale, what a score_mod captures) are
+    constants: torch's operations refuse symbols in their place under vmap."""
     inner = torch.compile(function, dynamic=True)
 
     def call(*args: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
+        limits: dict[str, Any] = {
+            "recompile_limit": MAX_GRAPHS,
+            "specialize_float": True,
+            "specialize_int": True,
+        }
+        with torch._dynamo.config.patch(limits):
             return inner(*args)
 
     return call

@@ -19,7 +19,7 @@ from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.cpu import flash
 from tritoncp.cpu.compiled import compiled
-from tritoncp.cpu.packing import gather, scatter, scatter_add
+from tritoncp.cpu.packing import Total, gather, scatter
 from tritoncp.cpu.pointwise import Scores
 from tritoncp.cpu.step import HeadGroup, Step
 from tritoncp.cpu.tiles import TileBatch
@@ -27,7 +27,7 @@ from tritoncp.planning.step_tables import Tables
 
 Launch = Callable[[], None]
 LN2 = math.log(2)
-CACHE_SCORES = 1 << 19  # scores of a tile that pointwise operations keep in the cache
+CACHE_SCORES = 1 << 20  # scores of a tile that pointwise operations keep in the cache
 BIASES = 1 << 21  # scores that a score_mod's sums for the flash kernel are computed for at once
 GATHERED = 1 << 24  # numbers that a batch of tiles gathers
 
@@ -76,7 +76,7 @@ class CpuEngine:
             width = max(q.shape[3], v.shape[3]) if use_flash else None
             rows = step.q.pack(q, lse.dtype, width)
             keys, values = (step.kv.pack(x, lse.dtype, width) for x in (k, v))
-            if use_flash and not flash.can_add(rows, keys, self.scale):
+            if use_flash and not flash.can_add(rows, keys, values, self.scale):
                 use_flash, step = False, self._step(tables, q, k, h_offset, False)
             sums = _Sums.of(rows, values.shape[2])
             if load_state:
@@ -124,15 +124,13 @@ class CpuEngine:
             start, deltas = step.q.pack(dout, dtype, width), step.q.pack(delta[..., None], dtype)[..., 0]
             rows = step.q.pack(q, dtype, width)
             keys, values = (step.kv.pack(x, dtype, width) for x in (k, v))
-            use_flash = use_flash and flash.can_add(rows, keys, self.scale)
+            use_flash = use_flash and flash.can_add(rows, keys, values, self.scale, backward=True)
             outs = flash.rows_with_delta(start, deltas) if use_flash else None
             if outs is None:
                 use_flash, step = False, self._step(tables, q, k, h_offset, False)
             lses = step.q.pack(lse[..., None], dtype)[..., 0]
             lses = torch.where(lses == -torch.inf, 0, lses)
-            totals = [
-                torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (rows, keys, values)
-            ]
+            totals = [Total.like(x) for x in (rows, keys, values)]
             for group, tiles, visible in self._tiles(step, rows, use_flash):
                 inputs = rows, keys, values, start, lses, deltas, outs if use_flash else None
                 grads = self._backward_tiles(step, group, tiles, visible, *inputs)
@@ -140,10 +138,10 @@ class CpuEngine:
                     totals, (group.heads, group.kv_heads, group.kv_heads),
                     (tiles.rows, tiles.cols, tiles.cols), grads, strict=True,
                 ):  # fmt: skip
-                    scatter_add(total[heads], starts, grad)
-            step.q.unpack(totals[0][..., : q.shape[3]], dq, add=True)
-            step.kv.unpack(totals[1][..., : q.shape[3]], dk, add)
-            step.kv.unpack(totals[2][..., : v.shape[3]], dv, add)
+                    total.add(heads, starts, grad)
+            step.q.unpack(totals[0].rows[..., : q.shape[3]], dq, add=True)
+            step.kv.unpack(totals[1].rows[..., : q.shape[3]], dk, add)
+            step.kv.unpack(totals[2].rows[..., : v.shape[3]], dv, add)
 
         return run
 
@@ -261,7 +259,12 @@ class _Sums:
 
     @classmethod
     def of(cls, q: Tensor, width: int) -> _Sums:
-        return cls(q.new_zeros(*q.shape[:2], width), q.new_full(q.shape[:2], -torch.inf))
+        zeros = q.new_zeros(()).expand(*q.shape[:2], width)  # takes memory where a part of it is written
+        return cls(zeros, q.new_full(q.shape[:2], -torch.inf))
+
+    def _fill(self) -> None:
+        """Allocate memory for ``out``."""
+        self.out = self.out.contiguous()
 
     def load(self, step: Step, acc: Tensor, m: Tensor, l: Tensor) -> None:
         """Continue from a state."""
@@ -270,6 +273,7 @@ class _Sums:
         safe = torch.where(filled, l, 1)
         self.lse.copy_(torch.where(filled, (m + safe.log2()) * LN2, -torch.inf))
         before = step.q.pack(acc, self.lse.dtype)
+        self._fill()
         self.out[..., : before.shape[2]] = before / safe[..., None]
 
     def store(self, step: Step, acc: Tensor, m: Tensor, l: Tensor) -> None:
@@ -286,6 +290,10 @@ class _Sums:
 
     def add(self, group: HeadGroup, tiles: TileBatch, first: bool, out: Tensor, lse: Tensor) -> None:
         """Merge the results of a batch of tiles; ``first``: these rows have none yet."""
+        if first and out.shape == (1, *self.out.shape):  # one tile has all rows of all heads
+            self.out, self.lse = out[0], lse[0]
+            return
+        self._fill()
         total, stat = self.out[group.heads], self.lse[group.heads, :, None]
         lse = lse[..., None]
         if not first:

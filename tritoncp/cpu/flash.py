@@ -39,27 +39,36 @@ def backward(
 def rows_with_delta(dout: Tensor, delta: Tensor) -> Tensor | None:
     """Return rows whose products with dout [H, T, D] are delta [H, T], which torch's kernel takes in place of
     out; None where there are none: a row of dout is 0, and delta is not."""
-    largest = dout.abs().amax(-1, keepdim=True)
-    safe = torch.where(largest == 0, 1, largest)
-    direction = dout / safe
-    square = direction.square().sum(-1, keepdim=True)
-    factor = delta[..., None] / safe / torch.where(largest == 0, 1, square)
-    rows = direction * factor
-    exact = torch.isfinite(factor) & ((largest != 0) | (delta[..., None] == 0))
-    return rows if bool(exact.all()) else None
+    norm = torch.linalg.vector_norm(dout, dim=-1)
+    limits = torch.finfo(dout.dtype)
+    if not bool(((norm > (limits.tiny / limits.eps) ** 0.5) & (norm < torch.inf)).all()):
+        largest = dout.abs().amax(-1)
+        largest = torch.where(largest == 0, 1, largest)
+        dout, delta = dout / largest[..., None], delta / largest
+        norm = torch.linalg.vector_norm(dout, dim=-1)
+    factor = delta / torch.where((norm == 0) & (delta == 0), 1, norm) / torch.where(norm == 0, 1, norm)
+    return dout * factor[..., None] if bool(torch.isfinite(factor).all()) else None
 
 
-def can_add(q: Tensor, k: Tensor, scale: float) -> bool:
-    """Return whether all products of q and k are finite: a hidden score that is not would become NaN where
-    -inf is added to it."""
+def can_add(q: Tensor, k: Tensor, v: Tensor, scale: float, backward: bool = False) -> bool:
+    """Return whether v and all products of q and k are finite: a hidden score that is not would become NaN
+    where -inf is added to it, and tiles have pairs of absent blocks, which no value may come from.
+
+    backward: whether in addition scores are so small that their rounding, which differs from that of the
+              forward pass, changes no probability by more than about a thousandth
+    """
     if not q.numel() or not k.numel():
         return True
-    (q_low, q_high), (k_low, k_high) = (torch.aminmax(x) for x in (q, k))
-    limit = torch.finfo(q.dtype).max / q.shape[2] / max(1.0, abs(scale))
-    product = torch.maximum(q_low.abs(), q_high.abs()) * torch.maximum(k_low.abs(), k_high.abs())
-    return bool(product < limit)  # false for a NaN
+    product = torch.linalg.vector_norm(q, dim=-1).amax() * torch.linalg.vector_norm(k, dim=-1).amax()
+    limits = torch.finfo(q.dtype)
+    fits = product * max(1.0, abs(scale)) < limits.max  # false for a NaN
+    if backward:
+        fits &= product * abs(scale) < 1e-3 / limits.eps
+    values = torch.stack(torch.aminmax(v))
+    return bool(fits & torch.isfinite(values).all())
 
 
 def hide(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 for visible pairs, -inf for hidden ones."""
+    """Return 0 for visible pairs, -inf for hidden ones; for one tile if all tiles have the same."""
+    visible = visible[:1] if visible.stride(0) == 0 else visible
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)

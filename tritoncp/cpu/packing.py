@@ -127,6 +127,28 @@ def scatter_add(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
             scatter(x, subset, rows + parts[index])
 
 
+@dataclass
+class Total:
+    """A sum of parts, of packed rows [H, T, D]; zeros take no memory until a part is added."""
+
+    rows: Tensor
+    empty: bool = True
+
+    @classmethod
+    def like(cls, x: Tensor) -> Total:
+        """Make zeros with the shape of x."""
+        return cls(x.new_zeros(()).expand(x.shape))
+
+    def add(self, heads: slice, starts: Sequence[int], parts: Tensor) -> None:
+        """Add parts [n, h, length, D] to the rows of some heads, as :func:`scatter_add` does."""
+        if self.empty and parts.shape == (1, *self.rows.shape):
+            self.rows = parts[0]
+        else:
+            self.rows = self.rows.contiguous()
+            scatter_add(self.rows[heads], starts, parts)
+        self.empty = False
+
+
 def disjoint(starts: Sequence[int], length: int) -> list[list[int]]:
     """Group ranges of one length so that those of a group have nothing in common: the indices of each group.
 

@@ -37,7 +37,8 @@ class Scores:
         scores = self._modified(self._raw(q, k), captures)
         top = scores.amax(-1)
         m = torch.where(top == -torch.inf, 0, top)
-        p = scores.sub_(m[..., None]).exp_()
+        # A score_mod may return a view of the scores, or of a capture: torch.sub makes a new tensor.
+        p = torch.sub(scores, m[..., None]).exp_()
         total = p.sum(-1)
         filled = total != 0  # a NaN is passed on
         total = torch.where(filled, total, 1)
@@ -81,8 +82,8 @@ class Scores:
         if self.visible is None:
             levels: Any = [(None, *level[1:]) for level in _GRID]
         else:
-            _, rows, keys = self._with_visible_pairs(None, rows, keys)
-            levels = [(None, *level[1:]) for level in _pair_levels(rows)]
+            _, h, rows, keys = self._with_visible_pairs(None)
+            levels = [(None, *level[1:]) for level in _pair_levels(h, rows)]
         bias = vmapped(mod, *levels)(none, b, h, rows, keys).to(like.dtype)
         bias = bias[:, :1] if bias.stride(1) == 0 else bias
         return bias if self.visible is None else torch.where(self.visible, bias, -torch.inf)
@@ -99,29 +100,34 @@ class Scores:
             if self.visible is None:
                 scores = vmapped(mod, *_GRID)(raw, b, h, rows, keys)
             else:
-                shown, rows, keys = self._with_visible_pairs(raw, rows, keys)
-                scores = vmapped(mod, *_pair_levels(rows))(shown, b, h, rows, keys)
+                shown, h, rows, keys = self._with_visible_pairs(raw)
+                scores = vmapped(mod, *_pair_levels(h, rows))(shown, b, h, rows, keys)
             scores = scores.to(raw.dtype)
         return scores if self.visible is None else torch.where(self.visible, scores, -torch.inf)
 
-    def _with_visible_pairs(
-        self, raw: Tensor | None, rows: Tensor, keys: Tensor
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return scores, rows and keys [n, (H,) height, width] of all pairs, those of a tile's first visible
-        pair for hidden ones."""
+    def _with_visible_pairs(self, raw: Tensor | None) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """Return scores, heads [H] or [n, H], rows and keys [n, (H,) height, width] of all pairs: for hidden
+        ones those of a tile's first visible pair for this head, or for the first head that has one."""
         assert self.visible is not None
+        _, heads, rows, keys = self.indices
         first = self.visible.flatten(2).int().argmax(-1)  # [n, 1 or H]
+        scores = None if raw is None else raw.detach().flatten(2)
+        if first.shape[1] > 1:
+            seen = self.visible.flatten(2).any(-1)
+            other = torch.where(seen, torch.arange(len(heads)), seen.int().argmax(1, keepdim=True))
+            first, heads = first.gather(1, other), heads[other]
+            scores = None if scores is None else scores.gather(1, other[..., None].expand_as(scores))
         width = self.visible.shape[3]
         pairs = []
         for index, place, shape in ((rows, first // width, (-1, 1)), (keys, first % width, (1, -1))):
-            other = index.gather(1, place)[..., None, None]  # [n, 1 or H, 1, 1]
-            pairs.append(torch.where(self.visible, index.unflatten(1, shape)[:, None], other))
+            substitute = index.gather(1, place)[..., None, None]  # [n, 1 or H, 1, 1]
+            pairs.append(torch.where(self.visible, index.unflatten(1, shape)[:, None], substitute))
         if pairs[0].shape[1] == 1:
             pairs = [x[:, 0] for x in pairs]
-        if raw is not None:
-            scores = raw.detach().flatten(2).gather(2, first.expand(-1, raw.shape[1])[..., None])
+        if raw is not None and scores is not None:
+            scores = scores.gather(2, first.expand(-1, raw.shape[1])[..., None])
             raw = torch.where(self.visible, raw, scores[..., None])
-        return raw, pairs[0], pairs[1]
+        return raw, heads, pairs[0], pairs[1]
 
 
 def adds_only(graph: GraphModule) -> bool:
@@ -148,10 +154,11 @@ def adds_only(graph: GraphModule) -> bool:
     return result.target is aten.add.Tensor and len(places) == 1 and not result.kwargs
 
 
-def _pair_levels(rows: Tensor) -> tuple[Any, ...]:
+def _pair_levels(heads: Tensor, rows: Tensor) -> tuple[Any, ...]:
     """Return the dimensions for :func:`vmapped` where rows and keys are those of each pair."""
     per_head = None if rows.ndim == 3 else 0
-    return _PAIR, _PAIR, (0, None, 0, per_head, per_head), (0, 0, None, 0, 0)
+    tile = 0, 0, None if heads.ndim == 1 else 0, 0, 0
+    return _PAIR, _PAIR, (0, None, 0, per_head, per_head), tile
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import vmapped
 from tritoncp.cpu.packing import Packing, row_index
-from tritoncp.cpu.tiles import Tile, TileBatch, batches_of, slot_rows, tiles_of
+from tritoncp.cpu.tiles import Decision, Range, SlotRow, Tile, TileBatch, batches_of, slot_rows, tiles_of
 from tritoncp.planning.step_tables import Tables
 
 PAIRS = 1 << 21  # that a mask is evaluated for at once
@@ -83,9 +83,13 @@ class Step:
         """Return the visible pairs of tiles: bool [n, 1 or H, height, width]; None for all."""
         if batch.kind == "full":
             return None
-        b, h, rows, keys = self.indices(group, batch)
         if batch.kind == "causal":
             return torch.ones(batch.height, batch.width, dtype=torch.bool).tril()[None, None]
+        count = len(batch.tiles)
+        if count > 1 and self.window is not None and self._equally_far(batch):
+            pairs = self.visible(group, batch.take([0]))
+            return None if pairs is None else pairs.expand(count, -1, -1, -1)
+        b, h, rows, keys = self.indices(group, batch)
         if self.mask is not None:
             levels = (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, 0)
             pairs = vmapped(self.mask, *levels)(b, h, rows, keys)
@@ -104,6 +108,34 @@ class Step:
             return pairs
         column = torch.arange(batch.width) + torch.tensor(batch.cols)[:, None]
         return pairs | ((column >= full[:, :1]) & (column < full[:, 1:]))[:, None, None]
+
+    def decision(self, group: HeadGroup) -> Decision:
+        """Return how the step decides which pairs are visible."""
+        return Decision(partial(self.diagonal, group), partial(self._decides, group), self.window is not None)
+
+    def _decides(self, group: HeadGroup, slots: Sequence[SlotRow], keys: Range) -> bool:
+        """Return whether window or intervals decide all pairs of slots and keys. Intervals that were found
+        by a mask_mod hold inside masked blocks only."""
+        if self.window is not None:
+            return True
+        if group.lo is None or group.hi is None:
+            return False
+        for slot in slots:
+            lo, hi = group.lo[slice(*slot.rows)], group.hi[slice(*slot.rows)]
+            for part in slot.full:
+                first, last = self.kv.positions[slice(*part)].aminmax()
+                if not bool(((lo <= first) & (last < hi)).all()):
+                    return False
+            for part in slot.unlisted(keys):
+                first, last = self.kv.positions[slice(*part)].aminmax()
+                if not bool(((last < lo) | (hi <= first) | (hi <= lo)).all()):
+                    return False
+        return True
+
+    def _equally_far(self, batch: TileBatch) -> bool:
+        """Return whether rows and keys of all tiles have the same distance."""
+        distance = self.q.positions[batch.rows] - self.kv.positions[batch.cols]
+        return bool((distance == distance[0]).all())
 
     def diagonal(self, group: HeadGroup, tiles: Sequence[Tile]) -> list[bool]:
         """Return which square masked tiles hide exactly the keys above their diagonals; never for a
@@ -141,7 +173,7 @@ def _head_groups(step: Step, tables: Tables, q: Tensor, k: Tensor, flash: bool) 
         for b in range(batch):
             ptr = _of_head(tables.row_ptr, b, head + step.first_head)
             slots = slot_rows(ptr, runs, step.q.edges[b], step.kv.edges[b])
-            tiles += tiles_of(slots, b, flash, partial(step.diagonal, group))
+            tiles += tiles_of(slots, b, flash, step.decision(group))
         groups.append(HeadGroup(part, kv_part, lo, hi, tuple(batches_of(tiles))))
     return groups
 

@@ -2,7 +2,8 @@
 
 Full blocks are joined to large rectangles: what a stretch of Q slots has in common is one rectangle, and the
 halves of the stretch share the rest (a causal triangle becomes squares of half, a quarter, ... of its side).
-Masked tiles on the diagonal of a causal triangle join the triangle, which torch's kernel has a flag for.
+Masked tiles on the diagonal of a large causal triangle join it: torch's kernel has a flag for triangles. What
+a few neighbouring slots list, as under a window, is one masked tile, a band, if little of it is hidden.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from tritoncp.masks.block_runs import Kind
 
 SHORT = 4  # KV slots: a row of tiles up to this long is one masked tile
 LEAST_TRIANGLE = 4  # Q slots: shorter diagonals stay masked tiles, where a row of tiles is short
+LARGE_TRIANGLE = 1024  # rows: for smaller ones torch's kernel computes as many pairs as for bands
+BAND_ROWS = 256  # torch's kernel has smaller products for less
+BAND_COLUMNS = 2048  # of a band whose mask is not that of other bands
+BAND_WASTE = 1.35  # times the pairs of listed blocks that a band may have
 MAX_COLUMNS = 1024  # of a tile for products in the cache
 
 Range = tuple[int, int]
@@ -95,6 +100,13 @@ class SlotRow(NamedTuple):
     full: list[Range]
     masked: list[Range]
 
+    def unlisted(self, keys: Range) -> list[Range]:
+        """Return the parts of a range of keys that are not listed."""
+        parts = [keys]
+        for listed in (*self.full, *self.masked):
+            parts = _without(parts, listed)
+        return parts
+
 
 def slot_rows(
     ptr: Tensor, runs: Sequence[Sequence[int]], q_edges: Sequence[int], kv_edges: Sequence[int]
@@ -119,15 +131,28 @@ def slot_rows(
     return listed
 
 
-def tiles_of(slots: Sequence[SlotRow], batch: int, flash: bool, diagonal: Diagonal) -> list[Tile]:
-    """Cut what the slots of a batch row list into tiles: large ones for the flash kernel, else ones whose
-    scores fit into the cache.
+@dataclass(frozen=True)
+class Decision:
+    """How a step decides which pairs of masked blocks are visible.
 
     diagonal: whether each of some square masked tiles hides exactly the keys above its diagonal
+    covers:   whether it decides all pairs of some slots and keys, also of blocks that are not masked
+    uniform:  whether it depends only on the distance of a key to its row
     """
+
+    diagonal: Diagonal
+    covers: Callable[[Sequence[SlotRow], Range], bool]
+    uniform: bool
+
+
+def tiles_of(slots: Sequence[SlotRow], batch: int, flash: bool, decision: Decision) -> list[Tile]:
+    """Cut what the slots of a batch row list into tiles: large ones for the flash kernel, else ones whose
+    scores fit into the cache."""
     tiles: list[Tile] = []
     if flash:
-        slots = _take_triangles(slots, batch, diagonal, tiles)
+        slots = _take_triangles(slots, batch, decision.diagonal, tiles, large=True)
+        slots = _take_bands(slots, batch, decision, tiles)
+        slots = _take_triangles(slots, batch, decision.diagonal, tiles)
     rest = []
     for slot in slots:
         if (tile := _short_tile(slot, batch)) is not None:
@@ -191,10 +216,49 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
     return [(first, last) for first, last, _ in joined]
 
 
+def _take_bands(slots: Sequence[SlotRow], batch: int, decision: Decision, tiles: list[Tile]) -> list[SlotRow]:
+    """Move the slots that bands hold to ``tiles``, and return the others."""
+    rest, i = [], 0
+    while i < len(slots):
+        end, band = i + 1, None
+        while end <= len(slots) and slots[end - 1].rows[1] - slots[i].rows[0] <= max(
+            BAND_ROWS, slots[i].rows[1] - slots[i].rows[0]
+        ):
+            tile = _band(slots[i:end], batch, decision)
+            if tile is not None:
+                band = end, tile
+            end += 1
+        if band is None:
+            rest.append(slots[i])
+            i += 1
+        else:
+            i, tile = band
+            tiles.append(tile)
+    return rest
+
+
+def _band(slots: Sequence[SlotRow], batch: int, decision: Decision) -> Tile | None:
+    """Return one masked tile for all keys of some slots; None if most of them are hidden or too many, or none
+    are."""
+    adjacent = all(a.rows[1] == b.rows[0] for a, b in pairwise(slots))
+    merged = _merge([keys for slot in slots for keys in (*slot.full, *slot.masked)])
+    if not adjacent or len(merged) != 1 or not any(slot.masked for slot in slots):
+        return None
+    rows, width = (slots[0].rows[0], slots[-1].rows[1]), merged[0][1] - merged[0][0]
+    listed = sum(
+        (slot.rows[1] - slot.rows[0]) * (last - first)
+        for slot in slots for first, last in (*slot.full, *slot.masked)
+    )  # fmt: skip
+    if (width > BAND_COLUMNS and not decision.uniform) or (rows[1] - rows[0]) * width > BAND_WASTE * listed:
+        return None
+    return _tile("masked", batch, rows, merged[0]) if decision.covers(slots, merged[0]) else None
+
+
 def _take_triangles(
-    slots: Sequence[SlotRow], batch: int, diagonal: Diagonal, tiles: list[Tile]
+    slots: Sequence[SlotRow], batch: int, diagonal: Diagonal, tiles: list[Tile], large: bool = False
 ) -> list[SlotRow]:
-    """Move causal triangles from the slots to ``tiles``, and return the slots with what is left."""
+    """Move causal triangles from the slots to ``tiles``, and return the slots with what is left; ``large``:
+    only large ones whose slots list no other masked keys."""
     squares = [
         (i, keys) for i, slot in enumerate(slots) for keys in slot.masked
         if keys[1] - keys[0] == slot.rows[1] - slot.rows[0]
@@ -212,9 +276,16 @@ def _take_triangles(
         ):
             end += 1
         whole = [(first, corners[j][1]) for j in range(i, end)]
-        complete = all(_merge([*slots[j].full, *slots[j].masked]) == [whole[j - i]] for j in range(i, end))
-        if complete or end - i >= LEAST_TRIANGLE or _short_tile(slots[end - 1], batch) is None:
-            rows = slots[i].rows[0], slots[end - 1].rows[1]
+        rows = slots[i].rows[0], slots[end - 1].rows[1]
+        if large:
+            taken = rows[1] - rows[0] >= LARGE_TRIANGLE and all(
+                len(slots[j].masked) == 1 for j in range(i, end)
+            )
+        else:
+            taken = end - i >= LEAST_TRIANGLE or _short_tile(slots[end - 1], batch) is None or all(
+                _merge([*slots[j].full, *slots[j].masked]) == [whole[j - i]] for j in range(i, end)
+            )  # fmt: skip
+        if taken:
             tiles.append(_tile("causal", batch, rows, (first, corners[end - 1][1])))
             for j in range(i, end):
                 masked = [keys for keys in slots[j].masked if keys != corners[j]]

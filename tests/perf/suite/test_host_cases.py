@@ -25,6 +25,25 @@ def test_names_are_unique():
     assert len({case.name for case in CASES}) == len(CASES)
 
 
+def test_every_judged_figure_of_the_cpu_engine_is_a_case():
+    goals = {case.name: case.goal for case in host_cases.select("full", "cpu-*")}
+    assert goals["cpu-causal-16k-fwd-bwd"] == {"sdpa-dense": 1.0}
+    assert goals["cpu-causal-w8-ring-16k-fwd-bwd"] == {"one-device": 0.769}
+    assert goals["cpu-softcap-2k-fwd-compiled"] == {"flex-compiled": 0.5}
+    for mask in ("document", "window"):
+        for size in ("2k", "4k", "16k"):
+            assert goals[f"cpu-{mask}-{size}-fwd"]["sdpa-dense"] == 2.0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_goals_are_for_baselines_that_are_measured(world):
+    ranks = {"world": 2, "schedule": "ring", "together": True} if world > 1 else {}
+    problem = Problem("window", 2048, 2, 1, 8, 8, dtype="float32", **ranks)
+    for operation in host_cases.CPU_PASSES:
+        names = cpu_attention.make_contenders(problem, operation)
+        assert set(cpu_attention.goal_of(operation, problem)) <= set(names)
+
+
 @pytest.mark.parametrize("case", host_cases.select("smoke"), ids=lambda case: case.name)
 def test_every_kind_of_case_gives_times_and_facts_about_its_work(case):
     contenders, work = measure(case, 0.0)
@@ -55,7 +74,7 @@ def test_a_call_makes_every_launch_and_runs_none(schedule, monkeypatch):
 
 @pytest.mark.parametrize("mask", ["causal", "document"])
 def test_contenders_of_the_cpu_engine_compute_the_same_gradients(mask):
-    makers = cpu_attention.make_contenders(Problem(mask, 256, 8, 2, 64, 64, dtype="float32"), train=True)
+    makers = cpu_attention.make_contenders(Problem(mask, 256, 8, 2, 64, 64, dtype="float32"), "train")
     with cpu_attention.cpu_engine():
         results = {name: make()() for name, make in makers.items()}
     assert len(results) == (3 if mask == "causal" else 2)

@@ -1,0 +1,96 @@
+"""Tests of the CPU engine's tiles: bands of slots, masks that differ between heads, views as results."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritoncp
+from tritoncp.reference.dense import dense_attention
+
+pytestmark = pytest.mark.usefixtures("cpu_engine")
+F64 = torch.float64
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    g = torch.Generator().manual_seed(4)
+    return [torch.randn(shape, generator=g, dtype=F64).requires_grad_() for shape in shapes]
+
+
+def agree(out: Tensor, want: Tensor, leaves: list[Tensor]) -> None:
+    """Compare results and the gradients of their sum of squares."""
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (out, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("distance", [7, 40, 300])
+@pytest.mark.parametrize("block", [16, 24, 128])
+def test_bands_of_a_window_are_the_window(block: int, distance: int) -> None:
+    q, k, v = leaves = tensors((2, 4, 400, 8), (2, 2, 400, 8), (2, 2, 400, 8))
+    mask = tritoncp.create_block_mask(tritoncp.sliding_window(distance, 3), 1, 1, 400, 400, BLOCK_SIZE=block)
+    at = torch.arange(400)
+    gap = at[:, None] - at
+    visible = ((gap <= distance) & (gap >= -3)).expand(2, 4, -1, -1)
+    agree(
+        tritoncp.flex_attention(q, k, v, mask, enable_gqa=True), dense_attention(q, k, v, visible).out, leaves
+    )
+
+
+def test_intervals_of_a_mask_mod_say_nothing_of_full_blocks() -> None:
+    """Intervals are those of masked blocks: keys 0 to 3 are a full block, and 4 to 6 are in a masked one."""
+    q, k, v = leaves = tensors((1, 2, 8, 4), (1, 2, 46, 4), (1, 2, 46, 4))
+    mask = tritoncp.create_block_mask(lambda b, h, q, kv: q // 7 == kv // 7, 1, 1, 8, 46, BLOCK_SIZE=4)
+    visible = (torch.arange(8)[:, None] // 7 == torch.arange(46) // 7).expand(1, 2, -1, -1)
+    agree(tritoncp.flex_attention(q, k, v, mask), dense_attention(q, k, v, visible).out, leaves)
+
+
+@pytest.mark.parametrize("form", ["a capture", "the score", "a constant"])
+def test_a_score_mod_may_return_what_it_was_given(form: str) -> None:
+    """The result has no memory of its own, or one number for many pairs; captures keep their values."""
+    q, k, v, table = leaves = tensors((1, 2, 90, 4), (1, 2, 90, 4), (1, 2, 90, 4), (2,))
+    before = table.detach().clone()
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return {"a capture": table[h], "the score": s, "a constant": torch.zeros_like(s)}[form]
+
+    mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 90, 90, BLOCK_SIZE=16)
+    visible = torch.ones(90, 90, dtype=torch.bool).tril().expand(1, 2, -1, -1)
+    wanted = leaves if form == "a capture" else leaves[:3]
+    out = tritoncp.flex_attention(q, k, v, score, mask)
+    want = dense_attention(q, k, v, visible, score).out
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad(x.square().sum(), wanted, materialize_grads=True) for x in (out, want)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-11)
+    assert torch.equal(table, before)
+
+
+def test_a_score_mod_is_not_called_for_a_head_that_sees_nothing_of_a_tile() -> None:
+    """One block list serves all heads, and the mask_mod hides all of a listed block from some."""
+    q, k, v, table = leaves = tensors((1, 3, 40, 4), (1, 3, 40, 4), (1, 3, 40, 4), (3, 40))
+
+    def shown(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & ((h == 0) | (kv < 5 * h))
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return torch.tanh(s) + table[h, torch.where(shown(b, h, q, kv), kv, 1 << 40)]
+
+    def listed(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # every block is masked
+        return shown(b, h, q, kv) & ((h > 0) | ((q + kv) % 7 > 0))
+
+    mask = tritoncp.create_block_mask(listed, 1, 1, 40, 40, BLOCK_SIZE=8)
+    at = [torch.arange(n) for n in (1, 3, 40, 40)]
+    visible = listed(*torch.meshgrid(*at, indexing="ij"))
+    agree(tritoncp.flex_attention(q, k, v, score, mask), dense_attention(q, k, v, visible, score).out, leaves)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_value_that_is_not_finite_stays_in_rows_whose_blocks_list_it(value: float) -> None:
+    q, k, v = (x.detach() for x in tensors((1, 2, 512, 4), (1, 2, 512, 4), (1, 2, 512, 4)))
+    v[:, :, 100] = value
+    mask = tritoncp.create_block_mask(tritoncp.sliding_window(63), 1, 1, 512, 512, BLOCK_SIZE=64)
+    out = tritoncp.flex_attention(q, k, v, mask)
+    assert bool(out[:, :, 192:].isfinite().all()) and not bool(out[:, :, 100:164].isfinite().any())
