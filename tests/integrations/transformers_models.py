@@ -1,4 +1,4 @@
-"""Small models of transformers, built from configs, and their losses and gradients on one process and on ranks."""
+"""Small models of transformers, built from configs; their losses and gradients, on one process and on ranks."""
 
 from __future__ import annotations
 
@@ -52,13 +52,16 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+
+
 def build_model(name: str, attention: str = "tritoncp", **options: Any) -> Any:
     """Build a model with fixed weights."""
-    config = getattr(transformers, f"{name}Config")(
+    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(
         **COMMON | (MODELS | MORE_MODELS)[name] | options, attn_implementation=attention
     )
     torch.manual_seed(0)
-    return getattr(transformers, f"{name}ForCausalLM" if name != "Gemma3" else "Gemma3ForCausalLM")(config)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 def text_batch(rows: int = 2) -> dict[str, Tensor]:
@@ -99,18 +102,17 @@ def loss_and_gradients(model: Any, batch: dict[str, Any]) -> tuple[float, dict[s
 
 
 def on_ranks(
-    group: Any, name: str, batch: dict[str, Tensor], **options: Any
+    group: Any, name: str, batch: dict[str, Tensor], checkpointing: bool = False, **options: Any
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the sum over the ranks of a group of the loss of a model, and of its gradients."""
-    model = build_model(name)
-    model.train()
-    if options.pop("checkpointing", False):
+    model = build_model(name).train()
+    if checkpointing:
         model.gradient_checkpointing_enable()
     local = shard_batch(batch, model.config, group, **{"BLOCK_SIZE": 16, **options})
     loss, gradients = loss_and_gradients(model, local)
     total = torch.tensor(loss, dtype=torch.float64)
     for x in (total, *gradients.values()):
-        dist.all_reduce(x, group=group)
+        dist.all_reduce(x)
     return total.item(), gradients
 
 

@@ -80,8 +80,8 @@ def attend(
     """
     if dropout > 0:
         raise ValueError(
-            f"attention dropout of {dropout} in training: tritoncp has none; set the dropout of the config to "
-            "0, as attention_dropout=0.0, or call model.eval()"
+            f"attention dropout of {dropout} in training: tritoncp has none; set the dropout of the config "
+            "to 0, as attention_dropout=0.0, or call model.eval()"
         )
     if position_bias is not None:
         raise ValueError("a position bias, as T5's, is not supported: take another attn_implementation")
@@ -143,8 +143,8 @@ def _packed_mask(mask: Any, is_causal: bool, cu_q: Tensor, cu_k: Tensor | None) 
     if isinstance(mask, ModelMask):
         if mask.pattern is None or mask.pattern.chunk or mask.padding is not None or mask.batch != 1:
             raise ValueError(
-                "cu_seq_lens_q is for one row of packed documents, without padding, chunks or a mask function "
-                "of your own: pass position_ids that restart at each document instead"
+                "cu_seq_lens_q is for one row of packed documents, without padding, chunks or a mask "
+                "function of your own: pass position_ids that restart at each document instead"
             )
         left, right = mask.pattern.window
     elif mask is not None:
@@ -166,6 +166,6 @@ def _check_dense(mask: Any) -> None:
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.dtype != torch.bool:
         given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"attention_mask is {given}; padding [batch, tokens], a bool mask [batch, 1, queries, keys], or a "
-            "mask of tritoncp is needed: compare a float mask with 0, attention_mask == 0"
+            f"attention_mask is {given}; padding [batch, tokens], a bool mask [batch, 1, queries, keys], or "
+            "a mask of tritoncp is needed: compare a float mask with 0, attention_mask == 0"
         )

@@ -1,4 +1,4 @@
-"""Global batches to shards: masks of the model's layers, one placement for all, and every tensor cut by it."""
+"""Shards of a global batch: the masks of a model's layers, one placement for all, and tensors cut by it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import positions, shard
 from tritoncp.distributed import groups
 from tritoncp.integrations.transformers.attention import is_registered
-from tritoncp.integrations.transformers.mask_functions import Kind
 from tritoncp.integrations.transformers.masks import ModelMask
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 from tritoncp.masks.mask import Mask
@@ -40,11 +39,11 @@ def shard_batch(
 
     batch: the same on all ranks of the mesh. ``input_ids`` int64 [B, S] or ``inputs_embeds`` [B, S, E];
     ``labels`` [B, S], not shifted; ``position_ids`` [B or 1, S], which restart at 0 in each packed document;
-    or ``cu_seq_lens_q`` [documents + 1] for one row; or ``attention_mask`` [B, S], 0 at padding. Other tensors
-    [B, S, ...] are sharded too, everything else is passed on.
+    or ``cu_seq_lens_q`` [documents + 1] for one row; or ``attention_mask`` [B, S], 0 at padding. Other
+    tensors [B, S, ...] are sharded too, everything else is passed on.
     config: of the model. Its layers' kinds (``layer_types``, ``sliding_window``, chunks) get a plan each, of
-    one placement. mesh: as for :func:`tritoncp.make_plan`, which has ``balancer`` and ``schedule``; None: this
-    process alone, the same call without communication. BLOCK_SIZE: tokens of the blocks that are dealt.
+    one placement. mesh: as for :func:`tritoncp.make_plan`, which has ``balancer`` and ``schedule``; None:
+    this process alone, the same call without communication. BLOCK_SIZE: tokens of the blocks that are dealt.
 
     Returns a dict for ``model(**batch)``: tensors [B, S_local], equally long on all ranks; ``shift_labels``,
     shifted before sharding (``labels`` only make the model compute its loss); ``num_items_in_batch``, the
@@ -103,7 +102,8 @@ def _check_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def _positions(
     batch: Mapping[str, Any], shape: torch.Size, device: torch.device
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the positions that separate documents (None: there are none) and those of the embeddings, [B, S].
+    """Return the positions that separate documents, None if there are none, and those of the embeddings:
+    [B, S].
 
     Raises ValueError for positions that do not fit, or contradict the attention_mask.
     """
@@ -155,12 +155,12 @@ def _masks(
     shape: torch.Size,
     device: torch.device,
     block: int | tuple[int, int],
-) -> dict[Kind, Mask]:
+) -> dict[str, Mask]:
     """Return the global mask of each kind of layer: transformers says what kinds there are."""
     if attention_mask is not None and attention_mask.shape != shape:
         raise ValueError(
-            f"attention_mask is {list(attention_mask.shape)}; padding [B, S] is needed, here {list(shape)}: for "
-            "a mask of pairs, make a plan of your own and call tritoncp.flex_attention"
+            f"attention_mask is {list(attention_mask.shape)}; padding [B, S] is needed, here {list(shape)}: "
+            "for a mask of pairs, make a plan of your own and call tritoncp.flex_attention"
         )
     requests = masking_utils.create_masks_for_generate(
         config=config,
@@ -170,7 +170,7 @@ def _masks(
         position_ids=documents,
     )
     requests = requests if isinstance(requests, dict) else {"": requests}
-    masks: dict[Kind, Mask] = {}
+    masks: dict[str, Mask] = {}
     for name, request in requests.items():
         kind = request.kind if isinstance(request, ModelMask) else None
         if kind is None:

@@ -19,8 +19,6 @@ from transformers import masking_utils
 from tritoncp.masks.closed_forms import SlidingWindow, document
 from tritoncp.masks.mask_mod import UNBOUNDED, MaskMod
 
-Kind = tuple[tuple[int, int], int]  # window and chunk of a Pattern: equal for all layers of one kind
-
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
@@ -40,9 +38,9 @@ class Pattern:
     positions: Tensor | None = None
 
     @property
-    def kind(self) -> Kind:
-        """What layers of one kind have in common, in every batch and on every rank."""
-        return self.window, self.chunk
+    def kind(self) -> str:
+        """The window and the chunks as text: equal for layers of one kind, in every batch, on every rank."""
+        return f"window{self.window}" + f" in chunks of {self.chunk}" * (self.chunk > 0)
 
     def mask_mod(self, length: int) -> MaskMod:
         """Return the closed form for ``length`` tokens, without padding."""
@@ -89,7 +87,7 @@ def read_pattern(function: Callable[..., Any]) -> Pattern | None:
     """
     code = getattr(function, "__code__", None)
     reader = _READERS.get(code)
-    if reader is None:
+    if code is None or reader is None:
         return None
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     return reader(**dict(zip(code.co_freevars, cells, strict=True)))
@@ -97,7 +95,7 @@ def read_pattern(function: Callable[..., Any]) -> Pattern | None:
 
 def _read_intersection(mask_functions: tuple[Callable[..., Any], ...]) -> Pattern | None:
     patterns = [read_pattern(function) for function in mask_functions]
-    return None if None in patterns else reduce(_intersect, patterns)  # type: ignore[arg-type]
+    return reduce(_intersect, patterns)
 
 
 def _intersect(one: Pattern | None, other: Pattern | None) -> Pattern | None:

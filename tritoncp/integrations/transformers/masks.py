@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 
-from tritoncp.integrations.transformers.mask_functions import Kind, Pattern, read_pattern
+from tritoncp.integrations.transformers.mask_functions import Pattern, read_pattern
 from tritoncp.masks.block_mask_interface import BlockMaskInterface
 from tritoncp.masks.closed_forms import QuerySlice, SlidingWindow, document
 from tritoncp.masks.mask import Mask
@@ -49,9 +49,9 @@ class ModelMask(BlockMaskInterface):
         return 128, 128
 
     @property
-    def kind(self) -> Kind | None:
+    def kind(self) -> str | None:
         """The kind of the layers that have this mask; None where the mask function is a custom one."""
-        return self.pattern and self.pattern.kind
+        return None if self.pattern is None else self.pattern.kind
 
     @cached_property
     def padding(self) -> Tensor | None:

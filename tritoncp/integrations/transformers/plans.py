@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from tritoncp.integrations.transformers.mask_functions import Kind
 from tritoncp.integrations.transformers.masks import ModelMask
 from tritoncp.integrations.transformers.positions import CheckedTensors
 from tritoncp.planning.plan import Plan
@@ -23,7 +22,7 @@ class ContextParallelPlan:
     position_ids: [B, S_local], of this rank's tokens
     """
 
-    plans: dict[Kind, Plan]
+    plans: dict[str, Plan]
     mesh: Any
     position_ids: Tensor
     _checked: CheckedTensors = field(default_factory=CheckedTensors, repr=False)
@@ -39,22 +38,21 @@ class ContextParallelPlan:
             return attention_mask
         if isinstance(attention_mask, ModelMask) and attention_mask.attention_mask is not None:
             raise ValueError(
-                "an attention_mask beside the batch of shard_batch: its plan has the padding already; put the "
-                "mask into the batch before it is sharded"
+                "an attention_mask beside the batch of shard_batch: its plan has the padding already; put "
+                "the mask into the batch before it is sharded"
             )
         if attention_mask is None and len(self.plans) == 1:  # a shard of one token
             return self.plan
         kind = attention_mask.kind if isinstance(attention_mask, ModelMask) else None
         if kind not in self.plans:
             raise ValueError(
-                f"a layer has the mask {_describe(kind)}, and the plans are for "
-                f"{', '.join(map(_describe, self.plans))}: pass the config of this model to shard_batch"
+                f"a layer has the mask {kind or 'of a custom mask function'}, and the plans are for "
+                f"{', '.join(self.plans)}: pass the config of this model to shard_batch"
             )
         return self.plans[kind]
 
     def check_positions(self, position_ids: Tensor | None) -> None:
-        """Raise ValueError if a model's call has other positions than the batch; the batch's own tensor is not
-        read."""
+        """Raise ValueError if a call has other positions than the batch, whose own tensor is not read."""
         own = self.position_ids
         if position_ids is None or position_ids is own or position_ids in self._checked:
             return
@@ -66,10 +64,3 @@ class ContextParallelPlan:
                 "together; pass all of shard_batch(batch, model.config, mesh) to the model, unedited"
             )
         self._checked.add(position_ids)
-
-
-def _describe(kind: Kind | None) -> str:
-    if kind is None:
-        return "of a custom mask function"
-    (left, right), chunk = kind
-    return f"window=({left}, {right})" + f" in chunks of {chunk}" * (chunk > 0)

@@ -1,8 +1,8 @@
 """Checks of position_ids: against the plan of a shard, and for shards without a plan.
 
-transformers reads packed documents from position_ids: a step other than +1 begins a document. The positions of
-a shard in a plan's order look like that too, and the model would attend within pieces of the shard, without an
-error. Documents begin at position 0; a piece that begins elsewhere is part of a larger sequence.
+transformers reads packed documents from position_ids: a step other than +1 begins a document. The positions
+of a shard in a plan's order look like that too, and the model would attend within pieces of the shard,
+without an error. Documents begin at position 0; a piece that begins elsewhere is part of a larger sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tritoncp.integrations.transformers.masks import ModelMask
 
 
 class CheckedTensors:
-    """Tensors that passed a check, until they are edited or freed: each layer of a model gets the same one."""
+    """Tensors that passed a check, until they are edited or freed: all layers of a model get one tensor."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Tensor], int]] = {}

@@ -75,8 +75,8 @@ class ContextParallelTrainer(Trainer):
             )
         if self.label_smoother is not None or self.compute_loss_func is not None:
             raise ValueError(
-                "label smoothing and compute_loss_func shift labels within a shard: leave them out, or compute "
-                "your loss from shift_labels in a loop of your own"
+                "label smoothing and compute_loss_func shift labels within a shard: leave them out, or "
+                "compute your loss from shift_labels in a loop of your own"
             )
         if self.compute_metrics is not None or self.preprocess_logits_for_metrics is not None:
             raise ValueError(
