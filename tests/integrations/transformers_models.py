@@ -1,4 +1,4 @@
-"""Small models of transformers, built from configs; their losses and gradients, on one process and on ranks."""
+"""Small models of transformers; their losses and gradients, in one process and on ranks."""
 
 from __future__ import annotations
 

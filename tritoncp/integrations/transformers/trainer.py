@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor, nn
@@ -57,7 +59,7 @@ class ContextParallelTrainer(Trainer):
         super().__init__(*args, **kwargs)
         if mesh is None and self.args.world_size > 1:
             self.context_mesh = dist.group.WORLD
-        self._replicas = _count_replicas(self.context_mesh)
+        self._replicas = _list_replicas(self.context_mesh)
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -103,10 +105,13 @@ class ContextParallelTrainer(Trainer):
                 "rank 0 would read the data and deal other documents to each rank: set "
                 'accelerator_config={"dispatch_batches": False} in TrainingArguments'
             )
-        count, index = self._replicas
+        own = [self.args.process_index in ranks for ranks in self._replicas]
+        count, index = len(own), own.index(True)
         for part in (loader.batch_sampler, loader.sampler, loader.dataset):
             if hasattr(part, "num_processes") and hasattr(part, "process_index"):
                 part.num_processes, part.process_index = count, index
+                if count == 1 and hasattr(part, "even_batches"):
+                    part.even_batches = False  # one replica has nothing to be even with
         return loader
 
     def compute_loss(
@@ -123,21 +128,41 @@ class ContextParallelTrainer(Trainer):
             raise ValueError(f"the batch has no labels to train or evaluate on; it has {', '.join(inputs)}")
         return super().compute_loss(model, local, return_outputs, num_items_in_batch)
 
-    def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any) -> Any:
+    @property
+    def gather_function(self) -> Callable[[Tensor], Tensor]:
+        """The function that collects the losses of an evaluation: those of a replica's ranks count once."""
+        return self._gather_losses
+
+    @gather_function.setter
+    def gather_function(self, function: Any) -> None:
+        """Ignore the accelerator's function, which Trainer sets before and after each evaluation."""
+
+    def _gather_losses(self, losses: Tensor) -> Tensor:
+        """Return the mean over the ranks of each replica, one replica after the other: [replicas * n]."""
+        every = self.accelerator.gather(losses).view(self.args.world_size, -1)
+        means = torch.cat([every[ranks].mean(0) for ranks in self._replicas])
+        state = self.accelerator.gradient_state
+        if state.end_of_dataloader and state.remainder > 0:  # documents that fill the last batch
+            return means[: state.remainder]
+        return means
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
         """Evaluate the loss of a batch. Raises ValueError for predictions, which are logits of a shard."""
         if not prediction_loss_only:
             raise ValueError("predictions are logits of shards: evaluate the loss alone, with evaluate()")
-        return super().prediction_step(model, inputs, prediction_loss_only, *args)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
 
-def _count_replicas(mesh: Any) -> tuple[int, int]:
-    """Return the number of data-parallel replicas, and this rank's. All ranks of the world call it."""
+def _list_replicas(mesh: Any) -> list[list[int]]:
+    """Return the ranks of each data-parallel replica. All ranks of the world call it."""
     if mesh is None:
-        return 1, 0
-    ranks = (
-        mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else dist.get_process_group_ranks(mesh)
-    )
-    firsts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(firsts, min(ranks))
-    replicas = sorted(set(firsts))
-    return len(replicas), replicas.index(min(ranks))
+        return [[0]]
+    if isinstance(mesh, DeviceMesh):
+        ranks = mesh.mesh.flatten().tolist()
+    else:
+        ranks = dist.get_process_group_ranks(mesh)
+    replicas: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(replicas, sorted(ranks))
+    return sorted({tuple(replica): replica for replica in replicas}.values())
