@@ -53,7 +53,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 def train(
     cls: type[Trainer], attention: str, folder: Path, args: dict[str, Any], count: int, **options: Any
 ) -> Any:
-    """Train a model and evaluate it on ``count`` documents. Return the losses and gradient norms of the steps,
+    """Train a model and evaluate it on ``count`` documents. Return losses and gradient norms of the steps,
     the loss of the evaluation, and the weights."""
     model = models.build_model("Gemma2", attention)
     trainer = cls(

@@ -107,7 +107,7 @@ def on_ranks(
     """Return the sum over the ranks of a group of the loss of a model, and of its gradients."""
     model = build_model(name).train()
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     local = shard_batch(batch, model.config, group, **{"BLOCK_SIZE": 16, **options})
     loss, gradients = loss_and_gradients(model, local)
     total = torch.tensor(loss, dtype=torch.float64)
