@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from tritoncp.distributed import groups
@@ -95,12 +94,13 @@ class ContextParallelTrainer(Trainer):
         group = groups.group_of(self.context_mesh)
         return 1 if group is None else group.size()
 
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
         """Return a loader with the same batches on all ranks of the mesh."""
-        loader = super()._get_dataloader(*args, **kwargs)
+        loader = super()._get_dataloader(dataset, *args, **kwargs)
         if self.args.world_size == 1:
             return loader
-        if isinstance(loader, DataLoaderDispatcher):
+        dispatch = self.accelerator.dispatch_batches
+        if dispatch or (dispatch is None and isinstance(dataset, IterableDataset)):
             raise ValueError(
                 "rank 0 would read the data and deal other documents to each rank: set "
                 'accelerator_config={"dispatch_batches": False} in TrainingArguments'
