@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,6 +100,51 @@ def test_dropout_and_position_biases_are_refused() -> None:
     x = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match="position bias"):
         function(torch.nn.Module(), x, x, x, None, position_bias=torch.zeros(1, 2, 4, 4))
+
+
+def test_a_module_without_a_mask_has_the_window_of_its_call() -> None:
+    attend = AttentionInterface()["tritoncp"]
+    q, k, v = torch.randn(3, 1, 2, 40, 8)
+    distance = torch.arange(40)[:, None] - torch.arange(40)
+    module = torch.nn.Module()
+    for is_causal, window, visible in (
+        (True, None, distance >= 0),
+        (True, 8, (distance >= 0) & (distance < 8)),
+        (False, 8, distance.abs() < 8),
+        (False, None, distance > -40),
+    ):
+        out, weights = attend(module, q, k, v, None, is_causal=is_causal, sliding_window=window)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, visible)
+        torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=1e-5)
+        assert weights is None
+
+
+def test_batches_that_contradict_themselves_are_refused() -> None:
+    config, batch = models.build_model("Llama", **SMALL).config, models.packed_batch()
+    mask, cu = torch.ones_like(batch["input_ids"]), torch.tensor([0, 50, 128])
+    for wrong, message in (
+        ({"attention_mask": mask}, "restart within the tokens of attention_mask"),
+        ({"attention_mask": mask[:, None, None], "position_ids": None}, "padding [B, S] is needed"),
+        ({"cu_seq_lens_q": cu}, "the batch has 2 rows"),
+        ({"input_ids": None}, "no input_ids"),
+        ({"labels": batch["labels"][:, 1:]}, "labels is [2, 127]; [2, 128] is needed"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            shard_batch({**batch, **wrong}, config)
+    with pytest.raises(ValueError, match="accounts for 128 rows, the buffer has 100"):
+        shard_batch({"input_ids": torch.zeros(1, 100).long(), "cu_seq_lens_q": cu}, config)
+    for options, message in (
+        ({"attention": "sdpa"}, "the attention of the config is 'sdpa'"),
+        ({"output_router_logits": True}, "output_router_logits=True"),
+        ({"layer_types": ["linear_attention"]}, "layers of the kind 'linear_attention'"),
+    ):
+        model = models.build_model("Llama", **SMALL)
+        if options.pop("attention", None):
+            model.set_attn_implementation("sdpa")
+        for name, value in options.items():
+            setattr(model.config, name, value)
+        with pytest.raises(ValueError, match=message):
+            shard_batch(batch, model.config)
 
 
 def test_a_second_name_is_registered_like_the_first() -> None:

@@ -130,6 +130,21 @@ def test_a_shard_without_its_plan_and_positions_of_another_batch_raise() -> None
             assert "an attention_mask beside the batch" in messages[3]
 
 
+def test_ranks_with_different_batches_raise() -> None:
+    def error(group: Any) -> str:
+        model, batch = models.build_model("Llama", num_hidden_layers=1), models.text_batch()
+        batch["input_ids"][1, 7] += group.rank()
+        with pytest.raises(RuntimeError, match="give every rank the same batch"):
+            shard_batch(batch, model.config, group)
+        batch["position_ids"] = torch.arange(models.SIZE - group.rank())[None]
+        with pytest.raises((RuntimeError, ValueError)) as wrong:
+            shard_batch(batch, model.config, group)
+        return str(wrong.value)
+
+    for message in ranks.run(2, error):
+        assert "position_ids is [1, 127]; [B or 1, S] is needed, here [2, 128]" in message
+
+
 def test_logits_of_shards_are_put_together() -> None:
     batch = models.text_batch()
 

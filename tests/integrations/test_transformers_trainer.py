@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from tests.integrations import transformers_models as models
@@ -50,6 +52,13 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **fixed | options)
 
 
+class Stream(IterableDataset):
+    """Documents without a length, which accelerate would have rank 0 read for all."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(documents())
+
+
 def train(
     cls: type[Trainer], attention: str, folder: Path, args: dict[str, Any], count: int, **options: Any
 ) -> Any:
@@ -59,9 +68,7 @@ def train(
     trainer = cls(
         model,
         arguments(folder, **args),
-        train_dataset=documents(),
-        eval_dataset=documents()[:count],
-        **options,
+        **{"train_dataset": documents(), "eval_dataset": documents()[:count], **options},
     )
     trainer.train()
     evaluation = trainer.evaluate()["eval_loss"]
@@ -69,7 +76,9 @@ def train(
     return steps, evaluation, {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-def train_on_ranks(world_size: int, cp: int, folder: Path, args: dict[str, Any], count: int) -> Any:
+def train_on_ranks(
+    world_size: int, cp: int, folder: Path, args: dict[str, Any], count: int, **options: Any
+) -> Any:
     """Train on ranks, ``cp`` of which share documents; return the results of the last."""
 
     def run(group: Any) -> Any:
@@ -82,7 +91,9 @@ def train_on_ranks(world_size: int, cp: int, folder: Path, args: dict[str, Any],
         if cp < world_size:
             mesh = dist.init_device_mesh("cpu", (world_size // cp, cp), mesh_dim_names=("dp", "cp"))["cp"]
         sharding = {"BLOCK_SIZE": 16}
-        return train(ContextParallelTrainer, "tritoncp", folder, args, count, mesh=mesh, sharding=sharding)
+        return train(
+            ContextParallelTrainer, "tritoncp", folder, args, count, mesh=mesh, sharding=sharding, **options
+        )
 
     return ranks.run(world_size, run, timeout=120)[-1]
 
@@ -114,6 +125,16 @@ def test_ranks_train_as_one_process_does(world_size: int, cp: int, average: bool
     if average or replicas == 1:
         assert_equal(many, one)
     assert len({loss for loss, _ in many[0]}) == STEPS
+
+
+@pytest.mark.integrations
+def test_ranks_share_the_documents_of_a_stream(tmp_path: Path) -> None:
+    args: dict[str, Any] = {"per_device_train_batch_size": 2}
+    expected = train(Trainer, "eager", tmp_path, args, 4, train_dataset=Stream())
+    with pytest.raises(ValueError, match="rank 0 would read the data"):
+        train_on_ranks(2, 2, tmp_path, args, 4, train_dataset=Stream())
+    args |= {"accelerator_config": {"dispatch_batches": False}}
+    assert_equal(train_on_ranks(2, 2, tmp_path, args, 4, train_dataset=Stream()), expected)
 
 
 def test_what_needs_whole_logits_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tritoncp.integrations.transformers.masks import ModelMask, create_mask
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 from tritoncp.integrations.transformers.positions import refuse_local_positions
 from tritoncp.integrations.transformers.single_query import attend_one_query
-from tritoncp.masks.closed_forms import causal
+from tritoncp.masks.closed_forms import SlidingWindow
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import UNBOUNDED, MaskMod, and_masks
 from tritoncp.masks.named import softcap as softcap_mod
@@ -64,6 +64,7 @@ def attend(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     is_causal: bool | None = None,
+    sliding_window: int | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -97,7 +98,8 @@ def attend(
             out = attend_one_query(query, key, value, row, scaling, softcap, s_aux)
             return out.transpose(1, 2), None
         causal_default = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        mask = _mask_of(attention_mask, causal_default, cu_seq_lens_q, cu_seq_lens_k)
+        default = _default_mask(causal_default, sliding_window)
+        mask = _mask_of(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
     out = flex_attention(
         query,
         key,
@@ -116,16 +118,22 @@ def attend(
 _softcap = cache(softcap_mod)  # one function for each cap
 
 
+def _default_mask(is_causal: bool, window: int | None) -> SlidingWindow:
+    """Return the mask of a module that has none of its own. window: of transformers, counts the query."""
+    left = UNBOUNDED if window is None else window - 1
+    return SlidingWindow(left, 0 if is_causal else left)
+
+
 def _mask_of(
-    attention_mask: Any, is_causal: bool, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None
+    attention_mask: Any, default: SlidingWindow, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None
 ) -> Any:
     """Return the mask of a call without a plan."""
     if cu_seq_lens_q is not None:
-        return _packed_mask(attention_mask, is_causal, cu_seq_lens_q, cu_seq_lens_k)
+        return _packed_mask(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
     if isinstance(attention_mask, ModelMask):
         return attention_mask.mask_mod
     if attention_mask is None:
-        return causal() if is_causal else None
+        return default
     if isinstance(attention_mask, Mask | MaskMod | BlockMask | Plan):
         return attention_mask
     _check_dense(attention_mask)
@@ -137,9 +145,9 @@ def _mask_of(
     return and_masks(visible)
 
 
-def _packed_mask(mask: Any, is_causal: bool, cu_q: Tensor, cu_k: Tensor | None) -> MaskMod:
+def _packed_mask(mask: Any, default: SlidingWindow, cu_q: Tensor, cu_k: Tensor | None) -> MaskMod:
     """Return the mask of packed documents that flash attention's keyword arguments describe."""
-    left, right = UNBOUNDED, 0 if is_causal else UNBOUNDED
+    left, right = default.window
     if isinstance(mask, ModelMask):
         if mask.pattern is None or mask.pattern.chunk or mask.padding is not None or mask.batch != 1:
             raise ValueError(

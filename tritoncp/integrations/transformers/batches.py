@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from transformers import PreTrainedConfig, masking_utils
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import positions, shard
+from tritoncp.core.host_copy import to_host
 from tritoncp.distributed import groups
+from tritoncp.distributed.consistency import Facts, Text, fact, together
 from tritoncp.integrations.transformers.attention import is_registered
 from tritoncp.integrations.transformers.masks import ModelMask
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
+from tritoncp.masks.block_runs import content
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.varlen import Documents
 from tritoncp.planning.plan import Plan
@@ -51,7 +55,8 @@ def shard_batch(
     to it, and gradients are those of the sum. ``context_parallel`` holds plans and mesh.
 
     Raises ValueError for tensors that do not fit, an attention_mask together with restarting position_ids, a
-    config that is not set to this attention, and layers that are no attention.
+    config that is not set to this attention, and layers that are no attention; RuntimeError on all ranks if
+    one of them fails, or their token ids differ.
 
     >>> from transformers import LlamaConfig
     >>> from tritoncp.integrations.transformers import register
@@ -62,23 +67,49 @@ def shard_batch(
     >>> batch["shift_labels"].tolist(), int(batch["num_items_in_batch"])
     ([[1, 2, 3, 4, 5, -100]], 5)
     """
-    text = _check_config(config)
-    tokens = batch.get("input_ids") if batch.get("input_ids") is not None else batch.get("inputs_embeds")
-    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
-        raise ValueError("the batch has no input_ids [B, S] and no inputs_embeds [B, S, E]")
-    shape = tokens.shape[:2]
-    documents, position_ids = _positions(batch, shape, tokens.device)
-    masks = _masks(text, batch.get("attention_mask"), documents, shape, tokens.device, BLOCK_SIZE)
-    world = groups.group_of(mesh)
-    order = None if world is None or world.size() == 1 else balancer
+    group = groups.group_of(mesh)
+
+    read = partial(_read_batch, batch, config, BLOCK_SIZE)
+    (masks, position_ids), _ = together(group, "shard_batch", read, "while a batch was read")
+    order = None if group is None or group.size() == 1 else balancer
     plans = make_plan(masks, mesh, balancer=order, schedule=schedule)
     plan = next(iter(plans.values()))
     whole = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}
     whole |= {"position_ids": position_ids, **_labels(batch)}
-    local = {name: _shard(name, x, plan, shape) for name, x in whole.items()}
+    local = {name: _shard(name, x, plan, position_ids.shape) for name, x in whole.items()}
     own = ContextParallelPlan(plans, mesh, local["position_ids"])
     positions(plan)  # marks the plan's order as read
     return {**local, "use_cache": False, "context_parallel": own}
+
+
+def _read_batch(
+    batch: Mapping[str, Any], config: PreTrainedConfig, block: int | tuple[int, int]
+) -> tuple[tuple[dict[str, Mask], Tensor], Facts, tuple[int, ...]]:
+    """Return the masks of the layers and the position_ids [B, S], and the facts that ranks compare."""
+    text, tokens = _check_config(config), _tokens(batch)
+    shape, device = tokens.shape[:2], tokens.device
+    documents, position_ids = _positions(batch, shape, device)
+    masks = _masks(text, batch.get("attention_mask"), documents, shape, device, block)
+    facts = {"call": fact("shard_batch"), "batch": _fact_of(tokens)}
+    return (masks, position_ids.expand(shape)), facts, ()
+
+
+def _tokens(batch: Mapping[str, Any]) -> Tensor:
+    """Return what the model embeds, [B, S], or its embeddings, [B, S, E]."""
+    tokens = batch.get("input_ids") if batch.get("input_ids") is not None else batch.get("inputs_embeds")
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+        raise ValueError("the batch has no input_ids [B, S] and no inputs_embeds [B, S, E]")
+    return tokens
+
+
+def _fact_of(tokens: Tensor) -> tuple[Text, bytes]:
+    """Return the fact about a batch that ranks compare: its token ids, or the shape of its embeddings."""
+    size = f"{tokens.dtype} {list(tokens.shape)}"
+    if tokens.is_floating_point():
+        return fact(f"embeddings {size}")
+    ids = to_host([tokens])[0]
+    text = f"tokens {size} from {ids.flatten()[:8].tolist()} on"
+    return fact(text, size.encode() + content(ids))
 
 
 def _check_config(config: PreTrainedConfig) -> PreTrainedConfig:
