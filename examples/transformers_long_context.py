@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/transformers_long_context.py
 
-The model is a small Qwen3 with windows in every other layer, of random weights; one that you load with
+The model is a small Qwen3 with a window in one of its layers and random weights; one that you load with
 `from_pretrained(..., attn_implementation="tritoncp")` trains by the same loop. Runs on GPUs, or on the CPU.
 """
 
@@ -23,13 +23,13 @@ def build_model() -> transformers.PreTrainedModel:
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         use_sliding_window=True,
         sliding_window=256,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        layer_types=["sliding_attention", "full_attention"],
         attn_implementation="tritoncp",
     )
     torch.manual_seed(0)

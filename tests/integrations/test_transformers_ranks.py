@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import tritoncp
 from tests.integrations import transformers_models as models
@@ -39,8 +40,7 @@ def check_models(world_size: int, cases: list[tuple[str, str]]) -> None:
 
 
 def test_two_ranks_have_the_losses_and_gradients_of_one() -> None:
-    packed_and_padded = [("Gemma2", "packed"), ("Gemma2", "padded"), ("GptOss", "packed")]
-    check_models(2, [*((name, "text") for name in models.MODELS), *packed_and_padded])
+    check_models(2, [*((name, "text") for name in models.MODELS), ("Gemma2", "packed"), ("Qwen3", "padded")])
 
 
 @pytest.mark.integrations
@@ -50,10 +50,32 @@ def test_every_model_has_the_losses_and_gradients_of_one_rank(world_size: int, n
     check_models(world_size, [(name, kind) for kind in models.BATCHES])
 
 
-def test_plans_survive_the_recomputation_of_checkpoints() -> None:
+def policy() -> Any:
+    return create_selective_checkpoint_contexts(tritoncp.checkpoint_policy())
+
+
+@pytest.mark.parametrize(
+    "checkpointing",
+    [{}, pytest.param({"use_reentrant": False, "context_fn": policy}, marks=pytest.mark.integrations)],
+)
+def test_plans_survive_the_recomputation_of_checkpoints(checkpointing: dict[str, Any]) -> None:
     batch = models.packed_batch()
-    for result in ranks.run(2, models.on_ranks, "Gemma2", batch, True):
+    for result in ranks.run(2, models.on_ranks, "Gemma2", batch, checkpointing):
         models.assert_equal(result, expected_of("Gemma2", batch))
+
+
+@pytest.mark.integrations
+def test_a_compiled_model_has_the_logits_of_one_rank() -> None:
+    batch = models.text_batch()
+
+    def logits(group: Any) -> torch.Tensor:
+        model = models.build_model("Llama").eval()
+        local = shard_batch(batch, model.config, group, BLOCK_SIZE=16)
+        out = torch.compile(model, backend="eager")(**local).logits.detach()
+        return tritoncp.unshard(out, local["context_parallel"].plan, group, dim=1)
+
+    expected = models.build_model("Llama", "eager")(batch["input_ids"]).logits
+    torch.testing.assert_close(ranks.run(2, logits)[1], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.integrations

@@ -102,12 +102,16 @@ def loss_and_gradients(model: Any, batch: dict[str, Any]) -> tuple[float, dict[s
 
 
 def on_ranks(
-    group: Any, name: str, batch: dict[str, Tensor], checkpointing: bool = False, **options: Any
+    group: Any,
+    name: str,
+    batch: dict[str, Tensor],
+    checkpointing: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the sum over the ranks of a group of the loss of a model, and of its gradients."""
     model = build_model(name).train()
-    if checkpointing:
-        model.activation_checkpointing_enable()
+    if checkpointing is not None:
+        model.activation_checkpointing_enable(checkpointing)
     local = shard_batch(batch, model.config, group, **{"BLOCK_SIZE": 16, **options})
     loss, gradients = loss_and_gradients(model, local)
     total = torch.tensor(loss, dtype=torch.float64)
