@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import masking_utils
 
 import tritoncp
 from tests.integrations import transformers_models as models
@@ -165,6 +166,20 @@ def test_ranks_with_different_batches_raise() -> None:
 
     for message in ranks.run(2, error):
         assert "position_ids is [1, 127]; [B or 1, S] is needed, here [2, 128]" in message
+
+
+def test_kinds_of_layers_have_one_order_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = masking_utils.create_masks_for_generate
+
+    def keys(group: Any) -> list[str]:
+        def in_another_order(**arguments: Any) -> Any:
+            return dict(sorted(listed(**arguments).items(), reverse=group.rank() == 1))
+
+        monkeypatch.setattr(masking_utils, "create_masks_for_generate", in_another_order)
+        config = models.build_model("Gemma2", num_hidden_layers=2).config
+        return list(shard_batch(models.text_batch(), config, group)["context_parallel"].plans)
+
+    assert ranks.run(2, keys) == [["window(-1, 0)", "window(19, 0)"]] * 2
 
 
 def test_logits_of_shards_are_put_together() -> None:

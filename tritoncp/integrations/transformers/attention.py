@@ -53,25 +53,14 @@ def is_registered(name: str | None) -> bool:
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    context_parallel: ContextParallelPlan | None = None,
-    kernel_options: dict[str, Any] | None = None,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+    scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, is_causal: bool | None = None,
+    sliding_window: int | None = None, position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
+    context_parallel: ContextParallelPlan | None = None, kernel_options: dict[str, Any] | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attend as transformers' attention interface says.
 
     query: [B, Hq, S, D]; key: [B, Hkv, S_kv, D]; value: [B, Hkv, S_kv, E]. attention_mask: of
@@ -79,6 +68,31 @@ def attend(
     [Hq], sinks. context_parallel: of :func:`shard_batch`, then tensors are shards. Other keyword arguments of
     a model reach every implementation, and are not of this one. Returns out [B, S, Hq, E], and no weights.
     """
+    _refuse(dropout, position_bias)
+    mesh = None
+    if context_parallel is not None:
+        context_parallel.check_positions(position_ids)
+        mask, mesh = context_parallel.plan_of(attention_mask), context_parallel.mesh
+    else:
+        refuse_local_positions(attention_mask, position_ids, query.shape[2] == key.shape[2])
+        if query.shape[2] == 1:
+            row = _visible_keys(attention_mask)
+            out = attend_one_query(query, key, value, row, scaling, softcap, s_aux)
+            return out.transpose(1, 2), None
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        default = _default_mask(is_causal, sliding_window)
+        mask = _mask_of(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
+    score_mod = None if softcap is None else _softcap(softcap)
+    out = flex_attention(
+        query, key, value, score_mod, mask, scaling, enable_gqa=True, kernel_options=kernel_options,
+        mesh=mesh, sinks=s_aux,
+    )  # fmt: skip
+    return out.transpose(1, 2), None
+
+
+def _refuse(dropout: float, position_bias: Tensor | None) -> None:
+    """Raise ValueError for what this attention does not have."""
     if dropout > 0:
         raise ValueError(
             f"attention dropout of {dropout} in training: tritoncp has none; set the dropout of the config "
@@ -86,33 +100,6 @@ def attend(
         )
     if position_bias is not None:
         raise ValueError("a position bias, as T5's, is not supported: take another attn_implementation")
-    mesh = None
-    if context_parallel is not None:
-        mask = context_parallel.plan_of(attention_mask)
-        mesh = context_parallel.mesh
-        context_parallel.check_positions(position_ids)
-    else:
-        refuse_local_positions(attention_mask, position_ids, query.shape[2] == key.shape[2])
-        if query.shape[2] == 1:
-            row = _visible_keys(attention_mask)
-            out = attend_one_query(query, key, value, row, scaling, softcap, s_aux)
-            return out.transpose(1, 2), None
-        causal_default = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        default = _default_mask(causal_default, sliding_window)
-        mask = _mask_of(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
-    out = flex_attention(
-        query,
-        key,
-        value,
-        None if softcap is None else _softcap(softcap),
-        mask,
-        scaling,
-        enable_gqa=True,
-        kernel_options=kernel_options,
-        mesh=mesh,
-        sinks=s_aux,
-    )
-    return out.transpose(1, 2), None
 
 
 _softcap = cache(softcap_mod)  # one function for each cap

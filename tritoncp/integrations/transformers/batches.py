@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, masking_utils
 
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
-from tritoncp.api.shards import positions, shard
+from tritoncp.api.shards import shard
 from tritoncp.core.host_copy import to_host
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import Facts, Text, fact, together
@@ -68,29 +68,27 @@ def shard_batch(
     ([[1, 2, 3, 4, 5, -100]], 5)
     """
     group = groups.group_of(mesh)
-
-    read = partial(_read_batch, batch, config, BLOCK_SIZE)
+    read = partial(_read_batch, batch, config, BLOCK_SIZE, compare=group is not None)
     (masks, position_ids), _ = together(group, "shard_batch", read, "while a batch was read")
     order = None if group is None or group.size() == 1 else balancer
     plans = make_plan(masks, mesh, balancer=order, schedule=schedule)
-    plan = next(iter(plans.values()))
     whole = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}
     whole |= {"position_ids": position_ids, **_labels(batch)}
+    plan = next(iter(plans.values()))
     local = {name: _shard(name, x, plan, position_ids.shape) for name, x in whole.items()}
     own = ContextParallelPlan(plans, mesh, local["position_ids"])
-    positions(plan)  # marks the plan's order as read
     return {**local, "use_cache": False, "context_parallel": own}
 
 
 def _read_batch(
-    batch: Mapping[str, Any], config: PreTrainedConfig, block: int | tuple[int, int]
+    batch: Mapping[str, Any], config: PreTrainedConfig, block: int | tuple[int, int], *, compare: bool
 ) -> tuple[tuple[dict[str, Mask], Tensor], Facts, tuple[int, ...]]:
-    """Return the masks of the layers and the position_ids [B, S], and the facts that ranks compare."""
+    """Return the masks of the layers and the position_ids [B, S], and the facts for ranks to compare."""
     text, tokens = _check_config(config), _tokens(batch)
     shape, device = tokens.shape[:2], tokens.device
     documents, position_ids = _positions(batch, shape, device)
     masks = _masks(text, batch.get("attention_mask"), documents, shape, device, block)
-    facts = {"call": fact("shard_batch"), "batch": _fact_of(tokens)}
+    facts = {"call": fact("shard_batch"), "batch": _fact_of(tokens)} if compare else {}
     return (masks, position_ids.expand(shape)), facts, ()
 
 
@@ -213,7 +211,7 @@ def _masks(
             mod = request.mask_mod
             batch = shape[0] if mod.reads[0] else None
             masks[kind] = create_block_mask(mod, batch, None, shape[1], shape[1], BLOCK_SIZE=block)
-    return masks
+    return dict(sorted(masks.items()))  # transformers lists a set, in another order in each process
 
 
 def _labels(batch: Mapping[str, Any]) -> dict[str, Tensor]:
