@@ -70,9 +70,10 @@ LAYERS = {
     "edge": Layer(
         {"", "__main__", "analysis", "chunking.demo.command", "chunking.demo.figures", "cli", "command_base",
          "demo",
-          "doctor", "planning.command", "self_check", "tuning"},
+          "doctor", "integrations", "planning.command", "self_check", "tuning"},
          SPINE | {"chunking", "perf"},
-         {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops"},
+         {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops", "transformers",
+          "torchtitan"},
     ),
 }  # fmt: skip
 

@@ -24,6 +24,7 @@ from tritoncp.analysis import resource_table
 from tritoncp.cli import main
 from tritoncp.demo.report import Report as DemoReport
 from tritoncp.frontend import dynamo
+from tritoncp.integrations import transformers
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import autograd, tile_tables
 from tritoncp.perf import exit_codes
@@ -112,6 +113,12 @@ def python_names() -> Iterator[str]:
 def chunking_names() -> Iterator[str]:
     for name in chunking.__all__:
         yield from describe(f"chunking.{name}", getattr(chunking, name))
+
+
+def transformers_names() -> Iterator[str]:
+    """List the names for models of transformers, of a class its constructor alone: the rest is Trainer's."""
+    for name in transformers.__all__:
+        yield f"{name}{signature(getattr(transformers, name))}"
 
 
 def mask_names() -> Iterator[str]:
@@ -229,6 +236,7 @@ def surface(folder: Path) -> str:
         "tritoncp": python_names(),
         "tritoncp.masks": mask_names(),
         "tritoncp.chunking": chunking_names(),
+        "tritoncp.integrations.transformers": transformers_names(),
         "commands and their options": programs(),
         "exit codes": command_exit_codes(),
         "kernel_options": kernel_options(),

@@ -1,0 +1,62 @@
+"""The example program and the programs of docs/transformers.md, on ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers  # noqa: F401 - before ranks are forked
+
+from tests.multiprocess import ranks
+from tritoncp.core.process_environment import use_loopback_interface
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/transformers.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.usefixtures("cpu_engine")
+def test_the_example_has_the_losses_of_one_process() -> None:
+    path = ROOT / "examples/transformers_long_context.py"
+    spec = importlib.util.spec_from_file_location("transformers_long_context", path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    expected = example.train()
+    assert len(expected) == 2 and expected[0] != expected[1]
+    for losses in ranks.run(2, example.train):
+        assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_page_has_a_program_for_each_way() -> None:
+    assert len(PROGRAMS) == 3
+    assert all(name in PAGE for name in ("register", "shard_batch", "ContextParallelTrainer"))
+
+
+@pytest.mark.integrations
+@pytest.mark.parametrize("index", range(3))
+def test_a_program_of_the_page_runs_as_printed(index: int, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAMS[index])
+    use_loopback_interface()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] * (index > 0)
+    done = subprocess.run(
+        [sys.executable, *launch, "program.py"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    if index == 1:
+        assert len({line.split("loss ")[1] for line in lines if line.startswith("rank ")}) == 1, done.stdout
+    else:
+        assert any("loss" in line for line in lines), done.stdout

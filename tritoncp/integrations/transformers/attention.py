@@ -1,0 +1,166 @@
+"""The attention function that transformers' models call, and its registration."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from tritoncp.api.attention import flex_attention
+from tritoncp.integrations.transformers.masks import ModelMask, create_mask
+from tritoncp.integrations.transformers.plans import ContextParallelPlan
+from tritoncp.integrations.transformers.positions import refuse_local_positions
+from tritoncp.integrations.transformers.single_query import attend_one_query
+from tritoncp.masks.closed_forms import SlidingWindow
+from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import UNBOUNDED, MaskMod, and_masks
+from tritoncp.masks.named import softcap as softcap_mod
+from tritoncp.masks.varlen import varlen
+from tritoncp.planning.plan import Plan
+
+
+def register(name: str = "tritoncp") -> None:
+    """Register attention and its mask function with transformers, both under ``name``.
+
+    Models then take ``attn_implementation=name``, or ``model.set_attn_implementation(name)``. Sinks, soft
+    capping, windows, chunks, packed documents, padding and ``cu_seq_lens_q`` follow transformers' own
+    implementations; keys and values keep their heads. Queries [B, Hq, S, D] in bf16, fp16 or fp32, on GPUs
+    and CPUs; out is [B, S, Hq, E]. The model runs on one process like any other, and on the ranks of a mesh
+    with the batches of :func:`shard_batch`. A second call changes nothing.
+
+    A model raises ValueError for attention dropout in training, a position bias (T5), and a float mask of
+    pairs; a shard without its plan raises ValueError too.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> register()
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+    ...                      num_attention_heads=2, num_key_value_heads=1, attn_implementation="tritoncp")
+    >>> LlamaForCausalLM(config)(torch.arange(24)[None]).logits.shape
+    torch.Size([1, 24, 32])
+    """
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, create_mask)
+
+
+def is_registered(name: str | None) -> bool:
+    """Return whether an attention implementation is this one, under any name."""
+    return AttentionInterface().get(name) is attend
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+    scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, is_causal: bool | None = None,
+    sliding_window: int | None = None, position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
+    context_parallel: ContextParallelPlan | None = None, kernel_options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend as transformers' attention interface says.
+
+    query: [B, Hq, S, D]; key: [B, Hkv, S_kv, D]; value: [B, Hkv, S_kv, E]. attention_mask: of
+    :func:`tritoncp.integrations.transformers.masks.create_mask`, or a bool mask [B or 1, 1, S, S_kv]. s_aux:
+    [Hq], sinks. context_parallel: of :func:`shard_batch`, then tensors are shards. Other keyword arguments of
+    a model reach every implementation, and are not of this one. Returns out [B, S, Hq, E], and no weights.
+    """
+    _refuse(dropout, position_bias)
+    mesh = None
+    if context_parallel is not None:
+        context_parallel.check_positions(position_ids)
+        mask, mesh = context_parallel.plan_of(attention_mask), context_parallel.mesh
+    else:
+        refuse_local_positions(attention_mask, position_ids, query.shape[2] == key.shape[2])
+        if query.shape[2] == 1:
+            row = _visible_keys(attention_mask)
+            out = attend_one_query(query, key, value, row, scaling, softcap, s_aux)
+            return out.transpose(1, 2), None
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        default = _default_mask(is_causal, sliding_window)
+        mask = _mask_of(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
+    score_mod = None if softcap is None else _softcap(softcap)
+    out = flex_attention(
+        query, key, value, score_mod, mask, scaling, enable_gqa=True, kernel_options=kernel_options,
+        mesh=mesh, sinks=s_aux,
+    )  # fmt: skip
+    return out.transpose(1, 2), None
+
+
+def _refuse(dropout: float, position_bias: Tensor | None) -> None:
+    """Raise ValueError for what this attention does not have."""
+    if dropout > 0:
+        raise ValueError(
+            f"attention dropout of {dropout} in training: tritoncp has none; set the dropout of the config "
+            "to 0, as attention_dropout=0.0, or call model.eval()"
+        )
+    if position_bias is not None:
+        raise ValueError("a position bias, as T5's, is not supported: take another attn_implementation")
+
+
+_softcap = cache(softcap_mod)  # one function for each cap
+
+
+def _default_mask(is_causal: bool, window: int | None) -> SlidingWindow:
+    """Return the mask of a module that has none of its own. window: of transformers, counts the query."""
+    left = UNBOUNDED if window is None else window - 1
+    return SlidingWindow(left, 0 if is_causal else left)
+
+
+def _mask_of(
+    attention_mask: Any, default: SlidingWindow, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None
+) -> Any:
+    """Return the mask of a call without a plan."""
+    if cu_seq_lens_q is not None:
+        return _packed_mask(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
+    if isinstance(attention_mask, ModelMask):
+        return attention_mask.mask_mod
+    if attention_mask is None:
+        return default
+    if isinstance(attention_mask, Mask | MaskMod | BlockMask | Plan):
+        return attention_mask
+    _check_dense(attention_mask)
+    dense = attention_mask
+
+    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return dense[b if len(dense) > 1 else 0, 0, q_idx, kv_idx]
+
+    return and_masks(visible)
+
+
+def _packed_mask(mask: Any, default: SlidingWindow, cu_q: Tensor, cu_k: Tensor | None) -> MaskMod:
+    """Return the mask of packed documents that flash attention's keyword arguments describe."""
+    left, right = default.window
+    if isinstance(mask, ModelMask):
+        if mask.pattern is None or mask.pattern.chunk or mask.padding is not None or mask.batch != 1:
+            raise ValueError(
+                "cu_seq_lens_q is for one row of packed documents, without padding, chunks or a mask "
+                "function of your own: pass position_ids that restart at each document instead"
+            )
+        left, right = mask.pattern.window
+    elif mask is not None:
+        raise ValueError("cu_seq_lens_q and an attention_mask: pass one of them")
+    return varlen(cu_q, cu_k, causal=False, window=(left, right))
+
+
+def _visible_keys(mask: Any) -> Tensor | None:
+    """Return which keys one query sees."""
+    if isinstance(mask, ModelMask):
+        raise ValueError("the mask is for several queries, and the call has one")
+    if mask is not None:
+        _check_dense(mask)
+    return mask
+
+
+def _check_dense(mask: Any) -> None:
+    """Raise unless a mask is a bool mask of pairs."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.dtype != torch.bool:
+        given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask is {given}; padding [batch, tokens], a bool mask [batch, 1, queries, keys], or "
+            "a mask of tritoncp is needed: compare a float mask with 0, attention_mask == 0"
+        )

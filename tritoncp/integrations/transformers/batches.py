@@ -1,0 +1,239 @@
+"""Shards of a global batch: the masks of a model's layers, one placement for all, and tensors cut by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, masking_utils
+
+from tritoncp.api.masks import create_block_mask
+from tritoncp.api.plans import make_plan
+from tritoncp.api.shards import shard
+from tritoncp.core.host_copy import to_host
+from tritoncp.distributed import groups
+from tritoncp.distributed.consistency import Facts, Text, fact, together
+from tritoncp.integrations.transformers.attention import is_registered
+from tritoncp.integrations.transformers.masks import ModelMask
+from tritoncp.integrations.transformers.plans import ContextParallelPlan
+from tritoncp.masks.block_runs import content
+from tritoncp.masks.mask import Mask
+from tritoncp.masks.varlen import Documents
+from tritoncp.planning.plan import Plan
+from tritoncp.planning.work import Balancer
+
+IGNORED = -100  # the label that transformers' losses leave out
+# Consumed by the plan: they describe the whole sequence.
+CONSUMED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    config: PreTrainedConfig,
+    mesh: Any = None,
+    *,
+    balancer: str | Balancer | None = "ptrr",
+    schedule: str = "auto",
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+) -> dict[str, Any]:
+    """Return this rank's shard of a global batch, with its plans, as keyword arguments of the model.
+
+    batch: the same on all ranks of the mesh. ``input_ids`` int64 [B, S] or ``inputs_embeds`` [B, S, E];
+    ``labels`` [B, S], not shifted; ``position_ids`` [B or 1, S], which restart at 0 in each packed document;
+    or ``cu_seq_lens_q`` [documents + 1] for one row; or ``attention_mask`` [B, S], 0 at padding. Other
+    tensors [B, S, ...] are sharded too, everything else is passed on.
+    config: of the model. Its layers' kinds (``layer_types``, ``sliding_window``, chunks) get a plan each, of
+    one placement. mesh: as for :func:`tritoncp.make_plan`, which has ``balancer`` and ``schedule``; None:
+    this process alone, the same call without communication. BLOCK_SIZE: tokens of the blocks that are dealt.
+
+    Returns a dict for ``model(**batch)``: tensors [B, S_local], equally long on all ranks; ``shift_labels``,
+    shifted before sharding (``labels`` only make the model compute its loss); ``num_items_in_batch``, the
+    labels of the whole batch, so that a rank's loss is its part of the mean: the parts of all ranks add up
+    to it, and gradients are those of the sum. ``context_parallel`` holds plans and mesh.
+
+    Raises ValueError for tensors that do not fit, an attention_mask together with restarting position_ids, a
+    config that is not set to this attention, and layers that are no attention; RuntimeError on all ranks if
+    one of them fails, or their token ids differ.
+
+    >>> from transformers import LlamaConfig
+    >>> from tritoncp.integrations.transformers import register
+    >>> register()
+    >>> config = LlamaConfig(attn_implementation="tritoncp")
+    >>> tokens = torch.arange(6)[None]
+    >>> batch = shard_batch({"input_ids": tokens, "labels": tokens}, config)
+    >>> batch["shift_labels"].tolist(), int(batch["num_items_in_batch"])
+    ([[1, 2, 3, 4, 5, -100]], 5)
+    """
+    group = groups.group_of(mesh)
+    read = partial(_read_batch, batch, config, BLOCK_SIZE, compare=group is not None)
+    (masks, position_ids), _ = together(group, "shard_batch", read, "while a batch was read")
+    order = None if group is None or group.size() == 1 else balancer
+    plans = make_plan(masks, mesh, balancer=order, schedule=schedule)
+    whole = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}
+    whole |= {"position_ids": position_ids, **_labels(batch)}
+    plan = next(iter(plans.values()))
+    local = {name: _shard(name, x, plan, position_ids.shape) for name, x in whole.items()}
+    own = ContextParallelPlan(plans, mesh, local["position_ids"])
+    return {**local, "use_cache": False, "context_parallel": own}
+
+
+def _read_batch(
+    batch: Mapping[str, Any], config: PreTrainedConfig, block: int | tuple[int, int], *, compare: bool
+) -> tuple[tuple[dict[str, Mask], Tensor], Facts, tuple[int, ...]]:
+    """Return the masks of the layers and the position_ids [B, S], and the facts for ranks to compare."""
+    text, tokens = _check_config(config), _tokens(batch)
+    shape, device = tokens.shape[:2], tokens.device
+    documents, position_ids = _positions(batch, shape, device)
+    masks = _masks(text, batch.get("attention_mask"), documents, shape, device, block)
+    facts = {"call": fact("shard_batch"), "batch": _fact_of(tokens)} if compare else {}
+    return (masks, position_ids.expand(shape)), facts, ()
+
+
+def _tokens(batch: Mapping[str, Any]) -> Tensor:
+    """Return what the model embeds, [B, S], or its embeddings, [B, S, E]."""
+    tokens = batch.get("input_ids") if batch.get("input_ids") is not None else batch.get("inputs_embeds")
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+        raise ValueError("the batch has no input_ids [B, S] and no inputs_embeds [B, S, E]")
+    return tokens
+
+
+def _fact_of(tokens: Tensor) -> tuple[Text, bytes]:
+    """Return the fact about a batch that ranks compare: its token ids, or the shape of its embeddings."""
+    size = f"{tokens.dtype} {list(tokens.shape)}"
+    if tokens.is_floating_point():
+        return fact(f"embeddings {size}")
+    ids = to_host([tokens])[0]
+    text = f"tokens {size} from {ids.flatten()[:8].tolist()} on"
+    return fact(text, size.encode() + content(ids))
+
+
+def _check_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of the text model, if its attention can be context parallel."""
+    text = config.get_text_config()
+    if not is_registered(text._attn_implementation):
+        raise ValueError(
+            f"the attention of the config is {text._attn_implementation!r}: call register(), then load the "
+            'model with attn_implementation="tritoncp", or model.set_attn_implementation("tritoncp")'
+        )
+    if config.is_encoder_decoder:
+        raise ValueError("encoder-decoder models are not supported: queries and keys have two lengths")
+    if getattr(text, "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True adds a loss of the experts' load, which a rank would compute of its "
+            "own tokens: set it to False"
+        )
+    return text
+
+
+def _positions(
+    batch: Mapping[str, Any], shape: torch.Size, device: torch.device
+) -> tuple[Tensor | None, Tensor]:
+    """Return the positions that separate documents, None if there are none, and those of the embeddings:
+    [B, S].
+
+    Raises ValueError for positions that do not fit, or contradict the attention_mask.
+    """
+    given, mask = batch.get("position_ids"), batch.get("attention_mask")
+    if given is not None and (
+        given.ndim != 2 or given.shape[1] != shape[1] or given.shape[0] not in (1, shape[0])
+    ):
+        raise ValueError(f"position_ids is {list(given.shape)}; [B or 1, S] is needed, here {list(shape)}")
+    packed = _packed_positions(batch, shape, device)
+    if packed is not None:
+        return packed, packed if given is None else given
+    if given is None:
+        return None, torch.arange(shape[1], device=device).expand(shape)
+    given = given.expand(shape)
+    if mask is not None and mask.ndim == 2:
+        tokens = mask.bool()
+        broken = (given.diff(dim=1) != 1) & (tokens[:, 1:] & tokens[:, :-1]).to(given.device)
+        if bool(broken.any()):
+            raise ValueError(
+                "position_ids restart within the tokens of attention_mask: transformers then lets documents "
+                "see each other. Leave attention_mask out for packed documents, or position_ids for one text "
+                "a row"
+            )
+        return None, given
+    return given, given
+
+
+def _packed_positions(batch: Mapping[str, Any], shape: torch.Size, device: torch.device) -> Tensor | None:
+    """Return positions within the documents of cu_seq_lens_q, [1, S]; None without it."""
+    cu, cu_k = batch.get("cu_seq_lens_q"), batch.get("cu_seq_lens_k")
+    if cu is None:
+        return None
+    if (
+        shape[0] != 1
+        or batch.get("attention_mask") is not None
+        or (cu_k is not None and not torch.equal(cu, cu_k))
+    ):
+        raise ValueError(
+            "cu_seq_lens_q is for one row of packed documents, the same for queries and keys and without an "
+            f"attention_mask; the batch has {shape[0]} rows: pass position_ids that restart at each document"
+        )
+    return Documents.of("cu_seq_lens_q", cu, cu, shape[1]).of_rows()[1][None].to(device)
+
+
+def _masks(
+    config: PreTrainedConfig,
+    attention_mask: Tensor | None,
+    documents: Tensor | None,
+    shape: torch.Size,
+    device: torch.device,
+    block: int | tuple[int, int],
+) -> dict[str, Mask]:
+    """Return the global mask of each kind of layer: transformers says what kinds there are."""
+    if attention_mask is not None and attention_mask.shape != shape:
+        raise ValueError(
+            f"attention_mask is {list(attention_mask.shape)}; padding [B, S] is needed, here {list(shape)}: "
+            "for a mask of pairs, make a plan of your own and call tritoncp.flex_attention"
+        )
+    requests = masking_utils.create_masks_for_generate(
+        config=config,
+        inputs_embeds=torch.empty(*shape, 0, device=device),
+        attention_mask=attention_mask,
+        past_key_values=None,
+        position_ids=documents,
+    )
+    requests = requests if isinstance(requests, dict) else {"": requests}
+    masks: dict[str, Mask] = {}
+    for name, request in requests.items():
+        kind = request.kind if isinstance(request, ModelMask) else None
+        if kind is None:
+            raise ValueError(
+                f"layers of the kind {name!r} are not supported: context parallelism is for layers of "
+                "attention with a causal or bidirectional mask, a window, or chunks"
+            )
+        if kind not in masks:
+            mod = request.mask_mod
+            batch = shape[0] if mod.reads[0] else None
+            masks[kind] = create_block_mask(mod, batch, None, shape[1], shape[1], BLOCK_SIZE=block)
+    return dict(sorted(masks.items()))  # transformers lists a set, in another order in each process
+
+
+def _labels(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the labels of the next tokens, and their number in the whole batch unless the batch has it."""
+    labels, shifted = batch.get("labels"), batch.get("shift_labels")
+    if shifted is None:
+        if labels is None:
+            return {}
+        shifted = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    count = batch.get("num_items_in_batch")
+    count = (shifted != IGNORED).sum() if count is None else count
+    return {
+        "labels": shifted if labels is None else labels,
+        "shift_labels": shifted,
+        "num_items_in_batch": count,
+    }
+
+
+def _shard(name: str, x: Any, plan: Plan, shape: torch.Size) -> Any:
+    """Return this rank's part of a tensor [B, S, ...]; anything else as it is."""
+    if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[:2] != shape:
+        if name in ("labels", "shift_labels"):
+            raise ValueError(f"{name} is {list(x.shape)}; {list(shape)} is needed")
+        return x
+    return shard(x, plan, dim=1, pad=IGNORED if name in ("labels", "shift_labels") else 0)

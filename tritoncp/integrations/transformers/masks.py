@@ -1,0 +1,135 @@
+"""Masks as models ask for them: built when attention first needs them, and once for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import masking_utils
+
+from tritoncp.integrations.transformers.mask_functions import Pattern, read_pattern
+from tritoncp.masks.block_mask_interface import BlockMaskInterface
+from tritoncp.masks.closed_forms import QuerySlice, SlidingWindow, document
+from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import UNBOUNDED, MaskMod, and_masks
+from tritoncp.planning.plan import Plan
+
+
+@dataclass(eq=False)
+class ModelMask(BlockMaskInterface):
+    """The mask of one kind of layer in one call of a model. Its closed form is made at the first use, so a
+    call that has a plan builds none.
+
+    function:  transformers' mask function, (b, h, q_idx, kv_idx) -> bool, of positions with their offsets
+    pattern:   its closed form; None where it has none
+    q_offset, kv_offset: position of the first query and of the first key, ints or tensors without dimensions
+    attention_mask:      bool [B, tokens], False at padding, or None
+    """
+
+    function: Callable[..., Tensor]
+    pattern: Pattern | None
+    batch: int
+    q_len: int
+    kv_len: int
+    q_offset: int | Tensor
+    kv_offset: int | Tensor
+    attention_mask: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, 1, self.q_len, self.kv_len
+
+    @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:
+        return 128, 128
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of the layers that have this mask; None where the mask function is a custom one."""
+        return None if self.pattern is None else self.pattern.kind
+
+    @cached_property
+    def padding(self) -> Tensor | None:
+        """Which keys are tokens, bool [B, kv_len]; None if all are. Waits for the device."""
+        if self.attention_mask is None:
+            return None
+        tokens = self.attention_mask.bool()
+        if bool(tokens.all()) and tokens.shape[1] >= self._offsets[1] + self.kv_len:
+            return None
+        # Keys of a static cache that are not written yet count as padding.
+        padded = masking_utils.prepare_padding_mask(tokens, self.kv_len, self._offsets[1])
+        keys = padded[:, self._offsets[1] : self._offsets[1] + self.kv_len]
+        causal = self.pattern is not None and self.pattern.window[1] == 0
+        written = self._offsets[0] + self.q_len - self._offsets[1]
+        return None if causal and bool(keys[:, :written].all()) else keys
+
+    @cached_property
+    def mask_mod(self) -> MaskMod:
+        """The mask_mod of this call's queries and keys, both counted from 0."""
+        offset = self._offsets[0] - self._offsets[1]
+        if self.pattern is None or offset < 0:
+            return self._custom_mask_mod()
+        mod = self.pattern.mask_mod(max(self.kv_len, self.q_len + offset))
+        if self.padding is not None:
+            # Tokens see tokens only. Padding sees padding: its rows are read by no token, and none is empty.
+            ids = torch.nn.functional.pad(self.padding.int(), (0, max(0, self.q_len + offset - self.kv_len)))
+            mod = mod & document(ids=ids)
+        return _skip_queries(mod, offset)
+
+    @cached_property
+    def _offsets(self) -> tuple[int, int]:
+        """Offsets of queries and keys; those of a static cache are tensors, read once."""
+        return int(self.q_offset), int(self.kv_offset)
+
+    def _custom_mask_mod(self) -> MaskMod:
+        function = self.function
+        if self.padding is not None:
+            padded = torch.nn.functional.pad(self.padding, (self._offsets[1], 0))
+            function = masking_utils.and_masks(function, masking_utils.padding_mask_function(padded))
+        if any(self._offsets):
+            function = masking_utils.add_offsets_to_mask_function(function, *self._offsets)
+        return and_masks(function)
+
+
+def _skip_queries(mod: MaskMod, count: int) -> MaskMod:
+    """Return the mask_mod without its first ``count`` queries; a window stays a window where it can."""
+    if not count:
+        return mod
+    if isinstance(mod, SlidingWindow):
+        left = mod.left if mod.left == UNBOUNDED else mod.left - count
+        right = mod.right if mod.right == UNBOUNDED else mod.right + count
+        if left >= 0 or mod.left == UNBOUNDED:
+            return SlidingWindow(left, right)
+    return QuerySlice(mod, count)
+
+
+def create_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Any = None,
+    **options: Any,
+) -> Any:
+    """Return a layer's mask: a :class:`ModelMask`; for one query the visible keys, bool [B, 1, 1, kv_length],
+    or None for all. This is transformers' mask interface; it calls it once for each kind of layer.
+
+    attention_mask: bool [B, tokens], False at padding, or a mask that was made before, which is returned.
+    """
+    if isinstance(attention_mask, ModelMask | Mask | Plan | MaskMod | BlockMask):
+        return attention_mask
+    if q_length == 1:  # a decoded token: one row, that torch evaluates as it is
+        return masking_utils.sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options
+        )
+    pattern = read_pattern(mask_function)
+    return ModelMask(
+        mask_function, pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask
+    )

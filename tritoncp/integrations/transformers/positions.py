@@ -1,0 +1,67 @@
+"""Checks of position_ids: against the plan of a shard, and for shards without a plan.
+
+transformers reads packed documents from position_ids: a step other than +1 begins a document. The positions
+of a shard in a plan's order look like that too, and the model would attend within pieces of the shard,
+without an error. Documents begin at position 0; a piece that begins elsewhere is part of a larger sequence.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tritoncp.integrations.transformers.masks import ModelMask
+
+
+class CheckedTensors:
+    """Tensors that passed a check, until they are edited or freed: all layers of a model get one tensor."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        entry = self._entries.get(id(tensor))
+        return entry is not None and entry[0]() is tensor and entry[1] == _version(tensor)
+
+    def add(self, tensor: Tensor) -> None:
+        self._entries = {key: entry for key, entry in self._entries.items() if entry[0]() is not None}
+        self._entries[id(tensor)] = weakref.ref(tensor), _version(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+_WHOLE = CheckedTensors()
+
+
+def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: bool) -> None:
+    """Raise ValueError if a call without a plan has the positions of a shard. Only processes of a group of
+    several ranks check; this waits for the device once for each tensor of positions.
+
+    mask: of the call; with padding, positions say nothing. from_start: whether there are no earlier keys.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    if position_ids is None and isinstance(mask, ModelMask) and mask.pattern is not None:
+        position_ids = mask.pattern.positions
+    unpadded = isinstance(mask, ModelMask) and mask.padding is None
+    if position_ids is None or position_ids.ndim != 2 or not (unpadded and from_start):
+        return
+    if position_ids in _WHOLE:
+        return
+    begins = torch.nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0), value=True)
+    elsewhere = begins & (position_ids != 0)
+    if bool(elsewhere.any()):
+        row, column = (int(i) for i in elsewhere.nonzero()[0])
+        raise ValueError(
+            f"position_ids of row {row} go on at {int(position_ids[row, column])} in column {column}, and "
+            "documents begin at 0: this looks like a shard, called without its plan. Pass all of "
+            "shard_batch(batch, model.config, mesh) to the model, model(**batch); a model that does not pass "
+            "keyword arguments on to its attention cannot be context parallel"
+        )
+    _WHOLE.add(position_ids)

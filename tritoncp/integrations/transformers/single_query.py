@@ -1,0 +1,44 @@
+"""Attention of one query, as a decoded token: plain torch, without a mask or a plan."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend_one_query(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return out [B, Hq, 1, E] of one query for each sequence.
+
+    query: [B, Hq, 1, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, E], Hq a multiple of Hkv. visible: bool
+    [B or 1, 1, 1, S]; None: all keys. sinks: [Hq], see :func:`tritoncp.flex_attention`. Without softcap and
+    sinks this is torch's scaled_dot_product_attention.
+
+    >>> q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 1, 5, 8)
+    >>> attend_one_query(q, k, k, None, softcap=30.0).shape
+    torch.Size([1, 2, 1, 8])
+    """
+    if softcap is None and sinks is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    batch, heads, _, dim = query.shape
+    grouped = query.reshape(batch, key.shape[1], -1, dim)  # the query heads of each key head are its rows
+    scores = (grouped @ key.transpose(2, 3)).float() * (dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        logits = sinks.float().reshape(1, key.shape[1], -1, 1).expand(batch, -1, -1, 1)
+        weights = torch.cat([scores, logits], -1).softmax(-1)[..., :-1]
+    return (weights.to(value.dtype) @ value).reshape(batch, heads, 1, -1)
