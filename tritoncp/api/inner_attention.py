@@ -142,14 +142,16 @@ LAYOUTS = {0: Layout(None, 0, 1), 1: Layout(0, 1, 2), 2: Layout(0, 2, 1)}
 
 
 def attend(
-    inputs: Sequence[Any], options: dict[str, Any], mesh: DeviceMesh | None, seq_dim: int, plan: Any = None
-) -> Any:
+    inputs: Sequence[Any], options: dict[str, Any], mesh: DeviceMesh | None, seq_dim: int, plan: Any = None,
+    first_head: int | None = None,
+) -> Any:  # fmt: skip
     """Run the attention of an inner module: query, key and value in its layout, plain or DTensors.
 
     options: arguments of flex_attention, is_causal (of a module that calls scaled_dot_product_attention) and
         out_transform, called with out and lse [..., heads] in the module's layout, as plain tensors
     mesh: of context parallelism; of DTensors with a dimension "cp" it may be None
     plan: Plan or mask of calls without one
+    first_head: number, in the whole layer, of the first head of plain tensors that have only some of its heads
     """
     layout, options = LAYOUTS[seq_dim], dict(options)
     is_causal, out_transform = options.pop("is_causal", None), options.pop("out_transform", None)
@@ -158,11 +160,12 @@ def attend(
     if any(isinstance(x, DTensor) for x in inputs):
         mesh, head_dim = _check_placements(inputs, mesh, layout)
         if head_dim is not None:
-            first = _first_head(q.device_mesh, head_dim, q.shape[layout.heads])
-            mask = mask_of_heads(mask, first, q.to_local().shape[layout.heads])
-            if options.get("score_mod") is not None:
-                options["score_mod"] = functools.partial(_score_of_head, options["score_mod"], first)
+            first_head = _first_head(q.device_mesh, head_dim, q.shape[layout.heads])
         inputs = [x.to_local() for x in inputs]
+    if first_head is not None:
+        mask = mask_of_heads(mask, first_head, inputs[0].shape[layout.heads])
+        if options.get("score_mod") is not None:
+            options["score_mod"] = functools.partial(_score_of_head, options["score_mod"], first_head)
     tensors = [layout.to_call(x) for x in inputs]
     if out_transform is not None:
         if options.get("return_lse") or options.get("return_aux") is not None:

@@ -1,1 +1,4 @@
-"""Adapters for libraries that people train with; each module imports its library, nothing else of the package imports them."""
+"""Adapters for the libraries that call attention: one package for each library, which it imports.
+
+May import: every package of the spine, `api` and below.
+"""

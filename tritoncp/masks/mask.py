@@ -201,7 +201,7 @@ class Mask(BlockMaskInterface):
         """Return the mask of ``count`` heads from ``first`` on, whose mask_mod takes h of these heads."""
         heads = tuple(range(first, first + count))
         if self.H > 1:
-            return self._select(None, heads)
+            return self if count == self.H else self._select(None, heads)
         if self.mask_mod is None or not self.reads[1]:
             return self
         mod = Selection(self.mask_mod, None, heads)
