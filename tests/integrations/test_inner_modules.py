@@ -1,5 +1,5 @@
-"""Tests of ContextParallel on the inner attention modules of torchtitan and of torch's own tests, written here
-with their exact signatures, on two ranks."""
+"""Tests of ContextParallel on modules with the exact signatures of torchtitan's inner attention and of the
+wrappers in torch's own tests, on two ranks."""
 
 import pytest
 import torch
@@ -195,7 +195,7 @@ def test_one_plan_serves_modules_of_flex_attention_and_of_sdpa(compiled):
 
 
 def sharded_heads(group, heads, compiled):
-    """Run on a mesh 2 x 2 (context, tensor), with DTensors over both dimensions, and over the second alone."""
+    """Run on a mesh 2 x 2 (context, tensor): DTensors over both dimensions, and over the second alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     plan = make_plan(mask(heads), mesh["cp"])
     module = parallelize_module(FlexAttention(), mesh["cp"], ContextParallel(seq_dim=1))
@@ -270,8 +270,8 @@ def refusals(group):
     module = parallelize_module(FlexAttention(), heads["cp"], ContextParallel(seq_dim=1, enable_gqa=True))
     with pytest.raises(ValueError, match="make a plan of the mask of all heads"):
         module(*parts, attention_masks=mask(HEADS))
+    other = DTensor.from_local(k, heads, [Shard(1), Replicate()], run_check=False)
     with pytest.raises(ValueError, match="query, key and value alike"):
-        other = DTensor.from_local(k, heads, [Shard(1), Replicate()], run_check=False)
         module(parts[0], other, parts[2], attention_masks=mask())
 
 

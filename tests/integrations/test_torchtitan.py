@@ -137,7 +137,9 @@ def prepared_inputs(group):
     masks = {"documents": documents, "window": window}
     _, labels, kwargs = prepare(adapter, masks, "ptrr", "window")
     plans = kwargs["attention_masks"]
-    assert plans.keys() == masks.keys() and torch.equal(plans["window"].positions, plans["documents"].positions)
+    assert plans.keys() == masks.keys() and torch.equal(
+        plans["window"].positions, plans["documents"].positions
+    )
     assert torch.equal(labels[1], positions(plans["window"])[0] + 257)
     wrong = {
         "it is one of 'headtail', 'ptrr', None": (None, "ring"),
@@ -195,7 +197,12 @@ def test_the_patch_of_the_example_trains_the_debug_model(folder, tmp_path):
     with (ROOT / "examples/torchtitan_llama3.patch").open() as patch:
         subprocess.run(["patch", "-p1", "--fuzz=0"], cwd=tmp_path, stdin=patch, check=True, timeout=60)
     command = [sys.executable, "-c", PATCHED, str(tmp_path)]
-    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    env = {
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+    }
     result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-3000:]
     losses = [float(word) for word in result.stdout.split()[-2:]]

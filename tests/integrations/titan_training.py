@@ -25,7 +25,9 @@ CPU_DEVICE = types.SimpleNamespace(
 accelerator = torch._utils._get_available_device_type, torch._utils._get_device_module
 torch._utils._get_available_device_type = lambda: "cpu"
 torch._utils._get_device_module = lambda device_type: CPU_DEVICE
-import torchtitan.tools.utils  # noqa: E402
+from torchtitan.tools.utils import device_type  # noqa: E402
+
+assert device_type == "cpu"
 
 torch._utils._get_available_device_type, torch._utils._get_device_module = accelerator
 
@@ -71,7 +73,7 @@ class Bytes(BaseTokenizer):
 
 
 class RandomDocuments(BaseDataLoader):
-    """Random tokens, packed as documents of random lengths; a data-parallel rank has its rows of the batch."""
+    """Random tokens, packed as documents of random lengths; data-parallel ranks have rows of one batch."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -98,7 +100,7 @@ class RandomDocuments(BaseDataLoader):
         pass
 
 
-def config(ours, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn="flex"):
+def config(ours, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn="flex", tp=1):
     """Return the configuration of the debug model in float32, two steps."""
     overrides = [OURS + "flex_attention", OURS + "selective_ac"] if ours else []
     if checkpointing != "selective":
@@ -106,8 +108,12 @@ def config(ours, backend, cp, dp, checkpointing, balancer, compiled, folder, bat
     if attn != "flex":
         overrides = overrides[1:]
     policy = CHECKPOINTING[checkpointing]
+    model_spec = llama3.model_registry("debugmodel")
+    if attn == "sdpa":
+        for layer in model_spec.model.layers:
+            layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
     return trainer.Trainer.Config(
-        model_spec=llama3.model_registry("debugmodel", attn_backend=attn),
+        model_spec=model_spec,
         loss=CrossEntropyLoss.Config(),
         tokenizer=Bytes.Config(),
         dataloader=RandomDocuments.Config(),
@@ -120,7 +126,7 @@ def config(ours, backend, cp, dp, checkpointing, balancer, compiled, folder, bat
         ),
         parallelism=ParallelismConfig(
             spmd_backend=backend, context_parallel_degree=cp, data_parallel_shard_degree=dp,
-            context_parallel_load_balancer=balancer,
+            tensor_parallel_degree=tp, context_parallel_load_balancer=balancer,
         ),
         activation_checkpoint=policy() if policy else None,
         compile=CompileConfig(enable=compiled, backend="aot_eager", components=["model"]),
@@ -129,8 +135,8 @@ def config(ours, backend, cp, dp, checkpointing, balancer, compiled, folder, bat
 
 
 def train(
-    group, folder, *, ours, patched=False, backend="spmd_types", cp=1, dp=1, checkpointing="none", balancer="ptrr",
-    compiled=False, batch=BATCH, attn="flex",
+    group, folder, *, ours, patched=False, backend="spmd_types", cp=1, dp=1, checkpointing="none",
+    balancer="ptrr", compiled=False, batch=BATCH, attn="flex", tp=1,
 ):  # fmt: skip
     """Train two steps on this rank; return the losses, and the gradients of each step by name.
 
@@ -147,13 +153,13 @@ def train(
     # torchtitan's own attention, to compare with: Inductor has no backward pass of it on CPUs.
     attention.FlexAttention._compiled_flex_attn = staticmethod(dense_flex_attention)
     attention._compiled_create_block_mask = flex.create_block_mask
-    run = config(ours, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn).build()
+    run = config(ours, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn, tp).build()
     for module in run.model_parts[0].modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     set_weights(run.model_parts[0])
     losses, grads = [], []
-    step, log = run.optimizers.step, run.metrics_processor.log
+    step = run.optimizers.step
     run.optimizers.step = lambda: (grads.append(gradients(run.model_parts[0])), step())
     run.metrics_processor.log = lambda number, loss, *rest, **more: losses.append(float(loss))
     run.metrics_processor.should_log = lambda number: True

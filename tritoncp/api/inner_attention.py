@@ -151,7 +151,7 @@ def attend(
         out_transform, called with out and lse [..., heads] in the module's layout, as plain tensors
     mesh: of context parallelism; of DTensors with a dimension "cp" it may be None
     plan: Plan or mask of calls without one
-    first_head: number, in the whole layer, of the first head of plain tensors that have only some of its heads
+    first_head: number in the whole layer of the first head, of plain tensors that have some of its heads
     """
     layout, options = LAYOUTS[seq_dim], dict(options)
     is_causal, out_transform = options.pop("is_causal", None), options.pop("out_transform", None)
@@ -166,13 +166,14 @@ def attend(
         mask = mask_of_heads(mask, first_head, inputs[0].shape[layout.heads])
         if options.get("score_mod") is not None:
             options["score_mod"] = functools.partial(_score_of_head, options["score_mod"], first_head)
-    tensors = [layout.to_call(x) for x in inputs]
+    query, key, value = [layout.to_call(x) for x in inputs]
     if out_transform is not None:
         if options.get("return_lse") or options.get("return_aux") is not None:
             raise TypeError("out_transform takes the place of return_lse and return_aux; pass one of them")
-        out, lse = flex_attention(*tensors, block_mask=mask, mesh=mesh, **options, return_lse=True)
+        options = {**options, "return_lse": True}
+        out, lse = flex_attention(query, key, value, block_mask=mask, mesh=mesh, **options)
         return _as(q, out_transform(layout.from_call(out), layout.from_call(lse)))
-    result = flex_attention(*tensors, block_mask=mask, mesh=mesh, **options)
+    result = flex_attention(query, key, value, block_mask=mask, mesh=mesh, **options)
     if isinstance(result, tuple):
         return (_as(q, layout.from_call(result[0])), *result[1:])
     return _as(q, layout.from_call(result))

@@ -1,8 +1,8 @@
 """torchtitan: inner attention for ``--override.imports``, inputs of context parallelism, and checkpointing.
 
-Written for and tested with torchtitan 0.3. :func:`flex_attention` and :func:`selective_ac` are overrides, which
-need no change of torchtitan; :func:`prepare_context_parallel_input` and :func:`apply_cp_to_forward` take the
-places of torchtitan's functions of the same names, which it imports by name: ``docs/torchtitan.md``.
+Written for torchtitan 0.3. :func:`flex_attention` and :func:`selective_ac` are overrides, which need no
+change of torchtitan; :func:`prepare_context_parallel_input` and :func:`apply_cp_to_forward` take the places
+of torchtitan's functions of the same names, which it imports by name: ``docs/torchtitan.md``.
 """
 
 from __future__ import annotations
@@ -127,8 +127,10 @@ def selective_ac(config: Any) -> SelectiveAC.Config:
 
 
 def apply_cp_to_forward(attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh) -> None:
-    """Make inner attention modules context parallel, in place of torchtitan's function of this name, which the
-    backend "partial_dtensor" calls. Modules of FlexAttention and of ScaledDotProductAttention may be mixed.
+    """Make inner attention modules context parallel, in place of torchtitan's function of this name.
+
+    The backend "partial_dtensor" calls it. Modules of FlexAttention and of ScaledDotProductAttention may be
+    mixed. Raises NotImplementedError for VarlenAttention.
     """
     style = ContextParallel(seq_dim=SEQ_DIM)
     for module in attention_modules:
@@ -148,13 +150,15 @@ def prepare_context_parallel_input(
     load_balancer_type: str | None = "headtail",
     ptrr_mask_key: str | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Shard inputs, labels and positions [B, L], in place of torchtitan's function of this name, and make Plans
-    of the masks.
+    """Shard inputs, labels and positions [B, L] and make Plans of the masks, in place of torchtitan's
+    function of this name. Returns inputs, labels and the updated extra_kwargs.
 
     extra_kwargs: has "positions"; "attention_masks" is a BlockMask or a dict of them, None or absent for a
-    model that calls scaled_dot_product_attention, which then gets the plan of a causal mask. load_balancer_type:
-    "headtail", "ptrr" or None for natural order, by the work of all masks together; ptrr_mask_key is checked,
-    and not needed. Returns inputs, labels and the updated extra_kwargs. Raises ValueError for another balancer.
+        model that calls scaled_dot_product_attention, which then gets the plan of a causal mask
+    load_balancer_type: "headtail", "ptrr" or None for natural order, by the work of all masks together
+    ptrr_mask_key: a key of the masks; checked, and not needed
+
+    Raises ValueError for another balancer, key or type of mask.
     """
     if load_balancer_type not in BALANCERS:
         names = ", ".join(map(repr, BALANCERS))
