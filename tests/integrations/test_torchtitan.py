@@ -6,15 +6,18 @@ import subprocess
 import sys
 from importlib import import_module, util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
+import tritoncp
 from tests.multiprocess import ranks
 from tritoncp import Plan, positions
 from tritoncp.distributed import collectives
+from tritoncp.reference.dense import dense_attention
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("cpu_engine")]
@@ -91,6 +94,11 @@ def test_blocks_compiled_one_by_one(folder, checkpointing):
 def test_fully_sharded_data_and_context(folder):
     settings = {"dp": 2, "cp": 2, "backend": "partial_dtensor", "checkpointing": "selective"}
     assert_same_training(run(4, folder, ours=True, **settings), reference(folder, batch=4))
+
+
+def test_heads_and_sequence_on_two_dimensions(folder):
+    settings = {"tp": 2, "cp": 2, "backend": "partial_dtensor"}
+    assert_same_training(run(4, folder, ours=True, **settings), reference(folder))
 
 
 def test_one_rank_with_the_default_backend(folder):
@@ -175,6 +183,31 @@ def test_overrides_keep_the_settings_of_what_they_replace():
         inner = layer.attention.inner_attention
         assert type(inner) is adapter.FlexAttention.Config and inner.block_size == 128
         assert inner.sharding_config.in_dst_shardings == inner.sharding_config.in_src_shardings
+
+
+def some_heads(group):
+    from tritoncp.integrations import torchtitan as adapter
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    module = adapter.FlexAttention.Config().build()
+    module.parallelize(SimpleNamespace(get_optional_mesh=lambda name: mesh if name == "tp" else None))
+    heads = slice(2 * group.rank(), 2 * group.rank() + 2)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    score_mod = lambda score, b, h, q, kv: score - slopes[h] * (q - kv)  # noqa: E731
+    q = torch.randn(1, 64, 4, 8, generator=torch.Generator().manual_seed(1))
+    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64, device="cpu")
+    out = module(*[q[:, :, heads]] * 3, attention_masks=mask, score_mod=score_mod)
+    want = dense_attention(*[q.transpose(1, 2)] * 3, causal_mask(), score_mod).out.transpose(1, 2)
+    torch.testing.assert_close(out, want[:, :, heads].float(), rtol=0, atol=1e-5)
+
+
+def causal_mask():
+    return tritoncp.create_block_mask(tritoncp.causal(), None, None, 64, 64)
+
+
+def test_a_score_mod_sees_the_heads_of_the_whole_layer():
+    trainer()
+    ranks.run(2, some_heads)
 
 
 PATCHED = """

@@ -102,11 +102,9 @@ class RandomDocuments(BaseDataLoader):
 
 def config(ours, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn="flex", tp=1):
     """Return the configuration of the debug model in float32, two steps."""
-    overrides = [OURS + "flex_attention", OURS + "selective_ac"] if ours else []
-    if checkpointing != "selective":
-        overrides = overrides[:1]
-    if attn != "flex":
-        overrides = overrides[1:]
+    by_patch = attn == "sdpa" or (backend == "partial_dtensor" and tp == 1)  # apply_cp_to_forward is enough
+    overrides = [] if by_patch else [OURS + "flex_attention"]
+    overrides += [OURS + "selective_ac"] if checkpointing == "selective" else []
     policy = CHECKPOINTING[checkpointing]
     model_spec = llama3.model_registry("debugmodel")
     if attn == "sdpa":
@@ -130,7 +128,7 @@ def config(ours, backend, cp, dp, checkpointing, balancer, compiled, folder, bat
         ),
         activation_checkpoint=policy() if policy else None,
         compile=CompileConfig(enable=compiled, backend="aot_eager", components=["model"]),
-        override=OverrideConfig(imports=overrides),
+        override=OverrideConfig(imports=overrides if ours else []),
     )  # fmt: skip
 
 

@@ -53,9 +53,13 @@ class FlexAttention(attention.FlexAttention):
         self._cp_mesh: DeviceMesh | None = None
         self._tp_rank: int | None = None
 
+    def set_context_mesh(self, mesh: DeviceMesh | None) -> None:
+        """Set the mesh of context parallelism, for calls with a Plan."""
+        self._cp_mesh = mesh
+
     def parallelize(self, parallel_dims: Any) -> None:
         """Read the meshes of context and tensor parallelism, then do what torchtitan declares."""
-        self._cp_mesh = parallel_dims.get_optional_mesh("cp")
+        self.set_context_mesh(parallel_dims.get_optional_mesh("cp"))
         tp_mesh = parallel_dims.get_optional_mesh("tp")
         self._tp_rank = None if tp_mesh is None else tp_mesh.get_local_rank()
         super().parallelize(parallel_dims)
@@ -138,7 +142,10 @@ def apply_cp_to_forward(attention_modules: Sequence[nn.Module], cp_mesh: DeviceM
             raise NotImplementedError(
                 "VarlenAttention is not context parallel here: use FlexAttention, whose masks know documents"
             )
-        style._apply(module, cp_mesh)
+        if isinstance(module, FlexAttention):
+            module.set_context_mesh(cp_mesh)
+        else:
+            style._apply(module, cp_mesh)
 
 
 def prepare_context_parallel_input(
