@@ -3,18 +3,19 @@
 # pip's own settings (an index with CPU-only torch, a proxy) are taken from your environment as they are.
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 ARGS ?=
 
 bin := $(VENV)/bin
 py := $(bin)/python
-pip := $(py) -m pip install --disable-pip-version-check --constraint constraints.txt
+pip := $(py) -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS)
 sources := tritoncp kernels perf tests examples docs/conf.py
 
-.PHONY: help demo test verify gpu docs format lint types check clean
+.PHONY: help demo test test-integrations verify gpu docs format lint types check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.demo-ready ## train a small model on 4 ranks and on one, and compare
 	$(py) -m tritoncp demo $(ARGS)
@@ -22,6 +23,12 @@ demo: $(VENV)/.demo-ready ## train a small model on 4 ranks and on one, and comp
 test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
 	@# Processes of the suite share the bytecode of its modules, also where that is not written by default.
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m pytest $(ARGS)
+
+# Models and trainers of other libraries, in an environment with pins of its own.
+others := .venv-integrations
+test-integrations: ## train models of transformers and torchtitan on CPU ranks
+	$(MAKE) --no-print-directory VENV=$(others) CONSTRAINTS=constraints-integrations.txt $(others)/.integrations-ready
+	OMP_NUM_THREADS=1 $(others)/bin/python -m pytest -m "integrations or not nightly" tests/integrations $(ARGS)
 
 # No answer may hang on the CPU: what compares bits runs again as BLAS and ATen are on others, and with two threads.
 bits := tests/kernels tests/ops $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
@@ -32,7 +39,7 @@ machines += ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2
 anew := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 # graphs kept from a run with wider vectors are wrong
 
 verify: $(VENV)/.dev-ready ## the suite, everything marked nightly, and what compares bits as on other CPUs
-	OMP_NUM_THREADS=1 $(py) -m pytest -m "nightly or not nightly" $(ARGS)
+	OMP_NUM_THREADS=1 $(py) -m pytest -m "nightly or not integrations" $(ARGS)
 	@failed=; for machine in $(machines); do \
 		echo "+ $$machine pytest $(bits)"; \
 		env $(anew) $$machine $(py) -m pytest -q $(bits) || failed="$$failed $$machine"; \
@@ -68,16 +75,16 @@ types: $(VENV)/.dev-ready ## type-check the package
 check: lint types test ## what a change has to pass
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist *.egg-info demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(others) build dist *.egg-info demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(py):
 	$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('tritoncp needs Python 3.11 or newer, this is ' + sys.version.split()[0] + ': make PYTHON=python3.12 ...')"
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and by its pin: asked for by a range, an installer takes the newest build there is.
-$(VENV)/.torch-ready: constraints.txt | $(py)
+$(VENV)/.torch-ready: $(CONSTRAINTS) | $(py)
 	@echo "setting up $(VENV) (a few minutes the first time: torch is large)"
-	$(pip) $$(grep -E '^(torch|setuptools)==' constraints.txt)
+	$(pip) $$(grep -E '^(torch|setuptools)==' $(CONSTRAINTS))
 	@touch $@
 
 $(VENV)/.demo-ready: pyproject.toml $(VENV)/.torch-ready
@@ -91,3 +98,7 @@ $(VENV)/.docs-ready: pyproject.toml $(VENV)/.torch-ready
 $(VENV)/.dev-ready: pyproject.toml $(VENV)/.torch-ready
 	$(pip) -qq --no-build-isolation --editable '.[dev]'
 	@touch $@ $(VENV)/.demo-ready
+
+$(VENV)/.integrations-ready: pyproject.toml $(VENV)/.torch-ready
+	$(pip) -qq --no-build-isolation --editable '.[test]' accelerate torchtitan transformers
+	@touch $@

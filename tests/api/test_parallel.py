@@ -173,7 +173,7 @@ def test_a_module_that_is_no_attention_is_refused():
     with pytest.raises(TypeError, match="no argument dropout"):
         ContextParallel(dropout=0.1)
     with pytest.raises(ValueError, match="seq_dim is 2"):
-        ContextParallel(seq_dim=0)
+        ContextParallel(seq_dim=3)
 
 
 # -- checkpointing ---------------------------------------------------------------------------------------

@@ -341,3 +341,14 @@ def test_an_unknown_name_lists_the_available_ones():
 
     with pytest.raises(AttributeError, match=r"'tritoncp' has no attribute 'sharding_'.*create_block_mask"):
         tritoncp.sharding_  # noqa: B018
+
+
+def test_another_library_is_imported_by_its_adapter_alone():
+    for module, path in modules().items():
+        for library in {"accelerate", "torchtitan", "transformers"}:
+            if reaches_library(module, path, library):
+                assert module.startswith(f"integrations.{library}"), f"tritoncp.{module} imports {library}"
+
+
+def reaches_library(module: str, path: Path, library: str) -> bool:
+    return any(reaches(name, {library}) for name in imports(module, path))

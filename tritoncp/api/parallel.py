@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tritoncp.api.attention import flex_attention
+from tritoncp.api.inner_attention import LAYOUTS, OPTIONS, Signature, attend
 from tritoncp.frontend import dynamo
 from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.graph.key_exchange import send_keys_op
 
 SAVE_OPS = (forward_op, dynamo.plan_op, dynamo.part_op, send_keys_op)
-
-MASK_NAMES = ("block_mask", "attention_masks", "attention_mask", "mask")
-NAMES = {
-    **dict.fromkeys(MASK_NAMES, "block_mask"),
-    **{
-        name: name
-        for name in ("score_mod", "scale", "enable_gqa", "return_lse", "kernel_options", "return_aux")
-    },
-}
 
 
 def checkpoint_policy(
@@ -64,18 +53,30 @@ def checkpoint_policy(
 
 
 class ContextParallel(ParallelStyle):
-    """A ParallelStyle that makes a flex-attention module context parallel, through ``parallelize_module``.
+    """A ParallelStyle that makes an inner attention module context parallel, through ``parallelize_module``.
 
     For a module whose forward takes query, key and value first, then any of flex_attention's arguments by
-    their names (``block_mask`` may be called ``attention_masks``, ``attention_mask`` or ``mask``); their
-    defaults hold. Its forward is replaced by :func:`tritoncp.flex_attention` over the 1-D mesh that is passed
-    to parallelize_module. It changes no global state, no context manager and no other module.
+    their names (``block_mask`` may be called ``attention_masks``, ``attention_mask``, ``attn_mask`` or
+    ``mask``), ``is_causal`` and ``out_transform``; their defaults hold. Other parameters are passed over as
+    long as they are None or have their defaults; what forward's own ``**kwargs`` takes is ignored, but names
+    that change attention are refused, as ``dropout_p=0.1`` is. A forward of ``(*args, **kwargs)`` takes
+    flex_attention's arguments in its order. forward is replaced by :func:`tritoncp.flex_attention` over the
+    mesh that is passed to parallelize_module. Global state, context managers and other modules stay as they
+    are.
 
     plan:     Plan or global mask for calls that pass none; shards are in its order
-    seq_dim:  the sequence's dimension: 2 for [B, H, S_local, D], 1 for [B, S_local, H, D], in and out
-    always:   arguments of flex_attention that the module's forward fixes itself, as ``enable_gqa=True``
+    seq_dim:  the sequence's dimension: 2 for [B, H, S_local, D], 1 for [B, S_local, H, D], 0 for
+              [S_local, H, D], in and out
+    always:   arguments that the module's forward fixes itself, as ``enable_gqa=True`` or ``is_causal=True``
 
-    Tensors are this rank's shards: plain, or DTensors sharded along the sequence over this mesh alone.
+    A module with ``is_causal`` is one that calls scaled_dot_product_attention: its mask is causal or full. Of
+    a Plan, its own or the call's, it takes the order of tokens alone, so that one plan serves a model whose
+    other layers call flex_attention. ``out_transform(out, lse)`` gets both in the module's layout, lse
+    without the last dimension.
+
+    Tensors are this rank's shards: plain, or DTensors sharded along the sequence over this mesh, or over a
+    mesh that has it as a dimension. Heads may then be sharded along another one (tensor parallelism): mods
+    and the plan's mask count the heads of the whole layer.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.tensor.parallel import parallelize_module
@@ -95,30 +96,21 @@ class ContextParallel(ParallelStyle):
 
     def __init__(self, plan: Any = None, *, seq_dim: int = 2, **always: Any) -> None:
         super().__init__()
-        unknown = set(always) - set(NAMES.values())
+        unknown = set(always) - {*OPTIONS, "block_mask", "is_causal", "out_transform"}
         if unknown:
             raise TypeError(f"flex_attention has no argument {', '.join(sorted(unknown))}")
-        if seq_dim not in (1, 2):
-            raise ValueError(f"seq_dim is 2 for [B, H, S, D] or 1 for [B, S, H, D]; got {seq_dim}")
+        if seq_dim not in LAYOUTS:
+            raise ValueError(
+                f"seq_dim is 2 for [B, H, S, D], 1 for [B, S, H, D] or 0 for [S, H, D]; got {seq_dim}"
+            )
         self.plan, self.seq_dim, self.always = plan, seq_dim, always
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        names, defaults = _parameters(module)
-        plan, transposed, always = self.plan, self.seq_dim == 1, self.always
+        signature, plan, seq_dim, always = Signature.of(module), self.plan, self.seq_dim, self.always
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            arguments = {**defaults, **dict(zip(names, args)), **kwargs}
-            inputs = [arguments.pop(name) for name in names[:3]]
-            options = {"block_mask": None, **_rename_arguments(arguments), **always}
-            if options["block_mask"] is None:
-                options["block_mask"] = plan
-            q, k, v = [_local(x, device_mesh, 1 if transposed else 2) for x in inputs]
-            if transposed:
-                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            result = flex_attention(q, k, v, **options, mesh=device_mesh)
-            out, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
-            out = _as(inputs[0], out.transpose(1, 2) if transposed else out)
-            return (out, *rest) if rest else out
+            inputs, options = signature.sort(args, kwargs)
+            return attend(inputs, {**options, **always}, device_mesh, seq_dim, plan)
 
         module.forward = forward
         return module
@@ -126,44 +118,3 @@ class ContextParallel(ParallelStyle):
     def __repr__(self) -> str:
         arguments = [f"seq_dim={self.seq_dim}", *(f"{name}={value!r}" for name, value in self.always.items())]
         return f"ContextParallel({', '.join(arguments if self.plan is None else ['plan', *arguments])})"
-
-
-def _parameters(module: nn.Module) -> tuple[list[str], dict[str, Any]]:
-    """Return the positional names of a module's forward, and the defaults of all its parameters."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    positional = [p.name for p in named if p.kind is not p.KEYWORD_ONLY]
-    fits = [(p.name in NAMES) == (place >= 3) for place, p in enumerate(named)]
-    if len(positional) < 3 or not all(fits):
-        raise TypeError(
-            f"{type(module).__name__}.forward takes ({', '.join(p.name for p in parameters)}); "
-            "ContextParallel is for the module that takes query, key and value, then arguments of "
-            "flex_attention by their names: put it on the inner module that calls flex_attention"
-        )
-    return positional, {p.name: p.default for p in named[3:] if p.default is not p.empty}
-
-
-def _rename_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments under flex_attention's own names. Raises TypeError for an unknown name."""
-    for name in arguments:
-        if name not in NAMES:
-            raise TypeError(f"flex_attention has no argument {name!r}; it has {', '.join(sorted(NAMES))}")
-    return {NAMES[name]: value for name, value in arguments.items()}
-
-
-def _local(x: Tensor, mesh: DeviceMesh, seq_dim: int) -> Tensor:
-    if not isinstance(x, DTensor):
-        return x
-    if x.device_mesh != mesh or tuple(x.placements) != (Shard(seq_dim),):
-        raise ValueError(
-            f"a DTensor {tuple(x.shape)} placed {x.placements} over {x.device_mesh}: ContextParallel takes "
-            f"plain shards, or DTensors placed (Shard({seq_dim}),) over the context-parallel mesh alone. "
-            "Pass x.to_local(); where heads are sharded too, mods count this rank's heads from 0"
-        )
-    return x.to_local()
-
-
-def _as(like: Tensor, out: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
-        return out
-    return DTensor.from_local(out, like.device_mesh, like.placements, run_check=False)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tritoncp.chunking.report import ChunkingError
 from tritoncp.core.handles import object_of
 from tritoncp.distributed.schedules import shared_keys
-from tritoncp.frontend.dynamo import block_mask_op, part_op, plan_op
+from tritoncp.frontend.dynamo import block_mask_op, part_op, plan_op, view_op
 from tritoncp.ops.autograd import backward_op, forward_op
 from tritoncp.ops.engine_factory import Spec
 from tritoncp.planning.plan import Plan
@@ -32,7 +32,7 @@ def is_attention(node: Node) -> bool:
 
 def is_plan(node: Node) -> bool:
     """Return whether a node makes a plan or a mask, which is that of the whole in every chunk."""
-    return node.target in (plan_op, block_mask_op, part_op)
+    return node.target in (plan_op, block_mask_op, part_op, view_op)
 
 
 def places(node: Node) -> dict[str, int]:

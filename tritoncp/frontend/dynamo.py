@@ -104,6 +104,17 @@ def _part(handle: Tensor, index: int, count: int, dim: str, keys: int | None) ->
 part_op = register_op("part", _part, _fake_handle)
 
 
+def _view(handle: Tensor, first: int, heads: int, causal: int) -> Tensor:
+    """A handle of another view of a plan: of ``heads`` query heads from ``first`` on (0: of all), and with
+    the mask of scaled_dot_product_attention with ``is_causal=causal`` (-1: with its own mask)."""
+    plan = object_of(handle)
+    plan = plan.of_sdpa(bool(causal)) if causal >= 0 else plan
+    return handle_of(plan.of_heads(first, heads) if heads else plan)
+
+
+view_op = register_op("view", _view, _fake_handle)
+
+
 def trace_block_mask(
     mask_mod: Callable[..., Tensor],
     B: int | None,

@@ -197,6 +197,16 @@ class Mask(BlockMaskInterface):
             interval = lo, hi
         return replace(self, runs=self.runs.batch_rows(first, count), interval=interval)
 
+    def head_range(self, first: int, count: int) -> Mask:
+        """Return the mask of ``count`` heads from ``first`` on, whose mask_mod takes h of these heads."""
+        heads = tuple(range(first, first + count))
+        if self.H > 1:
+            return self if count == self.H else self._select(None, heads)
+        if self.mask_mod is None or not self.reads[1]:
+            return self
+        mod = Selection(self.mask_mod, None, heads)
+        return replace(self, mask_mod=mod, interval=self.interval_for(self.B, max(2, count)))
+
     @on_host
     def __getitem__(self, index: Any) -> Mask:
         """Return the mask of selected batch rows, heads and rows of blocks: ``mask[b, h, rows]``.

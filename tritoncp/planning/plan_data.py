@@ -17,7 +17,8 @@ from torch import Tensor
 from tritoncp.core.handles import handle_of
 from tritoncp.core.host_copy import on_host
 from tritoncp.masks.block_runs import Runs
-from tritoncp.masks.mask import Mask
+from tritoncp.masks.closed_forms import causal
+from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskFn
 from tritoncp.planning import traffic as key_traffic
 from tritoncp.planning.derived import DerivedTables
@@ -245,6 +246,47 @@ class PlanData:
             self.check_sources()
             part = self.derived.parts.put(key, self._part(first, count).pinned())
         return part
+
+    def of_heads(self, first: int, count: int) -> Self:
+        """Return the plan of ``count`` query heads from ``first`` on, for tensors that hold only these: their
+        head i is head ``first + i`` to the mask."""
+        key = "heads", first, count, self.rank, self.schedule, self.first_row
+        part: Self | None = self.derived.parts.get(key)
+        if part is None:
+            self.check_sources()
+            mask = self.mask.head_range(first, count)
+            if mask is self.mask:
+                return self
+            part = self.derived.parts.put(key, self._with_mask(mask, key[:3]))
+        return part
+
+    def of_sdpa(self, is_causal: bool) -> Self:
+        """Return the plan of the same placement with the mask of scaled_dot_product_attention: causal, or
+        full."""
+        mask = self.mask
+        if is_causal and mask.window == (-1, 0):
+            return self
+        key = "sdpa", is_causal, 0, self.rank, self.schedule, self.first_row
+        part: Self | None = self.derived.parts.get(key)
+        if part is None:
+            if mask.tokens is not None:
+                raise ValueError(
+                    "is_causal with a plan that has padding, which scaled_dot_product_attention would read: "
+                    "call flex_attention with this plan in that layer too"
+                )
+            size = mask.q_len, mask.kv_len
+            if is_causal:
+                own = create_block_mask(causal(), None, None, *size, BLOCK_SIZE=mask.BLOCK_SIZE)
+            else:
+                own = full_mask(*size, block=mask.BLOCK_SIZE)
+            part = self.derived.parts.put(key, self._with_mask(own, key[:3]))
+        return part
+
+    def _with_mask(self, mask: Mask, change: tuple[Any, ...]) -> Self:
+        """Return the plan of another mask on the same placement. change: key of the change, equal on all
+        ranks."""
+        whole = (self.identity, *change) if self.world_size > 1 else None
+        return replace(self, mask=mask, whole=whole, evaluators=(), handle=None).pinned()
 
     def _part(self, first: int, count: int) -> Self:
         mask = self.mask.listed_rows(first, count)

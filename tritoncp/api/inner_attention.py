@@ -1,0 +1,280 @@
+"""Calls of a model's inner attention modules: the names of their arguments, the layouts of their tensors,
+DTensors, and the masks of modules that call scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention.flex_attention import BlockMask
+
+from tritoncp.api.attention import flex_attention
+from tritoncp.core.dynamo_boundary import constant_result
+from tritoncp.frontend import dynamo
+from tritoncp.masks.closed_forms import causal
+from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.traced_mask import TracedMask
+from tritoncp.planning.plan import Plan
+
+MASK_NAMES = ("block_mask", "attention_masks", "attention_mask", "attn_mask", "mask")
+OPTIONS = ("score_mod", "scale", "enable_gqa", "return_lse", "kernel_options", "return_aux")
+# A forward of (*args, **kwargs) takes the arguments of the function that it calls, in flex_attention's order.
+CALL = (
+    "query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options",
+)  # fmt: skip
+CALL_DEFAULTS = {"dropout_p": 0.0}
+# Keywords that change attention, which a forward's own **kwargs may not swallow.
+UNSUPPORTED = frozenset(
+    {
+        "alibi_slopes", "attn_bias", "bias", "dropout", "dropout_p", "head_mask", "key_padding_mask",
+        "logit_soft_cap", "logits_soft_cap", "s_aux", "sinks", "sliding_window", "softcap", "window",
+        "window_size",
+    }
+)  # fmt: skip
+
+
+class Signature(NamedTuple):
+    """The arguments that the forward of an inner attention module takes.
+
+    names:    of positional arguments; the first three are query, key and value
+    defaults: of parameters after these
+    open:     whether forward takes keywords without naming them, besides named parameters
+    """
+
+    names: tuple[str, ...]
+    defaults: dict[str, Any]
+    open: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Signature:
+        """Read a module's signature. Raises TypeError for a module that is no inner attention."""
+        parameters = list(inspect.signature(module.forward).parameters.values())
+        kinds = {p.kind for p in parameters}
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        if not named and inspect.Parameter.VAR_POSITIONAL in kinds:
+            return cls(CALL, dict(CALL_DEFAULTS), False)
+        positional = tuple(p.name for p in named if p.kind is not p.KEYWORD_ONLY)
+        fits = len(positional) >= 3 and not any(_is_option(name) for name in positional[:3])
+        owned = sum(1 for _ in module.parameters())
+        if not fits or owned:
+            also = f" and has {owned} parameters of its own" if fits else ""
+            raise TypeError(
+                f"{type(module).__name__}.forward takes ({', '.join(p.name for p in parameters)}){also}; "
+                "ContextParallel is for the module that takes query, key and value, then arguments of "
+                "flex_attention by their names: put it on the inner module that calls flex_attention"
+            )
+        defaults = {p.name: p.default for p in named[3:] if p.default is not p.empty}
+        return cls(positional, defaults, inspect.Parameter.VAR_KEYWORD in kinds)
+
+    def sort(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return query, key and value, and all other arguments that differ from None, by name. Raises
+        TypeError for an argument without a meaning in flex_attention, unless it has its default."""
+        if len(args) > len(self.names):
+            raise TypeError(f"{len(args)} positional arguments; forward takes {', '.join(self.names)}")
+        arguments = {**self.defaults, **dict(zip(self.names, args)), **kwargs}
+        missing = [name for name in self.names[:3] if name not in arguments]
+        if missing:
+            raise TypeError(f"forward needs {', '.join(self.names[:3])}; without {', '.join(missing)}")
+        inputs = [arguments.pop(name) for name in self.names[:3]]
+        options: dict[str, Any] = {}
+        for name, value in arguments.items():
+            if value is None or (name not in CALL_DEFAULTS and self._is_ignored(name, value)):
+                continue
+            if name in CALL_DEFAULTS and not value:
+                continue
+            if not _is_option(name):
+                known = ", ".join(sorted((*OPTIONS, *MASK_NAMES)))
+                raise TypeError(
+                    f"{name}={value!r}: flex_attention has no argument {name!r}; it has {known}, and another "
+                    "parameter of the module has to keep its default"
+                )
+            name = "block_mask" if name in MASK_NAMES else name
+            if name in options and options[name] is not value:
+                raise TypeError("two masks in one call; pass one of them")
+            options[name] = value
+        return inputs, options
+
+    def _is_ignored(self, name: str, value: Any) -> bool:
+        """Return whether an argument without a meaning in flex_attention has no effect."""
+        if _is_option(name):
+            return False
+        default = self.defaults.get(name, inspect.Parameter.empty)
+        if value is default or (isinstance(value, bool | int | float | str) and value == default):
+            return True
+        return self.open and name not in self.defaults and name not in (*self.names, *UNSUPPORTED)
+
+
+def _is_option(name: str) -> bool:
+    return name in OPTIONS or name in MASK_NAMES or name in ("is_causal", "out_transform")
+
+
+class Layout(NamedTuple):
+    """The dimensions of an inner attention module's tensors, without the last one, of channels."""
+
+    batch: int | None
+    seq: int
+    heads: int
+
+    def to_call(self, x: Tensor) -> Tensor:
+        """Return a tensor as [B, H, S, D]."""
+        if x.ndim != (3 if self.batch is None else 4):
+            needed = {0: "[T, H, D]", 1: "[B, S, H, D]", 2: "[B, H, S, D]"}[self.seq]
+            raise ValueError(f"a tensor {tuple(x.shape)}; with seq_dim={self.seq}, {needed} is needed")
+        if self.batch is None:
+            return x.transpose(0, 1).unsqueeze(0)
+        return x.transpose(1, 2) if self.seq == 1 else x
+
+    def from_call(self, x: Tensor) -> Tensor:
+        """Return a tensor [B, H, S, ...] in this layout."""
+        if self.batch is None:
+            return x.squeeze(0).transpose(0, 1)
+        return x.transpose(1, 2) if self.seq == 1 else x
+
+
+LAYOUTS = {0: Layout(None, 0, 1), 1: Layout(0, 1, 2), 2: Layout(0, 2, 1)}
+
+
+def attend(
+    inputs: Sequence[Any], options: dict[str, Any], mesh: DeviceMesh | None, seq_dim: int, plan: Any = None,
+    first_head: int | None = None,
+) -> Any:  # fmt: skip
+    """Run the attention of an inner module: query, key and value in its layout, plain or DTensors.
+
+    options: arguments of flex_attention, is_causal (of a module that calls scaled_dot_product_attention) and
+        out_transform, called with out and lse [..., heads] in the module's layout, as plain tensors
+    mesh: of context parallelism; of DTensors with a dimension "cp" it may be None
+    plan: Plan or mask of calls without one
+    first_head: number in the whole layer of the first head, of plain tensors that have some of its heads
+    """
+    layout, options = LAYOUTS[seq_dim], dict(options)
+    is_causal, out_transform = options.pop("is_causal", None), options.pop("out_transform", None)
+    mask = resolve_mask(options.pop("block_mask", None), plan, is_causal)
+    q = inputs[0]
+    if any(isinstance(x, DTensor) for x in inputs):
+        mesh, head_dim = _check_placements(inputs, mesh, layout)
+        if head_dim is not None:
+            first_head = _first_head(q.device_mesh, head_dim, q.shape[layout.heads])
+        inputs = [x.to_local() for x in inputs]
+    if first_head is not None:
+        mask = mask_of_heads(mask, first_head, inputs[0].shape[layout.heads])
+        if options.get("score_mod") is not None:
+            options["score_mod"] = functools.partial(_score_of_head, options["score_mod"], first_head)
+    query, key, value = [layout.to_call(x) for x in inputs]
+    if out_transform is not None:
+        if options.get("return_lse") or options.get("return_aux") is not None:
+            raise TypeError("out_transform takes the place of return_lse and return_aux; pass one of them")
+        options = {**options, "return_lse": True}
+        out, lse = flex_attention(query, key, value, block_mask=mask, mesh=mesh, **options)
+        return _as(q, out_transform(layout.from_call(out), layout.from_call(lse)))
+    result = flex_attention(query, key, value, block_mask=mask, mesh=mesh, **options)
+    if isinstance(result, tuple):
+        return (_as(q, layout.from_call(result[0])), *result[1:])
+    return _as(q, layout.from_call(result))
+
+
+def resolve_mask(mask: Any, plan: Any, is_causal: bool | None) -> Any:
+    """Return the mask of a call: its own, else ``plan``. With is_causal, which a module has that calls
+    scaled_dot_product_attention, the mask is causal or full, in the order of the Plan if there is one."""
+    mask = plan if mask is None else mask
+    if is_causal is None:
+        return mask
+    if mask is None:
+        return causal() if is_causal else None
+    if isinstance(mask, Plan):
+        if torch.compiler.is_dynamo_compiling():
+            return TracedMask(dynamo.view_op(mask.handle, 0, 0, int(is_causal)))
+        return mask.of_sdpa(bool(is_causal))
+    if is_causal:
+        raise ValueError(
+            "is_causal=True and a mask in one call, as scaled_dot_product_attention refuses them: pass "
+            "is_causal=False with the mask, or a Plan, whose order of tokens then holds for is_causal"
+        )
+    return mask
+
+
+def mask_of_heads(mask: Any, first: int, count: int) -> Any:
+    """Return the mask or plan of the query heads from ``first`` on, which alone a call has."""
+    if isinstance(mask, Plan):
+        if not mask.mask.reads[1] and mask.mask.H == 1:
+            return mask
+        if torch.compiler.is_dynamo_compiling():
+            return TracedMask(dynamo.view_op(mask.handle, first, count, -1))
+        return mask.of_heads(first, count)
+    by_head = isinstance(mask, BlockMask | Mask) and mask.shape[1] > 1
+    if by_head or (isinstance(mask, Mask | MaskMod) and mask.reads[1]):
+        raise ValueError(
+            "heads are sharded and this mask differs between them: make a plan of the mask of all heads, "
+            "make_plan(block_mask, mesh), and pass that; it is cut to the heads of a call"
+        )
+    return mask
+
+
+def _score_of_head(
+    score_mod: Callable[..., Tensor], first: int, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor,
+    kv_idx: Tensor,
+) -> Tensor:  # fmt: skip
+    """Call a score_mod for a head counted from ``first``."""
+    return score_mod(score, b, h + first, q_idx, kv_idx)
+
+
+def _check_placements(
+    inputs: Sequence[Any], mesh: DeviceMesh | None, layout: Layout
+) -> tuple[DeviceMesh | None, int | None]:
+    """Return the context-parallel mesh of DTensors, and the dimension of their mesh that shards heads."""
+    q = inputs[0]
+    for x in inputs:
+        if not isinstance(x, DTensor) or x.device_mesh != q.device_mesh:
+            raise ValueError("query, key and value are DTensors over one mesh, or all plain tensors")
+    context = _context_dim(q.device_mesh, mesh)
+    if mesh is None and context >= 0:
+        mesh = q.device_mesh["cp"]
+    heads = None
+    for x in inputs:
+        for dim, placement in enumerate(x.placements):
+            on_heads = placement == Shard(layout.heads)
+            of_batch = layout.batch is not None and placement == Shard(layout.batch)
+            fits = placement == Shard(layout.seq) if dim == context else (
+                on_heads or of_batch or placement == Replicate()
+            )  # fmt: skip
+            if not fits or placement != q.placements[dim] or (on_heads and heads not in (None, dim)):
+                raise ValueError(
+                    f"a DTensor {tuple(x.shape)} placed {x.placements} over {x.device_mesh}: ContextParallel "
+                    f"takes plain shards, or DTensors placed (Shard({layout.seq}),) over the "
+                    "context-parallel mesh, or over a mesh that has it as a dimension and shards heads "
+                    f"(Shard({layout.heads})) or the batch along another; query, key and value alike"
+                )
+            heads = dim if on_heads else heads
+    return mesh, heads
+
+
+@constant_result
+def _context_dim(mesh: DeviceMesh, context: DeviceMesh | None) -> int:
+    """Return the dimension of a mesh whose groups are those of context parallelism, -1 if there is none."""
+    if context is None:
+        names = mesh.mesh_dim_names or ()
+        return names.index("cp") if "cp" in names else -1
+    if context.ndim > 1:
+        return -1
+    name = context.get_group().group_name
+    return next((i for i in range(mesh.ndim) if mesh.get_group(i).group_name == name), -1)
+
+
+@constant_result
+def _first_head(mesh: DeviceMesh, dim: int, heads: int) -> int:
+    """Return the first of this rank's heads, if a dimension of a mesh shards them."""
+    if heads % mesh.size(dim):
+        raise ValueError(f"{heads} heads do not divide evenly among {mesh.size(dim)} ranks")
+    return mesh.get_local_rank(dim) * (heads // mesh.size(dim))
+
+
+def _as(like: Any, out: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return out
+    return DTensor.from_local(out, like.device_mesh, like.placements, run_check=False)
