@@ -442,7 +442,10 @@ def dkdv_kernel(
                         i_h += tl.where(i_t == tiles.end, 1, 0)
                         i_t = tl.where(i_t == tiles.end, tiles.begin, i_t)
 
-    if FLIP or SCORE_MOD is not None:  # load again: kept values would take registers in the loops
+    # Load again: kept values would take registers in the loops.
+    if order.slots is not None:
+        i_tile = locate_program(order, i_b, None, KV_TILES, False, True).i_tile
+    if FLIP or SCORE_MOD is not None or order.slots is not None:
         row, _, n_n = locate_tile(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV, True)
     store_pieces(dk, i_b, i_part, row, o_n, n_n, scale_pieces(b_dk, SCALE), D, ADD)
     store_pieces(dv, i_b, i_part, row, o_n, n_n, b_dv, E, ADD)

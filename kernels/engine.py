@@ -28,7 +28,7 @@ from tritoncp.kernels.operands import (
     table_args,
 )
 from tritoncp.kernels.options import ROUTES, check_options, choose, option_names
-from tritoncp.kernels.program_order import launch_order, section_heads
+from tritoncp.kernels.program_order import arrange_programs, section_heads
 from tritoncp.kernels.route_check import verify_route
 from tritoncp.kernels.tile_rules import (
     FEW,
@@ -350,9 +350,8 @@ class TritonEngine:
             tiles, heads = count_tiles(tables, "kv", config.BLOCK_N), kv_heads * flags["SPLIT"]
         else:
             tiles, heads = tiling.count_tiles(tables) * tiling.splits, tiling.count_heads(q, k)
-        programs = heads // kv_heads * section
-        args["order"] = launch_order(tables.col_order if by_keys else tables.row_order, programs)
-        grid = (tiles * programs, heads // programs, q.shape[0])
+        slots = tables.col_order if by_keys else tables.row_order
+        args["order"], grid = arrange_programs(slots, tiles, heads, heads // kv_heads * section, q.shape[0])
         entries = streamed.descriptors(tile) if config.USE_TMA else []
         if kind == "fused" and config.USE_TMA and not INTERPRETED and copyable(tensors["dq"]):
             entries += descriptor_entries("dq", tensors["dq"], tile)

@@ -25,12 +25,16 @@ DEFAULT_L2_BYTES = 32 << 20
 SHARED_HEADS = 8
 
 
+MAX_TILES = 65_535  # of the grid's second dimension
+
+
 class ProgramOrder(NamedTuple):
     """The order of a launch's programs.
 
     slots:    int32 [B or 1, slots], the slots of the programs' side by falling work; None: by position
     stride_b: of slots, 0 if all batch rows share one order
-    heads:    programs of a section that differ in their heads alone
+    heads:    programs of a section that differ in their heads alone, in a grid of (tiles * heads, sections, B);
+              None: the grid is (heads, tiles, B), without a division
     """
 
     slots: Any
@@ -47,23 +51,31 @@ class Program(NamedTuple):
 
 
 @triton.jit
-def locate_program(order, i_b, splits, TILES: tl.constexpr, LAST_FIRST: tl.constexpr):
+def locate_program(
+    order, i_b, splits, TILES: tl.constexpr, LAST_FIRST: tl.constexpr, VOLATILE: tl.constexpr = False
+):
     """The tile and head of this program.
 
     splits: programs that share the keys of a tile, or None
     TILES: tiles of a slot
     LAST_FIRST: without a table, begin with the last tile
+    VOLATILE: as in :func:`tritoncp.kernels.tile_runs.locate_tile`
     """
-    i_head = tl.program_id(1) * order.heads + tl.program_id(0) % order.heads
-    i_tile = tl.program_id(0) // order.heads
-    n_tiles = tl.num_programs(0) // order.heads
+    if order.heads is None:
+        i_head = tl.program_id(0)
+        i_tile = tl.program_id(1)
+        n_tiles = tl.num_programs(1)
+    else:
+        i_head = tl.program_id(1) * order.heads + tl.program_id(0) % order.heads
+        i_tile = tl.program_id(0) // order.heads
+        n_tiles = tl.num_programs(0) // order.heads
     i_split = 0
     if splits is not None:
         i_split = i_tile % splits
         i_tile = i_tile // splits
         n_tiles = n_tiles // splits
     if order.slots is not None:
-        i_slot = tl.load(order.slots + i_b * order.stride_b + i_tile // TILES)
+        i_slot = tl.load(order.slots + i_b * order.stride_b + i_tile // TILES, volatile=VOLATILE)
         i_tile = i_slot * TILES + i_tile % TILES
     elif LAST_FIRST:
         i_tile = n_tiles - 1 - i_tile
@@ -81,6 +93,15 @@ def section_heads(kv_heads: int, head_bytes: int, arch: str) -> int:
     return next((n for n in range(min(limit, kv_heads), 1, -1) if kv_heads % n == 0), 1)
 
 
-def launch_order(slots: Tensor | None, heads: int) -> ProgramOrder:
-    """Make the kernel argument from a step's table, or None, and the programs of a section."""
-    return ProgramOrder(slots, 0 if slots is None or slots.shape[0] == 1 else slots.stride(0), heads)
+def arrange_programs(
+    slots: Tensor | None, tiles: int, heads: int, section: int, batch: int
+) -> tuple[ProgramOrder, tuple[int, int, int]]:
+    """Make the kernel argument and the grid of a launch.
+
+    slots: a step's table, or None; tiles, heads: of each batch row; section: programs of a section that
+    differ in their heads alone, a divisor of ``heads``
+    """
+    stride = 0 if slots is None or slots.shape[0] == 1 else slots.stride(0)
+    if section == heads and tiles <= MAX_TILES:
+        return ProgramOrder(slots, stride, None), (heads, tiles, batch)
+    return ProgramOrder(slots, stride, section), (tiles * section, heads // section, batch)

@@ -231,8 +231,9 @@ def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str 
 
 def tiles_and_heads(prepared: Any) -> tuple[int, int]:
     """The numbers of tiles and of heads that the programs of a launch differ in."""
-    heads = prepared.args["order"].heads
-    return prepared.grid[0] // heads, prepared.grid[1] * heads
+    heads, tiles, _ = prepared.grid
+    assert prepared.args["order"].heads is None
+    return tiles, heads
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 import tritoncp
 from tests.kernels.support.harness import cotangents, qkv, run
 from tritoncp.kernels import program_order
-from tritoncp.kernels.program_order import launch_order, locate_program
+from tritoncp.kernels.program_order import arrange_programs, locate_program
 from tritoncp.planning import step_tables
 
 
@@ -23,22 +23,30 @@ def count_kernel(visits, order, splits, TILES: tl.constexpr, LAST_FIRST: tl.cons
     """Count the programs of each (batch row, head, tile, part of the keys), and note when each started."""
     i_b = tl.program_id(2)
     i_tile, i_head, i_split = locate_program(order, i_b, splits, TILES, LAST_FIRST)
-    n_heads = tl.num_programs(1) * order.heads
-    n_tiles = tl.num_programs(0) // order.heads
+    if order.heads is None:
+        n_heads, n_tiles = tl.num_programs(0), tl.num_programs(1)
+    else:
+        n_heads, n_tiles = tl.num_programs(1) * order.heads, tl.num_programs(0) // order.heads
     tl.atomic_add(visits + ((i_b * n_heads + i_head) * n_tiles + i_tile * (splits or 1) + i_split), 1)
 
 
-@pytest.mark.parametrize(("section", "sections"), [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("section", [1, 2, 4])
+@pytest.mark.parametrize("max_tiles", [1, 100])
 @pytest.mark.parametrize("splits", [None, 2])
 @pytest.mark.parametrize("table", ["none", "shared", "by row"])
-def test_every_tile_has_one_program(section: int, sections: int, splits: int | None, table: str) -> None:
-    batch, slots, tiles = 2, 3, 2
+def test_every_tile_has_one_program(
+    section: int, max_tiles: int, splits: int | None, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_order, "MAX_TILES", max_tiles)
+    batch, heads, slots, tiles = 2, 4, 3, 2
     order = torch.stack([torch.randperm(slots, dtype=torch.int32) for _ in range(batch)])
     slots_table = {"none": None, "shared": order[:1], "by row": order}[table]
-    grid = slots * tiles * (splits or 1) * section, sections, batch
-    visits = torch.zeros(batch, section * sections, slots * tiles * (splits or 1), dtype=torch.int32)
+    count = slots * tiles * (splits or 1)
+    visits = torch.zeros(batch, heads, count, dtype=torch.int32)
+    argument, grid = arrange_programs(slots_table, count, heads, section, batch)
+    assert (argument.heads is None) == (section == heads and count <= max_tiles)
     for last_first in (False, True):
-        count_kernel[grid](visits.zero_(), launch_order(slots_table, section), splits, tiles, last_first)
+        count_kernel[grid](visits.zero_(), argument, splits, tiles, last_first)
         assert bool((visits == 1).all())
 
 
