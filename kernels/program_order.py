@@ -33,8 +33,8 @@ class ProgramOrder(NamedTuple):
 
     slots:    int32 [B or 1, slots], the slots of the programs' side by falling work; None: by position
     stride_b: of slots, 0 if all batch rows share one order
-    heads:    programs of a section that differ in their heads alone, in a grid of (tiles * heads, sections, B);
-              None: the grid is (heads, tiles, B), without a division
+    heads:    programs of a section that differ in their heads alone, in a grid of (tiles * heads, sections,
+              B); None: the grid is (heads, tiles, B), without a division
     """
 
     slots: Any
