@@ -143,7 +143,8 @@ def slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:
 
 def _falling_work(runs: Runs) -> Tensor:
     """Return the rows of each batch row by falling number of listed blocks of all heads: int32 [Bm, rows]."""
-    work = sum(runs.counts()).sum(1)
+    masked, full = runs.counts()
+    work = (masked + full).sum(1)
     return work.argsort(dim=1, descending=True, stable=True).to(torch.int32)
 
 
