@@ -5,6 +5,7 @@ that was not used for longest, as an lru_cache does, and state "of" a plan, grou
 (:mod:`tritoncp.core.bounded_cache`). A plan stands for ``plan.derived``, which all ranks' views share.
 
     core.log_lines._LOGGED: 4096; the lines that were logged at INFO
+    core.versions.warn_untested: once; the versions of this process
     frontend.mask_source._CONSTANT_SOURCES: one of a mask; the mask
     frontend.plan_cache._CACHES: of a group, 64 plans, 1 GiB; code, plain values, lengths, tensors of a mask
     frontend.plan_cache._CHECKED: of a plan, 1024 calls; rank, shapes, dtypes, devices, flags
