@@ -1,4 +1,4 @@
-"""Train on packed documents, whose lengths differ in every step: plans made in the data loader's shadow.
+"""Train on packed documents, whose lengths differ in every step: plans made by data loader workers.
 
     torchrun --nproc-per-node 2 examples/packed_documents.py
 

@@ -181,7 +181,8 @@ OF_OTHERS: Mapping[str, tuple[str, str]] = {
     "NCCL_LAUNCH_ORDER_IMPLICIT": ("NCCL", "`1`: communicators in flight at once do not deadlock"),
     "GLOO_SOCKET_IFNAME": (
         "gloo",
-        "network interface; the demo and `tritoncp check` set the loopback interface where it is not set",
+        "network interface; where all ranks are on one machine, the demo and `tritoncp check` set the "
+        "loopback interface unless it is set",
     ),
     "RANK": ("torchrun", "rank of this process"),
     "LOCAL_RANK": ("torchrun", "rank of this process on its host: the number of its GPU"),
