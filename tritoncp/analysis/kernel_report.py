@@ -17,6 +17,7 @@ from tritoncp.analysis.disassembly import (
     Instruction,
     Product,
     barrier_warps,
+    count_serial,
     find_races,
     gcn,
     innermost,
@@ -90,6 +91,7 @@ def inner_loop(
     loop, masked_loop: instructions; mix: of the former, by kind; loop_spills: loads and stores of spilled
         registers in both
     hidden: the share of exponentials that run beside products
+    serial: wgmmas that the former waits for one by one
     touched: instructions that race with a product under way
     cycles, programs, limit: of one turn, on a multiprocessor, and its limit; see throughput_bound.bound
     flops: issued over those of the tile
@@ -124,6 +126,7 @@ def inner_loop(
         "mix": mix(loops.groups[-1]),
         "loop_spills": sum(kind_of(x.op) == "spill" for body in loops.bodies for x in body),
         "hidden": round(loops.hidden[1], 3),
+        "serial": max(map(count_serial, loops.groups)),
         "touched": sum(len(find_races(body)) for body in loops.bodies),
         "cycles": {name: round(value) for name, value in spent._asdict().items()},
         "programs": limit.programs,

@@ -20,6 +20,12 @@ def fits(row: Mapping[str, Any]) -> bool:
     return row["shared_bytes"] <= MACHINES[row["arch"]].block
 
 
+def is_serial(row: Mapping[str, Any]) -> bool:
+    """Return whether a row's loop waits for one product after another, more often than once for each of its
+    products of matrices: for those the bound, in which products follow each other at once, is too high."""
+    return row["serial"] > PRODUCTS.get(row["kernel"], DQ + DKDV)
+
+
 def scaled(row: Mapping[str, Any], count: int) -> float:
     """Scale a count of one warp's instructions in a turn of the loop to all warps and 128 × 128 scores.
 

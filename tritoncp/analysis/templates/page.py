@@ -17,7 +17,7 @@ import click
 from tritoncp.analysis import resource_table
 from tritoncp.analysis.disassembly import KINDS
 from tritoncp.analysis.templates import table
-from tritoncp.analysis.templates.comparison import Comparison, comparisons, fits, scaled, verdict
+from tritoncp.analysis.templates.comparison import Comparison, comparisons, fits, is_serial, scaled, verdict
 from tritoncp.analysis.templates.flex import MASKS
 from tritoncp.analysis.templates.table import HEAD_DIMS, KERNELS, TABLE, Row
 from tritoncp.perf.dashboard.kernel_table import LIMITS
@@ -100,14 +100,15 @@ def join_values(values: Iterable[Any]) -> str:
 
 
 def format_tile(row: Mapping[str, Any]) -> str:
-    """Format a tile: rows × columns, warps, stages.
+    """Format a tile: rows × columns, warps, stages, and whether its kernel spills registers or waits for each
+    product.
 
-    >>> format_tile({"tile": [128, 64], "warps": 4, "stages": 3, "tma": False, "spill_bytes": 8})
-    '128×64 4w 3s spills'
+    >>> format_tile({"tile": [128, 64], "warps": 4, "stages": 3, "tma": False, "spill_bytes": 8, "serial": 1})
+    '128×64 4w 3s spills serial'
     """
     rows, columns = row["tile"]
     text = f"{rows}×{columns} {row['warps']}w {row['stages']}s"
-    return text + " TMA" * row["tma"] + " spills" * (row["spill_bytes"] > 0)
+    return text + " TMA" * row["tma"] + " spills" * (row["spill_bytes"] > 0) + " serial" * is_serial(row)
 
 
 def format_details(path: Path = TABLE) -> str:
@@ -145,7 +146,7 @@ def _format_figures(rows: Sequence[Row]) -> list[str]:
     first, *second = causal["limit"].split(";")[0].split(" after ")
     limit = " after ".join(LIMITS.get(name, name) for name in (first, *second))
     values = [
-        format_tile(causal).removesuffix(" spills"),
+        format_tile(causal | {"spill_bytes": 0}),
         join_values(row["registers"] for row in rows),
         join_values(row["spill_bytes"] for row in rows),
         str(round(max(row["shared_bytes"] for row in rows) / 1024)),

@@ -27,7 +27,18 @@ HEAD_DIMS = (64, 128, 256)
 KERNELS = ("forward", "dq", "dkdv")
 KEY = ("source", "kernel", "arch", "head_dim", "mask", "tma", "tile", "warps", "stages")
 FIGURES = ("registers", "spill_bytes", "shared_bytes")
-LOOP = ("loop", "masked_loop", "loop_spills", "mix", "cycles", "programs", "bound", "overlap", "limit")
+LOOP = (
+    "loop",
+    "masked_loop",
+    "loop_spills",
+    "serial",
+    "mix",
+    "cycles",
+    "programs",
+    "bound",
+    "overlap",
+    "limit",
+)
 
 
 def template_jobs() -> list[TemplateJob]:
