@@ -19,7 +19,7 @@ from tritoncp.analysis.disassembly import KINDS
 from tritoncp.analysis.templates import table
 from tritoncp.analysis.templates.comparison import Comparison, comparisons, fits, is_serial, scaled, verdict
 from tritoncp.analysis.templates.flex import MASKS
-from tritoncp.analysis.templates.table import HEAD_DIMS, KERNELS, TABLE, Row
+from tritoncp.analysis.templates.table import AUTOTUNED, HEAD_DIMS, KERNELS, TABLE, Row
 from tritoncp.perf.dashboard.kernel_table import LIMITS
 from tritoncp.perf.dashboard.readme_figures import ROOT, rewrite
 from tritoncp.perf.exit_codes import PerfCommand
@@ -56,7 +56,9 @@ def format_summary(path: Path = TABLE) -> str:
             for dim in HEAD_DIMS:
                 if (kernel, arch, dim, "full") in places:
                     rows = [places[kernel, arch, dim, mask] for mask in MASKS]
-                    lines.append(_format_line([arch, kernel, str(dim), *_format_comparison(rows)]))
+                    cells = _format_comparison(rows)
+                    cells[5:] = cells[5:] if arch == AUTOTUNED else ["–"] * 3
+                    lines.append(_format_line([arch, kernel, str(dim), *cells]))
     return "\n".join(lines)
 
 
@@ -68,7 +70,7 @@ def format_counts(places: Mapping[tuple[str, str, int, str], Comparison], arch: 
     best = Counter(verdict(row.own, row.best) for row in own)
     counts = [", ".join(f"{count[word]} {word}" for word in VERDICTS) for count in (default, best)]
     line = f"- {arch}, {len(own)} bounds: {counts[0]} against torch's default tiles"
-    return f"{line}; {counts[1]} against its best candidate." if arch == "sm_90" else f"{line}."
+    return f"{line}; {counts[1]} against its best candidate." if arch == AUTOTUNED else f"{line}."
 
 
 def _format_comparison(rows: Sequence[Comparison]) -> list[str]:
@@ -81,8 +83,10 @@ def _format_comparison(rows: Sequence[Comparison]) -> list[str]:
 
 
 def _format_bounds(rows: Sequence[Row]) -> list[str]:
-    """Format the tiles of three masks, marked where they spill, and their bounds."""
-    return [join_values([format_tile(row) for row in rows]), join_values([_percent(row) for row in rows])]
+    """Format the tiles of three masks, marked if one of them spills or is serial, and their bounds."""
+    tiles = " / ".join(dict.fromkeys(format_tile(row) for row in rows))
+    marks = " spills" * any(row["spill_bytes"] for row in rows) + " serial" * any(map(is_serial, rows))
+    return [tiles + marks, join_values([_percent(row) for row in rows])]
 
 
 def _percent(row: Row) -> str:
@@ -100,15 +104,13 @@ def join_values(values: Iterable[Any]) -> str:
 
 
 def format_tile(row: Mapping[str, Any]) -> str:
-    """Format a tile: rows × columns, warps, stages, and whether its kernel spills registers or waits for each
-    product.
+    """Format a tile: rows × columns, warps, stages.
 
-    >>> format_tile({"tile": [128, 64], "warps": 4, "stages": 3, "tma": False, "spill_bytes": 8, "serial": 1})
-    '128×64 4w 3s spills serial'
+    >>> format_tile({"tile": [128, 64], "warps": 4, "stages": 3, "tma": True})
+    '128×64 4w 3s TMA'
     """
     rows, columns = row["tile"]
-    text = f"{rows}×{columns} {row['warps']}w {row['stages']}s"
-    return text + " TMA" * row["tma"] + " spills" * (row["spill_bytes"] > 0) + " serial" * is_serial(row)
+    return f"{rows}×{columns} {row['warps']}w {row['stages']}s" + " TMA" * row["tma"]
 
 
 def format_details(path: Path = TABLE) -> str:
@@ -146,7 +148,7 @@ def _format_figures(rows: Sequence[Row]) -> list[str]:
     first, *second = causal["limit"].split(";")[0].split(" after ")
     limit = " after ".join(LIMITS.get(name, name) for name in (first, *second))
     values = [
-        format_tile(causal | {"spill_bytes": 0}),
+        format_tile(causal) + " serial" * any(map(is_serial, rows)),
         join_values(row["registers"] for row in rows),
         join_values(row["spill_bytes"] for row in rows),
         str(round(max(row["shared_bytes"] for row in rows) / 1024)),

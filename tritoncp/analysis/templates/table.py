@@ -23,6 +23,7 @@ from tritoncp.ops import tile_tables
 Row = dict[str, Any]
 
 TABLE = tile_tables.PACKAGE / "kernels/configs/templates.json"
+AUTOTUNED = "sm_90"  # torch's candidates for it are in the table, for others its default tiles
 HEAD_DIMS = (64, 128, 256)
 KERNELS = ("forward", "dq", "dkdv")
 KEY = ("source", "kernel", "arch", "head_dim", "mask", "tma", "tile", "warps", "stages")
@@ -50,7 +51,7 @@ def template_jobs() -> list[TemplateJob]:
         for mask in MASKS
         for dim in HEAD_DIMS
         for template in ("forward", "backward")
-        for job in candidates(template, arch, dim, mask, tma, autotune=arch == "sm_90" and not tma)
+        for job in candidates(template, arch, dim, mask, tma, autotune=arch == AUTOTUNED and not tma)
     ]
 
 
@@ -86,7 +87,8 @@ def compile_own(
             key = {"source": "tritoncp", "kernel": job.kernel, "arch": job.arch, "head_dim": job.head_dim}
             key |= {"mask": job.variant, "tma": config["USE_TMA"]}
             key |= {"tile": [config["BLOCK_M"], config["BLOCK_N"]]}
-            key |= {"warps": report["warps"], "stages": config["num_stages"]}
+            groups = 2 if job.kernel == "gluon" else 1  # that compute; a third copies
+            key |= {"warps": groups * config["num_warps"], "stages": config["num_stages"]}
             figures = {name: report[name] for name in (*FIGURES, *LOOP)}
             yield key | {"default": True} | figures, job.identity | report
 
