@@ -77,10 +77,10 @@ def test_the_notes_give_a_reason_for_each_bound_that_is_behind() -> None:
     behind: dict[tuple[str, int, str], list[dict]] = {}
     for (kernel, arch, dim, _), place in PLACES.items():
         if kernel in table.KERNELS:
-            others = [
+            rivals = [
                 row for row in (place.default, place.best) if comparison.verdict(place.own, row) == "behind"
             ]
-            behind.setdefault((kernel, dim, arch), []).extend(others)
+            behind.setdefault((kernel, dim, arch), []).extend(rivals)
     reasons = notes_of_reasons()
     assert set(reasons) == {key for key, rows in behind.items() if rows}
     for key, text in reasons.items():

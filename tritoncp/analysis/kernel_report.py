@@ -110,12 +110,7 @@ def inner_loop(
         loops = _loops_of_parts(code, tile_products, machine)
     else:
         loops = _loops_of_groups(bodies, tile_products, 1 + specialised, config.num_warps, machine)
-    spent = Cycles(*map(sum, zip(*loops.cycles)))
-    sizes = config.BLOCK_M, config.BLOCK_N, *(sum(pieces(x)) for x in (job.problem.dim, job.problem.v_dim))
-    spent = spent._replace(
-        shared=spent.shared + descriptor_bytes(job, config, code) / SHARED_PER_CYCLE,
-        l2=l2_bytes(job.kernel, *sizes) / machine.l2,
-    )
+    spent = _add_traffic(Cycles(*map(sum, zip(*loops.cycles))), job, config, code)
     turns = len(loops.groups) if job.kernel == "gluon" else 1  # barriers make the groups take turns
     resources = row["registers"], row["shared_bytes"], machine, row["tensor_columns"]
     limit = bound(spent, row["warps"], *resources, loops.hidden, turns)
@@ -135,6 +130,15 @@ def inner_loop(
         "overlap": round(limit.overlap / issued, 3),
         "limit": limit.limit,
     }
+
+
+def _add_traffic(spent: Cycles, job: Job, config: Config, code: Code) -> Cycles:
+    """Add what one turn moves by descriptors and to and from the L2 cache, which instructions do not show."""
+    sizes = config.BLOCK_M, config.BLOCK_N, *(sum(pieces(x)) for x in (job.problem.dim, job.problem.v_dim))
+    return spent._replace(
+        shared=spent.shared + descriptor_bytes(job, config, code) / SHARED_PER_CYCLE,
+        l2=l2_bytes(job.kernel, *sizes) / MACHINES[family(job.arch)].l2,
+    )
 
 
 class TileLoops(NamedTuple):

@@ -124,23 +124,8 @@ def write_source(job: TemplateJob) -> str:
     from torch._inductor.codegen.common import KernelTemplate
     from torch._inductor.kernel.flex.common import load_flex_template
 
-    names, dim, mask = _tensors(job), job.head_dim, MASKS[job.mask]
-    blocks = max(1, S // mask.block)
-    shapes = {"Q": (1, HEADS, S, dim), "K": (1, KV_HEADS, S, dim), "KV_NUM_BLKS": (1, 1, blocks)}
-    shapes |= {"DO": shapes["Q"], "DQ": shapes["Q"], "V": shapes["K"], "DV": shapes["K"]}
-    shapes |= {"Q_NUM_BLKS": shapes["KV_NUM_BLKS"], "KV_IDX": (1, 1, blocks, blocks)}
-    shapes |= {"Q_IDX": shapes["KV_IDX"]}
-    constants: dict[str, Any] = {
-        **{"PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False},
-        **{"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "WRITE_DQ": True, "HAS_FULL_BLOCKS": mask.blocks},
-        **{"IS_DIVISIBLE": True, "SAFE_HEAD_DIM": True, "FLOAT32_PRECISION": "'ieee'", "USE_TMA": job.tma},
-        **{"INDEX_DTYPE": "tl.int32", "SM_SCALE": dim**-0.5, "GQA_SHARED_HEADS": HEADS // KV_HEADS},
-        **dict.fromkeys(("QK_HEAD_DIM", "QK_HEAD_DIM_ROUNDED", "V_HEAD_DIM", "V_HEAD_DIM_ROUNDED"), dim),
-        **dict.fromkeys(("SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE"), mask.block),
-    }
-    defines = "\n".join(
-        f"{name}: tl.constexpr = {value}" for name, value in (constants | job.constants).items()
-    )
+    names, mask, shapes = _tensors(job), MASKS[job.mask], _shapes(job)
+    defines = "\n".join(f"{name}: tl.constexpr = {value}" for name, value in _constants(job).items())
     outputs = {"post_mod_scores": "{score}", "grad_scores": "{grad_score_mod}", "mask_mod_output": mask.code}
 
     def strides(name: str, dim: int | None = None) -> str:
@@ -171,6 +156,28 @@ def write_source(job: TemplateJob) -> str:
         **{"USE_TMA": job.tma, "HAS_FULL_BLOCKS": mask.blocks},
     )
     return f"import triton\nimport triton.language as tl\n\n{text}"
+
+
+def _shapes(job: TemplateJob) -> dict[str, tuple[int, ...]]:
+    blocks = max(1, S // MASKS[job.mask].block)
+    queries, keys = (1, HEADS, S, job.head_dim), (1, KV_HEADS, S, job.head_dim)
+    counts, indices = (1, 1, blocks), (1, 1, blocks, blocks)
+    tensors = {"Q": queries, "DO": queries, "DQ": queries, "K": keys, "V": keys, "DV": keys}
+    lists = {"KV_NUM_BLKS": counts, "Q_NUM_BLKS": counts, "KV_IDX": indices, "Q_IDX": indices}
+    return tensors | lists
+
+
+def _constants(job: TemplateJob) -> dict[str, Any]:
+    dim, mask = job.head_dim, MASKS[job.mask]
+    constants: dict[str, Any] = {
+        **{"PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False},
+        **{"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "WRITE_DQ": True, "HAS_FULL_BLOCKS": mask.blocks},
+        **{"IS_DIVISIBLE": True, "SAFE_HEAD_DIM": True, "FLOAT32_PRECISION": "'ieee'", "USE_TMA": job.tma},
+        **{"INDEX_DTYPE": "tl.int32", "SM_SCALE": dim**-0.5, "GQA_SHARED_HEADS": HEADS // KV_HEADS},
+        **dict.fromkeys(("QK_HEAD_DIM", "QK_HEAD_DIM_ROUNDED", "V_HEAD_DIM", "V_HEAD_DIM_ROUNDED"), dim),
+        **dict.fromkeys(("SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE"), mask.block),
+    }
+    return constants | job.constants
 
 
 def _tensors(job: TemplateJob) -> list[str]:

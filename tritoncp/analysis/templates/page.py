@@ -1,4 +1,4 @@
-"""Pages of the comparison with torch's templates: a summary in perf/NOTES.md, and all rows in
+"""Pages that compare tritoncp's kernels with torch's templates: a summary in perf/NOTES.md, and all rows in
 perf/TEMPLATES.md.
 
 ``python -m tritoncp.analysis.templates.page`` prints the summary; ``--write`` puts both into the pages;

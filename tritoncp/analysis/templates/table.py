@@ -3,6 +3,7 @@ chooses from, and tritoncp's kernels for the same masks."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,8 +15,7 @@ from tritoncp.analysis import disassembly, throughput_bound
 from tritoncp.analysis.compile_pool import compile_all
 from tritoncp.analysis.jobs import Job, step_job
 from tritoncp.analysis.kernel_digest import read_syntax
-from tritoncp.analysis.templates import flex
-from tritoncp.analysis.templates.flex import MASKS, TemplateJob, candidates
+from tritoncp.analysis.templates.flex import MASKS, TemplateJob, candidates, write_source
 from tritoncp.core.checked_json import read_json
 from tritoncp.kernels.tile_rules import specialises
 from tritoncp.ops import tile_tables
@@ -150,12 +150,16 @@ def is_current(path: Path = TABLE) -> bool:
     return path.exists() and read_json(path).get("toolchain") == toolchain()
 
 
+@functools.cache
 def toolchain() -> dict[str, str]:
-    """Return the versions that rows depend on, and the hash of modules that write, read and bound kernels."""
+    """Return the versions that rows depend on, and the hash of torch's source for each template and mask and of
+    the modules that read and bound machine code."""
     import torch
     import triton
 
-    sources = [read_syntax(module)[0] for module in (flex, disassembly, throughput_bound)]
+    defaults = [job for job in template_jobs() if job.default and (job.arch, job.head_dim) == ("sm_90", 128)]
+    sources = [write_source(job) for job in defaults]
+    sources += [read_syntax(module)[0] for module in (disassembly, throughput_bound)]
     digest = hashlib.sha256(repr(sources).encode()).hexdigest()[:16]
     return {"torch": torch.__version__.partition("+")[0], "triton": triton.__version__, "digest": digest}
 
