@@ -152,8 +152,8 @@ def is_current(path: Path = TABLE) -> bool:
 
 @functools.cache
 def toolchain() -> dict[str, str]:
-    """Return the versions that rows depend on, and the hash of torch's source for each template and mask and of
-    the modules that read and bound machine code."""
+    """Return the versions that rows depend on, and the hash of torch's source for each template and mask, and
+    of the modules that read and bound machine code."""
     import torch
     import triton
 
