@@ -444,7 +444,9 @@ def dkdv_kernel(
 
     # Load again: kept values would take registers in the loops.
     if order.slots is not None:
-        i_tile = locate_program(order, i_b, None, KV_TILES, False, True).i_tile
+        program = locate_program(order, i_b, None, KV_TILES, False, True)
+        i_tile = program.i_tile
+        i_part = program.i_head
     if FLIP or SCORE_MOD is not None or order.slots is not None:
         row, _, n_n = locate_tile(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV, True)
     store_pieces(dk, i_b, i_part, row, o_n, n_n, scale_pieces(b_dk, SCALE), D, ADD)

@@ -134,10 +134,18 @@ FEW = 64  # rows of all heads in a tile, up to which the tiles "few" are used
 # those of "scored" let a second program fill the time of the score_mod's instructions.
 _RULES: dict[str, dict[str, dict[int, Config]]] = {
     "sm_80": _by_kernel(
-        _tile("forward", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST),  # 2 programs: shared memory
+        _tile("forward", dim=64, m=128, n=32, warps=4, stages=2, **NO_HOIST),  # 2 programs: tensor cores
         _tile("forward", dim=128, m=64, n=64, warps=4, stages=2),  # 2 programs: shared memory
         _tile("forward", dim=192, m=64, n=32, warps=4, stages=1, **NO_HOIST),  # 2 programs: shared memory
         _tile("forward", dim=256, m=64, n=32, warps=4, stages=2, **NO_HOIST),  # 2 programs: shared memory
+        _tile("forward, heavy", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST),
+        _tile("forward, heavy", dim=128, m=64, n=64, warps=4, stages=2),
+        _tile("forward, heavy", dim=192, m=64, n=32, warps=4, stages=1, **NO_HOIST),
+        _tile("forward, heavy", dim=256, m=64, n=32, warps=4, stages=2, **NO_HOIST),
+        _tile("forward, scored", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST),
+        _tile("forward, scored", dim=128, m=64, n=64, warps=4, stages=2),
+        _tile("forward, scored", dim=192, m=64, n=32, warps=4, stages=1, **NO_HOIST),
+        _tile("forward, scored", dim=256, m=64, n=32, warps=4, stages=2, **NO_HOIST),
         _tile("few", dim=64, m=64, n=64, warps=4, stages=3),  # 2 programs: shared memory
         _tile("few", dim=128, m=64, n=64, warps=4, stages=2),  # 2 programs: shared memory
         _tile("few", dim=256, m=64, n=64, warps=8, stages=2),  # 1 program: shared memory

@@ -99,7 +99,13 @@ def test_amd_loops() -> None:
     (body,) = innermost(gcn(text))
     assert disassembly.mix(body) == {"tensor": 1, "mufu": 1, "other": 1}
     spent = cycles(body, products(body), 8, MACHINES["gfx942"])
-    assert spent == (64.0, 32.0, 0.0, 0.0)  # 2 waves a scheduler: 2 x 32 cycles of products, 2 x 16 of exp
+    assert spent == (
+        64.0,
+        32.0,
+        0.0,
+        0.0,
+        0.0,
+    )  # 2 waves a scheduler: 2 x 32 cycles of products, 2 x 16 of exp
 
 
 def test_the_model_gives_the_published_cycles_of_a_hopper_tile() -> None:

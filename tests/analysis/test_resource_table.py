@@ -90,30 +90,26 @@ def test_no_kernel_multiplies_more_than_its_tile() -> None:
     assert [resource_table.key(row) for row in many if row["flops"] != 1] == []
 
 
-def test_bounds_for_hopper_against_those_of_torchs_kernels() -> None:
-    """Compare bounds of copies by descriptor with torch's, with and without descriptors: with the window,
-    intervals and state that tritoncp's kernels keep in registers too; with a mask_mod, which torch's other
-    loop also has, with torch's defaults. dQ of 256 channels overlaps exponentials with products for every
-    mask but the mask_mod; without a score_mod dQ of 128 equals torch's, which copies by other means: every
-    alternative that was tried is equal too, or needs four warps. tritoncp's kernels also clamp probabilities
-    at 1, one instruction for each."""
-    rows = [row for row in RULES if resource_table.flex(row) and row["variant"] in resource_table.MASKS]
-    assert len(rows) == 54
+def test_bounds_for_hopper_against_those_of_torchs_default_tiles() -> None:
+    """No pass is behind torch's default tiles by more than two hundredths of the peak, and only dQ is; masks
+    that torch's table lacks are compared with its causal mask."""
+    rows = [row for row in RULES if row["arch"] == "sm_90" and row["variant"] in resource_table.MASKS]
+    rows = [row for row in rows if resource_table.flex(row)]
     behind = {}
     for row in rows:
-        default, with_tma = resource_table.flex(row)
-        beaten = default if row["variant"] == "mask_mod" else max(default, with_tma)
-        if row["bound"] <= beaten:
-            behind[row["kernel"], row["head_dim"], row["variant"]] = row["bound"] - beaten
-    equal_kernels = {("dq", 128, mask) for mask in ("full", "causal", "documents", "mask_mod")}
-    assert set(behind) == {("dq", 256, "mask_mod"), *equal_kernels}
-    assert min(behind[kernel_key] for kernel_key in equal_kernels) > -0.02 and min(behind.values()) > -0.04
+        if row["kernel"] not in ("gluon", "specialised"):
+            default, best = resource_table.flex(row)
+            assert default <= best
+            behind[row["kernel"], row["head_dim"], row["variant"]] = default - row["bound"]
+    assert len(behind) == 54
+    assert {kernel for (kernel, *_), points in behind.items() if points > 0} <= {"dq"}
+    assert max(behind.values()) < 0.025
 
 
 def test_forward_for_hopper_has_the_tiles_that_it_should() -> None:
-    rows = [row for row in RULES if resource_table.flex(row) and row["variant"] in resource_table.MASKS]
+    rows = [row for row in RULES if row["arch"] == "sm_90" and row["variant"] in resource_table.MASKS]
     for row in rows:
-        if row["kernel"] == "forward" and row["head_dim"] == 128:
+        if row["kernel"] == "forward" and row["head_dim"] == 128 and row["dtype"] == "bfloat16":
             assert row["config"]["BLOCK_M"] >= 128 and row["config"]["BLOCK_N"] >= 128 and row["tma"] > 0
 
 

@@ -1,13 +1,8 @@
 """The default tiles, compiled for GPUs that are not here: matrix instructions, no spills, shared memory, and
 nothing else than the table that is shipped says."""
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +10,7 @@ import pytest
 from tritoncp.analysis import resource_table
 from tritoncp.analysis.compile_pool import compile_all
 from tritoncp.analysis.jobs import KERNELS, Job, step_job
+from tritoncp.analysis.templates import table as template_table
 from tritoncp.analysis.throughput_bound import MACHINES
 from tritoncp.kernels.tile_rules import Config, family
 
@@ -98,17 +94,12 @@ def test_tiles_are_copied_by_descriptor_where_that_is_meant() -> None:
 
 
 @pytest.mark.nightly
-def test_torchs_bounds_are_what_its_templates_compile_to() -> None:
-    home, env = Path(__file__).parents[2], {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.support.flex", "sm_90"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=home, env=env)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    bounds_by_kernel = {(row["kernel"], row["head_dim"], row["tma"]): row["bound"] for row in rows}
-    assert bounds_by_kernel == {
-        (*kernel_key, tma): bounds[tma]
-        for kernel_key, bounds in resource_table.FLEX.items()
-        for tma in (False, True)
-    }
+def test_torchs_templates_compile_to_their_rows() -> None:
+    """The default tiles for Hopper, as torch takes them and with descriptors."""
+    jobs = [job for job in template_table.template_jobs() if job.default and job.arch == "sm_90"]
+    rows = list(template_table.compile_template_rows(jobs))
+    recorded = {template_table.key(row): row for row in template_table.read_rows()}
+    assert rows == [recorded[template_table.key(row)] for row in rows] and len(rows) == 54
 
 
 def few_jobs(arch: str, *dims: int) -> list[Job]:

@@ -15,11 +15,14 @@ from tritoncp.analysis.jobs import Job
 from tritoncp.analysis.kernel_digest import hash_launch
 from tritoncp.analysis.kernel_report import report_kernel
 from tritoncp.analysis.launches import launch_of
+from tritoncp.analysis.templates.flex import TemplateJob, report_template
 from tritoncp.ops.engine_factory import name_functions
 
-QUESTIONS: dict[str, Callable[[Job], dict[str, Any]]] = {
-    "report": report_kernel,
-    "digest": lambda job: {"digest": hash_launch(launch_of(job))},
+# Of a job as a dict.
+QUESTIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "report": lambda raw: report_kernel(Job.of(raw)),
+    "digest": lambda raw: {"digest": hash_launch(launch_of(Job.of(raw)))},
+    "template": lambda raw: report_template(TemplateJob.of(raw)),
 }
 
 
@@ -31,7 +34,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             question, job = json.loads(line)
-            answer = QUESTIONS[question](Job.of(job))
+            answer = QUESTIONS[question](job)
         except Exception as error:  # any error of a compiler is an answer: other jobs go on
             answer = {"failed": f"{type(error).__name__}: {str(error).strip()[:500]}"}
         answers.write(json.dumps(answer) + "\n")

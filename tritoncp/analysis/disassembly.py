@@ -313,6 +313,26 @@ def find_races(body: Iterable[Instruction]) -> list[Instruction]:
     return races
 
 
+def count_serial(body: Iterable[Instruction]) -> int:
+    """Count the wgmmas that a loop waits for before it starts another. ptxas inserts those waits where it
+    lacks registers for products under way; the tensor cores are idle between such products.
+
+    >>> say = lambda *lines: [Instruction(*line.split(" ", 1)) for line in lines]
+    >>> product, wait = say("HGMMA.64x128x16 R24, gsb0"), say("WARPGROUP.DEPBAR.LE gsb0, 0x0")
+    >>> count_serial(product + wait + product + wait), count_serial(product + product + wait)
+    (2, 0)
+    """
+    count = waiting = 0
+    for x in body:
+        if x.op.startswith("HGMMA"):
+            waiting += 1
+        elif x.op.startswith("WARPGROUP.DEPBAR"):
+            left = int(x.operands.split(",")[1], 16)
+            count += waiting == 1 and left == 0
+            waiting = min(waiting, left)
+    return count
+
+
 def registers(x: Instruction) -> tuple[set[int], set[int]]:
     """Vector registers that an instruction writes, taken to be its first operand, and reads.
 

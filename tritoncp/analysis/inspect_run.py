@@ -132,7 +132,8 @@ def show(rows: Sequence[Row], console: Any) -> None:
         "\ntiles: M×N warps/stages, TMA if by descriptor; TMA/async: copies; loop: instructions for a tile "
         "of a full block / of a masked one; FLOPs: issued over needed; bound: of the tensor cores, one tile "
         "at a time in each program; overlap: if softmax hid behind products (the model is in "
-        "tritoncp/analysis/throughput_bound.py); flex: bound of torch's flex_attention, and with USE_TMA",
+        "tritoncp/analysis/throughput_bound.py); flex: bound of torch's template at "
+        "its default tiles, and at its best candidate",
         style="dim",
     )
 

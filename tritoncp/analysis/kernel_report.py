@@ -17,6 +17,7 @@ from tritoncp.analysis.disassembly import (
     Instruction,
     Product,
     barrier_warps,
+    count_serial,
     find_races,
     gcn,
     innermost,
@@ -38,6 +39,7 @@ from tritoncp.analysis.throughput_bound import (
     bound,
     cycles,
     hidden,
+    l2_bytes,
 )
 from tritoncp.kernels.tile_rules import Config, family, pieces
 
@@ -65,7 +67,7 @@ def report_kernel(job: Job) -> dict[str, Any]:
         "warps": kernel.metadata.num_warps,
         "shared_bytes": kernel.metadata.shared,
         "tensor_columns": getattr(kernel.metadata, "tmem_size", None) or 0,
-        "mma": _count_products(names),
+        "mma": count_products(names),
         "tma": sum(name.startswith("UTMALDG") for name in names),
         "async_copies": sum(name.startswith("LDGSTS") for name in names),
     }
@@ -74,12 +76,22 @@ def report_kernel(job: Job) -> dict[str, Any]:
     return row
 
 
-def inner_loop(job: Job, config: Config, code: Code, ptx_text: str, row: dict[str, Any]) -> dict[str, Any]:
+def inner_loop(
+    job: Job,
+    config: Config,
+    code: Code,
+    ptx_text: str,
+    row: dict[str, Any],
+    bodies: list[list[Instruction]] | None = None,
+) -> dict[str, Any]:
     """Report the loop over full blocks, and bound the use of tensor cores by it.
+
+    bodies: the loops of the job, shortest first, in code that has others too; None = all innermost loops
 
     loop, masked_loop: instructions; mix: of the former, by kind; loop_spills: loads and stores of spilled
         registers in both
     hidden: the share of exponentials that run beside products
+    serial: wgmmas that the former waits for one by one
     touched: instructions that race with a product under way
     cycles, programs, limit: of one turn, on a multiprocessor, and its limit; see throughput_bound.bound
     flops: issued over those of the tile
@@ -87,7 +99,7 @@ def inner_loop(job: Job, config: Config, code: Code, ptx_text: str, row: dict[st
 
     Empty without a loop: a short mask has a constant number of tiles, and its loop is unrolled.
     """
-    bodies, machine = innermost(code), MACHINES[family(job.arch)]
+    bodies, machine = innermost(code) if bodies is None else bodies, MACHINES[family(job.arch)]
     if not bodies:
         return {}
     tile_products = products(bodies[0])
@@ -98,8 +110,7 @@ def inner_loop(job: Job, config: Config, code: Code, ptx_text: str, row: dict[st
         loops = _loops_of_parts(code, tile_products, machine)
     else:
         loops = _loops_of_groups(bodies, tile_products, 1 + specialised, config.num_warps, machine)
-    spent = Cycles(*map(sum, zip(*loops.cycles)))
-    spent = spent._replace(shared=spent.shared + descriptor_bytes(job, config, code) / SHARED_PER_CYCLE)
+    spent = _add_traffic(Cycles(*map(sum, zip(*loops.cycles))), job, config, code)
     turns = len(loops.groups) if job.kernel == "gluon" else 1  # barriers make the groups take turns
     resources = row["registers"], row["shared_bytes"], machine, row["tensor_columns"]
     limit = bound(spent, row["warps"], *resources, loops.hidden, turns)
@@ -110,6 +121,7 @@ def inner_loop(job: Job, config: Config, code: Code, ptx_text: str, row: dict[st
         "mix": mix(loops.groups[-1]),
         "loop_spills": sum(kind_of(x.op) == "spill" for body in loops.bodies for x in body),
         "hidden": round(loops.hidden[1], 3),
+        "serial": max(map(count_serial, loops.groups)),
         "touched": sum(len(find_races(body)) for body in loops.bodies),
         "cycles": {name: round(value) for name, value in spent._asdict().items()},
         "programs": limit.programs,
@@ -118,6 +130,15 @@ def inner_loop(job: Job, config: Config, code: Code, ptx_text: str, row: dict[st
         "overlap": round(limit.overlap / issued, 3),
         "limit": limit.limit,
     }
+
+
+def _add_traffic(spent: Cycles, job: Job, config: Config, code: Code) -> Cycles:
+    """Add what one turn moves by descriptors and to and from the L2 cache, which instructions do not show."""
+    sizes = config.BLOCK_M, config.BLOCK_N, *(sum(pieces(x)) for x in (job.problem.dim, job.problem.v_dim))
+    return spent._replace(
+        shared=spent.shared + descriptor_bytes(job, config, code) / SHARED_PER_CYCLE,
+        l2=l2_bytes(job.kernel, *sizes) / MACHINES[family(job.arch)].l2,
+    )
 
 
 class TileLoops(NamedTuple):
@@ -202,7 +223,7 @@ def descriptor_bytes(job: Job, config: Config, code: Iterable[Instruction]) -> i
     return 2 * rows * (d + e) * ("UTMALDG" in names) + 4 * config.BLOCK_M * d * ("UTMAREDG" in names)
 
 
-def _count_products(names: Iterable[str]) -> dict[str, int]:
+def count_products(names: Iterable[str]) -> dict[str, int]:
     """Count matrix instructions by name, without the dtype of their sums."""
     matrix = (name for name in names if kind_of(name) == "tensor")
     return dict(Counter(re.sub(r"\.F32\.BF16|\.F32\b", "", name) for name in matrix))

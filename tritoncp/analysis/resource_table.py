@@ -11,6 +11,8 @@ from typing import Any
 
 from tritoncp.analysis.compile_pool import compile_all
 from tritoncp.analysis.jobs import KERNELS, VARIANT_OF_KIND, Job, step_job
+from tritoncp.analysis.templates.comparison import comparisons
+from tritoncp.analysis.templates.flex import MASKS as COMPARED_MASKS
 from tritoncp.analysis.throughput_bound import MACHINES, TENSOR_COLUMNS
 from tritoncp.core.checked_json import read_json
 from tritoncp.kernels.tile_rules import Config, copies, family, fuses, merges, specialises
@@ -23,19 +25,6 @@ TABLE = tile_tables.PACKAGE / "kernels/configs/resources.json"
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
 SPECIALISED = ("full", "causal", "documents", "state")  # the first without a state to start from
 REGRESSION_TOLERANCE = 0.03  # of a bound, before it counts as lost
-# Bounds of torch's own flex_attention, without a mask_mod in the loop: (kernel, head dim) -> with its default
-# options and with USE_TMA, on sm_90. ``python -m tests.kernels.support.flex`` measures them.
-FLEX = {
-    ("forward", 64): (0.876, 0.884),
-    ("forward", 128): (0.628, 0.591),
-    ("forward", 256): (0.64, 0.6),
-    ("dq", 64): (0.74, 0.6),
-    ("dq", 128): (0.853, 0.75),
-    ("dq", 256): (0.844, 0.844),
-    ("dkdv", 64): (0.663, 0.597),
-    ("dkdv", 128): (0.78, 0.763),
-    ("dkdv", 256): (0.795, 0.792),
-}
 RECORDED_FIELDS = (  # of a row, in the table
     *(
         "digest",
@@ -220,6 +209,13 @@ def families(mma: dict[str, int]) -> str:
 
 
 def flex(row: Row) -> tuple[float, float] | None:
-    """The bounds of torch's flex_attention for a row's kernel, if recorded."""
-    has_figures = row["arch"] == "sm_90" and row["dtype"] == "bfloat16"
-    return FLEX.get((row["kernel"], row["head_dim"])) if has_figures else None
+    """The bounds of torch's flex_attention for a row's kernel and mask, at torch's default tiles and at its
+    best candidate, if :func:`tritoncp.analysis.templates.comparison.comparisons` has them. Those of a causal
+    mask stand for masks that it lacks; for few rows torch has another template."""
+    if row["variant"] in ("few", "decode"):
+        return None
+    mask = row["variant"] if row["variant"] in COMPARED_MASKS else "causal"
+    place = comparisons().get((row["kernel"], row["arch"], row["head_dim"], mask))
+    if place is None or row["dtype"] != "bfloat16":
+        return None
+    return place.default["bound"], place.best["bound"]

@@ -13,10 +13,12 @@ from tritoncp.analysis.disassembly import Instruction, Product, kind_of, mix
 class Machine(NamedTuple):
     """One multiprocessor (AMD: compute unit) with four schedulers. The rates are from NVIDIA's whitepapers
     and the CUDA programming guide ("Arithmetic instructions"), and from AMD's CDNA3 whitepaper and ISA guide.
+    Those of L2 caches are at the top of ``L2_PORT``.
 
     block, shared: bytes of shared memory of a program at most, and of the multiprocessor
     warps, registers, lanes: warps it holds, 32-bit registers, threads in a warp
     flops:  of 16-bit products with float32 sums, in a cycle
+    l2:     bytes that it reads from the L2 cache in a cycle, if all multiprocessors read
     issue:  cycles for which an instruction takes its scheduler, by kind; "" = all other kinds
     mufu:   cycles for which an exponential takes the special function unit
     """
@@ -26,6 +28,7 @@ class Machine(NamedTuple):
     warps: int
     registers: int
     flops: int
+    l2: float
     lanes: int = 32
     issue: dict[str, int] = {"": 1}  # noqa: RUF012 a table, never written
     mufu: int = 8
@@ -35,15 +38,20 @@ KIB = 1024
 SHARED_PER_CYCLE = 128  # bytes, on every machine below
 TENSOR_COLUMNS = 512
 RESERVED = KIB  # of shared memory, for the system, in every program (NVIDIA)
+# Bytes that one multiprocessor takes from the L2 cache in a cycle (arXiv 1804.06826, for Volta).  The caches
+# of A100 and H100 give 5120 bytes a cycle to all of them together: 7219 GB/s at 1.41 GHz and 8986 at 1.755 in
+# table 3 of https://pmc.ncbi.nlm.nih.gov/articles/PMC10448217, and NVIDIA's A100 whitepaper. An XCD of MI300X
+# gives 2048 to 38 compute units: AMD's CDNA3 whitepaper. For other GPUs the port is the limit.
+L2_PORT = 64
 # CDNA: a vector instruction of 64 lanes takes a scheduler's 16 lanes four cycles, an exponential four times
 # as long; matrix, scalar and memory instructions are issued beside them.
 _CDNA = dict.fromkeys(("fma", "compare", "convert", "integer"), 4) | {"mufu": 16, "": 0}
 MACHINES = {
-    "sm_80": Machine(163 * KIB, 164 * KIB, 64, 65536, 2048),
-    "sm_86": Machine(99 * KIB, 100 * KIB, 48, 65536, 1024),
-    "sm_90": Machine(227 * KIB, 228 * KIB, 64, 65536, 4096),
-    "sm_100": Machine(227 * KIB, 228 * KIB, 64, 65536, 8192),
-    "gfx942": Machine(64 * KIB, 64 * KIB, 32, 4 * 512 * 64, 2048, 64, _CDNA, 0),
+    "sm_80": Machine(163 * KIB, 164 * KIB, 64, 65536, 2048, 5120 / 108),
+    "sm_86": Machine(99 * KIB, 100 * KIB, 48, 65536, 1024, L2_PORT),
+    "sm_90": Machine(227 * KIB, 228 * KIB, 64, 65536, 4096, 5120 / 132),
+    "sm_100": Machine(227 * KIB, 228 * KIB, 64, 65536, 8192, L2_PORT),
+    "gfx942": Machine(64 * KIB, 64 * KIB, 32, 4 * 512 * 64, 2048, 2048 / 38, 64, _CDNA, 0),
 }
 
 
@@ -55,13 +63,14 @@ class Cycles(NamedTuple):
     issue: float
     mufu: float
     shared: float
+    l2: float = 0.0
 
 
 def cycles(
     body: Sequence[Instruction], tile_products: Sequence[Product], warps: int, machine: Machine
 ) -> Cycles:
     """Count the cycles of one turn of a loop, from its instructions and its products (those of PTX where SASS
-    does not show their shape)."""
+    does not show their shape). Instructions do not show what the L2 cache moves: see :func:`l2_bytes`."""
     groups = [(product, warps // product.warps if product.warps else 1) for product in tile_products]
     counts = mix(body)
     issued = sum(machine.issue.get(kind, machine.issue[""]) * n for kind, n in counts.items())
@@ -75,9 +84,10 @@ def cycles(
 
 
 def bytes_of(x: Instruction, lanes: int) -> int:
-    """Count the bytes that one warp's instruction moves in or out of shared memory.
+    """Count the bytes that one warp's instruction moves in or out of shared memory, or of local memory, which
+    the L1 cache in the same memory holds.
 
-    >>> [bytes_of(Instruction(op, ""), 32) for op in ("LDS.128", "STS", "LDSM.16.M88.4", "LDGSTS.E.128")]
+    >>> [bytes_of(Instruction(op, ""), 32) for op in ("LDS.128", "STL", "LDSM.16.M88.4", "LDGSTS.E.128")]
     [512, 128, 512, 512]
     >>> bytes_of(Instruction("ds_read_b128", ""), 64), bytes_of(Instruction("LDG.E.128", ""), 32)
     (1024, 0)
@@ -86,10 +96,30 @@ def bytes_of(x: Instruction, lanes: int) -> int:
         return 128 * int(matrices[1] or 1)
     if wide := re.match(r"ds_(?:read|write)2?_b(\d+)", x.op):
         return lanes * int(wide[1]) // 8 * (1 + ("2_" in x.op))
-    if re.match(r"LDS\b|STS\b|LDGSTS", x.op):
+    if re.match(r"LD[SL]\b|ST[SL]\b|LDGSTS", x.op):
         width = re.search(r"\.(64|128)$", x.op)
         return lanes * (int(width[1]) // 8 if width else 4)
     return 0
+
+
+def l2_bytes(kernel: str, rows: int, columns: int, key_dim: int, value_dim: int) -> int:
+    """Count the bytes that one turn of a loop moves between the L2 cache and a multiprocessor: keys and
+    values of ``columns`` keys, in 16 bits; by keys ("dkdv", "fused"), queries and dO of ``rows`` rows, and
+    what the latter adds to dQ, in float32. Programs of one multiprocessor do not share them: copies bypass
+    L1.
+
+    A forward tile does ``rows`` FLOPs for each byte: on an H100, which does 4096 in a cycle and reads 39
+    bytes, 64 rows keep the tensor cores busy for 61 % of the time at most.
+
+    >>> flops, h100 = 4 * 64 * 128 * 128, MACHINES["sm_90"]
+    >>> flops / l2_bytes("forward", 64, 128, 128, 128)
+    64.0
+    >>> round(flops / h100.flops / (l2_bytes("forward", 64, 128, 128, 128) / h100.l2), 3)
+    0.606
+    """
+    by_keys = kernel in ("dkdv", "fused")
+    loads = 2 * (rows if by_keys else columns) * (key_dim + value_dim)
+    return loads + (4 * rows * key_dim if kernel == "fused" else 0)
 
 
 class Bound(NamedTuple):
@@ -140,13 +170,14 @@ def bound(
 ) -> Bound:
     """Bound the share of time in which one turn of the loop keeps the tensor cores busy.
 
-    Each of Σ FLOPs / rate, Σ instructions × warps / 4 schedulers, Σ exponentials × 8 cycles × warps / 4 and Σ
-    bytes / 128 is a lower bound of the time.  A program computes one tile at a time: its products, then,
-    since all its warps wait for them, its softmax, with the tensor cores idle (the cost that FlashAttention-3
-    hides: arXiv 2407.08608, section 3).  So a program alone takes tensor + max(issue, mufu), and each of c
-    programs beside each other at least a c-th of that, and so with groups of a program's warps that take
-    ``turns``; instructions and exponentials that are ``hidden`` do not count. Not modelled: latencies, bank
-    and pipe conflicts, HBM and L2, clocks.  An upper bound, to compare variants of a kernel.
+    Each of Σ FLOPs / rate, Σ instructions × warps / 4 schedulers, Σ exponentials × 8 cycles × warps / 4, Σ
+    bytes / 128 of shared memory and Σ bytes / rate of L2 is a lower bound of the time. A program computes one
+    tile at a time: its products, then, since all its warps wait for them, its softmax, with the tensor cores
+    idle (the cost that FlashAttention-3 hides: arXiv 2407.08608, section 3). So a program alone takes tensor
+    + max(issue, mufu), and each of c programs beside each other at least a c-th of that, and so with groups
+    of a program's warps that take ``turns``; instructions and exponentials that are ``hidden`` do not count.
+    Not modelled: latencies, bank and pipe conflicts, HBM, misses and the further half of L2, clocks (L2 has
+    one of its own). An upper bound, to compare variants of a kernel.
 
     >>> bound(Cycles(1024, 868, 528, 900), 8, 200, 150 << 10, MACHINES["sm_90"])  # flex's template, 128 x 64
     Bound(utilisation=0.541, overlap=1.0, programs=1, limit='issue after tensor; registers hold 1 program')
@@ -158,7 +189,12 @@ def bound(
     times = spent._asdict() | {"": alone / (programs * turns)}
     limit = max(times, key=lambda name: times[name])
     many = f"{holds} hold{'s' * (holds[-1] != 's')} {programs} program{'s' * (programs > 1)}"
-    words = {"tensor": "tensor cores", "shared": "shared memory", "": f"{soft} after tensor; {many}"}
+    words = {
+        "tensor": "tensor cores",
+        "shared": "shared memory",
+        "l2": "L2",
+        "": f"{soft} after tensor; {many}",
+    }
     return Bound(
         round(spent.tensor / times[limit], 3),
         round(spent.tensor / max(spent), 3),

@@ -1,0 +1,1 @@
+"""torch's templates of flex attention beside tritoncp's kernels: compiled, counted, compared."""
