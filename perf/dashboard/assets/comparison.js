@@ -119,7 +119,7 @@ function summary({ rows, missing, added, absent }) {
 
 /** The latest run and the one before it, of the first card: what the view starts with. */
 function standardSides() {
-  const { run, before } = about.cards.find((card) => card.before !== null) ?? about.cards[0];
+  const { run, before } = sortCards().find((card) => card.before !== null) ?? about.cards[0];
   return { before: about.runs[before ?? run][1], after: about.runs[run][1] };
 }
 
@@ -146,14 +146,14 @@ function showComparison() {
   const comparison = compareSides(pointsOf(state.before), pointsOf(state.after));
   $("compare-summary").textContent = summary(comparison);
   $("status").textContent = "";
-  const none = (x) => (x === null ? "failed" : x.toPrecision(4));
+  const time = (x) => (x === null ? "failed" : String(Number(Number(x.toPrecision(10)).toPrecision(4)))); // as format_time
   const change = (row) => (row.ratio === null ? "–" : element("span", { class: row.low > 1 ? "worse" : row.high !== null && row.high < 1 ? "better" : "" }, percent(row.ratio)));
   const worse = (row) => ["slower", "FAILED"].includes(verdict(row));
   fillPages("compare-table", `${state.after} against ${state.before}: largest loss first`, [
     { name: "Case", kind: "case", value: (row) => row.case, cell: (row) => element("div", {}, caseLink(row.line), row.why ? element("div", { class: "small" }, row.why) : null) },
     { name: "GPU", kind: "wide", value: (row) => row.series, cell: (row) => row.series },
-    { name: "Before, ms", kind: "number", value: (row) => row.before, cell: (row) => none(row.before) },
-    { name: "After, ms", kind: "number", value: (row) => row.after, cell: (row) => none(row.after) },
+    { name: "Before, ms", kind: "number", value: (row) => row.before, cell: (row) => time(row.before) },
+    { name: "After, ms", kind: "number", value: (row) => row.after, cell: (row) => time(row.after) },
     { name: "Change", kind: "number", value: (row) => row.ratio ?? (row.after === null ? Infinity : null), cell: change },
     { name: `${100 * about.level}% interval`, kind: "number", value: (row) => row.low, cell: (row) => (row.low === null ? "unknown" : interval(row)) },
     { name: "Runs", kind: "number wide", value: (row) => row.runs[1], cell: (row) => row.runs.join(", ") },

@@ -9,12 +9,14 @@ function statusOf(line) {
   return element("span", { class: bad ? "worse" : line.status === "faster" ? "better" : "small" }, names[line.status] ?? line.status);
 }
 
-function showCards() {
+/** The cards with their lines, the worst first. */
+function sortCards() {
   const cards = about.cards.map((facts, number) => ({ ...facts, lines: lines.filter((line) => line.card === number).sort(worstFirst) }));
   const urgency = (card) => Math.min(...card.lines.map((line) => line.rank));
-  cards.sort((a, b) => isWorse(b) - isWorse(a) || urgency(a) - urgency(b));
-  $("cards").replaceChildren(...cards.map(card));
+  return cards.sort((a, b) => isWorse(b) - isWorse(a) || urgency(a) - urgency(b));
 }
+
+const showCards = () => $("cards").replaceChildren(...sortCards().map(card));
 
 const countOf = (card, name) => card.lines.filter(VERDICTS[name]).length;
 const newFailures = (card) => card.lines.filter((line) => line.status === "failing").length;
