@@ -126,6 +126,8 @@ def _make_count_chart(labels: list[str]) -> Any:
 def _show_runs(plot: Any) -> None:
     """Give a chart an x axis whose ticks and labels the page sets: of runs."""
     plot.xaxis.ticker = FixedTicker(ticks=[])
+    plot.x_range.range_padding = 0.03
+    plot.min_border_left = 70  # so that the axes of charts below each other agree
 
 
 def _make_roofline() -> Any:

@@ -26,7 +26,7 @@ function fill(table, caption, heads, rows) {
 }
 
 const PAGE = 50; // rows
-const orders = {}; // of each long table, by id: { by: column or -1, down, page }
+const orders = {}; // of each long table, by id: { by: column or -1, down, page, caption }
 
 /**
  * Fill a long table, a page of it at a time, and let the reader sort it by any column.
@@ -34,6 +34,7 @@ const orders = {}; // of each long table, by id: { by: column or -1, down, page 
  */
 function fillPages(id, caption, columns, items) {
   const table = $(id), order = (orders[id] ??= { by: -1, down: true, page: 0 });
+  if (order.caption !== caption) Object.assign(order, { caption, page: 0 }); // another table's pages
   const sorted = order.by < 0 ? items : sortBy(items, columns[order.by].value, order.down);
   const pages = Math.max(1, Math.ceil(items.length / PAGE));
   order.page = Math.min(order.page, pages - 1);
