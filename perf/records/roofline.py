@@ -13,6 +13,8 @@ from tritoncp.perf.records.history import Point
 
 TOLERANCE = 0.1  # bounds are measured, and a kernel that mostly reads may be this much faster than a copy
 
+MOST = 1e30  # FLOPs or bytes; a history from elsewhere may have any number
+
 
 class Alarm(NamedTuple):
     """A contender whose rate is above the bound; share: its rate over the bound."""
@@ -29,7 +31,8 @@ class Alarm(NamedTuple):
 
 
 def bound_share(ms: float, work: Mapping[str, Any], ceilings: Mapping[str, float]) -> float | None:
-    """Return the rate of useful work over the device's bound; None where a part of either is unknown.
+    """Return the rate of useful work over the device's bound; None where a part of either is unknown
+    or impossible.
 
     >>> ceilings = {"matmul_tflops": 800.0, "copy_gbytes_per_s": 4000.0}
     >>> bound_share(10.0, {"flops": 4e12, "hbm_bytes": 3e8}, ceilings)
@@ -37,7 +40,7 @@ def bound_share(ms: float, work: Mapping[str, Any], ceilings: Mapping[str, float
     """
     amounts = [work.get(name) for name in ("flops", "hbm_bytes")]
     rates = [ceilings.get(name) for name in ("matmul_tflops", "copy_gbytes_per_s")]
-    if not all(amounts) or not all(rates) or ms <= 0:
+    if not all(x and 0 < x < MOST for x in (*amounts, *rates)):
         return None
     (flops, moved), (tflops, gbytes) = amounts, rates
     return max(flops / (tflops * 1e9), moved / (gbytes * 1e6)) / ms  # type: ignore[operator]

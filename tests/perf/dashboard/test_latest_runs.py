@@ -144,6 +144,13 @@ def test_a_value_above_its_bound_is_an_alarm_on_the_page_and_on_the_screen(tmp_p
     assert facts_of([possible])[1]["causal-8k-fwd"]["alarms"] == []
 
 
+@pytest.mark.parametrize("flops", [0, -1, 10**400, 1e308])
+def test_impossible_counts_of_work_raise_no_alarm(flops):
+    point = over_its_bound()
+    _, lines = facts_of([type(point)(**vars(point) | {"work": WORK | {"flops": flops}})])
+    assert lines["causal-8k-fwd"]["alarms"] == []
+
+
 def test_the_table_of_a_run_ends_with_its_alarms(capsys):
     from tritoncp.perf.records.history import Journal
     from tritoncp.perf.run import show
