@@ -20,25 +20,28 @@ const NAMED = [
   (word) => (line) => line.deviceName.toLowerCase().includes(word.toLowerCase()),
 ];
 
-/** The points that some words name, separated by commas: arrays of indices, by line. */
+/** The points that a word names: arrays of indices, by line. */
+function pointsOfWord(word) {
+  for (const named of NAMED) {
+    const is = named(word), side = new Map();
+    for (const line of lines) {
+      const at = [...line.ms.keys()].filter((i) => is(line, i));
+      if (at.length) side.set(line, at);
+    }
+    if (side.size) return side;
+  }
+  return new Map();
+}
+
+/** The points that a word names; or, if none does, those of several words with commas between them. */
 function pointsOf(words) {
+  const whole = pointsOfWord(words);
+  if (whole.size || !words.includes(",")) return whole;
   const side = new Map();
   for (const word of words.split(",").map((part) => part.trim()).filter(Boolean)) {
-    for (const named of NAMED) {
-      const is = named(word);
-      let count = 0;
-      for (const line of lines) {
-        for (let i = 0; i < line.n; i++) {
-          if (!is(line, i)) continue;
-          count += 1;
-          if (!side.has(line)) side.set(line, new Set());
-          side.get(line).add(i);
-        }
-      }
-      if (count) break;
-    }
+    for (const [line, at] of pointsOfWord(word)) side.set(line, [...(side.get(line) ?? []), ...at]);
   }
-  return new Map([...side].map(([line, at]) => [line, [...at].sort((a, b) => a - b)]));
+  return new Map([...side].map(([line, at]) => [line, [...new Set(at)].sort((a, b) => a - b)]));
 }
 
 /** Points by case, and by series unless the sides have no series in common. */
@@ -143,8 +146,10 @@ function chooseSides() {
 function showComparison() {
   Object.assign(state, { ...standardSides(), ...Object.fromEntries(["before", "after"].filter((name) => state[name]).map((name) => [name, state[name]])) });
   chooseSides();
-  const comparison = compareSides(pointsOf(state.before), pointsOf(state.after));
-  $("compare-summary").textContent = summary(comparison);
+  const sides = [state.before, state.after].map(pointsOf), comparison = compareSides(...sides);
+  const unknown = [state.before, state.after].filter((_, i) => !sides[i].size);
+  $("compare-summary").textContent = summary(comparison)
+    + unknown.map((words) => `; “${words}” names no run, version, commit or device of this page`).join("");
   $("status").textContent = "";
   const time = (x) => (x === null ? "failed" : String(Number(Number(x.toPrecision(10)).toPrecision(4)))); // as format_time
   const change = (row) => (row.ratio === null ? "–" : element("span", { class: row.low > 1 ? "worse" : row.high !== null && row.high < 1 ? "better" : "" }, percent(row.ratio)));

@@ -161,6 +161,9 @@ def test_a_comparison_is_chosen_by_hand_and_its_address_can_be_sent(page, browse
     sent = opened(browser, page.url)
     assert f"after={COMMITS[10]}" in page.url and "before=run25" in page.url
     expect(sent.locator("#compare-summary")).to_have_text(summary)
+    sent.goto("about:blank")
+    sent.goto(page.url.replace("before=run25", "before=no-such-run"))
+    expect(sent.locator("#compare-summary")).to_contain_text("“no-such-run” names no run, version, commit")
     sent.context.close()
     page.go_back()
     page.get_by_role("link", name="The last 5 before").first.click()
