@@ -174,16 +174,27 @@ def _print_comparison(comparison: comparing.Comparison, limit: float | None) -> 
     default=Path("dashboard.html"),
     show_default=True,
 )
-def dashboard(places: tuple[Path, ...], out: Path) -> None:
+@click.option(
+    "--repo-url",
+    metavar="URL",
+    help="Where commits are linked to, as https://github.com/owner/project. [default: from `git remote`]",
+)
+def dashboard(places: tuple[Path, ...], out: Path, repo_url: str | None) -> None:
     """Write one page that shows a history: files and folders, perf/history by default.
 
     The page needs nothing else: it opens from a disk, without a network.
     """
     try:
-        from tritoncp.perf.dashboard import changepoints
+        from tritoncp.perf.dashboard import changepoints, repository
         from tritoncp.perf.dashboard.page import page
     except ImportError as error:
         raise _missing_package_error(error) from error
+    address = repository.find_repository() if repo_url is None else repository.web_address(repo_url)
+    if repo_url and not address:
+        raise click.BadParameter(
+            f"{repo_url!r} leads to no web page; give one as https://github.com/owner/project",
+            param_hint="--repo-url",
+        )
     places = places or (HISTORY,)
     history = read(*places)
     _report_problems(history.problems)
@@ -196,7 +207,7 @@ def dashboard(places: tuple[Path, ...], out: Path) -> None:
     if changepoints.ruptures is None:
         click.echo(changepoints.MISSING, err=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page(history), encoding="utf-8")
+    out.write_text(page(history, address), encoding="utf-8")
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)
 
 

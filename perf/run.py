@@ -22,6 +22,7 @@ from tritoncp.core.checked_json import parse_json
 from tritoncp.core.paths import path_inside, slug
 from tritoncp.perf.exit_codes import FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
 from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, find_unfinished, kernel_name
+from tritoncp.perf.records.roofline import find_alarms
 
 if TYPE_CHECKING:
     import torch
@@ -297,10 +298,12 @@ def format_line(line: dict[str, Any]) -> str:
     if "ms" not in own:
         return f"{name} failed: {own['why']}"
     rate = f"  {own['tflops']} TFLOP/s" if "tflops" in own else ""
-    point = Point("", "", "", Series(""), {}, line["contenders"])
+    parts = {name: line[name] for name in ("work", "ceilings") if name in line}
+    point = Point("", "", "", Series(""), {}, line["contenders"], **parts)
     ratios = "".join(f"  ÷{family} {x:.2f}" for family, x in point.speedups().items())
     ratios += "".join(f"  ÷{family} untuned" for family in point.untuned())
-    return f"{name} {own['ms']:>8.4g} ms{rate}{ratios}"
+    alarms = "".join(f"\n  ALARM: {alarm}" for alarm in find_alarms(point))
+    return f"{name} {own['ms']:>8.4g} ms{rate}{ratios}{alarms}"
 
 
 def show(journal: Journal) -> None:
@@ -332,6 +335,8 @@ def show(journal: Journal) -> None:
     for point in points:
         if not point.ms:
             console.print(f"{point.case}: tritoncp: {point.own['why']}", markup=False)
+        for alarm in find_alarms(point):
+            console.print(f"ALARM: {point.case}: {alarm}", style="bold red", markup=False)
     console.print(f"every line is in {journal.path}", markup=False)
 
 

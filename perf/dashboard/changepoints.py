@@ -115,11 +115,20 @@ def compare_latest(values: Sequence[float], changes: Sequence[Change] = (), leas
         return Latest("too few runs", len(earlier))
     level, noise, count = _estimate_level(np.asarray(earlier), least / 20)
     distance = float(newest) - level
-    width = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * noise * math.sqrt(1 + 1 / count)
+    width = student_quantile(count - 1, CONFIDENCE) * noise * math.sqrt(1 + 1 / count)
     sure = abs(distance) > max(width, math.log1p(least))
     verdict = "as before" if not sure else "slower" if distance > 0 else "faster"
     low, ratio, high = (math.exp(distance + side * width) for side in (-1, 0, 1))
     return Latest(verdict, count, ratio, low, high)
+
+
+def student_quantile(freedom: float, level: float) -> float:
+    """Return the half-width of the central interval of Student's t that has probability ``level``.
+
+    >>> round(student_quantile(4, 0.99), 2)
+    4.6
+    """
+    return float(stdtrit(freedom, (1 + level) / 2))
 
 
 def _estimate_level(logs: np.ndarray, least_noise: float) -> tuple[float, float, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bokeh.models import ColumnDataSource, HoverTool, VSpan
+from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, VSpan
+from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
 # Readable on white and on near-black, and distinct for most colour-blind readers (after Okabe and Ito).
@@ -16,7 +17,10 @@ WORSE = "#cc3311"
 def make_charts(facts: dict[str, Any]) -> dict[str, Any]:
     """Make every chart, by the id of its element on the page."""
     return {
-        "chart-overview": _make_line_chart("overview", facts["devices"], "geometric mean"),
+        "chart-overview": _make_line_chart(
+            "overview", facts["devices"], "baseline ÷ tritoncp", quartiles=True
+        ),
+        "chart-regressions": _make_count_chart(facts["devices"]),
         "chart-time": _make_time_chart(),
         "chart-ratio": _make_line_chart("ratio", facts["families"], "baseline ÷ tritoncp"),
         "chart-roofline": _make_roofline(),
@@ -50,7 +54,8 @@ def _make_source(name: str, *columns: str) -> ColumnDataSource:
 
 def _make_time_chart() -> Any:
     """Make the chart of a case's times: median, quartiles, levels, failures, changes of attributes."""
-    plot = _make_figure("measurement", "milliseconds", 300)
+    plot = _make_figure("run: date and commit", "milliseconds", 300)
+    _show_runs(plot)
     marks = _make_source("marks", "x", "what")
     plot.add_glyph(marks, VSpan(x="x", line_color="#888888", line_dash="dotted", line_width=1))
     steps = _make_source("changes", "x", "colour")
@@ -83,19 +88,46 @@ def _make_time_chart() -> Any:
     return plot
 
 
-def _make_line_chart(name: str, labels: list[str], y: str) -> Any:
-    """Make a chart with a line for each label, from the source "<name>-<i>"."""
-    plot = _make_figure("run" if name == "overview" else "measurement", y)
+def _make_line_chart(name: str, labels: list[str], y: str, quartiles: bool = False) -> Any:
+    """Make a chart with a line for each label, from the source "<name>-<i>"; with ``quartiles`` another one
+    below it, from its column "worst"."""
+    plot = _make_figure("run: date and commit", y)
+    _show_runs(plot)
+    columns = ("x", "y", "when", *(("worst",) if quartiles else ()))
     for i, label in enumerate(labels):
-        source = _make_source(f"{name}-{i}", "x", "y", "when")
+        source = _make_source(f"{name}-{i}", *columns)
         colour = COLOURS[i % len(COLOURS)]
         dash = ("solid", "dashed", "dotdash")[i // len(COLOURS) % 3]
-        plot.line("x", "y", source=source, line_color=colour, line_width=1.6, line_dash=dash)
+        plot.line("x", "y", source=source, line_color=colour, line_width=1.8, line_dash=dash)
+        if quartiles:
+            plot.line("x", "worst", source=source, line_color=colour, line_width=1.4, line_dash="dotted")
+            plot.scatter("x", "worst", source=source, color=colour, size=4, marker="inverted_triangle")
         dots = plot.scatter("x", "y", source=source, color=colour, size=4)
-        plot.add_tools(HoverTool(renderers=[dots], tooltips=[(label, "@y{0.000}"), ("", "@when")]))
-    unit_line = _make_source("one", "x", "y")
-    plot.line("x", "y", source=unit_line, line_color="#888888", line_dash="dotted")
+        tips = [(label, "@y{0.000}"), *([("worst quartile", "@worst{0.000}")] if quartiles else [])]
+        plot.add_tools(HoverTool(renderers=[dots], tooltips=[*tips, ("", "@when")]))
+    # A Span does not widen the range of the data, as a line would.
+    plot.add_layout(Span(location=1, dimension="width", line_color="#888888", line_dash="dotted"))
     return plot
+
+
+def _make_count_chart(labels: list[str]) -> Any:
+    """Make a chart of the number of regressions in each run, with bars for each label."""
+    plot = _make_figure("run: date and commit", "regressions", 180)
+    _show_runs(plot)
+    plot.y_range.start = 0
+    plot.yaxis.ticker.min_interval = 1
+    for i, label in enumerate(labels):
+        source = _make_source(f"regressions-{i}", "x", "width", "y", "when")
+        bars = plot.vbar("x", top="y", width="width", source=source, color=COLOURS[i % len(COLOURS)])
+        plot.add_tools(HoverTool(renderers=[bars], tooltips=[(label, "@y"), ("", "@when")]))
+    return plot
+
+
+def _show_runs(plot: Any) -> None:
+    """Give a chart an x axis whose ticks and labels the page sets: of runs."""
+    plot.xaxis.ticker = FixedTicker(ticks=[])
+    plot.x_range.range_padding = 0.03
+    plot.min_border_left = 70  # so that the axes of charts below each other agree
 
 
 def _make_roofline() -> Any:

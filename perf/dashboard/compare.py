@@ -187,7 +187,7 @@ def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate |
     if baseline is not None and variance is not None:
         unit_variance = median_variance(_fastest_member(timed_points[0], baseline))
         variance = None if unit_variance is None else variance + unit_variance
-    return Estimate(logs[0], variance, max(1, _count_samples(figures) - 1), 1)
+    return Estimate(logs[0], variance, max(1, count_samples(figures) - 1), 1)
 
 
 def _fastest_member(point: Point, family: str) -> dict[str, Any]:
@@ -195,14 +195,14 @@ def _fastest_member(point: Point, family: str) -> dict[str, Any]:
     return min((row for row in members if "ms" in row), key=lambda row: row["ms"])
 
 
-def _count_samples(row: dict[str, Any]) -> int:
+def count_samples(row: dict[str, Any]) -> int:
     return len(row.get("samples", ())) or row.get("n", 0)
 
 
 def median_variance(row: dict[str, Any]) -> float | None:
     """Compute the variance of the logarithm of a median from its samples, else from quartiles and count; else
     None."""
-    samples, n = sorted(row.get("samples", ())), _count_samples(row)
+    samples, n = sorted(row.get("samples", ())), count_samples(row)
     if len(samples) >= 5:
         rank = max(
             0, round((n + 1) / 2 - Z * math.sqrt(n / 4)) - 1
@@ -299,8 +299,8 @@ def lines(comparison: Comparison, limit: float | None) -> list[tuple[str, ...]]:
     return [
         (
             row.case,
-            "failed" if row.before is None else f"{row.before:.4g}",
-            "failed" if row.after is None else f"{row.after:.4g}",
+            format_time(row.before),
+            format_time(row.after),
             "" if row.ratio is None else f"{100 * (row.ratio - 1):+.1f} %",
             "unknown" if row.low is None or row.high is None
             else f"{100 * (row.low - 1):+.1f} … {100 * (row.high - 1):+.1f} %",
@@ -308,6 +308,16 @@ def lines(comparison: Comparison, limit: float | None) -> list[tuple[str, ...]]:
         )
         for row in comparison.rows
     ]  # fmt: skip
+
+
+def format_time(ms: float | None) -> str:
+    """Format a time to four digits. It is the exponential of a logarithm: its last digits are chance, and are
+    dropped first.
+
+    >>> format_time(1.2344999999999999), format_time(None)
+    ('1.234', 'failed')
+    """
+    return "failed" if ms is None else f"{float(f'{ms:.10g}'):.4g}"
 
 
 def verdict(row: Row, limit: float | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import itertools
 import json
 import math
 import zlib
@@ -20,21 +21,33 @@ from bokeh.embed import json_item
 from bokeh.resources import Resources
 
 from tritoncp._version import __version__
-from tritoncp.perf.dashboard import changepoints, charts
-from tritoncp.perf.dashboard.compare import group_points
+from tritoncp.perf.dashboard import changepoints, charts, latest_runs
+from tritoncp.perf.dashboard.columns import NONE, STEP, WIDE_NONE, WIDE_STEP, median_time, pack_columns
+from tritoncp.perf.dashboard.compare import LEVEL, group_points
+from tritoncp.perf.dashboard.repository import compare_address
 from tritoncp.perf.records.history import ATTRIBUTES, History, Point, Series
 
-STEP = 2.5e-4  # quantisation step of log(time): an error of at most an eighth of a per mille
-NONE = -32768  # a failure or an absent baseline
+STUDENT = 128  # intervals of the table of Student's t
 HERE = Path(__file__).parent / "assets"
+SCRIPTS = (
+    "elements",
+    "data",
+    "charts",
+    "latest",
+    "overview",
+    "comparison",
+    "case",
+    "kernels",
+    "page",
+)  # in this order
 
 
-def page(history: History) -> str:
-    """Make the page, as HTML."""
-    facts, columns = collect_data(history)
+def page(history: History, repository: str = "") -> str:
+    """Make the page, as HTML. repository: the web address to which commits are linked."""
+    facts, columns = collect_data(history, repository)
     parts = {
         "style": (HERE / "page.css").read_text(),
-        "script": _escape_script((HERE / "page.js").read_text()),
+        "script": _escape_script("\n".join((HERE / f"{name}.js").read_text() for name in SCRIPTS)),
         "bokeh": _escape_script("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
         "charts": _escape_script(
             json.dumps({name: json_item(chart) for name, chart in charts.make_charts(facts).items()})
@@ -56,32 +69,41 @@ def _compress(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
-def collect_data(history: History) -> tuple[dict[str, Any], bytes]:
-    """Collect the data of the page: names and facts, and the columns of all points (see `_make_columns`)."""
+def collect_data(history: History, repository: str = "") -> tuple[dict[str, Any], bytes]:
+    """Collect the data of the page: names and facts, and the columns of all points (see `pack_columns`)."""
     in_order = sorted(history.points, key=lambda point: _seconds(point.time))
     lines = [points for _, points in sorted(group_points(in_order, by_series=True).items())]
     begun: dict[str, int] = {}  # the time at which each run began, in order of time
     for point in in_order:
         begun.setdefault(point.run, _seconds(point.time))
     runs = {run: i for i, run in enumerate(begun)}
-    envs: dict[str, int] = {}
-    for points in lines:
-        for point in points:
-            envs.setdefault(_attributes(point), len(envs))
+    lines = [sorted(points, key=lambda point: runs[point.run]) for points in lines]
+    env_texts = [[_attributes(point) for point in points] for points in lines]
+    envs = {text: i for i, text in enumerate(dict.fromkeys(itertools.chain(*env_texts)))}
+    env_of_run = {
+        point.run: envs[text]
+        for points, texts in zip(lines, env_texts, strict=True)
+        for point, text in zip(points, texts, strict=True)
+    }
     devices = sorted({str(points[0].series) for points in lines})
     families = sorted({name for points in lines for point in points for name in point.baselines()})
+    summaries = [_summarize_line(points, devices, families) for points in lines]
+    cards = _summarize_tracks(lines, summaries, runs)
     facts = {
         "version": __version__,
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "confidence": changepoints.CONFIDENCE,
-        "step": STEP,
-        "none": NONE,
+        "steps": {"narrow": [STEP, NONE], "wide": [WIDE_STEP, WIDE_NONE]},
+        "level": LEVEL,
+        "student": _tabulate_student(),
+        "compare": compare_address(repository),
         "devices": devices,
         "families": families,
         "colours": charts.COLOURS,
-        "runs": [[time, run] for run, time in begun.items()],
+        "runs": [[time, run, env_of_run[run]] for run, time in begun.items()],
         "envs": [json.loads(text) for text in envs],
-        "lines": _rank_lines([_summarize_line(points, devices, families) for points in lines]),
+        "cards": cards,
+        "lines": _rank_lines(summaries),
         "resources": [
             {key: value for key, value in line.items() if key not in ("kind", "run") and value is not None}
             for line in history.kernels()
@@ -89,10 +111,32 @@ def collect_data(history: History) -> tuple[dict[str, Any], bytes]:
         "problems": [str(problem) for problem in history.problems],
         "missing": changepoints.MISSING if changepoints.ruptures is None else "",
     }
-    columns = [_make_columns(points, runs, envs, families) for points in lines]
-    return facts, b"".join(
-        _split_byte_planes(np.concatenate(column)) for column in zip(*columns, strict=True)
-    )
+    numbers = [
+        ([runs[point.run] for point in points], [envs[text] for text in texts])
+        for points, texts in zip(lines, env_texts, strict=True)
+    ]
+    return facts, pack_columns(lines, numbers, [line["unit"] for line in summaries], families)
+
+
+def _summarize_tracks(
+    lines: list[list[Point]], summaries: list[dict[str, Any]], runs: dict[str, int]
+) -> list[dict[str, Any]]:
+    """Summarise the latest run of each track, and add to the summary of each line the number of its card and
+    how it did there."""
+    cards = []
+    for number, track in enumerate(latest_runs.find_tracks(lines, runs)):
+        cards.append(card := latest_runs.summarize_track(track, lines, runs))
+        for i in track.lines:
+            summaries[i] |= latest_runs.summarize_line(lines[i], card, runs) | {"card": number}
+    return cards
+
+
+def _tabulate_student() -> list[float]:
+    """Tabulate the half-width of Student's interval over 1 / degrees of freedom, from 0 (normal) to 1: smooth
+    enough for the page to interpolate by cubics to seven digits."""
+    return [
+        round(changepoints.student_quantile(STUDENT / max(k, 1e-9), LEVEL), 9) for k in range(STUDENT + 1)
+    ]
 
 
 def _seconds(time: str) -> int:
@@ -121,7 +165,7 @@ def _summarize_line(points: list[Point], devices: list[str], families: list[str]
         "device": devices.index(str(last.series)),
         "tags": last.tags,
         "n": len(points),
-        "unit": _median_time(points),
+        "unit": median_time(points),
         "fails": {i: point.own["why"] for i, point in enumerate(points) if not point.ms},
         "changes": _list_changes(points, timed_indices, level_changes, families),
         "loss": _loss(level_changes),
@@ -133,19 +177,21 @@ def _summarize_line(points: list[Point], devices: list[str], families: list[str]
 
 
 def _rank_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add each line's "rank", the most urgent first: new failures of the latest run; slower cases, by the
-    lower end of the interval; cases that still fail; cases that are slower than at their best; cases that
-    are farthest below their goal."""
+    """Add each line's "rank", the most urgent first: new failures of the latest run; slower cases, by their
+    loss against the few runs before; missing cases; figures above the bound; cases that still fail; cases
+    that are slower than at their best; cases that are farthest below their goal."""
     order = {key: rank for rank, key in enumerate(sorted({_urgency(line) for line in lines}))}
     return [line | {"rank": order[_urgency(line)]} for line in lines]
 
 
 def _urgency(line: dict[str, Any]) -> tuple[float, ...]:
-    latest = line["latest"]
-    group = {"failing": 0, "slower": 1, "still failing": 2}.get(latest["verdict"], 3)
+    groups = ("failing", "slower", "missing", "over its bound", "still failing")
+    status = "over its bound" if line.get("alarms") and line["status"] not in groups else line["status"]
+    group = groups.index(status) if status in groups else len(groups)
+    slowest = -line["few"][0] if status == "slower" else 0.0
     speedups = Point("", "", "", Series(""), {}, line["last"]).speedups()
     goals = [speedups.get(name, goal) / goal for name, goal in line.get("goal", {}).items()]
-    return group, -latest["low"] if group == 1 else 0.0, -line["loss"], min(goals, default=1.0)
+    return group, slowest, -line["loss"], min(goals, default=1.0)
 
 
 def _compare_latest(
@@ -164,12 +210,6 @@ def _loss(level_changes: Sequence[changepoints.Change]) -> float:
     if not level_changes:
         return 1.0
     return max(1.0, level_changes[-1].after / min(change.before for change in level_changes))
-
-
-def _median_time(points: list[Point]) -> float:
-    """Return the median time of a line, which is the unit of its logarithms."""
-    times = [point.ms for point in points if point.ms]
-    return float(np.median(times)) if times else 1.0
 
 
 def _list_changes(
@@ -203,37 +243,3 @@ def _list_changes(
 def _median_speedup(points: list[Point], family: str) -> float:
     speedups = [speedup[family] for speedup in (point.speedups() for point in points) if family in speedup]
     return float(np.median(speedups)) if speedups else math.nan
-
-
-def _make_columns(
-    points: list[Point], runs: dict[str, int], envs: dict[str, int], families: list[str]
-) -> list[np.ndarray]:
-    """Return the columns of a line's points: int32 run and env; int16, in STEPs of a logarithm, time over the
-    line's unit, time over lower quartile, upper quartile over time, then each family's time over tritoncp's.
-    Missing values are NONE."""
-    unit = _median_time(points)
-    own_figures = [point.own for point in points]
-    logs = [
-        [_quantize(figures.get("ms"), unit) for figures in own_figures],
-        [_quantize(figures.get("ms"), figures.get("low", figures.get("ms"))) for figures in own_figures],
-        [_quantize(figures.get("high", figures.get("ms")), figures.get("ms")) for figures in own_figures],
-    ]
-    speedups = [point.speedups() for point in points]
-    logs += [[_quantize(figures.get(name), 1.0) for figures in speedups] for name in families]
-    numbers = [runs[point.run] for point in points], [envs[_attributes(point)] for point in points]
-    return [*(np.array(x, "<i4") for x in numbers), *(np.array(x, "<i2") for x in logs)]
-
-
-def _quantize(x: float | None, unit: float | None) -> int:
-    """
-    >>> _quantize(1.01, 1.0), _quantize(None, 1.0)
-    (40, -32768)
-    """
-    if x is None or unit is None:
-        return NONE
-    return max(-32767, min(32767, round(math.log(x / unit) / STEP)))
-
-
-def _split_byte_planes(x: np.ndarray) -> bytes:
-    """Reorder bytes by significance, all lowest bytes first, which deflate compresses better."""
-    return np.ascontiguousarray(x.view(np.uint8).reshape(len(x), -1).T).tobytes()

@@ -1,0 +1,55 @@
+"""Address of the repository on the web, to which the page links its commits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from urllib.parse import urlsplit
+
+
+def find_repository(remote: str = "origin") -> str:
+    """Return the web address of the current folder's git remote; "" without git, or for another address."""
+    try:
+        process = subprocess.run(["git", "remote", "get-url", remote], capture_output=True, text=True)
+    except OSError:  # git is not installed
+        return ""
+    return web_address(process.stdout.strip())
+
+
+def web_address(url: str) -> str:
+    """Return the https address of a repository from an address that git takes, without user and password; ""
+    for an address that leads to no web page, as a folder's.
+
+    >>> web_address("git@github.com:owner/project.git")
+    'https://github.com/owner/project'
+    >>> web_address("https://user:secret@example.org/owner/project.git/")
+    'https://example.org/owner/project'
+    >>> web_address("javascript:alert(1)"), web_address("/srv/project.git")
+    ('', '')
+    """
+    if match := re.fullmatch(r"(?:[\w.-]+@)?([\w.-]+\.\w+):(?!/)([^:?#]+)", url):
+        url = f"ssh://{match[1]}/{match[2]}"
+    try:
+        parts = urlsplit(url)
+        port = f":{parts.port}" if parts.port and parts.scheme in ("http", "https") else ""
+    except ValueError:
+        return ""
+    path = parts.path.strip("/").removesuffix(".git")
+    if parts.scheme not in ("http", "https", "ssh", "git") or not parts.hostname or not path:
+        return ""
+    scheme = "http" if parts.scheme == "http" else "https"
+    return f"{scheme}://{parts.hostname}{port}/{path}"
+
+
+def compare_address(repository: str) -> str:
+    """Return the address that compares two commits, with BEFORE and AFTER in their places.
+
+    >>> compare_address("https://github.com/owner/project")
+    'https://github.com/owner/project/compare/BEFORE...AFTER'
+    >>> compare_address("https://gitlab.com/owner/project")
+    'https://gitlab.com/owner/project/-/compare/BEFORE...AFTER'
+    """
+    if not repository:
+        return ""
+    folder = "/-" if "gitlab" in (urlsplit(repository).hostname or "") else ""
+    return f"{repository}{folder}/compare/BEFORE...AFTER"

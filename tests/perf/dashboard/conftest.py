@@ -1,0 +1,46 @@
+"""A browser for the tests of the page, and a page of a long history."""
+
+import shutil
+import time
+from typing import NamedTuple
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+from tests.perf.synthetic_history import line, noisy, tags
+from tritoncp.perf.dashboard.page import page
+from tritoncp.perf.records.history import History
+
+
+@pytest.fixture(scope="package")
+def browser():
+    with sync_playwright() as playwright:
+        # --no-sandbox: chromium has no sandbox as root; the page is trusted
+        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+class BigPage(NamedTuple):
+    """A page, and the processor time that it took to make it."""
+
+    html: str
+    seconds: float
+
+
+@pytest.fixture(scope="package")
+def big_page() -> BigPage:
+    """Make the page of two hundred cases of five hundred runs against three baselines."""
+    points = []
+    for seed in range(200):
+        mask = ("causal", "document", "window")[seed % 3]
+        case_line = line(f"case-{seed}", 2.0 * noisy(seed, 500), tags=tags(mask))
+        for point, flex, flash in zip(
+            case_line, 2.6 * noisy(seed + 1000, 500), 2.2 * noisy(seed + 2000, 500), strict=True
+        ):
+            point.contenders["flex max-autotune"] = {"ms": float(flex)}
+            point.contenders["flash"] = {"ms": float(flash)}
+        points += case_line
+    begin = time.process_time()
+    html = page(History(points, [], []))
+    return BigPage(html, time.process_time() - begin)
