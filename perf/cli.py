@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from tritoncp.core.checked_json import parse_json
+from tritoncp.perf.console import make_console
 from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.exit_codes import EPILOG, FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
 from tritoncp.perf.records.history import DiskFull, Point, Problem, append, read
@@ -148,7 +149,6 @@ def _read_side(word: str, history: Path) -> list[Point]:
 
 
 def _print_comparison(comparison: comparing.Comparison, limit: float | None) -> None:
-    from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -157,7 +157,7 @@ def _print_comparison(comparison: comparing.Comparison, limit: float | None) -> 
     for row, text in zip(comparison.rows, comparing.lines(comparison, limit)):
         bad = row.regressed(limit or 0.0)
         table.add_row(*map(Text, text), style="red" if bad else None)
-    console = Console()
+    console = make_console()
     console.print(table)
     for row in comparison.rows:
         if row.why:

@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 JOBS = click.IntRange(1, 1024)  # processes that compile at a time
-PIPE_WIDTH = 10_000  # columns of a table that no terminal shows
 
 
 @contextlib.contextmanager
@@ -46,15 +45,6 @@ def _message_of(error: Exception) -> click.ClickException:
     return click.ClickException(
         f"a bug in tritoncp, {type(error).__name__}: {first}; TRITONCP_DEBUG=1 shows the traceback"
     )
-
-
-def make_console(stderr: bool = False) -> Any:
-    """Make a rich console whose tables are as wide as their text where no terminal ends the lines: cells are
-    not cut in a pipe or a file, whatever COLUMNS says."""
-    from rich.console import Console
-
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else PIPE_WIDTH)
 
 
 class Command(click.Command):

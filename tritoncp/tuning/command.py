@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from tritoncp.analysis.cross_compile import TARGETS
-from tritoncp.command_base import JOBS, Command, Seconds, make_console
+from tritoncp.command_base import JOBS, Command, Seconds
+from tritoncp.perf.console import make_console
 
 if TYPE_CHECKING:
     from tritoncp.ops.tile_tables import Device
