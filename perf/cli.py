@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -16,7 +16,15 @@ from tritoncp.core.checked_json import parse_json
 from tritoncp.perf.console import make_console
 from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.dashboard import gate
-from tritoncp.perf.exit_codes import EPILOG, FINE, NOTHING_MEASURED, InputError, NothingMeasured, PerfCommand
+from tritoncp.perf.exit_codes import (
+    EPILOG,
+    FINE,
+    NOTHING_MEASURED,
+    REGRESSION,
+    InputError,
+    NothingMeasured,
+    PerfCommand,
+)
 from tritoncp.perf.records.history import DiskFull, Point, Problem, append, read
 from tritoncp.perf.run import main as run
 
@@ -122,8 +130,7 @@ def compare(
         sides = [_read_side(before, history, allow_new_device), _read_side(after, history)]
         devices = [{str(point.series) for point in points} for points in sides]
         if allow_new_device and not devices[0] & devices[1]:
-            _print_first_run(devices, markdown, as_json)
-            return
+            _print_first_run(devices, gate.check_first_run(sides[1], required), markdown, as_json)
         if last is not None:
             sides = [comparing.newest(points, last) for points in sides]
         result = gate.judge(_compare_sides(sides, baseline), fail_over, allow_missing, required)
@@ -159,14 +166,20 @@ def _compare_sides(sides: Sequence[list[Point]], baseline: str | None) -> compar
     return comparison
 
 
-def _print_first_run(devices: Sequence[set[str]], markdown: bool, as_json: bool) -> None:
-    """Print that there is nothing to compare with yet."""
+def _print_first_run(
+    devices: Sequence[set[str]], reasons: list[gate.Reason], markdown: bool, as_json: bool
+) -> NoReturn:
+    """Print that there is nothing to compare with yet, and exit."""
     new, present = (", ".join(sorted(names)) or "no device" for names in reversed(devices))
     text = f"first measurements on {new}: nothing to compare with, since the history has {present}"
+    code, word = (REGRESSION, gate.VERDICTS[REGRESSION]) if reasons else (FINE, gate.FIRST_RUN)
     if as_json:
-        click.echo(json.dumps(gate.describe(gate.FIRST_RUN, FINE, []) | {"devices": new}, indent=2))
+        click.echo(json.dumps(gate.describe(word, code, reasons) | {"devices": new}, indent=2))
     else:
-        click.echo(f"🆕 **tritoncp perf**: {text}" if markdown else text)
+        click.echo(f"{'❌' if reasons else '🆕'} **tritoncp perf**: {text}" if markdown else text)
+        for reason in reasons:
+            click.echo(f"\n- `{reason.case}`: {reason.text}" if markdown else f"{reason.case}: {reason.text}")
+    sys.exit(code)
 
 
 def _read_side(word: str, history: Path, allow_empty: bool = False) -> list[Point]:

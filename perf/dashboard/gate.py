@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from tritoncp.perf.dashboard.compare import HEAD, Comparison, lines, summary, verdict
 from tritoncp.perf.exit_codes import BAD_INPUT, FINE, NOTHING_MEASURED, REGRESSION
+from tritoncp.perf.records.history import Point
 
 VERDICTS = {
     FINE: "pass",
@@ -108,10 +109,18 @@ def _absence_reasons(comparison: Comparison, allow_missing: bool, required: Sequ
         if not allow_missing or is_required(case)
     ]
     timed = [row.case for row in comparison.rows if row.after is not None] + comparison.new
-    for pattern in required:
-        if not fnmatch.filter(timed, pattern):
-            reasons.append(Reason("required", pattern, "required, and no such case has a time after"))
-    return reasons
+    return reasons + _unmet(timed, required)
+
+
+def check_first_run(points: Sequence[Point], required: Sequence[str]) -> list[Reason]:
+    """Return the reasons why a run that is compared with nothing does not pass: required cases without a
+    time."""
+    return _unmet([point.case for point in points if point.ms], required)
+
+
+def _unmet(timed: Sequence[str], required: Sequence[str]) -> list[Reason]:
+    text = "required, and no such case has a time after"
+    return [Reason("required", pattern, text) for pattern in required if not fnmatch.filter(timed, pattern)]
 
 
 def _shorten(texts: list[str], size: int) -> list[str]:

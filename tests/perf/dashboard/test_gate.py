@@ -98,6 +98,9 @@ def test_a_first_run_on_a_device_is_compared_with_nothing(side):
         assert (code, facts["verdict"], facts["reasons"]) == (0, "first run", [])
         text = run_compare(before, h200, "--allow-new-device", "--markdown").stdout
         assert "first measurements on NVIDIA H200" in text and f"the history has {present}" in text
+    code, facts = judge(empty, h200, "--allow-new-device", "--require", "d")
+    assert code == 1 and [reason["kind"] for reason in facts["reasons"]] == ["required"]
+    assert "- `d`" in run_compare(empty, h200, "--allow-new-device", "--require", "d", "--markdown").stdout
     slow = side("slow", c=[2.0])
     assert judge(h200, slow, "--allow-new-device", "--fail-over", "5")[0] == 1
     empty.write_text("{}\n")
