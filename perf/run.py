@@ -12,7 +12,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,29 +148,35 @@ def main(
     progress = Progress(deadline)
     journal = _open_journal(out, series, env, resume and lead, lead, as_json, progress)
     resumed_points = list(journal.points)
-    try:
-        with progress:
-            if device == "host":
-                if tier != "smoke":
-                    host_cases.resources(journal, only)
-                failures = host_cases.run(cases, journal, deadline, seconds, resumed_points)
-            else:
-                from tritoncp.perf.suite.measure import Bench
+    with _messages_of_early_ends(progress, journal, lead, group is not None), progress:
+        if device == "host":
+            if tier != "smoke":
+                host_cases.resources(journal, only)
+            failures = host_cases.run(cases, journal, deadline, seconds, resumed_points)
+        else:
+            from tritoncp.perf.suite.measure import Bench
 
-                bench = Bench(
-                    torch_device, journal, deadline, seconds, options_list, group, resumed_points, patterns
-                )
-                failures = _measure_attention(bench, cases, warm)
+            bench = Bench(
+                torch_device, journal, deadline, seconds, options_list, group, resumed_points, patterns
+            )
+            failures = _measure_attention(bench, cases, warm)
+    if lead and not as_json:
+        show(journal)
+    sys.exit(REGRESSION if failures else _report_left_out(journal, resumed_points, lead))
+
+
+@contextmanager
+def _messages_of_early_ends(progress: Progress, journal: Journal, lead: bool, ranks: bool) -> Iterator[None]:
+    """Turn a full disk and Ctrl-C into messages and exit codes; ranks: whether torchrun started this."""
+    try:
+        yield
     except DiskFull as error:
         raise InputError(str(error)) from error
     except KeyboardInterrupt:
         if lead:
             context = click.get_current_context()
-            click.echo(describe_interrupt(progress, journal.path, context, group is not None), err=True)
+            click.echo(describe_interrupt(progress, journal.path, context, ranks), err=True)
         sys.exit(INTERRUPTED)
-    if lead and not as_json:
-        show(journal)
-    sys.exit(REGRESSION if failures else _report_left_out(journal, resumed_points, lead))
 
 
 def _choose_device(device: str | None) -> str:

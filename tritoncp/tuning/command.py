@@ -108,13 +108,8 @@ def autotune(
     seconds = parse_seconds(budget)
     # Mistakes in the request are reported on machines without a GPU, too.
     named_shapes = [*shapes, *(shape for name in presets for shape in targets.preset(name))]
-    selection: Sequence[Target] = targets.targets(
-        named_shapes or targets.preset("llama3-8b"),
-        masks or tuple(targets.MEASURED_KINDS),
-        ops.split(","),
-        dtype,
-        score,
-    )
+    named_shapes, kinds = named_shapes or [*targets.preset("llama3-8b")], masks or (*targets.MEASURED_KINDS,)
+    selection: Sequence[Target] = targets.targets(named_shapes, kinds, ops.split(","), dtype, score)
     device, static = choose_device(arch, dry_run)
     if history is not None:
         selection = select_worst_case(history, None if static else device.name)
