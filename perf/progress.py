@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from tritoncp.perf.console import make_console
+from tritoncp.perf.records.history import Journal
 
 
 class Progress:
@@ -76,15 +77,16 @@ class Progress:
         )
 
 
-def describe_interrupt(progress: Progress, path: object, context: click.Context, ranks: bool) -> str:
-    """Describe an interrupted run: what is kept, and the command that continues it."""
+def describe_interrupt(progress: Progress, journal: Journal, context: click.Context, ranks: bool) -> str:
+    """Describe an interrupted run: what is kept, and the command that continues it. ranks: whether torchrun
+    started it."""
     command = resume_command(context)
-    if not progress.done:
+    if not journal.points:
         return "interrupted before the first measurement: nothing is kept; run the command again"
     start = "under torchrun as before" if ranks else "with"
     return (
-        f"interrupted after {progress.done} of {progress.total} measurements; their lines are in {path}. "
-        f"Continue {start}:\n  {command}"
+        f"interrupted after {progress.done} of {progress.total} measurements; their lines are in "
+        f"{journal.path}. Continue {start}:\n  {command}"
     )
 
 

@@ -175,7 +175,7 @@ def _messages_of_early_ends(progress: Progress, journal: Journal, lead: bool, ra
     except KeyboardInterrupt:
         if lead:
             context = click.get_current_context()
-            click.echo(describe_interrupt(progress, journal.path, context, ranks), err=True)
+            click.echo(describe_interrupt(progress, journal, context, ranks), err=True)
         sys.exit(INTERRUPTED)
 
 

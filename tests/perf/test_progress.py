@@ -52,6 +52,10 @@ def test_ctrl_c_prints_the_command_that_continues_and_it_measures_the_rest(measu
     assert str(file) in result.stderr and len(read(out).points) == 2
     words = shlex.split(result.stderr.splitlines()[-1])
     assert words[-1] == "--resume" and words.count("--only") == 2 and "it's" in words and str(out) in words
+    measured[:] = measured[:2]  # Ctrl-C again, before the first new measurement
+    result = perf(*words[words.index("perf") + 1 :])
+    assert result.exit_code == 130 and "interrupted after 0 of 2 measurements" in result.stderr
+    assert shlex.split(result.stderr.splitlines()[-1]) == words
     result = perf(*words[words.index("perf") + 1 :])
     assert result.exit_code == 0 and "2 cases are there" in result.stderr
     points = read(out).points
