@@ -8,13 +8,23 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from tritoncp.core.checked_json import parse_json
+from tritoncp.perf.console import make_console
 from tritoncp.perf.dashboard import compare as comparing
-from tritoncp.perf.exit_codes import EPILOG, FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
+from tritoncp.perf.dashboard import gate
+from tritoncp.perf.exit_codes import (
+    EPILOG,
+    FINE,
+    NOTHING_MEASURED,
+    REGRESSION,
+    InputError,
+    NothingMeasured,
+    PerfCommand,
+)
 from tritoncp.perf.records.history import DiskFull, Point, Problem, append, read
 from tritoncp.perf.run import main as run
 
@@ -82,8 +92,21 @@ class Percent(click.ParamType):
     metavar="FAMILY",
     help="Compare multiples of this baseline's time in the same run (flex, flash, cudnn, ...).",
 )
+@click.option(
+    "--require",
+    "required",
+    multiple=True,
+    metavar="PATTERN",
+    help="Exit with 1 unless a case like this has a time in AFTER: 'causal-*-fwd'; as often as you like.",
+)
+@click.option(
+    "--allow-new-device",
+    is_flag=True,
+    help="Exit with 0 if BEFORE has no measurement on AFTER's devices, as in a first run; different devices "
+    "are not compared then.",
+)
 @click.option("--markdown", is_flag=True, help="For a comment on a pull request.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout: verdict, reasons, rows.")
 def compare(
     before: str,
     after: str,
@@ -92,6 +115,8 @@ def compare(
     fail_over: float | None,
     allow_missing: bool,
     baseline: str | None,
+    required: tuple[str, ...],
+    allow_new_device: bool,
     markdown: bool,
     as_json: bool,
 ) -> None:
@@ -101,9 +126,33 @@ def compare(
     if a case is past --fail-over (its ratio is, and the interval lies above 1), fails and did not, or is not
     measured again.
     """
-    sides = [_read_side(word, history) for word in (before, after)]
-    if last is not None:
-        sides = [comparing.newest(points, last) for points in sides]
+    try:
+        sides = [_read_side(before, history, allow_new_device), _read_side(after, history)]
+        devices = [{str(point.series) for point in points} for points in sides]
+        if allow_new_device and not devices[0] & devices[1]:
+            _print_first_run(devices, gate.check_first_run(sides[1], required), markdown, as_json)
+        if last is not None:
+            sides = [comparing.newest(points, last) for points in sides]
+        result = gate.judge(_compare_sides(sides, baseline), fail_over, allow_missing, required)
+    except (InputError, NothingMeasured) as error:
+        if as_json:
+            word = gate.VERDICTS[error.exit_code]
+            reason = gate.Reason(word, "", str(error))
+            click.echo(json.dumps(gate.describe(word, error.exit_code, [reason]), indent=2))
+        raise
+    if as_json:
+        click.echo(json.dumps(result.as_json(), indent=2))
+    elif markdown:
+        click.echo(result.markdown(), nl=False)
+    else:
+        _print_comparison(result)
+    if result.exit_code == NOTHING_MEASURED:
+        raise NothingMeasured("every case fails on both sides: nothing is compared")
+    sys.exit(result.exit_code)
+
+
+def _compare_sides(sides: Sequence[list[Point]], baseline: str | None) -> comparing.Comparison:
+    """Compare two sides, which need to have a case in common."""
     try:
         comparison = comparing.compare(sides[0], sides[1], baseline)
     except comparing.Unknown as error:
@@ -112,27 +161,29 @@ def compare(
         raise _missing_package_error(error) from error
     if not comparison.rows:
         raise NothingMeasured(
-            f"{before} and {after} have no case in common: nothing is compared. "
-            f"{comparing.summary(comparison, None)}"
+            "the sides have no case in common: nothing is compared. " + comparing.summary(comparison, None)
         )
+    return comparison
+
+
+def _print_first_run(
+    devices: Sequence[set[str]], reasons: list[gate.Reason], markdown: bool, as_json: bool
+) -> NoReturn:
+    """Print that there is nothing to compare with yet, and exit."""
+    new, present = (", ".join(sorted(names)) or "no device" for names in reversed(devices))
+    text = f"first measurements on {new}: nothing to compare with, since the history has {present}"
+    code, word = (REGRESSION, gate.VERDICTS[REGRESSION]) if reasons else (FINE, gate.FIRST_RUN)
     if as_json:
-        rows = [row._asdict() for row in comparison.rows]
-        click.echo(
-            json.dumps({**comparison._asdict(), "rows": rows, "geomean": comparison.geomean}, indent=2)
-        )
-    elif markdown:
-        click.echo(comparing.markdown(comparison, fail_over, allow_missing), nl=False)
+        click.echo(json.dumps(gate.describe(word, code, reasons) | {"devices": new}, indent=2))
     else:
-        _print_comparison(comparison, fail_over)
-    if comparison.failed(fail_over, allow_missing):
-        sys.exit(REGRESSION)
-    if comparison.empty:
-        raise NothingMeasured("every case fails on both sides: nothing is compared")
-    sys.exit(FINE)
+        click.echo(f"{'❌' if reasons else '🆕'} **tritoncp perf**: {text}" if markdown else text)
+        for reason in reasons:
+            click.echo(f"\n- `{reason.case}`: {reason.text}" if markdown else f"{reason.case}: {reason.text}")
+    sys.exit(code)
 
 
-def _read_side(word: str, history: Path) -> list[Point]:
-    """Read the points that a word of the command line names, at least one."""
+def _read_side(word: str, history: Path, allow_empty: bool = False) -> list[Point]:
+    """Read the points that a word of the command line names, at least one unless none are allowed."""
     problems: list[Problem] = []
     try:
         points = comparing.side(word, history, problems.append)
@@ -140,29 +191,32 @@ def _read_side(word: str, history: Path) -> list[Point]:
         raise InputError(str(error)) from error
     finally:
         _report_problems(problems)
-    if points:
+    if points or (allow_empty and not problems):
         return points
     if problems:
         raise InputError(f"{word}: no line of it is a measurement")
     raise NothingMeasured(f"{word} holds no measurement: nothing is compared")
 
 
-def _print_comparison(comparison: comparing.Comparison, limit: float | None) -> None:
-    from rich.console import Console
+def _print_comparison(result: gate.Gate) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
+    comparison, limit = result.comparison, result.limit
     case, *columns = comparing.HEAD
     table = Table(Column(case, no_wrap=True, overflow="fold"), *columns)
     for row, text in zip(comparison.rows, comparing.lines(comparison, limit)):
         bad = row.regressed(limit or 0.0)
         table.add_row(*map(Text, text), style="red" if bad else None)
-    console = Console()
+    console = make_console()
     console.print(table)
     for row in comparison.rows:
         if row.why:
             console.print(f"{row.case}: {row.why}", markup=False)
     console.print(comparing.summary(comparison, limit), markup=False)
+    for reason in result.reasons:
+        if reason.kind == "required":
+            console.print(f"{reason.case}: {reason.text}", markup=False)
 
 
 @perf.command("dashboard", cls=PerfCommand)

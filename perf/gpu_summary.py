@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tritoncp.core.checked_json import read_json
+from tritoncp.perf.console import make_console
 from tritoncp.perf.records.history import OURS, Point, files, parse_lines, read
-
-WIDTH = 150  # columns of the page where the output is not a terminal
 
 
 def collect(
@@ -82,8 +80,7 @@ def check_of(path: Path) -> dict[str, Any]:
 
 def show(summary: Mapping[str, Any]) -> None:
     """Print the page."""
-    screen = Console()
-    screen = screen if screen.is_terminal else Console(width=WIDTH)
+    screen = make_console()
     looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "title_justify": "left"}
     table = Table("part", "outcome", "seconds", "why", title=f"make gpu on {summary['device']}", **looks)
     for part in summary["parts"]:

@@ -12,7 +12,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,16 @@ import click
 
 from tritoncp.core.checked_json import parse_json
 from tritoncp.core.paths import path_inside, slug
-from tritoncp.perf.exit_codes import FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
+from tritoncp.perf.console import make_console
+from tritoncp.perf.exit_codes import (
+    FINE,
+    INTERRUPTED,
+    REGRESSION,
+    InputError,
+    NothingMeasured,
+    PerfCommand,
+)
+from tritoncp.perf.progress import Progress, describe_interrupt
 from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, find_unfinished, kernel_name
 from tritoncp.perf.records.roofline import find_alarms
 
@@ -123,7 +133,7 @@ def main(
 
     Every contender's answer is checked before it is timed. Under torchrun the cases of as many ranks are
     measured, by all of them together. Exits with 1 if tritoncp fails or is wrong in any case, with 3 if the
-    budget is too short for any case.
+    budget is too short for any case. Ctrl-C keeps every line, and prints the command that continues.
     """
     deadline = time.monotonic() + (BUDGET[tier] if budget is None else budget)
     options_list = [_parse_options(text) for text in options]
@@ -136,9 +146,10 @@ def main(
     if warm and (device == "host" or group is not None):
         raise click.UsageError("--warm needs attention cases on one device; --device host compiles nothing")
     lead = group is None or group.rank() == 0
-    journal = _open_journal(out, series, env, resume and lead, lead, as_json)
+    progress = Progress(deadline)
+    journal = _open_journal(out, series, env, resume and lead, lead, as_json, progress)
     resumed_points = list(journal.points)
-    try:
+    with _messages_of_early_ends(progress, journal, lead, group is not None), progress:
         if device == "host":
             if tier != "smoke":
                 host_cases.resources(journal, only)
@@ -150,11 +161,23 @@ def main(
                 torch_device, journal, deadline, seconds, options_list, group, resumed_points, patterns
             )
             failures = _measure_attention(bench, cases, warm)
-    except DiskFull as error:
-        raise InputError(str(error)) from error
     if lead and not as_json:
         show(journal)
     sys.exit(REGRESSION if failures else _report_left_out(journal, resumed_points, lead))
+
+
+@contextmanager
+def _messages_of_early_ends(progress: Progress, journal: Journal, lead: bool, ranks: bool) -> Iterator[None]:
+    """Turn a full disk and Ctrl-C into messages and exit codes; ranks: whether torchrun started this."""
+    try:
+        yield
+    except DiskFull as error:
+        raise InputError(str(error)) from error
+    except KeyboardInterrupt:
+        if lead:
+            context = click.get_current_context()
+            click.echo(describe_interrupt(progress, journal, context, ranks), err=True)
+        sys.exit(INTERRUPTED)
 
 
 def _choose_device(device: str | None) -> str:
@@ -250,15 +273,24 @@ def _parse_options(text: str) -> dict[str, Any]:
 
 
 def _open_journal(
-    out: Path, series: Series, env: dict[str, Any], resume: bool, lead: bool, as_json: bool
+    out: Path,
+    series: Series,
+    env: dict[str, Any],
+    resume: bool,
+    lead: bool,
+    as_json: bool,
+    progress: Progress,
 ) -> Journal:
     """Open the journal of this run: in the file of the run that is resumed, or in the day's file."""
 
     def show_line(line: dict[str, Any]) -> None:
-        if as_json and line["kind"] != "check":
+        if line["kind"] == "plan":
+            progress.add(line["measurements"])
+            return
+        as_text = not as_json or line["kind"] == "check"
+        progress.show(format_line(line) if as_text else "", line["kind"] in ("case", "left out"))
+        if not as_text:
             click.echo(json.dumps(line, ensure_ascii=False))
-        else:
-            click.echo(format_line(line), err=True)
 
     if not lead:  # only rank 0 writes
         return Journal(Path(os.devnull), "", series, env)
@@ -309,7 +341,6 @@ def format_line(line: dict[str, Any]) -> str:
 def show(journal: Journal) -> None:
     """Print a table: tritoncp's time and each family's best time over it, cases farthest below their goal
     first."""
-    from rich.console import Console
     from rich.table import Table
 
     points = list(
@@ -330,7 +361,7 @@ def show(journal: Journal) -> None:
         ]
         peak = [f"{point.own['peak_bytes'] >> 20}" if "peak_bytes" in point.own else "–"] * len(memory)
         table.add_row(point.case, f"{point.ms:.4g}" if point.ms else "[red]failed[/]", *peak, *cells)
-    console = Console()
+    console = make_console()
     console.print(table)
     for point in points:
         if not point.ms:

@@ -87,10 +87,6 @@ class Comparison(NamedTuple):
         """Whether nothing was compared: no case in common, or all of them fail on both sides."""
         return all(row.before is None and row.after is None for row in self.rows)
 
-    def failed(self, limit: float | None, allow_missing: bool = False) -> bool:
-        """Whether a gate is to stop this: a case past the limit, broken, or missing."""
-        return any(row.regressed(limit) for row in self.rows) or bool(self.missing and not allow_missing)
-
 
 def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | None = None) -> Comparison:
     """Compare the cases that both sides have, on the same series; on any, if no series is on both sides.
@@ -354,29 +350,3 @@ def summary(comparison: Comparison, limit: float | None) -> str:
     ):
         text += f"; {label}: {', '.join(names)}" if names else ""
     return text
-
-
-def markdown(comparison: Comparison, limit: float | None, allow_missing: bool = False) -> str:
-    """Format a comment on a pull request: the summary and the table, folded unless a gate fails."""
-    bad = comparison.failed(limit, allow_missing)
-    mark = "❌" if bad else "✅"
-    table = [f"| {' | '.join(HEAD)} |", "|---|--:|--:|--:|--:|---|"]
-    for row in lines(comparison, limit):
-        case, *cells = row
-        table.append(f"| {_code(case)} | {' | '.join(cells)} |")
-    whys = [f"- {_code(row.case)}: {_code(row.why)}" for row in comparison.rows if row.why]
-    opened = " open" if bad else ""
-    body = "\n".join([*table, *(["", *whys] if whys else [])])
-    return (
-        f"{mark} **tritoncp perf**: {summary(comparison, limit)}\n\n"
-        f"<details{opened}><summary>every case, worst first</summary>\n\n{body}\n\n</details>\n"
-    )
-
-
-def _code(text: str) -> str:
-    """Remove markup and cell ends from the text of a table's cell.
-
-    >>> _code("a`b|c\\n</details>")
-    "`a'b/c </details>`"
-    """
-    return f"`{' '.join(text.replace('`', chr(39)).replace('|', '/').split())}`"

@@ -329,7 +329,8 @@ def point_of(line: dict[str, Any]) -> Point:
 class Journal:
     """Points of one run, each written to a file as soon as it is measured.
 
-    tell: called with every line that is written; left_out: names of cases that had no time
+    tell: called with every line that is written, and with lines of kinds "plan" and "check" that are not
+    left_out: names of cases that had no time
     """
 
     path: Path
@@ -340,6 +341,10 @@ class Journal:
     ceilings: dict[str, float] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     left_out: set[str] = field(default_factory=set)
+
+    def announce(self, measurements: int) -> None:
+        """Tell, without writing, how many measurements follow."""
+        self.tell({"kind": "plan", "measurements": measurements})
 
     def leave_out(self, case: str) -> None:
         """Write that there was no time for a case. Raises DiskFull."""

@@ -155,9 +155,9 @@ def run(
     """Measure cases on one core and write a line for each. Returns the number of failures."""
     torch.set_num_threads(1)
     measured_names, failures = {point.case for point in resumed_points}, 0
-    for case in cases:
-        if case.name in measured_names:
-            continue
+    remaining_cases = [case for case in cases if case.name not in measured_names]
+    journal.announce(len(remaining_cases))
+    for case in remaining_cases:
         if time.monotonic() > deadline:
             journal.leave_out(case.name)
             continue

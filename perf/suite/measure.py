@@ -74,16 +74,15 @@ class Bench:
         """Measure every case with contenders that compile fast; then the contenders that compile slowly,
         against the best of the fast ones."""
         groups = self._group_problems(self._select_unmeasured(cases))
+        self.journal.announce(sum(map(len, groups)))
         slowest = 0.0
         for group in groups:
             slowest = max(slowest, self._measure_in_budget(group, self._select_variants(group[0]), slowest))
-        first: dict[str, list[Case]] = {}
-        for group in groups:
-            if group[0].tier == "core" and group[0].problem.mask in self.best:
-                first.setdefault(group[0].problem.mask, group)
-        thorough = self.device.type == "cuda" and any(self._takes_part(name) for name in THOROUGH)
-        for mask, group in first.items() if thorough else ():
-            slowest = max(slowest, self._measure_in_budget(group, [*self.best[mask], *THOROUGH], slowest))
+        thorough_groups = self._select_thorough(cases)
+        self.journal.announce(sum(map(len, thorough_groups)))
+        for group in thorough_groups:
+            variants = list(dict.fromkeys([*self.best[group[0].problem.mask], *THOROUGH]))
+            slowest = max(slowest, self._measure_in_budget(group, variants, slowest))
 
     def warm(self, cases: Sequence[Case]) -> None:
         """Run the selected contenders once, so that their kernels are in the compilers' caches."""
@@ -121,6 +120,20 @@ class Bench:
             if flex and case.tier != "smoke" and case.problem.mask in SEARCHED:
                 self.best.setdefault(case.problem.mask, [min(flex, key=flex.__getitem__)])
         return [case for case in cases if case.name not in points_by_case]
+
+    def _select_thorough(self, cases: Sequence[Case]) -> list[list[Case]]:
+        """Select the problems for which the slow variants are compiled, too: the first size of each mask,
+        unless the resumed run has measured them."""
+        if self.device.type != "cuda" or not any(self._takes_part(name) for name in THOROUGH):
+            return []
+        first: dict[str, list[Case]] = {}
+        for group in self._group_problems(cases):
+            if group[0].tier == "core" and group[0].problem.mask in self.best:
+                first.setdefault(group[0].problem.mask, group)
+        complete = {
+            point.case for point in self.resumed_points if any(name in point.contenders for name in THOROUGH)
+        }
+        return [group for group in first.values() if any(case.name not in complete for case in group)]
 
     def _select_variants(self, case: Case) -> list[str]:
         """Select the flex variants: at later sizes of a mask the winners at its first size, so that most

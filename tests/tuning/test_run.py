@@ -78,7 +78,7 @@ def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
     for module in (search, search_run):
         monkeypatch.setattr(module, "candidates", few)
     words = ["--target", "sm_90", "--shapes", "8x2,64x32,4096", "--mask", "full", "--ops", "fwd,fused"]
-    words += ["--score-mod", "tests.tuning.test_run:biased", "--jobs", "1", "--json"]
+    words += ["--score-mod", "tests.tuning.test_run:biased", "--jobs", "1", "--out", str(home), "--json"]
     done = invoke(*words)
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
@@ -115,43 +115,6 @@ def test_the_static_stage_compiles_routes(monkeypatch):
     scored = Target("route", replace(ROUTE.problem, **sizes, score="softcap"))
     with pytest.raises(ValueError, match="a score_mod or mask_mod says nothing of layouts"):
         launch_of(scored.job("sm_90", candidates(scored, "sm_90")[-1]))
-
-
-def test_a_dry_run_lists_candidates_and_writes_no_file(home):
-    words = ["--dry-run", "--target", "sm_90"]
-    done = invoke(*words, "--preset", "llama3-8b", "--mask", "causal", "--ops", "bwd")
-    assert done.exit_code == 0 and not home.exists()
-    assert "dq causal 32x8 d128 16384 bfloat16: " in done.output and "dkdv causal" in done.output
-    rows = json.loads(invoke(*words, "--json").stdout)
-    assert len(rows) == 12 and all(row["candidates"] > 16 for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--target", "h100"], "architecture 'h100'"),
-        (["--target", "sm_90", "--preset", "llama9"], "known: llama3-8b"),
-        (["--target", "sm_90", "--mask", "round"], "known: causal, full"),
-        (["--target", "sm_90", "--ops", "sideways"], "known: fwd, bwd, fused, few, routes"),
-        (["--target", "sm_90", "--ops", "few", "--shapes", "128x1,128,4096"], "64 query heads of a key head"),
-        (["--target", "sm_90", "--score-mod", "hardcap"], "known: softcap"),
-        (["--target", "sm_90", "--score-mod", "math:pi"], "float, not a score_mod"),
-        (["--target", "sm_90", "--score-mod", "tests.tuning.test_run:random_score"], "cannot be translated"),
-        (["--target", "sm_90", "--score-mod", "tests.tuning.test_run:kernel_score"], "give it in Python"),
-        (["--target", "sm_90", "--shapes", "8x8,64x64x64,128"], "128x128,192x128,8192"),
-        (["--target", "sm_90", "--budget", "soon"], "15m"),
-        (["--target", "sm_90", "--shapes", "32"], "32x8,128,16384"),
-    ],
-)
-def test_refusals_name_valid_values(words, said):
-    done = invoke(*words)
-    assert done.exit_code == 2 and said in done.output
-
-
-def test_without_a_gpu_the_error_names_the_option_that_needs_none(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = invoke("--preset", "llama3-8b")
-    assert done.exit_code == 1 and "--target sm_90" in done.output
 
 
 class Formula:

@@ -10,16 +10,25 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tritoncp.analysis.cross_compile import TARGETS
 from tritoncp.command_base import JOBS, Command, Seconds
+from tritoncp.perf.console import make_console
 
 if TYPE_CHECKING:
+    from tritoncp.ops.tile_tables import Device
     from tritoncp.tuning.search_run import Request, TuningResult
     from tritoncp.tuning.targets import Target
+
+ASSUMED = "sm_90"  # the architecture of --dry-run on a machine without a GPU
 
 
 @click.command(cls=Command)
 @click.option(
-    "--preset", "presets", multiple=True, metavar="NAME", help="llama3-8b, ... [default: llama3-8b]"
+    "--preset",
+    "presets",
+    multiple=True,
+    metavar="NAME",
+    help="llama3-8b, llama3-70b, qwen2.5-7b, gpt-oss-20b, gemma2-9b, deepseek-v3. [default: llama3-8b]",
 )
 @click.option(
     "--shapes",
@@ -50,12 +59,18 @@ if TYPE_CHECKING:
 )
 @click.option("--budget", default="15m", show_default=True, help="Time for all of it: 90s, 15m, 1h.")
 @click.option("--resume", is_flag=True, help="Take over what the last run found before it ended.")
-@click.option("--dry-run", is_flag=True, help="Say what would be tried, and do nothing.")
-@click.option("--target", "arch", metavar="ARCH", help="sm_90, ...: compile and bound only; needs no GPU.")
+@click.option("--dry-run", is_flag=True, help="List what would be tried, and do nothing. Needs no GPU.")
+@click.option(
+    "--target",
+    "arch",
+    metavar="ARCH",
+    help=f"Compile and bound only, which needs no GPU, for one of {', '.join(TARGETS)}.",
+)
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of what is found. [default: $TRITONCP_CONFIG_DIR, else the user's]",
+    help="Folder of the choices and the journal; nothing is written elsewhere. [default: "
+    "$TRITONCP_CONFIG_DIR, else the user's; with --target none]",
 )
 @click.option("--jobs", type=JOBS, help="Kernels compiled at a time. [default: one a core]")
 @click.option(
@@ -85,33 +100,44 @@ def autotune(
     checked against float32 and timed in turn, the better half for longer. Every choice is written at once,
     and used by tritoncp from then on. Ctrl-C keeps the choices so far; --resume goes on from there.
     """
-    from rich.console import Console
-
     from tritoncp.core.environment import parse_seconds
     from tritoncp.tuning import search_run, targets
 
+    if resume and arch and out is None:
+        raise click.UsageError("--resume reads the journal of --out, and --target without --out keeps none")
+    seconds = parse_seconds(budget)
+    # Mistakes in the request are reported on machines without a GPU, too.
     named_shapes = [*shapes, *(shape for name in presets for shape in targets.preset(name))]
-    device = search_run.device(arch)
+    named_shapes, kinds = named_shapes or [*targets.preset("llama3-8b")], masks or (*targets.MEASURED_KINDS,)
+    selection: Sequence[Target] = targets.targets(named_shapes, kinds, ops.split(","), dtype, score)
+    device, static = choose_device(arch, dry_run)
     if history is not None:
-        selection = select_worst_case(history, None if arch else device.name)
-    else:
-        named_shapes = named_shapes or [*targets.preset("llama3-8b")]
-        selection = targets.targets(
-            named_shapes, masks or tuple(targets.MEASURED_KINDS), ops.split(","), dtype, score
-        )
+        selection = select_worst_case(history, None if static else device.name)
     selection, faults = targets.without_faults(selection, device.arch)
     for line in faults:
         click.echo(line, err=True)
-    folder, seconds = out or search_run.output_folder(), parse_seconds(budget)
-    request = search_run.Request(
-        tuple(selection), device, arch is not None, seconds, resume, folder, jobs, timeout
-    )
+    folder = out or (None if static else search_run.output_folder())
+    request = search_run.Request(tuple(selection), device, static, seconds, resume, folder, jobs, timeout)
     if dry_run:
         show_candidates(request, as_json)
-    else:
-        result = search_run.autotune(request, Console(stderr=True))
-        show_result(request, result, as_json)
-        sys.exit(130 if result.interrupted else 0 if result.rows else 1)
+        return
+    result = search_run.autotune(request, make_console(stderr=True))
+    show_result(request, result, as_json)
+    sys.exit(130 if result.interrupted else 0 if result.rows else 1)
+
+
+def choose_device(arch: str | None, dry_run: bool) -> tuple[Device, bool]:
+    """Return the device to tune for, and whether only the stage that needs no GPU may run."""
+    from tritoncp.tuning import search_run
+
+    if arch is not None or not dry_run:
+        return search_run.device(arch), arch is not None
+    try:
+        return search_run.device(None), False
+    except RuntimeError:  # a list of candidates needs no GPU
+        known = ", ".join(TARGETS)
+        click.echo(f"no GPU here: candidates for {ASSUMED}; --target names another of {known}", err=True)
+        return search_run.device(ASSUMED), True
 
 
 def select_worst_case(history: Path, device: str | None) -> Sequence[Target]:
@@ -140,18 +166,24 @@ def show_candidates(request: Request, as_json: bool) -> None:
         return
     for row in rows:
         click.echo(f"{row['kernel']}: {row['candidates']} candidates")
-    click.echo(f"on {device.name} ({device.arch}), journal {request.journal}")
+    click.echo(f"on {device.name} ({device.arch}), journal {request.journal or 'none: no --out'}")
 
 
 def show_result(request: Request, result: TuningResult, as_json: bool) -> None:
-    """Print the rows of a run, as a table or in JSON."""
-    from rich.console import Console
-
+    """Print the rows of a run, as a table or in JSON, and what the run did not get to."""
     from tritoncp.tuning import search_run
 
     if as_json:
         click.echo(json.dumps(result.rows, indent=1))
-    else:
-        search_run.show(result, request.static, Console())
+    elif result.rows:
+        search_run.show(result, request.static, make_console())
+    journal = f"; the journal is {request.journal}" if request.journal else ""
+    more = "--resume goes on from there" if journal else "with --out FOLDER, --resume goes on from there"
     if result.interrupted:
-        click.echo("interrupted: what is shown is kept; --resume goes on from there", err=True)
+        kept = "what is shown is kept" if result.rows else "the table is empty, since nothing was chosen yet"
+        click.echo(f"interrupted: {kept}{journal}; {more}", err=True)
+    elif not result.rows:
+        click.echo(f"the table is empty: no kernel was measured together with its rule{journal}", err=True)
+    if result.left_out and not result.interrupted:
+        count = f"{result.left_out} of {result.candidates} candidates"
+        click.echo(f"the budget left out {count}: give more --budget; {more}", err=True)

@@ -16,7 +16,7 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tritoncp.core.checked_json import parse_json, read_bounded
 from tritoncp.kernels.tile_rules import Config
@@ -27,28 +27,34 @@ MAX_BYTES = 1 << 30  # of a journal: three million findings
 
 class Journal:
     """An append-only file of findings. With ``resume`` the findings of the last run under the same
-    ``conditions`` are valid; otherwise a run begins anew, below the old lines.
+    ``conditions`` are valid; otherwise a run begins anew, below the old lines. Without a path the findings
+    are not written.
 
     Raises RuntimeError while another process writes to the file, OSError and ValueError for a path that is no
     file to write to.
     """
 
-    def __init__(self, path: Path, conditions: dict[str, Any], resume: bool) -> None:
+    def __init__(self, path: Path | None, conditions: dict[str, Any], resume: bool) -> None:
         self._findings: dict[str, dict[str, Any]] = {}
+        self._file: BinaryIO | None = None
+        if path is not None:
+            self._open(path, conditions, resume)
+
+    def _open(self, path: Path, conditions: dict[str, Any], resume: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a pipe would wait for a reader
-        self._file = os.fdopen(os.open(path, flags, 0o666), "ab")
+        self._file = file = os.fdopen(os.open(path, flags, 0o666), "ab")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, however
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, however
         except BlockingIOError as error:
-            self._file.close()
+            file.close()
             raise RuntimeError(
                 f"another tritoncp autotune writes to {path}; wait for it, or name another folder with --out"
             ) from error
         try:
             text = read_bounded(path, MAX_BYTES)
         except (OSError, ValueError):
-            self._file.close()
+            file.close()
             raise
         current = False
         for line in text.splitlines():
@@ -59,7 +65,7 @@ class Journal:
             elif current and "target" in entry:
                 self._findings[_key(entry)] = entry.get("found", entry)
         if text and not text.endswith(b"\n"):
-            self._file.write(b"\n")
+            file.write(b"\n")
         if not current:
             self._append({"stage": "begin", "about": conditions, "time": time.time()})
 
@@ -79,11 +85,13 @@ class Journal:
         self._append(line | {"found": finding})
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _append(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
 
 
 def _entry(line: bytes) -> dict[str, Any]:

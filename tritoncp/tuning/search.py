@@ -51,6 +51,7 @@ class Tally:
     tried: int = 0
     pruned: int = 0
     failed: int = 0
+    left_out: int = 0  # candidates for which there was no time
     best: str = "–"
     why: str = ""  # of the last failure
     show: Callable[[Tally], None] = lambda tally: None
@@ -126,10 +127,12 @@ class Tuner:
         best = sorted(rivals, key=lambda config: -(reports[config].get("bound") or 0.0))
         rivals = list(dict.fromkeys(itertools.chain(*zip(rivals, best))))[: MAX_TIMED - 1]
         steps = dict(self._compile("steps", target, rivals, until))
+        waiting = len(rivals) - len(steps)
         alive = [config for config in rivals if config in steps and not self._why(steps[config], 0.0)]
         if rule in reports and "failed" not in reports[rule]:
             alive = [rule, *alive]
-        self.tally.count(pruned=len(reports) - len(alive))
+        left_out = len(listed) - len(reports) + waiting
+        self.tally.count(pruned=len(reports) - len(alive) - waiting, left_out=left_out)
         return [(config, reports[config]) for config in alive]
 
     def _half(self, until: float) -> float:
@@ -200,6 +203,8 @@ class Tuner:
                 rivals = sorted((c for c in alive if c != rule), key=times.__getitem__)
                 alive = [rule, *rivals[: max(1, (len(alive) - 1) // 2)]]
                 rounds *= 2
+            if best is None:
+                self.tally.count(left_out=len(alive))
         finally:
             if best is not None:
                 self.keep(target, best)
@@ -210,6 +215,7 @@ class Tuner:
         finding = self.journal.finding("check", target, config)
         if finding is None:
             if self.now() > until:
+                self.tally.count(left_out=1)
                 return False
             if isinstance(config, Routed) and config.ROUTE in ROUTES[1:]:  # one that never ends is tried once
                 self.journal.add("check", target, config, {"wrong": "was being checked when a run ended"})
@@ -250,6 +256,7 @@ class Tuner:
         for i, target in enumerate(requested):
             left = self.deadline - self.now()
             if left <= 0:
+                self.tally.count(left_out=sum(len(self.candidates(rest)) for rest in requested[i:]))
                 break
             choice = self.choose(target, bench, self.now() + left / (len(requested) - i))
             if choice is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tritoncp.analysis.compile_pool import Compilers
-from tritoncp.analysis.cross_compile import check_target
+from tritoncp.analysis.cross_compile import TARGETS, check_target
 from tritoncp.core.paths import path_inside
 from tritoncp.ops import tile_tables
 from tritoncp.tuning.journal import Journal
@@ -73,20 +74,24 @@ class Screen:
 
 @dataclass(frozen=True)
 class Request:
-    """The command's request. ``arch`` without a GPU: only the static stage runs."""
+    """The command's request. static: only the stage that needs no GPU runs. folder: where choices and the
+    journal are written; None: nowhere."""
 
     targets: tuple[Target, ...]
     device: tile_tables.Device
     static: bool
     budget: float
     resume: bool
-    folder: Path
+    folder: Path | None
     processes: int | None
     timeout: float
 
     @property
-    def journal(self) -> Path:
-        """The path of the journal. Raises ValueError for a folder that a link leads out of."""
+    def journal(self) -> Path | None:
+        """The path of the journal, if there is a folder. Raises ValueError for a folder that a link leads out
+        of."""
+        if self.folder is None:
+            return None
         path = tile_tables.path_in(self.folder, self.device).with_suffix(".jsonl")
         return path_inside(self.folder, path)
 
@@ -115,13 +120,19 @@ def device(arch: str | None) -> tile_tables.Device:
         return tile_tables.device_of(torch.device("cuda", torch.cuda.current_device()))
     raise RuntimeError(
         "torch finds no GPU here, and only a GPU can say how fast a kernel is; --target sm_90 compiles "
-        "the candidates and shows their bounds without one"
+        f"the candidates and shows their bounds without one (of {', '.join(TARGETS)}), and --dry-run lists "
+        "them"
     )
 
 
 def output_folder() -> Path:
-    """Return the folder of configurations that calls search first, except the shipped one. Raises
-    RuntimeError where there is none."""
+    """Return the folder of configurations that calls search first, except the shipped one. Raises ValueError
+    where calls search none, RuntimeError where there is none."""
+    if os.environ.get("TRITONCP_CONFIG_DIR") == "-":
+        raise ValueError(
+            "with TRITONCP_CONFIG_DIR=- calls use no measured tiles: name a folder for the results with "
+            "--out, or unset the variable"
+        )
     folder = next(
         (path for path in tile_tables.folders() if path != tile_tables.SHIPPED), tile_tables.user_folder()
     )
@@ -134,10 +145,13 @@ def output_folder() -> Path:
 
 
 class TuningResult(NamedTuple):
-    """For each target its choice or, statically, the survivors; and whether Ctrl-C ended the run."""
+    """For each target its choice or, statically, the survivors; whether Ctrl-C ended the run; and how many of
+    all candidates had no time."""
 
     rows: list[dict[str, Any]]
     interrupted: bool
+    left_out: int = 0
+    candidates: int = 0
 
 
 def autotune(request: Request, console: Any, bench: Bench | None = None) -> TuningResult:
@@ -149,6 +163,7 @@ def autotune(request: Request, console: Any, bench: Bench | None = None) -> Tuni
     def keep(target: Target, choice: Choice) -> None:
         entry = entry_of(target, choice)
         rows.append(entry | {"gain": round(choice.gain, 3)})
+        assert request.folder is not None, "a run that measures has a folder"
         tile_tables.write(request.folder, request.device, [entry], {"code": request.conditions["code"]})
 
     compilers = Compilers(request.processes, request.timeout)
@@ -166,11 +181,11 @@ def autotune(request: Request, console: Any, bench: Bench | None = None) -> Tuni
             else:
                 tuner.run(request.targets, bench or _device_bench())
         except KeyboardInterrupt:
-            return TuningResult(rows, True)
+            return TuningResult(rows, True, tuner.tally.left_out, total)
         finally:
             compilers.end()
             journal.close()
-    return TuningResult(rows, False)
+    return TuningResult(rows, False, tuner.tally.left_out, total)
 
 
 def _device_bench() -> Bench:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from tests.perf.synthetic_history import H100, H200
 from tritoncp.cli import main
 from tritoncp.kernels.launch import Launch
-from tritoncp.perf.dashboard import compare
+from tritoncp.perf.dashboard import compare, gate
 from tritoncp.perf.records import from_pytest_benchmark
 from tritoncp.perf.records.history import TUNED, Point, Series, append, read
 
@@ -116,7 +116,8 @@ def test_cases_without_the_baseline_are_listed_and_one_that_lost_it_is_missing()
     after = [point("both", 1.0, flex=2.0), point("never", 1.0), point("lost", 1.0)]
     comparison = compare.compare(before, after, "flex")
     assert [row.case for row in comparison.rows] == ["both"]
-    assert (comparison.unmatched, comparison.missing) == (["never"], ["lost"]) and comparison.failed(0.05)
+    assert (comparison.unmatched, comparison.missing) == (["never"], ["lost"])
+    assert [reason.kind for reason in gate.judge(comparison, 0.05).reasons] == ["missing"]
     assert "without this baseline: never" in compare.summary(comparison, None)
 
 

@@ -1,0 +1,146 @@
+"""The gate: whether a comparison passes, with reasons; as JSON, and as a comment on a pull request."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tritoncp.perf.dashboard.compare import HEAD, Comparison, lines, summary, verdict
+from tritoncp.perf.exit_codes import BAD_INPUT, FINE, NOTHING_MEASURED, REGRESSION
+from tritoncp.perf.records.history import Point
+
+VERDICTS = {
+    FINE: "pass",
+    REGRESSION: "regression",
+    BAD_INPUT: "bad input",
+    NOTHING_MEASURED: "nothing compared",
+}
+FIRST_RUN = "first run"
+MAX_COMMENT = 60_000  # characters; GitHub refuses comments of more than 65,536
+
+
+class Reason(NamedTuple):
+    """A reason why a gate does not pass. kind: slower, failed, missing, required, or nothing compared."""
+
+    kind: str
+    case: str
+    text: str
+
+
+class Gate(NamedTuple):
+    """A comparison, the gate's options, and its result.
+
+    limit:     largest part by which a case may be slower; None: no limit
+    exit_code: of `tritoncp perf compare`
+    """
+
+    comparison: Comparison
+    limit: float | None
+    reasons: list[Reason]
+    exit_code: int
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [{**row._asdict(), "verdict": verdict(row, self.limit)} for row in self.comparison.rows]
+        return {
+            **describe(VERDICTS[self.exit_code], self.exit_code, self.reasons),
+            "fail_over": self.limit,
+            **self.comparison._asdict(),
+            "rows": rows,
+            "geomean": self.comparison.geomean,
+        }
+
+    def markdown(self) -> str:
+        """Format a comment: the summary, the reasons, and the table, folded if the gate passes."""
+        failed = self.exit_code != FINE
+        text = summary(self.comparison, self.limit)
+        text = text if len(text) < MAX_COMMENT // 8 else f"{text[: MAX_COMMENT // 8]} …"
+        title = f"{'❌' if failed else '✅'} **tritoncp perf**: {text}\n"
+        reasons = [f"- {_code(reason.case)}: {reason.text}" for reason in self.reasons]
+        whys = [f"- {_code(row.case)}: {_code(row.why)}" for row in self.comparison.rows if row.why]
+        opened = " open" if failed else ""
+        head = f"<details{opened}><summary>every case, worst first</summary>\n"
+        table = [f"| {' | '.join(HEAD)} |", "|---|--:|--:|--:|--:|---|"]
+        for case, *cells in lines(self.comparison, self.limit):
+            table.append(f"| {_code(case)} | {' | '.join(cells)} |")
+        parts = [title, *_shorten(reasons, MAX_COMMENT // 4), *([""] if reasons else [])]
+        parts += [head, *_shorten(table, MAX_COMMENT // 4)]
+        parts += ["", *_shorten(whys, MAX_COMMENT // 4)] if whys else []
+        return "\n".join([*parts, "\n</details>\n"])
+
+
+def describe(word: str, exit_code: int, reasons: Sequence[Reason]) -> dict[str, Any]:
+    """Return the head of the JSON: the verdict, the exit code and the reasons."""
+    return {"verdict": word, "exit_code": exit_code, "reasons": [reason._asdict() for reason in reasons]}
+
+
+def judge(
+    comparison: Comparison, limit: float | None, allow_missing: bool = False, required: Sequence[str] = ()
+) -> Gate:
+    """Judge a comparison. required: patterns of cases that have to have a time after, and may not be missing
+    even if others may."""
+    reasons = [*_row_reasons(comparison, limit), *_absence_reasons(comparison, allow_missing, required)]
+    if reasons:
+        code = REGRESSION
+    else:
+        code = NOTHING_MEASURED if comparison.empty else FINE
+        reasons = [Reason("nothing compared", "", "every case fails on both sides")] if code else []
+    return Gate(comparison, limit, reasons, code)
+
+
+def _row_reasons(comparison: Comparison, limit: float | None) -> list[Reason]:
+    reasons = []
+    for row in comparison.rows:
+        if row.broken:
+            reasons.append(Reason("failed", row.case, "fails, and did not before"))
+        elif row.regressed(limit) and row.ratio is not None and limit is not None:
+            percent = f"{100 * (row.ratio - 1):.1f} % slower, {100 * limit:g} % is allowed"
+            reasons.append(Reason("slower", row.case, percent))
+    return reasons
+
+
+def _absence_reasons(comparison: Comparison, allow_missing: bool, required: Sequence[str]) -> list[Reason]:
+    def is_required(case: str) -> bool:
+        return any(fnmatch.fnmatchcase(case, pattern) for pattern in required)
+
+    reasons = [
+        Reason("missing", case, "measured before and not after")
+        for case in comparison.missing
+        if not allow_missing or is_required(case)
+    ]
+    timed = [row.case for row in comparison.rows if row.after is not None] + comparison.new
+    return reasons + _unmet(timed, required)
+
+
+def check_first_run(points: Sequence[Point], required: Sequence[str]) -> list[Reason]:
+    """Return the reasons why a run that is compared with nothing does not pass: required cases without a
+    time."""
+    return _unmet([point.case for point in points if point.ms], required)
+
+
+def _unmet(timed: Sequence[str], required: Sequence[str]) -> list[Reason]:
+    text = "required, and no such case has a time after"
+    return [Reason("required", pattern, text) for pattern in required if not fnmatch.filter(timed, pattern)]
+
+
+def _shorten(texts: list[str], size: int) -> list[str]:
+    """Leave out the last lines of a text that is longer than ``size`` characters, and say so.
+
+    >>> _shorten(["a" * 9, "b" * 9, "c" * 9], 20)
+    ['aaaaaaaaa', 'bbbbbbbbb', '', 'and 1 more']
+    """
+    length = 0
+    for i, text in enumerate(texts):
+        length += len(text) + 1
+        if length > size:
+            return [*texts[:i], "", f"and {len(texts) - i} more"]
+    return texts
+
+
+def _code(text: str) -> str:
+    """Remove markup and cell ends from the text of a table's cell.
+
+    >>> _code("a`b|c\\n</details>")
+    "`a'b/c </details>`"
+    """
+    return f"`{' '.join(text.replace('`', chr(39)).replace('|', '/').split())}`"

@@ -1,0 +1,138 @@
+"""What a run shows while it measures, and after Ctrl-C; tables outside of a terminal."""
+
+import io
+import json
+import re
+import shlex
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests.perf.synthetic_history import line
+from tritoncp.cli import main
+from tritoncp.perf.progress import Progress
+from tritoncp.perf.records.history import Journal, Series, append, read
+from tritoncp.perf.suite import host_cases, measure, timing
+from tritoncp.perf.suite.cases import select
+
+SMOKE = ["--device", "host", "--tier", "smoke", "--seconds", "0"]
+FIGURES = {"tritoncp": {"ms": 1.0, "samples": [1.0] * 5}}
+
+
+def perf(*words):
+    return CliRunner().invoke(main, ["perf", *map(str, words)])
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[str]:
+    """Names of measured cases; a measurement takes no time, and the third one is interrupted once."""
+    names: list[str] = []
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def fake(case, seconds):
+        names.append(case.name)
+        if len(names) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return FIGURES, {}
+
+    monkeypatch.setattr(host_cases, "measure", fake)
+    yield names
+    signal.signal(signal.SIGINT, previous)
+
+
+def test_ctrl_c_prints_the_command_that_continues_and_it_measures_the_rest(measured, tmp_path):
+    out = tmp_path / "with a blank"
+    result = perf("run", *SMOKE, "--only", "plan-*", "--only", "*", "--clocks", "it's", "--out", out)
+    assert result.exit_code == 130 and "interrupted after 2 of 4 measurements" in result.stderr
+    (file,) = out.iterdir()
+    assert str(file) in result.stderr and len(read(out).points) == 2
+    words = shlex.split(result.stderr.splitlines()[-1])
+    assert words[-1] == "--resume" and words.count("--only") == 2 and "it's" in words and str(out) in words
+    measured[:] = measured[:2]  # Ctrl-C again, before the first new measurement
+    result = perf(*words[words.index("perf") + 1 :])
+    assert result.exit_code == 130 and "interrupted after 0 of 2 measurements" in result.stderr
+    assert shlex.split(result.stderr.splitlines()[-1]) == words
+    result = perf(*words[words.index("perf") + 1 :])
+    assert result.exit_code == 0 and "2 cases are there" in result.stderr
+    points = read(out).points
+    assert len({point.run for point in points}) == 1
+    assert [point.case for point in points] == [case.name for case in host_cases.select("smoke")]
+
+
+def test_ctrl_c_before_the_first_measurement_promises_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(host_cases, "measure", lambda *words: signal.raise_signal(signal.SIGINT))
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = perf("run", *SMOKE, "--out", tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert result.exit_code == 130 and "interrupted before the first measurement" in result.stderr
+    assert "--resume" not in result.stderr
+
+
+def test_each_line_has_its_number_and_the_time_left(monkeypatch, tmp_path):
+    clock = iter(range(0, 10**6, 2))
+    monkeypatch.setattr(host_cases, "measure", lambda *words: (FIGURES, {}))
+    result = perf("run", *SMOKE, "--out", tmp_path, "--json")
+    assert [json.loads(text)["kind"] for text in result.stdout.splitlines()] == ["case"] * 4
+    result = perf("run", *SMOKE, "--out", tmp_path)
+    starts = re.findall(r"^\[(\d) of 4(, \d:\d\d:\d\d left)?\] ", result.stderr, re.MULTILINE)
+    assert [number for number, _ in starts] == list("1234") and [bool(left) for _, left in starts][
+        -1
+    ] is False
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    progress = Progress(deadline=1000)
+    progress.add(5)
+    for _ in range(2):
+        progress.show("", measured=True)
+    assert re.fullmatch(r", 0:00:\d\d left", progress.format_time_left())
+    assert Progress(deadline=0).format_time_left() == ""
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress(time.monotonic() + 60) as progress:
+        progress.add(3)
+        progress.show("the first line", measured=True)
+    text = re.sub(r"\x1b\[[\d;?]*\w", "", screen.getvalue())
+    assert "the first line" in text and re.search(r"1 of 3, \d:\d\d:\d\d left", text)
+
+
+def test_a_resumed_run_compiles_the_slow_variants_that_the_first_one_did_not_reach(monkeypatch, tmp_path):
+    """Otherwise the ratios to flex attention of a resumed run would be untuned for good."""
+    cases = [case for case in select("core") if case.problem.mask in ("causal", "full")]
+    journal = Journal(tmp_path / "a.jsonl", "run", Series("a GPU"), {})
+    for case in cases:
+        slow = {"flex max-autotune": {"ms": 1.0}} if case.problem.mask == "full" else {}
+        journal.point(case.name, {"tritoncp": {"ms": 1.0}, "flex": {"ms": 2.0}, **slow})
+    bench = measure.Bench(torch.device("cuda"), journal, time.monotonic() + 60)
+    bench.clock = timing.WallClock()
+    bench.resumed_points = list(journal.points)
+    measured = []
+    monkeypatch.setattr(bench, "_measure_problem", lambda group, variants: measured.append((group, variants)))
+    bench.run(cases)
+    ((group, variants),) = measured
+    assert {case.problem.mask for case in group} == {"causal"} and group[0].problem.seq == 16384
+    assert variants == ["flex", *measure.THOROUGH]
+
+
+def test_tables_in_a_pipe_are_not_cut(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "30")
+    name = "causal-" + "x" * 150
+    for side, times in (("a", [1.0, 1.01]), ("b", [1.2, 1.21])):
+        for point in line(name, times):
+            append(tmp_path / f"{side}.jsonl", point.as_line())
+    result = perf("compare", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--fail-over", "5")
+    (row,) = (text for text in result.stdout.splitlines() if name in text and "TOO SLOW" in text)
+    assert "1.005" in row and "1.205" in row
+    monkeypatch.setattr(host_cases, "measure", lambda *words: (FIGURES, {}))
+    result = perf("run", *SMOKE, "--out", tmp_path / ("y" * 100))
+    assert re.search(r"plan-document-w8-fetch-64k +│ +1 ", result.stdout)
+    assert ("y" * 100) + "/" in result.stdout
