@@ -15,7 +15,7 @@ import torch
 from tritoncp.perf.studies.balance import Numbers
 from tritoncp.perf.studies.plan_costs import GIB, LIMITS, SCHEDULES, measure_points, plan_cost
 from tritoncp.perf.studies.scale_charts import PICTURES, draw
-from tritoncp.planning.report import format_tokens
+from tritoncp.planning.units import format_tokens
 
 SIZES = (128, 512, 1024, 2048, 8192)
 WORLDS = (8, 64, 256, 1024)
