@@ -34,7 +34,14 @@ MAX_PROBLEMS = 20  # problems that are printed one by one
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
 def perf() -> None:
-    """Measure, keep a history, compare, and show it."""
+    """Measure, keep a history, compare, and show it.
+
+    \b
+    Examples:
+      tritoncp perf run --tier smoke --device host
+      tritoncp perf compare HEAD~1 HEAD --fail-over 5%
+      tritoncp perf dashboard --out dashboard.html
+    """
 
 
 perf.add_command(run, "run")
@@ -125,6 +132,11 @@ def compare(
     BEFORE and AFTER are files, folders, commits (HEAD~1), versions of tritoncp, runs or devices. Exits with 1
     if a case is past --fail-over (its ratio is, and the interval lies above 1), fails and did not, or is not
     measured again.
+
+    \b
+    Examples:
+      tritoncp perf compare HEAD~1 HEAD --fail-over 5%
+      tritoncp perf compare before.jsonl after.jsonl --markdown
     """
     try:
         sides = [_read_side(before, history, allow_new_device), _read_side(after, history)]
@@ -237,6 +249,11 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str | None) -> None
     """Write one page that shows a history: files and folders, perf/history by default.
 
     The page needs nothing else: it opens from a disk, without a network.
+
+    \b
+    Examples:
+      tritoncp perf dashboard
+      tritoncp perf dashboard perf/history --out dashboard.html
     """
     try:
         from tritoncp.perf.dashboard import changepoints, repository
@@ -297,6 +314,10 @@ def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> N
     Every line is checked: broken lines, and times without a check of the answer, are named and left out,
     and the exit code is 2. Names that are not allowed in file names, links, and anything but plain files are
     refused before anything is written. Doing it twice adds nothing.
+
+    \b
+    Examples:
+      tritoncp perf ingest results
     """
     from tritoncp.perf.records.ingest import Refused
     from tritoncp.perf.records.ingest import ingest as take_over
@@ -339,7 +360,12 @@ def _update_readme(readme: Path | None, history: Path) -> None:
     "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="History file, appended to."
 )
 def import_(source: Path, out: Path) -> None:
-    """Add a JSON file of pytest-benchmark to a history."""
+    """Add a JSON file of pytest-benchmark to a history.
+
+    \b
+    Examples:
+      tritoncp perf import benchmark.json --out perf/history/benchmark.jsonl
+    """
     from tritoncp.perf.records.from_pytest_benchmark import points
 
     try:

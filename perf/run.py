@@ -134,6 +134,12 @@ def main(
     Every contender's answer is checked before it is timed. Under torchrun the cases of as many ranks are
     measured, by all of them together. Exits with 1 if tritoncp fails or is wrong in any case, with 3 if the
     budget is too short for any case. Ctrl-C keeps every line, and prints the command that continues.
+
+    \b
+    Examples:
+      tritoncp perf run --tier smoke --device host
+      tritoncp perf run --only 'causal-*-bwd' --budget 120 --out results
+      torchrun --nproc-per-node 8 -m tritoncp perf run
     """
     deadline = time.monotonic() + (BUDGET[tier] if budget is None else budget)
     options_list = [_parse_options(text) for text in options]

@@ -1,10 +1,15 @@
 """Tests of the command line."""
 
 import io
+import itertools
 import json
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -36,6 +41,49 @@ def test_the_benchmark_has_its_own_help_and_errors(tmp_path):
         main, ["perf", "run", "--device", "cpu", "--only", "nothing", "--out", str(tmp_path)]
     )
     assert done.exit_code == 2 and "'nothing'" in done.output
+
+
+def all_commands(
+    command: click.Command = main, name: str = "tritoncp"
+) -> Iterator[tuple[str, click.Command]]:
+    """List a command and all commands in it, with their names."""
+    yield name, command
+    for word, inner in getattr(command, "commands", {}).items():
+        yield from all_commands(inner, f"{name} {word}")
+
+
+def examples_of(name: str) -> list[list[str]]:
+    """Return the examples in a command's --help as words, without the program."""
+    lines = CliRunner().invoke(main, [*name.split()[1:], "--help"], terminal_width=200).output.splitlines()
+    assert "  Examples:" in lines, f"{name} --help has no examples"
+    block = list(itertools.takewhile(str.strip, lines[lines.index("  Examples:") + 1 :]))
+    program = re.compile(r"(torchrun --nproc-per-node \d+ -m )?tritoncp[ .]")
+    assert all(program.match(line.strip()) for line in block)
+    return [shlex.split(program.sub("", line.strip(), count=1), comments=True) for line in block]
+
+
+@pytest.mark.parametrize("name", [name for name, _ in all_commands()])
+def test_every_help_has_examples_that_parse(name, tmp_path, monkeypatch):
+    (tmp_path / "perf" / "history").mkdir(parents=True)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "benchmark.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    calls = []
+    for command_name, command in all_commands():
+        if not hasattr(command, "commands"):
+            monkeypatch.setattr(command, "callback", lambda _=command_name, **options: calls.append(_))
+    examples = examples_of(name)
+    for words in examples:
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == 0, done.output
+    assert examples and len(calls) == len(examples) and all(call.startswith(name) for call in calls)
+
+
+def test_the_examples_of_plan_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in examples_of("tritoncp plan"):
+        assert CliRunner().invoke(main, [*words, "--block-size=1024"]).exit_code == 0
+    assert (tmp_path / "plan.png").exists() and (tmp_path / "plan.html").exists()
 
 
 def plan_command(*words) -> tuple[int, str]:
@@ -86,6 +134,17 @@ def test_plan_takes_batch_rows_with_documents_of_their_own():
     code, output = plan_command("--lengths=[[256, 256], [500, 12]]", "--world-size=2", "--json")
     report = json.loads(output)
     assert code == 0 and report["layer"]["batch"] == 2 and report["mask"]["q_len"] == 512
+
+
+def test_plan_shows_the_mask_as_it_was_written(tmp_path):
+    written = "causal  and window(4K) | ~prefix(1K)"
+    words = (f"--mask={written}", "--seq-len=8K", "--world-size=2", f"--html={tmp_path / 'plan.html'}")
+    shown = "causal and window(4K) | ~prefix(1K)"
+    assert f"\nmask: {shown}\n" in plan_command(*words)[1]
+    assert shown in (tmp_path / "plan.html").read_text()
+    assert json.loads(plan_command(*words, "--json")[1])["mask"]["expression"] == shown
+    inline = plan_command("--lengths=2K, 6K", "--world-size=2")[1]
+    assert "\nmask: causal & document, documents of 2K, 6K\n" in inline
 
 
 def test_plan_on_a_terminal_is_in_colour():

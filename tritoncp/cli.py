@@ -40,7 +40,14 @@ HEAD_DIM = click.IntRange(1, 256)  # as tritoncp.frontend.validate.MAX_HEAD_DIM,
 @click.group("tritoncp", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="tritoncp")
 def main() -> None:
-    """Context-parallel flex attention in Triton."""
+    """Context-parallel flex attention in Triton.
+
+    \b
+    Examples:
+      tritoncp plan --lengths 10K,6K,3K --world-size 4
+      tritoncp doctor
+      tritoncp check
+    """
 
 
 class Tokens(click.ParamType):
@@ -117,8 +124,10 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
     """Show how a mask would be dealt to ranks, and at which cost: no GPU is needed.
 
     \b
-    tritoncp plan --mask "causal & window(4K)" --seq-len 1M --world-size 64
-    tritoncp plan --lengths 4096,8192,53248 --world-size 4 --png plan.png
+    Examples:
+      tritoncp plan --lengths 4096,8192,53248 --world-size 4 --png plan.png --html plan.html
+      tritoncp plan --mask "causal & window(4K)" --seq-len 1M --world-size 64
+      tritoncp plan --balancer locality --schedule fetch --json
 
     Shows the owner of each block, the work of each rank, the bytes that each schedule sends and keeps, its
     predicted time, and the choice of "auto". In Python: print(plan), plan.plot().
@@ -155,7 +164,9 @@ def chunk(demo: bool, cut: str, chunks: str, png: Path | None, as_json: bool) ->
     """Show what it is worth to cut a training graph into chunks and to order them: no GPU is needed.
 
     \b
-    tritoncp chunk --demo --png chunks.png
+    Examples:
+      tritoncp chunk --demo --png chunks.png
+      tritoncp chunk --demo --cut experts --chunks 4 --json
 
     Predicts one forward and backward pass on two streams, computation and messages, before and after. In
     Python: tritoncp.chunking.chunk, tritoncp.chunking.simulate, tritoncp.chunking.order.

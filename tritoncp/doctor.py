@@ -28,6 +28,11 @@ def doctor(as_json: bool) -> None:
     """Report this machine's versions and devices, and the engine that runs on each.
 
     Exits with 1 if a requirement is missing or does not work.
+
+    \b
+    Examples:
+      tritoncp doctor
+      tritoncp doctor --json
     """
     report = examine()
     click.echo(json.dumps(report, indent=2)) if as_json else show(report)

@@ -55,6 +55,14 @@ Each cell: largest work of a rank over the mean (1.000 is even; above 1.02 in bo
 equal numbers of blocks, so contiguous pieces cannot be made even by making them longer or shorter: that would
 put other layers, which cost the same for every token, out of balance.
 
+What each promises of the work: `locality` at most 1.02 times the mean, or what the best contiguous
+placement has where ranks have too few blocks for that (a window at 64K tokens on 64 ranks); `ptrr` that
+two ranks differ by no more than the costliest block; `ptrr_unweighted` the same of listed blocks, masked
+and full counted alike; `head_tail` an even causal mask, and nothing of others. `contiguous` and
+`per_document` promise no bound: `per_document` keeps documents whole, and whole documents with equal
+numbers of blocks need not have equal work (up to 1.23 in these tables). Cells in bold are those above
+1.02.
+
 Which to take: `ptrr`, the default, where all keys travel anyway (`schedule="allgather"`, dense masks);
 `ptrr_unweighted` where placements have to agree with torch's; `locality` where the mask is sparse and
 `schedule="fetch"` or `"ring"` moves only what is seen; `per_document` where planning time counts and a few

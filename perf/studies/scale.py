@@ -15,7 +15,7 @@ import torch
 from tritoncp.perf.studies.balance import Numbers
 from tritoncp.perf.studies.plan_costs import GIB, LIMITS, SCHEDULES, measure_points, plan_cost
 from tritoncp.perf.studies.scale_charts import PICTURES, draw
-from tritoncp.planning.report import format_tokens
+from tritoncp.planning.units import format_tokens
 
 SIZES = (128, 512, 1024, 2048, 8192)
 WORLDS = (8, 64, 256, 1024)
@@ -89,10 +89,11 @@ SCALING_LIMITS = (
    ms each way, more than the attention of a packed corpus takes. `ptrr` spreads every document over all
    ranks, so that its `fetch` takes 220 ms at 8M tokens where that of `per_document` takes 33 and that of
    natural order 7. Ulysses cuts the peers by the ranks that trade heads, 32 here.
-5. **Planning time of `locality`.** One rank after the other takes the best windows of what is left: ranks x
-   blocks x 16 sizes. That is half a second at 1M tokens on 64 ranks and 25 s at 8M on 1024. All other
-   balancers place 8M tokens in less than half a second; to choose a schedule is to look at what every rank
-   sees, ranks x blocks, and takes a second there.
+5. **Planning time of `locality`.** One rank after the other takes the best windows of what is left:
+   ranks x pieces x up to 16 sizes. That is a third of a second at 1M tokens on 64 ranks, half a second
+   at 8M on 64, and 10 s at 8M on 1024 (25 s in the table below, made when it dealt single blocks). All
+   other balancers place 8M tokens in less than half a second; to choose a schedule is to look at what
+   every rank sees, ranks x blocks, and takes a second there.
 6. **Memory of a plan.** Which blocks each rank sees is a byte for each pair, 64 MiB at 8M tokens on 1024
    ranks, and some of its rows are held as sums while what travels is counted. It is made once for all views
    of a plan, and only for `ring`, `fetch`, "auto" and rows of `ulysses`.""",

@@ -8,7 +8,7 @@ from typing import Any
 
 from tritoncp.perf.studies.plan_costs import GIB, LIMITS, MASKS, SCHEDULES, plan_cost
 from tritoncp.planning.balance import balancers
-from tritoncp.planning.report import format_tokens
+from tritoncp.planning.units import format_tokens
 
 PICTURES = {
     "planning": (

@@ -20,6 +20,7 @@ UNITS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mf
 TABLE = list(resource_table.read_table().values())
 PASSES = [row for row in TABLE if row["kernel"] not in ("delta", "combine") and row["dtype"] != "float32"]
 RULES = [row for row in PASSES if "source" not in row]  # without measured tiles
+SPILLING = ("dkdv", "sm_80", 64, "bfloat16", "mask_mod_local")
 LISTED = [*resource_table.shipped(), *resource_table.measured()]
 
 
@@ -73,10 +74,12 @@ def test_a_digest_covers_the_modules_that_read_and_bound_machine_code(monkeypatc
 
 
 def test_shipped_kernels_spill_nothing_and_use_matrix_units() -> None:
-    """No spill, no more shared memory than there is, and matrix units."""
+    """No spill, no more shared memory than there is, and matrix units. With a mask_mod in its loop, one kernel
+    spills two registers outside of the loop; tiles that spill none cost 9 % of its bound."""
     for row in TABLE:
         assert row["shared_bytes"] <= MACHINES[row["arch"]].block
-        assert row["spill_bytes"] == 0, resource_table.key(row)
+        most = 8 if resource_table.key(row) == SPILLING else 0
+        assert row["spill_bytes"] <= most, resource_table.key(row)
     for row in PASSES:
         assert 0 < row["bound"] <= row["overlap"] <= 1 and row["limit"]
         assert row["loop_spills"] == 0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritoncp.masks import and_masks, causal, document, not_, or_masks, prefix_lm, sliding_window
-from tritoncp.masks.expressions import count, lengths, mask_of
+from tritoncp.masks.expressions import count, format_mask, lengths, mask_of
 
 SIZE = 48
 DOCUMENTS = [5, 20, 23]
@@ -134,3 +134,16 @@ def test_counts() -> None:
 
 def test_json_round_trip() -> None:
     assert lengths(json.dumps([4096, 8192])) == [4096, 8192]
+
+
+@pytest.mark.parametrize("text", sorted(set(LEAVES) - {"document(40, 8)"}))
+def test_a_formatted_mask_is_read_back_as_the_same_mask(text):
+    for mask in (LEAVES[text], ~LEAVES[text] & causal() | LEAVES[text] & sliding_window(4, 1)):
+        assert torch.equal(dense(mask_of(format_mask(mask), DOCUMENTS)), dense(mask))
+
+
+def test_functions_are_formatted_by_their_names():
+    def near(b, h, q, kv):
+        return q - kv < 3
+
+    assert format_mask(causal() & near & (lambda b, h, q, kv: q > kv)) == "(causal & near) & a lambda"

@@ -12,11 +12,12 @@ from PIL import Image
 from tritoncp.masks.closed_forms import causal, document, sliding_window
 from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.masks.mask_mod import and_masks
-from tritoncp.planning import report
+from tritoncp.planning import units
 from tritoncp.planning.build import build
 from tritoncp.planning.drawing import page as html_page
 from tritoncp.planning.drawing import picture, rasters
 from tritoncp.planning.drawing.rasters import FULL, HIDDEN, MASKED, PAPER, SIDE, SOME
+from tritoncp.planning.explanation import format_meaning
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.report import Facts, colours
 
@@ -82,7 +83,7 @@ def test_a_thin_mask_has_a_detail_of_its_first_tokens() -> None:
         shade = {3: 0.0, 1: FULL}.get(int(kinds[q // 128, kv // 128]), MASKED if visible else HIDDEN)
         want = blend(colours(8)[int(plan.owners[0, q // 128])], shade)
         assert (pixels[y, x] - want).abs().max() <= 1, (q, kv)
-    assert html_page.html(Facts.of(plan)).count("data:image/png") == 3
+    assert html_page.html(Facts.of(plan)).count("data:image/png") == 8  # four pictures, light and dark
     single_blocks, full_corner = document_plan(4096, 4), build(full_mask(size, size), 8)
     for other in (single_blocks, full_corner):
         assert rasters.lens_length(other, rasters.mask_pixels(other)) == 0
@@ -95,7 +96,7 @@ def test_several_heads_and_ragged_shapes_are_drawn() -> None:
         8,
         3,
     )
-    assert plan.plot().size == document_plan(1024, 4).plot().size
+    assert plan.plot().size == document_plan(1024, 3).plot().size
 
 
 @pytest.mark.parametrize("world_size", [1, 4, 700])
@@ -137,7 +138,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs) -> None:
         assert tag not in ("script", "link", "iframe")
-        self.links += [value for name, value in attrs if name in ("src", "href")]
+        self.links += [value for name, value in attrs if name in ("src", "href", "srcset")]
 
     def handle_data(self, data) -> None:
         self.visible_text += data
@@ -148,15 +149,36 @@ def test_the_page_is_self_contained(tmp_path) -> None:
     plan.plot(tmp_path / "plan.html", heads=16, kv_heads=4)
     text = (tmp_path / "plan.html").read_text()
     page = Page(text)
-    assert len(page.links) == 2 and all(link.startswith("data:image/png;base64,") for link in page.links)
+    assert len(page.links) == 6 and all(link.startswith("data:image/png;base64,") for link in page.links)
     assert "http" not in re.sub(r"base64,[\w+/=]*", "", text) and "url(" not in text
     for rank, blocks in enumerate(plan.work):
         assert f"<title>rank {rank}: {blocks:g} blocks</title>" in text
     facts = Facts.of(plan, heads=16, kv_heads=4)
     for estimate in facts.costs:
-        time = report.format_seconds(estimate.forward)
+        time = units.format_seconds(estimate.forward)
         assert estimate.schedule in page.visible_text and time in page.visible_text
     assert f"{plan.imbalance:.3f}" in page.visible_text
+
+
+def test_the_strips_show_each_ranks_queries() -> None:
+    plan = document_plan(4096, 4, "head_tail")
+    pixels = rasters.strip_pixels(plan).int()
+    owners, paint = plan.owners[0], colours(4)
+    assert pixels.shape == (4, len(owners), 3)
+    for rank, block in product(range(4), range(len(owners))):
+        want = paint[rank] if int(owners[block]) == rank else PAPER
+        assert tuple(pixels[rank, block].tolist()) == want
+    assert rasters.strips_height(64) == 256 and rasters.strips_height(4096) == rasters.STRIPS
+
+
+def test_the_page_has_legends_axes_and_plain_words() -> None:
+    facts = Facts.of(document_plan(65536, 64, block=256))
+    text = html_page.html(facts)
+    words = Page(text).visible_text
+    for part in ("forward", "backward", "queries, by position", "16K", "rank that keeps the keys"):
+        assert part in words, part
+    assert all(line.partition(": ")[2] in words for line in format_meaning(facts.plan, facts.metrics))
+    assert "prefers-color-scheme: dark" in text
 
 
 def test_one_rank_has_a_picture_and_a_page() -> None:

@@ -1,6 +1,7 @@
 """Tests of the text of `print(plan)`."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,9 @@ from tritoncp.masks import and_masks, causal, create_block_mask, document
 from tritoncp.planning import cost
 from tritoncp.planning.build import build
 from tritoncp.planning.cost import NVLINK
-from tritoncp.planning.report import WIDTH, Facts, colours, format_blocks, format_ranks, format_text
+from tritoncp.planning.explanation import format_meaning, owner_shares
+from tritoncp.planning.report import WIDTH, Facts, colours, format_blocks, format_text
+from tritoncp.planning.units import axis_ticks, format_ranks
 
 
 def plan(size=1024, world_size=4, balancer="ptrr"):
@@ -22,7 +25,7 @@ def plan(size=1024, world_size=4, balancer="ptrr"):
 @pytest.mark.parametrize("balancer", ["ptrr", "head_tail", "contiguous"])
 def test_every_block_is_labelled_with_its_owner(balancer):
     drawn = plan(balancer=balancer)
-    lines = str(drawn).splitlines()[3:11]
+    lines = str(drawn).split("\n\n")[1].splitlines()[1:]
     assert [line.rank for line in format_blocks(drawn)[1:]] == drawn.owners[0].tolist()
     assert [int(line.split()[0]) for line in lines] == drawn.owners[0].tolist()
     assert [line.split()[1] for line in lines] == drawn.mask.draw().splitlines()
@@ -30,7 +33,7 @@ def test_every_block_is_labelled_with_its_owner(balancer):
 
 def test_work_and_imbalance_are_the_plans():
     drawn = plan()
-    _, _, work, _ = str(drawn).split("\n\n")
+    (work,) = [part for part in str(drawn).split("\n\n") if part.startswith("work:")]
     title, *bars = work.splitlines()
     assert f"max/mean {drawn.imbalance:.3f}" in title
     assert [float(bar.split()[-1]) for bar in bars] == drawn.work
@@ -81,8 +84,46 @@ def test_every_rank_has_a_colour_of_its_own():
 
 def test_a_long_plan_fits_a_screen():
     lines = str(plan(size=128 * 200, world_size=64)).splitlines()
-    assert len(lines) <= WIDTH + 6 + 8
+    assert len(lines) <= WIDTH + 24
     assert all(len(line) <= 2 * WIDTH for line in lines[1:])
+
+
+@pytest.mark.parametrize("balancer", ["ptrr", "head_tail", "contiguous"])
+@pytest.mark.parametrize("world_size", [3, 64])
+def test_strips_show_the_queries_of_each_rank(balancer, world_size):
+    drawn = plan(size=128 * 64, world_size=world_size, balancer=balancer)
+    shares = owner_shares(drawn, 64, 64)
+    assert shares.argmax(0).tolist() == drawn.owners[0].tolist() and shares.sum() == 64
+    (strips,) = [part for part in str(drawn).split("\n\n") if part.startswith("whose queries")]
+    places = re.findall(r"(\d+)  ([█▒·]+)", strips)
+    assert sorted(int(rank) for rank, _ in places) == list(range(world_size))
+    for rank, strip in places:
+        own = drawn.owners[0].view(len(strip), -1) == int(rank)
+        assert [char != "·" for char in strip] == own.any(1).tolist()
+
+
+def test_plain_words_say_who_computes_whether_it_is_even_and_what_travels():
+    drawn = plan(size=8192, balancer="contiguous")
+    who, even, travels, how = format_meaning(drawn, Facts.of(drawn).metrics)
+    assert "each of the 4 ranks" in who and "2K tokens" in who and "0-2K" in who
+    wait = 100 * (1 - 1 / drawn.imbalance)
+    assert drawn.imbalance > 1.1 and even.startswith("Is it even: no") and f"wait {wait:.2g} %" in even
+    assert f"{100 * Facts.of(drawn).metrics.remote_share:.3g} % of the keys" in travels
+    assert drawn.schedule in how and "sent by a rank" in how
+    words = " ".join(str(drawn).split())
+    assert all(line in words for line in (who, even, travels, how))
+    balanced = plan(size=8192, balancer="head_tail" if plan(8192).imbalance > 1.02 else "ptrr")
+    assert "Is it even: yes" in format_meaning(balanced, Facts.of(balanced).metrics)[1]
+    single = plan(world_size=1)
+    assert "nothing" in format_meaning(single, Facts.of(single).metrics)[1]
+
+
+def test_ticks_are_round_and_reach_both_ends():
+    for length in (1, 2, 7, 100, 1000, 1024, 24_000, 40_960, 98_304, 131_072, 1_000_000, 3 << 20):
+        ticks = axis_ticks(length)
+        positions = [position for position, _ in ticks]
+        assert positions[0] == 0 and positions[-1] == length and len(ticks) <= 7
+        assert positions == sorted(set(positions)) and all(len(label) <= 9 for _, label in ticks)
 
 
 def test_a_world_of_one_is_drawn():

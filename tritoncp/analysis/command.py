@@ -54,6 +54,12 @@ def inspect(
 
     --order simulates how long launches take in the order in which their programs start, relative to the best
     order, for every case of the benchmark on one GPU.
+
+    \b
+    Examples:
+      tritoncp inspect --arch sm_90 --kernel forward --head-dim 128 --dtype bfloat16
+      tritoncp inspect --check
+      tritoncp inspect --order --arch sm_90
     """
     from tritoncp.analysis.cross_compile import check_target
     from tritoncp.analysis.inspect_run import run

@@ -39,8 +39,14 @@ from tritoncp.command_base import Command
 def demo(steps: int, seq_len: int, world_size: int | None, out: Path, engine: str, as_json: bool) -> None:
     """Train a small transformer on several ranks and on one, and compare the losses.
 
-    Starts local processes, or joins those of torchrun: torchrun --nproc-per-node 4 -m tritoncp.demo.
+    Starts local processes, or joins those of torchrun.
     Exits with 1 if the losses differ by more than rounding explains, or a rank fails.
+
+    \b
+    Examples:
+      tritoncp demo
+      tritoncp demo --world-size 2 --steps 4 --engine cpu
+      torchrun --nproc-per-node 4 -m tritoncp.demo
     """
     if engine == "cpu":
         os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported, also by the ranks

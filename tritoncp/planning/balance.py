@@ -14,9 +14,10 @@ maps the names to the functions:
 
 - "contiguous": even pieces in natural order: the fewest remote keys of windows, uneven work of causal masks
 - "head_tail": a piece from the front and one from the back: even for causal masks
-- "per_document": small documents whole, large ones in pairs of pieces
+- "per_document": small documents whole, large ones in pairs of pieces; nearly even work, without a bound
 - "ptrr": blocks by descending work in zig-zag, as torch deals them: even work, most keys travel
-- "locality": even work with the fewest remote keys; the slowest to compute
+- "locality": even work (max/mean at most 1.02 where blocks allow it) with the fewest remote keys; the slowest
+  to compute
 - "auto" is no entry: `make_plan` then weighs all entries, and natural order, by predicted time
 """
 
@@ -103,7 +104,8 @@ def _zig_zag(costs: torch.Tensor, world_size: int) -> list[list[int]]:
 
 def per_document(work: Work) -> list[list[int]]:
     """Keep small documents whole, and cut large ones into pairs of pieces (one from the front, one from the
-    back); assign the costliest first, to the rank with the least work that has room.
+    back); assign the costliest first, to the rank with the least work that has room. There is no bound on
+    max/mean: whole documents with equal numbers of blocks need not have equal work.
 
     Document boundaries are the positions across which the mask shows no pair; documents have any length. A
     group that no rank has room for is dealt block by block.

@@ -3,6 +3,8 @@
 Blocks lie on a circle. Ranks choose in turn: each takes two windows of the circle, one of which holds the
 costliest free block, such that the two have the rank's share of blocks and work and see the fewest keys; its
 blocks then leave the circle. Swaps of two blocks between ranks afterwards even out the work and save keys.
+
+A long sequence is first placed in pieces of several blocks: the time hardly grows with its length.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import computed_once
+from tritoncp.planning.balance_pieces import MAX_PIECES, MAX_SEARCHED_RANKS, View, even_counts, piece_counts
 from tritoncp.planning.work import Work, merge_ranges, transpose_runs
 
 MAX_EVEN_RATIO = 1.018  # max/mean work that counts as even
@@ -23,6 +26,7 @@ TOLERANCES = (0.01, 0.005, 0.02)
 SIZE_COUNTS = (32, 16)  # number of sizes of the first window; each yields a candidate placement
 MAX_SWAP_CANDIDATES = 128  # blocks of each rank that a swap is chosen from
 MAX_SWAPS = 200  # swaps tried on a placement
+MAX_WINDOW_SEARCHES = 1024  # sizes of the first window, times ranks, where only one placement is searched
 # Blocks x pairs of ranks up to which every tolerance is tried and every placement improved.
 MAX_SMALL_SIZE = 1 << 20
 # Blocks x ranks beyond which no placement is improved: the tables would take gigabytes.
@@ -30,15 +34,56 @@ MAX_IMPROVED_SIZE = 1 << 24
 
 
 def place_blocks(work: Work) -> Tensor:
-    """Return the owner of each block: int64 [blocks]. Ranks hold equal numbers of blocks to within one."""
-    columns = Columns(work)
-    contiguous = torch.arange(columns.n) * columns.world_size // max(1, columns.n)
-    if columns.n <= columns.world_size or columns.world_size == 1:
+    """Return the owner of each block: int64 [blocks]. Ranks hold equal numbers of blocks to within one.
+
+    Long sequences are placed in pieces of several blocks, which are then halved and improved again.
+    """
+    n, world_size = len(work.costs), work.world_size
+    contiguous = torch.arange(n) * world_size // max(1, n)
+    if n <= world_size or world_size == 1:
         return contiguous
-    small = columns.n * columns.world_size**2 <= MAX_SMALL_SIZE
+    fine = View.of(work)
+    sizes = {1 << (n // pieces).bit_length() - 1 for pieces in piece_counts(n, world_size)}
+    owners = [_place_in_pieces(fine, size) for size in sorted(sizes)]
+    if len(owners) == 1 and sizes == {1}:
+        return owners[0]
+    columns = Columns(fine)
+    assignments = [Assignment(columns, owner) for owner in (contiguous, *owners)]
+    best = min(assignments, key=Assignment.rank)
+    if float(best.work.max()) > best.cap and n * world_size <= MAX_IMPROVED_SIZE:
+        best.improve(MAX_SWAPS // 4)
+    return best.owner
+
+
+def _place_in_pieces(fine: View, size: int) -> Tensor:
+    """Place pieces of ``size`` blocks, a power of two, then improve the placement in pieces of half the size,
+    and so on while that is quick. Returns the owner of each block."""
+    n = len(fine.costs)
+    owner = _search(Columns(fine.in_pieces(size)), size == 1 or fine.world_size <= MAX_SEARCHED_RANKS)
+    while size > 1:
+        if 2 * -(-n // size) > MAX_PIECES:
+            return even_counts(owner.repeat_interleave(size)[:n], fine)
+        size //= 2
+        pieces = fine.in_pieces(size)
+        columns = Columns(pieces)
+        owner = owner.repeat_interleave(2)[: columns.n]
+        assignment = Assignment(columns, even_counts(owner, pieces))
+        assignment.improve(MAX_SWAPS if columns.world_size <= MAX_SEARCHED_RANKS else MAX_SWAPS // 10)
+        owner = assignment.owner
+    return owner
+
+
+def _search(columns: Columns, thorough: bool) -> Tensor:
+    """Return the best placement of several parameters: the owner of each block.
+
+    thorough: try all parameters, and improve every placement, unless the problem is large
+    """
+    contiguous = torch.arange(columns.n) * columns.world_size // max(1, columns.n)
+    small = thorough and columns.n * columns.world_size**2 <= MAX_SMALL_SIZE
     improvable = columns.n * columns.world_size <= MAX_IMPROVED_SIZE
     swaps = MAX_SWAPS if small else MAX_SWAPS // 4 if improvable else 0
-    tries = list(itertools.product(SIZE_COUNTS, TOLERANCES)) if small else [(SIZE_COUNTS[-1], TOLERANCES[0])]
+    cuts = max(4, min(SIZE_COUNTS[-1], MAX_WINDOW_SEARCHES // columns.world_size))
+    tries = list(itertools.product(SIZE_COUNTS, TOLERANCES)) if small else [(cuts, TOLERANCES[0])]
     owners = [contiguous, *(columns.deal(*parameters) for parameters in tries)]
     assignments = [Assignment(columns, owner) for owner in owners]
     for assignment in assignments if small else [min(assignments, key=Assignment.rank)]:
@@ -53,8 +98,8 @@ class Columns:
     column, first, last: the blocks that see a column, as runs sorted by column
     """
 
-    def __init__(self, work: Work) -> None:
-        self.costs, self.world_size = work.costs.cpu().double(), work.world_size
+    def __init__(self, work: View) -> None:
+        self.costs, self.world_size = work.costs, work.world_size
         self.n, self.masks, self.width = len(work.costs), max(1, len(work.sees)), work.columns
         self.together = work.together
         rows, cols = [torch.zeros(0, 3, dtype=torch.int64)], [torch.zeros(0, 3, dtype=torch.int64)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,12 @@ def collect_facts(
         schedule=schedule,
     )
     itemsize = getattr(torch, dtype).itemsize
+    expression = " ".join(text.split())
+    if lengths is not None and len(lengths) <= 40 and not Path(lengths).is_file():
+        expression += f", documents of {' '.join(lengths.split())}"
     layer: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return Facts.of(plan, **layer, v_head_dim=v_head_dim or head_dim, itemsize=itemsize)
+    facts = Facts.of(plan, **layer, v_head_dim=v_head_dim or head_dim, itemsize=itemsize)
+    return replace(facts, expression=expression)
 
 
 def check_size(tokens: int, rows: int, block: int, ranks: int) -> None:

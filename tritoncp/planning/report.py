@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import colorsys
 import re
+import textwrap
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tritoncp.masks.mask import Mask
+from tritoncp.masks.expressions import format_mask
 from tritoncp.planning import cost
+from tritoncp.planning.explanation import format_meaning, owner_shares
 from tritoncp.planning.memory import Sizes
 from tritoncp.planning.metrics import Metrics
 from tritoncp.planning.plan_data import PlanData
+from tritoncp.planning.units import (
+    format_bytes,
+    format_ranks,
+    format_tokens,
+    shorten,
+)
 
 WIDTH = 64  # characters across the mask
-LINES = 16  # most ranks for which a bar each is printed
+LINES = 16  # most ranks for which a bar each is printed; with more, the mask has half the width
 
 Colour = tuple[int, int, int]
 # Paul Tol's "bright" palette, distinct under colour blindness, and two more colours.
@@ -50,11 +58,15 @@ class Facts:
     plan: PlanData
     shape: cost.Shape
     hardware: cost.Hardware
+    expression: str  # the mask as its author wrote it
 
     @classmethod
     def of(cls, plan: PlanData, hardware: cost.Hardware | None = None, **shape: int) -> Facts:
         """Return the facts for a layer of this ``shape``, on the assumed hardware if none is passed."""
-        return cls(plan, cost.Shape.of_layer(plan, **shape), hardware or cost.hardware_of(plan.world_size))
+        mod = plan.mask.mask_mod
+        layer = cost.Shape.of_layer(plan, **shape)
+        expression = "" if mod is None else format_mask(mod)
+        return cls(plan, layer, hardware or cost.hardware_of(plan.world_size), expression)
 
     @cached_property
     def costs(self) -> tuple[cost.Cost, ...]:
@@ -106,7 +118,7 @@ class Facts:
         plan, mask = self.plan, self.plan.mask
         return {
             "mask": {
-                "expression": strip_addresses(repr(mask.mask_mod)),
+                "expression": self.expression or None,
                 "q_len": mask.q_len, "kv_len": mask.kv_len, "block_size": [mask.q_block, mask.kv_block],
                 "sparsity": mask.sparsity(), "runs": len(mask.runs.runs),
             },
@@ -142,12 +154,19 @@ def format_text(facts: Facts) -> str:
 
 def format_lines(facts: Facts) -> list[Line]:
     """Format a line for each query block (or group of blocks): its owner, then the key blocks that it sees,
-    from █ all to · none. Below them the work of each rank in blocks, and the cost of each schedule."""
+    from █ all to · none. Below them the queries of each rank, its work in blocks, the cost of each schedule,
+    and what that means in plain words."""
     plan, gap = facts.plan, Line("")
-    parts = [Line(format_title(plan)), gap, *format_blocks(plan), gap, *format_work(plan)]
-    parts += [gap, *map(Line, format_costs(facts))]
+    mask = [Line(f"mask: {facts.expression}")] if facts.expression else []
+    parts = [Line(format_title(plan)), *mask, gap, *format_blocks(plan), gap]
+    parts += [*format_shares(plan), gap] if plan.world_size > 1 else []
+    parts += [*format_work(plan), gap, *map(Line, format_costs(facts))]
     parts.append(Line(f"shard of a rank (q, k, v, out, lse): {_mib(facts.shard_bytes)} MiB"))
-    return [*parts, Line(format_metrics(facts.metrics))]
+    parts += [Line(format_metrics(facts.metrics)), gap, Line("what this means:")]
+    for sentence in format_meaning(plan, facts.metrics):
+        lines = textwrap.wrap(sentence, 2 * WIDTH, initial_indent="  ", subsequent_indent="    ")
+        parts += map(Line, lines)
+    return parts
 
 
 def format_metrics(metrics: Metrics) -> str:
@@ -169,8 +188,9 @@ def format_title(plan: PlanData) -> str:
 
 def format_blocks(plan: PlanData) -> list[Line]:
     """Format the mask, a line for each query block or group of blocks, with the owners in front."""
-    drawing = plan.mask.draw(WIDTH).split("\n")
-    scale = max(1, -(-max(plan.mask.runs.shape[2:]) // WIDTH))  # blocks that share a character
+    most = WIDTH if plan.world_size <= LINES else WIDTH // 2
+    drawing = plan.mask.draw(most).split("\n")
+    scale = max(1, -(-max(plan.mask.runs.shape[2:]) // most))  # blocks that share a character
     owners = [sorted(set(owner.tolist())) for owner in plan.owners[0].split(scale)]
     names = [shorten(format_ranks(ranks)) for ranks in owners]
     width = max([len("rank"), *map(len, names)])
@@ -181,28 +201,25 @@ def format_blocks(plan: PlanData) -> list[Line]:
     return [Line(f"{'rank':>{width}}  sees"), *rows]
 
 
-def format_ranks(ranks: list[int]) -> str:
-    """Format ascending ranks, consecutive ones as a range.
-
-    >>> format_ranks([0, 1, 2, 5]), format_ranks([3])
-    ('0-2,5', '3')
-    """
-    groups: list[list[int]] = []
-    for rank in ranks:
-        if groups and groups[-1][-1] == rank - 1:
-            groups[-1].append(rank)
-        else:
-            groups.append([rank])
-    return ",".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups)
-
-
-def shorten(text: str, width: int = 24) -> str:
-    """Shorten a text, as a list of names, to ``width`` characters.
-
-    >>> shorten("1,3,5", 5), shorten("1,3,5,7,9", 6)
-    ('1,3,5', '1,3,5…')
-    """
-    return text if len(text) <= width else text[: width - 1].rstrip(",") + "…"
+def format_shares(plan: PlanData) -> list[Line]:
+    """Format the part of the sequence whose queries each rank has, from token 0 on the left to the last one:
+    █ all of it, ▒ some. More than 16 ranks stand in two columns, more than 64 in groups."""
+    columns = 1 if plan.world_size <= LINES else 2
+    shares = owner_shares(plan, WIDTH, WIDTH // columns)
+    groups: list[list[int]] = [[] for _ in shares]
+    for rank in range(plan.world_size):
+        groups[rank * len(shares) // plan.world_size].append(rank)
+    names, mark = [format_ranks(ranks) for ranks in groups], "·▒█"
+    width = max([len("rank"), *map(len, names)])
+    strips = [
+        f"{name:>{width}}  " + "".join(mark[(share > 0) + (share >= 1)] for share in line)
+        for name, line in zip(names, shares.tolist())
+    ]
+    title = f"whose queries: token 0 (left) to {format_tokens(plan.mask.q_len)} (right)"
+    if columns == 1:
+        return [Line(title), *(Line(strip, rank) for rank, strip in enumerate(strips))]
+    half = -(-len(strips) // 2)
+    return [Line(title), *(Line("   ".join(strips[i::half])) for i in range(half))]
 
 
 def format_work(plan: PlanData) -> list[Line]:
@@ -270,7 +287,7 @@ def _mib(count: float) -> str:
 def format_headline(facts: Facts) -> tuple[str, str]:
     """Format the two title lines of a picture: the mask, and the plan's placement."""
     plan, mask = facts.plan, facts.plan.mask
-    suffix = "" if mask.mask_mod is None else f" · {mask_name(mask)}"
+    suffix = f" · {shorten(facts.expression, 72)}" if facts.expression else ""
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     listed = 100 - mask.sparsity()
     return (
@@ -280,60 +297,19 @@ def format_headline(facts: Facts) -> tuple[str, str]:
     )
 
 
-def mask_name(mask: Mask) -> str:
-    """Return the name of the mask_mod, shortened to one line."""
-    name = getattr(mask.mask_mod, "__name__", None) or repr(mask.mask_mod)
-    return shorten(name if name != "<lambda>" else "a lambda", 72)
-
-
-def format_tokens(count: int) -> str:
-    """Format a number of tokens with a binary unit.
-
-    >>> format_tokens(131072), format_tokens(8 << 20), format_tokens(1000)
-    ('128K', '8M', '1000')
-    """
-    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
-        if count >= size and count % (size // 4) == 0:
-            return f"{count / size:g}{unit}"
-    return str(count)
-
-
 def format_remote_bytes(facts: Facts) -> tuple[str, str]:
     """Format the bytes of remote keys and values: the largest of a pair of ranks, and the total."""
     remote = facts.reads.clone().fill_diagonal_(0)
     return format_bytes(int(remote.max())), format_bytes(int(remote.sum()))
 
 
-def format_bytes(count: float) -> str:
-    """Format a number of bytes with a binary unit.
-
-    >>> format_bytes(1536), format_bytes(5 << 30), format_bytes(0)
-    ('1.5 KiB', '5 GiB', '0 bytes')
-    """
-    for size, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:g} bytes"
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a time with its unit.
-
-    >>> format_seconds(0.00312), format_seconds(3.05), format_seconds(2e-5)
-    ('3.12 ms', '3.05 s', '20 us')
-    """
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
-
-
 def colours(world_size: int) -> list[Colour]:
-    """Return a colour for each rank: a distinct palette for up to eight, hues around the circle beyond."""
+    """Return a colour for each rank: a distinct palette for up to eight; beyond, hues from blue over green,
+    yellow and red to purple, so that a hue lies on one stretch of ranks."""
     if world_size <= len(BRIGHT):
         return list(BRIGHT[:world_size])
     result = []
     for rank in range(world_size):
-        rgb = colorsys.hls_to_rgb(0.58 + rank / world_size, (0.42, 0.56)[rank % 2], 0.60)
+        rgb = colorsys.hls_to_rgb((0.62 - 0.8 * rank / world_size) % 1, (0.40, 0.56)[rank % 2], 0.62)
         result.append((round(255 * rgb[0]), round(255 * rgb[1]), round(255 * rgb[2])))
     return result

@@ -42,8 +42,10 @@ def check(
     """Compare every schedule, mask, dtype and pass with dense float64 attention, on this machine's devices.
 
     \b
-    tritoncp check                                         simulated worlds on one device
-    torchrun --nproc-per-node 8 -m tritoncp check          real ranks: NCCL, or gloo without GPUs
+    Examples:
+      tritoncp check                                    # simulated worlds on one device
+      tritoncp check --only 'ring-*' --world-size 2     # cases by name
+      torchrun --nproc-per-node 8 -m tritoncp check     # real ranks: NCCL, or gloo without GPUs
 
     The allowed error is twice that of torch's eager attention in the same dtype, plus two units in the last
     place. Exits with 1 if a case is wrong, failed or did not run. Without a GPU the kernels run interpreted,

@@ -99,6 +99,11 @@ def autotune(
     Candidates are compiled first, and dropped if they spill, do not fit or are bound to be slow; the rest is
     checked against float32 and timed in turn, the better half for longer. Every choice is written at once,
     and used by tritoncp from then on. Ctrl-C keeps the choices so far; --resume goes on from there.
+
+    \b
+    Examples:
+      tritoncp autotune --budget 15m
+      tritoncp autotune --mask causal --target sm_90 --dry-run
     """
     from tritoncp.core.environment import parse_seconds
     from tritoncp.tuning import search_run, targets

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from tritoncp.chunking.streams.timeline import STREAMS, Span, Timeline
 from tritoncp.planning.drawing.picture import GREY, INK, Pen
 from tritoncp.planning.drawing.rasters import PAPER
-from tritoncp.planning.report import Colour, colours, format_bytes, format_seconds
+from tritoncp.planning.report import Colour, colours
+from tritoncp.planning.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from PIL import Image

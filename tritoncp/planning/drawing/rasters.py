@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritoncp.masks.block_runs import Kind
 from tritoncp.masks.mask import Mask
+from tritoncp.planning.explanation import owner_shares
 from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report import Colour, Facts, colours
 
@@ -20,11 +21,24 @@ SIDE = 720  # pixels of the mask
 LENS = 320  # pixels of the detail in its corner
 READS = 300  # pixels of the table of key traffic
 WIDE = 500  # pixels of the bars of work
+STRIPS = 256  # most pixels of the strips that show whose queries lie where
 PAPER, FAINT = (255, 255, 255), (222, 226, 230)
 OWN = (255, 236, 179)
 FULL, MASKED, HIDDEN = 1.0, 0.55, 0.13  # opacity of the owner's colour
 SOME = 0.4  # least opacity of a pixel that stands for many blocks, any of them listed
 DEEP = (8, 48, 107)
+
+
+class Theme(NamedTuple):
+    """Colours of rasters: paper, a rank's own keys, and the most keys of another rank."""
+
+    paper: Colour
+    own: Colour
+    deep: Colour
+
+
+LIGHT = Theme(PAPER, OWN, DEEP)
+DARK = Theme((24, 27, 31), (122, 98, 32), (126, 182, 255))
 CELLS = 1 << 22  # (pixel row, block column) cells at a time
 BLOCK_OPACITIES = (
     (FULL, "all visible"),
@@ -34,7 +48,7 @@ BLOCK_OPACITIES = (
 SHARE_OPACITIES = ((FULL, "all blocks"), (0.7, "some"), (SOME, "few"))
 
 
-def mask_pixels(plan: PlanData, side: int = SIDE, length: int | None = None) -> Tensor:
+def mask_pixels(plan: PlanData, side: int = SIDE, length: int | None = None, theme: Theme = LIGHT) -> Tensor:
     """Draw query positions down, key positions across, in the colour of the rank that computes: uint8
     [y, x, 3].
 
@@ -51,9 +65,26 @@ def mask_pixels(plan: PlanData, side: int = SIDE, length: int | None = None) -> 
     else:
         colour = torch.zeros(len(shade), 3).index_add_(0, row, paint)
         colour = colour / torch.bincount(row, minlength=len(shade))[:, None]
-    paper = torch.tensor(PAPER, dtype=torch.float32)
+    paper = torch.tensor(theme.paper, dtype=torch.float32)
     pixels = paper + shade[..., None] * (colour[:, None] - paper)
     return pixels.round().to(torch.uint8)
+
+
+def strip_pixels(plan: PlanData, theme: Theme = LIGHT) -> Tensor:
+    """Draw ranks (or groups of neighbouring ranks) down, positions across, in the colour of the rank where it
+    has the queries, paler where it has only some of a pixel's: uint8 [y, x, 3]."""
+    share = owner_shares(plan, STRIPS, WIDE)
+    first = -(-torch.arange(len(share)) * plan.world_size // len(share))
+    paint = torch.tensor(colours(plan.world_size), dtype=torch.float32)[first, None]
+    paper = torch.tensor(theme.paper, dtype=torch.float32)
+    shade = torch.where(share > 0, SOME + (FULL - SOME) * share, 0)[..., None]
+    return (paper + shade * (paint - paper)).round().to(torch.uint8)
+
+
+def strips_height(world_size: int) -> int:
+    """Return the pixels of all strips together: whole pixels for each, few enough for the picture."""
+    lines = min(world_size, STRIPS)
+    return lines * min(24, STRIPS // lines)
 
 
 def shows_blocks(mask: Mask, side: int = SIDE) -> bool:
@@ -61,11 +92,10 @@ def shows_blocks(mask: Mask, side: int = SIDE) -> bool:
     return max(mask.runs.shape[2:]) <= side
 
 
-def legend(plan: PlanData) -> list[tuple[str, list[Colour]]]:
-    """List the opacities of the mask: what each one means, and some ranks' colours in it."""
+def legend(plan: PlanData) -> tuple[list[Colour], tuple[tuple[float, str], ...]]:
+    """Return some ranks' colours, and the opacities of the mask with what each one means."""
     samples = colours(plan.world_size)[:: -(-plan.world_size // 4)]
-    opacities = BLOCK_OPACITIES if shows_blocks(plan.mask) else SHARE_OPACITIES
-    return [(label, [blend(colour, shade) for colour in samples]) for shade, label in opacities]
+    return samples, BLOCK_OPACITIES if shows_blocks(plan.mask) else SHARE_OPACITIES
 
 
 def _pixel_shades(mask: Mask, side: int, length: int | None) -> Tensor:
@@ -129,7 +159,7 @@ def lens_length(plan: PlanData, whole: Tensor) -> int:
     return length if bool((corner == 255).all()) else 0
 
 
-def reads_pixels(facts: Facts, side: int = READS) -> Tensor:
+def reads_pixels(facts: Facts, side: int = READS, theme: Theme = LIGHT) -> Tensor:
     """Draw the bytes that each rank's queries (down) read of each rank's keys (across), darker for more:
     uint8 [y, x, 3]."""
     reads = facts.reads.double()
@@ -140,17 +170,17 @@ def reads_pixels(facts: Facts, side: int = READS) -> Tensor:
         short = -len(share) % 2
         share = torch.nn.functional.pad(share, (0, short, 0, short))
         share = share.unflatten(0, (-1, 2)).amax(1).unflatten(1, (-1, 2)).amax(2)
-    pixels = tint(share)
+    pixels = tint(share, theme)
     if len(own) <= side:
-        pixels[own] = torch.tensor(OWN, dtype=torch.uint8)
+        pixels[own] = torch.tensor(theme.own, dtype=torch.uint8)
     return pixels
 
 
-def tint(share: Tensor) -> Tensor:
-    """Map shares to colours from white (0) to deep blue (1), never white above 0: uint8 [..., 3]."""
+def tint(share: Tensor, theme: Theme = LIGHT) -> Tensor:
+    """Map shares to colours from paper (0) to deep blue (1), never paper above 0: uint8 [..., 3]."""
     share = torch.where(share > 0, 0.08 + 0.92 * share, 0)[..., None]
-    white, deep = torch.tensor(PAPER).double(), torch.tensor(DEEP).double()
-    return (white + share**0.8 * (deep - white)).round().to(torch.uint8)
+    paper, deep = torch.tensor(theme.paper).double(), torch.tensor(theme.deep).double()
+    return (paper + share**0.8 * (deep - paper)).round().to(torch.uint8)
 
 
 def to_image(pixels: Tensor, size: tuple[int, int] | None = None) -> Image.Image:
