@@ -74,8 +74,8 @@ def test_a_digest_covers_the_modules_that_read_and_bound_machine_code(monkeypatc
 
 
 def test_shipped_kernels_spill_nothing_and_use_matrix_units() -> None:
-    """No spill, no more shared memory than there is, and matrix units. With a mask_mod in its loop, one kernel
-    spills two registers outside of the loop; tiles that spill none cost 9 % of its bound."""
+    """No spill, no more shared memory than there is, and matrix units. One kernel, with a mask_mod, spills
+    two registers outside of its loop; tiles that spill none cost 9 % of its bound."""
     for row in TABLE:
         assert row["shared_bytes"] <= MACHINES[row["arch"]].block
         most = 8 if resource_table.key(row) == SPILLING else 0

@@ -1,5 +1,5 @@
 """Functions that users pass (mask_mods, score_mods): names and lines for messages, checks of their results,
-errors with the remedy, and warnings at the line of the user's call.
+and errors with the remedy.
 
 Torch evaluates them under vmap, and translation traces them; both refuse the same mistakes, for the reasons
 below.
@@ -11,7 +11,6 @@ import functools
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -147,11 +146,3 @@ def explained_errors(fn: Callable[..., Any], kind: str) -> Iterator[None]:
                 line = last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))
                 raise TypeError(f"the {kind} at {line} uses {operation}: {reason}") from error
         raise
-
-
-def warn_caller(message: str) -> None:
-    """Warn at the line of the nearest caller outside the package."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "tritoncp":
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)

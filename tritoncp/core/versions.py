@@ -11,7 +11,7 @@ import importlib.metadata
 import re
 from functools import cache
 
-from tritoncp.core.user_code import warn_caller
+from tritoncp.core.caller import warn_caller
 
 OLDEST = {"torch": "2.11", "triton": "3.6"}  # pyproject.toml has the same
 NEWEST_TESTED = {"torch": "2.13.0", "triton": "3.7.1"}  # the pins of constraints.txt

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from tritoncp import mods
+from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import is_remote, to_host
-from tritoncp.core.user_code import describe, warn_caller
+from tritoncp.core.user_code import describe
 from tritoncp.frontend import validate
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.closed_forms import is_closed_form

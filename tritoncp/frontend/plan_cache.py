@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState, TensorCache
+from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.log_lines import area_logger, log_decision
-from tritoncp.core.user_code import describe, warn_caller
+from tritoncp.core.user_code import describe
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
 from tritoncp.frontend import validate

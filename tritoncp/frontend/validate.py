@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.core.user_code import warn_caller
+from tritoncp.core.caller import warn_caller
 from tritoncp.masks.closed_forms import is_closed_form, num_document_tokens
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
