@@ -177,7 +177,8 @@ def test_the_page_has_legends_axes_and_plain_words() -> None:
     words = Page(text).visible_text
     for part in ("forward", "backward", "queries, by position", "16K", "rank that keeps the keys"):
         assert part in words, part
-    assert all(line.partition(": ")[2] in words for line in format_meaning(facts.plan, facts.metrics))
+    sentences = format_meaning(facts.plan, facts.metrics, facts.most_sent)
+    assert all(line.partition(": ")[2] in words for line in sentences)
     assert "prefers-color-scheme: dark" in text
 
 

@@ -12,7 +12,7 @@ from tritoncp.planning.build import build
 from tritoncp.planning.cost import NVLINK
 from tritoncp.planning.explanation import format_meaning, owner_shares
 from tritoncp.planning.report import WIDTH, Facts, colours, format_blocks, format_text
-from tritoncp.planning.units import axis_ticks, format_ranks
+from tritoncp.planning.units import axis_ticks, format_bytes, format_ranks
 
 
 def plan(size=1024, world_size=4, balancer="ptrr"):
@@ -102,20 +102,26 @@ def test_strips_show_the_queries_of_each_rank(balancer, world_size):
         assert [char != "·" for char in strip] == own.any(1).tolist()
 
 
+def meaning_of(drawn):
+    facts = Facts.of(drawn)
+    return format_meaning(drawn, facts.metrics, facts.most_sent)
+
+
 def test_plain_words_say_who_computes_whether_it_is_even_and_what_travels():
     drawn = plan(size=8192, balancer="contiguous")
-    who, even, travels, how = format_meaning(drawn, Facts.of(drawn).metrics)
+    who, even, travels, how = meaning_of(drawn)
     assert "each of the 4 ranks" in who and "2K tokens" in who and "0-2K" in who
     wait = 100 * (1 - 1 / drawn.imbalance)
     assert drawn.imbalance > 1.1 and even.startswith("Is it even: no") and f"wait {wait:.2g} %" in even
     assert f"{100 * Facts.of(drawn).metrics.remote_share:.3g} % of the keys" in travels
-    assert drawn.schedule in how and "sent by a rank" in how
+    sent = max(Facts.of(drawn).bytes_sent[drawn.schedule])  # the number in the table of schedules
+    assert drawn.schedule in how and f"at most {format_bytes(sent)} sent by a rank" in how
     words = " ".join(str(drawn).split())
     assert all(line in words for line in (who, even, travels, how))
     balanced = plan(size=8192, balancer="head_tail" if plan(8192).imbalance > 1.02 else "ptrr")
-    assert "Is it even: yes" in format_meaning(balanced, Facts.of(balanced).metrics)[1]
+    assert "Is it even: yes" in meaning_of(balanced)[1]
     single = plan(world_size=1)
-    assert "nothing" in format_meaning(single, Facts.of(single).metrics)[1]
+    assert "nothing" in meaning_of(single)[1]
 
 
 def test_ticks_are_round_and_reach_both_ends():

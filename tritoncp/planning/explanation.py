@@ -19,15 +19,14 @@ MESSAGES = {
 }
 
 
-def format_meaning(plan: PlanData, metrics: Metrics) -> list[str]:
+def format_meaning(plan: PlanData, metrics: Metrics, sent: int) -> list[str]:
     """Say in plain words who keeps which tokens, whether the work is even, and what travels: a sentence or
-    two a line."""
+    two a line. sent: bytes in both passes, of the rank that sends most"""
     if plan.world_size == 1:
         return [
             "Who computes what: one rank computes all.",
             "What travels: nothing (remote share 0 %).",
         ]
-    sent = metrics.forward_sent_bytes + metrics.backward_sent_bytes
     return [
         f"Who computes what: {_format_pieces(plan)}.",
         f"Is it even: {_format_evenness(plan.imbalance)}.",

@@ -89,6 +89,11 @@ class Facts:
             for estimate in self.costs
         }
 
+    @property
+    def most_sent(self) -> int:
+        """Bytes that the rank which sends most sends in a forward and a backward pass."""
+        return max(cost.bytes_sent(self.plan, self.plan.schedule, self.shape))
+
     @cached_property
     def auto(self) -> str:
         """The schedule that `schedule="auto"` chooses, by the costs of a standard layer, not of this
@@ -163,7 +168,7 @@ def format_lines(facts: Facts) -> list[Line]:
     parts += [*format_work(plan), gap, *map(Line, format_costs(facts))]
     parts.append(Line(f"shard of a rank (q, k, v, out, lse): {_mib(facts.shard_bytes)} MiB"))
     parts += [Line(format_metrics(facts.metrics)), gap, Line("what this means:")]
-    for sentence in format_meaning(plan, facts.metrics):
+    for sentence in format_meaning(plan, facts.metrics, facts.most_sent):
         lines = textwrap.wrap(sentence, 2 * WIDTH, initial_indent="  ", subsequent_indent="    ")
         parts += map(Line, lines)
     return parts
@@ -292,7 +297,7 @@ def format_headline(facts: Facts) -> tuple[str, str]:
     listed = 100 - mask.sparsity()
     return (
         f"{format_tokens(mask.q_len)} tokens on {ranks}{suffix}",
-        f"order {plan.balancer} · schedule {plan.schedule} · blocks of {mask.q_block} x {mask.kv_block} · "
+        f"balancer {plan.balancer} · schedule {plan.schedule} · blocks of {mask.q_block} x {mask.kv_block} · "
         f"{listed:.3g} % of all pairs lie in listed blocks · max/mean work {plan.imbalance:.3f}",
     )
 

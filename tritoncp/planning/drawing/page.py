@@ -101,7 +101,7 @@ def html(facts: Facts) -> str:
 
 def _meaning_html(facts: Facts) -> str:
     """Format the plain words about the plan as a list of terms."""
-    sentences = (line.partition(": ") for line in format_meaning(facts.plan, facts.metrics))
+    sentences = (line.partition(": ") for line in format_meaning(facts.plan, facts.metrics, facts.most_sent))
     return f"<dl>{''.join(f'<dt>{escape(term)}<dd>{escape(text)}' for term, _, text in sentences)}</dl>"
 
 

@@ -172,7 +172,7 @@ def _draw_meaning(pen: Pen, facts: Facts, x: int, y: int) -> None:
     """Write what the figures mean in plain words."""
     _draw_title(pen, x, y, "What this means", "")
     y += 30
-    for sentence in format_meaning(facts.plan, facts.metrics):
+    for sentence in format_meaning(facts.plan, facts.metrics, facts.most_sent):
         subject, _, text = sentence.partition(": ")
         pen.text(x, y, subject, 13, GREY)
         for line in pen.wrap(text, SIDE - 140):
@@ -223,7 +223,7 @@ def _draw_work(pen: Pen, facts: Facts, x: int, y: int) -> None:
 
 def _draw_reads(pen: Pen, facts: Facts, x: int, y: int) -> None:
     """Draw the table of key traffic with its colour scale and the totals."""
-    _draw_title(pen, x, y, "Whose keys each rank reads", "darker: more bytes travel for this pair")
+    _draw_title(pen, x, y, "Whose keys each rank reads", "forward; darker: more bytes of keys and values")
     world = facts.plan.world_size
     top, left = y + 40, x + 30
     pen.image.paste(to_image(reads_pixels(facts), (READS, READS)), (left, top))
