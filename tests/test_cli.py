@@ -139,10 +139,10 @@ def test_plan_takes_batch_rows_with_documents_of_their_own():
 def test_plan_shows_the_mask_as_it_was_written(tmp_path):
     written = "causal  and window(4K) | ~prefix(1K)"
     words = (f"--mask={written}", "--seq-len=8K", "--world-size=2", f"--html={tmp_path / 'plan.html'}")
-    shown = "causal and window(4K) | ~prefix(1K)"
-    assert f"\nmask: {shown}\n" in plan_command(*words)[1]
-    assert shown in (tmp_path / "plan.html").read_text()
-    assert json.loads(plan_command(*words, "--json")[1])["mask"]["expression"] == shown
+    expression = "causal and window(4K) | ~prefix(1K)"
+    assert f"\nmask: {expression}\n" in plan_command(*words)[1]
+    assert expression in (tmp_path / "plan.html").read_text()
+    assert json.loads(plan_command(*words, "--json")[1])["mask"]["expression"] == expression
     inline = plan_command("--lengths=2K, 6K", "--world-size=2")[1]
     assert "\nmask: causal & document, documents of 2K, 6K\n" in inline
 

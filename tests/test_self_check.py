@@ -244,8 +244,8 @@ def test_options_that_make_no_sense_are_refused(options, message):
 def test_without_numpy_the_error_names_the_package(monkeypatch):
     from tritoncp import doctor
 
-    version = doctor.version
-    monkeypatch.setattr(doctor, "version", lambda package: None if package == "numpy" else version(package))
+    version = doctor.installed_version
+    monkeypatch.setattr(doctor, "installed_version", lambda package: None if package == "numpy" else version(package))
     done = CliRunner().invoke(main, ["check"])
     assert done.exit_code == 1
     assert "pip install 'tritoncp[interpret]'" in done.output

@@ -49,9 +49,9 @@ def _format_table(device: str, points: Sequence[Point]) -> str:
     of_case: dict[str, list[Point]] = {}
     for point in points:
         of_case.setdefault(point.case, []).append(point)
-    shown = {case.name: case.problem for case in CASES if case.name in of_case}
-    long = [name for name, problem in shown.items() if problem.seq == LENGTH and problem.world == 1]
-    names = long or list(shown)
+    problems = {case.name: case.problem for case in CASES if case.name in of_case}
+    long = [name for name, problem in problems.items() if problem.seq == LENGTH and problem.world == 1]
+    names = long or list(problems)
     last = max((of_case[name][-1] for name in names), key=lambda point: point.time)
     env = ", ".join(
         f"{name} {_strip_markup(last.env[name])}"

@@ -49,7 +49,7 @@ def run(world_size, folder, **settings):
 @functools.cache
 def reference(folder, world_size=1, **settings):
     """Train with torchtitan's own attention and context parallelism."""
-    return run(world_size, folder, ours=False, **settings)
+    return run(world_size, folder, adapter=False, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +69,15 @@ def assert_same_training(results, want, factor=1):
 @pytest.mark.parametrize("balancer", ["ptrr", "headtail", None])
 @pytest.mark.parametrize("backend", ["partial_dtensor", "full_dtensor"])
 def test_two_ranks_train_as_torchtitans_own_and_as_one_rank(folder, backend, balancer):
-    ours = run(2, folder, ours=True, cp=2, backend=backend, balancer=balancer)
-    assert_same_training(ours, reference(folder, 2, cp=2, backend=backend))
+    adapted = run(2, folder, adapter=True, cp=2, backend=backend, balancer=balancer)
+    assert_same_training(adapted, reference(folder, 2, cp=2, backend=backend))
     # full_dtensor of torchtitan 0.3 reports the sum of the ranks' losses once for each rank
-    assert_same_training(ours, reference(folder), factor=2 if backend == "full_dtensor" else 1)
+    assert_same_training(adapted, reference(folder), factor=2 if backend == "full_dtensor" else 1)
 
 
 def test_checkpointing_repeats_messages_unless_it_is_selective(folder):
     runs = {
-        kind: run(2, folder, ours=True, cp=2, backend="partial_dtensor", checkpointing=kind)
+        kind: run(2, folder, adapter=True, cp=2, backend="partial_dtensor", checkpointing=kind)
         for kind in ("none", "selective", "full")
     }
     for results in runs.values():
@@ -88,27 +88,27 @@ def test_checkpointing_repeats_messages_unless_it_is_selective(folder):
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_blocks_compiled_one_by_one(folder, checkpointing):
     settings = {"cp": 2, "backend": "partial_dtensor", "checkpointing": checkpointing, "compiled": True}
-    assert_same_training(run(2, folder, ours=True, **settings), reference(folder))
+    assert_same_training(run(2, folder, adapter=True, **settings), reference(folder))
 
 
 def test_fully_sharded_data_and_context(folder):
     settings = {"dp": 2, "cp": 2, "backend": "partial_dtensor", "checkpointing": "selective"}
-    assert_same_training(run(4, folder, ours=True, **settings), reference(folder, batch=4))
+    assert_same_training(run(4, folder, adapter=True, **settings), reference(folder, batch=4))
 
 
 def test_heads_and_sequence_on_two_dimensions(folder):
     settings = {"tp": 2, "cp": 2, "backend": "partial_dtensor"}
-    assert_same_training(run(4, folder, ours=True, **settings), reference(folder))
+    assert_same_training(run(4, folder, adapter=True, **settings), reference(folder))
 
 
 def test_one_rank_with_the_default_backend(folder):
-    assert_same_training(run(1, folder, ours=True, checkpointing="selective"), reference(folder))
+    assert_same_training(run(1, folder, adapter=True, checkpointing="selective"), reference(folder))
 
 
 @pytest.mark.parametrize("balancer", ["headtail", None])
 def test_a_model_that_calls_scaled_dot_product_attention(folder, balancer):
     settings = {"cp": 2, "backend": "partial_dtensor", "attn": "sdpa", "balancer": balancer}
-    assert_same_training(run(2, folder, ours=True, **settings), reference(folder, attn="sdpa"))
+    assert_same_training(run(2, folder, adapter=True, **settings), reference(folder, attn="sdpa"))
 
 
 # -- inputs ----------------------------------------------------------------------------------------------
@@ -129,10 +129,10 @@ def prepared_inputs(group):
         return module.prepare_context_parallel_input(*batch, kwargs, mesh, "cpu", balancer, *key)
 
     def assert_same(masks, balancer):
-        ours, theirs = (prepare(module, masks, balancer) for module in (adapter, context_parallel))
-        same = [(ours[i], theirs[i]) for i in (0, 1)] + [(ours[2]["positions"], theirs[2]["positions"])]
+        local, expected = (prepare(module, masks, balancer) for module in (adapter, context_parallel))
+        same = [(local[i], expected[i]) for i in (0, 1)] + [(local[2]["positions"], expected[2]["positions"])]
         assert all(torch.equal(a, b) for a, b in same)
-        return ours[2]["attention_masks"]
+        return local[2]["attention_masks"]
 
     for balancer in ("headtail", None):
         plan = assert_same(None, balancer)
@@ -216,7 +216,7 @@ from tests.integrations import titan_training
 from tests.multiprocess import ranks
 import torchtitan
 assert torchtitan.__path__[0].startswith(sys.argv[1]), torchtitan.__path__
-settings = dict(ours=True, patched=True, cp=2, backend="partial_dtensor", checkpointing="selective")
+settings = dict(adapter=True, patched=True, cp=2, backend="partial_dtensor", checkpointing="selective")
 results = ranks.run(2, lambda group: titan_training.train(group, sys.argv[1], **settings)[0], timeout=240)
 print(*results[0])
 """

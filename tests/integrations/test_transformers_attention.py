@@ -46,10 +46,10 @@ def test_chunks_follow_the_padding_of_each_row() -> None:
     mask = torch.ones(2, 90, dtype=torch.long)
     mask[0, :5] = 0
     for arguments in ({"position_ids": positions}, {"attention_mask": mask}, {}):
-        dense, ours = (chunked_mask(attention, **arguments) for attention in ("sdpa", "tritoncp"))
-        made = tritoncp.create_block_mask(ours.mask_mod, 2, None, 90, 90).to_dense(2, 1)
+        dense, closed = (chunked_mask(attention, **arguments) for attention in ("sdpa", "tritoncp"))
+        visible = tritoncp.create_block_mask(closed.mask_mod, 2, None, 90, 90).to_dense(2, 1)
         tokens = arguments.get("attention_mask", torch.ones(2, 90)).bool()[:, None, :, None]
-        assert torch.equal(made & tokens, dense & tokens)
+        assert torch.equal(visible & tokens, dense & tokens)
 
 
 def chunked_mask(attention: str, **arguments: Any) -> Any:

@@ -100,7 +100,7 @@ class RandomDocuments(BaseDataLoader):
         pass
 
 
-def config(ours, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn="flex", tp=1):
+def config(adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn="flex", tp=1):
     """Return the configuration of the debug model in float32, two steps."""
     by_patch = attn == "sdpa" or (backend == "partial_dtensor" and tp == 1)  # apply_cp_to_forward is enough
     overrides = [] if by_patch else [OURS + "flex_attention"]
@@ -128,30 +128,31 @@ def config(ours, backend, cp, dp, checkpointing, balancer, compiled, folder, bat
         ),
         activation_checkpoint=policy() if policy else None,
         compile=CompileConfig(enable=compiled, backend="aot_eager", components=["model"]),
-        override=OverrideConfig(imports=overrides if ours else []),
+        override=OverrideConfig(imports=overrides if adapter else []),
     )  # fmt: skip
 
 
 def train(
-    group, folder, *, ours, patched=False, backend="spmd_types", cp=1, dp=1, checkpointing="none",
+    group, folder, *, adapter, patched=False, backend="spmd_types", cp=1, dp=1, checkpointing="none",
     balancer="ptrr", compiled=False, batch=BATCH, attn="flex", tp=1,
 ):  # fmt: skip
     """Train two steps on this rank; return the losses, and the gradients of each step by name.
 
-    ours: attention, checkpointing and inputs of the adapter. patched: torchtitan is patched as in the example
+    adapter: whether attention, checkpointing and inputs are those of tritoncp.integrations.torchtitan
+    patched: torchtitan is patched as in the example
     """
     os.environ.update(RANK=str(group.rank()), LOCAL_RANK=str(group.rank()), WORLD_SIZE=str(group.size()))
-    if ours and not patched:
+    if adapter and not patched:
         from torchtitan.models.llama3 import parallelize
 
-        from tritoncp.integrations import torchtitan as adapter
+        from tritoncp.integrations import torchtitan as patches
 
-        trainer.prepare_context_parallel_input = adapter.prepare_context_parallel_input
-        parallelize.apply_cp_to_forward = adapter.apply_cp_to_forward
+        trainer.prepare_context_parallel_input = patches.prepare_context_parallel_input
+        parallelize.apply_cp_to_forward = patches.apply_cp_to_forward
     # torchtitan's own attention, to compare with: Inductor has no backward pass of it on CPUs.
     attention.FlexAttention._compiled_flex_attn = staticmethod(dense_flex_attention)
     attention._compiled_create_block_mask = flex.create_block_mask
-    run = config(ours, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn, tp).build()
+    run = config(adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn, tp).build()
     for module in run.model_parts[0].modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM

@@ -92,8 +92,8 @@ def test_closed_forms_stay_closed() -> None:
 def test_mistakes_point_at_the_place(text: str, said: str, marked: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
         mask_of(text)
-    message, shown, marks = str(caught.value).split("\n")
-    assert message and shown.strip() == text.strip()
+    message, line, marks = str(caught.value).split("\n")
+    assert message and line.strip() == text.strip()
     start, end = marks.index("^") - 4, len(marks) - 4
     assert text[start:end] == marked
 

@@ -1,4 +1,4 @@
-"""What a run shows while it measures, and after Ctrl-C; tables outside of a terminal."""
+"""Output of a run while it measures, and after Ctrl-C; tables outside of a terminal."""
 
 import io
 import json

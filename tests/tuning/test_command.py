@@ -100,10 +100,10 @@ def test_candidates_without_time_are_counted(monkeypatch, home, gpu, tmp_path):
     """With a clock that advances by a second at each look: none, some and all of the candidates have time."""
     clock = iter(range(10**6))
     monkeypatch.setattr(search_run.time, "monotonic", lambda: 0)
-    made = search.Tuner.__init__
+    init = search.Tuner.__init__
 
     def with_clock(self, *words, **more):
-        made(self, *words, **more, now=lambda: next(clock))
+        init(self, *words, **more, now=lambda: next(clock))
 
     monkeypatch.setattr(search.Tuner, "__init__", with_clock)
     counts = {}
@@ -119,11 +119,11 @@ def test_candidates_without_time_are_counted(monkeypatch, home, gpu, tmp_path):
 def test_candidates_of_targets_that_were_not_begun_are_counted(monkeypatch, gpu, tmp_path):
     clock = iter(range(10**6))
     monkeypatch.setattr(search_run.time, "monotonic", lambda: 0)
-    made = search.Tuner.__init__
+    init = search.Tuner.__init__
     monkeypatch.setattr(
         search.Tuner,
         "__init__",
-        lambda self, *words, **more: made(self, *words, **more, now=lambda: next(clock)),
+        lambda self, *words, **more: init(self, *words, **more, now=lambda: next(clock)),
     )
     done = invoke("--shapes", "8x8,128,4096", "--budget", "1s", "--out", tmp_path / "out")
     total = sum(row["candidates"] for row in json.loads(invoke("--dry-run", "--json", *ONE[:2]).stdout))

@@ -100,8 +100,8 @@ class Scores:
             if self.visible is None:
                 scores = vmapped(mod, *_GRID)(raw, b, h, rows, keys)
             else:
-                shown, h, rows, keys = self._with_visible_pairs(raw)
-                scores = vmapped(mod, *_pair_levels(h, rows))(shown, b, h, rows, keys)
+                visible, h, rows, keys = self._with_visible_pairs(raw)
+                scores = vmapped(mod, *_pair_levels(h, rows))(visible, b, h, rows, keys)
             scores = scores.to(raw.dtype)
         return scores if self.visible is None else torch.where(self.visible, scores, -torch.inf)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ import torch
 
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.cross_compile import TARGETS, check_target
+from tritoncp.core import environment
 from tritoncp.core.paths import path_inside
 from tritoncp.ops import tile_tables
 from tritoncp.tuning.journal import Journal
@@ -128,7 +128,7 @@ def device(arch: str | None) -> tile_tables.Device:
 def output_folder() -> Path:
     """Return the folder of configurations that calls search first, except the shipped one. Raises ValueError
     where calls search none, RuntimeError where there is none."""
-    if os.environ.get("TRITONCP_CONFIG_DIR") == "-":
+    if environment.CONFIG_DIR.read() == "-":
         raise ValueError(
             "with TRITONCP_CONFIG_DIR=- calls use no measured tiles: name a folder for the results with "
             "--out, or unset the variable"

@@ -120,8 +120,8 @@ def test_two_sides_have_the_figures_of_perf_compare(page, address, history):
         expected, rows = figures_of_command(history, before, after), read_comparison(page)
         assert len(rows) == len(expected)
         for case, series, ms_before, ms_after, change, interval, _, verdict in rows:
-            shown = [ms_before, ms_after, change.replace("–", ""), interval, verdict]
-            assert expected[case.split("\n")[0], series] == shown
+            cells = [ms_before, ms_after, change.replace("–", ""), interval, verdict]
+            assert expected[case.split("\n")[0], series] == cells
         losses = [float(row[4].replace("−", "-").split()[0]) for row in rows if row[4] != "–"]
         assert losses == sorted(losses, reverse=True), "the largest loss first"
 

@@ -159,8 +159,8 @@ def _visible_keys(mask: Any) -> Tensor | None:
 def _check_dense(mask: Any) -> None:
     """Raise unless a mask is a bool mask of pairs."""
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.dtype != torch.bool:
-        given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        kind = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"attention_mask is {given}; padding [batch, tokens], a bool mask [batch, 1, queries, keys], or "
+            f"attention_mask is {kind}; padding [batch, tokens], a bool mask [batch, 1, queries, keys], or "
             "a mask of tritoncp is needed: compare a float mask with 0, attention_mask == 0"
         )

@@ -136,28 +136,26 @@ def _positions(
 
     Raises ValueError for positions that do not fit, or contradict the attention_mask.
     """
-    given, mask = batch.get("position_ids"), batch.get("attention_mask")
-    if given is not None and (
-        given.ndim != 2 or given.shape[1] != shape[1] or given.shape[0] not in (1, shape[0])
-    ):
-        raise ValueError(f"position_ids is {list(given.shape)}; [B or 1, S] is needed, here {list(shape)}")
+    ids, mask = batch.get("position_ids"), batch.get("attention_mask")
+    if ids is not None and (ids.ndim != 2 or ids.shape[1] != shape[1] or ids.shape[0] not in (1, shape[0])):
+        raise ValueError(f"position_ids is {list(ids.shape)}; [B or 1, S] is needed, here {list(shape)}")
     packed = _packed_positions(batch, shape, device)
     if packed is not None:
-        return packed, packed if given is None else given
-    if given is None:
+        return packed, packed if ids is None else ids
+    if ids is None:
         return None, torch.arange(shape[1], device=device).expand(shape)
-    given = given.expand(shape)
+    ids = ids.expand(shape)
     if mask is not None and mask.ndim == 2:
         tokens = mask.bool()
-        broken = (given.diff(dim=1) != 1) & (tokens[:, 1:] & tokens[:, :-1]).to(given.device)
+        broken = (ids.diff(dim=1) != 1) & (tokens[:, 1:] & tokens[:, :-1]).to(ids.device)
         if bool(broken.any()):
             raise ValueError(
                 "position_ids restart within the tokens of attention_mask: transformers then lets documents "
                 "see each other. Leave attention_mask out for packed documents, or position_ids for one text "
                 "a row"
             )
-        return None, given
-    return given, given
+        return None, ids
+    return ids, ids
 
 
 def _packed_positions(batch: Mapping[str, Any], shape: torch.Size, device: torch.device) -> Tensor | None:
