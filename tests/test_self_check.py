@@ -244,8 +244,9 @@ def test_options_that_make_no_sense_are_refused(options, message):
 def test_without_numpy_the_error_names_the_package(monkeypatch):
     from tritoncp import doctor
 
-    version = doctor.installed_version
-    monkeypatch.setattr(doctor, "installed_version", lambda package: None if package == "numpy" else version(package))
+    version_of = doctor.installed_version
+    without_numpy = {"numpy": lambda name: None}
+    monkeypatch.setattr(doctor, "installed_version", lambda name: without_numpy.get(name, version_of)(name))
     done = CliRunner().invoke(main, ["check"])
     assert done.exit_code == 1
     assert "pip install 'tritoncp[interpret]'" in done.output

@@ -157,16 +157,16 @@ def list_panels(cells: Tensor, note: str = "") -> list[Panel]:
 
 def render(panels: Sequence[Panel], paint: Sequence[str]) -> str:
     """Draw panels side by side."""
-    parts = [panel(frame, paint, place) for place, frame in enumerate(panels)]
-    captions = any(frame.caption for frame in panels)
+    parts = [draw_panel(panel, paint, place) for place, panel in enumerate(panels)]
+    captions = any(panel.caption for panel in panels)
     return wrap(len(panels) * (SIDE + GAP) - GAP, SIDE + 18 * captions, "".join(parts))
 
 
-def panel(frame: Panel, paint: Sequence[str], place: int) -> str:
-    """Draw one panel: a path of horizontal strokes for frame colour."""
-    rows, columns = frame.cells.shape
+def draw_panel(panel: Panel, paint: Sequence[str], place: int) -> str:
+    """Draw one panel: a path of horizontal strokes for each colour."""
+    rows, columns = panel.cells.shape
     strokes: dict[int, list[str]] = {}
-    for row, line in enumerate(frame.cells.tolist()):
+    for row, line in enumerate(panel.cells.tolist()):
         column = 0
         for colour, cells in groupby(line):
             count = len(list(cells))
@@ -177,7 +177,7 @@ def panel(frame: Panel, paint: Sequence[str], place: int) -> str:
     paths = "".join(f"<path d='{''.join(strokes[c])}' stroke='{paint[c]}'/>" for c in sorted(strokes))
     scale = f"translate({left} 0) scale({SIDE / columns:g} {SIDE / rows:g})"
     square = f"<g transform='{scale}' shape-rendering='crispEdges'>{paths}</g>" + frame(left)
-    return square + (text(left + SIDE / 2, SIDE + 13, frame.caption) if frame.caption else "")
+    return square + (text(left + SIDE / 2, SIDE + 13, panel.caption) if panel.caption else "")
 
 
 def frame(left: float) -> str:
