@@ -108,9 +108,9 @@ def draw_plan(plan: Plan) -> str:
     own = torch.eye(len(reads), dtype=torch.bool)
     reads = reads.masked_fill(own, 0)
     level = (reads / max(plan.kv.lengths) * len(LOWER) - 1e-6).ceil().long().clamp(max=len(LOWER)) - 1
-    blocks = panel(Panel(torch.where(listed, owners, -1), "queries down, keys across"), paint, 0)
+    blocks = draw_panel(Panel(torch.where(listed, owners, -1), "queries down, keys across"), paint, 0)
     bars = draw_bars(plan.work, paint, SIDE + GAP)
-    traffic = panel(Panel(level, "keys read: reader down, owner across"), LOWER, 2)
+    traffic = draw_panel(Panel(level, "keys read: reader down, owner across"), LOWER, 2)
     return wrap(3 * SIDE + 2 * GAP, SIDE + 18, blocks + bars + traffic)
 
 
