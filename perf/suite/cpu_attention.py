@@ -99,6 +99,7 @@ def make_contenders(problem: Problem, operation: str) -> Makers:
             lists = torch_flex.create_block_mask(plain, None, None, seq, seq, device="cpu")
         arguments: dict[str, Any] = {"score_mod": score, "block_mask": lists, "enable_gqa": True}
         if seq in SIZES_COMPILED and (compile or score is None):
+            torch.compiler.reset()  # past Dynamo's limit of recompilations flex attention would run eagerly
             functions["flex-compiled"] = lambda: _compiled_flex()(*leaves, **arguments)
         if seq <= LARGEST_EAGER and not compile:
             functions["flex-eager"] = lambda: flex(*leaves, **arguments)

@@ -131,7 +131,11 @@ CASES: tuple[HostCase, ...] = (
     ),
     *_cpu_passes("causal", 1024),
     *_cpu_passes("causal", 16384, "full"),
-    *_cpu_passes("causal", 16384, "full", world=8, schedule="ring", together=True),
+    *(
+        case
+        for schedule in ("ring", "fetch", "allgather")
+        for case in _cpu_passes("causal", 16384, "full", world=8, schedule=schedule, together=True)
+    ),
     *(case for mask in ("window", "document", "prefix") for case in _cpu_passes(mask, 16384, "full")),
     *(case for mask in ("alibi", "softcap") for case in _cpu_passes(mask, 2048, "full", ["compile"])),
     HostCase("mask", Problem("document", 8 << 20), "full"),
