@@ -89,10 +89,11 @@ class Facts:
             for estimate in self.costs
         }
 
-    @property
+    @cached_property
     def most_sent(self) -> int:
         """Bytes that the rank which sends most sends in a forward and a backward pass."""
-        return max(cost.bytes_sent(self.plan, self.plan.schedule, self.shape))
+        schedule = self.plan.schedule  # bytes_sent has all but schedules between rows of ranks
+        return max(self.bytes_sent.get(schedule) or cost.bytes_sent(self.plan, schedule, self.shape))
 
     @cached_property
     def auto(self) -> str:
