@@ -19,7 +19,7 @@ from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.cpu import flash
 from tritoncp.cpu.compiled import compiled
-from tritoncp.cpu.packing import Total, gather, scatter
+from tritoncp.cpu.packing import Total, even_step, gather, scatter
 from tritoncp.cpu.pointwise import Scores
 from tritoncp.cpu.step import HeadGroup, Step
 from tritoncp.cpu.tiles import TileBatch
@@ -76,11 +76,11 @@ class CpuEngine:
             width = max(q.shape[3], v.shape[3]) if use_flash else None
             rows = step.q.pack(q, lse.dtype, width)
             keys, values = (step.kv.pack(x, lse.dtype, width) for x in (k, v))
-            if use_flash and not flash.can_add(rows, keys, values, self.scale):
+            if use_flash and step.hides and not flash.can_add(rows, keys, values, self.scale):
                 use_flash, step = False, self._step(tables, q, k, h_offset, False)
             sums = _Sums.of(rows, values.shape[2])
             if load_state:
-                sums.load(step, *state or ())
+                sums.load(step, *state or (), own=store_state)
             for group, tiles, visible in self._tiles(step, rows, use_flash):
                 part = self._forward_tiles(step, group, tiles, visible, rows, keys, values, use_flash)
                 sums.add(group, tiles, tiles.first and not load_state, *part)
@@ -266,19 +266,22 @@ class _Sums:
         """Allocate memory for ``out``."""
         self.out = self.out.contiguous()
 
-    def load(self, step: Step, acc: Tensor, m: Tensor, l: Tensor) -> None:
-        """Continue from a state."""
+    def load(self, step: Step, acc: Tensor, m: Tensor, l: Tensor, own: bool) -> None:
+        """Continue from a state; ``own``: in its memory, where that holds packed rows relative to lse."""
         m, l = (step.q.pack(x[..., None], self.lse.dtype)[..., 0] for x in (m, l))
         filled = l != 0
         safe = torch.where(filled, l, 1)
         self.lse.copy_(torch.where(filled, (m + safe.log2()) * LN2, -torch.inf))
-        before = step.q.pack(acc, self.lse.dtype)
-        self._fill()
-        self.out[..., : before.shape[2]] = before / safe[..., None]
+        before = step.q.pack(acc, self.lse.dtype, self.out.shape[2])
+        if own and bool((safe == 1).all()):
+            self.out = before
+        else:
+            self.out = before / safe[..., None]
 
     def store(self, step: Step, acc: Tensor, m: Tensor, l: Tensor) -> None:
         """Write the state, relative to lse."""
-        step.q.unpack(self.out[..., : acc.shape[3]], acc)
+        if self.out.data_ptr() != acc.data_ptr():
+            step.q.unpack(self.out[..., : acc.shape[3]], acc)
         total = torch.where(self.lse == -torch.inf, 0, torch.ones_like(self.lse))
         for packed, into in ((self.lse / LN2, m), (total, l)):
             step.q.unpack(packed[..., None], into[..., None])
@@ -297,14 +300,12 @@ class _Sums:
         total, stat = self.out[group.heads], self.lse[group.heads, :, None]
         lse = lse[..., None]
         if not first:
-            before = gather(stat, tiles.rows, tiles.height)
-            merged = torch.logaddexp(before, lse)
-            finite = torch.where(merged == -torch.inf, 0, merged)
-            out = out * torch.exp(lse - finite)
-            out = out.addcmul_(gather(total, tiles.rows, tiles.height), torch.exp(before - finite))
-            lse = merged
+            rows, before = (gather(x, tiles.rows, tiles.height) for x in (total, stat))
+            share = torch.where(lse == -torch.inf, 0, torch.sigmoid(lse - before))
+            out, lse = rows.lerp_(out, share), torch.logaddexp(before, lse)
         scatter(stat, tiles.rows, lse)
-        scatter(total, tiles.rows, out)
+        if first or even_step(tiles.rows) is None:  # else ``rows`` is a view
+            scatter(total, tiles.rows, out)
 
 
 def _clear(x: Tensor) -> None:

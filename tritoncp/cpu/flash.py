@@ -33,7 +33,14 @@ def backward(
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv) of tiles. out: any rows whose products with dout are delta; lse: finite."""
-    return _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+    tiles, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
+    shared = tiles * kv_heads < min(torch.get_num_threads(), tiles * heads)
+    if shared:  # torch's kernel has one thread for each head of k
+        k, v = (x[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).flatten(1, 2) for x in (k, v))
+    dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+    if shared:
+        dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
+    return dq, dk, dv
 
 
 def rows_with_delta(dout: Tensor, delta: Tensor) -> Tensor | None:

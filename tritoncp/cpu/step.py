@@ -72,6 +72,11 @@ class Step:
     def _with_groups(self, groups: tuple[HeadGroup, ...]) -> Step:
         return Step(self.q, self.kv, self.window, self.first_row, self.first_head, self.mask, groups)
 
+    @property
+    def hides(self) -> bool:
+        """Whether some tile may hide pairs."""
+        return any(batch.kind != "full" for group in self.groups for batch in group.batches)
+
     def indices(self, group: HeadGroup, batch: TileBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the global indices of tiles: b [n], h [H], q_idx [n, height], kv_idx [n, width]."""
         rows = self.q.positions[row_index(batch.rows, batch.height)]

@@ -1,9 +1,9 @@
 """Batches of tiles of equal shape: the tables of a step as rectangles of packed rows and packed keys.
 
-Full blocks are joined to large rectangles: what a stretch of Q slots has in common is one rectangle, and the
-halves of the stretch share the rest (a causal triangle becomes squares of half, a quarter, ... of its side).
-Masked tiles on the diagonal of a large causal triangle join it: torch's kernel has a flag for triangles. What
-a few neighbouring slots list, as under a window, is one masked tile, a band, if little of it is hidden.
+Full blocks are joined to large rectangles: the keys that a stretch of Q slots has in common are one rectangle
+if that saves more than merging its results costs, and the halves of the stretch share the rest. Masked tiles
+on the diagonal of a large causal triangle join it: torch's kernel has a flag for triangles. What a few
+neighbouring slots list, as under a window, is one masked tile, a band, if little of it is hidden.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ BAND_ROWS = 256  # torch's kernel has smaller products for less
 BAND_COLUMNS = 2048  # of a band whose mask is not that of other bands
 BAND_WASTE = 1.35  # times the pairs of listed blocks that a band may have
 MAX_COLUMNS = 1024  # of a tile for products in the cache
+# Time of torch's flash kernel for a pair, relative to large tiles, by the least rows of a tile that has it
+PAIR_TIMES = (768, 1.0), (192, 1.1), (0, 1.3)
+MERGE_TIME = 55  # of merging the results of a row, in pairs of a large tile
 
 Range = tuple[int, int]
 Diagonal = Callable[[Sequence["Tile"]], list[bool]]
@@ -301,21 +304,32 @@ def _continues(before: SlotRow, slot: SlotRow, first: int, corner: Range, next_c
 
 
 def _stack(slots: Sequence[SlotRow], batch: int, tiles: list[Tile]) -> None:
-    """Add full tiles: the keys that all slots see, then those that each half sees besides."""
+    """Add full tiles: the keys that all slots see, if one tile of them is worth a merge of its rows, then
+    those that each half sees besides."""
     slots = [slot for slot in slots if slot.full]
     if not slots:
         return
+    rows = slots[0].rows[0], slots[-1].rows[1]
     adjacent = all(a.rows[1] == b.rows[0] for a, b in pairwise(slots))
     shared: list[Range] = slots[0].full if adjacent else []
     for slot in slots[1:]:
         shared = _intersect(shared, slot.full) if shared else []
+    if any(slot.full != slots[0].full for slot in slots):
+        height = rows[1] - rows[0]
+        saved = _pair_time(height // 2) - _pair_time(height)
+        shared = [keys for keys in shared if saved * (keys[1] - keys[0]) > MERGE_TIME]
     for keys in shared:
-        tiles.append(_tile("full", batch, (slots[0].rows[0], slots[-1].rows[1]), keys))
+        tiles.append(_tile("full", batch, rows, keys))
         slots = [SlotRow(slot.rows, _without(slot.full, keys), []) for slot in slots]
     if len(slots) > 1:
         half = len(slots) // 2
         _stack(slots[:half], batch, tiles)
         _stack(slots[half:], batch, tiles)
+
+
+def _pair_time(rows: int) -> float:
+    """Return the relative time of a pair in a full tile."""
+    return next(time for least, time in PAIR_TIMES if rows >= least)
 
 
 def _merge(ranges: Sequence[Range]) -> list[Range]:

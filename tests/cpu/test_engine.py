@@ -1,4 +1,4 @@
-"""Tests of the CPU engine's tiles: bands of slots, masks that differ between heads, views as results."""
+"""Tests of calls on the CPU engine: bands of slots, masks that differ between heads, views as results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import tritoncp
+from tritoncp.cpu.engine import CpuEngine
+from tritoncp.masks.mask import full_mask
 from tritoncp.reference.dense import dense_attention
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
@@ -94,3 +96,25 @@ def test_a_value_that_is_not_finite_stays_in_rows_whose_blocks_list_it(value: fl
     mask = tritoncp.create_block_mask(tritoncp.sliding_window(63), 1, 1, 512, 512, BLOCK_SIZE=64)
     out = tritoncp.flex_attention(q, k, v, mask)
     assert bool(out[:, :, 192:].isfinite().all()) and not bool(out[:, :, 100:164].isfinite().any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_state_changes_only_where_the_step_stores_it(stored: bool, dtype: torch.dtype) -> None:
+    """A step that continues a state works in its memory only if it leaves the next state there."""
+    q, k, v = (x.detach().to(dtype) for x in tensors((1, 2, 96, 8), (1, 2, 80, 8), (1, 2, 80, 8)))
+    tables = tritoncp.make_plan(full_mask(96, 80, block=16)).tables("cpu", 1, 2)
+    engine, g = CpuEngine(0.3), torch.Generator().manual_seed(9)
+    acc = torch.randn(1, 2, 96, 8, generator=g, dtype=dtype)
+    m, l = torch.randn(1, 2, 96, generator=g, dtype=dtype), torch.ones(1, 2, 96, dtype=dtype)
+    m[:, :, 7], l[:, :, 7], acc[:, :, 7] = -math.inf, 0, 0
+    state, before = (acc, m, l), [x.clone() for x in (acc, m, l)]
+    out, lse = torch.full_like(q, math.nan), torch.full_like(m, math.nan)
+    engine.forward(q, k, v, tables, out=out, lse=lse, state=state, load_state=True, store_state=stored)()
+    results = dense_attention(q, k, v, torch.ones(1, 2, 96, 80, dtype=torch.bool), scale=0.3)
+    weights = torch.softmax(torch.stack([before[1] * math.log(2), results.lse]), 0)[..., None]
+    want = weights[0] * before[0] + weights[1] * results.out
+    torch.testing.assert_close(acc if stored else out, want, rtol=0, atol=1e-5)
+    if not stored:
+        for x, y in zip(state, before, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)

@@ -1,0 +1,121 @@
+"""Tests of the CPU engine's tiles: they cover the listed blocks, each pair once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tritoncp.cpu.tiles import Decision, SlotRow, Tile, TileBatch, batches_of, tiles_of
+
+UNDECIDED = Decision(lambda tiles: [False] * len(tiles), lambda slots, keys: False, uniform=False)
+KEYS = 2048
+
+
+@st.composite
+def slot_tables(draw: st.DrawFn) -> list[SlotRow]:
+    """Slots of 128 rows with a few ranges of full keys and of masked keys. Some neighbours are alike, and
+    some rows belong to no slot."""
+    slots: list[SlotRow] = []
+    row = 0
+    for _ in range(draw(st.integers(1, 12))):
+        row += 128 * draw(st.integers(0, 5)) // 5
+        if slots and draw(st.booleans()):
+            full, masked = slots[-1].full, slots[-1].masked
+        else:
+            size = draw(st.integers(0, 3))
+            cuts = sorted(draw(st.sets(st.integers(0, KEYS // 64), min_size=2 * size, max_size=2 * size)))
+            ranges = [(64 * a, 64 * b) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+            hidden = draw(st.integers(0, size))
+            full, masked = sorted(ranges[hidden:]), sorted(ranges[:hidden])
+        slots.append(SlotRow((row, row + 128), full, masked))
+        row += 128
+    return slots
+
+
+def counts(tiles: list[Tile], rows: int) -> Tensor:
+    """Count the tiles of each pair."""
+    table = torch.zeros(rows, KEYS, dtype=torch.int32)
+    for tile in tiles:
+        table[tile.row : tile.row + tile.height, tile.col : tile.col + tile.width] += 1
+    return table
+
+
+def listed(slots: list[SlotRow], kind: str) -> Tensor:
+    """Return which pairs the slots list as full, or as masked."""
+    table = torch.zeros(slots[-1].rows[1], KEYS, dtype=torch.int32)
+    for slot in slots:
+        for first, last in getattr(slot, kind):
+            table[slice(*slot.rows), first:last] = 1
+    return table
+
+
+@settings(max_examples=60, deadline=None)
+@given(slots=slot_tables(), flash=st.booleans())
+def test_tiles_cover_each_listed_pair_once_and_no_other(slots: list[SlotRow], flash: bool) -> None:
+    tiles = tiles_of(slots, 0, flash, UNDECIDED)
+    full, masked = (listed(slots, kind) for kind in ("full", "masked"))
+    torch.testing.assert_close(counts(tiles, len(full)), full + masked, rtol=0, atol=0)
+    asked = counts([tile for tile in tiles if tile.kind == "masked"], len(full))
+    assert bool((asked >= masked).all())  # a short tile holds full keys too, which its range ``full`` says
+    for tile in tiles:
+        rows = slice(tile.row, tile.row + tile.height)
+        assert bool(full[rows, slice(*tile.full)].all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(slots=slot_tables(), flash=st.booleans())
+def test_tiles_of_a_batch_are_equal_and_have_no_row_in_common(slots: list[SlotRow], flash: bool) -> None:
+    tiles = tiles_of(slots, 0, flash, UNDECIDED)
+    batches, covered = batches_of(tiles), torch.zeros(slots[-1].rows[1], dtype=torch.bool)
+    assert sorted(tile for batch in batches for tile in batch.tiles) == sorted(tiles)
+    for batch in batches:
+        rows = counts(list(batch.tiles), len(covered)).amax(1)
+        assert {(tile.kind, tile.height, tile.width) for tile in batch.tiles} == {
+            (batch.kind, batch.height, batch.width)
+        }
+        assert all(a.row + a.height <= b.row for a, b in pairwise(batch.tiles))
+        assert batch.first == (not bool(covered[rows > 0].any()))
+        covered |= rows > 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(slots=slot_tables(), count=st.integers(1, 4), height=st.integers(1, 300))
+def test_parts_of_batches_cover_the_same_pairs(slots: list[SlotRow], count: int, height: int) -> None:
+    tiles = tiles_of(slots, 0, True, UNDECIDED)
+    parts = [
+        piece
+        for batch in batches_of(tiles)
+        for part in batch.split(count)
+        for piece in part.split_rows(height)
+    ]
+    assert all(len(part.tiles) <= count and part.height <= height for part in parts)
+    rows = slots[-1].rows[1]
+    pieces = counts([tile for part in parts for tile in part.tiles], rows)
+    torch.testing.assert_close(pieces, counts(tiles, rows), rtol=0, atol=0)
+
+
+def stairs(*widths: int) -> list[Tile]:
+    """Return the tiles of slots of 128 rows, each with the first ``width`` keys."""
+    slots = [SlotRow((128 * i, 128 * i + 128), [(0, width)], []) for i, width in enumerate(widths)]
+    return tiles_of(slots, 0, True, UNDECIDED)
+
+
+def test_slots_that_list_the_same_keys_are_one_tile() -> None:
+    assert stairs(*[640] * 9) == [Tile("full", 0, 0, 9 * 128, 0, 640)]
+
+
+@pytest.mark.parametrize("shared", [128, 1024])
+def test_keys_that_rows_share_are_a_tile_where_they_are_worth_a_merge(shared: int) -> None:
+    """1024 rows are enough for torch's largest products, half of them are not."""
+    tiles = stairs(*(shared + 128 * i for i in range(8)))
+    assert (Tile("full", 0, 0, 1024, 0, shared) in tiles) == (shared == 1024)
+
+
+def test_batches_take_tiles_by_number() -> None:
+    a, b, c = (Tile("full", 0, 128 * i, 128, 0, 64) for i in range(3))
+    assert TileBatch((a, b, c), first=True).take([2, 0]) == TileBatch((c, a), first=True)
