@@ -88,7 +88,7 @@ def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
 
 
-def dense_engine(*args, adds_only=False, compile=False, steps=None, **kwargs) -> DenseEngine:
+def dense_engine(*args, compile=False, steps=None, **kwargs) -> DenseEngine:
     """Make the dense engine in place of the CPU engine, whose hints it ignores."""
     return DenseEngine(*args, **kwargs)
 

@@ -28,7 +28,6 @@ from tritoncp.planning.step_tables import Tables
 Launch = Callable[[], None]
 LN2 = math.log(2)
 CACHE_SCORES = 1 << 20  # scores of a tile that pointwise operations keep in the cache
-BIASES = 1 << 21  # scores that a score_mod's sums for the flash kernel are computed for at once
 GATHERED = 1 << 24  # numbers that a batch of tiles gathers
 
 
@@ -40,7 +39,6 @@ class CpuEngine:
     score:    from the captures that want gradients to the user's function over (score, b, h, q_idx, kv_idx)
     captures: these tensors, at least as wide as their gradients' sums; ``grads`` are buffers for the sums
     first_row: batch row of the whole that row 0 of the tensors is, for the indices of masks and mods
-    adds_only: whether ``score`` adds to the score what does not depend on it
     compile:  whether torch.compile runs the score_mod of tiles
     steps:    steps of earlier calls, see :meth:`Step.of`
     """
@@ -51,7 +49,6 @@ class CpuEngine:
     captures: Sequence[Tensor] = ()
     grads: Sequence[Tensor] = ()
     first_row: int = 0
-    adds_only: bool = False
     compile: bool = False
     steps: BoundedCache[Any, Step] = field(default_factory=lambda: BoundedCache(64))
 
@@ -71,7 +68,7 @@ class CpuEngine:
 
         @fresh_dispatch()
         def run() -> None:
-            use_flash = self.score is None or self.adds_only
+            use_flash = self.score is None
             step = self._step(tables, q, k, h_offset, use_flash)
             width = max(q.shape[3], v.shape[3]) if use_flash else None
             rows = step.q.pack(q, lse.dtype, width)
@@ -118,7 +115,7 @@ class CpuEngine:
 
         @fresh_dispatch()
         def run() -> None:
-            use_flash, dtype = self.score is None or (self.adds_only and not self.grads), lse.dtype
+            use_flash, dtype = self.score is None, lse.dtype
             step = self._step(tables, q, k, h_offset, use_flash)
             width = max(q.shape[3], v.shape[3])
             start, deltas = step.q.pack(dout, dtype, width), step.q.pack(delta[..., None], dtype)[..., 0]
@@ -130,7 +127,11 @@ class CpuEngine:
                 use_flash, step = False, self._step(tables, q, k, h_offset, False)
             lses = step.q.pack(lse[..., None], dtype)[..., 0]
             lses = torch.where(lses == -torch.inf, 0, lses)
-            totals = [Total.like(x) for x in (rows, keys, values)]
+            totals = [
+                Total.of(step.q, rows, dq, add=True),
+                Total.of(step.kv, keys, dk, add),
+                Total.of(step.kv, values, dv, add),
+            ]
             for group, tiles, visible in self._tiles(step, rows, use_flash):
                 inputs = rows, keys, values, start, lses, deltas, outs if use_flash else None
                 grads = self._backward_tiles(step, group, tiles, visible, *inputs)
@@ -138,10 +139,9 @@ class CpuEngine:
                     totals, (group.heads, group.kv_heads, group.kv_heads),
                     (tiles.rows, tiles.cols, tiles.cols), grads, strict=True,
                 ):  # fmt: skip
-                    total.add(heads, starts, grad)
-            step.q.unpack(totals[0].rows[..., : q.shape[3]], dq, add=True)
-            step.kv.unpack(totals[1].rows[..., : q.shape[3]], dk, add)
-            step.kv.unpack(totals[2].rows[..., : v.shape[3]], dv, add)
+                    total.add_parts(heads, starts, grad)
+            for total in totals:
+                total.store()
 
         return run
 
@@ -149,8 +149,7 @@ class CpuEngine:
         return 1
 
     def _step(self, tables: Tables, q: Tensor, k: Tensor, h_offset: int, use_flash: bool) -> Step:
-        large = use_flash and self.score is None
-        return Step.of(tables, q, k, self.mask, self.first_row, h_offset, large, self.steps)
+        return Step.of(tables, q, k, self.mask, self.first_row, h_offset, use_flash, self.steps)
 
     def _tiles(
         self, step: Step, q: Tensor, use_flash: bool
@@ -173,14 +172,13 @@ class CpuEngine:
             heads = group.heads.stop - group.heads.start
             for tiles in group.batches:
                 pairs = tiles.height * tiles.width
-                if use_flash and self.score is None:
+                if use_flash:
                     masks = pairs * (tiles.kind == "masked")
                     numbers = heads * q.shape[2] * (tiles.height + tiles.width) + masks
                     yield from ((group, part) for part in tiles.split(max(1, GATHERED // numbers)))
                     continue
-                limit = BIASES if use_flash else CACHE_SCORES
-                height = max(1, min(tiles.height, limit // (heads * tiles.width)))
-                for part in tiles.split(max(1, limit // (heads * pairs))):
+                height = max(1, min(tiles.height, CACHE_SCORES // (heads * tiles.width)))
+                for part in tiles.split(max(1, CACHE_SCORES // (heads * pairs))):
                     yield from ((group, piece) for piece in part.split_rows(height))
 
     def _scores(self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None) -> Scores:
@@ -190,13 +188,10 @@ class CpuEngine:
         """Return a method of :class:`Scores`, compiled if the call wants that."""
         return compiled(method) if self.compile else method
 
-    def _bias(
-        self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, like: Tensor
-    ) -> Tensor | None:
+    @staticmethod
+    def _bias(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """Return what the flash kernel adds to the scores of tiles."""
-        if self.score is not None:
-            return self._scores(step, group, tiles, visible).bias(self.captures, like)
-        return None if visible is None else flash.hide(visible, like.dtype)
+        return None if visible is None else flash.hide(visible, dtype)
 
     def _forward_tiles(
         self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, q: Tensor, k: Tensor,
@@ -206,7 +201,7 @@ class CpuEngine:
         rows = gather(q[group.heads], tiles.rows, tiles.height)
         keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
         if use_flash:
-            bias = self._bias(step, group, tiles, visible, rows)
+            bias = self._bias(visible, rows.dtype)
             return flash.forward(rows, keys, values, bias, tiles.kind == "causal", self.scale)
         scores = self._scores(step, group, tiles, visible)
         return self._run(Scores.forward)(scores, rows, keys, values, self.captures)
@@ -239,7 +234,7 @@ class CpuEngine:
         )
         keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
         if out is not None:
-            bias, causal = self._bias(step, group, tiles, visible, rows), tiles.kind == "causal"
+            bias, causal = self._bias(visible, rows.dtype), tiles.kind == "causal"
             outs = gather(out[group.heads], tiles.rows, tiles.height)
             return flash.backward(rows, keys, values, outs, lses, starts, bias, causal, self.scale)
         scores = self._scores(step, group, tiles, visible)
@@ -266,7 +261,7 @@ class _Sums:
         """Allocate memory for ``out``."""
         self.out = self.out.contiguous()
 
-    def load(self, step: Step, acc: Tensor, m: Tensor, l: Tensor, own: bool) -> None:
+    def load(self, step: Step, acc: Tensor, m: Tensor, l: Tensor, *, own: bool) -> None:
         """Continue from a state; ``own``: in its memory, where that holds packed rows relative to lse."""
         m, l = (step.q.pack(x[..., None], self.lse.dtype)[..., 0] for x in (m, l))
         filled = l != 0

@@ -129,24 +129,41 @@ def scatter_add(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
 
 @dataclass
 class Total:
-    """A sum of parts, of packed rows [H, T, D]; zeros take no memory until a part is added."""
+    """A sum of parts, of packed rows [H, T, D], which a buffer [B, H, S, <= D] gets.
 
+    add:   whether it is added to the values of the buffer, instead of written over them
+    own:   whether ``rows`` are the buffer
+    empty: whether no part has been added; zeros take no memory until then
+    """
+
+    packing: Packing
+    into: Tensor
+    add: bool
     rows: Tensor
+    own: bool
     empty: bool = True
 
     @classmethod
-    def like(cls, x: Tensor) -> Total:
-        """Make zeros with the shape of x."""
-        return cls(x.new_zeros(()).expand(x.shape))
+    def of(cls, packing: Packing, like: Tensor, into: Tensor, add: bool) -> Total:
+        """Start a sum of packed rows with the shape and dtype of ``like``."""
+        own = packing.rows == (None,) and into.shape[1:] == like.shape and into.dtype == like.dtype
+        if own and not add:
+            into.zero_()
+        return cls(packing, into, add, into[0] if own else like.new_zeros(()).expand(like.shape), own)
 
-    def add(self, heads: slice, starts: Sequence[int], parts: Tensor) -> None:
+    def add_parts(self, heads: slice, starts: Sequence[int], parts: Tensor) -> None:
         """Add parts [n, h, length, D] to the rows of some heads, as :func:`scatter_add` does."""
-        if self.empty and parts.shape == (1, *self.rows.shape):
+        if self.empty and not self.own and parts.shape == (1, *self.rows.shape):
             self.rows = parts[0]
         else:
-            self.rows = self.rows.contiguous()
+            self.rows = self.rows if self.own else self.rows.contiguous()
             scatter_add(self.rows[heads], starts, parts)
         self.empty = False
+
+    def store(self) -> None:
+        """Bring the sum to the buffer."""
+        if not self.own:
+            self.packing.unpack(self.rows[..., : self.into.shape[3]], self.into, self.add)
 
 
 def disjoint(starts: Sequence[int], length: int) -> list[list[int]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from tritoncp.core.tracing import vmapped
 
@@ -38,7 +38,7 @@ class Scores:
         top = scores.amax(-1)
         m = torch.where(top == -torch.inf, 0, top)
         # A score_mod may return a view of the scores, or of a capture: torch.sub makes a new tensor.
-        p = torch.sub(scores, m[..., None]).exp_()
+        p = _probabilities(torch.sub(scores, m[..., None]))
         total = p.sum(-1)
         filled = total != 0  # a NaN is passed on
         total = torch.where(filled, total, 1)
@@ -56,8 +56,7 @@ class Scores:
         else:
             # An op runs below autograd; functorch's transforms bring their own.
             scores, pull, *_ = torch.func.vjp(lambda raw, *caps: self._modified(raw, caps), raw, *captures)
-        # Rounding of lse could make the exponent positive.
-        p = (scores - lse[..., None]).clamp_(max=0).exp_()
+        p = _probabilities(scores - lse[..., None])
         ds = _products(dout, v.mT).sub_(delta[..., None]).mul_(p)
         if pull is not None:
             ds, *captured = pull(ds)
@@ -72,21 +71,6 @@ class Scores:
     def largest(self, q: Tensor, k: Tensor, captures: Sequence[Tensor]) -> Tensor:
         """Return the largest score of each row of tiles: [n, H, height]."""
         return self._modified(self._raw(q, k), captures).amax(-1)
-
-    def bias(self, captures: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Return what a score_mod that only adds adds to the scores of tiles, -inf for hidden pairs:
-        [n, 1 or H, height, width], in the dtype of ``like``."""
-        assert self.score is not None
-        b, h, rows, keys = self.indices
-        mod, none = self.score(captures), like.new_zeros(())
-        if self.visible is None:
-            levels: Any = [(None, *level[1:]) for level in _GRID]
-        else:
-            _, h, rows, keys = self._with_visible_pairs(None)
-            levels = [(None, *level[1:]) for level in _pair_levels(h, rows)]
-        bias = vmapped(mod, *levels)(none, b, h, rows, keys).to(like.dtype)
-        bias = bias[:, :1] if bias.stride(1) == 0 else bias
-        return bias if self.visible is None else torch.where(self.visible, bias, -torch.inf)
 
     def _raw(self, q: Tensor, k: Tensor) -> Tensor:
         return _products(q * self.scale, k.mT)
@@ -105,18 +89,18 @@ class Scores:
             scores = scores.to(raw.dtype)
         return scores if self.visible is None else torch.where(self.visible, scores, -torch.inf)
 
-    def _with_visible_pairs(self, raw: Tensor | None) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    def _with_visible_pairs(self, raw: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return scores, heads [H] or [n, H], rows and keys [n, (H,) height, width] of all pairs: for hidden
         ones those of a tile's first visible pair for this head, or for the first head that has one."""
         assert self.visible is not None
         _, heads, rows, keys = self.indices
         first = self.visible.flatten(2).int().argmax(-1)  # [n, 1 or H]
-        scores = None if raw is None else raw.detach().flatten(2)
+        scores = raw.detach().flatten(2)
         if first.shape[1] > 1:
             seen = self.visible.flatten(2).any(-1)
             other = torch.where(seen, torch.arange(len(heads)), seen.int().argmax(1, keepdim=True))
             first, heads = first.gather(1, other), heads[other]
-            scores = None if scores is None else scores.gather(1, other[..., None].expand_as(scores))
+            scores = scores.gather(1, other[..., None].expand_as(scores))
         width = self.visible.shape[3]
         pairs = []
         for index, place, shape in ((rows, first // width, (-1, 1)), (keys, first % width, (1, -1))):
@@ -124,34 +108,8 @@ class Scores:
             pairs.append(torch.where(self.visible, index.unflatten(1, shape)[:, None], substitute))
         if pairs[0].shape[1] == 1:
             pairs = [x[:, 0] for x in pairs]
-        if raw is not None and scores is not None:
-            scores = scores.gather(2, first.expand(-1, raw.shape[1])[..., None])
-            raw = torch.where(self.visible, raw, scores[..., None])
-        return raw, heads, pairs[0], pairs[1]
-
-
-def adds_only(graph: GraphModule) -> bool:
-    """Return whether a score_mod's graph returns its score plus or minus something that does not read it.
-
-    >>> from torch.fx.experimental.proxy_tensor import make_fx
-    >>> zeros = torch.zeros(5).unbind()
-    >>> adds_only(make_fx(lambda s, b, h, q, kv: s - (q - kv) * h)(*zeros))
-    True
-    >>> adds_only(make_fx(lambda s, b, h, q, kv: torch.tanh(s) + q)(*zeros))
-    False
-    """
-    aten = torch.ops.aten
-    score = next(node for node in graph.graph.nodes if node.op == "placeholder")
-    if [user.target for user in score.users] == [aten.clone.default]:
-        score = next(iter(score.users))
-    (result,) = next(node for node in graph.graph.nodes if node.op == "output").args
-    if not isinstance(result, torch.fx.Node) or list(score.users) != [result]:
-        return False
-    operands = result.args[:2]
-    places = [i for i, operand in enumerate(operands) if operand is score]
-    if result.target is aten.sub.Tensor:
-        return places == [0]
-    return result.target is aten.add.Tensor and len(places) == 1 and not result.kwargs
+        scores = scores.gather(2, first.expand(-1, raw.shape[1])[..., None])
+        return torch.where(self.visible, raw, scores[..., None]), heads, pairs[0], pairs[1]
 
 
 def _pair_levels(heads: Tensor, rows: Tensor) -> tuple[Any, ...]:
@@ -159,6 +117,15 @@ def _pair_levels(heads: Tensor, rows: Tensor) -> tuple[Any, ...]:
     per_head = None if rows.ndim == 3 else 0
     tile = 0, 0, None if heads.ndim == 1 else 0, 0, 0
     return _PAIR, _PAIR, (0, None, 0, per_head, per_head), tile
+
+
+def _probabilities(x: Tensor) -> Tensor:
+    """Return exp(x) in the memory of x, which rounding may have made positive. Where that is so small that
+    products with it could be subnormal, it is 0: exp and products of subnormal numbers take up to 80 times as
+    long, and exp of -inf 8 times."""
+    limits = torch.finfo(x.dtype)
+    least = limits.tiny / limits.eps
+    return torch.threshold_(x.clamp_(math.log(least), 0).exp_(), 2 * least, 0)
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from tritoncp.core.upload import DeviceCopy, upload
 from tritoncp.core.versions import warn_untested
 from tritoncp.cpu import compiled
 from tritoncp.cpu.engine import CpuEngine
-from tritoncp.cpu.pointwise import adds_only
 from tritoncp.distributed import groups
 from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
@@ -214,7 +213,7 @@ def _differentiable(
             inner[index] = tensor
         return _bind(call, inner, score.numbers)
 
-    return CpuEngine(scale, _bind_mask(mask), bind, targets, grads, adds_only=adds_only(graph), **settings)
+    return CpuEngine(scale, _bind_mask(mask), bind, targets, grads, **settings)
 
 
 def kernel_mods(
