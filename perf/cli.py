@@ -283,7 +283,7 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str | None) -> None
 
 
 def _missing_package_error(error: ImportError) -> InputError:
-    return InputError(f"{error}; pip install 'tritoncp[perf]' installs it")
+    return InputError(f"{error}. The page and comparisons need: pip install bokeh numpy ruptures scipy")
 
 
 def _report_problems(problems: Sequence[Problem]) -> None:

@@ -26,7 +26,7 @@ except ImportError:  # its releases up to 1.1.10 refuse Python 3.14
 
 MISSING = (  # shown where it is not installed
     "Changes of level were not searched for: the package ruptures is not installed, which has no release for "
-    "Python 3.14. Make the page with Python 3.11 to 3.13 and pip install 'tritoncp[perf]'."
+    "Python 3.14. Make the page with Python 3.11 to 3.13 and pip install ruptures."
 )
 WINDOW = 9  # points of the running median
 CLIP = 2.0  # standard deviations from the running median, beyond which points are clipped

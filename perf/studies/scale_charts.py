@@ -28,7 +28,7 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377")
 
 
 def draw(lines: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Draw the pictures, as SVG files. Needs Matplotlib: pip install 'tritoncp[study]'."""
+    """Draw the pictures, as SVG files. Needs Matplotlib: pip install matplotlib."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -142,7 +142,7 @@ class Plan(PlanData, BlockMaskInterface):
         self, path: str | Path | None = None, hardware: Hardware | None = None, **shape: int
     ) -> Image.Image:
         """Draw the plan: the mask in its owners' colours, the work of each rank, the keys that ranks read of
-        each other, and the cost of a layer under each schedule. Needs Pillow: pip install 'tritoncp[plot]'.
+        each other, and the cost of a layer under each schedule. Needs Pillow: pip install pillow.
 
         path: a file to save the picture to: .png, or .html for a self-contained page. shape: as for
         :meth:`explain`. Returns a PIL image, which a notebook shows.

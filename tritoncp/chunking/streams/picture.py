@@ -74,9 +74,7 @@ def draw_timelines(timelines: Mapping[str, Timeline]) -> Image.Image:
     try:
         from PIL import Image
     except ModuleNotFoundError as missing:
-        raise RuntimeError(
-            "the picture of a timeline needs Pillow: pip install 'tritoncp[plot]'"
-        ) from missing
+        raise RuntimeError("the picture of a timeline needs Pillow: pip install pillow") from missing
 
     longest = max(timeline.makespan for timeline in timelines.values()) or 1.0
     high = 2 * ROW + GAP

@@ -99,7 +99,7 @@ def paint(facts: Facts) -> Image.Image:
     try:
         from PIL import Image
     except ModuleNotFoundError as missing:
-        raise RuntimeError("the picture of a plan needs Pillow: pip install 'tritoncp[plot]'") from missing
+        raise RuntimeError("the picture of a plan needs Pillow: pip install pillow") from missing
 
     work = TOP + strips_height(facts.plan.world_size) + 110  # top of the bars of work
     right = LEFT + SIDE + 128
