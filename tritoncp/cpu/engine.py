@@ -73,7 +73,8 @@ class CpuEngine:
             width = max(q.shape[3], v.shape[3]) if use_flash else None
             rows = step.q.pack(q, lse.dtype, width)
             keys, values = (step.kv.pack(x, lse.dtype, width) for x in (k, v))
-            if use_flash and step.hides and not flash.can_add(rows, keys, values, self.scale):
+            exposed = values if step.hides else None
+            if use_flash and not flash.can_compute(rows, keys, exposed, self.scale):
                 use_flash, step = False, self._step(tables, q, k, h_offset, False)
             sums = _Sums.of(rows, values.shape[2])
             if load_state:
@@ -121,7 +122,7 @@ class CpuEngine:
             start, deltas = step.q.pack(dout, dtype, width), step.q.pack(delta[..., None], dtype)[..., 0]
             rows = step.q.pack(q, dtype, width)
             keys, values = (step.kv.pack(x, dtype, width) for x in (k, v))
-            use_flash = use_flash and flash.can_add(rows, keys, values, self.scale, backward=True)
+            use_flash = use_flash and flash.can_compute(rows, keys, values, self.scale, backward=True)
             outs = flash.rows_with_delta(start, deltas) if use_flash else None
             if outs is None:
                 use_flash, step = False, self._step(tables, q, k, h_offset, False)
@@ -296,8 +297,10 @@ class _Sums:
         lse = lse[..., None]
         if not first:
             rows, before = (gather(x, tiles.rows, tiles.height) for x in (total, stat))
-            share = torch.where(lse == -torch.inf, 0, torch.sigmoid(lse - before))
-            out, lse = rows.lerp_(out, share), torch.logaddexp(before, lse)
+            gap = torch.where(lse == -torch.inf, -torch.inf, lse - before)
+            # Not by lerp_: its rounding is relative to the larger result, also where that has no weight.
+            out = rows.mul_(torch.sigmoid(-gap)).addcmul_(out, torch.sigmoid(gap))
+            lse = torch.logaddexp(before, lse)
         scatter(stat, tiles.rows, lse)
         if first or even_step(tiles.rows) is None:  # else ``rows`` is a view
             scatter(total, tiles.rows, out)
