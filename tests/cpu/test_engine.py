@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -118,3 +119,52 @@ def test_a_state_changes_only_where_the_step_stores_it(stored: bool, dtype: torc
     if not stored:
         for x, y in zip(state, before, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_scores_of_minus_infinity_are_keys_that_nobody_sees() -> None:
+    """Also where no mask hides pairs: torch's kernel has lse 0 for such rows."""
+    q, k, v = (x.detach() for x in tensors((1, 2, 40, 4), (1, 2, 30, 4), (1, 2, 30, 4)))
+    q[:, :, 5], k = -math.inf, k.abs()
+    out, lse = tritoncp.flex_attention(q, k, v, return_lse=True)
+    want = dense_attention(q, k, v, torch.ones(1, 2, 40, 30, dtype=torch.bool))
+    torch.testing.assert_close((out, lse), (want.out, want.lse), rtol=0, atol=1e-12)
+    assert bool((lse[:, :, 5] == -math.inf).all())
+
+
+@pytest.mark.parametrize("mask", [None, tritoncp.causal()], ids=["full", "causal"])
+def test_products_may_be_too_large_for_the_dtype_before_they_are_scaled(mask: Any) -> None:
+    q, k, v = (x.detach() for x in tensors((1, 2, 40, 4), (1, 2, 40, 4), (1, 2, 40, 4)))
+    blocks = mask and tritoncp.create_block_mask(mask, 1, 1, 40, 40, BLOCK_SIZE=8)
+    out = tritoncp.flex_attention(q * 1e155, k * 1e155, v, None, blocks, scale=1e-307)
+    want = tritoncp.flex_attention(q, k, v, None, blocks, scale=1e3)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-9)
+
+
+def squares() -> tuple[Any, Tensor]:
+    """Return a mask of full blocks of 32 rows, like a chessboard, and its visible pairs: [1, 1, 256, 256]."""
+    mask = tritoncp.create_block_mask(
+        lambda b, h, q, kv: (q // 32 + kv // 32) % 2 == 0, 1, 1, 256, 256, BLOCK_SIZE=32
+    )
+    at = torch.arange(256) // 32
+    return mask, ((at[:, None] + at) % 2 == 0)[None, None]
+
+
+@pytest.mark.parametrize("large", [0, 2, 6])
+def test_a_large_value_counts_where_its_weight_is_less_than_the_rounding_of_others(large: int) -> None:
+    """Key block ``large`` has values of 1e25, and weights of 1e-25 in rows that see it."""
+    mask, visible = squares()
+    q, k, v = torch.ones(1, 1, 256, 1), torch.zeros(1, 1, 256, 1), torch.ones(1, 1, 256, 1)
+    k[:, :, 32 * large : 32 * large + 32] = -25 * math.log(10)
+    v[:, :, 32 * large : 32 * large + 32] = 1e25
+    out = tritoncp.flex_attention(q, k, v, None, mask, scale=1.0)
+    want = dense_attention(q.double(), k.double(), v.double(), visible, scale=1.0).out
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=0)
+
+
+def test_an_infinite_value_is_infinite_in_all_rows_that_see_it() -> None:
+    mask, visible = squares()
+    q, k, v = (x.detach() for x in tensors((1, 1, 256, 4), (1, 1, 256, 4), (1, 1, 256, 4)))
+    v[:, :, 70, 0] = math.inf
+    out = tritoncp.flex_attention(q, k, v, None, mask)
+    torch.testing.assert_close(out[..., 0] == math.inf, visible[..., 70])
+    assert not bool(out.isnan().any())

@@ -75,14 +75,14 @@ def test_no_row_has_a_product_with_a_row_of_zeros() -> None:
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_values_that_zero_times_cannot_hide_are_noticed(which: int, value: float) -> None:
     x = tensors((1, 5, 4), (1, 6, 4), (1, 6, 4))
-    assert flash.can_add(*x, scale=1.0)
+    assert flash.can_compute(*x, scale=1.0)
     x[which][0, 2, 1] = value
-    assert not flash.can_add(*x, scale=1.0)
+    assert not flash.can_compute(*x, scale=1.0)
 
 
 def test_products_too_large_for_the_dtype_are_noticed() -> None:
     q, k, v = tensors((1, 5, 4), (1, 6, 4), (1, 6, 4))
     q, k = q * 1e100, k * 1e100
-    assert flash.can_add(q, k, v * 1e200, scale=1.0)
-    assert not flash.can_add(q * 1e120, k, v, scale=1.0)
-    assert not flash.can_add(q, k, v, scale=1.0, backward=True)
+    assert flash.can_compute(q, k, v * 1e200, scale=1.0)
+    assert not flash.can_compute(q * 1e120, k, v, scale=1.0)
+    assert not flash.can_compute(q, k, v, scale=1.0, backward=True)

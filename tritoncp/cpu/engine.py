@@ -73,7 +73,8 @@ class CpuEngine:
             width = max(q.shape[3], v.shape[3]) if use_flash else None
             rows = step.q.pack(q, lse.dtype, width)
             keys, values = (step.kv.pack(x, lse.dtype, width) for x in (k, v))
-            if use_flash and step.hides and not flash.can_add(rows, keys, values, self.scale):
+            exposed = values if step.hides else None
+            if use_flash and not flash.can_compute(rows, keys, exposed, self.scale):
                 use_flash, step = False, self._step(tables, q, k, h_offset, False)
             sums = _Sums.of(rows, values.shape[2])
             if load_state:
@@ -118,11 +119,11 @@ class CpuEngine:
             use_flash, dtype = self.score is None, lse.dtype
             step = self._step(tables, q, k, h_offset, use_flash)
             width = max(q.shape[3], v.shape[3])
-            start, deltas = step.q.pack(dout, dtype, width), step.q.pack(delta[..., None], dtype)[..., 0]
+            douts, deltas = step.q.pack(dout, dtype, width), step.q.pack(delta[..., None], dtype)[..., 0]
             rows = step.q.pack(q, dtype, width)
             keys, values = (step.kv.pack(x, dtype, width) for x in (k, v))
-            use_flash = use_flash and flash.can_add(rows, keys, values, self.scale, backward=True)
-            outs = flash.rows_with_delta(start, deltas) if use_flash else None
+            use_flash = use_flash and flash.can_compute(rows, keys, values, self.scale, backward=True)
+            outs = flash.rows_with_delta(douts, deltas) if use_flash else None
             if outs is None:
                 use_flash, step = False, self._step(tables, q, k, h_offset, False)
             lses = step.q.pack(lse[..., None], dtype)[..., 0]
@@ -133,7 +134,7 @@ class CpuEngine:
                 Total.of(step.kv, values, dv, add),
             ]
             for group, tiles, visible in self._tiles(step, rows, use_flash):
-                inputs = rows, keys, values, start, lses, deltas, outs if use_flash else None
+                inputs = rows, keys, values, douts, lses, deltas, outs if use_flash else None
                 grads = self._backward_tiles(step, group, tiles, visible, *inputs)
                 for total, heads, starts, grad in zip(
                     totals, (group.heads, group.kv_heads, group.kv_heads),
@@ -160,9 +161,9 @@ class CpuEngine:
             visible = None if use_flash and tiles.kind == "causal" else step.visible(group, tiles)
             if visible is not None and self.score is not None:
                 # A score_mod need not be defined where no pair is visible.
-                seen = visible.flatten(1).any(1)
-                if not bool(seen.all()):
-                    tiles, visible = tiles.take(seen.nonzero()[:, 0].tolist()), visible[seen]
+                shows = visible.flatten(1).any(1)
+                if not bool(shows.all()):
+                    tiles, visible = tiles.take(shows.nonzero()[:, 0].tolist()), visible[shows]
             if tiles.tiles:
                 yield group, tiles, visible
 
@@ -228,7 +229,7 @@ class CpuEngine:
         v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of a batch of tiles; the gradients of captures go to their buffers."""
-        rows, starts = (gather(x[group.heads], tiles.rows, tiles.height) for x in (q, dout))
+        rows, douts = (gather(x[group.heads], tiles.rows, tiles.height) for x in (q, dout))
         lses, deltas = (
             gather(x[group.heads, :, None], tiles.rows, tiles.height)[..., 0] for x in (lse, delta)
         )
@@ -236,9 +237,9 @@ class CpuEngine:
         if out is not None:
             bias, causal = self._bias(visible, rows.dtype), tiles.kind == "causal"
             outs = gather(out[group.heads], tiles.rows, tiles.height)
-            return flash.backward(rows, keys, values, outs, lses, starts, bias, causal, self.scale)
+            return flash.backward(rows, keys, values, outs, lses, douts, bias, causal, self.scale)
         scores = self._scores(step, group, tiles, visible)
-        inputs = rows, keys, values, starts, lses, deltas
+        inputs = rows, keys, values, douts, lses, deltas
         *grads, captured = self._run(Scores.backward)(scores, *inputs, self.captures)
         for buffer, grad in zip(self.grads, captured):
             buffer += grad
@@ -254,12 +255,8 @@ class _Sums:
 
     @classmethod
     def of(cls, q: Tensor, width: int) -> _Sums:
-        zeros = q.new_zeros(()).expand(*q.shape[:2], width)  # takes memory where a part of it is written
+        zeros = q.new_zeros(()).expand(*q.shape[:2], width)  # without memory
         return cls(zeros, q.new_full(q.shape[:2], -torch.inf))
-
-    def _fill(self) -> None:
-        """Allocate memory for ``out``."""
-        self.out = self.out.contiguous()
 
     def load(self, step: Step, acc: Tensor, m: Tensor, l: Tensor, *, own: bool) -> None:
         """Continue from a state; ``own``: in its memory, where that holds packed rows relative to lse."""
@@ -291,13 +288,15 @@ class _Sums:
         if first and out.shape == (1, *self.out.shape):  # one tile has all rows of all heads
             self.out, self.lse = out[0], lse[0]
             return
-        self._fill()
+        self.out = self.out.contiguous()  # zeros get memory here
         total, stat = self.out[group.heads], self.lse[group.heads, :, None]
         lse = lse[..., None]
         if not first:
             rows, before = (gather(x, tiles.rows, tiles.height) for x in (total, stat))
-            share = torch.where(lse == -torch.inf, 0, torch.sigmoid(lse - before))
-            out, lse = rows.lerp_(out, share), torch.logaddexp(before, lse)
+            gap = torch.where(lse == -torch.inf, -torch.inf, lse - before)
+            # Not by lerp_: its rounding is relative to the larger result, also where that has no weight.
+            out = rows.mul_(torch.sigmoid(-gap)).addcmul_(out, torch.sigmoid(gap))
+            lse = torch.logaddexp(before, lse)
         scatter(stat, tiles.rows, lse)
         if first or even_step(tiles.rows) is None:  # else ``rows`` is a view
             scatter(total, tiles.rows, out)

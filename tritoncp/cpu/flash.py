@@ -57,11 +57,12 @@ def rows_with_delta(dout: Tensor, delta: Tensor) -> Tensor | None:
     return dout * factor[..., None] if bool(torch.isfinite(factor).all()) else None
 
 
-def can_add(q: Tensor, k: Tensor, v: Tensor, scale: float, backward: bool = False) -> bool:
-    """Return whether v and all products of q and k are finite: a hidden score that is not would become NaN
-    where -inf is added to it, and tiles have pairs of absent blocks, which no value may come from.
+def can_compute(q: Tensor, k: Tensor, v: Tensor | None, scale: float, backward: bool = False) -> bool:
+    """Return whether torch's kernel computes tiles exactly. It scales products of q and k after it has them,
+    and returns lse 0 for rows whose scores are all -inf: products must be finite.
 
-    backward: whether in addition scores are so small that their rounding, which differs from that of the
+    v:        must be finite too where tiles hide pairs: those of absent blocks are among them; else None
+    backward: whether in addition scores must be so small that their rounding, which differs from that of the
               forward pass, changes no probability by more than about a thousandth
     """
     if not q.numel() or not k.numel():
@@ -71,8 +72,9 @@ def can_add(q: Tensor, k: Tensor, v: Tensor, scale: float, backward: bool = Fals
     fits = product * max(1.0, abs(scale)) < limits.max  # false for a NaN
     if backward:
         fits &= product * abs(scale) < 1e-3 / limits.eps
-    values = torch.stack(torch.aminmax(v))
-    return bool(fits & torch.isfinite(values).all())
+    if v is not None:
+        fits &= torch.isfinite(torch.stack(torch.aminmax(v))).all()
+    return bool(fits)
 
 
 def hide(visible: Tensor, dtype: torch.dtype) -> Tensor:

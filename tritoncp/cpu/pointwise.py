@@ -97,8 +97,8 @@ class Scores:
         first = self.visible.flatten(2).int().argmax(-1)  # [n, 1 or H]
         scores = raw.detach().flatten(2)
         if first.shape[1] > 1:
-            seen = self.visible.flatten(2).any(-1)
-            other = torch.where(seen, torch.arange(len(heads)), seen.int().argmax(1, keepdim=True))
+            sees = self.visible.flatten(2).any(-1)
+            other = torch.where(sees, torch.arange(len(heads)), sees.int().argmax(1, keepdim=True))
             first, heads = first.gather(1, other), heads[other]
             scores = scores.gather(1, other[..., None].expand_as(scores))
         width = self.visible.shape[3]
