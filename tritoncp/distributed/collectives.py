@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritoncp.core.profiler_ranges import message_range
+from tritoncp.distributed.profiler_ranges import message_range
 from tritoncp.distributed import groups
 from tritoncp.distributed.groups import PeerLost
 

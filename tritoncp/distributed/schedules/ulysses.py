@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.profiler_ranges import step_range
+from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.collectives import Schedule, Wait
 from tritoncp.distributed.schedules import local, ring
 from tritoncp.distributed.schedules.buffers import laid_out_as
