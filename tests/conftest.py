@@ -5,6 +5,7 @@ import importlib.util
 import os
 import random
 import shutil
+from collections.abc import Iterator
 
 import torch
 
@@ -86,6 +87,14 @@ def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the test on the CPU engine, unless it asks for the fixture ``engine``: for laws that do not depend
     on the kernels. (TRITON_INTERPRET=0 would also change how Triton functions are made.)"""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Run the test without compiled code of others, and leave none."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def dense_engine(*args, compile=False, steps=None, **kwargs) -> DenseEngine:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritoncp
-from tests.masks.test_varlen import AUX, LAYOUTS, Found, agree, buffers, cumulative, one_by_one
+from tests.masks.packed_documents import AUX, LAYOUTS, Answer, agree, buffers, cumulative, one_by_one
 from tests.multiprocess import ranks
 from tritoncp import contiguous_to_dual_chunk, dual_chunk_to_contiguous, varlen_attention, varlen_mask
 from tritoncp.api import varlen
@@ -89,7 +89,7 @@ def test_the_order_is_copied_from_a_device_once(monkeypatch: pytest.MonkeyPatch)
 # -- real ranks -----------------------------------------------------------------------------------------
 
 
-def one_rank(group: Any, docs: Any, how: str) -> Found:
+def one_rank(group: Any, docs: Any, how: str) -> Answer:
     """Run this rank's part of a layer; return all results in the order of the buffer."""
     engine_factory.uses_triton = lambda device: False  # this process is the rank's own
     torch.manual_seed(3)
@@ -98,14 +98,14 @@ def one_rank(group: Any, docs: Any, how: str) -> Found:
     sides = ("q", "kv", "kv", "q", "q")
     args = {"causal": True, "window": (9, -1)}
     if how == "plan":
-        plan = tritoncp.make_plan(varlen_mask(**docs.given, **args, BLOCK_SIZE=16), group)
+        plan = tritoncp.make_plan(varlen_mask(**docs.arguments, **args, BLOCK_SIZE=16), group)
         shards = [
             tritoncp.shard(t, plan, dim=0, side=s, batch_dim=None, pad=math.nan) for t, s in zip(x, sides)
         ]
         call = {"cu_seqlens_q": plan}
     else:
         shards = [t.split(pieces(len(t), n))[rank] for t in x]
-        call = {**docs.given, **args}
+        call = {**docs.arguments, **args}
     leaves = [t.detach().requires_grad_() for t in shards[:3]]
     out, aux = varlen_attention(*leaves, mesh=group, return_aux=AUX, **call)
     grads = torch.autograd.grad([out, aux.lse], leaves, shards[3:])
@@ -119,7 +119,7 @@ def one_rank(group: Any, docs: Any, how: str) -> Found:
     if how == "plan":
         for t in back[1:3]:
             t[~plan.mask.tokens[0]] = -math.inf  # unshard leaves zeros where no rank holds anything
-    return Found(*back)
+    return Answer(*back)
 
 
 def gathered(x: Tensor, group: Any) -> list[Tensor]:

@@ -6,7 +6,6 @@ Graphs hold the same op for both engines, so that plain torch suffices.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,12 +20,7 @@ from tests.compat.test_torch_calls import causal, chain, check, tensors
 from tests.compat.torch_mods import BUILTIN, Dims, normal
 
 plain_torch = pytest.mark.parametrize("engine", ["cpu"], indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @plain_torch

@@ -12,7 +12,7 @@ import torch
 
 import tritoncp
 from tests.multiprocess import ranks
-from tritoncp.core import profiler_ranges
+from tritoncp.distributed import profiler_ranges
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 N, WORLD = 128, 4

@@ -14,20 +14,12 @@ from tritoncp import causal, create_block_mask, document, make_plan
 from tritoncp import mods as tritoncp_mods
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.frontend import dynamo, plan_cache
-from tritoncp.ops import engine_factory
 from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 from tritoncp.reference.dense import dense_attention
 
+pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")  # compiled code is outside the kernels
+
 S, BLOCK = 64, 16
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """Use the CPU engine: the compiled code is outside the kernels."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Layer(torch.nn.Module):

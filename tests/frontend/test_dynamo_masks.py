@@ -10,32 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 import tritoncp
 from tests.compat.differences import documented
+from tests.frontend.compiled_calls import Compiled
 from tritoncp import causal, create_block_mask, document, flex_attention, make_plan, shard, simulate, unshard
-from tritoncp.ops import engine_factory
+
+pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")  # compiled code is outside the kernels
 
 S = 64
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """Use the CPU engine: the compiled code is outside the kernels."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class Compiled:
-    """A compiled function, compared with the plain function at each call."""
-
-    def __init__(self, fn, fullgraph=True, dynamic=None, backend="aot_eager"):
-        self.fn, self.counter = fn, CompileCounterWithBackend(backend)
-        self.fast = torch.compile(fn, backend=self.counter, fullgraph=fullgraph, dynamic=dynamic)
-
-    def check(self, *args):
-        want, got = self.fn(*args), self.fast(*args)
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-        return got
 
 
 def documents(*lengths):

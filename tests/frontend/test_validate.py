@@ -11,14 +11,13 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 import tritoncp
-from tritoncp import causal, document
+from tritoncp import causal
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import positions, shard, unshard
 from tritoncp.distributed import groups
 from tritoncp.frontend import validate
 from tritoncp.frontend.plan_cache import in_order
-from tritoncp.reference.dense import dense_attention
 
 S = 32
 
@@ -362,67 +361,6 @@ def test_positions_of_padding_and_of_the_plan_itself_pass():
         own = plan(3, rank)
         validate.check_positions(own, own.positions)
         validate.check_positions(own, own.positions.clamp(min=0)[0])
-
-
-def test_shards_of_a_raw_mask_are_pieces_in_order():
-    class Group:
-        def __init__(self, rank):
-            self.place = rank
-
-        def rank(self):
-            return self.place
-
-        def size(self):
-            return 3
-
-    tokens = torch.arange(32)
-    for mask in (whole(), causal(), torch_block_mask(causal(), 1, 1, S, S, device="cpu"), None):
-        pieces = []
-        for rank in range(3):
-            placement, at = validate.placement_of(mask, 3, rank, "q", 32)
-            pieces.append(tokens[placement.positions(at)[0]])
-        assert torch.equal(torch.cat(pieces), tokens) and [len(p) for p in pieces] == [11, 11, 10]
-    assert torch.equal(shard(tokens, whole(), dim=0), tokens)
-    assert torch.equal(unshard(tokens, whole(), dim=0), tokens)
-
-
-def test_masks_that_share_a_placement_are_weighed_together():
-    late = whole(lambda b, h, q, kv: (q >= 48) | (q == kv), length=64)
-    early = whole(lambda b, h, q, kv: (q < 16) | (q == kv), length=64)
-    plans = make_plan({"late": late, "early": early}, world_size=2)
-    assert torch.equal(plans["late"].owners, plans["early"].owners)
-    total = [sum(p.work[rank] for p in plans.values()) for rank in range(2)]
-    assert total[0] == total[1]
-    alone = make_plan(late, world_size=2)
-    assert plans["late"].mask.runs == alone.mask.runs
-
-
-@pytest.mark.usefixtures("cpu_engine")
-def test_layers_of_a_hybrid_model_run_on_one_placement():
-    """A mask for all batch rows and a mask per row share one placement."""
-    ids = torch.stack([torch.arange(64) // 40, torch.arange(64) // 9])
-    documents = tritoncp.and_masks(causal(), document(ids=ids))
-    masks = {"full": whole(length=64), "documents": whole(documents, batch=2, length=64)}
-    plans = make_plan(masks, world_size=2)
-    world = tritoncp.simulate(2)
-    q = torch.randn(2, 2, 64, 16)
-    shards = world.shard(q, plans["documents"], dim=2)
-    for name, mask in masks.items():
-        outs = world.flex_attention(shards, shards, shards, plans[name])
-        expected = dense_attention(q, q, q, mask).out
-        torch.testing.assert_close(world.unshard(outs, plans[name], dim=2), expected, atol=2e-6, rtol=1e-5)
-
-
-def test_positions_inside_documents_start_at_zero():
-    ids = torch.tensor([[0] * 5 + [1] * 27, [0] * 20 + [4] * 12])
-    expected = torch.stack(
-        [torch.cat([torch.arange(5), torch.arange(27)]), torch.cat([torch.arange(20), torch.arange(12)])]
-    )
-    for rank in range(2):
-        own = plan(2, rank)
-        inside = positions(own, ids)
-        assert torch.equal(inside, expected[:, own.positions[0]])
-        assert torch.equal(positions(own, document(ids=ids)), inside)
 
 
 def test_the_warning_about_order_shows_the_line_of_the_call():

@@ -6,86 +6,34 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
+from tests.masks.packed_documents import (
+    AUX,
+    F64,
+    LAYOUTS,
+    NAN,
+    Answer,
+    Docs,
+    Packed,
+    agree,
+    buffers,
+    cumulative,
+    one_by_one,
+    whole,
+    whole_call,
+)
 from tests.zoo import pairs
 from tritoncp import simulate, varlen_attention, varlen_mask
 from tritoncp.frontend import mask_source
 from tritoncp.masks.varlen import Varlen
 from tritoncp.reference.dense import dense_attention
-
-F64, NAN = torch.float64, math.nan
-AUX = AuxRequest(lse=True, max_scores=True)
-
-
-class Docs(NamedTuple):
-    """Tokens of each document, and rows of padding behind it, for queries and keys."""
-
-    q: Sequence[int]
-    kv: Sequence[int]
-    q_pad: Sequence[int]
-    kv_pad: Sequence[int]
-
-    @property
-    def given(self) -> dict[str, Tensor]:
-        """The arguments that say so."""
-        rows, kv_rows = (
-            [a + b for a, b in zip(*both)] for both in ((self.q, self.q_pad), (self.kv, self.kv_pad))
-        )
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-        return dict(zip(names, map(cumulative, (self.q, self.kv, rows, kv_rows))))
-
-    def slices(self) -> list[tuple[slice, slice]]:
-        """Rows of each document's tokens."""
-        firsts = [x.tolist() for x in (self.given["cu_seqlens_q_padded"], self.given["cu_seqlens_kv_padded"])]
-        return [
-            (slice(i, i + n), slice(j, j + m)) for i, j, n, m in zip(firsts[0], firsts[1], self.q, self.kv)
-        ]
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return sum(self.q) + sum(self.q_pad), sum(self.kv) + sum(self.kv_pad)
-
-    def is_token(self) -> tuple[Tensor, Tensor]:
-        found = tuple(torch.zeros(length, dtype=torch.bool) for length in self.lengths)
-        for both in self.slices():
-            for held, rows in zip(found, both):
-                held[rows] = True
-        return found[0], found[1]
-
-
-def cumulative(lengths: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
-
-
-def level(queries: int, keys: int, causal: bool, window: tuple[int, int]) -> Tensor:
-    """One document, pair by pair: bool [queries, keys], the last of each level with the other."""
-    seen = torch.zeros(queries, keys, dtype=torch.bool)
-    for i, j in itertools.product(range(queries), range(keys)):
-        ahead = j - (i + keys - queries)
-        seen[i, j] = (
-            (not causal or ahead <= 0)
-            and (window[0] < 0 or -ahead <= window[0])
-            and (window[1] < 0 or ahead <= window[1])
-        )
-    return seen
-
-
-def whole(docs: Docs, causal: bool, window: tuple[int, int]) -> Tensor:
-    """The mask of the buffer, document by document."""
-    seen = torch.zeros(docs.lengths, dtype=torch.bool)
-    for (rows, cols), queries, keys in zip(docs.slices(), docs.q, docs.kv):
-        seen[rows, cols] = level(queries, keys, causal, window)
-    return seen
-
 
 # -- cu_seqlens and what they say -----------------------------------------------------------------------
 
@@ -107,7 +55,7 @@ SIDE = st.integers(-1, 6)
 @given(documents(), st.booleans(), st.tuples(SIDE, SIDE))
 def test_intervals_the_mask_mod_and_blocks_are_the_loop_over_documents(docs, causal, window) -> None:
     want, (q_len, kv_len) = whole(docs, causal, window), docs.lengths
-    mask = varlen_mask(**docs.given, causal=causal, window=window, BLOCK_SIZE=4)
+    mask = varlen_mask(**docs.arguments, causal=causal, window=window, BLOCK_SIZE=4)
     assert (mask.q_len, mask.kv_len) == docs.lengths
     assert torch.equal(mask.to_dense()[0, 0], want)
     mod = mask.mask_mod
@@ -128,7 +76,7 @@ def test_torch_builds_the_same_mask_from_the_mask_mod() -> None:
     from torch.nn.attention import flex_attention as flex
 
     docs = Docs([5, 0, 13], [9, 4, 2], [3, 0, 3], [0, 1, 0])
-    mask = varlen_mask(**docs.given, causal=True, window=(6, -1), BLOCK_SIZE=8)
+    mask = varlen_mask(**docs.arguments, causal=True, window=(6, -1), BLOCK_SIZE=8)
     theirs = flex.create_block_mask(mask.mask_mod, None, None, *docs.lengths, device="cpu", BLOCK_SIZE=8)
     assert torch.equal(tritoncp.from_block_mask(theirs).to_dense(), mask.to_dense())
     assert all(map(torch.equal, tritoncp.from_block_mask(mask.to_block_mask()).tokens, mask.tokens))
@@ -159,76 +107,7 @@ def test_a_million_tokens_in_ten_thousand_documents() -> None:
 # -- attention against one document at a time -----------------------------------------------------------
 
 
-class Found(NamedTuple):
-    out: Tensor
-    lse: Tensor
-    max_scores: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
-class Packed(NamedTuple):
-    """Whole buffers [t, h, d], NaN wherever padding lies; gradients of out and lse to start from."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    dlse: Tensor
-
-
-def buffers(docs: Docs, heads: int = 4, kv_heads: int = 2, dim: int = 8, v_dim: int = 6, dtype=F64) -> Packed:
-    queries, keys = docs.is_token()
-    shapes = ((heads, dim), (kv_heads, dim), (kv_heads, v_dim), (heads, v_dim), (heads,))
-    found = []
-    for shape, held in zip(shapes, (queries, keys, keys, queries, queries)):
-        x = torch.randn(len(held), *shape, dtype=dtype)
-        found.append(x.masked_fill(~held.view(-1, *[1] * len(shape)), NAN))
-    return Packed(*found)
-
-
-def one_by_one(x: Packed, docs: Docs, causal: bool, window: tuple[int, int]) -> Found:
-    """Each document by itself, in float64; zeros (-inf) wherever no document is."""
-    empty = [torch.zeros_like(t, dtype=F64) for t in (x.dout, x.dlse, x.dlse, x.q, x.k, x.v)]
-    want = Found(*empty)
-    want.lse.fill_(-math.inf)
-    want.max_scores.fill_(-math.inf)
-    for (rows, cols), queries, keys in zip(docs.slices(), docs.q, docs.kv):
-        if not queries or not keys:
-            continue
-        leaves = [t[s].double().detach().requires_grad_() for t, s in zip(x[:3], (rows, cols, cols))]
-        seen = level(queries, keys, causal, window)
-        found = dense_attention(*(t.transpose(0, 1)[None] for t in leaves), seen[None, None])
-        out, lse, top = (t[0].transpose(0, 1) for t in found)
-        for into, part in zip(want[:3], (out, lse, top)):
-            into[rows] = part.detach()
-        loss = (out * x.dout[rows]).sum() + (lse * x.dlse[rows])[lse != -math.inf].sum()
-        for into, s, grad in zip(want[3:], (rows, cols, cols), torch.autograd.grad(loss, leaves)):
-            into[s] = grad
-    return want
-
-
-def agree(got: Found, want: Found, docs: Docs, atol: float, rtol: float = 0) -> None:
-    queries, keys = docs.is_token()
-    for name, mine, right in zip(Found._fields, got, want):
-        torch.testing.assert_close(
-            mine.double(), right, atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}"
-        )
-        padding = mine[~(keys if name in ("dk", "dv") else queries)]
-        nothing = -math.inf if name in ("lse", "max_scores") else 0
-        assert bool((padding == nothing).all()), f"{name} in padding"
-
-
-def whole_call(x: Packed, *args: Any, **options: Any) -> Found:
-    """The public call on one rank that holds everything."""
-    leaves = [t.clone().requires_grad_() for t in x[:3]]
-    out, aux = varlen_attention(*leaves, *args, return_aux=AUX, **options)
-    grads = torch.autograd.grad([out, aux.lse], leaves, [x.dout, x.dlse.to(aux.lse.dtype)])
-    return Found(out.detach(), aux.lse.detach(), aux.max_scores, *grads)
-
-
-def in_a_world(x: Packed, plan: tritoncp.Plan) -> Found:
+def in_a_world(x: Packed, plan: tritoncp.Plan) -> Answer:
     """Every rank's shard of the plan as a leaf of its own, NaN in its padding."""
     world = simulate(plan.world_size)
     sides = ("q", "kv", "kv", "q", "q")
@@ -254,15 +133,9 @@ def in_a_world(x: Packed, plan: tritoncp.Plan) -> Found:
     if plan.mask.tokens is not None:
         for t in back[1:3]:
             t[~plan.mask.tokens[0]] = -math.inf  # unshard leaves zeros where no rank holds anything
-    return Found(*back)
+    return Answer(*back)
 
 
-LAYOUTS = {
-    "packed": Docs([9, 1, 30, 13], [9, 1, 30, 13], [0] * 4, [0] * 4),
-    "padded": Docs([9, 0, 30, 13], [9, 0, 30, 13], [7, 2, 2, 3], [7, 2, 2, 3]),
-    "cross": Docs([9, 5, 0, 13, 4], [17, 3, 6, 0, 21], [3, 0, 1, 3, 0], [0, 5, 2, 4, 3]),
-    "more queries": Docs([40, 7], [11, 7], [0, 9], [5, 0]),
-}
 WINDOWS = {"all": (-1, -1), "left": (6, 0), "both": (5, 3), "right": (-1, 2)}
 FACTORS = {
     "layout": list(LAYOUTS),
@@ -279,7 +152,7 @@ ROWS = sorted(pairs(FACTORS), key=str)
 @pytest.mark.usefixtures("cpu_engine")
 def test_any_world_is_one_document_at_a_time(layout, causal, window, world, balancer, schedule) -> None:
     docs, sides = LAYOUTS[layout], WINDOWS[window]
-    mask = varlen_mask(**docs.given, causal=causal, window=sides, BLOCK_SIZE=8)
+    mask = varlen_mask(**docs.arguments, causal=causal, window=sides, BLOCK_SIZE=8)
     x = buffers(docs)
     plan = simulate(world).make_plan(mask, balancer=balancer, schedule=schedule)
     agree(in_a_world(x, plan), one_by_one(x, docs, causal, sides), docs, 1e-8)
@@ -291,9 +164,9 @@ def test_any_world_is_one_document_at_a_time(layout, causal, window, world, bala
 def test_the_public_call(layout: str, causal: bool) -> None:
     """With cu_seqlens, with a mask and with a plan in their place."""
     docs, x = LAYOUTS[layout], buffers(LAYOUTS[layout])
-    mask = varlen_mask(**docs.given, causal=causal, window=(9, -1), BLOCK_SIZE=16)
+    mask = varlen_mask(**docs.arguments, causal=causal, window=(9, -1), BLOCK_SIZE=16)
     want = one_by_one(x, docs, causal, (9, -1))
-    agree(whole_call(x, **docs.given, causal=causal, window=(9, -1)), want, docs, 1e-8)
+    agree(whole_call(x, **docs.arguments, causal=causal, window=(9, -1)), want, docs, 1e-8)
     agree(whole_call(x, mask), want, docs, 1e-8)
     agree(whole_call(x, tritoncp.make_plan(mask)), want, docs, 1e-8)
 
@@ -317,7 +190,7 @@ TE_CALLS = itertools.product(
 )
 def test_transformer_engines_shapes_on_the_kernels(kv_heads, causal, window, world) -> None:
     x = buffers(TE_DOCS, heads=2, kv_heads=kv_heads, dim=32, v_dim=32, dtype=torch.float32)
-    mask = varlen_mask(**TE_DOCS.given, causal=causal, window=window, BLOCK_SIZE=32)
+    mask = varlen_mask(**TE_DOCS.arguments, causal=causal, window=window, BLOCK_SIZE=32)
     got = in_a_world(x, simulate(world).make_plan(mask))
     agree(got, one_by_one(x, TE_DOCS, causal, window), TE_DOCS, 1e-5, 1e-5)
 
@@ -326,7 +199,7 @@ def test_cross_attention_on_the_kernels() -> None:
     docs = LAYOUTS["cross"]
     x = buffers(docs, dtype=torch.float32)
     want = one_by_one(x, docs, True, (9, 4))
-    agree(whole_call(x, **docs.given, causal=True, window=(9, 4)), want, docs, 1e-5, 1e-5)
+    agree(whole_call(x, **docs.arguments, causal=True, window=(9, 4)), want, docs, 1e-5, 1e-5)
 
 
 @pytest.mark.usefixtures("cpu_engine")
@@ -339,7 +212,7 @@ def test_scores_scale_and_sinks_go_through() -> None:
         return s + (h + 1) * (q - 2 * kv) / 50
 
     got, lse = varlen_attention(
-        *x[:3], **docs.given, causal=True, score_mod=score, scale=0.3, sinks=sinks, return_lse=True
+        *x[:3], **docs.arguments, causal=True, score_mod=score, scale=0.3, sinks=sinks, return_lse=True
     )
     q, k, v = (t.transpose(0, 1)[None] for t in x[:3])
     seen = whole(docs, True, (-1, -1))
@@ -382,7 +255,7 @@ def test_one_graph_serves_other_lengths() -> None:
 def test_a_balanced_plan_holds_no_padding() -> None:
     """Shards close up: rows are the tokens of a rank's blocks, and only the shortest shards have padding."""
     docs = Docs([100, 30], [100, 30], [28, 98], [28, 98])
-    plan = tritoncp.make_plan(varlen_mask(**docs.given, causal=True, BLOCK_SIZE=16), world_size=4)
+    plan = tritoncp.make_plan(varlen_mask(**docs.arguments, causal=True, BLOCK_SIZE=16), world_size=4)
     held = [plan.q.positions(rank)[0] for rank in range(4)]
     tokens = torch.cat([at[at >= 0] for at in held])
     assert torch.equal(tokens.sort().values, docs.is_token()[0].nonzero()[:, 0])
@@ -402,7 +275,7 @@ def test_no_padding_is_fetched() -> None:
 def test_layers_with_other_windows_share_a_placement() -> None:
     docs = LAYOUTS["padded"]
     masks = {
-        name: varlen_mask(**docs.given, causal=True, window=window, BLOCK_SIZE=8)
+        name: varlen_mask(**docs.arguments, causal=True, window=window, BLOCK_SIZE=8)
         for name, window in (("full", (-1, -1)), ("near", (4, 0)))
     }
     plans = tritoncp.make_plan(masks, world_size=3)
@@ -425,7 +298,7 @@ def test_a_call_with_the_same_tensors_copies_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mask_source, "to_host", counted)
     monkeypatch.setattr(mask_source, "is_remote", lambda tensor: True)
     docs = LAYOUTS["padded"]
-    x, tensors = buffers(docs), docs.given
+    x, tensors = buffers(docs), docs.arguments
     want = one_by_one(x, docs, True, (-1, -1))
     for _ in range(3):
         agree(whole_call(x, **tensors, causal=True), want, docs, 1e-8)

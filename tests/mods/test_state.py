@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tritoncp
-from tests.mods import attribute_forms, variable_forms  # noqa: F401, which register forms
+from tests.mods import attribute_forms, method_forms, variable_forms  # noqa: F401, which register forms
 from tests.mods.form_registry import FORMS, RECORDED, Form
 from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.reference import dense

@@ -11,8 +11,7 @@ import triton.language as tl
 
 import tritoncp
 from tests.mods.harness import N, grad_kernel
-from tritoncp.mods import Mod, score_mod
-from tritoncp.mods.translate import deterministic_sum
+from tritoncp.mods import Mod, deterministic_sum, score_mod
 from tritoncp.reference.dense import dense_attention
 
 CPU = torch.device("cpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from tritoncp.chunking import attention, shared_attention
+from tritoncp.chunking.added_nodes import AddedNodes
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.report import ChunkingError, Report, describe
@@ -23,8 +23,6 @@ from tritoncp.frontend.dynamo import part_op
 
 log = area_logger("chunking")
 aten = torch.ops.aten
-
-PART_METADATA = ("partitioner_tag", "recompute", "ac_graph_id")  # that a plan's parts take from it
 
 
 def chunk(
@@ -96,18 +94,14 @@ def _report(cut: Cut, keys: attention.Keys) -> Report:
     )
 
 
-class Rewrite:
+class Rewrite(AddedNodes):
     """Edits a graph. Nodes that it adds are removed again if an error comes between."""
 
     def __init__(self, cut: Cut, keys: attention.Keys) -> None:
-        self.cut, self.keys, self.sizes, self.graph = cut, keys, cut.sizes, cut.graph
-        self.output = self.graph.output_node()
-        self.order: list[Node] = []
-        self.added: list[Node] = []
+        super().__init__(cut)
+        self.keys, self.routes = keys, Routes(cut, keys)
         self.values: dict[Step, Node] = {}
-        self.cache: dict[Any, Any] = {}  # nodes that several steps share, by what they are
         self.fresh: list[Symbols] = [{} for _ in range(self.sizes.chunks)]
-        self.routes = Routes(cut, keys)
 
     def run(self, steps: list[Step]) -> None:
         """Add the nodes of all steps, connect the nodes that stay to them, and remove the originals."""
@@ -118,7 +112,7 @@ class Rewrite:
             self.sizes.declare_divisible()
             for node, c in steps:
                 if c == KEEP:
-                    links.append((node, *map_arg((node.args, node.kwargs), self._whole)))
+                    links.append((node, *map_arg((node.args, node.kwargs), self.whole_node)))
                     self.order.append(node)
                 elif c == JOIN:
                     self.values[node, JOIN] = self._join(node)
@@ -157,50 +151,22 @@ class Rewrite:
             if x.op == "placeholder" and isinstance(value, Tensor):
                 for d, size in enumerate(value.shape):
                     if expression(size) == self.sizes.symbol:
-                        self.cut.source = self._call(aten.sym_size.int, (x, d), size)
+                        self.cut.source = self.add_call(aten.sym_size.int, (x, d), size)
                         return
         raise ChunkingError("no input has the size that is cut alone as the size of a dimension")
 
-    def _call(
-        self, target: Any, args: tuple[Any, ...], value: Any, stage: dict[str, Any] | None = None
-    ) -> Node:
-        """Add a call of a function at the present place."""
-        with self.graph.inserting_before(self.output):
-            node = self.graph.call_function(target, args)
-        self.added.append(node)
-        node.meta = {**(stage or {}), "val": value}
-        self.order.append(node)
-        return node
-
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self.cache:
-            self.cache[key] = make()
-        return self.cache[key]
-
-    def _rows(self, factor: int = 1) -> Any:
-        """Return the node of the number of rows of a chunk, times a factor."""
-
-        def rows() -> Node:
-            value = self.sizes.symbolic(self.sizes.part)
-            return self._call(operator.floordiv, (self.cut.source, self.sizes.chunks), value)
-
-        if factor == 1:
-            return self._once("rows", rows)
-        value = self.sizes.symbolic(factor * self.sizes.part)
-        return self._once(("rows", factor), lambda: self._call(operator.mul, (self._rows(), factor), value))
-
-    def _whole(self, x: Node) -> Node:
+    def whole_node(self, x: Node) -> Node:
         step = self.routes.whole(x)
         return step[0] if step[1] == KEEP else self.values[step]
 
-    def _chunk(self, x: Node, c: int) -> Node:
+    def chunk_node(self, x: Node, c: int) -> Node:
         """Return the node of a chunk of a node's value."""
         if self.cut.is_whole_size(x):
-            return self._rows()
+            return self.rows()
         step = self.routes.chunk_of(x, c)
         if step[1] not in (KEEP, JOIN):
             return self.values[step]
-        node = self._whole(x)
+        node = self.whole_node(x)
         if isinstance(x.meta.get("val"), Tensor) and self.cut.carries(x):
             return self._piece(x, node, c)
         return node
@@ -208,118 +174,23 @@ class Rewrite:
     def _piece(self, x: Node, node: Node, c: int) -> Node:
         """Return a chunk of a value that comes from outside of the regions."""
         value, dim, factor = x.meta["val"], self.cut.cut_dim(x), self.cut.factor(x)
-        stage = self._stage(x)
-        pieces = self._once(
-            ("pieces", node), lambda: self._split(node, value, dim, factor, self.sizes.chunks, stage)
+        stage = self.stage_of(x)
+        pieces = self.once(
+            ("pieces", node), lambda: self.split(node, value, dim, factor, self.sizes.chunks, stage)
         )
-        return self._dense(pieces[c], value, dim, self.sizes.cut(value, {}), ("piece", node, c), stage)
-
-    def _stage(self, node: Node) -> dict[str, Any]:
-        """Return the metadata that say whether a node is of the backward pass."""
-        names = ("partitioner_tag", "autograd_backward")
-        return {name: node.meta[name] for name in names if name in node.meta}
-
-    def _split(
-        self, node: Node, value: Tensor, dim: int, factor: int, count: int, stage: dict[str, Any]
-    ) -> list[Node]:
-        """Split a value of ``count`` chunks: views."""
-        shape = list(value.shape)
-        shape[dim] = self.sizes.symbolic(factor * self.sizes.part)
-        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
-            piece = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
-        rows = [self._rows(factor)] * count
-        split = self._call(aten.split_with_sizes.default, (node, rows, dim), [piece] * count, stage)
-        return [self._call(operator.getitem, (split, i), piece, stage) for i in range(count)]
-
-    def _dense(
-        self, piece: Node, whole: Tensor, dim: int, value: Tensor, key: Any, stage: dict[str, Any]
-    ) -> Node:
-        """Return a piece of a value in memory of its own, in the whole's memory order: views of the whole are
-        no views of a piece with gaps."""
-        order = self.memory_order(whole)
-        if order[0] == dim and 0 not in whole.stride():
-            return piece
-
-        def clone(pieces: list[Node], value: Tensor) -> Node:
-            order = self.memory_order(whole.squeeze(1) if value.ndim < whole.ndim else whole)
-            turned = self._permute(pieces[0], order, stage)
-            copy = self._call(
-                aten.clone.default, (turned,), torch.empty_like(turned.meta["val"]).contiguous(), stage
-            )
-            copy.kwargs = {"memory_format": torch.contiguous_format}
-            node = self._permute(copy, _inverse(order), stage)
-            node.meta["val"] = value
-            return node
-
-        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
-            return self._once(key, lambda: self._without_channel([piece], value, stage, clone))
-
-    def _without_channel(
-        self,
-        nodes: list[Node],
-        value: Tensor,
-        stage: dict[str, Any],
-        make: Callable[[list[Node], Tensor], Node],
-    ) -> Node:
-        """Make a value of nodes of its form, without dimension 1 if that has one element in [B, 1, S, D]:
-        inductor takes such a value for channels last and sorts its strides, which unbacked sizes forbid."""
-        if value.ndim < 4 or expression(value.shape[1]) != 1:
-            return make(nodes, value)
-        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
-            squeezed = [
-                self._call(aten.squeeze.dim, (node, 1), node.meta["val"].squeeze(1), stage) for node in nodes
-            ]
-            result = make(squeezed, value.squeeze(1))
-        return self._call(aten.unsqueeze.default, (result, 1), value, stage)
-
-    def memory_order(self, value: Tensor) -> list[int]:
-        """List a tensor's dimensions from the outermost to the innermost in memory; those of one element, or
-        expanded ones, where they are."""
-        strides: list[float] = []
-        for d in reversed(range(value.ndim)):
-            stride = self.sizes.hint(expression(value.stride(d)))
-            stride = None if stride == 0 or expression(value.shape[d]) == 1 else stride
-            strides.append(float(stride) if stride is not None else (strides[-1] if strides else 1.0))
-        strides.reverse()
-        return sorted(range(value.ndim), key=lambda d: -strides[d])
-
-    def _permute(self, node: Node, order: list[int], stage: dict[str, Any]) -> Node:
-        if order == sorted(order):
-            return node
-        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
-            value = node.meta["val"].permute(order)
-        return self._call(aten.permute.default, (node, order), value, stage)
-
-    def _cat(self, pieces: list[Node], dim: int, like: Tensor, value: Tensor, stage: dict[str, Any]) -> Node:
-        """Concatenate chunks along a dimension, in the memory order of ``like``."""
-        if len(pieces) == 1:
-            return pieces[0]
-        order = self.memory_order(like)
-        turned = [self._permute(piece, order, stage) for piece in pieces]
-        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
-            joined = value.permute(order)
-        cat = self._call(aten.cat.default, (turned, order.index(dim)), joined, stage)
-        node = self._permute(cat, _inverse(order), stage)
-        node.meta["val"] = value
-        return node
+        return self.make_dense(pieces[c], value, dim, self.sizes.cut(value, {}), ("piece", node, c), stage)
 
     def _join(self, node: Node) -> Node:
         """Make one value of the chunks of a node."""
-        chunks, value, stage = range(self.sizes.chunks), node.meta["val"], self._stage(node)
+        chunks, value, stage = range(self.sizes.chunks), node.meta["val"], self.stage_of(node)
         kind = self.cut.joined[node]
         log.debug("%s: %s", describe(node), kind)
         if kind == "chain":
             return self.values[node, chunks[-1]]
         if kind == "sum":
-            return self._sum([self.values[node, c] for c in reversed(chunks)], value, stage)
+            return self.add_up([self.values[node, c] for c in reversed(chunks)], value, stage)
         dim = self.cut.cut_dim(node)
-        return self._cat([self.values[node, c] for c in chunks], dim, value, value, stage)
-
-    def _sum(self, nodes: list[Node], value: Tensor, stage: dict[str, Any]) -> Node:
-        total = nodes[0]
-        for node in nodes[1:]:
-            total = self._call(aten.add.Tensor, (total, node), value, stage)
-        return total
+        return self.concatenate([self.values[node, c] for c in chunks], dim, value, value, stage)
 
     def _copy(self, node: Node, c: int) -> Node:
         """Add a chunk's copy of a node."""
@@ -333,7 +204,7 @@ class Rewrite:
         elif attention.is_attention(node):
             args = self._attention_arguments(node, c)
         else:
-            args, kwargs = map_arg((node.args, node.kwargs), lambda x: self._chunk(x, c))
+            args, kwargs = map_arg((node.args, node.kwargs), lambda x: self.chunk_node(x, c))
         with self.graph.inserting_before(self.output):
             copy = self.graph.create_node(node.op, target, args, kwargs)
         self.added.append(copy)
@@ -370,9 +241,11 @@ class Rewrite:
             if place == at["plan"]:
                 args[place] = self._part(node, c)
             elif place in (at["k"], at["v"]) and self.keys.are_cut(node):
-                args[place] = [self._first_keys(arg[0], self.keys.counts(node)[c], node)]
+                args[place] = [self.first_keys(arg[0], self.keys.counts(node)[c], node)]
             else:
-                args[place] = map_arg(arg, self._whole if place in whole else lambda x: self._chunk(x, c))
+                args[place] = map_arg(
+                    arg, self.whole_node if place in whole else lambda x: self.chunk_node(x, c)
+                )
         return tuple(args)
 
     def _part(self, node: Node, c: int) -> Node:
@@ -380,40 +253,40 @@ class Rewrite:
         handle = attention.plan_of(node)
         count = self.keys.counts(node)[c] if self.keys.are_cut(node) else self.sizes.chunks
         keys = None if count == self.sizes.chunks else count
-        args = (self._whole(handle), c, self.sizes.chunks, self.cut.dim, keys)
+        args = (self.whole_node(handle), c, self.sizes.chunks, self.cut.dim, keys)
         stage = {
             name: value for name, value in handle.meta.items() if name in ("partitioner_tag", "recompute")
         }
-        return self._once(
-            ("part", handle, c, keys), lambda: self._call(part_op, args, handle.meta["val"], stage)
+        return self.once(
+            ("part", handle, c, keys), lambda: self.add_call(part_op, args, handle.meta["val"], stage)
         )
 
-    def _first_keys(self, x: Node, count: int, node: Node) -> Node:
+    def first_keys(self, x: Node, count: int, node: Node) -> Node:
         """Return the first chunks of keys or values, concatenated. The backward pass concatenates them again,
         so that only the chunks are kept for it."""
-        value, stage, dim = x.meta["val"], self._stage(node), 2
+        value, stage, dim = x.meta["val"], self.stage_of(node), 2
         whole = self.routes.whole(x)
         if count == self.sizes.chunks and x not in self.cut.copied:
             return whole[0] if whole[1] == KEEP else self.values[whole]
-        pieces = [self._chunk(x, c) for c in range(count)]
+        pieces = [self.chunk_node(x, c) for c in range(count)]
         key = "keys", x, count, is_backward(node)
         cut = self.sizes.cut(value, {}, count)
-        return self._once(key, lambda: self._cat(pieces, dim, value, cut, stage))
+        return self.once(key, lambda: self.concatenate(pieces, dim, value, cut, stage))
 
     def _sum_key_gradients(self, node: Node, call: Node, item: int, c: int) -> Node:
         """Sum the gradient of a chunk of keys or values over the chunks of queries that read it."""
-        whole, stage = call.meta["val"][item], self._stage(node)
+        whole, stage = call.meta["val"][item], self.stage_of(node)
         if self.keys.are_shared(call):
             gradients = shared_attention.landed_chunks(self, call, item)
             value = self.sizes.cut(whole, {})
-            piece = self._dense(gradients[c], whole, 2, value, ("gradient", node, c), stage)
+            piece = self.make_dense(gradients[c], whole, 2, value, ("gradient", node, c), stage)
             return piece
         terms = [self._key_gradients(call, item, r, stage)[c] for r in self.keys.readers(call, c)]
         value = self.sizes.cut(whole, {})
         if len(terms) > 1:
-            total = self._without_channel(terms, value, stage, lambda xs, x: self._sum(xs, x, stage))
+            total = self.without_channel(terms, value, stage, lambda xs, x: self.add_up(xs, x, stage))
         else:
-            total = self._dense(terms[0], whole, 2, value, ("gradient", node, c), stage)
+            total = self.make_dense(terms[0], whole, 2, value, ("gradient", node, c), stage)
         self._mark(total, node, c)
         return total
 
@@ -423,11 +296,7 @@ class Rewrite:
         value = copy.meta["val"][item]
 
         def split() -> list[Node]:
-            gradient = self._call(operator.getitem, (copy, item), value, stage)
-            return [gradient] if count == 1 else self._split(gradient, value, 2, 1, count, stage)
+            gradient = self.add_call(operator.getitem, (copy, item), value, stage)
+            return [gradient] if count == 1 else self.split(gradient, value, 2, 1, count, stage)
 
-        return self._once(("gradients", call, reader, item), split)
-
-
-def _inverse(order: list[int]) -> list[int]:
-    return [order.index(d) for d in range(len(order))]
+        return self.once(("gradients", call, reader, item), split)

@@ -45,7 +45,7 @@ def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
     """Return the op and the arguments of the attention of a chunk's queries."""
 
     def chunk(x: Node) -> Node:
-        return rewrite._chunk(x, c)
+        return rewrite.chunk_node(x, c)
 
     own: Any = node.args
     chunks = rewrite.sizes.chunks
@@ -72,11 +72,11 @@ def gradient_values(rewrite: Any, node: Node) -> list[Tensor]:
 
 def return_gradients(rewrite: Any, node: Node) -> Node:
     """Add the return of the gradients of keys, summed over chunks; return the node of dk and dv."""
-    stage, chunks = rewrite._stage(node), range(rewrite.sizes.chunks)
+    stage, chunks = rewrite.stage_of(node), range(rewrite.sizes.chunks)
     values = gradient_values(rewrite, node)
     parts = [
         [
-            rewrite._call(operator.getitem, (rewrite.values[node, c], item), value, stage)
+            rewrite.add_call(operator.getitem, (rewrite.values[node, c], item), value, stage)
             for c in reversed(chunks)
         ]
         for item, value in enumerate(values, 1)
@@ -87,19 +87,19 @@ def return_gradients(rewrite: Any, node: Node) -> Node:
     value, bindings = _message(rewrite, node, heads, width, dtype)
     returned = _exchange(rewrite, node, send_gradients_op, (*parts, k, handle, spec), value, bindings)
     landed = node.meta["val"][1:3]
-    call = rewrite._call(land_gradients_op, (returned, k, v, handle), list(landed), _stage(node))
+    call = rewrite.add_call(land_gradients_op, (returned, k, v, handle), list(landed), _stage(node))
     return call
 
 
 def landed_chunks(rewrite: Any, node: Node, item: int) -> list[Node]:
     """Return the chunks of the gradient of keys (item 1) or values (2): views of the whole's."""
-    value, stage = node.meta["val"][item], rewrite._stage(node)
+    value, stage = node.meta["val"][item], rewrite.stage_of(node)
 
     def split() -> list[Node]:
-        whole = rewrite._call(operator.getitem, (rewrite.values[node, RETURN], item - 1), value, stage)
-        return rewrite._split(whole, value, 2, 1, rewrite.sizes.chunks, stage)
+        whole = rewrite.add_call(operator.getitem, (rewrite.values[node, RETURN], item - 1), value, stage)
+        return rewrite.split(whole, value, 2, 1, rewrite.sizes.chunks, stage)
 
-    return rewrite._once(("landed", node, item), split)
+    return rewrite.once(("landed", node, item), split)
 
 
 def bytes_sent(node: Node, cut: Any, keys: attention.Keys) -> tuple[int | None, int | None]:
@@ -137,18 +137,18 @@ def _bytes_of_pass(plan: Any, forward: bool, shape: dict[str, Any]) -> int:
 def _keys(rewrite: Any, node: Node) -> tuple[Node, Node]:
     k, v = attention.keys_of(node)
     count = rewrite.sizes.chunks
-    return rewrite._first_keys(k, count, node), rewrite._first_keys(v, count, node)
+    return rewrite.first_keys(k, count, node), rewrite.first_keys(v, count, node)
 
 
 def _constants(rewrite: Any, node: Node) -> tuple[Any, ...]:
     """Return captures, integers, floats and scale of an attention."""
     at = attention.places(node)["captures"]
     own: Any = node.args
-    return map_arg(own[at : at + 4], rewrite._whole)
+    return map_arg(own[at : at + 4], rewrite.whole_node)
 
 
 def _handle(rewrite: Any, node: Node) -> Node:
-    return rewrite._whole(attention.plan_of(node))
+    return rewrite.whole_node(attention.plan_of(node))
 
 
 def _stage(node: Node) -> dict[str, Any]:
@@ -164,9 +164,9 @@ def _exchange(
     message, in each pass that could run it."""
     tag = "must_be_in_backward" if node.target is attention.backward_op else "must_be_in_forward"
     stage = _stage(node) | {"partitioner_tag": tag}
-    message = rewrite._call(op, args, value, stage)
+    message = rewrite.add_call(op, args, value, stage)
     message.meta["unbacked_bindings"] = bindings
-    return rewrite._call(wait_op, (message,), value, stage)
+    return rewrite.add_call(wait_op, (message,), value, stage)
 
 
 def _message(rewrite: Any, node: Node, heads: Any, width: Any, dtype: Any) -> tuple[Tensor, dict[Any, Any]]:

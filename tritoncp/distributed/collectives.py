@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritoncp.core.profiler_ranges import message_range
 from tritoncp.distributed import groups
 from tritoncp.distributed.groups import PeerLost
+from tritoncp.distributed.profiler_ranges import message_range
 
 T = TypeVar("T")
 # Renamed in torch 2.13, where the old names warn.

@@ -11,7 +11,8 @@ from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.tracing import graph_of
 from tritoncp.core.upload import upload
 from tritoncp.masks.classification.classify import Ask
-from tritoncp.masks.mask import Device, Mask, create_block_mask
+from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.masks.mask_data import Device
 from tritoncp.masks.mask_mod import MaskFn
 
 _BAR_DELAY = 2.0  # seconds before the progress bar appears

@@ -24,9 +24,8 @@ from tritoncp.cpu.engine import CpuEngine
 from tritoncp.distributed import groups
 from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
-from tritoncp.mods import Mod
+from tritoncp.mods import Mod, deterministic_sum
 from tritoncp.mods.mod import structure_of
-from tritoncp.mods.translate import deterministic_sum
 from tritoncp.ops import call_mods, tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.ops.executable import MAX_LAUNCHES, MAX_STEPS, Executable, caches_of
 from tritoncp.planning.plan import Plan

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.profiler_ranges import step_range
 from tritoncp.distributed.collectives import AllToAll, Schedule, Wait
+from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import (
     dkdv,
     empty_dq,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.profiler_ranges import step_range
 from tritoncp.distributed.collectives import Schedule
+from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, empty_grad, outputs
 from tritoncp.planning.plan import Plan
 

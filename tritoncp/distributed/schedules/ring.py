@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.profiler_ranges import step_range
 from tritoncp.distributed.collectives import Schedule, SendRecv, Ticket, Wait
+from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import (
     KVBuffer,
     dkdv,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.profiler_ranges import step_range
 from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, start_in_graph
+from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, outputs, pack, separate, views
 from tritoncp.distributed.schedules.fetch import number_rows
 from tritoncp.planning.derived import DerivedTables

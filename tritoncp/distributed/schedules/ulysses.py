@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.profiler_ranges import step_range
 from tritoncp.distributed.collectives import Schedule, Wait
+from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules import local, ring
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.distributed.schedules.head_exchange import HeadExchange

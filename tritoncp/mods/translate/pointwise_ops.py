@@ -233,14 +233,10 @@ def _float_extreme_rule(name: str, integer: Rule) -> Rule:
     return lambda block, dtype, a, b: (call if dtype.is_floating_point else integer)(block, dtype, a, b)
 
 
-def _reverse_sub(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
-    return BINARY["sub"](block, dtype, b, a)
-
-
 BINARY: dict[str, Rule] = {
     "add": _bool_or_numeric("|", "total", _infix_rule("+", "total", integer_ranges.add)),
     "sub": _infix_rule("-", "diff", integer_ranges.sub),
-    "rsub": _reverse_sub,
+    "rsub": lambda block, dtype, a, b: BINARY["sub"](block, dtype, b, a),
     "mul": _bool_or_numeric("&", "product", _infix_rule("*", "product", integer_ranges.mul)),
     "div": _divide,
     "div_floor": _division_rule("floor_div", "float_floor_div", "quotient", integer_ranges.floor_div, "//"),
@@ -332,10 +328,6 @@ def _sign(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
     return block.scalar(f"sign({as_rep(a, a.rep)})", "sign_of", dtype, a.rep, Interval(-1, 1), a)
 
 
-def _relu(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
-    return BINARY["maximum"](block, dtype, a, constant(0, dtype))
-
-
 def _float_test_rule(template: str, hint: str, of_integers: bool) -> Rule:
     def rule(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
         if not a.dtype.is_floating_point:
@@ -351,9 +343,10 @@ def _signbit(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
     return COMPARE["lt"](block, a.dtype, a, constant(0, a.dtype))
 
 
-def _logical_not(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
-    return _invert(block, torch.bool, truth(block, a))
-
+# Functions of `special_functions` and `triton_helpers` that have the name of the operation.
+_HELPER_FUNCTIONS = (
+    "tanh", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "erfinv", "lgamma", "digamma", "sigmoid",
+)  # fmt: skip
 
 UNARY: dict[str, Rule] = {
     "neg": _negate,
@@ -361,8 +354,8 @@ UNARY: dict[str, Rule] = {
     "sign": _sign,
     "sgn": _sign,
     "bitwise_not": _invert,
-    "logical_not": _logical_not,
-    "relu": _relu,
+    "logical_not": lambda block, dtype, a: _invert(block, torch.bool, truth(block, a)),
+    "relu": lambda block, dtype, a: BINARY["maximum"](block, dtype, a, constant(0, dtype)),
     "square": lambda block, dtype, a: _power_by_products(block, dtype, a, 2),
     "reciprocal": lambda block, dtype, a: _divide(block, dtype, constant(1.0, dtype), a),
     "exp": _function_rule("tl.exp({})", "exp"),
@@ -377,21 +370,11 @@ UNARY: dict[str, Rule] = {
     "sin": _function_rule("tl.sin({})", "sine"),
     "cos": _function_rule("tl.cos({})", "cosine"),
     "erf": _function_rule("tl.erf({})", "erf"),
-    "tanh": _function_rule("tanh({})", "tanh_of"),
     "tan": _function_rule("tan({})", "tangent"),
     "asin": _function_rule("asin({})", "arcsine"),
     "acos": _function_rule("acos({})", "arccosine"),
     "atan": _function_rule("atan({})", "arctangent"),
-    "sinh": _function_rule("sinh({})", "sinh_of"),
-    "cosh": _function_rule("cosh({})", "cosh_of"),
-    "asinh": _function_rule("asinh({})", "asinh_of"),
-    "acosh": _function_rule("acosh({})", "acosh_of"),
-    "atanh": _function_rule("atanh({})", "atanh_of"),
-    "erfc": _function_rule("erfc({})", "erfc_of"),
-    "erfinv": _function_rule("erfinv({})", "erfinv_of"),
-    "lgamma": _function_rule("lgamma({})", "lgamma_of"),
-    "digamma": _function_rule("digamma({})", "digamma_of"),
-    "sigmoid": _function_rule("sigmoid({})", "sigmoid_of"),
+    **{name: _function_rule(f"{name}({{}})", f"{name}_of") for name in _HELPER_FUNCTIONS},
     "floor": _rounding_rule("tl.floor({})", "floor"),
     "ceil": _rounding_rule("tl.ceil({})", "ceil"),
     "trunc": _rounding_rule("trunc({})", "whole"),

@@ -1,0 +1,164 @@
+"""Nodes that a rewrite adds to a graph: sizes of chunks, pieces of values, their concatenation and sum."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from tritoncp.chunking.analysis import Cut
+from tritoncp.chunking.sizes import expression
+
+aten = torch.ops.aten
+
+
+class AddedNodes:
+    """Adds nodes to a graph, in front of its output.
+
+    order: nodes of the rewritten graph so far. added: those of them that are new. cache: nodes that several
+    steps share, by what they are.
+    """
+
+    def __init__(self, cut: Cut) -> None:
+        self.cut, self.sizes, self.graph = cut, cut.sizes, cut.graph
+        self.output = self.graph.output_node()
+        self.order: list[Node] = []
+        self.added: list[Node] = []
+        self.cache: dict[Any, Any] = {}
+
+    def add_call(
+        self, target: Any, args: tuple[Any, ...], value: Any, stage: dict[str, Any] | None = None
+    ) -> Node:
+        """Add a call of a function at the present place."""
+        with self.graph.inserting_before(self.output):
+            node = self.graph.call_function(target, args)
+        self.added.append(node)
+        node.meta = {**(stage or {}), "val": value}
+        self.order.append(node)
+        return node
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the nodes of a key of the cache, made by ``make`` at the first call."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
+
+    def rows(self, factor: int = 1) -> Any:
+        """Return the node of the number of rows of a chunk, times a factor."""
+
+        def rows() -> Node:
+            value = self.sizes.symbolic(self.sizes.part)
+            return self.add_call(operator.floordiv, (self.cut.source, self.sizes.chunks), value)
+
+        if factor == 1:
+            return self.once("rows", rows)
+        value = self.sizes.symbolic(factor * self.sizes.part)
+        return self.once(("rows", factor), lambda: self.add_call(operator.mul, (self.rows(), factor), value))
+
+    def stage_of(self, node: Node) -> dict[str, Any]:
+        """Return the metadata that say whether a node is of the backward pass."""
+        names = ("partitioner_tag", "autograd_backward")
+        return {name: node.meta[name] for name in names if name in node.meta}
+
+    def split(
+        self, node: Node, value: Tensor, dim: int, factor: int, count: int, stage: dict[str, Any]
+    ) -> list[Node]:
+        """Split a value of ``count`` chunks: views."""
+        shape = list(value.shape)
+        shape[dim] = self.sizes.symbolic(factor * self.sizes.part)
+        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
+            piece = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
+        rows = [self.rows(factor)] * count
+        split = self.add_call(aten.split_with_sizes.default, (node, rows, dim), [piece] * count, stage)
+        return [self.add_call(operator.getitem, (split, i), piece, stage) for i in range(count)]
+
+    def make_dense(
+        self, piece: Node, whole: Tensor, dim: int, value: Tensor, key: Any, stage: dict[str, Any]
+    ) -> Node:
+        """Return a piece of a value in memory of its own, in the whole's memory order: views of the whole are
+        no views of a piece with gaps."""
+        order = self.memory_order(whole)
+        if order[0] == dim and 0 not in whole.stride():
+            return piece
+
+        def clone(pieces: list[Node], value: Tensor) -> Node:
+            order = self.memory_order(whole.squeeze(1) if value.ndim < whole.ndim else whole)
+            turned = self.permute(pieces[0], order, stage)
+            copy = self.add_call(
+                aten.clone.default, (turned,), torch.empty_like(turned.meta["val"]).contiguous(), stage
+            )
+            copy.kwargs = {"memory_format": torch.contiguous_format}
+            node = self.permute(copy, _inverse(order), stage)
+            node.meta["val"] = value
+            return node
+
+        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
+            return self.once(key, lambda: self.without_channel([piece], value, stage, clone))
+
+    def without_channel(
+        self,
+        nodes: list[Node],
+        value: Tensor,
+        stage: dict[str, Any],
+        make: Callable[[list[Node], Tensor], Node],
+    ) -> Node:
+        """Make a value of nodes of its form, without dimension 1 if that has one element in [B, 1, S, D]:
+        inductor takes such a value for channels last and sorts its strides, which unbacked sizes forbid."""
+        if value.ndim < 4 or expression(value.shape[1]) != 1:
+            return make(nodes, value)
+        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
+            squeezed = [
+                self.add_call(aten.squeeze.dim, (node, 1), node.meta["val"].squeeze(1), stage)
+                for node in nodes
+            ]
+            result = make(squeezed, value.squeeze(1))
+        return self.add_call(aten.unsqueeze.default, (result, 1), value, stage)
+
+    def memory_order(self, value: Tensor) -> list[int]:
+        """List a tensor's dimensions from the outermost to the innermost in memory; those of one element, or
+        expanded ones, where they are."""
+        strides: list[float] = []
+        for d in reversed(range(value.ndim)):
+            stride = self.sizes.hint(expression(value.stride(d)))
+            stride = None if stride == 0 or expression(value.shape[d]) == 1 else stride
+            strides.append(float(stride) if stride is not None else (strides[-1] if strides else 1.0))
+        strides.reverse()
+        return sorted(range(value.ndim), key=lambda d: -strides[d])
+
+    def permute(self, node: Node, order: list[int], stage: dict[str, Any]) -> Node:
+        """Permute the dimensions of a value; return its own node if the order is theirs."""
+        if order == sorted(order):
+            return node
+        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
+            value = node.meta["val"].permute(order)
+        return self.add_call(aten.permute.default, (node, order), value, stage)
+
+    def concatenate(
+        self, pieces: list[Node], dim: int, like: Tensor, value: Tensor, stage: dict[str, Any]
+    ) -> Node:
+        """Concatenate chunks along a dimension, in the memory order of ``like``."""
+        if len(pieces) == 1:
+            return pieces[0]
+        order = self.memory_order(like)
+        turned = [self.permute(piece, order, stage) for piece in pieces]
+        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
+            joined = value.permute(order)
+        cat = self.add_call(aten.cat.default, (turned, order.index(dim)), joined, stage)
+        node = self.permute(cat, _inverse(order), stage)
+        node.meta["val"] = value
+        return node
+
+    def add_up(self, nodes: list[Node], value: Tensor, stage: dict[str, Any]) -> Node:
+        """Add the values of nodes, from the first to the last."""
+        total = nodes[0]
+        for node in nodes[1:]:
+            total = self.add_call(aten.add.Tensor, (total, node), value, stage)
+        return total
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(d) for d in range(len(order))]

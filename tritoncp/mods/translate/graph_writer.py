@@ -1,0 +1,310 @@
+"""Interpretation of a torch graph on symbolic values: each operation becomes a line of Triton source.
+
+Tensors with dimensions are functions of an index, see `symbolic`: only their elements are written.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tritoncp.mods.errors import Untranslatable
+from tritoncp.mods.translate import gradient
+from tritoncp.mods.translate.graph_passes import decompose, node_line
+from tritoncp.mods.translate.index_maps import TooLong, broadcast, element_address, element_at
+from tritoncp.mods.translate.integer_ranges import INDEX, Interval, dtype_interval
+from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, where
+from tritoncp.mods.translate.reductions import SHORT_TENSORS
+from tritoncp.mods.translate.symbolic import (
+    NO_AXES,
+    TRITON_NAME,
+    Block,
+    Dim,
+    Indices,
+    Lazy,
+    Scalar,
+    Value,
+    as_rep,
+    fixed_dim,
+    weak_scalar,
+)
+from tritoncp.mods.translate.trace import ModTrace
+from tritoncp.mods.translate.view_ops import VIEWS, op_name
+
+_INPUTS = {
+    "score": frozenset({"score", "q", "kv"}),
+    "dscore": frozenset({"score", "q", "kv"}),
+    "b": NO_AXES,
+    "h": NO_AXES,
+    "q_idx": frozenset({"q"}),
+    "kv_idx": frozenset({"kv"}),
+}
+_IDENTITIES = frozenset(
+    ["clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous", "positive", "view_as"]
+)
+_FILL_VALUES = {
+    **dict.fromkeys(("zeros", "new_zeros", "zeros_like", "_efficientzerotensor"), 0),
+    **dict.fromkeys(("empty", "new_empty", "empty_like", "empty_permuted", "empty_strided"), 0),
+    **dict.fromkeys(("ones", "new_ones", "ones_like"), 1),
+}
+_FILL_POSITIONS = {"scalar_tensor": 0, "full": 1, "full_like": 1, "new_full": 2}  # of the argument
+_RULED = frozenset(["arange", "where", "masked_fill", "clamp", "copy", "to"]).union(
+    _FILL_POSITIONS, _IDENTITIES, _FILL_VALUES, UNARY, BINARY, COMPARE, VIEWS, SHORT_TENSORS, gradient.RULES
+)
+
+
+class GraphWriter:
+    """Interpreter of a graph on symbolic values, which writes its operations to one Block.
+
+    values: the symbolic value of each node; None for an input without users
+    gradient_captures: positions of captures whose sizes gradients may need, even where the value has no use
+    """
+
+    def __init__(self, trace: ModTrace) -> None:
+        self.trace = trace
+        self.block = Block(exact=not trace.is_score)
+        self.block.reserve(*_INPUTS, "keep", "caps", "dcaps")
+        self.values: dict[fx.Node, Value | None] = {}
+        self.gradient_captures: tuple[int, ...] = ()
+        self.load_axes = 0  # of "q" and "kv", with which one load varies
+
+    def run(self, graph: fx.Graph) -> list[Value | None]:
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self._input(node)
+            elif node.op == "call_function":
+                self.values[node] = self._call(node)
+            elif node.op == "output":
+                outputs = node.args[0] if isinstance(node.args[0], tuple | list) else (node.args[0],)
+                return [self.values[out] if isinstance(out, fx.Node) else None for out in outputs]
+        raise AssertionError("a graph ends in its output")
+
+    # inputs
+
+    def _input(self, node: fx.Node) -> Value | None:
+        name = node.name
+        if not node.users and (
+            name in _INPUTS or "number" in node.meta or int(name[1:]) not in self.gradient_captures
+        ):
+            return None
+        if "number" in node.meta:
+            return self._number(name, node.meta["number"])
+        if name not in _INPUTS:
+            return self._capture(node, int(name[1:]))
+        if name in ("score", "dscore"):
+            return Scalar(name, self.trace.dtype, TRITON_NAME[self.trace.dtype], None, None, _INPUTS[name])
+        if name in ("b", "h"):
+            self.block.lines.append(f"{name} = tl.cast({name}, tl.int32)")
+        return Scalar(name, torch.int64, "int32", INDEX, None, _INPUTS[name])
+
+    def _number(self, name: str, number: int | float) -> Scalar:
+        place = len(self.trace.tensors) + int(name[1:])
+        if isinstance(number, float):
+            text = self.block.name(f"tl.cast(caps[{place}], tl.float32)", name)
+            return Scalar(text, torch.float32, "float32", weak=True)
+        bits = 32 if Interval(number, number).fits(32) else 64
+        text = self.block.name(f"tl.cast(caps[{place}], tl.int{bits})", name)
+        interval = dtype_interval(torch.int32 if bits == 32 else torch.int64)
+        return Scalar(text, torch.int64, f"int{bits}", interval, weak=True)
+
+    def _shape(self, place: int) -> tuple[Dim, ...]:
+        """The dimensions of a captured tensor, as the emitted source reads them."""
+        sizes = self.trace.tensors[place].shape
+        return tuple(Dim(size, f"t{place}_sizes[{i}]") for i, size in enumerate(sizes))
+
+    def _capture(self, node: fx.Node, place: int) -> Scalar | Lazy:
+        tensor, shape = self.trace.tensors[place], self._shape(place)
+        self.block.lines.append(f"t{place}, t{place}_sizes, t{place}_strides = caps[{place}]")
+
+        def load(indices: Indices) -> Scalar:
+            address, valid = element_address(self.block, f"t{place}", indices)
+            text = f"tl.load({address}, mask={valid}, other=0)" if valid else f"tl.load({address})"
+            axes = NO_AXES.union(*(index.at.axes for index in indices))
+            self.load_axes = max(self.load_axes, len(axes & {"q", "kv"}))
+            if tensor.dtype is torch.bool:
+                text = f"{text} != 0" if axes else f"flag({text} != 0)"
+            name = self.block.name(text, f"t{place}_value")
+            return Scalar(
+                name, tensor.dtype, TRITON_NAME[tensor.dtype], dtype_interval(tensor.dtype), None, axes
+            )
+
+        return Lazy(shape, tensor.dtype, load) if shape or not node.users else load(())
+
+    # operations
+
+    def _call(self, node: fx.Node) -> Value | None:
+        try:
+            return self._operation(node)
+        except (NotImplementedError, KeyError, AssertionError) as error:
+            reason = str(error) if isinstance(error, NotImplementedError) else "there is no rule for it"
+            line = node_line(node, self.trace.origin)
+            remedy = (error.remedy,) if isinstance(error, TooLong) else ()
+            raise Untranslatable(str(node.target), line, reason, *remedy) from error
+
+    def _value(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return self.values[argument]
+        if isinstance(argument, bool | int | float):
+            return weak_scalar(argument)
+        if isinstance(argument, list | tuple):
+            return [self.values[a] if isinstance(a, fx.Node) else a for a in argument]
+        return argument
+
+    def _operation(self, node: fx.Node) -> Value | None:
+        name = op_name(node)
+        result = node.meta.get("val")
+        inputs = [self._value(a) for a in node.args]
+        if node.target is operator.getitem:
+            return inputs[0][node.args[1]]
+        if name not in _RULED and (part := decompose(node, _RULED)) is not None:
+            return self._decomposed(node, part)
+        if gradient.has_sparse(inputs) or name in gradient.MAKERS:
+            scope = gradient.GradientScope(self.block, tuple(map(self._shape, self.trace.wants)))
+            try:
+                return gradient.emit_operation(scope, node, name, inputs)
+            except NotImplementedError:
+                if name in gradient.MAKERS or not gradient.is_short(inputs):
+                    raise
+                inputs = gradient.make_dense(self.block, inputs)
+        if name in SHORT_TENSORS:
+            return SHORT_TENSORS[name](self.block, node, inputs, result)
+        assert isinstance(result, Tensor), "an operation that gives several results"
+        if name in _IDENTITIES:
+            return inputs[0]
+        if name in _FILL_VALUES or name in _FILL_POSITIONS:
+            return self._fill(node, name, result)
+        if name == "arange":
+            return self._arange(node, result)
+        view = VIEWS.get(name)
+        if view is not None:
+            return view(self.block, node, inputs, result)
+        return self.pointwise(node, name, inputs, result)
+
+    def _decomposed(self, node: fx.Node, part: fx.Graph) -> Any:
+        """Write the operations of a node's decomposition."""
+        inputs = iter(node.all_input_nodes)
+        for step in part.nodes:
+            if step.op == "placeholder":
+                self.values[step] = self.values[next(inputs)]
+            elif step.op == "output":
+                return self._value(step.args[0])
+            else:
+                assert step.op == "call_function", "a decomposition with constants"
+                self.values[step] = self._operation(step)
+        raise AssertionError("a graph ends in its output")
+
+    def _fill(self, node: fx.Node, name: str, result: Tensor) -> Scalar | Lazy:
+        position = _FILL_POSITIONS.get(name)
+        fill = self._value(node.args[position]) if position is not None else weak_scalar(_FILL_VALUES[name])
+        value = self.block.convert(fill, result.dtype)
+        if not result.ndim:
+            return value
+        shape = tuple(fixed_dim(size) for size in result.shape)
+        return Lazy(shape, result.dtype, lambda _: value, value.const)
+
+    def _arange(self, node: fx.Node, result: Tensor) -> Lazy:
+        bounds = [a for a in node.args if isinstance(a, int)]
+        if len(bounds) != len(node.args) or result.dtype.is_floating_point:
+            raise NotImplementedError("a range with bounds that are not Python integers")
+        start, step = (bounds[0] if len(bounds) > 1 else 0), (bounds[2] if len(bounds) > 2 else 1)
+
+        def place(indices: Indices) -> Scalar:
+            (index,) = indices
+            position = index.at._replace(dtype=torch.int64)
+            reach = Interval(-(2**62) if index.valid else 0, 2**62)  # an index out of range has any value
+            text = as_rep(position, "int64")
+            position = Scalar(text, torch.int64, "int64", reach, position.const, position.axes)
+            scaled = BINARY["mul"](self.block, torch.int64, position, weak_scalar(step))
+            return self.block.convert(
+                BINARY["add"](self.block, torch.int64, scaled, weak_scalar(start)), result.dtype
+            )
+
+        return Lazy((fixed_dim(result.shape[0]),), result.dtype, place)
+
+    def pointwise(self, node: fx.Node, name: str, inputs: Sequence[Any], result: Tensor) -> Scalar | Lazy:
+        """Apply a rule of `pointwise_ops` to each element."""
+        rule, operands = self._rule(node, name, list(inputs), result)
+        if all(isinstance(o, Scalar) for o in operands):
+            return rule(*operands)
+        shape = broadcast(list(result.shape), operands)
+        rank = len(shape)
+        return Lazy(
+            shape, result.dtype, lambda indices: rule(*(element_at(o, indices, rank) for o in operands))
+        )
+
+    def _rule(
+        self, node: fx.Node, name: str, inputs: list[Any], result: Tensor
+    ) -> tuple[Callable[..., Scalar], list[Any]]:
+        block, dtype = self.block, result.dtype
+        if name in COMPARE:
+            common = torch.result_type(*(_example(a) for a in node.args))
+            return (lambda a, b: COMPARE[name](block, common, a, b)), inputs
+        if name == "where":
+            return (lambda c, a, b: where(block, dtype, c, a, b)), inputs
+        if name == "masked_fill":
+            return (lambda a, m, v: where(block, dtype, m, v, a)), inputs
+        if name == "copy":
+            return (lambda a, b: block.convert(b, dtype)), inputs[:2]
+        if name in ("_to_copy", "to", "convert_element_type"):
+            return (lambda a: block.convert(a, dtype)), inputs[:1]
+        if name == "clamp":
+            return self._clamp(dtype, inputs)
+        if name not in UNARY and name not in BINARY:
+            raise NotImplementedError("there is no rule for it")
+        options = _options(node, 2 if name in BINARY else 1)
+        if name == "div" and "rounding_mode" in options:
+            name = f"div_{options.pop('rounding_mode')}"
+        alpha = options.pop("alpha", 1) if name in BINARY else 1
+        if name == "round" and options.get("decimals") == 0:
+            del options["decimals"]
+        for option, value in options.items():
+            raise NotImplementedError(f"its argument {option}={value} has no rule")
+        if name in UNARY:
+            return (lambda a: UNARY[name](block, dtype, a)), inputs[:1]
+        if alpha != 1:
+            position = 0 if name == "rsub" else 1
+            return self._scale_operand(name, dtype, weak_scalar(alpha), position), inputs[:2]
+        return (lambda a, b: BINARY[name](block, dtype, a, b)), inputs[:2]
+
+    def _scale_operand(
+        self, name: str, dtype: torch.dtype, alpha: Scalar, position: int
+    ) -> Callable[..., Scalar]:
+        """A binary rule on operands of which one is multiplied by alpha first."""
+
+        def rule(a: Scalar, b: Scalar) -> Scalar:
+            pair = [a, b]
+            pair[position] = BINARY["mul"](self.block, dtype, pair[position], alpha)
+            return BINARY[name](self.block, dtype, *pair)
+
+        return rule
+
+    def _clamp(self, dtype: torch.dtype, inputs: list[Any]) -> tuple[Callable[..., Scalar], list[Any]]:
+        low, high = [*inputs, None, None][1:3]
+
+        def rule(a: Scalar, *limits: Scalar) -> Scalar:
+            rest = list(limits)
+            a = self.block.convert(a, dtype)
+            if low is not None:
+                a = BINARY["maximum"](self.block, dtype, a, rest.pop(0))
+            return BINARY["minimum"](self.block, dtype, a, rest.pop(0)) if high is not None else a
+
+        return rule, [i for i in (inputs[0], low, high) if i is not None]
+
+
+def _options(node: fx.Node, num_operands: int) -> dict[str, Any]:
+    """The arguments after the operands of an aten operation that differ from their defaults."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    values = dict(zip((argument.name for argument in schema), node.args)) | node.kwargs
+    options = schema[num_operands:]
+    return {a.name: values[a.name] for a in options if values.get(a.name, a.default_value) != a.default_value}
+
+
+def _example(argument: Any) -> Any:
+    """A value of the operand's dtype and kind, for torch.result_type."""
+    if isinstance(argument, fx.Node):
+        return argument.meta["number"] if "number" in argument.meta else argument.meta["val"]
+    return argument
