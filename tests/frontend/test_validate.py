@@ -112,6 +112,34 @@ MISTAKES = {
         "both given",
         r"return_aux=AuxRequest\(lse=True\) alone",
     ),
+    "a learned scale": (
+        lambda: call(scale=torch.tensor(0.5, requires_grad=True)),
+        ValueError,
+        "scale is a tensor that requires grad",
+        r"query \* scale, and pass scale=1\.0",
+    ),
+    "a scale in words": (lambda: call(scale="0.5"), TypeError, "scale='0.5'", "a number is needed"),
+    "aux as a flag": (
+        lambda: call(return_aux=True),
+        TypeError,
+        "return_aux is a bool",
+        r"return_aux=AuxRequest\(lse=True\)",
+    ),
+    "no heads": (lambda: call(x(1, 0, S, 16)), ValueError, r"query has no heads: \(1, 0,", r"\[batch, heads"),
+    "sparse": (
+        lambda: call(x().to_sparse(), x(), x()),
+        ValueError,
+        "torch.sparse_coo",
+        r"query\.to_dense\(\)",
+    ),
+    "options as a list": (lambda: call(kernel_options=[1]), TypeError, r"kernel_options is \[1\]", "a dict"),
+    "options by number": (lambda: call(kernel_options={1: 2}), TypeError, "{1: 2}", "a dict of names"),
+    "a flag in words": (
+        lambda: call(kernel_options={"deterministic": "no"}),
+        ValueError,
+        "deterministic='no'",
+        "True or False is needed",
+    ),
     "dropout": (lambda: call(dropout_p=0.1), TypeError, "dropout_p", "unexpected keyword"),
     # which argument is what
     "mask_mod in fourth place": (
@@ -320,6 +348,8 @@ AFTER_A_GOOD_CALL = {
     "logits for other heads": {"sinks": x(3)},
     "logits that are no tensor": {"sinks": [0.0, 0.0]},
     "both ways to lse": {"return_lse": True, "return_aux": AuxRequest(lse=True)},
+    "aux as a flag": {"return_aux": True},
+    "another layout": {"q": x().to_sparse()},
     "a subclass": {"q": torch.nn.Parameter(x(1, 2, S, 264))},
 }
 
@@ -338,6 +368,7 @@ def test_a_valid_call_does_not_admit_an_invalid_one(name, planned):
     for _ in range(2):
         flex_attention(x(), x(), x(), mask)
         flex_attention(x(), x(1, 1, S, 16), x(1, 1, S, 16), mask, enable_gqa=True, sinks=x(2))
+        flex_attention(x(), x(), x(), mask, return_aux=AuxRequest(lse=True))
         with pytest.raises(type(first.value), match=re.escape(str(first.value))):
             flex_attention(*arguments, mask, **wrong)
 
