@@ -34,13 +34,18 @@ def has_modes() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or has_default_device() or _is_any_autocast_enabled()
 
 
+def makes_inference_tensors() -> bool:
+    """Return whether the caller is under inference mode. False while Dynamo traces, which cannot ask."""
+    return not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled()
+
+
 def host() -> AbstractContextManager[object]:
     """Return a context in which operations run as written, whatever modes the caller is in, and tensors made
     without a device are on the CPU. Tensors made in it are normal tensors, under inference mode too: masks
     and plans outlive a call, and autograd saves their tensors in later ones."""
     if has_modes():  # a mode would cost every operation in it
         return _without_modes()
-    return normal_tensors() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    return normal_tensors() if makes_inference_tensors() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -67,7 +72,7 @@ def normal_tensors() -> Iterator[None]:
     ...     torch.zeros(1).is_inference(), torch.is_grad_enabled()
     (False, False)
     """
-    if not torch.is_inference_mode_enabled():
+    if not makes_inference_tensors():
         yield
         return
     with torch.inference_mode(False), torch.no_grad():  # the first alone would record gradients
@@ -84,7 +89,7 @@ def on_host(call: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not has_modes() and not torch.is_inference_mode_enabled():
+        if not has_modes() and not makes_inference_tensors():
             return call(*args, **kwargs)
         with host():
             return call(*args, **kwargs)
