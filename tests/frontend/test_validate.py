@@ -310,6 +310,32 @@ MISTAKES = {
         "got a list",
         r"make_plan\(block_mask, mesh\)",
     ),
+    "padding that the dtype changes": (
+        lambda: shard(x(dtype=torch.uint8), plan(), dim=2, pad=-100),
+        ValueError,
+        "pad=-100 is no value of torch.uint8",
+        r"shard\(x\.long\(\), plan, dim=\.\.\., pad=-100\)",
+    ),
+    "padding of bools": (lambda: shard(x().bool(), plan(), dim=2, pad=2), ValueError, "pad=2", "torch.bool"),
+    "shard of a list": (lambda: shard([1.0], plan(), dim=0), TypeError, "got a list", "a tensor"),
+    "a fraction of a rank": (
+        lambda: make_plan(whole(), world_size=2.0),
+        TypeError,
+        r"world_size=2\.0",
+        "an int is needed",
+    ),
+    "a simulated fraction": (
+        lambda: tritoncp.simulate("2"),
+        TypeError,
+        "world_size='2'",
+        "an int is needed",
+    ),
+    "positions as a list": (
+        lambda: call(None, None, None, whole(), positions=list(range(S))),
+        TypeError,
+        "positions is a list",
+        r"positions\(plan\)",
+    ),
     "no such dimension": (lambda: shard(x(), plan(), dim=4), ValueError, "no dimension 4", "dim= is that"),
     "gradient of unshard": (
         lambda: unshard(x(requires_grad=True), plan(1), dim=2),

@@ -44,6 +44,7 @@ def shard(
     """
     placement, rank = _placement(x, plan_or_mask, groups.group_of(mesh), dim, side)
     validate.check_length(x, dim, placement.length, "a global tensor")
+    validate.check_pad(x, pad)
     return take(x, placement.positions(rank), dim, batch_dim, pad)
 
 

@@ -148,6 +148,8 @@ def check_scale(scale: Any) -> None:
             "scale is a tensor that requires grad, and no gradient reaches it: a scale is read as a number. "
             "Multiply the query, query * scale, and pass scale=1.0, or multiply the score in a score_mod"
         )
+    if isinstance(scale, Tensor) and torch.compiler.is_dynamo_compiling():
+        raise TypeError("scale is a tensor, which no graph can read: pass a number, or query * scale")
 
 
 def check_aux(return_lse: bool, return_aux: Any) -> None:
@@ -279,6 +281,8 @@ def _abbreviate(numbers: Sequence[int]) -> str:
 
 def check_positions(plan: Plan, positions: Tensor) -> None:
     """Compare the caller's positions with the plan's: a tensor does not show the order of its rows."""
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"positions is a {type(positions).__name__}; a tensor is needed: positions(plan)")
     claimed = positions.detach().cpu().long()  # waits for the device: this is a debugging aid
     expected = plan.positions
     claimed = claimed[None] if claimed.ndim == 1 else claimed
@@ -334,8 +338,23 @@ def check_mask_captures(tensors: Sequence[Tensor]) -> None:
 
 
 def check_dim(x: Tensor, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a tensor with a dimension of the sequence is needed; got a {type(x).__name__}")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"the tensor {tuple(x.shape)} has no dimension {dim}; dim= is that of its sequence")
+
+
+def check_pad(x: Tensor, pad: float) -> None:
+    """Refuse a padding value that x's dtype would change: -100 in uint8 is 156."""
+    if not pad or x.is_floating_point() or x.is_complex():
+        return
+    limits = None if x.dtype == torch.bool else torch.iinfo(x.dtype)
+    lowest, highest = (0, 1) if limits is None else (limits.min, limits.max)
+    if not lowest <= pad <= highest or pad != int(pad):
+        raise ValueError(
+            f"pad={pad} is no value of {x.dtype}, the dtype of x; convert x before it is cut, as "
+            f"shard(x.long(), plan, dim=..., pad=-100)"
+        )
 
 
 def check_length(x: Tensor, dim: int, length: int, what: str) -> None:
