@@ -6,9 +6,11 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tritoncp
 from tritoncp import causal, document
@@ -441,6 +443,25 @@ def test_shards_of_a_raw_mask_are_pieces_in_order():
         assert torch.equal(torch.cat(pieces), tokens) and [len(p) for p in pieces] == [11, 11, 10]
     assert torch.equal(shard(tokens, whole(), dim=0), tokens)
     assert torch.equal(unshard(tokens, whole(), dim=0), tokens)
+
+
+@pytest.fixture
+def second_of_two():
+    """Make this process rank 1 of a group of 2 whose messages go nowhere."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_shard_is_cut_by_the_plan_of_its_rank_and_group(second_of_two):
+    """A plan's rank is 0 unless it is said, as in a data loader: all ranks would get the same part."""
+    tokens = torch.arange(S)
+    assert torch.equal(shard(tokens, plan(2, 1), second_of_two, dim=0), shard(tokens, plan(2, 1), dim=0))
+    for cut in (shard, unshard):
+        with pytest.raises(ValueError, match=r"is rank 0's, this is rank 1; use plan\.for_rank\(1\)"):
+            cut(tokens[: S // (2 if cut is unshard else 1)], plan(2, 0), second_of_two, dim=0)
+        with pytest.raises(ValueError, match="the plan is for 4 ranks, the mesh has 2"):
+            cut(tokens, plan(4, 1), second_of_two, dim=0)
 
 
 def test_masks_that_share_a_placement_are_weighed_together():

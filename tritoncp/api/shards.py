@@ -82,6 +82,8 @@ def unshard(
 def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) -> tuple[Placement, int]:
     world_size, rank = (1, 0) if group is None else (group.size(), group.rank())
     validate.check_dim(x, dim)
+    if group is not None and isinstance(plan_or_mask, Plan):
+        validate.check_ranks(plan_or_mask, group)
     return validate.placement_of(plain_mask(plan_or_mask), world_size, rank, side, x.shape[dim])
 
 

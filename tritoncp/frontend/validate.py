@@ -204,6 +204,12 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
 
 def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
     """Check a call's ranks and shards against the plan."""
+    check_ranks(plan, group)
+    check_shapes(plan, q, k)
+
+
+def check_ranks(plan: Plan, group: Any) -> None:
+    """Check that a plan is for this group's ranks, and for this one of them."""
     world = 1 if group is None else group.size()
     if plan.world_size != world:
         missing = "; pass the mesh it was made with" if group is None else "; make the plan with this mesh"
@@ -212,7 +218,6 @@ def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
         raise ValueError(
             f"the plan is rank {plan.rank}'s, this is rank {group.rank()}; use plan.for_rank({group.rank()})"
         )
-    check_shapes(plan, q, k)
 
 
 def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:
