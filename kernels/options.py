@@ -1,5 +1,6 @@
 """Kernel options: names, valid values, checks, and the choice of a launch's config from them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -60,7 +61,11 @@ def option_names(kind: str) -> dict[str, tuple[str, str]]:
 
 def check_options(options: dict[str, Any], arch: str | None = None) -> None:
     """Refuse unknown options and invalid values; with ``arch``, also options for kernels that this Triton
-    compiles wrong for it. Raises ValueError."""
+    compiles wrong for it. Raises ValueError, and TypeError unless names are mapped to values."""
+    if not isinstance(options, Mapping) or not all(isinstance(option, str) for option in options):
+        raise TypeError(
+            f"kernel_options is {options!r}; a dict of names and values is needed, as {{'BLOCK_M': 64}}"
+        )
     if not options:
         return
     fields = {option: name for kind in PASSES for name, both in option_names(kind).items() for option in both}
@@ -88,7 +93,7 @@ def check_options(options: dict[str, Any], arch: str | None = None) -> None:
             raise ValueError(
                 f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
             )
-    for option in ("COMPILE", "FUSED_BACKWARD", "PACK_GQA"):
+    for option in ("COMPILE", "FUSED_BACKWARD", "PACK_GQA", "deterministic"):
         if not isinstance(flag := options.get(option, False), bool):
             raise ValueError(f"kernel option {option}={flag!r}; True or False is needed")
     splits = options.get("SPLIT_KV", 1)

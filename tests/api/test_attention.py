@@ -233,6 +233,28 @@ def test_inference_mode_and_no_grad_leave_no_graph() -> None:
         same(got.clone(), want.detach())
 
 
+def test_masks_and_plans_of_an_evaluation_under_inference_mode_serve_training() -> None:
+    """What an evaluation makes and caches is saved by autograd of a training step that uses it again."""
+    x = tensors(kv_heads=2, batch=1)
+    with torch.inference_mode():
+        mask = tritoncp.create_block_mask(tritoncp.causal(), None, None, 40, 40, BLOCK_SIZE=8)
+        plan, dealt = tritoncp.make_plan(mask), tritoncp.make_plan(mask, world_size=2)
+        tritoncp.flex_attention(*x, mask)
+        slopes, positions = tritoncp.alibi(2), tritoncp.positions(dealt)
+    reference = tritoncp.create_block_mask(tritoncp.causal(), None, None, 40, 40, BLOCK_SIZE=8)
+    leaves = [t.clone().requires_grad_() for t in x]
+    want = torch.autograd.grad(tritoncp.flex_attention(*leaves, slopes, reference).sum(), leaves)
+    for used in (mask, plan):
+        grads = torch.autograd.grad(tritoncp.flex_attention(*leaves, slopes, used).sum(), leaves)
+        for got, expected in zip(grads, want, strict=True):
+            same(got, expected)
+    table = torch.nn.Embedding(40, 4)
+    table(positions).sum().backward()
+    whole = torch.ones(1, 40, requires_grad=True)
+    tritoncp.shard(whole, dealt, dim=1).sum().backward()
+    assert whole.grad is not None and whole.grad.sum() == (positions >= 0).sum()
+
+
 # -- engines ------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,10 @@
-"""Tests of shards by raw masks, and of positions."""
+"""Tests of shards by raw masks and by plans, and of positions."""
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tritoncp
 from tritoncp import causal, document, make_plan, positions, shard, unshard
@@ -12,6 +15,10 @@ S = 32
 
 def mask_of(mod):
     return tritoncp.create_block_mask(mod, 1, 1, S, S, BLOCK_SIZE=16)
+
+
+def plan_of(world, rank):
+    return make_plan(mask_of(causal()), world_size=world, rank=rank)
 
 
 def test_shards_of_a_raw_mask_are_pieces_in_order():
@@ -26,13 +33,34 @@ def test_shards_of_a_raw_mask_are_pieces_in_order():
     assert torch.equal(unshard(tokens, mask_of(causal()), dim=0), tokens)
 
 
+@pytest.fixture
+def second_of_two():
+    """Make this process rank 1 of a group of 2 whose messages go nowhere."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_shard_is_cut_by_the_plan_of_its_rank_and_group(second_of_two):
+    """A plan's rank is 0 unless it is said, as in a data loader: all ranks would get the same part."""
+    tokens = torch.arange(S)
+    assert torch.equal(
+        shard(tokens, plan_of(2, 1), second_of_two, dim=0), shard(tokens, plan_of(2, 1), dim=0)
+    )
+    for cut in (shard, unshard):
+        with pytest.raises(ValueError, match=r"is rank 0's, this is rank 1; use plan\.for_rank\(1\)"):
+            cut(tokens[: S // (2 if cut is unshard else 1)], plan_of(2, 0), second_of_two, dim=0)
+        with pytest.raises(ValueError, match="the plan is for 4 ranks, the mesh has 2"):
+            cut(tokens, plan_of(4, 1), second_of_two, dim=0)
+
+
 def test_positions_inside_documents_start_at_zero():
     ids = torch.tensor([[0] * 5 + [1] * 27, [0] * 20 + [4] * 12])
     expected = torch.stack(
         [torch.cat([torch.arange(5), torch.arange(27)]), torch.cat([torch.arange(20), torch.arange(12)])]
     )
     for rank in range(2):
-        own = make_plan(mask_of(causal()), world_size=2, rank=rank)
+        own = plan_of(2, rank)
         inside = positions(own, ids)
         assert torch.equal(inside, expected[:, own.positions[0]])
         assert torch.equal(positions(own, document(ids=ids)), inside)

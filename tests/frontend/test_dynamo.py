@@ -160,6 +160,17 @@ def test_every_output_and_the_check_of_positions():
         fast(q, k, v, plan, scale=0.3, return_aux=aux, positions=torch.arange(S).flip(0))
 
 
+def test_arguments_are_checked_in_a_graph():
+    fast = torch.compile(tritoncp.flex_attention, backend="eager")
+    q, plan = torch.randn(1, 2, S, 8), KINDS["plan"](3)
+    with pytest.raises(ValueError, match="unknown kernel option 'BLOCKS_M'"):
+        fast(q, q, q, plan, kernel_options={"BLOCKS_M": 32})
+    with pytest.raises(ValueError, match="scale is a tensor that requires grad"):
+        fast(q, q, q, plan, scale=torch.tensor(0.3, requires_grad=True))
+    want = tritoncp.flex_attention(q, q, q, plan, scale=0.5)
+    assert torch.equal(fast(q, q, q, plan, scale=torch.tensor(0.5)), want)  # outside of the graph
+
+
 def test_other_lengths_become_symbols():
     counter = CompileCounterWithBackend("aot_eager")
     fast = torch.compile(tritoncp.flex_attention, backend=counter, fullgraph=True)

@@ -111,6 +111,34 @@ MISTAKES = {
         "both given",
         r"return_aux=AuxRequest\(lse=True\) alone",
     ),
+    "a learned scale": (
+        lambda: call(scale=torch.tensor(0.5, requires_grad=True)),
+        ValueError,
+        "scale is a tensor that requires grad",
+        r"query \* scale, and pass scale=1\.0",
+    ),
+    "a scale in words": (lambda: call(scale="0.5"), TypeError, "scale='0.5'", "a number is needed"),
+    "aux as a flag": (
+        lambda: call(return_aux=True),
+        TypeError,
+        "return_aux is a bool",
+        r"return_aux=AuxRequest\(lse=True\)",
+    ),
+    "no heads": (lambda: call(x(1, 0, S, 16)), ValueError, r"query has no heads: \(1, 0,", r"\[batch, heads"),
+    "sparse": (
+        lambda: call(x().to_sparse(), x(), x()),
+        ValueError,
+        "torch.sparse_coo",
+        r"query\.to_dense\(\)",
+    ),
+    "options as a list": (lambda: call(kernel_options=[1]), TypeError, r"kernel_options is \[1\]", "a dict"),
+    "options by number": (lambda: call(kernel_options={1: 2}), TypeError, "{1: 2}", "a dict of names"),
+    "a flag in words": (
+        lambda: call(kernel_options={"deterministic": "no"}),
+        ValueError,
+        "deterministic='no'",
+        "True or False is needed",
+    ),
     "dropout": (lambda: call(dropout_p=0.1), TypeError, "dropout_p", "unexpected keyword"),
     # which argument is what
     "mask_mod in fourth place": (
@@ -281,6 +309,32 @@ MISTAKES = {
         "got a list",
         r"make_plan\(block_mask, mesh\)",
     ),
+    "padding that the dtype changes": (
+        lambda: shard(x(dtype=torch.uint8), plan(), dim=2, pad=-100),
+        ValueError,
+        "pad=-100 is no value of torch.uint8",
+        r"shard\(x\.long\(\), plan, dim=\.\.\., pad=-100\)",
+    ),
+    "padding of bools": (lambda: shard(x().bool(), plan(), dim=2, pad=2), ValueError, "pad=2", "torch.bool"),
+    "shard of a list": (lambda: shard([1.0], plan(), dim=0), TypeError, "got a list", "a tensor"),
+    "a fraction of a rank": (
+        lambda: make_plan(whole(), world_size=2.0),
+        TypeError,
+        r"world_size=2\.0",
+        "an int is needed",
+    ),
+    "a simulated fraction": (
+        lambda: tritoncp.simulate("2"),
+        TypeError,
+        "world_size='2'",
+        "an int is needed",
+    ),
+    "positions as a list": (
+        lambda: call(None, None, None, whole(), positions=list(range(S))),
+        TypeError,
+        "positions is a list",
+        r"positions\(plan\)",
+    ),
     "no such dimension": (lambda: shard(x(), plan(), dim=4), ValueError, "no dimension 4", "dim= is that"),
     "gradient of unshard": (
         lambda: unshard(x(requires_grad=True), plan(1), dim=2),
@@ -319,6 +373,8 @@ AFTER_A_GOOD_CALL = {
     "logits for other heads": {"sinks": x(3)},
     "logits that are no tensor": {"sinks": [0.0, 0.0]},
     "both ways to lse": {"return_lse": True, "return_aux": AuxRequest(lse=True)},
+    "aux as a flag": {"return_aux": True},
+    "another layout": {"q": x().to_sparse()},
     "a subclass": {"q": torch.nn.Parameter(x(1, 2, S, 264))},
 }
 
@@ -337,6 +393,7 @@ def test_a_valid_call_does_not_admit_an_invalid_one(name, planned):
     for _ in range(2):
         flex_attention(x(), x(), x(), mask)
         flex_attention(x(), x(1, 1, S, 16), x(1, 1, S, 16), mask, enable_gqa=True, sinks=x(2))
+        flex_attention(x(), x(), x(), mask, return_aux=AuxRequest(lse=True))
         with pytest.raises(type(first.value), match=re.escape(str(first.value))):
             flex_attention(*arguments, mask, **wrong)
 

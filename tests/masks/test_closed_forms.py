@@ -219,6 +219,20 @@ def test_mistakes_say_what_to_do(call, message: str) -> None:
         call()
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sliding_window(2.5), "sliding_window: left=2.5; a number of tokens"),
+        (lambda: sliding_window(2, "4K"), "sliding_window: right='4K'; a number of tokens"),
+        (lambda: prefix_lm(2.5), "prefix_lm: prefix=2.5; a number of tokens"),
+    ],
+)
+def test_numbers_of_tokens_are_whole(call, message: str) -> None:
+    """Blocks of a fraction would be those of the number below it, unlike the function itself."""
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
 def test_only_mask_mods_combine() -> None:
     with pytest.raises(TypeError, match=r"or_masks takes mask_mods .* got Tensor"):
         or_masks(causal(), torch.ones(3))

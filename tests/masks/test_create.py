@@ -99,3 +99,20 @@ def test_a_bar_appears_only_past_two_seconds(monkeypatch, capsys) -> None:
 def test_a_mask_mod_must_return_bool() -> None:
     with pytest.raises(TypeError, match="must return bool"):
         tritoncp.create_block_mask(lambda b, h, q, kv: q - kv, None, None, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((None, 1, 1, 8, 8), TypeError, "mask_mod is a NoneType.*block_mask=None"),
+        ((torch.ones(8, 8).bool(), 1, 1, 8, 8), TypeError, r"mask_mod is a Tensor.*visible\[q_idx, kv_idx\]"),
+        ((tritoncp.causal(), 1, 1, 8.0, 8), TypeError, "Q_LEN=8.0; an int is needed"),
+        ((tritoncp.causal(), 1, "2", 8, 8), TypeError, "H='2'; an int is needed"),
+        ((tritoncp.causal(), 1, 1, 8, None), TypeError, "KV_LEN=None; an int is needed"),
+        ((tritoncp.causal(), 1, 1, 8, 8, None, 4.0), TypeError, "BLOCK_SIZE=4.0; an int is needed"),
+        ((tritoncp.causal(), 1, 1, 8, 8, None, (1, 2, 3)), ValueError, r"\(1, 2, 3\); an int or a pair"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(arguments, error, message) -> None:
+    with pytest.raises(error, match=message):
+        tritoncp.create_block_mask(*arguments)

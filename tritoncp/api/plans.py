@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, overload
 
 from torch.nn.attention.flex_attention import BlockMask
@@ -78,6 +79,9 @@ def make_plan(
     group = groups.group_of(mesh)
     if group is not None:
         world_size, rank = group.size(), group.rank()
+    for name, number in (("world_size", world_size), ("rank", rank)):
+        if number is not None and not isinstance(number, Integral):
+            raise TypeError(f"{name}={number!r}; an int is needed")
     masks = block_mask if isinstance(block_mask, Mapping) else {"": block_mask}
     masks = {name: plain_mask(mask) for name, mask in masks.items()}
     degree = groups.degree_of(mesh)

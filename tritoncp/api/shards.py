@@ -44,6 +44,7 @@ def shard(
     """
     placement, rank = _placement(x, plan_or_mask, groups.group_of(mesh), dim, side)
     validate.check_length(x, dim, placement.length, "a global tensor")
+    validate.check_pad(x, pad)
     return take(x, placement.positions(rank), dim, batch_dim, pad)
 
 
@@ -81,6 +82,8 @@ def unshard(
 def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) -> tuple[Placement, int]:
     world_size, rank = (1, 0) if group is None else (group.size(), group.rank())
     validate.check_dim(x, dim)
+    if group is not None and isinstance(plan_or_mask, Plan):
+        validate.check_ranks(plan_or_mask, group)
     return validate.placement_of(plain_mask(plan_or_mask), world_size, rank, side, x.shape[dim])
 
 

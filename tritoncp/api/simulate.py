@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -238,6 +239,8 @@ def simulate(world_size: int) -> World:
     >>> simulate(8)
     World(world_size=8)
     """
+    if not isinstance(world_size, Integral):
+        raise TypeError(f"world_size={world_size!r}; an int is needed")
     if world_size < 1:
         raise ValueError(f"a world has at least one rank; got {world_size}")
     return World(world_size)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tritoncp.core.host_copy import normal_tensors
+
 _HELD: dict[int, tuple[Any, StorageWeakRef]] = {}
 _NUMBERS = itertools.count()
 _LOCK = threading.Lock()  # of _HELD
@@ -28,7 +30,8 @@ def handle_of(thing: Any) -> Tensor:
     True
     """
     number = next(_NUMBERS)
-    handle = torch.tensor(number, device="cpu")
+    with normal_tensors():  # autograd saves it
+        handle = torch.tensor(number, device="cpu")
     with _LOCK:
         expired = [_HELD.pop(name) for name in [n for n, (_, memory) in _HELD.items() if memory.expired()]]
         _HELD[number] = thing, StorageWeakRef(handle.untyped_storage())

@@ -34,11 +34,18 @@ def has_modes() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or has_default_device() or _is_any_autocast_enabled()
 
 
+def makes_inference_tensors() -> bool:
+    """Return whether the caller is under inference mode. False while Dynamo traces, which cannot ask."""
+    return not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled()
+
+
 def host() -> AbstractContextManager[object]:
     """Return a context in which operations run as written, whatever modes the caller is in, and tensors made
-    without a device are on the CPU."""
-    # A mode would cost every operation in it.
-    return _without_modes() if has_modes() else contextlib.nullcontext()
+    without a device are on the CPU. Tensors made in it are normal tensors, under inference mode too: masks
+    and plans outlive a call, and autograd saves their tensors in later ones."""
+    if has_modes():  # a mode would cost every operation in it
+        return _without_modes()
+    return normal_tensors() if makes_inference_tensors() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -51,10 +58,25 @@ def _without_modes() -> Iterator[None]:
     # Dynamo leaves frames under dispatch modes alone, and would compile them once there are none.
     callback = set_eval_frame(None)
     try:
-        with _disable_current_modes(), torch._C._DisableAutocast(), device:
+        with _disable_current_modes(), torch._C._DisableAutocast(), device, normal_tensors():
             yield
     finally:
         set_eval_frame(callback)
+
+
+@contextlib.contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Make new tensors normal tensors, under inference mode too, and record no gradients there.
+
+    >>> with torch.inference_mode(), normal_tensors():
+    ...     torch.zeros(1).is_inference(), torch.is_grad_enabled()
+    (False, False)
+    """
+    if not makes_inference_tensors():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():  # the first alone would record gradients
+        yield
 
 
 def on_host(call: Callable[P, T]) -> Callable[P, T]:
@@ -67,9 +89,9 @@ def on_host(call: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not has_modes():
+        if not has_modes() and not makes_inference_tensors():
             return call(*args, **kwargs)
-        with _without_modes():
+        with host():
             return call(*args, **kwargs)
 
     return untraced(wrapped)

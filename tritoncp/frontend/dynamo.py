@@ -16,6 +16,7 @@ from tritoncp.core.handles import handle_of, object_of
 from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache, validate
 from tritoncp.frontend.request import Request
+from tritoncp.kernels.options import check_options
 from tritoncp.masks.create import create_on_device
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods.snapshot import captured_state
@@ -31,6 +32,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> list[Tensor]:
     Raises Uncapturable for a mod or mask that a graph cannot carry.
     """
     request.check(q, k, v)
+    check_options(request.options or {})
     k, v = validate.shared_batch(q, k), validate.shared_batch(q, v)
     world = _world(request.mesh)
     captures: list[Tensor] = []

@@ -51,7 +51,10 @@ class Request(NamedTuple):
 
     def scale_for(self, query: Tensor) -> float:
         """Return the scale of scores; torch's if none is passed."""
-        return 1 / math.sqrt(query.shape[3]) if self.scale is None else float(self.scale)
+        if self.scale is None:
+            return 1 / math.sqrt(query.shape[3])
+        validate.check_scale(self.scale)
+        return float(self.scale)
 
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Check all that does not depend on the plan."""
@@ -61,7 +64,7 @@ class Request(NamedTuple):
 
     def check_key(self, query: Tensor, key: Tensor, value: Tensor, group: Any) -> Any:
         """Return the key of the checks: calls of equal keys under one plan pass or fail the same ones."""
-        flags = bool(self.enable_gqa), bool(self.return_lse), self.return_aux is None
+        flags = bool(self.enable_gqa), bool(self.return_lse), type(self.return_aux)
         return validate.call_key(query, key, value, self.sinks, group, *flags, self.batch_offset)
 
     def results(self, outs: Sequence[Tensor]) -> Any:

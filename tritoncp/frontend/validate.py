@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from tritoncp.core.caller import warn_caller
 from tritoncp.masks.closed_forms import is_closed_form, num_document_tokens
@@ -37,7 +37,7 @@ def call_key(q: Any, k: Any, v: Any, sinks: Any, group: Any, *flags: Any) -> Any
 
 
 def _is_plain(x: Any) -> bool:
-    return type(x) is Tensor and not x.is_nested and x.ndim == 4
+    return type(x) is Tensor and not x.is_nested and x.layout == torch.strided and x.ndim == 4
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any = None) -> None:
@@ -97,6 +97,11 @@ def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
             f"{name} is a nested tensor; dense [batch, heads, sequence, head dim] is needed: pack the "
             "documents into one sequence and mask with document(lengths=...)"
         )
+    if x.layout != torch.strided:
+        raise ValueError(
+            f"{name} is a {x.layout} tensor; a dense one is needed: {name}.to_dense(). Which pairs are "
+            "computed is said by the mask"
+        )
     if x.ndim != 4:
         raise ValueError(
             f"{name} is {tuple(x.shape)}; [batch, heads, sequence, head dim] is needed: unsqueeze or "
@@ -117,6 +122,10 @@ def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
             f"{name} is on {x.device}; the kernels run on CUDA and ROCm GPUs, and interpreted or as plain "
             "torch on the CPU: move it to one of these"
         )
+    if x.shape[1] == 0:
+        raise ValueError(
+            f"{name} has no heads: {tuple(x.shape)}; [batch, heads, sequence, head dim] is needed"
+        )
     if not 0 < x.shape[3] <= MAX_HEAD_DIM:
         raise ValueError(
             f"{name} has head dim {x.shape[3]}; 1 to {MAX_HEAD_DIM} is supported: use more, smaller heads"
@@ -128,7 +137,27 @@ def shared_batch(q: Tensor, x: Tensor) -> Tensor:
     return x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], -1, -1, -1)
 
 
+def check_scale(scale: Any) -> None:
+    """Refuse a scale that is no number, or that would lose its gradient."""
+    if isinstance(scale, str):
+        raise TypeError(
+            f"scale={scale!r} is a str; a number is needed, as 0.125, or None for 1/sqrt(head dim)"
+        )
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise ValueError(
+            "scale is a tensor that requires grad, and no gradient reaches it: a scale is read as a number. "
+            "Multiply the query, query * scale, and pass scale=1.0, or multiply the score in a score_mod"
+        )
+    if isinstance(scale, Tensor) and torch.compiler.is_dynamo_compiling():
+        raise TypeError("scale is a tensor, which no graph can read: pass a number, or query * scale")
+
+
 def check_aux(return_lse: bool, return_aux: Any) -> None:
+    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+        raise TypeError(
+            f"return_aux is a {type(return_aux).__name__}; pass an AuxRequest of "
+            "torch.nn.attention.flex_attention, as return_aux=AuxRequest(lse=True)"
+        )
     if return_lse and return_aux is not None:
         raise ValueError(
             "return_lse and return_aux are both given; ask return_aux=AuxRequest(lse=True) alone"
@@ -175,6 +204,12 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
 
 def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
     """Check a call's ranks and shards against the plan."""
+    check_ranks(plan, group)
+    check_shapes(plan, q, k)
+
+
+def check_ranks(plan: Plan, group: Any) -> None:
+    """Check that a plan is for this group's ranks, and for this one of them."""
     world = 1 if group is None else group.size()
     if plan.world_size != world:
         missing = "; pass the mesh it was made with" if group is None else "; make the plan with this mesh"
@@ -183,7 +218,6 @@ def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
         raise ValueError(
             f"the plan is rank {plan.rank}'s, this is rank {group.rank()}; use plan.for_rank({group.rank()})"
         )
-    check_shapes(plan, q, k)
 
 
 def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:
@@ -252,6 +286,8 @@ def _abbreviate(numbers: Sequence[int]) -> str:
 
 def check_positions(plan: Plan, positions: Tensor) -> None:
     """Compare the caller's positions with the plan's: a tensor does not show the order of its rows."""
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"positions is a {type(positions).__name__}; a tensor is needed: positions(plan)")
     claimed = positions.detach().cpu().long()  # waits for the device: this is a debugging aid
     expected = plan.positions
     claimed = claimed[None] if claimed.ndim == 1 else claimed
@@ -307,8 +343,23 @@ def check_mask_captures(tensors: Sequence[Tensor]) -> None:
 
 
 def check_dim(x: Tensor, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a tensor with a dimension of the sequence is needed; got a {type(x).__name__}")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"the tensor {tuple(x.shape)} has no dimension {dim}; dim= is that of its sequence")
+
+
+def check_pad(x: Tensor, pad: float) -> None:
+    """Refuse a padding value that x's dtype would change: -100 in uint8 is 156."""
+    if not pad or x.is_floating_point() or x.is_complex():
+        return
+    limits = None if x.dtype == torch.bool else torch.iinfo(x.dtype)
+    lowest, highest = (0, 1) if limits is None else (limits.min, limits.max)
+    if not lowest <= pad <= highest or pad != int(pad):
+        raise ValueError(
+            f"pad={pad} is no value of {x.dtype}, the dtype of x; convert x before it is cut, as "
+            f"shard(x.long(), plan, dim=..., pad=-100)"
+        )
 
 
 def check_length(x: Tensor, dim: int, length: int, what: str) -> None:

@@ -6,6 +6,7 @@ interval arithmetic: a mask of a million tokens takes a fraction of a second.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -267,7 +268,15 @@ def sliding_window(left: int, right: int = 0) -> MaskMod:
     >>> torch.equal(hf(q, kv), sliding_window(n - 1)(None, None, q, kv))
     True
     """
-    return SlidingWindow(left, right)
+    return SlidingWindow(_as_count("sliding_window: left", left), _as_count("sliding_window: right", right))
+
+
+def _as_count(name: str, number: Any) -> int:
+    """Return a number of tokens as an int. Raises TypeError for a fraction, and for what is no number."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name}={number!r}; a number of tokens is needed, an int, as 4096") from None
 
 
 def document(*, lengths: Sequence[int] | Tensor | None = None, ids: Tensor | None = None) -> MaskMod:
@@ -302,7 +311,7 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
     if isinstance(prefix, Tensor) and (prefix.ndim > 1 or prefix.is_floating_point()):
         description = f"{prefix.dtype} {tuple(prefix.shape)}"
         raise ValueError(f"prefix_lm: prefix must be an int or an integer tensor [B], got {description}")
-    return PrefixLM(prefix)
+    return PrefixLM(prefix if isinstance(prefix, Tensor) else _as_count("prefix_lm: prefix", prefix))
 
 
 def is_closed_form(mask: Any) -> bool:

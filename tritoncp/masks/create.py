@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from typing import Any
 
@@ -24,10 +25,41 @@ def create_on_device(
     BLOCK_SIZE: int | tuple[int, int],
 ) -> Mask:  # fmt: skip
     """Make a mask, evaluated on ``device`` (None: that of the captured tensors), with a progress bar."""
+    _check_function(mask_mod)
+    B, H = (None if size is None else _as_int(name, size) for name, size in (("B", B), ("H", H)))
+    Q_LEN, KV_LEN, block = _as_int("Q_LEN", Q_LEN), _as_int("KV_LEN", KV_LEN), _as_block(BLOCK_SIZE)
     place = torch.device(device) if device is not None else _capture_device(mask_mod)
     ask = None if place.type == "cpu" else _triton_ask(mask_mod, place)
     with _Bar(f"create_block_mask {Q_LEN} x {KV_LEN}") as bar:
-        return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, place, BLOCK_SIZE, ask=ask, progress=bar.show)
+        return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, place, block, ask=ask, progress=bar.show)
+
+
+def _check_function(mask_mod: Any) -> None:
+    """Raise TypeError for a mask_mod that is no function."""
+    if callable(mask_mod):
+        return
+    remedy = "pass a function, lambda b, h, q_idx, kv_idx: ..."
+    if mask_mod is None:
+        remedy = "tritoncp.full_mask(Q_LEN, KV_LEN) hides nothing, and neither does block_mask=None"
+    elif isinstance(mask_mod, torch.Tensor):
+        remedy = "capture the tensor, lambda b, h, q_idx, kv_idx: visible[q_idx, kv_idx]"
+    raise TypeError(f"create_block_mask: mask_mod is a {type(mask_mod).__name__}, no function; {remedy}")
+
+
+def _as_int(name: str, size: Any) -> int:
+    """Return a size as an int. Raises TypeError for another number, and for no number."""
+    try:
+        return operator.index(size)
+    except TypeError:
+        raise TypeError(f"create_block_mask: {name}={size!r}; an int is needed") from None
+
+
+def _as_block(size: Any) -> tuple[int, int]:
+    """Return a BLOCK_SIZE as a pair (q, kv)."""
+    pair = size if isinstance(size, tuple | list) else (size, size)
+    if len(pair) != 2:
+        raise ValueError(f"create_block_mask: BLOCK_SIZE={size}; an int or a pair (q, kv) is needed")
+    return _as_int("BLOCK_SIZE", pair[0]), _as_int("BLOCK_SIZE", pair[1])
 
 
 def _capture_device(mask_mod: MaskFn) -> torch.device:

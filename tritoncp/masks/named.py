@@ -9,6 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from tritoncp.core.host_copy import normal_tensors
 from tritoncp.core.tracing import Mod
 
 
@@ -55,7 +56,8 @@ def alibi(heads: int | Tensor, device: torch.device | str | None = None) -> Mod:
         slopes = heads
     else:
         try:
-            slopes = _alibi_slopes(operator.index(heads), device)
+            with normal_tensors():  # autograd saves them
+                slopes = _alibi_slopes(operator.index(heads), device)
         except TypeError:
             raise TypeError(
                 f"alibi: give the number of query heads, or a tensor of slopes; got a {type(heads).__name__}"
