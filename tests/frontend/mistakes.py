@@ -1,0 +1,349 @@
+"""Calls with wrong arguments: the error of each, the argument as its message names it, and the remedy."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import AuxRequest
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+
+import tritoncp
+from tritoncp import causal
+from tritoncp.api.attention import flex_attention
+from tritoncp.api.plans import make_plan
+from tritoncp.api.shards import positions, shard, unshard
+from tritoncp.distributed import groups
+from tritoncp.frontend import validate
+from tritoncp.frontend.plan_cache import in_order
+
+S = 32
+
+
+def x(*shape, **options):
+    return torch.zeros(shape or (1, 2, S, 16), **options)
+
+
+def elsewhere():
+    """Make a tensor on a device without kernels; it has no values."""
+    with FakeTensorMode():
+        return torch.empty(1, 2, S, 16, device="mps")
+
+
+def whole(mod=None, batch=1, heads=1, length=S):
+    return tritoncp.create_block_mask(mod or causal(), batch, heads, length, length, BLOCK_SIZE=16)
+
+
+def call(q=None, k=None, v=None, *rest, **options):
+    q = x() if q is None else q
+    k = q if k is None else k
+    return flex_attention(q, k, k if v is None else v, *rest, **options)
+
+
+def plan(world_size=2, rank=0, **options):
+    return make_plan(whole(**options), world_size=world_size, rank=rank)
+
+
+def learned_mask():
+    weight = torch.zeros(S, requires_grad=True)
+    return torch_block_mask(lambda b, h, q, kv: weight[q] >= weight[kv].detach(), 1, 1, S, S, device="cpu")
+
+
+def sliced():
+    return torch_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)[:, :, 0]
+
+
+MISTAKES = {
+    # tensors
+    "three dimensions": (lambda: call(x(2, S, 16)), ValueError, r"query is \(2, 32, 16\)", r"unsqueeze"),
+    "no tensor": (lambda: call(q=[1.0]), TypeError, "query is a list", r"\[batch, heads, sequence"),
+    "integers": (lambda: call(x(dtype=torch.int64)), ValueError, "query is torch.int64", r"query\.to"),
+    "float8": (
+        lambda: call(x(dtype=torch.float8_e5m2)),
+        ValueError,
+        "torch.float8_e5m2",
+        "bfloat16, float16",
+    ),
+    "mixed dtypes": (
+        lambda: call(x(), x(dtype=torch.float64)),
+        ValueError,
+        "query is torch.float32 on cpu, key is torch.float64 on cpu",
+        r"key\.to\(query\)",
+    ),
+    "mixed devices": (
+        lambda: call(x(), x(), x(device="meta")),
+        ValueError,
+        "value is torch.float32 on meta",
+        r"value\.to\(query\)",
+    ),
+    "nowhere to run": (
+        lambda: call(elsewhere()),
+        ValueError,
+        "query is on mps",
+        "move it to one of these",
+    ),
+    "nested": (
+        lambda: call(torch.nested.nested_tensor([x(2, 4, 8), x(2, 4, 8)], layout=torch.jagged)),
+        ValueError,
+        "query is a nested tensor",
+        r"pack the documents.*document\(lengths",
+    ),
+    "head dim": (lambda: call(x(1, 2, S, 264)), ValueError, "head dim 264", "1 to 256.*smaller heads"),
+    "heads": (
+        lambda: call(x(1, 3, S, 16), x(1, 2, S, 16)),
+        ValueError,
+        "3 query heads and 2 key",
+        "multiple",
+    ),
+    "gqa": (lambda: call(x(1, 4, S, 16)[:, :4], x()), ValueError, "4 query heads and 2", "enable_gqa=True"),
+    "batch": (
+        lambda: call(x(3, 2, S, 16), x(2, 2, S, 16)),
+        ValueError,
+        r"query \(3, 2.*key \(2, 2",
+        "B or 1",
+    ),
+    "key and value": (lambda: call(x(), x(), x(1, 2, 8, 16)), ValueError, r"value \(1, 2, 8, 16\)", "Skv"),
+    "lse twice": (
+        lambda: call(return_lse=True, return_aux=AuxRequest(lse=True)),
+        ValueError,
+        "both given",
+        r"return_aux=AuxRequest\(lse=True\) alone",
+    ),
+    "a learned scale": (
+        lambda: call(scale=torch.tensor(0.5, requires_grad=True)),
+        ValueError,
+        "scale is a tensor that requires grad",
+        r"query \* scale, and pass scale=1\.0",
+    ),
+    "a scale in words": (lambda: call(scale="0.5"), TypeError, "scale='0.5'", "a number is needed"),
+    "aux as a flag": (
+        lambda: call(return_aux=True),
+        TypeError,
+        "return_aux is a bool",
+        r"return_aux=AuxRequest\(lse=True\)",
+    ),
+    "no heads": (lambda: call(x(1, 0, S, 16)), ValueError, r"query has no heads: \(1, 0,", r"\[batch, heads"),
+    "sparse": (
+        lambda: call(x().to_sparse(), x(), x()),
+        ValueError,
+        "torch.sparse_coo",
+        r"query\.to_dense\(\)",
+    ),
+    "options as a list": (lambda: call(kernel_options=[1]), TypeError, r"kernel_options is \[1\]", "a dict"),
+    "options by number": (lambda: call(kernel_options={1: 2}), TypeError, "{1: 2}", "a dict of names"),
+    "a flag in words": (
+        lambda: call(kernel_options={"deterministic": "no"}),
+        ValueError,
+        "deterministic='no'",
+        "True or False is needed",
+    ),
+    "dropout": (lambda: call(dropout_p=0.1), TypeError, "dropout_p", "unexpected keyword"),
+    # which argument is what
+    "mask_mod in fourth place": (
+        lambda: call(None, None, None, lambda b, h, q, kv: q >= kv),
+        TypeError,
+        "this is a mask_mod",
+        r"create_block_mask\(mask_mod",
+    ),
+    "with a default": (
+        lambda: call(None, None, None, lambda b, h, q, kv, w=3: q - kv < w),
+        TypeError,
+        "this is a mask_mod",
+        r"create_block_mask\(mask_mod",
+    ),
+    "mask_mod in fifth place": (
+        lambda: call(None, None, None, None, lambda b, h, q, kv: q >= kv),
+        TypeError,
+        "not a function",
+        "make it with create_block_mask",
+    ),
+    "dense mask": (
+        lambda: call(None, None, None, torch.ones(S, S).bool()),
+        TypeError,
+        "got a Tensor",
+        r"create_block_mask\(lambda b, h, q, kv: mask\[q, kv\]",
+    ),
+    "dense mask, fifth": (
+        lambda: call(None, None, None, None, torch.ones(S, S).bool()),
+        TypeError,
+        "got a Tensor",
+        "create_block_mask",
+    ),
+    "two masks": (lambda: call(None, None, None, whole(), whole()), TypeError, "two masks", "fourth place"),
+    "two meshes": (
+        lambda: call(None, None, None, whole(), 3, mesh=4),
+        TypeError,
+        "two meshes",
+        "one of them",
+    ),
+    "no mask": (
+        lambda: call(None, None, None, "causal"),
+        TypeError,
+        "got a str",
+        "score_mod, a mask or a Plan",
+    ),
+    "after a score_mod": (
+        lambda: call(None, None, None, lambda s, b, h, q, kv: s, 3),
+        TypeError,
+        "got a int",
+        "mesh= by name",
+    ),
+    # masks
+    "longer mask": (
+        lambda: call(None, None, None, whole(length=48)),
+        ValueError,
+        "32 rows, the mask is for 48",
+        "make the mask for this length, or pass mesh=",
+    ),
+    "batch of the mask": (
+        lambda: call(x(2, 2, S, 16), None, None, whole(batch=3)),
+        ValueError,
+        "batch 3 and 1 heads, the query has 2 and 2",
+        "1 or equal",
+    ),
+    "heads of the mask": (
+        lambda: call(None, None, None, whole(heads=3)),
+        ValueError,
+        "batch 1 and 3 heads",
+        "1 or equal",
+    ),
+    "learned": (lambda: call(None, None, None, learned_mask()), ValueError, "requires grad", r"\.detach\(\)"),
+    "sliced": (lambda: call(None, None, None, sliced()), ValueError, "slice of another", "global mask"),
+    "local mask": (
+        lambda: in_order(whole(length=16), 1, [16, 16], [16, 16], 0),
+        ValueError,
+        r"\[16, 16\] rows long, 32 together, the mask is for 16",
+        r"one rank's local mask, or every rank holds the whole.*shard\(query, mask, mesh",
+    ),
+    "key lengths": (
+        lambda: in_order(whole(), 1, [16, 16], [16, 8], 0),
+        ValueError,
+        r"key shards.*\[16, 8\].*24",
+        "r-th piece",
+    ),
+    # plans
+    "unsharded": (
+        lambda: validate.check_shapes(plan(), x(), x()),
+        ValueError,
+        r"query has 32 rows \(that is all of them: it was not sharded\); rank 0's shard has 16",
+        r"shard\(query, plan, dim=2, side='q'\).*global mask, not a local one",
+    ),
+    "wrong shard": (
+        lambda: validate.check_shapes(plan(), x(1, 2, 16, 16), x(1, 2, 8, 16)),
+        ValueError,
+        "key has 8 rows",
+        r"shard\(key, plan, dim=2, side='kv'\)",
+    ),
+    "no mesh": (
+        lambda: call(x(1, 2, 16, 16), None, None, plan()),
+        ValueError,
+        "for 2 ranks, the mesh has 1",
+        "pass the mesh it was made with",
+    ),
+    "placed rows": (
+        lambda: validate.check_shapes(
+            plan(mod=lambda b, h, q, kv: q >= kv * b, batch=3), x(2, 2, 16, 16), x(2, 2, 16, 16)
+        ),
+        ValueError,
+        "the mask is for batch 3",
+        "1 or equal",
+    ),
+    "order": (
+        lambda: validate.check_positions(plan(4), torch.arange(8)[None]),
+        ValueError,
+        r"positions is \(1, 8\).*\[1, 16\]",
+        r"positions\(plan\)",
+    ),
+    "natural positions of a dealt shard": (
+        lambda: validate.check_positions(plan(2, 1, length=64), torch.arange(32, 64)),
+        ValueError,
+        "row 0 holds position 32 by positions=, but rank 1 of a ptrr placement holds 16",
+        r"shard every tensor with this plan.*pass the plan, not the mask",
+    ),
+    "plan of a plan": (lambda: make_plan(plan()), TypeError, "already", "where the mask goes"),
+    "masks of different sizes": (
+        lambda: make_plan({"a": whole(), "b": whole(length=64)}, world_size=2),
+        ValueError,
+        "32 x 32 in blocks of 16 x 16, 64 x 64",
+        "same lengths and BLOCK_SIZE",
+    ),
+    "rank": (lambda: make_plan(whole(), world_size=2, rank=2), ValueError, "rank 2", "world of 2"),
+    # mesh
+    "mesh": (
+        lambda: groups.group_of("cp"),
+        TypeError,
+        "got a str",
+        "a DeviceMesh, a ProcessGroup or None",
+    ),
+    # moving tensors
+    "side": (lambda: shard(x(), plan(), dim=2, side="k"), ValueError, "side='k'", '"q" for queries or "kv"'),
+    "shard of a shard": (
+        lambda: shard(x(1, 2, 16, 16), plan(), dim=2),
+        ValueError,
+        r"got \(1, 2, 16, 16\)",
+        "a global tensor is needed",
+    ),
+    "unshard of the whole": (
+        lambda: unshard(x(), plan(1, length=16), dim=2),
+        ValueError,
+        r"got \(1, 2, 32, 16\)",
+        "this rank's shard",
+    ),
+    "unshard without the mesh": (
+        lambda: unshard(x(1, 2, 16, 16), plan(), dim=2),
+        ValueError,
+        "for 2 ranks, the mesh has 1",
+        r"x, plan, mesh",
+    ),
+    "unshard by a closed form": (
+        lambda: unshard(x(), causal(), dim=2),
+        TypeError,
+        r"causal\(\) does not say",
+        "create_block_mask",
+    ),
+    "shard by a list": (
+        lambda: shard(x(), [1], dim=2),
+        TypeError,
+        "got a list",
+        r"make_plan\(block_mask, mesh\)",
+    ),
+    "padding that the dtype changes": (
+        lambda: shard(x(dtype=torch.uint8), plan(), dim=2, pad=-100),
+        ValueError,
+        "pad=-100 is no value of torch.uint8",
+        r"shard\(x\.long\(\), plan, dim=\.\.\., pad=-100\)",
+    ),
+    "padding of bools": (lambda: shard(x().bool(), plan(), dim=2, pad=2), ValueError, "pad=2", "torch.bool"),
+    "shard of a list": (lambda: shard([1.0], plan(), dim=0), TypeError, "got a list", "a tensor"),
+    "a fraction of a rank": (
+        lambda: make_plan(whole(), world_size=2.0),
+        TypeError,
+        r"world_size=2\.0",
+        "an int is needed",
+    ),
+    "a simulated fraction": (
+        lambda: tritoncp.simulate("2"),
+        TypeError,
+        "world_size='2'",
+        "an int is needed",
+    ),
+    "positions as a list": (
+        lambda: call(None, None, None, whole(), positions=list(range(S))),
+        TypeError,
+        "positions is a list",
+        r"positions\(plan\)",
+    ),
+    "no such dimension": (lambda: shard(x(), plan(), dim=4), ValueError, "no dimension 4", "dim= is that"),
+    "gradient of unshard": (
+        lambda: unshard(x(requires_grad=True), plan(1), dim=2),
+        ValueError,
+        "got grad=None",
+        r"grad='sum'.*grad='slice'",
+    ),
+    "documents": (lambda: positions(plan(), [3]), TypeError, r"got \[3\]", r"a tensor .* or document\("),
+    "documents in pieces": (
+        lambda: positions(plan(), torch.arange(S) % 2),
+        ValueError,
+        "in several pieces",
+        "each in one",
+    ),
+}
