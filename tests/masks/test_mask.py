@@ -184,6 +184,13 @@ def test_full_mask_shows_everything(geometry) -> None:
     assert from_block_mask(mask.to_block_mask()).runs == mask.runs
 
 
+def test_a_full_mask_takes_memory_for_its_rows_of_blocks_alone() -> None:
+    """A dense map of its blocks would take 1 TiB."""
+    mask = full_mask(1 << 27, (1 << 27) - 5)
+    assert sum(int(blocks.sum()) for blocks in mask.runs.counts()) == 1 << 40
+    assert mask.runs.runs.nbytes + mask.runs.ptr.nbytes < 64 << 20
+
+
 @pytest.mark.parametrize(
     ("mod", "reads"),
     [
@@ -294,6 +301,8 @@ def test_other_mistakes_say_what_to_do() -> None:
         Mask(8, 8, 4, 8, full_mask(8, 8).runs, None, None, None)
     with pytest.raises(ValueError, match=r"16 x 1073741825; .* up to 1073741824 tokens"):
         full_mask(16, (1 << 30) + 1, block=1 << 24)
+    with pytest.raises(ValueError, match=r"1099511627776 x 16; .* up to 1073741824 tokens"):
+        create_block_mask(causal(), None, None, 1 << 40, 16)
     assert full_mask(16, 1 << 30, block=1 << 24).kv_len == 1 << 30
 
 

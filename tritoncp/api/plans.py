@@ -55,13 +55,13 @@ def make_plan(
     block_mask: a mask, or a dict of masks of one model's layers: their work is summed, so that one placement
     serves all, and a dict of plans comes back. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call
     this (2-D for "ulysses" and "ulysses+ring": the second dimension trades heads); or ``world_size`` and
-    ``rank`` without one. balancer: a name in ``tritoncp.balancers`` ("locality": few keys to fetch;
-    "ptrr_unweighted": torch's placement), a function of your own from a ``tritoncp.planning.work.Work`` to
-    each rank's blocks, None for natural order, or "auto": the cheapest of these names and natural order, each
-    with its cheapest schedule, by the predicted time of a layer of each mask; ``plan.reason`` has the times.
-    "auto" takes as long as all of them, 2 s for 1M tokens on 64 ranks; it leaves out "locality" beyond twice
-    that size.
-    schedule: "auto" (the cheapest for the placement), or a name.
+    ``rank`` (0 unless passed) without one. balancer: a name in ``tritoncp.balancers`` ("locality": few keys
+    to fetch; "ptrr_unweighted": torch's placement), a function of your own from a
+    ``tritoncp.planning.work.Work`` to each rank's blocks, None for natural order, or "auto": the cheapest of
+    these names and natural order, each with its cheapest schedule, by the predicted time of a layer of each
+    mask; ``plan.reason`` has the times. "auto" takes as long as all of them, 2 s for 1M tokens on 64 ranks;
+    it leaves out "locality" beyond twice that size. schedule: "auto" (the cheapest for the placement), or a
+    name.
     Raises TypeError for a mask_mod, which has no lengths; raises on every rank where one rank fails, or
     ranks differ in mask, options or versions.
 

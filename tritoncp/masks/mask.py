@@ -22,7 +22,7 @@ from tritoncp.masks.block_mask_interface import selected_numbers
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs
 from tritoncp.masks.classification.classify import Ask, Grid, TileEvaluator, find_runs
 from tritoncp.masks.closed_forms import QuerySlice, Selection, Transpose
-from tritoncp.masks.mask_data import Device, MaskData
+from tritoncp.masks.mask_data import Device, MaskData, check_lengths
 from tritoncp.masks.mask_mod import Intervals, MaskFn, MaskMod, and_masks, or_masks
 
 
@@ -256,10 +256,15 @@ def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tupl
     >>> full_mask(200, 256).runs.to_kinds().tolist()    # the last row of blocks is cut by q_len
     [[[[1, 1], [2, 2]]]]
     """
+    check_lengths(q_len, kv_len)
     q_block, kv_block = _block_size(block)
-    blocks = -(-q_len // q_block), -(-kv_len // kv_block)
-    kinds = torch.full((1, 1, *blocks), int(Kind.FULL), dtype=torch.uint8)
-    runs = Runs.from_kinds(bound_ragged_blocks(kinds, q_len % q_block, kv_len % kv_block)).expand(B, H)
+    rows, cols = -(-q_len // q_block), -(-kv_len // kv_block)
+    # All rows but the last are alike, and so are the columns.
+    kinds = torch.full((1, 1, min(rows, 2), min(cols, 2)), int(Kind.FULL), dtype=torch.uint8)
+    corners = Runs.from_kinds(bound_ragged_blocks(kinds, q_len % q_block, kv_len % kv_block))
+    row_of = (torch.arange(rows) >= max(rows - 1, 1)).long()
+    first = torch.arange(cols + 1) if cols < 2 else torch.tensor([0, cols - 1, cols])
+    runs = corners.take(row_of[None]).remap(first[None]).expand(B, H)
     return Mask(q_len, kv_len, q_block, kv_block, runs, None, None, None)
 
 
@@ -289,6 +294,7 @@ def create_block_mask(
     [[[1, 1, 3]]]
     """
     B, H, device = 1 if B is None else B, 1 if H is None else H, device or "cpu"
+    check_lengths(Q_LEN, KV_LEN)
     if min(B, H) < 1 or min(Q_LEN, KV_LEN) < 0:
         raise ValueError(f"create_block_mask of B={B}, H={H}, {Q_LEN} x {KV_LEN}: B and H are at least 1")
     q_block, kv_block = _block_size(BLOCK_SIZE)

@@ -24,6 +24,14 @@ Device = str | torch.device
 MAX_TOKENS = 1 << 30  # tokens: kernels count in 32 bits, sums and differences of positions included
 
 
+def check_lengths(q_len: int, kv_len: int) -> None:
+    """Raise ValueError for more tokens than kernels count."""
+    if max(q_len, kv_len) > MAX_TOKENS:
+        raise ValueError(
+            f"a mask of {q_len} x {kv_len}; kernels count up to {MAX_TOKENS} tokens: cut the sequence"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class MaskData(BlockMaskInterface):
     """Fields of :class:`tritoncp.Mask`, and what follows from them; every tensor on the CPU."""
@@ -45,11 +53,7 @@ class MaskData(BlockMaskInterface):
     handle: Tensor = field(init=False, repr=False)  # stands for this mask in a compiled graph
 
     def __post_init__(self) -> None:
-        if max(self.q_len, self.kv_len) > MAX_TOKENS:
-            raise ValueError(
-                f"a mask of {self.q_len} x {self.kv_len}; kernels count up to {MAX_TOKENS} tokens: cut the "
-                "sequence"
-            )
+        check_lengths(self.q_len, self.kv_len)
         need = (-(-self.q_len // self.q_block), -(-self.kv_len // self.kv_block))
         if self.runs.shape[2:] != need:
             raise ValueError(
