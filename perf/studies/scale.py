@@ -90,10 +90,11 @@ SCALING_LIMITS = (
    ranks, so that its `fetch` takes 220 ms at 8M tokens where that of `per_document` takes 33 and that of
    natural order 7. Ulysses cuts the peers by the ranks that trade heads, 32 here.
 5. **Planning time of `locality`.** One rank after the other takes the best windows of what is left:
-   ranks x pieces x up to 16 sizes. That is a third of a second at 1M tokens on 64 ranks, half a second
-   at 8M on 64, and 10 s at 8M on 1024 (25 s in the table below, made when it dealt single blocks). All
-   other balancers place 8M tokens in less than half a second; to choose a schedule is to look at what
-   every rank sees, ranks x blocks, and takes a second there.
+   ranks x pieces x up to 16 sizes. That is a third of a second at 1M tokens on 64 ranks and half a second
+   at 8M on 64. From 256 ranks on, groups of ranks are placed first and each group's blocks then on its own
+   ranks, which takes 1.2 to 1.8 s at 8M on 1024. All other balancers place 8M tokens in less than half a
+   second; to choose a schedule is to look at what every rank sees, ranks x blocks, and takes a second
+   there.
 6. **Memory of a plan.** Which blocks each rank sees is a byte for each pair, 64 MiB at 8M tokens on 1024
    ranks, and some of its rows are held as sums while what travels is counted. It is made once for all views
    of a plan, and only for `ring`, `fetch`, "auto" and rows of `ulysses`.""",

@@ -16,7 +16,7 @@ from tritoncp.perf.studies.balance import STUDIED, fetched_rows
 from tritoncp.planning.balance import balancers, contiguous, deal, head_tail, locality, per_document, ptrr
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.problem import Problem, corpus_lengths
+from tritoncp.planning.problem import Problem, corpus_lengths, document_lengths
 from tritoncp.planning.work import MASKED_BLOCK_COST, Work, work_of_rows
 
 EVEN_COUNTS = sorted(balancers)
@@ -325,6 +325,34 @@ def test_long_sequences_are_placed_in_pieces_as_evenly(blocks: int, world_size: 
     assert int(counts.max() - counts.min()) <= 1 and int(counts.sum()) == blocks
     assert plan.imbalance <= 1.02
     assert fetched_share(plan) <= 0.9 * fetched_share(build(mask, world_size, balancer="per_document"))
+
+
+@pytest.mark.parametrize("seed", [None, 0, 2, 3])
+def test_long_documents_are_cut_for_few_keys(seed: int | None) -> None:
+    """Documents of up to a quarter of the sequence on 8 ranks: an eighth of a full gather at most."""
+    size = 1 << 17
+    lengths = document_lengths(size)
+    if seed is not None:
+        draws = torch.randint(
+            1, size // 4 + 1, (size // 1024,), generator=torch.Generator().manual_seed(seed)
+        )
+        lengths = draws[draws.cumsum(0) < size].tolist()
+        lengths += [size - sum(lengths)]
+    mask = create_block_mask(and_masks(causal(), document(lengths=lengths)), None, None, size, size)
+    plan = build(mask, 8, balancer="locality", schedule="fetch")
+    assert plan.owners[0].bincount().tolist() == [size // 128 // 8] * 8
+    assert plan.imbalance <= 1.02 and fetched_share(plan) <= 0.125
+
+
+@pytest.mark.parametrize(("blocks", "world_size"), [(16384, 1024), (8192, 256), (5003, 300)])
+def test_many_ranks_are_placed_in_groups_as_evenly(blocks: int, world_size: int) -> None:
+    mod = and_masks(causal(), document(lengths=corpus_lengths(blocks * 128)))
+    mask = create_block_mask(mod, None, None, blocks * 128, blocks * 128)
+    (work,) = work_of_rows([mask], world_size)
+    counts = [len(blocks_of_rank) for blocks_of_rank in locality(work)]
+    assert sum(counts) == blocks and max(counts) - min(counts) <= 1
+    loads = torch.stack([work.costs[blocks_of_rank].sum() for blocks_of_rank in locality(work)])
+    assert float(loads.max() / loads.mean()) <= 1.02
 
 
 def test_a_million_tokens_on_64_ranks_take_seconds() -> None:

@@ -32,7 +32,8 @@ from typing import Any
 import torch
 
 from tritoncp.planning import balance_locality
-from tritoncp.planning.work import Balancer, Work, transpose_runs
+from tritoncp.planning.balance_documents import document_starts
+from tritoncp.planning.work import Balancer, Work
 
 
 def contiguous(work: Work) -> list[list[int]]:
@@ -122,7 +123,7 @@ def per_document(work: Work) -> list[list[int]]:
     before = list(itertools.accumulate(costs, initial=0.0))
     most = before[-1] / (2 * world_size)  # work of one group
     groups: list[list[int]] = []
-    for first, end in itertools.pairwise([*_document_starts(work), n]):
+    for first, end in itertools.pairwise([*document_starts(work), n]):
         share = (before[end] - before[first]) / most if most else 0
         pairs = max(1, min((end - first + 1) // 2, math.ceil(share - 1e-9)))
         pieces = [range(first + p.start, first + p.stop) for p in _even_pieces(end - first, 2 * pairs)]
@@ -199,27 +200,6 @@ def deal(balancer: Balancer, work: Work) -> list[list[int]]:
             + (f", and {len(wrong) - 1} others not once" if len(wrong) > 1 else "")
         )
     return ranks
-
-
-def _document_starts(work: Work) -> list[int]:
-    """Return the first block of each document. No pair crosses a document boundary between blocks; if a
-    document ends inside a block, the block behind is a start, and sees only that block across the boundary.
-    Of several masks, the boundaries that all have."""
-    n = len(work.costs)
-    crossings = torch.zeros(n + 2, dtype=torch.int64)  # [i]: number of blocks that are seen across cut i
-    for sees in work.sees if work.together else ():
-        column, first, last = transpose_runs(sees, n, n).unbind(1)
-        low = torch.full((n,), n).scatter_reduce_(0, column, first, "amin")
-        high = torch.zeros(n, dtype=torch.int64).scatter_reduce_(0, column, last, "amax")
-        blocks = torch.arange(n)
-        steps = torch.zeros(n + 2, dtype=torch.int64)
-        for begin, end in ((blocks + 1, high), (low + 1, blocks + 1)):  # cuts between a block and its readers
-            nonempty, ones = end > begin, torch.ones_like(blocks)
-            steps.index_add_(0, begin[nonempty], ones[nonempty]).index_add_(0, end[nonempty], -ones[nonempty])
-        crossings = torch.maximum(crossings, steps.cumsum(0))
-    crossing, crossing_before = crossings[1:n], crossings[: max(0, n - 1)]
-    starts = (crossing == 0) | ((crossing == 1) & (crossing_before > 0))
-    return [0] * (n > 0) + ((starts if work.sees else starts[:0]).nonzero()[:, 0] + 1).tolist()
 
 
 def _lightest_first(

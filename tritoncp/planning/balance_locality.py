@@ -4,7 +4,9 @@ Blocks lie on a circle. Ranks choose in turn: each takes two windows of the circ
 costliest free block, such that the two have the rank's share of blocks and work and see the fewest keys; its
 blocks then leave the circle. Swaps of two blocks between ranks afterwards even out the work and save keys.
 
-A long sequence is first placed in pieces of several blocks: the time hardly grows with its length.
+A long sequence is first placed in pieces of several blocks: the time hardly grows with its length. Many ranks
+are placed in groups first, and the blocks of each group on its ranks: the time grows with the number of
+ranks, not with its square. Few causal documents have a search of their own: ``planning.balance_documents``.
 """
 
 from __future__ import annotations
@@ -17,15 +19,28 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import computed_once
-from tritoncp.planning.balance_pieces import MAX_PIECES, MAX_SEARCHED_RANKS, View, even_counts, piece_counts
+from tritoncp.planning.balance_documents import place_documents
+from tritoncp.planning.balance_pieces import (
+    MAX_PIECES,
+    MAX_SEARCHED_RANKS,
+    MIN_PIECES,
+    View,
+    count_groups,
+    even_counts,
+    piece_counts,
+)
 from tritoncp.planning.work import Work, merge_ranges, transpose_runs
 
 MAX_EVEN_RATIO = 1.018  # max/mean work that counts as even
 # On the work of one rank's windows, as a fraction of the mean; each yields a candidate placement.
 TOLERANCES = (0.01, 0.005, 0.02)
 SIZE_COUNTS = (32, 16)  # number of sizes of the first window; each yields a candidate placement
+MAX_CUT_RANKS = 8  # ranks up to which the search for cuts of documents stands alone where its result is even
 MAX_SWAP_CANDIDATES = 128  # blocks of each rank that a swap is chosen from
 MAX_SWAPS = 200  # swaps tried on a placement
+GROUP_SWAPS = 16  # swaps tried on the placement of one group of many, in pieces and in blocks
+GROUP_SIZES = 4  # number of sizes of the first window in a group
+GROUP_RATIO = 1.005  # max/mean work of groups of ranks that counts as even
 MAX_WINDOW_SEARCHES = 1024  # sizes of the first window, times ranks, where only one placement is searched
 # Blocks x pairs of ranks up to which every tolerance is tried and every placement improved.
 MAX_SMALL_SIZE = 1 << 20
@@ -43,16 +58,70 @@ def place_blocks(work: Work) -> Tensor:
     if n <= world_size or world_size == 1:
         return contiguous
     fine = View.of(work)
+    groups = count_groups(n, world_size)
+    if groups > 1:
+        return _place_in_groups(fine, groups)
+    cut = _place_documents(work, fine) if world_size <= MAX_SEARCHED_RANKS else []
+    if cut and world_size <= MAX_CUT_RANKS and cut[0].rank()[0] <= cut[0].cap:
+        return cut[0].owner
     sizes = {1 << (n // pieces).bit_length() - 1 for pieces in piece_counts(n, world_size)}
     owners = [_place_in_pieces(fine, size) for size in sorted(sizes)]
-    if len(owners) == 1 and sizes == {1}:
+    if not cut and sizes == {1}:
         return owners[0]
     columns = Columns(fine)
-    assignments = [Assignment(columns, owner) for owner in (contiguous, *owners)]
+    assignments = [Assignment(columns, owner) for owner in (contiguous, *owners)] + cut
     best = min(assignments, key=Assignment.rank)
     if float(best.work.max()) > best.cap and n * world_size <= MAX_IMPROVED_SIZE:
         best.improve(MAX_SWAPS // 4)
     return best.owner
+
+
+def _place_documents(work: Work, fine: View) -> list[Assignment]:
+    """Return the improved placement of a few causal documents; [] of other masks."""
+    owner = place_documents(work, fine.costs)
+    if owner is None:
+        return []
+    assignment = Assignment(Columns(fine), even_counts(owner, fine))
+    assignment.improve(MAX_SWAPS)
+    return [assignment]
+
+
+def _place_in_groups(fine: View, groups: int) -> Tensor:
+    """Place pieces on groups of ranks, and then the blocks of each group on its ranks, in smaller pieces."""
+    n, ranks, total = len(fine.costs), fine.world_size // groups, float(fine.costs.sum())
+    of_groups = fine._replace(world_size=groups)
+    size = _piece_size(n, 32 * groups)
+    columns = Columns(of_groups.in_pieces(size))
+    assignment = Assignment(
+        columns, columns.deal(SIZE_COUNTS[-1], TOLERANCES[1]), GROUP_RATIO * total / groups
+    )
+    assignment.improve(MAX_SWAPS // 4)
+    group_of = even_counts(assignment.owner.repeat_interleave(size)[:n], of_groups)
+    owner = torch.zeros_like(group_of)
+    for group in range(groups):
+        blocks = (group_of == group).nonzero()[:, 0]
+        placed = _place_group(fine.of_group(blocks, ranks), total / fine.world_size)
+        owner[blocks] = group * ranks + placed
+    return owner
+
+
+def _place_group(view: View, mean: float) -> Tensor:
+    """Place the blocks of a group on its ranks. mean: of the work of all ranks"""
+    size, cap = _piece_size(len(view.costs), max(MIN_PIECES, 16 * view.world_size)), MAX_EVEN_RATIO * mean
+    columns = Columns(view.in_pieces(size))
+    assignment = Assignment(columns, columns.deal(GROUP_SIZES, TOLERANCES[0]), cap)
+    assignment.improve(GROUP_SWAPS)
+    owner = even_counts(assignment.owner.repeat_interleave(size)[: len(view.costs)], view)
+    assignment = Assignment(Columns(view), owner, cap)
+    for steps in (GROUP_SWAPS, MAX_SWAPS):
+        if float(assignment.work.max()) > cap:
+            assignment.improve(steps)
+    return assignment.owner
+
+
+def _piece_size(blocks: int, pieces: int) -> int:
+    """Return the largest power of two that cuts blocks into this number of pieces at least."""
+    return 1 << max(1, blocks // pieces).bit_length() - 1
 
 
 def _place_in_pieces(fine: View, size: int) -> Tensor:
@@ -222,7 +291,7 @@ class Assignment:
     leaves: float32 [blocks], remote columns that the owner gains (or saves, below 0) without the block
     """
 
-    def __init__(self, columns: Columns, owner: Tensor) -> None:
+    def __init__(self, columns: Columns, owner: Tensor, cap: float | None = None) -> None:
         self.columns, self.owner = columns, owner.clone()
         self.home = (
             owner.repeat(columns.masks)
@@ -230,7 +299,7 @@ class Assignment:
             else torch.full((columns.masks * columns.width,), -1)
         )
         self.work = torch.zeros(columns.world_size, dtype=torch.float64).index_add_(0, owner, columns.costs)
-        self.cap = MAX_EVEN_RATIO * float(self.work.mean())
+        self.cap = MAX_EVEN_RATIO * float(self.work.mean()) if cap is None else cap
 
     @cached_property
     def count(self) -> Tensor:

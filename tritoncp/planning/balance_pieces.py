@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from tritoncp.planning.work import Work, merge_ranges
 
 MIN_PIECES = 512  # blocks up to twice as many are placed one by one
 MAX_PIECES = 4096  # pieces up to which a placement in pieces is improved
+MIN_GROUPED_RANKS = 256  # ranks from which on groups of ranks are placed first
 MAX_SEARCHED_RANKS = 16  # ranks up to which several sizes of pieces are tried
 
 
@@ -38,14 +40,44 @@ class View(NamedTuple):
         blocks, columns = -(-len(self.costs) // size), -(-self.columns // size)
         place = torch.arange(len(self.costs)) // size
         costs = torch.zeros(blocks, dtype=torch.float64).index_add_(0, place, self.costs)
-        line = columns + 2  # a spare column, so that ranges of different pieces do not touch
-        sees = []
-        for runs in self.sees:
-            first = runs[:, 0] // size * line
-            start, end = merge_ranges(first + runs[:, 1] // size, first + (runs[:, 2] + size - 1) // size)
-            row = start // line
-            sees.append(torch.stack([row, start - row * line, end - row * line], 1))
+        sees = [
+            merge_runs(runs[:, 0] // size, runs[:, 1] // size, (runs[:, 2] + size - 1) // size, columns)
+            for runs in self.sees
+        ]
         return View(costs, self.world_size, tuple(sees), columns, self.together)
+
+    def of_group(self, blocks: Tensor, ranks: int) -> View:
+        """Return the view of some blocks, ascending, on some ranks. Its columns are the ones that the blocks
+        see, at most twice as many as blocks: several neighbouring ones are one where there are more."""
+        place = torch.full((len(self.costs),), -1)
+        place[blocks] = torch.arange(len(blocks))
+        steps, group_runs = torch.zeros(self.columns + 1, dtype=torch.int64), []
+        for runs in self.sees:
+            runs = runs[place[runs[:, 0]] >= 0]
+            ones = torch.ones(len(runs), dtype=torch.int64)
+            steps.index_add_(0, runs[:, 1], ones).index_add_(0, runs[:, 2], -ones)
+            group_runs.append(runs)
+        number = torch.nn.functional.pad((steps.cumsum(0)[:-1] > 0).cumsum(0), (1, 0))
+        size = max(1, -(-int(number[-1]) // (2 * len(blocks))))
+        columns = -(-int(number[-1]) // size)
+        sees = [
+            merge_runs(
+                place[runs[:, 0]],
+                number[runs[:, 1]] // size,
+                (number[runs[:, 2]] + size - 1) // size,
+                columns,
+            )
+            for runs in group_runs
+        ]
+        return View(self.costs[blocks], ranks, tuple(sees), columns, False)
+
+
+def merge_runs(row: Tensor, start: Tensor, end: Tensor, columns: int) -> Tensor:
+    """Merge runs of columns that overlap or touch in a row: int64 [n, 3] rows (row, start, end)."""
+    line = columns + 2  # a spare column, so that ranges of different rows do not touch
+    start, end = merge_ranges(row * line + start, row * line + end)
+    row = start // line
+    return torch.stack([row, start - row * line, end - row * line], 1)
 
 
 def piece_counts(n: int, world_size: int) -> list[int]:
@@ -81,3 +113,14 @@ def even_counts(owner: Tensor, view: View) -> Tensor:
         room[to] -= 1
         load[to] += view.costs[block]
     return owner
+
+
+def count_groups(n: int, world_size: int) -> int:
+    """Return the number of groups of equal numbers of ranks on which ``n`` blocks are placed first; 1: none.
+
+    >>> count_groups(8192, 64), count_groups(8192, 256), count_groups(65536, 1024), count_groups(8192, 257)
+    (1, 16, 32, 1)
+    """
+    if world_size < MIN_GROUPED_RANKS or n < 16 * world_size:
+        return 1
+    return max(groups for groups in range(1, math.isqrt(world_size) + 1) if world_size % groups == 0)
