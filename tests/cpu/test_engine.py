@@ -115,7 +115,7 @@ def test_a_state_changes_only_where_the_step_stores_it(stored: bool, dtype: torc
     results = dense_attention(q, k, v, torch.ones(1, 2, 96, 80, dtype=torch.bool), scale=0.3)
     weights = torch.softmax(torch.stack([before[1] * math.log(2), results.lse]), 0)[..., None]
     want = weights[0] * before[0] + weights[1] * results.out
-    torch.testing.assert_close(acc if stored else out, want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(acc / l[..., None] if stored else out, want, rtol=0, atol=1e-5)
     if not stored:
         for x, y in zip(state, before, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
@@ -168,3 +168,23 @@ def test_an_infinite_value_is_infinite_in_all_rows_that_see_it() -> None:
     out = tritoncp.flex_attention(q, k, v, None, mask)
     torch.testing.assert_close(out[..., 0] == math.inf, visible[..., 70])
     assert not bool(out.isnan().any())
+
+
+def test_keys_in_any_order_of_steps_have_one_sum() -> None:
+    """Steps whose largest scores lie 15 to 90 apart, rising, falling and mixed: sums are scaled on the way."""
+    q, k, v = (x.detach().float() for x in tensors((1, 1, 64, 8), (1, 1, 96, 8), (1, 1, 96, 8)))
+    sizes = torch.tensor([0.0, 30, 60, 90, 45, 15]).repeat_interleave(16)
+    tables, engine = tritoncp.make_plan(full_mask(64, 16, block=16)).tables("cpu", 1, 1), CpuEngine(1.0)
+    q[..., 0], k[..., 0] = 1, sizes
+    for order in ([0, 1, 2, 3, 4, 5], [3, 2, 4, 1, 5, 0], [5, 3, 0, 2, 1, 4]):
+        acc, m, l = torch.empty(1, 1, 64, 8), torch.empty(1, 1, 64), torch.empty(1, 1, 64)
+        out, lse = torch.empty(1, 1, 64, 8), torch.empty(1, 1, 64)
+        for step, piece in enumerate(order):
+            keys, values = (x[:, :, 16 * piece : 16 * piece + 16] for x in (k, v))
+            engine.forward(
+                q, keys, values, tables, out=out, lse=lse, state=(acc, m, l), load_state=step > 0,
+                store_state=step < 5,
+            )()  # fmt: skip
+        want = dense_attention(*(x.double() for x in (q, k, v)), torch.ones(1, 1, 64, 96).bool(), scale=1.0)
+        torch.testing.assert_close(out.double(), want.out, rtol=0, atol=2e-5)
+        torch.testing.assert_close(lse.double(), want.lse, rtol=1e-6, atol=0)

@@ -28,6 +28,7 @@ from tritoncp.planning.step_tables import Tables
 Launch = Callable[[], None]
 LN2 = math.log(2)
 CACHE_SCORES = 1 << 20  # scores of a tile that pointwise operations keep in the cache
+MAX_EXPONENT = 8.0  # of a weight, above which sums are scaled down first
 GATHERED = 1 << 24  # numbers that a batch of tiles gathers
 
 
@@ -248,58 +249,64 @@ class CpuEngine:
 
 @dataclass
 class _Sums:
-    """The merged results of tiles, of packed rows: out [H, T, E], lse [H, T]."""
+    """The merged results of tiles, of packed rows: the sums of exp(score - m) * value and of exp(score - m).
 
-    out: Tensor
-    lse: Tensor
+    acc, l: the sums [H, T, E] and [H, T]
+    m:      about the logarithm of the largest part of the sum [H, T], -inf for rows without a key
+    """
+
+    acc: Tensor
+    m: Tensor
+    l: Tensor
 
     @classmethod
     def of(cls, q: Tensor, width: int) -> _Sums:
         zeros = q.new_zeros(()).expand(*q.shape[:2], width)  # without memory
-        return cls(zeros, q.new_full(q.shape[:2], -torch.inf))
+        return cls(zeros, q.new_full(q.shape[:2], -torch.inf), q.new_zeros(q.shape[:2]))
 
     def load(self, step: Step, acc: Tensor, m: Tensor, l: Tensor, *, own: bool) -> None:
-        """Continue from a state; ``own``: in its memory, where that holds packed rows relative to lse."""
-        m, l = (step.q.pack(x[..., None], self.lse.dtype)[..., 0] for x in (m, l))
-        filled = l != 0
-        safe = torch.where(filled, l, 1)
-        self.lse.copy_(torch.where(filled, (m + safe.log2()) * LN2, -torch.inf))
-        before = step.q.pack(acc, self.lse.dtype, self.out.shape[2])
-        if own and bool((safe == 1).all()):
-            self.out = before
-        else:
-            self.out = before / safe[..., None]
+        """Continue from a state; ``own``: in its memory, where that holds packed rows."""
+        packed = step.q.pack(acc, self.l.dtype, self.acc.shape[2])
+        self.acc = packed.clone() if packed.data_ptr() == acc.data_ptr() and not own else packed
+        m, l = (step.q.pack(x[..., None], self.l.dtype)[..., 0] for x in (m, l))
+        self.m, self.l = m * LN2, l.clone()
 
     def store(self, step: Step, acc: Tensor, m: Tensor, l: Tensor) -> None:
-        """Write the state, relative to lse."""
-        if self.out.data_ptr() != acc.data_ptr():
-            step.q.unpack(self.out[..., : acc.shape[3]], acc)
-        total = torch.where(self.lse == -torch.inf, 0, torch.ones_like(self.lse))
-        for packed, into in ((self.lse / LN2, m), (total, l)):
+        """Write the state."""
+        if self.acc.data_ptr() != acc.data_ptr():
+            step.q.unpack(self.acc[..., : acc.shape[3]], acc)
+        for packed, into in ((self.m / LN2, m), (self.l, l)):
             step.q.unpack(packed[..., None], into[..., None])
 
     def finish(self, step: Step, out: Tensor, lse: Tensor) -> None:
         """Write the results of the call."""
-        step.q.unpack(self.out[..., : out.shape[3]], out)
-        step.q.unpack(self.lse[..., None], lse[..., None])
+        if bool(self.l.any()):  # else zeros without memory
+            self.acc.div_(torch.where(self.l == 0, 1, self.l)[..., None])
+        step.q.unpack(self.acc[..., : out.shape[3]], out)
+        step.q.unpack((self.m + self.l.log())[..., None], lse[..., None])
 
     def add(self, group: HeadGroup, tiles: TileBatch, first: bool, out: Tensor, lse: Tensor) -> None:
         """Merge the results of a batch of tiles; ``first``: these rows have none yet."""
-        if first and out.shape == (1, *self.out.shape):  # one tile has all rows of all heads
-            self.out, self.lse = out[0], lse[0]
+        if first and out.shape == (1, *self.acc.shape):  # one tile has all rows of all heads
+            self.acc, self.m, self.l = out[0], lse[0], (lse[0] != -torch.inf).to(lse.dtype)
             return
-        self.out = self.out.contiguous()  # zeros get memory here
-        total, stat = self.out[group.heads], self.lse[group.heads, :, None]
+        self.acc = self.acc.contiguous()  # zeros get memory here
+        totals = self.acc[group.heads], self.m[group.heads, :, None], self.l[group.heads, :, None]
         lse = lse[..., None]
-        if not first:
-            rows, before = (gather(x, tiles.rows, tiles.height) for x in (total, stat))
-            gap = torch.where(lse == -torch.inf, -torch.inf, lse - before)
-            # Not by lerp_: its rounding is relative to the larger result, also where that has no weight.
-            out = rows.mul_(torch.sigmoid(-gap)).addcmul_(out, torch.sigmoid(gap))
-            lse = torch.logaddexp(before, lse)
-        scatter(stat, tiles.rows, lse)
-        if first or even_step(tiles.rows) is None:  # else ``rows`` is a view
-            scatter(total, tiles.rows, out)
+        if first:
+            acc, m, l = out, lse, (lse != -torch.inf).to(lse.dtype)
+        else:
+            acc, m, l = (gather(x, tiles.rows, tiles.height) for x in totals)
+            if bool((lse > m + MAX_EXPONENT).any()):
+                raised = torch.maximum(m, lse)
+                factor = torch.where(m == -torch.inf, 0, torch.exp(m - raised))
+                acc, m, l = acc.mul_(factor), raised, l * factor
+            weight = torch.where(lse == -torch.inf, 0, torch.exp(lse - m))
+            acc, l = acc.addcmul_(out, weight), l + weight
+        if first or even_step(tiles.rows) is None:  # else ``acc`` is a view
+            scatter(totals[0], tiles.rows, acc)
+        scatter(totals[1], tiles.rows, m)
+        scatter(totals[2], tiles.rows, l)
 
 
 def _clear(x: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LARGEST_PRODUCTS = 768  # rows of a tile, from which on torch's kernel has its largest products
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -67,14 +68,23 @@ def can_compute(q: Tensor, k: Tensor, v: Tensor | None, scale: float, backward: 
     """
     if not q.numel() or not k.numel():
         return True
-    product = torch.linalg.vector_norm(q, dim=-1).amax() * torch.linalg.vector_norm(k, dim=-1).amax()
     limits = torch.finfo(q.dtype)
-    fits = product * max(1.0, abs(scale)) < limits.max  # false for a NaN
-    if backward:
-        fits &= product * abs(scale) < 1e-3 / limits.eps
-    if v is not None:
-        fits &= torch.isfinite(torch.stack(torch.aminmax(v))).all()
-    return bool(fits)
+    largest = limits.max / max(1.0, abs(scale))
+    if backward and scale:
+        largest = min(largest, 1e-3 / limits.eps / abs(scale))
+    # Of numbers' sizes first, which is quicker; neither holds for a NaN.
+    fits = _size(q) * _size(k) * q.shape[-1] < largest or _norm(q) * _norm(k) < largest
+    return bool(fits) and (v is None or bool(_size(v) < torch.inf))
+
+
+def _size(x: Tensor) -> Tensor:
+    """Return the largest size of a number in x; NaN if there is one."""
+    return torch.stack(torch.aminmax(x)).abs().amax()
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Return the largest norm of a row of x [H, T, D]."""
+    return torch.linalg.vector_norm(x, dim=-1).amax()
 
 
 def hide(visible: Tensor, dtype: torch.dtype) -> Tensor:
