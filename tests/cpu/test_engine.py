@@ -171,7 +171,7 @@ def test_an_infinite_value_is_infinite_in_all_rows_that_see_it() -> None:
 
 
 def test_keys_in_any_order_of_steps_have_one_sum() -> None:
-    """Steps whose largest scores lie 15 to 90 apart, rising, falling and mixed: sums are scaled on the way."""
+    """Steps whose largest scores lie 15 to 90 apart, rising, falling and mixed: sums are scaled."""
     q, k, v = (x.detach().float() for x in tensors((1, 1, 64, 8), (1, 1, 96, 8), (1, 1, 96, 8)))
     sizes = torch.tensor([0.0, 30, 60, 90, 45, 15]).repeat_interleave(16)
     tables, engine = tritoncp.make_plan(full_mask(64, 16, block=16)).tables("cpu", 1, 1), CpuEngine(1.0)
