@@ -234,7 +234,7 @@ def test_inference_mode_and_no_grad_leave_no_graph() -> None:
 
 
 def test_masks_and_plans_of_an_evaluation_under_inference_mode_serve_training() -> None:
-    """What an evaluation makes and caches is saved by autograd of a training step that uses it again."""
+    """Autograd saves the mask, the plan and the caches of an evaluation in a later training step."""
     x = tensors(kv_heads=2, batch=1)
     with torch.inference_mode():
         mask = tritoncp.create_block_mask(tritoncp.causal(), None, None, 40, 40, BLOCK_SIZE=8)

@@ -87,7 +87,7 @@ class Recipes(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """What recipes yield.
+    """Pieces of documents that recipes deal, with their price.
 
     reach:  float64 [recipes], the sum of all reaches, in blocks
     excess: float64 [recipes], work above the limit, and rows that no rank has room for, in shares of a rank
