@@ -5,11 +5,13 @@ import time
 from typing import NamedTuple
 
 import pytest
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 from tests.perf.synthetic_history import line, noisy, tags
 from tritoncp.perf.dashboard.page import page
 from tritoncp.perf.records.history import History
+
+expect.set_options(timeout=30_000)  # milliseconds; a busy machine needs more than 5 s
 
 
 @pytest.fixture(scope="package")

@@ -160,7 +160,7 @@ def test_everything_can_be_done_by_keyboard(page):
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.keyboard.press("Space")
     expect(page.get_by_role("button", name="Dark colours", pressed=True)).to_be_focused()
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    expect(page.locator("body")).not_to_have_css("background-color", before)
 
 
 def test_every_chart_has_a_name_and_a_table(page):
