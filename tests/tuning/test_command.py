@@ -9,7 +9,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.tuning.test_run import Formula
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.cross_compile import TARGETS
 from tritoncp.cli import main
@@ -34,15 +33,6 @@ def home(monkeypatch, tmp_path):
     monkeypatch.setattr(Compilers, "compile_jobs", lambda self, jobs: ((job, REPORT) for job in jobs))
     yield tmp_path / "configs"
     tile_tables.forget()
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """A GPU whose times are a formula."""
-    bench = Formula()
-    monkeypatch.setattr(search_run, "device", lambda arch: tile_tables.Device("sm_90", "NVIDIA H200"))
-    monkeypatch.setattr(search_run, "_device_bench", lambda: bench)
-    return bench
 
 
 def test_a_dry_run_lists_candidates_and_writes_no_file(home):

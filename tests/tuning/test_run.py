@@ -17,6 +17,7 @@ import torch
 import triton
 from click.testing import CliRunner
 
+from tests.tuning.stand_ins import TileTimes
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import Job, Routed
 from tritoncp.analysis.launches import CallTensors, launch_of
@@ -117,22 +118,6 @@ def test_the_static_stage_compiles_routes(monkeypatch):
         launch_of(scored.job("sm_90", candidates(scored, "sm_90")[-1]))
 
 
-class Formula:
-    """Tiles of 64 rows take half the time of others; Ctrl-C at the n-th sample."""
-
-    def __init__(self, interrupt=None) -> None:
-        self.interrupt, self.samples = interrupt, 0
-
-    def wrong(self, target, config):
-        return None
-
-    def milliseconds(self, target, config):
-        self.samples += 1
-        if self.samples == self.interrupt:
-            raise KeyboardInterrupt
-        return 1.0 if config.BLOCK_M == 64 else 2.0
-
-
 @pytest.fixture
 def compile_nothing(monkeypatch):
     report = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "bound": 0.5, "flops": 1.0}
@@ -155,7 +140,7 @@ def measured(home):
 def test_choices_are_written_where_calls_look_for_them(compile_nothing, home):
     from rich.console import Console
 
-    outcome = search_run.autotune(request(home), Console(stderr=True), Formula())
+    outcome = search_run.autotune(request(home), Console(stderr=True), TileTimes())
     assert [row["gain"] for row in outcome.rows] == [2.0, 2.0] and not outcome.interrupted
     assert measured(home) == {("forward", "causal"): 64, ("forward", "full"): 64}
     search_run.show(outcome, False, Console())
@@ -164,24 +149,15 @@ def test_choices_are_written_where_calls_look_for_them(compile_nothing, home):
 def test_ctrl_c_keeps_choices_and_resume_does_the_rest(compile_nothing, home):
     from rich.console import Console
 
-    complete = Formula()
+    complete = TileTimes()
     search_run.autotune(request(home / "whole"), Console(stderr=True), complete)
-    cut = Formula(interrupt=complete.samples - 100)
+    cut = TileTimes(interrupt=complete.samples - 100)
     outcome = search_run.autotune(request(home), Console(stderr=True), cut)
     assert outcome.interrupted and ("forward", "causal") in measured(home)
-    rest = Formula()
+    rest = TileTimes()
     outcome = search_run.autotune(request(home, resume=True), Console(stderr=True), rest)
     assert not outcome.interrupted and len(measured(home)) == 2
     assert rest.samples < complete.samples / 2
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """A GPU whose times are a formula."""
-    bench = Formula()
-    monkeypatch.setattr(search_run, "device", lambda arch: tile_tables.Device("sm_90", "NVIDIA H200"))
-    monkeypatch.setattr(search_run, "_device_bench", lambda: bench)
-    return bench
 
 
 def test_the_command_tunes_the_worst_case_and_compares_fused(compile_nothing, gpu, home, tmp_path):
@@ -217,7 +193,7 @@ def test_a_terminal_gets_a_bar_that_counts(compile_nothing, home):
     from rich.console import Console
 
     output = io.StringIO()
-    search_run.autotune(request(home), Console(file=output, force_terminal=True, width=200), Formula())
+    search_run.autotune(request(home), Console(file=output, force_terminal=True, width=200), TileTimes())
     last = re.sub(r"\x1b\[[\d;?]*\w", "", output.getvalue()).splitlines()[-1]
     assert re.search(r"forward full .*tried \d+ pruned \d+ failed 0 best 2.00x of the rule", last)
 
@@ -226,7 +202,7 @@ def test_a_tuned_rule_is_an_answer_too(compile_nothing, home):
     """A rule that no candidate beats is written to the file, so that calls do not advise to tune again."""
     from rich.console import Console
 
-    bench = Formula()
+    bench = TileTimes()
     bench.milliseconds = lambda target, config: 1.0
     outcome = search_run.autotune(request(home), Console(stderr=True), bench)
     own = targets.default("forward", "sm_90", 128, torch.bfloat16)

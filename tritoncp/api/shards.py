@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.distributed import collectives, groups
-from tritoncp.frontend import validate
+from tritoncp.frontend import shard_checks, validate
 from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
@@ -42,9 +42,9 @@ def shard(
     >>> shard(torch.arange(8), plan, dim=0)
     tensor([2, 3, 4, 5])
     """
-    placement, rank = _placement(x, plan_or_mask, groups.group_of(mesh), dim, side)
-    validate.check_length(x, dim, placement.length, "a global tensor")
-    validate.check_pad(x, pad)
+    placement, rank = _placement(x, plain_mask(plan_or_mask), groups.group_of(mesh), dim, side)
+    shard_checks.check_length(x, dim, placement.length, "a global tensor")
+    shard_checks.check_pad(x, pad)
     return take(x, placement.positions(rank), dim, batch_dim, pad)
 
 
@@ -66,9 +66,9 @@ def unshard(
     """
     group = groups.group_of(mesh)
     plan_or_mask = plain_mask(plan_or_mask)
-    validate.check_gathered(plan_or_mask, 1 if group is None else group.size())
+    shard_checks.check_gathered(plan_or_mask, 1 if group is None else group.size())
     placement, rank = _placement(x, plan_or_mask, group, dim, side)
-    validate.check_length(x, dim, placement.lengths[rank], "this rank's shard")
+    shard_checks.check_length(x, dim, placement.lengths[rank], "this rank's shard")
     if x.requires_grad and grad not in ("sum", "slice"):
         raise ValueError(
             "x requires grad: say grad='sum' (the loss is summed over ranks) or grad='slice' (every rank "
@@ -81,10 +81,10 @@ def unshard(
 
 def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) -> tuple[Placement, int]:
     world_size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    validate.check_dim(x, dim)
+    shard_checks.check_dim(x, dim)
     if group is not None and isinstance(plan_or_mask, Plan):
         validate.check_ranks(plan_or_mask, group)
-    return validate.placement_of(plain_mask(plan_or_mask), world_size, rank, side, x.shape[dim])
+    return shard_checks.placement_of(plan_or_mask, world_size, rank, side, x.shape[dim])
 
 
 class Gather(torch.autograd.Function):

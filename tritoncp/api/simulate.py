@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from tritoncp.api import plans, shards
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import host_only
-from tritoncp.frontend import plan_cache, validate
+from tritoncp.frontend import plan_cache, shard_checks, validate
 from tritoncp.frontend.call import attend_ranks
 from tritoncp.frontend.request import Request, sort_arguments
 from tritoncp.masks.mask import Mask
@@ -68,9 +68,9 @@ class World:
         """Return the global tensor of all ranks' shards. Differentiable: each shard gets its part."""
         self._check(plan)
         self._count(xs)
-        placement = validate.side_of(plan, side)
+        placement = shard_checks.side_of(plan, side)
         for rank, x in enumerate(xs):
-            validate.check_length(x, dim, placement.lengths[rank], f"rank {rank}'s shard")
+            shard_checks.check_length(x, dim, placement.lengths[rank], f"rank {rank}'s shard")
         whole = torch.cat([lengthen(x, dim, placement.s_max) for x in xs], dim)
         return take(whole, placement.inverse, dim, batch_dim, 0)
 

@@ -268,15 +268,19 @@ def sliding_window(left: int, right: int = 0) -> MaskMod:
     >>> torch.equal(hf(q, kv), sliding_window(n - 1)(None, None, q, kv))
     True
     """
-    return SlidingWindow(_as_count("sliding_window: left", left), _as_count("sliding_window: right", right))
+    return SlidingWindow(_as_tokens("sliding_window: left", left), _as_tokens("sliding_window: right", right))
 
 
-def _as_count(name: str, number: Any) -> int:
-    """Return a number of tokens as an int. Raises TypeError for a fraction, and for what is no number."""
+def as_int(name: str, number: Any, needed: str = "an int is needed") -> int:
+    """Return a number as an int. Raises TypeError, with the words ``needed``, for a fraction or no number."""
     try:
         return operator.index(number)
     except TypeError:
-        raise TypeError(f"{name}={number!r}; a number of tokens is needed, an int, as 4096") from None
+        raise TypeError(f"{name}={number!r}; {needed}") from None
+
+
+def _as_tokens(name: str, number: Any) -> int:
+    return as_int(name, number, "a number of tokens is needed, an int, as 4096")
 
 
 def document(*, lengths: Sequence[int] | Tensor | None = None, ids: Tensor | None = None) -> MaskMod:
@@ -311,7 +315,7 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
     if isinstance(prefix, Tensor) and (prefix.ndim > 1 or prefix.is_floating_point()):
         description = f"{prefix.dtype} {tuple(prefix.shape)}"
         raise ValueError(f"prefix_lm: prefix must be an int or an integer tensor [B], got {description}")
-    return PrefixLM(prefix if isinstance(prefix, Tensor) else _as_count("prefix_lm: prefix", prefix))
+    return PrefixLM(prefix if isinstance(prefix, Tensor) else _as_tokens("prefix_lm: prefix", prefix))
 
 
 def is_closed_form(mask: Any) -> bool:

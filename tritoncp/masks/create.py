@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.tracing import graph_of
 from tritoncp.core.upload import upload
 from tritoncp.masks.classification.classify import Ask
+from tritoncp.masks.closed_forms import as_int
 from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.masks.mask_data import Device
 from tritoncp.masks.mask_mod import MaskFn
@@ -26,8 +26,8 @@ def create_on_device(
 ) -> Mask:  # fmt: skip
     """Make a mask, evaluated on ``device`` (None: that of the captured tensors), with a progress bar."""
     _check_function(mask_mod)
-    B, H = (None if size is None else _as_int(name, size) for name, size in (("B", B), ("H", H)))
-    Q_LEN, KV_LEN, block = _as_int("Q_LEN", Q_LEN), _as_int("KV_LEN", KV_LEN), _as_block(BLOCK_SIZE)
+    B, H = (None if size is None else _size(name, size) for name, size in (("B", B), ("H", H)))
+    Q_LEN, KV_LEN, block = _size("Q_LEN", Q_LEN), _size("KV_LEN", KV_LEN), _as_block(BLOCK_SIZE)
     place = torch.device(device) if device is not None else _capture_device(mask_mod)
     ask = None if place.type == "cpu" else _triton_ask(mask_mod, place)
     with _Bar(f"create_block_mask {Q_LEN} x {KV_LEN}") as bar:
@@ -46,12 +46,8 @@ def _check_function(mask_mod: Any) -> None:
     raise TypeError(f"create_block_mask: mask_mod is a {type(mask_mod).__name__}, no function; {remedy}")
 
 
-def _as_int(name: str, size: Any) -> int:
-    """Return a size as an int. Raises TypeError for another number, and for no number."""
-    try:
-        return operator.index(size)
-    except TypeError:
-        raise TypeError(f"create_block_mask: {name}={size!r}; an int is needed") from None
+def _size(name: str, size: Any) -> int:
+    return as_int(f"create_block_mask: {name}", size)
 
 
 def _as_block(size: Any) -> tuple[int, int]:
@@ -59,7 +55,7 @@ def _as_block(size: Any) -> tuple[int, int]:
     pair = size if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2:
         raise ValueError(f"create_block_mask: BLOCK_SIZE={size}; an int or a pair (q, kv) is needed")
-    return _as_int("BLOCK_SIZE", pair[0]), _as_int("BLOCK_SIZE", pair[1])
+    return _size("BLOCK_SIZE", pair[0]), _size("BLOCK_SIZE", pair[1])
 
 
 def _capture_device(mask_mod: MaskFn) -> torch.device:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
+from tests.perf.browser_page import opened
 from tests.perf.synthetic_history import line, noisy, tags
-from tritoncp.perf.dashboard.page import page
+from tritoncp.perf.dashboard.page import page as dashboard
 from tritoncp.perf.records.history import History
 
 expect.set_options(timeout=30_000)  # milliseconds; a busy machine needs more than 5 s
@@ -21,6 +22,15 @@ def browser():
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def page(browser, address):
+    """Open the page at a module's ``address``, and check afterwards that it logged no error."""
+    opened_page = opened(browser, address, viewport={"width": 1280, "height": 900})
+    yield opened_page
+    assert opened_page.errors == []
+    opened_page.context.close()
 
 
 class BigPage(NamedTuple):
@@ -44,5 +54,5 @@ def big_page() -> BigPage:
             point.contenders["flash"] = {"ms": float(flash)}
         points += case_line
     begin = time.process_time()
-    html = page(History(points, [], []))
+    html = dashboard(History(points, [], []))
     return BigPage(html, time.process_time() - begin)

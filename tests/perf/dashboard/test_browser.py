@@ -46,14 +46,6 @@ def address(tmp_path_factory) -> str:
     return path.as_uri()
 
 
-@pytest.fixture
-def page(browser, address):
-    opened_page = opened(browser, address, viewport={"width": 1280, "height": 900})
-    yield opened_page
-    assert opened_page.errors == []
-    opened_page.context.close()
-
-
 def test_it_opens_from_disk_and_asks_for_nothing_else(page, address):
     names_of_cases = names(page)
     page.get_by_role("link", name="window-forward").first.click()

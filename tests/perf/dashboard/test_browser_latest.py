@@ -54,14 +54,6 @@ def address(tmp_path_factory, history) -> str:
     return path.as_uri()
 
 
-@pytest.fixture
-def page(browser, address):
-    opened_page = opened(browser, address, viewport={"width": 1280, "height": 900})
-    yield opened_page
-    assert opened_page.errors == []
-    opened_page.context.close()
-
-
 SIZES = [(400, "dark"), (1280, "light")]
 MORE_SIZES = [(width, scheme) for width in (400, 1280, 1920) for scheme in ("light", "dark")]
 
