@@ -4,6 +4,7 @@ PYTHONPATH names its folder."""
 import importlib.machinery
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
 
@@ -21,6 +22,7 @@ class AfterTorch:
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
+                sys.path.insert(0, str(Path(__file__).parent))  # again: workers of pytest-xdist replace it
                 importlib.import_module("another_blas")
 
             spec.loader.exec_module = exec_module

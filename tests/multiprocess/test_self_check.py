@@ -202,7 +202,7 @@ PROGRAM = """
 def test_under_torchrun_a_dead_rank_ends_the_check(dies_at: int, code: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*launcher, str(tmp_path / "program.py"), str(dies_at)], env=environment, cwd=ROOT,
         capture_output=True, text=True, timeout=300, check=False,
