@@ -11,7 +11,8 @@ py := $(bin)/python
 pip := $(py) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
 sources := tritoncp kernels perf tests examples docs/conf.py
 
-.PHONY: help demo test test-all test-browser test-integrations gpu docs format lint types check clean find-browser
+.PHONY: help demo test test-all test-browser test-integrations gpu docs format lint types check clean \
+	find-browser find-compiler
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -48,8 +49,11 @@ machines := $(addprefix OPENBLAS_CORETYPE=,Haswell Zen Prescott $(shell grep -qs
 machines += ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2
 anew := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 # graphs kept from a run with wider vectors are wrong
 
-test-all: test ## the suite, the tests marked long, and those that compare bits as on other CPUs
-	$(pytest) -m "long and not integrations" $(ARGS)
+find-compiler:
+	@command -v $(CXX) > /dev/null || { echo "make test-all needs a C++ compiler: apt-get install g++, or CXX=path"; exit 2; }
+
+test-all: find-compiler test ## the suite, the tests marked long, and those that compare bits as on other CPUs
+	$(pytest) -m "long and not integrations and not browser" $(ARGS)
 	@failed=; for machine in $(machines); do \
 		echo "+ $$machine pytest $(bits)"; \
 		env $(anew) $$machine $(py) -m pytest -q $(bits) || failed="$$failed $$machine"; \

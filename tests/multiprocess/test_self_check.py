@@ -97,7 +97,7 @@ def test_four_ranks_trade_heads_and_pass_keys_around(tmp_path: Path) -> None:
     assert cases == [*SCHEDULES, "ulysses+ring"]
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_four_ranks_are_right_in_every_case(tmp_path: Path) -> None:
     assert check(tmp_path, 4).codes == [0] * 4
 
@@ -146,8 +146,8 @@ def test_a_wrong_rank_is_named(tmp_path: Path) -> None:
     [
         ("dies", 0),
         ("stalls", 1),
-        pytest.param("dies", 1, marks=pytest.mark.nightly),
-        pytest.param("stalls", 0, marks=pytest.mark.nightly),
+        pytest.param("dies", 1, marks=pytest.mark.long),
+        pytest.param("stalls", 0, marks=pytest.mark.long),
     ],
 )
 def test_a_lost_rank_is_named_and_the_other_ranks_end_in_time(fault: str, lost: int, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize(("dies_at", "code"), [pytest.param(0, 0, marks=pytest.mark.nightly), (2, 1)])
+@pytest.mark.parametrize(("dies_at", "code"), [pytest.param(0, 0, marks=pytest.mark.long), (2, 1)])
 def test_under_torchrun_a_dead_rank_ends_the_check(dies_at: int, code: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
