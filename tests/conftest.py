@@ -4,7 +4,6 @@ import gc
 import importlib.util
 import os
 import random
-import shutil
 from collections.abc import Iterator
 
 import torch
@@ -35,8 +34,7 @@ if importlib.util.find_spec("hypothesis"):
     hypothesis.settings.register_profile("tritoncp", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("tritoncp")
 
-HAS_BROWSER = bool(shutil.which("chromium") and importlib.util.find_spec("playwright"))
-collect_ignore = [*([] if HAS_GPU else ["gpu"]), *([] if HAS_BROWSER else ["perf/dashboard/test_browser.py"])]
+collect_ignore = [] if HAS_GPU else ["gpu"]
 
 
 def pytest_collection_finish() -> None:

@@ -85,7 +85,7 @@ def test_any_schedule_is_the_oracle(
     check(schedule, layer, world_size, balancer)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(SHARED, max_examples=300)

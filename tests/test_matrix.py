@@ -1,7 +1,7 @@
 """Every mask, score_mod, head layout, balancer and world against the float64 oracle.
 
 `make test` runs rows that hold every pair of factors on the CPU engine, and some of them in kernels; `make
-verify` all of them and the full product, schedules in turn.
+test-all` all of them; the mark nightly is on the full product, schedules in turn.
 """
 
 import itertools
@@ -54,7 +54,7 @@ def check(
     agree(simulated(qkv, plan, mod), oracle(qkv, whole, mod), **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("engine", ["cpu", pytest.param("dense", marks=pytest.mark.nightly)], indirect=True)
+@pytest.mark.parametrize("engine", ["cpu", pytest.param("dense", marks=pytest.mark.long)], indirect=True)
 @pytest.mark.parametrize(tuple(FACTORS), named(PAIRS))
 def test_any_world_is_the_oracle(mask, score, heads, balancer, world, schedule, engine) -> None:
     check(mask, score, heads, balancer, world, schedule, torch.float64)
@@ -65,7 +65,7 @@ def test_some_worlds_are_the_oracle_in_kernels(mask, score, heads, balancer, wor
     check(mask, score, heads, balancer, world, schedule, torch.float64)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize(tuple(FACTORS), named([row for row in PAIRS if row not in PAIRS[::6]]))
 def test_the_other_worlds_are_the_oracle_in_kernels(mask, score, heads, balancer, world, schedule) -> None:
     check(mask, score, heads, balancer, world, schedule, torch.float64)

@@ -85,7 +85,7 @@ def test_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | Non
     check(kind, batch, length, balancer)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "batch", "length", "balancer"), [row for row in PRODUCT if row not in FAST])
 def test_the_rest_of_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | None) -> None:
     check(kind, batch, length, balancer)
@@ -126,7 +126,7 @@ ROWS = [
     (4, "empty rows", "by document", "MHA", "head_tail"),
 ]
 ENGINES = [  # by default, kernels run in the smallest world, the CPU engine in the other ones
-    pytest.param(engine, *row, marks=[pytest.mark.nightly] * ((engine == "kernels") != (row[0] == 2)))
+    pytest.param(engine, *row, marks=[pytest.mark.long] * ((engine == "kernels") != (row[0] == 2)))
     for engine, row in itertools.product(("cpu", "kernels"), ROWS)
 ]
 

@@ -35,7 +35,7 @@ WORLDS = [1, 2, 3, 4]
 EXACT = 1e-12  # of the largest value; rounding of float64 over a few hundred terms
 
 
-@pytest.fixture(autouse=True, params=["cpu", pytest.param("dense", marks=pytest.mark.nightly)])
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("dense", marks=pytest.mark.long)])
 def plain_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use an engine of plain torch, as without Triton's interpreter; a kernel launch is an error."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
