@@ -323,14 +323,13 @@ def name_functions() -> None:
         backward,
         forward,
         forward_gluon,
-        forward_specialised,
         scores,
         tile_runs,
         tiles,
     )
     from tritoncp.mods.translate import triton_helpers
 
-    modules = tiles, tile_runs, scores, triton_helpers, forward, forward_specialised, backward
+    modules = tiles, tile_runs, scores, triton_helpers, forward, backward
     for module in modules if tiles.INTERPRETED else (*modules, forward_gluon):  # Gluon cannot be interpreted
         for function in vars(module).values():
             if getattr(function, "__module__", "") == module.__name__:
