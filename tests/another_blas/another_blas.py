@@ -1,4 +1,4 @@
-"""Torch's sums and exponentials on the CPU as on another machine: many end in another last digit.
+"""Replace torch's sums and exponentials on the CPU by another machine's: many differ in the last digit.
 
 Products, sums and flash attention are computed twice, the second time with their terms in another order, and
 each element is one of the two. Which one, and the order, depend on the operation, on shapes, strides and
@@ -23,6 +23,7 @@ from torch.library import Library, get_kernel
 
 Place = int | str  # of an argument: its position or its name
 Sum = tuple[dict[Place, int], dict[int, int]]  # the dimension of its terms, in arguments and in results
+Roll = tuple[dict[int, int], int]  # the dimensions of results, and by how many elements
 
 PRODUCTS: dict[str, Sum] = {
     "mm": ({0: 1, 1: 0}, {}),
@@ -64,42 +65,51 @@ def sums_of(op: str, args: tuple[Any, ...]) -> list[Sum]:
     return sums[:1] if any(causal) else sums
 
 
+def roll_terms(inputs: dict[Place, Any], sums: list[Sum], seed: int) -> tuple[dict[Place, Any], list[Roll]]:
+    """Return arguments with the terms of sums in another order, and the rolls that results need: none where
+    every sum has one term."""
+    inputs, rolls = dict(inputs), []
+    for terms, result_dims in sums:
+        place, dim = next(iter(terms.items()))
+        count = inputs[place].shape[dim]
+        if count < 2:
+            continue
+        shift = 1 + seed % (count - 1)
+        for place, dim in terms.items():
+            if inputs.get(place) is not None:
+                inputs[place] = torch.roll(inputs[place], shift, dim)
+        rolls.append((result_dims, -shift))
+    return inputs, rolls
+
+
 def compute_in_two_orders(number: int, op: str) -> Callable[..., Any]:
     """Return a kernel that takes each element of a result from one of two orders of its terms."""
     kernel = get_kernel(f"aten::{op}", "CPU")
     target = 0 if op.endswith("_") else "out" if op.endswith("out") else None
 
     def compute(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if not args[0].is_floating_point() or not args[0].ndim:
-            return kernel.call_boxed(keys, *args, **kwargs)
         inputs: dict[Place, Any] = dict(enumerate(args)) | kwargs
-        seed, rolled, back = layout_seed(number, inputs), dict(inputs), []
-        for terms, kept in sums_of(op, args):
-            place, dim = next(iter(terms.items()))
-            if (count := inputs[place].shape[dim]) > 1:
-                shift = 1 + seed % (count - 1)
-                rolled |= {
-                    i: torch.roll(x, shift, terms[i])
-                    for i, x in rolled.items()
-                    if i in terms and x is not None
-                }
-                back.append((kept, -shift))
-        if not back:
+        rolls: list[Roll] = []
+        if args[0].is_floating_point() and args[0].ndim:
+            seed = layout_seed(number, inputs)
+            inputs, rolls = roll_terms(inputs, sums_of(op, args), seed)
+        if not rolls:
             return kernel.call_boxed(keys, *args, **kwargs)
         if target is not None:
-            rolled[target] = inputs[target].clone()
+            inputs[target] = inputs[target].clone()
         if args[0].dtype in HALVES:  # rounded to nearest, the two would be one
-            rolled = {i: widened(x) for i, x in rolled.items()}
-        others = kernel.call_boxed(keys, *map(rolled.get, range(len(args))), **{k: rolled[k] for k in kwargs})
+            inputs = {place: widened(x) for place, x in inputs.items()}
+        reordered = kernel.call_boxed(
+            keys, *map(inputs.get, range(len(args))), **{k: inputs[k] for k in kwargs}
+        )
         results = kernel.call_boxed(keys, *args, **kwargs)
-        several = isinstance(results, tuple)
-        for i, (result, other) in enumerate(zip(results, others) if several else [(results, others)]):
-            for kept, shift in back:
-                if i in kept:
-                    other = torch.roll(other, shift, kept[i])
-            torch.where(
-                spread(COINS, seed, result.shape), round_down(other, result.dtype), result, out=result
-            )
+        pairs = zip(results, reordered) if isinstance(results, tuple) else [(results, reordered)]
+        for i, (result, other) in enumerate(pairs):
+            for result_dims, shift in rolls:
+                if i in result_dims:
+                    other = torch.roll(other, shift, result_dims[i])
+            other = round_down(other, result.dtype)
+            torch.where(spread(COINS, seed, result.shape), other, result, out=result)
         return results
 
     return compute

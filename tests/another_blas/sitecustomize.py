@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 class AfterTorch:
-    """A finder of torch that gives way to the others."""
+    """Find torch by the other finders, and extend its import."""
 
     @classmethod
     def find_spec(cls, name: str, *rest: object) -> importlib.machinery.ModuleSpec | None:
