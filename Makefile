@@ -44,7 +44,7 @@ test-integrations: ## train models of transformers and torchtitan on CPU ranks
 # No answer may hang on the CPU: what compares bits runs again as BLAS and ATen are on others, and with two threads.
 bits := tests/kernels tests/ops $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
 	distributed/test_schedules distributed/test_ulysses frontend/test_dynamo masks/test_varlen \
-	reference/test_engines repo/test_conftest test_extremes))
+	repo/test_conftest test_extremes))
 machines := $(addprefix OPENBLAS_CORETYPE=,Haswell Zen Prescott $(shell grep -qs avx512f /proc/cpuinfo && echo SkylakeX))
 machines += ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2
 anew := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 # graphs kept from a run with wider vectors are wrong
