@@ -30,7 +30,7 @@ AGREEMENT = 5.0  # seconds in which all ranks fail, if they fail alike
 PATIENCE = 5.0  # seconds to wait for a rank for which another group was closed
 STORE_TIMEOUT = 2.0  # seconds to wait for a store's answer
 MAX_LINE = 500  # characters of an error
-FAILED, CLOSED, ELSEWHERE = "failed", "closed", "elsewhere"
+FAILED, CLOSED, WAITED, ELSEWHERE = "failed", "closed", "waited", "elsewhere"
 REMEDY = "End the job, or make a new group on all ranks (torch.distributed.new_group) and pass that"
 log = area_logger("ranks")
 
@@ -53,8 +53,8 @@ class Entry(NamedTuple):
     """An entry of a group's log.
 
     messages: that the rank had started
-    kind:     FAILED: a call of the rank raised; CLOSED: the rank will not come back, for example as it
-              heard of a failure; ELSEWHERE: another group was closed for the rank
+    kind:     FAILED: a call of the rank raised, perhaps as on all ranks; CLOSED: it will not come back;
+              WAITED: nor will this one, which waited in vain; ELSEWHERE: another group was closed for it
     """
 
     rank: int
@@ -139,7 +139,7 @@ def stop(group: Any, error: BaseException) -> None:
     _append(group, Entry(group.rank(), record.messages, FAILED, record.stopped))
 
 
-def close(group: Any, record: Record, text: str) -> None:
+def close(group: Any, record: Record, text: str, kind: str = CLOSED) -> None:
     """Close a group for this process: every further call raises GroupClosed. Ranks of its other groups
     learn of it, which may wait for this rank."""
     record.stopped = record.stopped or text
@@ -147,7 +147,7 @@ def close(group: Any, record: Record, text: str) -> None:
         f"group {group.group_name!r} is closed in this process: {text}. A further call could meet an older "
         f"one of another rank. {REMEDY}"
     )
-    _append(group, Entry(group.rank(), record.messages, CLOSED, text))
+    _append(group, Entry(group.rank(), record.messages, kind, text))
     for other, its in _RECORDS.items():
         if other is not group and its.messages and not its.stopped and other.size() > 1:
             _append(other, Entry(other.rank(), its.messages, ELSEWHERE, f"in another group, {text}"))
@@ -165,7 +165,7 @@ def _reopen(group: Any, record: Record) -> None:
             record.stopped = ""
             return
         if time.monotonic() > deadline or any(
-            x.kind == CLOSED or (x.kind == FAILED and x.messages != record.messages) for x in stops
+            x.kind in (CLOSED, WAITED) or (x.kind == FAILED and x.messages != record.messages) for x in stops
         ):
             close(group, record, record.stopped)
         else:
@@ -173,11 +173,23 @@ def _reopen(group: Any, record: Record) -> None:
     raise GroupClosed(record.closed)
 
 
-def wait(
-    work: Any, group: Any, record: Record, purpose: Callable[[], str], timeout: Callable[[Any], timedelta]
-) -> None:
+class Message(NamedTuple):
+    """A message that a rank waits for.
+
+    number:  it is the group's number-th that this rank has started
+    channel: "exchange" or "tensors"; one number has one channel on all ranks that make the same calls
+    purpose: describes it for errors
+    """
+
+    number: int
+    channel: str
+    purpose: Callable[[], str]
+    timeout: Callable[[Any], timedelta]
+
+
+def wait(work: Any, group: Any, record: Record, message: Message) -> None:
     """Wait for a message between hosts, in slices, between which the log is read. Raises PeerLost."""
-    start, error = time.monotonic(), None
+    start = time.monotonic()
     while True:
         is_done = work.is_completed()
         try:
@@ -186,49 +198,72 @@ def wait(
         except RuntimeError as caught:
             error = caught
         if is_done:  # the error is the message's own
-            raise peer_lost(group, record, purpose(), timeout(group), error) from error
-        check(group, record, purpose(), timeout(group), time.monotonic() - start, error)
+            raise peer_lost(group, record, message, error) from error
+        check(group, record, message, time.monotonic() - start, error)
 
 
-def check(
-    group: Any, record: Record, purpose: str, timeout: timedelta, waited: float, error: object
-) -> None:  # fmt: skip
+def check(group: Any, record: Record, message: Message, waited: float, error: object) -> None:
     """Raise PeerLost if this rank, which has waited for ``waited`` seconds, waits in vain."""
     _read(group, record)
     for stop in record.stops(group.size()):
-        is_in_vain = stop.rank != group.rank() and stop.messages < record.messages
+        is_in_vain = stop.rank != group.rank() and stop.messages < message.number
         if stop.kind == ELSEWHERE:
             is_in_vain = is_in_vain and stop.messages >= record.arrived and waited >= PATIENCE
         if is_in_vain:
-            raise peer_lost(group, record, purpose, timeout, error)
-    if waited >= timeout.total_seconds():
-        raise peer_lost(group, record, purpose, timeout, error)
+            raise peer_lost(group, record, message, error)
+    other = _other_wait(group, message)
+    if other is not None:
+        here = f"rank {group.rank()} waited at {message.purpose()}"
+        text = f"ranks made different calls: {here}, {other}"
+        record.messages = message.number - 1  # it will not take part in the other ranks' message
+        close(group, record, text)
+        raise PeerLost(f"{text}. All ranks of a mesh must make the same calls in the same order. {REMEDY}")
+    if waited >= message.timeout(group).total_seconds():
+        raise peer_lost(group, record, message, error)
 
 
-def peer_lost(group: Any, record: Record, purpose: str, timeout: timedelta, error: object) -> PeerLost:
+def _other_wait(group: Any, message: Message) -> str | None:
+    """Compare a message with that of the same number for which another rank was the first to wait. Returns
+    its text if that went another way."""
+    answers: list[str] = []
+    own = json.dumps([message.channel, f"rank {group.rank()} at {message.purpose()}"])
+
+    def compare() -> None:
+        answers.append(_store(group).compare_set(f"wait {message.number}", "", own).decode())
+
+    _in_time(compare)
+    channel, text = json.loads((answers or [own])[0])
+    return None if channel == message.channel else text
+
+
+def peer_lost(group: Any, record: Record, message: Message, error: object) -> PeerLost:
     """Close the group, as a message will not come, and return the error. It names the rank that failed first,
     else those from which nothing is heard while the others report that they wait."""
-    here = f"rank {group.rank()} of {group.size()} was at {purpose}"
-    close(group, record, f"call {record.calls + 1} of rank {group.rank()} waited in vain at {purpose}")
+    own, size, purpose = group.rank(), group.size(), message.purpose()
+    close(group, record, f"call {record.calls + 1} of rank {own} waited in vain at {purpose}", WAITED)
     deadline = time.monotonic() + 2 * SLICE
     while True:
-        stops = [x for x in record.stops(group.size()) if x.rank != group.rank()]
-        roots = [x for x in stops if x.kind == FAILED] or [x for x in stops if x.kind == ELSEWHERE]
-        heard = {x.rank for x in stops} | {group.rank()}
-        if roots or len(heard) == group.size() or time.monotonic() > deadline:
+        _read(group, record)
+        stops = [x for x in record.stops(size) if x.rank != own]
+        roots = [x for kind in (FAILED, CLOSED, ELSEWHERE) for x in stops if x.kind == kind]
+        heard = {x.rank for x in stops} | {own}
+        if roots or len(heard) == size or time.monotonic() > deadline:
             break
         time.sleep(0.05)
-        _read(group, record)
+    here, seconds = f"rank {own} of {size} was at {purpose}", f"{message.timeout(group).total_seconds():g} s"
+    absent = [rank for rank in range(size) if rank not in heard]
     if roots:
-        record.closed = record.closed.replace(record.stopped, roots[0].text)
-        return PeerLost(f"{here}, and {roots[0].text}. {REMEDY}", [roots[0].rank])
-    absent = [rank for rank in range(group.size()) if rank not in heard]
-    ranks = name_ranks(absent) if absent else "another rank"
-    return PeerLost(
-        f"{here}, and {ranks} did not come within {timeout.total_seconds():g} s or ended the connection: it "
-        f"died, stalled or made another call. Look at the output of those ranks first. {REMEDY}. ({error})",
-        absent,
-    )
+        why, absent = roots[0].text, [roots[0].rank]
+        record.closed = record.closed.replace(record.stopped, why)
+    elif absent:
+        why = (
+            f"{name_ranks(absent)} did not come within {seconds} or ended the connection: died, stalled or "
+            f"made another call. Look at the output of those ranks first ({error})"
+        )
+    else:
+        others = "; ".join([stop.text for stop in stops[:8]])
+        why = f"the message did not end within {seconds} ({error}), nor did those of the others: {others}"
+    return PeerLost(f"{here}, and {why}. {REMEDY}", absent)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -172,17 +172,17 @@ def _connect(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect:
     if store.add("present", 1) == group.size():
         store.set("complete", "yes")
     record, start = failures.record_of(group), time.monotonic()
+    message = failures.Message(record.messages, "exchange", lambda: purpose, timeout)
     while True:
         try:
             store.wait(["complete"], timedelta(seconds=failures.SLICE))
             break
         except RuntimeError as error:
-            waited = time.monotonic() - start
-            failures.check(group, record, purpose, timeout(group), waited, error)
+            failures.check(group, record, message, time.monotonic() - start, error)
     try:
         return connect()
     except RuntimeError as error:
-        raise failures.peer_lost(group, record, purpose, timeout(group), error) from error
+        raise failures.peer_lost(group, record, message, error) from error
 
 
 def timeout(group: dist.ProcessGroup) -> timedelta:

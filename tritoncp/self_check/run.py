@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tritoncp.core.process_environment import torchrun_world_size, use_loopback_interface
-from tritoncp.distributed import collectives, groups
+from tritoncp.distributed import collectives, failures
 from tritoncp.self_check import facts
 from tritoncp.self_check.attempts import Limits, Request, Stopped, run_cases
 from tritoncp.self_check.cases import Case, Result, choose_degree, choose_sizes, list_cases
@@ -93,7 +93,7 @@ class Group(NamedTuple):
     host: dist.ProcessGroup
 
     def gather(self, own: Any) -> list[Any]:
-        """Gather every rank's value over the host group. Raises PeerLost, which names the absent ranks."""
+        """Gather every rank's value over the host group. Raises GroupClosed, which names the absent ranks."""
         text = pickle.dumps(own)
         sizes = [row[0] for row in collectives.exchange([len(text)], self.host, "the result of a case")]
         texts = collectives.exchange_bytes(text, max(sizes), self.host, "the result of a case")
@@ -191,7 +191,7 @@ def check_group(request: Request, limits: Limits, show: Show) -> Report:
             show(result)
         machine["all_gather"] = facts.time_all_gather(group.ranks)
         machine["ranks"] = group.gather(facts.describe_device(device))
-    except (Stopped, groups.PeerLost) as error:
+    except (Stopped, failures.GroupClosed) as error:
         results += mark_not_run(cases, results, str(error))
         return Report(machine, results, limits.seconds, str(error), error.absent)
     dist.destroy_process_group()
