@@ -72,6 +72,8 @@ class Record:
     arrived:  messages after which all ranks had come, at the end of the last call
     stopped:  the failure of the last call; "" where calls may go on
     closed:   the error of all further calls; "" while all ranks may have failed alike
+    entries:  of the group's log, as far as this rank has read it
+    has_store: False once the store has not answered: its host may be the rank that died
     """
 
     messages: int = 0
@@ -80,7 +82,7 @@ class Record:
     stopped: str = ""
     closed: str = ""
     entries: list[Entry] = field(default_factory=list)
-    reader: threading.Thread | None = None
+    has_store: bool = True
 
     def end_call(self) -> None:
         self.calls += 1
@@ -228,10 +230,10 @@ def _other_wait(group: Any, message: Message) -> str | None:
     answers: list[str] = []
     own = json.dumps([message.channel, f"rank {group.rank()} at {message.purpose()}"])
 
-    def compare() -> None:
-        answers.append(_store(group).compare_set(f"wait {message.number}", "", own).decode())
+    def compare(store: dist.Store) -> None:
+        answers.append(store.compare_set(f"wait {message.number}", "", own).decode())
 
-    _in_time(compare)
+    _ask_store(group, compare)
     channel, text = json.loads((answers or [own])[0])
     return None if channel == message.channel else text
 
@@ -272,43 +274,41 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {text}"
 
 
-def _store(group: Any) -> dist.Store:
-    return dist.PrefixStore("tritoncp failures", group.get_group_store())
-
-
 def _append(group: Any, entry: Entry) -> None:
-    """Append an entry to the group's log. A store that does not answer, as its host may be the rank that
-    died, is passed over."""
+    """Append an entry to the group's log."""
 
-    def write() -> None:
-        store = _store(group)
+    def write(store: dist.Store) -> None:
         store.set(f"entry {store.add('entries', 1)}", json.dumps(entry))
 
-    _in_time(write)
+    _ask_store(group, write)
 
 
 def _read(group: Any, record: Record) -> None:
-    """Read new entries of the group's log. A store that does not answer is not asked again."""
+    """Read new entries of the group's log."""
 
-    def read() -> None:
-        store = _store(group)
+    def read(store: dist.Store) -> None:
         while store.check([key := f"entry {len(record.entries) + 1}"]):
             record.entries.append(Entry(*json.loads(store.get(key))))
 
-    if record.reader is None:
-        record.reader = _in_time(read)
+    _ask_store(group, read)
 
 
-def _in_time(work: Callable[[], None]) -> threading.Thread | None:
-    """Run a function on a store, whose reads have no timeout. Returns its thread if that goes on."""
+def _ask_store(group: Any, work: Callable[[dist.Store], None]) -> None:
+    """Call a function with the group's store, which has no timeout. A store that does not answer, as its host
+    may be the rank that died, is not asked again."""
+    record = _RECORDS.of(group)
+    if not record.has_store:
+        return
+    answers: list[bool] = []
 
     def run() -> None:
         try:
-            work()
+            work(dist.PrefixStore("tritoncp failures", group.get_group_store()))
+            answers.append(True)
         except RuntimeError as error:
-            log.warning("the store of a process group failed: %s", error)
+            log.warning("the store of group %r failed: %s", group.group_name, error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(STORE_TIMEOUT)
-    return thread if thread.is_alive() else None
+    record.has_store = bool(answers)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tritoncp.distributed import failures
+from tritoncp.distributed.failures import GroupClosed
 from tritoncp.self_check.cases import PASSES, Answers, Case, Result, make_problem
 from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_passes
 
@@ -133,7 +133,7 @@ def run_schedule(
             own = take_outcome(steps, ranks.device)
             try:
                 records = gather((own, limits.reason()))
-            except failures.GroupClosed as error:
+            except GroupClosed as error:
                 rank = error.absent[0] if error.absent else None
                 yield from (Result(case, rank=rank, ranks=error.absent, why=str(error)) for case in unknown)
                 lost = ", ".join(map(str, error.absent)) or "unknown"
@@ -164,7 +164,7 @@ def take_outcome(steps: Iterator[Errors], device: torch.device) -> Errors | Fail
     try:
         return next(steps)
     except Exception as error:
-        lost = isinstance(error, failures.GroupClosed | Stalled | dist.DistError)
+        lost = isinstance(error, GroupClosed | Stalled | dist.DistError)
         lines = str(error).strip().splitlines() or [""]
         return Failure(f"{type(error).__name__}: {lines[0][:500]}", lost or not is_usable(device))
 
