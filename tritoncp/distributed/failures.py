@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from tritoncp.core.bounded_cache import OwnedState
@@ -30,6 +31,7 @@ AGREEMENT = 5.0  # seconds in which all ranks fail, if they fail alike
 PATIENCE = 5.0  # seconds to wait for a rank for which another group was closed
 STORE_TIMEOUT = 2.0  # seconds to wait for a store's answer
 MAX_LINE = 500  # characters of an error
+ROLL = 1  # tag of the messages of a roll call
 FAILED, CLOSED, WAITED, ELSEWHERE = "failed", "closed", "waited", "elsewhere"
 REMEDY = "End the job, or make a new group on all ranks (torch.distributed.new_group) and pass that"
 log = area_logger("ranks")
@@ -73,7 +75,8 @@ class Record:
     stopped:  the failure of the last call; "" where calls may go on
     closed:   the error of all further calls; "" while all ranks may have failed alike
     entries:  of the group's log, as far as this rank has read it
-    has_store: False once the store has not answered: its host may be the rank that died
+    has_store: False once the store has not answered, as its host may be the rank that died
+    control:  the control communicator on the host, a ProcessGroupGloo, once it is made
     """
 
     messages: int = 0
@@ -83,6 +86,7 @@ class Record:
     closed: str = ""
     entries: list[Entry] = field(default_factory=list)
     has_store: bool = True
+    control: Any = None
 
     def end_call(self) -> None:
         self.calls += 1
@@ -142,17 +146,22 @@ def stop(group: Any, error: BaseException) -> None:
 
 
 def close(group: Any, record: Record, text: str, kind: str = CLOSED) -> None:
-    """Close a group for this process: every further call raises GroupClosed. Ranks of its other groups
-    learn of it, which may wait for this rank."""
+    """Close a group for this process: every further call raises GroupClosed."""
     record.stopped = record.stopped or text
     record.closed = (
         f"group {group.group_name!r} is closed in this process: {text}. A further call could meet an older "
         f"one of another rank. {REMEDY}"
     )
     _append(group, Entry(group.rank(), record.messages, kind, text))
-    for other, its in _RECORDS.items():
-        if other is not group and its.messages and not its.stopped and other.size() > 1:
-            _append(other, Entry(other.rank(), its.messages, ELSEWHERE, f"in another group, {text}"))
+    if kind == CLOSED:
+        _tell_other_groups(group, text)
+
+
+def _tell_other_groups(group: Any, text: str) -> None:
+    """Tell the ranks of this rank's other groups, who may wait for it, that it was stopped in this one."""
+    for other, record in _RECORDS.items():
+        if other is not group and record.messages and not record.stopped and other.size() > 1:
+            _append(other, Entry(other.rank(), record.messages, ELSEWHERE, f"in another group, {text}"))
 
 
 def _reopen(group: Any, record: Record) -> None:
@@ -206,7 +215,8 @@ def wait(work: Any, group: Any, record: Record, message: Message) -> None:
 
 def check(group: Any, record: Record, message: Message, waited: float, error: object) -> None:
     """Raise PeerLost if this rank, which has waited for ``waited`` seconds, waits in vain."""
-    _read(group, record)
+    if not _read(group, record):
+        raise peer_lost(group, record, message, "the store of the group has lost its host")
     for stop in record.stops(group.size()):
         is_in_vain = stop.rank != group.rank() and stop.messages < message.number
         if stop.kind == ELSEWHERE:
@@ -249,14 +259,18 @@ def peer_lost(group: Any, record: Record, message: Message, error: object) -> Pe
         stops = [x for x in record.stops(size) if x.rank != own]
         roots = [x for kind in (FAILED, CLOSED, ELSEWHERE) for x in stops if x.kind == kind]
         heard = {x.rank for x in stops} | {own}
-        if roots or len(heard) == size or time.monotonic() > deadline:
+        if roots or len(heard) == size or time.monotonic() > deadline or not record.has_store:
             break
         time.sleep(0.05)
     here, seconds = f"rank {own} of {size} was at {purpose}", f"{message.timeout(group).total_seconds():g} s"
     absent = [rank for rank in range(size) if rank not in heard]
+    if not roots and not record.has_store:
+        absent = _call_roll(record, own, size)
     if roots:
         why, absent = roots[0].text, [roots[0].rank]
         record.closed = record.closed.replace(record.stopped, why)
+        if roots[0].kind != ELSEWHERE:
+            _tell_other_groups(group, why)
     elif absent:
         why = (
             f"{name_ranks(absent)} did not come within {seconds} or ended the connection: died, stalled or "
@@ -266,6 +280,27 @@ def peer_lost(group: Any, record: Record, message: Message, error: object) -> Pe
         others = "; ".join([stop.text for stop in stops[:8]])
         why = f"the message did not end within {seconds} ({error}), nor did those of the others: {others}"
     return PeerLost(f"{here}, and {why}. {REMEDY}", absent)
+
+
+def _call_roll(record: Record, own: int, size: int) -> list[int]:
+    """List the ranks that do not answer over the control communicator, where the store cannot tell. The other
+    ranks, which wait in vain as this one does, answer."""
+    if record.control is None:
+        return []
+    absent, works = set(), []
+    for peer in set(range(size)) - {own}:
+        try:
+            works.append((peer, record.control.recv([torch.zeros(1)], peer, ROLL)))
+            works.append((peer, record.control.send([torch.zeros(1)], peer, ROLL)))
+        except RuntimeError:  # the connection has ended
+            absent.add(peer)
+    deadline = time.monotonic() + 3 * SLICE
+    for peer, work in works:
+        try:
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError:
+            absent.add(peer)
+    return sorted(absent)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -283,22 +318,22 @@ def _append(group: Any, entry: Entry) -> None:
     _ask_store(group, write)
 
 
-def _read(group: Any, record: Record) -> None:
-    """Read new entries of the group's log."""
+def _read(group: Any, record: Record) -> bool:
+    """Read new entries of the group's log. Returns False where the store has lost its host."""
 
     def read(store: dist.Store) -> None:
         while store.check([key := f"entry {len(record.entries) + 1}"]):
             record.entries.append(Entry(*json.loads(store.get(key))))
 
-    _ask_store(group, read)
+    return _ask_store(group, read)
 
 
-def _ask_store(group: Any, work: Callable[[dist.Store], None]) -> None:
-    """Call a function with the group's store, which has no timeout. A store that does not answer, as its host
-    may be the rank that died, is not asked again."""
+def _ask_store(group: Any, work: Callable[[dist.Store], None]) -> bool:
+    """Call a function with the group's store, which has no timeout. A store that fails or does not answer is
+    not asked again. Returns False where it failed."""
     record = _RECORDS.of(group)
     if not record.has_store:
-        return
+        return True
     answers: list[bool] = []
 
     def run() -> None:
@@ -306,9 +341,11 @@ def _ask_store(group: Any, work: Callable[[dist.Store], None]) -> None:
             work(dist.PrefixStore("tritoncp failures", group.get_group_store()))
             answers.append(True)
         except RuntimeError as error:
-            log.warning("the store of group %r failed: %s", group.group_name, error)
+            answers.append(False)
+            log.warning("the store of group %r failed: %s", group.group_name, str(error).splitlines()[0])
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(STORE_TIMEOUT)
-    record.has_store = bool(answers)
+    record.has_store = answers == [True]
+    return answers != [False]

@@ -151,6 +151,8 @@ def run_schedule(
                         for case in cases
                         if case.direction == direction
                     )
+            if cases[0].schedule != "one-device" and 0 < len(failures) < len(records):
+                raise Stopped(f"a rank failed alone in {cases[0].name}, which closes the group of all ranks")
             if any(outcome.fatal for outcome in failures.values()):
                 raise Stopped(f"a rank or a device was lost in {cases[0].name}")
             if reason := next((text for _, text in records if text), None):
