@@ -75,6 +75,7 @@ class Record:
     stopped:  the failure of the last call; "" where calls may go on
     closed:   the error of all further calls; "" while all ranks may have failed alike
     entries:  of the group's log, as far as this rank has read it
+    told:     messages at the last entry about another group
     has_store: False once the store has not answered, as its host may be the rank that died
     control:  the control communicator on the host, a ProcessGroupGloo, once it is made
     """
@@ -85,6 +86,7 @@ class Record:
     stopped: str = ""
     closed: str = ""
     entries: list[Entry] = field(default_factory=list)
+    told: int = 0
     has_store: bool = True
     control: Any = None
 
@@ -143,6 +145,7 @@ def stop(group: Any, error: BaseException) -> None:
     error.stopped_at = record.messages  # type: ignore[attr-defined]
     log.error("%s; group %r is closed, unless all ranks failed", record.stopped, group.group_name)
     _append(group, Entry(group.rank(), record.messages, FAILED, record.stopped))
+    _tell_other_groups(group, record.stopped)
 
 
 def close(group: Any, record: Record, text: str, kind: str = CLOSED) -> None:
@@ -153,14 +156,14 @@ def close(group: Any, record: Record, text: str, kind: str = CLOSED) -> None:
         f"one of another rank. {REMEDY}"
     )
     _append(group, Entry(group.rank(), record.messages, kind, text))
-    if kind == CLOSED:
-        _tell_other_groups(group, text)
 
 
 def _tell_other_groups(group: Any, text: str) -> None:
-    """Tell the ranks of this rank's other groups, who may wait for it, that it was stopped in this one."""
+    """Tell the ranks of this rank's other groups, who may wait for it, why it may not come."""
     for other, record in _RECORDS.items():
-        if other is not group and record.messages and not record.stopped and other.size() > 1:
+        is_open = record.messages and not record.stopped and other.size() > 1
+        if is_open and record.told < record.messages:
+            record.told = record.messages
             _append(other, Entry(other.rank(), record.messages, ELSEWHERE, f"in another group, {text}"))
 
 
@@ -175,12 +178,18 @@ def _reopen(group: Any, record: Record) -> None:
             record.messages += 1  # so that this failure is older than all to come
             record.stopped = ""
             return
-        if time.monotonic() > deadline or any(
-            x.kind in (CLOSED, WAITED) or (x.kind == FAILED and x.messages != record.messages) for x in stops
+        if (
+            time.monotonic() > deadline
+            or not record.has_store
+            or any(
+                x.kind in (CLOSED, WAITED) or (x.kind == FAILED and x.messages != record.messages)
+                for x in stops
+            )
         ):
             close(group, record, record.stopped)
         else:
             time.sleep(0.02)
+    _tell_other_groups(group, record.stopped)
     raise GroupClosed(record.closed)
 
 

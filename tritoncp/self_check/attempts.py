@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncp.distributed.failures import GroupClosed
-from tritoncp.self_check.cases import PASSES, Answers, Case, Result, make_problem
+from tritoncp.self_check.cases import ONE_DEVICE, PASSES, Answers, Case, Result, make_problem
 from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_passes
 
 
@@ -151,7 +151,7 @@ def run_schedule(
                         for case in cases
                         if case.direction == direction
                     )
-            if cases[0].schedule != "one-device" and 0 < len(failures) < len(records):
+            if cases[0].schedule != ONE_DEVICE and 0 < len(failures) < len(records):
                 raise Stopped(f"a rank failed alone in {cases[0].name}, which closes the group of all ranks")
             if any(outcome.fatal for outcome in failures.values()):
                 raise Stopped(f"a rank or a device was lost in {cases[0].name}")
