@@ -1,11 +1,13 @@
-"""Settings of every test: one thread, fixed seeds, interpreted kernels off the GPU, poisoned buffers."""
+"""Settings of every test: one thread, fixed seeds, interpreted kernels and another BLAS off the GPU, poisoned
+buffers."""
 
 import gc
 import importlib.util
 import os
 import random
-import shutil
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -23,6 +25,11 @@ from tritoncp.planning import traffic  # noqa: E402
 if not HAS_GPU:
     from tests import exact_dot, interpreter_patches
 
+    # The path, for processes that tests start as well: Python imports sitecustomize from it.
+    sys.path.insert(0, str(Path(__file__).with_name("another_blas")))
+    os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], *filter(None, [os.environ.get("PYTHONPATH")])])
+    import another_blas as another_blas
+
     exact_dot.install()
     interpreter_patches.install()
 
@@ -34,8 +41,7 @@ if importlib.util.find_spec("hypothesis"):
     hypothesis.settings.register_profile("tritoncp", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("tritoncp")
 
-HAS_BROWSER = bool(shutil.which("chromium") and importlib.util.find_spec("playwright"))
-collect_ignore = [*([] if HAS_GPU else ["gpu"]), *([] if HAS_BROWSER else ["perf/dashboard/test_browser.py"])]
+collect_ignore = [] if HAS_GPU else ["gpu"]
 
 
 def pytest_collection_finish() -> None:

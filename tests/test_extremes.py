@@ -51,7 +51,7 @@ def answers(qkv: list[Tensor], schedule: str, **options: Any) -> tuple[Tensor, T
 
 
 PLACES = [
-    pytest.param(engine, where, marks=[pytest.mark.nightly] * (engine == "kernels" and where != "q and k"))
+    pytest.param(engine, where, marks=[pytest.mark.long] * (engine == "kernels" and where != "q and k"))
     for engine in ("cpu", "kernels")
     for where in ("q", "k", "q and k")
 ]

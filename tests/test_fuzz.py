@@ -76,7 +76,7 @@ def test_every_factor_in_kernels(engine: str, case: Case) -> None:
     check(case)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @KERNELS
 @pytest.mark.parametrize("case", named([case_of(row, seed) for seed, row in enumerate(pairs(SMALL))]))
 def test_every_pair_of_factors_in_kernels(engine: str, case: Case) -> None:

@@ -184,7 +184,7 @@ TE_CALLS = itertools.product(
 @pytest.mark.parametrize(
     ("kv_heads", "causal", "window", "world"),
     [
-        pytest.param(*call, world, marks=[pytest.mark.nightly] * (i % 4 != 1))
+        pytest.param(*call, world, marks=[pytest.mark.long] * (i % 4 != 1))
         for i, (call, world) in enumerate(TE_CALLS)
     ],
 )

@@ -86,7 +86,7 @@ def test_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | Non
     check(kind, batch, length, balancer)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "batch", "length", "balancer"), [row for row in PRODUCT if row not in FAST])
 def test_the_rest_of_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | None) -> None:
     check(kind, batch, length, balancer)
