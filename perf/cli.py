@@ -112,6 +112,9 @@ class Percent(click.ParamType):
     help="Exit with 0 if BEFORE has no measurement on AFTER's devices, as in a first run; different devices "
     "are not compared then.",
 )
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Also write a page of it."
+)
 @click.option("--markdown", is_flag=True, help="For a comment on a pull request.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout: verdict, reasons, rows.")
 def compare(
@@ -124,6 +127,7 @@ def compare(
     baseline: str | None,
     required: tuple[str, ...],
     allow_new_device: bool,
+    html: Path | None,
     markdown: bool,
     as_json: bool,
 ) -> None:
@@ -136,7 +140,7 @@ def compare(
     \b
     Examples:
       tritoncp perf compare HEAD~1 HEAD --fail-over 5%
-      tritoncp perf compare before.jsonl after.jsonl --markdown
+      tritoncp perf compare before.jsonl after.jsonl --html comparison.html
     """
     try:
         sides = [_read_side(before, history, allow_new_device), _read_side(after, history)]
@@ -152,6 +156,8 @@ def compare(
             reason = gate.Reason(word, "", str(error))
             click.echo(json.dumps(gate.describe(word, error.exit_code, [reason]), indent=2))
         raise
+    if html is not None:
+        _write_comparison(html, before, after, result)
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
     elif markdown:
@@ -161,6 +167,14 @@ def compare(
     if result.exit_code == NOTHING_MEASURED:
         raise NothingMeasured("every case fails on both sides: nothing is compared")
     sys.exit(result.exit_code)
+
+
+def _write_comparison(path: Path, before: str, after: str, result: gate.Gate) -> None:
+    try:
+        from tritoncp.perf.dashboard.comparison_page import comparison_page
+    except ImportError as error:
+        raise _missing_package_error(error) from error
+    path.write_text(comparison_page(before, after, result), encoding="utf-8")
 
 
 def _compare_sides(sides: Sequence[list[Point]], baseline: str | None) -> comparing.Comparison:
@@ -256,7 +270,7 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str | None) -> None
       tritoncp perf dashboard perf/history --out dashboard.html
     """
     try:
-        from tritoncp.perf.dashboard import changepoints, repository
+        from tritoncp.perf.dashboard import repository, trends
         from tritoncp.perf.dashboard.page import page
     except ImportError as error:
         raise _missing_package_error(error) from error
@@ -275,8 +289,8 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str | None) -> None
             f"no measurement in {', '.join(map(str, places))}: `tritoncp perf run` writes there; a history "
             "elsewhere is an argument, as in `tritoncp perf dashboard FOLDER`"
         )
-    if changepoints.ruptures is None:
-        click.echo(changepoints.MISSING, err=True)
+    if trends.ruptures is None:
+        click.echo(trends.MISSING, err=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(history, address), encoding="utf-8")
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tritoncp.perf.dashboard.changepoints import Cause, causes
+from tritoncp.perf.dashboard.trends import Cause, find_causes
 from tritoncp.perf.records.history import Point, append, read
 from tritoncp.perf.suite import machine, timing
 
@@ -60,7 +60,7 @@ def test_the_ptxas_version_is_recorded_and_may_explain_a_change(tools, monkeypat
         append(tmp_path / "runs.jsonl", points[-1].as_line())
     history = read(tmp_path)
     assert history.points == points and not history.problems
-    assert causes(history.points, 1) == [Cause("ptxas", "12.8.93", "13.3.33", 0)]
+    assert find_causes(history.points, 1) == [Cause("ptxas", "12.8.93", "13.3.33", 0)]
 
 
 def test_a_machine_without_the_tools_says_less(monkeypatch, tools):
