@@ -322,11 +322,10 @@ def _report_problems(problems: Sequence[Problem]) -> None:
     help="Page whose block of measured figures is updated. [default: README.md beside perf/history]",
 )
 def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> None:
-    """Import the results of `make gpu` from FOLDER: lines for the history, faster tile shapes and the default
-    route to ship, figures for the README.
+    """Import the results of `make gpu` from FOLDER: lines for the history, faster tile shapes and
+    routes to ship, figures for the README.
 
-    Every line is checked: broken lines, and times without a check of the answer, are named and left out,
-    and the exit code is 2. Names that are not allowed in file names, links, and anything but plain files are
+    Every line and entry is checked: broken ones are named and left out, and the exit code is 2. Names that are not allowed in file names, links, and anything but plain files are
     refused before anything is written. Doing it twice adds nothing.
 
     \b
