@@ -325,8 +325,9 @@ def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> N
     """Import the results of `make gpu` from FOLDER: lines for the history, faster tile shapes and
     routes to ship, figures for the README.
 
-    Every line and entry is checked: broken ones are named and left out, and the exit code is 2. Names that are not allowed in file names, links, and anything but plain files are
-    refused before anything is written. Doing it twice adds nothing.
+    Every line and entry is checked: broken ones are named and left out, and the exit code is 2. Names
+    that are not allowed in file names, links, and anything but plain files are refused before anything is
+    written. Doing it twice adds nothing.
 
     \b
     Examples:

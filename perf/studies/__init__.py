@@ -1,1 +1,1 @@
-"""Studies of planning, run by hand: balance of the balancers, and scaling to many ranks."""
+"""Tables and pictures of docs/, made by hand."""

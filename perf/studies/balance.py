@@ -1,28 +1,34 @@
-"""`python -m tritoncp.perf.studies.balance`: imbalance, traffic and planning time of every balancer.
+"""`python -m tritoncp.perf.studies.balance`: the tables of docs/balance.md and docs/scaling.md.
 
-No attention runs: work and traffic are read from the plan, counted in blocks and rows.
+Evenness, traffic, planning time and memory of every balancer. No attention runs: work and traffic are read
+from the plan, counted in blocks and rows.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 import torch
 
 from tritoncp.masks.mask import Mask
+from tritoncp.perf.dashboard.readme_figures import ROOT, rewrite
+from tritoncp.perf.suite.machine import PeakMemory
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem
-from tritoncp.planning.work import MASKED_BLOCK_COST
+from tritoncp.planning.units import format_tokens
 
-SIZES = (64, 128, 256, 512, 1024)
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+SIZES = tuple(size * 1024 for size in (64, 128, 256, 512, 1024))  # tokens, of docs/balance.md
 WORLDS = (8, 16, 64)
-
+SCALES = ((1 << 20, 64), (8 << 20, 1024))  # tokens and ranks, of docs/scaling.md
+SCALED = "causal", "corpus", "window4k", "prefix", "corpus-window4k"
+MIB = 1 << 20
 
 # The name of each mask in the page: a key of planning.problem.MASKS, and a note.
 STUDIED = {
@@ -42,49 +48,8 @@ STUDIED = {
         "form: the mask is asked about every pair, so only the short lengths are here.",
     ),
 }
-MAX_TRACED_SIZE = {"shared question": 64}  # thousands of tokens, by mask without a closed form
+MAX_TRACED_SIZE = {"shared question": 1 << 16}  # tokens, by mask without a closed form
 EVEN = 1.02
-ABOUT = """# Balancers compared
-
-Made by `python -m tritoncp.perf.studies.balance --out docs/balance.md`; nothing here ran attention or
-used a GPU.
-
-Each cell: largest work of a rank over the mean (1.000 is even; above 1.02 in bold) · keys that travel with
-`schedule="fetch"`, in per cent of what a full gather moves · seconds of one core to make the plan. Blocks of
-128 tokens; work is visible blocks, a masked one counted {masked} times. All of these balancers give ranks
-equal numbers of blocks, so contiguous pieces cannot be made even by making them longer or shorter: that would
-put other layers, which cost the same for every token, out of balance.
-
-What each promises of the work: `locality` at most 1.02 times the mean, or what the best contiguous
-placement has where ranks have too few blocks for that (a window at 64K tokens on 64 ranks); `ptrr` that
-two ranks differ by no more than the costliest block; `ptrr_unweighted` the same of listed blocks, masked
-and full counted alike; `head_tail` an even causal mask, and nothing of others. `contiguous` and
-`per_document` promise no bound: `per_document` keeps documents whole, and whole documents with equal
-numbers of blocks need not have equal work (up to 1.23 in these tables). Cells in bold are those above
-1.02.
-
-Which to take: `ptrr`, the default, where all keys travel anyway (`schedule="allgather"`, dense masks);
-`ptrr_unweighted` where placements have to agree with torch's; `locality` where the mask is sparse and
-`schedule="fetch"` or `"ring"` moves only what is seen; `per_document` where planning time counts and a few
-per cent of work do not. `balancer="auto"` weighs them all by predicted time. A function of your own goes in
-the same place: `make_plan(mask, mesh, balancer=mine)`, see `tritoncp.planning.work.Work`."""
-
-
-class Numbers(click.ParamType):
-    """Comma-separated whole numbers."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(int(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a comma-separated list of whole numbers, as 64,128", param, ctx)
-        if not numbers or min(numbers) < 1:
-            self.fail(f"{value!r}: numbers must be at least 1", param, ctx)
-        return numbers
 
 
 class Quality(NamedTuple):
@@ -92,20 +57,31 @@ class Quality(NamedTuple):
 
     imbalance: largest work of a rank over the mean
     travels:   rows of keys that all ranks fetch, in per cent of the rows that a full all-gather moves
-    seconds:   time of one core to build the plan
+    seconds:   time of one core to build a rank's plan with the tables of its first step
+    mib:       most memory that it held meanwhile, beyond what the process held before, in MiB; None except
+               on Linux
+    schedule:  that the plan has
     """
 
     imbalance: float
     travels: float
     seconds: float
+    mib: float | None
+    schedule: str
 
 
-def measure_quality(mask: Mask, world_size: int, balancer: str) -> Quality:
-    """Build a plan and return its quality."""
+def measure_quality(mask: Mask, world_size: int, balancer: str, schedule: str = "fetch") -> Quality:
+    """Build a plan, with the tables of the first step unless the schedule is "fetch", and return its
+    quality."""
+    memory = PeakMemory() if PeakMemory.is_available() else None
     begin = time.process_time()
-    plan = build(mask, world_size, balancer=balancer, schedule="fetch")
+    plan = build(mask, world_size, world_size // 2, balancer=balancer, schedule=schedule)
+    if schedule != "fetch":
+        plan.tables(buffer={"ring": plan.rank, "fetch": "fetched"}.get(plan.schedule, "gathered"))
     seconds = time.process_time() - begin
-    return Quality(plan.imbalance, 100 * fetched_rows(plan) / ((world_size - 1) * plan.kv.length), seconds)
+    mib = memory.growth() / MIB if memory else None
+    travels = 100 * fetched_rows(plan) / ((world_size - 1) * plan.kv.length)
+    return Quality(plan.imbalance, travels, seconds, mib, plan.schedule)
 
 
 def fetched_rows(plan: Plan) -> int:
@@ -113,43 +89,82 @@ def fetched_rows(plan: Plan) -> int:
     return int(plan.traffic.clone().fill_diagonal_(0).sum()) // max(plan.mask.B, plan.q.batch)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--sizes", default=SIZES, type=Numbers(), show_default=True, help="Thousands (1024) of tokens.")
-@click.option("--worlds", default=WORLDS, type=Numbers(), show_default=True, help="Numbers of ranks.")
-@click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Where the page goes, else stdout."
-)
-def main(sizes: Sequence[int], worlds: Sequence[int], out: Path | None) -> None:
-    """Measure every balancer over the mask zoo, on one CPU core, and write the page of docs/balance.md."""
-    torch.set_num_threads(1)
-    parts = [ABOUT.format(masked=MASKED_BLOCK_COST)]
+def format_balance(sizes: Sequence[int], worlds: Sequence[int]) -> str:
+    """Measure every balancer over masks, lengths and ranks, and format a table for each mask."""
+    parts = []
     for name, (mask_name, note) in STUDIED.items():
         rows = []
         for size in sizes:
-            if name in MAX_TRACED_SIZE and size > MAX_TRACED_SIZE[name]:
+            if size > MAX_TRACED_SIZE.get(name, size):
                 continue
-            mask = Problem(mask_name, size * 1024).block_mask()
+            mask = Problem(mask_name, size).block_mask()
             for world_size in worlds:
-                qualities = [measure_quality(mask, world_size, balancer) for balancer in balancers]
-                rows.append(f"| {size}K | {world_size} | " + " | ".join(map(_format_cell, qualities)) + " |")
-                click.echo(f"{name}, {size}K tokens, {world_size} ranks", err=True)
-        head = f"| tokens | ranks | {' | '.join(balancers)} |\n|{'---|' * (len(balancers) + 2)}"
-        parts.append("\n".join([f"## {name[:1].upper()}{name[1:]}\n", f"{note}\n", head, *rows]))
-    text = "\n\n".join(parts) + "\n"
-    if out is None:
-        click.echo(text, nl=False)
-    else:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text)
+                cells = [_format_cell(measure_quality(mask, world_size, balancer)) for balancer in balancers]
+                rows.append([f"{size >> 10}K", str(world_size), *cells])
+                click.echo(f"{name}, {size} tokens, {world_size} ranks", err=True)
+        parts += [
+            f"## {name[:1].upper()}{name[1:]}",
+            note,
+            _format_table(["tokens", "ranks", *balancers], rows),
+        ]
+    return "\n\n".join(parts)
+
+
+def format_scale(scales: Sequence[tuple[int, int]]) -> str:
+    """Measure whole plans with `schedule="auto"`, and format a table for each length and number of ranks."""
+    parts = []
+    for tokens, world_size in scales:
+        rows = []
+        for name in SCALED:
+            mask = Problem(name, tokens).block_mask()
+            for balancer in balancers:
+                result = measure_quality(mask, world_size, balancer, "auto")
+                memory = "–" if result.mib is None else f"{result.mib:.0f} MiB"
+                figures = [
+                    f"{result.imbalance:.3f}",
+                    f"{result.travels:.1f} %",
+                    f"{result.seconds:.2f} s",
+                    memory,
+                ]
+                rows.append([name, balancer, *figures, result.schedule])
+                click.echo(f"{name}, {tokens} tokens, {world_size} ranks, {balancer}", err=True)
+        heads = ["mask", "balancer", "max/mean", "keys that travel", "plan", "most memory", "auto"]
+        title = f"## {format_tokens(tokens)} tokens on {world_size} ranks"
+        parts += [title, _format_table(heads, rows)]
+    return "\n\n".join(parts)
+
+
+def _format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
 
 
 def _format_cell(result: Quality) -> str:
     """
-    >>> _format_cell(Quality(1.0149, 12.345, 0.512)), _format_cell(Quality(2.5, 0.04, 0.001))
-    ('1.015 · 12.3 % · 0.51 s', '**2.500** · 0.0 % · 0.00 s')
+    >>> _format_cell(Quality(2.5, 0.04, 0.512, None, "fetch"))
+    '**2.500** · 0.0 % · 0.51 s'
     """
     uneven = "**" * (result.imbalance > EVEN)
     return f"{uneven}{result.imbalance:.3f}{uneven} · {result.travels:.1f} % · {result.seconds:.2f} s"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "balance": lambda: format_balance(SIZES, WORLDS),
+    "scaling": lambda: format_scale(SCALES),
+}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("page", type=click.Choice([*PAGES]))
+@click.option("--write", is_flag=True, help="Write the tables into docs/PAGE.md instead of printing them.")
+def main(page: str, write: bool) -> None:
+    """Measure balancers on one CPU core, and make the tables of docs/balance.md or docs/scaling.md."""
+    torch.set_num_threads(1)
+    path: Path = ROOT / f"docs/{page}.md"
+    tables = PAGES[page]()
+    if write:
+        rewrite(path, f"\n{tables}\n", BEGIN, END)
+    else:
+        click.echo(tables)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import click
 
 from tritoncp.perf.studies import gallery_pictures
+from tritoncp.perf.studies.gallery_pictures import Panel
 
 PAGES = (Path("docs/masks.md"), Path("docs/schedules.md"))
 FENCE = re.compile(
@@ -70,17 +71,17 @@ def run_blocks(page: Path) -> Iterator[Entry]:
             yield Entry(block.picture, names)
 
 
-def draw(entry: Entry) -> str:
-    """Draw the picture of an entry as SVG."""
+def list_panels(entry: Entry) -> list[Panel]:
+    """List the panels of the picture of an entry."""
     names = entry.names
     if "plan" in names:
-        return gallery_pictures.draw_plan(names["plan"])
+        return gallery_pictures.of_plan(names["plan"])
     mask_mod, score_mod, options = map(names.get, ("mask_mod", "score_mod", "options"))
     if options is not None:
-        return gallery_pictures.draw_sinks(entry.size, options["sinks"])
+        return gallery_pictures.of_sinks(entry.size, options["sinks"])
     if score_mod is None:
-        return gallery_pictures.draw_mask(entry.size, names["mask_mod"])
-    return gallery_pictures.draw_score(entry.size, score_mod, mask_mod)
+        return gallery_pictures.of_mask(entry.size, names["mask_mod"])
+    return gallery_pictures.of_score(entry.size, score_mod, mask_mod)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -93,7 +94,7 @@ def main(pages: tuple[Path, ...]) -> None:
         for entry in run_blocks(page):
             path = page.parent / entry.picture
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(draw(entry))
+            gallery_pictures.write(list_panels(entry), path)
             click.echo(path)
 
 

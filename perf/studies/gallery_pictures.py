@@ -1,9 +1,10 @@
-"""Pictures of masks, score_mods and plans as small SVG files: the same bytes on every machine."""
+"""Pictures of masks, score_mods and plans: panels of cells, drawn by Matplotlib as small SVG files."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,123 +12,92 @@ from torch import Tensor
 
 from tritoncp.masks.block_runs import Kind
 from tritoncp.masks.closed_forms import causal
-from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.masks.mask import create_block_mask
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.report import colours
 
 Mod = Callable[..., Tensor]
+Size = tuple[int, int, int]  # batch rows, heads, tokens
 
 BLOCK = 16  # tokens of a block in pictures of masks
-PANELS = 4  # most heads or batch rows that a picture shows
-SIDE, GAP = 192, 16  # pixels of a panel, and between two
+MOST_PANELS = 4  # heads or batch rows that a picture shows
 HIDDEN, IN_MASKED_BLOCK, IN_FULL_BLOCK = "#e2e6ec", "#4477aa", "#08306b"
 LOWER = ("#d9e6f2", "#a6c8e4", "#5f9fce", "#2b73b3", "#08306b")  # from little to much below 0
 HIGHER = ("#fbe3d6", "#f7b799", "#e17860", "#b8222f", "#67001f")
-FRAME, INK = "#adb5bd", "#495057"
+INK = "#495057"
 
 
 class Panel(NamedTuple):
-    """A square of cells [rows, columns], each with the number of a colour, and a caption; -1 is paper."""
+    """A square of a picture, with a caption. values: [rows, columns], numbers of ``colours``, -1 for paper;
+    or [n]: heights of bars in these colours, or of a curve where there is none."""
 
-    cells: Tensor
+    values: Tensor
     caption: str
+    colours: Sequence[str] = ()
 
 
-def draw_mask(size: tuple[int, int, int], mask_mod: Mod) -> str:
-    """Draw the visible pairs, darker in full blocks; hidden pairs of masked blocks are grey, absent blocks
+def of_mask(size: Size, mask_mod: Mod) -> list[Panel]:
+    """Show the visible pairs, darker in full blocks; hidden pairs of masked blocks are grey, absent blocks
     white."""
     visible = evaluate(size, mask_mod)
     batch, heads, tokens = visible.shape[:3]
     mask = create_block_mask(mask_mod, batch, heads, tokens, tokens, BLOCK_SIZE=BLOCK)
-    kinds = block_kinds(mask).expand(batch, heads, -1, -1)
+    kinds = mask.runs.to_kinds().expand(batch, heads, -1, -1)
     kinds = kinds.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)
     full = (kinds == Kind.FULL) | (kinds == Kind.BOUNDED)
     cells = torch.where(visible, torch.where(full, 2, 1), torch.where(kinds == Kind.MASKED, 0, -1))
-    return render(list_panels(cells), (HIDDEN, IN_MASKED_BLOCK, IN_FULL_BLOCK))
+    return _split_panels(cells, (HIDDEN, IN_MASKED_BLOCK, IN_FULL_BLOCK))
 
 
-def block_kinds(mask: Mask) -> Tensor:
-    """Return the kind of each block: int [B, H, rows, columns]."""
-    return mask.runs.to_kinds()
-
-
-def draw_score(size: tuple[int, int, int], score_mod: Mod, mask_mod: Mod | None) -> str:
-    """Draw how a score_mod changes a score of 1 at each visible pair: blue lowers it, red raises it, grey
-    does not change it. A score_mod that does not read positions is drawn as a curve."""
+def of_score(size: Size, score_mod: Mod, mask_mod: Mod | None) -> list[Panel]:
+    """Show how a score_mod changes a score of 1 at each visible pair: blue lowers it, red raises it, grey
+    does not change it. A score_mod that does not read positions is a curve over scores."""
     visible = evaluate(size, mask_mod or causal()).expand(size[0], size[1], -1, -1)
     change = evaluate(size, score_mod, torch.tensor(1.0)).detach().double() - 1
     if bool((change == change.flatten()[0]).all()):
-        return draw_curve(score_mod)
+        scores, index = torch.linspace(-100, 100, 65), torch.tensor(0)
+        return [Panel(score_mod(scores, index, index, index, index).detach(), "scores from -100 to 100")]
     change = shared(torch.where(visible, change.expand(visible.shape), torch.nan))
-    most = float(change.nan_to_num().abs().max())
-    level = (change.abs() / most * len(LOWER) + 1e-6).floor().clamp(max=len(LOWER) - 1)
+    level = _find_level(change.abs() / float(change.nan_to_num().abs().max()))
     cells = torch.where(change < 0, level, level + len(LOWER))
     cells = torch.where(change == 0, len(LOWER + HIGHER), cells)
-    cells = torch.where(change.isnan(), -1, cells).long()
+    cells = torch.where(change.isnan(), -1, cells)
     note = f"{change.nan_to_num().min():+.2g} to {change.nan_to_num().max():+.2g}"
-    return render(list_panels(cells, note), (*LOWER, *HIGHER, HIDDEN))
+    return _split_panels(cells, (*LOWER, *HIGHER, HIDDEN), note)
 
 
-def draw_curve(score_mod: Mod) -> str:
-    """Draw the changed score over scores from -100 to 100."""
-    index = torch.tensor(0)
-    scores = torch.linspace(-100, 100, 65)
-    changed = score_mod(scores, index, index, index, index).tolist()
-    at = " ".join(
-        f"{SIDE * (x + 100) / 200:.1f},{SIDE * (100 - y) / 200:.1f}" for x, y in zip(scores.tolist(), changed)
-    )
-    middle = SIDE / 2
-    lines = (
-        f"<path d='M0 {middle}H{SIDE}M{middle} 0V{SIDE}' stroke='{FRAME}'/><path d='M0 {SIDE}L{SIDE} 0' "
-        f"stroke='{FRAME}' stroke-dasharray='4'/><polyline points='{at}' fill='none' "
-        f"stroke='{IN_MASKED_BLOCK}' stroke-width='2'/>"
-    )
-    return wrap(SIDE, SIDE + 18, lines + frame(0) + text(middle, SIDE + 13, "scores from -100 to 100"))
-
-
-def draw_sinks(size: tuple[int, int, int], sinks: Tensor) -> str:
-    """Draw the probabilities of equal scores under a causal mask, and of the sink as the first columns."""
+def of_sinks(size: Size, sinks: Tensor) -> list[Panel]:
+    """Show the probabilities of equal scores under a causal mask, and of the sink as the first columns."""
     _, _, tokens = size
     visible = evaluate((1, 1, tokens), causal())[0, 0]
     scores = torch.where(visible, 0.0, -torch.inf)
     probabilities = torch.cat([sinks.detach()[:1].expand(tokens, 1), scores], 1).softmax(1)
     wide = torch.cat([probabilities[:, :1].expand(-1, 4), probabilities[:, 1:]], 1)[:, :tokens]
-    level = ((1 + wide.log2() / 6).clamp(min=0) * len(LOWER) + 1e-6).floor().clamp(max=len(LOWER) - 1)
-    cells = torch.where(wide > 0, level, -1).long()
-    return render([Panel(cells, "sink: the four columns at the left")], LOWER)
+    cells = torch.where(wide > 0, _find_level((1 + wide.log2() / 6).clamp(min=0)), -1)
+    return [Panel(cells, "sink: the four columns at the left", LOWER)]
 
 
-def draw_plan(plan: Plan) -> str:
-    """Draw the listed blocks in the colours of the ranks that compute them, the work of each rank, and how
+def of_plan(plan: Plan) -> list[Panel]:
+    """Show the listed blocks in the colours of the ranks that compute them, the work of each rank, and how
     many keys each rank reads of each other one."""
-    kinds = block_kinds(plan.mask)[0, 0]
-    owners = plan.owners[0][:, None].expand(kinds.shape)
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    paint = colormaps["tab10" if plan.world_size <= 10 else "tab20"]
+    ranks = [to_hex(paint(rank % paint.N)) for rank in range(plan.world_size)]
+    kinds = plan.mask.runs.to_kinds()[0, 0]
     listed = (kinds == Kind.FULL) | (kinds == Kind.BOUNDED) | (kinds == Kind.MASKED)
-    paint = ["#{:02x}{:02x}{:02x}".format(*colour) for colour in colours(plan.world_size)]
-    reads = plan.traffic.double()
-    own = torch.eye(len(reads), dtype=torch.bool)
-    reads = reads.masked_fill(own, 0)
-    level = (reads / max(plan.kv.lengths) * len(LOWER) - 1e-6).ceil().long().clamp(max=len(LOWER)) - 1
-    blocks = draw_panel(Panel(torch.where(listed, owners, -1), "queries down, keys across"), paint, 0)
-    bars = draw_bars(plan.work, paint, SIDE + GAP)
-    traffic = draw_panel(Panel(level, "keys read: reader down, owner across"), LOWER, 2)
-    return wrap(3 * SIDE + 2 * GAP, SIDE + 18, blocks + bars + traffic)
+    blocks = torch.where(listed, plan.owners[0][:, None].expand(kinds.shape), -1)
+    reads = plan.traffic.double().fill_diagonal_(0) / max(plan.kv.lengths)
+    level = (reads * len(LOWER) - 1e-6).ceil().long().clamp(max=len(LOWER)) - 1
+    work = torch.tensor([float(cost) for cost in plan.work])
+    return [
+        Panel(blocks, "queries down, keys across", ranks),
+        Panel(work, f"work: most {float(work.max() / work.mean()):.2f} of the mean", ranks),
+        Panel(level, "keys read: reader down, owner across", LOWER),
+    ]
 
 
-def draw_bars(work: Sequence[float], paint: Sequence[str], left: int) -> str:
-    """Draw the work of each rank as bars, the mean as a dashed line."""
-    wide, most, mean = SIDE / len(work), max(work), sum(work) / len(work)
-    bars = "".join(
-        f"<rect x='{left + wide * rank + wide / 10:.1f}' y='{SIDE - (SIDE - 8) * cost / most:.1f}' "
-        f"width='{wide * 0.8:.1f}' height='{(SIDE - 8) * cost / most:.1f}' fill='{paint[rank]}'/>"
-        for rank, cost in enumerate(work)
-    )
-    level = SIDE - (SIDE - 8) * mean / most
-    line = f"<path d='M{left} {level:.1f}h{SIDE}' stroke='{INK}' stroke-dasharray='4'/>"
-    return bars + line + text(left + SIDE / 2, SIDE + 13, f"work: most {most / mean:.2f} of the mean")
-
-
-def evaluate(size: tuple[int, int, int], mod: Mod, *score: Tensor) -> Tensor:
+def evaluate(size: Size, mod: Mod, *score: Tensor) -> Tensor:
     """Evaluate a mask_mod, or a score_mod on a score, for every pair: [B or 1, H or 1, S, S], one batch
     row or head where all are equal."""
     batch, heads, tokens = size
@@ -145,57 +115,60 @@ def shared(values: Tensor) -> Tensor:
     return values
 
 
-def list_panels(cells: Tensor, note: str = "") -> list[Panel]:
-    """List the panels of cells [B, H, S, S]: each batch row, or each head of the first row."""
+def _find_level(part: Tensor) -> Tensor:
+    """Return the number of the shade for parts from 0 to 1."""
+    return (part * len(LOWER) + 1e-6).floor().clamp(max=len(LOWER) - 1).nan_to_num().long()
+
+
+def _split_panels(cells: Tensor, colours: Sequence[str], note: str = "") -> list[Panel]:
+    """Return the panels of cells [B, H, S, S]: each batch row, or each head of the first row."""
     batch, heads = cells.shape[:2]
     if batch > 1:
-        return [Panel(cells[b, 0], f"b = {b}") for b in range(min(batch, PANELS))]
+        return [Panel(cells[b, 0], f"b = {b}", colours) for b in range(min(batch, MOST_PANELS))]
     if heads > 1:
-        return [Panel(cells[0, h], f"h = {h}") for h in range(min(heads, PANELS))]
-    return [Panel(cells[0, 0], note)]
+        return [Panel(cells[0, h], f"h = {h}", colours) for h in range(min(heads, MOST_PANELS))]
+    return [Panel(cells[0, 0], note, colours)]
 
 
-def render(panels: Sequence[Panel], paint: Sequence[str]) -> str:
-    """Draw panels side by side."""
-    parts = [draw_panel(panel, paint, place) for place, panel in enumerate(panels)]
+def digest_of(panels: Sequence[Panel]) -> str:
+    """Return a digest of what panels show, which is written into the picture."""
+    cells = [panel.values.to(torch.float32).numpy().tobytes() for panel in panels]
+    return hashlib.sha256(b"".join(cells)).hexdigest()[:16]
+
+
+def write(panels: Sequence[Panel], path: Path) -> None:
+    """Draw panels side by side, as an SVG file."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
     captions = any(panel.caption for panel in panels)
-    return wrap(len(panels) * (SIDE + GAP) - GAP, SIDE + 18 * captions, "".join(parts))
+    figure = Figure(figsize=(2.15 * len(panels), 2.35 if captions else 2.15), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, panel in zip(axes, panels):
+        _draw_panel(axis, panel)
+    with matplotlib.rc_context({"svg.hashsalt": "tritoncp", "svg.fonttype": "none"}):
+        figure.savefig(path, format="svg", dpi=144, metadata={"Date": None, "Description": digest_of(panels)})
 
 
-def draw_panel(panel: Panel, paint: Sequence[str], place: int) -> str:
-    """Draw one panel: a path of horizontal strokes for each colour."""
-    rows, columns = panel.cells.shape
-    strokes: dict[int, list[str]] = {}
-    for row, line in enumerate(panel.cells.tolist()):
-        column = 0
-        for colour, cells in groupby(line):
-            count = len(list(cells))
-            if colour >= 0:
-                strokes.setdefault(colour, []).append(f"M{column} {row}.5h{count}")
-            column += count
-    left = place * (SIDE + GAP)
-    paths = "".join(f"<path d='{''.join(strokes[c])}' stroke='{paint[c]}'/>" for c in sorted(strokes))
-    scale = f"translate({left} 0) scale({SIDE / columns:g} {SIDE / rows:g})"
-    square = f"<g transform='{scale}' shape-rendering='crispEdges'>{paths}</g>" + frame(left)
-    return square + (text(left + SIDE / 2, SIDE + 13, panel.caption) if panel.caption else "")
+def _draw_panel(axis: Any, panel: Panel) -> None:
+    from matplotlib.colors import ListedColormap
 
-
-def frame(left: float) -> str:
-    """Draw the border of a panel."""
-    return (
-        f"<rect x='{left + 0.5}' y='.5' width='{SIDE - 1}' height='{SIDE - 1}' fill='none' stroke='{FRAME}'/>"
-    )
-
-
-def text(x: float, y: float, words: str) -> str:
-    """Write words, centred."""
-    return f"<text x='{x:g}' y='{y:g}' text-anchor='middle' fill='{INK}'>{words}</text>"
-
-
-def wrap(wide: float, high: float, content: Any) -> str:
-    """Return a whole SVG file."""
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{wide:g}' height='{high:g}' "
-        f"viewBox='0 0 {wide:g} {high:g}' font-family='sans-serif' font-size='12'>"
-        f"<rect width='100%' height='100%' fill='#fff'/>{content}</svg>\n"
-    )
+    values = panel.values.numpy()
+    if values.ndim == 2:
+        colours = ListedColormap(["#ffffff", *panel.colours])
+        axis.imshow(
+            values, colours, vmin=-1.5, vmax=len(panel.colours) - 0.5, interpolation="nearest", aspect="auto"
+        )
+    elif panel.colours:
+        axis.bar(range(len(values)), values, color=panel.colours)
+        axis.axhline(values.mean(), color=INK, linestyle="dashed", linewidth=1)
+    else:
+        axis.plot([-100, 100], [-100, 100], color="#adb5bd", linestyle="dashed")
+        axis.plot(torch.linspace(-100, 100, len(values)), values, color=IN_MASKED_BLOCK, linewidth=2)
+        axis.axhline(0, color="#adb5bd", linewidth=0.8)
+        axis.axvline(0, color="#adb5bd", linewidth=0.8)
+    axis.set_xticks([])
+    axis.set_yticks([])
+    axis.set_xlabel(panel.caption, fontsize=7.5, color=INK)
+    for spine in axis.spines.values():
+        spine.set_color("#adb5bd")

@@ -1,4 +1,4 @@
-"""The page about balancers: its traffic is the rows that ranks fetch, and one command writes it."""
+"""The tables about balancers: traffic is the rows that ranks fetch, and one command writes them."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from click.testing import CliRunner
 
 from tritoncp import causal, create_block_mask
 from tritoncp.masks import Kind
-from tritoncp.perf.studies.balance import STUDIED, fetched_rows, main, measure_quality
+from tritoncp.perf.studies import balance
+from tritoncp.perf.studies.balance import STUDIED, fetched_rows, format_balance, format_scale, measure_quality
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
 from tritoncp.planning.problem import MASKS, corpus_lengths
@@ -19,13 +20,15 @@ def test_traffic_is_the_remote_blocks_that_ranks_see(balancer: str) -> None:
     plan = build(mask, world_size, balancer=balancer, schedule="fetch")
     listed = mask.runs.to_kinds()[0, 0] <= int(Kind.BOUNDED)
     owner = plan.owners[0]
-    remote_blocks = torch.stack(
-        [listed[owner == rank].any(0) & (owner != rank) for rank in range(world_size)]
-    )
-    assert fetched_rows(plan) == block * int(remote_blocks.sum())
-    result = measure_quality(mask, world_size, balancer)
-    assert result.imbalance == plan.imbalance and result.seconds > 0
-    assert result.travels == pytest.approx(100 * int(remote_blocks.sum()) * block / ((world_size - 1) * size))
+    remote = torch.stack([listed[owner == rank].any(0) & (owner != rank) for rank in range(world_size)])
+    assert fetched_rows(plan) == block * int(remote.sum())
+    for schedule in ("fetch", "auto", "ring"):
+        result = measure_quality(mask, world_size, balancer, schedule)
+        assert result.imbalance == plan.imbalance and result.schedule in (
+            schedule,
+            build(mask, 4, balancer=balancer).schedule,
+        )
+        assert result.travels == pytest.approx(100 * int(remote.sum()) * block / ((world_size - 1) * size))
 
 
 def test_contiguous_causal_pieces_see_all_before_them() -> None:
@@ -39,13 +42,18 @@ def test_documents_fill_the_sequence(seq: int) -> None:
     assert sum(lengths) == seq and min(lengths) >= 1 and lengths == corpus_lengths(seq)
 
 
-def test_one_command_makes_the_page(tmp_path) -> None:
-    page = tmp_path / "docs" / "balance.md"
-    arguments = ["--sizes", "2", "--worlds", "2,4", "--out", str(page)]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
+def test_tables_have_a_row_for_each_plan_and_one_command_writes_them(tmp_path, monkeypatch) -> None:
+    tables = format_balance((2048,), (2, 4))
+    assert tables.count("| 2K | 2 |") == tables.count("| 2K | 4 |") == len(STUDIED) == tables.count("## ")
+    scaled = format_scale([(16384, 4)])
+    assert all(f"| {mask} | {name} |" in scaled for mask in balance.SCALED for name in balancers)
+    page = tmp_path / "docs/scaling.md"
+    page.parent.mkdir()
+    page.write_text(f"Text.\n{balance.BEGIN}\nold\n{balance.END}\nMore.\n")
+    monkeypatch.setattr(balance, "ROOT", tmp_path)
+    monkeypatch.setattr(balance, "SCALES", ((16384, 4),))
+    assert CliRunner().invoke(balance.main, ["scaling", "--write"]).exit_code == 0
     text = page.read_text()
-    assert text.count("| 2K | 2 |") == text.count("| 2K | 4 |") == len(STUDIED) == text.count("\n## ")
-    assert all(f" {name} |" in text for name in balancers)
-    wrong = CliRunner().invoke(main, ["--worlds", "2,many"])
-    assert wrong.exit_code == 2 and "comma-separated list of whole numbers" in wrong.output
+    assert (
+        text.startswith("Text.\n") and text.endswith("More.\n") and "old" not in text and "| ptrr |" in text
+    )
