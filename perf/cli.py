@@ -1,4 +1,4 @@
-"""`tritoncp perf`: run, compare, dashboard, ingest, import."""
+"""`tritoncp perf`: run, compare, dashboard, ingest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import click
 
-from tritoncp.core.checked_json import parse_json
 from tritoncp.perf.console import make_console
 from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.dashboard import gate
@@ -25,7 +24,7 @@ from tritoncp.perf.exit_codes import (
     NothingMeasured,
     PerfCommand,
 )
-from tritoncp.perf.records.history import DiskFull, Point, Problem, append, read
+from tritoncp.perf.records.history import DiskFull, Point, Problem, read
 from tritoncp.perf.run import main as run
 
 HISTORY, CONFIGS = Path("perf/history"), Path("kernels/configs")
@@ -366,33 +365,3 @@ def _update_readme(readme: Path | None, history: Path) -> None:
         return
     if page.rewrite(readme, page.format_figures(read(history).points)):
         click.echo(f"{readme}: the measured figures were updated")
-
-
-@perf.command("import", cls=PerfCommand)
-@click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="History file, appended to."
-)
-def import_(source: Path, out: Path) -> None:
-    """Add a JSON file of pytest-benchmark to a history.
-
-    \b
-    Examples:
-      tritoncp perf import benchmark.json --out perf/history/benchmark.jsonl
-    """
-    from tritoncp.perf.records.from_pytest_benchmark import points
-
-    try:
-        benchmarks = points(parse_json(source.read_bytes()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        detail = f"{type(error).__name__}: {error}"
-        raise InputError(f"{source} is not what `pytest --benchmark-json` writes: {detail}") from error
-    if not benchmarks:
-        raise NothingMeasured(f"{source} holds no benchmark")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        for point in benchmarks:
-            append(out, point.as_line())
-    except DiskFull as error:
-        raise InputError(str(error)) from error
-    click.echo(f"{len(benchmarks)} benchmarks added to {out}", err=True)

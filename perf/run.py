@@ -31,7 +31,7 @@ from tritoncp.perf.exit_codes import (
     PerfCommand,
 )
 from tritoncp.perf.progress import Progress, describe_interrupt
-from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, find_unfinished, kernel_name
+from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, find_unfinished
 from tritoncp.perf.records.roofline import find_alarms
 
 if TYPE_CHECKING:
@@ -157,8 +157,6 @@ def main(
     resumed_points = list(journal.points)
     with _messages_of_early_ends(progress, journal, lead, group is not None), progress:
         if device == "host":
-            if tier != "smoke":
-                host_cases.resources(journal, only)
             failures = host_cases.run(cases, journal, deadline, seconds, resumed_points)
         else:
             from tritoncp.perf.suite.measure import Bench
@@ -330,8 +328,6 @@ def format_line(line: dict[str, Any]) -> str:
         return f"{name} left out: {line['why']}"
     if line["kind"] == "check":
         return f"{name} {line['contender']:<20} {line.get('why', 'right')} ({line['setup_s']} s)"
-    if line["kind"] == "resources":
-        return f"{kernel_name(line):<48} {line['registers']} registers, {line['spill_bytes']} bytes spilled"
     own = line["contenders"]["tritoncp"]
     if "ms" not in own:
         return f"{name} failed: {own['why']}"

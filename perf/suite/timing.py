@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import timeit
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -151,8 +150,3 @@ def time_interleaved(
             time.sleep(REST)
             seconds_of_rest -= REST
     return {name: figure(list_of_samples) for name, list_of_samples in samples.items()}
-
-
-def shortest_seconds(call: Callable[[], Any], times: int = 3) -> float:
-    """Return the shortest of several times of a call, in seconds of this process."""
-    return min(timeit.repeat(call, timer=time.process_time, repeat=times, number=1))

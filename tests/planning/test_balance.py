@@ -12,7 +12,7 @@ from torch.distributed.tensor.experimental._context_parallel import _load_balanc
 
 from tests.compat.differences import documented
 from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
-from tritoncp.perf.studies.balance import STUDIED, fetched_rows
+from tritoncp.perf.balance import STUDIED, fetched_rows
 from tritoncp.planning.balance import balancers, contiguous, deal, head_tail, locality, per_document, ptrr
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan

@@ -39,7 +39,7 @@ def address(tmp_path_factory) -> str:
     points += line("broken", [1.0] * 39 + [None], envs=envs, tags=tags())
     points += line("<b onclick=alert(1)>bold</b>", [1.0] * 12, tags=tags(model="<i>Llama</i>"))
     path = tmp_path_factory.mktemp("page") / "dashboard.html"
-    path.write_text(dashboard(History(points, [], []), "https://github.com/owner/project"))
+    path.write_text(dashboard(History(points, []), "https://github.com/owner/project"))
     return path.as_uri()
 
 
@@ -132,7 +132,7 @@ def test_it_is_quick_with_two_hundred_cases_of_five_hundred_runs(browser, tmp_pa
         p for seed in range(200) for p in line(f"case-{seed}", noisy(seed, 500), tags=tags(MASKS[seed % 3]))
     ]
     path = tmp_path / "big.html"
-    path.write_text(dashboard(History(points, [], [])))
+    path.write_text(dashboard(History(points, [])))
     assert path.stat().st_size < 8_000_000
     page = open_page(browser, path.as_uri())
     page.get_by_label("Mask").select_option("window")

@@ -17,7 +17,7 @@ from tritoncp.perf.records.history import History, Point, append, read
 
 def cards(points: list[Point]) -> list[str]:
     """Return the texts of the cards of a history's page, in order."""
-    html = page(History(points, [], [])).partition("<main>")[2].partition("</main>")[0]
+    html = page(History(points, [])).partition("<main>")[2].partition("</main>")[0]
     return [
         unescape(re.sub(r"<[^>]+>", " ", card)) for card in re.findall(r"<article.*?</article>", html, re.S)
     ]
@@ -90,7 +90,7 @@ def test_nothing_of_a_history_can_become_markup():
     evil = "</script><img src=x onerror=alert(1)><!--cases--><!--"
     points = line(evil, [1.0, 2.0, None], tags=tags(mask=evil, model=evil), envs=[ENV | {"commit": evil}] * 3)
     points[-1].contenders[evil] = {"why": evil}
-    html = page(History(points, [], []))
+    html = page(History(points, []))
     start = html.index("<main>")
     body, scripts = html[start:].split("<noscript>")
     assert "<img" not in body and body.count('data-root-id="') == html.count('data-root-id="')
@@ -115,7 +115,7 @@ def test_the_command_writes_the_page_and_names_broken_lines(tmp_path):
 def test_without_ruptures_the_page_is_made_and_says_what_is_missing(monkeypatch):
     """As on Python 3.14, for which ruptures has no release."""
     monkeypatch.setattr(trends, "ruptures", None)
-    html = page(History(line("c", [1.0] * 30 + [1.1] * 30), [], []))
+    html = page(History(line("c", [1.0] * 30 + [1.1] * 30), []))
     assert "Python 3.14" in html and trends.find_changes([1.0] * 30 + [1.1] * 30) == []
 
 

@@ -6,8 +6,8 @@ from click.testing import CliRunner
 
 from tritoncp import causal, create_block_mask
 from tritoncp.masks import Kind
-from tritoncp.perf.studies import balance
-from tritoncp.perf.studies.balance import STUDIED, fetched_rows, format_balance, format_scale, measure_quality
+from tritoncp.perf import balance
+from tritoncp.perf.balance import STUDIED, fetched_rows, format_balance, format_scale, measure_quality
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
 from tritoncp.planning.problem import MASKS, corpus_lengths

@@ -1,1 +1,0 @@
-"""Tables and pictures of docs/, made by hand."""
