@@ -9,7 +9,7 @@ ARGS ?=
 bin := $(VENV)/bin
 py := $(bin)/python
 pip := $(py) -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS)
-sources := tritoncp kernels perf tests examples docs/conf.py docs/gallery.py
+sources := tritoncp kernels perf tests examples docs/conf.py docs/gallery.py docs/tables.py
 
 .PHONY: help demo test test-integrations verify gpu docs format lint types check clean
 .DEFAULT_GOAL := help

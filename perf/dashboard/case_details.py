@@ -160,7 +160,6 @@ def _format_contender(name: str, figures: dict[str, Any]) -> list[str]:
 
     kind = ' class="worse"' if name == OURS and "ms" not in figures else ""
     quartiles = f"{number('low')} … {number('high')}" if "low" in figures else "–"
-    throttled = f"{figures['throttled']} throttled samples left out" if figures.get("throttled") else ""
     numbers = [number("tflops"), number("host_ms"), number("setup_s"), number("peak_bytes", 1 << 20)]
-    why = escape(str(figures.get("why", throttled)))
+    why = escape(str(figures.get("why", "")))
     return [escape(name), f"<span{kind}>{number('ms')}</span>", quartiles, *numbers, why]

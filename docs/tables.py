@@ -1,4 +1,4 @@
-"""`python -m tritoncp.perf.balance`: the tables of docs/balance.md and docs/scaling.md.
+"""`python docs/tables.py`: the tables of docs/balance.md and docs/scaling.md.
 
 Evenness, traffic, planning time and memory of every balancer. No attention runs: work and traffic are read
 from the plan, counted in blocks and rows.
