@@ -127,7 +127,7 @@ def test_names_of_a_history_are_text_and_no_markup(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(i, marks=pytest.mark.nightly) for i in range(2, 40))]
+    "seed", [*range(2), *(pytest.param(i, marks=pytest.mark.long) for i in range(2, 40))]
 )
 def test_no_history_ends_a_command_in_a_traceback(seed, tmp_path):
     """Half of the lines have a part of another type; the command compares and draws the remaining lines."""

@@ -1,5 +1,6 @@
 """The dashboard in a browser, from disk: it asks for nothing, sorts, filters, links and fits its window."""
 
+import os
 import shutil
 
 import numpy as np
@@ -11,6 +12,7 @@ from tritoncp.perf.dashboard.page import page as dashboard
 from tritoncp.perf.records.history import History
 
 expect.set_options(timeout=30_000)  # milliseconds; a busy machine needs more than 5 s
+pytestmark = pytest.mark.browser
 MASKS = ("causal", "document", "window")
 
 
@@ -18,7 +20,8 @@ MASKS = ("causal", "document", "window")
 def browser():
     with sync_playwright() as playwright:
         # --no-sandbox: chromium has no sandbox as root; the page is trusted
-        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        path = os.environ.get("CHROMIUM") or shutil.which("chromium")
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium
         chromium.close()
 

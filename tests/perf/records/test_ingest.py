@@ -239,7 +239,7 @@ def test_the_entries_of_a_concurrent_writer_are_kept(places):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(i, marks=pytest.mark.nightly) for i in range(3, 30))]
+    "seed", [*range(3), *(pytest.param(i, marks=pytest.mark.long) for i in range(3, 30))]
 )
 def test_no_folder_ends_in_a_traceback_or_leads_out(seed, places, tmp_path):
     """Parts of files are replaced: shipped files can be read, and lie in their folder."""
