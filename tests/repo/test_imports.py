@@ -231,7 +231,7 @@ def test_plans_and_shards_are_made_where_triton_is_not_installed(tmp_path):
 
 
 BARE = """
-import torch, tritoncp, tests.conftest, tests.gpu.support, tritoncp.perf.run, tritoncp.perf.gpu_run
+import torch, tritoncp, tests.conftest, tests.gpu.support, tritoncp.perf.run
 import tritoncp.self_check.comparison, tritoncp.self_check.run, tritoncp.self_check.workers
 from tritoncp.cli import main
 x = torch.randn(1, 1, 32, 16, requires_grad=True)

@@ -1,8 +1,8 @@
-"""Change points of a series of times, their possible causes, and the newest time against the level before it.
+"""Trends of cases over runs: changes of level, their possible causes, and the newest time against its level.
 
 Logarithms of times, cleaned of outliers, are cut where that lowers the sum of squares around each piece's
 mean by more than a penalty (PELT, arXiv 1101.1438, by ruptures). The penalty was chosen by simulation, see
-tests/perf/dashboard/test_changepoints.py: with 1 % noise and 2 % of points 10 to 30 % too slow, 120 points, a
+tests/perf/dashboard/test_trends.py: with 1 % noise and 2 % of points 10 to 30 % too slow, 120 points, a
 step of 3 % is detected within 3 points in 99 of 100 series, and 2 in 1000 flat series are cut.
 """
 
@@ -34,9 +34,15 @@ LEAST_POINTS = 5  # points of a piece
 PENALTY = 4.0  # smallest gain of a cut, in variances times log(points)
 LEAST = 0.01  # smallest relative change of the level that is reported
 NEAR = 3  # points before and after a change that are searched for causes
-LEAST_BEFORE = 4  # points of the level that the newest one is compared with
-CONFIDENCE = 0.99  # level of the interval around the newest point's ratio to that level
+LEAST_BEFORE = 4  # points of the level without which nothing is sure of the newest one
+CONFIDENCE = 0.99  # level of the interval around the newest point's ratio to its level
 GROSS = 6.0  # robust standard deviations from the median, beyond which points are left out of the noise
+LARGE = 0.1  # relative change that is reported even where noise or too few points leave it unsure
+# Most urgent first. "maybe": a large change that noise, or too few points, may explain
+STATUSES = (
+    *("fails now", "slower", "maybe slower", "fails still", "faster", "maybe faster", "as before"),
+    "first run",
+)
 
 
 class Change(NamedTuple):
@@ -60,6 +66,54 @@ class Cause(NamedTuple):
     away: int
 
 
+class Newest(NamedTuple):
+    """The newest time over the level before it, and the interval of that ratio; None where unknown.
+
+    status: one of STATUSES; count: number of points in the level before it
+    """
+
+    status: str
+    count: int
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Trend(NamedTuple):
+    """A case on one series: its points in order of time, the changes of its level, and how its newest point
+    did. loss: the present level over the lowest one before it, 1 if it is the lowest."""
+
+    points: list[Point]
+    changes: list[Change]
+    newest: Newest
+    loss: float
+
+    @property
+    def urgency(self) -> tuple[float, ...]:
+        """The sort key of a case: new failures, slower cases by their ratio, then what fails still, what is
+        slower than at best, and what is farthest below its goal."""
+        last, newest = self.points[-1], self.newest
+        slower = newest.status in ("slower", "maybe slower")
+        groups = newest.status == "fails now", slower, newest.status == "fails still", self.loss > 1
+        group = next((i for i, member in enumerate(groups) if member), len(groups))
+        size = (newest.ratio or 1.0) if slower else self.loss
+        return group, -size, last.worst or math.inf
+
+
+def find_trend(points: Sequence[Point]) -> Trend:
+    """Find the changes of a case, whose points are in order of time, and compare its newest one."""
+    timed = [i for i, point in enumerate(points) if point.ms]
+    times = [points[i].ms or 1.0 for i in timed]
+    changes = find_changes(times)
+    if points[-1].ms:
+        newest = compare_newest(times, changes)
+    else:
+        newest = Newest("fails now" if len(points) > 1 and points[-2].ms else "fails still", 0)
+    lowest = min((change.before for change in changes), default=math.inf)
+    loss = max(1.0, changes[-1].after / lowest) if changes else 1.0
+    return Trend([*points], [change._replace(at=timed[change.at]) for change in changes], newest, loss)
+
+
 def find_changes(values: Sequence[float], least: float = LEAST) -> list[Change]:
     """Find the changes of level in positive numbers, in order; none without the package ruptures.
 
@@ -77,20 +131,7 @@ def find_changes(values: Sequence[float], least: float = LEAST) -> list[Change]:
     return _merge_pieces(np.asarray(values), [0, *ends], least)
 
 
-class Latest(NamedTuple):
-    """The newest value over the level before it, and the interval of that ratio; None where they are unknown.
-
-    verdict: "slower", "faster", "as before" or "too few runs"; points: number of points in the level
-    """
-
-    verdict: str
-    points: int
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-
-
-def compare_latest(values: Sequence[float], changes: Sequence[Change] = (), least: float = LEAST) -> Latest:
+def compare_newest(values: Sequence[float], changes: Sequence[Change] = (), least: float = LEAST) -> Newest:
     """Compare the newest of some positive numbers with the numbers before it, since the last of ``changes``.
 
     A change of level is detected after LEAST_POINTS; this compares the newest value at once with the values
@@ -102,40 +143,34 @@ def compare_latest(values: Sequence[float], changes: Sequence[Change] = (), leas
     (a prediction interval for one observation: Hahn and Meeker, Statistical Intervals, 1991, chapter 4).
     Values farther than GROSS · 1.4826 · MAD (the median distance from the median) from the median of the n
     are left out first, so that a disturbed value neither moves the level nor widens the interval. The
-    newest is slower if it is above the interval and by more than ``least`` above the level. With fewer than
-    LEAST_BEFORE values before it there is no verdict: with four, t is 5.8, and noise of 1 % makes the
-    interval ±6 %; with twenty, ±3 %.
+    newest is slower if it is above the interval and by more than ``least`` above the level. A change by more
+    than LARGE that is not sure, or has fewer than LEAST_BEFORE values before it, is a "maybe".
 
-    >>> compare_latest([1.0, 1.01, 0.99, 1.0, 1.01, 1.15]).verdict, compare_latest([1.0, 1.0, 1.15]).verdict
-    ('slower', 'too few runs')
+    >>> compare_newest([1.0, 1.01, 0.99, 1.0, 1.01, 1.15]).status, compare_newest([1.0, 1.0, 1.6]).status
+    ('slower', 'maybe slower')
     """
     start = changes[-1].at if changes else 0
-    *earlier, newest = np.log(np.asarray(values[start:], dtype=np.float64)) if len(values) > start else [0.0]
-    if len(earlier) < LEAST_BEFORE:
-        return Latest("too few runs", len(earlier))
+    *earlier, newest = np.log(np.asarray(values[start:], dtype=np.float64))
+    if not earlier:
+        return Newest("first run", 0)
     level, noise, count = _estimate_level(np.asarray(earlier), least / 20)
     distance = float(newest) - level
-    width = student_quantile(count - 1, CONFIDENCE) * noise * math.sqrt(1 + 1 / count)
+    word = "slower" if distance > 0 else "faster"
+    unsure = f"maybe {word}" if abs(distance) > math.log1p(LARGE) else "as before"
+    if len(earlier) < LEAST_BEFORE:
+        return Newest(unsure, count, math.exp(distance))
+    width = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * noise * math.sqrt(1 + 1 / count)
     sure = abs(distance) > max(width, math.log1p(least))
-    verdict = "as before" if not sure else "slower" if distance > 0 else "faster"
     low, ratio, high = (math.exp(distance + side * width) for side in (-1, 0, 1))
-    return Latest(verdict, count, ratio, low, high)
-
-
-def student_quantile(freedom: float, level: float) -> float:
-    """Return the half-width of the central interval of Student's t that has probability ``level``.
-
-    >>> round(student_quantile(4, 0.99), 2)
-    4.6
-    """
-    return float(stdtrit(freedom, (1 + level) / 2))
+    return Newest(word if sure else unsure, count, ratio, low, high)
 
 
 def _estimate_level(logs: np.ndarray, least_noise: float) -> tuple[float, float, int]:
     """Return mean, standard deviation and count of the values that are not grossly away from their median."""
     distances = np.abs(logs - np.median(logs))
     inliers = logs[distances <= GROSS * max(1.4826 * float(np.median(distances)), least_noise)]
-    return float(inliers.mean()), max(float(inliers.std(ddof=1)), least_noise), len(inliers)
+    deviation = float(inliers.std(ddof=1)) if len(inliers) > 1 else 0.0
+    return float(inliers.mean()), max(deviation, least_noise), len(inliers)
 
 
 def _estimate_noise(logs: np.ndarray) -> float:
@@ -162,12 +197,12 @@ def _merge_pieces(values: np.ndarray, edges: list[int], least: float) -> list[Ch
         del edges[1 + int(np.argmin(sizes))]
 
 
-def causes(points: Sequence[Point], at: int) -> list[Cause]:
+def find_causes(points: Sequence[Point], at: int) -> list[Cause]:
     """List other changes at point ``at`` or up to NEAR points away, nearest first.
 
     >>> from tritoncp.perf.records.history import Series
     >>> points = [Point("r", "t", "c", Series("d"), {"torch": v}, {}) for v in ("2.12", "2.13")]
-    >>> causes(points, 1)
+    >>> find_causes(points, 1)
     [Cause(name='torch', before='2.12', after='2.13', away=0)]
     """
     nearby = []
