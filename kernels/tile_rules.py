@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tritoncp.core.cpu_target import cpu_target
 from tritoncp.kernels.toolchain import multiplies_transposed
 
 PASSES = ("forward", "dq", "dkdv")
@@ -392,9 +393,10 @@ def default(
 
 
 def architecture(device: torch.device) -> str:
-    """Return the name of a device's architecture: "sm_90", "gfx942", or "interpreter" for the CPU."""
+    """Return the name of a device's architecture: "sm_90", "gfx942"; for the CPU that which is executed, or
+    "interpreter"."""
     if device.type == "cpu":
-        return "interpreter"
+        return cpu_target() or "interpreter"
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
