@@ -1,0 +1,19 @@
+"""Executes the PTX that Triton compiles on a CPU, and checks memory, races and barriers: `compiled_kernels`.
+
+It knows nothing of attention: any Triton kernel runs, on CPU tensors, as its compiler's output says.
+"""
+
+from tritoncp.executor.device import Device, active_architecture, compiled_kernels
+from tritoncp.executor.driver import LaunchRecord
+from tritoncp.executor.faults import ExecutionFault, Fault
+from tritoncp.executor.opcodes import UnsupportedInstruction
+
+__all__ = [
+    "Device",
+    "ExecutionFault",
+    "Fault",
+    "LaunchRecord",
+    "UnsupportedInstruction",
+    "active_architecture",
+    "compiled_kernels",
+]
