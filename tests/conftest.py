@@ -18,6 +18,10 @@ from typing import Any
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+ROOT, ANOTHER_BLAS = str(Path(__file__).parents[1]), str(Path(__file__).with_name("another_blas"))
+PATHS = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]  # for processes that tests start
+if not HAS_GPU:
+    PATHS.insert(0, ANOTHER_BLAS)
 # Read before pytest does: Triton has to know when it is imported. Processes of pytest-xdist inherit the variable.
 PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 PARSER.add_argument("--compiled")
@@ -25,6 +29,7 @@ if COMPILED := PARSER.parse_known_args()[0].compiled or os.environ.get("TRITONCP
     os.environ |= {"TRITONCP_TESTS_COMPILED": COMPILED, "TRITON_INTERPRET": "0"}
 elif not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
+os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 
 import pytest  # noqa: E402
 
@@ -36,9 +41,7 @@ from tritoncp.planning import traffic  # noqa: E402
 if not HAS_GPU:
     from tests import exact_dot, interpreter_patches
 
-    # The path, for processes that tests start as well: Python imports sitecustomize from it.
-    sys.path.insert(0, str(Path(__file__).with_name("another_blas")))
-    os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], *filter(None, [os.environ.get("PYTHONPATH")])])
+    sys.path.insert(0, ANOTHER_BLAS)
     import another_blas as another_blas
 
     if not COMPILED:

@@ -1,9 +1,9 @@
 """Vector clocks: which accesses of one warp, or of one asynchronous unit, come before those of another.
 
-An agent is a warp, the tensor core (tcgen05), the engines of TMA loads and of TMA stores, or the products of a
-warpgroup (wgmma). A tag `clock << 6 | agent` names what an agent did up to a release; a warp knows of it once
-its row of the matrix has that clock, by a barrier, an mbarrier or a wait. All clocks of a CTA count the same
-events, so that one number, the floor, tells that a tag is known to all.
+An agent is a warp, the tensor core (tcgen05), the engine of TMA loads, that of TMA stores, or the products of
+a warpgroup (wgmma). A tag `clock << 6 | agent` names what an agent did up to a release; a warp knows of it
+once its row of the matrix has that clock, by a barrier, an mbarrier or a wait. All clocks of a CTA count the
+same events, so that one number, the floor, tells that a tag is known to all.
 """
 
 from __future__ import annotations

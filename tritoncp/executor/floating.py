@@ -149,7 +149,7 @@ def narrow64(t: str, x: Array) -> Array:
     near = x.astype(f4)  # rounded to odd once more, so that the second rounding is the only one
     bits = near.view(np.int32)
     fix = (near.astype(f8) != x) & ((bits & 1) == 0) & np.isfinite(near)
-    away = (x > near) == (near > 0)
+    away = np.abs(x) > np.abs(near)
     return to_bf16(np.where(fix, np.where(away, bits + 1, bits - 1), bits).view(f4))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import marshal
+import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,21 +85,16 @@ def load_program(ptx: str, folder: Path | None = None) -> Program:
     if folder is None:
         return Program(write_code(ptx))
     path = folder / f"{hashlib.sha256((fingerprint() + ptx).encode()).hexdigest()}.code"
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        program = Program(write_code(ptx))
-        save(path, pickle.dumps((program.code, marshal.dumps(program.compiled))))
-        return program
-    code, compiled = pickle.loads(data)
-    return Program(code, marshal.loads(compiled))
+    if path.exists():
+        code, compiled = pickle.loads(path.read_bytes())
+        return Program(code, marshal.loads(compiled))
+    program = Program(write_code(ptx))
+    save(path, pickle.dumps((program.code, marshal.dumps(program.compiled))))
+    return program
 
 
 def save(path: Path, data: bytes) -> None:
     """Write a file whole: readers and other writers never see a part of it."""
-    import os
-    import tempfile
-
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "wb") as file:

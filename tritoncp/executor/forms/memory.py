@@ -62,8 +62,11 @@ def store(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     w.line(f"S.{memory_of(m)}.store(T, {address}, '{t}', ({values},), {w.predicate(i)}, {w.site(i)})")
 
 
-SEMANTICS, GROUP = "[.<semantics:relaxed|acquire|release|acq_rel>]", "[.<space:global|shared|shared::cta>]"
-QUALIFIERS = (f"{SEMANTICS}[.{SCOPE}]{GROUP}", f"{GROUP}[.{SCOPE}]{SEMANTICS}")  # as documented; as Triton writes
+ORDERED = "relaxed|acquire|release|acq_rel"
+SEMANTICS = (
+    f"[.<semantics:{ORDERED}>][.{SCOPE}][.<space:global|shared|shared::cta>]",
+    f"[.<space:global|shared|shared::cta>][.{SCOPE}][.<semantics:{ORDERED}>]",  # ptxas takes both orders
+)
 ATOMICS = (
     ".<op:add>[.L2::cache_hint].<type:u32|s32|u64|f32|f64>",
     ".<op:add>.noftz[.L2::cache_hint].<type:f16|f16x2|bf16|bf16x2>",
@@ -75,15 +78,16 @@ ATOMICS = (
 )
 
 
-EXCHANGES = (".<op:exch>[.L2::cache_hint].<type:b32|b64>", ".<op:cas>[.L2::cache_hint].<type:b16|b32|b64>")
-
-
-@form(*(f"atom{q}{x}" for q in QUALIFIERS for x in ATOMICS + EXCHANGES))
+@form(
+    *(f"atom{s}{x}" for s in SEMANTICS for x in ATOMICS),
+    *(f"atom{s}.<op:exch>[.L2::cache_hint].<type:b32|b64>" for s in SEMANTICS),
+    *(f"atom{s}.<op:cas>[.L2::cache_hint].<type:b16|b32|b64>" for s in SEMANTICS),
+)
 def atomic(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     write_atomic(w, i, m, i.operands[0], *i.operands[1:])
 
 
-@form(*(f"red{q}{x}" for q in QUALIFIERS for x in ATOMICS), writes="none")
+@form(*(f"red{s}{x}" for s in SEMANTICS for x in ATOMICS), writes="none")
 def reduce(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     write_atomic(w, i, m, "_", *i.operands)
 
