@@ -38,6 +38,7 @@ from tritoncp.kernels.tile_rules import (
     gqa_pack_factor,
     num_kv_splits,
     weight,
+    widest_piece,
 )
 from tritoncp.kernels.tiles import INTERPRETED, copyable, stat, strided
 
@@ -137,14 +138,12 @@ class TritonEngine:
         load_state: bool = False,
         store_state: bool = False,
         h_offset: int = 0,
-        full: bool = True,
         kind: str = "forward",
     ) -> Launch | Launches:
         """Prepare attention of q [B, Hq, S, D] to k, v [B, Hkv, rows, D|E], into out, lse, max_scores, or
         into ``state``.
 
-        One launch has a loop over masked blocks and one over full ones; ``full=False`` leaves the second loop
-        out.
+        One launch has a loop over masked blocks and one over full ones.
 
         Where rows are few, a tile holds the rows of all query heads that share a KV head (option PACK_GQA
         forces or forbids it; tables for each head rule it out), and several programs share their keys
@@ -155,11 +154,9 @@ class TritonEngine:
         tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc}
         tensors |= {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
         flags = {
-            "HAS_FULL": full,
             "LOAD_STATE": load_state,
             "STORE_STATE": store_state,
             "STORE_MAX": max_scores is not None,
-            "SPECIALISE": kind == "specialised",
         }
         launch = self.launch(forward_kernel, kind, tensors, tables, h_offset, flags)
         if launch.values[_SPLITS] is None:
@@ -325,8 +322,6 @@ class TritonEngine:
         streamed = streamed_tensors(tables, tensors, by_keys)
         arch, kv_heads = self.arch or architecture(q.device), k.shape[1]
         section = section_heads(kv_heads, streamed.count_bytes() // kv_heads, arch)
-        if "from_acc" in tensors:  # makes descriptors of its own, and reads whole slots only
-            streamed = streamed._replace(tensors={}, ends="block")
         if kind == "forward":
             tiling = self._forward_tiling(q, k, v, tables, streamed.copyable())
         else:
@@ -344,6 +339,7 @@ class TritonEngine:
             "SCORE_GRAD": self.mods.score_back if kind == "dkdv" else self.mods.score_grad,
             "SCALE": self.scale,
             "RAGGED": streamed.ragged(tile, bool(tables.window)),
+            "WIDEST": 128 if by_keys else widest_piece(arch, max(q.shape[3], v.shape[3]), config),
             "PRECISION": self.options.get("PRECISION", "ieee"),
         }
         if by_keys:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.core.cpu_target import cpu_target
 from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.tracing import WideGradients
 from tritoncp.core.upload import DeviceCopy, upload
 from tritoncp.core.versions import warn_untested
 from tritoncp.cpu import compiled
 from tritoncp.cpu.engine import CpuEngine
-from tritoncp.distributed import groups
+from tritoncp.distributed import failures, groups
 from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.mods import Mod, deterministic_sum
@@ -57,6 +58,11 @@ class Spec:
         """The process group of the call, None if all ranks run in this process."""
         return groups.group_by_name(self.world) if self.world else None
 
+    def stop_group(self, error: BaseException) -> None:
+        """Close the process group of the call, which raised ``error``."""
+        with contextlib.suppress(ValueError):  # of a group that was destroyed
+            failures.stop(self.group, error)
+
     @classmethod
     @lru_cache(256)
     def encoded(cls, *fields: Any) -> str:
@@ -90,8 +96,9 @@ def score_kind(score: Mod | None) -> int:
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Return whether calls on a device run Triton kernels: on GPUs, and on the CPU if TRITON_INTERPRET=1."""
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET", "0") == "1"
+    """Return whether calls on a device run Triton kernels: on GPUs, and on the CPU if kernels are interpreted
+    (TRITON_INTERPRET=1) or executed (``tritoncp.executor``)."""
+    return device.type == "cuda" or cpu_target() is not None
 
 
 def engine_of(
@@ -118,8 +125,8 @@ def engine_of(
 
     tensors, numbers = (score.tensors, score.numbers) if score else ((), ())
     key = (
-        spec, score and score.digest, scale, tile_tables.table_generation, device, plan.first_row, plan.rank,
-        plan.schedule, plan.degree, *map(layout_of, q), *map(layout_of, k), *map(layout_of, v),
+        spec, score and score.digest, scale, tile_tables.table_generation, device, cpu_target(),
+        plan.first_row, plan.rank, plan.schedule, plan.degree, *map(layout_of, q), *map(layout_of, k), *map(layout_of, v),
         *map(layout_of, extra), *[(layout_of(x), x.device) for x in tensors], *map(layout_of, grads),
         *map(specialisation_of, numbers),
     )  # fmt: skip
@@ -323,14 +330,13 @@ def name_functions() -> None:
         backward,
         forward,
         forward_gluon,
-        forward_specialised,
         scores,
         tile_runs,
         tiles,
     )
     from tritoncp.mods.translate import triton_helpers
 
-    modules = tiles, tile_runs, scores, triton_helpers, forward, forward_specialised, backward
+    modules = tiles, tile_runs, scores, triton_helpers, forward, backward
     for module in modules if tiles.INTERPRETED else (*modules, forward_gluon):  # Gluon cannot be interpreted
         for function in vars(module).values():
             if getattr(function, "__module__", "") == module.__name__:
