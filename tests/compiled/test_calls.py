@@ -1,4 +1,4 @@
-"""Calls that together run every kernel, kind of mask and route, on compiled code: ``pytest --compiled sm_90``."""
+"""Calls that run every kernel, kind of mask and route on compiled code: ``pytest --compiled sm_90``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALL = Case(heads=1, group=2, length=150, kv_length=150, dims=(64, 64), dtype=BF
 ONE_STEP = {
     "causal": CALL,
     "everything": replace(CALL, mask=("everything", 0), dims=(128, 128), length=300),
-    "documents of rows": replace(CALL, mask=("causal documents of rows", 5), score="alibi", batch=2, dtype=F16),
+    "documents": replace(CALL, mask=("causal documents of rows", 5), score="alibi", batch=2, dtype=F16),
     "window": replace(CALL, mask=("window", 31), dims=(80, 96), layout="heads inside"),
     "bits": replace(CALL, mask=("bits", 3), dtype=F32, own_lists=(False, True), block=64),
     "hidden rows": replace(CALL, mask=("hidden rows", 2), score="hides", sinks=True),
