@@ -250,9 +250,13 @@ class SharedMemory:
                 kind = "race on shared memory: several threads write different values to one address"
                 self.fault(threads, kind, site, at, lost, self.offset(idx[lost[0]], nbytes))
         self.note_writer(idx, nbytes, (threads.tags() if at is None else threads.tags()[at])[:, None])
+        self.mark_written(threads.lanes if at is None else threads.lanes[at], idx, nbytes)
+
+    def mark_written(self, lanes: Array, idx: Array, nbytes: int) -> None:
+        """Threads wrote through the generic proxy."""
         if self.ctas.launch.has_async_proxy:
             self.mark(idx, nbytes, UNFENCED)
-            self.unfenced.append((threads.lanes if at is None else threads.lanes[at], idx, nbytes))
+            self.unfenced.append((lanes, idx, nbytes))
         else:
             self.mark(idx, nbytes, WRITTEN)
 
