@@ -121,26 +121,54 @@ def mutants(ptx: str, edit: str) -> Iterator[str]:
         yield ptx[: m.start()] + new(m) + ptx[m.end() :]
 
 
-FOLLOWS = "another barrier comes before the next access of another warp"
+BARRIERS = "the barriers that remain order the accesses of all warps"
 WAITED = "every warp has waited for the same mbarrier"
 PRODUCTS = "the only warpgroup has waited for the products that read this memory"
 OWN = "each warp writes where its own copies lie"
 NEWEST = "the newest group lies behind the memory that is written next"
+LAST = "nothing follows"
 SAME = "lanes that hold the same value store it to the same place"
-ALWAYS = "the predicate always holds"
+UNREAD = "the other lanes store where nobody reads"
+BOX = "all threads store the same box"
+PERMIT = "any warp may give up the permit to allocate"
+ALWAYS = "the predicate holds for all threads"
 # Numbers of the edits, in the order of the text as Triton 3.7 writes it, that cannot change a result
+SOFTMAX = {"predicate": {ALWAYS: {0}, SAME: {2, 3, 4, 5, 8, 9, 10, 11}, UNREAD: {7, 13}}}
 REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
-    ("sm_80", "matmul"): {"barrier": {FOLLOWS: {0}}, "group of copies": {NEWEST: {1}}},
+    ("sm_80", "matmul"): {"barrier": {BARRIERS: {0}}, "group of copies": {NEWEST: {1}}},
     ("sm_90", "matmul"): {
-        "barrier": {FOLLOWS: {0}, PRODUCTS: {2}, OWN: {3}},
+        "barrier": {BARRIERS: {0}, PRODUCTS: {2}, OWN: {3}},
         "group of copies": {NEWEST: {1}},
     },
-    ("sm_90", "matmul_of_boxes"): {},
-    ("sm_100", "matmul"): {},
-    ("sm_100", "matmul_of_boxes"): {},
-    **dict.fromkeys([(a, "softmax") for a in ("sm_80", "sm_90", "sm_100")], {}),
+    ("sm_90", "matmul_of_boxes"): {
+        "barrier": {BARRIERS: {0, 1, 2, 3, 4, 7, 8}, WAITED: {5}, PRODUCTS: {6}, LAST: {10}},
+        "predicate": {BOX: {15}},
+    },
+    ("sm_100", "matmul"): {
+        "barrier": {BARRIERS: {1, 2, 3, 5, 16}, WAITED: {6}},
+        "group of copies": {NEWEST: {2}},
+        "predicate": {PERMIT: {1}, ALWAYS: {2}},
+    },
+    ("sm_100", "matmul_of_boxes"): {
+        "barrier": {BARRIERS: {1, 2, 3, 4, 5, 6, 7, 9, 10, 12, 16, 17}, WAITED: {8, 11, 13}},
+        "predicate": {PERMIT: {1}, ALWAYS: {2}, BOX: {31}},
+    },
+    **dict.fromkeys([(a, "softmax") for a in ("sm_80", "sm_90", "sm_100")], SOFTMAX),
 }
 ANSWERED_BY_RESULTS = "address", "predicate"  # the others are to be reported as faults
+
+
+@triton.jit
+def store_box(C, M: tl.constexpr):
+    C.store([tl.program_id(0) // 2 * M, 0], tl.full([M, M], tl.program_id(0), tl.float16))
+
+
+@pytest.mark.skipif(COMPILED == "sm_80", reason="sm_80 has no TMA")
+def test_programs_that_store_one_box_race() -> None:
+    c = TensorDescriptor.from_tensor(torch.zeros(64, 32, dtype=torch.float16), [32, 32])
+    with compiled_kernels(COMPILED, raise_faults=False) as device:
+        store_box[(4,)](c, 32)
+    assert any(f.kind.startswith("race of two programs on global memory") for f in device.faults)
 
 
 @pytest.fixture
@@ -175,16 +203,22 @@ def unnoticed(run: Run, function: Function, edits: Iterable[str]) -> dict[str, s
     ptx, original, missed = function.ptx, function.program, {}
     for edit in edits:
         noticed = {"fault", "wrong"} if edit in ANSWERED_BY_RESULTS else {"fault"}
-        numbers = {n for n, text in enumerate(mutants(ptx, edit)) if verdict(run, function, text) not in noticed}
+        numbers = {
+            n for n, text in enumerate(mutants(ptx, edit)) if verdict(run, function, text) not in noticed
+        }
         if numbers:
             missed[edit] = numbers
     function.program = original
     return missed
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.7."), reason="REDUNDANT is of the code that Triton 3.7 writes")
+@pytest.mark.skipif(
+    not triton.__version__.startswith("3.7."), reason="REDUNDANT is of the code that Triton 3.7 writes"
+)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_mutant_that_can_change_a_result_is_noticed(kernel: str, functions: dict[str, Function]) -> None:
+def test_every_mutant_that_can_change_a_result_is_noticed(
+    kernel: str, functions: dict[str, Function]
+) -> None:
     if (COMPILED, kernel) not in REDUNDANT:
         pytest.skip(f"{COMPILED} has no TMA")
     run = KERNELS[kernel]()

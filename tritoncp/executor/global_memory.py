@@ -46,8 +46,8 @@ def extent_of(tensor: torch.Tensor, label: str) -> Extent:
 @dataclass
 class Region:
     """Extents that overlap. `base` is the start rounded down to 16 bytes; `writers` and `readers` hold the
-    program + 1 that touched each granule, `tags` its last writer there (`Clocks`); `holes` marks bytes between the
-    elements of strided tensors."""
+    program + 1 that touched each granule, `tags` its last writer there (`Clocks`); `holes` marks bytes
+    between the elements of strided tensors."""
 
     start: int
     end: int
@@ -266,7 +266,7 @@ class GlobalMemory:
         site: int | None,
         data: Array | None,
     ) -> None:
-        """Report accesses to granules that another warp of the program wrote, with no barrier between them."""
+        """Report accesses to what another warp of the program wrote, with no barrier between them."""
         if not own.any():
             return
         tags = np.where(own, region.tags.reshape(-1, own.shape[1])[idx], 0)

@@ -12,7 +12,7 @@ from tritoncp.executor.atomics import update
 from tritoncp.executor.clocks import SHIFT
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.global_memory import UNSIGNED
+from tritoncp.executor.global_memory import UNSIGNED, Region
 from tritoncp.executor.mbarriers import Key, Mbarrier
 from tritoncp.executor.operands import swizzled
 from tritoncp.executor.shared_memory import ON_ITS_WAY, WRITTEN
@@ -184,8 +184,30 @@ class Tma:
         for region, pos, idx in memory.locate(threads, address[rows], at, size, site, "TMA load"):
             here = rows if pos is None else rows[pos]
             data[here] = region.views[size].take(idx)
-            memory.observe(threads, region, idx, size, at[: len(idx)], site, False)
+            self.observe(threads, j, region, idx, size, site)
         return data
+
+    def observe(
+        self,
+        threads: Threads,
+        j: int,
+        region: Region,
+        idx: Array,
+        size: int,
+        site: int,
+        data: Array | None = None,
+    ) -> None:
+        """Look for races of an access to elements; of those smaller than granules, where they fill one."""
+        memory = self.ctas.globals
+        if size < memory.granule:
+            per = memory.granule // size
+            units, counts = np.unique(idx // per, return_counts=True)
+            units, whole = units[counts == per], np.isin(idx // per, units[counts == per])
+            if data is not None:
+                data = data[whole][np.argsort(idx[whole])].view(UNSIGNED[memory.granule])
+            idx, size = units, memory.granule
+        at = np.full(len(idx), j)
+        memory.observe(threads, region, idx, size, at, site, data is not None, data)
 
     def begin(
         self, threads: Threads, j: int, units: Array, data: Array, nbytes: int, key: Key, site: int
@@ -266,13 +288,13 @@ class Tma:
         for region, pos, idx in memory.locate(threads, address[rows], at, size, site, "TMA store"):
             here = rows if pos is None else rows[pos]
             if operation is None:
-                memory.observe(threads, region, idx, size, at[: len(idx)], site, True, data[here])
+                self.observe(threads, j, region, idx, size, site, data[here])
                 region.views[size][idx] = data[here]
             else:
                 update(region.views[size].view(t), idx, kind, operation, (data[here].view(t),))
 
     def finish_program(self) -> None:
-        """Report copies that nobody waits for at the end of the CTAs: shared memory is another program's then."""
+        """Report copies that nobody waits for at the end of the CTAs, when others take their memory."""
         loads = sum(map(len, self.arriving.values()))
         for what, left in (("load", loads), ("store", len(self.stores))):
             if left:
