@@ -8,18 +8,24 @@ The rule holds for every path through the program, whatever threads take it: res
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from tritoncp.executor.instruction import Instruction, Kernel
+from tritoncp.executor.instruction import Instruction, Kernel, Vector
 from tritoncp.executor.opcodes import reads_and_writes, registers_of
 
 State = dict[str, int]  # of a register: -1 by tcgen05.ld, else the commits since its product, from 0
 LOADED = -1
+NEW_GROUP = "a new group of products"  # in the place of a register
 Step = Callable[[State, Instruction, dict[str, int]], str | None]
 
 
 def early_uses(kernel: Kernel) -> list[tuple[Instruction, str]]:
     """List the instructions that use a register in flight, and products without a fence."""
-    return [*walk(kernel, {}, advance), *walk(kernel, {"a product needs a fence": 0}, fence)]
+    instructions = (i for block in kernel.blocks for i in block.instructions)
+    early = walk(kernel, {}, advance)
+    if of_products := {r for i in instructions for r in product_registers(i, kernel.registers)}:
+        early += walk(kernel, dict.fromkeys([NEW_GROUP, *of_products], 0), partial(fence, of_products))
+    return early
 
 
 def walk(kernel: Kernel, start: State, step: Step) -> list[tuple[Instruction, str]]:
@@ -43,15 +49,25 @@ def walk(kernel: Kernel, start: State, step: Step) -> list[tuple[Instruction, st
     return list(early.values())
 
 
-def fence(state: State, i: Instruction, registers: dict[str, int]) -> str | None:
-    """A `wgmma.fence` comes before the first product, and after each wait before the next one. PTX wants it
-    after every access to their registers too: Triton's code does not, as LLVM moves arithmetic across it."""
+def product_registers(i: Instruction, registers: dict[str, int]) -> list[str]:
+    """Registers of the accumulator and of the left operand of `wgmma`; none of another instruction."""
+    operands = i.operands[:2] if i.opcode.startswith("wgmma.mma") else []
+    return [r for x in operands if isinstance(x, Vector) for r in registers_of(x, registers)]
+
+
+def fence(of_products: set[str], state: State, i: Instruction, registers: dict[str, int]) -> str | None:
+    """A group of products begins with a `wgmma.fence` where other instructions accessed their registers since
+    the last one. PTX wants all these accesses before it: in Triton's code some follow, as LLVM moves arithmetic."""
     if i.opcode.startswith("wgmma.fence"):
         state.clear()
-    elif i.opcode.startswith("wgmma.wait"):
-        state["a product needs a fence"] = 0
-    elif i.opcode.startswith("wgmma.mma") and state:
-        return "wgmma without a wgmma.fence since the last wait"
+    elif i.opcode.startswith("wgmma.commit"):
+        state[NEW_GROUP] = 0
+    elif given := product_registers(i, registers):
+        if NEW_GROUP in state and any(r in state for r in given):
+            return "wgmma of registers accessed since the last wgmma.fence"
+    else:
+        reads, writes = reads_and_writes(i, registers)
+        state |= dict.fromkeys(of_products.intersection((*reads, *writes)), 0)
     return None
 
 
