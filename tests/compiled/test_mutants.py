@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.cases import check
+from tests.compiled.test_calls import CALL
 from tests.conftest import COMPILED
 from tritoncp.executor import ExecutionFault, compiled_kernels
 from tritoncp.executor.driver import ExecutorDriver, Function
@@ -124,9 +127,12 @@ def mutants(ptx: str, edit: str) -> Iterator[str]:
 BARRIERS = "the barriers that remain order the accesses of all warps"
 WAITED = "every warp has waited for the same mbarrier"
 PRODUCTS = "the only warpgroup has waited for the products that read this memory"
-OWN = "each warp writes where its own copies lie"
+ELSEWHERE = "no access of another warp touches what each warp writes next"
 NEWEST = "the newest group lies behind the memory that is written next"
 LAST = "nothing follows"
+USED_LATER = "the results are used after the next wait only"
+FENCED = "another fence covers what was written before the next product"
+UNTOUCHED = "no register of these products was accessed since the fence before"
 SAME = "lanes that hold the same value store it to the same place"
 UNREAD = "the other lanes store where nobody reads"
 BOX = "all threads store the same box"
@@ -134,10 +140,11 @@ PERMIT = "any warp may give up the permit to allocate"
 ALWAYS = "the predicate holds for all threads"
 # Numbers of the edits, in the order of the text as Triton 3.7 writes it, that cannot change a result
 SOFTMAX = {"predicate": {ALWAYS: {0}, SAME: {2, 3, 4, 5, 8, 9, 10, 11}, UNREAD: {7, 13}}}
+SM_80 = {"barrier": {BARRIERS: {2}, ELSEWHERE: {5}}, "group of copies": {NEWEST: {3}}}
 REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
     ("sm_80", "matmul"): {"barrier": {BARRIERS: {0}}, "group of copies": {NEWEST: {1}}},
     ("sm_90", "matmul"): {
-        "barrier": {BARRIERS: {0}, PRODUCTS: {2}, OWN: {3}},
+        "barrier": {BARRIERS: {0}, PRODUCTS: {2}, ELSEWHERE: {3}},
         "group of copies": {NEWEST: {1}},
     },
     ("sm_90", "matmul_of_boxes"): {
@@ -152,6 +159,19 @@ REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
     ("sm_100", "matmul_of_boxes"): {
         "barrier": {BARRIERS: {1, 2, 3, 4, 5, 6, 7, 9, 10, 12, 16, 17}, WAITED: {8, 11, 13}},
         "predicate": {PERMIT: {1}, ALWAYS: {2}, BOX: {31}},
+    },
+    ("sm_80", "forward_kernel"): SM_80,
+    ("sm_80", "dkdv_kernel"): SM_80,
+    ("sm_90", "forward_kernel"): {
+        "barrier": {BARRIERS: {0, 1, 5, 6, 7}, WAITED: {2, 8}, PRODUCTS: {3, 4, 9, 10, 11}},
+        "proxy fence": {FENCED: {1}},
+    },
+    ("sm_90", "dkdv_kernel"): {
+        "barrier": {ELSEWHERE: {5}},
+        "group of copies": {NEWEST: {3}},
+        "group of products": {USED_LATER: {0, 3}},
+        "proxy fence": {FENCED: {0, 2}},
+        "wgmma.fence": {UNTOUCHED: {1, 5}},
     },
     **dict.fromkeys([(a, "softmax") for a in ("sm_80", "sm_90", "sm_100")], SOFTMAX),
 }
@@ -212,20 +232,34 @@ def unnoticed(run: Run, function: Function, edits: Iterable[str]) -> dict[str, s
     return missed
 
 
-@pytest.mark.skipif(
+of_triton_37 = pytest.mark.skipif(
     not triton.__version__.startswith("3.7."), reason="REDUNDANT is of the code that Triton 3.7 writes"
 )
+
+
+def check_mutants(run: Run, kernel: str, functions: dict[str, Function], edits: Iterable[str]) -> None:
+    run()
+    expected = {edit: set().union(*parts.values()) for edit, parts in REDUNDANT[COMPILED, kernel].items()}
+    assert unnoticed(run, functions[kernel], edits) == expected
+
+
+@of_triton_37
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_mutant_that_can_change_a_result_is_noticed(
     kernel: str, functions: dict[str, Function]
 ) -> None:
     if (COMPILED, kernel) not in REDUNDANT:
         pytest.skip(f"{COMPILED} has no TMA")
-    run = KERNELS[kernel]()
-    run()
-    reasons = REDUNDANT[COMPILED, kernel]
-    expected = {edit: set().union(*parts.values()) for edit, parts in reasons.items()}
-    assert unnoticed(run, functions[kernel], EDITS) == expected
+    check_mutants(KERNELS[kernel](), kernel, functions, EDITS)
+
+
+@pytest.mark.long
+@of_triton_37
+@pytest.mark.parametrize("kernel", ["forward_kernel", "dkdv_kernel"])
+def test_mutants_of_attention(kernel: str, functions: dict[str, Function]) -> None:
+    """Barriers, waits and fences: wrong addresses and predicates are for the tests of results."""
+    case = replace(CALL, group=1, length=300, kv_length=300)  # with masked and full tiles
+    check_mutants(lambda: check(case), kernel, functions, [e for e in EDITS if e not in ANSWERED_BY_RESULTS])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

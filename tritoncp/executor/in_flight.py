@@ -57,7 +57,7 @@ def product_registers(i: Instruction, registers: dict[str, int]) -> list[str]:
 
 def fence(of_products: set[str], state: State, i: Instruction, registers: dict[str, int]) -> str | None:
     """A group of products begins with a `wgmma.fence` where other instructions accessed their registers since
-    the last one. PTX wants all these accesses before it: in Triton's code some follow, as LLVM moves arithmetic."""
+    the last one. PTX wants them all before it; in Triton's code some follow, as LLVM moves arithmetic."""
     if i.opcode.startswith("wgmma.fence"):
         state.clear()
     elif i.opcode.startswith("wgmma.commit"):
