@@ -258,6 +258,8 @@ def test_every_mutant_that_can_change_a_result_is_noticed(
 @pytest.mark.parametrize("kernel", ["forward_kernel", "dkdv_kernel"])
 def test_mutants_of_attention(kernel: str, functions: dict[str, Function]) -> None:
     """Barriers, waits and fences: wrong addresses and predicates are for the tests of results."""
+    if (COMPILED, kernel) not in REDUNDANT:
+        pytest.skip(f"the redundant instructions of {kernel} for {COMPILED} are not named")
     case = replace(CALL, group=1, length=300, kv_length=300)  # with masked and full tiles
     check_mutants(lambda: check(case), kernel, functions, [e for e in EDITS if e not in ANSWERED_BY_RESULTS])
 
