@@ -69,7 +69,7 @@ class Clocks:
         self.knows[cta, warps] = np.maximum(self.knows[cta, warps], row)
         self.lower_floor(cta)
 
-    def start(self, cta: Array | int, agent: int) -> Array:
+    def start(self, cta: Array | int, agent: Array | int) -> Array:
         """A clock for what an asynchronous unit does next."""
         self.now[cta] += 1
         self.last[cta, agent] = self.now[cta]

@@ -1,0 +1,91 @@
+"""Rules between the warps of a program: registers of warpgroups, fences of products, global memory."""
+
+import numpy as np
+import pytest
+
+from tests.executor.support.ptx import module, run_module
+from tritoncp.executor.in_flight import early_uses
+from tritoncp.executor.parse import parse_ptx
+
+START = "ld.param.b64 %d1, [p0]; ld.param.b64 %d2, [p1]; mov.u32 %r1, %tid.x;\n"
+
+
+def faults(body: str, threads: int) -> list[str]:
+    """Faults of a program of some threads; p1 has 64 words."""
+    text = module(START + body + "ret;", 2, 0, threads)
+    return [str(f) for f in run_module(text, np.zeros(1, "u4"), np.zeros(64, "u4"), threads=threads)]
+
+
+PARTITIONS = """
+setp.lt.u32 %p1, %r1, 32; @%p1 bra PRODUCER;
+setmaxnreg.dec.sync.aligned.u32 24; bra END;
+PRODUCER: setmaxnreg.dec.sync.aligned.u32 24;
+END: bar.sync 0;
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        ("", "", None),
+        (
+            "PRODUCER: setmaxnreg.dec.sync.aligned.u32 24",
+            "PRODUCER: setmaxnreg.dec.sync.aligned.u32 32",
+            "differs",
+        ),
+        (
+            "PRODUCER: setmaxnreg.dec.sync.aligned.u32 24",
+            "PRODUCER: mov.b32 %r2, 0",
+            "by a part of a warpgroup",
+        ),
+        ("%r1, 32", "%r1, 16", "setmaxnreg by a part of a warp"),
+    ],
+)
+def test_warps_of_a_warpgroup_set_the_same_registers(old: str, new: str, kind: str | None) -> None:
+    """Each partition that shares a warpgroup has an instruction of its own."""
+    got = faults(PARTITIONS.replace(old, new), 128)
+    assert any(kind in f for f in got) if kind else not got, got
+
+
+WRITES = """
+and.b32 %r2, %r1, 31; mad.wide.u32 %d3, %r2, 4, %d2; setp.lt.u32 %p1, %r1, 32; mov.b32 %r3, 7;
+@%p1 st.global.b32 [%d3], %r1;
+bar.sync 0;
+@!%p1 st.global.b32 [%d3], %r1;
+"""
+
+
+def test_warps_of_a_program_race_on_global_memory() -> None:
+    race = "race of two warps on global memory"
+    assert not faults(WRITES, 64)
+    together = WRITES.replace("bar.sync 0;", "")
+    assert any(f.startswith(f"{race}: write") for f in faults(together, 64))
+    assert not faults(together.replace("], %r1", "], %r3"), 64)  # equal data
+    read = together.replace("@!%p1 st.global.b32 [%d3], %r1", "@!%p1 ld.global.b32 %r4, [%d3]")
+    assert any(f.startswith(f"{race}: read") for f in faults(read, 64))
+
+
+PRODUCT = """
+mov.b32 %r1, 0; mov.b32 %r2, 0; mov.b32 %r3, 0; mov.b32 %r4, 0; mov.b64 %d1, 0;
+wgmma.fence.sync.aligned;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r1, %r2, %r3, %r4}, %d1, %d1, 1, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+"""
+COPY = "mov.b32 %r5, %r4; add.u32 %r6, %r5, 1;"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (PRODUCT, None),
+        (PRODUCT.replace("wgmma.fence.sync.aligned;", ""), "wgmma.fence"),
+        (PRODUCT + "add.u32 %r1, %r1, 1;" + PRODUCT.split(";", 5)[5], None),
+        (PRODUCT + "add.u32 %r1, %r1, 1;" + PRODUCT.split(";", 6)[6], "wgmma.fence"),
+        (PRODUCT + PRODUCT.split(";", 6)[6], None),  # the same accumulator, that nothing else accessed
+        (PRODUCT.replace("wait_group.sync.aligned 0", "wait_group.sync.aligned 1") + COPY, "wgmma.wait_group"),
+    ],
+)  # fmt: skip
+def test_registers_of_products(body: str, kind: str | None) -> None:
+    found = [text for _, text in early_uses(parse_ptx(module(body + "ret;", 0)))]
+    assert any(kind in text for text in found) if kind else not found, found
