@@ -78,8 +78,8 @@ class Layer:
         return [out.detach(), lse.detach(), *grads]
 
 
-def nightly(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
+def long(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 def on_one_device(mask: Any) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ def test_rows_of_a_batch_equal_the_same_rows_of_the_whole(name: str, engine: str
 
 @pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 @pytest.mark.parametrize(
-    "name", ["closed form", *nightly("documents of each row", "listed for one row", "bits")]
+    "name", ["closed form", *long("documents of each row", "listed for one row", "bits")]
 )
 def test_kernels_read_rows_of_a_batch(name: str, engine: str) -> None:
     check(on_one_device(MASKS[name]()))
@@ -185,9 +185,8 @@ def test_a_plan_of_rows_stands_by_itself() -> None:
     part = plan.batch_rows(1, 2)
     want = tritoncp.flex_attention(*x, layer.score, plan, batch_offset=1)
     assert torch.equal(tritoncp.flex_attention(*x, layer.score, part), want)
-    assert torch.equal(
-        tritoncp.flex_attention(*(t[1:] for t in x), layer.score, part.batch_rows(1, 1)), want[1:]
-    )
+    last = tritoncp.flex_attention(*(t[1:] for t in x), layer.score, part.batch_rows(1, 1))
+    torch.testing.assert_close(last, want[1:], rtol=1e-13, atol=1e-13)  # products of one row, and of two
     assert plan.batch_rows(1, 1).digest != plan.batch_rows(2, 1).digest
 
 

@@ -182,6 +182,13 @@ def test_the_page_has_legends_axes_and_plain_words() -> None:
     assert "prefers-color-scheme: dark" in text
 
 
+def test_bars_shorter_than_a_pixel_are_drawn() -> None:
+    pen = picture.Pen(Image.new("RGB", (8, 8), PAPER))
+    pen.box(2, 3, 0.2, 0.9, (0, 0, 0))
+    assert [pen.image.getpixel(at) for at in ((2, 3), (1, 3), (3, 3))] == [(0, 0, 0), PAPER, PAPER]
+    document_plan(128, 2).plot()  # one rank has the only block, and the other schedules cost next to nothing
+
+
 def test_one_rank_has_a_picture_and_a_page() -> None:
     facts = Facts.of(document_plan(1024, 1))
     page = BytesIO()

@@ -56,7 +56,7 @@ LAYERS = {
     "masks": Layer({"masks"}, {"core", "mods", "kernels"}, {"torch", "rich"}, NO_RANKS),
     "planning": Layer({"planning"}, {"core", "mods", "masks"}, {"torch", "PIL"}, NO_RANKS),
     "distributed": Layer({"distributed"}, {"core", "mods", "masks", "planning", "kernels"}, {"torch"}),
-    "reference": Layer({"reference"}, {"core", "masks", "planning"}, {"torch", "einops"}, NO_RANKS),
+    "reference": Layer({"reference"}, {"core", "masks"}, {"torch"}, NO_RANKS),
     "executor": Layer({"executor"}, {"core"}, {"torch", "triton", "numpy"}, NO_RANKS),
     "cpu": Layer({"cpu"}, {"core", "masks", "planning"}, {"torch"}, NO_RANKS),
     "ops": Layer({"ops"}, SPINE - {"frontend", "api"}, {"torch", "filelock", "platformdirs", "rich"}),

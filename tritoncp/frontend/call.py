@@ -13,12 +13,13 @@ from torch import Tensor
 from tritoncp.core.dynamo_boundary import host_only, untraced
 from tritoncp.distributed import groups
 from tritoncp.frontend import dynamo, plan_cache, validate
+from tritoncp.frontend.group_call import stop_groups
 from tritoncp.frontend.request import Request
 from tritoncp.kernels.options import check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
-from tritoncp.ops import call_modes, call_mods, engine_factory, signatures
+from tritoncp.ops import call_modes, call_mods, engine_factory
 from tritoncp.ops.autograd import forward
 from tritoncp.ops.graph.layouts import Uncapturable
 from tritoncp.ops.transforms import refuse_transforms
@@ -44,6 +45,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[
 @host_only
 def _attend_on_host(query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[Tensor]:
     """Run a call outside of a graph that Dynamo traces."""
+    try:
+        return _attend_now(query, key, value, request)
+    except BaseException as error:  # also of a call whose caller could not be compiled
+        stop_groups(error, (request.mesh, request.mask))
+        raise
+
+
+def _attend_now(query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[Tensor]:
     if (substitute := _SUBSTITUTE.get()) is not None:
         with substitute_calls(None):
             return substitute(query, key, value, request)
@@ -60,13 +69,9 @@ def _attend_on_host(query: Tensor, key: Tensor, value: Tensor, request: Request)
     )  # fmt: skip
     world = None if group is None else group.group_name
     keys, values = validate.shared_batch(query, key), validate.shared_batch(query, value)
-    try:
-        validate.check_order(plan, request.positions)
-        mod = call_mods.score_of(request.score_mod, query)  # lives as long as the call that names it
-        rest = _op_arguments(query, mod, plan.pinned(), world, request)
-    except Exception as error:
-        signatures.share_failure(group, plan, error)
-        raise
+    validate.check_order(plan, request.positions)
+    mod = call_mods.score_of(request.score_mod, query)  # lives as long as the call that names it
+    rest = _op_arguments(query, mod, plan.pinned(), world, request)
     return forward([query], [keys], [values], *rest)
 
 

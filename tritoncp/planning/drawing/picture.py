@@ -87,8 +87,9 @@ class Pen:
     def box(
         self, x: float, y: float, wide: float, high: float, fill: Colour | None, edge: Any = None
     ) -> None:
+        """Draw a rectangle; it covers at least a pixel, unless its size is 0."""
         if wide > 0 and high > 0:
-            self.draw.rectangle((x, y, x + wide - 1, y + high - 1), fill, edge)
+            self.draw.rectangle((x, y, x + max(wide, 1) - 1, y + max(high, 1) - 1), fill, edge)
 
     def line(self, x: float, y: float, to_x: float, to_y: float, fill: Colour = GREY) -> None:
         self.draw.line((x, y, to_x, to_y), fill)

@@ -1,0 +1,360 @@
+"""Calls that raise on one rank: they close the group for that rank, and the other ranks learn who and why.
+
+All ranks of a group start the same messages in the same order. A rank whose call raised starts no further
+message, so that no later call of it can meet an older one of another rank. It appends an entry to a log in
+the group's store: its rank, the call, the first line of the error, and how many messages it has started. A
+rank that waits longer than a second reads the log: after an entry with fewer messages than its own it waits
+in vain, and raises.
+
+Ranks that all stopped after equally many messages are in step: the next call opens the group again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tritoncp.core.bounded_cache import OwnedState
+from tritoncp.core.log_lines import area_logger
+
+SLICE = 1.0  # seconds of a wait before the log is read
+AGREEMENT = 5.0  # seconds in which all ranks fail, if they fail alike
+PATIENCE = 5.0  # seconds to wait for a rank for which another group was closed
+STORE_TIMEOUT = 2.0  # seconds to wait for a store's answer
+MAX_LINE = 500  # characters of an error
+ROLL = 1  # tag of the messages of a roll call
+FAILED, CLOSED, WAITED, ELSEWHERE = "failed", "closed", "waited", "elsewhere"
+REMEDY = "End the job, or make a new group on all ranks (torch.distributed.new_group) and pass that"
+log = area_logger("ranks")
+
+
+class GroupClosed(RuntimeError):
+    """Raised by calls on a group after a call on it failed. absent: the ranks that are the cause, where they
+    are known."""
+
+    def __init__(self, message: str, absent: Sequence[int] = ()):
+        super().__init__(message)
+        self.absent = tuple(absent)
+
+
+class PeerLost(GroupClosed):
+    """Raised where a message between ranks will not come: another rank's call failed, a message failed, or it
+    took longer than the group's timeout."""
+
+
+class Entry(NamedTuple):
+    """An entry of a group's log.
+
+    messages: that the rank had started
+    kind:     FAILED: a call of the rank raised, perhaps as on all ranks; CLOSED: it will not come back;
+              WAITED: nor will this one, which waited in vain; ELSEWHERE: another group was closed for it
+    """
+
+    rank: int
+    messages: int
+    kind: str
+    text: str
+
+
+@dataclass(slots=True)
+class Record:
+    """One rank's record of a group.
+
+    messages: that this rank has started
+    calls:    that have ended
+    arrived:  messages after which all ranks had come, at the end of the last call
+    stopped:  the failure of the last call; "" where calls may go on
+    closed:   the error of all further calls; "" while all ranks may have failed alike
+    entries:  of the group's log, as far as this rank has read it
+    told:     messages at the last entry about another group
+    has_store: False once the store has not answered, as its host may be the rank that died
+    control:  the control communicator on the host, a ProcessGroupGloo, once it is made
+    """
+
+    messages: int = 0
+    calls: int = 0
+    arrived: int = 0
+    stopped: str = ""
+    closed: str = ""
+    entries: list[Entry] = field(default_factory=list)
+    told: int = 0
+    has_store: bool = True
+    control: Any = None
+
+    def end_call(self) -> None:
+        self.calls += 1
+        self.arrived = self.messages
+
+    def stops(self, size: int) -> list[Entry]:
+        """List the entries of ranks that stopped, without those where all ranks stopped alike."""
+        ranks: dict[int, set[int]] = {}
+        for entry in self.entries:
+            if entry.kind == FAILED:
+                ranks.setdefault(entry.messages, set()).add(entry.rank)
+        return [x for x in self.entries if x.kind != FAILED or len(ranks[x.messages]) < size]
+
+
+_RECORDS = OwnedState(Record)  # by group
+
+
+def record_of(group: Any) -> Record:
+    """Return this rank's record of a group. Raises GroupClosed after a call that failed, unless all ranks
+    failed alike."""
+    record = _RECORDS.of(group)
+    if record.stopped:
+        _reopen(group, record)
+    return record
+
+
+@contextmanager
+def closing(group: Any) -> Iterator[None]:
+    """Close the group if the ``with`` block raises."""
+    try:
+        yield
+    except BaseException as error:
+        stop(group, error)
+        raise
+
+
+def stop(group: Any, error: BaseException) -> None:
+    """Close a group, whose call raised ``error`` on this rank, unless all ranks fail alike; tell the other
+    ranks. An error that all ranks raise together, as its attribute ``is_shared`` says, closes nothing."""
+    if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
+        return
+    record = _RECORDS.of(group)
+    if record.closed or getattr(error, "is_shared", False):
+        return
+    if record.stopped and getattr(error, "stopped_at", None) == record.messages:
+        return  # an inner call has told it
+    if record.stopped:
+        try:
+            _reopen(group, record)
+        except GroupClosed:
+            return
+    line = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:MAX_LINE]
+    record.stopped = f"call {record.calls + 1} of rank {group.rank()} failed: {line}"
+    error.stopped_at = record.messages  # type: ignore[attr-defined]
+    log.error("%s; group %r is closed, unless all ranks failed", record.stopped, group.group_name)
+    _append(group, Entry(group.rank(), record.messages, FAILED, record.stopped))
+    _tell_other_groups(group, record.stopped)
+
+
+def close(group: Any, record: Record, text: str, kind: str = CLOSED) -> None:
+    """Close a group for this process: every further call raises GroupClosed."""
+    record.stopped = record.stopped or text
+    record.closed = (
+        f"group {group.group_name!r} is closed in this process: {text}. A further call could meet an older "
+        f"one of another rank. {REMEDY}"
+    )
+    _append(group, Entry(group.rank(), record.messages, kind, text))
+
+
+def _tell_other_groups(group: Any, text: str) -> None:
+    """Tell the ranks of this rank's other groups, who may wait for it, why it may not come."""
+    for other, record in _RECORDS.items():
+        is_open = record.messages and not record.stopped and other.size() > 1
+        if is_open and record.told < record.messages:
+            record.told = record.messages
+            _append(other, Entry(other.rank(), record.messages, ELSEWHERE, f"in another group, {text}"))
+
+
+def _reopen(group: Any, record: Record) -> None:
+    """Open a group again if all ranks failed after equally many messages, else raise GroupClosed."""
+    deadline = time.monotonic() + AGREEMENT
+    while not record.closed:
+        _read(group, record)
+        stops = record.stops(group.size())
+        own = Entry(group.rank(), record.messages, FAILED, record.stopped)
+        if own in record.entries and own not in stops:
+            record.messages += 1  # so that this failure is older than all to come
+            record.stopped = ""
+            return
+        if (
+            time.monotonic() > deadline
+            or not record.has_store
+            or any(
+                x.kind in (CLOSED, WAITED) or (x.kind == FAILED and x.messages != record.messages)
+                for x in stops
+            )
+        ):
+            close(group, record, record.stopped)
+        else:
+            time.sleep(0.02)
+    _tell_other_groups(group, record.stopped)
+    raise GroupClosed(record.closed)
+
+
+class Message(NamedTuple):
+    """A message that a rank waits for.
+
+    number:  it is the group's number-th that this rank has started
+    channel: "exchange" or "tensors"; one number has one channel on all ranks that make the same calls
+    purpose: describes it for errors
+    """
+
+    number: int
+    channel: str
+    purpose: Callable[[], str]
+    timeout: Callable[[Any], timedelta]
+
+
+def wait(work: Any, group: Any, record: Record, message: Message) -> None:
+    """Wait for a message between hosts, in slices, between which the log is read. Raises PeerLost."""
+    start = time.monotonic()
+    while True:
+        is_done = work.is_completed()
+        try:
+            work.wait(timedelta(seconds=SLICE))
+            return
+        except RuntimeError as caught:
+            error = caught
+        if is_done:  # the error is the message's own
+            raise peer_lost(group, record, message, error) from error
+        check(group, record, message, time.monotonic() - start, error)
+
+
+def check(group: Any, record: Record, message: Message, waited: float, error: object) -> None:
+    """Raise PeerLost if this rank, which has waited for ``waited`` seconds, waits in vain."""
+    if not _read(group, record):
+        raise peer_lost(group, record, message, "the store of the group has lost its host")
+    for stop in record.stops(group.size()):
+        is_in_vain = stop.rank != group.rank() and stop.messages < message.number
+        if stop.kind == ELSEWHERE:
+            is_in_vain = is_in_vain and stop.messages >= record.arrived and waited >= PATIENCE
+        if is_in_vain:
+            raise peer_lost(group, record, message, error)
+    other = _other_wait(group, message)
+    if other is not None:
+        here = f"rank {group.rank()} waited at {message.purpose()}"
+        text = f"ranks made different calls: {here}, {other}"
+        record.messages = message.number - 1  # it will not take part in the other ranks' message
+        close(group, record, text)
+        raise PeerLost(f"{text}. All ranks of a mesh must make the same calls in the same order. {REMEDY}")
+    if waited >= message.timeout(group).total_seconds():
+        raise peer_lost(group, record, message, error)
+
+
+def _other_wait(group: Any, message: Message) -> str | None:
+    """Compare a message with that of the same number for which another rank was the first to wait. Returns
+    its text if that went another way."""
+    answers: list[str] = []
+    own = json.dumps([message.channel, f"rank {group.rank()} at {message.purpose()}"])
+
+    def compare(store: dist.Store) -> None:
+        answers.append(store.compare_set(f"wait {message.number}", "", own).decode())
+
+    _ask_store(group, compare)
+    channel, text = json.loads((answers or [own])[0])
+    return None if channel == message.channel else text
+
+
+def peer_lost(group: Any, record: Record, message: Message, error: object) -> PeerLost:
+    """Close the group, as a message will not come, and return the error. It names the rank that failed first,
+    else those from which nothing is heard while the others report that they wait."""
+    own, size, purpose = group.rank(), group.size(), message.purpose()
+    close(group, record, f"call {record.calls + 1} of rank {own} waited in vain at {purpose}", WAITED)
+    deadline = time.monotonic() + 2 * SLICE
+    while True:
+        _read(group, record)
+        stops = [x for x in record.stops(size) if x.rank != own]
+        roots = [x for kind in (FAILED, CLOSED, ELSEWHERE) for x in stops if x.kind == kind]
+        heard = {x.rank for x in stops} | {own}
+        if roots or len(heard) == size or time.monotonic() > deadline or not record.has_store:
+            break
+        time.sleep(0.05)
+    here, seconds = f"rank {own} of {size} was at {purpose}", f"{message.timeout(group).total_seconds():g} s"
+    absent = [rank for rank in range(size) if rank not in heard]
+    if not roots and not record.has_store:
+        absent = _call_roll(record, own, size)
+    if roots:
+        why, absent = roots[0].text, [roots[0].rank]
+        record.closed = record.closed.replace(record.stopped, why)
+        if roots[0].kind != ELSEWHERE:
+            _tell_other_groups(group, why)
+    elif absent:
+        why = (
+            f"{name_ranks(absent)} did not come within {seconds} or ended the connection: died, stalled or "
+            f"made another call. Look at the output of those ranks first ({error})"
+        )
+    else:
+        others = "; ".join([stop.text for stop in stops[:8]])
+        why = f"the message did not end within {seconds} ({error}), nor did those of the others: {others}"
+    return PeerLost(f"{here}, and {why}. {REMEDY}", absent)
+
+
+def _call_roll(record: Record, own: int, size: int) -> list[int]:
+    """List the ranks that do not answer over the control communicator, where the store cannot tell. The other
+    ranks, which wait in vain as this one does, answer."""
+    if record.control is None:
+        return []
+    absent, works = set(), []
+    for peer in set(range(size)) - {own}:
+        try:
+            works.append((peer, record.control.recv([torch.zeros(1)], peer, ROLL)))
+            works.append((peer, record.control.send([torch.zeros(1)], peer, ROLL)))
+        except RuntimeError:  # the connection has ended
+            absent.add(peer)
+    deadline = time.monotonic() + 3 * SLICE
+    for peer, work in works:
+        try:
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError:
+            absent.add(peer)
+    return sorted(absent)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks, at most eight of them: "ranks 0, 2"."""
+    text = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {text}"
+
+
+def _append(group: Any, entry: Entry) -> None:
+    """Append an entry to the group's log."""
+
+    def write(store: dist.Store) -> None:
+        store.set(f"entry {store.add('entries', 1)}", json.dumps(entry))
+
+    _ask_store(group, write)
+
+
+def _read(group: Any, record: Record) -> bool:
+    """Read new entries of the group's log. Returns False where the store has lost its host."""
+
+    def read(store: dist.Store) -> None:
+        while store.check([key := f"entry {len(record.entries) + 1}"]):
+            record.entries.append(Entry(*json.loads(store.get(key))))
+
+    return _ask_store(group, read)
+
+
+def _ask_store(group: Any, work: Callable[[dist.Store], None]) -> bool:
+    """Call a function with the group's store, which has no timeout. A store that fails or does not answer is
+    not asked again. Returns False where it failed."""
+    record = _RECORDS.of(group)
+    if not record.has_store:
+        return True
+    answers: list[bool] = []
+
+    def run() -> None:
+        try:
+            work(dist.PrefixStore("tritoncp failures", group.get_group_store()))
+            answers.append(True)
+        except RuntimeError as error:
+            answers.append(False)
+            log.warning("the store of group %r failed: %s", group.group_name, str(error).splitlines()[0])
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(STORE_TIMEOUT)
+    record.has_store = answers == [True]
+    return answers != [False]
