@@ -42,11 +42,13 @@ test-integrations: ## train models of transformers and torchtitan on CPU ranks
 	OMP_NUM_THREADS=1 $(others)/bin/python -m pytest -m "integrations or not long" tests/integrations $(ARGS)
 
 # No answer may hang on the CPU: what compares bits runs again as BLAS and ATen are on others, and with two threads.
+# Laws hold under all these settings, so each run takes several, joined by commas.
 bits := tests/kernels tests/ops $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
 	distributed/test_schedules distributed/test_ulysses frontend/test_dynamo masks/test_varlen \
 	repo/test_conftest test_extremes))
-machines := $(addprefix OPENBLAS_CORETYPE=,Haswell Zen Prescott $(shell grep -qs avx512f /proc/cpuinfo && echo SkylakeX))
-machines += ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2
+machines := OPENBLAS_CORETYPE=Haswell,MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=Zen,MKL_CBWR=AVX2 \
+	OPENBLAS_CORETYPE=Prescott,ATEN_CPU_CAPABILITY=avx2,OMP_NUM_THREADS=2 \
+	$(shell grep -qs avx512f /proc/cpuinfo && echo OPENBLAS_CORETYPE=SkylakeX)
 anew := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 # graphs kept from a run with wider vectors are wrong
 
 find-compiler:
@@ -56,7 +58,7 @@ test-all: find-compiler test ## the suite, the tests marked long, and those that
 	$(pytest) -m "long and not integrations and not browser" $(ARGS)
 	@failed=; for machine in $(machines); do \
 		echo "+ $$machine pytest $(bits)"; \
-		env $(anew) $$machine $(py) -m pytest -q $(bits) || failed="$$failed $$machine"; \
+		env $(anew) $$(echo $$machine | tr , ' ') $(py) -m pytest -q $(bits) || failed="$$failed $$machine"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "make test-all: failed as$$failed"; exit 1; fi
 

@@ -6,11 +6,14 @@ import importlib.util
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+if not os.access(os.path.expanduser("~"), os.W_OK):  # Triton and tritoncp keep their caches at home
+    os.environ["HOME"] = tempfile.mkdtemp()
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
