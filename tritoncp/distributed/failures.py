@@ -207,7 +207,7 @@ class Message(NamedTuple):
     timeout: Callable[[Any], timedelta]
 
 
-def wait(work: Any, group: Any, record: Record, message: Message) -> None:
+def wait(work: Any, group: Any, record: Record, describe: Callable[[], Message]) -> None:
     """Wait for a message between hosts, in slices, between which the log is read. Raises PeerLost."""
     start = time.monotonic()
     while True:
@@ -218,8 +218,8 @@ def wait(work: Any, group: Any, record: Record, message: Message) -> None:
         except RuntimeError as caught:
             error = caught
         if is_done:  # the error is the message's own
-            raise peer_lost(group, record, message, error) from error
-        check(group, record, message, time.monotonic() - start, error)
+            raise peer_lost(group, record, describe(), error) from error
+        check(group, record, describe(), time.monotonic() - start, error)
 
 
 def check(group: Any, record: Record, message: Message, waited: float, error: object) -> None:
