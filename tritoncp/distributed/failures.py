@@ -128,7 +128,7 @@ def closing(group: Any) -> Iterator[None]:
 def stop(group: Any, error: BaseException) -> None:
     """Close a group, whose call raised ``error`` on this rank, unless all ranks fail alike; tell the other
     ranks. An error that all ranks raise together, as its attribute ``is_shared`` says, closes nothing."""
-    if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
+    if group is None or not _has_others(group):
         return
     record = _RECORDS.of(group)
     if record.closed or getattr(error, "is_shared", False):
@@ -148,6 +148,15 @@ def stop(group: Any, error: BaseException) -> None:
     _tell_other_groups(group, record.stopped)
 
 
+def _has_others(group: Any) -> bool:
+    """Return whether a group was not destroyed, and has other ranks, which torch's "fake" backend has not."""
+    return (
+        group in dist.distributed_c10d._world.pg_map
+        and group.size() > 1
+        and dist.get_backend(group) != "fake"
+    )
+
+
 def close(group: Any, record: Record, text: str, kind: str = CLOSED) -> None:
     """Close a group for this process: every further call raises GroupClosed."""
     record.stopped = record.stopped or text
@@ -161,8 +170,8 @@ def close(group: Any, record: Record, text: str, kind: str = CLOSED) -> None:
 def _tell_other_groups(group: Any, text: str) -> None:
     """Tell the ranks of this rank's other groups, who may wait for it, why it may not come."""
     for other, record in _RECORDS.items():
-        is_open = record.messages and not record.stopped and other.size() > 1
-        if is_open and record.told < record.messages:
+        is_open = record.messages and not record.stopped
+        if other is not group and is_open and record.told < record.messages and _has_others(other):
             record.told = record.messages
             _append(other, Entry(other.rank(), record.messages, ELSEWHERE, f"in another group, {text}"))
 
