@@ -1,7 +1,7 @@
 """Ranks that die, stop, raise or make another call: the other ranks end in time, with an error that names it.
 
-Three gloo ranks, of which rank 1 fails just before a stage that all of them make together, or in it, as in the
-table of docs/troubleshooting.md.
+Three gloo ranks, of which rank 1 fails just before a stage that all of them make together, or in it, as in
+the table of docs/troubleshooting.md.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ WORK = {  # earlier stages, the stage, and the errors of the survivors
     "first plan": r"rank (0|2) of 3 was at make_plan, and rank 1 did not come",
     "later plan": r"rank (0|2) of 3 was at make_plan, and rank 1 did not come",
     "first forward": r"rank (0|2) of 3 was at flex_attention of query \[1, 3, 8, 8\].* rank 1 did not come",
-    "later forward": r"rank (0|2) of 3 was at turn \d+ of a layer's schedule, \w+ (with|to) .*rank 1 did not come",
-    "backward": r"rank (0|2) of 3 was at turn \d+ of a layer's schedule, \w+ (with|to) .*rank 1 did not come",
+    "later forward": r"rank (0|2) of 3 was at turn \d+ of a layer's schedule, \w+ .*rank 1 did not come",
+    "backward": r"rank (0|2) of 3 was at turn \d+ of a layer's schedule, \w+ .*rank 1 did not come",
 }
 COMPARED = r"Disagreement: the ranks differ in (call|mask).*rank 1"  # where the other call is compared too
 
