@@ -95,7 +95,8 @@ def find_programs() -> dict[str, str]:
 
 def test_every_python_block_is_a_program_that_is_checked():
     # Those of tests/multiprocess/test_pages.py
-    elsewhere = {"docs/recipes.md generate_beside_training.py", "docs/own_loop.md own_loop.py"}
+    names = ("recipes.md generate_beside_training.py", "recipes.md skip_bad_batches.py", "own_loop.md own_loop.py")
+    elsewhere = {f"docs/{name}" for name in names}
     programs = find_programs()
     assert programs.keys() == CHECKS.keys() | elsewhere
     lines = programs["README.md five_lines.py"].splitlines()
