@@ -71,9 +71,9 @@ def describe_newest(trend: Trend) -> str:
         return f"{mark}{newest.status}</span>"
     text = f"{mark}{newest.status} {percent(newest.ratio - 1)}</span>"
     if newest.low is None or newest.high is None:
-        return f"{text} (too few runs to be sure: {newest.count} before)"
+        return f"{text} (too few runs to be sure: {newest.earlier} before)"
     interval = f"{percent(newest.low - 1)} … {percent(newest.high - 1)}"
-    return f"{text} (99 % interval {interval}, {newest.count} before)"
+    return f"{text} (99 % interval {interval}, {newest.earlier} before)"
 
 
 def describe_case(trend: Trend, repository: str) -> str:

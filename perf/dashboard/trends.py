@@ -69,11 +69,11 @@ class Cause(NamedTuple):
 class Newest(NamedTuple):
     """The newest time over the level before it, and the interval of that ratio; None where unknown.
 
-    status: one of STATUSES; count: number of points in the level before it
+    status: one of STATUSES; earlier: number of points in the level before it
     """
 
     status: str
-    count: int
+    earlier: int
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
