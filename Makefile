@@ -41,12 +41,12 @@ test-integrations: ## train models of transformers and torchtitan on CPU ranks
 	$(MAKE) --no-print-directory VENV=$(others) CONSTRAINTS=constraints-integrations.txt $(others)/.integrations-ready
 	OMP_NUM_THREADS=1 $(others)/bin/python -m pytest -m "integrations or not long" tests/integrations $(ARGS)
 
-# No answer may hang on the CPU: what compares bits runs again as BLAS and ATen are on others, and with two threads.
-bits := tests/kernels tests/ops $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
+# What compares bits runs again as NumPy's OpenBLAS, torch's MKL and ATen are on other CPUs, and with two threads.
+bits := tests/kernels tests/ops tests/cpu $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
 	distributed/test_schedules distributed/test_ulysses frontend/test_dynamo masks/test_varlen \
 	repo/test_conftest test_extremes))
-machines := $(addprefix OPENBLAS_CORETYPE=,Haswell Zen Prescott $(shell grep -qs avx512f /proc/cpuinfo && echo SkylakeX))
-machines += ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2
+machines := 'OPENBLAS_CORETYPE=Prescott MKL_CBWR=COMPATIBLE' OMP_NUM_THREADS=2 \
+	'OPENBLAS_CORETYPE=Zen MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2'
 anew := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 # graphs kept from a run with wider vectors are wrong
 
 find-compiler:

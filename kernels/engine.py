@@ -38,6 +38,7 @@ from tritoncp.kernels.tile_rules import (
     gqa_pack_factor,
     num_kv_splits,
     weight,
+    widest_piece,
 )
 from tritoncp.kernels.tiles import INTERPRETED, copyable, stat, strided
 
@@ -338,6 +339,7 @@ class TritonEngine:
             "SCORE_GRAD": self.mods.score_back if kind == "dkdv" else self.mods.score_grad,
             "SCALE": self.scale,
             "RAGGED": streamed.ragged(tile, bool(tables.window)),
+            "WIDEST": 128 if by_keys else widest_piece(arch, max(q.shape[3], v.shape[3]), config),
             "PRECISION": self.options.get("PRECISION", "ieee"),
         }
         if by_keys:

@@ -93,11 +93,6 @@ def test_links_of_a_page_lead_somewhere(page: str) -> None:
     assert not broken_links(DOCS / page, (DOCS / page).read_text())
 
 
-def test_a_broken_link_is_reported() -> None:
-    text = "# A b\n[x](#a-b) [y](#c) ![z](none.svg) [w](glossary.md#glossary) `[v](code)` [u](https://x.y)\n"
-    assert broken_links(DOCS / "index.md", text) == ["#c", "none.svg"]
-
-
 def test_every_page_is_in_one_table_of_contents() -> None:
     listed = ["index.md"]
     for page in PAGES:
@@ -155,13 +150,6 @@ def test_a_program_of_a_page_runs_as_printed_on_two_ranks(page: str, name: str, 
     ranks.run(2, run)
 
 
-def test_programs_of_pages_are_found() -> None:
-    assert {("five_minutes.md", "two_ranks.py"), ("moving_from_torch.md", "moved.py")} <= set(
-        programs_to_run()
-    )
-    assert {"five_minutes.md", "masks.md", "schedules.md"} <= set(pages_to_run())
-
-
 def shell_commands(text: str) -> list[list[str]]:
     """List the commands in the shell blocks of a page as words, without comments and pipes."""
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S)).replace("\\\n", " ")
@@ -191,12 +179,6 @@ def test_commands_of_a_page_exist(page: str) -> None:
             assert not wrong_options(words[words.index("tritoncp") + 1 :]), words
         for module in [after for word, after in pairwise(words) if word == "-m" and "." in after]:
             assert importlib.util.find_spec(module) is not None, words
-
-
-def test_a_wrong_command_is_reported() -> None:
-    page = "```bash\ntritoncp plan --mask causal --seq 1M | tee out  # note\ntritoncp plans\n```\n"
-    first, second = shell_commands(page)
-    assert (wrong_options(first[1:]), wrong_options(second[1:])) == (["--seq"], ["plans"])
 
 
 def test_one_command_draws_the_pictures_of_a_page(tmp_path: Path) -> None:
