@@ -12,15 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from bokeh.document import Document
 from bokeh.embed import components
-from bokeh.models import (
-    CDSView,
-    ColumnDataSource,
-    CustomJS,
-    DataTable,
-    HTMLTemplateFormatter,
-    InlineStyleSheet,
-    TableColumn,
-)
+from bokeh.models import CDSView, ColumnDataSource, CustomJS, InlineStyleSheet
+from bokeh.models.widgets import DataTable, HTMLTemplateFormatter, TableColumn
 from bokeh.resources import Resources
 
 ASSETS = Path(__file__).parent / "assets"
