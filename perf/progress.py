@@ -9,7 +9,7 @@ import click
 
 
 class Progress:
-    """Prints lines; those that end a measurement with their number, and the time left.
+    """Lines on stderr; those of measurements begin with their number and the time left.
 
     deadline: time.monotonic() after which the run starts nothing
     """

@@ -308,10 +308,8 @@ def _make_filters(all_trends: Sequence[Trend]) -> dict[str, Any]:
         "sizing_mode": "stretch_width",
         "stylesheets": [shell.style_sheet("widgets.css")],
     }
-    controls: dict[str, Any] = {
-        name: Select(
-            title=name.capitalize(), options=[("", "all"), *((x, x) for x in options)], value="", **looks
-        )
-        for name, options in values.items()
-    }
+    controls: dict[str, Any] = {}
+    for name, present_values in values.items():
+        options: list[Any] = [("", "all"), *((value, value) for value in present_values)]
+        controls[name] = Select(title=name.capitalize(), options=options, value="", **looks)
     return controls | {"text": TextInput(title="Name, model or shape", **looks)}

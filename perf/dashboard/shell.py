@@ -111,7 +111,7 @@ def render(
 
 
 def escape_script(text: str) -> str:
-    """Escape what would end a script: in strings of JavaScript and JSON, <\\/ is the same text."""
+    """Escape the end of a script: in strings of JavaScript and JSON, <\\/ is the same text."""
     return re.sub(r"</(script)", r"<\\/\1", text, flags=re.IGNORECASE).replace("<!--", "<\\!--")
 
 

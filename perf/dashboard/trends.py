@@ -90,8 +90,8 @@ class Trend(NamedTuple):
 
     @property
     def urgency(self) -> tuple[float, ...]:
-        """The sort key of a case: new failures, slower cases by their ratio, then what fails still, what is
-        slower than at best, and what is farthest below its goal."""
+        """The sort key of a case: new failures, slower cases by their ratio, old failures, cases slower than
+        at best, then by the distance below their goal."""
         last, newest = self.points[-1], self.newest
         slower = newest.status in ("slower", "maybe slower")
         groups = newest.status == "fails now", slower, newest.status == "fails still", self.loss > 1
