@@ -54,7 +54,7 @@ LAYERS = {
     "mods": Layer({"mods"}, {"core"}, {"torch", "triton", "platformdirs"}, NO_RANKS),
     "kernels": Layer({"kernels"}, {"core"}, {"torch", "triton"}, NO_RANKS),
     "masks": Layer({"masks"}, {"core", "mods", "kernels"}, {"torch", "rich"}, NO_RANKS),
-    "planning": Layer({"planning"}, {"core", "mods", "masks"}, {"torch", "PIL"}, NO_RANKS),
+    "planning": Layer({"planning"}, {"core", "mods", "masks"}, {"torch", "matplotlib"}, NO_RANKS),
     "distributed": Layer({"distributed"}, {"core", "mods", "masks", "planning", "kernels"}, {"torch"}),
     "reference": Layer({"reference"}, {"core", "masks", "planning"}, {"torch", "einops"}, NO_RANKS),
     "cpu": Layer({"cpu"}, {"core", "masks", "planning"}, {"torch"}, NO_RANKS),
@@ -235,7 +235,7 @@ def test_importing_the_package_loads_neither_triton_nor_torch():
 
 def test_masks_and_plans_are_made_without_triton():
     names = "causal, create_block_mask, sliding_window"
-    assert not {"triton", "PIL"} & loaded_after(
+    assert not {"triton", "matplotlib"} & loaded_after(
         f"from tritoncp import {names}; import tritoncp.planning.plan"
     )
 
