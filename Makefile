@@ -1,6 +1,6 @@
-# Every target sets itself up: a virtual environment under $(VENV), the pinned versions of constraints.txt,
-# and a stamp that makes the second run start at once. PYTHON picks the interpreter, VENV the environment;
-# pip's own settings (an index with CPU-only torch, a proxy) are taken from your environment as they are.
+# Every target sets itself up, with pip alone: a virtual environment under $(VENV), the pinned versions of
+# constraints.txt, and a stamp that makes the second run start at once. PYTHON picks the interpreter, VENV the
+# environment; pip's own settings (an index with CPU-only torch, a proxy) are taken from your environment as they are.
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
@@ -8,43 +8,57 @@ ARGS ?=
 
 bin := $(VENV)/bin
 py := $(bin)/python
-pip := $(py) -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS)
+pip := $(py) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
 sources := tritoncp kernels perf tests examples docs/conf.py
 
-.PHONY: help demo test test-integrations verify gpu docs format lint types check clean
+.PHONY: help demo test test-all test-browser test-integrations gpu docs format lint types check clean \
+	find-browser find-compiler
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.demo-ready ## train a small model on 4 ranks and on one, and compare
-	$(py) -m tritoncp demo $(ARGS)
+	@$(py) -m tritoncp demo $(ARGS)
+
+# Processes of the suite share the bytecode of its modules, also where that is not written by default.
+pytest := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m pytest
 
 test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
-	@# Processes of the suite share the bytecode of its modules, also where that is not written by default.
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m pytest $(ARGS)
+	$(pytest) $(ARGS)
+
+# The tests of pages in a browser; CHROMIUM names another one than is found.
+CHROMIUM ?= $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name) 2> /dev/null)))
+test-browser: find-browser $(VENV)/.dev-ready ## pages of results in a browser
+	CHROMIUM=$(CHROMIUM) $(pytest) -m browser tests/perf/dashboard $(ARGS)
+
+find-browser:
+	@test -n "$(CHROMIUM)" || { echo "make test-browser needs a browser: apt-get install chromium, or CHROMIUM=path"; exit 2; }
 
 # Models and trainers of other libraries, in an environment with pins of its own.
 others := .venv-integrations
 test-integrations: ## train models of transformers and torchtitan on CPU ranks
 	$(MAKE) --no-print-directory VENV=$(others) CONSTRAINTS=constraints-integrations.txt $(others)/.integrations-ready
-	OMP_NUM_THREADS=1 $(others)/bin/python -m pytest -m "integrations or not nightly" tests/integrations $(ARGS)
+	OMP_NUM_THREADS=1 $(others)/bin/python -m pytest -m "integrations or not long" tests/integrations $(ARGS)
 
 # No answer may hang on the CPU: what compares bits runs again as BLAS and ATen are on others, and with two threads.
 bits := tests/kernels tests/ops $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
 	distributed/test_schedules distributed/test_ulysses frontend/test_dynamo masks/test_varlen \
-	reference/test_engines repo/test_conftest test_extremes))
+	repo/test_conftest test_extremes))
 machines := $(addprefix OPENBLAS_CORETYPE=,Haswell Zen Prescott $(shell grep -qs avx512f /proc/cpuinfo && echo SkylakeX))
 machines += ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2
 anew := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 # graphs kept from a run with wider vectors are wrong
 
-verify: $(VENV)/.dev-ready ## the suite, everything marked nightly, and what compares bits as on other CPUs
-	OMP_NUM_THREADS=1 $(py) -m pytest -m "nightly or not integrations" $(ARGS)
+find-compiler:
+	@command -v $(CXX) > /dev/null || { echo "make test-all needs a C++ compiler: apt-get install g++, or CXX=path"; exit 2; }
+
+test-all: find-compiler test ## the suite, the tests marked long, and those that compare bits as on other CPUs
+	$(pytest) -m "long and not integrations and not browser" $(ARGS)
 	@failed=; for machine in $(machines); do \
 		echo "+ $$machine pytest $(bits)"; \
 		env $(anew) $$machine $(py) -m pytest -q $(bits) || failed="$$failed $$machine"; \
 	done; \
-	if [ -n "$$failed" ]; then echo "make verify: failed as$$failed"; exit 1; fi
+	if [ -n "$$failed" ]; then echo "make test-all: failed as$$failed"; exit 1; fi
 
 # Uses the python3 that has torch, if there is one, with this checkout on the path; it also needs pytest, click and
 # rich. perf/gpu_parts.py lists the parts and their time limits, together under nine minutes.
@@ -77,28 +91,32 @@ check: lint types test ## what a change has to pass
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) $(others) build dist *.egg-info demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
+# Steps of the set-up, a line each.
 $(py):
-	$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('tritoncp needs Python 3.11 or newer, this is ' + sys.version.split()[0] + ': make PYTHON=python3.12 ...')"
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('tritoncp needs Python 3.11 or newer, this is ' + sys.version.split()[0] + ': make PYTHON=python3.12 ...')"
+	@echo "set-up: a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }
 
 # torch first and by its pin: asked for by a range, an installer takes the newest build there is.
 $(VENV)/.torch-ready: $(CONSTRAINTS) | $(py)
-	@echo "setting up $(VENV) (a few minutes the first time: torch is large)"
-	$(pip) $$(grep -E '^(torch|setuptools)==' $(CONSTRAINTS))
+	@echo "set-up: torch (large: a few minutes the first time)"
+	@$(pip) $$(grep -E '^(torch|setuptools)==' $(CONSTRAINTS))
 	@touch $@
 
+install = @echo "set-up: tritoncp with what $(1) needs"; $(pip) --no-build-isolation --editable $(2)
+
 $(VENV)/.demo-ready: pyproject.toml $(VENV)/.torch-ready
-	$(pip) -qq --no-build-isolation --editable '.[demo]'
+	$(call install,its demo,'.[demo]')
 	@touch $@
 
 $(VENV)/.docs-ready: pyproject.toml $(VENV)/.torch-ready
-	$(pip) -qq --no-build-isolation --editable '.[docs]'
+	$(call install,its pages,'.[docs]')
 	@touch $@
 
 $(VENV)/.dev-ready: pyproject.toml $(VENV)/.torch-ready
-	$(pip) -qq --no-build-isolation --editable '.[dev]'
+	$(call install,its tests,'.[dev]')
 	@touch $@ $(VENV)/.demo-ready
 
 $(VENV)/.integrations-ready: pyproject.toml $(VENV)/.torch-ready
-	$(pip) -qq --no-build-isolation --editable '.[test]' accelerate torchtitan transformers
+	$(call install,its tests,'.[test]' accelerate torchtitan transformers)
 	@touch $@

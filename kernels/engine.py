@@ -137,14 +137,12 @@ class TritonEngine:
         load_state: bool = False,
         store_state: bool = False,
         h_offset: int = 0,
-        full: bool = True,
         kind: str = "forward",
     ) -> Launch | Launches:
         """Prepare attention of q [B, Hq, S, D] to k, v [B, Hkv, rows, D|E], into out, lse, max_scores, or
         into ``state``.
 
-        One launch has a loop over masked blocks and one over full ones; ``full=False`` leaves the second loop
-        out.
+        One launch has a loop over masked blocks and one over full ones.
 
         Where rows are few, a tile holds the rows of all query heads that share a KV head (option PACK_GQA
         forces or forbids it; tables for each head rule it out), and several programs share their keys
@@ -155,11 +153,9 @@ class TritonEngine:
         tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc}
         tensors |= {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
         flags = {
-            "HAS_FULL": full,
             "LOAD_STATE": load_state,
             "STORE_STATE": store_state,
             "STORE_MAX": max_scores is not None,
-            "SPECIALISE": kind == "specialised",
         }
         launch = self.launch(forward_kernel, kind, tensors, tables, h_offset, flags)
         if launch.values[_SPLITS] is None:
@@ -325,8 +321,6 @@ class TritonEngine:
         streamed = streamed_tensors(tables, tensors, by_keys)
         arch, kv_heads = self.arch or architecture(q.device), k.shape[1]
         section = section_heads(kv_heads, streamed.count_bytes() // kv_heads, arch)
-        if "from_acc" in tensors:  # makes descriptors of its own, and reads whole slots only
-            streamed = streamed._replace(tensors={}, ends="block")
         if kind == "forward":
             tiling = self._forward_tiling(q, k, v, tables, streamed.copyable())
         else:

@@ -126,42 +126,6 @@ def hide_keys(
 
 
 @triton.jit
-def rescale(b_x, b_r, HALVES: tl.constexpr):
-    """x * r[:, None].  HALVES: one half of the channels after the other, since on sm_100 the compiler gives
-    specialised warps that only rescale 88 registers."""
-    if HALVES:
-        M: tl.constexpr = b_x.shape[0]
-        N: tl.constexpr = b_x.shape[1]
-        b_0, b_1 = b_x.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
-        b_0 *= b_r[:, None]
-        b_1 *= b_r[:, None]
-        return tl.join(b_0, b_1).permute(0, 2, 1).reshape([M, N])
-    else:
-        return b_x * b_r[:, None]
-
-
-@triton.jit
-def add_values(b_acc, b_p, b_r, b_v, PRECISION: tl.constexpr, HALVES: tl.constexpr = False):
-    """acc * r[:, None] + P V for each piece of channels.  HALVES: see rescale."""
-    b_0 = rescale(b_acc[0], b_r, HALVES)
-    if len(b_acc) > 1:
-        return add_dot((b_0, rescale(b_acc[1], b_r, HALVES)), b_p, b_v, PRECISION)
-    else:
-        return add_dot((b_0,), b_p, b_v, PRECISION)
-
-
-@triton.jit
-def needs_mask(tiles, i_t, i_run, mid, FULL: tl.constexpr, WINDOW: tl.constexpr, SPECIALISE: tl.constexpr):
-    """Whether tile ``i_t`` is of a masked block: a constant of the loop, unless one loop takes all blocks."""
-    if not SPECIALISE:
-        return not FULL
-    elif WINDOW:
-        return (i_t < tiles.cut) | (i_t >= tiles.cut + tiles.skip)
-    else:
-        return i_run < mid
-
-
-@triton.jit
 def forward_kernel(
     q,  # Strided [B, Hq, S, D]
     k,  # Strided [B, Hkv, rows, D]
@@ -205,7 +169,6 @@ def forward_kernel(
     MASK_MOD: tl.constexpr,
     SCORE_MOD: tl.constexpr,
     HAS_MASKED: tl.constexpr,
-    HAS_FULL: tl.constexpr,  # False: another launch computes full runs
     RAGGED: tl.constexpr,  # masked blocks may have fewer keys in a tile than BLOCK_N
     BOUNDED: tl.constexpr,
     LOAD_STATE: tl.constexpr,
@@ -213,7 +176,6 @@ def forward_kernel(
     STORE_MAX: tl.constexpr,
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,  # float32, float64 for float64 inputs
-    SPECIALISE: tl.constexpr,  # warps, for sm_100: one loop, which masks behind a branch
 ):
     tl.static_assert(BLOCK_M >= 16 and BLOCK_N >= 16)
     ROWS: tl.constexpr = BLOCK_M // PACK  # of one head
@@ -226,11 +188,8 @@ def forward_kernel(
     # Without a score_mod, a positive scale folds into the exponent: exp2(s * c - m).
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
     C: tl.constexpr = SCALE * LOG2E if FOLD else 1.0
-    # Without loop-invariant code motion a score_mod has registers; with it, specialised warps with a mask_mod
-    # spilled 184 bytes.
-    FEW_REGISTERS: tl.constexpr = (SCORE_MOD is not None and k_desc0 is not None) or (
-        SPECIALISE and MASK == "mod"
-    )
+    # Without loop-invariant code motion a score_mod has registers.
+    FEW_REGISTERS: tl.constexpr = SCORE_MOD is not None and k_desc0 is not None
 
     row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, ROWS, DENSE_Q)
     i_hkv, i_h, o_m = tile_rows(i_y, n_m, BLOCK_M, GROUP, PACK)
@@ -257,15 +216,13 @@ def forward_kernel(
     begin, mid, end = row_runs(rows, i_b, i_ht, i_tile // Q_TILES, WINDOW)
     if splits is not None:  # this program skips n_skip of the row's tiles, then computes n_take
         pos_hi = pos + tl.minimum(n_m, ROWS)
-        last = end if HAS_FULL else mid
         n_tiles = count_row_tiles(
-            rows, begin, last, pos, pos_hi, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW
+            rows, begin, end, pos, pos_hi, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW
         )
         n_take = tl.cdiv(n_tiles, splits)
         n_skip = i_split * n_take
-    FIRST: tl.constexpr = 0 if SPECIALISE or HAS_MASKED else 1
-    for FULL in tl.static_range(FIRST, 2 if HAS_FULL and not SPECIALISE else 1):  # masked blocks, then full
-        for i_run in range(mid if FULL else begin, end if FULL or (SPECIALISE and not WINDOW) else mid):
+    for FULL in tl.static_range(0 if HAS_MASKED else 1, 2):  # masked blocks, then full ones
+        for i_run in range(mid if FULL else begin, end if FULL else mid):
             CHECK: tl.constexpr = not EVEN if FULL else RAGGED
             pos_end = pos + tl.minimum(n_m, ROWS)
             tiles = run_tiles(
@@ -275,19 +232,13 @@ def forward_kernel(
             t_hi = tiles.end
             if splits is not None:
                 t_lo, t_hi, n_skip, n_take = share_run(t_lo, t_hi, n_skip, n_take)
-            if SPECIALISE and WINDOW:
-                t_hi += tiles.skip
-            for i_t in tl.range(
-                t_lo, t_hi, disable_licm=not HOIST or FEW_REGISTERS, warp_specialize=SPECIALISE
-            ):
-                masked = needs_mask(tiles, i_t, i_run, mid, FULL, WINDOW, SPECIALISE)
-                i_kv = i_t if SPECIALISE else skip_cut(tiles, i_t)
-                kv = locate_tile(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
+            for i_t in tl.range(t_lo, t_hi, disable_licm=not HOIST or FEW_REGISTERS):
+                kv = locate_tile(kv_slots, i_b, skip_cut(tiles, i_t), KV_BLOCK, BLOCK_N, DENSE_KV)
                 o_kv = (kv.pos + o_n)[None, :]
                 _, b_s = stream_product(b_q, keys, i_b, i_hkv, kv, o_n, D, CHECK, HOIST, PRECISION)  # [M, N]
                 if not FOLD:
                     _, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
-                if masked:
+                if not FULL:
                     b_s = hide_keys(
                         b_s,
                         i_bm,
@@ -306,7 +257,7 @@ def forward_kernel(
                     b_s = tl.where(row_mask(o_n, kv.n, CHECK)[None, :], b_s, -float("inf"))
                 b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, C, not FULL or SCORE_MOD is not None)
                 b_v = stream_pieces(values, i_b, i_hkv, kv, o_n, E, CHECK, False)  # [N, E]
-                b_acc = add_values(b_acc, b_p, b_r, b_v, PRECISION, SPECIALISE)
+                b_acc = add_dot(scale_pieces(b_acc, b_r[:, None]), b_p, b_v, PRECISION)
 
     if splits is not None:
         i_h = i_h * splits + i_split

@@ -8,9 +8,8 @@ In a loop over full tiles a group issues S(j) = Q K(j)^T and then acc += P(j-1) 
 only, and computes P(j) from S(j) during the latter.  The groups take turns in issuing: the products of one
 run during the softmax of the other.
 
-Unverified on GPUs, and Gluon has no interpreter.  ``tests/kernels/test_forward_gluon.py`` runs
-the protocol of the barriers as a model, and reads the order of instructions in the compiled kernel;
-``tests/gpu/test_gluon.py`` needs a GPU.  Names as in :mod:`tritoncp.kernels.tiles`.
+Unverified on GPUs, and Gluon has no interpreter.  ``tests/gpu/test_gluon.py`` needs a GPU.  Names as in
+:mod:`tritoncp.kernels.tiles`.
 """
 
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ from tritoncp.kernels.scores import (
     row_max,
     visible_keys,
 )
-from tritoncp.kernels.tile_rules import architecture, tile_obstacles
+from tritoncp.kernels.tile_rules import architecture
 from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles, skip_cut
 from tritoncp.kernels.tiles import copyable, descriptors, head_pointer, stat_pointers, tile_pointers
 
@@ -508,7 +507,11 @@ def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iter
         yield f"it takes head dims of 64 and 128, and has {', '.join(map(str, sorted(dims)))}"
     else:
         config = engine.config("gluon", q, v, tables)
-        yield from tile_obstacles(config)
+        if (config.BLOCK_M, config.num_warps) != (
+            128,
+            4,
+        ) or config.num_stages < 2:
+            yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
         if tables.kv_block % config.BLOCK_N or not 64 <= config.BLOCK_N <= 128:
             yield f"it takes tiles of 64 or 128 keys that divide blocks of {tables.kv_block}"
     if engine.mods.score or tables.mask == "mod":

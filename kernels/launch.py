@@ -6,7 +6,6 @@ the layouts of an earlier one only replaces the addresses in that launch's argum
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -48,7 +47,6 @@ class Launch(NamedTuple):
     values:   the kernel's arguments, in its order
     compiled: a list with Triton's compiled kernel, empty before the first launch of these layouts
     options:  compiler options besides the config
-    runner:   calls the kernel with its arguments
     """
 
     kernel: Any
@@ -57,7 +55,6 @@ class Launch(NamedTuple):
     config: Config
     compiled: list[Any]
     options: Mapping[str, Any] = {}
-    runner: Callable[..., Any] = operator.call
 
     @property
     def args(self) -> dict[str, Any]:
@@ -78,12 +75,12 @@ class Launch(NamedTuple):
         if min(self.grid) == 0:
             return
         if self.compiled:
-            self.runner(self.compiled[0][self.grid], *self.values)
+            self.compiled[0][self.grid](*self.values)
             return
         options = self.config.compiler() | dict(self.options)
         try:
             with _INTERPRETER_LOCK:
-                launched = self.runner(self.kernel[self.grid], *self.values, **options)
+                launched = self.kernel[self.grid](*self.values, **options)
         except OutOfResources as error:
             kind = self.kernel.__name__.removesuffix("_kernel")
             message = does_not_fit(kind, self.config, error.name, error.required, error.limit)

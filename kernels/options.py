@@ -25,7 +25,7 @@ _SWITCH = (False, True)  # valid values of all other fields of Config
 OWN = ("COMPILE", "FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 WRONG_ROUTE = "its results are not those of 'loops'"  # result of `route_check.verify_route`
-ROUTES = ("loops", "specialised", "gluon")  # of the forward pass; the first is the default
+ROUTES = ("loops", "gluon")  # of the forward pass; the first is the default
 # Options of torch's own kernels: accepted, without effect here. "deterministic" chooses the score_mod's
 # gradient before a launch is made.
 HINTS = (
@@ -140,9 +140,8 @@ def choose(
     prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles
     by tensor descriptor or not.  A tile larger than the mask's block becomes the block; without ``tma`` no
     tile is copied by descriptor, for all options.  ROUTE selects the forward kernels: "loops" (the default)
-    is one launch with a loop over masked and one over full blocks; "specialised" is two launches, the second
-    warp-specialised, or on sm_100 one launch that is warp-specialised throughout; "gluon" is one launch whose
-    groups of warps take turns.  Where a route is not available, a warning names the reason, and "loops" runs.
+    is one launch with a loop over masked and one over full blocks; "gluon" is one launch whose groups of
+    warps take turns.  Where a route is not available, a warning names the reason, and "loops" runs.
     (PACK_GQA and SPLIT_KV: see ``TritonEngine.loops``.)
     """
     transposes = multiplies_transposed(arch)

@@ -4,7 +4,6 @@ Every default compiles without a spilled byte and within shared memory (``tests/
 Measured tiles and the user's options go before the defaults, see :mod:`tritoncp.kernels.options`.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from tritoncp.kernels.toolchain import multiplies_transposed
 
 PASSES = ("forward", "dq", "dkdv")
-KINDS = (*PASSES, "few", "fused", "specialised", "gluon")  # of tiles
+KINDS = (*PASSES, "few", "fused", "gluon")  # of tiles
 
 
 @dataclass(frozen=True)
@@ -204,9 +203,6 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         _tile("fused", dim=64, m=64, n=128, warps=8, stages=2, **COPY),  # 1 program: shared memory
         _tile("fused", dim=128, m=64, n=128, warps=8, stages=1, **TMA),  # 1 program: registers
         _tile("fused", dim=256, m=128, n=64, warps=8, stages=1, **TMA, **FLIP),  # 1 program: shared memory
-        _tile("specialised", dim=64, m=128, n=128, warps=4, stages=4, **TMA),  # 1 program: registers
-        _tile("specialised", dim=128, m=128, n=128, warps=4, stages=2, **TMA),  # 1 program: registers
-        _tile("specialised", dim=192, m=128, n=64, warps=4, stages=2, **TMA),  # 1 program: registers
         _tile("gluon", dim=64, m=128, n=128, warps=4, stages=4, **TMA),  # 1 program: exponentials
         _tile("gluon", dim=128, m=128, n=128, warps=4, stages=3, **TMA),  # 1 program: tensor cores
     ),
@@ -250,8 +246,6 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         _tile("few", dim=64, m=64, n=64, warps=4, stages=4, **TMA),  # 3 programs: issue
         _tile("few", dim=128, m=64, n=64, warps=4, stages=3, **TMA),  # 2 programs: shared memory
         _tile("few", dim=256, m=64, n=64, warps=8, stages=2, **TMA),  # 1 program: registers
-        _tile("specialised", dim=64, m=128, n=128, warps=4, stages=4, **COPY),  # 1 program: exponentials
-        _tile("specialised", dim=128, m=128, n=128, warps=4, stages=3, **TMA),  # 1 program: shared memory
     ),
     "sm_100, pointers": _by_kernel(
         _tile("forward", dim=64, m=128, n=64, warps=4, stages=3),  # 2 programs: issue
@@ -336,31 +330,13 @@ def fuses(arch: str) -> bool:
     return "fused" in _RULES[family(arch)]
 
 
-def specialises(arch: str, kind: str = "specialised") -> int:
-    """The largest head dim of a forward route with specialised warps on ``arch``, 0 if there is none: see
-    :mod:`tritoncp.kernels.forward_specialised`, or for "gluon" :mod:`tritoncp.kernels.forward_gluon`.
+def widest_route(arch: str, route: str) -> int:
+    """The largest head dim that has tiles of a forward route other than loops on ``arch``, 0 if none has.
 
-    >>> specialises("sm_90"), specialises("sm_90", "gluon"), specialises("sm_100"), specialises("sm_80")
-    (192, 128, 128, 0)
+    >>> widest_route("sm_90", "gluon"), widest_route("sm_80", "gluon")
+    (128, 0)
     """
-    return max(_RULES[family(arch)].get(kind, {}), default=0)
-
-
-def merges(arch: str) -> bool:
-    """Whether the compiler specialises the warps of a loop that masks some of its tiles, on ``arch``. One
-    launch then computes masked and full blocks.
-
-    >>> merges("sm_100"), merges("sm_90"), merges("interpreter")
-    (True, False, False)
-    """
-    return arch != "interpreter" and family(arch) == "sm_100"
-
-
-def tile_obstacles(config: Config) -> Iterator[str]:
-    """Reasons why a config does not suit a route with specialised warps. Such a route has two groups of four
-    warps with 64 rows each (sm_100: one for the softmax, one that rescales), and copies tiles ahead."""
-    if (config.BLOCK_M, config.num_warps) != (128, 4) or config.num_stages < 2:
-        yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
+    return max(_RULES[family(arch)].get(route, {}), default=0)
 
 
 def weight(kind: str, loads: int, learns: bool) -> str:

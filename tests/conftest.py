@@ -1,11 +1,13 @@
-"""Settings of every test: one thread, fixed seeds, interpreted kernels off the GPU, poisoned buffers."""
+"""Settings of every test: one thread, fixed seeds, interpreted kernels and another BLAS off the GPU, poisoned
+buffers."""
 
 import gc
 import importlib.util
 import os
 import random
-import shutil
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -19,10 +21,14 @@ import pytest  # noqa: E402
 from tritoncp.mods.translate import special_functions as special_functions  # noqa: E402
 from tritoncp.ops import engine_factory  # noqa: E402
 from tritoncp.planning import traffic  # noqa: E402
-from tritoncp.reference.dense_engine import DenseEngine  # noqa: E402
 
 if not HAS_GPU:
     from tests import exact_dot, interpreter_patches
+
+    # The path, for processes that tests start as well: Python imports sitecustomize from it.
+    sys.path.insert(0, str(Path(__file__).with_name("another_blas")))
+    os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], *filter(None, [os.environ.get("PYTHONPATH")])])
+    import another_blas as another_blas
 
     exact_dot.install()
     interpreter_patches.install()
@@ -35,8 +41,7 @@ if importlib.util.find_spec("hypothesis"):
     hypothesis.settings.register_profile("tritoncp", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("tritoncp")
 
-HAS_BROWSER = bool(shutil.which("chromium") and importlib.util.find_spec("playwright"))
-collect_ignore = [*([] if HAS_GPU else ["gpu"]), *([] if HAS_BROWSER else ["perf/dashboard/test_browser.py"])]
+collect_ignore = [] if HAS_GPU else ["gpu"]
 
 
 def pytest_collection_finish() -> None:
@@ -75,10 +80,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["cpu", "kernels"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test on an engine: the CPU engine, interpreted kernels or, if named, the dense engine."""
+    """Run the test on the CPU engine and on interpreted kernels."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: request.param == "kernels")
-    if request.param == "dense":
-        monkeypatch.setattr(engine_factory, "CpuEngine", dense_engine)
     return request.param
 
 
@@ -95,11 +98,6 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def dense_engine(*args, compile=False, steps=None, **kwargs) -> DenseEngine:
-    """Make the dense engine in place of the CPU engine, whose hints it ignores."""
-    return DenseEngine(*args, **kwargs)
 
 
 def poisoned(allocate):

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, window, windows
 from tritoncp.demo.model import Shape, Transformer, angles, rotate
 from tritoncp.demo.ranks import LocalRanks, RankFailed
-from tritoncp.demo.report import difference, show_progress
+from tritoncp.demo.report import OUTPUT_TOLERANCE, difference, show_progress
 from tritoncp.demo.train import Config, Step, train
 
 ROOT = Path(__file__).parents[1]
@@ -59,9 +60,9 @@ def test_the_cpu_engine_trains_where_it_is_asked_for(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     engines = []
     monkeypatch.setattr(demo_run, "run", lambda *args: engines.append(os.environ["TRITON_INTERPRET"]))
-    for engine in ("kernels", "cpu"):
-        assert CliRunner().invoke(main, ["demo", "--engine", engine]).exit_code == 0
-    assert engines == ["1", "0"]
+    for words in (["--engine=kernels"], ["--engine=cpu"], []):
+        assert CliRunner().invoke(main, ["demo", *words]).exit_code == 0
+    assert engines == ["1", "0", "0"]
 
 
 # model
@@ -110,7 +111,7 @@ def tritoncp_demo(*words, launcher=("-m", "tritoncp.demo"), **environment) -> su
 
 
 def test_ranks_and_one_rank_agree(tmp_path):
-    words = "--steps=2", "--seq-len=320", "--world-size=2", "--engine=cpu", "--json", f"--out={tmp_path}"
+    words = "--steps=2", "--seq-len=320", "--world-size=2", "--json", f"--out={tmp_path}"
     done = tritoncp_demo(*words)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -119,15 +120,24 @@ def test_ranks_and_one_rank_agree(tmp_path):
     assert len(report["losses"]) == len(report["losses_on_one_rank"]) == 2
     assert report["largest_difference"] == difference(report["losses"], report["losses_on_one_rank"])
     assert report["largest_difference"] < report["tolerance"]
+    if report["device"] == "cpu":
+        assert report["engine"] == "cpu"
+        assert 0 < report["output_difference"] < OUTPUT_TOLERANCE, "two engines round differently"
     assert Image.open(report["picture"]).size[0] > 600
-    assert "2 ranks: step 2/2 loss" in done.stderr, "without a terminal, a plain line a step"
+    lines = done.stderr.splitlines()
+    assert any(line.startswith("2 ranks: step 2/2 loss") for line in lines), "no terminal: a line a step"
+    summary = ["ran", "losses", "kernels", "sent", "picture", "next"]
+    assert [line.split()[0] for line in lines[-6:]] == summary
+    assert lines[-1].endswith("tritoncp check")
 
 
 def test_the_same_script_runs_under_torchrun(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tritoncp.demo")
-    done = tritoncp_demo("--steps=1", "--seq-len=256", f"--out={tmp_path}", launcher=launcher)
+    words = "--steps=1", "--seq-len=128", f"--out={tmp_path}"  # one rank has all blocks
+    done = tritoncp_demo(*words, launcher=launcher)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("losses   agree") == 1, "only the first rank speaks"
+    for line in ("losses   agree", "kernels  agree"):
+        assert done.stdout.count(line) == 1, "only the first rank speaks"
 
 
 def test_a_world_size_that_torchrun_contradicts_is_refused(monkeypatch, tmp_path):
@@ -158,15 +168,21 @@ def test_a_rank_that_is_killed_is_noticed():
 # verdict and display
 
 
-@pytest.mark.parametrize("second", [[2.0, 1.5], [2.0, float("nan")], [2.0]])
-def test_a_disagreement_is_shown_and_fails(second, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("second", "gap"),
+    [([2.0, 1.5], 0.0), ([2.0, float("nan")], 0.0), ([2.0], 0.0), ([2.0, 1.0], 0.1), ([2.0, 1.0], math.inf)],
+)
+def test_a_disagreement_is_shown_and_fails(second, gap, monkeypatch, tmp_path):
     def doctored(config, world_size, on_many, on_one):
         return [Step(1, 2.0, 0.1), Step(2, 1.0, 0.1)], [Step(i, x, 0.1) for i, x in enumerate(second, 1)]
 
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # the command sets it
+    monkeypatch.setattr(demo_run, "uses_triton", lambda device: False)
     monkeypatch.setattr(demo_run, "side_by_side", doctored)
+    monkeypatch.setattr(demo_run, "compare_engines", lambda config, world_size: gap)
     done = CliRunner().invoke(main, ["demo", "--steps=2", "--seq-len=256", f"--out={tmp_path}"])
     assert done.exit_code == 1
-    assert "DISAGREE" in done.output
+    assert done.output.count("DISAGREE") == 1
 
 
 def test_difference_is_infinite_for_incomparable_results():

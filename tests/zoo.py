@@ -1,192 +1,200 @@
-"""Masks and score_mods for tests of every path, and the comparison with the dense oracle."""
+"""Masks and score_mods for tests of every path, each with its visible pairs in plain index arithmetic."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritoncp import (
-    Mask,
-    Plan,
-    and_masks,
-    causal,
-    create_block_mask,
-    document,
-    full_mask,
-    prefix_lm,
-    simulate,
-    sliding_window,
-)
-from tritoncp.reference.dense import dense_attention
+import tritoncp
 
-S, BLOCK = 120, 32  # four blocks, the last one ragged: fewer than ranks in the largest world
-DOCUMENTS = [40, 3, 50, 27]
+Pairs = Callable[..., Tensor]  # (b, h, q, kv) -> which pairs are visible
+ScoreMod = Callable[..., Tensor]  # (score, b, h, q, kv) -> score
+BALANCERS = (None, "contiguous", "head_tail", "ptrr", "per_document", "locality")
 
 
-def bits(heads: int) -> Tensor:
-    return torch.rand(heads, S, S, generator=torch.Generator().manual_seed(5)) < 0.3
+class Sizes(NamedTuple):
+    """batch: batch rows; heads: query heads; q, kv: lengths of the sequences"""
+
+    batch: int
+    heads: int
+    q: int
+    kv: int
+
+    @property
+    def longest(self) -> int:
+        return max(self.q, self.kv)
 
 
-def masked(mod: Callable[..., Tensor], heads: int = 1) -> Mask:
-    return create_block_mask(mod, 1, heads, S, S, BLOCK_SIZE=BLOCK)
+class Rule(NamedTuple):
+    """One mask.
+
+    mod:             given to tritoncp, a closed form where there is one
+    visible:         its pairs, written without tritoncp
+    by_row, by_head: whether batch rows and heads differ, so that each needs lists of its own
+    """
+
+    mod: Any
+    visible: Pairs
+    by_row: bool = False
+    by_head: bool = False
 
 
-def random_bits(heads: int) -> Mask:
-    table = bits(heads)
-    return masked(lambda b, h, q, kv: table[h, q, kv], heads)
+def python_rule(mod: Pairs, by_row: bool = False, by_head: bool = False) -> Rule:
+    """Return the rule of a Python function, which is its own definition."""
+    return Rule(mod, mod, by_row, by_head)
 
 
-def some_rows(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Mask single rows and a whole block of rows completely."""
-    return (q >= kv) & (q % 5 != 2) & ((q < 64) | (q >= 96))
+def generator(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
 
 
-MASKS: dict[str, Callable[[int], Mask]] = {  # by the number of query heads
-    "causal": lambda heads: masked(causal()),
-    "window": lambda heads: masked(sliding_window(40, 5)),
-    "document": lambda heads: masked(and_masks(causal(), document(lengths=DOCUMENTS))),
-    "prefix": lambda heads: masked(prefix_lm(50)),
-    "dilated": lambda heads: masked(lambda b, h, q, kv: (q >= kv) & ((q - kv) % 3 == 0)),
-    "diagonal": lambda heads: masked(lambda b, h, q, kv: q // 48 == kv // 48),
-    "random": random_bits,
-    "full": lambda heads: full_mask(S, S, block=BLOCK),
-    "empty rows": lambda heads: masked(some_rows),
+def window(sizes: Sizes, number: int) -> Rule:
+    left, right = number % (sizes.longest + 1) - 1, number * 5 % 21 - 1  # -1: no limit
+    before, after = (n if n >= 0 else 1 << 20 for n in (left, right))
+    visible = lambda b, h, q, kv: (q - kv <= before) & (kv - q <= after)  # noqa: E731
+    return Rule(tritoncp.sliding_window(left, right), visible)
+
+
+def prefix(sizes: Sizes, number: int) -> Rule:
+    length = number % (sizes.longest + 1)
+    return Rule(tritoncp.prefix_lm(length), lambda b, h, q, kv: (kv <= q) | (kv < length))
+
+
+def document_ids(sizes: Sizes, number: int) -> Tensor:
+    """Number the document of each token, up to five in each batch row: [batch, longest]."""
+    cuts = torch.randint(0, sizes.longest + 1, (sizes.batch, number % 5), generator=generator(number))
+    return (torch.arange(sizes.longest)[:, None] >= cuts[:, None]).sum(-1)
+
+
+def documents(sizes: Sizes, number: int) -> Rule:
+    ids = document_ids(sizes, number)[0]
+    mod = tritoncp.document(ids=ids)
+    if sizes.q == sizes.kv and number % 2:
+        mod = tritoncp.document(lengths=ids.bincount(minlength=5).tolist())  # some of length 0
+    return Rule(mod, lambda b, h, q, kv: ids[q] == ids[kv])
+
+
+def causal_documents_of_rows(sizes: Sizes, number: int) -> Rule:
+    """Causal documents, others in each batch row."""
+    ids = document_ids(sizes, number | 4)
+    mod = tritoncp.and_masks(tritoncp.causal(), tritoncp.document(ids=ids))
+    return Rule(mod, lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv), by_row=True)
+
+
+def bits(sizes: Sizes, number: int) -> Rule:
+    table = torch.rand(sizes, generator=generator(number)) < (0.3, 0.05, 0.6)[number % 3]
+    return python_rule(lambda b, h, q, kv: table[b, h, q, kv], by_row=True, by_head=True)
+
+
+def repeated_bits(sizes: Sizes, number: int) -> Rule:
+    table = torch.rand(3, 61, generator=generator(number)) < 0.5
+    return python_rule(lambda b, h, q, kv: table[(q + b) % 3, kv % 61], by_row=True)
+
+
+def hidden_rows(sizes: Sizes, number: int) -> Rule:
+    """Hide all keys from single queries and from whole blocks of them."""
+    start = number % 17 + 8
+    return python_rule(
+        lambda b, h, q, kv: (q >= kv) & (q % 5 != number % 5) & ((q < start) | (q >= start + 40))
+    )
+
+
+def causal_blocks(sizes: Sizes, number: int) -> Rule:
+    """Noised and clean blocks, by a condition on torch.where."""
+    n, half = number % 9 + 1, sizes.longest // 2
+    return python_rule(
+        lambda b, h, q, kv: torch.where(kv < half, q // n == kv // n, (q - half) // n >= (kv - half) // n)
+    )
+
+
+MASKS: dict[str, Callable[[Sizes, int], Rule]] = {  # by the sizes of a call and a number
+    "causal": lambda s, n: Rule(tritoncp.causal(), lambda b, h, q, kv: q >= kv),
+    "window": window,
+    "prefix": prefix,
+    "documents": documents,
+    "causal documents of rows": causal_documents_of_rows,
+    "everything": lambda s, n: python_rule(lambda b, h, q, kv: q >= 0),
+    "dilated": lambda s, n: python_rule(lambda b, h, q, kv: (q >= kv) & ((q - kv) % (n % 4 + 2) <= n % 3)),
+    "first keys and window": lambda s, n: python_rule(
+        lambda b, h, q, kv: (q >= kv) & ((kv < n % 7) | (q - kv <= n % 11))
+    ),
+    "near": lambda s, n: python_rule(lambda b, h, q, kv: (q - kv).abs() <= n % 30),
+    "pieces": lambda s, n: python_rule(lambda b, h, q, kv: q // (n % 50 + 1) == kv // (n % 50 + 1)),
+    "blocks of heads": lambda s, n: python_rule(
+        lambda b, h, q, kv: (q // 16 + kv // 16 + h) % 3 == n % 3, by_head=True
+    ),
+    "windows of heads": lambda s, n: python_rule(
+        lambda b, h, q, kv: (q >= kv) & (q - kv <= (n % 50) // (h + 1)), by_head=True
+    ),
+    "bits": bits,
+    "repeated bits": repeated_bits,
+    "hidden rows": hidden_rows,
+    "causal blocks": causal_blocks,
+    "uint8": lambda s, n: python_rule(  # 11 * 24 exceeds 255
+        lambda b, h, q, kv: q.to(torch.uint8) * 11 >= kv.to(torch.uint8) * (n % 7 + 1)
+    ),
 }
 
 
 class Score(NamedTuple):
-    """A score_mod and the captured tensors that require a gradient."""
+    """A score_mod by its learned tensor: ``shape`` of it, () for none; ``bind``: (sizes, visible pairs, that
+    tensor) -> the score_mod."""
 
-    mod: Callable[..., Tensor] | None
-    wants: tuple[Tensor, ...] = ()
-
-
-def alibi(heads: int, dtype: torch.dtype) -> Score:
-    slopes = torch.rand(heads, dtype=dtype)
-    return Score(lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs() / 16)
+    shape: Callable[[Sizes], tuple[int, ...]]
+    bind: Callable[[Sizes, Pairs, Any], ScoreMod | None]
 
 
-def relative(heads: int, dtype: torch.dtype) -> Score:
-    table = torch.randn(heads, 65, dtype=dtype, requires_grad=True)
-    return Score(lambda s, b, h, q, kv: s + table[h, (q - kv).clamp(-32, 32) + 32], (table,))
+def plain(mod: ScoreMod | None) -> Score:
+    """A score_mod that learns nothing."""
+    return Score(lambda s: (), lambda s, visible, x: mod)
 
 
-def by_document(heads: int, dtype: torch.dtype) -> Score:
-    number = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))
-    temperature = (0.5 + torch.rand(len(DOCUMENTS), dtype=dtype)).requires_grad_()
-    return Score(lambda s, b, h, q, kv: s * temperature[number[q]], (temperature,))
+def alibi(s: Sizes, visible: Pairs, x: Tensor) -> ScoreMod:
+    slopes = torch.tensor([2.0 ** -(h + 1) for h in range(s.heads)], dtype=torch.float64)
+    return lambda score, b, h, q, kv: score - slopes[h] * (q - kv).abs()
 
 
-SCORES: dict[str, Callable[[int, torch.dtype], Score]] = {
-    "none": lambda heads, dtype: Score(None),
-    "alibi": alibi,
-    "relative": relative,
-    "softcap": lambda heads, dtype: Score(lambda s, b, h, q, kv: 2 * torch.tanh(s / 2)),
-    "by document": by_document,
-}
-HEADS = {"MHA": (2, 2), "GQA": (8, 2), "MQA": (4, 1)}
-BALANCERS = (None, "contiguous", "head_tail", "ptrr")
-WORLDS = (1, 2, 3, 4, 8)
+def of_documents(s: Sizes, visible: Pairs, x: Tensor) -> ScoreMod:
+    ids = document_ids(s, 4)[0]
+    return lambda score, b, h, q, kv: score * x[ids[q]] + b
 
 
-def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
-    """Yield rows of the full product that together contain every pair of values of every two factors.
-
-    Greedy: the next row is the one with the most pairs not seen yet.
-    """
-    product = list(itertools.product(*(range(len(values)) for values in factors.values())))
-    bits: dict[tuple[int, int, int, int], int] = {}  # a bit for each pair
-    sets = []
-    for row in product:
-        places = itertools.combinations(enumerate(row), 2)
-        sets.append(sum(bits.setdefault((*one, *other), 1 << len(bits)) for one, other in places))
-    missing = (1 << len(bits)) - 1
-    while missing:
-        best = max(range(len(product)), key=lambda at: (sets[at] & missing).bit_count())
-        missing &= ~sets[best]
-        yield tuple(values[i] for values, i in zip(factors.values(), product[best]))
+def undefined_where_hidden(s: Sizes, visible: Pairs, x: Tensor) -> ScoreMod:
+    """Read past the end of the table for a hidden pair."""
+    return lambda score, b, h, q, kv: score + x[h, torch.where(visible(b, h, q, kv), kv, 1 << 40)]
 
 
-class Answer(NamedTuple):
-    out: Tensor
-    lse: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    captured: tuple[Tensor, ...]
-
-
-def differentiate(out: Tensor, lse: Tensor, inputs: Sequence[Tensor], wants: Sequence[Tensor]) -> Answer:
-    """Differentiate one fixed loss of out and lse, in which lse of rows that see no key does not count."""
-    g = torch.Generator().manual_seed(9)
-    by_out, by_lse = (torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype) for x in (out, lse))
-    loss = (out * by_out).sum() + (torch.where(lse.isinf(), 0, lse) * by_lse).sum()
-    dq, dk, dv, *captured = torch.autograd.grad(loss, [*inputs, *wants], materialize_grads=True)
-    return Answer(out.detach(), lse.detach(), dq, dk, dv, tuple(captured))
-
-
-def tensors(
-    heads: tuple[int, int],
-    dtype: torch.dtype,
-    dim: int = 16,
-    v_dim: int = 16,
-    length: int = S,
-    batch: int = 1,
-) -> list[Tensor]:
-    """Make q, k, v that require grad."""
-    shapes = ((heads[0], dim), (heads[1], dim), (heads[1], v_dim))
-    return [torch.randn(batch, h, length, d, dtype=dtype, requires_grad=True) for h, d in shapes]
-
-
-def oracle(qkv: Sequence[Tensor], mask: Mask, score: Score) -> Answer:
-    """Compute the dense answer in float64."""
-    inputs = [x.detach().double().requires_grad_() for x in qkv]
-    wants = [x.detach().double().requires_grad_() for x in score.wants]
-    result = dense_attention(*inputs, mask, rebound(score, wants))
-    return differentiate(result.out, result.lse, inputs, wants)
-
-
-def rebound(score: Score, wants: Sequence[Tensor]) -> Callable[..., Tensor] | None:
-    """Return the same function over other tensors, in new closure cells."""
-    if score.mod is None or not wants:
-        return score.mod
-    other = {id(old): new for old, new in zip(score.wants, wants)}
-    cells = [
-        type(cell)(other.get(id(cell.cell_contents), cell.cell_contents)) for cell in score.mod.__closure__
-    ]
-    return type(score.mod)(score.mod.__code__, score.mod.__globals__, closure=tuple(cells))
-
-
-def simulated(qkv: Sequence[Tensor], plan: Plan, score: Score, **options: Any) -> Answer:
-    """Run a simulated world of the plan's size."""
-    world = simulate(plan.world_size)
-    q, k, v = (world.shard(x, plan, dim=2, side=side) for x, side in zip(qkv, ("q", "kv", "kv")))
-    outs, lses = world.flex_attention(q, k, v, score.mod, plan, enable_gqa=True, return_lse=True, **options)
-    out, lse = (world.unshard(xs, plan, dim=2) for xs in (outs, lses))
-    return differentiate(out, lse, qkv, score.wants)
-
-
-def agree(got: Answer, want: Answer, atol: float, rtol: float, grad_atol: float) -> None:
-    limits = [atol, atol, grad_atol, grad_atol, grad_atol] + [8 * grad_atol] * len(want.captured)
-    names = [*Answer._fields[:5], *(f"gradient of capture {i}" for i in range(len(want.captured)))]
-    for name, limit, value, expected in zip(names, limits, flat(got), flat(want), strict=True):
-        same = (value.double() == expected) | (
-            (value.double() - expected).abs() <= limit + rtol * expected.abs()
-        )
-        assert bool(same.all()), (
-            f"{name} differs by up to {(value.double() - expected)[~same].abs().max():.3g}"
-        )
-
-
-def flat(answer: Answer) -> list[Tensor]:
-    return [*answer[:5], *answer.captured]
-
-
-TOLERANCE = {  # out and lse; gradients add up more terms
-    torch.float64: {"atol": 1e-11, "rtol": 1e-11, "grad_atol": 1e-10},
-    torch.float32: {"atol": 2e-6, "rtol": 1e-5, "grad_atol": 1e-5},
+SCORES: dict[str, Score] = {
+    "none": plain(None),
+    "softcap": plain(lambda s, b, h, q, kv: 3 * torch.tanh(s / 3)),
+    "by row": plain(lambda s, b, h, q, kv: s * (b + 1) + (h - q % 3) * 0.25),
+    "hides": plain(lambda s, b, h, q, kv: torch.where((q + kv + h) % 4 == 0, -math.inf, s)),
+    "alibi": Score(lambda s: (), alibi),
+    "slopes": Score(
+        lambda s: (s.heads,),
+        lambda z, visible, x: lambda s, b, h, q, kv: s - x[h].to(s.dtype) * (q - kv).abs() * (1 + b) / z.q,
+    ),
+    "distances": Score(
+        lambda s: (s.heads, 33),
+        lambda z, visible, x: lambda s, b, h, q, kv: s + x[h, (q - kv).clamp(-16, 16) + 16],
+    ),
+    "temperature": Score(lambda s: (s.batch, s.q), lambda z, visible, x: lambda s, b, h, q, kv: s * x[b, q]),
+    "of documents": Score(lambda s: (5,), of_documents),
+    "replaces": Score(lambda s: (s.heads,), lambda z, visible, x: lambda s, b, h, q, kv: x[h]),
+    "bias of keys": Score(
+        lambda s: (s.batch, s.heads, s.kv), lambda z, visible, x: lambda s, b, h, q, kv: x[b, h, kv] + s
+    ),
+    "product and sum": Score(
+        lambda s: (s.heads,),
+        lambda z, visible, x: lambda s, b, h, q, kv: s * 0.5 + x[h].to(s.dtype) * torch.sin(s),
+    ),
+    "decay": Score(
+        lambda s: (s.heads,),
+        lambda z, visible, x: lambda s, b, h, q, kv: s - torch.exp(x[h].to(s.dtype)) * kv / z.kv,
+    ),
+    "undefined where hidden": Score(lambda s: (s.heads, s.kv), undefined_where_hidden),
 }

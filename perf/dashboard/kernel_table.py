@@ -18,7 +18,7 @@ from tritoncp.perf.exit_codes import PerfCommand
 
 BEGIN, END = "<!-- kernels: begin -->", "<!-- kernels: end -->"
 ARCHITECTURES = ("sm_90", "sm_100", "sm_80", "gfx942")
-KERNELS = ("forward", "few rows", "gluon", "specialised", "dq", "dkdv", "fused")
+KERNELS = ("forward", "few rows", "gluon", "dq", "dkdv", "fused")
 HEAD_DIMS = (64, 128, 256)
 HEAD = ("kernel", "D", "tile", "full", "masked", "registers", "programs", "bound", "limited by")
 LIMITS = {"mufu": "exponentials", "issue": "instructions", "tensor cores": "products", "tensor": "products"}

@@ -78,8 +78,8 @@ class Layer:
         return [out.detach(), lse.detach(), *grads]
 
 
-def nightly(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
+def long(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 def on_one_device(mask: Any) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ def test_rows_of_a_batch_equal_the_same_rows_of_the_whole(name: str, engine: str
 
 @pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 @pytest.mark.parametrize(
-    "name", ["closed form", *nightly("documents of each row", "listed for one row", "bits")]
+    "name", ["closed form", *long("documents of each row", "listed for one row", "bits")]
 )
 def test_kernels_read_rows_of_a_batch(name: str, engine: str) -> None:
     check(on_one_device(MASKS[name]()))

@@ -30,7 +30,7 @@ FORMS = {
 
 
 CASES = [  # compiled for one length of values only
-    pytest.param(v_dim, form, compiled, marks=[pytest.mark.nightly] * (compiled and (i + j) % 2))
+    pytest.param(v_dim, form, compiled, marks=[pytest.mark.long] * (compiled and (i + j) % 2))
     for i, v_dim in enumerate((8, 6))
     for j, form in enumerate(FORMS)
     for compiled in (False, True)

@@ -104,7 +104,7 @@ def test_the_command_prints_both_timelines_and_writes_the_picture(tmp_path):
 
 
 @pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize("cut", ["sequence", pytest.param("experts", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("cut", ["sequence", pytest.param("experts", marks=pytest.mark.long)])
 def test_the_command_in_json(cut):
     done = CliRunner().invoke(main, ["chunk", "--demo", "--cut", cut, "--json"])
     report = json.loads(done.output)

@@ -139,7 +139,7 @@ CASES = [
     (EXPERTS, "batch", 2, "batch rows", by_batch, torch.float32),
 ]
 SHAPES = (replace(DENSE, layers=2), EXPERTS, replace(SORTED, layers=2), replace(EXPERTS, layers=3))
-NIGHTLY = [
+LONG = [
     *[(shape, *cut, "documents", None, torch.float32) for shape in SHAPES for cut in CUTS],
     *[(DENSE, *cut, mask, None, torch.bfloat16) for mask in MASKS for cut in CUTS if mask != "two-sided"],
     *[(SORTED, *cut, "causal", score, torch.float32) for score in (by_batch, biased) for cut in CUTS],
@@ -148,7 +148,7 @@ NIGHTLY = [
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES, *(pytest.param(case, marks=pytest.mark.nightly) for case in NIGHTLY)],
+    [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)],
     ids=lambda case: (
         f"{case[0].dispatch if case[0].experts else 'mlp'}-{case[0].layers}-{case[1:4]}"
         f"-{getattr(case[4], '__name__', None)}-{case[5]}"
@@ -172,7 +172,7 @@ def test_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(cpu_engi
     assert "2 by seq of 24 of 48 rows" in str(report)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_interpreted_kernels_have_the_bits_of_eager_chunking():
     run = Case(DENSE, "seq", 2, causal(), rows=32)
     assert_same_bits(run.in_graph(), run.by_eager())
@@ -214,7 +214,7 @@ def test_concrete_graphs_have_numbers_and_check_their_sizes(cpu_engine):
         concrete(*inputs)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [DENSE, UNBIASED], ids=["mlp", "experts"])
 def test_inductor_compiles_chunks(shape, cpu_engine):
     run = Case(shape, "seq", 2, MASKS["causal"]())

@@ -1,13 +1,15 @@
-"""Dense attention in float64 and the comparison of a call with it, independent of tritoncp."""
+"""Dense attention in float64 with torch's masks, and the comparison of a call with it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from tritoncp.reference.dense import dense_attention
 
 Mod = Callable[..., Tensor]
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -31,24 +33,11 @@ def attend(
     mask_mod: Mod | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, Hq, Q, Dv], lse [B, Hq, Q]) in the dtype of q: a row that sees nothing gives 0 and -inf.
-
-    Every pair is passed to the mods, one at a time under vmap, as torch defines them.
-    """
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).expand(q.shape[0], -1, -1, -1) for x in (k, v))
-    scores = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
-    index = [i.flatten() for i in torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")]
-    visible = torch.ones_like(scores, dtype=torch.bool)
-    if mask_mod is not None:
-        visible = torch.vmap(mask_mod)(*index).view(scores.shape)
-    if score_mod is not None:
-        pairs = visible.flatten().nonzero()[:, 0]
-        seen = torch.vmap(score_mod)(scores.flatten()[pairs], *(i[pairs] for i in index)).to(scores.dtype)
-        scores = torch.full_like(scores, -math.inf).flatten().index_put((pairs,), seen).view(scores.shape)
-    scores = scores.masked_fill(~visible, -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0)[..., None])
-    return weights @ v, lse
+    """Return (out [B, Hq, Q, Dv], lse [B, Hq, Q]) in the dtype of q, with the mask as torch evaluates it."""
+    sizes = *q.shape[:3], k.shape[2]
+    visible = mask_mod and flex.create_mask(mask_mod, *sizes, device="cpu")
+    out, lse, _ = dense_attention(q, k, v, visible, score_mod, scale=scale)
+    return out, lse
 
 
 def exact(

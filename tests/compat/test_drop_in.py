@@ -48,7 +48,7 @@ SCORES = {
 
 
 COMBINATIONS = [
-    pytest.param(engine, dtype, learned, marks=[pytest.mark.nightly] * (engine == "kernels" and not sample))
+    pytest.param(engine, dtype, learned, marks=[pytest.mark.long] * (engine == "kernels" and not sample))
     for engine, dtype, learned in product(("cpu", "kernels"), (F32, BF16), (False, True))
     for sample in [dtype == F32 and learned]
 ]

@@ -169,7 +169,7 @@ def test_on_kernels(name: str, engine: str) -> None:
     verify(name, dtype=F32)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 @pytest.mark.parametrize("name", [name for name in LAWS if name not in ON_KERNELS])
 def test_the_other_laws_on_kernels(name: str, engine: str) -> None:

@@ -1,7 +1,7 @@
 """Each case of torch's flex attention tests on both engines, against dense float64 attention.
 
 The CPU engine runs every case; interpreted kernels run a third of the first cases of each score_mod,
-mask_mod, dtype, block size and layout of heads, and nightly the others.
+mask_mod, dtype, block size and layout of heads, and `make test-all` the others.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_a_bias_that_is_read_twice_gets_both_gradients() -> None:
     assert {case.learned for case in CASES if case.score == "one bias read twice"} == {True}
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 @pytest.mark.parametrize("case", REST, ids=names(REST))
 def test_kernels_on_the_other_cases(case: Case, engine: str) -> None:

@@ -114,7 +114,7 @@ def test_a_value_that_is_not_understood_causes_a_warning_with_the_accepted_ones(
         assert VARIABLES[name].read() == VARIABLES[name].default
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_ranks_are_compared_as_the_variable_says_and_a_typing_error_is_reported():
     code = "from tritoncp.distributed import consistency; print(consistency.CHECKED)"
     for text, line, warning in (

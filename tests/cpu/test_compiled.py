@@ -28,7 +28,7 @@ def answers(**options: bool) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out, [*x, slopes], torch.randn(out.shape, generator=g))]
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize("by_variable", [False, True])
 def test_compiled_answers_are_those_of_plain_torch(by_variable, cpu_engine, monkeypatch):
     calls = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 import tritoncp
+from tests.cases import Case, check
 from tests.multiprocess import ranks
-from tests.zoo import MASKS, SCORES, Answer, agree, differentiate, oracle, simulated, tensors
-from tritoncp import make_plan, simulate
+from tests.multiprocess.case_on_ranks import check_ranks
+from tritoncp import causal, create_block_mask, make_plan, simulate
 from tritoncp.distributed.collectives import Wait, lockstep
 from tritoncp.distributed.schedules import SCHEDULES, head_exchange
 from tritoncp.distributed.schedules.head_exchange import HeadExchange, Side
@@ -24,8 +26,9 @@ from tritoncp.distributed.schedules.ulysses import stretches
 from tritoncp.planning import traffic
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")  # unless a test asks for kernels
-CLOSE = {"atol": 1e-8, "rtol": 1e-8, "grad_atol": 1e-8}
 BETWEEN = ("ulysses", "ulysses+ring")
+DOCUMENTS = ("causal documents of rows", 6)
+SHARED_HEADS = Case(DOCUMENTS, "distances", world=3, balancer="ptrr", batch=2, heads=2, group=3)
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.data())
@@ -91,21 +94,15 @@ def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", BETWEEN)
 @pytest.mark.parametrize("world", [3, 4, 6])
-@pytest.mark.parametrize("heads", [(6, 2), (5, 1), (4, 4), (9, 3)])
-def test_heads_need_not_divide(heads: tuple[int, int], world: int, schedule: str) -> None:
+@pytest.mark.parametrize(("heads", "group"), [(2, 3), (1, 5), (4, 1), (3, 3)])
+def test_heads_need_not_divide(heads: int, group: int, world: int, schedule: str) -> None:
     """Every head has its own mask and score, so that a head in the wrong place shows."""
-    qkv, mask = tensors(heads, torch.float64, dim=8, v_dim=12), MASKS["random"](heads[0])
-    score = SCORES["relative"](heads[0], torch.float64)
-    plan = make_plan(mask, world_size=world, rank=0, schedule=schedule)
-    agree(simulated(qkv, plan, score), oracle(qkv, mask, score), **CLOSE)
+    check(Case(("bits", 0), "distances", schedule, world, "ptrr", heads=heads, group=group, dims=(8, 12)))
 
 
 @pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 def test_kernels_launch_shared_heads_in_pieces(engine: str) -> None:
-    qkv, mask = tensors((5, 1), torch.float64), MASKS["document"](5)
-    score = SCORES["alibi"](5, torch.float64)
-    plan = make_plan(mask, world_size=3, rank=0, schedule="ulysses")
-    agree(simulated(qkv, plan, score), oracle(qkv, mask, score), **CLOSE)
+    check(Case(DOCUMENTS, "alibi", "ulysses", world=3, balancer="ptrr", heads=1, group=5))
 
 
 @pytest.mark.parametrize("schedule", BETWEEN)
@@ -136,70 +133,34 @@ def test_fewer_heads_than_ranks_is_said_once(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dims", [(16, 1), (1, 16), (1, 1)])
-def test_single_channels_travel_as_a_process_group_needs_them(dims: tuple[int, int], schedule: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_single_channels_travel_as_a_process_group_needs_them(
+    dtype: torch.dtype, dims: tuple[int, int], schedule: str
+) -> None:
     """Three ranks that share KV heads: a part of a message of K and V is then not contiguous by itself."""
-    qkv, mask = tensors((6, 2), torch.float64, dim=dims[0], v_dim=dims[1]), MASKS["document"](6)
-    score, world = SCORES["relative"](6, torch.float64), simulate(3)
-    plan = world.make_plan(mask, schedule=schedule)
-    agree(simulated(qkv, plan, score), oracle(qkv, mask, score), **CLOSE)
-    xs = [world.shard(x.detach().bfloat16(), plan, dim=2, side=side) for x, side in zip(qkv, SIDES)]
-    leaves = [x.requires_grad_() for shards in xs for x in shards]
-    outs = world.flex_attention(*xs, plan, enable_gqa=True)
-    grads = torch.autograd.grad(sum(out.float().sum() for out in outs), leaves)  # dK and dV in float32 there
-    assert all(grad.shape == x.shape and bool(grad.isfinite().all()) for grad, x in zip(grads, leaves))
-
-
-def single_channels(group: Any, dims: tuple[int, int], schedule: str) -> list[torch.Tensor]:
-    torch.manual_seed(3)
-    qkv = [x.detach().bfloat16() for x in tensors((6, 2), torch.float64, dim=dims[0], v_dim=dims[1])]
-    plan = make_plan(MASKS["document"](6), group, schedule=schedule)
-    shards = [tritoncp.shard(x, plan, dim=2, side=side).requires_grad_() for x, side in zip(qkv, SIDES)]
-    out = tritoncp.flex_attention(*shards, plan, enable_gqa=True, mesh=group)
-    grads = torch.autograd.grad(out.float().square().sum(), shards)
-    return [tritoncp.unshard(x, plan, group, dim=2, side=side) for x, side in zip(grads, SIDES)]
-
-
-SIDES = ("q", "kv", "kv")
+    check(replace(SHARED_HEADS, schedule=schedule, dims=dims, dtype=dtype))
 
 
 @pytest.mark.parametrize("dims", [(16, 1), (1, 16)])
 def test_three_processes_share_heads_of_single_channels(dims: tuple[int, int]) -> None:
-    traded, gathered = (ranks.run(3, single_channels, dims, way)[0] for way in ("ulysses", "allgather"))
-    for x, y in zip(traded, gathered, strict=True):
-        assert (x - y).abs().max() <= 2**-5 * y.abs().max()
+    check_ranks(replace(SHARED_HEADS, schedule="ulysses", dims=dims, dtype=torch.bfloat16))
 
 
 # -- meshes of two dimensions -----------------------------------------------------------------------------
 
 
-def on_a_mesh(group: Any, schedule: str) -> Answer:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
-    torch.manual_seed(3)
-    qkv, mask = tensors((6, 2), torch.float64, dim=8, v_dim=8), MASKS["document"](6)
-    score = SCORES["relative"](6, torch.float64)
-    plan = make_plan(mask, mesh, schedule=schedule)
-    assert plan.degree == 2
-    q, k, v = (tritoncp.shard(x, plan, dim=2, side=side) for x, side in zip(qkv, ("q", "kv", "kv")))
-    out, lse = tritoncp.flex_attention(q, k, v, score.mod, plan, enable_gqa=True, return_lse=True, mesh=mesh)
-    out, lse = (tritoncp.unshard(x, plan, mesh, dim=2, grad="slice") for x in (out, lse))
-    answer = differentiate(out, lse, qkv, score.wants)
-    for x in (*answer[2:5], *answer.captured):
-        torch.distributed.all_reduce(x, group=group)
-    return answer
+def two_by_two(group: Any) -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
 
 
 @pytest.mark.parametrize("schedule", ["auto", *BETWEEN])
 def test_four_processes_on_a_mesh_are_the_oracle(schedule: str) -> None:
-    torch.manual_seed(3)
-    qkv, mask = tensors((6, 2), torch.float64, dim=8, v_dim=8), MASKS["document"](6)
-    want = oracle(qkv, mask, SCORES["relative"](6, torch.float64))
-    for answer in ranks.run(4, on_a_mesh, schedule, timeout=120):
-        agree(answer, want, **CLOSE)
+    check_ranks(replace(SHARED_HEADS, schedule=schedule, world=4), two_by_two)
 
 
 def refused(group: Any) -> list[str]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
-    mask, said = MASKS["causal"](1), []
+    mask, said = create_block_mask(causal(), 1, 1, 120, 120, BLOCK_SIZE=32), []
     x, plan = torch.zeros(1, 1, 60, 16), make_plan(mask, mesh)
     y = tritoncp.shard(torch.zeros(1, 1, 120, 16), plan, dim=2)
     calls = (

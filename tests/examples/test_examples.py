@@ -143,7 +143,7 @@ def test_a_padded_batch_has_the_loss_and_gradients_of_its_texts() -> None:
     assert loss == pytest.approx(float(total.detach() / count), rel=1e-5)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_torchrun_starts_an_example_as_its_docstring_says(example: Path, tmp_path: Path) -> None:
     use_loopback_interface()

@@ -109,6 +109,7 @@ def test_a_plan_is_not_compiled_for_twice():
     assert counter.frame_count == 1
 
 
+@pytest.mark.long  # needs a C++ compiler
 def test_inductor_against_the_oracle():
     layer = Layer().double()
     x, bias = [t.detach().double().requires_grad_() for t in tensors()], torch.randn(4, requires_grad=True)

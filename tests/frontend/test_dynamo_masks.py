@@ -246,7 +246,7 @@ def test_the_first_call_of_a_process():
     subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_CALL], check=True, timeout=300)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_inductor():
     case = Compiled(model, backend="inductor")
     for n in (10, 30):

@@ -162,7 +162,7 @@ for _ in range(2):
     ("setting", "imports", "has_debug"),
     [
         ("+tritoncp", "torch, tritoncp", True),
-        pytest.param("tritoncp", "tritoncp, torch", False, marks=pytest.mark.nightly),
+        pytest.param("tritoncp", "tritoncp, torch", False, marks=pytest.mark.long),
     ],
 )
 def test_torch_logs_shows_the_lines(setting, imports, has_debug):

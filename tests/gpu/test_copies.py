@@ -17,7 +17,7 @@ from tritoncp import (
     varlen_attention,
 )
 from tritoncp.kernels import route_check
-from tritoncp.kernels.tile_rules import architecture, specialises
+from tritoncp.kernels.tile_rules import architecture, widest_route
 
 DEVICE = "cuda"
 S = 512
@@ -113,10 +113,10 @@ def test_a_route_is_compared_once_and_not_in_a_graph(monkeypatch):
     """A comparison copies its result to the host."""
     monkeypatch.setattr(route_check, "_VERDICTS", {})
     q, k, v = (x.detach() for x in tensors())
-    options = {"ROUTE": "specialised"}
+    options = {"ROUTE": "gluon"}
     want = flex_attention(q, k, v)
-    has_route = specialises(architecture(q.device))
-    words = "which a graph cannot capture" if has_route else "ROUTE='specialised' is requested"
+    has_route = widest_route(architecture(q.device), "gluon")
+    words = "which a graph cannot capture" if has_route else "ROUTE='gluon' is requested"
     graph = torch.cuda.CUDAGraph()
     with pytest.warns(UserWarning, match=words), torch.cuda.graph(graph):
         out = flex_attention(q, k, v, kernel_options=options)

@@ -27,18 +27,19 @@ from tests.gpu.support import (
     block_mask,
     close,
     documents,
+    equal,
+    forward,
     oracle,
     peer,
     qkv,
 )
-from tests.gpu.test_specialised import equal, forward
-from tritoncp.kernels.tile_rules import architecture, specialises
+from tritoncp.kernels.tile_rules import architecture, widest_route
 from tritoncp.masks import Mask, causal, full_mask, sliding_window
 
 LONG = 4096 if ON_GPU else 2 * BLOCK
 ROUTE = {"ROUTE": "gluon"} if ON_GPU else {}
 REPEATS = 25 if ON_GPU else 1
-HERE = ON_GPU and specialises(architecture(torch.device("cuda")), "gluon") > 0
+HERE = ON_GPU and widest_route(architecture(torch.device("cuda")), "gluon") > 0
 ENDS = {"causal": causal(), "window": sliding_window(2 * BLOCK + 30, 7), "documents": documents(LONG)}
 
 

@@ -170,7 +170,7 @@ def sdpa_modules(group, compiled):
     return outs, grads, {name: whole(out, tritoncp.full_mask(S, S), mesh, 2) for name, out in natural.items()}
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_one_plan_serves_modules_of_flex_attention_and_of_sdpa(compiled):
     q, k, v = (x.requires_grad_() for x in tensors())
     causal = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -222,7 +222,7 @@ def sharded_heads(group, heads, compiled):
     return whole(gathered, plan, mesh["cp"], 1).transpose(1, 2), bias.grad
 
 
-COMPILED = pytest.param(HEADS, True, marks=pytest.mark.nightly)
+COMPILED = pytest.param(HEADS, True, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(("heads", "compiled"), [(1, False), (HEADS, False), COMPILED])

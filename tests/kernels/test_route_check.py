@@ -1,8 +1,7 @@
 """Verification of routes against the loops before their first use: right routes run, wrong ones are replaced
-by the loops.  The interpreter compiles nothing wrong, so the faults are injected."""
+by the loops.  The interpreter runs no other route: the loops stand in for one, and faults are injected."""
 
 import ast
-import math
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,21 +13,36 @@ from triton.compiler.errors import CompilationError
 
 import tritoncp
 from tests.kernels.support.harness import close, cotangents, over_ranks, qkv, run, same
-from tests.kernels.test_forward_specialised import MASKS, N
-from tritoncp.kernels import engine, forward_specialised, route_check
+from tritoncp.kernels import engine, options, route_check
 from tritoncp.kernels.launch import Launches
+from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.planning import traffic
 
 PLACE = ast.parse("x = 1").body[0]
-ROUTE = {"ROUTE": "specialised"}
+ROUTE = {"ROUTE": "gluon"}
+N = 48
 FINE, COARSE = torch.float16, torch.bfloat16  # tolerance of right routes; error of wrong ones
 Damage = Callable[[dict[str, Any]], None]
 
 
+def blocks(mod: Callable[..., torch.Tensor], n: int, batch: int = 1, heads: int = 1) -> Mask:
+    return create_block_mask(mod, batch, heads, n, n, BLOCK_SIZE=16)
+
+
+MASKS: dict[str, Callable[[int], Mask]] = {
+    "full": lambda n: full_mask(n, n, block=16),
+    "causal": lambda n: blocks(causal(), n),
+    "window": lambda n: blocks(sliding_window(33, 1), n),
+    "intervals": lambda n: blocks(and_masks(causal(), document(lengths=[n // 4, n - n // 4])), n),
+    "mask_mod": lambda n: blocks(lambda b, h, q, kv: (kv < 16) | ((q * kv) % 3 == 1), n),
+    "of batch rows and heads": lambda n: blocks(lambda b, h, q, kv: q + 8 * b >= kv + 16 * h, n, 2, 2),
+    "rows that see nothing": lambda n: blocks(lambda b, h, q, kv: (q >= 16) & (q != 20) & (kv < 32), n),
+}
+
+
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat kernels as compiled, and every step as large enough."""
-    monkeypatch.setattr(forward_specialised, "STATE_SHARE", math.inf)
+    """Treat kernels as compiled."""
     monkeypatch.setattr(route_check, "COMPILED", True)
     monkeypatch.setattr(route_check, "_VERDICTS", {})
 
@@ -39,9 +53,9 @@ def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
 
     def launch(*args: Any, **step: Any) -> Launches:
         launched.append("launch")
-        return Launches((forward_specialised.launch(*args, **step), lambda: damage(step)))
+        return Launches((engine.TritonEngine.loops(*args, **step), lambda: damage(step)))
 
-    broken = SimpleNamespace(launch=launch, obstacles=forward_specialised.obstacles)
+    broken = SimpleNamespace(launch=launch, obstacles=lambda *args: iter(()))
     monkeypatch.setattr(engine, "route_of", lambda name: broken)
     return launched
 
@@ -78,12 +92,12 @@ def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch)
     assert launched
 
 
-def last_row(step: dict[str, Any]) -> None:
+def one_row(step: dict[str, Any]) -> None:
     """A small error in one row."""
     if step.get("store_state"):
-        step["state"].l[..., -1] *= 1.1
+        step["state"].l[..., 5] *= 1.1
     else:
-        step["out"][..., -1, :] *= 1.1
+        step["out"][..., 5, :] *= 1.1
 
 
 def forgotten(step: dict[str, Any]) -> None:
@@ -99,7 +113,7 @@ def lse(step: dict[str, Any]) -> None:
         step["lse"][..., 1] += 0.05
 
 
-@pytest.mark.parametrize("damage", [last_row, forgotten, lse], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("damage", [one_row, forgotten, lse], ids=lambda f: f.__name__)
 def test_a_wrong_route_is_not_taken(damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
     x, mask = qkv(N, dtype=COARSE), MASKS["causal"](N)
     start = cotangents(x)
@@ -107,7 +121,7 @@ def test_a_wrong_route_is_not_taken(damage: Damage, monkeypatch: pytest.MonkeyPa
     alone, ranks = run(x, mask, start=start), over_ranks(x, plan, start=start)
     damaged(monkeypatch, damage)
     with pytest.warns(
-        UserWarning, match="'specialised' is requested; this step goes by 'loops': its results are not"
+        UserWarning, match="'gluon' is requested; this step goes by 'loops': its results are not"
     ):
         got = run(x, mask, start=start, **ROUTE)
     same((got.out, got.lse, got.grads), (alone.out, alone.lse, alone.grads))
@@ -118,7 +132,7 @@ def test_a_wrong_route_is_not_taken(damage: Damage, monkeypatch: pytest.MonkeyPa
 
 def test_a_kind_of_step_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths and tensors do not make another kind of step; dtypes, masks and mods do."""
-    launched = damaged(monkeypatch, last_row)
+    launched = damaged(monkeypatch, one_row)
 
     def attend(mask: str, dtype: torch.dtype = torch.bfloat16, n: int = N, **more: Any) -> int:
         before = len(launched)
@@ -139,10 +153,10 @@ def test_what_was_measured_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None
     x, mask = qkv(128, dtype=COARSE), MASKS["causal"](128)
     want = tritoncp.flex_attention(*x, mask)
     tritoncp.plan_cache_clear()  # with the engine, which knows its route
-    monkeypatch.setattr(engine.TritonEngine, "route", "specialised")
-    damaged(monkeypatch, last_row)
+    monkeypatch.setattr(engine.TritonEngine, "route", "gluon")
+    damaged(monkeypatch, one_row)
     with pytest.warns(
-        UserWarning, match="'specialised' is in the table of measured tiles; this step goes by 'loops'"
+        UserWarning, match="'gluon' is in the table of measured tiles; this step goes by 'loops'"
     ):
         same(tritoncp.flex_attention(*x, mask), want)
 
@@ -164,3 +178,11 @@ def test_a_route_that_cannot_be_compiled_is_not_taken(
     said = "no such word" if str(error) else "no message"
     with pytest.warns(UserWarning, match=f"goes by 'loops': it fails: {type(error).__name__}: .*{said}"):
         same(tritoncp.flex_attention(*x, block_mask=mask, kernel_options=ROUTE), want)
+
+
+def test_loops_are_the_default_and_every_other_route_has_a_launcher() -> None:
+    assert options.ROUTES[0] == "loops"
+    for route in options.ROUTES[1:]:
+        assert callable(engine.route_of(route).launch) and callable(engine.route_of(route).obstacles)
+    with pytest.raises(ValueError, match="kernel option ROUTE='fast'; one of loops, gluon"):
+        tritoncp.flex_attention(*qkv(), kernel_options={"ROUTE": "fast"})

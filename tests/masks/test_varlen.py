@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritoncp
+from tests.cases import pairs
 from tests.masks.packed_documents import (
     AUX,
     F64,
@@ -29,7 +30,6 @@ from tests.masks.packed_documents import (
     whole,
     whole_call,
 )
-from tests.zoo import pairs
 from tritoncp import simulate, varlen_attention, varlen_mask
 from tritoncp.frontend import mask_source
 from tritoncp.masks.varlen import Varlen
@@ -145,7 +145,7 @@ FACTORS = {
     "balancer": [None, "ptrr"],
     "schedule": ["allgather", "ring", "fetch"],
 }
-ROWS = sorted(pairs(FACTORS), key=str)
+ROWS = [tuple(row.values()) for row in pairs(FACTORS)]
 
 
 @pytest.mark.parametrize(tuple(FACTORS), ROWS, ids=lambda value: str(value))
@@ -184,7 +184,7 @@ TE_CALLS = itertools.product(
 @pytest.mark.parametrize(
     ("kv_heads", "causal", "window", "world"),
     [
-        pytest.param(*call, world, marks=[pytest.mark.nightly] * (i % 4 != 1))
+        pytest.param(*call, world, marks=[pytest.mark.long] * (i % 4 != 1))
         for i, (call, world) in enumerate(TE_CALLS)
     ],
 )

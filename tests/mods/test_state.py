@@ -264,7 +264,7 @@ def test_an_edit_of_any_reachable_state_is_seen(links: list[str], reader: str, v
     check_edits(links, reader, values)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @hypothesis.settings(max_examples=1000)
 @EDITS
 def test_edits_of_reachable_state_are_seen_in_many_examples(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 
 import tritoncp
+from tests.cases import Case
 from tests.multiprocess import ranks
-from tests.zoo import HEADS, MASKS, SCORES, TOLERANCE, Answer, Score, agree, differentiate, oracle, tensors
+from tests.multiprocess.case_on_ranks import check_ranks
 from tritoncp import Mask, and_masks, causal, create_block_mask, document
 from tritoncp.distributed import groups
 from tritoncp.distributed.schedules import SCHEDULES
-from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 
 F64 = torch.float64
@@ -77,7 +78,7 @@ PRODUCT = [
     *itertools.product(["causal"], (1, 8), (512, 2048), BALANCERS),
     *itertools.product(["documents"], (2, 4, 8), (512, 2048), BALANCERS),
 ]
-FAST = [row for row in PRODUCT if row[1] < 4 and row[2] == 512]
+FAST = [("causal", 1, 512, "head_tail"), ("documents", 2, 512, "ptrr")]
 
 
 @pytest.mark.parametrize(("kind", "batch", "length", "balancer"), FAST)
@@ -85,77 +86,32 @@ def test_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | Non
     check(kind, batch, length, balancer)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "batch", "length", "balancer"), [row for row in PRODUCT if row not in FAST])
 def test_the_rest_of_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | None) -> None:
     check(kind, batch, length, balancer)
 
 
-def row_of_a_rank(
-    group: Any,
-    mask: str,
-    score: str,
-    heads: str,
-    balancer: str | None,
-    schedule: str,
-    dtype: torch.dtype = F64,
-) -> Answer:
-    qkv, whole, mod = row(mask, score, heads, dtype)
-    plan = tritoncp.make_plan(whole, group, balancer=balancer, schedule=schedule)
-    q, k, v = (tritoncp.shard(x, plan, dim=2, side=side) for x, side in zip(qkv, ("q", "kv", "kv")))
-    out, lse = tritoncp.flex_attention(q, k, v, mod.mod, plan, enable_gqa=True, return_lse=True, mesh=group)
-    # Every rank computes the whole loss: own shards take their slice of its gradient.
-    whole_out = tritoncp.unshard(out, plan, group, dim=2, grad="slice")
-    whole_lse = tritoncp.unshard(lse, plan, group, dim=2, grad="slice")
-    answer = differentiate(whole_out, whole_lse, qkv, mod.wants)
-    for x in (*answer[2:5], *answer.captured):
-        torch.distributed.all_reduce(x, group=group)
-    return answer
+CASES = {
+    "documents": Case(
+        ("causal documents of rows", 6), "distances", "auto", 2, "ptrr", batch=2, heads=2, group=4
+    ),
+    "bits": Case(("bits", 0), "alibi", "auto", 3, "locality", heads=2, group=2, own_lists=(True, True)),
+    "hidden rows": Case(("hidden rows", 2), "of documents", "auto", 4, "head_tail"),
+}
 
 
-def row(mask: str, score: str, heads: str, dtype: torch.dtype = F64) -> tuple[list[Tensor], Mask, Score]:
-    torch.manual_seed(3)
-    count = HEADS[heads][0]
-    qkv = [x.detach().to(dtype).requires_grad_() for x in tensors(HEADS[heads], F64)]
-    return qkv, MASKS[mask](count), SCORES[score](count, F64 if dtype == F64 else torch.float32)
-
-
-ROWS = [
-    (2, "document", "relative", "GQA", "ptrr"),
-    (3, "random", "alibi", "GQA", None),
-    (4, "empty rows", "by document", "MHA", "head_tail"),
-]
-ENGINES = [  # by default, kernels run in the smallest world, the CPU engine in the other ones
-    pytest.param(engine, *row, marks=[pytest.mark.nightly] * ((engine == "kernels") != (row[0] == 2)))
-    for engine, row in itertools.product(("cpu", "kernels"), ROWS)
-]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(
-    ("engine", "world", "mask", "score", "heads", "balancer"), ENGINES, indirect=["engine"]
-)
-def test_processes_answer_as_the_oracle(
-    engine: str, world: int, mask: str, score: str, heads: str, balancer: str | None, schedule: str
-) -> None:
-    want = oracle(*row(mask, score, heads))
-    for answer in ranks.run(world, row_of_a_rank, mask, score, heads, balancer, schedule, timeout=300):
-        agree(answer, want, **TOLERANCE[torch.float64])
-
-
+@pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("world", [2, 8])
-def test_processes_in_bfloat16(world: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-    case, dtype = ("document", "softcap", "GQA"), torch.bfloat16
-    want = oracle(*row(*case, dtype))
-    size = [float(x[x.isfinite()].abs().max()) for x in want[:5]]
-    for answer in ranks.run(world, row_of_a_rank, *case, "ptrr", schedule, dtype, timeout=120):
-        assert [x.dtype for x in answer[:5]] == [dtype, torch.float32, dtype, dtype, dtype]
-        for actual, right, most, name in zip(answer, want, size, Answer._fields):
-            same = (actual.double() - right).abs() <= 2**-6 * most
-            assert bool((same | (actual.double() == right)).all()), name
+@pytest.mark.parametrize(("name", "dtype"), zip(CASES, (torch.bfloat16, F64, torch.float32)), ids=str)
+def test_processes_answer_as_the_oracle(name: str, dtype: torch.dtype, schedule: str) -> None:
+    check_ranks(replace(CASES[name], schedule=schedule, dtype=dtype))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_kernels_in_processes_answer_as_the_oracle(schedule: str) -> None:
+    check_ranks(replace(CASES["documents"], schedule=schedule, dtype=torch.bfloat16, group=1))
 
 
 def alone(group: Any, schedule: str) -> str:

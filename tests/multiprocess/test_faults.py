@@ -117,7 +117,7 @@ def test_a_fault_of_one_rank_ends_the_others_in_time(what: str, name: str) -> No
     check(what, name)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize(("what", "name"), [row for row in TABLE if row not in SAMPLE])
 def test_the_rest_of_the_table_of_faults(what: str, name: str) -> None:
     check(what, name)

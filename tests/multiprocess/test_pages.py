@@ -65,7 +65,7 @@ def test_a_program_trains_on_two_ranks_as_on_one(program: Path) -> None:
         assert len(output.splitlines()) == (len(losses) if rank == 0 else 0)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize("program", [TRAINS_ON_HOSTS], indirect=True)
 def test_two_agents_of_torchrun_meet_as_on_two_hosts(program: Path) -> None:
     """The last commands of the page, as printed but for the port, which another process may use."""

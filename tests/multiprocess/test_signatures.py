@@ -265,7 +265,7 @@ def local_calls(group: Any, count: int) -> tuple[list[int], int]:
     return [first, count_exchanges(train)], tritoncp.plan_cache_info().plans
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_calls_of_one_rank_evict_no_plan_of_a_group(count: int) -> None:
     tritoncp.plan_cache_clear()
     (first, plans), (second, _) = run(2, local_calls, count, timeout=20 + count / 5)

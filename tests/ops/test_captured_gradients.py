@@ -43,7 +43,7 @@ def exact(qkv: list[Tensor], score_of: ScoreOf, t: Tensor, dout: Tensor) -> tupl
         ("cpu", torch.bfloat16),
         ("cpu", torch.float16),
         ("kernels", torch.bfloat16),
-        pytest.param("kernels", torch.float16, marks=pytest.mark.nightly),
+        pytest.param("kernels", torch.float16, marks=pytest.mark.long),
     ],
     indirect=["engine"],
     ids=str,

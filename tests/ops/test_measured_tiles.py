@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.multiprocess.ranks import run as on_ranks
 from tests.ops.measured_tiles import CPU, attend, configs, entry, launched, places, put
 from tritoncp import causal, create_block_mask, flex_attention, make_plan
 from tritoncp.analysis.jobs import VARIANT_OF_KIND, VARIANTS
-from tritoncp.kernels import forward_specialised
+from tritoncp.kernels import engine
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_lookup, tile_tables
 from tritoncp.ops.tile_tables import Device
@@ -49,7 +49,7 @@ def test_calls_with_a_score_mod_and_fused_ones_take_their_own(places, launched):
     assert dict(launched) == {"forward": 64, "delta": 64, "dkdv": 32}
 
 
-ROUTED = {"kernel": "route", "config": {"ROUTE": "specialised", **asdict(Config(64, 32))}}
+ROUTED = {"kernel": "route", "config": {"ROUTE": "gluon", **asdict(Config(64, 32))}}
 
 
 def test_a_route_applies_only_to_calls_equal_to_the_measured_one(places):
@@ -61,7 +61,7 @@ def test_a_route_applies_only_to_calls_equal_to_the_measured_one(places):
         return dict(options.get("CONFIGS", ())).get("route")
 
     tile_tables.write(places / "user", CPU, [entry(16), entry(16, head_dim=32), entry(16) | ROUTED], {})
-    assert look_up() == (("ROUTE", "specialised"),)
+    assert look_up() == (("ROUTE", "gluon"),)
     other_calls = [{"mask": "full"}, {"mask": "interval"}, {"dims": (16, 8)}, {"score": True}]
     assert not any(look_up(**other) for other in [*other_calls, {"dims": (32, 32)}, {"dtype": torch.float16}])
     won = {"kernel": "route", "config": {"ROUTE": "loops", **asdict(Config(64, 32))}}
@@ -90,22 +90,27 @@ def kernels(launched):
 
 
 def test_calls_use_the_measured_route_if_it_is_available(places, kernels, monkeypatch):
-    """Only calls that request a route warn about it."""
-    loops, both = ["forward"], ["forward", "specialised"]
+    """Only calls that request a route warn about it. The loops stand in for the route, which is compiled."""
+    loops, obstacles, steps = ["forward"], ["in the way"], []
+
+    def launch(own, *args, **step):
+        steps.append(own)
+        return own.loops(*args, **step)
+
     tile_tables.write(places / "user", CPU, [entry(64) | ROUTED | {"mask": "interval"}], {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kernels() == loops, "the state between its launches would take too long"
-        monkeypatch.setattr(forward_specialised, "STATE_SHARE", math.inf)
-        assert kernels() == both
-        for options in ({"ROUTE": "loops"}, {"PACK_GQA": True}, {"BLOCK_N": 32}, {"rows": 64}):
-            assert kernels(**options) == loops, options
-        assert kernels(SPLIT_KV=2) == [*loops, "combine"]
-        gluon = ROUTED["config"] | {"ROUTE": "gluon"}
-        tile_tables.write(
-            places / "user", CPU, [entry(64) | ROUTED | {"mask": "interval", "config": gluon}], {}
-        )
-        assert kernels() == loops and kernels(ROUTE="specialised") == both
+        assert kernels() == loops, "a CPU has no such route"
+        with monkeypatch.context() as patch:
+            route = SimpleNamespace(launch=launch, obstacles=lambda *args: iter(obstacles))
+            patch.setattr(engine, "route_of", lambda name: route)
+            assert kernels() == loops and not steps
+            obstacles.clear()
+            assert kernels() == loops and len(steps) == 1
+            for options in ({"ROUTE": "loops"}, {"PACK_GQA": True}, {"BLOCK_N": 32}, {"rows": 64}):
+                assert kernels(**options) == loops and len(steps) == 1, options
+            assert kernels(SPLIT_KV=2) == [*loops, "combine"] and len(steps) == 1
+            assert kernels(ROUTE="gluon") == loops and len(steps) == 2
     with pytest.raises(ValueError, match="cannot be interpreted"):
         kernels(ROUTE="gluon")
 

@@ -150,7 +150,7 @@ def test_names_of_a_history_are_text_and_no_markup(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 60))]
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 60))]
 )
 def test_no_history_ends_a_command_in_a_traceback(seed, tmp_path):
     """Half of the lines have a part of another type; the command compares and draws the remaining lines."""

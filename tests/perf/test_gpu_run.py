@@ -105,9 +105,9 @@ def summary_of(folder: Path) -> dict:
     ("fail", "wrong"),
     [
         ("-", []),
-        pytest.param("*check*", ["check"], marks=pytest.mark.nightly),
+        pytest.param("*check*", ["check"], marks=pytest.mark.long),
         ("*perf.run*", ["routes", "tiles", "flex"]),
-        pytest.param("*test_gluon*", ["tests"], marks=pytest.mark.nightly),
+        pytest.param("*test_gluon*", ["tests"], marks=pytest.mark.long),
         ("*", NAMES),
     ],
 )

@@ -93,11 +93,11 @@ def test_a_wrong_contender_is_named_and_not_timed(monkeypatch, tmp_path):
 def test_a_route_that_is_not_taken_is_not_timed_as_that_route(monkeypatch, tmp_path):
     case = Case(Problem("causal", 16384), "forward").shrunk()
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
-    runner.options = [{"ROUTE": "specialised"}, {"SPLIT_KV": 2}]
+    runner.options = [{"ROUTE": "gluon"}, {"SPLIT_KV": 2}]
     runner.run([case])
     (point,) = journal.points
-    why = point.contenders["tritoncp ROUTE=specialised"]["why"]
-    assert "this step goes by 'loops': its state between two launches would take" in why
+    why = point.contenders["tritoncp ROUTE=gluon"]["why"]
+    assert "ROUTE='gluon' is for GPUs and cannot be interpreted" in why
     assert "ms" in point.own and "ms" in point.contenders["tritoncp SPLIT_KV=2"]
 
 

@@ -280,7 +280,7 @@ def test_a_run_without_a_required_case_or_without_any_measurement_fails(reposito
     assert codes["Compare"] == 0 and codes["Pass or fail"] == 3 and "Add to the history" not in codes
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_the_steps_measure_with_the_real_command(repository):
     inputs = {"install": "true", "tier": "smoke", "run-options": "--device host --seconds 0", "runs": 2}
     codes = repository.run("push", inputs | {"only": "plan-*"}, {})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.zoo import BALANCERS, MASKS
-from tritoncp import and_masks, causal, create_block_mask, document, make_plan
+from tests.cases import Case
+from tests.zoo import BALANCERS
+from tritoncp import make_plan
 from tritoncp.masks import Mask
 from tritoncp.planning import traffic
 from tritoncp.planning.placement import row_positions
@@ -18,13 +21,11 @@ from tritoncp.planning.plan import Plan
 WORLDS = (1, 3, 5)
 
 
-def two_rows() -> Mask:
-    """Make a mask whose batch rows PTRR places differently."""
-    mod = and_masks(causal(), document(lengths=[[40, 3, 50, 27], [10, 90, 10, 10]]))
-    return create_block_mask(mod, 2, 1, 120, 120, BLOCK_SIZE=32)
-
-
-CASES = {name: (lambda make=make: make(2)) for name, make in MASKS.items()} | {"two rows": two_rows}
+NAMES = ("causal", "window", "prefix", "everything", "dilated", "pieces", "bits", "hidden rows")
+CASES: dict[str, Callable[[], Mask]] = {
+    name: Case((name, 55), batch=2, length=120, kv_length=120, block=32).block_mask
+    for name in (*NAMES, "causal documents of rows")
+}
 
 
 def plans(name: str, balancer: str | None, world: int) -> list[Plan]:

@@ -56,7 +56,7 @@ LAYERS = {
     "masks": Layer({"masks"}, {"core", "mods", "kernels"}, {"torch", "rich"}, NO_RANKS),
     "planning": Layer({"planning"}, {"core", "mods", "masks"}, {"torch", "matplotlib"}, NO_RANKS),
     "distributed": Layer({"distributed"}, {"core", "mods", "masks", "planning", "kernels"}, {"torch"}),
-    "reference": Layer({"reference"}, {"core", "masks", "planning"}, {"torch", "einops"}, NO_RANKS),
+    "reference": Layer({"reference"}, {"core", "masks"}, {"torch"}, NO_RANKS),
     "cpu": Layer({"cpu"}, {"core", "masks", "planning"}, {"torch"}, NO_RANKS),
     "ops": Layer({"ops"}, SPINE - {"frontend", "api"}, {"torch", "filelock", "platformdirs", "rich"}),
     "frontend": Layer({"frontend"}, SPINE - {"api"}, {"torch", "rich"}),

@@ -30,6 +30,7 @@ from tritoncp.ops import autograd, tile_tables
 from tritoncp.perf import exit_codes
 from tritoncp.perf.records.history import Point, Series
 from tritoncp.planning.problem import Problem
+from tritoncp.self_check.attempts import Request
 from tritoncp.self_check.cases import Case, Result
 from tritoncp.self_check.report import Report as CheckReport
 from tritoncp.tuning import search_run
@@ -193,7 +194,7 @@ def environment_variables() -> list[str]:
 
 def check_fields() -> tuple[str, str]:
     case = Result(Case("ring", "causal", "float32", "forward"), why="not run")
-    report = CheckReport({}, [case], 0.0).as_json()
+    report = CheckReport(Request(), {}, [case], 0.0).as_json()
     return f"check --json: {fields(report)}", f"check --json, a case: {fields(report['cases'][0])}"
 
 

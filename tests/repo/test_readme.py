@@ -6,6 +6,7 @@ import re
 import runpy
 import socket
 import subprocess
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -29,7 +30,16 @@ CHECKS = {
 expected = reference.dense_attention(*whole.double(), mask).out
 torch.testing.assert_close(out, expected.chunk(2, 2)[rank].float(), atol=1e-5, rtol=1e-5)
 """,
-    "README.md balanced.py": """
+    "README.md five_lines.py": """
+whole = []
+for shard in (q, k, v):
+    parts = [torch.empty_like(shard) for _ in range(2)]
+    torch.distributed.all_gather(parts, shard)
+    whole.append(torch.cat(parts, 2).double())
+expected = reference.dense_attention(*whole, block_mask).out.chunk(2, 2)[mesh.get_local_rank()]
+torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
+""",
+    "docs/own_loop.md balanced.py": """
 whole = [embed, project, unembed]
 whole = [type(part)(*shape) for part, shape in zip(whole, ((256, 64), (64, 192), (64, 256)))]
 for part, trained in zip(whole, (embed, project, unembed)):
@@ -67,6 +77,7 @@ torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
 assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 """,
 }
+TWO_RANKS = ("README.md", "docs/own_loop.md", "docs/recipes.md")
 PAGES = sorted({place.split()[0] for place in CHECKS})
 MAX_LINES = 100  # of the README, without its block of measured figures
 
@@ -83,15 +94,17 @@ def find_programs() -> dict[str, str]:
 
 
 def test_every_python_block_is_a_program_that_is_checked():
-    elsewhere = {"docs/recipes.md generate_beside_training.py"}  # tests/multiprocess/test_pages.py
+    # Those of tests/multiprocess/test_pages.py
+    elsewhere = {"docs/recipes.md generate_beside_training.py", "docs/own_loop.md own_loop.py"}
     programs = find_programs()
     assert programs.keys() == CHECKS.keys() | elsewhere
-    assert [place for place in programs if place.startswith("README.md")] == ["README.md balanced.py"]
+    lines = programs["README.md five_lines.py"].splitlines()
+    assert len(lines) == 6 and lines[-1] == "out = tritoncp.flex_attention(q, k, v, block_mask, mesh)"
     code = [line for line in programs["docs/recipes.md drop_in.py"].splitlines() if line.strip()]
     assert len(code) <= 20, "the drop-in fits a screen"
 
 
-@pytest.mark.parametrize("place", [place for place in CHECKS if "recipes" in place or "README" in place])
+@pytest.mark.parametrize("place", [place for place in CHECKS if place.startswith(TWO_RANKS)])
 def test_a_program_of_a_page_runs_as_printed_on_two_ranks(place, tmp_path):
     (tmp_path / "program.py").write_text(find_programs()[place])
     with socket.create_server(("localhost", 0)) as server:
@@ -117,7 +130,13 @@ def test_a_program_of_a_page_runs_as_printed_on_two_ranks(place, tmp_path):
     ranks.run(2, run)
 
 
-@pytest.mark.parametrize("place", [place for place in CHECKS if "state" in place or "compile" in place])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "docs/state.md state.py",
+        pytest.param("docs/torch_compile.md compiled.py", marks=pytest.mark.long),  # needs a C++ compiler
+    ],
+)
 def test_a_program_of_a_page_runs_as_printed_in_one_process(place, tmp_path, capsys):
     (tmp_path / "program.py").write_text(find_programs()[place])
     torch._dynamo.reset()
@@ -152,16 +171,27 @@ def test_the_command_of_the_pages_draws_the_picture_of_the_readme(tmp_path):
 
 
 def test_the_readme_names_only_make_targets_that_exist():
-    targets = set(re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for page in ("README.md", "CONTRIBUTING.md"):
-        named = set(re.findall(r"\bmake ([a-z]+)\b", (ROOT / page).read_text()))
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in ("README.md", "CONTRIBUTING.md", ".ci/run"):
+        named = set(re.findall(r"\bmake ([a-z][a-z-]*)\b", (ROOT / page).read_text()))
         assert named <= targets, f"{page} names {named - targets}"
 
 
-def test_ci_runs_lint_types_and_docs_before_the_tests():
+def test_ci_runs_the_commands_of_the_readme_and_all_other_checks():
     commands = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("make ")]
-    assert commands == ["make lint types docs", "make test"]
+    assert commands == ["make lint types docs", "make demo", "make test-browser", "make test-all"]
+    readme, makefile = ((ROOT / name).read_text() for name in ("README.md", "Makefile"))
+    assert re.findall(r"^\$ (make \S+)", readme, re.MULTILINE) == ["make demo", "make test"]
+    assert re.search("^test-all:.* test ##", makefile, re.MULTILINE), "it runs make test"
     assert "run: .ci/run" in (ROOT / ".github/workflows/tests.yml").read_text()
+
+
+def test_make_test_leaves_out_what_it_says_it_does():
+    """Without a browser, a C++ compiler or another environment: `make test` needs none of them."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    names = [line.partition(":")[0] for line in options["markers"]]
+    (left_out,) = re.findall("-m '(.*)'", options["addopts"])
+    assert left_out == " and ".join(f"not {name}" for name in names)
 
 
 def test_no_file_names_a_registry():

@@ -72,7 +72,7 @@ def test_overloads_take_the_parameters_of_the_function(function):
     assert results == set(str(inspect.signature(function).return_annotation).split(" | "))
 
 
-@pytest.mark.nightly  # mypy reads torch's sources: 15 s; `make types` checks the script too
+@pytest.mark.long  # mypy reads torch's sources: 15 s; `make types` checks the script too
 def test_mypy_agrees_with_the_script(tmp_path):
     options = "--strict --follow-imports=silent --explicit-package-bases --config-file= --cache-dir cache"
     (tmp_path / "script.py").write_text(

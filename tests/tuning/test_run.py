@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +18,13 @@ import triton
 from click.testing import CliRunner
 
 from tests.tuning.stand_ins import TileTimes
+from tritoncp.analysis import launches
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import Job, Routed
 from tritoncp.analysis.launches import CallTensors, launch_of
 from tritoncp.cli import main
-from tritoncp.kernels import forward_specialised
+from tritoncp.kernels import engine
+from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
 from tritoncp.perf.records.history import Point, Series, append
@@ -233,21 +235,25 @@ def test_single_launches_are_checked_against_float32_and_timed(kernel, v_dim, sc
 
 
 ROUTE = Target("route", replace(SMALL.problem, seq=256))
-SPECIALISED = Routed(32, 32, ROUTE="specialised")
+GLUON = Routed(32, 32, ROUTE="gluon")
 
 
 def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_that_of_loops(monkeypatch):
     bench = DeviceBench(CPU)
     assert bench.wrong(ROUTE, Routed(32, 32)) is None
-    assert "of the time, over 3%" in (bench.wrong(ROUTE, SPECIALISED) or ""), "what is in its way"
-    monkeypatch.setattr(forward_specialised, "STATE_SHARE", math.inf)
-    assert bench.wrong(ROUTE, SPECIALISED) is None and bench.milliseconds(ROUTE, SPECIALISED) > 0
+    obstacles = ["something is in the way"]
+    loops = SimpleNamespace(launch=TritonEngine.loops, obstacles=lambda *args: iter(obstacles))
+    for module in (launches, engine):  # a CPU runs no other route
+        monkeypatch.setattr(module, "route_of", lambda name: loops)
+    assert "something is in the way" in (bench.wrong(ROUTE, GLUON) or "")
+    obstacles.clear()
+    assert bench.wrong(ROUTE, GLUON) is None and bench.milliseconds(ROUTE, GLUON) > 0
     checked, ring = bench._problem_for(ROUTE), CallTensors.in_steps
     checked._lse[0, 0, 5] += 0.01
-    assert (bench.wrong(ROUTE, SPECIALISED) or "").startswith("lse is off by")
+    assert (bench.wrong(ROUTE, GLUON) or "").startswith("lse is off by")
     checked._lse[0, 0, 5] -= 0.01
     monkeypatch.setattr(CallTensors, "in_steps", lambda *arguments: ring(*arguments) * 1.001)
-    assert (bench.wrong(ROUTE, SPECIALISED) or "").startswith("out in steps is off by")
+    assert (bench.wrong(ROUTE, GLUON) or "").startswith("out in steps is off by")
 
 
 def test_after_an_error_on_the_device_no_other_candidate_is_called_wrong(monkeypatch):

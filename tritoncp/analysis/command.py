@@ -21,7 +21,7 @@ from tritoncp.command_base import JOBS, Command, Seconds
     "kernels",
     multiple=True,
     metavar="NAME",
-    help="forward, delta, dq, dkdv, fused, masked, specialised, gluon.",
+    help="forward, delta, dq, dkdv, fused, gluon.",
 )
 @click.option("--head-dim", "dims", multiple=True, type=int, help="64, 96, 128, ...")
 @click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="bfloat16, float16, float32.")

@@ -54,9 +54,7 @@ KERNELS = ("forward", "delta", "dq", "dkdv")
 class Job:
     """One kernel to compile, in the launch of a problem.
 
-    kernel: one of KERNELS; "fused": dK/dV that adds up dQ too; "masked" and "specialised": the two launches
-        of the specialised route, where the second starts from a state if there are masked blocks (on sm_100
-        there is only the second, which handles masked blocks too); "few": forward with tiles for few rows
+    kernel: one of KERNELS; "fused": dK/dV that adds up dQ too; "few": forward with tiles for few rows
         (variant "few" or "decode"); "combine": the launch after it, where several programs share its keys;
         "gluon": the launch of that route
     variant: a key of VARIANTS, whose state and options the launch has; "": the launch of a call on one device
@@ -135,5 +133,4 @@ def kernel_of(kernel: str, config: Config | None) -> tuple[str, Config | None]:
 
 def options_of(kernel: str, config: Config | None) -> dict[str, Any]:
     """The engine options that select this config for a kernel; empty for None, the rule's config."""
-    kind = "forward" if kernel == "masked" else kernel
-    return {"CONFIGS": ((kind, tuple(asdict(config).items())),)} if config else {}
+    return {"CONFIGS": ((kernel, tuple(asdict(config).items())),)} if config else {}

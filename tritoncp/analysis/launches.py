@@ -124,7 +124,7 @@ def launch_of(job: Job) -> Any:
     if not job.variant:
         tensors = CallTensors(problem, torch.device("cpu"))
         launch: Any = tensors.launch(job.kernel, job.config, job.arch)
-        return launch.parts[-1 if job.kernel == "specialised" else 0]
+        return launch.parts[0]
     variant, dtype, d, e = VARIANTS[job.variant], problem.torch_dtype, problem.dim, problem.v_dim
     mask, heads, kv_heads = problem.block_mask(), problem.heads, problem.kv_heads
     tables = build(mask, problem.world).tables(batch=1, heads=heads)
@@ -139,15 +139,14 @@ def launch_of(job: Job) -> Any:
     acc, dq_sum = torch.empty(1, heads, rows, e), torch.empty(1, heads, rows, d)
     dk, dv = torch.empty(keys, 1, kv_heads, d + e).permute(1, 2, 0, 3).split([d, e], dim=3)
     engine = TritonEngine(mods_of(problem, q, mod), d**-0.5, options, arch=job.arch)
-    if job.kernel in ("forward", "few", "combine", "masked", "specialised", "gluon"):
+    if job.kernel in ("forward", "few", "combine", "gluon"):
         state = State(acc, m, l) if variant.load or variant.store else None
         steps: dict[str, Any] = {"state": state, "load_state": variant.load, "store_state": variant.store}
         step: Callable[..., Launch | Launches] = engine.loops
-        if job.kernel in ("masked", "specialised", "gluon"):
-            route = route_of("specialised" if job.kernel == "masked" else job.kernel)
-            step = functools.partial(route.launch, engine)
+        if job.kernel in ROUTES:
+            step = functools.partial(route_of(job.kernel).launch, engine)
         parts = step(q, k, v, tables, out=out, lse=lse, **steps).parts
-        return parts[-1 if job.kernel in ("combine", "specialised") else 0]
+        return parts[-1 if job.kernel == "combine" else 0]
     if job.kernel == "delta":
         return engine.delta(out, dout, lse, delta)
     step_inputs = (q, k, v, dout, lse, delta, tables)

@@ -15,7 +15,7 @@ from tritoncp.analysis.templates.comparison import comparisons
 from tritoncp.analysis.templates.flex import MASKS as COMPARED_MASKS
 from tritoncp.analysis.throughput_bound import MACHINES, TENSOR_COLUMNS
 from tritoncp.core.checked_json import read_json
-from tritoncp.kernels.tile_rules import Config, copies, family, fuses, merges, specialises
+from tritoncp.kernels.tile_rules import Config, copies, family, fuses, widest_route
 from tritoncp.ops import tile_tables
 
 Row = dict[str, Any]
@@ -23,7 +23,6 @@ Row = dict[str, Any]
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TABLE = tile_tables.PACKAGE / "kernels/configs/resources.json"
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
-SPECIALISED = ("full", "causal", "documents", "state")  # the first without a state to start from
 REGRESSION_TOLERANCE = 0.03  # of a bound, before it counts as lost
 RECORDED_FIELDS = (  # of a row, in the table
     *(
@@ -45,7 +44,7 @@ RECORDED_FIELDS = (  # of a row, in the table
 
 def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     """List the kernels that are shipped for these architectures: bfloat16 with every kind of mask and for few
-    rows, without descriptors where they are the rule, and fused and specialised where tiles exist; head dims
+    rows, without descriptors where they are the rule, and fused where tiles exist; head dims
     of two pieces, float16 and float32 with the kind that needs the most registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
@@ -62,17 +61,11 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
             jobs += [step_job("forward", arch, dim, variant=mask) for mask in ("few", "decode")]
             jobs.append(step_job("combine", arch, dim, variant="few"))
             jobs += [step_job("fused", arch, dim, variant=mask) for mask in ("full", "state") if fuses(arch)]
-            if dim <= specialises(arch):
-                masks = MASKS if merges(arch) else SPECIALISED
-                jobs += [step_job("specialised", arch, dim, variant=mask) for mask in masks]
-                jobs += [] if merges(arch) else [step_job("masked", arch, dim)]
-            if dim <= specialises(arch, "gluon"):
+            if dim <= widest_route(arch, "gluon"):
                 jobs += [step_job("gluon", arch, dim, variant=mask) for mask in MASKS if mask != "mask_mod"]
         jobs += [step_job(name, arch, dim) for dim in (96, 192) for name in passes]
-        two = [dim for dim in (96, 192) if dim <= specialises(arch) and not merges(arch)]
-        jobs += [step_job("specialised", arch, dim) for dim in two]
         jobs += [step_job(name, arch, 128, "float16") for name in passes]
-        jobs += [step_job("gluon", arch, 128, "float16")] if specialises(arch, "gluon") else []
+        jobs += [step_job("gluon", arch, 128, "float16")] if widest_route(arch, "gluon") else []
         jobs += [step_job(name, arch, dim, "float32") for dim in (64, 128, 256) for name in passes]
     return jobs
 
@@ -174,10 +167,6 @@ def find_regressions(row: Row, before: Row | None) -> list[str]:
         regressions.append(f"{row['shared_bytes']} bytes of shared memory, there are {limit}")
     if (row.get("tensor_columns") or 0) > TENSOR_COLUMNS:
         regressions.append(f"{row['tensor_columns']} columns of tensor memory, there are {TENSOR_COLUMNS}")
-    if row.get("kernel") in ("specialised", "gluon") and row["warps"] == row["config"]["num_warps"]:
-        regressions.append("the compiler has not specialised its warps")
-    elif row.get("kernel") == "specialised" and row["tensor_columns"] and row.get("hidden") != 1:
-        regressions.append("no warp issues products ahead of the softmax")
     if row.get("touched"):
         regressions.append(f"{row['touched']} instructions touch registers of products under way")
     if before is None:

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry
 from tritoncp.frontend.call import attend
+from tritoncp.frontend.group_call import group_call
 from tritoncp.frontend.request import Request, sort_arguments
 
 
@@ -87,6 +88,7 @@ def flex_attention(
     batch_offset: int | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 @graph_entry
+@group_call
 def flex_attention(
     query: Tensor,
     key: Tensor,

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache
+from tritoncp.frontend.group_call import group_call
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import plain_mask
@@ -41,6 +42,7 @@ def make_plan(
     rank: int | None = ...,
 ) -> dict[str, Plan]: ...
 @host_only
+@group_call
 def make_plan(
     block_mask: Any,
     mesh: Any = None,

@@ -10,8 +10,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
-from tritoncp.distributed import collectives, groups
+from tritoncp.distributed import collectives, failures, groups
 from tritoncp.frontend import shard_checks, validate
+from tritoncp.frontend.group_call import group_call
 from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
@@ -21,6 +22,7 @@ from tritoncp.planning.plan import Plan
 
 
 @graph_entry
+@group_call
 def shard(
     x: Tensor,
     plan_or_mask: MaskLike | None,
@@ -49,6 +51,7 @@ def shard(
 
 
 @host_only
+@group_call
 def unshard(
     x: Tensor,
     plan_or_mask: BlockMask | Mask | Plan,
@@ -101,7 +104,8 @@ class Gather(torch.autograd.Function):
         if ctx.group is None:
             return dx, None, None
         if ctx.add:
-            return _collect(collectives.ReduceScatter(dx.contiguous()), ctx.group), None, None
+            with failures.closing(ctx.group):
+                return _collect(collectives.ReduceScatter(dx.contiguous()), ctx.group), None, None
         return dx.chunk(ctx.group.size())[ctx.group.rank()], None, None
 
 

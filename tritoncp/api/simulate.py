@@ -177,8 +177,11 @@ class World:
         for xs in (queries, keys, values):
             self._count(xs)
         queries, keys, values = (list(cast_for_autocast(*xs)) for xs in (queries, keys, values))
-        for q, k, v in zip(queries, keys, values):
-            validate.check_tensors(q, k, v, enable_gqa, mask)
+        if isinstance(mask, Plan):
+            self._check(mask)
+        for rank, (q, k, v) in enumerate(zip(queries, keys, values)):
+            own_mask = mask.seen_by(rank) if isinstance(mask, Plan) else mask
+            validate.check_tensors(q, k, v, enable_gqa, own_mask)
             validate.check_sinks(q, sinks)
         plan = self._plan_of(mask, queries, keys, batch_offset)
         validate.check_order(plan)

@@ -15,7 +15,8 @@ from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.core.host_copy import to_host
 from tritoncp.core.upload import DeviceCopy
-from tritoncp.distributed import collectives, groups
+from tritoncp.distributed import collectives, failures, groups
+from tritoncp.frontend.group_call import group_call
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.varlen import Varlen, dual_chunk_rows, varlen
 from tritoncp.planning.plan import Plan
@@ -104,6 +105,7 @@ def varlen_attention(
     kernel_options: dict[str, Any] | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 @graph_entry
+@group_call
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -208,6 +210,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @host_only
+@group_call
 def dual_chunk_to_contiguous(
     x: Tensor, cu_seqlens: Tensor, mesh: Any = None, *, world_size: int | None = None, dim: int = 0
 ) -> Tensor:
@@ -230,6 +233,7 @@ def dual_chunk_to_contiguous(
 
 
 @host_only
+@group_call
 def contiguous_to_dual_chunk(
     x: Tensor, cu_seqlens: Tensor, mesh: Any = None, *, world_size: int | None = None, dim: int = 0
 ) -> Tensor:
@@ -345,7 +349,9 @@ class Move(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return collectives.run(_travel(dx, ctx.route_copy.on_current_stream().back()), ctx.group), None, None
+        with failures.closing(ctx.group):
+            route_back = ctx.route_copy.on_current_stream().back()
+            return collectives.run(_travel(dx, route_back), ctx.group), None, None
 
 
 def _travel(x: Tensor, route_copy: Route) -> collectives.Schedule[Tensor]:

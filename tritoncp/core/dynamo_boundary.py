@@ -29,8 +29,15 @@ def host_only(fn: Function) -> Function:
 
 def graph_entry(fn: Function) -> Function:
     """Mark a function that a graph can contain. Dynamo traces through it from a compiled caller, or where it
-    is compiled itself. Called after a graph break of its caller, it and all it calls run as plain Python."""
+    is compiled itself. Called after a graph break of its caller, it and all it calls run as plain Python.
+
+    Of a function that wraps another (``functools.wraps``), Dynamo traces the inner one.
+    """
     function: Any = fn
+    if hasattr(function, "__wrapped__"):
+        function._torchdynamo_inline = function._torchdynamo_orig_callable = function.__wrapped__
+        function._torchdynamo_wrapper_id = id(function)
+        return untraced(fn)
     # torch.compile(fn) compiles this copy, whose code has no mark.
     traced = types.FunctionType(
         function.__code__.replace(co_filename=function.__code__.co_filename),

@@ -30,26 +30,28 @@ from tritoncp.command_base import Command
 )
 @click.option(
     "--engine",
-    type=click.Choice(["kernels", "cpu"]),
-    default="kernels",
+    type=click.Choice(["cpu", "kernels"]),
+    default="cpu",
     show_default=True,
-    help="Without a GPU: interpreted kernels, or the CPU engine.",
+    help="Without a GPU: train by the CPU engine, or by interpreted kernels, which take minutes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, the rest on stderr.")
 def demo(steps: int, seq_len: int, world_size: int | None, out: Path, engine: str, as_json: bool) -> None:
     """Train a small transformer on several ranks and on one, and compare the losses.
 
-    Starts local processes, or joins those of torchrun.
-    Exits with 1 if the losses differ by more than rounding explains, or a rank fails.
+    Starts local processes, or joins those of torchrun. Without a GPU the CPU engine trains, and one attention
+    call is repeated by the interpreted kernels.
+    Exits with 1 if losses or outputs differ by more than rounding explains, or a rank fails.
 
     \b
     Examples:
       tritoncp demo
-      tritoncp demo --world-size 2 --steps 4 --engine cpu
+      tritoncp demo --world-size 2 --steps 4 --engine kernels
       torchrun --nproc-per-node 4 -m tritoncp.demo
     """
+    # Before Triton is imported, also by the ranks. On a GPU neither engine is interpreted.
     if engine == "cpu":
-        os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported, also by the ranks
+        os.environ["TRITON_INTERPRET"] = "0"
     from rich.console import Console
 
     from tritoncp.demo.run import run

@@ -1,21 +1,36 @@
 """The demo from its options to its report."""
 
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from tritoncp.api.shards import shard
+from tritoncp.api.simulate import simulate
 from tritoncp.core.process_environment import interpret_without_gpu, torchrun_world_size
 from tritoncp.demo import ranks
-from tritoncp.demo.report import TOLERANCE, Report, difference, plans_of, show, show_progress
-from tritoncp.demo.train import Config, Step, train
+from tritoncp.demo.corpus import window, windows
+from tritoncp.demo.report import (
+    OUTPUT_TOLERANCE,
+    TOLERANCE,
+    Report,
+    difference,
+    plans_of,
+    show,
+    show_progress,
+)
+from tritoncp.demo.train import Config, Step, bias_of, plan_of, train
+from tritoncp.ops.engine_factory import uses_triton
 
 MAX_RANKS = 64  # local processes
 MAX_BYTES = 1 << 24  # of text, in all steps together
+INTERPRETED_TOKENS = 1024  # at most, of the attention call by interpreted kernels: a second or two
 Losses = tuple[list[Step], list[Step]]  # of many ranks, of one
 
 
@@ -47,7 +62,8 @@ def run(config: Config, world_size: int | None, out: Path, console: Console) -> 
     with show_progress(console, config.steps, (many, one)) as show_step:
         compare = first_of_torchrun if started else side_by_side
         losses = compare(config, world_size, partial(show_step, many), partial(show_step, one))
-    report = summary(config, world_size, out, losses, time.perf_counter() - began)
+    gap = None if uses_triton(ranks.device_of(0)) else compare_engines(config, world_size)
+    report = summary(config, world_size, out, losses, gap, time.perf_counter() - began)
     show(console, report)
     return report
 
@@ -82,6 +98,32 @@ def first_of_torchrun(config: Config, world_size: int, on_many: OnStep, on_one: 
     return together, alone
 
 
+def compare_engines(config: Config, world_size: int) -> float:
+    """Run one attention call by the CPU engine, and by interpreted kernels in another process, since Triton
+    reads once whether it interprets. Returns the largest difference of their outputs."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        os.environ["TRITON_INTERPRET"] = "1"  # inherited by the process
+        try:
+            outputs = pool.submit(attend_once, config, world_size)
+        finally:
+            os.environ["TRITON_INTERPRET"] = "0"
+        return difference(outputs.result(), attend_once(config, world_size))
+
+
+def attend_once(config: Config, world_size: int) -> list[float]:
+    """Attend on simulated ranks, with a plan of the demo and unit-normal inputs in float32. Returns the
+    elements of all outputs."""
+    shape, size = config.shape, min(config.seq_len, INTERPRETED_TOKENS)
+    plan = plan_of(window(windows(size, 1)[0]).lengths, world_size=world_size, rank=0)
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for heads, side in ((shape.heads, "q"), (shape.kv_heads, "kv"), (shape.kv_heads, "kv")):
+        x = torch.randn(1, heads, size, shape.head_dim, generator=generator)
+        parts.append([shard(x, plan.for_rank(rank), dim=2, side=side) for rank in range(world_size)])
+    outputs = simulate(world_size).flex_attention(*parts, bias_of(shape.heads), plan, enable_gqa=True)
+    return torch.cat(outputs, 2).flatten().tolist()
+
+
 def introduce(config: Config, world_size: int, out: Path, console: Console) -> None:
     """Print the plan of the first step, and draw it to plan.png."""
     plan = plans_of(config, world_size)[0]
@@ -93,15 +135,19 @@ def introduce(config: Config, world_size: int, out: Path, console: Console) -> N
     plan.plot(out / "plan.png", **layer, v_head_dim=shape.head_dim, itemsize=4)
 
 
-def summary(config: Config, world_size: int, out: Path, losses: Losses, seconds: float) -> Report:
+def summary(
+    config: Config, world_size: int, out: Path, losses: Losses, output_gap: float | None, seconds: float
+) -> Report:
     plans, shape = plans_of(config, world_size), config.shape
     sent = plans[0].bytes_sent(batch=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim, itemsize=4)
     work = [sum(blocks) for blocks in zip(*(plan.work for plan in plans))]
     together, alone = ([step.loss for step in run] for run in losses)
     gap = difference(together, alone)
+    device = ranks.device_of(0)
     return Report(
         world_size=world_size,
-        device=ranks.device_of(0).type,
+        device=device.type,
+        engine="kernels" if uses_triton(device) else "cpu",
         backend=ranks.backend(world_size),
         seq_len=config.seq_len,
         work=work,
@@ -111,7 +157,8 @@ def summary(config: Config, world_size: int, out: Path, losses: Losses, seconds:
         losses_on_one_rank=alone,
         largest_difference=gap,
         tolerance=TOLERANCE,
-        agree=gap <= TOLERANCE,
+        output_difference=output_gap,
+        agree=gap <= TOLERANCE and (output_gap is None or output_gap <= OUTPUT_TOLERANCE),
         seconds=seconds,
         picture=str(out / "plan.png"),
     )

@@ -40,11 +40,16 @@ class Step(NamedTuple):
 def plan_of(
     lengths: list[int], mesh: Any = None, world_size: int | None = None, rank: int | None = None
 ) -> Any:
-    """Document-causal attention over one window, blocks dealt so that every rank has the same work."""
+    """The plan of document-causal attention over one window, balanced over the ranks."""
     size = sum(lengths)
     visible = and_masks(causal(), document(lengths=lengths))
     mask = create_block_mask(visible, 1, 1, size, size)
     return make_plan(mask, mesh, balancer="ptrr", world_size=world_size, rank=rank)
+
+
+def bias_of(heads: int, device: torch.device | None = None) -> Any:
+    """The score_mod of the demo: ALiBi, each head with its own slope."""
+    return alibi(2.0 ** -torch.arange(1, heads + 1, device=device))
 
 
 def train(config: Config, group: dist.ProcessGroup | None, device: torch.device) -> Iterator[Step]:
@@ -55,7 +60,7 @@ def train(config: Config, group: dist.ProcessGroup | None, device: torch.device)
     torch.manual_seed(0)
     model = Transformer(config.shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))
-    bias = alibi(2.0 ** -torch.arange(1, config.shape.heads + 1, device=device))
+    bias = bias_of(config.shape.heads, device)
     for number, text in enumerate(texts.unbind(), 1):
         began = time.perf_counter()
         optimizer.zero_grad()

@@ -7,18 +7,16 @@ time.
 """
 
 import itertools
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritoncp.distributed import groups
-from tritoncp.distributed.groups import PeerLost
+from tritoncp.distributed import failures, groups
+from tritoncp.distributed.failures import GroupClosed, Record
 from tritoncp.distributed.profiler_ranges import message_range
 
 T = TypeVar("T")
@@ -44,10 +42,14 @@ class ReduceScatter:
 @dataclass(eq=False, slots=True)
 class SendRecv:
     """Send and receive point to point: ``sends`` are (peer, tensor), ``recvs`` are (peer, tensor to receive
-    into). The result is the list of received tensors. A rank sends at most one tensor to each peer."""
+    into). The result is the list of received tensors. A rank sends at most one tensor to each peer.
+
+    like: a tensor of the messages' device and dtype, for ranks that neither send nor receive now
+    """
 
     sends: Sequence[tuple[int, Tensor]]
     recvs: Sequence[tuple[int, Tensor]]
+    like: Tensor | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -70,11 +72,15 @@ class Wait:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A collective in flight: the buffers it uses live as long as the ticket."""
+    """A collective in flight: the buffers it uses live as long as the ticket.
+
+    on_host: whether a wait for it blocks the host, as for tensors on the CPU
+    """
 
     result: Any
     works: Sequence[Any] = ()
     source: Any = None
+    on_host: bool = False
 
 
 Collective = AllGather | ReduceScatter | SendRecv | AllToAll
@@ -82,34 +88,37 @@ Schedule = Generator[Collective | Wait, Any, T]
 
 
 def run(schedule: Schedule[T], group: dist.ProcessGroup, name: str = "exchange", direction: str = "") -> T:
-    """Drive one rank's schedule over a process group. Raises PeerLost where a message fails or, after the
-    group's timeout, does not end. name, direction: of the ranges of its messages in a profiler's trace."""
+    """Drive one rank's schedule over a process group. Raises PeerLost where a message fails, will not come,
+    or does not end within the group's timeout. name, direction: of the ranges of its messages in a
+    profiler's trace."""
     answer: Any = None
+    record = failures.record_of(group)
     for turn in itertools.count(1):
         try:
             request = schedule.send(answer)
         except StopIteration as stop:
+            record.end_call()
             return stop.value
+        collective = request.ticket.source if isinstance(request, Wait) else request
         try:
             if isinstance(request, Wait):
-                with message_range(name, direction, "wait", request.ticket.source):
-                    answer = _finish(request.ticket)
+                with message_range(name, direction, "wait", collective):
+                    answer = _finish(request.ticket, group, record, turn)
             else:
+                record.messages += 1
                 with message_range(name, direction, "start", request):
                     answer = _start(request, group)
+        except GroupClosed:
+            raise
         except RuntimeError as error:
-            collective = request.ticket.source if isinstance(request, Wait) else request
-            raise PeerLost(
-                f"rank {group.rank()} of {group.size()}: {_describe(collective, group)}, turn {turn} of this "
-                "layer's schedule, did not end. A peer died, stalled or runs something else; look at the "
-                f"output of the other ranks first. ({error})"
-            ) from error
+            purpose = _describe(collective, group, turn)
+            raise failures.peer_lost(group, record, purpose, groups.timeout(group), error) from error
     raise AssertionError("a schedule has no end")
 
 
-def _describe(request: Any, group: dist.ProcessGroup) -> str:
+def _describe(request: Any, group: dist.ProcessGroup, turn: int = 1) -> str:
     """Name a request and its peers, for an error."""
-    name = type(request).__name__
+    name = f"turn {turn} of a layer's schedule, {type(request).__name__}"
     match request:
         case SendRecv(sends, recvs):
             targets, sources = ([peer for peer, _ in part] for part in (sends, recvs))
@@ -120,21 +129,30 @@ def _describe(request: Any, group: dist.ProcessGroup) -> str:
     return f"{name} with ranks {[rank for rank in range(group.size()) if rank != group.rank()]}"
 
 
-def _finish(ticket: Ticket) -> Any:
+def _finish(ticket: Ticket, group: dist.ProcessGroup, record: Record, turn: int = 1) -> Any:
     for work in ticket.works:
-        work.wait()
+        if ticket.on_host:
+            failures.wait(work, group, record, lambda: _describe(ticket.source, group, turn), groups.timeout)
+        else:
+            work.wait()  # with a timeout, NCCL's would block the host
     return ticket.result
 
 
 def start_in_graph(request: Collective, group: dist.ProcessGroup, buffer: Tensor | None = None) -> Tensor:
     """Start a collective that ``_c10d_functional.wait_tensor`` of the returned tensor waits for, elsewhere in
     a graph. buffer: the tensor to return, which holds the target of the request; None: the result."""
+    record = failures.record_of(group)
+    record.messages += 1
     try:
         with message_range("shared keys", "", "start", request):
             ticket = _start(request, group)
     except RuntimeError as error:
-        raise PeerLost(f"{_describe(request, group)} did not start ({error})") from error
+        purpose = _describe(request, group)
+        raise failures.peer_lost(group, record, purpose, groups.timeout(group), error) from error
     result = ticket.result if buffer is None else buffer
+    if ticket.on_host:  # the graph's wait cannot tell that a rank failed
+        _finish(ticket, group, record)
+        return result
     for work in ticket.works:
         torch._C._distributed_c10d._register_work(result, work)
     return result
@@ -145,29 +163,55 @@ def _start(request: Collective, group: dist.ProcessGroup) -> Ticket:
     if isinstance(request, SendRecv):
         return _start_send_recv(request, group)
     x, world = request.x, group.size()
-    channel = groups.data_communicator(group, x.device)
+    channel, on_host = groups.data_communicator(group, x.device), x.device.type == "cpu"
     match request:
         case AllGather():
             result = x.new_empty(x.shape[0] * world, *x.shape[1:])
             work = _all_gather(result, x, group=channel, async_op=True)
+        case ReduceScatter() if on_host:  # gloo's own is this too, and waits without a timeout
+            total = x.clone()
+            work = dist.all_reduce(total, group=channel, async_op=True)
+            result = total.chunk(world)[group.rank()]
         case ReduceScatter():
             result = x.new_empty(x.shape[0] // world, *x.shape[1:])
             work = _reduce_scatter(result, x, group=channel, async_op=True)
         case AllToAll(x, sends, recvs, target):
             result = x.new_empty(sum(recvs), *x.shape[1:]) if target is None else target
             work = dist.all_to_all_single(result, x, list(recvs), list(sends), group=channel, async_op=True)
-    return Ticket(result, [work], request)
+    return Ticket(result, [work], request, on_host)
 
 
 def _start_send_recv(request: SendRecv, group: dist.ProcessGroup) -> Ticket:
     result = [x for _, x in request.recvs]
-    if not (request.sends or request.recvs):
+    buffers = [x for _, x in (*request.sends, *request.recvs)]
+    like = buffers[0] if buffers else request.like
+    if like is None:
+        raise ValueError("a SendRecv without tensors needs like=")
+    if like.device.type == "cpu":
+        return _start_on_host(request, group, like)
+    if not buffers:
         return Ticket(result, (), request)
-    device = (*request.sends, *request.recvs)[0][1].device
-    channel = groups.data_communicator(group, device)
+    channel = groups.data_communicator(group, like.device)
     ops = [dist.P2POp(dist.isend, x, group=channel, group_peer=peer) for peer, x in request.sends]
     ops += [dist.P2POp(dist.irecv, x, group=channel, group_peer=peer) for peer, x in request.recvs]
     return Ticket(result, dist.batch_isend_irecv(ops), request)
+
+
+def _start_on_host(request: SendRecv, group: dist.ProcessGroup, like: Tensor) -> Ticket:
+    """Start a SendRecv as an all-to-all, in which every rank takes part. A wait for a point-to-point message
+    of gloo that ends before the message ends the connection, so that it cannot be waited for in slices."""
+    sends, recvs = (sorted(part, key=lambda pair: pair[0]) for part in (request.sends, request.recvs))
+    counts = [[0] * group.size(), [0] * group.size()]
+    for part, rows in zip((sends, recvs), counts, strict=True):
+        for peer, x in part:
+            rows[peer] = x.numel()
+    source = torch.cat([x.view(-1) for _, x in sends]) if len(sends) > 1 else like.new_empty(0)
+    source = sends[0][1].view(-1) if len(sends) == 1 else source
+    target = recvs[0][1].view(-1) if len(recvs) == 1 else like.new_empty(sum(counts[1]))
+    parts = dict(zip([peer for peer, _ in recvs], target.split([x.numel() for _, x in recvs])))
+    channel = groups.data_communicator(group, like.device)
+    work = dist.all_to_all_single(target, source, counts[1], counts[0], group=channel, async_op=True)
+    return Ticket([parts[peer].view_as(x) for peer, x in request.recvs], [work], request, True)
 
 
 def lockstep(schedules: Sequence[Schedule[T]]) -> list[T]:
@@ -305,16 +349,16 @@ def exchange(
     """
     if groups.is_dry_run(group):
         return [list(numbers)] * group.size()
+    record = failures.record_of(group)
+    record.messages += 1
     channel = groups.control_communicator(group, purpose)
     row = torch.tensor(list(numbers), dtype=torch.int64, device=groups.device_of(group, channel))
     rows = row.repeat(group.size(), 1)
     if isinstance(channel, dist.ProcessGroup):
         _all_gather(rows.view(-1), row, group=channel)
         return rows.tolist()
-    failures = _exchange_rows(channel, rows, row, groups.timeout(group).total_seconds())
-    if failures:
-        absent = sorted(failures)
-        raise groups.peer_lost(group, purpose, absent, next(iter(failures.values())))
+    work = channel.allgather([list(rows)], [row])
+    failures.wait(work, group, record, lambda: purpose, groups.timeout)
     return rows.tolist()
 
 
@@ -327,24 +371,3 @@ def exchange_bytes(
     words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
     rows = exchange(words, group, purpose)
     return [b"".join(word.to_bytes(8, "little", signed=True) for word in row)[:length] for row in rows]
-
-
-def _exchange_rows(channel: Any, rows: Tensor, row: Tensor, seconds: float) -> dict[int, str]:
-    """Send ``row`` to every other rank and receive its row, within ``seconds`` in all. Returns errors by
-    peer."""
-    failures: dict[int, str] = {}
-    deadline, works = time.monotonic() + seconds, []
-    peers = [peer for peer in range(channel.size()) if peer != channel.rank()]
-    starts = [(peer, lambda peer=peer: channel.recv([rows[peer]], peer, 0)) for peer in peers]
-    starts += [(peer, lambda peer=peer: channel.send([row], peer, 0)) for peer in peers]
-    for peer, start in starts:
-        try:
-            works.append((peer, start()))
-        except RuntimeError as error:  # the peer closed the connection
-            failures.setdefault(peer, str(error))
-    for peer, work in works:
-        try:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError as error:
-            failures.setdefault(peer, str(error))
-    return failures

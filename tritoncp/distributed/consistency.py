@@ -1,7 +1,7 @@
-"""Consistency checks between ranks: ranks compare facts, and all raise if facts differ or one rank failed.
+"""Consistency checks between ranks: ranks compare facts, and all raise if facts differ.
 
-Every rank makes its plan from its own mask; only a few integers are exchanged. A rank that fails still takes
-part, so that no rank waits for it. Texts are exchanged only after a difference or a failure.
+Every rank makes its plan from its own mask; only a few integers are exchanged. Texts are exchanged only after
+a difference. Where one rank fails, the others learn it as in every call (:mod:`.failures`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from tritoncp._version import __version__
 from tritoncp.core.environment import CHECK
 from tritoncp.core.versions import installed_version
-from tritoncp.distributed import collectives, groups
-from tritoncp.distributed.groups import name_ranks
+from tritoncp.distributed import collectives, failures
+from tritoncp.distributed.failures import name_ranks
 
 T = TypeVar("T")
 NUMBERS = 2  # integers in a record that may differ between ranks
-TEXT = 1024  # bytes of a rank's text, exchanged once ranks differ or one failed
+TEXT = 1024  # bytes of a rank's text, exchanged once ranks differ
 CHECKED = CHECK.read()  # every call
 REMEDIES = {  # the facts that ranks compare, in this order, and the remedy where they differ
     "call": "All ranks of a mesh must make the same calls in the same order.",
@@ -49,53 +49,33 @@ Facts = Mapping[str, tuple[Text, bytes]]  # name: (text for messages, bytes that
 
 
 class Disagreement(RuntimeError):
-    """The ranks of a group were called with different facts, or another rank failed."""
+    """The ranks of a group were called with different facts. All ranks raise it."""
+
+    is_shared = True  # see :func:`tritoncp.distributed.failures.stop`
 
 
 def together(
     group: Any,
     purpose: str,
     work: Callable[[], tuple[T, Facts, Sequence[int]]],
-    moment: str = "while a plan was made",
 ) -> tuple[T, list[list[int]]]:
     """Run work() on every rank of the group and compare the facts it returns. Returns its result, and the
     numbers of all ranks.
 
-    purpose, moment: the call and the time of it, for messages. work: returns a result, facts that must be
-        equal on all ranks, and up to NUMBERS integers that may differ.
-    If work() raises on one rank, that rank raises the exception and all other ranks Disagreement; all raise
-    Disagreement if facts differ, and PeerLost if a rank is missing. A group of None is this process alone.
+    purpose: the call, for messages. work: returns a result, facts that must be equal on all ranks, and up to
+        NUMBERS integers that may differ.
+    All ranks raise Disagreement if facts differ, and PeerLost if a rank is missing or its work() raised. A
+    group of None is this process alone.
     """
+    result, facts, numbers = work()
     if group is None:
-        result, _, numbers = work()
         return result, [list(numbers)]
-    try:
-        result, facts, numbers = work()
-    except (Disagreement, groups.PeerLost):
-        raise  # from an exchange inside work(): all ranks raise it
-    except Exception as error:
-        share_failure(group, purpose, error, moment)
-        raise
-    rows = collectives.exchange(_record(False, facts, numbers), group, purpose)
-    if any(row[0] for row in rows):
-        failed = [rank for rank, row in enumerate(rows) if row[0]]
-        text = _exchange_texts("", group, purpose)[failed[0]]
-        raise Disagreement(
-            f"{name_ranks(failed)} failed {moment} ({purpose}), so no rank goes on. Rank {failed[0]} says: "
-            f"{text}"
-        )
+    call = f"call {failures.record_of(group).calls + 1}"
+    text, content = facts["call"]
+    facts = {**facts, "call": fact(f"{call}: {_read(text)}", content + call.encode())}
+    rows = collectives.exchange(_record(facts, numbers), group, purpose)
     _check_facts(facts, rows, group, purpose)
-    return result, [row[1 : 1 + len(numbers)] for row in rows]
-
-
-def share_failure(group: Any, purpose: str, error: Exception, moment: str) -> None:
-    """Take part in the comparison that the other ranks make now, as the rank that failed; the caller raises
-    its error afterwards."""
-    rows = collectives.exchange(_record(True, {}, ()), group, purpose)
-    _exchange_texts(f"{type(error).__name__}: {error}", group, purpose)
-    failed = [rank for rank, row in enumerate(rows) if row[0] and rank != group.rank()]
-    also = f"; {name_ranks(failed)} failed too" if failed else ""
-    error.add_note(f"on rank {group.rank()}, {moment} ({purpose}){also}")
+    return result, [row[: len(numbers)] for row in rows]
 
 
 def fact(text: Text, content: bytes | None = None) -> tuple[Text, bytes]:
@@ -118,11 +98,11 @@ def _read(text: Text) -> str:
     return text if isinstance(text, str) else text()
 
 
-def _record(failed: bool, facts: Facts, numbers: Sequence[int]) -> list[int]:
-    """Encode one rank's row: whether it failed, its numbers, digests of its facts. Equally long for every
-    purpose, so that ranks that make different calls meet in one exchange and report it."""
+def _record(facts: Facts, numbers: Sequence[int]) -> list[int]:
+    """Encode one rank's row: its numbers, digests of its facts. Equally long for every purpose, so that ranks
+    that make different calls meet in one exchange and report it."""
     digests = [digest_word(facts[name][1]) if name in facts else 0 for name in REMEDIES]
-    return [int(failed), *numbers, *[0] * (NUMBERS - len(numbers)), *digests]
+    return [*numbers, *[0] * (NUMBERS - len(numbers)), *digests]
 
 
 def digest_word(content: bytes) -> int:
@@ -138,7 +118,7 @@ def _exchange_texts(text: str, group: Any, purpose: str) -> list[str]:
 
 def _check_facts(facts: Facts, rows: list[list[int]], group: Any, purpose: str) -> None:
     """Raise Disagreement, with the values of each rank, where one of the facts differs."""
-    columns = {name: [row[1 + NUMBERS + at] for row in rows] for at, name in enumerate(REMEDIES)}
+    columns = {name: [row[NUMBERS + at] for row in rows] for at, name in enumerate(REMEDIES)}
     differing = [name for name, values in columns.items() if len(set(values)) > 1]
     if not differing:
         return
@@ -157,7 +137,10 @@ def _check_facts(facts: Facts, rows: list[list[int]], group: Any, purpose: str) 
         for digest, ranks in ranks_by_digest.items()
     )
     also = f" They differ in {', '.join(differing[1:])} too." if name != "call" and differing[1:] else ""
-    raise Disagreement(
+    text = (
         f"the ranks differ in {name}: {' against '.join(map(name_ranks, ranks_by_digest.values()))} "
         f"({purpose}). {values}.{also} {REMEDIES[name]}"
     )
+    if name == "call":  # later calls would meet others too
+        failures.close(group, failures.record_of(group), text)
+    raise Disagreement(text)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,15 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncp.core import log_lines
-
-
-class PeerLost(RuntimeError):
-    """Raised where a message between ranks failed, or took longer than the group's timeout. absent: the
-    missing ranks of the group, where they are known."""
-
-    def __init__(self, message: str, absent: Sequence[int] = ()):
-        super().__init__(message)
-        self.absent = tuple(absent)
+from tritoncp.distributed import failures
 
 
 def _name_own_rank() -> str:
@@ -37,31 +29,11 @@ def _name_own_rank() -> str:
 log_lines.name_rank_by(_name_own_rank)
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, at most eight of them: "ranks 0, 2"."""
-    text = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {text}"
-
-
-def peer_lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: object) -> PeerLost:
-    """Build the error for ranks that did not take part in the call ``purpose``; ``absent`` is empty where
-    they are unknown."""
-    ranks = name_ranks(absent) if absent else "another rank"
-    waited = f"{timeout(group).total_seconds():g} s"
-    return PeerLost(
-        f"rank {group.rank()} of {group.size()} was at {purpose}, and {ranks} did not come within {waited} "
-        "or ended the connection: it died, stalled, failed before this call or made another call. Look at "
-        f"the output of those ranks first. ({error})",
-        absent,
-    )
-
-
 # Communicators that accompany a group. Registered ones are kept by name: torch alone owns them, so that
 # destroy_process_group() ends their threads.
 _CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 _COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
 _CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # with data communicators
-STORE_TIMEOUT = 2.0  # seconds to wait for a store's answer
 CONTROL_NAME, DATA_NAME = "tritoncp control", "tritoncp data"
 
 
@@ -194,29 +166,23 @@ def _without_split(world: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _connect(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect: Callable[[], Any]) -> Any:
-    """Call connect(), which needs every rank. Raises PeerLost, which names the absent ranks."""
+    """Call connect(), which needs every rank, once all have come. Raises PeerLost where one does not come."""
     if is_dry_run(group):
         return connect()
-    store.set(f"present {group.rank()}", "yes")
+    if store.add("present", 1) == group.size():
+        store.set("complete", "yes")
+    record, start = failures.record_of(group), time.monotonic()
+    while True:
+        try:
+            store.wait(["complete"], timedelta(seconds=failures.SLICE))
+            break
+        except RuntimeError as error:
+            waited = time.monotonic() - start
+            failures.check(group, record, purpose, timeout(group), waited, error)
     try:
         return connect()
     except RuntimeError as error:
-        keys = [f"present {rank}" for rank in range(group.size())]
-        raise peer_lost(group, purpose, _absent_keys(store, keys), error) from error
-
-
-def _absent_keys(store: dist.Store, keys: Sequence[str]) -> list[int]:
-    """List the indices of the keys that a store does not hold; empty where the store itself does not answer
-    in time, as its host may be the rank that stopped."""
-    absent: list[int] = []
-
-    def check_keys() -> None:
-        absent.extend([index for index, key in enumerate(keys) if not store.check([key])])
-
-    thread = threading.Thread(target=check_keys, daemon=True)  # Store.check has no timeout
-    thread.start()
-    thread.join(STORE_TIMEOUT)
-    return [] if thread.is_alive() else absent
+        raise failures.peer_lost(group, record, purpose, timeout(group), error) from error
 
 
 def timeout(group: dist.ProcessGroup) -> timedelta:

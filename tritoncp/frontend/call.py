@@ -18,7 +18,7 @@ from tritoncp.kernels.options import check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
-from tritoncp.ops import call_modes, call_mods, engine_factory, signatures
+from tritoncp.ops import call_modes, call_mods, engine_factory
 from tritoncp.ops.autograd import forward
 from tritoncp.ops.graph.layouts import Uncapturable
 from tritoncp.ops.transforms import refuse_transforms
@@ -60,13 +60,9 @@ def _attend_on_host(query: Tensor, key: Tensor, value: Tensor, request: Request)
     )  # fmt: skip
     world = None if group is None else group.group_name
     keys, values = validate.shared_batch(query, key), validate.shared_batch(query, value)
-    try:
-        validate.check_order(plan, request.positions)
-        mod = call_mods.score_of(request.score_mod, query)  # lives as long as the call that names it
-        rest = _op_arguments(query, mod, plan.pinned(), world, request)
-    except Exception as error:
-        signatures.share_failure(group, plan, error)
-        raise
+    validate.check_order(plan, request.positions)
+    mod = call_mods.score_of(request.score_mod, query)  # lives as long as the call that names it
+    rest = _op_arguments(query, mod, plan.pinned(), world, request)
     return forward([query], [keys], [values], *rest)
 
 

@@ -79,14 +79,9 @@ def is_checked(plan: Plan, call_key: Any) -> bool:
 def check_call(
     plan: Plan, q: Tensor, k: Tensor, group: Any, call_key: Any, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Check a call, and its shards against its plan, and record the call's key; None is the key of no call.
-    The other ranks raise too if they certainly compare the call."""
-    try:
-        check()
-        validate.check_plan(plan, q, k, group)
-    except Exception as error:
-        signatures.share_failure(group, plan, error)
-        raise
+    """Check a call, and its shards against its plan, and record the call's key, unless that is None."""
+    check()
+    validate.check_plan(plan, q, k, group)
     if call_key is not None:
         _CHECKED.of(plan.derived).put((plan.rank, call_key), True)
 
@@ -122,7 +117,7 @@ def plan_for(
     """Return the natural-order plan of a raw mask for the call's shards, from the cache or new, and checked
     against them.
 
-    check: raises for wrong inputs. If it raises before this mask has a plan, all ranks of the group raise.
+    check: raises for wrong inputs, before a plan is made
     call_key: :func:`validate.call_key` of the call: a plan that served a call of this key needs no check.
     """
     sources, cache = Sources.of(mask), _CACHES.of(group)
@@ -133,13 +128,7 @@ def plan_for(
         _COUNTS["hits"] += 1
         _log_look_up(sources, True)
         return result
-    try:
-        check()
-    except Exception as error:
-        is_new = all(key[0] != sources.key for key in cache)  # for shards of any lengths
-        if group is not None and (consistency.CHECKED or is_new):
-            consistency.share_failure(group, signatures.CALL, error, signatures.MOMENT)
-        raise
+    check()
     key = sources.key, q.shape[2], k.shape[2], q.shape[0]
     result = cache.find(key, tensors)
     _COUNTS["misses" if result is None else "hits"] += 1

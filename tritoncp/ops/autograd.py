@@ -172,6 +172,15 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        try:
+            return Attention.gradients(ctx, *grads)
+        except BaseException as error:
+            Spec.decode(ctx.call[-1]).stop_group(error)
+            raise
+
+    @staticmethod
+    def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of the arguments of :meth:`forward`."""
         n, num_captures, *constants, spec = ctx.call
         plan, *saved = ctx.saved_tensors
         q, k, v, captures, outs, lses = _split(saved, n, n, n, num_captures, n, n)

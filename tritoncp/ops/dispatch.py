@@ -6,6 +6,7 @@ tensors, at each call and for each derivative, which takes longer than the rest 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from tritoncp.core.host_copy import has_default_device
 from tritoncp.core.tracing import fresh_dispatch
+from tritoncp.distributed import failures, groups
 from tritoncp.ops import flop_formulas
+from tritoncp.ops.engine_factory import Spec
 from tritoncp.ops.transforms import refuse_vmap
 
 _OPS = torch.library.Library("tritoncp", "FRAGMENT")
@@ -23,11 +26,21 @@ _OPS = torch.library.Library("tritoncp", "FRAGMENT")
 def register_op(
     name: str, body: Callable[..., Any], fake: Callable[..., Any], autograd_kernel: Any = None
 ) -> Any:
-    """Register the op ``tritoncp::name``: its body, its fake, and its Autograd kernel."""
+    """Register the op ``tritoncp::name``: its body, its fake, and its Autograd kernel. Where the body raises,
+    the group of its argument ``spec`` or ``world`` is closed."""
+    names = list(inspect.signature(body).parameters)
 
     def run_body(*args: Any) -> Any:
-        with fresh_dispatch():
-            return body(*args)
+        try:
+            with fresh_dispatch():
+                return body(*args)
+        except BaseException as error:
+            arguments = dict(zip(names, args))
+            if "spec" in arguments:
+                Spec.decode(arguments["spec"]).stop_group(error)
+            elif arguments.get("world"):
+                failures.stop(groups.group_by_name(arguments["world"]), error)
+            raise
 
     schema = torch.library.infer_schema(body, mutates_args=())
     _OPS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from tritoncp.core.upload import DeviceCopy, upload
 from tritoncp.core.versions import warn_untested
 from tritoncp.cpu import compiled
 from tritoncp.cpu.engine import CpuEngine
-from tritoncp.distributed import groups
+from tritoncp.distributed import failures, groups
 from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.mods import Mod, deterministic_sum
@@ -56,6 +57,11 @@ class Spec:
     def group(self) -> Any:
         """The process group of the call, None if all ranks run in this process."""
         return groups.group_by_name(self.world) if self.world else None
+
+    def stop_group(self, error: BaseException) -> None:
+        """Close the process group of the call, which raised ``error``."""
+        with contextlib.suppress(ValueError):  # of a group that was destroyed
+            failures.stop(self.group, error)
 
     @classmethod
     @lru_cache(256)
@@ -323,14 +329,13 @@ def name_functions() -> None:
         backward,
         forward,
         forward_gluon,
-        forward_specialised,
         scores,
         tile_runs,
         tiles,
     )
     from tritoncp.mods.translate import triton_helpers
 
-    modules = tiles, tile_runs, scores, triton_helpers, forward, forward_specialised, backward
+    modules = tiles, tile_runs, scores, triton_helpers, forward, backward
     for module in modules if tiles.INTERPRETED else (*modules, forward_gluon):  # Gluon cannot be interpreted
         for function in vars(module).values():
             if getattr(function, "__module__", "") == module.__name__:

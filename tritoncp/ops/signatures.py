@@ -39,7 +39,7 @@ from tritoncp.planning.plan import Plan
 
 MAX_SIGNATURES = 1024  # signatures, structures and plans per group
 MAX_SCALES = 16  # values of scale that are compared per signature; further values are not
-CALL, MOMENT = "flex_attention", "in this call"
+CALL = "flex_attention"
 
 
 class Table:
@@ -76,6 +76,11 @@ def table_of(group: Any) -> Table:
     return _TABLES.of(group)
 
 
+def groups_of(plan: Plan) -> list[Any]:
+    """List the groups whose ranks made or compared this plan."""
+    return [group for group, table in _TABLES.items() if plan.identity in table.plans]
+
+
 def compare_call(
     group: Any, plan: Plan, spec: str, scale: float, q: Tensor, k: Tensor, v: Tensor,
     captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float],
@@ -107,20 +112,9 @@ def compare_call(
         common = _facts(plan, Spec.decode(spec), scale, q, k, v, captures, ints, floats)
         return None, {"call": fact(purpose, CALL.encode()), **common}, ()
 
-    consistency.together(group, purpose, facts, MOMENT)
+    consistency.together(group, purpose, facts)
     table.note(signature, scale, plan)
     groups.connect_data(group, q.device)  # for a plan made in another process, as a data loader's
-
-
-def share_failure(group: Any, plan: Plan, error: Exception) -> None:
-    """Report to the other ranks that this call failed, if they certainly compare it: if this plan or its
-    structure is new to the group. Otherwise they may run the call, and fail after the group's timeout."""
-    if group is None or group.size() == 1:
-        return
-    table = table_of(group)
-    is_new = structure_of(plan) not in table.structures or plan.identity not in table.plans
-    if consistency.CHECKED or is_new:
-        consistency.share_failure(group, CALL, error, MOMENT)
 
 
 def purpose_of(q: Tensor, k: Tensor, v: Tensor) -> str:

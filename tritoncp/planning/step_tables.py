@@ -29,8 +29,6 @@ class Tables:
     dense_q, dense_kv: row r of the buffer is position first + r, and slots but the last are whole blocks
     q_ends, kv_ends:   ends of slots: "block" (all hold whole blocks), else "buffer" (or end with the
                        buffer's tokens), else "anywhere"
-    full_runs:         largest number of full runs of a Q slot
-    keys:              average number of keys in the blocks that a Q slot lists
     """
 
     q_slots: Tensor
@@ -57,8 +55,6 @@ class Tables:
     window: tuple[int | None, ...] | None
     has_masked: bool
     bounded: bool
-    full_runs: int
-    keys: float
 
     def copy_to(self, device: torch.device) -> DeviceCopy[Tables]:
         """Copy the tables to a device."""
@@ -116,8 +112,6 @@ def tables_of(
         window=window and tuple([None if side == UNBOUNDED else side for side in window]),
         has_masked=bool((kinds != Kind.FULL).any()) or window is not None,
         bounded=bool((kinds == Kind.BOUNDED).any()) and window is None,
-        full_runs=int(runs.ptr[..., 1:].diff().amax()) if runs.ptr.numel() else 0,
-        keys=int(sum(x.sum() for x in runs.counts())) * mask.kv_block / max(1, runs.ptr[..., 0].numel()),
     )
 
 

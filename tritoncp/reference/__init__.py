@@ -1,4 +1,4 @@
-"""Reference attention in plain torch: the dense oracle, usually in float64, and the dense engine.
+"""Reference attention in plain torch, usually in float64: the oracle of the tests and of `tritoncp check`.
 
-May import: planning, masks, core.
+May import: masks, core.
 """

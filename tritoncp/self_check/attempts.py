@@ -1,4 +1,4 @@
-"""Runs cases one after the other in one process: time limits, failures, and the results of all ranks."""
+"""Runs cases in turn in one process: limits, failures, and the results of all ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,27 @@ from tritoncp.distributed import groups
 from tritoncp.self_check.cases import PASSES, Answers, Case, Result, make_problem
 from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_passes
 
+Gather = Callable[[Any], list[Any]]  # this process's value -> the values of all ranks, in rank order
+
 
 class Request(NamedTuple):
-    """The command's options; jobs: worker processes, None for one per core."""
+    """The command's options.
+
+    jobs:   worker processes, None for one per core
+    strict: whether cases that did not run within the budget are failures
+    """
 
     only: str = "*"
     jobs: int | None = None
     world_size: int = 4
     budget: float = 60.0
     timeout: float = 20.0
+    strict: bool = False
+
+    @property
+    def late(self) -> str:
+        """The reason to stop when the budget is over."""
+        return f"the budget of {self.budget:g} s is over"
 
 
 @dataclass
@@ -49,13 +61,11 @@ class Limits:
                 raise KeyboardInterrupt
             self.signal_name = signal.Signals(number).name
 
-        previous_handlers = {
-            number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
-            for number, handler in previous_handlers.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
     @property
@@ -66,9 +76,7 @@ class Limits:
         """The reason to stop now, or None."""
         if self.signal_name:
             return f"{self.signal_name} came: this process was asked to end, or another rank died"
-        if self.seconds > self.request.budget:
-            return f"the budget of {self.request.budget:g} s is over (--budget)"
-        return None
+        return self.request.late if self.seconds > self.request.budget else None
 
 
 class Stopped(Exception):
@@ -90,73 +98,49 @@ class Failure(NamedTuple):
     fatal: bool
 
 
-def is_usable(device: torch.device) -> bool:
-    """Whether a device still works: after an illegal memory access every CUDA call fails."""
-    try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
-
-
-Gather = Callable[[Any], list[Any]]  # this process's value -> the values of all ranks, in rank order
-
-
 def run_cases(cases: Sequence[Case], ranks: Ranks, gather: Gather, limits: Limits) -> Iterator[Result]:
-    """Run cases one after the other. Raises Stopped where the rest cannot run."""
+    """Run cases in turn; the passes of a schedule are one run. Raises Stopped where the rest cannot run."""
     for _, group in groupby(cases, lambda case: (case.mask, case.dtype)):
         problem: list[Answers] = []  # filled by the first run, so that an exception there fails its case
-        for _, same_schedule in groupby(group, lambda case: case.schedule):
-            yield from run_schedule(list(same_schedule), problem, ranks, gather, limits)
-
-
-def run_both_passes(case: Case, problem: list[Answers], ranks: Ranks, limits: Limits) -> Iterator[Errors]:
-    """Run both passes of a case's schedule; ``problem`` is filled by the first run that needs it."""
-    if not problem:
-        problem.append(make_problem(case, ranks.device, ranks.world_size))
-    yield from run_passes(ranks, problem[0], case.schedule, lambda: wait_for_device(ranks.device, limits))
+        for _, passes in groupby(group, lambda case: case.schedule):
+            yield from run_schedule({case.direction: case for case in passes}, problem, ranks, gather, limits)
 
 
 def run_schedule(
-    cases: Sequence[Case], problem: list[Answers], ranks: Ranks, gather: Gather, limits: Limits
+    wanted: dict[str, Case], problem: list[Answers], ranks: Ranks, gather: Gather, limits: Limits
 ) -> Iterator[Result]:
-    """Run the passes of one schedule and yield a result for each case. On a GPU they run twice, since the
-    first run compiles; the last run is timed."""
-    runs: dict[str, list[list[Errors]]] = {direction: [] for direction in PASSES}
-    directions = PASSES if cases[-1].direction == "backward" else PASSES[:1]
-    repetitions = 2 if ranks.device.type == "cuda" else 1
-    for repetition in range(repetitions):
-        steps = run_both_passes(cases[0], problem, ranks, limits)
-        for direction in directions:
-            unknown = [case for case in cases if case.direction in directions[directions.index(direction) :]]
-            own = take_outcome(steps, ranks.device)
-            try:
-                records = gather((own, limits.reason()))
-            except groups.PeerLost as error:
-                rank = error.absent[0] if error.absent else None
-                yield from (Result(case, rank=rank, ranks=error.absent, why=str(error)) for case in unknown)
-                lost = ", ".join(map(str, error.absent)) or "unknown"
-                raise Stopped(f"lost while {unknown[0].name} ran: rank {lost}", error.absent) from error
-            failures = {
-                rank: outcome for rank, (outcome, _) in enumerate(records) if isinstance(outcome, Failure)
-            }
-            if failures:
-                yield from report_failures(unknown, failures, len(records))
-            else:
-                runs[direction].append([outcome for outcome, _ in records])
-                if repetition == repetitions - 1:
-                    yield from (
-                        judge_case(case, problem[0], runs[direction])
-                        for case in cases
-                        if case.direction == direction
-                    )
-            if any(outcome.fatal for outcome in failures.values()):
-                raise Stopped(f"a rank or a device was lost in {cases[0].name}")
-            if reason := next((text for _, text in records if text), None):
-                raise Stopped(reason)
-            if failures:
-                return
+    """Run the wanted passes of one schedule, and yield a result for each."""
+    steps = start_run(next(iter(wanted.values())), problem, ranks, limits)
+    for number, direction in enumerate(PASSES):
+        pending = [wanted[name] for name in PASSES[number:] if name in wanted]
+        if not pending:
+            return
+        own = take_outcome(steps, ranks.device)
+        try:
+            outcomes, reasons = zip(*gather((own, limits.reason())))
+        except groups.PeerLost as error:
+            rank = error.absent[0] if error.absent else None
+            yield from (Result(case, rank=rank, ranks=error.absent, why=str(error)) for case in pending)
+            lost = ", ".join(map(str, error.absent)) or "unknown"
+            raise Stopped(f"lost while {pending[0].name} ran: rank {lost}", error.absent) from error
+        failures = {rank: end for rank, end in enumerate(outcomes) if isinstance(end, Failure)}
+        if failures:
+            yield from report_failures(pending, failures, len(outcomes))
+        elif direction in wanted:
+            yield judge_case(wanted[direction], problem[0], outcomes)
+        if any(outcome.fatal for outcome in failures.values()):
+            raise Stopped(f"a rank or a device was lost in {pending[0].name}")
+        if reason := next(filter(None, reasons), None):
+            raise Stopped(reason)
+        if failures:
+            return
+
+
+def start_run(case: Case, problem: list[Answers], ranks: Ranks, limits: Limits) -> Iterator[Errors]:
+    """Run the passes of a case's schedule one after the other; ``problem`` is filled by the first run."""
+    if not problem:
+        problem.append(make_problem(case, ranks.device, ranks.world_size))
+    yield from run_passes(ranks, problem[0], case.schedule, lambda: wait_for_device(ranks.device, limits))
 
 
 def take_outcome(steps: Iterator[Errors], device: torch.device) -> Errors | Failure:
@@ -167,6 +151,16 @@ def take_outcome(steps: Iterator[Errors], device: torch.device) -> Errors | Fail
         lost = isinstance(error, groups.PeerLost | Stalled | dist.DistError)
         lines = str(error).strip().splitlines() or [""]
         return Failure(f"{type(error).__name__}: {lines[0][:500]}", lost or not is_usable(device))
+
+
+def is_usable(device: torch.device) -> bool:
+    """Return whether a device still works: after an illegal memory access every CUDA call fails."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def report_failures(cases: Sequence[Case], failures: dict[int, Failure], world_size: int) -> Iterator[Result]:

@@ -66,11 +66,14 @@ class Result:
     tensor: str | None = None
     error: float | None = None
     allowed: float | None = None
-    ms: float | None = None
     rank: int | None = None
     ranks: tuple[int, ...] = ()
     right: bool = False
     why: str | None = None
+
+    @property
+    def ran(self) -> bool:
+        return not (self.why or "").startswith("not run")
 
     @property
     def excess(self) -> float:
@@ -80,11 +83,6 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         schedule, mask, dtype, direction = self.case
         fields = {name: value for name, value in vars(self).items() if name != "case"}
-        if self.error is not None and not math.isfinite(self.error):  # JSON has no such number
-            fields |= {
-                "error": None,
-                "why": f"{self.tensor} has NaN or infinite values, or the wrong shape",
-            }
         case = {"schedule": schedule, "mask": mask, "dtype": dtype, "pass": direction}
         return {**case, **fields, "ranks": list(self.ranks)}
 

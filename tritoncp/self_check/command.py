@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
 
 import click
+
+from tritoncp.command_base import Seconds
+
+BUDGET = 60.0
 
 
 @click.command()
@@ -23,21 +26,26 @@ import click
 @click.option(
     "--budget",
     "--seconds",
-    type=click.FloatRange(0, 86400, min_open=True),
-    default=60.0,
-    show_default=True,
-    help="Seconds for the whole check; a case that does not run in time counts as a failure.",
+    type=Seconds(),
+    help="Seconds for the whole check, and --strict.  [default: 60, not strict]",
 )
+@click.option("--strict", is_flag=True, help="A case that does not run in time is a failure.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(0, 3600, min_open=True),
+    type=Seconds(),
     default=20.0,
     show_default=True,
     help="Seconds to wait for another rank, or for a kernel.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def check(
-    only: str, world_size: int | None, jobs: int | None, budget: float, timeout: float, as_json: bool
+    only: str,
+    world_size: int | None,
+    jobs: int | None,
+    budget: float | None,
+    strict: bool,
+    timeout: float,
+    as_json: bool,
 ) -> None:
     """Compare every schedule, mask, dtype and pass with dense float64 attention, on this machine's devices.
 
@@ -48,8 +56,9 @@ def check(
       torchrun --nproc-per-node 8 -m tritoncp check     # real ranks: NCCL, or gloo without GPUs
 
     The allowed error is twice that of torch's eager attention in the same dtype, plus two units in the last
-    place. Exits with 1 if a case is wrong, failed or did not run. Without a GPU the kernels run interpreted,
-    on small shapes.
+    place. Exits with 1 if a case is wrong or failed, or if no case of a schedule or of a pass ran within the
+    budget; with --strict or --budget, if any case did not. Without a GPU the kernels run interpreted, on
+    small shapes.
     """
     from tritoncp.core.process_environment import interpret_without_gpu, torchrun_world_size
 
@@ -58,14 +67,13 @@ def check(
         raise click.UsageError(
             f"--world-size {world_size}, but torchrun started {started} ranks: leave it out"
         )
-    if math.isnan(budget) or math.isnan(timeout):
-        raise click.UsageError("--budget and --timeout are numbers of seconds; got nan")
     interpret_without_gpu()  # before Triton is imported
     require_engine()
     from tritoncp.self_check.attempts import Request
     from tritoncp.self_check.run import main
 
-    sys.exit(main(Request(only, jobs, world_size or 4, budget, timeout), as_json))
+    strict = strict or budget is not None
+    sys.exit(main(Request(only, jobs, world_size or 4, budget or BUDGET, timeout, strict), as_json))
 
 
 def require_engine() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -96,7 +95,6 @@ class Errors(NamedTuple):
 
     errors: dict[tuple[int, str], float]
     sums: dict[str, Tensor]
-    ms: float
 
 
 def shard_tensor(x: Tensor, name: str, plan: Plan | None, ranks: Sequence[int]) -> list[Tensor]:
@@ -122,26 +120,23 @@ def run_passes(ranks: Ranks, problem: Answers, schedule: str, wait: Callable[[],
     starts = [*shard_tensor(p.dout, "dout", plan, members), *shard_tensor(p.dlse, "dlse", plan, members)]
     wait()
 
-    began = time.perf_counter()
     outs, lses = ranks.attend(plan, p, parts)
     wait()
-    ms = (time.perf_counter() - began) * 1e3
     results = {"out": [x.detach() for x in outs], "lse": [x.detach() for x in lses]}
-    yield Errors(compare_results(p, results, plan, members), {}, ms)
+    yield Errors(compare_results(p, results, plan, members), {})
 
     replicated = {name: x for name, x in zip(REPLICATED, own) if x is not None}
     inputs = [*parts.q, *parts.k, *parts.v, *replicated.values()]
-    began = time.perf_counter()
     grads = torch.autograd.grad([*outs, *lses], inputs, starts)
     wait()
-    ms, n = (time.perf_counter() - began) * 1e3, len(members)
+    n = len(members)
     results = {name: list(grads[i * n : i * n + n]) for i, name in enumerate(("dq", "dk", "dv"))}
     sums = dict(zip(replicated, grads[3 * n :]))
     errors = compare_results(p, results, plan, members)
     if plan is None:  # each rank has computed the full gradients: nothing to sum
         errors |= {(ranks.own, name): largest_error(x, p.exact[name]) for name, x in sums.items()}
         sums = {}
-    yield Errors(errors, {name: x.double().cpu() for name, x in sums.items()}, ms)
+    yield Errors(errors, {name: x.double().cpu() for name, x in sums.items()})
 
 
 def compare_results(
@@ -157,20 +152,19 @@ def compare_results(
     return errors
 
 
-def judge_case(case: Case, problem: Answers, repetitions: Sequence[Sequence[Errors]]) -> Result:
-    """Judge a case by the errors of every process in each repetition. The time is the last repetition's."""
+def judge_case(case: Case, problem: Answers, processes: Sequence[Errors]) -> Result:
+    """Judge a case by the errors of every process."""
     errors: dict[tuple[int | None, str], float] = {}  # by rank, None for sums, and tensor
-    for processes in repetitions:
-        run: dict[tuple[int | None, str], float] = {}
-        for part in processes:
-            run |= {(rank, name): error for (rank, name), error in part.errors.items()}
-        for name in processes[0].sums:
-            total = torch.stack([part.sums[name] for part in processes]).sum(0)
-            run[None, name] = largest_error(total, problem.exact[name].cpu())
-        errors |= {key: max(error, errors.get(key, 0.0)) for key, error in run.items()}
+    for part in processes:
+        errors |= part.errors
+    for name in processes[0].sums:
+        total = torch.stack([part.sums[name] for part in processes]).sum(0)
+        errors[None, name] = largest_error(total, problem.exact[name].cpu())
     excess = {key: error / problem.allowed[key[1]] for key, error in errors.items()}
     rank, name = worst = max(excess, key=lambda key: excess[key])
+    if not math.isfinite(errors[worst]):
+        why = f"{name} has NaN or infinite values, or the wrong shape"
+        return Result(case, name, rank=rank, why=why)
     wrong = tuple(sorted({at for (at, _), ratio in excess.items() if at is not None and not ratio <= 1}))
-    ms = max(part.ms for part in repetitions[-1])
     right = excess[worst] <= 1
-    return Result(case, name, errors[worst], problem.allowed[name], ms, rank, wrong, right)
+    return Result(case, name, errors[worst], problem.allowed[name], rank, wrong, right)

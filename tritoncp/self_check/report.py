@@ -1,26 +1,32 @@
-"""Output of `tritoncp check`: a table or plain lines, facts, the worst case, and a line for a bug report."""
+"""Output of `tritoncp check`: a line a case, the machine, the verdict, and a line for a bug report."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import platform
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from tritoncp.doctor import summary_rows
-from tritoncp.self_check import facts as machine
-from tritoncp.self_check.cases import Case, Result
-
-HEAD = ("schedule", "mask", "dtype", "pass", "error", "allowed", "ms", "tensor", "rank", "")
+from tritoncp.doctor import examine, summary_rows
+from tritoncp.perf.suite import machine
+from tritoncp.self_check.attempts import Request
+from tritoncp.self_check.cases import Case, Result, choose_dtypes
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a check. stopped: why it ended before its last case; absent: the ranks that were lost."""
+    """The result of a check.
 
+    results: a result for each case, in the order of the cases
+    stopped: why the check ended before its last case
+    absent:  the ranks that were lost
+    """
+
+    request: Request
     facts: dict[str, Any]
     results: Sequence[Result]
     seconds: float
@@ -29,129 +35,169 @@ class Report:
 
     @property
     def right(self) -> bool:
-        return self.stopped is None and all(result.right for result in self.results)
+        """Whether all cases that ran are right, and either all ran, or the budget was over (which is no
+        failure unless the command is strict) after each schedule and each pass."""
+        if not all(result.right for result in self.results if result.ran):
+            return False
+        if all(result.ran for result in self.results):
+            return self.stopped in (None, self.request.late)
+        return self.stopped == self.request.late and not self.request.strict and not self.untested
+
+    @property
+    def untested(self) -> list[str]:
+        """The schedules and passes without a case that ran."""
+        schedules_and_passes = {part: False for result in self.results for part in result.case[::3]}
+        schedules_and_passes |= {
+            part: True for result in self.results if result.ran for part in result.case[::3]
+        }
+        return [part for part, tested in schedules_and_passes.items() if not tested]
 
     @property
     def worst(self) -> Result | None:
-        """The worst failing case: one without a result first, then by excess, then cases that did not run."""
-        wrong = [result for result in self.results if not result.right]
-        return max(wrong, key=lambda result: (not is_left_out(result), result.excess), default=None)
+        """The worst failing case: one without an error to show first."""
+        wrong = [result for result in self.results if result.ran and not result.right]
+        return max(wrong, key=lambda result: result.excess, default=None)
 
     def as_json(self) -> dict[str, Any]:
-        cases = [result.as_json() for result in self.results]
         return {
             "facts": self.facts,
-            "cases": cases,
+            "cases": [result.as_json() for result in self.results],
             "seconds": self.seconds,
             "stopped": self.stopped,
             "right": self.right,
         }
 
 
-def is_left_out(result: Result) -> bool:
-    return (result.why or "").startswith("not run")
+def collect_facts(device: torch.device, world: str) -> dict[str, Any]:
+    """Collect the facts of `tritoncp doctor`, and driver, commit and peer access between local GPUs; the
+    caller fills in ``ranks`` and ``all_gather``."""
+    environment, notes = machine.environment(device), []
+    if torch.float16 in choose_dtypes(device):
+        notes.append("float16 replaces bfloat16, to which the interpreter truncates instead of rounding")
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    without = [
+        f"{a}->{b}" for a in gpus for b in gpus if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]
+    return {
+        **examine(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else machine.processor(),
+        "host": platform.node(),
+        **{name: environment.get(name) for name in ("driver", "cuda", "commit")},
+        "peer_access": f"all but {', '.join(without)}"
+        if without
+        else "each to each"
+        if len(gpus) > 1
+        else None,
+        "world": world,
+        "ranks": None,
+        "all_gather": None,
+        "notes": notes,
+    }
 
 
-def format_row(result: Result) -> list[str]:
-    """Format a case as a row of the table, in the order of HEAD."""
-    number = lambda x, form: "-" if x is None else format(x, form)  # noqa: E731
-    verdict = "right" if result.right else "NOT RUN" if is_left_out(result) else "WRONG"
-    further = [rank for rank in result.ranks if rank != result.rank]
-    rank = "-" if result.tensor is None else "sum"
-    if result.rank is not None:
-        rank = str(result.rank) + (f" (also {', '.join(map(str, further))})" if further else "")
-    numbers = number(result.error, ".2e"), number(result.allowed, ".2e"), number(result.ms, ".2f")
-    return [*result.case, *numbers, result.tensor or "-", rank, verdict]
+def list_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """List the facts as labels and texts."""
+    yield from summary_rows(facts)
+    for label, key in (
+        ("device", "device"),
+        ("driver", "driver"),
+        ("world", "world"),
+        ("GPU to GPU", "peer_access"),
+    ):
+        yield label, facts[key] or "-"
+    for i, rank in enumerate(facts["ranks"] or ()):
+        yield f"rank {i}", f"{rank['host']} {rank['device']} {rank['name']}"
+    if gather := facts["all_gather"]:
+        size, rate = (
+            f"{gather['bytes'] / 2**20:g} MiB a rank",
+            f"{gather['gb_per_s']:.2f} GB/s into each rank",
+        )
+        yield "all-gather", f"{size} by {gather['backend']}: {gather['ms']:.2f} ms, {rate}"
+    for label, key in (("note", "notes"), ("problem", "problems"), ("advice", "advice")):
+        yield from ((label, text) for text in facts[key])
 
 
 def format_line(result: Result) -> str:
-    """Format a case as one line of text, for output that is not a terminal."""
-    *case, error, allowed, ms, tensor, rank, verdict = format_row(result)
-    text = result.why or f"{tensor} off by {error}, allowed {allowed}, {ms} ms, rank {rank}"
-    return f"{verdict:7} {' '.join(case)}: {text}"
-
-
-class Display:
-    """Progress output: a status line on a terminal, one line per finished case elsewhere."""
-
-    def __init__(self, console: Console, enabled: bool):
-        self.console, self.enabled = console, enabled
-        self.shown: set[Case] = set()
-        self.status = console.status("compiling and comparing") if enabled and console.is_terminal else None
-
-    def __enter__(self) -> Display:
-        if self.status:
-            self.status.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.status:
-            self.status.stop()
-
-    def show(self, result: Result) -> None:
-        if self.status:
-            self.status.update(format_line(result))
-        elif self.enabled:
-            self.console.print(format_line(result), markup=False, highlight=False, soft_wrap=True)
-            self.console.file.flush()  # so that a file has the line even if this process is killed
-            self.shown.add(result.case)
-
-
-def show_report(report: Report, console: Console, printed: Container[Case]) -> None:
-    """Print the table (or, without a terminal, the lines that are not in ``printed``), facts and verdict."""
-    if console.is_terminal:
-        table = Table(*HEAD, title="tritoncp check")
-        for result in report.results:
-            table.add_row(*map(escape, format_row(result)), style=None if result.right else "red")
-        console.print(table)
-    for result in report.results:
-        pending = (
-            result.why and not is_left_out(result) if console.is_terminal else result.case not in printed
-        )
-        if pending:
-            console.print(format_line(result), markup=False, highlight=False, soft_wrap=True)
-    for label, value in [*summary_rows(report.facts), *machine.list_rows(report.facts)]:
-        text = escape(value).replace("\n", "\n" + " " * 17)
-        console.print(f"[bold]{label:<16}[/bold] {text}", highlight=False, soft_wrap=True)
-    for label, style in (("problems", "red"), ("advice", "yellow")):
-        for line in report.facts.get(label, ()):
-            console.print(f"[{style}]{label:<16}[/{style}] {escape(line)}", highlight=False, soft_wrap=True)
-    for line in format_verdict(report):
-        style = "green" if report.right else "red"
-        console.print(f"[{style}]{escape(line)}[/{style}]", highlight=False, soft_wrap=True)
-
-
-def format_verdict(report: Report) -> list[str]:
-    """Format the last lines: the number of right cases, the worst case, and a line for a bug report."""
-    right = sum(result.right for result in report.results)
-    left_out = sum(is_left_out(result) for result in report.results)
-    lines = [f"{right} of {len(report.results)} cases are right, {report.seconds:.1f} s"]
-    if report.stopped:
-        lines.append(f"stopped: {report.stopped}; {left_out} cases did not run")
-    if (worst := report.worst) is not None and not is_left_out(worst):
-        lines += [
-            f"worst: {worst.case.name}: {describe(worst)}",
-            f"for a report: {format_report_line(report, worst)}",
-        ]
-    return lines
+    """Format a case as a row of the table."""
+    schedule, mask, dtype, direction = result.case
+    verdict = "right" if result.right else "WRONG"
+    return f"{verdict}  {schedule:12} {mask:9} {dtype:8} {direction:8}  {describe(result)}"
 
 
 def describe(result: Result) -> str:
-    if result.why:
-        return result.why
-    *_, error, allowed, _, tensor, rank, _ = format_row(result)
-    location = "summed over ranks" if result.rank is None else f"on rank {rank}"
-    return f"{tensor} {location} is off by {error}, allowed {allowed}"
+    """Describe the error of a case, or the reason why there is none."""
+    if result.error is None:
+        return result.why or ""
+    place = "summed over ranks" if result.rank is None else f"on rank {result.rank}"
+    also = ", ".join(str(rank) for rank in result.ranks if rank != result.rank)
+    numbers = f"{result.error:.1e} off, {result.allowed:.1e} allowed"
+    return f"{result.tensor} {numbers}, {place}{f' (also {also})' if also else ''}"
+
+
+class Display:
+    """Prints a numbered line for each case when it ends."""
+
+    def __init__(self, console: Console, enabled: bool):
+        self.console, self.enabled = console, enabled
+        self.total = 0  # of the cases
+        self.shown: set[Case] = set()
+
+    def show(self, result: Result) -> None:
+        self.shown.add(result.case)
+        number = f"{len(self.shown):{len(str(self.total))}}/{self.total}"
+        self.print(f"{number} {format_line(result)}", "" if result.right else "red")
+
+    def print(self, line: str, style: str = "") -> None:
+        if self.enabled:
+            self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+            self.console.file.flush()  # so that a file has the line even if this process is killed
+
+    def show_report(self, report: Report) -> None:
+        """Print the cases that were not shown, facts and verdict."""
+        if not self.enabled:  # the rank that showed the cases is lost
+            self.enabled, self.shown = True, set()
+        for result in report.results:
+            if result.ran and result.case not in self.shown:
+                self.show(result)
+        for label, text in list_facts(report.facts):
+            self.print(f"{label:<16} " + text.replace("\n", "\n" + " " * 17))
+        for line in format_verdict(report):
+            self.print(line, "green" if report.right else "red")
+
+
+def format_verdict(report: Report) -> Iterator[str]:
+    """Format the last lines: counts, cases that did not run, the worst case, and a line for a bug report."""
+    ran = [result for result in report.results if result.ran]
+    right = sum(result.right for result in ran)
+    yield f"{right} of {len(ran)} cases are right, {report.seconds:.1f} s"
+    if left_out := [result.case for result in report.results if not result.ran]:
+        yield f"not run: {len(left_out)} more, as {report.stopped}: {format_cases(left_out)}"
+    elif report.stopped:
+        yield f"stopped: {report.stopped}"
+    if report.untested:
+        yield f"no case ran of {', '.join(report.untested)}: --budget gives the check more seconds"
+    if worst := report.worst:
+        yield f"worst: {worst.case.name}: {describe(worst)}"
+        yield f"for a report: {format_report_line(report, worst)}"
+
+
+def format_cases(cases: Sequence[Case]) -> str:
+    """Format many cases by mask, dtype and schedules, which are left out where they are all that occur."""
+    every = {case.schedule for case in cases}
+    names = []
+    for key, group in groupby(cases, lambda case: f"{case.mask} {case.dtype}"):
+        schedules = dict.fromkeys(case.schedule for case in group)
+        names.append(key if schedules.keys() == every else f"{key} ({', '.join(schedules)})")
+    return "; ".join(names)
 
 
 def format_report_line(report: Report, worst: Result) -> str:
     """Format one line with versions, device and the worst case, to paste into a bug report."""
     facts = report.facts
-    versions = facts["versions"]
     parts = [
-        *(f"{name} {versions[name]}" for name in ("tritoncp", "torch", "triton")),
+        *(f"{name} {facts['versions'][name]}" for name in ("tritoncp", "torch", "triton")),
         facts["device"],
-        *(d["architecture"] for d in facts["devices"][:1]),
+        *(gpu["architecture"] for gpu in facts["devices"][:1]),
         f"driver {facts['driver']}" if facts["driver"] else "",
         *(f"{label} {value}".replace("\n", "; ") for label, value in summary_rows(facts) if "ptxas" in label),
         f"NCCL {facts['nccl']}" if facts["nccl"] else "",

@@ -1,14 +1,17 @@
-"""Runs the cases: in this process, in worker processes that share the device, or on the ranks of torchrun."""
+"""Runs the cases: in simulated worlds on one device, or on the ranks that torchrun started."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -17,54 +20,37 @@ from rich.console import Console
 
 from tritoncp.core.process_environment import torchrun_world_size, use_loopback_interface
 from tritoncp.distributed import collectives, groups
-from tritoncp.self_check import facts
 from tritoncp.self_check.attempts import Limits, Request, Stopped, run_cases
 from tritoncp.self_check.cases import Case, Result, choose_degree, choose_sizes, list_cases
 from tritoncp.self_check.comparison import Ranks
-from tritoncp.self_check.report import Display, Report, show_report
+from tritoncp.self_check.report import Display, Report, collect_facts
 from tritoncp.self_check.workers import run_in_processes, set_up_process, split_into_parts
 
 GRACE = 5.0  # extra seconds, after a message has timed out, for ranks to exchange their results
 LINGER = 2.0  # seconds that a rank waits after a loss before it exits: slower ranks may still need it
-Show = Callable[[Result], None]
+MESSAGE = {"cpu": 1 << 20, "cuda": 1 << 24}  # bytes that each rank sends in the timed all-gather
 
 
-def mark_not_run(cases: Sequence[Case], results: Sequence[Result], why: str) -> list[Result]:
-    """Make results for the cases without one."""
-    finished = {result.case for result in results}
-    return [Result(case, why=f"not run: {why}") for case in cases if case not in finished]
-
-
-# -- one process ------------------------------------------------------------------------------------------
-
-
-def check_alone(request: Request, limits: Limits, show: Show) -> Report:
-    """Run every case in a simulated world on one device; worker processes compile its kernels."""
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    cases = select_cases(request, request.world_size, device)
-    machine = facts.collect_facts(device)
-    machine["world"] = f"{request.world_size} simulated ranks on {device}"
-    ranks, parts = Ranks(device, request.world_size), split_into_parts(cases)
-    jobs = min(len(parts), request.jobs or count_cores())
-    if gpu and jobs > 1:
-        machine["notes"].append("processes share the GPU: ms are longer than in a process of its own")
-    if jobs == 1:
-        set_up_process(device)
-        outcomes = run_cases(cases, ranks, lambda own: [own], limits)
-    else:
-        outcomes = run_in_processes(parts, ranks, jobs, limits)
-    results: list[Result] = []
-    stopped = None
-    try:
-        for result in outcomes:
-            results.append(result)
-            show(result)
-    except Stopped as stop:
-        stopped = str(stop)
-        results += mark_not_run(cases, results, stopped)
-    results.sort(key=lambda result: cases.index(result.case))  # processes end in any order
-    return Report(machine, results, limits.seconds, stopped)
+def main(request: Request, as_json: bool) -> int:
+    """Run the check, print its report, and return the exit code. Exits the process where a rank is lost."""
+    limits, world_size = Limits(request), torchrun_world_size() or 1
+    many = world_size > 1
+    rank = int(os.environ["RANK"]) if many else 0
+    display = Display(Console(stderr=as_json), enabled=rank == 0)
+    with limits.listening():
+        report = (check_group if many else check_alone)(request, limits, display)
+    if rank == min(set(range(world_size)) - set(report.absent)):  # the first one that is not lost
+        display.show_report(report)
+        if as_json:
+            print(json.dumps(report.as_json(), indent=2), flush=True)  # a worker that hangs delays the end
+    code = 0 if report.right else 1
+    if report.stopped and (many or torch.cuda.is_initialized()):
+        # A normal exit would wait for the lost rank's messages or the hanging kernel.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(LINGER if many else 0)
+        os._exit(code)
+    return code
 
 
 def select_cases(request: Request, world_size: int, device: torch.device) -> list[Case]:
@@ -78,12 +64,41 @@ def select_cases(request: Request, world_size: int, device: torch.device) -> lis
     return cases
 
 
+def collect_results(
+    outcomes: Iterable[Result], cases: Sequence[Case], display: Display
+) -> tuple[list[Result], Any]:
+    """Take the results as they come, in any order. Returns one for each case, in the order of the cases, and
+    the Stopped that ended the check early, or None."""
+    results, stop = {}, None
+    display.total = len(cases)
+    try:
+        for result in outcomes:
+            results[result.case] = result
+            display.show(result)
+    except (Stopped, groups.PeerLost) as error:
+        stop = error
+    return [results.get(case) or Result(case, why=f"not run: {stop}") for case in cases], stop
+
+
 def count_cores() -> int:
     """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# -- a process group --------------------------------------------------------------------------------------
+def check_alone(request: Request, limits: Limits, display: Display) -> Report:
+    """Run every case in a simulated world on one device; worker processes compile its kernels."""
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    cases = select_cases(request, request.world_size, device)
+    facts = collect_facts(device, f"{request.world_size} simulated ranks on {device}")
+    parts = split_into_parts(cases)
+    jobs = min(len(parts), request.jobs or count_cores())
+    outcomes = run_in_processes(parts, Ranks(device, request.world_size), jobs, limits)
+    results, stop = collect_results(outcomes, cases, display)
+    return Report(request, facts, results, limits.seconds, stop and str(stop))
+
+
+# -- the ranks of torchrun --------------------------------------------------------------------------------
 
 
 class Group(NamedTuple):
@@ -98,6 +113,33 @@ class Group(NamedTuple):
         sizes = [row[0] for row in collectives.exchange([len(text)], self.host, "the result of a case")]
         texts = collectives.exchange_bytes(text, max(sizes), self.host, "the result of a case")
         return [pickle.loads(padded[:size]) for padded, size in zip(texts, sizes)]
+
+
+def check_group(request: Request, limits: Limits, display: Display) -> Report:
+    """Run every case on the ranks that torchrun started. Ranks that are not lost return the same report."""
+    device = select_device()
+    cases = select_cases(request, int(os.environ["WORLD_SIZE"]), device)
+    budget = timedelta(seconds=request.budget)
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=budget)))
+    if device.type == "cuda":
+        compile_share(cases, device, limits)
+        await_compilers(store, rank, world_size, budget)
+    set_up_process(device)
+    group = join_groups(request, device, store, rank, world_size)
+    facts = collect_facts(device, f"{world_size} ranks, {dist.get_backend()}")
+
+    def outcomes() -> Iterator[Result]:
+        yield from run_cases(cases, group.ranks, group.gather, limits)
+        facts["all_gather"] = time_all_gather(group.ranks)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        own = {"host": platform.node(), "device": str(device), "name": name, "pid": os.getpid()}
+        facts["ranks"] = group.gather(own)
+
+    results, stop = collect_results(outcomes(), cases, display)
+    if stop is None:
+        dist.destroy_process_group()
+        return Report(request, facts, results, limits.seconds)
+    return Report(request, facts, results, limits.seconds, str(stop), stop.absent)
 
 
 def select_device() -> torch.device:
@@ -123,25 +165,21 @@ def join_groups(
     kills a process whose messages time out."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         use_loopback_interface()
-    seconds, backend = request.timeout, "gloo"
-    if device.type == "cuda":
-        seconds, backend = 3 * (request.timeout + GRACE) + 30, "nccl"
-    bound = device if backend == "nccl" else None
+    gpu = device.type == "cuda"
+    seconds = 3 * (request.timeout + GRACE) + 30 if gpu else request.timeout
     dist.init_process_group(
-        backend,
+        "nccl" if gpu else "gloo",
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=seconds),
-        device_id=bound,
+        device_id=device if gpu else None,
     )
     host = dist.new_group(backend="gloo", timeout=timedelta(seconds=request.timeout + GRACE))
-    degree = choose_degree(world_size, choose_sizes(device, world_size).heads)
-    mesh = None
+    degree, mesh = choose_degree(world_size, choose_sizes(device, world_size).heads), None
     if degree:
-        mesh = dist.init_device_mesh(
-            device.type, (world_size // degree, degree), mesh_dim_names=("rows", "heads")
-        )
+        shape = world_size // degree, degree
+        mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("rows", "heads"))
     return Group(Ranks(device, world_size, dist.group.WORLD, mesh), host)
 
 
@@ -151,11 +189,10 @@ def compile_share(cases: Sequence[Case], device: torch.device, limits: Limits) -
     local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     parts = split_into_parts(cases)[local::ranks]
     jobs = limits.request.jobs or max(1, count_cores() // ranks)
-    try:
-        for _ in run_in_processes(parts, Ranks(device, int(os.environ["WORLD_SIZE"])), jobs, limits):
+    ranks_of_gpu = Ranks(device, int(os.environ["WORLD_SIZE"]))
+    with contextlib.suppress(Stopped):  # the real run ends for the same reason
+        for _ in run_in_processes(parts, ranks_of_gpu, jobs, limits):
             pass
-    except Stopped:
-        pass  # the real run ends for the same reason
 
 
 def await_compilers(store: dist.Store, rank: int, world_size: int, budget: timedelta) -> None:
@@ -171,53 +208,21 @@ def await_compilers(store: dist.Store, rank: int, world_size: int, budget: timed
         ) from error
 
 
-def check_group(request: Request, limits: Limits, show: Show) -> Report:
-    """Run every case on the ranks that torchrun started. Ranks that are not lost return the same report."""
-    device = select_device()
-    cases = select_cases(request, int(os.environ["WORLD_SIZE"]), device)
-    budget = timedelta(seconds=request.budget)
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=budget)))
-    machine = facts.collect_facts(device)
-    if device.type == "cuda":
-        compile_share(cases, device, limits)
-        await_compilers(store, rank, world_size, budget)
-    set_up_process(device)
-    group = join_groups(request, device, store, rank, world_size)
-    machine["world"] = f"{world_size} ranks, {dist.get_backend()}"
-    results: list[Result] = []
-    try:
-        for result in run_cases(cases, group.ranks, group.gather, limits):
-            results.append(result)
-            show(result)
-        machine["all_gather"] = facts.time_all_gather(group.ranks)
-        machine["ranks"] = group.gather(facts.describe_device(device))
-    except (Stopped, groups.PeerLost) as error:
-        results += mark_not_run(cases, results, str(error))
-        return Report(machine, results, limits.seconds, str(error), error.absent)
-    dist.destroy_process_group()
-    return Report(machine, results, limits.seconds)
+def time_all_gather(ranks: Ranks) -> dict[str, Any]:
+    """Time an all-gather of one message over the group's data communicator, which the schedules use."""
+    assert ranks.group is not None
+    x = torch.ones(MESSAGE[ranks.device.type], dtype=torch.uint8, device=ranks.device)
 
+    def schedule() -> collectives.Schedule[torch.Tensor]:
+        return (yield collectives.Wait((yield collectives.AllGather(x))))
 
-# -- the command ------------------------------------------------------------------------------------------
+    def seconds() -> float:
+        began = time.perf_counter()
+        gathered = collectives.run(schedule(), ranks.group)  # type: ignore[arg-type]
+        int(gathered[-1])  # waits until the message has arrived
+        return time.perf_counter() - began
 
-
-def main(request: Request, as_json: bool) -> int:
-    """Run the check, print its report, and return the exit code. Exits the process where a rank is lost."""
-    limits = Limits(request)
-    console = Console(stderr=as_json)
-    world_size = torchrun_world_size() or 1
-    many = world_size > 1
-    rank = int(os.environ["RANK"]) if many else 0
-    with limits.listening(), Display(console, enabled=rank == 0) as display:
-        report = (check_group if many else check_alone)(request, limits, display.show)
-    if rank == min(set(range(world_size)) - set(report.absent)):  # the first one that is not lost
-        show_report(report, console, display.shown)
-        if as_json:
-            print(json.dumps(report.as_json(), indent=2), flush=True)  # a worker that hangs delays the end
-    if report.stopped and (many or torch.cuda.is_initialized()):
-        # A normal exit would wait for the lost rank's messages or the hanging kernel.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        time.sleep(LINGER if many else 0)
-        os._exit(1)
-    return 0 if report.right else 1
+    seconds()
+    took = median(seconds() for _ in range(5))
+    rate = x.nbytes * (ranks.world_size - 1) / took / 1e9
+    return {"backend": dist.get_backend(ranks.group), "bytes": x.nbytes, "ms": took * 1e3, "gb_per_s": rate}

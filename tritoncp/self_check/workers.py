@@ -6,7 +6,6 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -17,20 +16,18 @@ from tritoncp.self_check.attempts import Limits, Stopped, run_cases
 from tritoncp.self_check.cases import ONE_DEVICE, Case, Result
 from tritoncp.self_check.comparison import Ranks
 
-# Schedules that share kernels. The remaining schedules share about as many.
-SHORT = (ONE_DEVICE, "allgather", "ulysses")
-
+SHORT = (ONE_DEVICE, "allgather", "ulysses")  # schedules that share kernels; the others share about as many
 DYING = 2.0  # seconds to wait for a process whose pipe has ended
 
 
 def split_into_parts(cases: Sequence[Case]) -> list[list[Case]]:
-    """Split cases into parts that share kernels: one dtype and mask each (sinks go with the causal mask,
-    whose kernels they use), in two halves by schedule; the halves with more kernels come first."""
-
-    def key(case: Case) -> tuple[bool, str, str]:
-        return case.schedule in SHORT, case.dtype, case.mask.replace("sinks", "causal")
-
-    return [list(part) for _, part in groupby(sorted(cases, key=key), key)]
+    """Split cases into parts that share kernels, in their order: one dtype and mask each (sinks go with the
+    causal mask, whose kernels they use), in two halves by schedule."""
+    parts: dict[tuple[str, str, bool], list[Case]] = {}
+    for case in cases:
+        key = case.dtype, case.mask.replace("sinks", "causal"), case.schedule in SHORT
+        parts.setdefault(key, []).append(case)
+    return list(parts.values())
 
 
 def run_in_processes(
@@ -71,29 +68,24 @@ class Worker:
         context: Any = get_context("fork" if ranks.device.type == "cpu" else "spawn")
         self.cases, self.ended = cases, False
         self.pipe, child_pipe = context.Pipe(duplex=False)
-        self.process = context.Process(
-            target=run_worker, args=(list(cases), ranks, limits, child_pipe), daemon=True
-        )
+        arguments = (list(cases), ranks, limits, child_pipe)
+        self.process = context.Process(target=run_worker, args=arguments, daemon=True)
         self.process.start()
         child_pipe.close()  # so that receive() sees the end of the pipe when the worker dies
 
     def receive(self) -> Result | None:
-        """Receive the next result; None at the end; if the process died, a failure of the case that it was
-        running."""
+        """Receive the next result; None at the end; if the process died, a failure of its present case."""
         try:
             result: Result = self.pipe.recv()
         except (EOFError, OSError):
             self.ended = True
             self.process.join(DYING)
             code = self.process.exitcode
-            if (
-                not code or not self.cases
-            ):  # it ended in order, or hangs in a driver: a new worker runs the rest
+            if not code or not self.cases:  # in order, or it hangs in a driver: a new worker runs the rest
                 self.process.kill()
                 return None
-            return Result(
-                self.cases.pop(0), why=f"its process ended with exit code {code} (negative: a signal)"
-            )
+            why = f"its process ended with exit code {code} (negative: a signal)"
+            return Result(self.cases.pop(0), why=why)
         self.cases.remove(result.case)
         return result
 
@@ -115,9 +107,7 @@ def run_worker(cases: list[Case], ranks: Ranks, limits: Limits, pipe: Connection
 def set_up_process(device: torch.device) -> None:
     """Set up a process so that other processes find the kernels that it compiles in Triton's cache."""
     torch.set_num_threads(1)
-    warnings.filterwarnings(
-        "ignore", message=".*heads cannot be divided"
-    )  # worlds with too few heads are cases
+    warnings.filterwarnings("ignore", message=".*heads cannot be divided")  # such worlds are cases
     if device.type == "cuda":
         from tritoncp.ops.engine_factory import name_functions
 

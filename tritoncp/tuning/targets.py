@@ -11,7 +11,7 @@ from typing import Any
 from tritoncp.analysis.jobs import Job, Routed, kernel_of, step_job
 from tritoncp.core.environment import UNSAFE_FUSED
 from tritoncp.kernels.options import ROUTES
-from tritoncp.kernels.tile_rules import FEW, Config, copies, default, specialises, weight
+from tritoncp.kernels.tile_rules import FEW, Config, copies, default, weight, widest_route
 from tritoncp.kernels.toolchain import fused_fault, multiplies_transposed
 from tritoncp.masks.expressions import brief, score_of
 from tritoncp.mods import Untranslatable, hand_written, score_mod
@@ -223,7 +223,7 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
     {False, True}
     >>> route = Target("route", problem)
     >>> [list(dict.fromkeys(c.ROUTE for c in candidates(route, arch))) for arch in ("sm_90", "sm_80")]
-    [['loops', 'specialised', 'gluon'], ['loops']]
+    [['loops', 'gluon'], ['loops']]
     """
     if target.kernel == "route":
         return list(_routes(target, arch, loops or _rule(replace(target, kernel="forward"), arch)))
@@ -282,7 +282,7 @@ def _routes(target: Target, arch: str, loops: Config) -> Iterator[Routed]:
     yield Routed(**asdict(loops))
     widest, dtype = max(target.problem.dim, target.problem.v_dim), target.problem.torch_dtype
     for route in ROUTES[1:]:
-        if widest > specialises(arch, route) or dtype.itemsize > 2 or not _aligned(target):
+        if widest > widest_route(arch, route) or dtype.itemsize > 2 or not _aligned(target):
             continue
         rule = asdict(default(route, arch, widest, dtype)) | {"ROUTE": route}
         sizes = [n for n in (64, 128) if rule["BLOCK_N"] // 2 <= n <= rule["BLOCK_N"] * 2]

@@ -233,6 +233,6 @@ LOADS: dict[str, tuple[int, Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("name", LOADS)
 def test_loads_counts_the_axes_that_loads_vary_with(name: str) -> None:
-    """A specialised loop has no loads that vary; tiles are smaller where each score has its own."""
+    """Tiles are smaller where each score has its own."""
     sides, fn = LOADS[name]
     assert score_mod(fn).loads == sides

@@ -334,3 +334,13 @@ def test_hand_written_mods_of_the_wrong_kind() -> None:
         mask_mod("causal")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="captures 1 tensors; 0 were given"):
         mask_mod(lambda b, h, q, k: IDS[b, q] > k).caps([])
+
+
+def test_tracing_adds_no_entry_to_torchs_cache_of_fake_results() -> None:
+    """That cache is unbounded: an entry for each value of a captured number would leak in a training loop."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    entries = len(FakeTensorMode.cache)
+    for slope in (0.25, 0.5, 0.75):
+        score_mod(lambda score, b, h, q, kv, slope=slope: score - slope * (q - kv))
+    assert len(FakeTensorMode.cache) == entries

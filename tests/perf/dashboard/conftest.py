@@ -1,5 +1,6 @@
 """A browser for the tests of the page, and a page of a long history."""
 
+import os
 import shutil
 import time
 from typing import NamedTuple
@@ -19,7 +20,8 @@ expect.set_options(timeout=30_000)  # milliseconds; a busy machine needs more th
 def browser():
     with sync_playwright() as playwright:
         # --no-sandbox: chromium has no sandbox as root; the page is trusted
-        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        path = os.environ.get("CHROMIUM") or shutil.which("chromium")
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium
         chromium.close()
 

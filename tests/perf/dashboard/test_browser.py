@@ -1,4 +1,4 @@
-"""The page in a real browser, opened from disk: its content and its controls. Needs Debian's chromium."""
+"""The page in a real browser, opened from disk: its content and its controls. Run by `make test-browser`."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,7 @@ from tests.perf.synthetic_history import CEILINGS, ENV, H100, WORK, line, noisy,
 from tritoncp.perf.dashboard.page import page as dashboard
 from tritoncp.perf.records.history import History
 
+pytestmark = pytest.mark.browser
 MASKS = ("causal", "document", "window")
 KERNEL = {"kind": "resources", "kernel": "forward", "arch": "sm_90", "head_dim": 128, "dtype": "bfloat16",
           "config": [128, 64, 8, 3], "registers": 200, "spill_bytes": 16, "shared_bytes": 98304}  # fmt: skip

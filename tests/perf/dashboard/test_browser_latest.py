@@ -13,6 +13,7 @@ from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.dashboard.page import page as dashboard
 from tritoncp.perf.records.history import History, Point
 
+pytestmark = pytest.mark.browser
 RUNS = 30
 COMMITS = [f"{i:02x}" + "0" * 36 + f"{i:02x}" for i in range(RUNS)]
 SLOW, FAILS, MISSING, FASTER = "case-41", "case-07", "case-33", "case-12"
@@ -62,7 +63,7 @@ MORE_SIZES = [(width, scheme) for width in (400, 1280, 1920) for scheme in ("lig
     ("width", "scheme"),
     [
         *SIZES,
-        *(pytest.param(*size, marks=pytest.mark.nightly) for size in MORE_SIZES if size not in SIZES),
+        *(pytest.param(*size, marks=pytest.mark.long) for size in MORE_SIZES if size not in SIZES),
     ],
 )
 def test_a_regression_of_the_newest_run_is_the_first_thing_on_the_page(width, scheme, browser, address):

@@ -181,7 +181,7 @@ def test_a_shipped_file_of_a_hundred_thousand_brackets_is_named_and_unchanged(pl
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 60))]
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 60))]
 )
 def test_no_journal_ends_in_a_traceback_or_leads_out(seed, places, tmp_path):
     """Parts of lines are replaced: shipped files can be read, and lie in their folder."""

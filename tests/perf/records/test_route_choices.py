@@ -21,10 +21,10 @@ WRONG = {"why": "wrong: relative error of the whole or of the worst rows is out 
 WHEN = "2026-02-03T00:00:00+00:00"
 
 
-def line(case="causal-16k-fwd", loops=5.0, gluon=4.0, specialised=4.5, when=WHEN, env=ENV, **rest) -> Point:
+def line(case="causal-16k-fwd", loops=5.0, gluon=4.0, when=WHEN, env=ENV, **rest) -> Point:
     """Make a line with times in milliseconds, or figures, of routes; None leaves a route out."""
     took = {"tritoncp": {"ms": 1.0}}
-    for route, ms in (("loops", loops), ("gluon", gluon), ("specialised", specialised)):
+    for route, ms in (("loops", loops), ("gluon", gluon)):
         if ms is not None:
             took[variant({"ROUTE": route})] = {"ms": ms} if isinstance(ms, float) else ms
     return Point("r", when, case, H200, env, took | rest)
@@ -52,9 +52,9 @@ def shipped(tmp_path):
 def test_the_fastest_right_route_becomes_the_default_of_calls_like_the_measured_one(
     shipped, tmp_path, monkeypatch
 ):
-    entries = shipped(line(), line("full-16k-fwd", gluon=WRONG), line("document-8k-fwd", specialised=3.0))
+    entries = shipped(line(), line("full-16k-fwd", gluon=WRONG), line("document-8k-fwd", gluon=3.0))
     routes = {key[4]: entry["config"]["ROUTE"] for key, entry in entries.items()}
-    assert routes == {"causal": "gluon", "full": "specialised", "interval": "specialised"}
+    assert routes == {"causal": "gluon", "interval": "gluon"}
     entry = entries[CAUSAL]
     assert (entry["ms"], entry["rule_ms"], entry["time"], entry["code"]) == (4.0, 5.0, WHEN, "abc")
     assert entry["shape"] == "32x8,128,16384"
@@ -74,9 +74,9 @@ def test_the_fastest_right_route_becomes_the_default_of_calls_like_the_measured_
 @pytest.mark.parametrize(
     "point",
     [
-        line(gluon=4.92, specialised=5.0),  # less than 2 %
-        line(gluon=WRONG, specialised=WRONG),
-        line(gluon={"ms": 1.0, "why": "wrong: as somebody says"}, specialised=None),
+        line(gluon=4.92),  # less than 2 %
+        line(gluon=WRONG),
+        line(gluon={"ms": 1.0, "why": "wrong: as somebody says"}),
         line(loops=None),  # "tritoncp" may be a route already
         line(loops=WRONG),
         line("causal-16k-bwd"),
@@ -97,20 +97,20 @@ def test_lines_that_compare_no_routes_ship_nothing(point, shipped):
 
 
 def test_where_lengths_disagree_the_longer_one_counts_then_the_newer(shipped):
-    short = line("causal-8k-fwd", gluon=3.0, when="2026-02-04T00:00:00+00:00")
-    older = line(gluon=3.0, when="2026-02-02T00:00:00+00:00")
-    long = line(specialised=3.0)
-    assert shipped(long, short, older)[CAUSAL]["config"] == {"ROUTE": "specialised"}
+    short = line("causal-8k-fwd", gluon=2.0, when="2026-02-04T00:00:00+00:00")
+    older = line(gluon=1.0, when="2026-02-02T00:00:00+00:00")
+    long = line(gluon=3.0)
+    assert shipped(long, short, older)[CAUSAL]["ms"] == 3.0
 
 
 def test_a_route_that_lost_loses_its_entry_and_older_lines_do_not_bring_it_back(shipped):
     assert CAUSAL in shipped(line())
-    lost = line(gluon=6.0, specialised=6.0, when="2026-02-05T00:00:00+00:00")
+    lost = line(gluon=6.0, when="2026-02-05T00:00:00+00:00")
     assert shipped(lost) == {}
     assert CAUSAL in shipped(line(when="2026-02-06T00:00:00+00:00"))
-    older = line(specialised=1.0, when="2026-02-04T00:00:00+00:00")
-    assert shipped(older)[CAUSAL]["config"] == {"ROUTE": "gluon"}
-    wrong = line(gluon=WRONG, specialised=None, when="2026-02-07T00:00:00+00:00")
+    older = line(gluon=1.0, when="2026-02-04T00:00:00+00:00")
+    assert shipped(older)[CAUSAL]["ms"] == 4.0
+    wrong = line(gluon=WRONG, when="2026-02-07T00:00:00+00:00")
     assert shipped(wrong) == {}
 
 
@@ -121,7 +121,7 @@ def test_a_route_that_failed_its_verification_loses_its_entry(shipped):
     difference = route_check._describe_difference({"out": out}, {"out": out + 1}, torch.float32)
     why = f"RequestedRouteWarning: ROUTE='gluon' is requested; this step goes by 'loops': {difference}"
     later = "2026-02-05T00:00:00+00:00"
-    assert shipped(line(gluon={"why": why}, specialised=None, when=later)) == {}
+    assert shipped(line(gluon={"why": why}, when=later)) == {}
 
 
 def test_tiles_that_were_searched_for_the_same_route_stay(shipped, tmp_path):
@@ -129,7 +129,8 @@ def test_tiles_that_were_searched_for_the_same_route_stay(shipped, tmp_path):
     searched |= {"config": {"ROUTE": "gluon", "num_stages": 3}, "time": "2026-01-01T00:00:00+00:00"}
     tile_tables.write(tmp_path / "configs", DEVICE, [searched], {}, "3.6.0")
     assert shipped(line())[CAUSAL] == searched
-    assert shipped(line(specialised=3.0))[CAUSAL]["config"] == {"ROUTE": "specialised"}
+    newer = line(gluon=3.0, when="2026-02-08T00:00:00+00:00")
+    assert shipped(newer)[CAUSAL] == searched
 
 
 @pytest.mark.parametrize("name", ["../../x", "sm_90/../x", "x" * 300])

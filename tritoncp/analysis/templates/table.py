@@ -17,7 +17,7 @@ from tritoncp.analysis.jobs import Job, step_job
 from tritoncp.analysis.kernel_digest import read_syntax
 from tritoncp.analysis.templates.flex import MASKS, TemplateJob, candidates, write_source
 from tritoncp.core.checked_json import read_json
-from tritoncp.kernels.tile_rules import specialises
+from tritoncp.kernels.tile_rules import widest_route
 from tritoncp.ops import tile_tables
 
 Row = dict[str, Any]
@@ -58,7 +58,7 @@ def template_jobs() -> list[TemplateJob]:
 def own_jobs() -> list[Job]:
     """List tritoncp's kernels for the same GPUs, head dims and masks: the default route, and gluon."""
     routes = [(arch, dim, kernel) for arch in ("sm_90", "sm_80") for dim in HEAD_DIMS for kernel in KERNELS]
-    routes += [("sm_90", dim, "gluon") for dim in HEAD_DIMS if dim <= specialises("sm_90", "gluon")]
+    routes += [("sm_90", dim, "gluon") for dim in HEAD_DIMS if dim <= widest_route("sm_90", "gluon")]
     return [step_job(kernel, arch, dim, variant=mask) for arch, dim, kernel in routes for mask in MASKS]
 
 

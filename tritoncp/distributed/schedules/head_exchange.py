@@ -287,9 +287,9 @@ class HeadExchange:
             except StopIteration as stop:
                 return stop.value
             match request:
-                case SendRecv(sends, recvs):
+                case SendRecv(sends, recvs, like):
                     sends, recvs = ([(self._peer(row), x) for row, x in part] for part in (sends, recvs))
-                    request = SendRecv(sends, recvs)
+                    request = SendRecv(sends, recvs, like)
                 case AllToAll(x, sends, recvs):
                     request = AllToAll(x, self._spread_column(sends), self._spread_column(recvs))
             answer = yield request

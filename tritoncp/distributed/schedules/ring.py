@@ -97,14 +97,15 @@ def _kv_buffers(plan: Plan, k: Tensor, v: Tensor) -> tuple[KVBuffer, KVBuffer]:
 def _send_kv(hop: Hop, current: KVBuffer, free: KVBuffer) -> SendRecv:
     """Send K and V to the next rank; receive the next K and V, of the same shape, from the previous one."""
     sends = [(hop.next, current.packed)] if hop.next is not None else []
-    return SendRecv(sends, [(hop.previous, free.packed)] if hop.previous is not None else [])
+    recvs = [(hop.previous, free.packed)] if hop.previous is not None else []
+    return SendRecv(sends, recvs, current.packed)
 
 
 def _send_grad(hop: Hop, grad: Tensor, home: Tensor) -> SendRecv:
     """Send the gradient of this turn's K and V to their next reader; receive that of the next turn's K and V,
     and that of this rank's own if it returns in this turn."""
     recvs = [(peer, torch.empty_like(home)) for peer in (hop.dkv_next, hop.dkv_home) if peer is not None]
-    return SendRecv([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], recvs)
+    return SendRecv([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], recvs, home)
 
 
 def _current_grad(hops: tuple[Hop, ...], turn: int, received: list[Tensor], home: Tensor) -> Tensor:

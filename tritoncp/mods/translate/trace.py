@@ -166,8 +166,10 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
         _allow_non_fake_inputs=True,
     )
     try:
-        # the caller's hooks for saved tensors (offloaded activations, say) must not see fake tensors
-        with torch.inference_mode(False), saved_tensors_hooks(lambda x: x, lambda x: x):
+        # The caller's hooks for saved tensors (offloaded activations, say) must not see fake tensors. torch's
+        # cache of fake results is off: it is unbounded, with an entry for each value of a captured number.
+        without_cache = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+        with torch.inference_mode(False), saved_tensors_hooks(lambda x: x, lambda x: x), without_cache:
             graph = tracer(*scores, *indices) if is_score else tracer(*indices)
     except (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException) as error:
         line = last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))

@@ -1,0 +1,130 @@
+"""Torch's sums and exponentials on the CPU as on another machine: many end in another last digit.
+
+Products, sums and flash attention are computed twice, the second time with their terms in another order, and
+each element is one of the two. Which one, and the order, depend on the operation, on shapes, strides and storage
+offsets, and on the place of the element: the same call gives the same bits, the same row in another batch or
+layout may not. So a comparison of bits that holds by luck on one CPU fails on all of them. An exact sum stays as
+it is: integers, whole numbers, single terms, zeros, infinities, NaN; so does exp(0).
+
+Importing the module changes the process, and those forked from it; ``sitecustomize`` beside it imports it in
+new processes. Not covered: code that torch.compile fuses, and operations that are not listed here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, get_kernel
+
+Place = int | str  # of an argument: its position or its name
+Sum = tuple[dict[Place, int], dict[int, int]]  # the dimension of its terms, in arguments and in results
+
+PRODUCTS: dict[str, Sum] = {
+    "mm": ({0: 1, 1: 0}, {}),
+    "bmm": ({0: 2, 1: 1}, {}),
+    "dot": ({0: 0, 1: 0}, {}),
+    "addmm": ({1: 1, 2: 0}, {}),
+    "addmv": ({1: 1, 2: 0}, {}),
+    "baddbmm": ({1: 2, 2: 1}, {}),
+}
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+# Sums over channels of q and k, over keys, over queries. In causal attention only the first has a free order.
+FORWARD: list[Sum] = [({0: -1, 1: -1}, {}), ({1: -2, 2: -2, "attn_mask": -1}, {})]
+BACKWARD: list[Sum] = [
+    ({1: -1, 2: -1}, {0: -1, 1: -1}),
+    ({2: -2, 3: -2, "attn_mask": -1}, {1: -2, 2: -2}),
+    ({0: -2, 1: -2, 4: -2, 5: -1, "attn_mask": -2}, {0: -2}),
+]
+SUMMING = [f"{name}{form}" for name in PRODUCTS for form in ("", "_", ".out")]
+SUMMING += ["sum.dim_IntList", "sum.IntList_out", FLASH, f"{FLASH}_backward"]
+SUMMING = [op for op in SUMMING if op not in ("mm_", "bmm_", "dot_", "dot.out")]
+EXPONENTIALS = [f"{name}{form}" for name in ("exp", "exp2") for form in ("", "_", ".out")]
+
+COINS = torch.rand(65537, generator=torch.Generator().manual_seed(0)) < 0.5
+FACTORS = {t: 1 - COINS.to(t) * (torch.finfo(t).eps / 2) for t in (torch.float32, torch.float64)}
+LIBRARY = Library("aten", "IMPL")  # its kernels live as long as it does
+
+
+def sums_of(op: str, args: tuple[Any, ...]) -> list[Sum]:
+    """Return the sums of a call whose order is free."""
+    name = op.split(".")[0].removesuffix("_")
+    if name == "sum":
+        return [({0: dim}, {}) for dim in args[1] or range(args[0].ndim)]
+    if name in PRODUCTS:
+        return [PRODUCTS[name]]
+    sums, causal = (FORWARD, args[4:5]) if name == FLASH else (BACKWARD, args[7:8])
+    return sums[:1] if any(causal) else sums
+
+
+def compute_in_two_orders(number: int, op: str) -> Callable[..., Any]:
+    """Return a kernel that takes each element of a result from one of two orders of its terms."""
+    kernel = get_kernel(f"aten::{op}", "CPU")
+    target = 0 if op.endswith("_") else "out" if op.lower().endswith("out") else None
+
+    def compute(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        inputs: dict[Place, Any] = dict(enumerate(args)) | kwargs
+        turned, back = dict(inputs), []
+        seed = layout_seed(number, inputs)
+        for terms, kept in sums_of(op, args) if args[0].is_floating_point() and args[0].ndim else []:
+            place, dim = next(iter(terms.items()))
+            count = inputs[place].shape[dim]
+            if count < 2:
+                continue
+            shift = 1 + seed % (count - 1)
+            for place, dim in terms.items():
+                if turned.get(place) is not None:
+                    turned[place] = torch.roll(turned[place], shift, dim)
+            back.append((kept, -shift))
+        if not back:
+            return kernel.call_boxed(keys, *args, **kwargs)
+        if target is not None:
+            turned[target] = inputs[target].clone()
+        others = kernel.call_boxed(keys, *map(turned.get, range(len(args))), **{k: turned[k] for k in kwargs})
+        results = kernel.call_boxed(keys, *args, **kwargs)
+        several = isinstance(results, tuple)
+        for i, (result, other) in enumerate(zip(results, others) if several else [(results, others)]):
+            for kept, shift in back:
+                if i in kept:
+                    other = torch.roll(other, shift, kept[i])
+            torch.where(spread(COINS, seed, result), other, result, out=result)
+        return results
+
+    return compute
+
+
+def compute_less(number: int, op: str) -> Callable[..., Any]:
+    """Return a kernel whose results are the next smaller number for half of the elements."""
+    kernel = get_kernel(f"aten::{op}", "CPU")
+
+    def compute(keys: torch.DispatchKeySet, x: Tensor, **kwargs: Any) -> Tensor:
+        if x.dtype not in FACTORS:
+            return kernel.call_boxed(keys, x, **kwargs)
+        factors = spread(FACTORS[x.dtype], layout_seed(number, {0: x}), x)
+        factors = torch.where(x == 0, 1, factors)
+        return kernel.call_boxed(keys, x, **kwargs).mul_(factors)
+
+    return compute
+
+
+def layout_seed(number: int, inputs: dict[Place, Any]) -> int:
+    tensors = (x for x in inputs.values() if isinstance(x, Tensor))
+    return hash((number, *((x.shape, x.stride(), x.storage_offset()) for x in tensors)))
+
+
+def spread(table: Tensor, seed: int, x: Tensor) -> Tensor:
+    """Return an entry of a table for each element of x."""
+    first, count = seed % len(table), x.numel()
+    if first + count > len(table):
+        table = table.repeat((first + count) // len(table) + 1)
+    return table[first : first + count].view(x.shape)
+
+
+with warnings.catch_warnings(action="ignore"):  # one says that a kernel is replaced
+    for number, op in enumerate(SUMMING):
+        LIBRARY.impl(op, compute_in_two_orders(number, op), "CPU", with_keyset=True)
+    for number, op in enumerate(EXPONENTIALS, len(SUMMING)):
+        LIBRARY.impl(op, compute_less(number, op), "CPU", with_keyset=True)

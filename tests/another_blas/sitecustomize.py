@@ -1,0 +1,30 @@
+"""Import ``another_blas`` right after torch, in processes that tests start: Python runs this file first where
+PYTHONPATH names its folder."""
+
+import importlib.machinery
+import importlib.util
+import sys
+from types import ModuleType
+
+
+class AfterTorch:
+    """A finder of torch that gives way to the others."""
+
+    @classmethod
+    def find_spec(cls, name: str, *rest: object) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(cls)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                importlib.import_module("another_blas")
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, AfterTorch)

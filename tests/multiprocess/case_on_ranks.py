@@ -1,0 +1,39 @@
+"""A case of tests.cases on real processes, one for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tritoncp
+from tests.cases import AUX, SIDES, Answers, Case, agree, answers, expected, tensors
+from tests.multiprocess import ranks
+
+
+def on_rank(group: Any, case: Case, mesh_of: Callable[[Any], Any]) -> Answers:
+    """Return the answers for the whole, on every rank alike."""
+    mesh = mesh_of(group)
+    plan = tritoncp.make_plan(case.block_mask(), mesh, balancer=case.balancer, schedule=case.schedule)
+
+    def call(case: Case, q: Tensor, k: Tensor, v: Tensor, learned: Any = None) -> list[Tensor]:
+        own = (tritoncp.shard(x, plan, dim=2, side=side) for x, side in zip((q, k, v), SIDES))
+        score, options = case.score_mod(learned), {"enable_gqa": True, "return_aux": AUX, "mesh": mesh}
+        out, aux = tritoncp.flex_attention(*own, score, plan, case.scale, **options)
+        # Every rank computes the whole loss: own shards take their slice of its gradient.
+        return [tritoncp.unshard(x, plan, mesh, dim=2, grad="slice") for x in (out, aux.lse, aux.max_scores)]
+
+    result = answers(case, tensors(case), call)
+    for name, grad in result.items():
+        if name.startswith("gradient"):  # zeros but for this rank's part
+            torch.distributed.all_reduce(grad, group=group)
+    return result
+
+
+def check_ranks(case: Case, mesh_of: Callable[[Any], Any] = lambda group: group) -> None:
+    """Assert that real ranks answer as dense attention; ``mesh_of``: the mesh of the call, from the group."""
+    want = expected(case)
+    for got in ranks.run(case.world, on_rank, case, mesh_of, timeout=300):
+        agree(case, got, want)
