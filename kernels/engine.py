@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.forward import combine_kernel, forward_kernel
 from tritoncp.kernels.launch import Launch, Launches, Recipe, layouts_of, prepare_launch

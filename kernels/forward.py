@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-
 from tritoncp.kernels.launch import State
 from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-
 from tritoncp.kernels.scores import Interval
 from tritoncp.kernels.tile_rules import Config, pieces
 from tritoncp.kernels.tile_runs import Rows, Slots

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from triton.language.target_info import current_target
-
 from tritoncp.kernels.tile_runs import BOUNDED_KIND
 from tritoncp.kernels.tiles import INTERPRETED, piece, stream_pieces
 

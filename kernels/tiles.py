@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
-
 from tritoncp.kernels.tile_rules import pieces
 
 # The interpreter's tl.dot reads bf16 as raw uint16, so operands are widened there; products of two

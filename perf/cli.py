@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-
-from tritoncp.core.checked_json import parse_json
 from tritoncp.perf.console import make_console
 from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.dashboard import gate
@@ -27,6 +25,8 @@ from tritoncp.perf.exit_codes import (
 )
 from tritoncp.perf.records.history import DiskFull, Point, Problem, append, read
 from tritoncp.perf.run import main as run
+
+from tritoncp.core.checked_json import parse_json
 
 HISTORY, CONFIGS = Path("perf/history"), Path("kernels/configs")
 MAX_PROBLEMS = 20  # problems that are printed one by one

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import click
-
-from tritoncp.core.environment import CACHE_DIR
 from tritoncp.perf import gpu_summary
 from tritoncp.perf.exit_codes import INTERRUPTED, InputError, PerfCommand
 from tritoncp.perf.gpu_parts import BUDGET, GRACE, PARTS, Part, Step, batches, fill, timetable
+
+from tritoncp.core.environment import CACHE_DIR
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL = 0.05  # seconds

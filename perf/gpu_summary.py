@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.table import Table
 from rich.text import Text
-
-from tritoncp.core.checked_json import read_json
 from tritoncp.perf.console import make_console
 from tritoncp.perf.records.history import OURS, Point, files, parse_lines, read
+
+from tritoncp.core.checked_json import read_json
 
 
 def collect(

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-
 from tritoncp.perf.console import make_console
 from tritoncp.perf.records.history import Journal
 

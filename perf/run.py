@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from tritoncp.core.checked_json import parse_json
-from tritoncp.core.paths import path_inside, slug
 from tritoncp.perf.console import make_console
 from tritoncp.perf.exit_codes import (
     FINE,
@@ -34,9 +31,11 @@ from tritoncp.perf.progress import Progress, describe_interrupt
 from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, find_unfinished, kernel_name
 from tritoncp.perf.records.roofline import find_alarms
 
+from tritoncp.core.checked_json import parse_json
+from tritoncp.core.paths import path_inside, slug
+
 if TYPE_CHECKING:
     import torch
-
     from tritoncp.perf.suite.measure import Bench
 
 BUDGET = {"smoke": 30.0, "core": 470.0, "full": 3600.0}  # seconds
@@ -237,8 +236,9 @@ def _report_left_out(journal: Journal, resumed_points: Sequence[Point], lead: bo
 def _measure_attention(bench: Bench, cases: Sequence[Any], warm: bool) -> int:
     """Measure attention cases; with ``warm`` compile their kernels and exit. Returns the number of
     failures."""
-    from tritoncp.ops.engine_factory import name_functions
     from tritoncp.perf.suite.measure import DeviceLost, measure_ceilings
+
+    from tritoncp.ops.engine_factory import name_functions
 
     name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache
     if warm:

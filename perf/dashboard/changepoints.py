@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from scipy.special import stdtrit
-
 from tritoncp.perf.records.history import ATTRIBUTES, Point
 
 try:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
 from tritoncp.perf.dashboard.compare import count_samples, median_variance
 from tritoncp.perf.records.history import Point
 

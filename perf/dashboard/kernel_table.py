@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-
-from tritoncp.ops.tile_tables import SHIPPED
 from tritoncp.perf.dashboard.readme_figures import ROOT, rewrite
 from tritoncp.perf.exit_codes import PerfCommand
+
+from tritoncp.ops.tile_tables import SHIPPED
 
 BEGIN, END = "<!-- kernels: begin -->", "<!-- kernels: end -->"
 ARCHITECTURES = ("sm_90", "sm_100", "sm_80", "gfx942")

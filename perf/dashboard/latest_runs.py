@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
-
 from tritoncp.perf.dashboard import changepoints
 from tritoncp.perf.dashboard.compare import estimate
 from tritoncp.perf.records.history import Point

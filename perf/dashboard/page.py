@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from bokeh.embed import json_item
 from bokeh.resources import Resources
-
-from tritoncp._version import __version__
 from tritoncp.perf.dashboard import changepoints, charts, latest_runs
 from tritoncp.perf.dashboard.columns import NONE, STEP, WIDE_NONE, WIDE_STEP, median_time, pack_columns
 from tritoncp.perf.dashboard.compare import LEVEL, group_points
 from tritoncp.perf.dashboard.repository import compare_address
 from tritoncp.perf.records.history import ATTRIBUTES, History, Point, Series
+
+from tritoncp._version import __version__
 
 STUDENT = 128  # intervals of the table of Student's t
 HERE = Path(__file__).parent / "assets"

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tritoncp.core.checked_json import parse_json
 from tritoncp.perf.records.schema import check_measurement, finite
+
+from tritoncp.core.checked_json import parse_json
 
 VERSION = 1
 OURS = "tritoncp"

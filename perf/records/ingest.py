@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tritoncp.perf.records.history import Problem, files, merge, parse_lines, same_line
+from tritoncp.perf.records.route_choices import DAY, choices_of
+from tritoncp.perf.records.schema import finite
+
 from tritoncp.core.checked_json import parse_json
 from tritoncp.core.paths import HISTORY_FILE, checked_name, path_inside
 from tritoncp.ops import tile_tables
 from tritoncp.ops.tile_tables import Device
-from tritoncp.perf.records.history import Problem, files, merge, parse_lines, same_line
-from tritoncp.perf.records.route_choices import DAY, choices_of
-from tritoncp.perf.records.schema import finite
 
 KINDS = ("case", "left out", "resources")
 Config = tuple[tuple[str, Any], ...]  # sorted items

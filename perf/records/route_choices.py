@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tritoncp.kernels.options import ROUTES, WRONG_ROUTE
-from tritoncp.ops import tile_lookup, tile_tables
-from tritoncp.ops.tile_tables import Device
 from tritoncp.perf.records.history import variant
 from tritoncp.perf.suite.cases import CASES, Case
+
+from tritoncp.ops import tile_lookup, tile_tables
+from tritoncp.ops.tile_tables import Device
 from tritoncp.planning.problem import MASKS
 
 DAY = 86400.0  # seconds by which the clocks of two machines may differ

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-
 from tritoncp.perf.studies import gallery_pictures
 
 PAGES = (Path("docs/masks.md"), Path("docs/schedules.md"))

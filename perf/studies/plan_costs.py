@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+from tritoncp.perf.suite.machine import PeakMemory
 
 from tritoncp import planning
 from tritoncp.masks.mask import Mask
-from tritoncp.perf.suite.machine import PeakMemory
 from tritoncp.planning import cost
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build

@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 import torch
-
 from tritoncp.perf.studies.balance import Numbers
 from tritoncp.perf.studies.plan_costs import GIB, LIMITS, SCHEDULES, measure_points, plan_cost
 from tritoncp.perf.studies.scale_charts import PICTURES, draw
+
 from tritoncp.planning.units import format_tokens
 
 SIZES = (128, 512, 1024, 2048, 8192)

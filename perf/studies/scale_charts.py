@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tritoncp.perf.studies.plan_costs import GIB, LIMITS, MASKS, SCHEDULES, plan_cost
+
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.units import format_tokens
 

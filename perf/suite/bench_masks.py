@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask as torch_builder
+from tritoncp.perf.suite.timing import shortest_seconds
 
 from tritoncp.api.masks import create_block_mask
-from tritoncp.perf.suite.timing import shortest_seconds
 from tritoncp.planning.problem import Problem
 
 SMALL, MIDDLE, LARGE = 16384, 1 << 16, 1 << 20

@@ -10,9 +10,9 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+from tritoncp.perf.suite.timing import shortest_seconds
 
 from tritoncp.masks.mask import Mask
-from tritoncp.perf.suite.timing import shortest_seconds
 from tritoncp.planning import SCHEDULES
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build

@@ -17,14 +17,14 @@ from unittest import mock
 
 import torch
 from torch.nn.attention import flex_attention as torch_flex
-
-from tritoncp.ops.tile_tables import SHIPPED
 from tritoncp.perf.records.history import OURS, Journal, Point, kernel_name, read
 from tritoncp.perf.suite import baselines, cpu_attention
 from tritoncp.perf.suite.cases import PASS_SUFFIXES, TIERS, position
 from tritoncp.perf.suite.machine import PeakMemory
 from tritoncp.perf.suite.measure import prepare_pass
 from tritoncp.perf.suite.timing import Run, WallClock, time_interleaved
+
+from tritoncp.ops.tile_tables import SHIPPED
 from tritoncp.planning import SCHEDULES
 from tritoncp.planning.build import build
 from tritoncp.planning.problem import Problem

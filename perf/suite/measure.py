@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-
 from tritoncp.kernels.engine import RequestedRouteWarning
 from tritoncp.perf.records.history import OURS, Journal, Point
 from tritoncp.perf.suite import baselines, check, machine
@@ -28,6 +27,7 @@ from tritoncp.perf.suite.timing import (
     time_interleaved,
 )
 from tritoncp.perf.suite.work import Work, of_plan
+
 from tritoncp.planning.build import build
 
 THOROUGH = ["flex prescale tma", "flex max-autotune"]

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import distributed as dist
-
 from tritoncp.perf.suite.machine import Brakes
 
 Run = Callable[[], object]

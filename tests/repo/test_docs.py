@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from torch import Tensor
+from tritoncp.perf.studies import gallery
 
 import tritoncp
 from tests.multiprocess import ranks
 from tritoncp import cli
-from tritoncp.perf.studies import gallery
 from tritoncp.reference.dense import dense_attention
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")

@@ -17,6 +17,9 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
+from tritoncp.kernels.tile_rules import Config
+from tritoncp.perf import exit_codes
+from tritoncp.perf.records.history import Point, Series
 
 import tritoncp
 from tritoncp import chunking, masks
@@ -25,10 +28,7 @@ from tritoncp.cli import main
 from tritoncp.demo.report import Report as DemoReport
 from tritoncp.frontend import dynamo
 from tritoncp.integrations import transformers
-from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import autograd, tile_tables
-from tritoncp.perf import exit_codes
-from tritoncp.perf.records.history import Point, Series
 from tritoncp.planning.problem import Problem
 from tritoncp.self_check.attempts import Request
 from tritoncp.self_check.cases import Case, Result
