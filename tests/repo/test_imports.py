@@ -61,14 +61,14 @@ LAYERS = {
     "ops": Layer({"ops"}, SPINE - {"frontend", "api"}, {"torch", "filelock", "platformdirs", "rich"}),
     "frontend": Layer({"frontend"}, SPINE - {"api"}, {"torch", "rich"}),
     "api": Layer({"api"}, SPINE, {"torch"}),
-    "chunking": Layer({"chunking"}, SPINE, {"torch", "sympy", "PIL"}),
+    "chunking": Layer({"chunking"}, SPINE, {"torch", "sympy"}),
     "perf": Layer(
         {"perf"},
         SPINE,
         {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "numpy", "pytest", "ruptures", "scipy"},
     ),
     "edge": Layer(
-        {"", "__main__", "analysis", "chunking.demo.command", "chunking.demo.figures", "cli", "command_base",
+        {"", "__main__", "analysis", "chunking.demo.command", "cli", "command_base",
          "demo",
           "doctor", "integrations", "planning.command", "self_check", "tuning"},
          SPINE | {"chunking", "perf"},
