@@ -24,12 +24,15 @@ from tritoncp.chunking.streams.storages import LiveBytes, Storages, storages_of,
 from tritoncp.chunking.streams.timeline import Clock, Timeline, replay
 from tritoncp.planning.cost import Hardware
 
+# A schedule may have to exceed its limit where no ready node fits; one with a lower limit then fits.
+MEMORY_SHARES = (1.0, 0.96, 0.9, 0.0)
+
 
 @dataclass(frozen=True)
 class Order:
     """The result of :func:`order`: predicted runs before and after, and the order that was taken.
 
-    variant: "as written", "list schedule" or, if that exceeds the memory, "least memory"
+    variant: "as written", or "list schedule" with the limit of memory that it ran under
     """
 
     before: Timeline
@@ -78,7 +81,10 @@ def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, box
 
     before = run(problem.nodes)
     variants = {"as written": (problem.nodes, before)}
-    for name, limit in (("list schedule", memory), *([("least memory", 0)] if memory is not None else [])):
+    limits: dict[str, int | None] = {"list schedule": None}
+    if memory is not None:
+        limits = {f"list schedule, {share:.0%} of the memory": int(share * memory) for share in MEMORY_SHARES}
+    for name, limit in limits.items():
         nodes = Schedule(problem, limit, boxed).nodes()
         variants[name] = nodes, run(nodes)
     fitting = {name: one for name, one in variants.items() if memory is None or one[1].peak <= memory}
