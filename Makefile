@@ -9,7 +9,7 @@ ARGS ?=
 bin := $(VENV)/bin
 py := $(bin)/python
 pip := $(py) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
-sources := tritoncp kernels perf tests examples docs/conf.py setup.py
+sources := tritoncp kernels perf tests examples docs/conf.py docs/gallery.py docs/tables.py setup.py
 
 .PHONY: help demo test test-all test-browser test-integrations gpu docs format lint types check clean \
 	find-browser find-compiler
@@ -41,12 +41,12 @@ test-integrations: ## train models of transformers and torchtitan on CPU ranks
 	$(MAKE) --no-print-directory VENV=$(others) CONSTRAINTS=constraints-integrations.txt $(others)/.integrations-ready
 	OMP_NUM_THREADS=1 $(others)/bin/python -m pytest -m "integrations or not long" tests/integrations $(ARGS)
 
-# No answer may hang on the CPU: what compares bits runs again as BLAS and ATen are on others, and with two threads.
-bits := tests/kernels tests/ops $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
+# What compares bits runs again as NumPy's OpenBLAS, torch's MKL and ATen are on other CPUs, and with two threads.
+bits := tests/kernels tests/ops tests/cpu $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
 	distributed/test_schedules distributed/test_ulysses frontend/test_dynamo masks/test_varlen \
 	repo/test_conftest test_extremes))
-machines := $(addprefix OPENBLAS_CORETYPE=,Haswell Zen Prescott $(shell grep -qs avx512f /proc/cpuinfo && echo SkylakeX))
-machines += ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2
+machines := 'OPENBLAS_CORETYPE=Prescott MKL_CBWR=COMPATIBLE' OMP_NUM_THREADS=2 \
+	'OPENBLAS_CORETYPE=Zen MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2'
 anew := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 # graphs kept from a run with wider vectors are wrong
 
 find-compiler:
@@ -61,13 +61,12 @@ test-all: find-compiler test ## the suite, the tests marked long, and those that
 	if [ -n "$$failed" ]; then echo "make test-all: failed as$$failed"; exit 1; fi
 
 # Uses the python3 that has torch, if there is one, with this checkout on the path; it also needs pytest, click and
-# rich. perf/gpu_parts.py lists the parts and their time limits, together under nine minutes.
+# rich. perf/gpu.sh has the parts and their time limits, together under nine minutes.
 OUT ?= gpu-out
-gpu: ## check, measure, test and tune on a GPU (OUT=folder JOBS=12 GPU_RUN=--dry-run ARGS="-k masks")
+gpu: ## check, measure, test and tune on a GPU (OUT=folder JOBS=12 PARTS="check routes" ARGS="-k masks")
 	@run=$$($(PYTHON) -c "import sys, torch; print(sys.executable)" 2>/dev/null || true); \
 	if [ -z "$$run" ]; then $(MAKE) --no-print-directory $(VENV)/.dev-ready && run=$(py) || exit 1; fi; \
-	PYTHONPATH=. $$run -m tritoncp.perf.gpu_run --out "$(OUT)" --python "$$run" \
-		$(if $(JOBS),--jobs $(JOBS)) $(GPU_RUN) -- $(ARGS)
+	PYTHON="$$run" OUT="$(OUT)" JOBS="$(JOBS)" PARTS="$(PARTS)" perf/gpu.sh $(ARGS)
 
 # Warnings are errors: broken links between pages, pages outside of a table of contents, malformed docstrings and
 # addresses. LINKCHECK=1 also requests every external address.

@@ -8,6 +8,7 @@ dS' = P * (dP - delta), dS = dS' * dS'/dS, dQ = scale * dS K, dK = scale * dS^T 
 
 import triton
 import triton.language as tl
+
 from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (
     LOG2E,
@@ -31,11 +32,11 @@ from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles, skip_cu
 from tritoncp.kernels.tiles import (
     Stream,
     add_rows,
+    channels_of,
     head_pointer,
     load_pieces,
     load_rows,
     load_stat,
-    piece,
     stat_pointers,
     store_pieces,
     stream_pieces,
@@ -123,18 +124,18 @@ def add_query_gradients(
     b_ds,
     b_k,
     SCALE: tl.constexpr,
-    D: tl.constexpr,
+    QK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dQ += scale * dS^T K in memory, for the tile ``queries`` of one head."""
-    W0: tl.constexpr = piece(D, 0)
-    W1: tl.constexpr = piece(D, 1)
+    W0: tl.constexpr = QK.first
+    W1: tl.constexpr = QK.second
     b_dst = tl.trans(b_ds).to(b_k[0].dtype)  # [M, N]
     b_dq = dot(b_dst, b_k[0], PRECISION) * SCALE
-    add_rows(dq, desc0, i_b, i_h, queries.row, o_m, queries.n, b_dq, 0, W0, D)
+    add_rows(dq, desc0, i_b, i_h, queries.row, o_m, queries.n, b_dq, 0, W0, QK.dim)
     if W1 > 0:
         b_dq = dot(b_dst, b_k[1], PRECISION) * SCALE
-        add_rows(dq, desc1, i_b, i_h, queries.row, o_m, queries.n, b_dq, W0, W1, D)
+        add_rows(dq, desc1, i_b, i_h, queries.row, o_m, queries.n, b_dq, W0, W1, QK.dim)
 
 
 @triton.jit
@@ -166,6 +167,7 @@ def dq_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
+    WIDEST: tl.constexpr,  # piece of channels
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -194,6 +196,8 @@ def dq_kernel(
     i_hm = i_h + i_h0  # as masks and mods see them
     i_bm = i_b + i_b0
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
+    QK: tl.constexpr = channels_of(D, WIDEST)
+    VO: tl.constexpr = channels_of(E, WIDEST)
     RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
     # dP is issued before the softmax, which then overlaps it, if registers suffice for both.
     EARLY_DP: tl.constexpr = SCORE_MOD is None and has_async_products(k.ptr.dtype.element_ty)
@@ -208,9 +212,9 @@ def dq_kernel(
     i_hkv = i_h // GROUP
     keys = Stream(k, k_desc0, k_desc1)
     values = Stream(v, v_desc0, v_desc1)
-    b_q = load_pieces(q, i_b, i_h, row, o_m, n_m, D)  # [M, D]
-    b_do = load_pieces(dout, i_b, i_h, row, o_m, n_m, E)  # [M, E]
-    b_dq = zeros_pieces(BLOCK_M, D, ACC)  # [M, D]
+    b_q = load_pieces(q, i_b, i_h, row, o_m, n_m, QK)  # [M, D]
+    b_do = load_pieces(dout, i_b, i_h, row, o_m, n_m, VO)  # [M, E]
+    b_dq = zeros_pieces(BLOCK_M, QK, ACC)  # [M, D]
     b_lse = load_lse(lse, i_b, i_h, row, o_m, m_m, True, SCORE_MOD)[:, None]
     b_delta = load_stat(delta, i_b, i_h, row, o_m, m_m, True)[:, None]
     b_lo, b_hi = row_intervals(interval, i_b, i_hm, row, o_m, m_m, MASK)
@@ -229,14 +233,14 @@ def dq_kernel(
                 o_kv = (kv.pos + o_n)[None, :]
                 m_in = row_mask(o_n, kv.n, CHECK)[None, :]
                 b_k, b_s = stream_product(
-                    b_q, keys, i_b, i_hkv, kv, o_n, D, CHECK, HOIST, PRECISION, FLIP
+                    b_q, keys, i_b, i_hkv, kv, o_n, QK, CHECK, HOIST, PRECISION, FLIP
                 )  # [N, D], [M, N]
                 b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
                 if EARLY_DP:
                     _, b_dp = stream_product(
-                        b_do, values, i_b, i_hkv, kv, o_n, E, CHECK, HOIST, PRECISION, FLIP
+                        b_do, values, i_b, i_hkv, kv, o_n, VO, CHECK, HOIST, PRECISION, FLIP
                     )
-                if not FULL:  # a score_mod leaves no registers, and has computed global positions already
+                if not FULL:  # intervals by relative positions spill 16 bytes (sm_80, 128 channels)
                     m_in = visible_keys(
                         i_bm,
                         i_hm,
@@ -248,14 +252,14 @@ def dq_kernel(
                         tiles.kind,
                         mask_caps,
                         RULE,
-                        SCORE_MOD is None,
+                        WINDOW and SCORE_MOD is None,
                     )
                 b_p = probabilities(b_s, b_lse)  # [M, N]
                 if not FULL or not EVEN:
                     b_p = tl.where(m_in, b_p, 0.0)
                 if not EARLY_DP:
                     _, b_dp = stream_product(
-                        b_do, values, i_b, i_hkv, kv, o_n, E, CHECK, HOIST, PRECISION, FLIP
+                        b_do, values, i_b, i_hkv, kv, o_n, VO, CHECK, HOIST, PRECISION, FLIP
                     )
                 b_ds = score_gradients(
                     b_p * (b_dp - b_delta),
@@ -273,7 +277,9 @@ def dq_kernel(
                 )  # [M, N]
                 b_dq = add_dot(b_dq, b_ds, b_k, PRECISION)
 
-    store_pieces(dq, i_b, i_h, row, o_m, n_m, scale_pieces(b_dq, SCALE), D, ADD)
+    # Load again: kept values would take registers in the loops.
+    row, _, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q, True)
+    store_pieces(dq, i_b, i_h, row, o_m, n_m, scale_pieces(b_dq, SCALE), QK, ADD)
 
 
 @triton.jit
@@ -310,6 +316,7 @@ def dkdv_kernel(
     SPLIT: tl.constexpr,  # programs that share the query heads of a KV head
     D: tl.constexpr,
     E: tl.constexpr,
+    WIDEST: tl.constexpr,  # piece of channels
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -339,6 +346,8 @@ def dkdv_kernel(
     )  # KV head * SPLIT + part of its heads
     HEADS: tl.constexpr = GROUP // SPLIT
     EVEN: tl.constexpr = Q_BLOCK % BLOCK_M == 0
+    QK: tl.constexpr = channels_of(D, WIDEST)
+    VO: tl.constexpr = channels_of(E, WIDEST)
     RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
     ASYNC: tl.constexpr = (
         SCORE_MOD is None and has_async_products(k.ptr.dtype.element_ty) and (dq.ptr is None or not FLIP)
@@ -355,10 +364,10 @@ def dkdv_kernel(
     i_hkv = i_part // SPLIT
     query_rows = Stream(q, q_desc0, q_desc1)
     output_grads = Stream(dout, dout_desc0, dout_desc1)
-    b_k = load_pieces(k, i_b, i_hkv, row, o_n, n_n, D)  # [N, D]
-    b_v = load_pieces(v, i_b, i_hkv, row, o_n, n_n, E)  # [N, E]
-    b_dk = zeros_pieces(BLOCK_N, D, ACC)  # [N, D]
-    b_dv = zeros_pieces(BLOCK_N, E, ACC)  # [N, E]
+    b_k = load_pieces(k, i_b, i_hkv, row, o_n, n_n, QK)  # [N, D]
+    b_v = load_pieces(v, i_b, i_hkv, row, o_n, n_n, VO)  # [N, E]
+    b_dk = zeros_pieces(BLOCK_N, QK, ACC)  # [N, D]
+    b_dv = zeros_pieces(BLOCK_N, VO, ACC)  # [N, E]
 
     for FULL in tl.static_range(0 if HAS_MASKED else 1, 2):  # masked blocks, then full ones
         # A window's tiles are the same for every head: one loop over heads and tiles.
@@ -380,13 +389,13 @@ def dkdv_kernel(
                     o_q = (queries.pos + o_m)[None, :]
                     m_m = row_mask(o_m, queries.n, CHECK)
                     b_q, b_s = stream_product(
-                        b_k, query_rows, i_b, i_h, queries, o_m, D, CHECK, HOIST, PRECISION, FLIP
+                        b_k, query_rows, i_b, i_h, queries, o_m, QK, CHECK, HOIST, PRECISION, FLIP
                     )  # [M, D], [N, M]
                     b_lse = load_lse(lse, i_b, i_h, queries.row, o_m, m_m, CHECK, SCORE_MOD)[None, :]
                     b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
                     if EARLY_DP:
                         b_do, b_dp = stream_product(
-                            b_v, output_grads, i_b, i_h, queries, o_m, E, CHECK, HOIST, PRECISION, FLIP
+                            b_v, output_grads, i_b, i_h, queries, o_m, VO, CHECK, HOIST, PRECISION, FLIP
                         )  # [M, E], [N, M]
                     b_p = probabilities(b_s, b_lse)  # [N, M]
                     m_in = m_m[None, :]
@@ -409,7 +418,7 @@ def dkdv_kernel(
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
                     if not EARLY_DP:
-                        b_do = stream_pieces(output_grads, i_b, i_h, queries, o_m, E, CHECK, HOIST)  # [M, E]
+                        b_do = stream_pieces(output_grads, i_b, i_h, queries, o_m, VO, CHECK, HOIST)  # [M, E]
                     b_dv = add_dot(b_dv, b_p, b_do, PRECISION)
                     if not EARLY_DP:
                         b_dp = dot_nt(b_v, b_do, PRECISION, FLIP)  # [N, M]
@@ -434,7 +443,7 @@ def dkdv_kernel(
                         if not FULL or KV_BLOCK % BLOCK_N != 0:  # keys past the slot would add to dQ
                             b_ds = tl.where(m_n, b_ds, 0.0)
                         add_query_gradients(
-                            dq, dq_desc0, dq_desc1, i_b, i_h, queries, o_m, b_ds, b_k, SCALE, D, PRECISION
+                            dq, dq_desc0, dq_desc1, i_b, i_h, queries, o_m, b_ds, b_k, SCALE, QK, PRECISION
                         )
                     i_t += 1
                     if WINDOW:
@@ -448,5 +457,5 @@ def dkdv_kernel(
         i_part = program.i_head
     if FLIP or SCORE_MOD is not None or order.slots is not None:
         row, _, n_n = locate_tile(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV, True)
-    store_pieces(dk, i_b, i_part, row, o_n, n_n, scale_pieces(b_dk, SCALE), D, ADD)
-    store_pieces(dv, i_b, i_part, row, o_n, n_n, b_dv, E, ADD)
+    store_pieces(dk, i_b, i_part, row, o_n, n_n, scale_pieces(b_dk, SCALE), QK, ADD)
+    store_pieces(dv, i_b, i_part, row, o_n, n_n, b_dv, VO, ADD)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.forward import combine_kernel, forward_kernel
 from tritoncp.kernels.launch import Launch, Launches, Recipe, layouts_of, prepare_launch
@@ -37,6 +38,7 @@ from tritoncp.kernels.tile_rules import (
     gqa_pack_factor,
     num_kv_splits,
     weight,
+    widest_piece,
 )
 from tritoncp.kernels.tiles import INTERPRETED, copyable, stat, strided
 
@@ -337,6 +339,7 @@ class TritonEngine:
             "SCORE_GRAD": self.mods.score_back if kind == "dkdv" else self.mods.score_grad,
             "SCALE": self.scale,
             "RAGGED": streamed.ragged(tile, bool(tables.window)),
+            "WIDEST": 128 if by_keys else widest_piece(arch, max(q.shape[3], v.shape[3]), config),
             "PRECISION": self.options.get("PRECISION", "ieee"),
         }
         if by_keys:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
 from tritoncp.kernels.launch import State
 from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (
@@ -35,6 +36,7 @@ from tritoncp.kernels.tile_runs import (
 )
 from tritoncp.kernels.tiles import (
     Stream,
+    channels_of,
     load_pieces,
     row_pointers,
     stat_pointers,
@@ -61,7 +63,7 @@ def start_state(
     row,
     o_m,
     n_m,
-    E: tl.constexpr,
+    VO: tl.constexpr,
     BLOCK_M: tl.constexpr,
     LOAD: tl.constexpr,
     ACC: tl.constexpr,
@@ -71,10 +73,10 @@ def start_state(
         m_m = o_m < n_m
         b_m = tl.load(stat_pointers(state.m, i_b, i_h, row) + o_m, mask=m_m, other=-float("inf"))
         b_l = tl.load(stat_pointers(state.l, i_b, i_h, row) + o_m, mask=m_m, other=0.0)
-        return b_m, b_l, load_pieces(state.acc, i_b, i_hc, row, o_m, n_m, E)
+        return b_m, b_l, load_pieces(state.acc, i_b, i_hc, row, o_m, n_m, VO)
     else:
         b_m = tl.full([BLOCK_M], -float("inf"), ACC)
-        return b_m, tl.zeros([BLOCK_M], ACC), zeros_pieces(BLOCK_M, E, ACC)
+        return b_m, tl.zeros([BLOCK_M], ACC), zeros_pieces(BLOCK_M, VO, ACC)
 
 
 @triton.jit
@@ -89,7 +91,7 @@ def store_results(
     b_acc,
     b_m,
     b_l,
-    E: tl.constexpr,
+    VO: tl.constexpr,
     STORE_STATE: tl.constexpr,
     STORE_MAX: tl.constexpr,
 ):
@@ -98,10 +100,10 @@ def store_results(
     if STORE_STATE:
         tl.store(stat_pointers(results.state.m, i_b, i_h, row) + o_m, b_m, mask=m_m)
         tl.store(stat_pointers(results.state.l, i_b, i_h, row) + o_m, b_l, mask=m_m)
-        store_pieces(results.state.acc, i_b, i_hc, row, o_m, n_m, b_acc, E)
+        store_pieces(results.state.acc, i_b, i_hc, row, o_m, n_m, b_acc, VO)
     else:
         b_out = scale_pieces(b_acc, inverse_sum(b_l)[:, None])
-        store_pieces(results.out, i_b, i_hc, row, o_m, n_m, b_out, E)
+        store_pieces(results.out, i_b, i_hc, row, o_m, n_m, b_out, VO)
         tl.store(stat_pointers(results.lse, i_b, i_h, row) + o_m, row_lse(b_m, b_l), mask=m_m)
         if STORE_MAX:
             tl.store(stat_pointers(results.max_scores, i_b, i_h, row) + o_m, row_max(b_m, b_l), mask=m_m)
@@ -156,6 +158,7 @@ def forward_kernel(
     PACK: tl.constexpr,  # query heads in a tile
     D: tl.constexpr,
     E: tl.constexpr,
+    WIDEST: tl.constexpr,  # piece of channels
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -183,6 +186,8 @@ def forward_kernel(
     i_bm = i_b + i_b0  # as masks and mods see it
     i_tile, i_y, i_split = locate_program(order, i_b, splits, Q_TILES, True)
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
+    QK: tl.constexpr = channels_of(D, WIDEST)
+    VO: tl.constexpr = channels_of(E, WIDEST)
     RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
     # Without a score_mod, a positive scale folds into the exponent: exp2(s * c - m).
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
@@ -205,11 +210,11 @@ def forward_kernel(
 
     keys = Stream(k, k_desc0, k_desc1)
     values = Stream(v, v_desc0, v_desc1)
-    b_q = load_pieces(q, i_b, i_hc, row, o_m, n_m, D)  # [M, D]
+    b_q = load_pieces(q, i_b, i_hc, row, o_m, n_m, QK)  # [M, D]
     b_lo, b_hi = row_intervals(interval, i_b, i_ht, row, o_m, m_m, MASK)
     queries = Queries(o_q, m_m, b_lo, b_hi)
     b_m, b_l, b_acc = start_state(
-        State(acc, stat_m, stat_l), i_b, i_h, i_hc, row, o_m, n_m, E, BLOCK_M, LOAD_STATE, ACC
+        State(acc, stat_m, stat_l), i_b, i_h, i_hc, row, o_m, n_m, VO, BLOCK_M, LOAD_STATE, ACC
     )
 
     begin, mid, end = row_runs(rows, i_b, i_ht, i_tile // Q_TILES, WINDOW)
@@ -234,7 +239,7 @@ def forward_kernel(
             for i_t in tl.range(t_lo, t_hi, disable_licm=not HOIST or FEW_REGISTERS):
                 kv = locate_tile(kv_slots, i_b, skip_cut(tiles, i_t), KV_BLOCK, BLOCK_N, DENSE_KV)
                 o_kv = (kv.pos + o_n)[None, :]
-                _, b_s = stream_product(b_q, keys, i_b, i_hkv, kv, o_n, D, CHECK, HOIST, PRECISION)  # [M, N]
+                _, b_s = stream_product(b_q, keys, i_b, i_hkv, kv, o_n, QK, CHECK, HOIST, PRECISION)  # [M, N]
                 if not FOLD:
                     _, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
                 if not FULL:
@@ -255,14 +260,16 @@ def forward_kernel(
                 elif not EVEN:
                     b_s = tl.where(row_mask(o_n, kv.n, CHECK)[None, :], b_s, -float("inf"))
                 b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, C, not FULL or SCORE_MOD is not None)
-                b_v = stream_pieces(values, i_b, i_hkv, kv, o_n, E, CHECK, False)  # [N, E]
+                b_v = stream_pieces(values, i_b, i_hkv, kv, o_n, VO, CHECK, False)  # [N, E]
                 b_acc = add_dot(scale_pieces(b_acc, b_r[:, None]), b_p, b_v, PRECISION)
 
+    # Load again: kept values would take registers in the loops.
+    row, _, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, ROWS, DENSE_Q, True)
     if splits is not None:
         i_h = i_h * splits + i_split
         i_hc = i_hc * splits + i_split
     results = Results(out, State(acc, stat_m, stat_l), lse, max_scores)
-    store_results(results, i_b, i_h, i_hc, row, o_m, n_m, b_acc, b_m, b_l, E, STORE_STATE, STORE_MAX)
+    store_results(results, i_b, i_h, i_hc, row, o_m, n_m, b_acc, b_m, b_l, VO, STORE_STATE, STORE_MAX)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
 from tritoncp.kernels.forward import Results
 from tritoncp.kernels.launch import Launch, State
 from tritoncp.kernels.program_order import locate_program

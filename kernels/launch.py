@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
+
 from tritoncp.kernels.options import does_not_fit
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.kernels.tiles import INTERPRETED, descriptor_at, stat, strided

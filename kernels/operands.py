@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+
 from tritoncp.kernels.scores import Interval
 from tritoncp.kernels.tile_rules import Config, pieces
 from tritoncp.kernels.tile_runs import Rows, Slots
@@ -136,8 +137,7 @@ def accumulator_dtype(x: Tensor) -> Any:
 
 def shape_args(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     """Kernel arguments that follow from the shapes of q [B, Hq, S, D] and k, v [B, Hkv, rows, D|E]."""
-    (d0, d1), (e0, e1) = pieces(q.shape[3]), pieces(v.shape[3])
-    dims = {"D": q.shape[3], "D0": d0, "D1": d1, "E": v.shape[3], "E0": e0, "E1": e1}
+    dims = {"D": q.shape[3], "E": v.shape[3]}
     return {"GROUP": q.shape[1] // k.shape[1], "ACC": accumulator_dtype(q), **dims}
 
 

@@ -6,11 +6,11 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from tritoncp.kernels.tile_rules import KINDS, PASSES, Config, default, fit
-from tritoncp.kernels.toolchain import fused_fault, multiplies_transposed, transposed_fault
 
 from tritoncp.core.environment import UNSAFE_FUSED
 from tritoncp.core.log_lines import area_logger, log_decision
+from tritoncp.kernels.tile_rules import KINDS, PASSES, Config, default, fit
+from tritoncp.kernels.toolchain import fused_fault, multiplies_transposed, transposed_fault
 
 tiles_log = area_logger("tiles")
 _ALLOWED: dict[str, Any] = {

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.errors import TritonError
+
+from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.kernels.launch import State
 from tritoncp.kernels.options import WRONG_ROUTE
 from tritoncp.kernels.tiles import INTERPRETED
-
-from tritoncp.core.log_lines import area_logger, log_decision
 
 COMPILED = not INTERPRETED  # the interpreter has no compiler that could be wrong
 OUT_TOLERANCE = 2  # rounding errors of the inputs' dtype, relative to the largest number of a row of out

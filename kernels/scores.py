@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from triton.language.target_info import current_target
+
 from tritoncp.kernels.tile_runs import BOUNDED_KIND
-from tritoncp.kernels.tiles import INTERPRETED, piece, stream_pieces
+from tritoncp.kernels.tiles import INTERPRETED, stream_pieces
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -52,9 +53,9 @@ def has_async_products(element):
 
 @triton.jit
 def zeros_pieces(N: tl.constexpr, DIM: tl.constexpr, ACC: tl.constexpr):
-    """Zero accumulators [N, width] for each piece of DIM channels."""
-    W0: tl.constexpr = piece(DIM, 0)
-    W1: tl.constexpr = piece(DIM, 1)
+    """Zero accumulators [N, width] for each piece of the channels."""
+    W0: tl.constexpr = DIM.first
+    W1: tl.constexpr = DIM.second
     if W1 > 0:
         return tl.zeros([N, W0], ACC), tl.zeros([N, W1], ACC)
     else:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from tritoncp.core.cpu_target import cpu_target
 from tritoncp.kernels.toolchain import multiplies_transposed
 
 PASSES = ("forward", "dq", "dkdv")
@@ -47,19 +49,40 @@ class Config:
         return options | ({"maxnreg": self.maxnreg} if self.maxnreg else {})
 
 
-def pieces(dim: int) -> tuple[int, int]:
-    """Split a head dim into at most two powers of two, 16 to 128, that sum to at least ``dim``.
+def pieces(dim: int, widest: int = 128) -> tuple[int, int]:
+    """Split a head dim into at most two powers of two, from 16 on, that sum to at least ``dim``; none is
+    wider than ``widest`` where two suffice.
 
     Two pieces of 128 need fewer registers than one of 256, whose loads are all in flight at once.
 
     >>> [pieces(d) for d in (16, 40, 64, 80, 96, 128, 192, 256)]
     [(16, 0), (32, 16), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64), (128, 128)]
+    >>> [pieces(d, widest=64) for d in (96, 128, 192)]
+    [(64, 32), (64, 64), (128, 64)]
     """
-    first = min(128, max(16, 1 << (dim.bit_length() - 1)))
+    widest = widest if dim <= 2 * widest else 128
+    first = min(widest, max(16, 1 << (dim.bit_length() - 1)))
     if first >= dim:
         return first, 0
     rest = max(16, 1 << (dim - first - 1).bit_length())
-    return (first * 2, 0) if rest == first < 128 else (first, rest)
+    return (first * 2, 0) if rest == first < widest else (first, rest)
+
+
+def widest_piece(arch: str, dim: int, tile: Config) -> int:
+    """The widest piece of ``dim`` channels in forward and dQ: half of them for mma.sync (sm_80, sm_86), where
+    each warp has 16 rows or more.
+
+    Triton lays warps along the longer side of a product, and lays out scores as the product that follows:
+    with 64 rows of 128 channels, a row of scores would be spread over all warps, and its softmax would go
+    through shared memory.  Halves also need fewer registers: forward of 64 channels spills without.
+
+    >>> tiles = (128, Config(64, 64, 4)), (128, Config(64, 64, 8)), (64, Config(128, 64, 4))
+    >>> [widest_piece("sm_80", *tile) for tile in tiles], widest_piece("sm_90", *tiles[0])
+    ([64, 128, 32], 128)
+    """
+    syncs = arch != "interpreter" and family(arch) in ("sm_80", "sm_86")
+    halved = syncs and 16 * tile.num_warps <= tile.BLOCK_M and 32 < dim <= 128
+    return 1 << ((dim - 1).bit_length() - 1) if halved else 128
 
 
 def fit(tile: int, block: int) -> int:
@@ -132,29 +155,25 @@ FEW = 64  # rows of all heads in a tile, up to which the tiles "few" are used
 # those of "scored" let a second program fill the time of the score_mod's instructions.
 _RULES: dict[str, dict[str, dict[int, Config]]] = {
     "sm_80": _by_kernel(
-        _tile("forward", dim=64, m=128, n=32, warps=4, stages=2, **NO_HOIST),  # 2 programs: tensor cores
-        _tile("forward", dim=128, m=64, n=64, warps=4, stages=2),  # 2 programs: shared memory
+        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2),
+        _tile("forward", dim=128, m=128, n=64, warps=8, stages=2),
         _tile("forward", dim=192, m=64, n=32, warps=4, stages=1, **NO_HOIST),  # 2 programs: shared memory
         _tile("forward", dim=256, m=64, n=32, warps=4, stages=2, **NO_HOIST),  # 2 programs: shared memory
         _tile("forward, heavy", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST),
         _tile("forward, heavy", dim=128, m=64, n=64, warps=4, stages=2),
         _tile("forward, heavy", dim=192, m=64, n=32, warps=4, stages=1, **NO_HOIST),
         _tile("forward, heavy", dim=256, m=64, n=32, warps=4, stages=2, **NO_HOIST),
-        _tile("forward, scored", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST),
-        _tile("forward, scored", dim=128, m=64, n=64, warps=4, stages=2),
-        _tile("forward, scored", dim=192, m=64, n=32, warps=4, stages=1, **NO_HOIST),
-        _tile("forward, scored", dim=256, m=64, n=32, warps=4, stages=2, **NO_HOIST),
         _tile("few", dim=64, m=64, n=64, warps=4, stages=3),  # 2 programs: shared memory
         _tile("few", dim=128, m=64, n=64, warps=4, stages=2),  # 2 programs: shared memory
         _tile("few", dim=256, m=64, n=64, warps=8, stages=2),  # 1 program: shared memory
-        _tile("dq", dim=128, m=64, n=64, warps=4, stages=2, **NO_HOIST, **R256),  # 2 programs: shared memory
+        _tile("dq", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST, **R256),
+        _tile("dq", dim=128, m=128, n=64, warps=8, stages=2, **NO_HOIST),
         _tile("dq", dim=256, m=32, n=32, warps=4, stages=2, **NO_HOIST, **R256),  # 2 programs: shared memory
         _tile("dq, heavy", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST, **R256),
         _tile("dq, heavy", dim=128, m=64, n=32, warps=4, stages=2, **NO_HOIST, **R256),
         _tile("dq, heavy", dim=256, m=32, n=32, warps=4, stages=2, **NO_HOIST, **R256),
         _tile("dkdv", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST),  # 2 programs: shared memory
-        _tile("dkdv", dim=96, m=32, n=128, warps=8, stages=2, **NO_HOIST),  # 1 program: registers
-        _tile("dkdv", dim=128, m=64, n=64, warps=8, stages=2),  # 1 program: shared memory
+        _tile("dkdv", dim=128, m=32, n=128, warps=8, stages=2, **NO_HOIST),
         _tile("dkdv", dim=192, m=32, n=32, warps=4, stages=2),  # 2 programs: shared memory
         _tile("dkdv", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST, **FLIP),  # 1 program: shared memory
     ),
@@ -374,9 +393,10 @@ def default(
 
 
 def architecture(device: torch.device) -> str:
-    """Return the name of a device's architecture: "sm_90", "gfx942", or "interpreter" for the CPU."""
+    """Return the name of a device's architecture: "sm_90", "gfx942"; for the CPU that which is executed, or
+    "interpreter"."""
     if device.type == "cpu":
-        return "interpreter"
+        return cpu_target() or "interpreter"
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)

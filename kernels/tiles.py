@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
 from tritoncp.kernels.tile_rules import pieces
 
 # The interpreter's tl.dot reads bf16 as raw uint16, so operands are widened there; products of two
@@ -104,13 +105,21 @@ def stat(x: torch.Tensor | None) -> Stat:
 _NO_STAT = Stat(None, 0, 0)
 
 
+class Channels(NamedTuple):
+    """Channels of a head, and the widths of their pieces; ``second`` is 0 if there is one piece."""
+
+    dim: Any
+    first: Any
+    second: Any
+
+
 split_channels = triton.constexpr_function(pieces)
 
 
 @triton.constexpr_function
-def piece(dim, i):
-    """Width of piece ``i`` of ``dim`` channels, 0 if there is none."""
-    return split_channels(dim)[i]
+def channels_of(dim, widest):
+    """Cut ``dim`` channels into pieces of at most ``widest``."""
+    return Channels(dim, split_channels(dim, widest)[0], split_channels(dim, widest)[1])
 
 
 @triton.jit
@@ -204,13 +213,13 @@ def store_rows(
 
 @triton.jit
 def load_pieces(x, i_b, i_h, row, o_s, n_s, DIM: tl.constexpr):
-    """Rows of one head: a block [len(o_s), width] for each piece of the DIM channels."""
-    W0: tl.constexpr = piece(DIM, 0)
-    W1: tl.constexpr = piece(DIM, 1)
+    """Rows of one head: a block [len(o_s), width] for each piece of the channels."""
+    W0: tl.constexpr = DIM.first
+    W1: tl.constexpr = DIM.second
     p_x = head_pointer(x, i_b, i_h)
-    b_0 = load_rows(x, p_x, row, o_s, n_s, 0, W0, DIM, True)
+    b_0 = load_rows(x, p_x, row, o_s, n_s, 0, W0, DIM.dim, True)
     if W1 > 0:
-        return b_0, load_rows(x, p_x, row, o_s, n_s, W0, W1, DIM, True)
+        return b_0, load_rows(x, p_x, row, o_s, n_s, W0, W1, DIM.dim, True)
     else:
         return (b_0,)
 
@@ -241,12 +250,12 @@ def stream_rows(
 @triton.jit
 def stream_pieces(stream, i_b, i_h, tile, o_s, DIM: tl.constexpr, CHECK: tl.constexpr, HOIST: tl.constexpr):
     """load_pieces of a tile inside a loop; its number of tokens counts only with CHECK."""
-    W0: tl.constexpr = piece(DIM, 0)
-    W1: tl.constexpr = piece(DIM, 1)
-    b_0 = stream_rows(stream.x, stream.desc0, i_b, i_h, tile.row, o_s, tile.n, 0, W0, DIM, CHECK, HOIST)
+    W0: tl.constexpr = DIM.first
+    W1: tl.constexpr = DIM.second
+    b_0 = stream_rows(stream.x, stream.desc0, i_b, i_h, tile.row, o_s, tile.n, 0, W0, DIM.dim, CHECK, HOIST)
     if W1 > 0:
         return b_0, stream_rows(
-            stream.x, stream.desc1, i_b, i_h, tile.row, o_s, tile.n, W0, W1, DIM, CHECK, HOIST
+            stream.x, stream.desc1, i_b, i_h, tile.row, o_s, tile.n, W0, W1, DIM.dim, CHECK, HOIST
         )
     else:
         return (b_0,)
@@ -255,12 +264,12 @@ def stream_pieces(stream, i_b, i_h, tile, o_s, DIM: tl.constexpr, CHECK: tl.cons
 @triton.jit
 def store_pieces(x, i_b, i_h, row, o_s, n_s, b_x, DIM: tl.constexpr, ADD: tl.constexpr = False):
     """Store (or add) rows of one head, the counterpart of load_pieces."""
-    W0: tl.constexpr = piece(DIM, 0)
-    W1: tl.constexpr = piece(DIM, 1)
+    W0: tl.constexpr = DIM.first
+    W1: tl.constexpr = DIM.second
     p_x = head_pointer(x, i_b, i_h)
-    store_rows(x, p_x, row, o_s, n_s, b_x[0], 0, W0, DIM, ADD)
+    store_rows(x, p_x, row, o_s, n_s, b_x[0], 0, W0, DIM.dim, ADD)
     if W1 > 0:
-        store_rows(x, p_x, row, o_s, n_s, b_x[1], W0, W1, DIM, ADD)
+        store_rows(x, p_x, row, o_s, n_s, b_x[1], W0, W1, DIM.dim, ADD)
 
 
 @triton.jit

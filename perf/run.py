@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import math
 import os
 import sys
 import time
@@ -18,6 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from tritoncp.core.checked_json import parse_json
+from tritoncp.core.paths import path_inside, slug
 from tritoncp.perf.console import make_console
 from tritoncp.perf.exit_codes import (
     FINE,
@@ -28,32 +30,15 @@ from tritoncp.perf.exit_codes import (
     PerfCommand,
 )
 from tritoncp.perf.progress import Progress, describe_interrupt
-from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, find_unfinished, kernel_name
+from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, find_unfinished
 from tritoncp.perf.records.roofline import find_alarms
-
-from tritoncp.core.checked_json import parse_json
-from tritoncp.core.paths import path_inside, slug
 
 if TYPE_CHECKING:
     import torch
+
     from tritoncp.perf.suite.measure import Bench
 
 BUDGET = {"smoke": 30.0, "core": 470.0, "full": 3600.0}  # seconds
-
-
-class Seconds(click.ParamType):
-    """A length of time: a finite number that is not negative."""
-
-    name = "seconds"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        try:
-            length = float(value)
-        except ValueError:
-            length = math.nan
-        if not 0 <= length < math.inf:
-            self.fail(f"{value!r} is not a number of seconds, 0 or more", param, ctx)
-        return length
 
 
 @click.command(cls=PerfCommand, context_settings={"help_option_names": ["-h", "--help"]})
@@ -69,11 +54,15 @@ class Seconds(click.ParamType):
 )
 @click.option(
     "--budget",
-    type=Seconds(),
+    type=click.FloatRange(0, 1e9),
     help="Starts nothing after so long. [default: smoke 30, core 470, full 3600]",
 )
 @click.option(
-    "--seconds", type=Seconds(), default=1.5, show_default=True, help="Seconds of rounds for a case."
+    "--seconds",
+    type=click.FloatRange(0, 1e9),
+    default=1.5,
+    show_default=True,
+    help="Seconds of rounds for a case.",
 )
 @click.option(
     "--try",
@@ -154,10 +143,8 @@ def main(
     progress = Progress(deadline)
     journal = _open_journal(out, series, env, resume and lead, lead, as_json, progress)
     resumed_points = list(journal.points)
-    with _messages_of_early_ends(progress, journal, lead, group is not None), progress:
+    with _messages_of_early_ends(progress, journal, lead, group is not None):
         if device == "host":
-            if tier != "smoke":
-                host_cases.resources(journal, only)
             failures = host_cases.run(cases, journal, deadline, seconds, resumed_points)
         else:
             from tritoncp.perf.suite.measure import Bench
@@ -236,9 +223,8 @@ def _report_left_out(journal: Journal, resumed_points: Sequence[Point], lead: bo
 def _measure_attention(bench: Bench, cases: Sequence[Any], warm: bool) -> int:
     """Measure attention cases; with ``warm`` compile their kernels and exit. Returns the number of
     failures."""
-    from tritoncp.perf.suite.measure import DeviceLost, measure_ceilings
-
     from tritoncp.ops.engine_factory import name_functions
+    from tritoncp.perf.suite.measure import DeviceLost, measure_ceilings
 
     name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache
     if warm:
@@ -330,8 +316,6 @@ def format_line(line: dict[str, Any]) -> str:
         return f"{name} left out: {line['why']}"
     if line["kind"] == "check":
         return f"{name} {line['contender']:<20} {line.get('why', 'right')} ({line['setup_s']} s)"
-    if line["kind"] == "resources":
-        return f"{kernel_name(line):<48} {line['registers']} registers, {line['spill_bytes']} bytes spilled"
     own = line["contenders"]["tritoncp"]
     if "ms" not in own:
         return f"{name} failed: {own['why']}"

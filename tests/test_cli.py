@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -312,7 +313,7 @@ def test_too_little_memory_is_a_message(monkeypatch):
 
 
 def test_a_message_ends_a_process_too(mods):
-    done = tritoncp("plan", "--mask", "my_mods:three", PYTHONPATH=f"{ROOT}:{mods}")
+    done = tritoncp("plan", "--mask", "my_mods:three", PYTHONPATH=f"{os.environ['PYTHONPATH']}:{mods}")
     assert (done.returncode, done.stdout) == (2, "")
     assert "my_mods:three takes (b, h, q)" in done.stderr and "Traceback" not in done.stderr
 

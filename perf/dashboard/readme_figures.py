@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import click
+
 from tritoncp.perf.exit_codes import InputError, PerfCommand
 from tritoncp.perf.records.history import Point, read
 from tritoncp.perf.suite.cases import CASES

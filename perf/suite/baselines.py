@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as torch_flex
-from tritoncp.perf.records.history import variant
 
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
@@ -27,13 +26,12 @@ from tritoncp.api.shards import shard, unshard
 from tritoncp.api.simulate import simulate
 from tritoncp.core.environment import UNSAFE_FUSED
 from tritoncp.ops.sinks import with_sinks
+from tritoncp.perf.records.history import variant
 from tritoncp.planning.problem import MASKS, Problem, document_lengths
 
 # torch.compile mode and kernel options of each flex variant. The first one is the default.
 FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {
     "flex": (None, {}),
-    "flex prescale": (None, {"PRESCALE_QK": True}),
-    "flex tma": (None, {"USE_TMA": True}),
     "flex flash": (None, {"BACKEND": "FLASH"}),
     "flex prescale tma": (None, {"PRESCALE_QK": True, "USE_TMA": True}),
     "flex max-autotune": ("max-autotune-no-cudagraphs", {}),

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tritoncp.perf.suite.baselines import Inputs
 
 from tritoncp.core.tracing import Mod, vmapped
+from tritoncp.perf.suite.baselines import Inputs
 from tritoncp.planning.problem import Problem
 
 # Allowed ‖actual − reference‖ / ‖reference‖: of a whole tensor, and of its worst 128 rows of a head.

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as torch_flex
+
+from tritoncp.api.attention import flex_attention
 from tritoncp.perf.records.history import OURS
 from tritoncp.perf.suite.baselines import Inputs, split
 from tritoncp.perf.suite.timing import Run
-
-from tritoncp.api.attention import flex_attention
 from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")

@@ -1,10 +1,10 @@
-"""Torch's sums and exponentials on the CPU as on another machine: many end in another last digit.
+"""Replace torch's sums and exponentials on the CPU by another machine's: many differ in the last digit.
 
 Products, sums and flash attention are computed twice, the second time with their terms in another order, and
-each element is one of the two. Which one, and the order, depend on the operation, on shapes, strides and storage
-offsets, and on the place of the element: the same call gives the same bits, the same row in another batch or
-layout may not. So a comparison of bits that holds by luck on one CPU fails on all of them. An exact sum stays as
-it is: integers, whole numbers, single terms, zeros, infinities, NaN; so does exp(0).
+each element is one of the two. Which one, and the order, depend on the operation, on shapes, strides and
+storage offsets, and on the place of the element: the same call gives the same bits, the same row in another
+batch or layout may not. So a comparison of bits that holds by luck on one CPU fails on all of them. What is
+exact stays as it is: sums of whole numbers, single terms, zeros, infinities, NaN, exp(0).
 
 Importing the module changes the process, and those forked from it; ``sitecustomize`` beside it imports it in
 new processes. Not covered: code that torch.compile fuses, and operations that are not listed here.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.library import Library, get_kernel
 
 Place = int | str  # of an argument: its position or its name
 Sum = tuple[dict[Place, int], dict[int, int]]  # the dimension of its terms, in arguments and in results
+Roll = tuple[dict[int, int], int]  # the dimensions of results, and by how many elements
 
 PRODUCTS: dict[str, Sum] = {
     "mm": ({0: 1, 1: 0}, {}),
@@ -39,13 +41,16 @@ BACKWARD: list[Sum] = [
     ({2: -2, 3: -2, "attn_mask": -1}, {1: -2, 2: -2}),
     ({0: -2, 1: -2, 4: -2, 5: -1, "attn_mask": -2}, {0: -2}),
 ]
-SUMMING = [f"{name}{form}" for name in PRODUCTS for form in ("", "_", ".out")]
-SUMMING += ["sum.dim_IntList", "sum.IntList_out", FLASH, f"{FLASH}_backward"]
-SUMMING = [op for op in SUMMING if op not in ("mm_", "bmm_", "dot_", "dot.out")]
-EXPONENTIALS = [f"{name}{form}" for name in ("exp", "exp2") for form in ("", "_", ".out")]
+SUMMING = (
+    "mm mm.out bmm bmm.out dot addmm addmm_ addmm.out addmv addmv_ addmv.out baddbmm baddbmm_ baddbmm.out "
+    f"sum.dim_IntList sum.IntList_out {FLASH} {FLASH}_backward"
+).split()
+EXPONENTIALS = ["exp", "exp_", "exp.out", "exp2", "exp2_", "exp2.out"]
 
 COINS = torch.rand(65537, generator=torch.Generator().manual_seed(0)) < 0.5
-FACTORS = {t: 1 - COINS.to(t) * (torch.finfo(t).eps / 2) for t in (torch.float32, torch.float64)}
+ONE = torch.tensor(1.0)
+HALVES = torch.float16, torch.bfloat16
+FACTORS = {t: 1 - COINS.to(t) * (torch.finfo(t).eps / 2) for t in (*HALVES, torch.float32, torch.float64)}
 LIBRARY = Library("aten", "IMPL")  # its kernels live as long as it does
 
 
@@ -60,40 +65,70 @@ def sums_of(op: str, args: tuple[Any, ...]) -> list[Sum]:
     return sums[:1] if any(causal) else sums
 
 
+def roll_terms(inputs: dict[Place, Any], sums: list[Sum], seed: int) -> tuple[dict[Place, Any], list[Roll]]:
+    """Return arguments with the terms of sums in another order, and the rolls that results need: none where
+    every sum has one term."""
+    inputs, rolls = dict(inputs), []
+    for terms, result_dims in sums:
+        place, dim = next(iter(terms.items()))
+        count = inputs[place].shape[dim]
+        if count < 2:
+            continue
+        shift = 1 + seed % (count - 1)
+        for place, dim in terms.items():
+            if inputs.get(place) is not None:
+                inputs[place] = torch.roll(inputs[place], shift, dim)
+        rolls.append((result_dims, -shift))
+    return inputs, rolls
+
+
 def compute_in_two_orders(number: int, op: str) -> Callable[..., Any]:
     """Return a kernel that takes each element of a result from one of two orders of its terms."""
     kernel = get_kernel(f"aten::{op}", "CPU")
-    target = 0 if op.endswith("_") else "out" if op.lower().endswith("out") else None
+    target = 0 if op.endswith("_") else "out" if op.endswith("out") else None
 
     def compute(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         inputs: dict[Place, Any] = dict(enumerate(args)) | kwargs
-        turned, back = dict(inputs), []
-        seed = layout_seed(number, inputs)
-        for terms, kept in sums_of(op, args) if args[0].is_floating_point() and args[0].ndim else []:
-            place, dim = next(iter(terms.items()))
-            count = inputs[place].shape[dim]
-            if count < 2:
-                continue
-            shift = 1 + seed % (count - 1)
-            for place, dim in terms.items():
-                if turned.get(place) is not None:
-                    turned[place] = torch.roll(turned[place], shift, dim)
-            back.append((kept, -shift))
-        if not back:
+        rolls: list[Roll] = []
+        if args[0].is_floating_point() and args[0].ndim:
+            seed = layout_seed(number, inputs)
+            inputs, rolls = roll_terms(inputs, sums_of(op, args), seed)
+        if not rolls:
             return kernel.call_boxed(keys, *args, **kwargs)
         if target is not None:
-            turned[target] = inputs[target].clone()
-        others = kernel.call_boxed(keys, *map(turned.get, range(len(args))), **{k: turned[k] for k in kwargs})
+            inputs[target] = inputs[target].clone()
+        if args[0].dtype in HALVES:  # rounded to nearest, the two would be one
+            inputs = {place: widened(x) for place, x in inputs.items()}
+        reordered = kernel.call_boxed(
+            keys, *map(inputs.get, range(len(args))), **{k: inputs[k] for k in kwargs}
+        )
         results = kernel.call_boxed(keys, *args, **kwargs)
-        several = isinstance(results, tuple)
-        for i, (result, other) in enumerate(zip(results, others) if several else [(results, others)]):
-            for kept, shift in back:
-                if i in kept:
-                    other = torch.roll(other, shift, kept[i])
-            torch.where(spread(COINS, seed, result), other, result, out=result)
+        pairs = zip(results, reordered) if isinstance(results, tuple) else [(results, reordered)]
+        for i, (result, other) in enumerate(pairs):
+            for result_dims, shift in rolls:
+                if i in result_dims:
+                    other = torch.roll(other, shift, result_dims[i])
+            other = round_down(other, result.dtype)
+            torch.where(spread(COINS, seed, result.shape), other, result, out=result)
         return results
 
     return compute
+
+
+def widened(x: Any) -> Any:
+    """Return float32 in place of half precision: of a tensor, or of a dtype."""
+    if isinstance(x, Tensor):
+        return x.float() if x.dtype in HALVES else x
+    return torch.float32 if x in HALVES else x
+
+
+def round_down(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in another dtype, rounded towards 0."""
+    if x.dtype == dtype:
+        return x
+    rounded = x.to(dtype)
+    less = torch.nextafter(rounded, torch.zeros((), dtype=dtype))
+    return torch.where(rounded.isfinite() & (rounded.float().abs() > x.abs()), less, rounded)
 
 
 def compute_less(number: int, op: str) -> Callable[..., Any]:
@@ -103,8 +138,8 @@ def compute_less(number: int, op: str) -> Callable[..., Any]:
     def compute(keys: torch.DispatchKeySet, x: Tensor, **kwargs: Any) -> Tensor:
         if x.dtype not in FACTORS:
             return kernel.call_boxed(keys, x, **kwargs)
-        factors = spread(FACTORS[x.dtype], layout_seed(number, {0: x}), x)
-        factors = torch.where(x == 0, 1, factors)
+        factors = spread(FACTORS[x.dtype], layout_seed(number, {0: x}), x.shape)
+        factors = torch.where(x == 0, ONE, factors)
         return kernel.call_boxed(keys, x, **kwargs).mul_(factors)
 
     return compute
@@ -115,12 +150,13 @@ def layout_seed(number: int, inputs: dict[Place, Any]) -> int:
     return hash((number, *((x.shape, x.stride(), x.storage_offset()) for x in tensors)))
 
 
-def spread(table: Tensor, seed: int, x: Tensor) -> Tensor:
-    """Return an entry of a table for each element of x."""
-    first, count = seed % len(table), x.numel()
+@lru_cache(500)
+def spread(table: Tensor, seed: int, shape: torch.Size) -> Tensor:
+    """Return an entry of a table for each element of a shape."""
+    first, count = seed % len(table), shape.numel()
     if first + count > len(table):
         table = table.repeat((first + count) // len(table) + 1)
-    return table[first : first + count].view(x.shape)
+    return table[first : first + count].view(shape)
 
 
 with warnings.catch_warnings(action="ignore"):  # one says that a kernel is replaced

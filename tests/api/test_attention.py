@@ -163,7 +163,7 @@ def test_no_mask_is_everyone_sees_everyone_at_any_lengths() -> None:
 def test_a_batch_of_one_mask_serves_any_batch_and_heads() -> None:
     x = tensors(dtype=F32)
     both = [tritoncp.flex_attention(*(t[i : i + 1] for t in x), MASK, enable_gqa=True) for i in range(2)]
-    same(tritoncp.flex_attention(*x, MASK, enable_gqa=True), torch.cat(both))
+    close(tritoncp.flex_attention(*x, MASK, enable_gqa=True), torch.cat(both), "out")
 
 
 # -- nothing remembered, nothing changed --------------------------------------------------------------

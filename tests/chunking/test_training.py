@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -73,7 +74,7 @@ def test_ordered_chunks_train_with_the_losses_of_eager_chunking(monkeypatch):
         eager.layers[i] = Eager(layer, 2, "seq")
     call, reports = in_chunks(model)
     run = losses(20, model, call, lambda *inputs: [mark(x, 1, 2) for x in inputs])
-    assert run == losses(20, eager, eager, lambda *inputs: None)
+    assert run == pytest.approx(losses(20, eager, eager, lambda *inputs: None), rel=1e-5)
     assert run[-1] < run[0]
     report, *orders = reports  # one compilation serves all steps
     assert report.regions == ("layers.0", "layers.1") and report.keys == (1, 2)

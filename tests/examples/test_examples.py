@@ -147,7 +147,7 @@ def test_a_padded_batch_has_the_loss_and_gradients_of_its_texts() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_torchrun_starts_an_example_as_its_docstring_says(example: Path, tmp_path: Path) -> None:
     use_loopback_interface()
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     count = RANKS.get(example.stem, 2)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     done = subprocess.run(

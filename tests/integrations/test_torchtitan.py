@@ -1,6 +1,7 @@
 """Tests of the adapter for torchtitan: its Trainer, on CPU ranks, with the Llama-3 debug model."""
 
 import functools
+import os
 import shutil
 import subprocess
 import sys
@@ -231,7 +232,7 @@ def test_the_patch_of_the_example_trains_the_debug_model(folder, tmp_path):
         subprocess.run(["patch", "-p1", "--fuzz=0"], cwd=tmp_path, stdin=patch, check=True, timeout=60)
     command = [sys.executable, "-c", PATCHED, str(tmp_path)]
     env = {
-        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}",
         "OMP_NUM_THREADS": "1",
         "PATH": "/usr/bin:/bin",
         "HOME": str(tmp_path),

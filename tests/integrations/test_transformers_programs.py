@@ -43,7 +43,7 @@ def test_the_page_has_a_program_for_each_way() -> None:
 def test_a_program_of_the_page_runs_as_printed(index: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAMS[index])
     use_loopback_interface()
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] * (index > 0)
     done = subprocess.run(
         [sys.executable, *launch, "program.py"],

@@ -145,10 +145,9 @@ print([name for name in sys.modules if name.startswith("tritoncp_mod")])
 
 def run_python(code: str, **environment: str) -> str:
     """Run code in another Python process; return its output."""
-    root = str(Path(source_cache.__file__).parents[2])
     process = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": root, **environment},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,

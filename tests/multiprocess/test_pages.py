@@ -74,7 +74,7 @@ def test_two_agents_of_torchrun_meet_as_on_two_hosts(program: Path) -> None:
         port = server.getsockname()[1]
     use_loopback_interface()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-e", "-c", commands.replace("29500", str(port)) + "wait $!\n"],
         cwd=program.parent, env=env, capture_output=True, text=True, timeout=300, check=False,

@@ -164,8 +164,8 @@ def test_a_lost_rank_is_named_and_the_other_ranks_end_in_time(fault: str, lost: 
     assert any(line.startswith("right one-device causal float32 backward") for line in lines), "done before"
     running = next(line for line in lines if line.startswith("WRONG"))
     assert " forward " in running and f"rank {lost} did not come" in running
-    assert f"forward ran: rank {lost}; " in output, output
-    assert f"on rank {lost}" not in output.split("worst")[0]
+    assert f"forward ran: rank {lost}\n" in output, output
+    assert not any(f"on rank {lost}" in line for line in lines if line.startswith("WRONG"))
 
 
 def test_all_ranks_report_an_exception_of_one_rank(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_all_ranks_report_an_exception_of_one_rank(tmp_path: Path) -> None:
     report = json.loads(end.stdout[0])
     failed = next(case for case in report["cases"] if not case["right"])
     assert failed["rank"] == 1 and failed["why"].startswith("rank 1: ArithmeticError: of rank 1 alone")
-    assert report["stopped"] is None, "the group is of use still"
+    assert report["stopped"].startswith("a rank failed alone in ")
 
 
 PROGRAM = """
@@ -203,7 +203,7 @@ PROGRAM = """
 def test_under_torchrun_a_dead_rank_ends_the_check(dies_at: int, code: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*launcher, str(tmp_path / "program.py"), str(dies_at)], env=environment, cwd=ROOT,
         capture_output=True, text=True, timeout=300, check=False,

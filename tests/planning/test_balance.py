@@ -12,7 +12,6 @@ from torch.distributed.tensor.experimental._context_parallel import _load_balanc
 
 from tests.compat.differences import documented
 from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
-from tritoncp.perf.studies.balance import STUDIED, fetched_rows
 from tritoncp.planning.balance import balancers, contiguous, deal, head_tail, locality, per_document, ptrr
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
@@ -21,8 +20,16 @@ from tritoncp.planning.work import MASKED_BLOCK_COST, Work, work_of_rows
 
 EVEN_COUNTS = sorted(balancers)
 costs_lists = st.lists(st.integers(0, 20), max_size=60)
-NO_CLOSED_FORM = "shared question"  # a mask_mod is asked about every pair: for perf's table only
-ZOO = {name: mask for name, (mask, _) in STUDIED.items() if name != NO_CLOSED_FORM}
+# Names in test ids -> keys of planning.problem.MASKS
+ZOO = {
+    "causal": "causal",
+    "window 1K": "window",
+    "window 4K": "window4k",
+    "documents": "corpus",
+    "long documents": "document",
+    "documents, window 1K": "corpus-window",
+    "prefix-LM": "prefix",
+}
 
 
 @st.composite
@@ -46,6 +53,11 @@ def masks(draw: Callable) -> Mask:
 def zoo_plan(name: str, balancer: str, size: int = 65536, world_size: int = 8) -> Plan:
     mask = Problem(ZOO[name], size).block_mask()
     return build(mask, world_size, balancer=balancer, schedule="fetch")
+
+
+def fetched_rows(plan: Plan) -> int:
+    """Count the rows of keys and values that all ranks together fetch, for one batch row."""
+    return int(plan.traffic.clone().fill_diagonal_(0).sum()) // max(plan.mask.B, plan.q.batch)
 
 
 def fetched_share(plan: Plan) -> float:

@@ -1,13 +1,20 @@
-"""Safeguards of conftest.py: poisoned memory, interpreted kernels, seeds, exact products."""
+"""Safeguards of conftest.py: poisoned memory, interpreted kernels, seeds, exact products, another BLAS."""
 
 import math
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional as F
+
+import tritoncp
+from tests.multiprocess import ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -81,3 +88,93 @@ def test_interpreted_products_confine_nan_and_infinity_to_their_rows():
     rows = [m for m in range(32) if m not in (3, 4)]
     columns = [n for n in range(32) if n not in (7, 9)]
     assert torch.equal(actual[rows][:, columns], expected[rows][:, columns])
+
+
+def flash_gradients(x: torch.Tensor) -> torch.Tensor:
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(F.scaled_dot_product_attention(leaf, leaf, leaf), leaf, x)[0]
+
+
+# Functions of a batch [B, H, S, D] that compute each of its rows by itself
+BY_ROW: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mm": lambda x: x.reshape(-1, 16) @ x[0, 0, :16],
+    "mm.out": lambda x: torch.mm(x.reshape(-1, 16), x[0, 0, :16], out=x.new_zeros(x[..., 0].numel(), 16)),
+    "bmm": lambda x: x @ x.mT,
+    "baddbmm": lambda x: torch.baddbmm(
+        x.flatten(0, 1), x.flatten(0, 1), x[0, 0, :16].expand(len(x) * 2, 16, 16)
+    ),
+    "addmm_": lambda x: x.reshape(-1, 16).clone().addmm_(x.reshape(-1, 16), x[0, 0, :16]),
+    "linear": lambda x: F.linear(x, x[0, 0, :16], x[0, 0, 0]),
+    "mv": lambda x: torch.mv(x.reshape(-1, 16), x[0, 0, 0]),
+    "einsum": lambda x: torch.einsum("bhsd,bhtd->bhst", x, x),
+    "sum": lambda x: x.sum(-1),
+    "exp": lambda x: x.exp(),
+    "exp_": lambda x: x.clone().exp_(),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "flash forward": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "flash, causal": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "flash backward": flash_gradients,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", BY_ROW)
+def test_a_row_of_a_batch_has_other_bits_than_by_itself(name, dtype):
+    """The same call has the same bits, and all are within rounding of float64."""
+    x, function = torch.randn(3, 2, 32, 16, dtype=torch.float64).to(dtype), BY_ROW[name]
+    whole, exact = function(x), function(x.double())
+    assert torch.equal(whole, function(x.clone()))
+    bound = 60 * torch.finfo(dtype).eps  # of sums of 32 terms, and of sums of these
+    torch.testing.assert_close(whole.double(), exact, rtol=bound, atol=bound)
+    part = function(x[:2])
+    assert not torch.equal(whole.flatten()[: part.numel()], part.flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_another_blas_keeps_what_is_exact_on_every_machine(dtype):
+    whole = torch.randint(-3, 4, (2, 9, 9))
+    for function in (lambda x: x @ x, lambda x: x.sum(-1), lambda x: torch.baddbmm(x, x, x)):
+        assert torch.equal(function(whole.to(dtype)), function(whole).to(dtype))
+    x, one = torch.randn(32, 1, dtype=dtype), torch.zeros(32, 32, dtype=dtype)
+    order = torch.randperm(32)
+    one[torch.arange(32), order] = 1
+    assert torch.equal(x @ x[:1], x * x[0]) and torch.equal(one @ x, x[order]), "sums of one term"
+    assert torch.equal(torch.tensor([0, -math.inf, math.inf], dtype=dtype).exp().double(),
+                       torch.tensor([1, 0, math.inf]).double())  # fmt: skip
+    x[3, 0], x[4, 0] = math.inf, math.nan
+    product = torch.cat([x, torch.ones_like(x)], 1) @ torch.ones(2, 3, dtype=dtype)
+    assert bool((product[3] == math.inf).all() and product[4].isnan().all() and product[5].isfinite().all())
+
+
+BITS = "import torch; x = torch.arange(1, 325).reshape(18, 18).sqrt(); print((x @ x).double().sum().item())"
+
+
+def test_ranks_that_are_forked_and_processes_that_are_started_have_it_too():
+    x = torch.arange(1, 325).reshape(18, 18).sqrt()
+    want = (x @ x).double().sum().item()
+    assert ranks.run(2, lambda group: (x @ x).double().sum().item()) == [want, want]
+    done = subprocess.run([sys.executable, "-c", BITS], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == want
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", BITS], capture_output=True, text=True, check=True, env=bare)
+    assert float(done.stdout) != want, "without it the machine's own bits"
+
+
+CAUSAL = tritoncp.create_block_mask(tritoncp.causal(), None, None, 64, 64, BLOCK_SIZE=16)
+
+
+@pytest.mark.usefixtures("cpu_engine")
+@pytest.mark.parametrize("planted", ["output of one row", "gradient of one row", "output of ranks"])
+def test_bits_of_the_cpu_engine_that_are_equal_by_luck_differ(planted):
+    x, mask = [torch.randn(2, 2, 64, 16, requires_grad=True) for _ in range(3)], CAUSAL
+    whole, row = (tritoncp.flex_attention(*(t[:rows] for t in x), mask) for rows in (2, 1))
+    if planted == "gradient of one row":
+        whole, row = (torch.autograd.grad(out[:1], x[1], x[0][:1])[0] for out in (whole, row))
+    elif planted == "output of ranks":
+        world = tritoncp.simulate(2)
+        plan = world.make_plan(mask, schedule="allgather")
+        shards = (world.shard(t[:1], plan, dim=2) for t in x)
+        row = world.unshard(world.flex_attention(*shards, plan), plan, dim=2)
+    torch.testing.assert_close(row[:1], whole[:1], rtol=1e-5, atol=1e-5)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(row[:1], whole[:1], rtol=0, atol=0)

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -165,8 +164,7 @@ def test_an_editable_install_works_and_shows_no_bare_kernels(source, tmp_path):
 
 def test_the_sdist_builds_the_same_wheel(source, wheel, tmp_path):
     archive = build("sdist", source, tmp_path)
-    with tarfile.open(archive) as tar:
-        tar.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(archive, tmp_path)
     second_wheel = build("wheel", tmp_path / archive.name.removesuffix(".tar.gz"), tmp_path)
     assert sorted(zipfile.ZipFile(second_wheel).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 

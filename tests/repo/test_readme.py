@@ -16,10 +16,10 @@ import torch._dynamo
 import torch.distributed as dist
 from click.testing import CliRunner
 from PIL import Image, ImageChops
-from tritoncp.perf.dashboard.readme_figures import BEGIN, END
 
 from tests.multiprocess import ranks
 from tritoncp.cli import main
+from tritoncp.perf.dashboard.readme_figures import BEGIN, END
 from tritoncp.reference import dense
 
 ROOT = Path(__file__).parents[2]

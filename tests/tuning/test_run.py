@@ -340,8 +340,7 @@ def test_kernels_of_another_process_are_in_the_cache(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHES],
         cwd=ROOT,
-        env=os.environ
-        | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
     )

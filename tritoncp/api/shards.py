@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
-from tritoncp.distributed import collectives, failures, groups
+from tritoncp.distributed import collectives, consistency, failures, groups
 from tritoncp.frontend import shard_checks, validate
 from tritoncp.frontend.group_call import group_call
 from tritoncp.masks.closed_forms import Document, document
@@ -113,6 +113,7 @@ def _collect(collective: collectives.Collective, group: Any) -> Tensor:
     def schedule() -> collectives.Schedule[Tensor]:
         return (yield collectives.Wait((yield collective)))
 
+    consistency.compare_kind(group, f"unshard, by {type(collective).__name__}")
     return collectives.lockstep([schedule()])[0] if group is None else collectives.run(schedule(), group)
 
 

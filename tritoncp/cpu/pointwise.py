@@ -57,7 +57,7 @@ class Scores:
             # An op runs below autograd; functorch's transforms bring their own.
             scores, pull, *_ = torch.func.vjp(lambda raw, *caps: self._modified(raw, caps), raw, *captures)
         p = _probabilities(scores - lse[..., None])
-        ds = _products(dout, v.mT).sub_(delta[..., None]).mul_(p)
+        ds = _products(dout, v, transpose=True).sub_(delta[..., None]).mul_(p)
         if pull is not None:
             ds, *captured = pull(ds)
         heads = k.shape[1]
@@ -73,7 +73,7 @@ class Scores:
         return self._modified(self._raw(q, k), captures).amax(-1)
 
     def _raw(self, q: Tensor, k: Tensor) -> Tensor:
-        return _products(q * self.scale, k.mT)
+        return _products(q * self.scale, k, transpose=True)
 
     def _modified(self, raw: Tensor, captures: Sequence[Tensor]) -> Tensor:
         """Apply the score_mod; scores of hidden pairs are -inf. The function gets the score and the indices
@@ -128,12 +128,15 @@ def _probabilities(x: Tensor) -> Tensor:
     return torch.threshold_(x.clamp_(math.log(least), 0).exp_(), 2 * least, 0)
 
 
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply a [n, H, rows, x] by b [n, Hkv, x, y], each KV head with the query heads that share it."""
+def _products(a: Tensor, b: Tensor, transpose: bool = False) -> Tensor:
+    """Multiply a [n, H, rows, x] by b [n, Hkv, x, y], or by transposed b [n, Hkv, y, x], each KV head with the
+    query heads that share it."""
     n, heads, rows, x = a.shape
-    kv_heads, y = b.shape[1], b.shape[3]
+    kv_heads = b.shape[1]
     joined = a.reshape(n * kv_heads, heads // kv_heads * rows, x)
-    return torch.bmm(joined, b.reshape(n * kv_heads, x, y)).view(n, heads, rows, y)
+    b = b.reshape(n * kv_heads, *b.shape[2:])  # before it is transposed: one layout, whether it copies or not
+    product = torch.bmm(joined, b.mT if transpose else b)
+    return product.view(n, heads, rows, product.shape[2])
 
 
 def _reduced(scores: Tensor, x: Tensor, kv_heads: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tritoncp.distributed import failures, groups
-from tritoncp.distributed.failures import GroupClosed, Record
+from tritoncp.distributed.failures import GroupClosed, Message, Record
 from tritoncp.distributed.profiler_ranges import message_range
 
 T = TypeVar("T")
@@ -75,12 +75,14 @@ class Ticket:
     """A collective in flight: the buffers it uses live as long as the ticket.
 
     on_host: whether a wait for it blocks the host, as for tensors on the CPU
+    number:  it is the number-th message of the group
     """
 
     result: Any
     works: Sequence[Any] = ()
     source: Any = None
     on_host: bool = False
+    number: int = 0
 
 
 Collective = AllGather | ReduceScatter | SendRecv | AllToAll
@@ -108,11 +110,12 @@ def run(schedule: Schedule[T], group: dist.ProcessGroup, name: str = "exchange",
                 record.messages += 1
                 with message_range(name, direction, "start", request):
                     answer = _start(request, group)
+                answer.number = record.messages
         except GroupClosed:
             raise
         except RuntimeError as error:
-            purpose = _describe(collective, group, turn)
-            raise failures.peer_lost(group, record, purpose, groups.timeout(group), error) from error
+            message = _message(Ticket((), (), collective, number=record.messages), group, turn)
+            raise failures.peer_lost(group, record, message, error) from error
     raise AssertionError("a schedule has no end")
 
 
@@ -129,10 +132,17 @@ def _describe(request: Any, group: dist.ProcessGroup, turn: int = 1) -> str:
     return f"{name} with ranks {[rank for rank in range(group.size()) if rank != group.rank()]}"
 
 
+def _message(ticket: Ticket, group: dist.ProcessGroup, turn: int = 1) -> Message:
+    """Describe the message of a ticket."""
+    return Message(
+        ticket.number, "tensors", lambda: _describe(ticket.source, group, turn), groups.timeout
+    )  # fmt: skip
+
+
 def _finish(ticket: Ticket, group: dist.ProcessGroup, record: Record, turn: int = 1) -> Any:
     for work in ticket.works:
         if ticket.on_host:
-            failures.wait(work, group, record, lambda: _describe(ticket.source, group, turn), groups.timeout)
+            failures.wait(work, group, record, _message(ticket, group, turn))
         else:
             work.wait()  # with a timeout, NCCL's would block the host
     return ticket.result
@@ -147,8 +157,9 @@ def start_in_graph(request: Collective, group: dist.ProcessGroup, buffer: Tensor
         with message_range("shared keys", "", "start", request):
             ticket = _start(request, group)
     except RuntimeError as error:
-        purpose = _describe(request, group)
-        raise failures.peer_lost(group, record, purpose, groups.timeout(group), error) from error
+        message = _message(Ticket((), (), request, number=record.messages), group)
+        raise failures.peer_lost(group, record, message, error) from error
+    ticket.number = record.messages
     result = ticket.result if buffer is None else buffer
     if ticket.on_host:  # the graph's wait cannot tell that a rank failed
         _finish(ticket, group, record)
@@ -358,7 +369,8 @@ def exchange(
         _all_gather(rows.view(-1), row, group=channel)
         return rows.tolist()
     work = channel.allgather([list(rows)], [row])
-    failures.wait(work, group, record, lambda: purpose, groups.timeout)
+    message = Message(record.messages, "exchange", lambda: purpose, groups.timeout)
+    failures.wait(work, group, record, message)
     return rows.tolist()
 
 

@@ -78,6 +78,13 @@ def together(
     return result, [row[: len(numbers)] for row in rows]
 
 
+def compare_kind(group: Any, kind: str) -> None:
+    """Compare the kind and number of a call that has no other facts, under TRITONCP_CHECK=1."""
+    is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if CHECKED and group is not None and group.size() > 1 and not is_capturing:
+        together(group, kind, lambda: (None, {"call": fact(kind)}, ()))
+
+
 def fact(text: Text, content: bytes | None = None) -> tuple[Text, bytes]:
     """Make a fact: its text for messages, read only when needed, and the bytes that are compared, by default
     the encoded text."""

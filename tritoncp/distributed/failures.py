@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from tritoncp.core.bounded_cache import OwnedState
@@ -30,7 +31,8 @@ AGREEMENT = 5.0  # seconds in which all ranks fail, if they fail alike
 PATIENCE = 5.0  # seconds to wait for a rank for which another group was closed
 STORE_TIMEOUT = 2.0  # seconds to wait for a store's answer
 MAX_LINE = 500  # characters of an error
-FAILED, CLOSED, ELSEWHERE = "failed", "closed", "elsewhere"
+ROLL = 1  # tag of the messages of a roll call
+FAILED, CLOSED, WAITED, ELSEWHERE = "failed", "closed", "waited", "elsewhere"
 REMEDY = "End the job, or make a new group on all ranks (torch.distributed.new_group) and pass that"
 log = area_logger("ranks")
 
@@ -53,8 +55,8 @@ class Entry(NamedTuple):
     """An entry of a group's log.
 
     messages: that the rank had started
-    kind:     FAILED: a call of the rank raised; CLOSED: the rank will not come back, for example as it
-              heard of a failure; ELSEWHERE: another group was closed for the rank
+    kind:     FAILED: a call of the rank raised, perhaps as on all ranks; CLOSED: it will not come back;
+              WAITED: nor will this one, which waited in vain; ELSEWHERE: another group was closed for it
     """
 
     rank: int
@@ -72,6 +74,10 @@ class Record:
     arrived:  messages after which all ranks had come, at the end of the last call
     stopped:  the failure of the last call; "" where calls may go on
     closed:   the error of all further calls; "" while all ranks may have failed alike
+    entries:  of the group's log, as far as this rank has read it
+    told:     messages at the last entry about another group
+    has_store: False once the store has not answered, as its host may be the rank that died
+    control:  the control communicator on the host, a ProcessGroupGloo, once it is made
     """
 
     messages: int = 0
@@ -80,7 +86,9 @@ class Record:
     stopped: str = ""
     closed: str = ""
     entries: list[Entry] = field(default_factory=list)
-    reader: threading.Thread | None = None
+    told: int = 0
+    has_store: bool = True
+    control: Any = None
 
     def end_call(self) -> None:
         self.calls += 1
@@ -137,20 +145,26 @@ def stop(group: Any, error: BaseException) -> None:
     error.stopped_at = record.messages  # type: ignore[attr-defined]
     log.error("%s; group %r is closed, unless all ranks failed", record.stopped, group.group_name)
     _append(group, Entry(group.rank(), record.messages, FAILED, record.stopped))
+    _tell_other_groups(group, record.stopped)
 
 
-def close(group: Any, record: Record, text: str) -> None:
-    """Close a group for this process: every further call raises GroupClosed. Ranks of its other groups
-    learn of it, which may wait for this rank."""
+def close(group: Any, record: Record, text: str, kind: str = CLOSED) -> None:
+    """Close a group for this process: every further call raises GroupClosed."""
     record.stopped = record.stopped or text
     record.closed = (
         f"group {group.group_name!r} is closed in this process: {text}. A further call could meet an older "
         f"one of another rank. {REMEDY}"
     )
-    _append(group, Entry(group.rank(), record.messages, CLOSED, text))
-    for other, its in _RECORDS.items():
-        if other is not group and its.messages and not its.stopped and other.size() > 1:
-            _append(other, Entry(other.rank(), its.messages, ELSEWHERE, f"in another group, {text}"))
+    _append(group, Entry(group.rank(), record.messages, kind, text))
+
+
+def _tell_other_groups(group: Any, text: str) -> None:
+    """Tell the ranks of this rank's other groups, who may wait for it, why it may not come."""
+    for other, record in _RECORDS.items():
+        is_open = record.messages and not record.stopped and other.size() > 1
+        if is_open and record.told < record.messages:
+            record.told = record.messages
+            _append(other, Entry(other.rank(), record.messages, ELSEWHERE, f"in another group, {text}"))
 
 
 def _reopen(group: Any, record: Record) -> None:
@@ -164,20 +178,38 @@ def _reopen(group: Any, record: Record) -> None:
             record.messages += 1  # so that this failure is older than all to come
             record.stopped = ""
             return
-        if time.monotonic() > deadline or any(
-            x.kind == CLOSED or (x.kind == FAILED and x.messages != record.messages) for x in stops
+        if (
+            time.monotonic() > deadline
+            or not record.has_store
+            or any(
+                x.kind in (CLOSED, WAITED) or (x.kind == FAILED and x.messages != record.messages)
+                for x in stops
+            )
         ):
             close(group, record, record.stopped)
         else:
             time.sleep(0.02)
+    _tell_other_groups(group, record.stopped)
     raise GroupClosed(record.closed)
 
 
-def wait(
-    work: Any, group: Any, record: Record, purpose: Callable[[], str], timeout: Callable[[Any], timedelta]
-) -> None:
+class Message(NamedTuple):
+    """A message that a rank waits for.
+
+    number:  it is the group's number-th that this rank has started
+    channel: "exchange" or "tensors"; one number has one channel on all ranks that make the same calls
+    purpose: describes it for errors
+    """
+
+    number: int
+    channel: str
+    purpose: Callable[[], str]
+    timeout: Callable[[Any], timedelta]
+
+
+def wait(work: Any, group: Any, record: Record, message: Message) -> None:
     """Wait for a message between hosts, in slices, between which the log is read. Raises PeerLost."""
-    start, error = time.monotonic(), None
+    start = time.monotonic()
     while True:
         is_done = work.is_completed()
         try:
@@ -186,49 +218,98 @@ def wait(
         except RuntimeError as caught:
             error = caught
         if is_done:  # the error is the message's own
-            raise peer_lost(group, record, purpose(), timeout(group), error) from error
-        check(group, record, purpose(), timeout(group), time.monotonic() - start, error)
+            raise peer_lost(group, record, message, error) from error
+        check(group, record, message, time.monotonic() - start, error)
 
 
-def check(
-    group: Any, record: Record, purpose: str, timeout: timedelta, waited: float, error: object
-) -> None:  # fmt: skip
+def check(group: Any, record: Record, message: Message, waited: float, error: object) -> None:
     """Raise PeerLost if this rank, which has waited for ``waited`` seconds, waits in vain."""
-    _read(group, record)
+    if not _read(group, record):
+        raise peer_lost(group, record, message, "the store of the group has lost its host")
     for stop in record.stops(group.size()):
-        is_in_vain = stop.rank != group.rank() and stop.messages < record.messages
+        is_in_vain = stop.rank != group.rank() and stop.messages < message.number
         if stop.kind == ELSEWHERE:
             is_in_vain = is_in_vain and stop.messages >= record.arrived and waited >= PATIENCE
         if is_in_vain:
-            raise peer_lost(group, record, purpose, timeout, error)
-    if waited >= timeout.total_seconds():
-        raise peer_lost(group, record, purpose, timeout, error)
+            raise peer_lost(group, record, message, error)
+    other = _other_wait(group, message)
+    if other is not None:
+        here = f"rank {group.rank()} waited at {message.purpose()}"
+        text = f"ranks made different calls: {here}, {other}"
+        record.messages = message.number - 1  # it will not take part in the other ranks' message
+        close(group, record, text)
+        raise PeerLost(f"{text}. All ranks of a mesh must make the same calls in the same order. {REMEDY}")
+    if waited >= message.timeout(group).total_seconds():
+        raise peer_lost(group, record, message, error)
 
 
-def peer_lost(group: Any, record: Record, purpose: str, timeout: timedelta, error: object) -> PeerLost:
+def _other_wait(group: Any, message: Message) -> str | None:
+    """Compare a message with that of the same number for which another rank was the first to wait. Returns
+    its text if that went another way."""
+    answers: list[str] = []
+    own = json.dumps([message.channel, f"rank {group.rank()} at {message.purpose()}"])
+
+    def compare(store: dist.Store) -> None:
+        answers.append(store.compare_set(f"wait {message.number}", "", own).decode())
+
+    _ask_store(group, compare)
+    channel, text = json.loads((answers or [own])[0])
+    return None if channel == message.channel else text
+
+
+def peer_lost(group: Any, record: Record, message: Message, error: object) -> PeerLost:
     """Close the group, as a message will not come, and return the error. It names the rank that failed first,
     else those from which nothing is heard while the others report that they wait."""
-    here = f"rank {group.rank()} of {group.size()} was at {purpose}"
-    close(group, record, f"call {record.calls + 1} of rank {group.rank()} waited in vain at {purpose}")
+    own, size, purpose = group.rank(), group.size(), message.purpose()
+    close(group, record, f"call {record.calls + 1} of rank {own} waited in vain at {purpose}", WAITED)
     deadline = time.monotonic() + 2 * SLICE
     while True:
-        stops = [x for x in record.stops(group.size()) if x.rank != group.rank()]
-        roots = [x for x in stops if x.kind == FAILED] or [x for x in stops if x.kind == ELSEWHERE]
-        heard = {x.rank for x in stops} | {group.rank()}
-        if roots or len(heard) == group.size() or time.monotonic() > deadline:
+        _read(group, record)
+        stops = [x for x in record.stops(size) if x.rank != own]
+        roots = [x for kind in (FAILED, CLOSED, ELSEWHERE) for x in stops if x.kind == kind]
+        heard = {x.rank for x in stops} | {own}
+        if roots or len(heard) == size or time.monotonic() > deadline or not record.has_store:
             break
         time.sleep(0.05)
-        _read(group, record)
+    here, seconds = f"rank {own} of {size} was at {purpose}", f"{message.timeout(group).total_seconds():g} s"
+    absent = [rank for rank in range(size) if rank not in heard]
+    if not roots and not record.has_store:
+        absent = _call_roll(record, own, size)
     if roots:
-        record.closed = record.closed.replace(record.stopped, roots[0].text)
-        return PeerLost(f"{here}, and {roots[0].text}. {REMEDY}", [roots[0].rank])
-    absent = [rank for rank in range(group.size()) if rank not in heard]
-    ranks = name_ranks(absent) if absent else "another rank"
-    return PeerLost(
-        f"{here}, and {ranks} did not come within {timeout.total_seconds():g} s or ended the connection: it "
-        f"died, stalled or made another call. Look at the output of those ranks first. {REMEDY}. ({error})",
-        absent,
-    )
+        why, absent = roots[0].text, [roots[0].rank]
+        record.closed = record.closed.replace(record.stopped, why)
+        if roots[0].kind != ELSEWHERE:
+            _tell_other_groups(group, why)
+    elif absent:
+        why = (
+            f"{name_ranks(absent)} did not come within {seconds} or ended the connection: died, stalled or "
+            f"made another call. Look at the output of those ranks first ({error})"
+        )
+    else:
+        others = "; ".join([stop.text for stop in stops[:8]])
+        why = f"the message did not end within {seconds} ({error}), nor did those of the others: {others}"
+    return PeerLost(f"{here}, and {why}. {REMEDY}", absent)
+
+
+def _call_roll(record: Record, own: int, size: int) -> list[int]:
+    """List the ranks that do not answer over the control communicator, where the store cannot tell. The other
+    ranks, which wait in vain as this one does, answer."""
+    if record.control is None:
+        return []
+    absent, works = set(), []
+    for peer in set(range(size)) - {own}:
+        try:
+            works.append((peer, record.control.recv([torch.zeros(1)], peer, ROLL)))
+            works.append((peer, record.control.send([torch.zeros(1)], peer, ROLL)))
+        except RuntimeError:  # the connection has ended
+            absent.add(peer)
+    deadline = time.monotonic() + 3 * SLICE
+    for peer, work in works:
+        try:
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError:
+            absent.add(peer)
+    return sorted(absent)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -237,43 +318,43 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {text}"
 
 
-def _store(group: Any) -> dist.Store:
-    return dist.PrefixStore("tritoncp failures", group.get_group_store())
-
-
 def _append(group: Any, entry: Entry) -> None:
-    """Append an entry to the group's log. A store that does not answer, as its host may be the rank that
-    died, is passed over."""
+    """Append an entry to the group's log."""
 
-    def write() -> None:
-        store = _store(group)
+    def write(store: dist.Store) -> None:
         store.set(f"entry {store.add('entries', 1)}", json.dumps(entry))
 
-    _in_time(write)
+    _ask_store(group, write)
 
 
-def _read(group: Any, record: Record) -> None:
-    """Read new entries of the group's log. A store that does not answer is not asked again."""
+def _read(group: Any, record: Record) -> bool:
+    """Read new entries of the group's log. Returns False where the store has lost its host."""
 
-    def read() -> None:
-        store = _store(group)
+    def read(store: dist.Store) -> None:
         while store.check([key := f"entry {len(record.entries) + 1}"]):
             record.entries.append(Entry(*json.loads(store.get(key))))
 
-    if record.reader is None:
-        record.reader = _in_time(read)
+    return _ask_store(group, read)
 
 
-def _in_time(work: Callable[[], None]) -> threading.Thread | None:
-    """Run a function on a store, whose reads have no timeout. Returns its thread if that goes on."""
+def _ask_store(group: Any, work: Callable[[dist.Store], None]) -> bool:
+    """Call a function with the group's store, which has no timeout. A store that fails or does not answer is
+    not asked again. Returns False where it failed."""
+    record = _RECORDS.of(group)
+    if not record.has_store:
+        return True
+    answers: list[bool] = []
 
     def run() -> None:
         try:
-            work()
+            work(dist.PrefixStore("tritoncp failures", group.get_group_store()))
+            answers.append(True)
         except RuntimeError as error:
-            log.warning("the store of a process group failed: %s", error)
+            answers.append(False)
+            log.warning("the store of group %r failed: %s", group.group_name, str(error).splitlines()[0])
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(STORE_TIMEOUT)
-    return thread if thread.is_alive() else None
+    record.has_store = answers == [True]
+    return answers != [False]

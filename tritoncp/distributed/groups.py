@@ -31,7 +31,6 @@ log_lines.name_rank_by(_name_own_rank)
 
 # Communicators that accompany a group. Registered ones are kept by name: torch alone owns them, so that
 # destroy_process_group() ends their threads.
-_CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 _COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
 _CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # with data communicators
 CONTROL_NAME, DATA_NAME = "tritoncp control", "tritoncp data"
@@ -46,14 +45,15 @@ def control_communicator(group: dist.ProcessGroup, purpose: str = "a first call"
     """
     if not dist.is_gloo_available():
         return _companion(group, CONTROL_NAME, None, purpose)
-    if group not in _CONTROLS:
+    record = failures.record_of(group)
+    if record.control is None:
         store = dist.PrefixStore(CONTROL_NAME, group.get_group_store())
 
         def connect() -> Any:
             return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout(group))
 
-        _CONTROLS[group] = _connect(group, store, purpose, connect)
-    return _CONTROLS[group]
+        record.control = _connect(group, store, purpose, connect)
+    return record.control
 
 
 def data_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
@@ -172,17 +172,17 @@ def _connect(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect:
     if store.add("present", 1) == group.size():
         store.set("complete", "yes")
     record, start = failures.record_of(group), time.monotonic()
+    message = failures.Message(record.messages, "exchange", lambda: purpose, timeout)
     while True:
         try:
             store.wait(["complete"], timedelta(seconds=failures.SLICE))
             break
         except RuntimeError as error:
-            waited = time.monotonic() - start
-            failures.check(group, record, purpose, timeout(group), waited, error)
+            failures.check(group, record, message, time.monotonic() - start, error)
     try:
         return connect()
     except RuntimeError as error:
-        raise failures.peer_lost(group, record, purpose, timeout(group), error) from error
+        raise failures.peer_lost(group, record, message, error) from error
 
 
 def timeout(group: dist.ProcessGroup) -> timedelta:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tritoncp.core.dynamo_boundary import host_only, untraced
 from tritoncp.distributed import groups
 from tritoncp.frontend import dynamo, plan_cache, validate
+from tritoncp.frontend.group_call import stop_groups
 from tritoncp.frontend.request import Request
 from tritoncp.kernels.options import check_options
 from tritoncp.kernels.tile_rules import architecture
@@ -44,6 +45,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[
 @host_only
 def _attend_on_host(query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[Tensor]:
     """Run a call outside of a graph that Dynamo traces."""
+    try:
+        return _attend_now(query, key, value, request)
+    except BaseException as error:  # also of a call whose caller could not be compiled
+        stop_groups(error, (request.mesh, request.mask))
+        raise
+
+
+def _attend_now(query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[Tensor]:
     if (substitute := _SUBSTITUTE.get()) is not None:
         with substitute_calls(None):
             return substitute(query, key, value, request)

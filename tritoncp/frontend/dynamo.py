@@ -22,7 +22,7 @@ from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods.snapshot import captured_state
 from tritoncp.ops import call_modes, engine_factory
 from tritoncp.ops.autograd import forward_op
-from tritoncp.ops.dispatch import register_op
+from tritoncp.ops.dispatch import group_op, register_op
 from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 
 
@@ -31,10 +31,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> list[Tensor]:
 
     Raises Uncapturable for a mod or mask that a graph cannot carry.
     """
-    request.check(q, k, v)
-    check_options(request.options or {})
-    k, v = validate.shared_batch(q, k), validate.shared_batch(q, v)
-    world = _world(request.mesh)
+    world, refusal, scale = _world(request.mesh), "", 1.0
+    try:
+        request.check(q, k, v)
+        check_options(request.options or {})
+        scale = request.scale_for(q)
+        k, v = validate.shared_batch(q, k), validate.shared_batch(q, v)
+    except (TypeError, ValueError) as error:
+        if not world:
+            raise
+        refusal = error.args[0]  # raised when the graph runs, so that the other ranks learn of it
     captures: list[Tensor] = []
     numbers: list[int] = []
     score = None if request.score_mod is None else flatten_callable(request.score_mod, captures, numbers)
@@ -43,11 +49,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> list[Tensor]:
     structure = flatten_callable(request.mask, tensors, ints)
     shape = [*q.shape, k.shape[1], k.shape[2]]
     options_of_plan = shape, structure, world, request.positions, request.batch_offset
-    plan = call_modes.run_on_values(plan_op, tensors, ints, *options_of_plan)
+    plan = call_modes.run_on_values(plan_op, tensors, ints, *options_of_plan, refusal)
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
     spec = _spec(score, wants, request.want_max, world, request.options or {}, request.returns)
     captures = call_modes.as_inputs(captures)
-    return forward_op([q], [k], [v], captures, numbers, [], request.scale_for(q), plan, spec)
+    return forward_op([q], [k], [v], captures, numbers, [], scale, plan, spec)
 
 
 @constant_result
@@ -65,6 +71,7 @@ def _spec(
     return engine_factory.Spec.encoded(None, score, wants, (), want_max, world or None, items, returns)
 
 
+@group_op
 def _plan(
     tensors: list[Tensor],
     ints: list[int],
@@ -73,12 +80,16 @@ def _plan(
     world: str,
     positions: Tensor | None,
     batch_offset: int | None = None,
+    refusal: str = "",
 ) -> Tensor:
     """A handle of the plan for a Plan or mask that :func:`flatten_callable` took apart, checked against the
     shards.
 
     shape: batch, query heads, rows of the query's shard, head dim, key heads, rows of the key's shard.
+    refusal: the error of arguments that were checked while the call was traced
     """
+    if refusal:
+        raise ValueError(refusal)
     group = groups.group_by_name(world) if world else None
     mask = rebuild(structure, tensors, ints)
     batch, heads, rows, dim, kv_heads, kv_rows = shape

@@ -24,11 +24,16 @@ def group_call(fn: Function) -> Function:
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
-            for group in _groups_of((*args, *kwargs.values())):
-                failures.stop(group, error)
+            stop_groups(error, (*args, *kwargs.values()))
             raise
 
     return call  # type: ignore[return-value]
+
+
+def stop_groups(error: BaseException, arguments: Iterable[Any]) -> None:
+    """Close the groups of a call with these arguments, which raised ``error``."""
+    for group in _groups_of(arguments):
+        failures.stop(group, error)
 
 
 def _groups_of(arguments: Iterable[Any]) -> Iterator[Any]:

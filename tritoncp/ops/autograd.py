@@ -18,11 +18,11 @@ from torch._C._functorch import TransformType
 
 from tritoncp.core.dynamo_boundary import untraced
 from tritoncp.core.handles import object_of
-from tritoncp.distributed import collectives
+from tritoncp.distributed import collectives, consistency
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
 from tritoncp.ops import engine_factory, signatures
-from tritoncp.ops.dispatch import register_op, run_below_autograd
+from tritoncp.ops.dispatch import group_op, register_op, run_below_autograd
 from tritoncp.ops.engine_factory import Spec
 from tritoncp.ops.transforms import refuse_transform, refuse_transforms
 from tritoncp.planning.plan import Plan
@@ -55,6 +55,7 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if is_other else _NO_CONTEXT
 
 
+@group_op
 def _attend(
     q: list[Tensor],
     k: list[Tensor],
@@ -89,6 +90,7 @@ def _forward_fake(q: list[Tensor], k: list[Tensor], v: list[Tensor], *rest: Any)
     return [*outs, *stats, *tops]
 
 
+@group_op
 def _differentiate(
     douts: list[Tensor],
     dlses: list[Tensor],
@@ -120,6 +122,7 @@ def _differentiate(
     engine = engine_factory.engine_of(
         spec, plan_of_call, scale, q, k, v, captures, ints, floats, extra, grads
     )
+    consistency.compare_kind(call.group, "a backward pass")
     grads_by_rank = _drive(call.group, plan_of_call, len(q), schedule, q[0].device, "backward ")
     sums = engine_factory.sum_gradients(call, captures, grads)
     return [x for part in zip(*grads_by_rank, strict=True) for x in part] + sums

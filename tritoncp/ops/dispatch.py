@@ -6,9 +6,11 @@ tensors, at each call and for each derivative, which takes longer than the rest 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,27 +22,18 @@ from tritoncp.ops import flop_formulas
 from tritoncp.ops.engine_factory import Spec
 from tritoncp.ops.transforms import refuse_vmap
 
+Body = TypeVar("Body", bound=Callable[..., Any])
 _OPS = torch.library.Library("tritoncp", "FRAGMENT")
 
 
 def register_op(
     name: str, body: Callable[..., Any], fake: Callable[..., Any], autograd_kernel: Any = None
 ) -> Any:
-    """Register the op ``tritoncp::name``: its body, its fake, and its Autograd kernel. Where the body raises,
-    the group of its argument ``spec`` or ``world`` is closed."""
-    names = list(inspect.signature(body).parameters)
+    """Register the op ``tritoncp::name``: its body, its fake, and its Autograd kernel."""
 
     def run_body(*args: Any) -> Any:
-        try:
-            with fresh_dispatch():
-                return body(*args)
-        except BaseException as error:
-            arguments = dict(zip(names, args))
-            if "spec" in arguments:
-                Spec.decode(arguments["spec"]).stop_group(error)
-            elif arguments.get("world"):
-                failures.stop(groups.group_by_name(arguments["world"]), error)
-            raise
+        with fresh_dispatch():
+            return body(*args)
 
     schema = torch.library.infer_schema(body, mutates_args=())
     _OPS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -50,6 +43,25 @@ def register_op(
         _OPS.impl(name, autograd_kernel, "Autograd")
     torch.library.register_fake(f"tritoncp::{name}", fake, lib=_OPS)
     return getattr(torch.ops.tritoncp, name).default
+
+
+def group_op(body: Body) -> Body:
+    """Have the body of an op close the group of its argument ``spec`` or ``world`` where it raises."""
+    names = list(inspect.signature(body).parameters)
+
+    @functools.wraps(body)
+    def run(*args: Any) -> Any:
+        try:
+            return body(*args)
+        except BaseException as error:
+            arguments = dict(zip(names, args))
+            spec = arguments.get("spec")
+            if world := arguments["world"] if spec is None else Spec.decode(spec).world:
+                with contextlib.suppress(ValueError):  # of a group that was destroyed
+                    failures.stop(groups.group_by_name(world), error)
+            raise
+
+    return run  # type: ignore[return-value]
 
 
 def run_below_autograd(op: Any, body: Callable[..., Any], tensors: Iterable[Tensor], *args: Any) -> Any:

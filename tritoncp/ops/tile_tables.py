@@ -55,15 +55,18 @@ class Device(NamedTuple):
     name: str
 
 
-@functools.lru_cache(maxsize=64)
 def device_of(device: torch.device) -> Device:
     """Return the model of a device.
 
     >>> device_of(torch.device("cpu"))
     Device(arch='interpreter', name='cpu')
     """
-    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return Device(architecture(device), name)
+    return Device(architecture(device), "cpu") if device.type == "cpu" else _gpu_of(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _gpu_of(device: torch.device) -> Device:
+    return Device(architecture(device), torch.cuda.get_device_name(device))
 
 
 def folders() -> list[Path]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tritoncp.distributed import groups
-from tritoncp.self_check.cases import PASSES, Answers, Case, Result, make_problem
+from tritoncp.distributed.failures import GroupClosed
+from tritoncp.self_check.cases import ONE_DEVICE, PASSES, Answers, Case, Result, make_problem
 from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_passes
 
 Gather = Callable[[Any], list[Any]]  # this process's value -> the values of all ranks, in rank order
@@ -118,7 +118,7 @@ def run_schedule(
         own = take_outcome(steps, ranks.device)
         try:
             outcomes, reasons = zip(*gather((own, limits.reason())))
-        except groups.PeerLost as error:
+        except GroupClosed as error:
             rank = error.absent[0] if error.absent else None
             yield from (Result(case, rank=rank, ranks=error.absent, why=str(error)) for case in pending)
             lost = ", ".join(map(str, error.absent)) or "unknown"
@@ -128,6 +128,8 @@ def run_schedule(
             yield from report_failures(pending, failures, len(outcomes))
         elif direction in wanted:
             yield judge_case(wanted[direction], problem[0], outcomes)
+        if pending[0].schedule != ONE_DEVICE and 0 < len(failures) < len(outcomes):
+            raise Stopped(f"a rank failed alone in {pending[0].name}, which closes the group of all ranks")
         if any(outcome.fatal for outcome in failures.values()):
             raise Stopped(f"a rank or a device was lost in {pending[0].name}")
         if reason := next(filter(None, reasons), None):
@@ -148,7 +150,7 @@ def take_outcome(steps: Iterator[Errors], device: torch.device) -> Errors | Fail
     try:
         return next(steps)
     except Exception as error:
-        lost = isinstance(error, groups.PeerLost | Stalled | dist.DistError)
+        lost = isinstance(error, GroupClosed | Stalled | dist.DistError)
         lines = str(error).strip().splitlines() or [""]
         return Failure(f"{type(error).__name__}: {lines[0][:500]}", lost or not is_usable(device))
 

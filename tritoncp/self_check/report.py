@@ -171,10 +171,10 @@ def format_verdict(report: Report) -> Iterator[str]:
     right = sum(result.right for result in ran)
     yield f"{right} of {len(ran)} cases are right, {report.seconds:.1f} s"
     if left_out := [result.case for result in report.results if not result.ran]:
-        yield f"not run: {len(left_out)} more, as {report.stopped}: {format_cases(left_out)}"
+        yield f"not run: {len(left_out)} more, of {format_cases(left_out)}: {report.stopped}"
     elif report.stopped:
         yield f"stopped: {report.stopped}"
-    if report.untested:
+    if report.untested and report.stopped == report.request.late:
         yield f"no case ran of {', '.join(report.untested)}: --budget gives the check more seconds"
     if worst := report.worst:
         yield f"worst: {worst.case.name}: {describe(worst)}"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tritoncp.core.process_environment import torchrun_world_size, use_loopback_interface
-from tritoncp.distributed import collectives, groups
+from tritoncp.distributed import collectives, failures
 from tritoncp.self_check.attempts import Limits, Request, Stopped, run_cases
 from tritoncp.self_check.cases import Case, Result, choose_degree, choose_sizes, list_cases
 from tritoncp.self_check.comparison import Ranks
@@ -75,7 +75,7 @@ def collect_results(
         for result in outcomes:
             results[result.case] = result
             display.show(result)
-    except (Stopped, groups.PeerLost) as error:
+    except (Stopped, failures.GroupClosed) as error:
         stop = error
     return [results.get(case) or Result(case, why=f"not run: {stop}") for case in cases], stop
 
@@ -108,7 +108,7 @@ class Group(NamedTuple):
     host: dist.ProcessGroup
 
     def gather(self, own: Any) -> list[Any]:
-        """Gather every rank's value over the host group. Raises PeerLost, which names the absent ranks."""
+        """Gather every rank's value over the host group. Raises GroupClosed, which names the absent ranks."""
         text = pickle.dumps(own)
         sizes = [row[0] for row in collectives.exchange([len(text)], self.host, "the result of a case")]
         texts = collectives.exchange_bytes(text, max(sizes), self.host, "the result of a case")

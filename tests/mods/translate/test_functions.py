@@ -115,6 +115,7 @@ def test_the_gradient_of_lgamma_is_digamma() -> None:
 # Scores over the whole range of each function, and the error in units of eps that `special_functions` states.
 RANGES: dict[str, tuple[Callable[[], Tensor], float, float]] = {
     "tan": (lambda: spread(-12, 0.5), 3, 3),
+    "tanh": (lambda: spread(-12, 3), 3, 3),
     "asin": (lambda: spread(-12, 0), 4, 4),
     "acos": (lambda: spread(-12, 0), 4, 4),
     "atan": (lambda: spread(-12, 12), 3, 3),

@@ -1,11 +1,8 @@
 """Ratios and their intervals, the gate, and a planted regression from end to end."""
 
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +13,7 @@ from tests.perf.synthetic_history import H100, H200
 from tritoncp.cli import main
 from tritoncp.kernels.launch import Launch
 from tritoncp.perf.dashboard import compare, gate
-from tritoncp.perf.records import from_pytest_benchmark
-from tritoncp.perf.records.history import TUNED, Point, Series, append, read
+from tritoncp.perf.records.history import TUNED, Point, Series, append
 from tritoncp.perf.suite import timing
 
 ROOT = Path(__file__).parents[3]
@@ -228,29 +224,3 @@ def test_a_planted_regression_is_named_and_fails_the_gate(tmp_path, monkeypatch)
     assert plan["case"] == runs["host"] and plan["ratio"] == 1
     output = run_compare(*sides, "--fail-over", "60%", "--markdown")[1]
     assert "past 60 %" in output and kernel["case"] in output.split("TOO SLOW")[0]
-
-
-def test_pytest_benchmarks_are_imported(tmp_path):
-    source = tmp_path / "b.json"
-    words = ["-k", "plan-causal and 128k", f"--benchmark-json={source}", "-q", "-p", "no:cacheprovider"]
-    own = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
-    }  # without the variables of xdist's workers
-    run = [sys.executable, "-m", "pytest", "perf/suite/bench.py", *words]
-    subprocess.run(run, cwd=ROOT, env=own, check=True, capture_output=True)
-    out = tmp_path / "h.jsonl"
-    result = CliRunner().invoke(main, ["perf", "import", str(source), "--out", str(out)])
-    assert result.exit_code == 0 and "3 benchmarks added" in result.output
-    history = read(out)
-    assert history.problems == [] and history.points == from_pytest_benchmark.points(
-        json.loads(source.read_text())
-    )
-    for point in history.points:
-        assert (
-            point.case.startswith("suite/bench.py::test_case[plan-causal-w8-")
-            and point.tags["mask"] == "causal"
-        )
-        assert len(point.own["samples"]) == 15 and point.env["torch"]
-        assert point.own["low"] <= point.ms <= point.own["high"]
-    bad = CliRunner().invoke(main, ["perf", "import", str(out), "--out", str(tmp_path / "x.jsonl")])
-    assert bad.exit_code == 2 and "is not what `pytest --benchmark-json` writes" in bad.output

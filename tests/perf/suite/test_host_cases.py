@@ -1,6 +1,5 @@
 """Figures without a GPU: the calls that they time, and resuming a run that was killed."""
 
-import json
 import os
 import signal
 import subprocess
@@ -110,28 +109,6 @@ def test_a_killed_run_keeps_its_lines_and_is_resumed(tmp_path):
     names = [case.name for case in host_cases.select("core", "plan-*-128k")]
     assert [point.case for point in after.points] == names
     assert len({point.run for point in after.points}) == 1
-
-
-def test_kernels_are_written_once_and_again_when_they_change(tmp_path, monkeypatch):
-    from tritoncp.perf.records.history import Journal, Series
-
-    table = tmp_path / "configs" / "resources.json"
-    table.parent.mkdir()
-    monkeypatch.setattr(host_cases, "SHIPPED", table.parent)
-    row = {"kernel": "dq", "arch": "sm_90", "head_dim": 64, "dtype": "bfloat16", "variant": "full"}
-    out = tmp_path / "history" / "a.jsonl"
-    out.parent.mkdir()
-    journal = Journal(out, "r", Series("CPU"), {})
-    host_cases.resources(journal)
-    assert not out.exists(), "no table, nothing to say"
-    for registers, lines in ((200, 1), (200, 1), (168, 2)):
-        table.write_text(json.dumps({"triton": "3.7.1", "rows": [row | {"registers": registers}]}))
-        host_cases.resources(journal)
-        assert len(read(out).resources) == lines
-    assert [line["registers"] for line in read(out).kernels()] == [168]
-    table.write_text(json.dumps({"triton": "3.8", "rows": [row]}))
-    host_cases.resources(journal, "kernel-sm_80-*")
-    assert len(read(out).resources) == 2
 
 
 def test_a_case_that_fails_is_a_line_and_the_others_go_on(tmp_path, monkeypatch):

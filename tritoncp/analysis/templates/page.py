@@ -20,10 +20,10 @@ from tritoncp.analysis.templates import table
 from tritoncp.analysis.templates.comparison import Comparison, comparisons, fits, is_serial, scaled, verdict
 from tritoncp.analysis.templates.flex import MASKS
 from tritoncp.analysis.templates.table import AUTOTUNED, HEAD_DIMS, KERNELS, TABLE, Row
-from tritoncp.perf.dashboard.kernel_table import LIMITS
 from tritoncp.perf.dashboard.readme_figures import ROOT, rewrite
 from tritoncp.perf.exit_codes import PerfCommand
 
+LIMITS = {"mufu": "exponentials", "issue": "instructions", "tensor cores": "products", "tensor": "products"}
 NOTES, PAGE = ROOT / "perf/NOTES.md", ROOT / "perf/TEMPLATES.md"
 BEGIN, END = "<!-- templates: begin -->", "<!-- templates: end -->"
 ARCHITECTURES = ("sm_90", "sm_80")

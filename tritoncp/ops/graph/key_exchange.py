@@ -17,7 +17,7 @@ from tritoncp.distributed.schedules import shared_keys
 from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
 from tritoncp.ops import engine_factory, signatures
 from tritoncp.ops.autograd import current_device, in_own_memory, needs_autograd, plan_of
-from tritoncp.ops.dispatch import register_op
+from tritoncp.ops.dispatch import group_op, register_op
 from tritoncp.ops.engine_factory import Spec
 from tritoncp.planning.plan import Plan
 
@@ -29,6 +29,7 @@ def _plan(handle: Tensor, x: Tensor) -> Plan:
     return plan
 
 
+@group_op
 def _send_keys(
     k: Tensor,
     v: Tensor,
@@ -51,6 +52,7 @@ def _send_keys_fake(k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return k.new_empty(_new_size(), k.shape[1], k.shape[3] + v.shape[3])
 
 
+@group_op
 def _forward_part(
     q: Tensor,
     buffer: Tensor,
@@ -78,6 +80,7 @@ def _forward_part_fake(q: Tensor, buffer: Tensor, *rest: Any) -> list[Tensor]:
     return [out, lse, *([torch.empty_like(lse)] if Spec.decode(rest[-1]).want_max else [])]
 
 
+@group_op
 def _backward_part(
     dout: Tensor,
     dlse: list[Tensor],
@@ -119,6 +122,7 @@ def _backward_part_fake(
     return [laid_out_as(q, d), *grads, *sums]
 
 
+@group_op
 def _send_gradients(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Tensor, spec: str) -> Tensor:
     """Start to return the gradients of keys and values, summed over all chunks, to the ranks of the keys."""
     return shared_keys.send_gradients(_plan(plan, k), dk, dv, k, Spec.decode(spec).group)

@@ -1,0 +1,363 @@
+"""A rank whose call raises, on real gloo processes: no number that any rank gets is wrong, every rank learns
+who failed and why, and a new group works.
+
+Three ranks train, and the program of each skips a batch whose call raised, as that of rank 1 alone does once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import tritoncp
+from tests.multiprocess.ranks import run
+from tritoncp.cpu.engine import CpuEngine
+from tritoncp.distributed import consistency, failures
+from tritoncp.ops import engine_factory
+from tritoncp.reference.dense import dense_attention
+
+S, STEPS, BAD = 24, 5, 2  # rows, batches, and the batch with the fault
+SCHEDULES = ("allgather", "ring", "fetch", "ulysses")
+Fault = Callable[[dict[str, Any]], None]  # changes the arguments of the bad call, or plants an error
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU engine, and slices in which ranks learn of a failure sooner than users' ranks."""
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    monkeypatch.setattr(failures, "SLICE", 0.2)
+    monkeypatch.setattr(failures, "PATIENCE", 1.0)
+
+
+def mask_of() -> tritoncp.Mask:
+    return tritoncp.create_block_mask(tritoncp.causal(), 1, 1, S, S, BLOCK_SIZE=4)
+
+
+def batch(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(1, 4, S, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def train(group: Any, plan: tritoncp.Plan, step: int, fault: Fault | None = None, call: Any = None) -> bool:
+    """One step; whether out and gradients are those of the whole batch."""
+    shards = [tritoncp.shard(x, plan, dim=2).requires_grad_() for x in batch(step)]
+    arguments = {"query": shards[0], "key": shards[1], "value": shards[2], "score_mod": None}
+    if fault is not None:
+        fault(arguments)
+    out = (call or tritoncp.flex_attention)(**arguments, block_mask=plan, mesh=group)
+    grads = torch.autograd.grad(out.square().sum(), shards)
+    leaves = [x.requires_grad_() for x in batch(step)]
+    whole = dense_attention(*leaves, plan.mask).out
+    expected = whole.detach(), *torch.autograd.grad(whole.square().sum(), leaves)
+    parts = [tritoncp.shard(x, plan, dim=2) for x in expected]
+    return all(torch.allclose(x, y, atol=1e-8) for x, y in zip((out.detach(), *grads), parts, strict=True))
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """The result of a call, or its error as text."""
+    try:
+        return call()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fresh_group() -> Any:
+    return dist.new_group(timeout=timedelta(seconds=30))
+
+
+# -- faults ------------------------------------------------------------------------------------------------
+
+
+def shorten(arguments: dict[str, Any]) -> None:
+    for name in ("query", "key", "value"):
+        arguments[name] = arguments[name][:, :, :-1]
+
+
+def mix_dtypes(arguments: dict[str, Any]) -> None:
+    arguments["query"] = arguments["query"].float()
+
+
+def add_option(arguments: dict[str, Any]) -> None:
+    arguments["kernel_options"] = {"NO_SUCH": 1}
+
+
+def raise_in_mod(arguments: dict[str, Any]) -> None:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        raise ArithmeticError("of this rank's score_mod")
+
+    arguments["score_mod"] = score_mod
+
+
+def run_out_of_memory(name: str, step: int, error: type[BaseException] = MemoryError) -> Fault:
+    """Raise in the engine's method ``name``, when it is called for the step-th time from now on."""
+
+    def plant(arguments: dict[str, Any]) -> None:
+        method, steps = getattr(CpuEngine, name), itertools.count(1)
+
+        def failing(self: CpuEngine, *args: Any, **options: Any) -> Any:
+            if next(steps) == step:
+                setattr(CpuEngine, name, method)
+                raise error("planted")
+            return method(self, *args, **options)
+
+        setattr(CpuEngine, name, failing)
+
+    return plant
+
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "length": (shorten, "ValueError: query has 7 rows"),
+    "dtypes": (mix_dtypes, "ValueError: query is torch.float32"),
+    "option": (add_option, "ValueError: unknown kernel option 'NO_SUCH'"),
+    "score_mod": (raise_in_mod, "ArithmeticError: of this rank's score_mod"),
+    "forward": (run_out_of_memory("forward", 1), "MemoryError: planted"),
+    "dq": (run_out_of_memory("dq", 1), "MemoryError: planted"),
+    "dkdv": (run_out_of_memory("dkdv", 1, KeyboardInterrupt), "KeyboardInterrupt: planted"),
+}
+
+
+def skip_bad_batches(group: Any, schedule: str, name: str, faulty: int) -> list[Any]:
+    """Train, skipping batches whose call raises; then train with a new group."""
+    few = fresh_group()
+    plan = tritoncp.make_plan(mask_of(), few, schedule=schedule)
+    fault = FAULTS[name][0] if group.rank() == faulty else None
+    results = [attempt(lambda i=i: train(few, plan, i, fault if i == BAD else None)) for i in range(STEPS)]
+    again = fresh_group()
+    return [*results, attempt(lambda: train(again, plan, 9))]
+
+
+def check(results_by_rank: list[list[Any]], name: str, faulty: int) -> None:
+    said = FAULTS[name][1]
+    for rank, (first, second, bad, *later, new) in enumerate(results_by_rank):
+        assert first is second is new is True
+        assert bad.startswith(said) if rank == faulty else bad.startswith("PeerLost"), bad
+        for error in (*later, *([] if rank == faulty else [bad])):
+            assert f"of rank {faulty} failed: {said}" in error and "torch.distributed.new_group" in error
+        assert all(error.startswith("GroupClosed: group") for error in later)
+
+
+SAMPLE = [
+    ("allgather", "length", 1), ("ring", "length", 0), ("fetch", "length", 2), ("ulysses", "length", 1),
+    ("ring", "dtypes", 2), ("fetch", "option", 0), ("allgather", "score_mod", 1), ("ring", "forward", 2),
+    ("ulysses", "dq", 0), ("allgather", "dkdv", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "name", "faulty"), SAMPLE)
+def test_a_rank_that_fails_alone_closes_the_group_and_is_named(
+    schedule: str, name: str, faulty: int
+) -> None:  # fmt: skip
+    check(run(3, skip_bad_batches, schedule, name, faulty), name, faulty)
+
+
+REST = [row for row in itertools.product(SCHEDULES, FAULTS, range(3)) if row not in SAMPLE]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("schedule", "name", "faulty"), REST)
+def test_the_rest_of_the_faults(schedule: str, name: str, faulty: int) -> None:
+    check(run(3, skip_bad_batches, schedule, name, faulty), name, faulty)
+
+
+# -- other calls -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["first make_plan", "later make_plan", "shard", "unshard"])
+def test_other_calls_close_the_group_too(call: str) -> None:
+    def work(group: Any) -> list[Any]:
+        few, is_bad = fresh_group(), group.rank() == 1
+        if call == "first make_plan":
+            return [attempt(lambda: tritoncp.make_plan(mask_of(), few, schedule="no" if is_bad else "ring"))]
+        plan = tritoncp.make_plan(mask_of(), few, schedule="ring")
+        x = torch.ones(1, 1, plan.s_local, 8)
+        calls = {
+            "later make_plan": lambda: tritoncp.make_plan(
+                mask_of(), few, schedule="no" if is_bad else "ring"
+            ),
+            "unshard": lambda: tritoncp.unshard(x[:, :, is_bad:], plan, few, dim=2),
+            "shard": lambda: tritoncp.shard(x, plan, dim=2) if is_bad else train(few, plan, 0),
+        }
+        return [attempt(calls[call]), attempt(lambda: train(few, plan, 1))]
+
+    first, (error, *later), last = run(3, work)
+    assert error.startswith("ValueError")
+    for result in (*first, *later, *last):
+        assert f"call 1 of rank 1 failed: {error.splitlines()[0]}" in result
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.4])
+def test_ranks_that_fail_alike_go_on(skew: float) -> None:
+    """In checks before messages, once or twice in a row, while a plan is made, and between messages."""
+
+    def work(group: Any) -> list[Any]:
+        few, results = fresh_group(), []
+        plan = tritoncp.make_plan(mask_of(), few, schedule="ring")
+        planted = {1: shorten, 3: shorten, 4: add_option, 6: run_out_of_memory("forward", 1)}
+        for step in range(8):
+            time.sleep(skew * group.rank() * (step % 2))
+            results.append(attempt(lambda i=step: train(few, plan, i, planted.get(i))))
+        wrong = mask_of()
+        pieces = torch.ones(1, 1, S, 8)  # every rank holds the whole sequence
+        results.append(attempt(lambda: tritoncp.flex_attention(pieces, pieces, pieces, wrong, few)))
+        return [*results, train(few, plan, 8)]
+
+    for results in run(3, work):
+        errors = {index: x.split(":")[0] for index, x in enumerate(results) if x is not True}
+        assert errors == {
+            1: "ValueError", 3: "ValueError", 4: "ValueError", 6: "MemoryError", 8: "ValueError",
+        }, results  # fmt: skip
+
+
+def test_one_of_two_failures_in_a_row_is_not_alike() -> None:
+    """All ranks fail alike, and rank 1 again in the next call: its third call meets no older one."""
+
+    def work(group: Any) -> list[Any]:
+        few = fresh_group()
+        plan = tritoncp.make_plan(mask_of(), few, schedule="allgather")
+        bad = (1, 2) if group.rank() == 1 else (1,)
+        return [attempt(lambda i=i: train(few, plan, i, shorten if i in bad else None)) for i in range(5)]
+
+    for results in run(3, work):
+        assert results[0] is True and all(isinstance(x, str) for x in results[1:]), results
+
+
+def test_ranks_that_make_different_calls_learn_it_before_the_timeout() -> None:
+    """A raw mask whose shard is shorter on one rank: no rank's call raises by itself."""
+
+    def work(group: Any) -> Any:
+        few = fresh_group()
+        x, mask = torch.ones(1, 1, S // 3, 8), mask_of()
+        for rows in (S // 3, S // 3 - (group.rank() == 1)):
+            start = time.monotonic()
+            said = attempt(lambda n=rows: tritoncp.flex_attention(*[x[:, :, :n]] * 3, mask, few))
+        return said, time.monotonic() - start
+
+    for said, seconds in run(3, work):
+        assert "ranks made different calls: rank" in said and "makes the plan of a raw mask" in said
+        assert seconds < 10
+
+
+# -- several groups ----------------------------------------------------------------------------------------
+
+
+def test_ranks_of_two_groups() -> None:
+    """Rank 1 fails in one: the other goes on as long as it comes to it, else that one's rank learns why."""
+
+    def work(group: Any) -> list[Any]:
+        members = {"a": (0, 1), "b": (1, 2)}
+        made = {name: dist.new_group(ranks, timeout=timedelta(seconds=30)) for name, ranks in members.items()}
+        own = {name: made[name] for name, ranks in members.items() if group.rank() in ranks}
+        plans = {name: tritoncp.make_plan(mask_of(), one, schedule="ring") for name, one in own.items()}
+        results = []
+        for step in range(4):
+            for name, one in own.items():
+                fault = shorten if (step, name, group.rank()) == (1, "a", 1) else None
+                result = attempt(lambda i=step, n=name, g=one, f=fault: train(g, plans[n], i, f))
+                results.append(result)
+                if step > 1 and result is not True:
+                    break  # the batch is skipped, in both groups
+        return results
+
+    first, second, third = run(3, work)
+    assert first[0] is second[0] is second[1] is third[0] is True
+    assert second[2].startswith("ValueError") and second[3] is third[1] is True
+    assert second[4].startswith("GroupClosed") and "call 3 of rank 1 failed" in first[1]
+    assert "in another group, call 3 of rank 1 failed: ValueError" in third[2], third
+
+
+def test_one_rank_evaluates_and_fails_alone_without_a_mesh() -> None:
+    def work(group: Any) -> list[Any]:
+        few = fresh_group()
+        plan = tritoncp.make_plan(mask_of(), few, schedule="fetch")
+        own, results = tritoncp.make_plan(mask_of()), []
+        for step in range(3):
+            results.append(attempt(lambda i=step: train(few, plan, i)))
+            if group.rank() == 0:
+                results.append(attempt(lambda i=step: train(None, own, i)))
+                assert attempt(lambda i=step: train(None, own, i, shorten)).startswith("ValueError")
+        return results
+
+    assert run(3, work) == [[True] * 6, [True] * 3, [True] * 3]
+
+
+def test_ulysses_and_ring_on_a_mesh_of_two_dimensions() -> None:
+    def work(group: Any) -> list[Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+        plan = tritoncp.make_plan(mask_of(), mesh, schedule="ulysses+ring")
+        fault = run_out_of_memory("forward", 1) if group.rank() == 3 else None
+        results = [attempt(lambda i=i: train(mesh, plan, i, fault if i == 1 else None)) for i in range(3)]
+        again = fresh_group()  # the plan has the two dimensions
+        return [*results, attempt(lambda: train(again, plan, 9))]
+
+    for rank, (first, bad, later, new) in enumerate(run(4, work)):
+        assert first is new is True
+        assert bad == "MemoryError: planted" if rank == 3 else "call 3 of rank 3 failed: MemoryError" in bad
+        assert later.startswith("GroupClosed") and "call 3 of rank 3 failed: MemoryError" in later
+
+
+# -- plans of loaders, compiled calls, TRITONCP_CHECK ------------------------------------------------------
+
+
+def test_plans_of_data_loaders() -> None:
+    def work(group: Any) -> list[Any]:
+        few, results = fresh_group(), []
+        for step in range(3):
+            plan = tritoncp.make_plan(mask_of(), world_size=3, rank=group.rank(), schedule="fetch")
+            plan = pickle.loads(pickle.dumps(plan))
+            fault = shorten if (group.rank(), step) == (1, 1) else None
+            results.append(attempt(lambda i=step, p=plan, f=fault: train(few, p, i, f)))
+        return results
+
+    for rank, (first, bad, later) in enumerate(run(3, work)):
+        assert first is True and "query has 7 rows" in bad and later.startswith("GroupClosed")
+        assert bad.startswith("ValueError" if rank == 1 else "PeerLost")
+
+
+@pytest.mark.parametrize(
+    "name", ["dtypes", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("length", "option", "dq"))]
+)
+def test_compiled_calls(name: str) -> None:
+    """With an error at run time, while the call is traced, and in the backward pass."""
+
+    def work(group: Any) -> list[Any]:
+        few, fault = fresh_group(), FAULTS[name][0] if group.rank() == 1 else None
+        plan = tritoncp.make_plan(mask_of(), few, schedule="ring")
+        fast = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=True)
+        call = lambda i: train(few, plan, i, fault if i == BAD else None, fast)  # noqa: E731
+        results = [attempt(lambda i=i: call(i)) for i in range(STEPS)]
+        return [*results, attempt(lambda: train(fresh_group(), plan, 9))]
+
+    check(run(3, work, timeout=120), name, 1)
+
+
+def test_a_backward_pass_that_a_program_leaves_out_is_told_where_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(consistency, "CHECKED", True)
+
+    def work(group: Any) -> list[Any]:
+        few = fresh_group()
+        plan = tritoncp.make_plan(mask_of(), few, schedule="ring")
+
+        def skip(arguments: dict[str, Any]) -> None:
+            tritoncp.flex_attention(**arguments, block_mask=plan, mesh=few)
+            raise LookupError("in the program, before its backward pass")
+
+        fault = skip if group.rank() == 1 else None
+        return [attempt(lambda i=i: train(few, plan, i, fault if i == 1 else None)) for i in range(3)]
+
+    for rank, (first, second, third) in enumerate(run(3, work)):
+        assert first is True
+        said = third if rank == 1 else second
+        assert "Disagreement: the ranks differ in call" in said and "call 4: a backward pass" in said
+        assert "GroupClosed" in third or rank == 1

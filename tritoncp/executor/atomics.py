@@ -1,0 +1,48 @@
+"""Atomic updates of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tritoncp.executor.floating import arithmetic16
+
+Array = np.ndarray[Any, Any]
+COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "exch": lambda old, new: new,
+    "inc": lambda old, new: np.where(old >= new, 0, old + np.uint32(1)).astype("u4"),
+    "dec": lambda old, new: np.where((old == 0) | (old > new), new, old - np.uint32(1)).astype("u4"),
+}
+
+
+def update(memory: Array, idx: Array, kind: str, operation: str, values: tuple[Array, ...]) -> Array:
+    """Combine values into memory[idx], equal indices one after the other; return the old values.
+
+    kind:   type of PTX
+    values: one array; for "cas" the expected values and the new ones
+    """
+    old = np.empty(len(idx), memory.dtype)
+    left = np.arange(len(idx))
+    while len(left):  # each round takes the first of every index
+        _, first = np.unique(idx[left], return_index=True)
+        now = left[first]
+        old[now] = memory[idx[now]]
+        memory[idx[now]] = combine(old[now], kind, operation, *(v[now] for v in values))
+        left = np.delete(left, first)
+    return old
+
+
+def combine(old: Array, kind: str, operation: str, *values: Array) -> Array:
+    if operation == "cas":
+        return np.where(old == values[0], values[1], old)
+    if kind in ("f16", "bf16", "f16x2", "bf16x2"):
+        return arithmetic16("add", kind, old, values[0])
+    return COMBINE[operation](old, values[0])

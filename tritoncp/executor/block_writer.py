@@ -1,0 +1,220 @@
+"""Basic blocks as Python functions on NumPy arrays with one element per thread."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from tritoncp.executor.instruction import Address, Instruction, Operand
+from tritoncp.executor.opcodes import UnsupportedInstruction, form_of
+
+NUMPY = {
+    **{"u8": "u1", "b8": "u1", "s8": "i1", "u16": "u2", "b16": "u2", "s16": "i2", "f16": "f2", "bf16": "u2"},
+    **{"u32": "u4", "b32": "u4", "s32": "i4", "f32": "f4", "f16x2": "u4", "bf16x2": "u4", "tf32": "u4"},
+    **{"u64": "u8", "b64": "u8", "s64": "i8", "f64": "f8", "f32x2": "u8", "pred": "b"},
+}  # types of arrays by types of PTX
+OF_WIDTH = {1: "b", 8: "u1", 16: "u2", 32: "u4", 64: "u8"}  # types of registers between blocks
+SPECIAL = {f"{name}_{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"}
+SPECIAL |= {"laneid", "warpid", "nwarpid"}
+
+
+def bits_of(numpy_type: str) -> int:
+    return 1 if numpy_type == "b" else 8 * int(numpy_type[1])
+
+
+def unsigned(numpy_type: str) -> str:
+    return "b" if numpy_type == "b" else "u" + numpy_type[1]
+
+
+class Names:
+    """What the functions of all blocks share: numbers of registers, constants, places in the PTX.
+
+    symbols:   values of names that are known when code is written
+    addresses: names whose addresses are known when it is loaded
+    """
+
+    def __init__(self, registers: dict[str, int], symbols: dict[str, int], addresses: set[str]) -> None:
+        self.widths, self.symbols, self.addresses = registers, symbols, addresses
+        self.index = {name: n for n, name in enumerate(registers)}
+        self.constants: dict[tuple[str, Any], str] = {}
+        self.sites: list[Instruction] = []
+
+    def constant(self, value: Any, numpy_type: str) -> str:
+        """The name of a constant; `value` is its bits as an integer, or (name of a symbol, offset)."""
+        return self.constants.setdefault((numpy_type, value), f"C{len(self.constants)}")
+
+    def site(self, i: Instruction) -> int:
+        """Number an instruction, for reports."""
+        if not self.sites or self.sites[-1] is not i:
+            self.sites.append(i)
+        return len(self.sites) - 1
+
+
+class BlockWriter:
+    """Writes the lines of one block's function.
+
+    A register is a local variable for each NumPy type in which the block uses it, views of one array.
+    """
+
+    def __init__(self, names: Names, entering: list[str]) -> None:
+        self.names = names
+        self.lines: list[str] = []
+        self.variables: dict[str, dict[str, str]] = {}  # of a register, by type
+        self.versions: dict[str, int] = {}
+        self.memo: dict[Any, str] = {}
+        self.temporaries = 0
+        for r in entering:
+            t = OF_WIDTH[names.widths[r]]
+            self.variables[r] = {t: self.variable(r, t)}
+
+    def emit(self, i: Instruction) -> None:
+        """Write one instruction."""
+        entry, match = form_of(i.opcode)
+        try:
+            entry.emit(self, i, match)
+        except UnsupportedInstruction as e:
+            raise UnsupportedInstruction(f"line {i.line} of the PTX, {i} {i.operands}: {e}") from None
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def temporary(self, expression: str) -> str:
+        """Name an expression."""
+        self.temporaries += 1
+        self.lines.append(f"t{self.temporaries} = {expression}")
+        return f"t{self.temporaries}"
+
+    def once(self, key: tuple[Any, ...], registers: list[Operand], expression: str) -> str:
+        """Name an expression that later instructions use again while its registers keep their values."""
+        versions = tuple(self.versions.get(r, 0) for r in registers if isinstance(r, str))
+        full = (*key, *map(str, registers), *versions)
+        if full not in self.memo:
+            self.memo[full] = self.temporary(expression)
+        return self.memo[full]
+
+    def site(self, i: Instruction) -> int:
+        return self.names.site(i)
+
+    # operands
+
+    def is_register(self, operand: Operand) -> bool:
+        return isinstance(operand, str) and operand in self.names.widths
+
+    def variable(self, register: str, t: str) -> str:
+        return f"v{self.names.index[register]}_{t}"
+
+    def read(self, operand: Operand, t: str) -> str:
+        """An operand as an array of a NumPy type, or as a scalar if it is a constant."""
+        if not isinstance(operand, str):
+            raise UnsupportedInstruction(f"operand {operand}")
+        if operand.startswith("%") and operand not in self.names.widths:
+            return self.special(operand, t)
+        if operand not in self.names.widths:
+            return self.immediate(operand, t)
+        width, present = self.names.widths[operand], self.variables[operand]
+        if t in present:
+            return present[t]
+        if (t == "b") != (width == 1):
+            raise UnsupportedInstruction(f"{operand} of {width} bits as {t}")
+        if bits_of(t) == width:
+            name = self.variable(operand, t)
+            self.line(f"{name} = {next(iter(present.values()))}.view('{t}')")
+            present[t] = name
+            return name
+        if bits_of(t) > width:
+            raise UnsupportedInstruction(f"{operand} of {width} bits as {t}")
+        low = f"{self.read(operand, OF_WIDTH[width])}.astype('{unsigned(t)}')"
+        return low if unsigned(t) == t else f"{low}.view('{t}')"
+
+    def array(self, operand: Operand, t: str) -> str:
+        """An operand as an array, constants too."""
+        expression = self.read(operand, t)
+        one = not self.is_register(operand) and not str(operand).startswith("%")
+        return f"T.full({expression})" if one else expression
+
+    def special(self, name: str, t: str) -> str:
+        attribute = name[1:].replace(".", "_")
+        if attribute not in SPECIAL:
+            raise UnsupportedInstruction(f"special register {name}")
+        return f"T.{attribute}" if t == "u4" else f"T.{attribute}.astype('{t}')"
+
+    def immediate(self, text: str, t: str) -> str:
+        if text[:2] in ("0f", "0F") and len(text) == 10:
+            return self.float_bits(int(text[2:], 16), "f4", t)
+        if text[:2] in ("0d", "0D") and len(text) == 18:
+            return self.float_bits(int(text[2:], 16), "f8", t)
+        if text in self.names.addresses:
+            return self.names.constant((text, 0), t)
+        try:
+            value = self.names.symbols[text] if text in self.names.symbols else int(text.rstrip("U"), 0)
+        except ValueError:
+            raise UnsupportedInstruction(f"operand {text}") from None
+        return self.constant(value, t)
+
+    def float_bits(self, value: int, given: str, t: str) -> str:
+        if (given == "f8" and t == "f4") or (given == "f4" and t == "f8"):
+            raise UnsupportedInstruction(f"an immediate {given} as {t}")
+        if bits_of(t) != bits_of(given):
+            raise UnsupportedInstruction(f"an immediate {given} as {t}")
+        return self.names.constant(value, t)
+
+    def constant(self, value: int, t: str) -> str:
+        """The name of an integer constant."""
+        if t == "b":
+            return self.names.constant(int(value != 0), t)
+        if t[0] == "f":
+            code = {"f2": "e", "f4": "f", "f8": "d"}[t]
+            value = int.from_bytes(struct.pack("<" + code, value), "little")
+        return self.names.constant(value & ((1 << bits_of(t)) - 1), t)
+
+    def address(self, operand: Operand, t: str) -> str:
+        """The address of a memory operand, as an array."""
+        assert isinstance(operand, Address), operand
+        base, offset = operand.base, operand.offset
+        if base in self.names.addresses:
+            return f"T.full({self.names.constant((base, offset), t)})"
+        if not self.is_register(base):
+            value = self.names.symbols[base] if base in self.names.symbols else int(base, 0)
+            return f"T.full({self.constant(value + offset, t)})"
+        width = OF_WIDTH[self.names.widths[base]]
+        expression = self.read(base, width)
+        if offset:
+            expression = self.once(
+                ("address", offset), [base], f"{expression} + {self.constant(offset, width)}"
+            )
+        return expression if width == t else f"{expression}.astype('{t}')"
+
+    def predicate(self, i: Instruction) -> str:
+        """The guard of an instruction, or None in words."""
+        if not i.predicate:
+            return "None"
+        held = self.read(i.predicate, "b")
+        return self.once(("not",), [i.predicate], f"~{held}") if i.negated else held
+
+    def condition(self, operand: Operand) -> str:
+        """A predicate operand, which may be negated, as an array."""
+        assert isinstance(operand, str)
+        if operand.startswith("!"):
+            return f"~{self.array(operand[1:], 'b')}"
+        return self.array(operand, "b")
+
+    # results
+
+    def write(self, register: Operand, t: str, expression: str, i: Instruction) -> None:
+        """Assign an array to a register; `_` takes none. A type narrower than the register is extended."""
+        if register == "_":
+            return
+        if not isinstance(register, str) or register not in self.names.widths:
+            raise UnsupportedInstruction(f"{register} as a result")
+        width = self.names.widths[register]
+        if (t == "b") != (width == 1) or bits_of(t) > width:
+            raise UnsupportedInstruction(f"a result {t} in {register} of {width} bits")
+        if bits_of(t) < width:
+            t = f"{'i' if t[0] == 'i' else 'u'}{width // 8}"
+            expression = f"({expression}).astype('{t}')"
+        name = self.variable(register, t)
+        if i.predicate:
+            expression = f"np.where({self.predicate(i)}, {expression}, {self.read(register, t)})"
+        self.line(f"{name} = {expression}")
+        self.variables[register] = {t: name}
+        self.versions[register] = self.versions.get(register, 0) + 1

@@ -1,0 +1,101 @@
+"""Which registers live at the borders of blocks, and in which order threads that parted meet again."""
+
+from __future__ import annotations
+
+from tritoncp.executor.instruction import Barrier, Branch, Kernel, Return, Switch
+from tritoncp.executor.opcodes import reads_and_writes
+
+
+def liveness(kernel: Kernel) -> tuple[list[set[str]], list[set[str]]]:
+    """Registers that are read before they are written, from the start of each block and from its end."""
+    reads, writes = [], []
+    for block in kernel.blocks:
+        read: set[str] = set()
+        written: set[str] = set()
+        for i in block.instructions:
+            r, w = reads_and_writes(i, kernel.registers)
+            read.update(x for x in r if x not in written)
+            written.update(w)
+        read.update(x for x in end_reads(block.end, kernel.registers) if x not in written)
+        reads.append(read)
+        writes.append(written)
+    follows = kernel.successors()
+    live_in = [set(r) for r in reads]
+    live_out: list[set[str]] = [set() for _ in reads]
+    changed = True
+    while changed:
+        changed = False
+        for n in reversed(range(len(reads))):
+            out = set().union(*(live_in[s] for s in follows[n]))
+            new = reads[n] | (out - writes[n])
+            if out != live_out[n] or new != live_in[n]:
+                live_out[n], live_in[n], changed = out, new, True
+    return live_in, live_out
+
+
+def end_reads(end: object, registers: dict[str, int]) -> list[str]:
+    match end:
+        case Branch(predicate) | Return(str(predicate)):
+            return [predicate]
+        case Switch(index):
+            return [index]
+        case Barrier(number, count, _):
+            return [x for x in (number, count) if x in registers]
+    return []
+
+
+def meeting_order(kernel: Kernel) -> list[int]:
+    """Rank the blocks so that threads that parted meet again if the lowest rank goes first: a topological
+    order in which each loop is in one piece, before what follows it."""
+    follows = kernel.successors()
+    order: list[int] = []
+    arrange(set(range(len(follows))), None, follows, order)
+    rank = [0] * len(follows)
+    for n, block in enumerate(order):
+        rank[block] = n
+    return rank
+
+
+def arrange(nodes: set[int], header: int | None, follows: list[list[int]], order: list[int]) -> None:
+    """Append blocks in topological order; the inside of a loop is arranged without edges to its header."""
+    edges = {n: [x for x in follows[n] if x in nodes and x != header] for n in nodes}
+    for loop in reversed(components(edges)):
+        if len(loop) == 1:
+            order.append(loop[0])
+            continue
+        inside = set(loop)
+        entries = [x for n, after in enumerate(follows) if n not in inside for x in after if x in inside]
+        arrange(inside, min(entries or loop), follows, order)
+
+
+def components(edges: dict[int, list[int]]) -> list[list[int]]:
+    """Strongly connected components, each after those that it leads to (Tarjan)."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    done: list[list[int]] = []
+    for root in sorted(edges):
+        if root in index:
+            continue
+        index[root] = low[root] = len(index)
+        stack.append(root)
+        work = [(root, iter(edges[root]))]
+        while work:
+            node, after = work[-1]
+            for x in after:
+                if x not in index:
+                    index[x] = low[x] = len(index)
+                    stack.append(x)
+                    work.append((x, iter(edges[x])))
+                    break
+                if x in stack:
+                    low[node] = min(low[node], index[x])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    at = stack.index(node)
+                    done.append(stack[at:])
+                    del stack[at:]
+    return done

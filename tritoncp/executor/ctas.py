@@ -1,0 +1,48 @@
+"""CTAs that run together: what their threads are, and the parts that generated code calls by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tritoncp.executor.clocks import Clocks
+
+Array = np.ndarray[Any, Any]
+u4 = np.uint32
+
+
+class Ctas:
+    """`n` CTAs of a launch, with `count` threads in all; `machine.build_ctas` adds their memories and units.
+
+    program:  number of each thread's program, from 1
+    progress: grows when something happens that a waiting thread may wait for
+    retry:    a thread that found its mbarrier unfinished will find it finished
+    """
+
+    globals: Any
+    shared: Any
+    local: Any
+    generic: Any
+    async_copies: Any
+    mbarriers: Any
+    tma: Any
+    wgmma: Any
+    tensor: Any
+    tcgen05: Any
+
+    def __init__(self, launch: Any, programs: Array) -> None:
+        self.launch, self.threads, self.n = launch, launch.threads, len(programs)
+        self.warps = -(-self.threads // 32)
+        self.count = self.n * self.threads
+        number = np.repeat(programs, self.threads)
+        self.program = (number + 1).astype(np.int32)
+        gx, gy, _ = launch.grid
+        self.ids = tuple(x.astype(u4) for x in (number % gx, number // gx % gy, number // (gx * gy)))
+        self.tid = np.tile(np.arange(self.threads, dtype=u4), self.n)
+        self.cta = np.repeat(np.arange(self.n), self.threads)
+        self.warp = (self.tid >> u4(5)).astype(np.int64)
+        self.clocks = Clocks(self.n, self.warps)
+        self.counts = launch.counts
+        self.progress = 0
+        self.retry = False

@@ -1,0 +1,98 @@
+"""The executor as Triton's device, within a `with` statement."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import triton
+from triton import knobs
+from triton.runtime.driver import driver as drivers
+
+from tritoncp.core.cpu_target import execute_for
+from tritoncp.executor.driver import ExecutorDriver, LaunchRecord
+from tritoncp.executor.faults import Fault
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
+
+
+class Device:
+    """What was launched, and what went wrong.
+
+    launches: records, in order
+    faults:   of all launches
+    """
+
+    def __init__(self, architecture: str, driver: ExecutorDriver) -> None:
+        self.architecture = architecture
+        self.launches: list[LaunchRecord] = driver.launches
+        self.faults: list[Fault] = driver.faults
+
+
+@contextmanager
+def compiled_kernels(
+    architecture: str,
+    seed: int | None = None,
+    count: bool = False,
+    raise_faults: bool = True,
+    check: bool = True,
+) -> Iterator[Device]:
+    """Run Triton kernels on CPU tensors as they are compiled for a GPU, instruction by instruction.
+
+    Triton specialises, compiles and launches as it does with a GPU; the PTX is executed with NumPy, one
+    element of an array for each thread.
+
+    Args:
+        architecture: "sm_80", "sm_86", "sm_89", "sm_90" or "sm_100".
+        seed: shuffles the order of programs, warps and atomics, and draws the lane that a warp elects.
+        count: keep counts of what is executed in `device.launches`.
+        raise_faults: raise the faults of a launch at its end. One after which the launch cannot go on is
+            always raised.
+        check: look for faults other than accesses out of bounds; without, launches take about half the time.
+
+    Yields:
+        The device: records of its launches, and faults.
+
+    Raises:
+        RuntimeError: Triton was imported with TRITON_INTERPRET=1.
+        ExecutionFault: a launch had faults.
+        UnsupportedInstruction: a kernel has an instruction that the executor does not know.
+
+    Example:
+        >>> import torch, triton, triton.language as tl
+        >>> @triton.jit
+        ... def double(x, y, n, BLOCK: tl.constexpr):
+        ...     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        ...     tl.store(y + i, 2 * tl.load(x + i, mask=i < n), mask=i < n)
+        >>> x, y = torch.arange(100.0), torch.empty(100)
+        >>> with compiled_kernels("sm_90") as device:
+        ...     double[(2,)](x, y, 100, 64)
+        >>> torch.equal(y, 2 * x), len(device.launches), device.faults
+        (True, 1, [])
+    """
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture {architecture!r}, needed is one of {', '.join(ARCHITECTURES)}")
+    if not isinstance(triton.language.zeros, triton.JITFunction):
+        raise RuntimeError(
+            "Triton was imported with TRITON_INTERPRET=1, which makes kernels Python functions that are "
+            "never compiled. Run this in a process that does not set it."
+        )
+    capability = int(re.sub(r"\D", "", architecture))
+    new = ExecutorDriver(capability, seed, count, raise_faults, check, code_folder())
+    before = drivers._active
+    device = Device(architecture, new)
+    new.start()
+    drivers.set_active(new)
+    try:
+        with execute_for(architecture):
+            yield device
+    finally:
+        drivers._active = before
+        new.stop()
+
+
+def code_folder() -> Path:
+    """Where code written for kernels is kept: beside Triton's own cache."""
+    return Path(knobs.cache.dir) / "tritoncp_executor"

@@ -1,0 +1,288 @@
+"""A driver for Triton without a GPU: Triton's own JIT, compiler and launch, and an executor of the PTX."""
+
+from __future__ import annotations
+
+import re
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+from tritoncp.executor.counters import LaunchCounts
+from tritoncp.executor.faults import CannotContinue, ExecutionFault, Fault
+from tritoncp.executor.global_memory import Extent, GlobalMemory, extent_of
+from tritoncp.executor.launch import Launch
+from tritoncp.executor.program import Program, load_program
+from tritoncp.executor.tma import ELEMENTS, TensorMap
+
+SHARED_BYTES = {
+    80: 166912,
+    86: 101376,
+    87: 166912,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    103: 232448,
+    120: 101376,
+}
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+
+
+@dataclass
+class LaunchRecord:
+    """A launch that was executed.
+
+    grid:    programs in x, y and z
+    warps:   of a program
+    seconds: that it took, without the compilation
+    counts:  of what it executed, where the device counts
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+    warps: int
+    seconds: float
+    counts: LaunchCounts | None = None
+
+
+@dataclass
+class Function:
+    """A loaded kernel; `program` is written at its first launch."""
+
+    name: str
+    ptx: str
+    shared: int
+    program: Program | None = None
+
+
+class Utilities:
+    """The functions of Triton's `cuda_utils` that its runtime calls."""
+
+    def __init__(self, driver: ExecutorDriver) -> None:
+        self.driver = driver
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {
+            "max_shared_mem": SHARED_BYTES.get(self.driver.capability, 101376),
+            "multiprocessor_count": MULTIPROCESSORS.get(self.driver.capability, 108),
+            "max_num_regs": 65536,
+            "warpSize": 32,
+            "sm_clock_rate": 1,
+            "mem_clock_rate": 1,
+            "mem_bus_width": 1,
+        }
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        ptx = Path(self.driver.files[name + ".ptx"]).read_text()
+        return 0, Function(name, ptx, shared), 0, 0, 1024  # module, function, registers, spills, threads
+
+    def unload_module(self, module: Any) -> None:
+        pass
+
+
+class Launcher:
+    """Flattens the arguments of a kernel as Triton's generated launcher does."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        self.signature = list(src.signature.items())
+        self.metadata = metadata
+        self.tensor_maps = getattr(metadata, "tensordesc_meta", None)
+
+    def __call__(
+        self,
+        x: int,
+        y: int,
+        z: int,
+        stream: int,
+        function: Function,
+        packed: Any,
+        launch_metadata: Any,
+        enter: Any,
+        leave: Any,
+        *arguments: Any,
+    ) -> None:
+        from triton.runtime.driver import driver
+
+        extents: list[Extent] = []
+        values: list[tuple[str, Any]] = []
+        described = iter(self.tensor_maps or ())
+        for (name, kind), argument in zip(self.signature, arguments, strict=True):
+            values += self.flatten(name, kind, argument, extents, described)
+        m = self.metadata
+        kept = []
+        for size in (m.global_scratch_size, m.profile_scratch_size):
+            scratch = torch.empty(x * y * z * size, dtype=torch.int8)
+            kept.append(scratch)
+            if size:
+                extents.append(extent_of(scratch, "scratch memory"))
+            values.append(("*i8", scratch.data_ptr() if size else 0))
+        driver.active.execute(function, (x, y, z), m.num_warps, values, extents)
+
+    def flatten(
+        self, name: str, kind: Any, argument: Any, extents: list[Extent], described: Iterator[Any]
+    ) -> list[tuple[str, Any]]:
+        """The parameters of an argument: (type, value)."""
+        if isinstance(kind, tuple):
+            names = getattr(argument, "_fields", range(len(kind)))
+            parts = zip(names, kind, argument, strict=True)
+            return [v for n, k, a in parts for v in self.flatten(f"{name}.{n}", k, a, extents, described)]
+        if kind == "constexpr":
+            return []
+        if kind.startswith("tensordesc"):
+            return self.descriptor(name, kind, argument, extents, next(described, None))
+        if kind[0] == "*" and isinstance(argument, torch.Tensor):
+            extents.append(extent_of(argument, name))
+            return [(kind, argument.data_ptr())]
+        return [(kind, 0 if argument is None else argument)]
+
+    def descriptor(
+        self, name: str, kind: str, argument: Any, extents: list[Extent], described: Any
+    ) -> list[tuple[str, Any]]:
+        """A tensor map where the architecture has TMA, else a pointer, sizes and strides; then both again."""
+        extents.append(extent_of(argument.base, name))
+        if described is not None:
+            values: list[tuple[str, Any]] = [("map", (argument, described))]
+        else:
+            dtype = re.match(r"tensordesc<([^[>]*)\[", kind)
+            assert dtype, kind
+            values = [("*" + dtype[1], argument.base.data_ptr())]
+            values += [("i64", int(n)) for n in (*argument.shape, *argument.strides)]
+            values += [("i1", int(argument.padding == "nan")), ("i1", int(argument.round_f32_to_tf32))]
+        values += [("i32", int(n)) for n in argument.shape]
+        return values + [("i64", int(n)) for n in argument.strides]
+
+
+def parameter_bits(kind: str, value: Any, memory: GlobalMemory) -> int | TensorMap:
+    """The bits of a kernel parameter; a pointer carries the number of its region."""
+    if kind == "map":
+        return tensor_map(*value, memory)
+    if kind[0] == "*":
+        return memory.tag(int(value))
+    codes = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
+    if kind in codes:
+        return int.from_bytes(struct.pack(codes[kind], value), "little")
+    if kind == "bf16":
+        return int(torch.tensor(value, dtype=torch.bfloat16).view(torch.int16).item()) & 0xFFFF
+    bits = int(kind[1:])
+    return int(value) & ((1 << max(8, bits)) - 1)
+
+
+def tensor_map(argument: Any, meta: dict[str, Any], memory: GlobalMemory) -> TensorMap:
+    """The tensor map that Triton's launcher encodes of a descriptor.
+
+    Raises:
+        ValueError: where CUDA refuses it: base and strides are multiples of 16 bytes.
+    """
+    size = meta["elem_size"]
+    base, strides = argument.base.data_ptr(), [int(s) * size for s in argument.strides]
+    if base % 16 or any(s % 16 for s in strides[:-1]):
+        raise ValueError(
+            f"a tensor map of base {base:#x} and strides {strides} bytes: both must be multiples of 16"
+        )
+    if meta["elem_type"] not in ELEMENTS or argument.round_f32_to_tf32:
+        raise NotImplementedError(
+            f"a tensor map of element type {meta['elem_type']}, rounded to tf32 or below 8 bits"
+        )
+    shape, box = [int(n) for n in argument.shape], [int(n) for n in meta["block_size"]]
+    nan = argument.padding == "nan"
+    return TensorMap(memory.tag(base), shape, strides, box, meta["elem_type"], meta["swizzle"], nan)
+
+
+class ExecutorDriver(DriverBase):
+    """What Triton's runtime asks of a driver, for one architecture and CPU tensors."""
+
+    def __init__(
+        self,
+        capability: int,
+        seed: int | None,
+        count: bool,
+        raise_faults: bool,
+        check: bool,
+        cache: Path | None,
+    ) -> None:
+        self.capability, self.seed, self.count = capability, seed, count
+        self.raise_faults, self.check, self.cache = raise_faults, check, cache
+        self.utils, self.launcher_cls = Utilities(self), Launcher
+        self.files: dict[str, str] = {}
+        self.launches: list[LaunchRecord] = []
+        self.faults: list[Fault] = []
+
+    def remember_files(self, module: Any, function: Any, name: str, metadata_group: Any, hash: str) -> None:
+        self.files = dict(metadata_group)
+
+    def start(self) -> None:
+        knobs.runtime.kernel_load_start_hook.add(self.remember_files)
+
+    def stop(self) -> None:
+        knobs.runtime.kernel_load_start_hook.remove(self.remember_files)
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError("the executor launches without generated C++")
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        """Triton keeps compiled kernels by this number: one for each architecture, none of a GPU."""
+        return 1000 + self.capability
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+        return self.capability // 10, self.capability % 10
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> Any:
+        return torch.cpu
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("the executor has no clock of a GPU: nothing can be timed on it")
+
+    def get_empty_cache_for_benchmark(self) -> Any:
+        raise NotImplementedError("the executor has no clock of a GPU: nothing can be timed on it")
+
+    def clear_cache(self, cache: Any) -> None:
+        raise NotImplementedError("the executor has no clock of a GPU: nothing can be timed on it")
+
+    def execute(
+        self,
+        function: Function,
+        grid: tuple[int, int, int],
+        warps: int,
+        values: Sequence[tuple[str, Any]],
+        extents: list[Extent],
+    ) -> None:
+        """Run a launch, and raise its faults if the device does."""
+        if function.program is None:
+            function.program = load_program(function.ptx, self.cache)
+        started = time.perf_counter()
+        launch = Launch(
+            function.program, grid, warps * 32, function.shared, extents, self.check, self.seed, self.count
+        )
+        stopped = None
+        try:
+            launch.run([parameter_bits(kind, value, launch.memory) for kind, value in values])
+        except CannotContinue as e:
+            stopped = e
+        seconds = time.perf_counter() - started
+        self.launches.append(LaunchRecord(function.name, grid, launch.threads // 32, seconds, launch.counts))
+        self.faults += launch.log.faults
+        if stopped is not None or (self.raise_faults and launch.log.faults):
+            raise ExecutionFault(launch.log.faults) from stopped

@@ -1,0 +1,262 @@
+"""Floating-point arithmetic of PTX on NumPy arrays: rounding, flushing of subnormal numbers, 16-bit types.
+
+bfloat16 and float16 lie in uint16, pairs of them in uint32. Where PTX leaves the payload of a NaN open, so
+does this; conversions to 16 bits and minima give the NaN that PTX names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+f4, f8, u2, u4, u8 = np.float32, np.float64, np.uint16, np.uint32, np.uint64
+Array = np.ndarray[Any, Any]
+SMALLEST = f4(np.finfo(f4).tiny)
+SMALLEST_BITS = u4(0x7F800000)
+MIDPOINT_MASK, MIDPOINT = u8(0x1FFFFFFF), u8(0x10000000)  # of float32 numbers in float64
+NAN32, NAN16 = u4(0x7FFFFFFF), {"bf16": u2(0x7FFF), "f16": u2(0x7FFF)}
+
+
+def ftz(x: Array) -> Array:
+    """Flush subnormal float32 numbers to zeros of their sign."""
+    small = np.abs(x) < SMALLEST
+    return np.where(small, np.copysign(f4(0), x), x) if small.any() else x
+
+
+def saturate(x: Array) -> Array:
+    """Clamp to [0, 1]; NaN becomes 0."""
+    return np.where(x > 0, np.minimum(x, x.dtype.type(1)), x.dtype.type(0))
+
+
+def relu(x: Array) -> Array:
+    """Negative numbers become 0; NaN remains."""
+    return np.where(x < 0, x.dtype.type(0), x)
+
+
+def sum_rounded_to_odd(a: Array, b: Array) -> Array:
+    """a + b in float64, rounded to odd: exact once it is rounded to 51 or fewer bits."""
+    s = a + b
+    bb = s - a
+    rest = (a - (s - bb)) + (b - bb)
+    bits = np.ascontiguousarray(s).view(np.int64)
+    fix = (rest != 0) & np.isfinite(rest) & ((bits & 1) == 0) & np.isfinite(s)
+    if not fix.any():
+        return s
+    away = (rest > 0) == (s > 0)
+    return np.where(fix, np.where(away, bits + 1, bits - 1).view(f8), s)
+
+
+def fma32(a: Array, b: Array, c: Array) -> Array:
+    """float32 a × b + c, rounded once."""
+    product = np.multiply(a, b, dtype=f8)
+    total = product + c
+    bits = total.view(u8)
+    tie = ((bits & MIDPOINT_MASK) == MIDPOINT) | ((np.abs(total) < SMALLEST) & (total != 0))
+    if tie.any():
+        at = np.flatnonzero(tie)
+        total[at] = sum_rounded_to_odd(product[at], np.broadcast_to(c, total.shape)[at].astype(f8))
+    return total.astype(f4)
+
+
+def two_product(a: Array, b: Array) -> tuple[Array, Array]:
+    """a × b in float64, and its rounding error (Dekker)."""
+    splitter = f8(134217729)
+    p = a * b
+    ta, tb = a * splitter, b * splitter
+    ha, hb = ta - (ta - a), tb - (tb - b)
+    la, lb = a - ha, b - hb
+    return p, ((ha * hb - p) + ha * lb + la * hb) + la * lb
+
+
+def fma64(a: Array, b: Array, c: Array) -> Array:
+    """float64 a × b + c, rounded once (Boldo and Melquiond), where nothing over- or underflows on the way."""
+    a, b, c = np.broadcast_arrays(a, b, c)
+    high, low = two_product(a, b)
+    s = c + low
+    bb = s - c
+    t = (c - (s - bb)) + (low - bb)
+    v = high + s
+    bb = v - high
+    rest = (high - (v - bb)) + (s - bb)
+    exact = v + sum_rounded_to_odd(t, rest)
+    plain = a * b + c
+    return np.where(np.isfinite(exact), exact, plain)
+
+
+def minimum(a: Array, b: Array, nan: bool) -> Array:
+    """The smaller number, -0 before +0; NaN counts as no number, or wins where `nan`."""
+    return extremum(np.minimum if nan else np.fmin, a, b, smaller=True)
+
+
+def maximum(a: Array, b: Array, nan: bool) -> Array:
+    """The larger number, as `minimum`."""
+    return extremum(np.maximum if nan else np.fmax, a, b, smaller=False)
+
+
+def extremum(choose: np.ufunc, a: Array, b: Array, smaller: bool) -> Array:
+    out = choose(a, b)
+    zero = out == 0
+    if zero.any():
+        signed = np.signbit(a) | np.signbit(b) if smaller else np.signbit(a) & np.signbit(b)
+        both = zero & (np.asarray(a) == b)
+        out = np.where(both, np.copysign(out, np.where(signed, f4(-1), f4(1))), out)
+    lost = np.isnan(out)
+    if out.dtype == f4 and lost.any():
+        out = np.where(lost, NAN32.view(f4), out)
+    return out
+
+
+def sign_of_both(out: Array, a: Array, b: Array) -> Array:
+    """`.xorsign.abs`: a magnitude with the signs of two numbers multiplied."""
+    return np.copysign(out, np.where(np.signbit(a) ^ np.signbit(b), f4(-1), f4(1)))
+
+
+# 16-bit types
+
+
+def to_bf16(x: Array) -> Array:
+    """float32 to bfloat16, to nearest even."""
+    bits = x.view(u4)
+    out = (bits + u4(0x7FFF) + ((bits >> u4(16)) & u4(1))) >> u4(16)
+    lost = np.isnan(x)
+    if lost.any():
+        out = np.where(lost, u4(0x7FFF), out)
+    return out.astype(u2)
+
+
+def to_bf16_towards_zero(x: Array) -> Array:
+    out = (x.view(u4) >> u4(16)).astype(u2)
+    return np.where(np.isnan(x), u2(0x7FFF), out)
+
+
+def to_f16(x: Array) -> Array:
+    """float32 or float64 to float16, to nearest even."""
+    out = x.astype(np.float16).view(u2)
+    lost = np.isnan(x)
+    return np.where(lost, u2(0x7FFF), out) if lost.any() else out
+
+
+def narrow(t: str, x: Array) -> Array:
+    """float32 to the bits of a 16-bit type."""
+    return to_bf16(x) if t.startswith("bf16") else to_f16(x)
+
+
+def narrow64(t: str, x: Array) -> Array:
+    """float64, exact or rounded to odd, to the bits of a 16-bit type."""
+    if not t.startswith("bf16"):
+        return to_f16(x)
+    near = x.astype(f4)  # rounded to odd once more, so that the second rounding is the only one
+    bits = near.view(np.int32)
+    fix = (near.astype(f8) != x) & ((bits & 1) == 0) & np.isfinite(near)
+    away = np.abs(x) > np.abs(near)
+    return to_bf16(np.where(fix, np.where(away, bits + 1, bits - 1), bits).view(f4))
+
+
+def widen(t: str, x: Array) -> Array:
+    """Bits of a 16-bit type to float32."""
+    return (x.astype(u4) << u4(16)).view(f4) if t.startswith("bf16") else x.view(np.float16).astype(f4)
+
+
+def pack2(t: str, high: Array, low: Array) -> Array:
+    """Two float32 arrays to pairs of a 16-bit type."""
+    return (narrow(t, high).astype(u4) << u4(16)) | narrow(t, low)
+
+
+def arithmetic16(operation: str, t: str, a: Array, b: Array) -> Array:
+    """Sums, differences and products of 16-bit numbers or pairs of them, rounded once."""
+    x, y = widen(t, a.view(u2)).astype(f8), widen(t, b.view(u2)).astype(f8)
+    if operation == "mul":
+        total = x * y
+    else:
+        total = sum_rounded_to_odd(x, y if operation == "add" else -y)
+    return narrow64(t, total).view(a.dtype)
+
+
+def fma16(t: str, a: Array, b: Array, c: Array) -> Array:
+    x, y, z = (widen(t, v.view(u2)).astype(f8) for v in (a, b, c))
+    return narrow64(t, sum_rounded_to_odd(x * y, z)).view(a.dtype)
+
+
+def unary16(operation: str, t: str, a: Array) -> Array:
+    return narrow(t, UNARY[operation](widen(t, a.view(u2)))).view(a.dtype)
+
+
+def finish16(suffix: str, t: str, a: Array) -> Array:
+    """`.sat` and `.relu` of 16-bit results."""
+    clamp = saturate if suffix == "sat" else relu
+    return narrow(t, clamp(widen(t, a.view(u2)))).view(a.dtype)
+
+
+def extremum16(operation: str, t: str, a: Array, b: Array, nan: bool) -> Array:
+    choose = minimum if operation == "min" else maximum
+    return narrow(t, choose(widen(t, a.view(u2)), widen(t, b.view(u2)), nan)).view(a.dtype)
+
+
+def to_tf32(x: Array) -> Array:
+    """float32 to tf32, to nearest, ties away from zero."""
+    bits = x.view(u4)
+    out = (bits + u4(0x1000)) & u4(0xFFFFE000)
+    return np.where(np.isfinite(x), out, np.where(np.isnan(x), NAN32, bits))
+
+
+def to_tf32_nearest_even(x: Array) -> Array:
+    bits = x.view(u4)
+    out = (bits + u4(0xFFF) + ((bits >> u4(13)) & u4(1))) & u4(0xFFFFE000)
+    return np.where(np.isfinite(x), out, np.where(np.isnan(x), NAN32, bits))
+
+
+def tf32_of(bits: Array) -> Array:
+    """What tensor cores read of a 32-bit register: the lowest 13 bits count for nothing."""
+    return (bits & u4(0xFFFFE000)).view(f4)
+
+
+# approximations: computed to the last bit or so, within the errors that PTX documents
+
+
+def tanh(x: Array) -> Array:
+    return np.tanh(x)
+
+
+def rsqrt(x: Array) -> Array:
+    return (1 / np.sqrt(x.astype(f8))).astype(x.dtype)
+
+
+def high_word(x: Array) -> Array:
+    """The result of a float64 approximation, whose lower 32 bits are zero."""
+    return (x.view(u8) & u8(0xFFFFFFFF00000000)).view(f8)
+
+
+UNARY = {
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "rcp": lambda x: x.dtype.type(1) / x,
+    "sqrt": np.sqrt,
+    "rsqrt": rsqrt,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": tanh,
+}
+
+# conversions
+
+ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+def to_integer(x: Array, mode: str, t: str) -> Array:
+    """float to integer: saturates; NaN becomes 0, or the highest bit from or to 64 bits."""
+    info = np.iinfo(t)
+    wide = x.dtype == f8 or info.bits == 64
+    y = ROUND[mode](x.astype(f8))
+    lost = np.isnan(y)
+    y = np.where(lost, 0.0, y)
+    low, high = f8(info.min), f8(2.0 ** (info.bits - (info.min < 0)))
+    inside = (y > low) & (y < high)
+    out = np.where(inside, y, 0.0).astype(t)
+    out = np.where(y >= high, np.dtype(t).type(info.max), np.where(y <= low, np.dtype(t).type(info.min), out))
+    unknown = (
+        np.array(1 << (info.bits - 1), np.uint64).astype(f"u{info.bits // 8}").view(t)
+        if wide
+        else np.dtype(t).type(0)
+    )
+    return np.where(lost, unknown, out)

@@ -1,0 +1,94 @@
+"""tcgen05: tensor memory and its products."""
+
+from __future__ import annotations
+
+import re
+
+from tritoncp.executor.block_writer import BlockWriter
+from tritoncp.executor.forms.memory import items_of
+from tritoncp.executor.instruction import Address, Instruction, Operand
+from tritoncp.executor.opcodes import UnsupportedInstruction, form
+
+
+@form("tcgen05.fence::<when:before_thread_sync|after_thread_sync>", writes="none")
+def fence(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    """Orders tcgen05 with the barriers beside it; barriers order here without it."""
+
+
+@form("tcgen05.wait::<what:ld|st>.sync.aligned", writes="none")
+def wait(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    if i.predicate:
+        raise UnsupportedInstruction("a predicate")
+    w.line(f"S.tensor.wait(T, '{m['what']}')")
+
+
+@form("tcgen05.alloc.cta_group::1.sync.aligned[.<space:shared::cta>].b32", writes="none")
+def allocate(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    at, columns = w.address(i.operands[0], "u8"), columns_of(w, i.operands[1])
+    w.line(f"S.tensor.allocate(T, {at}, {columns}, {w.predicate(i)}, {w.site(i)})")
+
+
+@form("tcgen05.dealloc.cta_group::1.sync.aligned.b32", writes="none")
+def free(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    base, columns = w.array(i.operands[0], "u4"), columns_of(w, i.operands[1])
+    w.line(f"S.tensor.free(T, {base}, {columns}, {w.predicate(i)}, {w.site(i)})")
+
+
+def columns_of(w: BlockWriter, operand: Operand) -> int:
+    if w.is_register(operand):
+        raise UnsupportedInstruction("a number of columns in a register")
+    return int(str(operand), 0)
+
+
+@form("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned", writes="none")
+def relinquish(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    w.line(f"S.tensor.relinquish(T, {w.predicate(i)}, {w.site(i)})")
+
+
+COUNTS = "|".join(f"x{1 << n}" for n in range(8))
+ACCESS = f"sync.aligned.<shape:32x32b|16x32bx2>.<count:{COUNTS}>.b32"
+
+
+@form(f"tcgen05.ld.{ACCESS}")
+def load(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    registers, at, *split = items_of(i.operands[0]), *i.operands[1:]
+    where = cells(w, i, m, at, split, len(registers))
+    out = w.temporary(f"S.tensor.load(T, {where}, {w.predicate(i)}, {w.site(i)})")
+    for j, register in enumerate(registers):
+        w.write(register, "u4", f"{out}[{j}]", i)
+
+
+@form(f"tcgen05.st.{ACCESS}", writes="none")
+def store(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    at, *split, values = i.operands
+    registers = items_of(values)
+    where = cells(w, i, m, at, split, len(registers))
+    given = ", ".join(w.array(x, "u4") for x in registers)
+    w.line(f"S.tensor.store(T, {where}, ({given},), {w.predicate(i)}, {w.site(i)})")
+
+
+def cells(w: BlockWriter, i: Instruction, m: re.Match[str], at: Operand, split: list[Operand], n: int) -> str:
+    if n != int(m["count"][1:]):
+        raise UnsupportedInstruction(f"{n} registers")
+    apart = int(str(split[0]), 0) if split else 0
+    return f"{w.address(at, 'u4')}, '{m['shape']}', {n}, {apart}"
+
+
+@form("tcgen05.mma.cta_group::1.kind::<kind:f16|tf32|f8f6f4|i8>", writes="none")
+def multiply(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    if len(i.operands) != 5:
+        raise UnsupportedInstruction(f"{len(i.operands)} operands")
+    d, a, b, description, scale = i.operands
+    in_tensor_memory = isinstance(a, Address)
+    left = w.address(a, "u4") if in_tensor_memory else w.array(a, "u8")
+    keep = w.condition(scale) if w.is_register(scale) else f"T.full(np.bool_({int(str(scale), 0) != 0}))"
+    operands = f"{w.address(d, 'u4')}, {left}, {in_tensor_memory}, {w.array(b, 'u8')}"
+    call = f"{operands}, {w.array(description, 'u4')}, {keep}, '{m['kind']}', {w.predicate(i)}, {w.site(i)}"
+    w.line(f"S.tcgen05.multiply(T, {call})")
+
+
+@form("tcgen05.commit.cta_group::1.mbarrier::arrive::one[.<space:shared::cluster>].b64", writes="none")
+def commit(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    at = i.operands[0]
+    where = w.address(at, "u8") if isinstance(at, Address) else w.array(at, "u8")
+    w.line(f"S.tcgen05.commit(T, {where}, {w.predicate(i)}, {w.site(i)})")

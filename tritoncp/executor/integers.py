@@ -1,0 +1,152 @@
+"""Integer and bit arithmetic of PTX on NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+u1, u4, u8 = np.uint8, np.uint32, np.uint64
+Array = np.ndarray[Any, Any]
+
+
+def multiply_high(a: Array, b: Array) -> Array:
+    """The upper half of products."""
+    size = a.dtype.itemsize
+    if size <= 4:
+        wide = np.dtype(f"{a.dtype.kind}{2 * size}").type
+        return ((a.astype(wide) * np.asarray(b).astype(wide)) >> wide(8 * size)).astype(a.dtype)
+    x, y = a.view(u8), np.broadcast_to(b, a.shape).view(u8)
+    low, half = u8(0xFFFFFFFF), u8(32)
+    x0, x1, y0, y1 = x & low, x >> half, y & low, y >> half
+    middle = x1 * y0 + ((x0 * y0) >> half)
+    high = x1 * y1 + (middle >> half) + (((middle & low) + x0 * y1) >> half)
+    if a.dtype.kind == "i":
+        high = high - np.where(a < 0, y, u8(0)) - np.where(np.asarray(b) < 0, x, u8(0))
+    return high.view(a.dtype)
+
+
+def divide(a: Array, b: Array) -> Array:
+    """Quotients towards zero; all bits are set where the divisor is zero."""
+    safe = np.where(b == 0, 1, b).astype(a.dtype)
+    if a.dtype.kind == "u":
+        return np.where(b == 0, ~np.zeros_like(a), a // safe)
+    quotient = a // safe
+    quotient = quotient + ((quotient * safe != a) & ((a < 0) ^ (safe < 0)))
+    return np.where(b == 0, ~np.zeros_like(a), quotient).astype(a.dtype)
+
+
+def remainder(a: Array, b: Array) -> Array:
+    return np.where(b == 0, a, a - divide(a, b) * b)
+
+
+def shift_left(a: Array, b: Array) -> Array:
+    """Shifts by the width or more give zero."""
+    bits = u4(8 * a.dtype.itemsize)
+    return np.where(b < bits, a << np.minimum(b, bits - u4(1)).astype(a.dtype), a.dtype.type(0))
+
+
+def shift_right(a: Array, b: Array) -> Array:
+    """Shifts by the width or more give zero, or the sign in every bit."""
+    bits = u4(8 * a.dtype.itemsize)
+    out = a >> np.minimum(b, bits - u4(1)).astype(a.dtype)
+    return out if a.dtype.kind == "i" else np.where(b < bits, out, a.dtype.type(0))
+
+
+def funnel_shift(side: str, mode: str, low: Array, high: Array, count: Array) -> Array:
+    """`shf`: 32 bits of the pair high:low."""
+    n = (np.minimum(count, u4(32)) if mode == "clamp" else count & u4(31)).astype(u8)
+    pair = (high.astype(u8) << u8(32)) | low
+    return ((pair << n) >> u8(32)).astype(u4) if side == "l" else (pair >> n).astype(u4)
+
+
+def count_leading_zeros(x: Array) -> Array:
+    bits = 8 * x.dtype.itemsize
+    n = np.full(x.shape, bits, u4)
+    for s in range(bits):
+        n = np.where((x >> x.dtype.type(s)) != 0, u4(bits - 1 - s), n)
+    return n
+
+
+def find_highest(x: Array) -> Array:
+    """`bfind`: the number of the highest bit that differs from the sign; all bits set where there is none."""
+    y = np.where(x < 0, ~x, x) if x.dtype.kind == "i" else x
+    y = y.view(f"u{x.dtype.itemsize}")
+    zeros = count_leading_zeros(y)
+    bits = u4(8 * x.dtype.itemsize)
+    return np.where(zeros == bits, u4(0xFFFFFFFF), bits - u4(1) - zeros)
+
+
+def reverse_bits(x: Array) -> Array:
+    size = x.dtype.itemsize
+    flipped = np.unpackbits(x.view(u1).reshape(-1, size), axis=1, bitorder="little")[:, ::-1]
+    return np.packbits(flipped, axis=1, bitorder="little").reshape(-1).view(x.dtype)
+
+
+def extract_field(x: Array, position: Array, count: Array) -> Array:
+    """`bfe`: a field of bits, extended by zeros or by its sign."""
+    t, bits = x.dtype, 8 * x.dtype.itemsize
+    unsigned = np.dtype(f"u{t.itemsize}")
+    p, n = (np.minimum(v & u4(255), u4(bits)).astype(np.int64) for v in (position, count))
+    mask = np.where(
+        n >= bits,
+        ~unsigned.type(0),
+        (unsigned.type(1) << np.minimum(n, bits - 1).astype(unsigned)) - unsigned.type(1),
+    )
+    wide = x.view(unsigned)
+    field = np.where(p >= bits, unsigned.type(0), wide >> np.minimum(p, bits - 1).astype(unsigned)) & mask
+    if t.kind == "u":
+        return field
+    top = np.clip(np.minimum(p + n - 1, bits - 1), 0, bits - 1).astype(unsigned)
+    sign = ((wide >> top) & unsigned.type(1)).astype(bool) & (n > 0)
+    kept = np.clip(np.minimum(n, bits - p), 0, bits)
+    above = np.where(
+        kept >= bits, unsigned.type(0), ~unsigned.type(0) << np.minimum(kept, bits - 1).astype(unsigned)
+    )
+    return np.where(sign, field | above, field).view(t)
+
+
+def insert_field(field: Array, x: Array, position: Array, count: Array) -> Array:
+    """`bfi`: x with a field of bits replaced."""
+    t, bits = x.dtype, 8 * x.dtype.itemsize
+    p, n = (np.minimum(v & u4(255), u4(bits)).astype(np.int64) for v in (position, count))
+    ones = np.where(n >= bits, ~t.type(0), (t.type(1) << np.minimum(n, bits - 1).astype(t)) - t.type(1))
+    at = np.minimum(p, bits - 1).astype(t)
+    mask = np.where(p >= bits, t.type(0), ones << at)
+    return ((field << at) & mask) | (x & ~mask)
+
+
+def permute_bytes(a: Array, b: Array, selector: Array) -> Array:
+    """`prmt`: bytes of the pair b:a, or their signs."""
+    source = np.stack([a, b], 1).view(u1)
+    out = np.empty((len(a), 4), u1)
+    rows = np.arange(len(a))
+    for j in range(4):
+        s = (selector >> u4(4 * j)) & u4(15)
+        v = source[rows, s & u4(7)]
+        out[:, j] = np.where(s & u4(8), np.where(v & u1(128), u1(255), u1(0)), v)
+    return out.reshape(-1).view(u4)
+
+
+def lookup3(a: Array, b: Array, c: Array, table: int) -> Array:
+    """`lop3`: any function of three bits, by its table."""
+    out = np.zeros_like(a)
+    for j in range(8):
+        if table >> j & 1:
+            out |= (a if j & 4 else ~a) & (b if j & 2 else ~b) & (c if j & 1 else ~c)
+    return out
+
+
+def add_carry(a: Array, b: Array, carry: Array) -> tuple[Array, Array]:
+    """a + b + carry, and the carry out."""
+    total = a + b
+    out = total < a
+    total = total + carry.astype(a.dtype)
+    return total, out | (carry & (total == 0))
+
+
+def subtract_borrow(a: Array, b: Array, borrow: Array) -> tuple[Array, Array]:
+    """a - b - borrow, and the borrow out."""
+    total = a - b
+    out = np.asarray(a < b)
+    return total - borrow.astype(a.dtype), out | (borrow & (total == 0))

@@ -1,0 +1,109 @@
+"""The table of instruction forms: an opcode or modifier that no form has is an error, never ignored.
+
+A form is an opcode with all its modifiers in order. `[.ftz]` may be absent, `<type:f16|bf16>` is one of two:
+
+    @form("min[.ftz][.NaN].f32", "min.<type:s32|u32>")
+    def minimum(writer, instruction, match): ...
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tritoncp.executor.instruction import Address, Instruction, Operand, Vector
+
+Emit = Callable[..., None]  # of a block_writer.BlockWriter, the instruction and the match of its form
+CARRY = "%carry"  # the carry flag, as a register
+
+
+class UnsupportedInstruction(NotImplementedError):
+    """An instruction, a modifier or an operand that the executor does not execute."""
+
+
+class Form(NamedTuple):
+    """How an opcode is executed.
+
+    writes: "first", the first operand; "none"; "accumulator", the first operand, which it reads too
+    carry:  "", "reads", "writes" or "both": the carry flag
+    """
+
+    pattern: re.Pattern[str]
+    emit: Emit
+    writes: str
+    carry: str
+
+
+FORMS: dict[str, list[Form]] = {}
+TOKEN = re.compile(r"<(?P<name>\w+):(?P<choices>[^>]*)>|(?P<open>\[)|(?P<close>\])|(?P<text>[^<\[\]]+)")
+
+
+def form(*templates: str, writes: str = "first", carry: str = "") -> Callable[[Emit], Emit]:
+    """Register a function that writes the code of opcodes."""
+
+    def register(emit: Emit) -> Emit:
+        for template in templates:
+            operation = re.match(r"\w+", template)
+            assert operation, template
+            FORMS.setdefault(operation[0], []).append(Form(pattern_of(template), emit, writes, carry))
+        return emit
+
+    return register
+
+
+def pattern_of(template: str) -> re.Pattern[str]:
+    out = []
+    for m in TOKEN.finditer(template):
+        if m["name"]:
+            out.append(f"(?P<{m['name']}>{'|'.join(map(re.escape, m['choices'].split('|')))})")
+        else:
+            out.append("(?:" if m["open"] else ")?" if m["close"] else re.escape(m["text"]))
+    return re.compile("".join(out))
+
+
+@functools.cache
+def form_of(opcode: str) -> tuple[Form, re.Match[str]]:
+    """Find the form of an opcode.
+
+    Raises:
+        UnsupportedInstruction: where the table has none.
+    """
+    for entry in FORMS.get(opcode.split(".")[0], ()):
+        if m := entry.pattern.fullmatch(opcode):
+            return entry, m
+    raise UnsupportedInstruction(f"the executor's table of PTX instructions has no {opcode}")
+
+
+def registers_of(operand: Operand, registers: dict[str, int]) -> list[str]:
+    """List the registers that an operand names."""
+    if isinstance(operand, str):
+        name = operand.removeprefix("!")
+        return [name] if name in registers else []
+    if isinstance(operand, Address):
+        inner = registers_of(operand.coordinates, registers) if operand.coordinates else []
+        return [*registers_of(operand.base, registers), *inner]
+    assert isinstance(operand, Vector)
+    return [r for item in operand.items for r in registers_of(item, registers)]
+
+
+def reads_and_writes(i: Instruction, registers: dict[str, int]) -> tuple[list[str], list[str]]:
+    """List the registers that an instruction reads, and those that it writes. One that is guarded by a
+    predicate reads what it may leave as it was."""
+    entry, _ = form_of(i.opcode)
+    writes: list[str] = []
+    rest = i.operands
+    if entry.writes != "none":
+        writes = registers_of(i.operands[0], registers)
+        rest = i.operands[1:]
+    reads = [r for operand in rest for r in registers_of(operand, registers)]
+    if i.predicate:
+        reads.append(i.predicate)
+    if entry.carry in ("reads", "both"):
+        reads.append(CARRY)
+    if i.predicate or entry.writes == "accumulator":
+        reads += writes
+    if entry.carry in ("writes", "both"):
+        writes = [*writes, CARRY]
+    return reads, writes

@@ -1,0 +1,57 @@
+"""Operands of tensor cores in shared memory: the units of 16 bytes that a matrix descriptor names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tritoncp.executor.faults import CannotContinue
+from tritoncp.executor.matrices import NBYTES, decode
+from tritoncp.executor.shared_memory import SharedMemory
+
+Array = np.ndarray[Any, Any]
+u8 = np.uint64
+
+
+def swizzled(offset: Array, swizzle: int) -> Array:
+    """Addresses of a swizzled layout: 0 none, 1 of 32 bytes, 2 of 64, 3 of 128."""
+    return offset if swizzle == 0 else offset ^ (((offset >> 7) & ((1 << swizzle) - 1)) << 4)
+
+
+def fields(descriptor: Array) -> tuple[Array, Array, Array]:
+    """Start, leading and stride offsets in bytes, [n, 1, 1]."""
+    start, leading, stride = (
+        (((descriptor >> u8(shift)) & u8(0x3FFF)) << u8(4)).astype(np.int64)[:, None, None]
+        for shift in (0, 16, 32)
+    )
+    return start, leading, stride
+
+
+def unit_offsets(descriptor: Array, swizzle: int, rows: int, k: int, t: str, transposed: bool) -> Array:
+    """Offsets of 16-byte units in shared memory: [n, rows, units of K]; transposed [n, units of rows, K]."""
+    start, leading, stride = fields(descriptor)
+    nbytes, width = NBYTES[t], 16 << swizzle
+    per = 16 // nbytes
+    if not transposed:
+        r, u = np.arange(rows)[:, None], np.arange(k // per)[None, :]
+        offset = (r % 8) * width + (r // 8) * stride + u * (16 if swizzle else leading)
+    else:
+        if nbytes != 2:
+            raise CannotContinue(f"a transposed operand of {t}")
+        r, kk = np.arange(rows // per)[:, None], np.arange(k)[None, :]
+        span = width // 16
+        if swizzle:
+            offset = (r % span) * 16 + (r // span) * leading + (kk % 8) * width + (kk // 8) * stride
+        else:
+            offset = r * stride + (kk % 8) * 16 + (kk // 8) * leading
+    return swizzled(start + offset, swizzle)
+
+
+def read_units(shared: SharedMemory, units: Array, rows: int, k: int, t: str, transposed: bool) -> Array:
+    """[n, rows, k] float32 of the units at these indices."""
+    n, nbytes = len(units), NBYTES[t]
+    raw = shared.views[16][units].view(f"u{nbytes}")
+    if transposed:
+        raw = raw.reshape(n, rows // 8, k, 8).transpose(0, 1, 3, 2)
+    return decode(t, np.ascontiguousarray(raw).reshape(n, rows, k))

@@ -1,0 +1,153 @@
+"""A kernel as Python functions, one a basic block, kept on disk by the hash of its PTX."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import marshal
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tritoncp.executor import conversions, floating, forms, integers, warps
+from tritoncp.executor.address_space import PARAMETER
+from tritoncp.executor.block_writer import OF_WIDTH, BlockWriter, Names
+from tritoncp.executor.control_flow import liveness, meeting_order
+from tritoncp.executor.in_flight import early_uses
+from tritoncp.executor.instruction import Branch, Instruction, Kernel, Return, Switch
+from tritoncp.executor.opcodes import CARRY, reads_and_writes
+from tritoncp.executor.parse import parse_ptx
+
+__all__ = ["Program", "load_program"]
+assert forms  # its import fills the table of instructions
+
+
+@dataclass
+class Code:
+    """What is kept on disk.
+
+    source:     Python source of the functions
+    constants:  name, NumPy type and value of each constant; a value (symbol, offset) is an address
+    borders:    of each block, the numbers of registers that enter it and that leave it
+    rank:       of each block, see `meeting_order`
+    sites:      instructions by the numbers under which the code reports them
+    early:      uses of registers that are still in flight
+    """
+
+    kernel: Kernel
+    source: str
+    constants: list[tuple[str, str, Any]]
+    borders: list[tuple[list[int], list[int]]]
+    rank: list[int]
+    sites: list[Instruction]
+    early: list[tuple[Instruction, str]]
+
+
+class Program:
+    """Code that can run: functions of its blocks, and its constants in memory."""
+
+    def __init__(self, code: Code, compiled: Any = None) -> None:
+        self.kernel, self.sites, self.early = code.kernel, code.sites, code.early
+        self.borders, self.rank = code.borders, code.rank
+        self.dtypes = [np.dtype("?" if w == 1 else OF_WIDTH[w]) for w in code.kernel.registers.values()]
+        self.constants = {
+            name: (np.frombuffer(bytearray(data + bytes(16)), np.uint8), len(data))
+            for name, (_, data) in code.kernel.constants.items()
+        }
+        self.code = code
+        self.compiled = compiled or compile(code.source, f"<PTX of {code.kernel.name}>", "exec")
+
+    def functions(self, addresses: dict[str, int]) -> list[Callable[..., Any]]:
+        """The functions of the blocks, where global constants lie at these addresses."""
+        space: dict[str, Any] = {"np": np, "F": floating, "I": integers, "C": conversions, "W": warps}
+        for name, t, value in self.code.constants:
+            raw = addresses[value[0]] + value[1] if isinstance(value, tuple) else value
+            space[name] = constant(raw, t)
+        exec(self.compiled, space)
+        return [space[f"block{n}"] for n in range(len(self.kernel.blocks))]
+
+
+def constant(raw: int, t: str) -> Any:
+    if t == "b":
+        return np.bool_(raw)
+    return np.array([raw], dtype=f"u{t[1]}").view(t)[0]
+
+
+def load_program(ptx: str, folder: Path | None = None) -> Program:
+    """Write the code of a PTX module, or take it from a folder of code written before."""
+    if folder is None:
+        return Program(write_code(ptx))
+    path = folder / f"{hashlib.sha256((fingerprint() + ptx).encode()).hexdigest()}.code"
+    if path.exists():
+        code, compiled = pickle.loads(path.read_bytes())
+        return Program(code, marshal.loads(compiled))
+    program = Program(write_code(ptx))
+    save(path, pickle.dumps((program.code, marshal.dumps(program.compiled))))
+    return program
+
+
+def save(path: Path, data: bytes) -> None:
+    """Write a file whole: readers and other writers never see a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    os.replace(name, path)
+
+
+@functools.cache
+def fingerprint() -> str:
+    """A hash of the sources that write code, and of the versions that run it."""
+    folder = Path(__file__).parent
+    digest = hashlib.sha256(f"{sys.version} {np.__version__}".encode())
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def write_code(ptx: str) -> Code:
+    kernel = parse_ptx(ptx)
+    kernel.registers[CARRY] = 1
+    symbols = {name: start for name, (start, _) in kernel.shared.items()}
+    symbols |= {name: start for name, (start, _) in kernel.local.items()}
+    for name, p in kernel.parameters.items():
+        symbols["parameter " + name] = p.position
+        symbols[name] = PARAMETER | p.position << 16
+    names = Names(kernel.registers, symbols, set(kernel.constants))
+    live_in, live_out = liveness(kernel)
+    functions, borders = [], []
+    for block in kernel.blocks:
+        entering = sorted(live_in[block.number], key=names.index.__getitem__)
+        writer = BlockWriter(names, entering)
+        parameters = [writer.variable(r, OF_WIDTH[names.widths[r]]) for r in entering]
+        written: set[str] = set()
+        for i in block.instructions:
+            writer.emit(i)
+            written.update(reads_and_writes(i, names.widths)[1])
+        leaving = sorted(written & live_out[block.number], key=names.index.__getitem__)
+        values = [writer.read(r, OF_WIDTH[names.widths[r]]) for r in leaving]
+        writer.line(f"return ({''.join(v + ', ' for v in values)}), {condition(writer, block.end)}")
+        head = f"def block{block.number}(T, S, P, {', '.join(parameters)}):"
+        functions.append("\n  ".join([head, *writer.lines]))
+        borders.append(([names.index[r] for r in entering], [names.index[r] for r in leaving]))
+    constants = [(name, t, value) for (t, value), name in names.constants.items()]
+    early = early_uses(kernel)
+    return Code(kernel, "\n".join(functions), constants, borders, meeting_order(kernel), names.sites, early)
+
+
+def condition(writer: BlockWriter, end: object) -> str:
+    """What decides where threads go after a block."""
+    match end:
+        case Branch(predicate, negated) | Return(str(predicate), negated):
+            held = writer.array(predicate, "b")
+            return f"~{held}" if negated else held
+        case Switch(index):
+            return writer.array(index, "u4")
+    return "None"

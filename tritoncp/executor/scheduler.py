@@ -1,0 +1,261 @@
+"""Runs the threads of some CTAs block by block, parts that meet together, until all have returned.
+
+Threads that parted wait for the others where their ways meet: of all groups of threads, the one in the block
+of lowest rank goes on (`meeting_order`). A seed lets warps, or warpgroups, run ahead of the others by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tritoncp.executor.ctas import Ctas
+from tritoncp.executor.faults import CannotContinue
+from tritoncp.executor.instruction import Barrier, Branch, FallThrough, Jump, Return, Switch
+from tritoncp.executor.threads import Threads
+
+Array = np.ndarray[Any, Any]
+KEPT = 16  # groups of threads whose arrays are kept
+
+
+class Scheduler:
+    """groups:   lanes that are to execute a block, None for all
+    waiting:  lanes by (barrier, block after it)
+    spinning: progress at the time that the threads of a block last found nothing
+    """
+
+    def __init__(
+        self, ctas: Ctas, functions: list[Callable[..., Any]], parameter: Callable[..., Any]
+    ) -> None:
+        self.ctas, self.functions, self.parameter = ctas, functions, parameter
+        self.launch, self.program = ctas.launch, ctas.launch.program
+        self.blocks, self.rank = self.program.kernel.blocks, self.program.rank
+        self.registers: list[Array | None] = [None] * len(self.program.dtypes)
+        self.everyone = Threads(ctas, None)
+        self.kept: dict[Any, Threads] = {}
+        self.groups: dict[int, list[Array | None]] = {0: [None]}
+        self.waiting: dict[tuple[int, int], list[Array]] = {}
+        self.barrier = np.full(ctas.count, -1)  # at which a thread waits
+        self.needs: dict[int, int | None] = {}
+        self.alive = np.ones(ctas.count, bool)
+        self.spinning: dict[int, int] = {}
+
+    def run(self) -> None:
+        while self.groups:
+            n, lanes = self.next_group()
+            threads = self.threads_of(lanes)
+            condition = self.execute(n, threads)
+            self.follow(n, threads, condition)
+        if self.waiting:
+            raise CannotContinue(
+                "deadlock: threads wait at a barrier that others never reach", None, self.where()
+            )
+
+    def where(self) -> str:
+        lines = []
+        for (number, after), parts in self.waiting.items():
+            end = self.blocks[after - 1].end
+            assert isinstance(end, Barrier)
+            lanes = np.concatenate(parts)
+            lines.append(
+                f"{len(lanes)} threads at barrier {number}, {end.instruction.source} "
+                f"(PTX line {end.instruction.line})"
+            )
+        return "; ".join(lines)
+
+    # groups
+
+    def next_group(self) -> tuple[int, Array | None]:
+        ready = [b for b in self.groups if self.spinning.get(b) != self.ctas.progress]
+        if not ready:
+            lines = [self.blocks[b].instructions[-1] for b in self.groups if self.blocks[b].instructions]
+            text = "; ".join(f"{i}, {i.source} (PTX line {i.line})" for i in lines)
+            raise CannotContinue("deadlock: every thread waits", None, text)
+        if self.launch.random is not None:
+            return self.random_group(ready)
+        n = min(ready, key=self.rank.__getitem__)
+        return n, self.joined(self.groups.pop(n))
+
+    def joined(self, parts: list[Array | None]) -> Array | None:
+        if parts[0] is None:
+            return None
+        lanes = np.sort(np.concatenate([p for p in parts if p is not None])) if len(parts) > 1 else parts[0]
+        return None if len(lanes) == self.ctas.count else lanes
+
+    def random_group(self, ready: list[int]) -> tuple[int, Array | None]:
+        """Choose some warps, and of these the group that meets the others first."""
+        random, step = self.launch.random, self.launch.step
+        assert random is not None
+        chosen = np.repeat(random.random(-(-self.ctas.count // step)) < random.choice([0.3, 0.7, 1.0]), step)
+        chosen = chosen[: self.ctas.count]
+        for n in sorted(ready, key=self.rank.__getitem__):
+            lanes = self.joined(self.groups[n])
+            lanes = np.arange(self.ctas.count) if lanes is None else lanes
+            mine = lanes[chosen[lanes]]
+            if len(mine):
+                del self.groups[n]
+                if len(mine) < len(lanes):
+                    self.groups[n] = [lanes[~chosen[lanes]]]
+                return n, self.joined([mine])
+        n = min(ready, key=self.rank.__getitem__)
+        return n, self.joined(self.groups.pop(n))
+
+    def threads_of(self, lanes: Array | None) -> Threads:
+        if lanes is None:
+            return self.everyone
+        key = len(lanes), int(lanes[0]), int(lanes[-1]), hash(lanes.tobytes())
+        if key not in self.kept:
+            if len(self.kept) > KEPT:
+                self.kept.clear()
+            self.kept[key] = Threads(self.ctas, lanes)
+        return self.kept[key]
+
+    def put(self, block: int, threads: Threads, mask: Array | None = None) -> None:
+        """Send threads to a block."""
+        if threads is self.everyone and mask is None:
+            self.groups.setdefault(block, []).append(None)
+        else:
+            self.groups.setdefault(block, []).append(threads.lanes if mask is None else threads.lanes[mask])
+
+    # blocks
+
+    def execute(self, n: int, threads: Threads) -> Array | None:
+        """Run one block; return what decides where the threads go."""
+        entering, leaving = self.program.borders[n]
+        for r in entering:
+            if self.registers[r] is None:
+                self.registers[r] = np.zeros(self.ctas.count, self.program.dtypes[r])
+        if self.ctas.counts is not None:
+            self.ctas.counts.block(n, threads)
+        if threads is self.everyone:
+            given = [self.registers[r] for r in entering]
+            values, condition = self.functions[n](threads, self.ctas, self.parameter, *given)
+            for r, value in zip(leaving, values):
+                self.registers[r] = value
+            return condition
+        given = [self.registers[r][threads.lanes] for r in entering]  # type: ignore[index]
+        values, condition = self.functions[n](threads, self.ctas, self.parameter, *given)
+        for r, value in zip(leaving, values):
+            old = self.registers[r]
+            new = np.zeros(self.ctas.count, self.program.dtypes[r]) if old is None else old.copy()
+            new[threads.lanes] = value
+            self.registers[r] = new
+        return condition
+
+    def follow(self, n: int, threads: Threads, condition: Array | None) -> None:
+        end = self.blocks[n].end
+        if isinstance(end, Branch):
+            assert condition is not None
+            self.branch(n, end, threads, condition)
+            return
+        if self.spinning:
+            self.ctas.progress += 1
+        if isinstance(end, FallThrough):
+            self.put(n + 1, threads)
+        elif isinstance(end, Jump):
+            self.put(end.target, threads)
+        elif isinstance(end, Switch):
+            assert condition is not None
+            for x in np.unique(condition):
+                if x >= len(end.targets):
+                    raise CannotContinue(f"brx.idx {int(x)} of {len(end.targets)} targets")
+                self.put(end.targets[int(x)], threads, condition == x)
+        elif isinstance(end, Return):
+            self.retire(n, threads, condition)
+        else:
+            self.ctas.progress += 1
+            self.arrive(n, end, threads)
+
+    def branch(self, n: int, end: Branch, threads: Threads, taken: Array) -> None:
+        if end.target == n and taken.any():  # a loop of one block: its threads may be waiting
+            self.spinning[n] = -1 if self.ctas.retry else self.ctas.progress
+            self.ctas.retry = False
+        elif end.target == n or self.spinning:
+            self.ctas.progress += 1
+        if taken.all():
+            self.put(end.target, threads)
+        elif not taken.any():
+            self.put(n + 1, threads)
+        else:
+            self.put(n + 1, threads, ~taken)
+            self.put(end.target, threads, taken)
+
+    def retire(self, n: int, threads: Threads, condition: Array | None) -> None:
+        """Threads return; barriers count those that are left."""
+        gone = threads.lanes if condition is None else threads.lanes[condition]
+        self.alive[gone] = False
+        if condition is not None and not condition.all():
+            self.put(n + 1, threads, ~condition)
+        for number in {key[0] for key in self.waiting}:
+            self.release(number)
+
+    # barriers
+
+    def arrive(self, n: int, end: Barrier, threads: Threads) -> None:
+        self.check_whole(end, threads)
+        number, need = self.uniform(end.number, threads), None
+        if end.count is not None:
+            need = self.uniform(end.count, threads)
+            if need % 32 or not 0 < need <= self.ctas.threads:
+                raise CannotContinue(f"a barrier of {need} threads")
+            need = None if need == self.ctas.threads else need
+        if self.needs.setdefault(number, need) != need:
+            raise CannotContinue(f"barrier {number} with two numbers of threads")
+        if threads is self.everyone and need is None:
+            every = np.ones((self.ctas.n, self.ctas.warps), bool)
+            self.ctas.clocks.meet(np.arange(self.ctas.n), every)
+            self.put(n + 1, threads)
+            return
+        self.waiting.setdefault((number, n + 1), []).append(threads.lanes)
+        self.barrier[threads.lanes] = number
+        self.release(number)
+
+    def uniform(self, operand: str, threads: Threads) -> int:
+        if operand not in self.program.kernel.registers:
+            return int(operand, 0)
+        index = list(self.program.kernel.registers).index(operand)
+        register = self.registers[index]
+        values = np.unique(register[threads.lanes]) if register is not None else np.zeros(1)
+        if len(values) > 1:
+            raise CannotContinue("a barrier whose number or count differs between threads")
+        return int(values[0])
+
+    def check_whole(self, end: Barrier, threads: Threads) -> None:
+        """`bar.sync` is for whole warps."""
+        if threads.whole or not self.launch.check:
+            return
+        present = np.zeros(self.ctas.count, bool)
+        present[threads.lanes] = True
+        warps = np.unique(threads.lanes // 32)
+        absent = ~present.reshape(-1, 32)[warps] & self.alive.reshape(-1, 32)[warps]
+        if absent.any():
+            lone = np.flatnonzero(np.isin(threads.lanes // 32, warps[absent.any(1)]))
+            self.launch.log.add("divergence: a part of a warp at a barrier", end.instruction, len(lone))
+
+    def release(self, number: int) -> None:
+        """Let CTAs go on all of whose threads, or as many as it needs, wait at a barrier."""
+        at = self.barrier == number
+        count = np.bincount(self.ctas.cta[at], minlength=self.ctas.n)
+        need = self.needs.get(number)
+        enough = np.bincount(self.ctas.cta[self.alive], minlength=self.ctas.n) if need is None else need
+        go = (count == enough) & (count > 0)
+        if not go.any():
+            return
+        ctas = np.flatnonzero(go)
+        present = np.zeros((self.ctas.n, self.ctas.warps), bool)
+        present[self.ctas.cta[at], self.ctas.warp[at]] = True
+        self.ctas.clocks.meet(ctas, present[ctas])
+        self.ctas.progress += 1
+        for key in [k for k in self.waiting if k[0] == number]:
+            stay = []
+            for lanes in self.waiting.pop(key):
+                free = go[self.ctas.cta[lanes]]
+                if free.any():
+                    self.groups.setdefault(key[1], []).append(lanes[free])
+                    self.barrier[lanes[free]] = -1
+                if not free.all():
+                    stay.append(lanes[~free])
+            if stay:
+                self.waiting[key] = stay

@@ -1,0 +1,262 @@
+"""`tcgen05.mma`: products of the tensor core of sm_100, which a CTA waits for by mbarriers.
+
+A product is computed when it is issued. A warp may use it, or what it read, once it knows of the commit that
+covers it: the tensor core is an agent of the clocks, and a commit tells its mbarrier the agent's clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tritoncp.executor.clocks import SHIFT
+from tritoncp.executor.ctas import Ctas
+from tritoncp.executor.faults import CannotContinue
+from tritoncp.executor.matrices import NBYTES, decode
+from tritoncp.executor.mbarriers import Key
+from tritoncp.executor.operands import read_units, unit_offsets
+from tritoncp.executor.tensor_memory import COLUMNS, LOADING, STORING, WRITTEN
+from tritoncp.executor.threads import Threads
+from tritoncp.executor.wgmma import inside
+
+Array = np.ndarray[Any, Any]
+u8 = np.uint64
+TYPES = {
+    "f16": {0: "f16", 1: "bf16"},
+    "tf32": {2: "tf32"},
+    "f8f6f4": {0: "e4m3", 1: "e5m2"},
+}  # of an instruction descriptor's fields, by kind
+SWIZZLES = {0: 0, 2: 3, 4: 2, 6: 1}  # of a matrix descriptor's mode
+
+
+class Shape(NamedTuple):
+    """An instruction descriptor."""
+
+    m: int
+    n: int
+    k: int
+    a: str
+    b: str
+    flip_a: bool
+    flip_b: bool
+
+
+def shape_of(descriptor: int, kind: str, site: int) -> Shape:
+    def bits(low: int, n: int) -> int:
+        return descriptor >> low & ((1 << n) - 1)
+
+    if kind not in TYPES or bits(0, 4) or bits(13, 2) or bits(30, 2) or bits(4, 2) != 1:
+        raise CannotContinue(f"tcgen05.mma.kind::{kind} with descriptor {descriptor:#x}", site)
+    types, m, n = TYPES[kind], bits(24, 5) * 16, bits(17, 6) * 8
+    if m not in (64, 128) or n % (8 if m == 64 else 16) or not 8 <= n <= 256:
+        raise CannotContinue(f"tcgen05.mma of {m} × {n}", site)
+    if bits(7, 3) not in types or bits(10, 3) not in types:
+        raise CannotContinue(f"tcgen05.mma.kind::{kind} of types {bits(7, 3)} and {bits(10, 3)}", site)
+    a, b = types[bits(7, 3)], types[bits(10, 3)]
+    return Shape(m, n, 32 // NBYTES[a], a, b, bool(bits(15, 1)), bool(bits(16, 1)))
+
+
+class Tcgen05:
+    """opened: clock of the products since the last commit of each CTA, 0 where there are none
+    commits: of each CTA, in order: (clock, offset of the mbarrier)
+    """
+
+    def __init__(self, ctas: Ctas) -> None:
+        self.ctas = ctas
+        self.opened = np.zeros(ctas.n, np.int32)
+        self.commits: dict[int, list[tuple[int, int]]] = {}
+
+    def multiply(
+        self,
+        threads: Threads,
+        d: Array,
+        a: Array,
+        in_tensor_memory: bool,
+        b: Array,
+        descriptor: Array,
+        keep: Array,
+        kind: str,
+        mask: Array | None,
+        site: int,
+    ) -> None:
+        """One thread of each CTA issues its product; CTAs whose products have one form go together."""
+        self.ctas.tensor.prepare()
+        at = threads.positions(mask)
+        cta, first = np.unique(threads.cta[at], return_index=True)
+        if len(cta) != len(at):
+            threads.fault("tcgen05.mma issued by several threads of a program", site, at)
+            at = at[first]
+        if not len(at):
+            return
+        layouts = [x[at] >> u8(46) for x in ((b,) if in_tensor_memory else (a, b))]
+        places = a[at] if in_tensor_memory else np.zeros(len(at))
+        forms = np.stack([d[at], places, descriptor[at], keep[at], *layouts], 1).astype(np.int64)
+        for one in np.unique(forms, axis=0):
+            here = at[(forms == one).all(1)]
+            left = int(one[1]) if in_tensor_memory else a[here]
+            shape = shape_of(int(one[2]), kind, site)
+            self.product(threads, here, int(one[0]), left, b[here], shape, bool(one[3]), site)
+
+    def product(
+        self,
+        threads: Threads,
+        at: Array,
+        d: int,
+        a: int | Array,
+        b: Array,
+        shape: Shape,
+        keep: bool,
+        site: int,
+    ) -> None:
+        cta, tensor = threads.cta[at], self.ctas.tensor
+        fresh = cta[self.opened[cta] == 0]
+        if len(fresh):
+            self.opened[fresh] = self.ctas.clocks.start(fresh, self.ctas.clocks.tensor)
+        if isinstance(a, int):
+            left = self.stored_operand(threads, at, a, d, shape, site)
+        else:
+            left = self.operand(threads, at, a, shape.m, shape.k, shape.a, shape.flip_a, site)
+        right = self.operand(threads, at, b, shape.n, shape.k, shape.b, shape.flip_b, site)
+        cells = self.cells(threads, at, d, shape.n, shape.m, "the result", site)
+        out = np.matmul(left, right.transpose(0, 2, 1)).reshape(len(at), 4, shape.m // 4, shape.n)
+        if self.ctas.launch.check:
+            self.check_result(threads, at, cells, keep, site)
+        data = tensor.columns(tensor.data.view("f4"))
+        data[cells] = data[cells] + out if keep else out
+        tensor.columns(tensor.state)[cells] = WRITTEN
+
+    def cells(
+        self, threads: Threads, at: Array, address: int, n: int, rows: int, what: str, site: int
+    ) -> Any:
+        """Index of [CTAs, 4, rows / 4, n] cells of tensor memory."""
+        cta, lane, column = threads.cta[at], address >> 16, address & 0xFFFF
+        if lane not in ((0,) if rows == 128 else (0, 16)):
+            threads.fault(f"{what} of tcgen05.mma at lane {lane}", site, at, address)
+            lane = 0
+        if column + n > COLUMNS:
+            threads.fault(f"{what} of tcgen05.mma out of bounds of tensor memory", site, at, address)
+            column = COLUMNS - n
+        if not self.ctas.tensor.allocated[cta, column : column + n].all():
+            threads.fault(f"{what} of tcgen05.mma in memory that is not allocated", site, at, address)
+        first, last = int(cta[0]), int(cta[-1])
+        part = slice(first, last + 1) if last - first + 1 == len(cta) else cta
+        return part, slice(None), slice(lane, lane + rows // 4), slice(column, column + n)
+
+    def check_result(self, threads: Threads, at: Array, cells: Any, keep: bool, site: int) -> None:
+        tensor = self.ctas.tensor
+        state = tensor.columns(tensor.state)[cells]
+        if keep and not (state & WRITTEN).all():
+            threads.fault("tcgen05.mma adds to tensor memory that was never written", site, at)
+        if (state & (STORING | LOADING)).any():
+            threads.fault("tcgen05.mma to tensor memory before tcgen05.wait", site, at)
+        for shadow in (tensor.writer, tensor.reader, tensor.reader2):
+            self.check(threads, at, cells, shadow, "the result", site)
+        tensor.columns(tensor.writer)[cells] = self.tags(threads.cta[at])[:, None, None, None]
+
+    def tags(self, cta: Array) -> Array:
+        return (self.opened[cta] << SHIFT) | np.int32(self.ctas.clocks.tensor)
+
+    def check(self, threads: Threads, at: Array, cells: Any, shadow: Array, what: str, site: int) -> None:
+        """Races of a product with accesses of warps to tensor memory."""
+        tags = self.ctas.tensor.columns(shadow)[cells].reshape(len(at), -1)
+        clocks = self.ctas.clocks
+        late = clocks.unordered(tags, threads.cta[at], threads.warp[at], clocks.tensor)
+        if late is not None:
+            bad = np.flatnonzero(late.any(1))
+            name = clocks.agent_name(int(tags[late][0]))
+            kind = f"race on tensor memory: {what} of tcgen05.mma after another warp's access"
+            threads.fault(kind, site, at[bad], text=name)
+
+    def stored_operand(self, threads: Threads, at: Array, a: int, d: int, shape: Shape, site: int) -> Array:
+        """[CTAs, M, K] of operand A in tensor memory."""
+        if shape.flip_a:
+            raise CannotContinue("a transposed operand in tensor memory", site)
+        if shape.m == 64 and (a ^ d) >> 16 & 16:
+            kind = "operand A and the result of tcgen05.mma in different halves of the lanes"
+            threads.fault(kind, site, at)
+        tensor, nbytes = self.ctas.tensor, NBYTES[shape.a]
+        cells = self.cells(threads, at, a, shape.k * nbytes // 4, shape.m, "operand A", site)
+        if self.ctas.launch.check:
+            state = tensor.columns(tensor.state)[cells]
+            if not (state & WRITTEN).all():
+                threads.fault("operand A of tcgen05.mma was never written", site, at)
+            if (state & STORING).any():
+                threads.fault("operand A of tcgen05.mma before tcgen05.wait::st", site, at)
+            self.check(threads, at, cells, tensor.writer, "operand A", site)
+            reader, reader2 = tensor.columns(tensor.reader), tensor.columns(tensor.reader2)
+            tags = self.tags(threads.cta[at])[:, None, None, None]
+            before = reader[cells]
+            reader2[cells] = np.where((before != 0) & (before != tags), before, reader2[cells])
+            reader[cells] = tags
+        raw = np.ascontiguousarray(tensor.columns(tensor.data)[cells])
+        return decode(shape.a, raw.reshape(-1).view(f"u{nbytes}")).reshape(len(at), shape.m, shape.k)
+
+    def operand(
+        self, threads: Threads, at: Array, d: Array, rows: int, k: int, t: str, transposed: bool, site: int
+    ) -> Array:
+        """[CTAs, rows, K] of an operand in shared memory."""
+        high = int(d[0] >> u8(46))
+        if high & 7 != 1 or high >> 3 & 7 or high >> 6 & 0x1FF or high >> 15 not in SWIZZLES:
+            raise CannotContinue(f"a tcgen05 descriptor {int(d[0]):#x}", site)
+        shared = self.ctas.shared
+        offset = unit_offsets(d, SWIZZLES[high >> 15], rows, k, t, transposed)
+        offset = inside(threads, shared, offset, site, "tcgen05.mma", at)
+        units = (offset + threads.shared_base[at][:, None, None]) // 16
+        if self.ctas.counts is not None:
+            self.ctas.counts.operand(len(at) * rows * k * NBYTES[t])
+        if self.ctas.launch.check:
+            flat, who = units.reshape(-1), np.repeat(at, units[0].size)
+            shared.check_async_read(threads, flat, site, int(at[0]))
+            writer = shared.rows(shared.writer, 16)[flat]
+            late = self.ctas.clocks.unordered(writer, threads.cta[who], threads.warp[who])
+            if late is not None:
+                kind = "tcgen05.mma reads after the write of"
+                shared.race(threads, kind, writer, late, flat, 16, who, site)
+            clock = np.repeat(self.opened[threads.cta[at]], units[0].size)
+            shared.note_async_reader(flat, clock, self.ctas.clocks.tensor)
+        return read_units(shared, units, rows, k, t, transposed)
+
+    # completion
+
+    def commit(self, threads: Threads, address: Array, mask: Array | None, site: int) -> None:
+        """An arrival at an mbarrier once the products so far are done."""
+        for j in threads.positions(mask):
+            cta, offset = int(threads.cta[j]), int(address[j])
+            self.ctas.mbarriers.find(threads, (cta, offset), site, np.full(1, j))
+            clock = int(self.opened[cta]) or int(self.ctas.clocks.last[cta, self.ctas.clocks.tensor])
+            self.opened[cta] = 0
+            self.commits.setdefault(cta, []).append((clock, offset))
+
+    def will_arrive(self, key: Key) -> bool:
+        return any(offset == key[1] for _, offset in self.commits.get(key[0], ()))
+
+    def finish(self, key: Key) -> None:
+        """What is committed to an mbarrier is done, and so are the commits before it."""
+        cta = key[0]
+        todo = self.commits.get(cta, [])
+        count = max((n + 1 for n, (_, offset) in enumerate(todo) if offset == key[1]), default=0)
+        for clock, offset in todo[:count]:
+            b = self.ctas.mbarriers.barriers.get((cta, offset))
+            if b is None:
+                continue
+            row = np.zeros_like(b.arriving)
+            row[self.ctas.clocks.tensor] = clock
+            b.arrive(1, row)
+            if b.left < 0:
+                self.ctas.launch.log.add("more arrivals at an mbarrier than it counts", None, address=offset)
+            self.ctas.progress += 1
+            b.advance()
+        del todo[:count]
+
+    def finish_program(self) -> None:
+        """Report products that nobody waits for at the end of the CTAs."""
+        log = self.ctas.launch.log
+        if self.opened.any():
+            log.add(
+                "tcgen05.mma without a commit at the end of a program", None, int((self.opened > 0).sum())
+            )
+        left = [(cta, offset) for cta, todo in self.commits.items() for _, offset in todo]
+        if left:
+            kind = "commit of tcgen05.mma that nobody waits for at the end of a program"
+            log.add(kind, None, len(left), address=left[0][1])

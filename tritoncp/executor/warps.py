@@ -1,0 +1,88 @@
+"""Exchange between the lanes of a warp, and its products of matrices, for all warps of a group of threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tritoncp.executor import matrices
+from tritoncp.executor.floating import maximum, minimum
+from tritoncp.executor.threads import Threads
+
+Array = np.ndarray[Any, Any]
+LANE = np.arange(32)
+
+
+def shuffle(threads: Threads, mode: str, a: Array, b: Array, c: Array) -> tuple[Array, Array]:
+    """Values of other lanes, and whether the lane asked for lies in the segment."""
+    threads.need_warps("shfl")
+    x = a.reshape(-1, 32)
+    if np.ndim(b) == 0 and np.ndim(c) == 0:
+        lane, inside = source_lanes(mode, np.asarray(int(b)), np.asarray(int(c)))
+        return x[:, lane].reshape(-1), np.broadcast_to(inside, x.shape).reshape(-1)
+    bb, cc = (np.broadcast_to(v, a.shape).reshape(-1, 32).astype(np.int64) for v in (b, c))
+    lane, inside = source_lanes(mode, bb, cc)
+    return np.take_along_axis(x, lane, 1).reshape(-1), inside.reshape(-1)
+
+
+def source_lanes(mode: str, b: Array, c: Array) -> tuple[Array, Array]:
+    segment, clamp = (c >> 8) & 31, c & 31
+    low, top = LANE & segment, (LANE & segment) | (clamp & ~segment)
+    b = b & 31
+    lane = {"bfly": LANE ^ b, "up": LANE - b, "down": LANE + b, "idx": low | (b & ~segment & 31)}[mode]
+    inside = lane >= top if mode == "up" else lane <= top
+    return np.where(inside, lane, LANE), inside
+
+
+def vote(threads: Threads, mode: str, a: Array) -> Array:
+    threads.need_warps("vote")
+    x = a.reshape(-1, 32)
+    if mode == "ballot":
+        return np.repeat(np.packbits(x, axis=1, bitorder="little").reshape(-1).view(np.uint32), 32)
+    out = {"all": x.all(1), "any": x.any(1), "uni": x.all(1) | ~x.any(1)}[mode]
+    return np.repeat(out, 32)
+
+
+def reduce(threads: Threads, operation: str, a: Array, nan: bool) -> Array:
+    threads.need_warps("redux")
+    x = a.reshape(-1, 32)
+    if a.dtype == np.float32:
+        choose = minimum if operation == "min" else maximum
+        while x.shape[1] > 1:
+            half = x.shape[1] // 2
+            x = choose(x[:, :half], x[:, half:], nan)
+        return np.repeat(x[:, 0], 32)
+    combine = {
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }[operation]
+    return np.repeat(combine.reduce(x, axis=1, dtype=a.dtype), 32)
+
+
+def fragment_a(threads: Threads, registers: tuple[Array, ...], t: str) -> Array:
+    threads.need_warps("mma")
+    return matrices.fragment_a(registers, t)
+
+
+def fragment_b(threads: Threads, registers: tuple[Array, ...], t: str) -> Array:
+    threads.need_warps("mma")
+    return matrices.fragment_b(registers, t)
+
+
+def multiply(threads: Threads, to: str, a: Array, b: Array, c: tuple[Array, ...]) -> list[Array]:
+    """A × B + C for each warp."""
+    return matrices.add_to_result(np.matmul(a, b), to, c)
+
+
+def multiply64(threads: Threads, a: Array, b: Array, c0: Array, c1: Array) -> list[Array]:
+    """The float64 product of 8 × 4 by 4 × 8."""
+    threads.need_warps("mma")
+    warps = len(a) // 32
+    left, right = a.reshape(warps, 8, 4), b.reshape(warps, 8, 4).transpose(0, 2, 1)
+    d = np.matmul(left, right).reshape(warps, 8, 4, 2)
+    return [d[..., 0].reshape(-1) + c0, d[..., 1].reshape(-1) + c1]

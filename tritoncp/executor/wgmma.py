@@ -1,0 +1,166 @@
+"""`wgmma`: products of warpgroups, which read shared memory until they are waited for.
+
+A result lies in its registers at once: uses of them before their wait are found in the program (`in_flight`),
+writes to the operands by the clocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tritoncp.executor import matrices
+from tritoncp.executor.ctas import Ctas
+from tritoncp.executor.faults import CannotContinue
+from tritoncp.executor.operands import read_units, unit_offsets
+from tritoncp.executor.shared_memory import SharedMemory
+from tritoncp.executor.threads import Threads
+
+Array = np.ndarray[Any, Any]
+u8 = np.uint64
+SWIZZLES = {0: 0, 1: 3, 2: 2, 3: 1}  # of a descriptor's mode
+
+
+@dataclass
+class Products:
+    """Products of one instruction, a row for each warpgroup: CTA, number there, group of commits, clock."""
+
+    lane: Array
+    cta: Array
+    number: Array
+    group: Array
+    clock: Array
+
+    def rows(self, keep: Array) -> Products:
+        return Products(*(x[keep] for x in (self.lane, self.cta, self.number, self.group, self.clock)))
+
+
+class Wgmma:
+    def __init__(self, ctas: Ctas) -> None:
+        self.ctas = ctas
+        self.commits = np.zeros(ctas.count, np.int64)
+        self.pending: list[Products] = []
+
+    def multiply(
+        self,
+        threads: Threads,
+        n: int,
+        k: int,
+        to: str,
+        ta: str,
+        tb: str,
+        a: Array | tuple[Array, ...],
+        b: Array,
+        flip_a: int,
+        flip_b: int,
+        keep: Any,
+        accumulator: tuple[Array, ...],
+        site: int,
+    ) -> list[Array]:
+        """64 × k by k × n for each warpgroup; a is a descriptor or registers, b a descriptor.
+
+        keep: whether the product is added to the accumulator, True, False or an array
+        """
+        threads.need_groups("wgmma")
+        lane = threads.lanes[::128]
+        cta, number = threads.cta[::128], threads.warp[::128] // 4
+        clock = self.ctas.clocks.start(cta, self.ctas.clocks.group + number)
+        if isinstance(a, tuple):
+            left = matrices.fragment_a(a, ta)
+            left = left.reshape(len(cta), 64, k)
+        else:
+            left = self.operand(threads, a, 64, k, ta, bool(flip_a), clock, site)
+        right = self.operand(threads, b, n, k, tb, bool(flip_b), clock, site)
+        product = np.matmul(left, right.transpose(0, 2, 1)).reshape(-1, 16, n)
+        self.pending.append(Products(lane, cta, number, self.commits[lane], clock))
+        if keep is False or (keep is not True and not keep.any()):
+            return matrices.add_to_result(product, to, None)
+        total = matrices.add_to_result(product, to, accumulator)
+        if keep is True or keep.all():
+            return total
+        alone = matrices.add_to_result(product, to, None)
+        return [np.where(keep, x, y) for x, y in zip(total, alone)]
+
+    def operand(
+        self,
+        threads: Threads,
+        descriptor: Array,
+        rows: int,
+        k: int,
+        t: str,
+        transposed: bool,
+        clock: Array,
+        site: int,
+    ) -> Array:
+        """[warpgroups, rows, k] of an operand in shared memory."""
+        d = descriptor.reshape(-1, 128)
+        if (d != d[:, :1]).any():
+            raise CannotContinue("a wgmma descriptor that differs inside of a warpgroup", site)
+        d = d[:, 0]
+        modes = np.unique(d >> u8(62))
+        if ((d >> u8(49)) & u8(7)).any() or len(modes) > 1:
+            raise CannotContinue("a wgmma descriptor with a base offset, or of several swizzles", site)
+        if self.ctas.counts is not None:
+            self.ctas.counts.operand(len(d) * rows * k * matrices.NBYTES[t])
+        shared = self.ctas.shared
+        offset = unit_offsets(d, SWIZZLES[int(modes[0])], rows, k, t, transposed)
+        offset = inside(threads, shared, offset, site, "wgmma", np.arange(0, threads.count, 128))
+        units = (offset + threads.shared_base[::128, None, None]) // 16
+        if self.ctas.launch.check:
+            self.check(threads, units, clock, site)
+        return read_units(shared, units, rows, k, t, transposed)
+
+    def check(self, threads: Threads, units: Array, clock: Array, site: int) -> None:
+        """Races of a read by all four warps; note the reader."""
+        shared, clocks = self.ctas.shared, self.ctas.clocks
+        flat = units.reshape(-1)
+        shared.check_async_read(threads, flat, site, 0)
+        per = units[0].size
+        writer = shared.rows(shared.writer, 16)[flat]
+        for warp in range(4):
+            at = np.repeat(np.arange(32 * warp, threads.count, 128), per)
+            late = clocks.unordered(writer, threads.cta[at], threads.warp[at])
+            if late is not None:
+                kind = "wgmma reads after the write of"
+                shared.race(threads, kind, writer, late, flat, 16, at, site)
+                break
+        number = threads.warp[::128] // 4
+        for g in np.unique(number):
+            mine = number == g
+            tags = np.repeat(clock[mine], per)
+            shared.note_async_reader(units[mine].reshape(-1), tags, clocks.group + int(g))
+
+    def commit(self, threads: Threads) -> None:
+        threads.need_groups("wgmma.commit_group")
+        self.commits[threads.lanes] += 1
+
+    def wait(self, threads: Threads, left: int) -> None:
+        """Until at most `left` of the newest groups of each warpgroup are under way."""
+        threads.need_groups("wgmma.wait_group")
+        active = np.zeros(self.ctas.count, bool)
+        active[threads.lanes] = True
+        waiting, clocks, changed = [], self.ctas.clocks, False
+        for products in self.pending:
+            done = active[products.lane] & (products.group < self.commits[products.lane] - left)
+            if done.any():
+                p, changed = products.rows(done), True
+                warps = p.number[:, None] * 4 + np.arange(4)
+                where = p.cta[:, None], warps, (clocks.group + p.number)[:, None]
+                clocks.knows[where] = np.maximum(clocks.knows[where], p.clock[:, None])
+            if not done.all():
+                waiting.append(products.rows(~done))
+        self.pending = waiting
+        if changed:
+            clocks.lower_floor()
+
+
+def inside(threads: Threads, shared: SharedMemory, offset: Array, site: int, what: str, at: Array) -> Array:
+    """Offsets [n, ...] of 16-byte units; those out of bounds are reported and moved inside."""
+    if offset.max() + 16 > shared.used or offset.min() < 0:
+        bad = (offset.reshape(len(offset), -1) + 16 > shared.used).any(1)
+        text = f"{shared.used} bytes are allocated"
+        threads.fault(f"out of bounds shared {what}", site, at[bad], int(offset.max()), None, text)
+        offset = np.clip(offset, 0, shared.used // 16 * 16 - 16)
+    return offset
