@@ -22,7 +22,6 @@ from torch import Tensor
 import tritoncp
 from tests.multiprocess import ranks
 from tritoncp import cli
-from tritoncp.perf.studies import gallery
 from tritoncp.reference.dense import dense_attention
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")

@@ -94,9 +94,8 @@ def find_programs() -> dict[str, str]:
 
 
 def test_every_python_block_is_a_program_that_is_checked():
-    # Those of tests/multiprocess/test_pages.py
-    names = ("recipes.md generate_beside_training.py", "recipes.md skip_bad_batches.py", "own_loop.md own_loop.py")
-    elsewhere = {f"docs/{name}" for name in names}
+    recipes = {f"docs/recipes.md {name}.py" for name in ("generate_beside_training", "skip_bad_batches")}
+    elsewhere = recipes | {"docs/own_loop.md own_loop.py"}  # tests/multiprocess/test_pages.py
     programs = find_programs()
     assert programs.keys() == CHECKS.keys() | elsewhere
     lines = programs["README.md five_lines.py"].splitlines()

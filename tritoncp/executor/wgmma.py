@@ -38,7 +38,7 @@ class Products:
 
 
 class Wgmma:
-    """registers: counts that the warpgroups of all CTAs set, in order; settings: how many each warp has set."""
+    """registers: counts that warpgroups of all CTAs set, in order; settings: how many each warp has set."""
 
     def __init__(self, ctas: Ctas) -> None:
         self.ctas = ctas
