@@ -1,4 +1,4 @@
-"""`tl.dot` as compiled for an architecture, over types, shapes and layouts, against sums of small integers."""
+"""`tl.dot` as compiled for an architecture, over types, shapes and layouts, against sums of whole numbers."""
 
 import re
 from typing import Any
