@@ -1,4 +1,4 @@
-"""`tl.dot` as compiled for an architecture, over types, shapes and layouts, against sums of whole numbers."""
+"""`tl.dot` as compiled for an architecture, over types, shapes and layouts, against sums of integers."""
 
 import re
 from typing import Any
