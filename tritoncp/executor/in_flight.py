@@ -2,8 +2,9 @@
 
 The rule holds for every path through the program, whatever threads take it: results of `tcgen05.ld` until
 `tcgen05.wait::ld`, accumulators of `wgmma.mma_async` until a `wgmma.wait_group` that covers them. A copy
-(`mov`) takes the state along, as the compiler may rename before the wait. A product whose registers were
-written since the last `wgmma.fence` is a fault too.
+(`mov`) takes the state along, as the compiler may rename before the wait. A product whose accumulators were
+written since the last `wgmma.fence` is a fault too. Its operand in registers is not looked at: LLVM packs it
+behind the fence, and ptxas keeps that order by the registers.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def drop(state: State, registers: list[str]) -> None:
 class Rules:
     """How instructions change the state of registers.
 
-    operands: registers that products read or write
+    accumulators: registers of all products
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -65,7 +66,7 @@ class Rules:
         products = [
             i for block in kernel.blocks for i in block.instructions if i.opcode.startswith("wgmma.mma")
         ]
-        self.operands = {r for i in products for part in self.parts(i) for r in part}
+        self.accumulators = {r for i in products for r in self.parts(i)[0]}
 
     def parts(self, i: Instruction) -> tuple[list[str], list[str]]:
         """Registers of a product's accumulator, and those of its operand A."""
@@ -94,12 +95,12 @@ class Rules:
     def issue(self, state: State, i: Instruction) -> str | None:
         """A product: its accumulators may be those of the products before it."""
         accumulators, fragments = self.parts(i)
-        ages = {state[r] for r in (*accumulators, *fragments) if r in state}
-        busy = LOADED in ages or any(r in state and state[r] < FRESH for r in fragments)
+        ages = {state[r] for r in accumulators if r in state}
+        busy = LOADED in ages or any(state.get(r, FRESH) < FRESH for r in fragments)
         state |= dict.fromkeys(accumulators, 0)
         if busy:
             return "use of a register before its wait"
-        return "wgmma of a register that was written after the last wgmma.fence" if FRESH in ages else None
+        return "wgmma of accumulators that were written after the last wgmma.fence" if FRESH in ages else None
 
     def use(self, state: State, i: Instruction) -> str | None:
         """Any other instruction."""
@@ -113,7 +114,7 @@ class Rules:
             state |= dict.fromkeys(writes, min(ages))
             return None
         else:
-            state |= {r: FRESH for r in writes if r in self.operands}
+            state |= {r: FRESH for r in writes if r in self.accumulators}
         if not ages:
             return None
         drop(state, busy)
