@@ -36,5 +36,6 @@ def build_ctas(launch: Any, programs: np.ndarray[Any, Any]) -> Ctas:
 def finish(ctas: Ctas) -> None:
     """Look for what a program must not leave behind."""
     if ctas.launch.check:
+        ctas.tma.finish()
         ctas.tensor.finish()
         ctas.tcgen05.finish_program()
