@@ -21,7 +21,7 @@ from tritoncp.ops import tile_tables
 Row = dict[str, Any]
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
-TABLE = tile_tables.PACKAGE / "kernels/configs/resources.json"
+TABLE = tile_tables.SHIPPED / "resources.json"
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
 REGRESSION_TOLERANCE = 0.03  # of a bound, before it counts as lost
 RECORDED_FIELDS = (  # of a row, in the table

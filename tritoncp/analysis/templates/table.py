@@ -22,7 +22,7 @@ from tritoncp.ops import tile_tables
 
 Row = dict[str, Any]
 
-TABLE = tile_tables.PACKAGE / "kernels/configs/templates.json"
+TABLE = tile_tables.SHIPPED / "templates.json"
 AUTOTUNED = "sm_90"  # torch's candidates for it are in the table, for others its default tiles
 HEAD_DIMS = (64, 128, 256)
 KERNELS = ("forward", "dq", "dkdv")
