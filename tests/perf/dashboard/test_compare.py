@@ -1,6 +1,7 @@
 """Ratios and their intervals, the gate, and a planted regression from end to end."""
 
 import json
+import math
 import random
 import statistics
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from scipy import stats
 
 from tests.perf.synthetic_history import H100, H200
 from tritoncp.cli import main
@@ -45,6 +47,16 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
         row = compare.compare(*sides).rows[0]
         hits["runs"] += row.low <= 1.05 <= row.high
     assert 0.92 <= hits["samples"] / 400 <= 0.99 and 0.92 <= hits["runs"] / 400 <= 0.99, hits
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 5), (8, 4)])
+def test_the_interval_of_several_runs_is_welchs(before, after):
+    draw = random.Random(before)
+    sides = [[draw.lognormvariate(0, noise) for _ in range(n)] for n, noise in ((before, 0.02), (after, 0.1))]
+    row = compare.compare(*(runs("c", times) for times in sides)).rows[0]
+    logs = [[math.log(x) for x in times] for times in sides]
+    expected = stats.ttest_ind(logs[1], logs[0], equal_var=False).confidence_interval(0.95)
+    assert (math.log(row.low), math.log(row.high)) == pytest.approx((expected.low, expected.high), rel=1e-6)
 
 
 def test_an_interval_comes_from_quartiles_without_samples():

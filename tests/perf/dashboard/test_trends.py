@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from tests.perf.synthetic_history import ENV, line
 from tritoncp.perf.dashboard.trends import (
@@ -72,6 +73,14 @@ def test_the_newest_point_has_few_false_alarms_and_few_misses(count, alarms, hit
         times[-1] *= 1.15
         slower["slow"] += compare_newest(times).status == "slower"
     assert slower["flat"] <= alarms and slower["slow"] >= hits, slower
+
+
+@pytest.mark.parametrize("count", [4, 12, 40])
+def test_the_interval_of_the_newest_point_is_that_of_a_prediction(count):
+    logs = np.random.default_rng(count).uniform(-0.02, 0.02, count + 1)
+    newest, earlier = compare_newest(np.exp(logs)), logs[:-1]
+    width = stats.t.ppf(0.995, count - 1) * earlier.std(ddof=1) * np.sqrt(1 + 1 / count)
+    assert np.log([newest.low, newest.high]) == pytest.approx(logs[-1] - earlier.mean() + [-width, width])
 
 
 def test_the_interval_of_the_newest_point_has_its_nominal_coverage():
