@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ class Case:
     world:     ranks, 1 with balancer None: the call without ranks
     balancer:  a name, or "any pieces": shards of any length, passed with the mask in place of a plan
     seed:      of the numbers in tensors
+    options:   kernel_options
     """
 
     mask: Expression = ("causal", 0)
@@ -62,6 +63,7 @@ class Case:
     loss: str = "out and lse"
     size: float = 1.0
     seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sizes(self) -> Sizes:
@@ -152,7 +154,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 def call(case: Case, q: Tensor, k: Tensor, v: Tensor, learned: Any = None, sinks: Any = None) -> list[Tensor]:
     """Return out, lse and max_scores of tritoncp, on one device or on all ranks of a simulated world."""
     mask, score = case.block_mask(), case.score_mod(learned)
-    options = {"scale": case.scale, "enable_gqa": True, "return_aux": AUX, "sinks": sinks}
+    options: dict[str, Any] = {"scale": case.scale, "enable_gqa": True, "return_aux": AUX, "sinks": sinks}
+    options["kernel_options"] = dict(case.options)
     options["batch_offset"] = case.first_row or None
     if (case.world, case.balancer) == (1, None):
         out, aux = tritoncp.flex_attention(q, k, v, score, mask, **options)

@@ -1,5 +1,5 @@
-"""Settings of every test: one thread, fixed seeds, another BLAS and, off the GPU, interpreted or executed kernels,
-poisoned buffers.
+"""Settings of every test: one thread, fixed seeds, poisoned buffers and, off the GPU, another BLAS and
+interpreted or executed kernels.
 
 ``pytest --compiled sm_90 tests/kernels`` compiles the kernels for an architecture and executes their PTX
 (``tritoncp.executor``) in place of interpreting their source.
@@ -11,18 +11,21 @@ import importlib.util
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+if not os.access(os.path.expanduser("~"), os.W_OK):  # Triton and tritoncp keep their caches at home
+    os.environ["HOME"] = tempfile.mkdtemp()
 HAS_GPU = torch.cuda.is_available()
 ROOT, ANOTHER_BLAS = str(Path(__file__).parents[1]), str(Path(__file__).with_name("another_blas"))
 PATHS = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]  # for processes that tests start
 if not HAS_GPU:
     PATHS.insert(0, ANOTHER_BLAS)
-# Read before pytest does: Triton has to know when it is imported. Processes of pytest-xdist inherit the variable.
+# Read before pytest does: Triton has to know when it is imported. Processes of pytest-xdist inherit it.
 PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 PARSER.add_argument("--compiled")
 if COMPILED := PARSER.parse_known_args()[0].compiled or os.environ.get("TRITONCP_TESTS_COMPILED"):
@@ -87,8 +90,8 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True)
 def compiled_kernels() -> Iterator[Any]:
-    """Execute compiled kernels where ``--compiled`` names an architecture: yields the executor's device. A fault
-    fails the test, also where the test catches the error."""
+    """Execute compiled kernels where ``--compiled`` names an architecture: yields the executor's device. A
+    fault fails the test, also where the test catches the error."""
     if not COMPILED:
         yield None
         return

@@ -58,7 +58,12 @@ def named(cases: list[Case]) -> list[Any]:
 
 
 PAIRS = [case_of(row, seed) for seed, row in enumerate(pairs(FACTORS))]
-SMALL = FACTORS | {"world": (2, 1, 3), "lengths": ((24, 24), (19, 30), (30, 19))}  # for interpreted kernels
+SMALL = FACTORS | {  # for interpreted kernels
+    "world": (2, 1, 3),
+    "lengths": ((24, 24), (19, 30), (30, 19)),
+    "heads, group": ((2, 1), (1, 3)),
+    "batch, first_row": ((1, 0), (2, 0), (2, 1)),
+}
 EACH = [  # every value of each factor
     case_of({name: values[i % len(values)] for name, values in SMALL.items()}, i) for i in range(len(MASKS))
 ]

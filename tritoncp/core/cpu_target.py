@@ -1,4 +1,4 @@
-"""The target for which Triton kernels run on CPU tensors: an architecture that is executed, or the interpreter."""
+"""How Triton kernels run on CPU tensors: compiled for an architecture and executed, or interpreted."""
 
 from __future__ import annotations
 

@@ -250,6 +250,26 @@ class GlobalMemory:
         if (after != me).any():
             readers[idx] = np.where(after != me, SHARED_READ, after)
 
+    def check_lost(
+        self,
+        threads: Threads,
+        region: Region,
+        idx: Array,
+        nbytes: int,
+        given: Array,
+        at: Array | None,
+        site: int | None,
+    ) -> None:
+        """Report writes that others of the same instruction undid."""
+        if nbytes == 16:
+            kept = region.views[8].reshape(-1, 2)[idx]
+            lost = np.flatnonzero((kept != given.view(u8).reshape(-1, 2)).any(1))
+        else:
+            lost = np.flatnonzero(region.views[nbytes][idx] != given)
+        if len(lost):
+            kind = "race on global memory: several threads write different values to one address"
+            threads.fault(kind, site, lost if at is None else at[lost], None, region.label)
+
     def race(
         self,
         threads: Threads,
@@ -319,7 +339,10 @@ class GlobalMemory:
         for region, pos, idx in self.locate(threads, a, at, nbytes, site, "store"):
             who = at if pos is None else pos if at is None else at[pos]
             self.observe(threads, region, idx, nbytes, who, site, True)
-            region.views[nbytes][idx] = data if pos is None else data[pos]
+            given = data if pos is None else data[pos]
+            region.views[nbytes][idx] = given
+            if self.check:
+                self.check_lost(threads, region, idx, nbytes, given, who, site)
 
     def atomic(
         self,

@@ -244,6 +244,11 @@ class SharedMemory:
                 kind = f"{kind} of shared memory whose copy is under way"
                 self.fault(threads, kind, site, at, busy, offset)
         self.views[nbytes][idx] = data
+        if self.ctas.launch.check:
+            lost = np.flatnonzero(~self.same(idx, nbytes, data))
+            if len(lost):
+                kind = "race on shared memory: several threads write different values to one address"
+                self.fault(threads, kind, site, at, lost, self.offset(idx[lost[0]], nbytes))
         self.note_writer(idx, nbytes, (threads.tags() if at is None else threads.tags()[at])[:, None])
         if self.ctas.launch.has_async_proxy:
             self.mark(idx, nbytes, UNFENCED)

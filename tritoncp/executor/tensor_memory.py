@@ -216,6 +216,29 @@ class TensorMemory:
         self.state[idx] = WRITTEN | STORING if self.ctas.launch.check else WRITTEN
         self.data[idx] = np.stack(values, 1)[at]
 
+    def load_pairs(
+        self, threads: Threads, address: Array, shape: str, n: int, apart: int, mask: Array | None, site: int
+    ) -> list[Array]:
+        """`.pack::16b`: the lower halves of two columns make a register."""
+        columns = self.load(threads, address, shape, 2 * n, apart, mask, site)
+        low = u4(0xFFFF)
+        return [(a & low) | (b << u4(16)) for a, b in zip(columns[::2], columns[1::2])]
+
+    def store_pairs(
+        self,
+        threads: Threads,
+        address: Array,
+        shape: str,
+        n: int,
+        apart: int,
+        values: tuple[Array, ...],
+        mask: Array | None,
+        site: int,
+    ) -> None:
+        """`.unpack::16b`: a register makes the lower halves of two columns."""
+        halves = tuple(half for v in values for half in (v & u4(0xFFFF), v >> u4(16)))
+        self.store(threads, address, shape, 2 * n, apart, halves, mask, site)
+
     def check(self, threads: Threads, kind: str, shadow: Array, at: Array, idx: Array, site: int) -> None:
         tags = shadow[idx]
         late = self.ctas.clocks.unordered(tags, threads.cta[at], threads.warp[at])

@@ -38,10 +38,29 @@ class Products:
 
 
 class Wgmma:
+    """registers: counts that warpgroups of all CTAs set, in order; settings: how many each warp has set."""
+
     def __init__(self, ctas: Ctas) -> None:
         self.ctas = ctas
         self.commits = np.zeros(ctas.count, np.int64)
         self.pending: list[Products] = []
+        self.registers: dict[tuple[int, int], list[int]] = {}
+        self.settings = np.zeros((ctas.n, ctas.warps), np.int64)
+
+    def set_registers(self, threads: Threads, count: int, site: int) -> None:
+        """`setmaxnreg`: all warps of a warpgroup set the same counts in the same order. Each may do so by an
+        instruction of its own: Triton writes one for each partition that shares a warpgroup."""
+        threads.need_warps("setmaxnreg")
+        for j in range(0, threads.count, 32):
+            cta, warp = int(threads.cta[j]), int(threads.warp[j])
+            counts = self.registers.setdefault((cta, warp // 4), [])
+            position = self.settings[cta, warp]
+            self.settings[cta, warp] += 1
+            if position == len(counts):
+                counts.append(count)
+            elif counts[position] != count:
+                text = f"{count} registers, another warp of the warpgroup set {counts[position]}"
+                threads.fault("setmaxnreg that differs inside of a warpgroup", site, np.full(1, j), text=text)
 
     def multiply(
         self,

@@ -145,18 +145,15 @@ def run_compare(*words) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("aaaa", "bbbbbbb"), ("a0", "b0"), ("a" * 40, "b" * 40)],
-    ids=["commit", "run", "sha"],
-)
-def test_sides_are_commits_or_runs_of_a_history(before, after, history):
-    status, output = run_compare(before, after, "--history", history.parent, "--fail-over", "5%", "--json")
-    result = json.loads(output)
-    assert status == 1 and [row["case"] for row in result["rows"]] == ["c", "d"]
-    assert result["rows"][0]["ratio"] == pytest.approx(1.1) and result["geomean"] == pytest.approx(1.1**0.5)
-    assert run_compare(before, after, "--history", history.parent, "--fail-over", "20%")[0] == 0
-    assert run_compare(before, after, "--history", history.parent)[0] == 0
+def test_sides_are_commits_and_runs_of_a_history(history):
+    for before, after in (("aaaa", "bbbbbbb"), ("a0", "b0")):
+        status, output = run_compare(
+            before, after, "--history", history.parent, "--fail-over", "5%", "--json"
+        )
+        result = json.loads(output)
+        assert status == 1 and [row["case"] for row in result["rows"]] == ["c", "d"]
+        assert result["rows"][0]["ratio"] == pytest.approx(1.1)
+        assert result["geomean"] == pytest.approx(1.1**0.5)
 
 
 def test_the_newest_runs_are_selected_and_broken_lines_are_named(history):
@@ -183,14 +180,6 @@ def test_sides_are_devices_and_files_too(history, tmp_path):
     append(other, point("else", 1.0).as_line())
     status, output = run_compare(history, other)
     assert status == 3 and "no case in common" in output
-
-
-def test_markdown_is_a_summary_and_a_table(history):
-    _, output = run_compare("aaaa", "bbbb", "--history", history.parent, "--fail-over", "5%", "--markdown")
-    assert output.startswith("❌ **tritoncp perf**: 2 cases, geometric mean +4.9 %, 1 past 5 %\n")
-    assert "<details open>" in output and "\n| `c` | " in output and "| TOO SLOW |" in output
-    _, output = run_compare("aaaa", "aaaa", "--history", history.parent, "--fail-over", "5%", "--markdown")
-    assert output.startswith("✅") and "<details>" in output
 
 
 def test_a_planted_regression_is_named_and_fails_the_gate(tmp_path, monkeypatch):

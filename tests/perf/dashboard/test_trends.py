@@ -127,8 +127,8 @@ def test_new_failures_come_before_regressions_and_these_before_old_losses():
         "lost": [1.0] * 10 + [1.2] * 10,
         "fine": [1.0] * 20,
     }
-    found = [find_trend(line(name, times)) for name, times in reversed(cases.items())]
-    assert [t.points[0].case for t in sorted(found, key=lambda t: t.urgency)] == [*cases]
+    all_trends = [find_trend(line(name, times)) for name, times in reversed(cases.items())]
+    assert [t.points[0].case for t in sorted(all_trends, key=lambda t: t.urgency)] == [*cases]
 
 
 def test_causes_are_nearby_changes_nearest_first():
