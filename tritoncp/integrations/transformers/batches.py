@@ -69,7 +69,7 @@ def shard_batch(
     """
     group = groups.group_of(mesh)
     read = partial(_read_batch, batch, config, BLOCK_SIZE, compare=group is not None)
-    (masks, position_ids), _ = together(group, "shard_batch", read, "while a batch was read")
+    (masks, position_ids), _ = together(group, "shard_batch", read)
     order = None if group is None or group.size() == 1 else balancer
     plans = make_plan(masks, mesh, balancer=order, schedule=schedule)
     whole = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}
