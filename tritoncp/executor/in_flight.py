@@ -25,7 +25,7 @@ def early_uses(kernel: Kernel) -> list[tuple[Instruction, str]]:
     rules = Rules(kernel)
     follows = kernel.successors()
     entering: list[State | None] = [None] * len(kernel.blocks)
-    entering[0] = {}
+    entering[0] = dict.fromkeys(rules.accumulators, FRESH)
     work, early = [0], {}
     while work:
         n = work.pop()

@@ -84,8 +84,9 @@ class Mbarriers:
         clocks = self.ctas.clocks
         for key, at in self.keys(threads, address, mask):
             b = self.barriers.pop(key, None)
-            if b is None:
+            if b is None or len(at) > 1:
                 threads.fault("mbarrier invalidated that is not initialised", site, at, key[1])
+            if b is None:
                 continue
             self.mark(key, UNWRITTEN)
             if self.is_awaited(key):

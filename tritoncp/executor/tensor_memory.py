@@ -111,7 +111,7 @@ class TensorMemory:
         for j in self.leaders(threads, mask):
             self.permit[threads.cta[j]] = False
 
-    def finish(self) -> None:
+    def finish_program(self) -> None:
         """Report what is left at the end of the CTAs."""
         if self.ready and self.allocated.any():
             n = int(self.allocated.any(1).sum())

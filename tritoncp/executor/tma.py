@@ -268,10 +268,18 @@ class Tma:
         for region, pos, idx in memory.locate(threads, address[rows], at, size, site, "TMA store"):
             here = rows if pos is None else rows[pos]
             if operation is None:
-                memory.observe(threads, region, idx, size, at[: len(idx)], site, True)
+                memory.observe(threads, region, idx, size, at[: len(idx)], site, True, data[here])
                 region.views[size][idx] = data[here]
             else:
                 update(region.views[size].view(t), idx, kind, operation, (data[here].view(t),))
+
+    def finish_program(self) -> None:
+        """Report copies that nobody waits for at the end of the CTAs: shared memory is another program's then."""
+        loads = sum(map(len, self.arriving.values()))
+        for what, left in (("load", loads), ("store", len(self.stores))):
+            if left:
+                kind = f"TMA {what} that nobody waits for at the end of a program"
+                self.ctas.launch.log.add(kind, None, left)
 
     def commit(self, threads: Threads, mask: Array | None) -> None:
         self.commits[threads.lanes[threads.positions(mask)]] += 1
@@ -287,11 +295,3 @@ class Tma:
             else:
                 keep.append((lane, group, clock))
         self.stores = keep
-
-    def finish(self) -> None:
-        """Report what goes on at the end of the CTAs, when their shared memory is lost."""
-        loads = sum(map(len, self.arriving.values()))
-        for what, count in (("store", len(self.stores)), ("load", loads)):
-            if count:
-                kind = f"a program ends while a TMA {what} uses its shared memory"
-                self.ctas.launch.log.add(kind, None, count)

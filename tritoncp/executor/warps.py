@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tritoncp.executor import matrices
+from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.floating import maximum, minimum
 from tritoncp.executor.threads import Threads
 
@@ -33,6 +34,12 @@ def source_lanes(mode: str, b: Array, c: Array) -> tuple[Array, Array]:
     lane = {"bfly": LANE ^ b, "up": LANE - b, "down": LANE + b, "idx": low | (b & ~segment & 31)}[mode]
     inside = lane >= top if mode == "up" else lane <= top
     return np.where(inside, lane, LANE), inside
+
+
+def need_every_lane(members: Array) -> None:
+    """Raises where an instruction names fewer members than the lanes of a warp."""
+    if (members != 0xFFFFFFFF).any():
+        raise CannotContinue("an exchange of a part of a warp")
 
 
 def vote(threads: Threads, mode: str, a: Array) -> Array:

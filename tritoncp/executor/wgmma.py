@@ -62,6 +62,12 @@ class Wgmma:
                 text = f"{count} registers, another warp of the warpgroup set {counts[position]}"
                 threads.fault("setmaxnreg that differs inside of a warpgroup", site, np.full(1, j), text=text)
 
+    def finish_program(self) -> None:
+        """Report warpgroups of which some warps never set their registers."""
+        for (cta, group), counts in self.registers.items():
+            if (self.settings[cta, 4 * group : 4 * group + 4] != len(counts)).any():
+                self.ctas.launch.log.add("setmaxnreg by a part of a warpgroup", None)
+
     def multiply(
         self,
         threads: Threads,

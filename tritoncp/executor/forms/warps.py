@@ -11,7 +11,9 @@ from tritoncp.executor.opcodes import UnsupportedInstruction, form
 
 def whole_warp(w: BlockWriter, i: Instruction, mask: Operand) -> None:
     """Members must be all lanes: Triton asks for no others."""
-    if i.predicate or w.is_register(mask) or int(str(mask), 0) & 0xFFFFFFFF != 0xFFFFFFFF:
+    if w.is_register(mask) and not i.predicate:
+        w.line(f"W.need_every_lane({w.array(mask, 'u4')})")
+    elif i.predicate or int(str(mask), 0) & 0xFFFFFFFF != 0xFFFFFFFF:
         raise UnsupportedInstruction(f"{i.opcode} of a part of a warp")
 
 
