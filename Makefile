@@ -9,7 +9,7 @@ ARGS ?=
 bin := $(VENV)/bin
 py := $(bin)/python
 pip := $(py) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
-sources := tritoncp kernels perf tests examples docs/conf.py
+sources := tritoncp kernels perf tests examples docs/conf.py docs/gallery.py docs/tables.py setup.py
 
 .PHONY: help demo test test-all test-browser test-integrations gpu docs format lint types check clean \
 	find-browser find-compiler
@@ -61,13 +61,12 @@ test-all: find-compiler test ## the suite, the tests marked long, and those that
 	if [ -n "$$failed" ]; then echo "make test-all: failed as$$failed"; exit 1; fi
 
 # Uses the python3 that has torch, if there is one, with this checkout on the path; it also needs pytest, click and
-# rich. perf/gpu_parts.py lists the parts and their time limits, together under nine minutes.
+# rich. perf/gpu.sh has the parts and their time limits, together under nine minutes.
 OUT ?= gpu-out
-gpu: ## check, measure, test and tune on a GPU (OUT=folder JOBS=12 GPU_RUN=--dry-run ARGS="-k masks")
+gpu: ## check, measure, test and tune on a GPU (OUT=folder JOBS=12 PARTS="check routes" ARGS="-k masks")
 	@run=$$($(PYTHON) -c "import sys, torch; print(sys.executable)" 2>/dev/null || true); \
 	if [ -z "$$run" ]; then $(MAKE) --no-print-directory $(VENV)/.dev-ready && run=$(py) || exit 1; fi; \
-	PYTHONPATH=. $$run -m tritoncp.perf.gpu_run --out "$(OUT)" --python "$$run" \
-		$(if $(JOBS),--jobs $(JOBS)) $(GPU_RUN) -- $(ARGS)
+	PYTHON="$$run" OUT="$(OUT)" JOBS="$(JOBS)" PARTS="$(PARTS)" perf/gpu.sh $(ARGS)
 
 # Warnings are errors: broken links between pages, pages outside of a table of contents, malformed docstrings and
 # addresses. LINKCHECK=1 also requests every external address.
@@ -84,6 +83,8 @@ lint: $(VENV)/.dev-ready ## style and likely mistakes
 	$(bin)/ruff check $(sources)
 
 types: $(VENV)/.dev-ready ## type-check the package
+	@rm -rf build/types && mkdir -p build/types/tritoncp
+	@ln -s $(CURDIR)/tritoncp/* $(CURDIR)/kernels $(CURDIR)/perf build/types/tritoncp
 	$(bin)/mypy
 
 check: lint types test ## what a change has to pass

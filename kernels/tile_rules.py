@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tritoncp.core.cpu_target import cpu_target
 from tritoncp.kernels.toolchain import multiplies_transposed
 
 PASSES = ("forward", "dq", "dkdv")
@@ -142,8 +143,8 @@ FLIP: _Fields = {"FLIP": True}
 R128: _Fields = {"maxnreg": 128}  # registers a thread: two programs of eight warps fit a multiprocessor
 R256: _Fields = {"maxnreg": 256}  # without it the compiler spills sooner than it takes more than 128, or 168
 FEW = 64  # rows of all heads in a tile, up to which the tiles "few" are used
-# Family -> pass -> largest head dim -> tiles of 16-bit inputs (their registers: configs/resources.json).  Those
-# of sm_80 and sm_90 are compared with torch's by executed counts (perf/NOTES.md).
+# Family -> pass -> largest head dim -> tiles of 16-bit inputs (registers: configs/resources.json).  Those of
+# sm_80 and sm_90 are compared with torch's by executed counts (perf/NOTES.md).
 # sm_86 covers all GPUs with 99 KiB of shared memory, gfx942 all AMD GPUs (64 KiB).
 # "pointers": tensors whose strides rule out descriptors; addresses take registers.
 # Small tiles let two programs share a multiprocessor: one multiplies while the other computes its softmax.
@@ -390,9 +391,10 @@ def default(
 
 
 def architecture(device: torch.device) -> str:
-    """Return the name of a device's architecture: "sm_90", "gfx942", or "interpreter" for the CPU."""
+    """Return the name of a device's architecture: "sm_90", "gfx942"; for the CPU that which is executed, or
+    "interpreter"."""
     if device.type == "cpu":
-        return "interpreter"
+        return cpu_target() or "interpreter"
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""`tritoncp perf`: run, compare, dashboard, ingest, import."""
+"""`tritoncp perf`: run, compare, dashboard, ingest."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
-from tritoncp.core.checked_json import parse_json
 from tritoncp.perf.console import make_console
 from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.dashboard import gate
@@ -25,7 +24,7 @@ from tritoncp.perf.exit_codes import (
     NothingMeasured,
     PerfCommand,
 )
-from tritoncp.perf.records.history import DiskFull, Point, Problem, append, read
+from tritoncp.perf.records.history import DiskFull, Point, Problem, read
 from tritoncp.perf.run import main as run
 
 HISTORY, CONFIGS = Path("perf/history"), Path("kernels/configs")
@@ -47,23 +46,15 @@ def perf() -> None:
 perf.add_command(run, "run")
 
 
-class Percent(click.ParamType):
-    """A percentage, with or without its sign, as a part of one.
-
-    >>> Percent().convert("5", None, None), Percent().convert("5 %", None, None)
-    (0.05, 0.05)
-    """
-
-    name = "percent"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        if isinstance(value, float):
-            return value
-        number = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?%?", str(value).strip())
-        part = float(number[1]) / 100 if number else math.inf
-        if not math.isfinite(part):
-            self.fail(f"{value!r} is not a percentage: 5 and 5% both mean five per cent", param, ctx)
-        return part
+def _parse_percent(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    """Convert a percentage, with or without its sign, to a part of one."""
+    if text is None:
+        return None
+    number = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?%?", text.strip())
+    part = float(number[1]) / 100 if number else math.inf
+    if not math.isfinite(part):
+        raise click.BadParameter(f"{text!r} is not a percentage: 5 and 5% both mean five per cent")
+    return part
 
 
 @perf.command("compare", cls=PerfCommand)
@@ -84,7 +75,7 @@ class Percent(click.ParamType):
 )
 @click.option(
     "--fail-over",
-    type=Percent(),
+    callback=_parse_percent,
     metavar="PERCENT",
     help="Exit with 1 if a case is slower by more than this. Always a percentage, with or without its sign: "
     "5 and 5% are five per cent, 0.5 is half of one.",
@@ -112,6 +103,9 @@ class Percent(click.ParamType):
     help="Exit with 0 if BEFORE has no measurement on AFTER's devices, as in a first run; different devices "
     "are not compared then.",
 )
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Also write a page of it."
+)
 @click.option("--markdown", is_flag=True, help="For a comment on a pull request.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout: verdict, reasons, rows.")
 def compare(
@@ -124,6 +118,7 @@ def compare(
     baseline: str | None,
     required: tuple[str, ...],
     allow_new_device: bool,
+    html: Path | None,
     markdown: bool,
     as_json: bool,
 ) -> None:
@@ -136,7 +131,7 @@ def compare(
     \b
     Examples:
       tritoncp perf compare HEAD~1 HEAD --fail-over 5%
-      tritoncp perf compare before.jsonl after.jsonl --markdown
+      tritoncp perf compare before.jsonl after.jsonl --html comparison.html
     """
     try:
         sides = [_read_side(before, history, allow_new_device), _read_side(after, history)]
@@ -152,6 +147,8 @@ def compare(
             reason = gate.Reason(word, "", str(error))
             click.echo(json.dumps(gate.describe(word, error.exit_code, [reason]), indent=2))
         raise
+    if html is not None:
+        _write_comparison(html, before, after, result)
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
     elif markdown:
@@ -161,6 +158,14 @@ def compare(
     if result.exit_code == NOTHING_MEASURED:
         raise NothingMeasured("every case fails on both sides: nothing is compared")
     sys.exit(result.exit_code)
+
+
+def _write_comparison(path: Path, before: str, after: str, result: gate.Gate) -> None:
+    try:
+        from tritoncp.perf.dashboard.comparison_page import comparison_page
+    except ImportError as error:
+        raise _missing_package_error(error) from error
+    path.write_text(comparison_page(before, after, result), encoding="utf-8")
 
 
 def _compare_sides(sides: Sequence[list[Point]], baseline: str | None) -> comparing.Comparison:
@@ -256,7 +261,7 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str | None) -> None
       tritoncp perf dashboard perf/history --out dashboard.html
     """
     try:
-        from tritoncp.perf.dashboard import changepoints, repository
+        from tritoncp.perf.dashboard import repository, trends
         from tritoncp.perf.dashboard.page import page
     except ImportError as error:
         raise _missing_package_error(error) from error
@@ -275,8 +280,8 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str | None) -> None
             f"no measurement in {', '.join(map(str, places))}: `tritoncp perf run` writes there; a history "
             "elsewhere is an argument, as in `tritoncp perf dashboard FOLDER`"
         )
-    if changepoints.ruptures is None:
-        click.echo(changepoints.MISSING, err=True)
+    if trends.ruptures is None:
+        click.echo(trends.MISSING, err=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(history, address), encoding="utf-8")
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)
@@ -308,12 +313,12 @@ def _report_problems(problems: Sequence[Problem]) -> None:
     help="Page whose block of measured figures is updated. [default: README.md beside perf/history]",
 )
 def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> None:
-    """Import the results of `make gpu` from FOLDER: lines for the history, faster tile shapes and the default
-    route to ship, figures for the README.
+    """Import the results of `make gpu` from FOLDER: lines for the history, faster tile shapes and
+    routes to ship, figures for the README.
 
-    Every line is checked: broken lines, and times without a check of the answer, are named and left out,
-    and the exit code is 2. Names that are not allowed in file names, links, and anything but plain files are
-    refused before anything is written. Doing it twice adds nothing.
+    Every line and entry is checked: broken ones are named and left out, and the exit code is 2. Names
+    that are not allowed in file names, links, and anything but plain files are refused before anything is
+    written. Doing it twice adds nothing.
 
     \b
     Examples:
@@ -352,33 +357,3 @@ def _update_readme(readme: Path | None, history: Path) -> None:
         return
     if page.rewrite(readme, page.format_figures(read(history).points)):
         click.echo(f"{readme}: the measured figures were updated")
-
-
-@perf.command("import", cls=PerfCommand)
-@click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="History file, appended to."
-)
-def import_(source: Path, out: Path) -> None:
-    """Add a JSON file of pytest-benchmark to a history.
-
-    \b
-    Examples:
-      tritoncp perf import benchmark.json --out perf/history/benchmark.jsonl
-    """
-    from tritoncp.perf.records.from_pytest_benchmark import points
-
-    try:
-        benchmarks = points(parse_json(source.read_bytes()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        detail = f"{type(error).__name__}: {error}"
-        raise InputError(f"{source} is not what `pytest --benchmark-json` writes: {detail}") from error
-    if not benchmarks:
-        raise NothingMeasured(f"{source} holds no benchmark")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        for point in benchmarks:
-            append(out, point.as_line())
-    except DiskFull as error:
-        raise InputError(str(error)) from error
-    click.echo(f"{len(benchmarks)} benchmarks added to {out}", err=True)

@@ -1,66 +1,35 @@
-"""The progress of `tritoncp perf run` on stderr, and the command that continues an interrupted run."""
+"""The progress of `tritoncp perf run` on stderr."""
 
 from __future__ import annotations
 
 import datetime
-import shlex
 import time
-from typing import Any
 
 import click
-from click.core import ParameterSource
-
-from tritoncp.perf.console import make_console
-from tritoncp.perf.records.history import Journal
 
 
 class Progress:
-    """Shows lines, the number of measurements, and the time left: on a terminal as a bar below the lines,
-    else before each line that ends a measurement.
+    """Lines on stderr; those of measurements begin with their number and the time left.
 
     deadline: time.monotonic() after which the run starts nothing
     """
 
     def __init__(self, deadline: float) -> None:
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
-
         self.done = self.total = 0
         self._deadline, self._begin = deadline, time.monotonic()
-        self._console = make_console(stderr=True)
-        self._bar = Bar(
-            BarColumn(),
-            TextColumn("{task.completed} of {task.total}{task.fields[left]}"),
-            console=self._console,
-            auto_refresh=False,  # a thread that draws would disturb the measurements
-            redirect_stdout=False,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=0, left="")
-
-    def __enter__(self) -> Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
 
     def add(self, measurements: int) -> None:
         """Add measurements to those that the run is to make."""
         if not self.total:
             self._begin = time.monotonic()  # of the first measurement
         self.total += measurements
-        self._update()
 
     def show(self, text: str, measured: bool) -> None:
-        """Show a line of text; measured: whether it ends one of the measurements. "" shows the bar only."""
+        """Print a line of text; measured: whether it ends one of the measurements."""
         self.done += measured
-        self._update()
-        if text and measured and not self._console.is_terminal:
-            text = f"[{self.done} of {self.total}{self.format_time_left()}] {text}"
         if text:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            number = f"[{self.done} of {self.total}{self.format_time_left()}] " if measured else ""
+            click.echo(number + text, err=True)
 
     def format_time_left(self) -> str:
         """Format the time left: for the other measurements at the speed so far, at most to the end of the
@@ -70,35 +39,3 @@ class Progress:
         now = time.monotonic()
         seconds = (now - self._begin) / self.done * (self.total - self.done)
         return f", {datetime.timedelta(seconds=round(max(0.0, min(seconds, self._deadline - now))))} left"
-
-    def _update(self) -> None:
-        self._bar.update(
-            self._task, completed=self.done, total=self.total, left=self.format_time_left(), refresh=True
-        )
-
-
-def describe_interrupt(progress: Progress, journal: Journal, context: click.Context, ranks: bool) -> str:
-    """Describe an interrupted run: what is kept, and the command that continues it. ranks: whether torchrun
-    started it."""
-    command = resume_command(context)
-    if not journal.points:
-        return "interrupted before the first measurement: nothing is kept; run the command again"
-    start = "under torchrun as before" if ranks else "with"
-    return (
-        f"interrupted after {progress.done} of {progress.total} measurements; their lines are in "
-        f"{journal.path}. Continue {start}:\n  {command}"
-    )
-
-
-def resume_command(context: click.Context) -> str:
-    """Return the command line of a context, with --resume."""
-    words = context.command_path.split()
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        is_typed = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if not is_typed or not isinstance(parameter, click.Option) or name == "resume":
-            continue
-        value: Any = context.params[name]
-        for part in value if parameter.multiple else (value,):
-            words += [parameter.opts[0]] if parameter.is_flag else [parameter.opts[0], str(part)]
-    return shlex.join([*words, "--resume"])

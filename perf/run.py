@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import math
 import os
 import sys
 import time
@@ -30,8 +29,8 @@ from tritoncp.perf.exit_codes import (
     NothingMeasured,
     PerfCommand,
 )
-from tritoncp.perf.progress import Progress, describe_interrupt
-from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, find_unfinished, kernel_name
+from tritoncp.perf.progress import Progress
+from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, find_unfinished
 from tritoncp.perf.records.roofline import find_alarms
 
 if TYPE_CHECKING:
@@ -40,21 +39,6 @@ if TYPE_CHECKING:
     from tritoncp.perf.suite.measure import Bench
 
 BUDGET = {"smoke": 30.0, "core": 470.0, "full": 3600.0}  # seconds
-
-
-class Seconds(click.ParamType):
-    """A length of time: a finite number that is not negative."""
-
-    name = "seconds"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        try:
-            length = float(value)
-        except ValueError:
-            length = math.nan
-        if not 0 <= length < math.inf:
-            self.fail(f"{value!r} is not a number of seconds, 0 or more", param, ctx)
-        return length
 
 
 @click.command(cls=PerfCommand, context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,11 +54,15 @@ class Seconds(click.ParamType):
 )
 @click.option(
     "--budget",
-    type=Seconds(),
+    type=click.FloatRange(0, 1e9),
     help="Starts nothing after so long. [default: smoke 30, core 470, full 3600]",
 )
 @click.option(
-    "--seconds", type=Seconds(), default=1.5, show_default=True, help="Seconds of rounds for a case."
+    "--seconds",
+    type=click.FloatRange(0, 1e9),
+    default=1.5,
+    show_default=True,
+    help="Seconds of rounds for a case.",
 )
 @click.option(
     "--try",
@@ -155,10 +143,8 @@ def main(
     progress = Progress(deadline)
     journal = _open_journal(out, series, env, resume and lead, lead, as_json, progress)
     resumed_points = list(journal.points)
-    with _messages_of_early_ends(progress, journal, lead, group is not None), progress:
+    with _messages_of_early_ends(progress, journal, lead):
         if device == "host":
-            if tier != "smoke":
-                host_cases.resources(journal, only)
             failures = host_cases.run(cases, journal, deadline, seconds, resumed_points)
         else:
             from tritoncp.perf.suite.measure import Bench
@@ -173,16 +159,20 @@ def main(
 
 
 @contextmanager
-def _messages_of_early_ends(progress: Progress, journal: Journal, lead: bool, ranks: bool) -> Iterator[None]:
-    """Turn a full disk and Ctrl-C into messages and exit codes; ranks: whether torchrun started this."""
+def _messages_of_early_ends(progress: Progress, journal: Journal, lead: bool) -> Iterator[None]:
+    """Turn a full disk and Ctrl-C into messages and exit codes."""
     try:
         yield
     except DiskFull as error:
         raise InputError(str(error)) from error
     except KeyboardInterrupt:
         if lead:
-            context = click.get_current_context()
-            click.echo(describe_interrupt(progress, journal, context, ranks), err=True)
+            kept = f"lines of {len(journal.points)} cases are in {journal.path}: add --resume to go on"
+            click.echo(
+                f"interrupted after {progress.done} of {progress.total} measurements; "
+                + (kept if journal.points else "nothing is kept"),
+                err=True,
+            )
         sys.exit(INTERRUPTED)
 
 
@@ -321,27 +311,16 @@ def _open_journal(
 def format_line(line: dict[str, Any]) -> str:
     """Format a line of a history for the screen.
 
-    >>> figures = {"tritoncp": {"ms": 1.5, "tflops": 400.0}, "flex": {"ms": 3.0}, "cudnn": {"ms": 1.2}}
-    >>> format_line({"kind": "case", "case": "full-8k-fwd", "contenders": figures})
-    'full-8k-fwd                           1.5 ms  400.0 TFLOP/s  ÷cudnn 0.80  ÷flex untuned'
+    >>> format_line({"kind": "case", "case": "full-8k-fwd", "contenders": {"tritoncp": {"ms": 1.5}}})
+    'full-8k-fwd                           1.5 ms'
     """
     name = f"{line.get('case', ''):<32}"
     if line["kind"] == "left out":
         return f"{name} left out: {line['why']}"
     if line["kind"] == "check":
         return f"{name} {line['contender']:<20} {line.get('why', 'right')} ({line['setup_s']} s)"
-    if line["kind"] == "resources":
-        return f"{kernel_name(line):<48} {line['registers']} registers, {line['spill_bytes']} bytes spilled"
     own = line["contenders"]["tritoncp"]
-    if "ms" not in own:
-        return f"{name} failed: {own['why']}"
-    rate = f"  {own['tflops']} TFLOP/s" if "tflops" in own else ""
-    parts = {name: line[name] for name in ("work", "ceilings") if name in line}
-    point = Point("", "", "", Series(""), {}, line["contenders"], **parts)
-    ratios = "".join(f"  ÷{family} {x:.2f}" for family, x in point.speedups().items())
-    ratios += "".join(f"  ÷{family} untuned" for family in point.untuned())
-    alarms = "".join(f"\n  ALARM: {alarm}" for alarm in find_alarms(point))
-    return f"{name} {own['ms']:>8.4g} ms{rate}{ratios}{alarms}"
+    return f"{name} {own['ms']:>8.4g} ms" if "ms" in own else f"{name} failed: {own['why']}"
 
 
 def show(journal: Journal) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ Answers = dict[str, Tensor]
 class Case:
     """One call.
 
+    batch:     rows of the mask; the tensors are its rows from ``first_row`` on
     heads:     of keys and values; ``group`` query heads read each
     dims:      channels of q and k, of v
     mask:      of :data:`tests.zoo.MASKS`, by name and number, or combined
@@ -38,6 +39,7 @@ class Case:
     world:     ranks, 1 with balancer None: the call without ranks
     balancer:  a name, or "any pieces": shards of any length, passed with the mask in place of a plan
     seed:      of the numbers in tensors
+    options:   kernel_options
     """
 
     mask: Expression = ("causal", 0)
@@ -46,6 +48,7 @@ class Case:
     world: int = 1
     balancer: str | None = None
     batch: int = 1
+    first_row: int = 0
     heads: int = 2
     group: int = 1
     length: int = 40
@@ -60,10 +63,16 @@ class Case:
     loss: str = "out and lse"
     size: float = 1.0
     seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sizes(self) -> Sizes:
         return Sizes(self.batch, self.heads * self.group, self.length, self.kv_length)
+
+    @property
+    def rows(self) -> int:
+        """Batch rows of the tensors."""
+        return self.batch - self.first_row
 
     @property
     def rule(self) -> Rule:
@@ -79,9 +88,9 @@ class Case:
         return tritoncp.create_block_mask(rule.mod, batch, heads, *sizes[2:], BLOCK_SIZE=self.block)
 
     def visible(self) -> Tensor:
-        """Return the visible pairs: bool [batch, heads, length, kv_length]."""
+        """Return the visible pairs: bool [rows, heads, length, kv_length]."""
         index = torch.meshgrid(*map(torch.arange, self.sizes), indexing="ij")
-        return self.rule.visible(*index).expand(self.sizes)
+        return self.rule.visible(*index).expand(self.sizes)[self.first_row :]
 
 
 def combined(mask: Expression, sizes: Sizes) -> Rule:
@@ -110,10 +119,10 @@ def tensors(case: Case) -> dict[str, Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, dtype=torch.float64)
 
-    batch, heads, length, kv_length = case.sizes
-    rows = 1 if case.layout == "one row of keys" else batch
+    _, heads, length, kv_length = case.sizes
+    rows = 1 if case.layout == "one row of keys" else case.rows
     leaves = {
-        "q": normal(batch, heads, length, case.dims[0]) * case.size,
+        "q": normal(case.rows, heads, length, case.dims[0]) * case.size,
         "k": normal(rows, case.heads, kv_length, case.dims[0]) * case.size,
         "v": normal(rows, case.heads, kv_length, case.dims[1]),
     }
@@ -145,7 +154,9 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 def call(case: Case, q: Tensor, k: Tensor, v: Tensor, learned: Any = None, sinks: Any = None) -> list[Tensor]:
     """Return out, lse and max_scores of tritoncp, on one device or on all ranks of a simulated world."""
     mask, score = case.block_mask(), case.score_mod(learned)
-    options = {"scale": case.scale, "enable_gqa": True, "return_aux": AUX, "sinks": sinks}
+    options: dict[str, Any] = {"scale": case.scale, "enable_gqa": True, "return_aux": AUX, "sinks": sinks}
+    options["kernel_options"] = dict(case.options)
+    options["batch_offset"] = case.first_row or None
     if (case.world, case.balancer) == (1, None):
         out, aux = tritoncp.flex_attention(q, k, v, score, mask, **options)
         return [out, aux.lse, aux.max_scores]
@@ -158,13 +169,16 @@ def call(case: Case, q: Tensor, k: Tensor, v: Tensor, learned: Any = None, sinks
         outs, aux = world.flex_attention(*parts, score, mask, **options)
         return [torch.cat(xs, 2) for xs in (outs, aux.lse, aux.max_scores)]
     plan = world.make_plan(mask, balancer=case.balancer, schedule=case.schedule)
-    shards = [world.shard(x, plan, dim=2, side=side, pad=math.nan) for x, side in zip((q, k, v), SIDES)]
+    placed = plan.batch_rows(case.first_row, case.rows) if case.first_row else plan
+    if len(placed.positions) > 1:  # rows lie differently
+        k, v = (x.expand(case.rows, -1, -1, -1) for x in (k, v))
+    shards = [world.shard(x, placed, dim=2, side=side, pad=math.nan) for x, side in zip((q, k, v), SIDES)]
     outs, aux = world.flex_attention(*shards, score, plan, **options)
     for rank, out in enumerate(outs):
-        padding = (~plan.for_rank(rank).valid)[:, None].expand(out.shape[:3])
+        padding = (~placed.for_rank(rank).valid)[:, None].expand(out.shape[:3])
         assert bool((out[padding] == 0).all()), f"out in the padding of rank {rank}"
         assert sinks is not None or bool((aux.lse[rank][padding] == -math.inf).all()), f"lse, rank {rank}"
-    return [world.unshard(xs, plan, dim=2) for xs in (outs, aux.lse, aux.max_scores)]
+    return [world.unshard(xs, placed, dim=2) for xs in (outs, aux.lse, aux.max_scores)]
 
 
 def any_pieces(x: Tensor, world: int, seed: int) -> list[Tensor]:
@@ -178,7 +192,9 @@ def dense(
     case: Case, q: Tensor, k: Tensor, v: Tensor, learned: Any = None, sinks: Any = None
 ) -> list[Tensor]:
     """Return out, lse and max_scores of dense attention, whose pairs do not come from tritoncp."""
-    out, lse, top = dense_attention(q, k, v, case.visible(), case.score_mod(learned), scale=case.scale)
+    mod = case.score_mod(learned)
+    score = mod and (lambda s, b, *rest: mod(s, b + case.first_row, *rest))
+    out, lse, top = dense_attention(q, k, v, case.visible(), score, scale=case.scale)
     if sinks is None:
         return [out, lse, top]
     total = torch.logaddexp(lse, sinks[:, None])

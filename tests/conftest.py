@@ -1,21 +1,36 @@
-"""Settings of every test: one thread, fixed seeds, interpreted kernels and another BLAS off the GPU, poisoned
-buffers."""
+"""Settings of every test: one thread, fixed seeds, poisoned buffers and, off the GPU, another BLAS and
+interpreted or executed kernels.
 
+``pytest --compiled sm_90 tests/kernels`` compiles the kernels for an architecture and executes their PTX
+(``tritoncp.executor``) in place of interpreting their source.
+"""
+
+import argparse
 import gc
 import importlib.util
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
+if not os.access(os.path.expanduser("~"), os.W_OK):  # Triton and tritoncp keep their caches at home
+    os.environ["HOME"] = tempfile.mkdtemp()
 HAS_GPU = torch.cuda.is_available()
 ROOT, ANOTHER_BLAS = str(Path(__file__).parents[1]), str(Path(__file__).with_name("another_blas"))
 PATHS = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]  # for processes that tests start
 if not HAS_GPU:
     PATHS.insert(0, ANOTHER_BLAS)
+# Read before pytest does: Triton has to know when it is imported. Processes of pytest-xdist inherit it.
+PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+PARSER.add_argument("--compiled")
+if COMPILED := PARSER.parse_known_args()[0].compiled or os.environ.get("TRITONCP_TESTS_COMPILED"):
+    os.environ |= {"TRITONCP_TESTS_COMPILED": COMPILED, "TRITON_INTERPRET": "0"}
+elif not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 
@@ -32,8 +47,9 @@ if not HAS_GPU:
     sys.path.insert(0, ANOTHER_BLAS)
     import another_blas as another_blas
 
-    exact_dot.install()
-    interpreter_patches.install()
+    if not COMPILED:
+        exact_dot.install()
+        interpreter_patches.install()
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 # A machine with a GPU may have pytest alone: tests/gpu needs no more.
@@ -43,7 +59,19 @@ if importlib.util.find_spec("hypothesis"):
     hypothesis.settings.register_profile("tritoncp", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("tritoncp")
 
-collect_ignore = [] if HAS_GPU else ["gpu"]
+collect_ignore = [*([] if HAS_GPU else ["gpu"]), *([] if COMPILED else ["compiled"])]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--compiled", metavar="ARCH", help="execute kernels compiled for sm_80, sm_90 or sm_100")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out laws of Triton's interpreter where kernels are compiled."""
+    if COMPILED:
+        own = [item for item in items if item.get_closest_marker("interpreted")]
+        config.hook.pytest_deselected(items=own)
+        items[:] = [item for item in items if item not in own]
 
 
 def pytest_collection_finish() -> None:
@@ -58,6 +86,20 @@ def seed() -> None:
     """Seed random numbers, so that a test does not depend on the order of tests or on its worker."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def compiled_kernels() -> Iterator[Any]:
+    """Execute compiled kernels where ``--compiled`` names an architecture: yields the executor's device. A
+    fault fails the test, also where the test catches the error."""
+    if not COMPILED:
+        yield None
+        return
+    from tritoncp.executor import compiled_kernels
+
+    with compiled_kernels(COMPILED) as device:
+        yield device
+    assert device.faults == []
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ FACTORS: dict[str, Any] = {
     "loss": PASSES,
     "dtype": DTYPES,
     "heads, group": ((2, 1), (1, 4), (3, 2), (2, 2)),
-    "batch": (1, 2, 3),
+    "batch, first_row": ((1, 0), (2, 0), (3, 0), (3, 1)),
     "lengths": ((40, 40), (53, 53), (21, 50), (50, 21), (5, 5)),  # of queries, of keys; the last: one block
     "dims": ((8, 8), (3, 16), (16, 1), (1, 5)),
     "block": (8, 13, (8, 16), (16, 4), (32, 5)),
@@ -43,11 +43,11 @@ KERNELS = pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 
 def case_of(row: dict[str, Any], seed: int) -> Case:
     """Return the case of one value of each factor; ``seed`` also numbers the mask."""
-    (heads, group), (length, kv_length) = row["heads, group"], row["lengths"]
-    names = ("score", "schedule", "world", "balancer", "loss", "dtype", "batch", "dims", "block", "own_lists")
-    more = {name: row[name] for name in (*names, "layout", "sinks", "scale")}
-    sizes = {"heads": heads, "group": group, "length": length, "kv_length": kv_length}
-    return Case(mask=(row["mask"], seed), seed=seed, **more, **sizes)
+    sizes = dict(zip(("heads", "group"), row["heads, group"]))
+    sizes |= dict(zip(("length", "kv_length"), row["lengths"]))
+    sizes |= dict(zip(("batch", "first_row"), row["batch, first_row"]))
+    fields = {name: value for name, value in row.items() if name in Case.__dataclass_fields__}
+    return Case(**fields | sizes | {"mask": (row["mask"], seed), "seed": seed})
 
 
 def named(cases: list[Case]) -> list[Any]:
@@ -58,7 +58,12 @@ def named(cases: list[Case]) -> list[Any]:
 
 
 PAIRS = [case_of(row, seed) for seed, row in enumerate(pairs(FACTORS))]
-SMALL = FACTORS | {"world": (2, 1, 3), "lengths": ((24, 24), (19, 30), (30, 19))}  # for interpreted kernels
+SMALL = FACTORS | {  # for interpreted kernels
+    "world": (2, 1, 3),
+    "lengths": ((24, 24), (19, 30), (30, 19)),
+    "heads, group": ((2, 1), (1, 3)),
+    "batch, first_row": ((1, 0), (2, 0), (2, 1)),
+}
 EACH = [  # every value of each factor
     case_of({name: values[i % len(values)] for name, values in SMALL.items()}, i) for i in range(len(MASKS))
 ]
@@ -76,7 +81,7 @@ def test_every_factor_in_kernels(engine: str, case: Case) -> None:
     check(case)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @KERNELS
 @pytest.mark.parametrize("case", named([case_of(row, seed) for seed, row in enumerate(pairs(SMALL))]))
 def test_every_pair_of_factors_in_kernels(engine: str, case: Case) -> None:
@@ -107,7 +112,11 @@ def masks(depth: int) -> st.SearchStrategy[Expression]:
 
 @st.composite
 def cases(draw: st.DrawFn, longest: int) -> Case:
-    length, dtype = draw(st.integers(1, longest)), draw(st.sampled_from(DTYPES))
+    length, dtype, batch = (
+        draw(st.integers(1, longest)),
+        draw(st.sampled_from(DTYPES)),
+        draw(st.integers(1, 3)),
+    )
     some = {
         name: draw(st.sampled_from(FACTORS[name]))
         for name in ("score", "schedule", "balancer", "loss", "layout")
@@ -115,7 +124,8 @@ def cases(draw: st.DrawFn, longest: int) -> Case:
     return Case(
         mask=draw(masks(2)),
         world=draw(st.integers(1, 8)),
-        batch=draw(st.integers(1, 3)),
+        batch=batch,
+        first_row=draw(st.integers(0, batch - 1)),
         heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 3)),
         length=length,

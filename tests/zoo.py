@@ -111,6 +111,13 @@ def causal_blocks(sizes: Sizes, number: int) -> Rule:
     )
 
 
+def sorted_noise(sizes: Sizes, number: int) -> Rule:
+    """A mask_mod that sorts, which no kernel can: it is evaluated beforehand."""
+    noise = torch.rand(sizes.batch, sizes.heads, sizes.q + sizes.kv, generator=generator(number))
+    n = min(7, sizes.q + sizes.kv)
+    return python_rule(lambda b, h, q, kv: noise.sort(2).values[b, h, (5 * q + kv) % n] > 0.3, True, True)
+
+
 MASKS: dict[str, Callable[[Sizes, int], Rule]] = {  # by the sizes of a call and a number
     "causal": lambda s, n: Rule(tritoncp.causal(), lambda b, h, q, kv: q >= kv),
     "window": window,
@@ -134,6 +141,7 @@ MASKS: dict[str, Callable[[Sizes, int], Rule]] = {  # by the sizes of a call and
     "repeated bits": repeated_bits,
     "hidden rows": hidden_rows,
     "causal blocks": causal_blocks,
+    "sorted noise": sorted_noise,
     "uint8": lambda s, n: python_rule(  # 11 * 24 exceeds 255
         lambda b, h, q, kv: q.to(torch.uint8) * 11 >= kv.to(torch.uint8) * (n % 7 + 1)
     ),

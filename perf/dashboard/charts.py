@@ -1,152 +1,135 @@
-"""The dashboard's charts without data: the page fills their sources, by name."""
+"""The charts of a case; the page's script fills their source with the points of the case that is shown."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, VSpan
+import numpy as np
+from bokeh.models import BasicTicker, ColumnDataSource, HoverTool
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
+from tritoncp.perf.dashboard.trends import Trend
+
 # Readable on white and on near-black, and distinct for most colour-blind readers (after Okabe and Ito).
 COLOURS = ("#0f7bc2", "#d95f02", "#12936e", "#b35a9c", "#a07800", "#7570b3", "#cc3311", "#5a7d2a")
-OURS = COLOURS[0]
-WORSE = "#cc3311"
+GREY = "#7d8794"  # of axes and text, on white and on near-black
+HOVER = [("", "@time"), ("commit", "@commit"), ("versions", "@versions")]
 
 
-def make_charts(facts: dict[str, Any]) -> dict[str, Any]:
-    """Make every chart, by the id of its element on the page."""
-    return {
-        "chart-overview": _make_line_chart(
-            "overview", facts["devices"], "baseline ÷ tritoncp", quartiles=True
-        ),
-        "chart-regressions": _make_count_chart(facts["devices"]),
-        "chart-time": _make_time_chart(),
-        "chart-ratio": _make_line_chart("ratio", facts["families"], "baseline ÷ tritoncp"),
-        "chart-roofline": _make_roofline(),
-        "chart-work": _make_bar_chart("work", "work, blocks"),
-        "chart-bytes": _make_bar_chart("bytes", "sent forward, MB"),
+def collect_points(
+    all_trends: Sequence[Trend], numbers: Mapping[str, int], families: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Collect the points of all cases, one case after another: NaN where there is no value.
+
+    numbers: of the runs; families: of baselines, whose columns "ratio 0", ... are their time over tritoncp's
+    """
+    points = [point for trend in all_trends for point in trend.points]
+    own = [point.own for point in points]
+    speedups = [point.speedups() for point in points]
+    levels = [level for trend in all_trends for level in find_levels(trend)]
+    columns: dict[str, list[float]] = {
+        "ms": [row.get("ms", math.nan) for row in own],
+        "low": [row.get("low", row.get("ms", math.nan)) for row in own],
+        "high": [row.get("high", row.get("ms", math.nan)) for row in own],
+        "level": levels,
+        "failed": [math.nan if point.ms else level for point, level in zip(points, levels)],
     }
+    columns |= {
+        f"ratio {i}": [ratios.get(name, math.nan) for ratios in speedups] for i, name in enumerate(families)
+    }
+    runs = np.array([numbers[point.run] for point in points], np.int32)
+    return {"run": runs} | {name: np.array(values, np.float32) for name, values in columns.items()}
 
 
-def _make_figure(x: str, y: str, height: int = 260, **options: Any) -> Any:
+def select_points(
+    columns: Mapping[str, Any], texts: Mapping[str, Sequence[str]], count: int
+) -> dict[str, Any]:
+    """Select the points of the first case, with the texts of their runs, as the page's script does of any."""
+    selected = {name: values[:count] for name, values in columns.items()}
+    by_point = {name: [values[run] for run in selected["run"]] for name, values in texts.items()}
+    return selected | by_point | {"x": list(range(count))}
+
+
+def find_levels(trend: Trend) -> list[float]:
+    """Return the level at each point: the median of the points between two changes."""
+    times = np.array([point.ms or math.nan for point in trend.points])
+    edges = [0, *(change.at for change in trend.changes), len(times)]
+    levels = np.empty(len(times))
+    for start, stop in pairwise(edges):
+        piece = times[start:stop]
+        levels[start:stop] = np.nanmedian(piece) if np.isfinite(piece).any() else 1.0
+    return levels.tolist()
+
+
+def make_time_chart(shown: ColumnDataSource) -> Any:
+    """Make the chart of a case's times: median, quartiles, level and failures."""
+    plot = _make_figure("milliseconds", 300)
+    plot.varea("x", "low", "high", source=shown, fill_color=COLOURS[0], fill_alpha=0.2)
+    plot.line("x", "ms", source=shown, line_color=COLOURS[0], line_width=1.2)
+    dots = plot.scatter("x", "ms", source=shown, color=COLOURS[0], size=5)
+    plot.step(
+        "x",
+        "level",
+        source=shown,
+        line_color=GREY,
+        line_width=2,
+        line_dash="dashed",
+        mode="before",
+        alpha=0.8,
+    )
+    crosses = plot.scatter("x", "failed", source=shown, marker="x", size=11, line_width=3, color=COLOURS[6])
+    tips = [("median", "@ms{0.0000} ms"), ("quartiles", "@low{0.0000} … @high{0.0000}"), *HOVER]
+    plot.add_tools(HoverTool(renderers=[dots], tooltips=tips))
+    plot.add_tools(HoverTool(renderers=[crosses], tooltips=[("failed", ""), *HOVER]))
+    return plot
+
+
+def make_ratio_chart(shown: ColumnDataSource, families: Sequence[str]) -> Any:
+    """Make the chart of the baselines' times over tritoncp's."""
+    plot = _make_figure("baseline ÷ tritoncp", 280)
+    for i, name in enumerate(families):
+        looks = {"source": shown, "color": COLOURS[i % len(COLOURS)], "legend_label": name}
+        plot.line("x", f"ratio {i}", line_width=1.8, **looks)
+        dots = plot.scatter("x", f"ratio {i}", size=4, **looks)
+        plot.add_tools(
+            HoverTool(renderers=[dots], tooltips=[(f"{name} ÷ tritoncp", f"@{{ratio {i}}}{{0.000}}"), *HOVER])
+        )
+    # A Span does not widen the range of the data, as a line would.
+    plot.add_layout(Span(location=1, dimension="width", line_color=GREY, line_dash="dotted"))
+    legend = plot.legend[0]
+    legend.update(
+        background_fill_alpha=0, border_line_alpha=0, label_text_color=GREY, click_policy="hide", ncols=3
+    )
+    plot.add_layout(legend, "above")
+    return plot
+
+
+def _make_figure(label: str, height: int) -> Any:
+    """Make a chart over runs, without a background: the page's colour shows through."""
     plot: Any = figure(
         height=height,
         sizing_mode="stretch_width",
-        x_axis_label=x,
-        y_axis_label=y,
+        x_axis_label="run",
+        y_axis_label=label,
         tools="xpan,xbox_zoom,reset",
         active_drag=None,
-        toolbar_location="above",
-        **options,
+        background_fill_alpha=0,
+        border_fill_alpha=0,
+        outline_line_color=None,
     )
-    plot.outline_line_color = None
-    if options.get("x_axis_type") != "log":
-        plot.xaxis.ticker.min_interval = 1  # measurements, runs and ranks are whole numbers
+    plot.xaxis.ticker = BasicTicker(min_interval=1, desired_num_ticks=5, num_minor_ticks=0)
     plot.toolbar.logo = None
     plot.toolbar.autohide = True
-    return plot
-
-
-def _make_source(name: str, *columns: str) -> ColumnDataSource:
-    return ColumnDataSource({column: [] for column in columns}, name=name)
-
-
-def _make_time_chart() -> Any:
-    """Make the chart of a case's times: median, quartiles, levels, failures, changes of attributes."""
-    plot = _make_figure("run: date and commit", "milliseconds", 300)
-    _show_runs(plot)
-    marks = _make_source("marks", "x", "what")
-    plot.add_glyph(marks, VSpan(x="x", line_color="#888888", line_dash="dotted", line_width=1))
-    steps = _make_source("changes", "x", "colour")
-    plot.add_glyph(steps, VSpan(x="x", line_color="colour", line_width=3, line_alpha=0.6))
-    commits = _make_source("commits", "x", "y")
-    plot.scatter("x", "y", source=commits, marker="dash", angle=1.5708, size=7, color="#888888", alpha=0.5)
-    points = _make_source("time", "x", "ms", "low", "high", "when", "commit", "versions")
-    plot.varea("x", "low", "high", source=points, fill_color=OURS, fill_alpha=0.2)
-    plot.line("x", "ms", source=points, line_color=OURS, line_width=1.2)
-    dots = plot.scatter("x", "ms", source=points, color=OURS, size=4)
-    levels = _make_source("levels", "x0", "x1", "y")
-    plot.segment(
-        "x0", "y", "x1", "y", source=levels, line_width=2.5, line_color="#888888", line_dash="dashed"
-    )
-    failures = _make_source("failures", "x", "y", "when", "why")
-    crosses = plot.scatter("x", "y", source=failures, marker="x", size=11, line_width=3, color=WORSE)
-    plot.add_tools(
-        HoverTool(
-            renderers=[dots],
-            tooltips=[
-                ("", "@when"),
-                ("median", "@ms{0.0000} ms"),
-                ("quartiles", "@low{0.0000} … @high{0.0000}"),
-                ("commit", "@commit"),
-                ("versions", "@versions"),
-            ],
-        ),
-        HoverTool(renderers=[crosses], tooltips=[("failed", "@when"), ("why", "@why")]),
-    )
-    return plot
-
-
-def _make_line_chart(name: str, labels: list[str], y: str, quartiles: bool = False) -> Any:
-    """Make a chart with a line for each label, from the source "<name>-<i>"; with ``quartiles`` another one
-    below it, from its column "worst"."""
-    plot = _make_figure("run: date and commit", y)
-    _show_runs(plot)
-    columns = ("x", "y", "when", *(("worst",) if quartiles else ()))
-    for i, label in enumerate(labels):
-        source = _make_source(f"{name}-{i}", *columns)
-        colour = COLOURS[i % len(COLOURS)]
-        dash = ("solid", "dashed", "dotdash")[i // len(COLOURS) % 3]
-        plot.line("x", "y", source=source, line_color=colour, line_width=1.8, line_dash=dash)
-        if quartiles:
-            plot.line("x", "worst", source=source, line_color=colour, line_width=1.4, line_dash="dotted")
-            plot.scatter("x", "worst", source=source, color=colour, size=4, marker="inverted_triangle")
-        dots = plot.scatter("x", "y", source=source, color=colour, size=4)
-        tips = [(label, "@y{0.000}"), *([("worst quartile", "@worst{0.000}")] if quartiles else [])]
-        plot.add_tools(HoverTool(renderers=[dots], tooltips=[*tips, ("", "@when")]))
-    # A Span does not widen the range of the data, as a line would.
-    plot.add_layout(Span(location=1, dimension="width", line_color="#888888", line_dash="dotted"))
-    return plot
-
-
-def _make_count_chart(labels: list[str]) -> Any:
-    """Make a chart of the number of regressions in each run, with bars for each label."""
-    plot = _make_figure("run: date and commit", "regressions", 180)
-    _show_runs(plot)
-    plot.y_range.start = 0
-    plot.yaxis.ticker.min_interval = 1
-    for i, label in enumerate(labels):
-        source = _make_source(f"regressions-{i}", "x", "width", "y", "when")
-        bars = plot.vbar("x", top="y", width="width", source=source, color=COLOURS[i % len(COLOURS)])
-        plot.add_tools(HoverTool(renderers=[bars], tooltips=[(label, "@y"), ("", "@when")]))
-    return plot
-
-
-def _show_runs(plot: Any) -> None:
-    """Give a chart an x axis whose ticks and labels the page sets: of runs."""
-    plot.xaxis.ticker = FixedTicker(ticks=[])
-    plot.x_range.range_padding = 0.03
-    plot.min_border_left = 70  # so that the axes of charts below each other agree
-
-
-def _make_roofline() -> Any:
-    plot = _make_figure("FLOP per byte", "TFLOP/s", 320, x_axis_type="log", y_axis_type="log")
-    roof = _make_source("roof", "x", "y")
-    plot.line("x", "y", source=roof, line_color="#888888", line_width=2)
-    all_points = _make_source("roofline", "x", "y", "case", "part")
-    dots = plot.scatter("x", "y", source=all_points, color=OURS, size=7, alpha=0.35)
-    own = _make_source("roofline-own", "x", "y", "case", "part")
-    own_dots = plot.scatter("x", "y", source=own, color=WORSE, size=13, marker="diamond")
-    tips = [("case", "@case"), ("TFLOP/s", "@y{0.0}"), ("of the bound", "@part{0 %}")]
-    plot.add_tools(HoverTool(renderers=[dots, own_dots], tooltips=tips))
-    return plot
-
-
-def _make_bar_chart(name: str, y: str) -> Any:
-    plot = _make_figure("rank", y, 220)
-    source = _make_source(name, "x", "y")
-    bars = plot.vbar("x", top="y", width=0.8, source=source, color=OURS)
-    plot.y_range.start = 0
-    plot.add_tools(HoverTool(renderers=[bars], tooltips=[("rank", "@x"), (y, "@y{0,0.00}")]))
+    plot.min_border_left = 70
+    for axis in plot.axis:
+        axis.update(
+            axis_label_text_color=GREY, major_label_text_color=GREY, axis_line_color=GREY,
+            major_tick_line_color=GREY, minor_tick_line_color=None, axis_label_text_font_style="normal",
+        )  # fmt: skip
+    plot.grid.grid_line_color = GREY
+    plot.grid.grid_line_alpha = 0.25
     return plot

@@ -1,245 +1,315 @@
-"""A history as one self-contained page: data, charts and code in one file.
+"""A history as one self-contained page: how the newest runs did, changes with their commits, every case.
 
-Columns of numbers are quantised, deflated and decoded in the page; charts are Bokeh's, made here and filled
-in the page; its style and code are in perf/dashboard/assets/.
+All figures are computed here; the page's script only filters, and shows the case that was chosen.
 """
 
 from __future__ import annotations
 
-import base64
 import datetime
-import itertools
-import json
 import math
-import zlib
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from html import escape
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
-from bokeh.embed import json_item
-from bokeh.resources import Resources
+from bokeh.models import BooleanFilter, ColumnDataSource
+from bokeh.models.widgets import Select, TextInput
 
 from tritoncp._version import __version__
-from tritoncp.perf.dashboard import changepoints, charts, latest_runs
-from tritoncp.perf.dashboard.columns import NONE, STEP, WIDE_NONE, WIDE_STEP, median_time, pack_columns
-from tritoncp.perf.dashboard.compare import LEVEL, group_points
-from tritoncp.perf.dashboard.repository import compare_address
-from tritoncp.perf.records.history import ATTRIBUTES, History, Point, Series
+from tritoncp.perf.dashboard import case_details, charts, shell, trends
+from tritoncp.perf.dashboard.case_details import (
+    commit_range,
+    commit_text,
+    day_of,
+    describe_newest,
+    status_class,
+)
+from tritoncp.perf.dashboard.compare import group_points
+from tritoncp.perf.dashboard.shell import NUMBER, PERCENT, Column, html_table
+from tritoncp.perf.dashboard.trends import STATUSES, Trend
+from tritoncp.perf.records.history import History, Point
+from tritoncp.perf.records.roofline import find_alarms
 
-STUDENT = 128  # intervals of the table of Student's t
-HERE = Path(__file__).parent / "assets"
-SCRIPTS = (
-    "elements",
-    "data",
-    "charts",
-    "latest",
-    "overview",
-    "comparison",
-    "case",
-    "kernels",
-    "page",
-)  # in this order
+WORST = 6  # cases in the card of a device
+
+
+class Run(NamedTuple):
+    """A run: when it began, its commit and versions."""
+
+    time: str
+    commit: str
+    versions: str
+
+
+class Event(NamedTuple):
+    """A change of a case at one of its points. ratio: after over before, None for a failure; sure: whether it
+    is a change of level or beyond the noise."""
+
+    trend: Trend
+    at: int
+    before: float
+    after: float | None
+    sure: bool
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.after is None else self.after / self.before
 
 
 def page(history: History, repository: str = "") -> str:
     """Make the page, as HTML. repository: the web address to which commits are linked."""
-    facts, columns = collect_data(history, repository)
-    parts = {
-        "style": (HERE / "page.css").read_text(),
-        "script": _escape_script("\n".join((HERE / f"{name}.js").read_text() for name in SCRIPTS)),
-        "bokeh": _escape_script("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
-        "charts": _escape_script(
-            json.dumps({name: json_item(chart) for name, chart in charts.make_charts(facts).items()})
-        ),
-        "about": _compress(json.dumps(facts, separators=(",", ":")).encode()),
-        "points": _compress(columns),
-    }
-    text = (HERE / "page.html").read_text()
-    head, *sections = text.split("{{")
-    return head + "".join(parts[name] + after for name, after in (part.split("}}", 1) for part in sections))
-
-
-def _escape_script(text: str) -> str:
-    """Escape </script>: in JavaScript and JSON strings, <\\/ is the same text."""
-    return text.replace("</", "<\\/").replace("<!--", "<\\!--")
-
-
-def _compress(data: bytes) -> str:
-    return base64.b64encode(zlib.compress(data, 9)).decode()
-
-
-def collect_data(history: History, repository: str = "") -> tuple[dict[str, Any], bytes]:
-    """Collect the data of the page: names and facts, and the columns of all points (see `pack_columns`)."""
-    in_order = sorted(history.points, key=lambda point: _seconds(point.time))
-    lines = [points for _, points in sorted(group_points(in_order, by_series=True).items())]
-    begun: dict[str, int] = {}  # the time at which each run began, in order of time
-    for point in in_order:
-        begun.setdefault(point.run, _seconds(point.time))
-    runs = {run: i for i, run in enumerate(begun)}
-    lines = [sorted(points, key=lambda point: runs[point.run]) for points in lines]
-    env_texts = [[_attributes(point) for point in points] for points in lines]
-    envs = {text: i for i, text in enumerate(dict.fromkeys(itertools.chain(*env_texts)))}
-    env_of_run = {
-        point.run: envs[text]
-        for points, texts in zip(lines, env_texts, strict=True)
-        for point, text in zip(points, texts, strict=True)
-    }
-    devices = sorted({str(points[0].series) for points in lines})
+    runs, lines = order_by_runs(history.points)
+    all_trends = sorted(map(trends.find_trend, lines), key=lambda trend: trend.urgency)
     families = sorted({name for points in lines for point in points for name in point.baselines()})
-    summaries = [_summarize_line(points, devices, families) for points in lines]
-    cards = _summarize_tracks(lines, summaries, runs)
-    facts = {
-        "version": __version__,
-        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-        "confidence": changepoints.CONFIDENCE,
-        "steps": {"narrow": [STEP, NONE], "wide": [WIDE_STEP, WIDE_NONE]},
-        "level": LEVEL,
-        "student": _tabulate_student(),
-        "compare": compare_address(repository),
-        "devices": devices,
-        "families": families,
-        "colours": charts.COLOURS,
-        "runs": [[time, run, env_of_run[run]] for run, time in begun.items()],
-        "envs": [json.loads(text) for text in envs],
-        "cards": cards,
-        "lines": _rank_lines(summaries),
-        "resources": [
-            {key: value for key, value in line.items() if key not in ("kind", "run") and value is not None}
-            for line in history.kernels()
-        ],
-        "problems": [str(problem) for problem in history.problems],
-        "missing": changepoints.MISSING if changepoints.ruptures is None else "",
+    cards = sorted(_group_by_device(all_trends).items(), key=lambda item: _urgency_of_card(item[1]))
+    events = list_events(all_trends)
+    chosen = BooleanFilter(booleans=[True] * len(all_trends))
+    cases = _make_case_table(all_trends, chosen, repository)
+    numbers = {run: i for i, run in enumerate(runs)}
+    points = ColumnDataSource(charts.collect_points(all_trends, numbers, families))
+    texts_of_runs = {name: [getattr(run, name) for run in runs.values()] for name in Run._fields}
+    first = charts.select_points(points.data, texts_of_runs, len(all_trends[0].points))
+    shown = ColumnDataSource(first, name="shown")
+    filters = _make_filters(all_trends)
+    models = {"cases": cases, "times": charts.make_time_chart(shown), **filters}
+    if families:
+        models["ratios"] = charts.make_ratio_chart(shown, families)
+    if events:
+        models["changes"] = _make_event_table(events, repository)
+    now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="minutes")
+    texts = {
+        "cards": "".join(_format_card(*card, runs) for card in cards),
+        "changes-title": "<h2>Changes, newest first</h2>" if events else "",
+        "notes": _format_notes(history),
+        "made": f"Made {now[:16]} by tritoncp {__version__}. Tables and charts: Bokeh.",
     }
-    numbers = [
-        ([runs[point.run] for point in points], [envs[text] for text in texts])
-        for points, texts in zip(lines, env_texts, strict=True)
-    ]
-    return facts, pack_columns(lines, numbers, [line["unit"] for line in summaries], families)
+    return shell.render(
+        "tritoncp performance",
+        models,
+        "dashboard.html",
+        texts,
+        (shell.ASSETS / "page.js").read_text(),
+        cases=cases.source,
+        points=points,
+        shown=shown,
+        runs=ColumnDataSource(texts_of_runs),
+        chosen=chosen,
+        filters=filters,
+        axes=[models[name].xaxis[0] for name in ("times", "ratios") if name in models],
+        entries=models["ratios"].legend[0].items if families else [],
+    )
 
 
-def _summarize_tracks(
-    lines: list[list[Point]], summaries: list[dict[str, Any]], runs: dict[str, int]
-) -> list[dict[str, Any]]:
-    """Summarise the latest run of each track, and add to the summary of each line the number of its card and
-    how it did there."""
-    cards = []
-    for number, track in enumerate(latest_runs.find_tracks(lines, runs)):
-        cards.append(card := latest_runs.summarize_track(track, lines, runs))
-        for i in track.lines:
-            summaries[i] |= latest_runs.summarize_line(lines[i], card, runs) | {"card": number}
-    return cards
+def order_by_runs(points: Sequence[Point]) -> tuple[dict[str, Run], list[list[Point]]]:
+    """Return the runs by name, in order of time, and the points of each case on each series in that order."""
+    runs: dict[str, Run] = {}
+    in_order = sorted(points, key=lambda point: _seconds(point.time))
+    for point in in_order:
+        runs.setdefault(point.run, Run(day_of(point), commit_text(point), _versions(point)))
+    numbers = {run: i for i, run in enumerate(runs)}
+    lines = group_points(in_order, by_series=True).values()
+    return runs, [sorted(line, key=lambda point: numbers[point.run]) for line in lines]
 
 
-def _tabulate_student() -> list[float]:
-    """Tabulate the half-width of Student's interval over 1 / degrees of freedom, from 0 (normal) to 1: smooth
-    enough for the page to interpolate by cubics to seven digits."""
-    return [
-        round(changepoints.student_quantile(STUDENT / max(k, 1e-9), LEVEL), 9) for k in range(STUDENT + 1)
-    ]
-
-
-def _seconds(time: str) -> int:
+def _seconds(time: str) -> float:
     try:
-        return int(datetime.datetime.fromisoformat(time).timestamp())
+        return datetime.datetime.fromisoformat(time).timestamp()
     except ValueError:
-        return 0
+        return 0.0
 
 
-def _attributes(point: Point) -> str:
-    return json.dumps({name: str(point.env[name]) for name in ATTRIBUTES if name in point.env})
+def _versions(point: Point) -> str:
+    names = ("tritoncp", "torch", "triton", "driver")
+    return ", ".join(f"{name} {point.env[name]}" for name in names if name in point.env)
 
 
-def _summarize_line(points: list[Point], devices: list[str], families: list[str]) -> dict[str, Any]:
-    """Summarise a case on one series: its last point and the changes before it."""
-    last = points[-1]
-    contenders = {
-        name: {key: value for key, value in figures.items() if key not in ("samples", "errors")}
-        for name, figures in last.contenders.items()
-    }
-    timed_indices = [i for i, point in enumerate(points) if point.ms]
-    times = [points[i].ms or 0.0 for i in timed_indices]
-    level_changes = changepoints.find_changes(times)
-    line = {
-        "case": last.case,
-        "device": devices.index(str(last.series)),
-        "tags": last.tags,
-        "n": len(points),
-        "unit": median_time(points),
-        "fails": {i: point.own["why"] for i, point in enumerate(points) if not point.ms},
-        "changes": _list_changes(points, timed_indices, level_changes, families),
-        "loss": _loss(level_changes),
-        "latest": _compare_latest(points, times, level_changes),
-        "last": contenders,
-    }
-    extra = {"work": last.work, "ceilings": last.ceilings, "goal": last.goal, "state": last.state}
-    return line | {name: value for name, value in extra.items() if value}
+# -- cards ---------------------------------------------------------------------------------------------------
 
 
-def _rank_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add each line's "rank", the most urgent first: new failures of the latest run; slower cases, by their
-    loss against the few runs before; missing cases; figures above the bound; cases that still fail; cases
-    that are slower than at their best; cases that are farthest below their goal."""
-    order = {key: rank for rank, key in enumerate(sorted({_urgency(line) for line in lines}))}
-    return [line | {"rank": order[_urgency(line)]} for line in lines]
+def _group_by_device(all_trends: Sequence[Trend]) -> dict[str, list[Trend]]:
+    groups: dict[str, list[Trend]] = {}
+    for trend in all_trends:
+        groups.setdefault(str(trend.points[-1].series), []).append(trend)
+    return groups
 
 
-def _urgency(line: dict[str, Any]) -> tuple[float, ...]:
-    groups = ("failing", "slower", "missing", "over its bound", "still failing")
-    status = "over its bound" if line.get("alarms") and line["status"] not in groups else line["status"]
-    group = groups.index(status) if status in groups else len(groups)
-    slowest = -line["few"][0] if status == "slower" else 0.0
-    speedups = Point("", "", "", Series(""), {}, line["last"]).speedups()
-    goals = [speedups.get(name, goal) / goal for name, goal in line.get("goal", {}).items()]
-    return group, slowest, -line["loss"], min(goals, default=1.0)
+def _urgency_of_card(all_trends: Sequence[Trend]) -> tuple[Any, ...]:
+    kind = ["worse", "unsure", "better", ""].index(_judge(all_trends)[0])
+    return kind, all_trends[0].urgency
 
 
-def _compare_latest(
-    points: list[Point], times: list[float], level_changes: Sequence[changepoints.Change]
-) -> dict[str, Any]:
-    """Compare the newest point with the level before it."""
-    if not points[-1].ms:
-        before = points[-2].ms if len(points) > 1 else None
-        return {"verdict": "failing" if before else "still failing"}
-    latest = changepoints.compare_latest(times, level_changes)._asdict()
-    return {name: round(x, 5) if isinstance(x, float) else x for name, x in latest.items()}
-
-
-def _loss(level_changes: Sequence[changepoints.Change]) -> float:
-    """Return the level now over the lowest before a change; 1 if it never was lower."""
-    if not level_changes:
-        return 1.0
-    return max(1.0, level_changes[-1].after / min(change.before for change in level_changes))
-
-
-def _list_changes(
-    points: list[Point],
-    timed_indices: list[int],
-    level_changes: Sequence[changepoints.Change],
-    families: list[str],
-) -> list[dict[str, Any]]:
-    """List change points, by index, with their possible causes; timed_indices: of points with a time."""
-    edges = [0, *(change.at for change in level_changes), len(timed_indices)]
-    rows = []
-    for k, change in enumerate(level_changes):
-        before, after = (
-            [points[i] for i in timed_indices[a:b]]
-            for a, b in ((edges[k], edges[k + 1]), (edges[k + 1], edges[k + 2]))
+def _judge(all_trends: Sequence[Trend]) -> tuple[str, str]:
+    """Return whether a device got worse, as a class of the style sheet, and as a sentence."""
+    counts = {status: sum(trend.newest.status == status for trend in all_trends) for status in STATUSES}
+    parts = [
+        f"{counts[status]} {words}"
+        for status, words in (
+            ("fails now", "failing now"),
+            ("slower", "slower than their noise allows"),
+            ("maybe slower", "maybe slower, too few runs or too much noise to be sure"),
         )
-        at = timed_indices[change.at]
-        causes = [cause._asdict() for cause in changepoints.causes(points, at)]
-        relative = {name: _median_speedup(after, name) / _median_speedup(before, name) for name in families}
-        rows.append({
-            "at": at,
-            "from": timed_indices[change.at - 1],
-            "before": change.before,
-            "after": change.after,
-            "causes": causes,
-            "relative": {name: round(x, 4) for name, x in relative.items() if not math.isnan(x)},
-        })  # fmt: skip
-    return rows
+        if counts[status]
+    ]
+    if counts["fails now"] or counts["slower"]:
+        return "worse", f"Worse: {', '.join(parts)}"
+    if parts:
+        return "unsure", f"Maybe worse: {parts[0]}"
+    if counts["first run"] == len(all_trends):
+        return "", "The first run: nothing to compare it with"
+    return "better", "Not worse"
 
 
-def _median_speedup(points: list[Point], family: str) -> float:
-    speedups = [speedup[family] for speedup in (point.speedups() for point in points) if family in speedup]
-    return float(np.median(speedups)) if speedups else math.nan
+def _format_card(device: str, all_trends: Sequence[Trend], runs: dict[str, Run]) -> str:
+    """Format the card of a device, whose trends are in order of urgency."""
+    numbers = {run: i for i, run in enumerate(runs)}
+    newest = max((trend.points[-1].run for trend in all_trends), key=numbers.__getitem__)
+    measured = sum(trend.points[-1].run == newest for trend in all_trends)
+    kind, sentence = _judge(all_trends)
+    alarms = [(alarm, trend) for trend in all_trends for alarm in find_alarms(trend.points[-1])]
+    parts = [f'<h3>{escape(device)}</h3><p class="verdict {kind}">{sentence}</p>']
+    if alarms:
+        alarm, trend = max(alarms, key=lambda pair: pair[0].share)
+        count = len({trend.points[-1].case for _, trend in alarms})
+        words = "1 case above its bound" if count == 1 else f"{count} cases above their bounds"
+        share = f"{100 * alarm.share:.0f} % in {case_link(trend)}"
+        parts.append(f'<p class="worse">Alarm: {words}: {share}</p>')
+    of_all = f"{measured} of {len(all_trends)} measured"
+    part = f'<span class="unsure">{of_all}</span>' if measured < len(all_trends) else of_all
+    parts.append(
+        f"<p>Newest run: {escape(runs[newest].time)}, <code>{escape(runs[newest].commit)}</code>: {part}</p>"
+    )
+    bad = [trend for trend in all_trends if trend.newest.status in STATUSES[:3]][:WORST]
+    rows = [(case_link(trend), describe_newest(trend)) for trend in bad]
+    return f'<article class="card {kind}">{"".join(parts)}{html_table((), rows) if rows else ""}</article>'
+
+
+def case_link(trend: Trend) -> str:
+    point = trend.points[-1]
+    return f'<a href="#{case_details.address_of(point)}">{escape(point.case)}</a>'
+
+
+def _format_notes(history: History) -> str:
+    notes = [] if trends.ruptures else [trends.MISSING]
+    notes += [f"{len(history.problems)} lines could not be read"] if history.problems else []
+    items = [*notes, *map(str, history.problems[:50])]
+    return f"<h2>Notes</h2><ul>{''.join(f'<li>{escape(text)}</li>' for text in items)}</ul>" if items else ""
+
+
+# -- changes -------------------------------------------------------------------------------------------------
+
+
+def list_events(all_trends: Sequence[Trend]) -> list[Event]:
+    """List the changes of level, of the newest run alone, and to failures: newest first, then the largest."""
+    events = []
+    for trend in all_trends:
+        points, newest, end = trend.points, trend.newest, len(trend.points) - 1
+        events += [Event(trend, change.at, change.before, change.after, True) for change in trend.changes]
+        for i, (before, after) in enumerate(pairwise(points), 1):
+            if before.ms and not after.ms:
+                events.append(Event(trend, i, before.ms, None, True))
+        if newest.ratio and newest.status in ("slower", "faster", "maybe slower", "maybe faster"):
+            ms = points[end].ms or 0.0
+            events.append(Event(trend, end, ms / newest.ratio, ms, not newest.status.startswith("maybe")))
+
+    def size(event: Event) -> float:
+        return math.inf if event.ratio is None else abs(math.log(event.ratio))
+
+    return sorted(events, key=lambda e: (_seconds(e.trend.points[e.at].time), size(e)), reverse=True)
+
+
+def _make_event_table(events: Sequence[Event], repository: str) -> Any:
+    points = [event.trend.points for event in events]
+    ranges = [commit_range(line, event.at, repository) for line, event in zip(points, events)]
+    kinds = ["worse" if (e.ratio or 2) > 1 else "better" for e in events]
+    kinds = [kind if event.sure else "unsure" for kind, event in zip(kinds, events)]
+    link = '<a <% if (href) { %>href="<%- href %>"<% } %> rel="noreferrer"><%- value %></a>'
+    case = '<a href="#<%- address %>"><%- value %></a>'
+    size = f"<% if (Number.isFinite(value)) {{ %>{PERCENT}<% }} else {{ %>failed<% }} %>"
+    change = f'<span class="<%- kind %>">{size}</span>'
+    columns = {
+        "date": Column("Date", [day_of(line[e.at])[:10] for line, e in zip(points, events)], 95),
+        "case": Column("Case", [line[-1].case for line in points], 220, case),
+        "change": Column("Change", [e.ratio and e.ratio - 1 for e in events], 85, change),
+        "after": Column("Now, ms", [event.after for event in events], 85, NUMBER),
+        "commits": Column("Commits", [text for text, _ in ranges], 200, link),
+        "also": Column(
+            "Changed there too", [_format_causes(line, e.at) for line, e in zip(points, events)], 260
+        ),
+        "device": Column("Device", [str(line[-1].series) for line in points], 260),
+    }
+    more = {
+        "href": [href for _, href in ranges],
+        "kind": kinds,
+        "address": [case_details.address_of(line[-1]) for line in points],
+    }
+    return shell.make_table(columns, more)
+
+
+def _format_causes(points: Sequence[Point], at: int) -> str:
+    """Name the versions and drivers that changed near a point."""
+    return "; ".join(
+        f"{cause.name} {cause.before} → {cause.after}"
+        for cause in trends.find_causes(points, at)
+        if cause.name != "commit"
+    )
+
+
+# -- cases ---------------------------------------------------------------------------------------------------
+
+
+def _make_case_table(all_trends: Sequence[Trend], chosen: BooleanFilter, repository: str) -> Any:
+    lasts = [trend.points[-1] for trend in all_trends]
+    ends = np.cumsum([len(trend.points) for trend in all_trends])
+    status = '<span class="<%- kind %>"><%- value %></span>'
+    columns = {
+        "case": Column(
+            "Case", [point.case for point in lasts], 255, '<a href="#<%- address %>"><%- value %></a>'
+        ),
+        "ms": Column("Median, ms", [point.ms for point in lasts], 95, NUMBER),
+        "change": Column("Newest", [(t.newest.ratio or math.nan) - 1 for t in all_trends], 85, PERCENT),
+        "status": Column("Status", [trend.newest.status for trend in all_trends], 125, status),
+        "loss": Column("Since best", [trend.loss - 1 for trend in all_trends], 90, PERCENT),
+        "ratio": Column(
+            "÷ baseline", [min(point.speedups().values(), default=None) for point in lasts], 90, NUMBER
+        ),
+        "measured": Column("Measured", [day_of(point) for point in lasts], 145),
+        "runs": Column("Runs", [len(trend.points) for trend in all_trends], 60),
+        "device": Column("Device", [str(point.series) for point in lasts], 260),
+    }
+    more: dict[str, Sequence[Any]] = {
+        name: [p.tags.get(name, "") for p in lasts] for name in ("pass", "mask", "dtype")
+    }
+    more |= {
+        "kind": [status_class(trend) for trend in all_trends],
+        "words": [f"{p.case} {p.tags.get('model', '')} {p.tags.get('shape', '')}".lower() for p in lasts],
+        "address": [case_details.address_of(point) for point in lasts],
+        "html": [case_details.describe_case(trend, repository) for trend in all_trends],
+        "figures": [case_details.figures_table(trend.points[-1]) for trend in all_trends],
+        "start": [0, *ends[:-1].tolist()],
+        "stop": ends.tolist(),
+    }
+    return shell.make_table(columns, more, chosen)
+
+
+def _make_filters(all_trends: Sequence[Trend]) -> dict[str, Any]:
+    """Make the controls that choose cases, by the column that they look at."""
+    lasts = [trend.points[-1] for trend in all_trends]
+    present = {trend.newest.status for trend in all_trends}
+    values = {
+        "device": sorted({str(point.series) for point in lasts}),
+        **{
+            name: sorted({p.tags[name] for p in lasts if p.tags.get(name)})
+            for name in ("pass", "mask", "dtype")
+        },
+        "status": [status for status in STATUSES if status in present],
+    }
+    looks: dict[str, Any] = {
+        "sizing_mode": "stretch_width",
+        "stylesheets": [shell.style_sheet("widgets.css")],
+    }
+    controls: dict[str, Any] = {}
+    for name, present_values in values.items():
+        options: list[Any] = [("", "all"), *((value, value) for value in present_values)]
+        controls[name] = Select(title=name.capitalize(), options=options, value="", **looks)
+    return controls | {"text": TextInput(title="Name, model or shape", **looks)}

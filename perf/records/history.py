@@ -1,8 +1,7 @@
 """History: self-contained JSON lines in files that several runs may append to.
 
-A line of kind "case" is one measurement of one case, a `Point`. A line of kind "resources" has the resources
-of a compiled kernel, a line of kind "left out" a case that a run had no time for. A reader returns every
-complete line and names every broken one.
+A line of kind "case" is one measurement of one case, a `Point`; a line of kind "left out" a case that a run
+had no time for. A reader returns every complete line and names every broken one.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Point:
                 optionally samples, host_ms, setup_s, peak_bytes, tflops) or {"why": reason of the failure}
     tags:       mask, pass, dtype, shape, model, ranks
     work:       flops, hbm_bytes, wire_bytes; for plans also work and bytes of each rank
-    ceilings:   matmul_tflops, copy_gbytes_per_s, l2_gbytes_per_s of the device
+    ceilings:   matmul_tflops, copy_gbytes_per_s of the device
     state:      clock, power and temperature after the rounds; goal: least speedups worth shipping
     """
 
@@ -149,13 +148,7 @@ class History:
     """Contents of history files, in the order of files and lines, and problems with broken lines."""
 
     points: list[Point]
-    resources: list[dict[str, Any]]
     problems: list[Problem]
-
-    def kernels(self) -> list[dict[str, Any]]:
-        """Return the newest line of each compiled kernel: architecture, head dim, dtype and variant."""
-        newest = {kernel_name(line): line for line in self.resources}
-        return [newest[name] for name in sorted(newest)]
 
 
 def variant(options: Mapping[str, Any]) -> str:
@@ -165,16 +158,6 @@ def variant(options: Mapping[str, Any]) -> str:
     'tritoncp ROUTE=gluon num_stages=3'
     """
     return " ".join([OURS, *(f"{name}={value}" for name, value in options.items())])
-
-
-def kernel_name(line: dict[str, Any]) -> str:
-    """
-    >>> kernel_name({"kernel": "dq", "arch": "sm_90", "head_dim": 64, "dtype": "float16", "variant": "full"})
-    'kernel-sm_90-dq-d64-float16-full'
-    """
-    parts = ("arch", "kernel", "head_dim", "dtype", "variant")
-    arch, kernel, dim, *suffixes = (str(line.get(part, "")) for part in parts)
-    return "-".join(["kernel", arch, kernel, f"d{dim}", *suffixes]).rstrip("-")
 
 
 class DiskFull(Exception):
@@ -273,15 +256,13 @@ def read(*places: Path) -> History:
     >>> history.points[0].ms, history.problems[0].why
     (1.5, 'the line is cut off after 20 characters')
     """
-    history = History([], [], [])
+    history = History([], [])
     for path in files(places):
         for number, line in parse_lines(path):
             if isinstance(line, str):
                 history.problems.append(Problem(path, number, line))
             elif line["kind"] == "case":
                 history.points.append(point_of(line))
-            elif line["kind"] == "resources":
-                history.resources.append(line)
     return history
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from tritoncp.perf.records.history import Point
 
 TOLERANCE = 0.1  # bounds are measured, and a kernel that mostly reads may be this much faster than a copy
-
 MOST = 1e30  # FLOPs or bytes; a history from elsewhere may have any number
 
 
@@ -23,10 +22,6 @@ class Alarm(NamedTuple):
     share: float
 
     def __str__(self) -> str:
-        """
-        >>> str(Alarm("tritoncp", 3.63))
-        'tritoncp: 363 % of the bound: the figure or the count is wrong'
-        """
         return f"{self.contender}: {100 * self.share:.0f} % of the bound: the figure or the count is wrong"
 
 
@@ -47,17 +42,7 @@ def bound_share(ms: float, work: Mapping[str, Any], ceilings: Mapping[str, float
 
 
 def find_alarms(point: Point) -> list[Alarm]:
-    """List the contenders of a measurement that are above the bound by more than the tolerance.
-
-    >>> from tritoncp.perf.records.history import Series
-    >>> facts = {"work": {"flops": 4e12, "hbm_bytes": 3e8}}
-    >>> facts["ceilings"] = {"matmul_tflops": 800.0, "copy_gbytes_per_s": 4000.0}
-    >>> find_alarms(Point("r", "t", "c", Series("GPU"), {}, {"tritoncp": {"ms": 2.5}}, **facts))
-    [Alarm(contender='tritoncp', share=2.0)]
-    """
-    shares = {
-        name: bound_share(figures["ms"], point.work, point.ceilings)
-        for name, figures in point.contenders.items()
-        if "ms" in figures
-    }
+    """List the contenders of a measurement that are above the bound by more than the tolerance."""
+    figures = {name: row["ms"] for name, row in point.contenders.items() if "ms" in row}
+    shares = {name: bound_share(ms, point.work, point.ceilings) for name, ms in figures.items()}
     return [Alarm(name, share) for name, share in shares.items() if share and share > 1 + TOLERANCE]

@@ -32,8 +32,6 @@ from tritoncp.planning.problem import MASKS, Problem, document_lengths
 # torch.compile mode and kernel options of each flex variant. The first one is the default.
 FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {
     "flex": (None, {}),
-    "flex prescale": (None, {"PRESCALE_QK": True}),
-    "flex tma": (None, {"USE_TMA": True}),
     "flex flash": (None, {"BACKEND": "FLASH"}),
     "flex prescale tma": (None, {"PRESCALE_QK": True, "USE_TMA": True}),
     "flex max-autotune": ("max-autotune-no-cudagraphs", {}),

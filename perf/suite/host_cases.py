@@ -6,7 +6,6 @@ Cases are written, compared and shown in the format of attention cases. The devi
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,8 +17,7 @@ from unittest import mock
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from tritoncp.ops.tile_tables import SHIPPED
-from tritoncp.perf.records.history import OURS, Journal, Point, kernel_name, read
+from tritoncp.perf.records.history import OURS, Journal, Point
 from tritoncp.perf.suite import baselines, cpu_attention
 from tritoncp.perf.suite.cases import PASS_SUFFIXES, TIERS, position
 from tritoncp.perf.suite.machine import PeakMemory
@@ -172,24 +170,6 @@ def run(
             failures += 1
         journal.point(case.name, contenders, tags=case.tags, work=work, goal=case.goal)
     return failures
-
-
-def resources(journal: Journal, only: str | Sequence[str] = "*") -> None:
-    """Write the resources of each shipped kernel (from the table of `tritoncp inspect`) where they differ
-    from the history."""
-    table = SHIPPED / "resources.json"
-    if not table.exists():
-        return
-    document = json.loads(table.read_text())
-    place = journal.path.parent if journal.path.suffix == ".jsonl" else journal.path
-    recorded = {kernel_name(line): line for line in (read(place).kernels() if place.is_dir() else ())}
-    for row in document["rows"]:
-        line = {"kind": "resources", "triton": document["triton"], **row}
-        recorded_line = recorded.get(kernel_name(row), {})
-        if position(kernel_name(row), only) is None:
-            continue
-        if any(recorded_line.get(key) != line[key] for key in line):
-            journal.write(line)
 
 
 def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:

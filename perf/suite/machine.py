@@ -115,42 +115,13 @@ def state(device: torch.device) -> dict[str, str]:
 
 def sources(package: Path) -> str:
     """Compute a digest of the package's Python files, which identifies the code without git."""
-    folders = (package, package / "kernels", package / "perf")  # links in a checkout: kernels and perf
-    files = {path.relative_to(package): path for folder in folders for path in folder.rglob("*.py")}
+    kernels, perf = tile_tables.SHIPPED.parent, Path(__file__).parents[1]  # beside the package in a checkout
+    bases = {package: package, kernels: kernels.parent, perf: perf.parent}
+    files = {path.relative_to(base): path for folder, base in bases.items() for path in folder.rglob("*.py")}
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name}\0".encode() + files[name].read_bytes())
     return digest.hexdigest()[:12]
-
-
-class Brakes:
-    """Throttling of a GPU by heat or a power brake, read from NVIDIA's management library.
-
-    A power cap alone does not count: large GPUs reach it in every long matrix product. Without the library
-    (another vendor) no throttling is reported.
-    """
-
-    _REASONS = 0x8 | 0x20 | 0x40 | 0x80  # hardware slowdown, software thermal, hardware thermal, power brake
-
-    def __init__(self, device: torch.device) -> None:
-        self._handle = ctypes.c_void_p()
-        self._library = None
-        try:
-            library = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError:
-            return
-        name = _gpu_uuid(device).encode()
-        if not (library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(self._handle))):
-            self._library = library
-
-    def on(self) -> bool:
-        # A later driver may have only the newer name of this function.
-        query = getattr(self._library, "nvmlDeviceGetCurrentClocksThrottleReasons", None)
-        if query is None:
-            return False
-        reasons = ctypes.c_ulonglong()
-        failed = query(self._handle, ctypes.byref(reasons))
-        return not failed and bool(reasons.value & self._REASONS)
 
 
 def _gpu_uuid(device: torch.device) -> str:

@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from tritoncp.perf.suite.cases import GOALS, SEARCHED, Case, position
 from tritoncp.perf.suite.timing import (
     Clock,
     DeviceClock,
-    Figure,
     GroupClock,
     Run,
     WallClock,
@@ -30,7 +29,7 @@ from tritoncp.perf.suite.timing import (
 from tritoncp.perf.suite.work import Work, of_plan
 from tritoncp.planning.build import build
 
-THOROUGH = ["flex prescale tma", "flex max-autotune"]
+THOROUGH = ["flex prescale tma", "flex max-autotune"]  # flex variants that compile for a minute
 QUICK = [name for name in FLEX if name not in THOROUGH]
 LOST = torch.AcceleratorError.__name__  # a launch that failed on the device
 
@@ -61,9 +60,6 @@ class Bench:
     resumed_points: Sequence[Point] = ()
     patterns: Sequence[str] = ("*",)
     failures: int = 0
-    best: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # mask -> flex variants that won at its first size
 
     @cached_property
     def clock(self) -> Clock:
@@ -71,25 +67,26 @@ class Bench:
         return clock if self.group is None else GroupClock(clock, self.device)
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Measure every case with contenders that compile fast; then the contenders that compile slowly,
-        against the best of the fast ones."""
-        groups = self._group_problems(self._select_unmeasured(cases))
+        """Measure every case with contenders that compile fast; then the first size of each searched mask
+        with the flex variants that compile slowly."""
+        measured = {point.case for point in self.resumed_points}
+        groups = self._group_problems([case for case in cases if case.name not in measured])
+        thorough_groups = self._select_thorough(cases)
         self.journal.announce(sum(map(len, groups)))
         slowest = 0.0
         for group in groups:
-            slowest = max(slowest, self._measure_in_budget(group, self._select_variants(group[0]), slowest))
-        thorough_groups = self._select_thorough(cases)
+            variants = QUICK[:1] if group[0].tier == "smoke" else QUICK
+            slowest = max(slowest, self._measure_in_budget(group, variants, slowest))
         self.journal.announce(sum(map(len, thorough_groups)))
         for group in thorough_groups:
-            variants = list(dict.fromkeys([*self.best[group[0].problem.mask], *THOROUGH]))
-            slowest = max(slowest, self._measure_in_budget(group, variants, slowest))
+            slowest = max(slowest, self._measure_in_budget(group, [*QUICK, *THOROUGH], slowest))
 
     def warm(self, cases: Sequence[Case]) -> None:
         """Run the selected contenders once, so that their kernels are in the compilers' caches."""
         for group in self._group_problems(cases):
             case, passes = group[0], [case.which for case in group]
             tensors = baselines.inputs(case.problem, self.device)
-            for name, make in self._contenders(case, tensors, self._select_variants(case)).items():
+            for name, make in self._contenders(case, tensors, QUICK).items():
                 if position(name, self.patterns) is not None and time.monotonic() < self.deadline:
                     self._report_check(case, name, self._check_contender(case, make, None, passes)[1])
 
@@ -107,40 +104,19 @@ class Bench:
         makers = baselines.contenders(case.problem, tensors, variants, self.options, self.group)
         return {name: make for name, make in makers.items() if self._takes_part(name)}
 
-    def _select_unmeasured(self, cases: Sequence[Case]) -> list[Case]:
-        """Select the cases that the resumed run has not measured, and note its best flex variants."""
-        points_by_case = {point.case: point for point in self.resumed_points}
-        for case in cases:
-            point = points_by_case.get(case.name)
-            flex = {
-                name: row["ms"]
-                for name, row in (point.contenders.items() if point else ())
-                if name in FLEX and "ms" in row
-            }
-            if flex and case.tier != "smoke" and case.problem.mask in SEARCHED:
-                self.best.setdefault(case.problem.mask, [min(flex, key=flex.__getitem__)])
-        return [case for case in cases if case.name not in points_by_case]
-
     def _select_thorough(self, cases: Sequence[Case]) -> list[list[Case]]:
-        """Select the problems for which the slow variants are compiled, too: the first size of each mask,
-        unless the resumed run has measured them."""
+        """Select the problems for which the slow variants are compiled, too: the first size of each searched
+        mask, unless the resumed run has measured them."""
         if self.device.type != "cuda" or not any(self._takes_part(name) for name in THOROUGH):
             return []
         first: dict[str, list[Case]] = {}
         for group in self._group_problems(cases):
-            if group[0].tier == "core" and group[0].problem.mask in self.best:
+            if group[0].tier == "core" and group[0].problem.mask in SEARCHED:
                 first.setdefault(group[0].problem.mask, group)
         complete = {
             point.case for point in self.resumed_points if any(name in point.contenders for name in THOROUGH)
         }
         return [group for group in first.values() if any(case.name not in complete for case in group)]
-
-    def _select_variants(self, case: Case) -> list[str]:
-        """Select the flex variants: at later sizes of a mask the winners at its first size, so that most
-        variants compile once. Masks that are not searched use the winners of the causal mask."""
-        if case.tier == "smoke":
-            return QUICK[:1]
-        return self.best.get(case.problem.mask if case.problem.mask in SEARCHED else "causal", QUICK)
 
     def _measure_in_budget(self, cases: list[Case], variants: Sequence[str], slowest: float) -> float:
         """Measure one problem if there is time. Returns the seconds that it took."""
@@ -173,13 +149,8 @@ class Bench:
             if checks[name].get("why", "").startswith(LOST):
                 self._give_up(cases, checks)
         del expected
-        winners = []
         for case in cases:
-            figures = self._time_pass(case, working, checks)
-            flex = {name: figure.ms for name, figure in figures.items() if name.startswith("flex")}
-            winners += [min(flex, key=flex.__getitem__)] if flex else []
-        if case.tier != "smoke" and case.problem.mask in SEARCHED and winners:
-            self.best.setdefault(case.problem.mask, list(dict.fromkeys(winners)))
+            self._time_pass(case, working, checks)
 
     def _give_up(self, cases: list[Case], checks: dict[str, dict[str, Any]]) -> None:
         """Write the cases without times after an error on the device, and raise DeviceLost. A resumed run
@@ -238,7 +209,7 @@ class Bench:
 
     def _time_pass(
         self, case: Case, working: dict[str, Contender], checks: dict[str, dict[str, Any]]
-    ) -> dict[str, Figure]:
+    ) -> None:
         """Time one pass of the contenders and write the line of the case."""
         idle = {name for name, contender in working.items() if case.which not in contender.passes}
         runs = {
@@ -259,7 +230,6 @@ class Bench:
                 if case.problem.together and name.split()[0] == OURS:
                     contenders[name]["rank_ms"] = round(figures[name].ms / case.problem.world, 5)
         self._write(case, contenders, {"flops": work.flops, "hbm_bytes": work.hbm, "wire_bytes": work.wire})
-        return figures
 
     def _write(self, case: Case, contenders: dict[str, Any], work: dict[str, int]) -> None:
         gpu = machine.state(self.device) if self.device.type == "cuda" else {}
@@ -300,28 +270,14 @@ def work_of(case: Case) -> Work:
 
 
 def measure_ceilings(device: torch.device) -> dict[str, float]:
-    """Measure the best rates of a device: a bf16 matrix product, a copy through memory, and a repeated copy
-    between two quarters of its L2 cache, which includes the gaps between launches."""
-    clock, n, copies = DeviceClock(device), 8192, 64
+    """Measure the best rates of a device: a bf16 matrix product, and a copy through memory."""
+    n = 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(1 << 30, device=device)
     target = torch.empty_like(source)
-    size = torch.cuda.get_device_properties(device).L2_cache_size // 4
-    small_source, small_target = (x.view(torch.int8)[:size] for x in (source, target))
-
-    def copy_in_cache() -> None:
-        for _ in range(copies):
-            small_target.copy_(small_source)
-
-    runs = {
-        "matmul": lambda: lambda: a @ b,
-        "copy": lambda: lambda: target.copy_(source),
-        "l2": lambda: copy_in_cache,
-    }
-    times = time_interleaved({name: run for name, run in runs.items() if size or name != "l2"}, clock, 0.3)
-    l2 = {"l2_gbytes_per_s": round(copies * 2 * size / times["l2"].ms / 1e6, 1)} if size else {}
+    runs = {"matmul": lambda: lambda: a @ b, "copy": lambda: lambda: target.copy_(source)}
+    times = time_interleaved(runs, DeviceClock(device), 0.3)
     return {
-        **l2,
         "matmul_tflops": round(2 * n**3 / times["matmul"].ms / 1e9, 1),
         "copy_gbytes_per_s": round(2 * source.nbytes / times["copy"].ms / 1e6, 1),
     }

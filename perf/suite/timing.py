@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
-import timeit
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import distributed as dist
 
-from tritoncp.perf.suite.machine import Brakes
-
 Run = Callable[[], object]
-REST = 0.25  # seconds of rest for a throttled device
 
 
 class Sample(NamedTuple):
-    """One execution: milliseconds on the device, and of Python until everything was queued; whether heat or
-    a power brake held the clock back."""
+    """One execution: milliseconds on the device, and of Python until everything was queued."""
 
     device: float
     host: float
-    throttled: bool = False
 
 
 class Clock(Protocol):
@@ -46,7 +40,6 @@ class DeviceClock(Clock):
     def __init__(self, device: torch.device) -> None:
         self._junk = torch.empty(256 << 20, dtype=torch.int8, device=device)
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._brakes = Brakes(device)
 
     def sample(self, run: Run) -> Sample:
         self._junk.zero_()
@@ -57,7 +50,7 @@ class DeviceClock(Clock):
         host = time.perf_counter() - begin
         self._end.record()
         torch.cuda.synchronize()
-        return Sample(self._start.elapsed_time(self._end), 1e3 * host, self._brakes.on())
+        return Sample(self._start.elapsed_time(self._end), 1e3 * host)
 
 
 class WallClock(Clock):
@@ -79,8 +72,8 @@ class GroupClock(Clock):
     def sample(self, run: Run) -> Sample:
         dist.barrier()
         sample = self._clock.sample(run)
-        host, device, throttled = self._worst(sample.host, sample.device, sample.throttled)
-        return Sample(device, host, throttled > 0)
+        host, device = self._worst(sample.host, sample.device)
+        return Sample(device, host)
 
     def agree(self, x: float) -> float:
         return self._worst(x)[0]
@@ -99,7 +92,6 @@ class Figure(NamedTuple):
     high: float
     host_ms: float
     samples: tuple[float, ...] = ()
-    throttled: int = 0
 
     def rounded(self, samples: bool = True) -> dict[str, Any]:
         """Return the figures as JSON, rounded to ten nanoseconds, with all samples or their number.
@@ -108,22 +100,21 @@ class Figure(NamedTuple):
         {'ms': 1.0, 'low': 0.9, 'high': 1.1, 'host_ms': 0.2, 'n': 3}
         """
         line: dict[str, Any] = {name: round(getattr(self, name), 5) for name in self._fields[:4]}
-        line |= {"samples": [round(x, 5) for x in self.samples]} if samples else {"n": len(self.samples)}
-        return line | ({"throttled": self.throttled} if self.throttled else {})
+        return line | (
+            {"samples": [round(x, 5) for x in self.samples]} if samples else {"n": len(self.samples)}
+        )
 
 
 def figure(samples: list[Sample]) -> Figure:
-    """Summarise samples; throttled samples are counted and left out, unless all are throttled.
+    """Summarise samples.
 
-    >>> figure([Sample(1.0, 0.1), Sample(2.0, 0.1), Sample(9.0, 0.1), Sample(40.0, 0.1, True)])
-    Figure(ms=2.0, low=1.5, high=5.5, host_ms=0.1, samples=(1.0, 2.0, 9.0), throttled=1)
+    >>> figure([Sample(1.0, 0.1), Sample(2.0, 0.1), Sample(9.0, 0.1)])
+    Figure(ms=2.0, low=1.5, high=5.5, host_ms=0.1, samples=(1.0, 2.0, 9.0))
     """
-    steady = [sample for sample in samples if not sample.throttled] or samples
-    times = [sample.device for sample in steady]
+    times = [sample.device for sample in samples]
     low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-    host = statistics.median(sample.host for sample in steady)
-    throttled = sum(sample.throttled for sample in samples)
-    return Figure(statistics.median(times), low, high, host, tuple(times), throttled)
+    host = statistics.median(sample.host for sample in samples)
+    return Figure(statistics.median(times), low, high, host, tuple(times))
 
 
 def time_interleaved(
@@ -133,7 +124,7 @@ def time_interleaved(
 
     runs: by name, a function that prepares an execution (not timed) and returns it
 
-    The first round is dropped. A throttled device gets rests, together no longer than the rounds may take.
+    The first round is dropped.
     """
     names = list(runs)
     begin = time.perf_counter()
@@ -142,17 +133,8 @@ def time_interleaved(
     warm = clock.agree(time.perf_counter() - begin)
     rounds = max(least, min(most, int(seconds / max(warm, 1e-6))))
     samples: dict[str, list[Sample]] = {name: [] for name in names}
-    seconds_of_rest = seconds
     for i in range(rounds):
         first = i % len(names)
         for name in names[first:] + names[:first]:
             samples[name].append(clock.sample(runs[name]()))
-        if seconds_of_rest > 0 and any(samples[name][-1].throttled for name in names):
-            time.sleep(REST)
-            seconds_of_rest -= REST
     return {name: figure(list_of_samples) for name, list_of_samples in samples.items()}
-
-
-def shortest_seconds(call: Callable[[], Any], times: int = 3) -> float:
-    """Return the shortest of several times of a call, in seconds of this process."""
-    return min(timeit.repeat(call, timer=time.process_time, repeat=times, number=1))

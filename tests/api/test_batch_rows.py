@@ -1,5 +1,4 @@
-"""Tests of batch_offset: rows from the middle of a batch have the results of the same rows in the whole
-batch."""
+"""Tests of batch_offset on one device: all kinds of masks, graphs, errors; `tests/test_fuzz.py` has ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 import tritoncp
 from tritoncp import and_masks, causal, create_block_mask, document
 
-pytestmark = pytest.mark.usefixtures("cpu_engine")  # unless a test asks for "engine"
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 B, HEADS, S, D = 3, 2, 40, 8
 BITS = torch.rand(B, S, S, generator=torch.Generator().manual_seed(3)) < 0.4
 IDS = torch.randint(0, 3, (B, S), generator=torch.Generator().manual_seed(4)).sort(1).values
@@ -55,7 +54,6 @@ MASKS: dict[str, Callable[[], Any]] = {
     "bits": lambda: listed(untranslatable),
     "torch's": lambda: torch_block_mask(bits, B, HEADS, S, S, device="cpu", BLOCK_SIZE=32),
 }
-SCHEDULES = ("allgather", "ring", "fetch", "ulysses")
 
 
 class Layer:
@@ -78,10 +76,6 @@ class Layer:
         return [out.detach(), lse.detach(), *grads]
 
 
-def long(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.long) for name in names]
-
-
 def on_one_device(mask: Any) -> Callable[..., Any]:
     def call(q: Tensor, k: Tensor, v: Tensor, score: Any, **options: Any) -> Any:
         return tritoncp.flex_attention(q, k, v, score, mask, return_lse=True, **options)
@@ -89,73 +83,14 @@ def on_one_device(mask: Any) -> Callable[..., Any]:
     return call
 
 
-def over_ranks(mask: Any, schedule: str) -> Callable[..., Any]:
-    world = tritoncp.simulate(3)
-    plan = world.make_plan(mask, schedule=schedule)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, score: Any, batch_offset: int = 0) -> Any:
-        placed = plan.batch_rows(batch_offset, len(q))
-        shards = (world.shard(x, placed, dim=2) for x in (q, k, v))
-        results = world.flex_attention(*shards, score, plan, return_lse=True, batch_offset=batch_offset)
-        return [world.unshard(xs, placed, dim=2) for xs in results]
-
-    return call
-
-
-def check(call: Callable[..., Any]) -> None:
-    layer = Layer()
+@pytest.mark.parametrize("name", MASKS)
+def test_rows_of_a_batch_equal_the_same_rows_of_the_whole(name: str) -> None:
+    layer, call = Layer(), on_one_device(MASKS[name]())
     whole = layer.answers(call, slice(None))
     *part, dtable = layer.answers(call, slice(1, 3), batch_offset=1)
     for got, want in zip([*part, dtable[1:]], whole, strict=True):
         torch.testing.assert_close(got, want[1:], rtol=1e-10, atol=1e-10)
     assert not bool(dtable[0].any())  # row 0 of the table is that of row 0 of the batch
-
-
-@pytest.mark.parametrize("engine", ["cpu"], indirect=True)
-@pytest.mark.parametrize("name", MASKS)
-def test_rows_of_a_batch_equal_the_same_rows_of_the_whole(name: str, engine: str) -> None:
-    check(on_one_device(MASKS[name]()))
-
-
-@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
-@pytest.mark.parametrize(
-    "name", ["closed form", *long("documents of each row", "listed for one row", "bits")]
-)
-def test_kernels_read_rows_of_a_batch(name: str, engine: str) -> None:
-    check(on_one_device(MASKS[name]()))
-
-
-PLANNED = [
-    name
-    for name in MASKS
-    if name not in ("none", "closed form", "documents without lists", "mask_mod without lists")
-]
-
-
-@pytest.mark.parametrize("engine", ["cpu"], indirect=True)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", PLANNED)
-def test_batch_rows_over_ranks_under_every_schedule(name: str, schedule: str, engine: str) -> None:
-    check(over_ranks(MASKS[name](), schedule))
-
-
-@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
-def test_kernels_over_ranks(engine: str) -> None:
-    check(over_ranks(MASKS["mask_mod"](), "ring"))
-
-
-@pytest.mark.parametrize("engine", ["cpu"], indirect=True)
-def test_natural_pieces_of_a_simulated_world(engine: str) -> None:
-    layer, mask, world = Layer(), MASKS["mask_mod"](), tritoncp.simulate(2)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, score: Any, **options: Any) -> Any:
-        pieces = (x.chunk(2, 2) for x in (q, k, v))
-        outs, lses = world.flex_attention(*pieces, score, mask, return_lse=True, **options)
-        return torch.cat(outs, 2), torch.cat(lses, 2)
-
-    whole = layer.answers(call, slice(None))
-    part = layer.answers(call, slice(1, 3), batch_offset=1)
-    torch.testing.assert_close(part[0], whole[0][1:3], rtol=1e-10, atol=1e-10)
 
 
 def test_one_graph_serves_every_offset() -> None:

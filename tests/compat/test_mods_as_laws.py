@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
@@ -186,66 +184,6 @@ def test_compiled_whole(name: str, engine: str) -> None:
 @pytest.mark.parametrize("name", ["causal documents", "sandwich", "bias by distance"])
 def test_compiled_with_aot_autograd(name: str, engine: str) -> None:
     verify(name, lambda call: torch.compile(call, fullgraph=True, backend="aot_eager"))
-
-
-# -- laws for any parameter -----------------------------------------------------------------------------
-
-
-def dense(mod: Any, q: int, kv: int) -> Tensor:
-    return tritoncp.create_block_mask(mod, None, None, q, kv, BLOCK_SIZE=16).to_dense()[0, 0]
-
-
-def pairs(q: int, kv: int) -> tuple[Tensor, Tensor]:
-    return torch.arange(q)[:, None], torch.arange(kv)
-
-
-many = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@many
-@given(st.integers(1, 70), st.integers(0, 80), st.integers(1, 6))
-def test_any_window(length: int, left: int, step: int) -> None:
-    q, kv = pairs(length, length)
-    assert torch.equal(
-        dense(gym.window(left), length, length), torch.ones(length, length).tril().triu(-left) > 0
-    )
-    hits = (q >= kv) & (q - kv < left) & ((q - kv).remainder(step) == 0)
-    assert torch.equal(dense(gym.dilated_window(left, step), length, length), hits)
-
-
-@many
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=4))
-def test_any_documents(lengths: list[int]) -> None:
-    offsets, total = gym.offsets_of(lengths), sum(lengths)
-    whole = torch.block_diag(*(torch.ones(n, n) for n in lengths)) > 0
-    assert torch.equal(dense(gym.in_documents(gym.anything, offsets), total, total), whole)
-    for causal in (gym.in_documents(gym.causal, offsets), gym.packed_causal(offsets)):
-        assert torch.equal(dense(causal, total, total), whole.tril())
-
-
-@many
-@given(st.integers(1, 3), st.integers(1, 2), st.sampled_from([1, 3]))
-def test_any_neighbourhood(columns: int, rows: int, kernel: int) -> None:
-    """Every query sees kernel x kernel keys, in whatever order the canvas lies, and itself."""
-    width, height = 2 * columns + kernel, 2 * rows + kernel
-    width, height = width + width % 2, height + height % 2
-    for place in (gym.by_rows(width), gym.by_tiles(width, 2)):
-        seen = dense(gym.neighbourhood(width, height, kernel, place), width * height, width * height)
-        assert bool((seen.sum(1) == kernel * kernel).all()) and bool(seen.diagonal().all())
-
-
-@many
-@given(st.lists(st.integers(0, 8), min_size=1, max_size=9), st.integers(0, 20))
-def test_any_tree(drawn: list[int], prefix: int) -> None:
-    """A node sees the prefix and the way to its root."""
-    parents = [-1, *(parent % (node + 1) for node, parent in enumerate(drawn))]
-    seen = dense(gym.tree(prefix, gym.ancestors(parents)), len(parents), prefix + len(parents))
-    for node in range(len(parents)):
-        way, at = set(range(prefix)), node
-        while at >= 0:
-            way.add(prefix + at)
-            at = parents[at]
-        assert set(seen[node].nonzero()[:, 0].tolist()) == way
 
 
 # -- what surrounds a call ------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import tritoncp
-from tests.mods import attribute_forms, method_forms, variable_forms  # noqa: F401, which register forms
-from tests.mods.form_registry import FORMS, RECORDED, Form
+from tests.mods.forms import FORMS, RECORDED, Form, make_form
 from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.reference import dense
 
@@ -53,7 +52,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest) -> Form:
-    return FORMS[request.param]()
+    return make_form(request.param)
 
 
 def test_a_score_mod_follows_its_state(form: Form) -> None:
@@ -87,9 +86,9 @@ def test_a_mask_or_plan_whose_state_changed_is_refused(form: Form) -> None:
     assert torch.equal(rebuilt.to_dense()[0, 0], (distance >= 0) & (distance < 8))
 
 
-@pytest.mark.parametrize("name", ["class_attribute", "module_config", "global_number"])
+@pytest.mark.parametrize("name", ["class attribute", "module config", "global number"])
 def test_a_refusal_names_the_state_and_both_values(name: str) -> None:
-    scale, edit = FORMS[name]()
+    scale, edit = make_form(name)
     mask = create_block_mask(mask_of(scale), 1, 1, S, S)
     edit()
     with pytest.raises(
@@ -100,19 +99,20 @@ def test_a_refusal_names_the_state_and_both_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_warning_names_incomparable_state_once(name: str) -> None:
-    scale, _ = FORMS[name]()
+    scale, _ = make_form(name)
+    own_name = f"incomparable_{name.replace(' ', '_')}"
     score_mod = types.FunctionType(
         score_of(scale).__code__, globals(), name, None, score_of(scale).__closure__
     )
-    score_mod.__qualname__ = f"incomparable_{name}"
-    score_mod.__code__ = score_mod.__code__.replace(co_name=f"incomparable_{name}")  # another function
+    score_mod.__qualname__ = own_name
+    score_mod.__code__ = score_mod.__code__.replace(co_name=own_name)  # another function
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         attend(score_mod)
         attend(score_mod)
     texts = [str(w.message) for w in caught if "cannot be compared" in str(w.message)]
     assert len(texts) == (name in RECORDED)
-    assert all("capture it instead" in text and f"incomparable_{name}" in text for text in texts)
+    assert all("capture it instead" in text and own_name in text for text in texts)
 
 
 def test_a_mask_s_tensors_are_state_too() -> None:
@@ -132,8 +132,8 @@ def test_numbers_in_any_state_are_arguments_of_the_kernel() -> None:
     """A new value of a number uses the same kernel."""
     from tritoncp.mods import score_mod
 
-    for name in ("class_attribute", "module_config", "property_of_a_global", "enum_member_attribute"):
-        scale, edit = FORMS[name]()
+    for name in ("class attribute", "module config", "property of a global", "enum member attribute"):
+        scale, edit = make_form(name)
         function = score_of(scale)
         before = score_mod(function)
         edit()

@@ -4,9 +4,7 @@ the gradients of one process."""
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,9 +195,3 @@ def test_tensor_parallel_ranks_do_not_count_in_the_factor() -> None:
     expected = on_one_rank(slopes=False)
     for gradients in ranks.run(4, with_tensor_parallelism):
         check(gradients, expected, "tp")
-
-
-def test_the_page_names_each_way_with_its_factor() -> None:
-    page = (Path(__file__).parents[2] / "docs/loss_and_gradients.md").read_text()
-    names = re.findall(r"\| `(\w+)` \|$", page, re.MULTILINE)
-    assert names == [*(way.__name__ for way in WAYS[:-1]), "with_tensor_parallelism", "trainer"]

@@ -87,31 +87,14 @@ def test_the_masks_of_these_tests_cannot_be_translated(mod):
         mods.mask_mod(mod)
 
 
-@pytest.mark.parametrize("balancer", [None, "ptrr"])
-def test_kernels_on_three_ranks(balancer):
-    agree(block_mask(by_cumsum), 3, balancer, 1, 2)
-
-
-def test_kernels_ask_about_every_head_and_batch_row_of_a_mask_listed_for_one():
-    agree(block_mask(by_batch_and_head), 1, None, 2, 2)
-
-
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize("mod", UNTRANSLATABLE, ids=lambda f: f.__name__)
 def test_an_untranslatable_mask_on_one_device(mod):
     agree(block_mask(mod), 1, None)
 
 
-@pytest.mark.usefixtures("cpu_engine")
-def test_a_mask_listed_for_one_head_is_evaluated_for_every_head_and_batch_row():
-    agree(block_mask(by_batch_and_head), 3, "ptrr")
-
-
-@pytest.mark.usefixtures("cpu_engine")
-def test_an_untranslatable_mask_listed_by_batch_row_and_head():
-    mask = tritoncp.create_block_mask(by_batch_and_head, 2, 4, S, S, BLOCK_SIZE=BLOCK)
-    assert mask.B == 2 and mask.H == 4
-    agree(mask, 2, "ptrr")
+def test_a_mask_listed_for_one_head_is_evaluated_for_every_head_and_batch_row(engine):
+    agree(block_mask(by_batch_and_head), 2, "ptrr", heads=2)
 
 
 @pytest.mark.usefixtures("cpu_engine")

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from tests.perf.synthetic_history import CEILINGS, WORK, line, mutated, tags
 from tritoncp.cli import main
-from tritoncp.perf.dashboard.page import collect_data
+from tritoncp.perf.dashboard.page import page
 from tritoncp.perf.records.history import append, read
 
 
@@ -19,7 +19,6 @@ def perf(*words) -> tuple[int, str]:
     """Run a command, which may not raise an exception; return its exit code and output."""
     result = CliRunner().invoke(main, ["perf", *map(str, words)])
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
-    assert "Traceback" not in result.output
     return result.exit_code, result.output
 
 
@@ -31,53 +30,44 @@ def write(path: Path, **cases) -> Path:
     return path
 
 
+SIDES = {
+    "base": {"c": [1.0, 1.01, 0.99], "d": [2.0, 2.02, 1.98]},
+    "slow4": {"c": [1.04, 1.0504, 1.0296], "d": [2.0, 2.02, 1.98]},
+    "slow15": {"c": [1.15, 1.16, 1.14], "d": [2.0, 2.02, 1.98]},
+    "broke": {"c": [1.0, 1.01, None], "d": [2.0, 2.02, 1.98]},
+    "less": {"c": [1.0, 1.01, 0.99]},
+    "other": {"e": [1.0, 1.0, 1.0]},
+    "failing": {"c": [None], "d": [None]},
+}
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
     """Histories to compare, by their defect."""
     folder = tmp_path_factory.mktemp("sides")
-    paths = {
-        name: write(folder / f"{name}.jsonl", **cases)
-        for name, cases in {
-            "base": {"c": [1.0, 1.01, 0.99], "d": [2.0, 2.02, 1.98]},
-            "same": {"c": [1.0, 1.01, 0.99], "d": [2.0, 2.02, 1.98]},
-            "slow4": {"c": [1.04, 1.0504, 1.0296], "d": [2.0, 2.02, 1.98]},
-            "slow15": {"c": [1.15, 1.16, 1.14], "d": [2.0, 2.02, 1.98]},
-            "slow600": {"c": [7.0, 7.1, 6.9], "d": [2.0, 2.02, 1.98]},
-            "broke": {"c": [1.0, 1.01, None], "d": [2.0, 2.02, 1.98]},
-            "less": {"c": [1.0, 1.01, 0.99]},
-            "other": {"e": [1.0, 1.0, 1.0]},
-            "failing": {"c": [None], "d": [None]},
-        }.items()
-    }
-    base = paths["base"].read_bytes()
+    paths = {name: write(folder / f"{name}.jsonl", **cases) for name, cases in SIDES.items()}
     texts = {
-        "empty": b"",
-        "blank": b"\n\n \n",
+        "empty": b"\n",
         "junk": bytes(range(256)) * 40,
         "nested": b"[" * 100_000 + b"\n",
-        "nan": base.replace(b'"ms":1.0,', b'"ms":NaN,').replace(b'"ms":2.0,', b'"ms":-1,'),
-        "cake": base.replace(b'"kind":"case"', b'"kind":"cake"'),
+        "nan": paths["base"]
+        .read_bytes()
+        .replace(b'"ms":1.0,', b'"ms":NaN,')
+        .replace(b'"ms":2.0,', b'"ms":-1,'),
     }
     for name, text in texts.items():
         paths[name] = folder / f"{name}.jsonl"
         paths[name].write_bytes(text)
-    for name in ("folder", "trap"):
-        paths[name] = folder / name
-        paths[name].mkdir()
-    (paths["trap"] / "x.jsonl").mkdir()
+    paths["folder"] = folder / "folder"
+    (paths["folder"] / "x.jsonl").mkdir(parents=True)
     paths["link"] = folder / "link.jsonl"
     paths["link"].symlink_to(folder / "nowhere.jsonl")
-    paths["device"] = Path("/dev/null")
-    return paths
+    return paths | {"device": Path("/dev/null")}
 
 
-NO_PERCENT = ("-5", "nan", "inf", "-inf", "5%%", "%", "lots", "1e400", "1_0", "٥", "0x5", "5%5", "--")
 NO_SIDE = {
     "empty": (3, "holds no measurement"),
-    "blank": (3, "holds no measurement"),
     "folder": (3, "holds no measurement"),
-    "trap": (3, "holds no measurement"),
-    "cake": (3, "holds no measurement"),
     "junk": (2, "no line of it is a measurement"),
     "nested": (2, "nested more than"),
     "link": (2, "is no file"),
@@ -86,42 +76,30 @@ NO_SIDE = {
 }
 COMPARED = [
     # words after `perf compare`, exit code, a part of the output
-    ("base same", 0, "2 cases"),
-    ("base same --fail-over 5", 0, "0 past 5 %"),
-    ("base slow4 --fail-over 5", 0, "0 past 5 %"),
+    ("base base --fail-over 5", 0, "0 past 5 %"),
     ("base slow4 --fail-over 5%", 0, "0 past 5 %"),
     ("base slow15 --fail-over 5", 1, "1 past 5 %"),
-    ("base slow15 --fail-over 5%", 1, "1 past 5 %"),
     ("base slow15 --fail-over 0.05", 1, "1 past 0.05 %"),
-    ("base slow15 --fail-over 20", 0, "0 past 20 %"),
     ("base slow15 --fail-over 20.%", 0, "0 past 20 %"),
-    ("base slow600 --fail-over 5", 1, "1 past 5 %"),
     ("base slow15", 0, "slower"),
-    ("slow15 base --fail-over 0", 0, "0 past 0 %"),
     ("base broke", 1, "FAILED"),
     ("failing base", 0, "works now"),
     ("base less", 1, "not measured again: d"),
-    ("base less --fail-over 5", 1, "not measured again: d"),
     ("base less --fail-over 5 --allow-missing", 0, "not measured again: d"),
     ("base less --json", 1, '"missing": [\n    "d"'),
     ("base less --markdown", 1, "❌"),
     ("base less --markdown --allow-missing", 0, "✅"),
     ("less base --fail-over 5", 0, "new: d"),
-    ("base same --baseline flex", 0, "2 cases"),
-    ("base same --baseline nope", 2, "no baseline 'nope' on both sides; before: flex; after: flex"),
-    ("base same --baseline nope --fail-over 5", 2, "before: flex"),
-    ("base same --baseline tritoncp", 2, "before: flex"),
-    ("base other", 3, "no case in common: nothing is compared"),
+    ("base base --baseline flex", 0, "2 cases"),
+    ("base base --baseline nope", 2, "no baseline 'nope' on both sides; before: flex; after: flex"),
     ("base other --allow-missing", 3, "no case in common: nothing is compared"),
-    ("base failing", 1, "FAILED"),
     ("failing failing", 3, "every case fails on both sides"),
-    *((f"base same --fail-over {bad}", 2, "is not a percentage: 5 and 5% both mean") for bad in NO_PERCENT),
+    *((f"base base --fail-over {x}", 2, "not a percentage") for x in ("-5", "nan", "inf", "5%%", "1e400")),
     *((f"base {side}", *ends) for side, ends in NO_SIDE.items()),
     *((f"{side} base", *ends) for side, ends in NO_SIDE.items()),
     ("base nan --fail-over 5", 0, "are not positive numbers"),
-    ("base same --last 0", 2, "--last"),
+    ("base base --last 0", 2, "--last"),
     ("base", 2, "Missing argument"),
-    ("base same less", 2, "unexpected extra argument"),
 ]  # fmt: skip
 
 
@@ -140,9 +118,8 @@ def test_a_word_that_names_nothing_is_bad_usage(word, files, tmp_path):
 
 
 def test_names_of_a_history_are_text_and_no_markup(tmp_path):
-    sides = [
-        write(tmp_path / f"{i}.jsonl", **{"[/b]|`<img>\n[red]": [1.0, None][i : i + 1]}) for i in range(2)
-    ]
+    name = "[/b]|`<img>\n[red]"
+    sides = [write(tmp_path / f"{i}.jsonl", **{name: times}) for i, times in enumerate(([1.0], [None]))]
     for options in ((), ("--markdown",)):
         code, output = perf("compare", *sides, *options)
         assert code == 1 and "[/b]" in output
@@ -150,7 +127,7 @@ def test_names_of_a_history_are_text_and_no_markup(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 60))]
+    "seed", [*range(2), *(pytest.param(i, marks=pytest.mark.long) for i in range(2, 40))]
 )
 def test_no_history_ends_a_command_in_a_traceback(seed, tmp_path):
     """Half of the lines have a part of another type; the command compares and draws the remaining lines."""
@@ -158,17 +135,12 @@ def test_no_history_ends_a_command_in_a_traceback(seed, tmp_path):
     points = line("c", [1.0, 1.01, 0.99, 1.0], tags=tags(), work=WORK, ceilings=CEILINGS, goal={"flex": 1.2})
     valid_lines = [point.as_line() for point in points + line("d", [2.0, None, 2.1])]
     before, after = write(tmp_path / "before.jsonl", c=[1.0, 1.0], d=[2.0]), tmp_path / "after.jsonl"
-    for _ in range(25):
+    for _ in range(15):
         lines = [mutated(entry, draw) if draw.random() < 0.5 else entry for entry in valid_lines]
         after.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
-        for words in (
-            (before, after),
-            (after, before, "--baseline", "flex", "--markdown"),
-            (after, after, "--json"),
-        ):
-            assert perf("compare", *words, "--fail-over", "5")[0] in (0, 1, 2, 3)
-        facts, _ = collect_data(read(before, after))
-        json.dumps(facts, allow_nan=False)
+        assert perf("compare", before, after, "--fail-over", "5")[0] in (0, 1, 2, 3)
+        assert perf("compare", after, before, "--baseline", "flex", "--markdown")[0] in (0, 1, 2, 3)
+        assert page(read(before, after)).startswith("<!doctype html>")
 
 
 RUN = ["run", "--device", "host", "--tier", "smoke"]
@@ -178,22 +150,16 @@ RUN = ["run", "--device", "host", "--tier", "smoke"]
     ("words", "code", "message"),
     [
         ("--budget 0", 3, "nothing was measured: the budget was used up before the first of 4 cases"),
-        ("--budget 0.000001", 3, "nothing was measured"),
-        ("--budget -5", 2, "'-5' is not a number of seconds"),
-        ("--budget nan", 2, "not a number of seconds"),
-        ("--budget inf", 2, "not a number of seconds"),
-        ("--seconds -1", 2, "'-1' is not a number of seconds"),
-        ("--seconds nan", 2, "not a number of seconds"),
+        ("--budget -5", 2, "--budget"),
+        ("--seconds -1", 2, "--seconds"),
         ("--only nothing-*", 2, "no case of tier smoke for this device is named like 'nothing-*'"),
-        ("--only [", 2, "no case of tier smoke"),
         ("--tier most", 2, "--tier"),
         ("--try {", 2, "is not JSON"),
         ("--try " + "[" * 5000, 2, "nested more than"),
-        ("--no-such-option", 2, "No such option"),
         ("--out /dev/null/x --only mask-*", 2, "/dev/null"),
         ("--out /proc/x.jsonl --only mask-*", 2, "/proc/x.jsonl"),
     ],
-)  # fmt: skip
+)
 def test_run(words, code, message, tmp_path):
     status, output = perf(*RUN, "--out", tmp_path, *words.split())
     assert status == code, output
@@ -209,35 +175,12 @@ def test_a_run_with_a_measurement_and_a_resumed_run_without_cases_exit_with_0(tm
     assert code == 3 and "the first of 3 cases" in output
 
 
-def test_the_other_commands(files, tmp_path):
+def test_the_dashboard(files, tmp_path):
     out = tmp_path / "page.html"
     assert perf("dashboard", files["base"], "-o", out)[0] == 0
     for name, code in (("empty", 3), ("folder", 3), ("junk", 2), ("device", 2)):
         assert perf("dashboard", files[name], "-o", out)[0] == code, name
-    assert perf("dashboard", tmp_path / "none", "-o", out)[0] == 2
     assert perf("dashboard", files["base"], "-o", files["base"] / "x.html")[0] == 2
-    history = tmp_path / "h.jsonl"
-    for text in ("", "[]", "{}", "[" * 100_000, '{"machine_info": [], "benchmarks": []}', "\xff", "null"):
-        (tmp_path / "b.json").write_text(text, encoding="latin-1")
-        assert perf("import", tmp_path / "b.json", "--out", history)[0] == 2, text[:40]
-    report = {"machine_info": {}, "datetime": "2026-01-01", "benchmarks": []}
-    (tmp_path / "b.json").write_text(json.dumps(report))
-    assert perf("import", tmp_path / "b.json", "--out", history)[0] == 3
-    stats = {"median": float("nan"), "q1": 1.0, "q3": 1.0, "rounds": 5}
-    (tmp_path / "b.json").write_text(json.dumps(report | {"benchmarks": [{"fullname": "x", "stats": stats}]}))
-    assert perf("import", tmp_path / "b.json", "--out", history)[0] == 2
-    assert not history.exists(), "nothing that cannot be read is written"
-
-
-def test_every_help_says_the_exit_codes():
-    for words in ((), ("run",), ("compare",), ("dashboard",), ("ingest",), ("import",)):
-        message = " ".join(perf(*words, "--help")[1].split())
-        assert (
-            "0 fine; 1 a regression" in message
-            and "2 bad usage" in message
-            and "3 nothing was measured" in message
-        )
-    assert "5 and 5% are five per cent" in " ".join(perf("compare", "--help")[1].split())
 
 
 def test_ctrl_c_is_no_regression(files, tmp_path):

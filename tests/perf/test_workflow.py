@@ -49,7 +49,7 @@ sys.exit(code)
 """
 # The comments of pull request 7, as GitHub's command keeps them: a list in a file.
 GH = f"""#!{sys.executable}
-import json, os, shutil, subprocess, sys
+import json, os, sys
 words, file = sys.argv[1:], os.environ["COMMENTS"]
 comments = json.load(open(file))
 address = next(word for word in words if word.startswith("repos/"))
@@ -63,9 +63,6 @@ if "--method" in words:
         number = int(address.removeprefix("repos/group/project/issues/comments/"))
         next(one for one in comments if one["id"] == number)["body"] = body
     json.dump(comments, open(file, "w"))
-elif shutil.which("jq"):
-    expression = words[words.index("--jq") + 1]
-    sys.exit(subprocess.run(["jq", "-r", expression, file]).returncode)
 else:
     for one in comments:
         if one["user"]["type"] == "Bot":
@@ -251,6 +248,7 @@ def test_steps_measure_compare_comment_and_keep_a_history(repository):
     assert comment["body"].startswith("<!-- tritoncp perf: gpu -->\n✅ **tritoncp perf**: 2 cases")
     assert f"file://{repository.folder}/server/group/project/actions/runs/2" in comment["body"]
     assert (repository.folder / "artifact2/dashboard.html").stat().st_size > 100_000
+    assert "2 cases" in (repository.folder / "artifact2/comparison.html").read_text()
     assert len(repository.history()) == 6, "a pull request adds nothing"
 
     codes = repository.run("pull_request", INPUTS, planted(causal_fwd=1.2, plan_a=2.0))
@@ -280,15 +278,6 @@ def test_a_run_without_a_required_case_or_without_any_measurement_fails(reposito
     assert codes["Compare"] == 0 and codes["Pass or fail"] == 3 and "Add to the history" not in codes
 
 
-@pytest.mark.long
-def test_the_steps_measure_with_the_real_command(repository):
-    inputs = {"install": "true", "tier": "smoke", "run-options": "--device host --seconds 0", "runs": 2}
-    codes = repository.run("push", inputs | {"only": "plan-*"}, {})
-    assert set(codes.values()) == {0} and len(repository.history()) == 2
-    codes = repository.run("pull_request", inputs | {"only": "plan-*", "fail-over": "10000"}, {})
-    assert set(codes.values()) == {0}, codes
-
-
 def test_the_commands_of_the_page_run_as_printed(monkeypatch, tmp_path):
     """On a machine without a GPU, where measurements take no time."""
     figures = {"tritoncp": {"ms": 1.0, "samples": [1.0] * 5}}
@@ -314,10 +303,3 @@ def test_the_page_calls_the_workflow_with_inputs_that_it_has():
     assert job["uses"] == f"./{WORKFLOW.relative_to(ROOT)}"
     inputs = workflow[True]["workflow_call"]["inputs"]
     assert set(job["with"]) <= set(inputs) and set(call[True]) == {"pull_request", "push"}
-    needed: dict[str, str] = {}
-    for part in workflow["jobs"].values():
-        needed |= part["permissions"]
-    assert call["permissions"] == needed
-    rows = dict(re.findall(r"^\| `([\w-]+)` \|.*\| `(.*)` \|$", page, re.MULTILINE))
-    defaults = {name: str(part["default"]) or '""' for name, part in inputs.items()}
-    assert {name: rows[name] for name in inputs} == defaults

@@ -12,7 +12,6 @@ from torch.distributed.tensor.experimental._context_parallel import _load_balanc
 
 from tests.compat.differences import documented
 from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
-from tritoncp.perf.studies.balance import STUDIED, fetched_rows
 from tritoncp.planning.balance import balancers, contiguous, deal, head_tail, locality, per_document, ptrr
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
@@ -21,8 +20,16 @@ from tritoncp.planning.work import MASKED_BLOCK_COST, Work, work_of_rows
 
 EVEN_COUNTS = sorted(balancers)
 costs_lists = st.lists(st.integers(0, 20), max_size=60)
-NO_CLOSED_FORM = "shared question"  # a mask_mod is asked about every pair: for perf's table only
-ZOO = {name: mask for name, (mask, _) in STUDIED.items() if name != NO_CLOSED_FORM}
+# Names in test ids -> keys of planning.problem.MASKS
+ZOO = {
+    "causal": "causal",
+    "window 1K": "window",
+    "window 4K": "window4k",
+    "documents": "corpus",
+    "long documents": "document",
+    "documents, window 1K": "corpus-window",
+    "prefix-LM": "prefix",
+}
 
 
 @st.composite
@@ -46,6 +53,11 @@ def masks(draw: Callable) -> Mask:
 def zoo_plan(name: str, balancer: str, size: int = 65536, world_size: int = 8) -> Plan:
     mask = Problem(ZOO[name], size).block_mask()
     return build(mask, world_size, balancer=balancer, schedule="fetch")
+
+
+def fetched_rows(plan: Plan) -> int:
+    """Count the rows of keys and values that all ranks together fetch, for one batch row."""
+    return int(plan.traffic.clone().fill_diagonal_(0).sum()) // max(plan.mask.B, plan.q.batch)
 
 
 def fetched_share(plan: Plan) -> float:
@@ -329,7 +341,7 @@ def test_long_sequences_are_placed_in_pieces_as_evenly(blocks: int, world_size: 
 
 @pytest.mark.parametrize("seed", [None, 0, 2, 3])
 def test_long_documents_are_cut_for_few_keys(seed: int | None) -> None:
-    """Documents of up to a quarter of the sequence on 8 ranks: an eighth of a full gather at most."""
+    """Documents of up to a quarter of the sequence on 8 ranks: a sixth of a full gather at most."""
     size = 1 << 17
     lengths = document_lengths(size)
     if seed is not None:
@@ -341,7 +353,7 @@ def test_long_documents_are_cut_for_few_keys(seed: int | None) -> None:
     mask = create_block_mask(and_masks(causal(), document(lengths=lengths)), None, None, size, size)
     plan = build(mask, 8, balancer="locality", schedule="fetch")
     assert plan.owners[0].bincount().tolist() == [size // 128 // 8] * 8
-    assert plan.imbalance <= 1.02 and fetched_share(plan) <= 0.125
+    assert plan.imbalance <= 1.02 and fetched_share(plan) <= 1 / 6
 
 
 @pytest.mark.parametrize(("blocks", "world_size"), [(16384, 1024), (8192, 256), (5003, 300)])

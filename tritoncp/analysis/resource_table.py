@@ -18,7 +18,7 @@ from tritoncp.ops import tile_tables
 Row = dict[str, Any]
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
-TABLE = tile_tables.PACKAGE / "kernels/configs/resources.json"
+TABLE = tile_tables.SHIPPED / "resources.json"
 KEY = ("kernel", "arch", "head_dim", "dtype", "variant")
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
 COLUMNS = ("digest", "registers", "spill_bytes", "shared_bytes", "matrix", "tma")  # of a row, after its key

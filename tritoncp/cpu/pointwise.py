@@ -129,8 +129,8 @@ def _probabilities(x: Tensor) -> Tensor:
 
 
 def _products(a: Tensor, b: Tensor, transpose: bool = False) -> Tensor:
-    """Multiply a [n, H, rows, x] by b [n, Hkv, x, y], or by transposed b [n, Hkv, y, x], each KV head with the
-    query heads that share it."""
+    """Multiply a [n, H, rows, x] by b [n, Hkv, x, y], or by transposed b [n, Hkv, y, x], each KV head with
+    the query heads that share it."""
     n, heads, rows, x = a.shape
     kv_heads = b.shape[1]
     joined = a.reshape(n * kv_heads, heads // kv_heads * rows, x)

@@ -3,7 +3,7 @@
 It knows nothing of attention: any Triton kernel runs, on CPU tensors, as its compiler's output says.
 """
 
-from tritoncp.executor.device import Device, active_architecture, compiled_kernels
+from tritoncp.executor.device import Device, compiled_kernels
 from tritoncp.executor.driver import LaunchRecord
 from tritoncp.executor.faults import ExecutionFault, Fault
 from tritoncp.executor.opcodes import UnsupportedInstruction
@@ -14,6 +14,5 @@ __all__ = [
     "Fault",
     "LaunchRecord",
     "UnsupportedInstruction",
-    "active_architecture",
     "compiled_kernels",
 ]

@@ -9,7 +9,7 @@ import numpy as np
 
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.global_memory import UNSIGNED
-from tritoncp.executor.shared_memory import ON_ITS_WAY, WRITTEN
+from tritoncp.executor.shared_memory import ON_ITS_WAY
 from tritoncp.executor.threads import Threads
 
 Array = np.ndarray[Any, Any]
@@ -118,6 +118,6 @@ class AsyncCopies:
     def finish(self, copies: Copies) -> None:
         shared, clocks = self.ctas.shared, self.ctas.clocks
         shared.views[copies.nbytes][copies.idx] = copies.data
-        shared.mark(copies.idx, copies.nbytes, WRITTEN)
+        shared.mark_written(copies.lanes, copies.idx, copies.nbytes)
         tags = clocks.own_tags(self.ctas.cta[copies.lanes], self.ctas.warp[copies.lanes])
         shared.note_writer(copies.idx, copies.nbytes, tags[:, None])

@@ -17,7 +17,6 @@ class Ctas:
 
     program:  number of each thread's program, from 1
     progress: grows when something happens that a waiting thread may wait for
-    retry:    a thread that found its mbarrier unfinished will find it finished
     """
 
     globals: Any
@@ -45,4 +44,3 @@ class Ctas:
         self.clocks = Clocks(self.n, self.warps)
         self.counts = launch.counts
         self.progress = 0
-        self.retry = False

@@ -11,6 +11,7 @@ import triton
 from triton import knobs
 from triton.runtime.driver import driver as drivers
 
+from tritoncp.core.cpu_target import execute_for
 from tritoncp.executor.driver import ExecutorDriver, LaunchRecord
 from tritoncp.executor.faults import Fault
 
@@ -28,15 +29,6 @@ class Device:
         self.architecture = architecture
         self.launches: list[LaunchRecord] = driver.launches
         self.faults: list[Fault] = driver.faults
-
-
-_active: list[Device] = []
-
-
-def active_architecture() -> str | None:
-    """The architecture that runs kernels on CPU tensors now, such as "sm_90"; None outside of
-    `compiled_kernels`."""
-    return _active[-1].architecture if _active else None
 
 
 @contextmanager
@@ -93,11 +85,10 @@ def compiled_kernels(
     device = Device(architecture, new)
     new.start()
     drivers.set_active(new)
-    _active.append(device)
     try:
-        yield device
+        with execute_for(architecture):
+            yield device
     finally:
-        _active.pop()
         drivers._active = before
         new.stop()
 

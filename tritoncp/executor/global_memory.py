@@ -46,7 +46,8 @@ def extent_of(tensor: torch.Tensor, label: str) -> Extent:
 @dataclass
 class Region:
     """Extents that overlap. `base` is the start rounded down to 16 bytes; `writers` and `readers` hold the
-    program + 1 that touched each granule; `holes` marks bytes between the elements of strided tensors."""
+    program + 1 that touched each granule, `tags` its last writer there (`Clocks`); `holes` marks bytes between the
+    elements of strided tensors."""
 
     start: int
     end: int
@@ -57,6 +58,7 @@ class Region:
     views: dict[int, Array] = field(default_factory=dict)
     writers: Array = field(default_factory=lambda: np.zeros(0, np.int32))
     readers: Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    tags: Array = field(default_factory=lambda: np.zeros(0, np.int32))
     holes: Array | None = None
 
     def attach(self, granule: int) -> None:
@@ -64,8 +66,7 @@ class Region:
         n = -(-(self.end - self.base) // 16) * 16
         raw = np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(self.base))
         self.views = {size: raw.view(t) for size, t in UNSIGNED.items()}
-        self.writers = np.zeros(n // granule, np.int32)
-        self.readers = np.zeros(n // granule, np.int32)
+        self.writers, self.readers, self.tags = (np.zeros(n // granule, np.int32) for _ in range(3))
         self.holes = self.find_holes(n)
 
     def find_holes(self, n: int) -> Array | None:
@@ -227,8 +228,10 @@ class GlobalMemory:
         at: Array | None,
         site: int | None,
         write: bool,
+        data: Array | None = None,
     ) -> None:
-        """Look for races of programs, and note an access."""
+        """Look for races of programs, and of a program's warps with a write of another, and note an access.
+        Equal data that several warps write are no race."""
         if not self.check or nbytes < self.granule:
             return
         k = nbytes // self.granule
@@ -241,14 +244,63 @@ class GlobalMemory:
             bad |= (read != 0) & (read != me)
         if bad.any():
             self.race(threads, region, bad, other, at, site, write)
+        self.observe_warps(threads, region, idx, nbytes, other == me, at, site, data)
         if write:
             writers[idx] = me
+            region.tags.reshape(-1, k)[idx] = (threads.tags() if at is None else threads.tags()[at])[:, None]
             return
         before = readers[idx]
         readers[idx] = np.where((before != 0) & (before != me), SHARED_READ, me)
         after = readers[idx]
         if (after != me).any():
             readers[idx] = np.where(after != me, SHARED_READ, after)
+
+    def observe_warps(
+        self,
+        threads: Threads,
+        region: Region,
+        idx: Array,
+        nbytes: int,
+        own: Array,
+        at: Array | None,
+        site: int | None,
+        data: Array | None,
+    ) -> None:
+        """Report accesses to granules that another warp of the program wrote, with no barrier between them."""
+        if not own.any():
+            return
+        tags = np.where(own, region.tags.reshape(-1, own.shape[1])[idx], 0)
+        cta, warp = (threads.cta, threads.warp) if at is None else (threads.cta[at], threads.warp[at])
+        late = threads.ctas.clocks.unordered(tags, cta, warp)
+        if late is None:
+            return
+        bad = late.any(1) if data is None else late.any(1) & self.differ(region, idx, nbytes, data)
+        if bad.any():
+            kind = f"race of two warps on global memory: {'read' if data is None else 'write'}"
+            rows = np.flatnonzero(bad)
+            threads.fault(kind, site, rows if at is None else at[rows], None, region.label)
+
+    def differ(self, region: Region, idx: Array, nbytes: int, data: Array) -> Array:
+        """Whether each access would find other data than these."""
+        if nbytes < 16:
+            return region.views[nbytes][idx] != data
+        return (region.views[8].reshape(-1, 2)[idx] != data.view(u8).reshape(-1, 2)).any(1)
+
+    def check_lost(
+        self,
+        threads: Threads,
+        region: Region,
+        idx: Array,
+        nbytes: int,
+        given: Array,
+        at: Array | None,
+        site: int | None,
+    ) -> None:
+        """Report writes that others of the same instruction undid."""
+        lost = np.flatnonzero(self.differ(region, idx, nbytes, given))
+        if len(lost):
+            kind = "race on global memory: several threads write different values to one address"
+            threads.fault(kind, site, lost if at is None else at[lost], None, region.label)
 
     def race(
         self,
@@ -318,8 +370,11 @@ class GlobalMemory:
         a, data = (address, data) if at is None else (address[at], data[at])
         for region, pos, idx in self.locate(threads, a, at, nbytes, site, "store"):
             who = at if pos is None else pos if at is None else at[pos]
-            self.observe(threads, region, idx, nbytes, who, site, True)
-            region.views[nbytes][idx] = data if pos is None else data[pos]
+            given = data if pos is None else data[pos]
+            self.observe(threads, region, idx, nbytes, who, site, True, given)
+            region.views[nbytes][idx] = given
+            if self.check:
+                self.check_lost(threads, region, idx, nbytes, given, who, site)
 
     def atomic(
         self,

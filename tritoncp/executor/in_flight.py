@@ -2,29 +2,36 @@
 
 The rule holds for every path through the program, whatever threads take it: results of `tcgen05.ld` until
 `tcgen05.wait::ld`, accumulators of `wgmma.mma_async` until a `wgmma.wait_group` that covers them. A copy
-(`mov`) takes the state along, as the compiler may rename before the wait.
+(`mov`) takes the state along, as the compiler may rename before the wait. A product whose accumulators were
+written since the last `wgmma.fence` is a fault too. Its operand in registers is not looked at: LLVM packs it
+behind the fence, and ptxas keeps that order by the registers.
 """
 
 from __future__ import annotations
 
-from tritoncp.executor.instruction import Instruction, Kernel
+from tritoncp.executor.instruction import Instruction, Kernel, Vector
 from tritoncp.executor.opcodes import reads_and_writes, registers_of
 
-State = dict[str, int]  # of a register: -1 by tcgen05.ld, else the commits since its product, from 0
-LOADED = -1
+State = dict[str, int]  # of a register: commits since its product, from 0, or one of these
+LOADED, FRESH = -1, 1 << 30  # by tcgen05.ld; written by another instruction, no wgmma.fence since
+ASYNCHRONOUS = ("wgmma.mma", "tcgen05.ld")
 
 
 def early_uses(kernel: Kernel) -> list[tuple[Instruction, str]]:
     """List the instructions that use a register in flight."""
+    opcodes = (i.opcode for block in kernel.blocks for i in block.instructions)
+    if not any(o.startswith(ASYNCHRONOUS) for o in opcodes):
+        return []
+    rules = Rules(kernel)
     follows = kernel.successors()
     entering: list[State | None] = [None] * len(kernel.blocks)
-    entering[0] = {}
+    entering[0] = dict.fromkeys(rules.accumulators, FRESH)
     work, early = [0], {}
     while work:
         n = work.pop()
         state = dict(entering[n] or {})
         for i in kernel.blocks[n].instructions:
-            if text := advance(state, i, kernel.registers):
+            if text := rules.advance(state, i):
                 early[id(i)] = i, text
         for s in follows[n]:
             merged = merge(entering[s], state)
@@ -43,49 +50,72 @@ def merge(before: State | None, new: State) -> State:
     return merged
 
 
-def advance(state: State, i: Instruction, registers: dict[str, int]) -> str | None:
-    """Update the state by an instruction; the text of its fault, if it has one."""
-    if not state and not i.opcode.startswith(("wgmma.mma", "tcgen05.ld")):
-        return None
-    if i.opcode.startswith("tcgen05.wait::ld"):
-        drop(state, [r for r, age in state.items() if age == LOADED])
-    elif i.opcode.startswith("wgmma.commit"):
-        for r, age in state.items():
-            state[r] = age + (age != LOADED)
-    elif i.opcode.startswith("wgmma.wait"):
-        left = int(str(i.operands[0]), 0)
-        drop(state, [r for r, age in state.items() if age > left])
-    else:
-        return use(state, i, registers)
-    return None
-
-
 def drop(state: State, registers: list[str]) -> None:
     for r in registers:
         state.pop(r, None)
 
 
-def use(state: State, i: Instruction, registers: dict[str, int]) -> str | None:
-    reads, writes = reads_and_writes(i, registers)
-    busy = [r for r in reads if r in state]
-    text = None
-    if i.opcode.startswith("wgmma.mma"):
-        accumulators = set(writes)
-        busy = [r for r in busy if r not in accumulators or state[r] == LOADED]
-        drop(state, writes)
-        state |= dict.fromkeys(writes, 0)
-    elif i.opcode.startswith("mov.") and not i.predicate:
+class Rules:
+    """How instructions change the state of registers.
+
+    accumulators: registers of all products
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.registers = kernel.registers
+        products = [
+            i for block in kernel.blocks for i in block.instructions if i.opcode.startswith("wgmma.mma")
+        ]
+        self.accumulators = {r for i in products for r in self.parts(i)[0]}
+
+    def parts(self, i: Instruction) -> tuple[list[str], list[str]]:
+        """Registers of a product's accumulator, and those of its operand A."""
+        a = i.operands[1]
+        return registers_of(i.operands[0], self.registers), (
+            registers_of(a, self.registers) if isinstance(a, Vector) else []
+        )
+
+    def advance(self, state: State, i: Instruction) -> str | None:
+        """Update the state by an instruction; the text of its fault, if it has one."""
+        if i.opcode.startswith("wgmma.mma"):
+            return self.issue(state, i)
+        if i.opcode.startswith("tcgen05.wait::ld"):
+            drop(state, [r for r, age in state.items() if age == LOADED])
+        elif i.opcode.startswith("wgmma.fence"):
+            drop(state, [r for r, age in state.items() if age == FRESH])
+        elif i.opcode.startswith("wgmma.commit"):
+            state |= {r: age + 1 for r, age in state.items() if 0 <= age < FRESH}
+        elif i.opcode.startswith("wgmma.wait"):
+            left = int(str(i.operands[0]), 0)
+            drop(state, [r for r, age in state.items() if left < age < FRESH])
+        else:
+            return self.use(state, i)
+        return None
+
+    def issue(self, state: State, i: Instruction) -> str | None:
+        """A product: its accumulators may be those of the products before it."""
+        accumulators, fragments = self.parts(i)
+        ages = {state[r] for r in accumulators if r in state}
+        busy = LOADED in ages or any(state.get(r, FRESH) < FRESH for r in fragments)
+        state |= dict.fromkeys(accumulators, 0)
+        if busy:
+            return "use of a register before its wait"
+        return "wgmma of accumulators that were written after the last wgmma.fence" if FRESH in ages else None
+
+    def use(self, state: State, i: Instruction) -> str | None:
+        """Any other instruction."""
+        reads, writes = reads_and_writes(i, self.registers)
+        busy = [r for r in reads if state.get(r, FRESH) < FRESH]
         ages = [state[r] for r in busy]
         drop(state, writes)
-        if ages:
-            state |= dict.fromkeys(writes, min(ages))
-        return None
-    else:
-        drop(state, writes)
         if i.opcode.startswith("tcgen05.ld"):
-            state |= dict.fromkeys(registers_of(i.operands[0], registers), LOADED)
-    if busy:
-        wait = "tcgen05.wait::ld" if state.get(busy[0], 0) == LOADED else "wgmma.wait_group"
-        text = f"use of a register before {wait}"
+            state |= dict.fromkeys(writes, LOADED)
+        elif ages and i.opcode.startswith("mov.") and not i.predicate:
+            state |= dict.fromkeys(writes, min(ages))
+            return None
+        else:
+            state |= {r: FRESH for r in writes if r in self.accumulators}
+        if not ages:
+            return None
         drop(state, busy)
-    return text
+        return f"use of a register before {'tcgen05.wait::ld' if LOADED in ages else 'wgmma.wait_group'}"

@@ -36,5 +36,5 @@ def build_ctas(launch: Any, programs: np.ndarray[Any, Any]) -> Ctas:
 def finish(ctas: Ctas) -> None:
     """Look for what a program must not leave behind."""
     if ctas.launch.check:
-        ctas.tensor.finish()
-        ctas.tcgen05.finish_program()
+        for unit in (ctas.tma, ctas.wgmma, ctas.tensor, ctas.tcgen05):
+            unit.finish_program()

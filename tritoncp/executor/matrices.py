@@ -56,6 +56,9 @@ def add_to_result(product: Array, to: str, summands: tuple[Array, ...] | None) -
             pairs = [p + c.view(np.float16).reshape(p.shape) for p, c in zip(pairs, summands)]
         return [p.reshape(-1).astype(np.float16).view(np.uint32) for p in pairs]
     columns = [d[:, j >> 1 & 1, :, j >> 2, :, j & 1].reshape(-1) for j in range(n // 2)]
-    if to == "s32":
+    if to == "s32 saturated" and summands:
+        exact = [c.astype(np.int64) + s for c, s in zip(columns, summands)]
+        return [np.clip(c, -(2**31), 2**31 - 1).astype(np.int32) for c in exact]
+    if to.startswith("s32"):
         columns = [c.astype(np.int32) for c in columns]
     return [x + c for x, c in zip(columns, summands)] if summands else columns

@@ -10,6 +10,7 @@ import numpy as np
 
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
+from tritoncp.executor.shared_memory import MBARRIER, UNWRITTEN
 from tritoncp.executor.threads import Threads
 
 Array = np.ndarray[Any, Any]
@@ -28,6 +29,7 @@ class Mbarrier:
     nbytes: int = 0  # awaited from copies
     phase: int = 0
     waiters: dict[int, int] = field(default_factory=dict)  # clocks by warp
+    looked: set[int] = field(default_factory=set)  # warps that found nothing yet
 
     def arrive(self, count: int, row: Array) -> None:
         self.left -= count
@@ -46,7 +48,6 @@ class Mbarriers:
     def __init__(self, ctas: Ctas) -> None:
         self.ctas = ctas
         self.barriers: dict[Key, Mbarrier] = {}
-        self.looked: set[Key] = set()
 
     def keys(self, threads: Threads, address: Array, mask: Array | None) -> Iterator[tuple[Key, Array]]:
         """Yield each barrier with the positions of the threads that name it."""
@@ -67,6 +68,11 @@ class Mbarriers:
             nothing = np.zeros(clocks.knows.shape[2], np.int32)
             now = int(clocks.last[key[0], warp])
             self.barriers[key] = Mbarrier(n, n, (warp, now), nothing, nothing.copy())
+            self.mark(key, MBARRIER)
+
+    def mark(self, key: Key, value: int) -> None:
+        start = key[0] * self.ctas.shared.size + key[1]
+        self.ctas.shared.state[start : start + 8] = value
 
     def check_offset(self, threads: Threads, key: Key, at: Array, site: int) -> None:
         if key[1] % 8:
@@ -78,9 +84,11 @@ class Mbarriers:
         clocks = self.ctas.clocks
         for key, at in self.keys(threads, address, mask):
             b = self.barriers.pop(key, None)
-            if b is None:
+            if b is None or len(at) > 1:
                 threads.fault("mbarrier invalidated that is not initialised", site, at, key[1])
+            if b is None:
                 continue
+            self.mark(key, UNWRITTEN)
             if self.is_awaited(key):
                 kind = "mbarrier invalidated while asynchronous work will arrive at it"
                 threads.fault(kind, site, at, key[1])
@@ -132,25 +140,30 @@ class Mbarriers:
     def wait(self, threads: Threads, address: Array, parity: Array, mask: Array | None, site: int) -> Array:
         """Whether the phase of a parity is complete.
 
-        Asynchronous work ends at the second look at its barrier, so that a kernel that does not look until
-        the phase changes is seen to use what is not there yet.
+        The first look of each warp finds nothing, and asynchronous work ends at the second one, so that a
+        kernel that does not look until the phase changes is seen to use what is not there yet.
         """
         out = np.zeros(threads.count, bool)
         for key, at in self.keys(threads, address, mask):
             b = self.find(threads, key, site, at)
-            first = key not in self.looked and self.is_awaited(key)
-            if first and self.ctas.launch.check:
-                self.looked.add(key)
-                self.ctas.retry = True
-            else:
-                self.looked.discard(key)
-                self.ctas.tma.finish_loads(key, b)
-                self.ctas.tcgen05.finish(key)
-                b.advance()
-            passed = (b.phase & 1) != (parity[at] & 1)
-            out[at] = passed
-            self.learn(key, b, np.unique(threads.warp[at[passed]]), np.unique(threads.warp[at]))
+            if self.ctas.launch.check:
+                at = self.second_looks(b, threads, at)
+            if not len(at):
+                continue
+            self.ctas.tma.finish_loads(key, b)
+            self.ctas.tcgen05.finish(key)
+            b.advance()
+            out[at] = (b.phase & 1) != (parity[at] & 1)
+            self.learn(key, b, np.unique(threads.warp[at[out[at]]]), np.unique(threads.warp[at]))
         return out
+
+    def second_looks(self, b: Mbarrier, threads: Threads, at: Array) -> Array:
+        """The positions whose warps have looked before."""
+        warps = threads.warp[at]
+        first = [w for w in np.unique(warps).tolist() if w not in b.looked]
+        self.ctas.progress += len(first)
+        b.looked.update(first)
+        return at[~np.isin(warps, first)] if first else at
 
     def learn(self, key: Key, b: Mbarrier, passed: Array, looking: Array) -> None:
         clocks = self.ctas.clocks
@@ -158,4 +171,5 @@ class Mbarriers:
             return
         b.waiters.update((int(w), int(clocks.last[key[0], w])) for w in looking)
         if len(passed):
+            b.looked.difference_update(passed.tolist())
             clocks.acquire(key[0], passed, b.done)

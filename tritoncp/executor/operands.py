@@ -37,7 +37,7 @@ def unit_offsets(descriptor: Array, swizzle: int, rows: int, k: int, t: str, tra
         r, u = np.arange(rows)[:, None], np.arange(k // per)[None, :]
         offset = (r % 8) * width + (r // 8) * stride + u * (16 if swizzle else leading)
     else:
-        if nbytes != 2:
+        if nbytes > 2:
             raise CannotContinue(f"a transposed operand of {t}")
         r, kk = np.arange(rows // per)[:, None], np.arange(k)[None, :]
         span = width // 16
@@ -53,5 +53,6 @@ def read_units(shared: SharedMemory, units: Array, rows: int, k: int, t: str, tr
     n, nbytes = len(units), NBYTES[t]
     raw = shared.views[16][units].view(f"u{nbytes}")
     if transposed:
-        raw = raw.reshape(n, rows // 8, k, 8).transpose(0, 1, 3, 2)
+        per = 16 // nbytes
+        raw = raw.reshape(n, rows // per, k, per).transpose(0, 1, 3, 2)
     return decode(t, np.ascontiguousarray(raw).reshape(n, rows, k))

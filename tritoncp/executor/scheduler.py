@@ -13,7 +13,15 @@ import numpy as np
 
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.instruction import Barrier, Branch, FallThrough, Jump, Return, Switch
+from tritoncp.executor.instruction import (
+    Barrier,
+    Branch,
+    FallThrough,
+    Instruction,
+    Jump,
+    Return,
+    Switch,
+)
 from tritoncp.executor.threads import Threads
 
 Array = np.ndarray[Any, Any]
@@ -23,7 +31,8 @@ KEPT = 16  # groups of threads whose arrays are kept
 class Scheduler:
     """groups:   lanes that are to execute a block, None for all
     waiting:  lanes by (barrier, block after it)
-    spinning: progress at the time that the threads of a block last found nothing
+    polls:    blocks that look whether something has happened; they wait while others can go on
+    looked:   progress when the threads of such a block last looked
     """
 
     def __init__(
@@ -40,7 +49,9 @@ class Scheduler:
         self.barrier = np.full(ctas.count, -1)  # at which a thread waits
         self.needs: dict[int, int | None] = {}
         self.alive = np.ones(ctas.count, bool)
-        self.spinning: dict[int, int] = {}
+        self.polls = [any(map(is_look, block.instructions)) for block in self.blocks]
+        self.looked: dict[int, int] = {}
+        self.tries = 0  # of blocks that poll, since something happened
 
     def run(self) -> None:
         while self.groups:
@@ -65,14 +76,19 @@ class Scheduler:
             )
         return "; ".join(lines)
 
+    def looks(self) -> str:
+        """The instructions at which threads look in vain."""
+        found = [i for b in self.groups for i in self.blocks[b].instructions if is_look(i)]
+        return "; ".join(f"{i}, {i.source} (PTX line {i.line})" for i in found)
+
     # groups
 
     def next_group(self) -> tuple[int, Array | None]:
-        ready = [b for b in self.groups if self.spinning.get(b) != self.ctas.progress]
-        if not ready:
-            lines = [self.blocks[b].instructions[-1] for b in self.groups if self.blocks[b].instructions]
-            text = "; ".join(f"{i}, {i.source} (PTX line {i.line})" for i in lines)
-            raise CannotContinue("deadlock: every thread waits", None, text)
+        ready = [b for b in self.groups if self.looked.get(b) != self.ctas.progress]
+        self.tries = 0 if ready else self.tries + 1
+        if self.tries > 4 * len(self.groups):
+            raise CannotContinue("deadlock: every thread waits", None, self.looks())
+        ready = ready or list(self.groups)
         if self.launch.random is not None:
             return self.random_group(ready)
         n = min(ready, key=self.rank.__getitem__)
@@ -146,13 +162,14 @@ class Scheduler:
 
     def follow(self, n: int, threads: Threads, condition: Array | None) -> None:
         end = self.blocks[n].end
+        if self.polls[n]:
+            self.looked[n] = self.ctas.progress
+        elif self.looked:
+            self.ctas.progress += 1
         if isinstance(end, Branch):
             assert condition is not None
             self.branch(n, end, threads, condition)
-            return
-        if self.spinning:
-            self.ctas.progress += 1
-        if isinstance(end, FallThrough):
+        elif isinstance(end, FallThrough):
             self.put(n + 1, threads)
         elif isinstance(end, Jump):
             self.put(end.target, threads)
@@ -169,11 +186,6 @@ class Scheduler:
             self.arrive(n, end, threads)
 
     def branch(self, n: int, end: Branch, threads: Threads, taken: Array) -> None:
-        if end.target == n and taken.any():  # a loop of one block: its threads may be waiting
-            self.spinning[n] = -1 if self.ctas.retry else self.ctas.progress
-            self.ctas.retry = False
-        elif end.target == n or self.spinning:
-            self.ctas.progress += 1
         if taken.all():
             self.put(end.target, threads)
         elif not taken.any():
@@ -196,8 +208,8 @@ class Scheduler:
     def arrive(self, n: int, end: Barrier, threads: Threads) -> None:
         self.check_whole(end, threads)
         number, need = self.uniform(end.number, threads), None
-        if end.count is not None:
-            need = self.uniform(end.count, threads)
+        if end.threads is not None:
+            need = self.uniform(end.threads, threads)
             if need % 32 or not 0 < need <= self.ctas.threads:
                 raise CannotContinue(f"a barrier of {need} threads")
             need = None if need == self.ctas.threads else need
@@ -259,3 +271,11 @@ class Scheduler:
                     stay.append(lanes[~free])
             if stay:
                 self.waiting[key] = stay
+
+
+def is_look(i: Instruction) -> bool:
+    """Whether an instruction may find that something has happened elsewhere."""
+    looks = i.parts[0] in ("ld", "atom") and bool(
+        {"volatile", "relaxed", "acquire", "acq_rel"} & set(i.parts)
+    )
+    return looks or i.opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))

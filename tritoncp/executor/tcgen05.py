@@ -40,13 +40,14 @@ class Shape(NamedTuple):
     b: str
     flip_a: bool
     flip_b: bool
+    half_result: bool  # float16 in the lower halves of columns, else float32
 
 
 def shape_of(descriptor: int, kind: str, site: int) -> Shape:
     def bits(low: int, n: int) -> int:
         return descriptor >> low & ((1 << n) - 1)
 
-    if kind not in TYPES or bits(0, 4) or bits(13, 2) or bits(30, 2) or bits(4, 2) != 1:
+    if kind not in TYPES or bits(0, 4) or bits(13, 2) or bits(30, 2) or bits(4, 2) > 1:
         raise CannotContinue(f"tcgen05.mma.kind::{kind} with descriptor {descriptor:#x}", site)
     types, m, n = TYPES[kind], bits(24, 5) * 16, bits(17, 6) * 8
     if m not in (64, 128) or n % (8 if m == 64 else 16) or not 8 <= n <= 256:
@@ -54,7 +55,10 @@ def shape_of(descriptor: int, kind: str, site: int) -> Shape:
     if bits(7, 3) not in types or bits(10, 3) not in types:
         raise CannotContinue(f"tcgen05.mma.kind::{kind} of types {bits(7, 3)} and {bits(10, 3)}", site)
     a, b = types[bits(7, 3)], types[bits(10, 3)]
-    return Shape(m, n, 32 // NBYTES[a], a, b, bool(bits(15, 1)), bool(bits(16, 1)))
+    half = bits(4, 2) == 0
+    if half and (kind == "tf32" or "bf16" in (a, b)):
+        raise CannotContinue(f"tcgen05.mma of {a} with a float16 result", site)
+    return Shape(m, n, 32 // NBYTES[a], a, b, bool(bits(15, 1)), bool(bits(16, 1)), half)
 
 
 class Tcgen05:
@@ -122,8 +126,13 @@ class Tcgen05:
         out = np.matmul(left, right.transpose(0, 2, 1)).reshape(len(at), 4, shape.m // 4, shape.n)
         if self.ctas.launch.check:
             self.check_result(threads, at, cells, keep, site)
-        data = tensor.columns(tensor.data.view("f4"))
-        data[cells] = data[cells] + out if keep else out
+        if shape.half_result:
+            data = tensor.columns(tensor.data)
+            before = data[cells].astype("u2").view("f2") if keep else np.float16(0)
+            data[cells] = (before + out).astype("f2").view("u2")
+        else:
+            data = tensor.columns(tensor.data.view("f4"))
+            data[cells] = data[cells] + out if keep else out
         tensor.columns(tensor.state)[cells] = WRITTEN
 
     def cells(

@@ -111,7 +111,7 @@ class TensorMemory:
         for j in self.leaders(threads, mask):
             self.permit[threads.cta[j]] = False
 
-    def finish(self) -> None:
+    def finish_program(self) -> None:
         """Report what is left at the end of the CTAs."""
         if self.ready and self.allocated.any():
             n = int(self.allocated.any(1).sum())
@@ -215,6 +215,29 @@ class TensorMemory:
             self.stores.append((threads.lanes[at], idx))
         self.state[idx] = WRITTEN | STORING if self.ctas.launch.check else WRITTEN
         self.data[idx] = np.stack(values, 1)[at]
+
+    def load_pairs(
+        self, threads: Threads, address: Array, shape: str, n: int, apart: int, mask: Array | None, site: int
+    ) -> list[Array]:
+        """`.pack::16b`: the lower halves of two columns make a register."""
+        columns = self.load(threads, address, shape, 2 * n, apart, mask, site)
+        low = u4(0xFFFF)
+        return [(a & low) | (b << u4(16)) for a, b in zip(columns[::2], columns[1::2])]
+
+    def store_pairs(
+        self,
+        threads: Threads,
+        address: Array,
+        shape: str,
+        n: int,
+        apart: int,
+        values: tuple[Array, ...],
+        mask: Array | None,
+        site: int,
+    ) -> None:
+        """`.unpack::16b`: a register makes the lower halves of two columns."""
+        halves = tuple(half for v in values for half in (v & u4(0xFFFF), v >> u4(16)))
+        self.store(threads, address, shape, 2 * n, apart, halves, mask, site)
 
     def check(self, threads: Threads, kind: str, shadow: Array, at: Array, idx: Array, site: int) -> None:
         tags = shadow[idx]

@@ -15,7 +15,7 @@ from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.global_memory import UNSIGNED
 from tritoncp.executor.mbarriers import Key, Mbarrier
 from tritoncp.executor.operands import swizzled
-from tritoncp.executor.shared_memory import ON_ITS_WAY, WRITTEN
+from tritoncp.executor.shared_memory import MBARRIER, ON_ITS_WAY, REASONS, WRITTEN
 from tritoncp.executor.threads import Threads
 
 Array = np.ndarray[Any, Any]
@@ -193,9 +193,11 @@ class Tma:
         shared, clocks = self.ctas.shared, self.ctas.clocks
         at = np.full(len(units), j)
         shared.check_write(threads, units, 16, at, site, None, "TMA load", clocks.copy)
-        if self.ctas.launch.check and (shared.state.reshape(-1, 16)[units] == ON_ITS_WAY).any():
-            kind = "TMA load to shared memory to which a copy is under way"
-            threads.fault(kind, site, at[:1], shared.offset(units[0], 16))
+        state = shared.state.reshape(-1, 16)[units]
+        for value in (ON_ITS_WAY, MBARRIER):
+            if self.ctas.launch.check and (state == value).any():
+                kind = f"TMA load to shared memory {REASONS[value]}"
+                threads.fault(kind, site, at[:1], shared.offset(units[0], 16))
         clock = int(clocks.start(key[0], clocks.copy))
         shared.note_writer(units, 16, np.int32(clock << SHIFT | clocks.copy))
         shared.mark(units, 16, ON_ITS_WAY)
@@ -266,10 +268,18 @@ class Tma:
         for region, pos, idx in memory.locate(threads, address[rows], at, size, site, "TMA store"):
             here = rows if pos is None else rows[pos]
             if operation is None:
-                memory.observe(threads, region, idx, size, at[: len(idx)], site, True)
+                memory.observe(threads, region, idx, size, at[: len(idx)], site, True, data[here])
                 region.views[size][idx] = data[here]
             else:
                 update(region.views[size].view(t), idx, kind, operation, (data[here].view(t),))
+
+    def finish_program(self) -> None:
+        """Report copies that nobody waits for at the end of the CTAs: shared memory is another program's then."""
+        loads = sum(map(len, self.arriving.values()))
+        for what, left in (("load", loads), ("store", len(self.stores))):
+            if left:
+                kind = f"TMA {what} that nobody waits for at the end of a program"
+                self.ctas.launch.log.add(kind, None, left)
 
     def commit(self, threads: Threads, mask: Array | None) -> None:
         self.commits[threads.lanes[threads.positions(mask)]] += 1

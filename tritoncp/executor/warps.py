@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tritoncp.executor import matrices
+from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.floating import maximum, minimum
 from tritoncp.executor.threads import Threads
 
@@ -33,6 +34,12 @@ def source_lanes(mode: str, b: Array, c: Array) -> tuple[Array, Array]:
     lane = {"bfly": LANE ^ b, "up": LANE - b, "down": LANE + b, "idx": low | (b & ~segment & 31)}[mode]
     inside = lane >= top if mode == "up" else lane <= top
     return np.where(inside, lane, LANE), inside
+
+
+def need_every_lane(members: Array) -> None:
+    """Raises where an instruction names fewer members than the lanes of a warp."""
+    if (members != 0xFFFFFFFF).any():
+        raise CannotContinue("an exchange of a part of a warp")
 
 
 def vote(threads: Threads, mode: str, a: Array) -> Array:
@@ -79,10 +86,14 @@ def multiply(threads: Threads, to: str, a: Array, b: Array, c: tuple[Array, ...]
     return matrices.add_to_result(np.matmul(a, b), to, c)
 
 
-def multiply64(threads: Threads, a: Array, b: Array, c0: Array, c1: Array) -> list[Array]:
-    """The float64 product of 8 × 4 by 4 × 8."""
+def multiply64(
+    threads: Threads, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...]
+) -> list[Array]:
+    """A × B + C of float64; registers of A lie in one or two groups of eight rows, those of B along K."""
     threads.need_warps("mma")
-    warps = len(a) // 32
-    left, right = a.reshape(warps, 8, 4), b.reshape(warps, 8, 4).transpose(0, 2, 1)
-    d = np.matmul(left, right).reshape(warps, 8, 4, 2)
-    return [d[..., 0].reshape(-1) + c0, d[..., 1].reshape(-1) + c1]
+    groups, depth = len(c) // 2, len(b)
+    x = np.stack([v.reshape(-1, 8, 4) for v in a], 1)  # [warps, registers, 8, 4]
+    left = x.reshape(-1, depth, groups, 8, 4).transpose(0, 2, 3, 1, 4).reshape(-1, 8 * groups, 4 * depth)
+    right = np.stack([v.reshape(-1, 8, 4) for v in b], 2).reshape(-1, 8, 4 * depth).transpose(0, 2, 1)
+    d = np.matmul(left, right).reshape(-1, groups, 8, 4, 2)
+    return [d[:, n // 2, :, :, n % 2].reshape(-1) + v for n, v in enumerate(c)]

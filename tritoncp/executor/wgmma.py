@@ -38,10 +38,35 @@ class Products:
 
 
 class Wgmma:
+    """registers: counts that warpgroups of all CTAs set, in order; settings: how many each warp has set."""
+
     def __init__(self, ctas: Ctas) -> None:
         self.ctas = ctas
         self.commits = np.zeros(ctas.count, np.int64)
         self.pending: list[Products] = []
+        self.registers: dict[tuple[int, int], list[int]] = {}
+        self.settings = np.zeros((ctas.n, ctas.warps), np.int64)
+
+    def set_registers(self, threads: Threads, count: int, site: int) -> None:
+        """`setmaxnreg`: all warps of a warpgroup set the same counts in the same order. Each may do so by an
+        instruction of its own: Triton writes one for each partition that shares a warpgroup."""
+        threads.need_warps("setmaxnreg")
+        for j in range(0, threads.count, 32):
+            cta, warp = int(threads.cta[j]), int(threads.warp[j])
+            counts = self.registers.setdefault((cta, warp // 4), [])
+            position = self.settings[cta, warp]
+            self.settings[cta, warp] += 1
+            if position == len(counts):
+                counts.append(count)
+            elif counts[position] != count:
+                text = f"{count} registers, another warp of the warpgroup set {counts[position]}"
+                threads.fault("setmaxnreg that differs inside of a warpgroup", site, np.full(1, j), text=text)
+
+    def finish_program(self) -> None:
+        """Report warpgroups of which some warps never set their registers."""
+        for (cta, group), counts in self.registers.items():
+            if (self.settings[cta, 4 * group : 4 * group + 4] != len(counts)).any():
+                self.ctas.launch.log.add("setmaxnreg by a part of a warpgroup", None)
 
     def multiply(
         self,
@@ -137,7 +162,8 @@ class Wgmma:
         self.commits[threads.lanes] += 1
 
     def wait(self, threads: Threads, left: int) -> None:
-        """Until at most `left` of the newest groups of each warpgroup are under way."""
+        """Until at most `left` of the newest groups are under way: of each warp's part of the products, the
+        other warps of its warpgroup may still read."""
         threads.need_groups("wgmma.wait_group")
         active = np.zeros(self.ctas.count, bool)
         active[threads.lanes] = True
@@ -147,7 +173,7 @@ class Wgmma:
             if done.any():
                 p, changed = products.rows(done), True
                 warps = p.number[:, None] * 4 + np.arange(4)
-                where = p.cta[:, None], warps, (clocks.group + p.number)[:, None]
+                where = p.cta[:, None], warps, clocks.part + warps
                 clocks.knows[where] = np.maximum(clocks.knows[where], p.clock[:, None])
             if not done.all():
                 waiting.append(products.rows(~done))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.core.cpu_target import cpu_target
 from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.tracing import WideGradients
 from tritoncp.core.upload import DeviceCopy, upload
@@ -96,8 +96,9 @@ def score_kind(score: Mod | None) -> int:
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Return whether calls on a device run Triton kernels: on GPUs, and on the CPU if TRITON_INTERPRET=1."""
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET", "0") == "1"
+    """Return whether calls on a device run Triton kernels: on GPUs, and on the CPU if kernels are interpreted
+    (TRITON_INTERPRET=1) or executed (``tritoncp.executor``)."""
+    return device.type == "cuda" or cpu_target() is not None
 
 
 def engine_of(
@@ -124,10 +125,10 @@ def engine_of(
 
     tensors, numbers = (score.tensors, score.numbers) if score else ((), ())
     key = (
-        spec, score and score.digest, scale, tile_tables.table_generation, device, plan.first_row, plan.rank,
-        plan.schedule, plan.degree, *map(layout_of, q), *map(layout_of, k), *map(layout_of, v),
-        *map(layout_of, extra), *[(layout_of(x), x.device) for x in tensors], *map(layout_of, grads),
-        *map(specialisation_of, numbers),
+        spec, score and score.digest, scale, tile_tables.table_generation, device, cpu_target(),
+        plan.first_row, plan.rank, plan.schedule, plan.degree, *map(layout_of, q), *map(layout_of, k),
+        *map(layout_of, v), *map(layout_of, extra), *[(layout_of(x), x.device) for x in tensors],
+        *map(layout_of, grads), *map(specialisation_of, numbers),
     )  # fmt: skip
     executables = caches_of(plan).executables
     executable = executables.get(key)

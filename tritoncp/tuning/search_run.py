@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -164,7 +165,9 @@ def autotune(request: Request, console: Any, bench: Bench | None = None) -> Tuni
         entry = entry_of(target, choice)
         rows.append(entry | {"gain": round(choice.gain, 3)})
         assert request.folder is not None, "a run that measures has a folder"
-        tile_tables.write(request.folder, request.device, [entry], {"code": request.conditions["code"]})
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        facts = {"code": request.conditions["code"], "time": now}
+        tile_tables.write(request.folder, request.device, [entry], facts)
 
     compilers = Compilers(request.processes, request.timeout)
     deadline = time.monotonic() + request.budget

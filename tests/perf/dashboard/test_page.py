@@ -1,140 +1,101 @@
-"""The page as a file: its size, its data, and text of a history escaped."""
+"""The dashboard as a file: no regression is hidden, text of a history stays text, what is missing is said."""
 
-import json
 import re
+from html import unescape
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.perf.synthetic_history import ENV, H100, line, tags
+from tests.perf.synthetic_history import CEILINGS, ENV, H100, H200, WORK, line, tags
 from tritoncp.cli import main
-from tritoncp.perf.dashboard import changepoints
-from tritoncp.perf.dashboard.columns import WIDE_NONE, WIDE_STEP
-from tritoncp.perf.dashboard.page import collect_data, page
-from tritoncp.perf.records.history import History, append, read
+from tritoncp.perf.dashboard import trends
+from tritoncp.perf.dashboard.case_details import commit_range, describe_case
+from tritoncp.perf.dashboard.page import list_events, order_by_runs, page
+from tritoncp.perf.dashboard.repository import compare_address, web_address
+from tritoncp.perf.records.history import History, Point, append, read
 
 
-def history(points, resources=()) -> History:
-    return History(points, list(resources), [])
+def cards(points: list[Point]) -> list[str]:
+    """Return the texts of the cards of a history's page, in order."""
+    html = page(History(points, [])).partition("<main>")[2].partition("</main>")[0]
+    return [
+        unescape(re.sub(r"<[^>]+>", " ", card)) for card in re.findall(r"<article.*?</article>", html, re.S)
+    ]
 
 
-def test_two_hundred_cases_of_five_hundred_runs_are_below_three_megabytes(big_page):
-    assert len(big_page.html.encode()) < 3_000_000
-    assert big_page.seconds < 60
+def test_a_partial_run_is_named_as_one_and_a_case_that_it_slowed_is_shown():
+    """A run that measured 4 of 42 cases, one of them 1.6 times slower, after two full runs."""
+    points = [p for i in range(42) for p in line(f"case-{i}", [1.0, 1.0, 1.6 if i == 7 else 1.0])]
+    (card,) = cards(
+        [p for p in points if p.run != "run2" or p.case in ("case-5", "case-6", "case-7", "case-8")]
+    )
+    assert "4 of 42 measured" in card and "missing" not in card
+    assert "Maybe worse: 1 maybe slower" in card and re.search(r"case-7\s+maybe slower \+60.0 %", card)
 
 
-def test_columns_hold_the_times_to_seven_digits():
-    times = [1.0, 1.5, None, 40.0]
-    summary, columns = collect_data(history(line("c", times)))
-    planes = np.frombuffer(columns, "u1")[8 * len(times) : 12 * len(times)].reshape(4, len(times))
-    numbers = np.ascontiguousarray(planes.T).view("<i4")[:, 0]
-    assert numbers[2] == WIDE_NONE and summary["lines"][0]["fails"] == {2: "wrong: <b>out of tolerance</b>"}
-    unit = summary["lines"][0]["unit"]
-    for ms, number in zip(times, numbers):
-        if ms is not None:
-            assert unit * np.exp(number * WIDE_STEP) == pytest.approx(ms, rel=WIDE_STEP)
+def test_a_regression_is_seen_until_its_case_is_measured_again():
+    """The run after the regression measured other cases."""
+    slow, other = line("slow", [1.0] * 6 + [1.3]), line("other", [1.0] * 8)
+    (card,) = cards(slow + other)
+    assert "Worse: 1 slower than their noise allows" in card and "1 of 2 measured" in card
 
 
-def test_a_change_names_its_commits_its_causes_and_the_change_of_baselines():
+def test_the_worst_device_comes_first_and_says_what_is_worst():
+    fine = line("fine", [1.0] * 6, H100)
+    bad = [*line("slow", [1.0] * 6 + [1.2]), *line("fails", [1.0] * 6 + [None]), *line("new", [1.0])]
+    high = line("high", [1.0], H100, work=WORK | {"flops": 10 * WORK["flops"]}, ceilings=CEILINGS)
+    first, second = cards(fine + bad + high)
+    assert str(H200) in first and "Worse: 1 failing now, 1 slower than their noise allows" in first
+    assert first.index("fails ") < first.index("slow ") and "3 measured" in first
+    assert "Not worse" in second and "Alarm: 1 case above its bound" in second
+    assert "The first run" in cards(line("new", [1.0]))[0]
+
+
+def test_changes_are_newest_first_with_commits_and_what_else_changed():
     envs = [ENV | {"commit": f"{i:040x}", "driver": "550" if i < 30 else "560"} for i in range(60)]
-    summary, _ = collect_data(history(line("c", [1.0] * 30 + [1.1] * 30, envs=envs)))
-    (change,) = summary["lines"][0]["changes"]
-    assert (change["from"], change["at"]) == (29, 30)
-    exact = {
-        cause["name"]: (cause["before"], cause["after"]) for cause in change["causes"] if not cause["away"]
-    }
-    assert exact == {"commit": (envs[29]["commit"], envs[30]["commit"]), "driver": ("550", "560")}
-    assert change["relative"] == {"flex": pytest.approx(1 / 1.1, rel=1e-3)}
-
-
-def worst_first(points) -> list[dict]:
-    """Return the lines in the order of the page."""
-    summary, _ = collect_data(history(points))
-    return sorted(summary["lines"], key=lambda line: line["rank"])
-
-
-def test_a_regression_of_the_newest_run_comes_before_old_losses():
-    """Of sixty cases with 1 % noise twenty have long been slower; two more have long failed."""
-    points = []
-    for seed in range(60):
-        random = np.random.default_rng(seed)
-        times = 2.0 * random.lognormal(0, 0.01, 30)
-        times[15:] *= 1.2 if seed < 20 else 1.0
-        times[-1] *= 1.15 if seed == 40 else 1.0
-        points += line(f"case-{seed}", times)
-    points += line("broken", [1.0] * 20 + [None] * 10) + line("never-worked", [None] * 30)
-    first, *remaining = worst_first(points)
-    assert (first["case"], first["latest"]["verdict"], first["rank"]) == ("case-40", "slower", 0)
-    assert first["latest"]["low"] > 1.08 and first["latest"]["low"] < 1.15 < first["latest"]["high"]
-    assert sum(line_of_case["latest"]["verdict"] == "slower" for line_of_case in remaining) <= 3
-    remaining = [line_of_case for line_of_case in remaining if line_of_case["latest"]["verdict"] != "slower"]
-    assert sorted(line_of_case["case"] for line_of_case in remaining[:2]) == ["broken", "never-worked"]
-    lost = [line_of_case for line_of_case in remaining[2:] if line_of_case["loss"] > 1.1]
-    assert lost == remaining[2 : 2 + len(lost)] and len(lost) >= 17, "some may have a slow latest run besides"
-    assert {line_of_case["case"] for line_of_case in lost} <= {f"case-{seed}" for seed in range(20)}
-
-
-def test_failures_of_the_newest_run_come_first():
-    points = line("slow", [1.0] * 20 + [1.15]) + line("fails", [1.0] * 20 + [None]) + line("fine", [1.0] * 21)
-    verdicts = [(row["case"], row["latest"]["verdict"]) for row in worst_first(points)]
-    assert verdicts == [("fails", "failing"), ("slow", "slower"), ("fine", "as before")]
+    points = line("step", [1.0] * 30 + [1.1] * 30, envs=envs) + line("last", [1.0] * 59 + [1.3], envs=envs)
+    points += line("broke", [1.0] * 40 + [None] * 20, envs=envs)
+    _, lines = order_by_runs(points[::-1])
+    all_trends = [trends.find_trend(points_of_case) for points_of_case in lines]
+    events = list_events(all_trends)
+    assert [(e.trend.points[0].case, e.at) for e in events] == [("last", 59), ("broke", 40), ("step", 30)]
+    repository = "https://github.com/owner/project"
+    text, href = commit_range(events[2].trend.points, 30, repository)
+    assert (
+        href == f"{repository}/compare/{29:040x}...{30:040x}"
+        and text == f"{29:040x}"[:10] + " … " + f"{30:040x}"[:10]
+    )
+    described = re.sub(r"<[^>]+>", "", describe_case(events[2].trend, repository))
+    assert "+10.0 %, slower" in described and "driver 550 → 560" in described
+    assert "Baselines in the same runs: flex +0.0 %" in described
+    assert commit_range(events[2].trend.points, 30, "")[1] == ""
 
 
 @pytest.mark.parametrize(
-    ("times", "verdict"),
+    ("remote", "address"),
     [
-        ([1.15], "too few runs"),
-        ([1.0] * 3 + [1.15], "too few runs"),
-        ([None] * 9 + [1.0] * 3 + [1.15], "too few runs"),
-        ([1.0] * 4 + [1.15], "slower"),
-        ([1.0] * 4 + [None] * 3 + [1.15], "slower"),
-        ([1.0] * 4 + [1.005], "as before"),
-        ([1.0, 1.01, 0.99, 1.0, 1.01, 0.99, 1.0, 1.04], "slower"),
-        ([1.0, 1.01, 0.99, 1.0, 1.01, 0.99, 1.0, 0.96], "faster"),
-        ([1.0, 1.2, 0.9, 1.1, 0.8, 1.0, 1.2, 1.15], "as before"),
-        ([1.0, 1.01, 0.99, 1.3, 1.0, 1.01, 0.99, 1.15], "slower"),
-        ([1.0] * 9 + [1.15, 1.15], "slower"),
-        ([1.0] * 10 + [1.15] * 10, "as before"),
-        ([1.15] * 10 + [1.0] * 10 + [1.15], "slower"),
+        ("git@gitlab.com:owner/project.git", "https://gitlab.com/owner/project"),
+        ("ssh://git@example.org:22/owner/project", "https://example.org/owner/project"),
+        ("http://example.org:8080/p.git", "http://example.org:8080/p"),
+        ("file:///srv/project", ""),
+        ("javascript:alert(1)", ""),
     ],
-)  # fmt: skip
-def test_the_newest_run_is_compared_with_the_level_before_it(times, verdict):
-    summary, _ = collect_data(history(line("c", times)))
-    (series,) = summary["lines"]
-    assert series["latest"]["verdict"] == verdict, series["latest"]
-    assert (series["latest"]["ratio"] is None) == (verdict == "too few runs")
-
-
-def test_a_wrong_answer_whose_error_is_not_a_number_leaves_the_page_readable(tmp_path):
-    (point,) = line("c", [None])
-    point.contenders["tritoncp"]["errors"] = {"out": [float("nan"), float("inf")]}
-    append(tmp_path / "a.jsonl", point.as_line())
-    stored = read(tmp_path)
-    assert [stored_point.case for stored_point in stored.points] == ["c"] and stored.problems == []
-    summary, _ = collect_data(stored)
-    json.dumps(summary, allow_nan=False)
-
-
-def test_failures_are_no_times_and_do_not_move_a_change():
-    times = [1.0] * 20 + [None] * 3 + [1.0] * 10 + [1.2] * 20
-    summary, _ = collect_data(history(line("c", times)))
-    assert [change["at"] for change in summary["lines"][0]["changes"]] == [33]
-    assert set(summary["lines"][0]["fails"]) == {20, 21, 22}
-
-
-def test_a_run_that_measured_a_case_twice_counts_its_last_figure():
-    twice = line("c", [1.0, 1.0])
-    twice[1] = type(twice[0])(**vars(twice[1]) | {"run": "run0"})
-    summary, _ = collect_data(history(twice))
-    assert summary["lines"][0]["n"] == 1 and len(summary["runs"]) == 1
+)
+def test_the_address_of_a_remote_is_a_web_page_or_nothing(remote, address):
+    assert web_address(remote) == address
+    assert bool(compare_address(address)) == bool(address)
 
 
 def test_nothing_of_a_history_can_become_markup():
-    evil = "</script><img src=x onerror=alert(1)><!--"
-    html = page(history(line(evil, [1.0], tags=tags(mask=evil)), [{"kind": "resources", "kernel": evil}]))
-    assert "<img" not in html and html.count("<script") == html.count("</script>") == 5
-    assert not re.search(r"""(src|href)=["'](?!#|data:,)""", html.split("<script>")[0])
+    evil = "</script><img src=x onerror=alert(1)><!--cases--><!--"
+    points = line(evil, [1.0, 2.0, None], tags=tags(mask=evil, model=evil), envs=[ENV | {"commit": evil}] * 3)
+    points[-1].contenders[evil] = {"why": evil}
+    html = page(History(points, []))
+    start = html.index("<main>")
+    body, scripts = html[start:].split("<noscript>")
+    assert "<img" not in body and body.count('data-root-id="') == html.count('data-root-id="')
+    assert len(re.findall("</script", scripts)) == 2 and "<!--" not in scripts
+    assert not re.search(r"""(src|href)=["'](?!#|data:,)""", body)
 
 
 def test_the_command_writes_the_page_and_names_broken_lines(tmp_path):
@@ -145,35 +106,41 @@ def test_the_command_writes_the_page_and_names_broken_lines(tmp_path):
     out = tmp_path / "sub" / "page.html"
     result = CliRunner().invoke(main, ["perf", "dashboard", str(tmp_path), "-o", str(out)])
     assert result.exit_code == 0 and "3 points" in result.output and "a.jsonl:4: not JSON" in result.output
-    assert out.read_text().startswith("<!doctype html>")
+    assert out.read_text().startswith("<!doctype html>") and "1 lines could not be read" in out.read_text()
     (tmp_path / "empty").mkdir()
     nothing = CliRunner().invoke(main, ["perf", "dashboard", str(tmp_path / "empty"), "-o", str(out)])
-    assert nothing.exit_code == 3 and "no measurement in" in nothing.output
+    assert nothing.exit_code == 3
 
 
-def test_charts_and_page_agree_on_names():
-    """Every source and element that the page's code asks for is there."""
-    from tritoncp.perf.dashboard.page import HERE, SCRIPTS
-
-    html_of_page = page(history(line("c", [1.0])))
-    assert {path.stem for path in HERE.glob("*.js")} == set(SCRIPTS)
-    script = "".join((HERE / f"{name}.js").read_text() for name in SCRIPTS)
-    charts = html_of_page.split('id="data-charts">')[1].split("</script>")[0]
-    names = set(re.findall(r'"name":\s*"([^"]+)"', json.dumps(json.loads(charts.replace("<\\/", "</")))))
-    for source in re.findall(r'put\("[\w-]+", "([\w-]+)"', script):
-        assert source in names, source
-    html = (HERE / "page.html").read_text()
-    for element in re.findall(r'\$\("([\w-]+)"\)', script):
-        assert f'id="{element}"' in html, element
-
-
-def test_without_ruptures_the_page_is_made_and_says_what_is_missing(monkeypatch, tmp_path):
+def test_without_ruptures_the_page_is_made_and_says_what_is_missing(monkeypatch):
     """As on Python 3.14, for which ruptures has no release."""
-    monkeypatch.setattr(changepoints, "ruptures", None)
-    for point in line("c", [1.0] * 30 + [1.1] * 30):
-        append(tmp_path / "history.jsonl", point.as_line())
-    files = [str(tmp_path / "history.jsonl"), "--out", str(tmp_path / "page.html")]
-    done = CliRunner().invoke(main, ["perf", "dashboard", *files])
-    assert done.exit_code == 0 and "Python 3.14" in done.stderr
-    summary, _ = collect_data(read(tmp_path / "history.jsonl"))
-    assert summary["missing"] == changepoints.MISSING and summary["lines"][0]["changes"] == []
+    monkeypatch.setattr(trends, "ruptures", None)
+    html = page(History(line("c", [1.0] * 30 + [1.1] * 30), []))
+    assert "Python 3.14" in html and trends.find_changes([1.0] * 30 + [1.1] * 30) == []
+
+
+def test_odd_histories_have_a_page(tmp_path):
+    """A case that always failed, an error that is no number, a run with a case twice, a time that is none."""
+    (failed,) = line("c", [None])
+    failed.contenders["tritoncp"]["errors"] = {"out": [float("nan"), float("inf")]}
+    twice = line("d", [1.0, 2.0])
+    twice[1] = Point(**vars(twice[1]) | {"run": "run0", "time": "yesterday"})
+    for point in [failed, *twice]:
+        append(tmp_path / "a.jsonl", point.as_line())
+    stored = read(tmp_path)
+    assert len(stored.points) == 3 and stored.problems == []
+    runs, lines = order_by_runs(stored.points)
+    assert len(runs) == 1 and [len(points) for points in lines] == [1, 1]
+    assert "1 failing" not in page(stored)
+
+
+def test_a_comparison_has_its_page(tmp_path):
+    for name, factor in (("before", 1.0), ("after", 1.3)):
+        for point in [*line("slow", [factor, factor]), *line("fine<b>", [1.0, 1.0])]:
+            append(tmp_path / f"{name}.jsonl", point.as_line())
+    sides = [str(tmp_path / f"{name}.jsonl") for name in ("before", "after")]
+    words = ["perf", "compare", *sides, "--fail-over", "5", "--html", str(tmp_path / "page.html")]
+    result = CliRunner().invoke(main, words)
+    html = (tmp_path / "page.html").read_text()
+    assert result.exit_code == 1 and "Does not pass" in html and "1 past 5 %" in html and "TOO SLOW" in html
+    assert "fine<b>" not in html.split("<script>")[0]

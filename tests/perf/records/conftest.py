@@ -2,19 +2,18 @@
 
 import pytest
 
-from tests.perf.autotune_results import H200, tune
-from tritoncp.perf.records.history import Journal as History
-from tritoncp.perf.records.history import Series
+from tests.perf.records.tuned_tiles import H200, tune
+from tritoncp.perf.records.history import Journal, Series
 
 
 @pytest.fixture
 def places(tmp_path):
     """A results folder of make gpu, a history, and a folder of shipped tile shapes."""
     gpu = tmp_path / "gpu"
-    history = History(gpu / "2026-01-01-nvidia-h200.jsonl", "r", Series(H200.name), {"torch": "2.11"})
+    journal = Journal(gpu / "2026-01-01-nvidia-h200.jsonl", "r", Series(H200.name), {"torch": "2.11"})
     gpu.mkdir()
     for case in ("causal-16k-fwd", "causal-16k-bwd"):
-        history.point(case, {"tritoncp": {"ms": 1.5}, "flex": {"ms": 2.0}})
-    history.write({"kind": "left out", "case": "full-16k-fwd", "why": "the time budget is used up"})
+        journal.point(case, {"tritoncp": {"ms": 1.5}, "flex": {"ms": 2.0}})
+    journal.write({"kind": "left out", "case": "full-16k-fwd", "why": "the time budget is used up"})
     tune(gpu)
     return gpu, tmp_path / "history", tmp_path / "configs"

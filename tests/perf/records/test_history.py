@@ -23,11 +23,11 @@ def test_points_are_read_as_written(tmp_path):
     written = [point(), point("other", 2.0, tags={"mask": "causal"}, goal={"flex": 1.2})]
     for written_point in written:
         append(tmp_path / "a.jsonl", written_point.as_line())
-    append(tmp_path / "b.jsonl", {"kind": "resources", "kernel": "forward"})
+    append(tmp_path / "b.jsonl", {"kind": "resources", "kernel": "of an older history"})
     append(tmp_path / "b.jsonl", {"kind": "left out", "case": "c"})
     history = read(tmp_path)
     assert history.points == written == read(tmp_path / "a.jsonl").points
-    assert [line["kernel"] for line in history.resources] == ["forward"] and history.problems == []
+    assert history.problems == []
     with pytest.raises(FileNotFoundError, match=r"name a history file, or a folder of \*\.jsonl files"):
         read(tmp_path / "nowhere")
 
@@ -60,32 +60,23 @@ def test_broken_lines_are_named_and_spoil_no_other(place, tmp_path):
     ("harm", "why"),
     [
         ({"contenders": {"tritoncp": {"ms": -1.0}}}, "not positive"),
-        ({"contenders": {"tritoncp": {"ms": "1"}}}, "not positive"),
         ({"contenders": {"tritoncp": {"ms": float("nan")}}}, "not positive"),
         ({"contenders": {"tritoncp": {"ms": 1e-30}}}, "not positive numbers between 1e-09 and 1e+12"),
-        ({"contenders": {"tritoncp": {"ms": 10**400}}}, "not positive"),
         ({"contenders": {"tritoncp": {"ms": 1.0, "samples": [1.0, float("nan")]}}}, "not positive"),
         (
             {"contenders": {"tritoncp": {"ms": 1.0, "samples": {"a": 1.0}}}},
             "samples of tritoncp are not a list",
         ),
         ({"contenders": {"tritoncp": {"ms": 1.0, "low": 0.9}}}, "a part of median and quartiles"),
-        ({"contenders": {"tritoncp": {"ms": 1.0, "n": "20"}}}, "is not a whole number"),
-        (
-            {"contenders": {"tritoncp": {"ms": 1.0, "peak_bytes": "much"}}},
-            "peak_bytes of tritoncp is not a number",
-        ),
+        ({"contenders": {"tritoncp": {"ms": 1.0, "n": "20"}}}, "n of tritoncp is not a number"),
         ({"contenders": {"tritoncp": ["ms"]}}, "are not an object"),
         ({"contenders": {" ": {"ms": 1.0}}}, "a contender has no name"),
         ({"contenders": {"tritoncp": {"why": 5}}}, "neither ms nor why"),
-        ({"contenders": {"tritoncp": {}}}, "neither ms nor why"),
         ({"case": "\ud800"}, "surrogates not allowed"),
         ({"series": {"device": ["x"]}}, "series has a value that is no text"),
         ({"goal": {"flex": 0}}, "goal has a value that is no positive number"),
         ({"work": {"flops": "many"}}, "work has a value that is no number"),
-        ({"work": {"imbalance": [1.0]}}, "work has a value that is no number"),
         ({"work": {"rank_work": [1, 2], "rank_bytes": [1]}}, "not one number for each rank"),
-        ({"work": {"rank_work": [1, 2]}}, "not one number for each rank"),
         ({"case": " "}, "the case has no name"),
         ({"env": {"torch": float("inf")}}, "NaN or infinite"),
         ({"tags": json.loads("[" * 90 + "]" * 90)}, "nested more than 64 levels"),

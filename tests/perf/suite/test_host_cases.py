@@ -1,6 +1,5 @@
 """Figures without a GPU: the calls that they time, and resuming a run that was killed."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,15 +13,11 @@ import torch
 from tritoncp.kernels.launch import Launch
 from tritoncp.perf.records.history import read
 from tritoncp.perf.suite import cpu_attention, host_cases
-from tritoncp.perf.suite.host_cases import CASES, HostCase, measure, measure_growth, no_launches
+from tritoncp.perf.suite.host_cases import HostCase, measure, measure_growth, no_launches
 from tritoncp.planning.problem import Problem
 
 ROOT = Path(__file__).parents[3]
 RUN = [sys.executable, "-m", "tritoncp", "perf", "run", "--device", "host", "--tier", "core", "--filter"]
-
-
-def test_names_are_unique():
-    assert len({case.name for case in CASES}) == len(CASES)
 
 
 def test_every_judged_figure_of_the_cpu_engine_is_a_case():
@@ -110,28 +105,6 @@ def test_a_killed_run_keeps_its_lines_and_is_resumed(tmp_path):
     names = [case.name for case in host_cases.select("core", "plan-*-128k")]
     assert [point.case for point in after.points] == names
     assert len({point.run for point in after.points}) == 1
-
-
-def test_kernels_are_written_once_and_again_when_they_change(tmp_path, monkeypatch):
-    from tritoncp.perf.records.history import Journal, Series
-
-    table = tmp_path / "configs" / "resources.json"
-    table.parent.mkdir()
-    monkeypatch.setattr(host_cases, "SHIPPED", table.parent)
-    row = {"kernel": "dq", "arch": "sm_90", "head_dim": 64, "dtype": "bfloat16", "variant": "full"}
-    out = tmp_path / "history" / "a.jsonl"
-    out.parent.mkdir()
-    journal = Journal(out, "r", Series("CPU"), {})
-    host_cases.resources(journal)
-    assert not out.exists(), "no table, nothing to say"
-    for registers, lines in ((200, 1), (200, 1), (168, 2)):
-        table.write_text(json.dumps({"triton": "3.7.1", "rows": [row | {"registers": registers}]}))
-        host_cases.resources(journal)
-        assert len(read(out).resources) == lines
-    assert [line["registers"] for line in read(out).kernels()] == [168]
-    table.write_text(json.dumps({"triton": "3.8", "rows": [row]}))
-    host_cases.resources(journal, "kernel-sm_80-*")
-    assert len(read(out).resources) == 2
 
 
 def test_a_case_that_fails_is_a_line_and_the_others_go_on(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Facts about the machine, from stand-ins for NVIDIA's tools, and without these tools."""
 
-import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tritoncp.perf.dashboard.changepoints import Cause, causes
+from tritoncp.perf.dashboard.trends import Cause, find_causes
 from tritoncp.perf.records.history import Point, append, read
-from tritoncp.perf.suite import machine, timing
+from tritoncp.perf.suite import machine
 
 GPU = torch.device("cuda")
 ROOT = Path(__file__).parents[3]
@@ -60,69 +59,12 @@ def test_the_ptxas_version_is_recorded_and_may_explain_a_change(tools, monkeypat
         append(tmp_path / "runs.jsonl", points[-1].as_line())
     history = read(tmp_path)
     assert history.points == points and not history.problems
-    assert causes(history.points, 1) == [Cause("ptxas", "12.8.93", "13.3.33", 0)]
+    assert find_causes(history.points, 1) == [Cause("ptxas", "12.8.93", "13.3.33", 0)]
 
 
 def test_a_machine_without_the_tools_says_less(monkeypatch, tools):
     monkeypatch.setattr(machine, "_run_command", lambda *command: None)
     assert machine.series(GPU) == machine.Series("NVIDIA H200", "", "default") and machine.state(GPU) == {}
-
-
-@pytest.mark.parametrize(
-    ("reasons", "on"),
-    [
-        (0, False),
-        (0x4, False),
-        (0x1 | 0x2, False),
-        (0x8, True),
-        (0x20, True),
-        (0x40 | 0x4, True),
-        (0x80, True),
-    ],
-    ids=hex,
-)
-def test_heat_and_power_brakes_are_throttling_and_a_power_cap_is_not(reasons, on, monkeypatch, tools):
-    def query(handle, out):
-        out._obj.value = reasons
-        return 0
-
-    library = SimpleNamespace(
-        nvmlInit_v2=lambda: 0,
-        nvmlDeviceGetHandleByUUID=lambda name, handle: 0 if name == b"GPU-1234" else 1,
-        nvmlDeviceGetCurrentClocksThrottleReasons=query,
-    )
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    assert machine.Brakes(GPU).on() is on
-    library.nvmlDeviceGetHandleByUUID = lambda name, handle: 2
-    assert not machine.Brakes(GPU).on(), "a device it does not know"
-
-
-def test_without_the_library_no_throttling_is_reported(monkeypatch):
-    def missing(name):
-        raise OSError(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert not machine.Brakes(GPU).on()
-
-
-def test_throttled_rounds_get_rests_and_their_samples_are_left_out(monkeypatch):
-    rests = []
-    monkeypatch.setattr(timing.time, "sleep", rests.append)
-
-    class Hot:
-        count = 0
-
-        def sample(self, run):
-            self.count += 1
-            return timing.Sample(2.0, 0.1, True) if self.count % 2 else timing.Sample(1.0, 0.1)
-
-        def agree(self, x):
-            return x
-
-    figure = timing.time_interleaved({"a": lambda: None}, Hot(), seconds=1.0, least=20, most=20)["a"]
-    assert (figure.ms, len(figure.samples), figure.throttled) == (1.0, 10, 10)
-    assert rests == [timing.REST] * 4, "no longer than the rounds may take"
-    assert figure.rounded(samples=False)["throttled"] == 10
 
 
 def test_a_commit_with_changed_python_files_is_marked(tmp_path):

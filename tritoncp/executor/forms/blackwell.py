@@ -46,25 +46,27 @@ def relinquish(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
 
 
 COUNTS = "|".join(f"x{1 << n}" for n in range(8))
-ACCESS = f"sync.aligned.<shape:32x32b|16x32bx2>.<count:{COUNTS}>.b32"
+ACCESS = f"sync.aligned.<shape:32x32b|16x32bx2>.<count:{COUNTS}>"
 
 
-@form(f"tcgen05.ld.{ACCESS}")
+@form(f"tcgen05.ld.{ACCESS}[.pack::16b].b32")
 def load(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     registers, at, *split = items_of(i.operands[0]), *i.operands[1:]
     where = cells(w, i, m, at, split, len(registers))
-    out = w.temporary(f"S.tensor.load(T, {where}, {w.predicate(i)}, {w.site(i)})")
+    load_of = "load_pairs" if "pack::16b" in i.parts else "load"
+    out = w.temporary(f"S.tensor.{load_of}(T, {where}, {w.predicate(i)}, {w.site(i)})")
     for j, register in enumerate(registers):
         w.write(register, "u4", f"{out}[{j}]", i)
 
 
-@form(f"tcgen05.st.{ACCESS}", writes="none")
+@form(f"tcgen05.st.{ACCESS}[.unpack::16b].b32", writes="none")
 def store(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     at, *split, values = i.operands
     registers = items_of(values)
     where = cells(w, i, m, at, split, len(registers))
     given = ", ".join(w.array(x, "u4") for x in registers)
-    w.line(f"S.tensor.store(T, {where}, ({given},), {w.predicate(i)}, {w.site(i)})")
+    store_of = "store_pairs" if "unpack::16b" in i.parts else "store"
+    w.line(f"S.tensor.{store_of}(T, {where}, ({given},), {w.predicate(i)}, {w.site(i)})")
 
 
 def cells(w: BlockWriter, i: Instruction, m: re.Match[str], at: Operand, split: list[Operand], n: int) -> str:

@@ -175,4 +175,4 @@ def set_registers(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     count = int(str(i.operands[0]), 0)
     if count % 8 or not 24 <= count <= 256:
         raise UnsupportedInstruction(f"{count} registers")
-    w.line("T.need_groups('setmaxnreg')")
+    w.line(f"S.wgmma.set_registers(T, {count}, {w.site(i)})")

@@ -11,7 +11,9 @@ from tritoncp.executor.opcodes import UnsupportedInstruction, form
 
 def whole_warp(w: BlockWriter, i: Instruction, mask: Operand) -> None:
     """Members must be all lanes: Triton asks for no others."""
-    if i.predicate or w.is_register(mask) or int(str(mask), 0) & 0xFFFFFFFF != 0xFFFFFFFF:
+    if w.is_register(mask) and not i.predicate:
+        w.line(f"W.need_every_lane({w.array(mask, 'u4')})")
+    elif i.predicate or int(str(mask), 0) & 0xFFFFFFFF != 0xFFFFFFFF:
         raise UnsupportedInstruction(f"{i.opcode} of a part of a warp")
 
 
@@ -69,13 +71,14 @@ OPERANDS = "f16|bf16|tf32|e4m3|e5m2"
 def multiply(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     types = {m["a"], m["b"]}
     mixed = len(types) > 1 and not types <= {"e4m3", "e5m2"} and not types <= {"s8", "u8"}
-    if mixed or m["a"] not in SHAPES[m["shape"]] or "satfinite" in i.parts or i.predicate:
+    if mixed or m["a"] not in SHAPES[m["shape"]] or i.predicate:
         raise UnsupportedInstruction(i.opcode)
     d, a, b, c = (x.items if isinstance(x, Vector) else (x,) for x in i.operands)
     t = {"f32": "f4", "s32": "i4", "f16": "u4"}[m["to"]]
     left, right = fragment(w, "a", a, m["a"]), fragment(w, "b", b, m["b"])
     summands = ", ".join(w.array(x, t) for x in c)
-    out = w.temporary(f"W.multiply(T, '{m['to']}', {left}, {right}, ({summands},))")
+    to = "s32 saturated" if "satfinite" in i.parts else m["to"]
+    out = w.temporary(f"W.multiply(T, '{to}', {left}, {right}, ({summands},))")
     for j, register in enumerate(d):
         w.write(register, t, f"{out}[{j}]", i)
 
@@ -86,10 +89,12 @@ def fragment(w: BlockWriter, which: str, registers: tuple[Operand, ...], t: str)
     return w.once((which, t), list(registers), f"W.fragment_{which}(T, ({values},), '{t}')")
 
 
-@form("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64")
+@form("mma.sync.aligned.<shape:m8n8k4|m16n8k4|m16n8k8|m16n8k16>.row.col.f64.f64.f64.f64")
 def multiply64(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    if i.predicate:
+        raise UnsupportedInstruction("a predicate")
     d, a, b, c = (x.items if isinstance(x, Vector) else (x,) for x in i.operands)
-    sources = ", ".join(w.array(x, "f8") for x in (a[0], b[0], *c))
+    sources = ", ".join(f"({', '.join(w.array(x, 'f8') for x in part)},)" for part in (a, b, c))
     out = w.temporary(f"W.multiply64(T, {sources})")
     for j, register in enumerate(d):
         w.write(register, "f8", f"{out}[{j}]", i)

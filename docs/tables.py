@@ -1,0 +1,171 @@
+"""`python docs/tables.py`: the tables of docs/balance.md and docs/scaling.md.
+
+Evenness, traffic, planning time and memory of every balancer. No attention runs: work and traffic are read
+from the plan, counted in blocks and rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import torch
+
+from tritoncp.masks.mask import Mask
+from tritoncp.perf.dashboard.readme_figures import ROOT, rewrite
+from tritoncp.perf.suite.machine import PeakMemory
+from tritoncp.planning.balance import balancers
+from tritoncp.planning.build import build
+from tritoncp.planning.plan import Plan
+from tritoncp.planning.problem import Problem
+from tritoncp.planning.units import format_tokens
+
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+SIZES = tuple(size * 1024 for size in (64, 128, 256, 512, 1024))  # tokens, of docs/balance.md
+WORLDS = (8, 16, 64)
+SCALES = ((1 << 20, 64), (8 << 20, 1024))  # tokens and ranks, of docs/scaling.md
+SCALED = "causal", "corpus", "window4k", "prefix", "corpus-window4k"
+MIB = 1 << 20
+
+# The name of each mask in the page: a key of planning.problem.MASKS, and a note.
+STUDIED = {
+    "causal": ("causal", "Every block sees all before it: any even placement moves most of the keys."),
+    "window 1K": ("window", "Natural order is even already, and sends a window to each neighbour."),
+    "window 4K": ("window4k", "In natural order the first rank has less to do: short windows at the start."),
+    "documents": ("corpus", "As a corpus packs: many short documents, a few long ones."),
+    "long documents": (
+        "document",
+        "Fifteen documents of fixed shares of the sequence, the longest a quarter of it.",
+    ),
+    "documents, window 1K": ("corpus-window", "The documents of the corpus, each in a sliding window."),
+    "prefix-LM": ("prefix", "Causal, and all see the first quarter."),
+    "shared question": (
+        "shared-question",
+        "All see the first quarter, and behind it only their own answer; causal. No closed "
+        "form: the mask is asked about every pair, so only the short lengths are here.",
+    ),
+}
+MAX_TRACED_SIZE = {"shared question": 1 << 16}  # tokens, by mask without a closed form
+EVEN = 1.02
+
+
+class Quality(NamedTuple):
+    """The quality of a placement.
+
+    imbalance: largest work of a rank over the mean
+    travels:   rows of keys that all ranks fetch, in per cent of the rows that a full all-gather moves
+    seconds:   time of one core to build a rank's plan with the tables of its first step
+    mib:       most memory that it held meanwhile, beyond what the process held before, in MiB; None except
+               on Linux
+    schedule:  that the plan has
+    """
+
+    imbalance: float
+    travels: float
+    seconds: float
+    mib: float | None
+    schedule: str
+
+
+def measure_quality(mask: Mask, world_size: int, balancer: str, schedule: str = "fetch") -> Quality:
+    """Build a plan, with the tables of the first step unless the schedule is "fetch", and return its
+    quality."""
+    memory = PeakMemory() if PeakMemory.is_available() else None
+    begin = time.process_time()
+    plan = build(mask, world_size, world_size // 2, balancer=balancer, schedule=schedule)
+    if schedule != "fetch":
+        plan.tables(buffer={"ring": plan.rank, "fetch": "fetched"}.get(plan.schedule, "gathered"))
+    seconds = time.process_time() - begin
+    mib = memory.growth() / MIB if memory else None
+    travels = 100 * fetched_rows(plan) / ((world_size - 1) * plan.kv.length)
+    return Quality(plan.imbalance, travels, seconds, mib, plan.schedule)
+
+
+def fetched_rows(plan: Plan) -> int:
+    """Count the rows of keys and values that all ranks together fetch, for one batch row."""
+    return int(plan.traffic.clone().fill_diagonal_(0).sum()) // max(plan.mask.B, plan.q.batch)
+
+
+def format_balance(sizes: Sequence[int], worlds: Sequence[int]) -> str:
+    """Measure every balancer over masks, lengths and ranks, and format a table for each mask."""
+    parts = []
+    for name, (mask_name, note) in STUDIED.items():
+        rows = []
+        for size in sizes:
+            if size > MAX_TRACED_SIZE.get(name, size):
+                continue
+            mask = Problem(mask_name, size).block_mask()
+            for world_size in worlds:
+                cells = [_format_cell(measure_quality(mask, world_size, balancer)) for balancer in balancers]
+                rows.append([f"{size >> 10}K", str(world_size), *cells])
+                click.echo(f"{name}, {size} tokens, {world_size} ranks", err=True)
+        parts += [
+            f"## {name[:1].upper()}{name[1:]}",
+            note,
+            _format_table(["tokens", "ranks", *balancers], rows),
+        ]
+    return "\n\n".join(parts)
+
+
+def format_scale(scales: Sequence[tuple[int, int]]) -> str:
+    """Measure whole plans with `schedule="auto"`, and format a table for each length and number of ranks."""
+    parts = []
+    for tokens, world_size in scales:
+        rows = []
+        for name in SCALED:
+            mask = Problem(name, tokens).block_mask()
+            for balancer in balancers:
+                result = measure_quality(mask, world_size, balancer, "auto")
+                memory = "–" if result.mib is None else f"{result.mib:.0f} MiB"
+                figures = [
+                    f"{result.imbalance:.3f}",
+                    f"{result.travels:.1f} %",
+                    f"{result.seconds:.2f} s",
+                    memory,
+                ]
+                rows.append([name, balancer, *figures, result.schedule])
+                click.echo(f"{name}, {tokens} tokens, {world_size} ranks, {balancer}", err=True)
+        heads = ["mask", "balancer", "max/mean", "keys that travel", "plan", "most memory", "auto"]
+        title = f"## {format_tokens(tokens)} tokens on {world_size} ranks"
+        parts += [title, _format_table(heads, rows)]
+    return "\n\n".join(parts)
+
+
+def _format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
+
+
+def _format_cell(result: Quality) -> str:
+    """
+    >>> _format_cell(Quality(2.5, 0.04, 0.512, None, "fetch"))
+    '**2.500** · 0.0 % · 0.51 s'
+    """
+    uneven = "**" * (result.imbalance > EVEN)
+    return f"{uneven}{result.imbalance:.3f}{uneven} · {result.travels:.1f} % · {result.seconds:.2f} s"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "balance": lambda: format_balance(SIZES, WORLDS),
+    "scaling": lambda: format_scale(SCALES),
+}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("page", type=click.Choice([*PAGES]))
+@click.option("--write", is_flag=True, help="Write the tables into docs/PAGE.md instead of printing them.")
+def main(page: str, write: bool) -> None:
+    """Measure balancers on one CPU core, and make the tables of docs/balance.md or docs/scaling.md."""
+    torch.set_num_threads(1)
+    path: Path = ROOT / f"docs/{page}.md"
+    tables = PAGES[page]()
+    if write:
+        rewrite(path, f"\n{tables}\n", BEGIN, END)
+    else:
+        click.echo(tables)
+
+
+if __name__ == "__main__":
+    main()

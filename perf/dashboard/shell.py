@@ -1,0 +1,130 @@
+"""Self-contained pages of tables and charts: Bokeh's models and code, a style sheet and text in one file."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from bokeh.document import Document
+from bokeh.embed import components
+from bokeh.models import CDSView, ColumnDataSource, CustomJS, InlineStyleSheet
+from bokeh.models.widgets import DataTable, HTMLTemplateFormatter, TableColumn
+from bokeh.resources import Resources
+
+ASSETS = Path(__file__).parent / "assets"
+ROW, HEAD = 30, 34  # pixels of a table's rows and of its head
+MOST_ROWS = 14  # that a table shows at a time; the others scroll
+# Templates of cells: `value` is the cell's, other columns of its row are named; <%- escapes, <%= does not.
+NUMBER = '<%= Number.isFinite(value) ? value.toPrecision(4) : "–" %>'
+PERCENT = (
+    '<%= Number.isFinite(value) ? (value < 0 ? "−" : "+") + Math.abs(100 * value).toFixed(1) + " %" : "–" %>'
+)
+
+
+class Column(NamedTuple):
+    """A column of a table: its head, its values, the template of its cells, its width in pixels."""
+
+    title: str
+    values: Sequence[Any]
+    width: int = 90
+    template: str = "<%- value %>"
+
+
+def make_table(
+    columns: Mapping[str, Column], more: Mapping[str, Sequence[Any]] | None = None, row_filter: Any = None
+) -> DataTable:
+    """Make a table that sorts by a click on a head. more: columns that only templates and scripts read;
+    row_filter: a filter of Bokeh's."""
+    values = {name: _numbers(column.values) for name, column in columns.items()}
+    source = ColumnDataSource({**values, **(more or {})})
+    heads = [
+        TableColumn(
+            field=name,
+            title=column.title,
+            width=column.width,
+            formatter=HTMLTemplateFormatter(template=column.template),
+        )
+        for name, column in columns.items()
+    ]
+    rows = len(next(iter(values.values())))
+    return DataTable(
+        source=source,
+        columns=heads,
+        view=CDSView() if row_filter is None else CDSView(filter=row_filter),
+        index_position=None,
+        autosize_mode="none",
+        reorderable=False,
+        sizing_mode="stretch_width",
+        row_height=ROW,
+        height=HEAD + ROW * max(1, min(rows, MOST_ROWS)) + 12,
+        stylesheets=[style_sheet("widgets.css")],
+    )
+
+
+def _numbers(values: Sequence[Any]) -> Any:
+    """Convert numbers and None to an array, with NaN for None; other values stay a list."""
+    if values and all(value is None or type(value) in (int, float) for value in values):
+        return np.array([math.nan if value is None else value for value in values])
+    return [*values]
+
+
+def style_sheet(name: str) -> InlineStyleSheet:
+    return InlineStyleSheet(css=(ASSETS / name).read_text())
+
+
+def render(
+    title: str,
+    models: Mapping[str, Any],
+    layout: str,
+    texts: Mapping[str, str],
+    script: str = "",
+    **arguments: Any,
+) -> str:
+    """Return a page as HTML.
+
+    layout:    file of assets/ with the places of models and texts, which are HTML, as <!--name-->
+    script:    runs when the models are shown, with ``arguments``, which are models too
+    """
+    document = Document()
+    for model in models.values():
+        document.add_root(model)
+    if script:
+        document.js_on_event("document_ready", CustomJS(args=arguments, code=script))
+    code, places = components(dict(models), wrap_script=False)
+    fillings = {**texts, **places}
+    body = (ASSETS / layout).read_text()
+    bokeh = Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).js_raw
+    parts = {
+        "title": escape(title),
+        "style": (ASSETS / "page.css").read_text(),
+        "bokeh": escape_script("\n".join(bokeh)),
+        "models": escape_script(code),
+        "body": re.sub(r"<!--([\w-]+)-->", lambda mark: fillings.get(mark[1], ""), body),
+    }
+    head, *sections = (ASSETS / "page.html").read_text().split("{{")
+    return head + "".join(parts[name] + after for name, after in (part.split("}}", 1) for part in sections))
+
+
+def escape_script(text: str) -> str:
+    """Escape the end of a script: in strings of JavaScript and JSON, <\\/ is the same text."""
+    return re.sub(r"</(script)", r"<\\/\1", text, flags=re.IGNORECASE).replace("<!--", "<\\!--")
+
+
+def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a table. The cells are HTML."""
+    head = "".join(f"<th>{text}</th>" for text in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def percent(part: float) -> str:
+    """
+    >>> percent(0.0123), percent(-0.5)
+    ('+1.2 %', '−50.0 %')
+    """
+    return f"{'−' if part < 0 else '+'}{abs(100 * part):.1f} %"

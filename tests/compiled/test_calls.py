@@ -1,0 +1,62 @@
+"""Calls that run every kernel, kind of mask and route on compiled code: ``pytest --compiled sm_90``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.cases import Case, check
+from tests.conftest import COMPILED
+from tritoncp.kernels.toolchain import fused_fault
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# Two tiles of queries and of keys, the last ones ragged.
+CALL = Case(heads=1, group=2, length=150, kv_length=150, dims=(64, 64), dtype=BF16, block=128)
+ONE_STEP = {
+    "causal": CALL,
+    "everything": replace(CALL, mask=("everything", 0), dims=(128, 128), length=300),
+    "documents": replace(CALL, mask=("causal documents of rows", 5), score="alibi", batch=2, dtype=F16),
+    "window": replace(CALL, mask=("window", 31), dims=(80, 96), layout="heads inside"),
+    "bits": replace(CALL, mask=("bits", 3), dtype=F32, own_lists=(False, True), block=64),
+    "hidden rows": replace(CALL, mask=("hidden rows", 2), score="hides", sinks=True),
+    "softcap": replace(CALL, score="softcap", dims=(128, 128), dtype=F16),
+    "slopes": replace(CALL, score="slopes", scale=-0.2),
+    "wide": replace(CALL, dims=(192, 128)),
+    "widest": replace(CALL, dims=(256, 256)),
+    "narrow": replace(CALL, dims=(16, 16), dtype=F32, mask=("prefix", 40)),
+    "no descriptors": replace(CALL, layout="one channel"),
+    "few rows": replace(CALL, length=3, kv_length=500, group=4, mask=("prefix", 400)),
+    "split keys": replace(CALL, length=20, kv_length=500, mask=("everything", 0), options={"SPLIT_KV": 3}),
+}
+RANKS = {
+    "ring": replace(CALL, world=2, schedule="ring", balancer="ptrr", block=64),
+    "fetch": replace(CALL, world=2, schedule="fetch", balancer="contiguous", mask=("window", 61), block=64),
+    "all-gather": replace(CALL, world=2, schedule="allgather", balancer="ptrr", score="distances", block=64),
+}
+ROUTES = {
+    "fused backward": replace(CALL, options={"FUSED_BACKWARD": True}),
+    "gluon": replace(CALL, dims=(128, 128), options={"ROUTE": "gluon"}, loss="forward"),
+}
+
+
+@pytest.mark.parametrize("name", ONE_STEP)
+def test_call(name: str) -> None:
+    check(ONE_STEP[name])
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks(name: str) -> None:
+    check(RANKS[name])
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_route(name: str) -> None:
+    """Gluon's kernel is written for Hopper; the fused backward is refused where a compiler is wrong."""
+    runs = {"fused backward": fused_fault(COMPILED) is None, "gluon": COMPILED == "sm_90"}
+    if runs[name]:
+        check(ROUTES[name])
+    else:
+        with pytest.raises(ValueError, match=next(iter(ROUTES[name].options))):
+            check(ROUTES[name])

@@ -1,0 +1,65 @@
+"""`tl.dot` as compiled for an architecture, over types, shapes and layouts, against sums of integers."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def product(A, B, C, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, OUT: tl.constexpr, P: tl.constexpr,
+            T: tl.constexpr):  # fmt: skip
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    a = tl.load(A + m[:, None] * K + k[None, :])
+    b = tl.load(B + n[:, None] * K + k[None, :]).T if T else tl.load(B + k[:, None] * N + n[None, :])
+    tl.store(C + m[:, None] * N + n[None, :], tl.dot(a, b, input_precision=P, out_dtype=OUT))
+
+
+TYPES = {
+    "float16": (torch.float16, torch.float32),
+    "float16, summed in float16": (torch.float16, torch.float16),
+    "bfloat16": (torch.bfloat16, torch.float32),
+    "float32": (torch.float32, torch.float32),
+    "float64": (torch.float64, torch.float64),
+    "int8": (torch.int8, torch.int32),
+    "e5m2": (torch.float8_e5m2, torch.float32),
+    "e4m3": (torch.float8_e4m3fn, torch.float32),
+}
+SUMS = {
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.int32: tl.int32,
+}
+# Instructions that an architecture must use for bfloat16, so that each kind of product is executed
+USED = {"sm_80": {"mma.sync"}, "sm_90": {"wgmma.mma_async"}, "sm_100": {"tcgen05.mma"}}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_products_are_exact_sums(kind: str, compiled_kernels: Any) -> None:
+    architecture = compiled_kernels.architecture
+    given, summed = TYPES[kind]
+    if kind == "e4m3" and architecture == "sm_80":
+        pytest.skip("Triton has no e4m3 for sm_80")
+    if kind == "float64" and architecture == "sm_100":
+        pytest.skip("Triton 3.7 fails to compile a float64 product for sm_100")
+    used = set()
+    for m, n, k, transposed, precision, warps in (
+        (64, 64, 64, False, "tf32", 4),
+        (64, 32, 32, True, "tf32", 4),
+        (128, 16, 64, True, "ieee", 4),
+        (16, 16, 32, False, "tf32x3", 4),
+        (128, 128, 32, False, "tf32", 8),
+    ):
+        a = torch.randint(-8, 8, (m, k)).to(given)
+        b = torch.randint(-8, 8, (n, k) if transposed else (k, n)).to(given)
+        c = torch.empty(m, n, dtype=summed)
+        shape = m, n, k, SUMS[summed], precision, transposed
+        kernel = product[(1,)](a, b, c, *shape, num_warps=warps)
+        want = a.double() @ (b.double().T if transposed else b.double())
+        assert torch.equal(c.double(), want), (kind, shape)
+        used |= set(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", kernel.asm["ptx"]))
+    assert kind != "bfloat16" or used >= USED[architecture]

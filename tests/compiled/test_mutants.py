@@ -1,0 +1,209 @@
+"""Faults planted in compiled kernels: each edit of the PTX that can change a result on a GPU is noticed."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests.conftest import COMPILED
+from tritoncp.executor import ExecutionFault, compiled_kernels
+from tritoncp.executor.driver import ExecutorDriver, Function
+from tritoncp.executor.program import Program, write_code
+
+
+@triton.jit
+def matmul(A, B, C, K, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):
+    m, n = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, N)
+    acc = tl.zeros([M, N], tl.float32)
+    for k in range(0, K, BK):
+        o_k = k + tl.arange(0, BK)
+        a = tl.load(A + m[:, None] * K + o_k[None, :])
+        b = tl.load(B + o_k[:, None] * N + n[None, :])
+        acc = tl.dot(a, b, acc)
+    tl.store(C + m[:, None] * N + n[None, :], acc.to(C.dtype.element_ty))
+
+
+@triton.jit
+def matmul_of_boxes(A, B, C, K, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):
+    m = tl.program_id(0) * M
+    acc = tl.zeros([M, N], tl.float32)
+    for k in range(0, K, BK):
+        acc = tl.dot(A.load([m, k]), B.load([k, 0]), acc)
+    C.store([m, 0], acc.to(C.dtype))
+
+
+@triton.jit
+def softmax(X, Y, N, M: tl.constexpr, BLOCK: tl.constexpr):
+    """Softmax of columns plus their maxima: reductions across warps."""
+    m, n = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, BLOCK)
+    x = tl.load(X + n[:, None] * 2 * M + m[None, :], mask=n[:, None] < N, other=-float("inf"))
+    top = tl.max(x, 0)[None, :]
+    e = tl.exp2(x - top)
+    tl.store(Y + m[None, :] * N + n[:, None], e / tl.sum(e, 0)[None, :] + top, mask=n[:, None] < N)
+
+
+Run = Callable[[], None]  # launches a kernel; raises AssertionError where its result is wrong
+
+
+def run_matmul(boxes: bool = False) -> Run:
+    m, n, k, step = 128 if COMPILED == "sm_100" else 64, 64, 128, 32
+    a, b = torch.randint(-8, 8, (2 * m, k)).half(), torch.randint(-8, 8, (k, n)).half()
+    want = a.double() @ b.double()
+
+    def run() -> None:
+        c = torch.full((2 * m, n), float("nan"), dtype=torch.float16)
+        if boxes:
+            pairs = ((a, [m, step]), (b, [step, n]), (c, [m, n]))
+            described = (TensorDescriptor.from_tensor(x, box) for x, box in pairs)
+            matmul_of_boxes[(2,)](*described, k, m, n, step, num_stages=3)
+        else:
+            matmul[(2,)](a, b, c, k, m, n, step, num_stages=3)
+        assert torch.equal(c.double(), want)
+
+    return run
+
+
+def run_softmax() -> Run:
+    x = torch.randn(100, 16)
+    columns = x.double().T
+    want = (columns * math.log(2)).softmax(1) + columns.amax(1, keepdim=True)
+
+    def run() -> None:
+        y = torch.full((16, 100), float("nan"))
+        softmax[(2,)](x, y, 100, 8, 128)
+        assert torch.allclose(y.double(), want, rtol=1e-5)
+
+    return run
+
+
+KERNELS: dict[str, Callable[[], Run]] = {
+    "matmul": run_matmul,
+    "matmul_of_boxes": partial(run_matmul, True),
+    "softmax": run_softmax,
+}
+
+
+def add_one(m: re.Match[str]) -> str:
+    return f"{m[1]}{int(m[2]) + 1};"
+
+
+# Pattern of an instruction, and what takes its place
+EDITS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
+    "barrier": (r"\bbar(?:rier)?\.sync\s[^;]*;", lambda m: ""),
+    "group of copies": (r"(cp\.async\.wait_group\s+)(\d+);", add_one),
+    "group of products": (r"(wgmma\.wait_group\.sync\.aligned\s+)(\d+);", add_one),
+    "group of stores": (r"(cp\.async\.bulk\.wait_group(?:\.read)?\s+)(\d+);", add_one),
+    "proxy fence": (r"fence\.proxy\.async[^;]*;", lambda m: ""),
+    "wgmma.fence": (r"wgmma\.fence[^;]*;", lambda m: ""),
+    "mbarrier wait": (r"mbarrier\.try_wait[^;]*;", lambda m: "setp.eq.u32 complete, 0, 0;"),
+    "tcgen05 wait": (r"tcgen05\.wait[^;]*;", lambda m: ""),
+    "tcgen05 commit": (r"@%p\d+ tcgen05\.commit[^;]*;", lambda m: ""),
+    "tcgen05 dealloc": (r"@%p\d+ tcgen05\.dealloc[^;]*;", lambda m: ""),
+    "address": (
+        r"((?:ld|st|cp\.async\.c.|ldmatrix|stmatrix)\.[\w.:]*(?:shared|global)[^;]*?\[\s*%\w+)\s*(?:\+\s*(\d+))?\s*\]",
+        lambda m: f"{m[1]}+{int(m[2] or 0) + 16}]",
+    ),
+    "predicate": (r"@!?%p\d+ ((?:ld|st|cp|mbarrier|tcgen05)\b[^;]*;)", lambda m: m[1]),
+}
+
+
+def mutants(ptx: str, edit: str) -> Iterator[str]:
+    """Yield the text with each instruction edited that a kind of edit applies to."""
+    pattern, new = EDITS[edit]
+    for m in re.finditer(pattern, ptx):
+        yield ptx[: m.start()] + new(m) + ptx[m.end() :]
+
+
+FOLLOWS = "another barrier comes before the next access of another warp"
+WAITED = "every warp has waited for the same mbarrier"
+PRODUCTS = "the only warpgroup has waited for the products that read this memory"
+OWN = "each warp writes where its own copies lie"
+NEWEST = "the newest group lies behind the memory that is written next"
+SAME = "lanes that hold the same value store it to the same place"
+ALWAYS = "the predicate always holds"
+# Numbers of the edits, in the order of the text as Triton 3.7 writes it, that cannot change a result
+REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
+    ("sm_80", "matmul"): {"barrier": {FOLLOWS: {0}}, "group of copies": {NEWEST: {1}}},
+    ("sm_90", "matmul"): {
+        "barrier": {FOLLOWS: {0}, PRODUCTS: {2}, OWN: {3}},
+        "group of copies": {NEWEST: {1}},
+    },
+    ("sm_90", "matmul_of_boxes"): {},
+    ("sm_100", "matmul"): {},
+    ("sm_100", "matmul_of_boxes"): {},
+    **dict.fromkeys([(a, "softmax") for a in ("sm_80", "sm_90", "sm_100")], {}),
+}
+ANSWERED_BY_RESULTS = "address", "predicate"  # the others are to be reported as faults
+
+
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Function]:
+    """The loaded kernels by their names, as they are launched."""
+    loaded: dict[str, Function] = {}
+    execute = ExecutorDriver.execute
+
+    def record(self: ExecutorDriver, function: Function, *rest: Any) -> None:
+        loaded[function.name] = function
+        execute(self, function, *rest)
+
+    monkeypatch.setattr(ExecutorDriver, "execute", record)
+    return loaded
+
+
+def verdict(run: Run, function: Function, text: str) -> str:
+    """What is noticed of a mutant: a "fault", a "wrong" result or "nothing"."""
+    function.program = Program(write_code(text))
+    with compiled_kernels(COMPILED, raise_faults=False) as device:
+        try:
+            run()
+        except ExecutionFault:
+            return "fault"
+        except AssertionError:
+            return "fault" if device.faults else "wrong"
+    return "fault" if device.faults else "nothing"
+
+
+def unnoticed(run: Run, function: Function, edits: Iterable[str]) -> dict[str, set[int]]:
+    """Numbers of the mutants by edit of which nothing is noticed."""
+    ptx, original, missed = function.ptx, function.program, {}
+    for edit in edits:
+        noticed = {"fault", "wrong"} if edit in ANSWERED_BY_RESULTS else {"fault"}
+        numbers = {
+            n for n, text in enumerate(mutants(ptx, edit)) if verdict(run, function, text) not in noticed
+        }
+        if numbers:
+            missed[edit] = numbers
+    function.program = original
+    return missed
+
+
+@pytest.mark.skipif(
+    not triton.__version__.startswith("3.7."), reason="REDUNDANT is of the code that Triton 3.7 writes"
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_mutant_that_can_change_a_result_is_noticed(
+    kernel: str, functions: dict[str, Function]
+) -> None:
+    if (COMPILED, kernel) not in REDUNDANT:
+        pytest.skip(f"{COMPILED} has no TMA")
+    run = KERNELS[kernel]()
+    run()
+    reasons = REDUNDANT[COMPILED, kernel]
+    expected = {edit: set().union(*parts.values()) for edit, parts in reasons.items()}
+    assert unnoticed(run, functions[kernel], EDITS) == expected
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_barriers_are_not_redundant_together(kernel: str, functions: dict[str, Function]) -> None:
+    if (COMPILED, kernel) not in REDUNDANT:
+        pytest.skip(f"{COMPILED} has no TMA")
+    run = KERNELS[kernel]()
+    run()
+    assert verdict(run, functions[kernel], re.sub(EDITS["barrier"][0], "", functions[kernel].ptx)) == "fault"

@@ -1,0 +1,142 @@
+"""Control flow: loops that threads leave one by one, calls, barriers, mbarriers, deadlocks."""
+
+import numpy as np
+import pytest
+
+from tests.executor.support.ptx import Array, module, run_module
+
+START = "ld.param.b64 %d1, [p0]; ld.param.b64 %d2, [p1]; mov.u32 %r1, %tid.x;\n"
+STORE = "mad.wide.u32 %d4, %r1, 4, %d2; st.global.b32 [%d4], %r2;\n"
+
+
+def run(
+    body: str, shared: int = 0, threads: int = 32, seed: int | None = None, head: str = ""
+) -> tuple[Array, list[str]]:
+    out = np.zeros(threads, "u4")
+    text = module(body, 2, shared, threads, head)
+    faults = run_module(text, np.zeros(1, "u4"), out, threads=threads, seed=seed)
+    return out, [str(f) for f in faults]
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_threads_meet_after_a_loop_of_different_lengths(seed: int | None) -> None:
+    """The shuffle after the loop needs all lanes of the warp."""
+    body = (
+        START
+        + """
+    mov.b32 %r2, 0; mov.b32 %r3, 0;
+    LOOP: add.u32 %r2, %r2, %r3; add.u32 %r3, %r3, 1;
+    setp.le.u32 %p1, %r3, %r1;
+    @%p1 bra LOOP;
+    shfl.sync.bfly.b32 %r2, %r2, 1, 31, -1;
+    """
+    )
+    out, faults = run(body + STORE + "ret;", threads=128, seed=seed)
+    assert not faults
+    assert out.tolist() == [(n ^ 1) * ((n ^ 1) + 1) // 2 for n in range(128)]
+
+
+def test_shuffle_by_a_part_of_a_warp_cannot_go_on() -> None:
+    body = (
+        START + "setp.lt.u32 %p1, %r1, 7; @%p1 bra SKIP; shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1; SKIP: ret;"
+    )
+    assert run(body)[1][0].startswith("shfl by a part of a warp")
+
+
+CALLED = """
+.func (.param .b32 out) triangle (.param .b32 n)
+{
+.reg .b32 %r<4>; .reg .pred %p<2>;
+ld.param.b32 %r1, [n];
+mov.b32 %r2, 0;
+AGAIN: setp.eq.u32 %p1, %r1, 0;
+@%p1 bra DONE;
+add.u32 %r2, %r2, %r1; sub.u32 %r1, %r1, 1;
+bra AGAIN;
+DONE: st.param.b32 [out], %r2;
+ret;
+}
+"""
+
+
+def test_calls() -> None:
+    body = START
+    for source in ("%r1", "%r2"):
+        body += f"""{{ .param .b32 a; .param .b32 b; st.param.b32 [a], {source};
+        call.uni (b), triangle, (a); ld.param.b32 %r2, [b]; }}"""
+    out, faults = run(body + STORE + "ret;", head=CALLED)
+    assert not faults
+    triangle = [n * (n + 1) // 2 for n in range(600)]
+    assert out.tolist() == [triangle[triangle[n]] for n in range(32)]
+
+
+def test_threads_that_have_returned_are_not_waited_for() -> None:
+    body = START + "setp.ge.u32 %p1, %r1, 32; @%p1 ret; bar.sync 0; mov.b32 %r2, 1;"
+    out, faults = run(body + STORE + "ret;", threads=64)
+    assert not faults
+    assert out.tolist() == [1] * 32 + [0] * 32
+
+
+def test_barriers_that_never_meet_are_a_deadlock() -> None:
+    body = START + "setp.ge.u32 %p1, %r1, 32; @%p1 bra B; bar.sync 0; ret; B: bar.sync 1; ret;"
+    assert any(f.startswith("deadlock") for f in run(body, threads=64)[1])
+
+
+def test_a_part_of_a_warp_at_a_barrier() -> None:
+    body = START + "setp.ge.u32 %p1, %r1, 16; @%p1 bra B; bar.sync 0; B: bar.sync 0; ret;"
+    assert any(f.startswith("divergence") for f in run(body)[1])
+
+
+HANDOVER = (
+    START
+    + """
+setp.eq.u32 %p1, %r1, 0;
+@%p1 mbarrier.init.shared::cta.b64 [smem], 32;
+bar.sync 0;
+mov.b32 %r2, 0;
+setp.ge.u32 %p2, %r1, 32;
+@%p2 bra CONSUMER;
+mad.lo.u32 %r5, %r1, 4, 64;
+st.shared.b32 [%r5], %r1;
+mbarrier.arrive.shared::cta.b64 _, [smem];
+bra END;
+CONSUMER:
+{ .reg .pred complete;
+WAIT: mbarrier.try_wait.parity.shared::cta.b64 complete, [smem], 0;
+@!complete bra.uni WAIT; }
+mad.lo.u32 %r5, %r1, 4, -64;
+ld.shared.b32 %r2, [%r5];
+END:
+"""
+)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_an_mbarrier_hands_over_what_was_written_before_its_arrivals(seed: int | None) -> None:
+    out, faults = run(HANDOVER + STORE + "ret;", shared=512, threads=64, seed=seed)
+    assert not faults
+    assert out[32:].tolist() == list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        ("@!complete bra.uni WAIT;", "", "shared memory"),
+        ("mbarrier.arrive.shared::cta.b64 _, [smem];", "", "deadlock"),
+        ("bar.sync 0;", "", "mbarrier used"),
+        ("[smem], 32;", "[smem], 33;", "deadlock"),
+        ("[smem], 32;", "[smem], 31;", "more arrivals"),
+    ],
+)
+def test_mbarrier_faults(old: str, new: str, kind: str) -> None:
+    assert old in HANDOVER
+    faults = run(HANDOVER.replace(old, new) + STORE + "ret;", shared=512, threads=64)[1]
+    assert any(kind in f for f in faults), faults
+
+
+def test_a_write_after_the_arrival_is_a_race() -> None:
+    """The consumer knows of what came before the arrival alone."""
+    arrive = "mbarrier.arrive.shared::cta.b64 _, [smem];"
+    late = HANDOVER.replace(arrive, arrive + "st.shared.b32 [%r5], %r2;")
+    faults = run(late + STORE + "ret;", shared=512, threads=64)[1]
+    assert any(f.startswith("race on shared memory") for f in faults), faults

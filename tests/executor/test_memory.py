@@ -1,0 +1,217 @@
+"""Memory: bounds, alignment, red zones between tensors, what was never written, races, atomics, spaces."""
+
+import numpy as np
+import pytest
+
+from tests.executor.support.ptx import Array, module, run_module
+
+START = "ld.param.b64 %d1, [p0]; ld.param.b64 %d2, [p1]; mov.u32 %r1, %tid.x;\n"
+OWN = START + "mad.wide.u32 %d3, %r1, 4, %d1; mad.wide.u32 %d4, %r1, 4, %d2;\n"
+
+
+def run(
+    body: str, *arrays: Array, shared: int = 0, threads: int = 32, grid: int = 1, seed: int | None = None
+) -> list[str]:
+    text = module(body + "\nret;", len(arrays), shared, threads)
+    return [str(f) for f in run_module(text, *arrays, grid=(grid, 1, 1), threads=threads, seed=seed)]
+
+
+def two() -> tuple[Array, Array]:
+    return np.arange(32, dtype="u4"), np.zeros(32, "u4")
+
+
+def test_a_copy_has_no_fault() -> None:
+    x, y = two()
+    assert not run(OWN + "ld.global.b32 %r2, [%d3]; st.global.b32 [%d4], %r2;", x, y)
+    assert np.array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "text"),
+    [
+        ("ld.global.b32 %r2, [%d3+4];", "out of bounds global load", "0 bytes past the end of p0 (1 times)"),
+        ("ld.global.b32 %r2, [%d3+-4];", "out of bounds global load", "4 bytes before the start of p0"),
+        ("st.global.b32 [%d4+128], %r1;", "out of bounds global store", "past the end of p1 (32 times)"),
+        ("ld.global.b64 %d5, [%d3];", "misaligned global load of 8 bytes", "(16 times)"),
+        ("ld.global.b32 %r2, [0];", "out of bounds global load", "in no tensor"),
+    ],
+)
+def test_bounds_and_alignment(line: str, kind: str, text: str) -> None:
+    memory = np.zeros(96, "u4")
+    faults = run(OWN + line, memory[16:48], memory[64:96])
+    assert any(f.startswith(kind) and text in f for f in faults), faults
+
+
+def test_an_address_that_lands_in_another_tensor_is_seen() -> None:
+    """Both tensors are live, and adjacent."""
+    memory = np.zeros(64, "u4")
+    faults = run(OWN + "ld.global.b32 %r2, [%d3+128];", memory[:32], memory[32:])
+    assert len(faults) == 1
+    assert "past the end of p0, in p1 (32 times)" in faults[0]
+
+
+def test_an_address_read_from_memory_is_good_in_any_tensor() -> None:
+    x = np.arange(32, dtype="u4")
+    pointer = np.array([x.ctypes.data], "u8")
+    y = np.zeros(32, "u4")
+    body = """
+    ld.param.b64 %d1, [p0]; ld.param.b64 %d2, [p1]; mov.u32 %r1, %tid.x; ld.global.b64 %d5, [%d1];
+    mad.wide.u32 %d3, %r1, 4, %d5; mad.wide.u32 %d4, %r1, 4, %d2;
+    ld.global.b32 %r2, [%d3]; st.global.b32 [%d4], %r2;"""
+    assert not run(body, pointer, y, x)
+    assert np.array_equal(x, y)
+
+
+def test_a_dropped_predicate_is_seen() -> None:
+    x, y = two()
+    guarded = OWN + "setp.lt.u32 %p1, %r1, 20; mov.b32 %r2, 0; @%p1 ld.global.b32 %r2, [%d3];"
+    assert not run(guarded, x[:20], y)
+    assert run(guarded.replace("@%p1 ", ""), x[:20], y)
+
+
+SHARED = """
+mov.b32 %r5, smem; mad.lo.u32 %r6, %r1, 4, %r5;
+st.shared.b32 [%r6], %r1;
+bar.sync 0;
+xor.b32 %r7, %r1, 32; mad.lo.u32 %r7, %r7, 4, %r5;
+ld.shared.b32 %r8, [%r7];
+bar.sync 0;
+st.shared.b32 [%r6], %r8;
+"""
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_each_barrier_of_an_exchange_between_warps_is_needed(seed: int | None) -> None:
+    x, y = np.zeros(64, "u4"), np.zeros(64, "u4")
+    assert not run(START + SHARED, x, y, shared=256, threads=64, seed=seed)
+    first, second = SHARED.split("bar.sync 0;\n")[0], SHARED.split("bar.sync 0;\n")[1:]
+    no_first = first + second[0] + "bar.sync 0;\n" + second[1]
+    no_second = first + "bar.sync 0;\n" + second[0] + second[1]
+    for body, kind in (
+        (no_first, "read after the write of another warp"),
+        (no_second, "after the read of another warp"),
+    ):
+        faults = run(START + body, x, y, shared=256, threads=64, seed=seed)
+        assert any(kind in f or "that was never written" in f for f in faults), faults
+
+
+def test_a_barrier_of_some_warps_orders_no_others() -> None:
+    """Warps 0 and 1 meet at a named barrier; warp 2 reads what warp 0 wrote."""
+    body = (
+        START
+        + """
+    mov.b32 %r5, smem; mad.lo.u32 %r6, %r1, 4, %r5;
+    setp.lt.u32 %p1, %r1, 64;
+    @!%p1 bra OTHER;
+    st.shared.b32 [%r6], %r1;
+    bar.sync 1, 64;
+    ld.shared.b32 %r8, [%r6+-0];
+    bra END;
+    OTHER: ld.shared.b32 %r8, [smem];
+    END: bar.sync 0;"""
+    )
+    faults = run(body, *two(), shared=512, threads=96)
+    assert any("race on shared memory" in f or "never written" in f for f in faults), faults
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("ld.shared.b32 %r8, [smem+4];", "read of shared memory that was never written"),
+        ("st.shared.b32 [smem+256], %r1;", "out of bounds shared store"),
+        ("st.shared.b64 [smem+4], %d1;", "misaligned shared store of 8 bytes"),
+    ],
+)
+def test_shared_memory(line: str, kind: str) -> None:
+    faults = run(START + "st.shared.b32 [smem], %r1;" + line, *two(), shared=256)
+    assert any(f.startswith(kind) for f in faults), faults
+
+
+COPY = (
+    OWN
+    + """
+mov.b32 %r5, smem; mad.lo.u32 %r6, %r1, 4, %r5;
+cp.async.ca.shared.global [%r6], [%d3], 4;
+cp.async.commit_group;
+cp.async.ca.shared.global [%r6+128], [%d3], 4;
+cp.async.commit_group;
+cp.async.wait_group 1;
+ld.shared.b32 %r7, [%r6];
+cp.async.wait_group 0;
+ld.shared.b32 %r8, [%r6+128];
+add.u32 %r7, %r7, %r8;
+st.global.b32 [%d4], %r7;
+"""
+)
+
+
+def test_asynchronous_copies_are_waited_for_by_group() -> None:
+    x, y = two()
+    assert not run(COPY, x, y, shared=256)
+    assert np.array_equal(y, 2 * x)
+    for early in (COPY.replace("wait_group 1", "wait_group 2"), COPY.replace("wait_group 0", "wait_group 1")):
+        assert any("whose copy is under way" in f for f in run(early, x, y, shared=256))
+
+
+def test_programs_that_write_one_address_race() -> None:
+    x, y = two()
+    faults = run(OWN + "mov.u32 %r2, %ctaid.x; st.global.b32 [%d4], %r2;", x, y, grid=2)
+    assert any("several threads write different values to one address" in f for f in faults)
+    faults = run(OWN + "bar.sync 0; st.global.b32 [%d4], %r1;", x, y, grid=300)  # more than run at once
+    assert any(f.startswith("race of two programs on global memory: write") for f in faults)
+
+
+ADD16 = START + "mad.wide.u32 %d3, %r1, 2, %d1; ld.global.b16 %h1, [%d3];\n"
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_atomics_of_many_threads_on_one_address(seed: int | None) -> None:
+    x = np.ones(32, "f2").view("u2")
+    total = np.zeros(2, "u2")
+    assert not run(ADD16 + "atom.global.gpu.relaxed.add.noftz.f16 %h2, [%d2], %h1;", x, total, seed=seed)
+    assert total.view("f2")[0] == 32
+    count = np.zeros(33, "u4")
+    body = START + "atom.global.add.u32 %r2, [%d2], 1; add.u32 %r2, %r2, 1; mad.wide.u32 %d4, %r2, 4, %d2;"
+    assert not run(body + "st.global.b32 [%d4], %r1;", x, count, seed=seed)
+    assert count[0] == 32
+    assert sorted(count[1:]) == list(range(32))  # every thread has had a turn of its own
+    if seed is not None:
+        assert count[1:].tolist() != list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("line", "want"),
+    [
+        ("atom.global.max.s32 %r2, [%d2], %r1;", 31),
+        ("red.global.xor.b32 [%d2], %r1;", 0),
+        ("atom.global.exch.b32 %r2, [%d2], 7;", 7),
+        ("atom.global.cas.b32 %r2, [%d2], %r1, 9;", 9),
+        ("atom.global.inc.u32 %r2, [%d2], 4;", 32 % 5),
+    ],
+)
+def test_other_atomics(line: str, want: int) -> None:
+    total = np.zeros(1, "u4")
+    assert not run(START + line, np.zeros(1, "u4"), total)
+    assert total[0] == want
+
+
+def test_sums_of_float32_flush_subnormal_numbers_in_global_memory() -> None:
+    total = np.array([1e-40], "f4").view("u4")
+    body = START + "mov.b32 %r2, 1; setp.eq.u32 %p1, %r1, 0;"
+    assert not run(body + "@%p1 red.global.add.f32 [%d2], %r2;", np.zeros(1, "u4"), total)
+    assert total[0] == 0
+
+
+def test_generic_addresses_find_their_space() -> None:
+    x, y = two()
+    body = (
+        OWN
+        + """
+    cvta.shared.u64 %d5, smem; mad.wide.u32 %d5, %r1, 4, %d5;
+    setp.lt.u32 %p1, %r1, 16; selp.b64 %d6, %d5, %d3, %p1;
+    mad.lo.u32 %r3, %r1, 100, 7; st.b32 [%d5], %r3;
+    ld.b32 %r4, [%d6]; st.b32 [%d4], %r4;"""
+    )
+    body = body.replace("cvta.shared.u64 %d5, smem;", "mov.u64 %d7, smem; cvta.shared.u64 %d5, %d7;")
+    assert not run(body, x, y, shared=256)
+    assert y.tolist() == [100 * n + 7 for n in range(16)] + list(range(16, 32))

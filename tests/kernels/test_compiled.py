@@ -1,0 +1,20 @@
+"""Kernels as they are compiled for GPUs: a sample of calls, each architecture in a process of its own.
+
+Triton decides when it is imported whether it interprets.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_calls_run_on_compiled_code(arch: str) -> None:
+    words = [sys.executable, "-m", "pytest", "-q", "-n0", "--compiled", arch, "tests/compiled"]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]

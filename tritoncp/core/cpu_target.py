@@ -1,0 +1,27 @@
+"""How Triton kernels run on CPU tensors: compiled for an architecture and executed, or interpreted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_executed: list[str] = []  # architectures of the executors in use, the innermost last
+
+
+def cpu_target() -> str | None:
+    """Return how Triton kernels run on CPU tensors: compiled for an architecture and executed ("sm_90"),
+    "interpreter" with TRITON_INTERPRET=1, or None: not at all."""
+    if _executed:
+        return _executed[-1]
+    return "interpreter" if os.environ.get("TRITON_INTERPRET", "0") == "1" else None
+
+
+@contextmanager
+def execute_for(architecture: str) -> Iterator[None]:
+    """Let calls on CPU tensors run kernels that are compiled for an architecture."""
+    _executed.append(architecture)
+    try:
+        yield
+    finally:
+        _executed.pop()
