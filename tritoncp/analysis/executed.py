@@ -83,8 +83,8 @@ def make_call(problem: Problem, mask: Mask | None = None, seed: int = 0) -> Call
     shapes = ((h, s, d), (g, n, d), (g, n, e), (h, s, e))
     drawn = (torch.randn(1, *shape, generator=generator).to(problem.torch_dtype) for shape in shapes)
     tensors = tuple(drawn)
-    leaves = [x.double().requires_grad_() for x in tensors[:3]]
-    out, lse, _ = dense_attention(*leaves, mask, problem.score_mod(torch.device("cpu")))
+    q, k, v = leaves = [x.double().requires_grad_() for x in tensors[:3]]
+    out, lse, _ = dense_attention(q, k, v, mask, problem.score_mod(torch.device("cpu")))
     grads = torch.autograd.grad(out, leaves, tensors[3].double())
     return Call(problem, mask, tensors, out.detach(), lse.detach(), grads)
 
@@ -177,10 +177,19 @@ def _execute(run: Callable[[], Any], arch: str, skip: str = "") -> _Executed:
 
 def _row(who: str, tiles: str, error: float, done: _Executed, problem: Problem) -> Row:
     totals, rows = done.totals, problem.heads * problem.rows
-    wavefronts = totals["shared units"] + totals["operand bytes"] / 128
-    counts = (totals["instructions"], totals["flops"], totals["mufu"], wavefronts, totals["global units"])
-    per_row = (count / rows for count in counts)
-    return Row(who, tiles, error, *per_row, done.registers, done.spill_bytes, done.seconds)
+    return Row(
+        who,
+        tiles,
+        error,
+        instructions=totals["instructions"] / rows,
+        flops=totals["flops"] / rows,
+        special=totals["mufu"] / rows,
+        wavefronts=(totals["shared units"] + totals["operand bytes"] / 128) / rows,
+        sectors=totals["global units"] / rows,
+        registers=done.registers,
+        spill_bytes=done.spill_bytes,
+        seconds=done.seconds,
+    )
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:
@@ -203,11 +212,11 @@ def _template_tensors(call: Call, job: TemplateJob) -> dict[str, Tensor]:
     else:
         found |= {"OUT": torch.zeros_like(dout), "LSE": torch.empty(q.shape[:3])}
     if "document" in problem.mask:  # a document is known by its first key
-        mod, at = problem.closed_form(), torch.arange(problem.seq)
-        assert mod is not None
+        mod: Any = problem.closed_form()
+        at = torch.arange(problem.seq)
         found["DOCUMENT"] = mod(0, 0, at[:, None], at[None]).int().argmax(1).int()
     if problem.score == "alibi":
-        score = problem.score_mod(torch.device("cpu"))  # of a pair one apart: the slope
+        score: Any = problem.score_mod(torch.device("cpu"))  # of a pair one apart: the slope
         found["SLOPES"] = score(torch.tensor(0.0), 0, torch.arange(problem.heads), 0, 1).float()
     return found
 
