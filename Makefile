@@ -9,7 +9,7 @@ ARGS ?=
 bin := $(VENV)/bin
 py := $(bin)/python
 pip := $(py) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
-sources := tritoncp kernels perf tests examples docs/conf.py docs/gallery.py docs/tables.py
+sources := tritoncp kernels perf tests examples docs/conf.py docs/gallery.py docs/tables.py setup.py
 
 .PHONY: help demo test test-all test-browser test-integrations gpu docs format lint types check clean \
 	find-browser find-compiler
@@ -83,6 +83,8 @@ lint: $(VENV)/.dev-ready ## style and likely mistakes
 	$(bin)/ruff check $(sources)
 
 types: $(VENV)/.dev-ready ## type-check the package
+	@rm -rf build/types && mkdir -p build/types/tritoncp
+	@ln -s $(CURDIR)/tritoncp/* $(CURDIR)/kernels $(CURDIR)/perf build/types/tritoncp
 	$(bin)/mypy
 
 check: lint types test ## what a change has to pass

@@ -209,7 +209,7 @@ def _split_panels(cells: Tensor, colours: Sequence[str], note: str = "") -> list
 
 
 def digest_of(panels: Sequence[Panel]) -> str:
-    """Return a digest of what panels show, which is written into the picture."""
+    """Return a digest of the cells of panels, which is written into the picture."""
     cells = [panel.values.to(torch.float32).numpy().tobytes() for panel in panels]
     return hashlib.sha256(b"".join(cells)).hexdigest()[:16]
 

@@ -143,10 +143,8 @@ FLIP: _Fields = {"FLIP": True}
 R128: _Fields = {"maxnreg": 128}  # registers a thread: two programs of eight warps fit a multiprocessor
 R256: _Fields = {"maxnreg": 256}  # without it the compiler spills sooner than it takes more than 128, or 168
 FEW = 64  # rows of all heads in a tile, up to which the tiles "few" are used
-# Family -> pass -> largest head dim -> tiles of 16-bit inputs. Criterion: the highest predicted throughput
-# without spills or wasted products, with window, interval and full masks, with and without state.
-# Behind a rule: how many programs share a multiprocessor, and what limits them, by configs/resources.json
-# (with a state); rules of "heavy", "learns" and "scored" and of other families have no rows there.
+# Family -> pass -> largest head dim -> tiles of 16-bit inputs (registers: configs/resources.json).  Those of
+# sm_80 and sm_90 are compared with torch's by executed counts (perf/NOTES.md).
 # sm_86 covers all GPUs with 99 KiB of shared memory, gfx942 all AMD GPUs (64 KiB).
 # "pointers": tensors whose strides rule out descriptors; addresses take registers.
 # Small tiles let two programs share a multiprocessor: one multiplies while the other computes its softmax.
@@ -157,25 +155,25 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
     "sm_80": _by_kernel(
         _tile("forward", dim=64, m=128, n=64, warps=4, stages=2),
         _tile("forward", dim=128, m=128, n=64, warps=8, stages=2),
-        _tile("forward", dim=192, m=64, n=32, warps=4, stages=1, **NO_HOIST),  # 2 programs: shared memory
-        _tile("forward", dim=256, m=64, n=32, warps=4, stages=2, **NO_HOIST),  # 2 programs: shared memory
+        _tile("forward", dim=192, m=64, n=32, warps=4, stages=1, **NO_HOIST),
+        _tile("forward", dim=256, m=64, n=32, warps=4, stages=2, **NO_HOIST),
         _tile("forward, heavy", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST),
         _tile("forward, heavy", dim=128, m=64, n=64, warps=4, stages=2),
         _tile("forward, heavy", dim=192, m=64, n=32, warps=4, stages=1, **NO_HOIST),
         _tile("forward, heavy", dim=256, m=64, n=32, warps=4, stages=2, **NO_HOIST),
-        _tile("few", dim=64, m=64, n=64, warps=4, stages=3),  # 2 programs: shared memory
-        _tile("few", dim=128, m=64, n=64, warps=4, stages=2),  # 2 programs: shared memory
-        _tile("few", dim=256, m=64, n=64, warps=8, stages=2),  # 1 program: shared memory
+        _tile("few", dim=64, m=64, n=64, warps=4, stages=3),
+        _tile("few", dim=128, m=64, n=64, warps=4, stages=2),
+        _tile("few", dim=256, m=64, n=64, warps=8, stages=2),
         _tile("dq", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST, **R256),
         _tile("dq", dim=128, m=128, n=64, warps=8, stages=2, **NO_HOIST),
-        _tile("dq", dim=256, m=32, n=32, warps=4, stages=2, **NO_HOIST, **R256),  # 2 programs: shared memory
+        _tile("dq", dim=256, m=32, n=32, warps=4, stages=2, **NO_HOIST, **R256),
         _tile("dq, heavy", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST, **R256),
         _tile("dq, heavy", dim=128, m=64, n=32, warps=4, stages=2, **NO_HOIST, **R256),
         _tile("dq, heavy", dim=256, m=32, n=32, warps=4, stages=2, **NO_HOIST, **R256),
-        _tile("dkdv", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST),  # 2 programs: shared memory
+        _tile("dkdv", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST),
         _tile("dkdv", dim=128, m=32, n=128, warps=8, stages=2, **NO_HOIST),
-        _tile("dkdv", dim=192, m=32, n=32, warps=4, stages=2),  # 2 programs: shared memory
-        _tile("dkdv", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST, **FLIP),  # 1 program: shared memory
+        _tile("dkdv", dim=192, m=32, n=32, warps=4, stages=2),
+        _tile("dkdv", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST, **FLIP),
     ),
     "sm_86": _by_kernel(
         _tile("forward", dim=64, m=128, n=64, warps=8, stages=3),
@@ -192,19 +190,19 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         _tile("dkdv", dim=256, m=32, n=32, warps=8, stages=1),
     ),
     "sm_90": _by_kernel(
-        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2, **TMA),  # 2 programs: issue
-        _tile("forward", dim=128, m=128, n=128, warps=8, stages=2, **COPY),  # 1 program: registers
-        _tile("forward", dim=256, m=128, n=64, warps=8, stages=2, **TMA),  # 1 program: registers
+        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2, **TMA),
+        _tile("forward", dim=128, m=128, n=128, warps=8, stages=2, **COPY),
+        _tile("forward", dim=256, m=128, n=64, warps=8, stages=2, **TMA),
         _tile("forward, heavy", dim=64, m=128, n=64, warps=4, stages=2, **TMA),
         _tile("forward, heavy", dim=128, m=128, n=128, warps=8, stages=2, **COPY),
         _tile("forward, heavy", dim=256, m=128, n=32, warps=8, stages=2, **TMA),
-        _tile("few", dim=64, m=64, n=64, warps=4, stages=4, **TMA),  # 3 programs: shared memory
-        _tile("few", dim=128, m=64, n=64, warps=4, stages=3, **TMA),  # 2 programs: shared memory
-        _tile("few", dim=256, m=64, n=64, warps=4, stages=2, **TMA),  # 1 program: shared memory
-        _tile("dq", dim=64, m=128, n=32, warps=8, stages=2, **TMA, **R128),  # 2 programs: shared memory
-        _tile("dq", dim=128, m=128, n=128, warps=8, stages=2, **TMA),  # 1 program: registers
-        _tile("dq", dim=192, m=128, n=64, warps=8, stages=2, **TMA),  # 1 program: registers
-        _tile("dq", dim=256, m=64, n=64, warps=4, stages=2, **TMA),  # 1 program: shared memory
+        _tile("few", dim=64, m=64, n=64, warps=4, stages=4, **TMA),
+        _tile("few", dim=128, m=64, n=64, warps=4, stages=3, **TMA),
+        _tile("few", dim=256, m=64, n=64, warps=4, stages=2, **TMA),
+        _tile("dq", dim=64, m=128, n=32, warps=8, stages=2, **TMA, **R128),
+        _tile("dq", dim=128, m=128, n=128, warps=8, stages=2, **TMA),
+        _tile("dq", dim=192, m=128, n=64, warps=8, stages=2, **TMA),
+        _tile("dq", dim=256, m=64, n=64, warps=4, stages=2, **TMA),
         _tile("dq, heavy", dim=256, m=128, n=32, warps=8, stages=2, **TMA),
         _tile("dq, learns", dim=128, m=128, n=32, warps=8, stages=2, **TMA, **R128),
         _tile("dq, learns", dim=192, m=128, n=64, warps=8, stages=2, **TMA),
@@ -212,42 +210,42 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         _tile("dq, scored", dim=128, m=128, n=32, warps=8, stages=2, **TMA, **R128),
         _tile("dq, scored", dim=192, m=128, n=64, warps=8, stages=2, **TMA),
         _tile("dq, scored", dim=256, m=64, n=64, warps=4, stages=2, **TMA),
-        _tile("dkdv", dim=96, m=64, n=128, warps=8, stages=2),  # 1 program: registers
-        _tile("dkdv", dim=128, m=64, n=128, warps=8, stages=2, **TMA),  # 1 program: registers
-        _tile("dkdv", dim=256, m=128, n=64, warps=8, stages=1, **TMA, **FLIP),  # 1 program: shared memory
+        _tile("dkdv", dim=96, m=64, n=128, warps=8, stages=2),
+        _tile("dkdv", dim=128, m=64, n=128, warps=8, stages=2, **TMA),
+        _tile("dkdv", dim=256, m=128, n=64, warps=8, stages=1, **TMA, **FLIP),
         _tile("dkdv, heavy", dim=96, m=64, n=128, warps=8, stages=2),
         _tile("dkdv, heavy", dim=128, m=64, n=128, warps=8, stages=2, **TMA),
         _tile("dkdv, heavy", dim=256, m=64, n=64, warps=8, stages=1, **TMA),
-        _tile("fused", dim=64, m=64, n=128, warps=8, stages=2, **COPY),  # 1 program: shared memory
-        _tile("fused", dim=128, m=64, n=128, warps=8, stages=1, **TMA),  # 1 program: registers
-        _tile("fused", dim=256, m=128, n=64, warps=8, stages=1, **TMA, **FLIP),  # 1 program: shared memory
-        _tile("gluon", dim=64, m=128, n=128, warps=4, stages=4, **TMA),  # 1 program: exponentials
-        _tile("gluon", dim=128, m=128, n=128, warps=4, stages=3, **TMA),  # 1 program: tensor cores
+        _tile("fused", dim=64, m=64, n=128, warps=8, stages=2, **COPY),
+        _tile("fused", dim=128, m=64, n=128, warps=8, stages=1, **TMA),
+        _tile("fused", dim=256, m=128, n=64, warps=8, stages=1, **TMA, **FLIP),
+        _tile("gluon", dim=64, m=128, n=128, warps=4, stages=4, **TMA),
+        _tile("gluon", dim=128, m=128, n=128, warps=4, stages=3, **TMA),
     ),
     "sm_90, pointers": _by_kernel(
-        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2),  # 2 programs: exponentials
-        _tile("forward", dim=128, m=128, n=64, warps=8, stages=2),  # 1 program: registers
-        _tile("forward", dim=256, m=128, n=64, warps=8, stages=2),  # 1 program: registers
-        _tile("few", dim=64, m=64, n=64, warps=4, stages=4),  # 3 programs: shared memory
-        _tile("few", dim=128, m=64, n=64, warps=4, stages=3),  # 2 programs: shared memory
-        _tile("few", dim=256, m=64, n=64, warps=8, stages=2),  # 1 program: shared memory
-        _tile("dq", dim=64, m=128, n=32, warps=8, stages=2, **R128),  # 2 programs: shared memory
+        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2),
+        _tile("forward", dim=128, m=128, n=64, warps=8, stages=2),
+        _tile("forward", dim=256, m=128, n=64, warps=8, stages=2),
+        _tile("few", dim=64, m=64, n=64, warps=4, stages=4),
+        _tile("few", dim=128, m=64, n=64, warps=4, stages=3),
+        _tile("few", dim=256, m=64, n=64, warps=8, stages=2),
+        _tile("dq", dim=64, m=128, n=32, warps=8, stages=2, **R128),
         _tile("dq", dim=96, m=128, n=32, warps=8, stages=2, **NO_HOIST, **R128),
-        _tile("dq", dim=128, m=128, n=64, warps=8, stages=2),  # 1 program: registers
-        _tile("dq", dim=256, m=64, n=64, warps=4, stages=2, **NO_HOIST),  # 1 program: shared memory
-        _tile("dkdv", dim=64, m=64, n=128, warps=8, stages=2),  # 1 program: shared memory
-        _tile("dkdv", dim=128, m=64, n=128, warps=8, stages=2),  # 1 program: shared memory
+        _tile("dq", dim=128, m=128, n=64, warps=8, stages=2),
+        _tile("dq", dim=256, m=64, n=64, warps=4, stages=2, **NO_HOIST),
+        _tile("dkdv", dim=64, m=64, n=128, warps=8, stages=2),
+        _tile("dkdv", dim=128, m=64, n=128, warps=8, stages=2),
         _tile("dkdv", dim=256, m=128, n=64, warps=8, stages=1, **NO_HOIST, **FLIP),
         _tile("fused", dim=64, m=64, n=128, warps=8, stages=2),
         _tile("fused", dim=128, m=64, n=128, warps=8, stages=1, **NO_HOIST),
         _tile("fused", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST),
     ),
     "sm_100": _by_kernel(
-        _tile("forward", dim=96, m=128, n=64, warps=4, stages=2, **TMA),  # 2 programs: issue
-        _tile("forward", dim=128, m=128, n=64, warps=4, stages=1, **TMA),  # 2 programs: shared memory
-        _tile("forward", dim=256, m=64, n=128, warps=4, stages=1, **TMA, **R256),  # 1 program: shared memory
-        _tile("dq", dim=128, m=128, n=64, warps=4, stages=2, **TMA, **R256),  # 1 program: shared memory
-        _tile("dq", dim=256, m=64, n=64, warps=4, stages=1, **TMA, **R256),  # 1 program: shared memory
+        _tile("forward", dim=96, m=128, n=64, warps=4, stages=2, **TMA),
+        _tile("forward", dim=128, m=128, n=64, warps=4, stages=1, **TMA),
+        _tile("forward", dim=256, m=64, n=128, warps=4, stages=1, **TMA, **R256),
+        _tile("dq", dim=128, m=128, n=64, warps=4, stages=2, **TMA, **R256),
+        _tile("dq", dim=256, m=64, n=64, warps=4, stages=1, **TMA, **R256),
         _tile("forward, heavy", dim=96, m=128, n=64, warps=4, stages=2, **TMA),
         _tile("forward, heavy", dim=128, m=128, n=32, warps=4, stages=2, **TMA),
         _tile("forward, heavy", dim=256, m=64, n=128, warps=4, stages=1, **TMA, **R256),
@@ -257,44 +255,44 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         _tile("dq, learns", dim=256, m=64, n=64, warps=4, stages=1, **TMA, **R256),
         _tile("dkdv, heavy", dim=96, m=64, n=64, warps=4, stages=1, **TMA),
         _tile("dkdv, heavy", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST, **R256),
-        _tile("dkdv", dim=96, m=64, n=64, warps=4, stages=1, **TMA),  # 2 programs: issue
-        _tile("dkdv", dim=128, m=64, n=64, warps=8, stages=1, **NO_HOIST),  # 2 programs: shared memory
-        _tile("dkdv", dim=192, m=64, n=64, warps=8, stages=1, **TMA, **R256),  # 1 program: registers
-        _tile("dkdv", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST),  # 1 program: registers
-        _tile("few", dim=64, m=64, n=64, warps=4, stages=4, **TMA),  # 3 programs: issue
-        _tile("few", dim=128, m=64, n=64, warps=4, stages=3, **TMA),  # 2 programs: shared memory
-        _tile("few", dim=256, m=64, n=64, warps=8, stages=2, **TMA),  # 1 program: registers
+        _tile("dkdv", dim=96, m=64, n=64, warps=4, stages=1, **TMA),
+        _tile("dkdv", dim=128, m=64, n=64, warps=8, stages=1, **NO_HOIST),
+        _tile("dkdv", dim=192, m=64, n=64, warps=8, stages=1, **TMA, **R256),
+        _tile("dkdv", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST),
+        _tile("few", dim=64, m=64, n=64, warps=4, stages=4, **TMA),
+        _tile("few", dim=128, m=64, n=64, warps=4, stages=3, **TMA),
+        _tile("few", dim=256, m=64, n=64, warps=8, stages=2, **TMA),
     ),
     "sm_100, pointers": _by_kernel(
-        _tile("forward", dim=64, m=128, n=64, warps=4, stages=3),  # 2 programs: issue
-        _tile("forward", dim=128, m=128, n=64, warps=4, stages=1, **NO_HOIST),  # 2 programs: shared memory
-        _tile("forward", dim=256, m=64, n=64, warps=4, stages=1, **NO_HOIST),  # 1 program: shared memory
-        _tile("few", dim=64, m=64, n=64, warps=4, stages=4),  # 3 programs: issue
-        _tile("few", dim=128, m=64, n=64, warps=4, stages=3),  # 2 programs: shared memory
-        _tile("few", dim=256, m=64, n=64, warps=8, stages=1),  # 1 program: registers
-        _tile("dq", dim=64, m=128, n=64, warps=4, stages=2, **NO_HOIST),  # 2 programs: shared memory
-        _tile("dq", dim=128, m=128, n=64, warps=8, stages=1),  # 1 program: registers
-        _tile("dq", dim=256, m=64, n=64, warps=8, stages=1),  # 1 program: registers
-        _tile("dkdv", dim=64, m=64, n=64, warps=4, stages=1, **NO_HOIST),  # 2 programs: issue
-        _tile("dkdv", dim=128, m=64, n=64, warps=8, stages=1, **NO_HOIST),  # 2 programs: shared memory
-        _tile("dkdv", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST),  # 1 program: registers
+        _tile("forward", dim=64, m=128, n=64, warps=4, stages=3),
+        _tile("forward", dim=128, m=128, n=64, warps=4, stages=1, **NO_HOIST),
+        _tile("forward", dim=256, m=64, n=64, warps=4, stages=1, **NO_HOIST),
+        _tile("few", dim=64, m=64, n=64, warps=4, stages=4),
+        _tile("few", dim=128, m=64, n=64, warps=4, stages=3),
+        _tile("few", dim=256, m=64, n=64, warps=8, stages=1),
+        _tile("dq", dim=64, m=128, n=64, warps=4, stages=2, **NO_HOIST),
+        _tile("dq", dim=128, m=128, n=64, warps=8, stages=1),
+        _tile("dq", dim=256, m=64, n=64, warps=8, stages=1),
+        _tile("dkdv", dim=64, m=64, n=64, warps=4, stages=1, **NO_HOIST),
+        _tile("dkdv", dim=128, m=64, n=64, warps=8, stages=1, **NO_HOIST),
+        _tile("dkdv", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST),
     ),
     "gfx942": _by_kernel(
-        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2),  # 2 programs: issue
-        _tile("forward", dim=128, m=128, n=32, warps=4, stages=1),  # 1 program: shared memory
-        _tile("forward", dim=256, m=128, n=32, warps=4, stages=1, **NO_HOIST),  # 1 program: registers
-        _tile("few", dim=64, m=64, n=64, warps=4, stages=2),  # 2 programs: issue
-        _tile("few", dim=128, m=64, n=64, warps=4, stages=1),  # 1 program: registers
-        _tile("few", dim=256, m=64, n=32, warps=4, stages=1),  # 1 program: registers
-        _tile("dq", dim=96, m=128, n=32, warps=4, stages=1),  # 2 programs: tensor cores
-        _tile("dq", dim=128, m=64, n=16, warps=4, stages=1),  # 2 programs: tensor cores
-        _tile("dq", dim=256, m=64, n=16, warps=4, stages=1),  # 2 programs: tensor cores
-        _tile("dkdv", dim=96, m=16, n=128, warps=4, stages=1),  # 2 programs: issue
-        _tile("dkdv", dim=128, m=16, n=64, warps=4, stages=1),  # 2 programs: tensor cores
-        _tile("dkdv", dim=256, m=16, n=64, warps=4, stages=1),  # 1 program: registers
-        _tile("fused", dim=64, m=16, n=128, warps=4, stages=1),  # 2 programs: issue
-        _tile("fused", dim=128, m=16, n=64, warps=4, stages=1),  # 2 programs: tensor cores
-        _tile("fused", dim=256, m=16, n=64, warps=4, stages=1),  # 1 program: registers
+        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2),
+        _tile("forward", dim=128, m=128, n=32, warps=4, stages=1),
+        _tile("forward", dim=256, m=128, n=32, warps=4, stages=1, **NO_HOIST),
+        _tile("few", dim=64, m=64, n=64, warps=4, stages=2),
+        _tile("few", dim=128, m=64, n=64, warps=4, stages=1),
+        _tile("few", dim=256, m=64, n=32, warps=4, stages=1),
+        _tile("dq", dim=96, m=128, n=32, warps=4, stages=1),
+        _tile("dq", dim=128, m=64, n=16, warps=4, stages=1),
+        _tile("dq", dim=256, m=64, n=16, warps=4, stages=1),
+        _tile("dkdv", dim=96, m=16, n=128, warps=4, stages=1),
+        _tile("dkdv", dim=128, m=16, n=64, warps=4, stages=1),
+        _tile("dkdv", dim=256, m=16, n=64, warps=4, stages=1),
+        _tile("fused", dim=64, m=16, n=128, warps=4, stages=1),
+        _tile("fused", dim=128, m=16, n=64, warps=4, stages=1),
+        _tile("fused", dim=256, m=16, n=64, warps=4, stages=1),
     ),
 }
 # Tiles of float32 and float64 inputs, which the FMA units multiply: all operands lie in registers.

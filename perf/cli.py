@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
@@ -46,23 +46,15 @@ def perf() -> None:
 perf.add_command(run, "run")
 
 
-class Percent(click.ParamType):
-    """A percentage, with or without its sign, as a part of one.
-
-    >>> Percent().convert("5", None, None), Percent().convert("5 %", None, None)
-    (0.05, 0.05)
-    """
-
-    name = "percent"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        if isinstance(value, float):
-            return value
-        number = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?%?", str(value).strip())
-        part = float(number[1]) / 100 if number else math.inf
-        if not math.isfinite(part):
-            self.fail(f"{value!r} is not a percentage: 5 and 5% both mean five per cent", param, ctx)
-        return part
+def _parse_percent(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    """Convert a percentage, with or without its sign, to a part of one."""
+    if text is None:
+        return None
+    number = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?%?", text.strip())
+    part = float(number[1]) / 100 if number else math.inf
+    if not math.isfinite(part):
+        raise click.BadParameter(f"{text!r} is not a percentage: 5 and 5% both mean five per cent")
+    return part
 
 
 @perf.command("compare", cls=PerfCommand)
@@ -83,7 +75,7 @@ class Percent(click.ParamType):
 )
 @click.option(
     "--fail-over",
-    type=Percent(),
+    callback=_parse_percent,
     metavar="PERCENT",
     help="Exit with 1 if a case is slower by more than this. Always a percentage, with or without its sign: "
     "5 and 5% are five per cent, 0.5 is half of one.",

@@ -29,7 +29,7 @@ from tritoncp.perf.exit_codes import (
     NothingMeasured,
     PerfCommand,
 )
-from tritoncp.perf.progress import Progress, describe_interrupt
+from tritoncp.perf.progress import Progress
 from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, find_unfinished
 from tritoncp.perf.records.roofline import find_alarms
 
@@ -143,7 +143,7 @@ def main(
     progress = Progress(deadline)
     journal = _open_journal(out, series, env, resume and lead, lead, as_json, progress)
     resumed_points = list(journal.points)
-    with _messages_of_early_ends(progress, journal, lead, group is not None):
+    with _messages_of_early_ends(progress, journal, lead):
         if device == "host":
             failures = host_cases.run(cases, journal, deadline, seconds, resumed_points)
         else:
@@ -159,16 +159,20 @@ def main(
 
 
 @contextmanager
-def _messages_of_early_ends(progress: Progress, journal: Journal, lead: bool, ranks: bool) -> Iterator[None]:
-    """Turn a full disk and Ctrl-C into messages and exit codes; ranks: whether torchrun started this."""
+def _messages_of_early_ends(progress: Progress, journal: Journal, lead: bool) -> Iterator[None]:
+    """Turn a full disk and Ctrl-C into messages and exit codes."""
     try:
         yield
     except DiskFull as error:
         raise InputError(str(error)) from error
     except KeyboardInterrupt:
         if lead:
-            context = click.get_current_context()
-            click.echo(describe_interrupt(progress, journal, context, ranks), err=True)
+            kept = f"lines of {len(journal.points)} cases are in {journal.path}: add --resume to go on"
+            click.echo(
+                f"interrupted after {progress.done} of {progress.total} measurements; "
+                + (kept if journal.points else "nothing is kept"),
+                err=True,
+            )
         sys.exit(INTERRUPTED)
 
 
@@ -307,9 +311,8 @@ def _open_journal(
 def format_line(line: dict[str, Any]) -> str:
     """Format a line of a history for the screen.
 
-    >>> figures = {"tritoncp": {"ms": 1.5, "tflops": 400.0}, "flex": {"ms": 3.0}, "cudnn": {"ms": 1.2}}
-    >>> format_line({"kind": "case", "case": "full-8k-fwd", "contenders": figures})
-    'full-8k-fwd                           1.5 ms  400.0 TFLOP/s  ÷cudnn 0.80  ÷flex untuned'
+    >>> format_line({"kind": "case", "case": "full-8k-fwd", "contenders": {"tritoncp": {"ms": 1.5}}})
+    'full-8k-fwd                           1.5 ms'
     """
     name = f"{line.get('case', ''):<32}"
     if line["kind"] == "left out":
@@ -317,15 +320,7 @@ def format_line(line: dict[str, Any]) -> str:
     if line["kind"] == "check":
         return f"{name} {line['contender']:<20} {line.get('why', 'right')} ({line['setup_s']} s)"
     own = line["contenders"]["tritoncp"]
-    if "ms" not in own:
-        return f"{name} failed: {own['why']}"
-    rate = f"  {own['tflops']} TFLOP/s" if "tflops" in own else ""
-    parts = {name: line[name] for name in ("work", "ceilings") if name in line}
-    point = Point("", "", "", Series(""), {}, line["contenders"], **parts)
-    ratios = "".join(f"  ÷{family} {x:.2f}" for family, x in point.speedups().items())
-    ratios += "".join(f"  ÷{family} untuned" for family in point.untuned())
-    alarms = "".join(f"\n  ALARM: {alarm}" for alarm in find_alarms(point))
-    return f"{name} {own['ms']:>8.4g} ms{rate}{ratios}{alarms}"
+    return f"{name} {own['ms']:>8.4g} ms" if "ms" in own else f"{name} failed: {own['why']}"
 
 
 def show(journal: Journal) -> None:

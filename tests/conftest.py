@@ -11,12 +11,15 @@ import importlib.util
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+if not os.access(os.path.expanduser("~"), os.W_OK):  # Triton and tritoncp keep their caches at home
+    os.environ["HOME"] = tempfile.mkdtemp()
 HAS_GPU = torch.cuda.is_available()
 ROOT, ANOTHER_BLAS = str(Path(__file__).parents[1]), str(Path(__file__).with_name("another_blas"))
 PATHS = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]  # for processes that tests start

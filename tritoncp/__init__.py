@@ -9,6 +9,7 @@ True
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from tritoncp._version import __version__ as __version__
@@ -45,6 +46,23 @@ if TYPE_CHECKING:
     from tritoncp.planning.balance import balancers as balancers
     from tritoncp.planning.plan import Plan as Plan
 
+
+def _find_kernels() -> None:
+    """Make `tritoncp.kernels` and `tritoncp.perf` importable. Installed, both are folders of this package; in
+    a checkout they are beside it. Raises ImportError where they are missing."""
+    package = os.path.dirname(os.path.abspath(__file__))
+    checkout = os.path.dirname(package)
+    if os.path.isfile(os.path.join(package, "kernels", "engine.py")):
+        return
+    if not os.path.isfile(os.path.join(checkout, "kernels", "engine.py")):
+        raise ImportError(
+            f"tritoncp has no kernels: neither {package}/kernels nor {checkout}/kernels has engine.py. "
+            "Install from a whole checkout or archive of the repository (pip install .), or install a wheel"
+        )
+    __path__.append(checkout)
+
+
+_find_kernels()
 
 _WHERE = {
     "api.attention": ("flex_attention",),

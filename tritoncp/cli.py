@@ -132,7 +132,8 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
     Shows the owner of each block, the work of each rank, the bytes that each schedule sends and keeps, its
     predicted time, and the choice of "auto". In Python: print(plan), plan.plot().
     """
-    from tritoncp.planning.command import collect_facts, print_facts, write_drawing
+    from tritoncp.planning.command import collect_facts, print_facts
+    from tritoncp.planning.drawing import write_drawing
 
     for path, suffix in ((png, ".png"), (html, ".html")):
         if path is not None and path.suffix != suffix:
@@ -158,14 +159,13 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
     help="What is cut: the experts alone, or the block by batch or sequence.",
 )
 @click.option("--chunks", type=click.Choice(("2", "4", "8")), default="2", show_default=True)
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Where the picture goes.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
-def chunk(demo: bool, cut: str, chunks: str, png: Path | None, as_json: bool) -> None:
+def chunk(demo: bool, cut: str, chunks: str, as_json: bool) -> None:
     """Show what it is worth to cut a training graph into chunks and to order them: no GPU is needed.
 
     \b
     Examples:
-      tritoncp chunk --demo --png chunks.png
+      tritoncp chunk --demo
       tritoncp chunk --demo --cut experts --chunks 4 --json
 
     Predicts one forward and backward pass on two streams, computation and messages, before and after. In
@@ -175,17 +175,13 @@ def chunk(demo: bool, cut: str, chunks: str, png: Path | None, as_json: bool) ->
         raise click.UsageError(
             "pass --demo: the command shows a block of its own; graphs of yours are cut in Python"
         )
-    if png is not None and png.suffix != ".png":
-        raise click.UsageError(f"--png {str(png)!r}: the file has to be called *.png")
     if cut == "batch" and int(chunks) > 2:
         raise click.UsageError(
             f"--cut batch --chunks {chunks}: the demo's batch has 4 rows, and a chunk needs 2"
         )
-    from tritoncp.chunking.demo.command import run_demo, write_picture
+    from tritoncp.chunking.demo.command import run_demo
 
     result = run_demo(cut, int(chunks))
-    if png is not None:
-        write_picture(result, png)
     click.echo(json.dumps(result.as_json()) if as_json else str(result))
 
 

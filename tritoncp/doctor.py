@@ -47,7 +47,8 @@ def examine() -> dict[str, Any]:
     >>> sorted(facts)[:5]
     ['advice', 'cache', 'cpu', 'devices', 'distributed']
     """
-    versions = {name: installed_version(name) for name in ("torch", "triton", "einops", "numpy", "pillow")}
+    packages = "torch", "triton", "einops", "numpy", "matplotlib"
+    versions = {name: installed_version(name) for name in packages}
     versions = {"tritoncp": __version__, "python": platform.python_version(), **versions}
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     cache = look_at_cache()

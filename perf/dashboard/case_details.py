@@ -1,4 +1,4 @@
-"""What the dashboard says of one case, as HTML: its newest run, changes, failures, and its last figures."""
+"""Texts of one case on the dashboard, as HTML: its newest run, changes, failures, last figures."""
 
 from __future__ import annotations
 
@@ -64,20 +64,20 @@ def status_class(trend: Trend) -> str:
 
 
 def describe_newest(trend: Trend) -> str:
-    """Say how the newest run of a case did."""
+    """Describe the newest run of a case."""
     newest = trend.newest
     mark = f'<span class="{status_class(trend)}">'
     if newest.ratio is None:
         return f"{mark}{newest.status}</span>"
     text = f"{mark}{newest.status} {percent(newest.ratio - 1)}</span>"
     if newest.low is None or newest.high is None:
-        return f"{text} (too few runs to be sure: {newest.count} before)"
+        return f"{text} (too few runs to be sure: {newest.earlier} before)"
     interval = f"{percent(newest.low - 1)} … {percent(newest.high - 1)}"
-    return f"{text} (99 % interval {interval}, {newest.count} before)"
+    return f"{text} (99 % interval {interval}, {newest.earlier} before)"
 
 
 def describe_case(trend: Trend, repository: str) -> str:
-    """Say what happened to a case: the newest run, changes of level, failures, alarms."""
+    """Describe a case: its newest run, changes of level, failures and alarms."""
     last = trend.points[-1]
     tags = " · ".join([str(last.series), *filter(None, map(str, last.tags.values()))])
     parts = [
@@ -98,7 +98,7 @@ def describe_case(trend: Trend, repository: str) -> str:
 
 
 def _describe_change(trend: Trend, change: trends.Change, repository: str) -> str:
-    """Describe a change of level: its size, its commits, what else changed, and what baselines did."""
+    """Describe a change of level: size, commits, other changed attributes, baselines in the same runs."""
     points, at = trend.points, change.at
     kind = "slower" if change.ratio > 1 else "faster"
     commits, href = commit_range(points, at, repository)
@@ -130,7 +130,7 @@ def _describe_change(trend: Trend, change: trends.Change, repository: str) -> st
 
 
 def figures_table(point: Point) -> str:
-    """Format everyone's last figures, the share of the bound, and the work of ranks."""
+    """Format the last figures of every contender, the share of the bound, and the work of ranks."""
     rows = [_format_contender(name, figures) for name, figures in point.contenders.items()]
     heads = ("Who", "Median, ms", "Quartiles", "TFLOP/s", "Host, ms", "Set-up, s", "Memory, MiB", "Why not")
     lines = [

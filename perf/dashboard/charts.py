@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, Span
+from bokeh.models import BasicTicker, ColumnDataSource, HoverTool
+from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
 from tritoncp.perf.dashboard.trends import Trend
@@ -20,16 +21,16 @@ HOVER = [("", "@time"), ("commit", "@commit"), ("versions", "@versions")]
 
 
 def collect_points(
-    found: Sequence[Trend], numbers: Mapping[str, int], families: Sequence[str]
+    all_trends: Sequence[Trend], numbers: Mapping[str, int], families: Sequence[str]
 ) -> dict[str, np.ndarray]:
     """Collect the points of all cases, one case after another: NaN where there is no value.
 
     numbers: of the runs; families: of baselines, whose columns "ratio 0", ... are their time over tritoncp's
     """
-    points = [point for trend in found for point in trend.points]
+    points = [point for trend in all_trends for point in trend.points]
     own = [point.own for point in points]
     speedups = [point.speedups() for point in points]
-    levels = [level for trend in found for level in find_levels(trend)]
+    levels = [level for trend in all_trends for level in find_levels(trend)]
     columns: dict[str, list[float]] = {
         "ms": [row.get("ms", math.nan) for row in own],
         "low": [row.get("low", row.get("ms", math.nan)) for row in own],

@@ -13,7 +13,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from bokeh.models import BooleanFilter, ColumnDataSource, Select, TextInput
+from bokeh.models import BooleanFilter, ColumnDataSource
+from bokeh.models.widgets import Select, TextInput
 
 from tritoncp._version import __version__
 from tritoncp.perf.dashboard import case_details, charts, shell, trends
@@ -59,18 +60,18 @@ class Event(NamedTuple):
 def page(history: History, repository: str = "") -> str:
     """Make the page, as HTML. repository: the web address to which commits are linked."""
     runs, lines = order_by_runs(history.points)
-    found = sorted(map(trends.find_trend, lines), key=lambda trend: trend.urgency)
+    all_trends = sorted(map(trends.find_trend, lines), key=lambda trend: trend.urgency)
     families = sorted({name for points in lines for point in points for name in point.baselines()})
-    cards = sorted(_group_by_device(found).items(), key=lambda item: _urgency_of_card(item[1]))
-    events = list_events(found)
-    chosen = BooleanFilter(booleans=[True] * len(found))
-    cases = _make_case_table(found, chosen, repository)
+    cards = sorted(_group_by_device(all_trends).items(), key=lambda item: _urgency_of_card(item[1]))
+    events = list_events(all_trends)
+    chosen = BooleanFilter(booleans=[True] * len(all_trends))
+    cases = _make_case_table(all_trends, chosen, repository)
     numbers = {run: i for i, run in enumerate(runs)}
-    points = ColumnDataSource(charts.collect_points(found, numbers, families))
+    points = ColumnDataSource(charts.collect_points(all_trends, numbers, families))
     texts_of_runs = {name: [getattr(run, name) for run in runs.values()] for name in Run._fields}
-    first = charts.select_points(points.data, texts_of_runs, len(found[0].points))
+    first = charts.select_points(points.data, texts_of_runs, len(all_trends[0].points))
     shown = ColumnDataSource(first, name="shown")
-    filters = _make_filters(found)
+    filters = _make_filters(all_trends)
     models = {"cases": cases, "times": charts.make_time_chart(shown), **filters}
     if families:
         models["ratios"] = charts.make_ratio_chart(shown, families)
@@ -126,21 +127,21 @@ def _versions(point: Point) -> str:
 # -- cards ---------------------------------------------------------------------------------------------------
 
 
-def _group_by_device(found: Sequence[Trend]) -> dict[str, list[Trend]]:
+def _group_by_device(all_trends: Sequence[Trend]) -> dict[str, list[Trend]]:
     groups: dict[str, list[Trend]] = {}
-    for trend in found:
+    for trend in all_trends:
         groups.setdefault(str(trend.points[-1].series), []).append(trend)
     return groups
 
 
-def _urgency_of_card(found: Sequence[Trend]) -> tuple[Any, ...]:
-    kind = ["worse", "unsure", "better", ""].index(_judge(found)[0])
-    return kind, found[0].urgency
+def _urgency_of_card(all_trends: Sequence[Trend]) -> tuple[Any, ...]:
+    kind = ["worse", "unsure", "better", ""].index(_judge(all_trends)[0])
+    return kind, all_trends[0].urgency
 
 
-def _judge(found: Sequence[Trend]) -> tuple[str, str]:
+def _judge(all_trends: Sequence[Trend]) -> tuple[str, str]:
     """Return whether a device got worse, as a class of the style sheet, and as a sentence."""
-    counts = {status: sum(trend.newest.status == status for trend in found) for status in STATUSES}
+    counts = {status: sum(trend.newest.status == status for trend in all_trends) for status in STATUSES}
     parts = [
         f"{counts[status]} {words}"
         for status, words in (
@@ -154,18 +155,18 @@ def _judge(found: Sequence[Trend]) -> tuple[str, str]:
         return "worse", f"Worse: {', '.join(parts)}"
     if parts:
         return "unsure", f"Maybe worse: {parts[0]}"
-    if counts["first run"] == len(found):
+    if counts["first run"] == len(all_trends):
         return "", "The first run: nothing to compare it with"
     return "better", "Not worse"
 
 
-def _format_card(device: str, found: Sequence[Trend], runs: dict[str, Run]) -> str:
+def _format_card(device: str, all_trends: Sequence[Trend], runs: dict[str, Run]) -> str:
     """Format the card of a device, whose trends are in order of urgency."""
     numbers = {run: i for i, run in enumerate(runs)}
-    newest = max((trend.points[-1].run for trend in found), key=numbers.__getitem__)
-    measured = sum(trend.points[-1].run == newest for trend in found)
-    kind, sentence = _judge(found)
-    alarms = [(alarm, trend) for trend in found for alarm in find_alarms(trend.points[-1])]
+    newest = max((trend.points[-1].run for trend in all_trends), key=numbers.__getitem__)
+    measured = sum(trend.points[-1].run == newest for trend in all_trends)
+    kind, sentence = _judge(all_trends)
+    alarms = [(alarm, trend) for trend in all_trends for alarm in find_alarms(trend.points[-1])]
     parts = [f'<h3>{escape(device)}</h3><p class="verdict {kind}">{sentence}</p>']
     if alarms:
         alarm, trend = max(alarms, key=lambda pair: pair[0].share)
@@ -173,12 +174,12 @@ def _format_card(device: str, found: Sequence[Trend], runs: dict[str, Run]) -> s
         words = "1 case above its bound" if count == 1 else f"{count} cases above their bounds"
         share = f"{100 * alarm.share:.0f} % in {case_link(trend)}"
         parts.append(f'<p class="worse">Alarm: {words}: {share}</p>')
-    of_all = f"{measured} of {len(found)} measured"
-    part = f'<span class="unsure">{of_all}</span>' if measured < len(found) else of_all
+    of_all = f"{measured} of {len(all_trends)} measured"
+    part = f'<span class="unsure">{of_all}</span>' if measured < len(all_trends) else of_all
     parts.append(
         f"<p>Newest run: {escape(runs[newest].time)}, <code>{escape(runs[newest].commit)}</code>: {part}</p>"
     )
-    bad = [trend for trend in found if trend.newest.status in STATUSES[:3]][:WORST]
+    bad = [trend for trend in all_trends if trend.newest.status in STATUSES[:3]][:WORST]
     rows = [(case_link(trend), describe_newest(trend)) for trend in bad]
     return f'<article class="card {kind}">{"".join(parts)}{html_table((), rows) if rows else ""}</article>'
 
@@ -198,19 +199,18 @@ def _format_notes(history: History) -> str:
 # -- changes -------------------------------------------------------------------------------------------------
 
 
-def list_events(found: Sequence[Trend]) -> list[Event]:
+def list_events(all_trends: Sequence[Trend]) -> list[Event]:
     """List the changes of level, of the newest run alone, and to failures: newest first, then the largest."""
     events = []
-    for trend in found:
+    for trend in all_trends:
         points, newest, end = trend.points, trend.newest, len(trend.points) - 1
         events += [Event(trend, change.at, change.before, change.after, True) for change in trend.changes]
         for i, (before, after) in enumerate(pairwise(points), 1):
             if before.ms and not after.ms:
                 events.append(Event(trend, i, before.ms, None, True))
         if newest.ratio and newest.status in ("slower", "faster", "maybe slower", "maybe faster"):
-            after = points[end].ms or 0.0
-            sure = not newest.status.startswith("maybe")
-            events.append(Event(trend, end, after / newest.ratio, after, sure))
+            ms = points[end].ms or 0.0
+            events.append(Event(trend, end, ms / newest.ratio, ms, not newest.status.startswith("maybe")))
 
     def size(event: Event) -> float:
         return math.inf if event.ratio is None else abs(math.log(event.ratio))
@@ -258,44 +258,44 @@ def _format_causes(points: Sequence[Point], at: int) -> str:
 # -- cases ---------------------------------------------------------------------------------------------------
 
 
-def _make_case_table(found: Sequence[Trend], chosen: BooleanFilter, repository: str) -> Any:
-    lasts = [trend.points[-1] for trend in found]
-    ends = np.cumsum([len(trend.points) for trend in found])
+def _make_case_table(all_trends: Sequence[Trend], chosen: BooleanFilter, repository: str) -> Any:
+    lasts = [trend.points[-1] for trend in all_trends]
+    ends = np.cumsum([len(trend.points) for trend in all_trends])
     status = '<span class="<%- kind %>"><%- value %></span>'
     columns = {
         "case": Column(
             "Case", [point.case for point in lasts], 255, '<a href="#<%- address %>"><%- value %></a>'
         ),
         "ms": Column("Median, ms", [point.ms for point in lasts], 95, NUMBER),
-        "change": Column("Newest", [(t.newest.ratio or math.nan) - 1 for t in found], 85, PERCENT),
-        "status": Column("Status", [trend.newest.status for trend in found], 125, status),
-        "loss": Column("Since best", [trend.loss - 1 for trend in found], 90, PERCENT),
+        "change": Column("Newest", [(t.newest.ratio or math.nan) - 1 for t in all_trends], 85, PERCENT),
+        "status": Column("Status", [trend.newest.status for trend in all_trends], 125, status),
+        "loss": Column("Since best", [trend.loss - 1 for trend in all_trends], 90, PERCENT),
         "ratio": Column(
             "÷ baseline", [min(point.speedups().values(), default=None) for point in lasts], 90, NUMBER
         ),
         "measured": Column("Measured", [day_of(point) for point in lasts], 145),
-        "runs": Column("Runs", [len(trend.points) for trend in found], 60),
+        "runs": Column("Runs", [len(trend.points) for trend in all_trends], 60),
         "device": Column("Device", [str(point.series) for point in lasts], 260),
     }
     more: dict[str, Sequence[Any]] = {
         name: [p.tags.get(name, "") for p in lasts] for name in ("pass", "mask", "dtype")
     }
     more |= {
-        "kind": [status_class(trend) for trend in found],
+        "kind": [status_class(trend) for trend in all_trends],
         "words": [f"{p.case} {p.tags.get('model', '')} {p.tags.get('shape', '')}".lower() for p in lasts],
         "address": [case_details.address_of(point) for point in lasts],
-        "html": [case_details.describe_case(trend, repository) for trend in found],
-        "figures": [case_details.figures_table(trend.points[-1]) for trend in found],
+        "html": [case_details.describe_case(trend, repository) for trend in all_trends],
+        "figures": [case_details.figures_table(trend.points[-1]) for trend in all_trends],
         "start": [0, *ends[:-1].tolist()],
         "stop": ends.tolist(),
     }
     return shell.make_table(columns, more, chosen)
 
 
-def _make_filters(found: Sequence[Trend]) -> dict[str, Any]:
+def _make_filters(all_trends: Sequence[Trend]) -> dict[str, Any]:
     """Make the controls that choose cases, by the column that they look at."""
-    lasts = [trend.points[-1] for trend in found]
-    present = {trend.newest.status for trend in found}
+    lasts = [trend.points[-1] for trend in all_trends]
+    present = {trend.newest.status for trend in all_trends}
     values = {
         "device": sorted({str(point.series) for point in lasts}),
         **{
@@ -308,10 +308,8 @@ def _make_filters(found: Sequence[Trend]) -> dict[str, Any]:
         "sizing_mode": "stretch_width",
         "stylesheets": [shell.style_sheet("widgets.css")],
     }
-    controls: dict[str, Any] = {
-        name: Select(
-            title=name.capitalize(), options=[("", "all"), *((x, x) for x in options)], value="", **looks
-        )
-        for name, options in values.items()
-    }
+    controls: dict[str, Any] = {}
+    for name, present_values in values.items():
+        options: list[Any] = [("", "all"), *((value, value) for value in present_values)]
+        controls[name] = Select(title=name.capitalize(), options=options, value="", **looks)
     return controls | {"text": TextInput(title="Name, model or shape", **looks)}

@@ -1,18 +1,12 @@
-"""Generates the README's block of measured figures from the history.
-
-``python -m tritoncp.perf.dashboard.readme_figures`` prints the block, ``--write`` puts it into README.md;
-`tritoncp perf ingest` updates it in a checkout.
-"""
+"""The README's block of measured figures, which `tritoncp perf ingest` updates in a checkout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import click
-
-from tritoncp.perf.exit_codes import InputError, PerfCommand
-from tritoncp.perf.records.history import Point, read
+from tritoncp.perf.exit_codes import InputError
+from tritoncp.perf.records.history import Point
 from tritoncp.perf.suite.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,22 +97,3 @@ def rewrite(page: Path, block: str, begin: str = BEGIN, end: str = END) -> bool:
     if updated != text:
         page.write_text(updated)
     return updated != text
-
-
-@click.command(cls=PerfCommand, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--history", type=click.Path(exists=True, path_type=Path), default=ROOT / "perf/history")
-@click.option(
-    "--page", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=ROOT / "README.md"
-)
-@click.option("--write", is_flag=True, help="Write the block into the page instead of printing it.")
-def main(history: Path, page: Path, write: bool) -> None:
-    """Print the block of measured figures that the README holds."""
-    block = format_figures(read(history).points)
-    if write:
-        rewrite(page, block)
-    else:
-        click.echo(block)
-
-
-if __name__ == "__main__":
-    main()

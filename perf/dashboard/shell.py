@@ -12,15 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from bokeh.document import Document
 from bokeh.embed import components
-from bokeh.models import (
-    CDSView,
-    ColumnDataSource,
-    CustomJS,
-    DataTable,
-    HTMLTemplateFormatter,
-    InlineStyleSheet,
-    TableColumn,
-)
+from bokeh.models import CDSView, ColumnDataSource, CustomJS, InlineStyleSheet
+from bokeh.models.widgets import DataTable, HTMLTemplateFormatter, TableColumn
 from bokeh.resources import Resources
 
 ASSETS = Path(__file__).parent / "assets"
@@ -118,7 +111,7 @@ def render(
 
 
 def escape_script(text: str) -> str:
-    """Escape what would end a script: in strings of JavaScript and JSON, <\\/ is the same text."""
+    """Escape the end of a script: in strings of JavaScript and JSON, <\\/ is the same text."""
     return re.sub(r"</(script)", r"<\\/\1", text, flags=re.IGNORECASE).replace("<!--", "<\\!--")
 
 

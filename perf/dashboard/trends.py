@@ -69,11 +69,11 @@ class Cause(NamedTuple):
 class Newest(NamedTuple):
     """The newest time over the level before it, and the interval of that ratio; None where unknown.
 
-    status: one of STATUSES; count: number of points in the level before it
+    status: one of STATUSES; earlier: number of points in the level before it
     """
 
     status: str
-    count: int
+    earlier: int
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
@@ -90,8 +90,8 @@ class Trend(NamedTuple):
 
     @property
     def urgency(self) -> tuple[float, ...]:
-        """The sort key of a case: new failures, slower cases by their ratio, then what fails still, what is
-        slower than at best, and what is farthest below its goal."""
+        """The sort key of a case: new failures, slower cases by their ratio, old failures, cases slower than
+        at best, then by the distance below their goal."""
         last, newest = self.points[-1], self.newest
         slower = newest.status in ("slower", "maybe slower")
         groups = newest.status == "fails now", slower, newest.status == "fails still", self.loss > 1

@@ -64,7 +64,7 @@ class Point:
                 optionally samples, host_ms, setup_s, peak_bytes, tflops) or {"why": reason of the failure}
     tags:       mask, pass, dtype, shape, model, ranks
     work:       flops, hbm_bytes, wire_bytes; for plans also work and bytes of each rank
-    ceilings:   matmul_tflops, copy_gbytes_per_s, l2_gbytes_per_s of the device
+    ceilings:   matmul_tflops, copy_gbytes_per_s of the device
     state:      clock, power and temperature after the rounds; goal: least speedups worth shipping
     """
 

@@ -147,7 +147,7 @@ def _read_valid_entries(path: Path, problems: list[Problem]) -> Iterator[tuple[T
     device, triton = Device(names[1], names[0]), names[2]
     _config_file(path.parent, device, triton)
     for number, entry in enumerate(entries, 2):
-        times = entry.get("ms"), entry.get("rule_ms")
+        times = entry.get("ms", 0), entry.get("rule_ms", 0)
         if all(type(x) in (int, float) and 0 < x < math.inf for x in times):
             yield (device, triton), {**entry, "time": when, "code": names[3]}
         else:

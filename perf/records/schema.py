@@ -5,21 +5,19 @@ They raise plain errors; the caller decides how to treat such a line.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 TIMES = 1e-9, 1e12  # range of times, in milliseconds: beyond, ratios overflow
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+OBJECTS = "env", "tags", "work", "ceilings", "state", "goal"
 
 
 def finite(value: Any) -> bool:
     """Whether no number in decoded JSON is NaN or infinite; only Python's JSON has such numbers."""
-    return math.isfinite(value) if isinstance(value, float) else all(map(finite, _parts(value)))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return all(map(finite, parts))
 
 
 def check_measurement(line: dict[str, Any]) -> None:
@@ -30,30 +28,30 @@ def check_measurement(line: dict[str, Any]) -> None:
             raise TypeError(f"{name} is not text")
     if not line["case"].strip():
         raise ValueError("the case has no name")
-    for name, figures in line["contenders"].items():
-        _check_figures(name, figures)
-    for name in ("env", "tags", "work", "ceilings", "state", "goal"):
+    for name in OBJECTS:
         if not isinstance(line.get(name, {}), dict):
             raise TypeError(f"{name} is not an object")
     for name in ("ceilings", "goal"):
         if not all(map(_positive, line.get(name, {}).values())):
             raise ValueError(f"{name} has a value that is no positive number")
     _check_work(line.get("work", {}))
-    contenders = [
-        {k: v for k, v in figures.items() if k != "errors"} for figures in line["contenders"].values()
-    ]
-    if not finite(contenders + [value for name, value in line.items() if name != "contenders"]):
-        raise ValueError("a number is NaN or infinite")  # the errors of a wrong answer may be
+    for name, figures in line["contenders"].items():
+        _check_figures(name, figures)
+    # The errors of a wrong answer may be NaN.
+    rest = [{k: v for k, v in figures.items() if k != "errors"} for figures in line["contenders"].values()]
+    if not finite(rest + [value for name, value in line.items() if name != "contenders"]):
+        raise ValueError("a number is NaN or infinite")
 
 
 def _check_work(work: dict[str, Any]) -> None:
     """Raise TypeError unless amounts are numbers, and amounts by rank lists with one number for each rank."""
-    ranks = {name: work[name] for name in ("rank_work", "rank_bytes") if name in work}
-    lists = all(isinstance(amounts, list) for amounts in ranks.values())
-    if not lists or len({len(amounts) for amounts in ranks.values()}) > 1 or len(ranks) == 1:
+    ranks = [work[name] for name in ("rank_work", "rank_bytes") if name in work]
+    if ranks and (
+        len(ranks) == 1 or not all(isinstance(x, list) for x in ranks) or len({*map(len, ranks)}) > 1
+    ):
         raise TypeError("work holds rank_work and rank_bytes that are not one number for each rank")
-    amounts = [*itertools.chain(*ranks.values()), *(work[name] for name in work if name not in ranks)]
-    if not all(map(_is_number, amounts)):
+    others = [value for name, value in work.items() if name not in ("rank_work", "rank_bytes")]
+    if not all(map(_is_number, sum(ranks, others))):
         raise TypeError("work has a value that is no number")
 
 
@@ -66,6 +64,8 @@ def _check_figures(name: str, figures: dict[str, Any]) -> None:
     times = [figures[key] for key in ("ms", "low", "high") if key in figures]
     if not times and not isinstance(figures.get("why"), str):
         raise KeyError(f"{name} has neither ms nor why")
+    if len(times) not in (0, 1, 3) or (times and "ms" not in figures):
+        raise KeyError(f"{name} has a part of median and quartiles")
     samples = figures.get("samples", [])
     if not isinstance(samples, list):
         raise TypeError(f"the samples of {name} are not a list")
@@ -73,11 +73,7 @@ def _check_figures(name: str, figures: dict[str, Any]) -> None:
         raise ValueError(
             f"the times of {name} are not positive numbers between {TIMES[0]:g} and {TIMES[1]:g}"
         )
-    if len(times) not in (0, 1, 3) or (times and "ms" not in figures):
-        raise KeyError(f"{name} has a part of median and quartiles")
-    if type(figures.get("n", 0)) is not int:
-        raise TypeError(f"n of {name}, how many samples there were, is not a whole number")
-    for key in ("host_ms", "peak_bytes", "setup_s"):
+    for key in ("n", "host_ms", "peak_bytes", "setup_s"):
         if not _is_number(figures.get(key, 0)):
             raise TypeError(f"{key} of {name} is not a number")
 

@@ -115,8 +115,9 @@ def state(device: torch.device) -> dict[str, str]:
 
 def sources(package: Path) -> str:
     """Compute a digest of the package's Python files, which identifies the code without git."""
-    folders = (package, package / "kernels", package / "perf")  # links in a checkout: kernels and perf
-    files = {path.relative_to(package): path for folder in folders for path in folder.rglob("*.py")}
+    kernels, perf = tile_tables.SHIPPED.parent, Path(__file__).parents[1]  # beside the package in a checkout
+    bases = {package: package, kernels: kernels.parent, perf: perf.parent}
+    files = {path.relative_to(base): path for folder, base in bases.items() for path in folder.rglob("*.py")}
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name}\0".encode() + files[name].read_bytes())

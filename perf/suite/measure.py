@@ -270,28 +270,14 @@ def work_of(case: Case) -> Work:
 
 
 def measure_ceilings(device: torch.device) -> dict[str, float]:
-    """Measure the best rates of a device: a bf16 matrix product, a copy through memory, and a repeated copy
-    between two quarters of its L2 cache, which includes the gaps between launches."""
-    clock, n, copies = DeviceClock(device), 8192, 64
+    """Measure the best rates of a device: a bf16 matrix product, and a copy through memory."""
+    n = 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(1 << 30, device=device)
     target = torch.empty_like(source)
-    size = torch.cuda.get_device_properties(device).L2_cache_size // 4
-    small_source, small_target = (x.view(torch.int8)[:size] for x in (source, target))
-
-    def copy_in_cache() -> None:
-        for _ in range(copies):
-            small_target.copy_(small_source)
-
-    runs = {
-        "matmul": lambda: lambda: a @ b,
-        "copy": lambda: lambda: target.copy_(source),
-        "l2": lambda: copy_in_cache,
-    }
-    times = time_interleaved({name: run for name, run in runs.items() if size or name != "l2"}, clock, 0.3)
-    l2 = {"l2_gbytes_per_s": round(copies * 2 * size / times["l2"].ms / 1e6, 1)} if size else {}
+    runs = {"matmul": lambda: lambda: a @ b, "copy": lambda: lambda: target.copy_(source)}
+    times = time_interleaved(runs, DeviceClock(device), 0.3)
     return {
-        **l2,
         "matmul_tflops": round(2 * n**3 / times["matmul"].ms / 1e9, 1),
         "copy_gbytes_per_s": round(2 * source.nbytes / times["copy"].ms / 1e6, 1),
     }

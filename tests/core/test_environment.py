@@ -1,9 +1,8 @@
-"""Tests of the registry of environment variables: every read goes through it, the page is made from it, and
-values that are not accepted cause a warning."""
+"""Tests of environment variables: the page and the table name all, and values that are not accepted cause a
+warning."""
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -15,11 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.command_process import tritoncp as command
-from tritoncp.core import environment
 from tritoncp.core.environment import OF_OTHERS, VARIABLES
 
 ROOT = Path(__file__).parents[2]
-REGISTRY = ROOT / "tritoncp/core/environment.py"
 NAME = re.compile(r"TRITONCP_[A-Z_]+[A-Z]")
 
 
@@ -27,50 +24,15 @@ def sources() -> list[Path]:
     return [path for folder in ("tritoncp", "kernels", "perf") for path in (ROOT / folder).rglob("*.py")]
 
 
-def read_names(tree: ast.Module) -> set[str]:
-    """List the literal names of variables that code looks up in the environment, or sets."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):
-            names.add(node.slice)
-        elif isinstance(node, ast.Call) and re.search(r"environ\.\w+$|getenv$", ast.unparse(node.func)):
-            names |= set(node.args[:1])
-        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]).endswith("environ"):
-            names.add(node.left)
-    return {name.value for name in names if isinstance(name, ast.Constant)}
-
-
-def test_only_the_registry_reads_variables_of_the_package():
-    for path in sources():
-        text = path.read_text()
-        tree = ast.parse(text if "environ" in text or "getenv" in text or "TRITONCP_" in text else "")
-        texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        own = {text for text in texts if isinstance(text, str) and NAME.fullmatch(text)}
-        assert path == REGISTRY or not own, f"{path}: read {own} by tritoncp.core.environment"
-        assert read_names(tree) <= set(OF_OTHERS), f"{path}: add it to OF_OTHERS in {REGISTRY}"
-
-
-def test_a_read_past_the_registry_is_seen():
-    code = 'os.environ["A"]; os.environ.get("B", "0"); os.getenv("C"); "D" in os.environ; environ.pop("E")'
-    assert read_names(ast.parse(code)) == {"A", "B", "C", "D", "E"}
-
-
-def test_every_variable_that_is_named_anywhere_is_in_the_registry():
+def test_every_variable_that_is_named_anywhere_is_in_the_table():
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), ROOT / "Makefile", *sources()]
     named = {name for path in pages for name in NAME.findall(path.read_text())}
     assert named == set(VARIABLES)
 
 
-def test_the_page_is_that_of_the_registry():
-    page = (ROOT / "docs/environment.md").read_text()
-    assert page == environment.page(), "run python -m tritoncp.core.environment --write"
-
-
-def test_the_registry_prints_the_page_without_torch():
-    start = "import runpy, sys; sys.modules['torch'] = None"
-    code = f"{start}; runpy.run_path({str(REGISTRY)!r}, run_name='__main__')"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.stdout == environment.page(), run.stderr
+def test_the_page_has_a_row_for_each_variable():
+    rows = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/environment.md").read_text(), re.MULTILINE))
+    assert {*VARIABLES, *OF_OTHERS} <= rows
 
 
 @pytest.mark.parametrize(

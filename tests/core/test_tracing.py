@@ -151,5 +151,5 @@ def test_first_mask_and_plan_load_neither_dynamo_nor_triton_nor_sympy() -> None:
     command = [sys.executable, "-c", COLD]
     root = Path(__file__).parents[2]
     loaded = set(subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split())
-    heavy = {"torch._dynamo", "torch._inductor", "triton", "sympy", "PIL", "rich", "networkx", "click"}
+    heavy = {"torch._dynamo", "torch._inductor", "triton", "sympy", "matplotlib", "rich", "networkx", "click"}
     assert not heavy & loaded and "tritoncp" in loaded

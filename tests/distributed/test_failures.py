@@ -163,7 +163,7 @@ def test_a_rank_that_fails_alone_closes_the_group_and_is_named(
 REST = [row for row in itertools.product(SCHEDULES, FAULTS, range(3)) if row not in SAMPLE]
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize(("schedule", "name", "faulty"), REST)
 def test_the_rest_of_the_faults(schedule: str, name: str, faulty: int) -> None:
     check(run(3, skip_bad_batches, schedule, name, faulty), name, faulty)
@@ -324,7 +324,7 @@ def test_plans_of_data_loaders() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["dtypes", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("length", "option", "dq"))]
+    "name", ["dtypes", *(pytest.param(x, marks=pytest.mark.long) for x in ("length", "option", "dq"))]
 )
 def test_compiled_calls(name: str) -> None:
     """With an error at run time, while the call is traced, and in the backward pass."""

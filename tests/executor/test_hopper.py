@@ -83,7 +83,7 @@ COPY = "mov.b32 %r5, %r4; add.u32 %r6, %r5, 1;"
         (PRODUCT + "add.u32 %r1, %r1, 1;" + PRODUCT.split(";", 5)[5], None),
         (PRODUCT + "add.u32 %r1, %r1, 1;" + PRODUCT.split(";", 6)[6], "wgmma.fence"),
         (PRODUCT + PRODUCT.split(";", 6)[6], None),  # the same accumulator, that nothing else accessed
-        (PRODUCT.replace("wait_group.sync.aligned 0", "wait_group.sync.aligned 1") + COPY, "wgmma.wait_group"),
+        (PRODUCT.replace("group.sync.aligned 0", "group.sync.aligned 1") + COPY, "wgmma.wait_group"),
     ],
 )  # fmt: skip
 def test_registers_of_products(body: str, kind: str | None) -> None:

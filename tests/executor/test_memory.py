@@ -195,6 +195,13 @@ def test_other_atomics(line: str, want: int) -> None:
     assert total[0] == want
 
 
+def test_sums_of_float32_flush_subnormal_numbers_in_global_memory() -> None:
+    total = np.array([1e-40], "f4").view("u4")
+    body = START + "mov.b32 %r2, 1; setp.eq.u32 %p1, %r1, 0;"
+    assert not run(body + "@%p1 red.global.add.f32 [%d2], %r2;", np.zeros(1, "u4"), total)
+    assert total[0] == 0
+
+
 def test_generic_addresses_find_their_space() -> None:
     x, y = two()
     body = (

@@ -10,8 +10,6 @@ import pytest
 from tritoncp.analysis import resource_table
 from tritoncp.analysis.compile_pool import compile_all
 from tritoncp.analysis.jobs import KERNELS, Job, step_job
-from tritoncp.analysis.templates import table as template_table
-from tritoncp.analysis.throughput_bound import MACHINES
 from tritoncp.kernels.tile_rules import Config, family
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
@@ -56,12 +54,8 @@ def check(arch: str, rows: list[dict[str, Any]], *, matrix: bool = True, spill: 
         for row in rows
         if "failed" in row
         or row["spill_bytes"] > spill
-        or row["shared_bytes"] > MACHINES[family(arch)].block
-        or (
-            matrix
-            and row["kernel"] not in ("delta", "combine")
-            and resource_table.families(row["mma"]) != MATRIX[arch]
-        )
+        or row["shared_bytes"] > resource_table.SHARED_BYTES[family(arch)]
+        or (matrix and row["kernel"] not in ("delta", "combine") and row["matrix"] != MATRIX[arch])
     ]
     assert rows and not bad
 
@@ -76,8 +70,6 @@ def test_defaults_fit_and_are_what_the_table_says(arch: str) -> None:
     for row in rows:
         was = table[resource_table.key(row)]
         assert {name: row.get(name) for name in was} == was
-        if arch == "sm_90" and row["kernel"] in ("dq", "dkdv"):  # dP is begun before the softmax
-            assert row["hidden"] > 0.85, resource_table.key(row)
 
 
 def test_tiles_are_copied_by_descriptor_where_that_is_meant() -> None:
@@ -91,15 +83,6 @@ def test_tiles_are_copied_by_descriptor_where_that_is_meant() -> None:
     for arch in resource_table.ARCHS:
         copied = {(row["head_dim"], row["kernel"]) for row in plain if row["tma"] and row["arch"] == arch}
         assert copied == COPIED.get(arch, set())
-
-
-@pytest.mark.nightly
-def test_torchs_templates_compile_to_their_rows() -> None:
-    """The default tiles for Hopper, as torch takes them and with descriptors."""
-    jobs = [job for job in template_table.template_jobs() if job.default and job.arch == "sm_90"]
-    rows = list(template_table.compile_template_rows(jobs))
-    recorded = {template_table.key(row): row for row in template_table.read_rows()}
-    assert rows == [recorded[template_table.key(row)] for row in rows] and len(rows) == 54
 
 
 def few_jobs(arch: str, *dims: int) -> list[Job]:

@@ -1,6 +1,7 @@
 """Ranks that die, stop, raise or make another call: the other ranks end in time, with an error that names it.
 
-Three gloo ranks, of which rank 1 fails just before a stage that all of them make together.
+Three gloo ranks, of which rank 1 fails just before a stage that all of them make together, or in it, as in
+the table of docs/troubleshooting.md.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import re
 import signal
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +21,11 @@ from torch import Tensor
 
 import tritoncp
 from tests.multiprocess.ranks import outcomes, run
+from tritoncp.cpu.engine import CpuEngine
 from tritoncp.ops import engine_factory
 
-S, TIMEOUT, MORE = 24, 3.0, 5.0  # seconds of the group, and how many more a rank may take to end
+S, TIMEOUT, MORE = 24, 2.0, 5.0  # seconds of the group, and how many more a rank may take to end
+PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
 
 
 @pytest.fixture(autouse=True)
@@ -70,10 +74,10 @@ WORK = {  # earlier stages, the stage, and the errors of the survivors
     "first plan": r"rank (0|2) of 3 was at make_plan, and rank 1 did not come",
     "later plan": r"rank (0|2) of 3 was at make_plan, and rank 1 did not come",
     "first forward": r"rank (0|2) of 3 was at flex_attention of query \[1, 3, 8, 8\].* rank 1 did not come",
-    "later forward": r"rank (0|2) of 3: \w+ (with|to) ranks \[.*1.*turn \d+ of this layer's schedule",
-    "backward": r"rank (0|2) of 3: \w+ (with|to) ranks \[.*1.*turn \d+ of this layer's schedule",
+    "later forward": r"rank (0|2) of 3 was at turn \d+ of a layer's schedule, \w+ .*rank 1 did not come",
+    "backward": r"rank (0|2) of 3 was at turn \d+ of a layer's schedule, \w+ .*rank 1 did not come",
 }
-DIFFERENT = r"Disagreement: the ranks differ in (call|mask).*rank 1"  # where the other call is compared too
+COMPARED = r"Disagreement: the ranks differ in (call|mask).*rank 1"  # where the other call is compared too
 
 
 def stage(group: Any, what: str, fault: Any) -> None:
@@ -96,8 +100,9 @@ def check(what: str, name: str) -> None:
     assert ends[1].status == {"SIGKILL": -9, "exception": 1}.get(name, ends[1].status)
     for end in (ends[0], ends[2]):
         assert end.status == 1 and end.seconds <= TIMEOUT + MORE, end
-        compared = name == "other order" and what in ("first plan", "later plan", "first forward")
-        said = DIFFERENT if compared else f"PeerLost: {WORK[what]}"
+        is_compared = what in ("first plan", "later plan", "first forward")
+        other = COMPARED if is_compared else r"PeerLost: .*ranks made different calls: .*rank 1 .*make_plan"
+        said = other if name == "other order" else f"PeerLost: {WORK[what]}"
         assert re.search(said, end.said, re.DOTALL), end.said
 
 
@@ -121,6 +126,79 @@ def test_a_fault_of_one_rank_ends_the_others_in_time(what: str, name: str) -> No
 @pytest.mark.parametrize(("what", "name"), [row for row in TABLE if row not in SAMPLE])
 def test_the_rest_of_the_table_of_faults(what: str, name: str) -> None:
     check(what, name)
+
+
+# -- the table of docs/troubleshooting.md --------------------------------------------------------------------
+
+
+def read_table() -> dict[str, list[str]]:
+    """The rows of the page: by fault, what rank 1 sees, what the other ranks see, after how many seconds."""
+    table = PAGE.read_text().split("| fault of rank 1 |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+    return {fault: rest for fault, *rest in rows}
+
+
+def row_pattern(cell: str) -> str:
+    return ".*".join(re.escape(part) for part in cell.strip("`").split("…"))
+
+
+def lead(group: Any, fault: str) -> None:
+    """Run a forward and backward pass whose second call has a fault on rank 1."""
+    is_bad = group.rank() == 1 or fault.startswith("all ranks")
+    if fault.startswith("`make_plan`"):
+        tritoncp.make_plan(mask_of(), group, schedule="no" if is_bad else "ring")
+    plan = tritoncp.make_plan(mask_of(), group, schedule="ring")
+    out, x = attend(plan, group), torch.ones(1, 3, plan.s_local, 8)
+    if fault.startswith("Ctrl-C"):
+        if is_bad:
+            plant("dq", KeyboardInterrupt)
+        out.sum().backward()
+    if is_bad and fault == "another call than that of the others":
+        tritoncp.make_plan(mask_of(11), group)
+    elif is_bad and fault.startswith("no memory"):
+        plant("forward", MemoryError)
+    elif is_bad and fault in PLACES:
+        PLACES[fault](group, None, None)
+    elif is_bad and not fault.startswith("a score_mod"):
+        x = x[:, :, 1:]
+    tritoncp.flex_attention(
+        x, x, x, raising if is_bad and fault.startswith("a score_mod") else None, plan, mesh=group
+    )
+
+
+def raising(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    raise ArithmeticError("of a score_mod")
+
+
+def plant(name: str, error: type[BaseException]) -> None:
+    """Have a method of the engine raise."""
+
+    def method(self: CpuEngine, *args: Any, **options: Any) -> Any:
+        raise error("planted")
+
+    setattr(CpuEngine, name, method)
+
+
+PLACES = {
+    "it is killed": die,
+    "an exception outside of these calls ends it": fail,
+    "it is stopped": stop,
+    "it calls nothing": stay_away,
+}
+
+
+@pytest.mark.parametrize("fault", read_table())
+def test_a_row_of_the_table_of_faults(fault: str) -> None:
+    own, others, after = read_table()[fault]
+    seconds = sum(
+        TIMEOUT if part == "timeout" else float(part) for part in after.removesuffix(" s").split(" + ")
+    )
+    timeout = TIMEOUT if "timeout" in after else 60
+    ends = outcomes(3, lambda group: lead(group, fault), timeout, seconds + 10, 1)
+    for rank, end in enumerate(ends):
+        if rank != 1 or own != "–":
+            assert re.match(row_pattern(own if rank == 1 else others), end.said, re.DOTALL), end
+            assert end.seconds <= seconds + 1, end  # forked ranks share few cores
 
 
 def raised(call: Any) -> str:

@@ -18,6 +18,7 @@ from tritoncp.core.process_environment import use_loopback_interface
 
 ROOT = Path(__file__).parents[2]
 GENERATES = ("docs/recipes.md", "generate_beside_training.py")
+SKIPS = ("docs/recipes.md", "skip_bad_batches.py")
 TRAINS = ("docs/own_loop.md", "own_loop.py")
 TRAINS_ON_HOSTS = ("docs/several_hosts.md", "train.py")
 
@@ -63,6 +64,18 @@ def test_a_program_trains_on_two_ranks_as_on_one(program: Path) -> None:
             limit = 3e-6 * expected.abs().max().item()
             torch.testing.assert_close(actual, expected, rtol=0, atol=limit)
         assert len(output.splitlines()) == (len(losses) if rank == 0 else 0)
+
+
+@pytest.mark.parametrize("program", [SKIPS], indirect=True)
+def test_a_batch_that_one_rank_refuses_is_skipped_on_all(program: Path) -> None:
+    """The losses are those of one rank that trains without that batch."""
+    losses = ranks.run_program(2, program, lambda variables, output: variables["losses"])
+    text = program.read_text()
+    program.write_text(text.replace("for step in range(5):", "for step in (0, 1, 3, 4):"))
+    (alone,) = ranks.run_program(1, program, lambda variables, output: variables["losses"])
+    assert len(set(alone)) == 4
+    for of_rank in losses:
+        torch.testing.assert_close(of_rank, alone, rtol=1e-5, atol=0)
 
 
 @pytest.mark.long

@@ -186,9 +186,9 @@ def test_a_signature_that_some_ranks_meet_ends_in_a_message_that_names_the_call(
         return message(lambda: tritoncp.flex_attention(*shards(), score, plan, mesh=few))
 
     first, second = run(2, work)
-    assert first.startswith("PeerLost: rank 0 of 2")
-    assert second.startswith("PeerLost: rank 1 of 2 was at flex_attention of query [1, 2, 16, 16]")
-    assert "rank 0 did not come within 2 s" in second
+    for text in (first, second):
+        assert "ranks made different calls: rank" in text
+        assert "rank 1 waited at flex_attention of query [1, 2, 16, 16]" in text or "rank 1 at flex" in text
 
 
 # -- values ------------------------------------------------------------------------------------------------

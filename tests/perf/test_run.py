@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from tritoncp.ops import engine_factory
 from tritoncp.perf.records import history
-from tritoncp.perf.run import format_line, main, show
+from tritoncp.perf.run import main, show
 from tritoncp.perf.suite import baselines, measure, timing
-from tritoncp.perf.suite.cases import GOALS, Case, select
+from tritoncp.perf.suite.cases import Case, select
 from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
@@ -245,23 +245,6 @@ def test_each_contender_runs_once_a_round_and_the_first_round_is_dropped():
     assert figures["a"] == timing.Figure(2.0, 1.5, 2.5, 0.5, (1.0, 2.0, 3.0)) and figures["b"].ms == 4.0
 
 
-def test_every_core_case_has_a_goal():
-    assert {(case.problem.mask, case.which) for case in select("core")} == set(GOALS)
-
-
-def test_mistakes_are_explained(tmp_path):
-    none = CliRunner().invoke(main, ["--device", "cpu", "--only", "casual-*", "--out", str(tmp_path)])
-    assert none.exit_code == 2
-    assert "no case of tier core for this device is named like 'casual-*'" in none.output
-    if not torch.cuda.is_available():
-        gpu = CliRunner().invoke(main, ["--device", "cuda", "--out", str(tmp_path)])
-        assert gpu.exit_code == 2 and "torch finds no GPU" in gpu.output
-    for options in ("{", "[1]"):
-        result = CliRunner().invoke(main, ["--device", "cpu", "--try", options, "--out", str(tmp_path)])
-        assert result.exit_code == 2 and "--try" in result.output
-    assert not list(tmp_path.iterdir())
-
-
 def test_refused_options_are_recorded_with_the_reason(monkeypatch, tmp_path):
     """For example transposed tiles of dK/dV on a GPU for which this Triton compiles them wrong."""
     monkeypatch.setattr("triton.__version__", "3.7.0")
@@ -273,12 +256,3 @@ def test_refused_options_are_recorded_with_the_reason(monkeypatch, tmp_path):
         why = line["contenders"]["tritoncp bwd_FLIP=True"]["why"]
         assert why.startswith("ValueError: kernel option bwd_FLIP=True: Triton 3.7.0 miscompiles")
         assert "triton 3.7.1" in why and "ms" in line["contenders"]["tritoncp"]
-
-
-def test_every_kind_of_line_has_a_short_form():
-    failed = {"tritoncp": {"why": "so"}}
-    assert "left out: so" in format_line({"kind": "left out", "case": "c", "why": "so"})
-    assert "x                    so" in format_line(
-        {"kind": "check", "case": "c", "contender": "x", "why": "so", "setup_s": 1}
-    )
-    assert "failed: so" in format_line({"kind": "case", "case": "c", "contenders": failed})

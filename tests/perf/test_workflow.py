@@ -248,6 +248,7 @@ def test_steps_measure_compare_comment_and_keep_a_history(repository):
     assert comment["body"].startswith("<!-- tritoncp perf: gpu -->\n✅ **tritoncp perf**: 2 cases")
     assert f"file://{repository.folder}/server/group/project/actions/runs/2" in comment["body"]
     assert (repository.folder / "artifact2/dashboard.html").stat().st_size > 100_000
+    assert "2 cases" in (repository.folder / "artifact2/comparison.html").read_text()
     assert len(repository.history()) == 6, "a pull request adds nothing"
 
     codes = repository.run("pull_request", INPUTS, planted(causal_fwd=1.2, plan_a=2.0))

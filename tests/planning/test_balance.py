@@ -341,7 +341,7 @@ def test_long_sequences_are_placed_in_pieces_as_evenly(blocks: int, world_size: 
 
 @pytest.mark.parametrize("seed", [None, 0, 2, 3])
 def test_long_documents_are_cut_for_few_keys(seed: int | None) -> None:
-    """Documents of up to a quarter of the sequence on 8 ranks: an eighth of a full gather at most."""
+    """Documents of up to a quarter of the sequence on 8 ranks: a sixth of a full gather at most."""
     size = 1 << 17
     lengths = document_lengths(size)
     if seed is not None:
@@ -353,7 +353,7 @@ def test_long_documents_are_cut_for_few_keys(seed: int | None) -> None:
     mask = create_block_mask(and_masks(causal(), document(lengths=lengths)), None, None, size, size)
     plan = build(mask, 8, balancer="locality", schedule="fetch")
     assert plan.owners[0].bincount().tolist() == [size // 128 // 8] * 8
-    assert plan.imbalance <= 1.02 and fetched_share(plan) <= 0.125
+    assert plan.imbalance <= 1.02 and fetched_share(plan) <= 1 / 6
 
 
 @pytest.mark.parametrize(("blocks", "world_size"), [(16384, 1024), (8192, 256), (5003, 300)])

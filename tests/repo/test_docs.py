@@ -123,7 +123,7 @@ def test_a_program_of_a_page_runs_as_printed_on_two_ranks(page: str, name: str, 
         os.environ.update({key: str(value) for key, value in (variables | {"MASTER_PORT": port}).items()})
         names = runpy.run_path(str(tmp_path / name))
         if name == "two_ranks.py":
-            assert names["error"] < 1e-5
+            assert names["error"] < 5e-5  # float32 gradients: sums of up to 1000 terms, in another order
         if name == "moved.py":
             expected = dense_attention(
                 *names["whole"].double(), names["mask"], tritoncp.alibi(names["H"])

@@ -1,5 +1,4 @@
-"""Runs the examples in docstrings. Modules are imported under their own names, which collecting through the
-links tritoncp/kernels and tritoncp/perf would not do."""
+"""Runs the examples in docstrings."""
 
 import doctest
 import importlib
@@ -12,10 +11,8 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def modules_with_examples() -> list[str]:
-    files = sorted(
-        p for folder in ("tritoncp", "tritoncp/kernels", "tritoncp/perf") for p in walk(ROOT / folder)
-    )
-    return [module_name(path) for path in dict.fromkeys(files) if ">>> " in path.read_text()]
+    files = sorted(p for folder in ("tritoncp", "kernels", "perf") for p in walk(ROOT / folder))
+    return [module_name(path) for path in files if ">>> " in path.read_text()]
 
 
 def walk(folder: Path) -> list[Path]:
@@ -24,6 +21,7 @@ def walk(folder: Path) -> list[Path]:
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "tritoncp" else ("tritoncp", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

@@ -53,7 +53,7 @@ LAYERS = {
     "mods": Layer({"mods"}, {"core"}, {"torch", "triton", "platformdirs"}, NO_RANKS),
     "kernels": Layer({"kernels"}, {"core"}, {"torch", "triton"}, NO_RANKS),
     "masks": Layer({"masks"}, {"core", "mods", "kernels"}, {"torch", "rich"}, NO_RANKS),
-    "planning": Layer({"planning"}, {"core", "mods", "masks"}, {"torch", "PIL"}, NO_RANKS),
+    "planning": Layer({"planning"}, {"core", "mods", "masks"}, {"torch", "matplotlib"}, NO_RANKS),
     "distributed": Layer({"distributed"}, {"core", "mods", "masks", "planning", "kernels"}, {"torch"}),
     "reference": Layer({"reference"}, {"core", "masks"}, {"torch"}, NO_RANKS),
     "executor": Layer({"executor"}, {"core"}, {"torch", "triton", "numpy"}, NO_RANKS),
@@ -61,14 +61,14 @@ LAYERS = {
     "ops": Layer({"ops"}, SPINE - {"frontend", "api"}, {"torch", "filelock", "platformdirs", "rich"}),
     "frontend": Layer({"frontend"}, SPINE - {"api"}, {"torch", "rich"}),
     "api": Layer({"api"}, SPINE, {"torch"}),
-    "chunking": Layer({"chunking"}, SPINE, {"torch", "sympy", "PIL"}),
+    "chunking": Layer({"chunking"}, SPINE, {"torch", "sympy"}),
     "perf": Layer(
         {"perf"},
         SPINE,
         {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "numpy", "pytest", "ruptures", "scipy"},
     ),
     "edge": Layer(
-        {"", "__main__", "analysis", "chunking.demo.command", "chunking.demo.figures", "cli", "command_base",
+        {"", "__main__", "analysis", "chunking.demo.command", "cli", "command_base",
          "demo",
           "doctor", "integrations", "planning.command", "self_check", "tuning"},
          SPINE | {"chunking", "executor", "perf"},
@@ -195,7 +195,7 @@ def test_importing_the_package_loads_neither_triton_nor_torch():
 
 def test_masks_and_plans_are_made_without_triton():
     names = "causal, create_block_mask, sliding_window"
-    assert not {"triton", "PIL"} & loaded_after(
+    assert not {"triton", "matplotlib"} & loaded_after(
         f"from tritoncp import {names}; import tritoncp.planning.plan"
     )
 

@@ -47,7 +47,7 @@ def source(tmp_path_factory) -> Path:
     """Return a copy to build in: setuptools leaves build/ and egg-info beside the sources."""
     copy = tmp_path_factory.mktemp("source") / "tritoncp"
     copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "tritoncp", "kernels", "perf"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "tritoncp", "kernels", "perf"):
         sh("cp", "-a", ROOT / name, copy)
     return copy
 
@@ -176,7 +176,17 @@ def test_the_checkout_works_without_an_install():
 def test_no_init_file_makes_a_bare_kernels_package():
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not (ROOT / "perf" / "__init__.py").exists()
-    assert (ROOT / "tritoncp" / "kernels").is_symlink() and (ROOT / "tritoncp" / "perf").is_symlink()
+    assert not [path for path in (ROOT / "tritoncp").rglob("*") if path.is_symlink()], "zips have no links"
+
+
+def test_a_package_without_its_kernels_says_so(tmp_path):
+    shutil.copytree(ROOT / "tritoncp", tmp_path / "tritoncp", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-c", "import tritoncp"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=bare_environment(), capture_output=True, text=True, check=False
+    )
+    assert "ImportError" in done.stderr and str(tmp_path / "kernels") in done.stderr, done.stderr
+    assert "pip install" in done.stderr
 
 
 def test_every_dependency_is_pinned_for_set_up():

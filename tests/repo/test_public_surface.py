@@ -228,7 +228,8 @@ def file_fields(folder: Path) -> Iterator[str]:
     resource_table.write([row], folder / "resources.json")
     resources = json.loads((folder / "resources.json").read_text())
     yield f"resources.json: {fields(resources)}"
-    yield f"resources.json, a row: {fields(resources['rows'][0])}"
+    assert len(resources["rows"][0]) == 1 + len(resource_table.COLUMNS)
+    yield f"resources.json, a row: {' '.join(resource_table.KEY)}, {', '.join(resource_table.COLUMNS)}"
 
 
 def surface(folder: Path) -> str:

@@ -94,8 +94,8 @@ def find_programs() -> dict[str, str]:
 
 
 def test_every_python_block_is_a_program_that_is_checked():
-    # Those of tests/multiprocess/test_pages.py
-    elsewhere = {"docs/recipes.md generate_beside_training.py", "docs/own_loop.md own_loop.py"}
+    recipes = {f"docs/recipes.md {name}.py" for name in ("generate_beside_training", "skip_bad_batches")}
+    elsewhere = recipes | {"docs/own_loop.md own_loop.py"}  # tests/multiprocess/test_pages.py
     programs = find_programs()
     assert programs.keys() == CHECKS.keys() | elsewhere
     lines = programs["README.md five_lines.py"].splitlines()
@@ -161,9 +161,9 @@ def test_the_command_of_the_pages_draws_the_picture_of_the_readme(tmp_path):
     result = CliRunner().invoke(main, [*command.split(), "--png", str(tmp_path / "plan.png")])
     assert result.exit_code == 0, result.output
     drawn, kept = (Image.open(path) for path in (tmp_path / "plan.png", ROOT / "docs/images/plan.png"))
-    assert drawn.size == kept.size and (ROOT / "docs/images/plan.png").stat().st_size < 150_000
-    # Fonts differ between versions of Pillow; the coloured blocks of the mask do not.
-    area = (0.07, 0.13, 0.53, 0.86)
+    assert drawn.size == kept.size and (ROOT / "docs/images/plan.png").stat().st_size < 250_000
+    # Texts differ between versions of Matplotlib; the coloured blocks of the mask do not.
+    area = (0.07, 0.1, 0.54, 0.68)
     width, height = kept.size
     box = tuple(int(part * side) for part, side in zip(area, (width, height, width, height)))
     difference = ImageChops.difference(*(image.convert("RGB").crop(box) for image in (drawn, kept)))
@@ -173,7 +173,7 @@ def test_the_command_of_the_pages_draws_the_picture_of_the_readme(tmp_path):
 def test_the_readme_names_only_make_targets_that_exist():
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in ("README.md", "CONTRIBUTING.md", ".ci/run"):
-        named = set(re.findall(r"\bmake ([a-z][a-z-]*)\b", (ROOT / page).read_text()))
+        named = set(re.findall(r"(?:^|`|\$ )make ([a-z][a-z-]*)\b", (ROOT / page).read_text(), re.MULTILINE))
         assert named <= targets, f"{page} names {named - targets}"
 
 
@@ -189,7 +189,7 @@ def test_ci_runs_the_commands_of_the_readme_and_all_other_checks():
 def test_make_test_leaves_out_what_it_says_it_does():
     """Without a browser, a C++ compiler or another environment: `make test` needs none of them."""
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    names = [line.partition(":")[0] for line in options["markers"]]
+    names = [line.partition(":")[0] for line in options["markers"] if "`make " in line]
     (left_out,) = re.findall("-m '(.*)'", options["addopts"])
     assert left_out == " and ".join(f"not {name}" for name in names)
 

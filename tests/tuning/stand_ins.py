@@ -48,8 +48,8 @@ class Compiler:
     def __call__(self, jobs):
         for job in jobs:
             (self.steps if job.variant else self.asked).append(job.config)
-            row = {"registers": 128, "spill_bytes": 0, "shared_bytes": 1000, "flops": 1.0, "bound": 0.6}
-            yield job, row | {"limit": "issue"} | self.by_stages.get(f"s{job.config.num_stages}", {})
+            row = {"registers": 128, "spill_bytes": 0, "shared_bytes": 1000, "tma": 0}
+            yield job, row | self.by_stages.get(f"s{job.config.num_stages}", {})
 
 
 class Ticks:

@@ -75,7 +75,7 @@ def few(target, arch):
     return [own, *(rest if target.kernel == "forward" else [])]
 
 
-def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
+def test_the_static_stage_compiles_without_a_gpu(monkeypatch, home):
     """Compile two kernels with a score_mod and another head dim of values: the rule survives, configs that do
     not fit are dropped; a second run compiles nothing."""
     for module in (search, search_run):
@@ -88,10 +88,9 @@ def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
     name = "full tests.tuning.test_run:biased 8x2 d64x32 4096 bfloat16"
     assert [row["target"] for row in rows] == [*[f"forward {name}"] * 2, f"fused {name}"]
     for row in rows:
-        assert 0 < row["bound"] < 1 and row["spill_bytes"] == 0 and row["tma"] > 0
-        assert row["flops"] == 1.0, "products of 64 and of 32 channels, and no others"
+        assert row["spill_bytes"] == 0 and row["tma"] > 0
     assert "tried 4, pruned 1" in done.stderr
-    assert not list(home.glob("*/*.json")), "a bound is no measurement"
+    assert not list(home.glob("*/*.json")), "a report is no measurement"
     monkeypatch.setattr(
         Compilers, "compile_jobs", lambda self, jobs: iter(pytest.fail("again") for _ in jobs)
     )
@@ -122,7 +121,7 @@ def test_the_static_stage_compiles_routes(monkeypatch):
 
 @pytest.fixture
 def compile_nothing(monkeypatch):
-    report = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "bound": 0.5, "flops": 1.0}
+    report = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "tma": 0}
     monkeypatch.setattr(Compilers, "compile_jobs", lambda self, jobs: ((job, report) for job in jobs))
 
 

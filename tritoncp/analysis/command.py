@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import click
 
@@ -17,21 +15,39 @@ from tritoncp.command_base import JOBS, Command, Seconds
     "--arch", "archs", multiple=True, metavar="NAME", help="sm_90, gfx942, ... [default: all shipped]"
 )
 @click.option(
-    "--kernel",
-    "kernels",
-    multiple=True,
-    metavar="NAME",
-    help="forward, delta, dq, dkdv, fused, gluon.",
+    "--kernel", "kernels", multiple=True, metavar="NAME", help="forward, delta, dq, dkdv, fused, gluon."
 )
 @click.option("--head-dim", "dims", multiple=True, type=int, help="64, 96, 128, ...")
 @click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="bfloat16, float16, float32.")
-@click.option("--mask", "masks", multiple=True, metavar="NAME", help="full, causal, state, ...")
+@click.option(
+    "--mask",
+    "masks",
+    multiple=True,
+    metavar="NAME",
+    help="full, causal, state, ...; --executed also takes expressions.",
+)
 @click.option("--jobs", type=JOBS, help="Kernels compiled at a time. [default: one a core]")
 @click.option("--timeout", type=Seconds(), default=300.0, show_default=True, help="Seconds for one kernel.")
-@click.option("--order", is_flag=True, help="Simulate the start order of programs; compile nothing.")
 @click.option("--json", "as_json", is_flag=True, help="A list of rows on stdout, nothing else.")
 @click.option("--check", is_flag=True, help="Fail where something got worse since the table was written.")
 @click.option("--update", is_flag=True, help="Write stale rows of that table; with --check, all of them.")
+@click.option(
+    "--executed", is_flag=True, help="Run a call's kernels on the CPU, and count what they execute."
+)
+@click.option(
+    "--shape",
+    default="4x1,128,512",
+    show_default=True,
+    metavar="SHAPE",
+    help="Of --executed: HEADSxKV_HEADS,HEAD_DIM,LENGTH.",
+)
+@click.option("--score", default="", metavar="NAME", help="Of --executed: alibi, softcap, module:function.")
+@click.option("--backward", is_flag=True, help="Of --executed: the backward pass.")
+@click.option(
+    "--against",
+    type=click.Choice(("torch", "autotuned")),
+    help="Of --executed: torch's template at its default tile; at all that autotuning tries.",
+)
 def inspect(
     archs: tuple[str, ...],
     kernels: tuple[str, ...],
@@ -40,37 +56,47 @@ def inspect(
     masks: tuple[str, ...],
     jobs: int | None,
     timeout: float,
-    order: bool,
     as_json: bool,
     check: bool,
     update: bool,
+    executed: bool,
+    shape: str,
+    score: str,
+    backward: bool,
+    against: str | None,
 ) -> None:
     """Compile every shipped kernel for GPUs that need not be here, and show the figures of the compiler.
 
-    With the tiles of the rule, and with the shipped tiles, which were measured.
-    Registers, spills, shared memory, matrix instructions, the inner loop's instructions, and how busy that
-    can keep the tensor cores at most. Each option that picks may be given several times. Exits with 1 if
-    a kernel does not compile, or --check finds one worse than the table that is shipped.
+    With the tiles of the rule, and with the shipped tiles, which were measured: registers, spills, shared
+    memory, matrix unit, TMA. Each option that picks may be given several times. Exits with 1 if a kernel does
+    not compile, or --check finds one worse than the table that is shipped.
 
-    --order simulates how long launches take in the order in which their programs start, relative to the best
-    order, for every case of the benchmark on one GPU.
+    --executed runs the kernels of a call on the CPU, instruction by instruction, compares the results with
+    float64, and counts for each query row and head: instructions of warps, FLOPs of tensor cores, special
+    functions, wavefronts of shared memory, sectors of global memory. Counts do not show what the schedule of
+    ptxas, latencies and clocks make of them.
 
     \b
     Examples:
       tritoncp inspect --arch sm_90 --kernel forward --head-dim 128 --dtype bfloat16
       tritoncp inspect --check
-      tritoncp inspect --order --arch sm_90
+      tritoncp inspect --executed --arch sm_80 --mask causal --against torch
+      tritoncp inspect --executed --arch sm_90 --shape 8x2,64,512 --score my_package.mods:bias
     """
     from tritoncp.analysis.cross_compile import check_target
-    from tritoncp.analysis.inspect_run import run
-    from tritoncp.analysis.resource_table import ARCHS, measured, pick, shipped
 
     for arch in archs:
         check_target(arch)
-    if order:
-        if kernels or dims or dtypes or masks or check or update:
-            raise click.UsageError("--order takes --arch and --json only: it compiles nothing")
-        return show_orders(archs or ("sm_90",), as_json)
+    if executed:
+        if kernels or dims or check or update:
+            raise click.UsageError(
+                "--executed takes --arch, --shape, --mask, --score, --dtype, --against only"
+            )
+        count(archs, masks, dtypes, shape, score, backward, against or "", as_json)
+        return
+    from tritoncp.analysis.inspect_run import run
+    from tritoncp.analysis.resource_table import ARCHS, measured, pick, shipped
+
     listed = [*shipped(archs or ARCHS), *measured(archs or ARCHS)]
     rows = pick(listed, kernel=kernels, head_dim=dims, dtype=dtypes, variant=masks)
     faults = run(rows, jobs, timeout, as_json=as_json, check=check, update=update)
@@ -79,23 +105,43 @@ def inspect(
     sys.exit(1 if faults else 0)
 
 
-def show_orders(archs: Sequence[str], as_json: bool) -> None:
-    """Print the simulated program orders of architectures. Raises click.UsageError for one whose number of
-    multiprocessors is not listed."""
+def count(
+    archs: Sequence[str],
+    masks: Sequence[str],
+    dtypes: Sequence[str],
+    shape: str,
+    score: str,
+    backward: bool,
+    against: str,
+    as_json: bool,
+) -> None:
+    """Print the executed counts of calls."""
+    import json
+    from dataclasses import asdict
+
     from rich.console import Console
 
-    from tritoncp.analysis.program_order import MULTIPROCESSORS, estimates, format_table
+    from tritoncp.analysis.executed import check_against, compare, make_call, problem_of, show
 
-    if unknown := [arch for arch in archs if arch not in MULTIPROCESSORS]:
-        raise click.UsageError(
-            f"--order has no multiprocessors of {unknown[0]}; known: {', '.join(MULTIPROCESSORS)}"
-        )
-    rows = {arch: list(estimates(arch)) for arch in archs}
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    which = "backward" if backward else "forward"
+    printed = []
+    for mask in masks or ("causal",):
+        problem, own_mask = problem_of(shape, mask, score, dtypes[0] if dtypes else "bfloat16")
+        if against:
+            check_against(problem, own_mask)
+        call = make_call(problem, own_mask)
+        for arch in archs or ("sm_80", "sm_90"):
+            rows = list(compare(call, arch, which, against))
+            title = f"{arch}, {which}, {' '.join(filter(None, (mask, score, shape)))}"
+            printed += [{"call": title, **asdict(row)} for row in rows]
+            if not as_json:
+                show(rows, title, console)
     if as_json:
-        click.echo(
-            json.dumps([{"arch": arch, **asdict(row)} for arch in archs for row in rows[arch]], indent=1)
+        click.echo(json.dumps(printed, indent=1))
+    else:
+        console.print(
+            "counts: for each query row and head, in brackets tritoncp's over this row's; regs, spill: of a "
+            "thread",
+            style="dim",
         )
-        return
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    for arch in archs:
-        console.print(format_table(rows[arch], arch))

@@ -15,28 +15,25 @@ import threading
 from collections.abc import Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from tritoncp.analysis.jobs import Job
-from tritoncp.analysis.templates.flex import TemplateJob
 from tritoncp.core.environment import OFFLINE_LOG
 from tritoncp.ops import tile_tables
 
-AnyJob = TypeVar("AnyJob", Job, TemplateJob)
-
 
 def compile_all(
-    jobs: Iterable[AnyJob], processes: int | None = None, timeout: float = 300.0, question: str = "report"
-) -> Generator[tuple[AnyJob, dict[str, Any]]]:
+    jobs: Iterable[Job], processes: int | None = None, timeout: float = 300.0, question: str = "report"
+) -> Generator[tuple[Job, dict[str, Any]]]:
     """Compile jobs in processes. Yields each job and its report, in the order of completion.
 
     processes: how many compile at a time; default: one for each core
     timeout:   seconds for one job
-    question:  "report"; "digest" for the digest alone, which compiles no kernel; "template" of a TemplateJob
+    question:  "report"; "digest" for the digest alone, which compiles no kernel
 
-    A report is the result of :func:`tritoncp.analysis.kernel_report.report_kernel` or
-    :func:`tritoncp.analysis.templates.flex.report_template`, or ``{"failed": why}``: a compiler that raises,
-    dies or takes too long does not affect other jobs.  The processes end with the iteration.
+    A report is the result of :func:`tritoncp.analysis.kernel_report.report_kernel`, or ``{"failed": why}``: a
+    compiler that raises, dies or takes too long does not affect other jobs.  The processes end with the
+    iteration.
     """
     compilers = Compilers(processes, timeout)
     try:
@@ -53,8 +50,8 @@ class Compilers:
         self._workers: list[Worker] = []
 
     def compile_jobs(
-        self, jobs: Iterable[AnyJob], question: str = "report"
-    ) -> Generator[tuple[AnyJob, dict[str, Any]]]:
+        self, jobs: Iterable[Job], question: str = "report"
+    ) -> Generator[tuple[Job, dict[str, Any]]]:
         """Compile jobs as :func:`compile_all` does. Closing the generator ends the jobs in work."""
         todo = list(jobs)
         if not todo:
@@ -64,7 +61,7 @@ class Compilers:
         for worker in self._workers:
             idle.put(worker)
 
-        def compile_job(job: AnyJob) -> dict[str, Any]:
+        def compile_job(job: Job) -> dict[str, Any]:
             worker = idle.get()
             try:
                 return worker.ask(question, job, self._timeout)
@@ -73,9 +70,7 @@ class Compilers:
 
         pool = ThreadPoolExecutor(len(self._workers))
         try:
-            waiting: dict[Future[dict[str, Any]], AnyJob] = {
-                pool.submit(compile_job, job): job for job in todo
-            }
+            waiting: dict[Future[dict[str, Any]], Job] = {pool.submit(compile_job, job): job for job in todo}
             while waiting:
                 for future in wait(waiting, return_when=FIRST_COMPLETED).done:
                     yield waiting.pop(future), future.result()
@@ -101,7 +96,7 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
         self._ended = False
 
-    def ask(self, question: str, job: Job | TemplateJob, timeout: float) -> dict[str, Any]:
+    def ask(self, question: str, job: Job, timeout: float) -> dict[str, Any]:
         """Send one job and return its answer, ``{"failed": why}`` after ``timeout`` seconds."""
         process = self._process = self._process or self._start_process()
         late = threading.Event()

@@ -15,14 +15,12 @@ from tritoncp.analysis.jobs import Job
 from tritoncp.analysis.kernel_digest import hash_launch
 from tritoncp.analysis.kernel_report import report_kernel
 from tritoncp.analysis.launches import launch_of
-from tritoncp.analysis.templates.flex import TemplateJob, report_template
 from tritoncp.ops.engine_factory import name_functions
 
 # Of a job as a dict.
 QUESTIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "report": lambda raw: report_kernel(Job.of(raw)),
     "digest": lambda raw: {"digest": hash_launch(launch_of(Job.of(raw)))},
-    "template": lambda raw: report_template(TemplateJob.of(raw)),
 }
 
 

@@ -8,13 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
-from tritoncp.analysis.disassembly import KINDS
 from tritoncp.analysis.jobs import Job
 from tritoncp.analysis.resource_table import (
     Row,
-    families,
     find_regressions,
-    flex,
     inspect_jobs,
     key,
     read_table,
@@ -22,9 +19,7 @@ from tritoncp.analysis.resource_table import (
     write,
 )
 
-MIX = ("tensor", "mufu", "fma", "compare", "convert", "integer", "memory", "barrier", "other")
-assert {*MIX, "spill"} == {*KINDS, "other"}
-WIDE = 200  # characters of a screen that has room for the mix
+WIDE = 160  # characters of a line where no terminal says how many it has
 
 # Heading of a column -> its value for a row.
 COLUMNS: dict[str, Callable[[Row], Any]] = {
@@ -36,15 +31,8 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
     "regs": lambda row: row["registers"],
     "spill": lambda row: row["spill_bytes"],
     "shared": lambda row: row["shared_bytes"],
-    "matrix": lambda row: f"{families(row['mma'])} {sum(row['mma'].values())}" if row["mma"] else "–",
-    "TMA/async": lambda row: f"{row['tma']}/{row['async_copies']}",
-    "loop/masked": lambda row: f"{row['loop']}/{row['masked_loop'] or '–'}",
-    " ".join(name[:3] for name in MIX): lambda row: " ".join(f"{row['mix'].get(x, 0):3}" for x in MIX),
-    "FLOPs": lambda row: row["flops"],
-    "bound": lambda row: f"{row['bound']:.0%}",
-    "overlap": lambda row: f"{row['overlap']:.0%}",
-    "flex": lambda row: " ".join(f"{bound:.0%}" for bound in flex(row) or ()) or "–",
-    "limited by": lambda row: row["limit"],
+    "matrix": lambda row: row["matrix"] or "–",
+    "TMA": lambda row: row["tma"] or "–",
 }
 
 
@@ -120,20 +108,15 @@ def show(rows: Sequence[Row], console: Any) -> None:
     """Print a table for each architecture, with dashes for values that a row lacks."""
     from rich.table import Table
 
-    wide = console.width >= WIDE
-    columns = {name: of for name, of in COLUMNS.items() if wide or not name.startswith("ten")}
     for arch in dict.fromkeys(row["arch"] for row in rows):
-        table = Table(*columns, title=arch, box=None, padding=(0, 1), title_justify="left")
+        table = Table(*COLUMNS, title=arch, box=None, padding=(0, 1), title_justify="left")
         for row in rows:
             if row["arch"] == arch:
-                table.add_row(*(_cell(of, row) for of in columns.values()))
+                table.add_row(*(_cell(of, row) for of in COLUMNS.values()))
         console.print(table)
     console.print(
-        "\ntiles: M×N warps/stages, TMA if by descriptor; TMA/async: copies; loop: instructions for a tile "
-        "of a full block / of a masked one; FLOPs: issued over needed; bound: of the tensor cores, one tile "
-        "at a time in each program; overlap: if softmax hid behind products (the model is in "
-        "tritoncp/analysis/throughput_bound.py); flex: bound of torch's template at "
-        "its default tiles, and at its best candidate",
+        "\ntiles: M×N warps/stages, TMA if by descriptor; regs, spill (bytes): of a thread; shared: bytes of "
+        "a program; matrix: the unit that multiplies; TMA: bulk copies in the code",
         style="dim",
     )
 
@@ -141,5 +124,5 @@ def show(rows: Sequence[Row], console: Any) -> None:
 def _cell(value_of: Callable[[Row], Any], row: Row) -> str:
     try:
         return str(value_of(row))
-    except KeyError:  # no matrix products, or not compiled
+    except KeyError:  # not compiled
         return "–"

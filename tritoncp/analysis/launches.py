@@ -19,6 +19,7 @@ from tritoncp.kernels.launch import Launch, Launches, State
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
+from tritoncp.masks.mask import Mask
 from tritoncp.mods import Mod, mask_mod
 from tritoncp.ops import call_mods, engine_factory
 from tritoncp.planning.build import build
@@ -31,18 +32,26 @@ class CallTensors:
 
     tensors: q [1, Hq, Q, D], k [1, Hkv, S, D], v [1, Hkv, S, E], dout [1, Hq, Q, E]; default: uninitialised
         memory
+    mask:    in place of the problem's
     """
 
-    def __init__(self, problem: Problem, device: torch.device, tensors: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        device: torch.device,
+        tensors: Sequence[Tensor] = (),
+        mask: Mask | None = None,
+    ) -> None:
         heads, kv_heads, d, e = problem.heads, problem.kv_heads, problem.dim, problem.v_dim
         if not tensors:
             rows, seq = problem.rows, problem.seq
             shapes = (heads, rows, d), (kv_heads, seq, d), (kv_heads, seq, e), (heads, rows, e)
             tensors = [torch.empty(1, *shape, dtype=problem.torch_dtype, device=device) for shape in shapes]
         self.q, self.k, self.v, self.dout = tensors
-        self._mask = problem.block_mask()
+        self._mask = problem.block_mask() if mask is None else mask
         self._tables = build(self._mask).tables(str(device), 1, heads)
-        self._mods = mods_of(problem, self.q)
+        mod = self._mask.mask_mod if self._tables.mask == "mod" else None
+        self._mods = mods_of(problem, self.q, mask_mod(mod) if mod else None)
         self._out = torch.empty_like(self.dout)
         self._lse, self._delta = torch.empty(2, *self.q.shape[:3], device=device).unbind()
         self._dq, self._dk, self._dv = map(torch.empty_like, (self.q, self.k, self.v))
@@ -55,6 +64,7 @@ class CallTensors:
             "forward": {"out": self._out},
             "few": {"out": self._out},
             "route": {"out": self._out, "lse": self._lse[..., None]},
+            "delta": {"delta": self._delta},
             "dq": {"dq": self._dq},
             "dkdv": dkdv,
             "fused": {"dq": self._dq_sum, **dkdv},

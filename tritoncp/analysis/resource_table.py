@@ -11,9 +11,6 @@ from typing import Any
 
 from tritoncp.analysis.compile_pool import compile_all
 from tritoncp.analysis.jobs import KERNELS, VARIANT_OF_KIND, Job, step_job
-from tritoncp.analysis.templates.comparison import comparisons
-from tritoncp.analysis.templates.flex import MASKS as COMPARED_MASKS
-from tritoncp.analysis.throughput_bound import MACHINES, TENSOR_COLUMNS
 from tritoncp.core.checked_json import read_json
 from tritoncp.kernels.tile_rules import Config, copies, family, fuses, widest_route
 from tritoncp.ops import tile_tables
@@ -21,34 +18,25 @@ from tritoncp.ops import tile_tables
 Row = dict[str, Any]
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
-TABLE = tile_tables.PACKAGE / "kernels/configs/resources.json"
+TABLE = tile_tables.SHIPPED / "resources.json"
+KEY = ("kernel", "arch", "head_dim", "dtype", "variant")
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
-REGRESSION_TOLERANCE = 0.03  # of a bound, before it counts as lost
-RECORDED_FIELDS = (  # of a row, in the table
-    *(
-        "digest",
-        "config",
-        "registers",
-        "spill_bytes",
-        "shared_bytes",
-        "tensor_columns",
-        "mma",
-        "tma",
-        "async_copies",
-        "loop",
-        "masked_loop",
-    ),
-    *("loop_spills", "programs", "flops", "bound", "overlap", "limit"),
-)
+COLUMNS = ("digest", "registers", "spill_bytes", "shared_bytes", "matrix", "tma")  # of a row, after its key
+KIB = 1 << 10
+SHARED_BYTES = {
+    **{"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_90": 227 * KIB, "sm_100": 227 * KIB},
+    "gfx942": 64 * KIB,
+}  # of one program, by family
+TENSOR_COLUMNS = 512  # of sm_100's tensor memory
 
 
 def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     """List the kernels that are shipped for these architectures: bfloat16 with every kind of mask and for few
-    rows, without descriptors where they are the rule, and fused where tiles exist; head dims
-    of two pieces, float16 and float32 with the kind that needs the most registers.
+    rows, without descriptors where they are the rule, and fused where tiles exist; head dims of two pieces,
+    float16 and float32 with the kind that needs the most registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
-    (131, 437)
+    (110, 377)
     """
     jobs = []
     for arch in archs:
@@ -57,7 +45,6 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
             jobs.append(step_job("delta", arch, dim))
             jobs += [step_job(name, arch, dim, variant=mask) for mask in MASKS for name in passes]
             jobs += [step_job(name, arch, dim, variant="pointers") for name in passes if copies(arch)]
-            jobs += [step_job(name, arch, dim, variant="mask_mod_local") for name in passes]
             jobs += [step_job("forward", arch, dim, variant=mask) for mask in ("few", "decode")]
             jobs.append(step_job("combine", arch, dim, variant="few"))
             jobs += [step_job("fused", arch, dim, variant=mask) for mask in ("full", "state") if fuses(arch)]
@@ -105,9 +92,8 @@ def pick(jobs: Sequence[Job], **criteria: Sequence[Any]) -> list[Job]:
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """The key of a row: kernel, arch, head_dim, dtype, variant; then the source of its tiles, unless it is
-    the rule."""
-    identity = tuple(row[name] for name in ("kernel", "arch", "head_dim", "dtype", "variant"))
+    """The key of a row: KEY; then the source of its tiles, unless it is the rule."""
+    identity = tuple(row[name] for name in KEY)
     return (*identity, row["source"]) if row.get("source") else identity
 
 
@@ -120,8 +106,13 @@ def inspect_jobs(jobs: Sequence[Job], processes: int | None, timeout: float) -> 
 
 
 def read_table(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
-    """Read the committed table."""
-    return {key(row): row for row in read_json(path)["rows"]}
+    """Read the committed table: rows by their keys."""
+    table = {}
+    for name, *figures in read_json(path)["rows"]:
+        row = dict(zip((*KEY, *COLUMNS, "source"), (*name.split(), *figures)))
+        row["head_dim"] = int(row["head_dim"])
+        table[key(row)] = row
+    return table
 
 
 def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:
@@ -135,76 +126,47 @@ def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:
 
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
-    """Write rows into the table, in place of the rows with the same keys: a line each. Rows of measured tiles
-    that are no longer shipped are dropped."""
+    """Write rows into the table, in place of the rows with the same keys: a line each. Rows of kernels that
+    are no longer shipped are dropped."""
     import triton
 
     old = read_table(path) if path.exists() else {}
-    fresh = {key(row): {name: row.get(name) for name in RECORDED_FIELDS} for row in rows}
-    names = ("kernel", "arch", "head_dim", "dtype", "variant", "source")
-    merged = old | {identity: dict(zip(names, identity)) | row for identity, row in fresh.items()}
-    order = {key(job.identity): i for i, job in enumerate([*shipped(), *measured()])}
-    remaining = [row for identity, row in merged.items() if identity in order or "source" not in row]
-    remaining.sort(key=lambda row: order.get(key(row), len(order)))
-    lines = ",\n".join(json.dumps(row) for row in remaining)
+    merged = old | {key(row): row for row in rows}
+    order = [key(job.identity) for job in [*shipped(), *measured()]]
+    kept = [merged[identity] for identity in order if identity in merged]
+    lines = ",\n".join(json.dumps(_compact(row), separators=(",", ":")) for row in kept)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"triton": "{triton.__version__}", "rows": [\n{lines}\n]}}\n')
+
+
+def _compact(row: Row) -> list[Any]:
+    """The key as one word each, then the figures, then the source of the tiles if they were measured."""
+    source = [row["source"]] if row.get("source") else []
+    return [" ".join(str(row[name]) for name in KEY), *(row[name] for name in COLUMNS), *source]
 
 
 def find_regressions(row: Row, before: Row | None) -> list[str]:
     """List a row's regressions against the table, and its violations of the GPU's limits.
 
-    >>> was = {"spill_bytes": 0, "loop_spills": 0, "mma": {"HGMMA.64x128x16": 16}, "tma": 4, "flops": 1.0}
-    >>> was |= {"arch": "sm_90", "shared_bytes": 0, "bound": 0.66}
-    >>> find_regressions(was | {"mma": {"HMMA.16816": 9}, "tma": 0, "bound": 0.64}, was)
-    ['matrix products by HMMA, before by HGMMA', 'no TMA any more', 'bound 0.640, before 0.660']
+    >>> was = {"arch": "sm_90", "spill_bytes": 0, "shared_bytes": 0, "matrix": "HGMMA", "tma": 4}
+    >>> find_regressions(was | {"matrix": "HMMA", "tma": 0, "spill_bytes": 8}, was)
+    ['8 spilled bytes, before 0', 'matrix products by HMMA, before by HGMMA', 'no TMA any more']
     """
     if "failed" in row:
         return [row["failed"]]
-    limit = MACHINES[family(row["arch"])].block
+    limit = SHARED_BYTES[family(row["arch"])]
     regressions = []
     if row["shared_bytes"] > limit:
         regressions.append(f"{row['shared_bytes']} bytes of shared memory, there are {limit}")
     if (row.get("tensor_columns") or 0) > TENSOR_COLUMNS:
         regressions.append(f"{row['tensor_columns']} columns of tensor memory, there are {TENSOR_COLUMNS}")
-    if row.get("touched"):
-        regressions.append(f"{row['touched']} instructions touch registers of products under way")
     if before is None:
         return [*regressions, "not in the table: tritoncp inspect --update writes it"]
-    for name, what in (("spill_bytes", "spilled bytes"), ("loop_spills", "spills in the loop")):
-        if (row.get(name) or 0) > (before[name] or 0):
-            regressions.append(f"{row[name]} {what}, before {before[name] or 0}")
-    units, units_before = families(row["mma"]), families(before["mma"])
-    if units != units_before:
-        regressions.append(f"matrix products by {units or 'nothing'}, before by {units_before or 'nothing'}")
+    if row["spill_bytes"] > before["spill_bytes"]:
+        regressions.append(f"{row['spill_bytes']} spilled bytes, before {before['spill_bytes']}")
+    if row["matrix"] != before["matrix"]:
+        units = row["matrix"] or "nothing", before["matrix"] or "nothing"
+        regressions.append("matrix products by {}, before by {}".format(*units))
     if before["tma"] and not row["tma"]:
         regressions.append("no TMA any more")
-    if before["bound"] is None or row["bound"] is None:
-        return regressions
-    if row["flops"] > before["flops"]:
-        regressions.append(f"issues {row['flops']} times the FLOPs of its tile, before {before['flops']}")
-    if row["bound"] < (1 - REGRESSION_TOLERANCE) * before["bound"]:
-        regressions.append(f"bound {row['bound']:.3f}, before {before['bound']:.3f}")
     return regressions
-
-
-def families(mma: dict[str, int]) -> str:
-    """Name the units that multiply matrices, without shapes.
-
-    >>> families({"HGMMA.64x64x16": 2, "HGMMA.64x128x16": 1}), families({"v_mfma_f32_32x32x8_bf16": 48})
-    ('HGMMA', 'v_mfma')
-    """
-    return ", ".join(sorted({name.split(".")[0].split("_f32")[0] for name in mma}))
-
-
-def flex(row: Row) -> tuple[float, float] | None:
-    """The bounds of torch's flex_attention for a row's kernel and mask, at torch's default tiles and at its
-    best candidate, if :func:`tritoncp.analysis.templates.comparison.comparisons` has them. Those of a causal
-    mask stand for masks that it lacks; for few rows torch has another template."""
-    if row["variant"] in ("few", "decode"):
-        return None
-    mask = row["variant"] if row["variant"] in COMPARED_MASKS else "causal"
-    place = comparisons().get((row["kernel"], row["arch"], row["head_dim"], mask))
-    if place is None or row["dtype"] != "bfloat16":
-        return None
-    return place.default["bound"], place.best["bound"]

@@ -4,6 +4,7 @@
     tritoncp.engine    executables: engine, route of the forward pass
     tritoncp.cache     look-ups in caches: hit or miss
     tritoncp.tiles     tile shapes: their files, and those of each kernel
+    tritoncp.ranks     calls that failed and closed their group
     tritoncp.chunking  regions of a training graph that were cut
 
 A decision is logged at INFO when it is new in this process, later at DEBUG. A message begins with the rank of

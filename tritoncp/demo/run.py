@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -116,11 +117,13 @@ def attend_once(config: Config, world_size: int) -> list[float]:
     shape, size = config.shape, min(config.seq_len, INTERPRETED_TOKENS)
     plan = plan_of(window(windows(size, 1)[0]).lengths, world_size=world_size, rank=0)
     generator = torch.Generator().manual_seed(0)
-    parts = []
-    for heads, side in ((shape.heads, "q"), (shape.kv_heads, "kv"), (shape.kv_heads, "kv")):
+
+    def parts(heads: int, side: Literal["q", "kv"]) -> list[torch.Tensor]:
         x = torch.randn(1, heads, size, shape.head_dim, generator=generator)
-        parts.append([shard(x, plan.for_rank(rank), dim=2, side=side) for rank in range(world_size)])
-    outputs = simulate(world_size).flex_attention(*parts, bias_of(shape.heads), plan, enable_gqa=True)
+        return [shard(x, plan.for_rank(rank), dim=2, side=side) for rank in range(world_size)]
+
+    q, k, v = parts(shape.heads, "q"), parts(shape.kv_heads, "kv"), parts(shape.kv_heads, "kv")
+    outputs = simulate(world_size).flex_attention(q, k, v, bias_of(shape.heads), plan, enable_gqa=True)
     return torch.cat(outputs, 2).flatten().tolist()
 
 

@@ -142,7 +142,7 @@ def _message(ticket: Ticket, group: dist.ProcessGroup, turn: int = 1) -> Message
 def _finish(ticket: Ticket, group: dist.ProcessGroup, record: Record, turn: int = 1) -> Any:
     for work in ticket.works:
         if ticket.on_host:
-            failures.wait(work, group, record, _message(ticket, group, turn))
+            failures.wait(work, group, record, lambda: _message(ticket, group, turn))
         else:
             work.wait()  # with a timeout, NCCL's would block the host
     return ticket.result
@@ -370,7 +370,7 @@ def exchange(
         return rows.tolist()
     work = channel.allgather([list(rows)], [row])
     message = Message(record.messages, "exchange", lambda: purpose, groups.timeout)
-    failures.wait(work, group, record, message)
+    failures.wait(work, group, record, lambda: message)
     return rows.tolist()
 
 

@@ -71,7 +71,7 @@ def together(
     if group is None:
         return result, [list(numbers)]
     call = f"call {failures.record_of(group).calls + 1}"
-    text, content = facts["call"]
+    text, content = facts.get("call", fact(purpose))
     facts = {**facts, "call": fact(f"{call}: {_read(text)}", content + call.encode())}
     rows = collectives.exchange(_record(facts, numbers), group, purpose)
     _check_facts(facts, rows, group, purpose)

@@ -128,7 +128,7 @@ def closing(group: Any) -> Iterator[None]:
 def stop(group: Any, error: BaseException) -> None:
     """Close a group, whose call raised ``error`` on this rank, unless all ranks fail alike; tell the other
     ranks. An error that all ranks raise together, as its attribute ``is_shared`` says, closes nothing."""
-    if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
+    if group is None or not _has_others(group):
         return
     record = _RECORDS.of(group)
     if record.closed or getattr(error, "is_shared", False):
@@ -148,6 +148,15 @@ def stop(group: Any, error: BaseException) -> None:
     _tell_other_groups(group, record.stopped)
 
 
+def _has_others(group: Any) -> bool:
+    """Return whether a group was not destroyed, and has other ranks, which torch's "fake" backend has not."""
+    return (
+        group in dist.distributed_c10d._world.pg_map
+        and group.size() > 1
+        and dist.get_backend(group) != "fake"
+    )
+
+
 def close(group: Any, record: Record, text: str, kind: str = CLOSED) -> None:
     """Close a group for this process: every further call raises GroupClosed."""
     record.stopped = record.stopped or text
@@ -161,8 +170,8 @@ def close(group: Any, record: Record, text: str, kind: str = CLOSED) -> None:
 def _tell_other_groups(group: Any, text: str) -> None:
     """Tell the ranks of this rank's other groups, who may wait for it, why it may not come."""
     for other, record in _RECORDS.items():
-        is_open = record.messages and not record.stopped and other.size() > 1
-        if is_open and record.told < record.messages:
+        is_open = record.messages and not record.stopped
+        if other is not group and is_open and record.told < record.messages and _has_others(other):
             record.told = record.messages
             _append(other, Entry(other.rank(), record.messages, ELSEWHERE, f"in another group, {text}"))
 
@@ -207,7 +216,7 @@ class Message(NamedTuple):
     timeout: Callable[[Any], timedelta]
 
 
-def wait(work: Any, group: Any, record: Record, message: Message) -> None:
+def wait(work: Any, group: Any, record: Record, describe: Callable[[], Message]) -> None:
     """Wait for a message between hosts, in slices, between which the log is read. Raises PeerLost."""
     start = time.monotonic()
     while True:
@@ -218,8 +227,8 @@ def wait(work: Any, group: Any, record: Record, message: Message) -> None:
         except RuntimeError as caught:
             error = caught
         if is_done:  # the error is the message's own
-            raise peer_lost(group, record, message, error) from error
-        check(group, record, message, time.monotonic() - start, error)
+            raise peer_lost(group, record, describe(), error) from error
+        check(group, record, describe(), time.monotonic() - start, error)
 
 
 def check(group: Any, record: Record, message: Message, waited: float, error: object) -> None:

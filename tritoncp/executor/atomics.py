@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.floating import arithmetic16
+from tritoncp.executor.floating import arithmetic16, ftz
 
 Array = np.ndarray[Any, Any]
 COMBINE: dict[str, Callable[[Any, Any], Any]] = {
@@ -26,7 +26,7 @@ COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 def update(memory: Array, idx: Array, kind: str, operation: str, values: tuple[Array, ...]) -> Array:
     """Combine values into memory[idx], equal indices one after the other; return the old values.
 
-    kind:   type of PTX
+    kind:   type of PTX, or "f32 flushed"
     values: one array; for "cas" the expected values and the new ones
     """
     old = np.empty(len(idx), memory.dtype)
@@ -45,4 +45,6 @@ def combine(old: Array, kind: str, operation: str, *values: Array) -> Array:
         return np.where(old == values[0], values[1], old)
     if kind in ("f16", "bf16", "f16x2", "bf16x2"):
         return arithmetic16("add", kind, old, values[0])
+    if kind == "f32 flushed":
+        return ftz(ftz(old) + ftz(values[0]))
     return COMBINE[operation](old, values[0])

@@ -23,7 +23,10 @@ class Clocks:
         self.warps = warps
         self.tensor, self.copy, self.bulk = warps, warps + 1, warps + 2
         self.group = warps + 3  # and those after it, one a warpgroup
-        agents = self.group + -(-warps // 4)
+        self.groups = -(-warps // 4)
+        # Parts of products that a warp waits for itself; a product is done when all its four parts are
+        self.part = self.group + self.groups
+        agents = self.part + 4 * self.groups
         self.knows = np.zeros((ctas, warps, agents), np.int32)
         own = np.arange(warps)
         self.knows[:, own, own] = 1
@@ -39,6 +42,9 @@ class Clocks:
     def lower_floor(self, ctas: Any = slice(None)) -> None:
         """Find the newest clock that every warp knows of every agent. Called when rows change."""
         knows = self.knows[ctas]
+        parts = knows[..., self.part :].reshape(*knows.shape[:-1], self.groups, 4)
+        knows[..., self.group : self.part] = parts.min(-1)
+        self.knows[ctas] = knows
         now = self.now[ctas][..., None, None]
         known = np.where(knows >= self.last[ctas][..., None, :], now, knows).min((-1, -2))
         self.floor[ctas] = (known << SHIFT) | AGENTS

@@ -78,7 +78,7 @@ class Branch(NamedTuple):
 class Switch(NamedTuple):
     """`brx.idx`: to one of the targets by number."""
 
-    index: str
+    selector: str
     targets: tuple[int, ...]
 
 
@@ -90,10 +90,10 @@ class Return(NamedTuple):
 
 
 class Barrier(NamedTuple):
-    """`bar.sync`: threads wait for `count` threads, or for all of the CTA."""
+    """`bar.sync`: threads wait until so many have come, or all of the CTA."""
 
     number: str
-    count: str | None
+    threads: str | None
     instruction: Instruction
 
 

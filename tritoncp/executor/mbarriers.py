@@ -10,6 +10,7 @@ import numpy as np
 
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
+from tritoncp.executor.shared_memory import MBARRIER, UNWRITTEN
 from tritoncp.executor.threads import Threads
 
 Array = np.ndarray[Any, Any]
@@ -67,6 +68,11 @@ class Mbarriers:
             nothing = np.zeros(clocks.knows.shape[2], np.int32)
             now = int(clocks.last[key[0], warp])
             self.barriers[key] = Mbarrier(n, n, (warp, now), nothing, nothing.copy())
+            self.mark(key, MBARRIER)
+
+    def mark(self, key: Key, value: int) -> None:
+        start = key[0] * self.ctas.shared.size + key[1]
+        self.ctas.shared.state[start : start + 8] = value
 
     def check_offset(self, threads: Threads, key: Key, at: Array, site: int) -> None:
         if key[1] % 8:
@@ -82,6 +88,7 @@ class Mbarriers:
                 threads.fault("mbarrier invalidated that is not initialised", site, at, key[1])
             if b is None:
                 continue
+            self.mark(key, UNWRITTEN)
             if self.is_awaited(key):
                 kind = "mbarrier invalidated while asynchronous work will arrive at it"
                 threads.fault(kind, site, at, key[1])

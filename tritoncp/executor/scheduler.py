@@ -208,8 +208,8 @@ class Scheduler:
     def arrive(self, n: int, end: Barrier, threads: Threads) -> None:
         self.check_whole(end, threads)
         number, need = self.uniform(end.number, threads), None
-        if end.count is not None:
-            need = self.uniform(end.count, threads)
+        if end.threads is not None:
+            need = self.uniform(end.threads, threads)
             if need % 32 or not 0 < need <= self.ctas.threads:
                 raise CannotContinue(f"a barrier of {need} threads")
             need = None if need == self.ctas.threads else need

@@ -17,7 +17,13 @@ u1, u2, u4, u8 = np.uint8, np.uint16, np.uint32, np.uint64
 
 # States of a byte. A write of threads is UNFENCED for the asynchronous proxy (TMA, wgmma, tcgen05) until a
 # fence.proxy.async of the writer; FENCED_BY_OTHERS is one that only other threads of the CTA fenced.
-UNWRITTEN, WRITTEN, ON_ITS_WAY, UNFENCED, FENCED_BY_OTHERS = range(5)
+# MBARRIER is the memory of an mbarrier that is valid.
+UNWRITTEN, WRITTEN, ON_ITS_WAY, MBARRIER, UNFENCED, FENCED_BY_OTHERS = range(6)
+REASONS = {
+    UNWRITTEN: "that was never written",
+    ON_ITS_WAY: "whose copy is under way",
+    MBARRIER: "of a valid mbarrier",
+}
 EVERY = {n: np.frombuffer(bytes([1] * n), UNSIGNED[n])[0] for n in (1, 2, 4, 8)}  # 1 in every byte
 
 
@@ -105,7 +111,7 @@ class SharedMemory:
         used = self.ctas.launch.program.sites[site].used_bytes
         if used is not None:
             raw = np.where((used >> np.arange(nbytes)) & 1, raw, u1(WRITTEN))
-        for value, text in ((UNWRITTEN, "that was never written"), (ON_ITS_WAY, "whose copy is under way")):
+        for value, text in REASONS.items():
             bad = np.flatnonzero((raw == value).any(1))
             if len(bad):
                 offset = self.offset(idx[bad[0]], nbytes)
@@ -238,11 +244,12 @@ class SharedMemory:
             return
         self.check_write(threads, idx, nbytes, at, site, data, kind)
         if self.ctas.launch.check:
-            busy = np.flatnonzero((self.state.reshape(-1, nbytes)[idx] == ON_ITS_WAY).any(1))
-            if len(busy):
-                offset = self.offset(idx[busy[0]], nbytes)
-                kind = f"{kind} of shared memory whose copy is under way"
-                self.fault(threads, kind, site, at, busy, offset)
+            state = self.state.reshape(-1, nbytes)[idx]
+            for value in (ON_ITS_WAY, MBARRIER):
+                busy = np.flatnonzero((state == value).any(1))
+                if len(busy):
+                    offset = self.offset(idx[busy[0]], nbytes)
+                    self.fault(threads, f"{kind} of shared memory {REASONS[value]}", site, at, busy, offset)
         self.views[nbytes][idx] = data
         if self.ctas.launch.check:
             lost = np.flatnonzero(~self.same(idx, nbytes, data))
@@ -253,7 +260,7 @@ class SharedMemory:
         self.mark_written(threads.lanes if at is None else threads.lanes[at], idx, nbytes)
 
     def mark_written(self, lanes: Array, idx: Array, nbytes: int) -> None:
-        """Threads wrote through the generic proxy."""
+        """Written by these lanes: for the asynchronous proxy after a fence."""
         if self.ctas.launch.has_async_proxy:
             self.mark(idx, nbytes, UNFENCED)
             self.unfenced.append((lanes, idx, nbytes))
@@ -356,6 +363,7 @@ class SharedMemory:
         for value, text in (
             (UNWRITTEN, "that was never written"),
             (ON_ITS_WAY, "to which a copy is under way"),
+            (MBARRIER, "of a valid mbarrier"),
             (UNFENCED, "written without fence.proxy.async"),
             (FENCED_BY_OTHERS, "written without fence.proxy.async of the writer, with one of another thread"),
         ):

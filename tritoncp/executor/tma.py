@@ -15,7 +15,7 @@ from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.global_memory import UNSIGNED, Region
 from tritoncp.executor.mbarriers import Key, Mbarrier
 from tritoncp.executor.operands import swizzled
-from tritoncp.executor.shared_memory import ON_ITS_WAY, WRITTEN
+from tritoncp.executor.shared_memory import MBARRIER, ON_ITS_WAY, REASONS, WRITTEN
 from tritoncp.executor.threads import Threads
 
 Array = np.ndarray[Any, Any]
@@ -215,9 +215,11 @@ class Tma:
         shared, clocks = self.ctas.shared, self.ctas.clocks
         at = np.full(len(units), j)
         shared.check_write(threads, units, 16, at, site, None, "TMA load", clocks.copy)
-        if self.ctas.launch.check and (shared.state.reshape(-1, 16)[units] == ON_ITS_WAY).any():
-            kind = "TMA load to shared memory to which a copy is under way"
-            threads.fault(kind, site, at[:1], shared.offset(units[0], 16))
+        state = shared.state.reshape(-1, 16)[units]
+        for value in (ON_ITS_WAY, MBARRIER):
+            if self.ctas.launch.check and (state == value).any():
+                kind = f"TMA load to shared memory {REASONS[value]}"
+                threads.fault(kind, site, at[:1], shared.offset(units[0], 16))
         clock = int(clocks.start(key[0], clocks.copy))
         shared.note_writer(units, 16, np.int32(clock << SHIFT | clocks.copy))
         shared.mark(units, 16, ON_ITS_WAY)

@@ -38,7 +38,7 @@ class Products:
 
 
 class Wgmma:
-    """registers: counts that each warpgroup set, in order; settings: how many each warp has set."""
+    """registers: counts that warpgroups of all CTAs set, in order; settings: how many each warp has set."""
 
     def __init__(self, ctas: Ctas) -> None:
         self.ctas = ctas
@@ -162,7 +162,8 @@ class Wgmma:
         self.commits[threads.lanes] += 1
 
     def wait(self, threads: Threads, left: int) -> None:
-        """Until at most `left` of the newest groups of each warpgroup are under way."""
+        """Until at most `left` of the newest groups are under way: of each warp's part of the products, the
+        other warps of its warpgroup may still read."""
         threads.need_groups("wgmma.wait_group")
         active = np.zeros(self.ctas.count, bool)
         active[threads.lanes] = True
@@ -172,7 +173,7 @@ class Wgmma:
             if done.any():
                 p, changed = products.rows(done), True
                 warps = p.number[:, None] * 4 + np.arange(4)
-                where = p.cta[:, None], warps, (clocks.group + p.number)[:, None]
+                where = p.cta[:, None], warps, clocks.part + warps
                 clocks.knows[where] = np.maximum(clocks.knows[where], p.clock[:, None])
             if not done.all():
                 waiting.append(products.rows(~done))

@@ -127,8 +127,8 @@ def engine_of(
     key = (
         spec, score and score.digest, scale, tile_tables.table_generation, device, cpu_target(),
         plan.first_row, plan.rank, plan.schedule, plan.degree, *map(layout_of, q), *map(layout_of, k),
-        *map(layout_of, v), *map(layout_of, extra), *[(layout_of(x), x.device) for x in tensors], *map(layout_of, grads),
-        *map(specialisation_of, numbers),
+        *map(layout_of, v), *map(layout_of, extra), *[(layout_of(x), x.device) for x in tensors],
+        *map(layout_of, grads), *map(specialisation_of, numbers),
     )  # fmt: skip
     executables = caches_of(plan).executables
     executable = executables.get(key)

@@ -31,12 +31,13 @@ from tritoncp.core.environment import CONFIG_DIR
 from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.paths import architecture_name, path_inside, slug, triton_version
 from tritoncp.core.versions import installed_version
+from tritoncp.kernels import tile_rules
 from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
 
 tiles_log = area_logger("tiles")
 PACKAGE = Path(__file__).parents[1]
-SHIPPED = PACKAGE / "kernels/configs"
+SHIPPED = Path(tile_rules.__file__).with_name("configs")
 LOCK_SECONDS = 60.0  # that a writer waits for the lock, which each writer holds for milliseconds
 # Nearest kind of mask if its own was not measured: both have long rows of full blocks.
 NEAREST_KIND = {"full": "causal", "causal": "full", "interval": "causal", "mod": "interval"}

@@ -32,8 +32,7 @@ from typing import Any
 import torch
 
 from tritoncp.planning import balance_locality
-from tritoncp.planning.balance_documents import document_starts
-from tritoncp.planning.work import Balancer, Work
+from tritoncp.planning.work import Balancer, Work, document_starts
 
 
 def contiguous(work: Work) -> list[list[int]]:

@@ -6,7 +6,7 @@ blocks then leave the circle. Swaps of two blocks between ranks afterwards even 
 
 A long sequence is first placed in pieces of several blocks: the time hardly grows with its length. Many ranks
 are placed in groups first, and the blocks of each group on its ranks: the time grows with the number of
-ranks, not with its square. Few causal documents have a search of their own: ``planning.balance_documents``.
+ranks, not with its square.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import computed_once
-from tritoncp.planning.balance_documents import place_documents
 from tritoncp.planning.balance_pieces import (
     MAX_PIECES,
     MAX_SEARCHED_RANKS,
@@ -33,13 +32,13 @@ from tritoncp.planning.work import Work, merge_ranges, transpose_runs
 
 MAX_EVEN_RATIO = 1.018  # max/mean work that counts as even
 # On the work of one rank's windows, as a fraction of the mean; each yields a candidate placement.
-TOLERANCES = (0.01, 0.005, 0.02)
-SIZE_COUNTS = (32, 16)  # number of sizes of the first window; each yields a candidate placement
-MAX_CUT_RANKS = 8  # ranks up to which the search for cuts of documents stands alone where its result is even
+TOLERANCES = (0.01, 0.015, 0.02)
+SIZE_COUNTS = (64, 16)  # number of sizes of the first window; each yields a candidate placement
 MAX_SWAP_CANDIDATES = 128  # blocks of each rank that a swap is chosen from
 MAX_SWAPS = 200  # swaps tried on a placement
 GROUP_SWAPS = 16  # swaps tried on the placement of one group of many, in pieces and in blocks
 GROUP_SIZES = 4  # number of sizes of the first window in a group
+GROUP_TOLERANCE = 0.005  # as TOLERANCES, of groups of ranks
 GROUP_RATIO = 1.005  # max/mean work of groups of ranks that counts as even
 MAX_WINDOW_SEARCHES = 1024  # sizes of the first window, times ranks, where only one placement is searched
 # Blocks x pairs of ranks up to which every tolerance is tried and every placement improved.
@@ -61,29 +60,16 @@ def place_blocks(work: Work) -> Tensor:
     groups = count_groups(n, world_size)
     if groups > 1:
         return _place_in_groups(fine, groups)
-    cut = _place_documents(work, fine) if world_size <= MAX_SEARCHED_RANKS else []
-    if cut and world_size <= MAX_CUT_RANKS and cut[0].rank()[0] <= cut[0].cap:
-        return cut[0].owner
     sizes = {1 << (n // pieces).bit_length() - 1 for pieces in piece_counts(n, world_size)}
     owners = [_place_in_pieces(fine, size) for size in sorted(sizes)]
-    if not cut and sizes == {1}:
+    if sizes == {1}:
         return owners[0]
     columns = Columns(fine)
-    assignments = [Assignment(columns, owner) for owner in (contiguous, *owners)] + cut
+    assignments = [Assignment(columns, owner) for owner in (contiguous, *owners)]
     best = min(assignments, key=Assignment.rank)
     if float(best.work.max()) > best.cap and n * world_size <= MAX_IMPROVED_SIZE:
         best.improve(MAX_SWAPS // 4)
     return best.owner
-
-
-def _place_documents(work: Work, fine: View) -> list[Assignment]:
-    """Return the improved placement of a few causal documents; [] of other masks."""
-    owner = place_documents(work, fine.costs)
-    if owner is None:
-        return []
-    assignment = Assignment(Columns(fine), even_counts(owner, fine))
-    assignment.improve(MAX_SWAPS)
-    return [assignment]
 
 
 def _place_in_groups(fine: View, groups: int) -> Tensor:
@@ -93,7 +79,7 @@ def _place_in_groups(fine: View, groups: int) -> Tensor:
     size = _piece_size(n, 32 * groups)
     columns = Columns(of_groups.in_pieces(size))
     assignment = Assignment(
-        columns, columns.deal(SIZE_COUNTS[-1], TOLERANCES[1]), GROUP_RATIO * total / groups
+        columns, columns.deal(SIZE_COUNTS[-1], GROUP_TOLERANCE), GROUP_RATIO * total / groups
     )
     assignment.improve(MAX_SWAPS // 4)
     group_of = even_counts(assignment.owner.repeat_interleave(size)[:n], of_groups)

@@ -14,8 +14,6 @@ from rich.text import Text
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
 from tritoncp.masks import expressions
-from tritoncp.planning.drawing.page import html
-from tritoncp.planning.drawing.picture import paint
 from tritoncp.planning.report import Facts, colours, format_lines
 
 DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
@@ -96,15 +94,6 @@ def check_size(tokens: int, rows: int, block: int, ranks: int) -> None:
             f"{blocks} blocks of {block} tokens for {ranks} ranks: at most {most} are planned; "
             "make --block-size larger"
         )
-
-
-def write_drawing(facts: Facts, path: Path) -> None:
-    """Write the plan's page (.html) or picture to ``path``. Raises OSError if it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(html(facts)) if path.suffix == ".html" else paint(facts).save(path)
-    except OSError as error:
-        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def print_facts(facts: Facts) -> None:

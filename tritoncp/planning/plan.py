@@ -11,14 +11,13 @@ from torch import Tensor
 from tritoncp.core.host_copy import on_host
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
 from tritoncp.planning.cost import Hardware
-from tritoncp.planning.drawing.page import html
-from tritoncp.planning.drawing.picture import paint
+from tritoncp.planning.drawing import draw_figure, write_drawing
 from tritoncp.planning.parts import check_keys, check_part, part_fields
 from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report import Facts, format_costs, format_text
 
 if TYPE_CHECKING:
-    from PIL import Image
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,23 +137,20 @@ class Plan(PlanData, BlockMaskInterface):
         return Facts.of(self, hardware, **shape).metrics._asdict()
 
     @on_host
-    def plot(
-        self, path: str | Path | None = None, hardware: Hardware | None = None, **shape: int
-    ) -> Image.Image:
+    def plot(self, path: str | Path | None = None, hardware: Hardware | None = None, **shape: int) -> Figure:
         """Draw the plan: the mask in its owners' colours, the work of each rank, the keys that ranks read of
-        each other, and the cost of a layer under each schedule. Needs Pillow: pip install pillow.
+        each other, and the cost of a layer under each schedule. Needs Matplotlib: pip install matplotlib.
 
         path: a file to save the picture to: .png, or .html for a self-contained page. shape: as for
-        :meth:`explain`. Returns a PIL image, which a notebook shows.
+        :meth:`explain`. Returns a Matplotlib figure, which a notebook shows.
         """
         facts, target = Facts.of(self, hardware, **shape), None if path is None else Path(path)
         if target is not None and target.suffix not in (".png", ".html"):
             raise ValueError(f"path {str(path)!r}: the picture is a .png, the page an .html")
-        image = paint(facts)
+        figure = draw_figure(facts)
         if target is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            image.save(target) if target.suffix == ".png" else target.write_text(html(facts))
-        return image
+            write_drawing(facts, target)
+        return figure
 
     @on_host
     def __str__(self) -> str:

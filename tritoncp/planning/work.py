@@ -132,3 +132,24 @@ def merge_ranges(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     opens = torch.ones(len(start) + 1, dtype=torch.bool)
     opens[1:-1] = start[1:] > reach[:-1]
     return start[opens[:-1]], reach[opens[1:]]
+
+
+def document_starts(work: Work) -> list[int]:
+    """Return the first block of each document. No pair crosses a document boundary between blocks; if a
+    document ends inside a block, the block behind is a start, and sees only that block across the boundary.
+    Of several masks, the boundaries that all have."""
+    n = len(work.costs)
+    crossings = torch.zeros(n + 2, dtype=torch.int64)  # [i]: number of blocks that are seen across cut i
+    for sees in work.sees if work.together else ():
+        column, first, last = transpose_runs(sees, n, n).unbind(1)
+        low = torch.full((n,), n).scatter_reduce_(0, column, first, "amin")
+        high = torch.zeros(n, dtype=torch.int64).scatter_reduce_(0, column, last, "amax")
+        blocks = torch.arange(n)
+        steps = torch.zeros(n + 2, dtype=torch.int64)
+        for begin, end in ((blocks + 1, high), (low + 1, blocks + 1)):  # cuts between a block and its readers
+            nonempty, ones = end > begin, torch.ones_like(blocks)
+            steps.index_add_(0, begin[nonempty], ones[nonempty]).index_add_(0, end[nonempty], -ones[nonempty])
+        crossings = torch.maximum(crossings, steps.cumsum(0))
+    crossing, crossing_before = crossings[1:n], crossings[: max(0, n - 1)]
+    starts = (crossing == 0) | ((crossing == 1) & (crossing_before > 0))
+    return [0] * (n > 0) + ((starts if work.sees else starts[:0]).nonzero()[:, 0] + 1).tolist()

@@ -154,9 +154,8 @@ def compare_results(
 
 def judge_case(case: Case, problem: Answers, processes: Sequence[Errors]) -> Result:
     """Judge a case by the errors of every process."""
-    errors: dict[tuple[int | None, str], float] = {}  # by rank, None for sums, and tensor
-    for part in processes:
-        errors |= part.errors
+    errors: dict[tuple[int | None, str], float]  # by rank, None for sums, and tensor
+    errors = {key: error for part in processes for key, error in part.errors.items()}
     for name in processes[0].sums:
         total = torch.stack([part.sums[name] for part in processes]).sum(0)
         errors[None, name] = largest_error(total, problem.exact[name].cpu())

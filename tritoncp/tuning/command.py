@@ -64,7 +64,7 @@ ASSUMED = "sm_90"  # the architecture of --dry-run on a machine without a GPU
     "--target",
     "arch",
     metavar="ARCH",
-    help=f"Compile and bound only, which needs no GPU, for one of {', '.join(TARGETS)}.",
+    help=f"Compile only, which needs no GPU, for one of {', '.join(TARGETS)}.",
 )
 @click.option(
     "--out",
@@ -96,7 +96,7 @@ def autotune(
 ) -> None:
     """Measure tile shapes on this machine's GPU, and write down the shapes that beat the rule by 2 %.
 
-    Candidates are compiled first, and dropped if they spill, do not fit or are bound to be slow; the rest is
+    Candidates are compiled first, and dropped if they spill or do not fit; the rest is
     checked against float32 and timed in turn, the better half for longer. Every choice is written at once,
     and used by tritoncp from then on. Ctrl-C keeps the choices so far; --resume goes on from there.
 

@@ -1,4 +1,4 @@
-"""The search for tiles: compile and drop slow candidates by their bounds, check the results, then time the
+"""The search for tiles: compile, drop candidates that do not fit or spill, check the results, then time the
 rest by successive halving.
 
 Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): all candidates in turn within a round, twice
@@ -9,7 +9,6 @@ run compares some of them with the rule.  Routes are compared with the best tile
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -18,19 +17,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from tritoncp.analysis.jobs import Job, Routed
-from tritoncp.analysis.throughput_bound import MACHINES
+from tritoncp.analysis.resource_table import SHARED_BYTES
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config, family
 from tritoncp.ops.tile_tables import MIN_SPEEDUP
 from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.targets import Target, candidates
 
-# Of the rule's own bound: candidates below it are not timed.  Not of the best one: bounds leave out latency,
-# and a best bound out of reach for large tiles is no reason to leave those out.
-MIN_RELATIVE_BOUND = 0.75
-MAX_TIMED = 24  # candidates at most: in turn the most like the rule, and the best bound
+MAX_TIMED = 24  # candidates at most: those most like the rule
 ROUNDS = 4  # of the first halving
-REPORTED = ("registers", "spill_bytes", "shared_bytes", "tma", "flops", "bound", "limit", "failed")
+REPORTED = ("registers", "spill_bytes", "shared_bytes", "tma", "failed")
 
 
 class Bench(Protocol):
@@ -107,7 +103,7 @@ class Tuner:
         return candidates(target, self.arch, *([loops.config] if loops and target.kernel == "route" else []))
 
     def static(self, target: Target, until: float | None = None) -> list[tuple[Config, dict[str, Any]]]:
-        """Select the candidates that compile, fit and may be fast, also as steps of a schedule, with their
+        """Select the candidates that compile, fit and do not spill, also as steps of a schedule, with their
         reports; the rule's own first."""
         self.tally.target = target.name
         until = self.deadline if until is None else until
@@ -117,18 +113,14 @@ class Tuner:
         for config, report in self._compile("compile", target, listed, self._half(until), rule):
             reports[config] = report
             self.tally.count(tried=1, failed="failed" in report, why=report.get("failed"))
-        own = reports.get(rule, {}).get("bound") or 0.0
-        own = 0.0 if target.kernel == "few" else own  # memory bound, so the bound of products is no criterion
         rivals = [
             config
             for config in listed
-            if config != rule and config in reports and not self._why(reports[config], own)
-        ]
-        best = sorted(rivals, key=lambda config: -(reports[config].get("bound") or 0.0))
-        rivals = list(dict.fromkeys(itertools.chain(*zip(rivals, best))))[: MAX_TIMED - 1]
+            if config != rule and config in reports and not self._why(reports[config])
+        ][: MAX_TIMED - 1]
         steps = dict(self._compile("steps", target, rivals, until))
         waiting = len(rivals) - len(steps)
-        alive = [config for config in rivals if config in steps and not self._why(steps[config], 0.0)]
+        alive = [config for config in rivals if config in steps and not self._why(steps[config])]
         if rule in reports and "failed" not in reports[rule]:
             alive = [rule, *alive]
         left_out = len(listed) - len(reports) + waiting
@@ -161,21 +153,14 @@ class Tuner:
                 if self.now() > until and least not in jobs.values():
                     break
 
-    def _why(self, report: dict[str, Any], own: float) -> str:
+    def _why(self, report: dict[str, Any]) -> str:
         """The reason why a candidate is not worth a measurement; "" if it is."""
         if "failed" in report:
             return report["failed"]
-        limit = MACHINES[family(self.arch)].block
+        limit = SHARED_BYTES[family(self.arch)]
         if report["shared_bytes"] > limit:
             return f"{report['shared_bytes']} bytes of shared memory, there are {limit}"
-        if report["spill_bytes"]:
-            return f"spills {report['spill_bytes']} bytes"
-        bound = report.get("bound")
-        return (
-            f"bound {bound:.0%}, the rule's {own:.0%}"
-            if bound is not None and bound < MIN_RELATIVE_BOUND * own
-            else ""
-        )
+        return f"spills {report['spill_bytes']} bytes" if report["spill_bytes"] else ""
 
     def choose(self, target: Target, bench: Bench, until: float) -> Choice | None:
         """Choose the fastest right candidate, if it beats the rule; else the rule. None without a measurement

@@ -121,7 +121,7 @@ def device(arch: str | None) -> tile_tables.Device:
         return tile_tables.device_of(torch.device("cuda", torch.cuda.current_device()))
     raise RuntimeError(
         "torch finds no GPU here, and only a GPU can say how fast a kernel is; --target sm_90 compiles "
-        f"the candidates and shows their bounds without one (of {', '.join(TARGETS)}), and --dry-run lists "
+        f"the candidates without one (of {', '.join(TARGETS)}), and --dry-run lists "
         "them"
     )
 
@@ -205,11 +205,10 @@ def show(result: TuningResult, static: bool, console: Any) -> None:
 
     style: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
     if static:
-        table = Table("kernel", "tiles", "regs", "shared", "TMA", "bound", "limited by", **style)
+        table = Table("kernel", "tiles", "regs", "shared", "TMA", **style)
         for row in result.rows:
-            bound = f"{row['bound']:.0%}" if row.get("bound") is not None else "–"
             sizes = [str(row[name]) for name in ("registers", "shared_bytes", "tma")]
-            table.add_row(row["target"], tiles(row["config"]), *sizes, bound, row.get("limit", "–"))
+            table.add_row(row["target"], tiles(row["config"]), *sizes)
     else:
         table = Table("kernel", "mask", "D", "tiles", "ms", "rule ms", "gain", **style)
         for row in result.rows:

@@ -56,8 +56,8 @@ def test_changes_are_newest_first_with_commits_and_what_else_changed():
     points = line("step", [1.0] * 30 + [1.1] * 30, envs=envs) + line("last", [1.0] * 59 + [1.3], envs=envs)
     points += line("broke", [1.0] * 40 + [None] * 20, envs=envs)
     _, lines = order_by_runs(points[::-1])
-    found = [trends.find_trend(points_of_case) for points_of_case in lines]
-    events = list_events(found)
+    all_trends = [trends.find_trend(points_of_case) for points_of_case in lines]
+    events = list_events(all_trends)
     assert [(e.trend.points[0].case, e.at) for e in events] == [("last", 59), ("broke", 40), ("step", 30)]
     repository = "https://github.com/owner/project"
     text, href = commit_range(events[2].trend.points, 30, repository)

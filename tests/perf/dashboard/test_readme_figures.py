@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from tests.perf.synthetic_history import H100, H200
 from tritoncp.perf.cli import perf
-from tritoncp.perf.dashboard.readme_figures import BEGIN, END, format_figures, main
+from tritoncp.perf.dashboard.readme_figures import BEGIN, END, format_figures
 from tritoncp.perf.records.history import TUNED, Point, Series, append, read
 
 ROOT = Path(__file__).parents[3]
@@ -27,9 +27,7 @@ def block_of(page: Path) -> str:
 
 
 def test_the_readme_holds_the_figures_of_the_history():
-    assert block_of(ROOT / "README.md") == format_figures(read(ROOT / "perf/history").points), (
-        "python -m tritoncp.perf.dashboard.readme_figures --write"
-    )
+    assert block_of(ROOT / "README.md") == format_figures(read(ROOT / "perf/history").points)
 
 
 def test_without_a_gpu_there_is_no_figure():
@@ -89,8 +87,6 @@ def test_the_command_and_ingest_write_the_block(tmp_path):
     assert block_of(page) == format_figures(read(history).points) and "NVIDIA H200" in block_of(page)
     head, tail = original.split(BEGIN)[0], original.split(END)[1]
     assert page.read_text().startswith(head) and page.read_text().endswith(tail)
-    printed = CliRunner().invoke(main, ["--history", str(history)])
-    assert printed.output == block_of(page) + "\n"
     page.write_text("no marks")
-    result = CliRunner().invoke(main, ["--history", str(history), "--page", str(page), "--write"])
+    result = CliRunner().invoke(perf, ["ingest", str(gpu), *places, "--readme", str(page)])
     assert result.exit_code == 2 and BEGIN in result.output

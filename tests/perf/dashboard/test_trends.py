@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from tests.perf.synthetic_history import ENV, line
 from tritoncp.perf.dashboard.trends import (
@@ -74,6 +75,14 @@ def test_the_newest_point_has_few_false_alarms_and_few_misses(count, alarms, hit
     assert slower["flat"] <= alarms and slower["slow"] >= hits, slower
 
 
+@pytest.mark.parametrize("count", [4, 12, 40])
+def test_the_interval_of_the_newest_point_is_that_of_a_prediction(count):
+    logs = np.random.default_rng(count).uniform(-0.02, 0.02, count + 1)
+    newest, earlier = compare_newest(np.exp(logs)), logs[:-1]
+    width = stats.t.ppf(0.995, count - 1) * earlier.std(ddof=1) * np.sqrt(1 + 1 / count)
+    assert np.log([newest.low, newest.high]) == pytest.approx(logs[-1] - earlier.mean() + [-width, width])
+
+
 def test_the_interval_of_the_newest_point_has_its_nominal_coverage():
     random, covered = np.random.default_rng(7), 0
     for _ in range(1000):
@@ -127,8 +136,8 @@ def test_new_failures_come_before_regressions_and_these_before_old_losses():
         "lost": [1.0] * 10 + [1.2] * 10,
         "fine": [1.0] * 20,
     }
-    found = [find_trend(line(name, times)) for name, times in reversed(cases.items())]
-    assert [t.points[0].case for t in sorted(found, key=lambda t: t.urgency)] == [*cases]
+    all_trends = [find_trend(line(name, times)) for name, times in reversed(cases.items())]
+    assert [t.points[0].case for t in sorted(all_trends, key=lambda t: t.urgency)] == [*cases]
 
 
 def test_causes_are_nearby_changes_nearest_first():

@@ -68,7 +68,7 @@ def test_broken_lines_are_named_and_spoil_no_other(place, tmp_path):
             "samples of tritoncp are not a list",
         ),
         ({"contenders": {"tritoncp": {"ms": 1.0, "low": 0.9}}}, "a part of median and quartiles"),
-        ({"contenders": {"tritoncp": {"ms": 1.0, "n": "20"}}}, "is not a whole number"),
+        ({"contenders": {"tritoncp": {"ms": 1.0, "n": "20"}}}, "n of tritoncp is not a number"),
         ({"contenders": {"tritoncp": ["ms"]}}, "are not an object"),
         ({"contenders": {" ": {"ms": 1.0}}}, "a contender has no name"),
         ({"contenders": {"tritoncp": {"why": 5}}}, "neither ms nor why"),

@@ -30,6 +30,11 @@ def problem(mask: str):
     return case, baselines.inputs(case, CPU)
 
 
+def assert_right(contender: baselines.Contender, expected: check.Answer) -> None:
+    for actual, expected_tensor in zip((contender.forward(), *contender.backward()), expected):
+        assert check.acceptable(check.errors(actual, expected_tensor), torch.float32)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_reference_is_the_oracle_and_tritoncp_agrees(mask):
     case, tensors = problem(mask)
@@ -46,8 +51,7 @@ def test_the_reference_is_the_oracle_and_tritoncp_agrees(mask):
         assert check.errors(actual, expected_tensor).worst < 1e-12
 
     contender = baselines.one_device(case, tensors)
-    for actual, expected_tensor in zip((contender.forward(), *contender.backward()), expected):
-        assert check.acceptable(check.errors(actual, expected_tensor), torch.float32)
+    assert_right(contender, expected)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -78,10 +82,7 @@ def test_few_queries_are_measured_as_all_are() -> None:
 def test_dense_kernels_compute_the_same_case(mask, backend):
     case, tensors = problem(mask)
     contender = baselines.dense(case, tensors, backend)
-    for actual, expected_tensor in zip(
-        (contender.forward(), *contender.backward()), check.reference(case, tensors)
-    ):
-        assert check.acceptable(check.errors(actual, expected_tensor), torch.float32)
+    assert_right(contender, check.reference(case, tensors))
 
 
 def test_a_kernel_without_grouped_heads_gets_them_repeated(monkeypatch):
@@ -96,10 +97,7 @@ def test_a_kernel_without_grouped_heads_gets_them_repeated(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuses_groups)
     contender = baselines.dense(case, tensors, SDPBackend.MATH)
     assert contender.repeat == 2
-    for actual, expected_tensor in zip(
-        (contender.forward(), *contender.backward()), check.reference(case, tensors)
-    ):
-        assert check.acceptable(check.errors(actual, expected_tensor), torch.float32)
+    assert_right(contender, check.reference(case, tensors))
 
 
 @pytest.mark.parametrize("mask", ["document", "window"])
@@ -120,10 +118,7 @@ def test_the_packed_kernel_computes_the_same_case(mask, monkeypatch):
 
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     contender = baselines.packed(case, tensors)
-    for actual, expected_tensor in zip(
-        (contender.forward(), *contender.backward()), check.reference(case, tensors)
-    ):
-        assert check.acceptable(check.errors(actual, expected_tensor), torch.float32)
+    assert_right(contender, check.reference(case, tensors))
 
 
 def test_the_packed_kernel_is_called_in_the_words_of_each_release():

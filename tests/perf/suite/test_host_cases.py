@@ -13,15 +13,11 @@ import torch
 from tritoncp.kernels.launch import Launch
 from tritoncp.perf.records.history import read
 from tritoncp.perf.suite import cpu_attention, host_cases
-from tritoncp.perf.suite.host_cases import CASES, HostCase, measure, measure_growth, no_launches
+from tritoncp.perf.suite.host_cases import HostCase, measure, measure_growth, no_launches
 from tritoncp.planning.problem import Problem
 
 ROOT = Path(__file__).parents[3]
 RUN = [sys.executable, "-m", "tritoncp", "perf", "run", "--device", "host", "--tier", "core", "--filter"]
-
-
-def test_names_are_unique():
-    assert len({case.name for case in CASES}) == len(CASES)
 
 
 def test_every_judged_figure_of_the_cpu_engine_is_a_case():

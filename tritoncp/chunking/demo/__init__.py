@@ -1,1 +1,1 @@
-"""The command `tritoncp chunk` and the figures of docs/chunking.md, for sample graphs."""
+"""The command `tritoncp chunk`, and the sample graphs that it orders."""

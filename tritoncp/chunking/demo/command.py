@@ -4,14 +4,13 @@ streams."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tritoncp.chunking.demo.sample_graphs import Model, cut_model, trace_model
 from tritoncp.chunking.report import Report
 from tritoncp.chunking.streams.node_order import Order, order
-from tritoncp.chunking.streams.picture import draw_timelines, format_timelines
 from tritoncp.chunking.streams.timeline import Timeline, simulate
+from tritoncp.chunking.streams.timeline_text import format_timelines
 from tritoncp.planning.cost import Hardware, hardware_of
 
 SMALL_MODEL = Model(tokens=1024, layers=1, dim=1024, heads=8, experts=32, hidden=704, topk=4)
@@ -87,13 +86,3 @@ def run_demo(cut: str = "sequence", chunks: int = 2, model: Model = SMALL_MODEL)
     hardware = balanced_hardware(model)
     chunked, report = cut_model(model, cut, chunks)
     return Demo(model, cut, chunks, report, order(trace_model(model), hardware), order(chunked, hardware))
-
-
-def write_picture(demo: Demo, path: Path) -> None:
-    """Write the two timelines as a PNG. Raises OSError if the file cannot be written."""
-    image = draw_timelines(demo.timelines)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        image.save(path)
-    except OSError as error:
-        raise OSError(f"{path} cannot be written: {error}") from error

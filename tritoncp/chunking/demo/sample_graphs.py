@@ -1,11 +1,10 @@
 """Joint graphs of a small mixture-of-experts transformer, whole and cut by the pass.
 
-They serve the simulator's figures: no process group, no weights and no device are needed.
+No process group, no weights and no device are needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,45 +147,17 @@ def _normalise(x: Tensor) -> Tensor:
 
 
 def trace_model(model: Model, cut: str = "sequence") -> GraphModule:
-    """Trace loss and gradients of the model as one graph, whose batch or sequence is a symbol, so that the
-    pass can cut it."""
-    graphs: list[GraphModule] = []
-    capture_graphs(model, cut, graphs.append)
-    return graphs[0]
-
-
-def cut_model(model: Model, cut: str, chunks: int = 2) -> tuple[GraphModule, Report]:
-    """Trace the model as one graph, cut it, and return it with the report of the pass.
-
-    cut: "batch" or "sequence" for all layers; "experts" for the experts alone, by sequence
-    """
-    gm = trace_model(model, cut)
-    return gm, cut_graph(gm, cut, chunks)
-
-
-def cut_graph(gm: GraphModule, cut: str, chunks: int) -> Report:
-    """Cut a joint graph of the model."""
-    region, dim = CUTS[cut]
-    return chunk(gm, region, dim=dim, chunks=chunks)
-
-
-def capture_graphs(
-    model: Model,
-    cut: str,
-    edit_joint: Callable[[GraphModule], Any],
-    edit_part: Callable[[GraphModule], Any] = lambda gm: None,
-) -> None:
-    """Capture the model by Dynamo and AOTAutograd on meta tensors. ``edit_joint`` gets its joint graph,
-    ``edit_part`` the forward and the backward graph that AOTAutograd's partitioner makes of it."""
+    """Trace loss and gradients of the model as one graph by Dynamo and AOTAutograd on meta tensors; its batch
+    or sequence is a symbol, so that the pass can cut it."""
     if cut not in CUTS:
         raise ValueError(f"cut={cut!r}: a graph is cut by one of {', '.join(CUTS)}")
+    graphs: list[GraphModule] = []
 
     def partition(gm: GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        edit_joint(gm)
+        graphs.append(gm)
         return default_partition(gm, inputs, **kwargs)
 
     def compiler(gm: GraphModule, inputs: Any) -> Any:
-        edit_part(gm)
         outputs: Any = gm.graph.output_node().args[0]
         values = [value_of(x) if isinstance(x, Node) else x for x in outputs]
         return make_boxed_func(lambda *args: [on_meta(value) for value in values])  # nothing is computed
@@ -196,3 +167,14 @@ def capture_graphs(
     torch._dynamo.reset()  # it limits how often one class of modules is compiled
     torch._dynamo.mark_dynamic(x, 0 if cut == "batch" else 1)
     torch.compile(Transformer(model), backend=backend, fullgraph=True)(x).backward()
+    return graphs[0]
+
+
+def cut_model(model: Model, cut: str, chunks: int = 2) -> tuple[GraphModule, Report]:
+    """Trace the model as one graph, cut it, and return it with the report of the pass.
+
+    cut: "batch" or "sequence" for all layers; "experts" for the experts alone, by sequence
+    """
+    gm = trace_model(model, cut)
+    region, dim = CUTS[cut]
+    return gm, chunk(gm, region, dim=dim, chunks=chunks)

@@ -2,9 +2,7 @@
 
 List scheduling on the two streams of :mod:`tritoncp.chunking.streams.timeline`: a collective is issued as
 soon as its inputs are there, and of the nodes that could compute now the one with the
-longest way to the end goes first.
-Several variants run, from the order as written to the free one, and the best that keeps to the memory is
-taken.
+longest way from its next exchange to the end goes first.
 
 Ranks that issue collectives in different orders hang. The order is a function of the graph and of predicted
 times, which come from numbers that are equal on all ranks; ties go to the node that was written first. Hints
@@ -16,22 +14,26 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
 from tritoncp.chunking.streams.costs import Cost, Kind, node_costs
 from tritoncp.chunking.streams.dependencies import dependencies_of
-from tritoncp.chunking.streams.small_search import Search, is_small
 from tritoncp.chunking.streams.storages import LiveBytes, Storages, storages_of, target_name
 from tritoncp.chunking.streams.timeline import Clock, Timeline, replay
 from tritoncp.planning.cost import Hardware
 
+# A schedule may have to exceed its limit where no ready node fits; one with a lower limit then fits.
+MEMORY_SHARES = (1.0, 0.96, 0.9, 0.0)
+
 
 @dataclass(frozen=True)
 class Order:
-    """The result of :func:`order`: predicted runs before and after, and the variant that was taken."""
+    """The result of :func:`order`: predicted runs before and after, and the order that was taken.
+
+    variant: "as written", or "list schedule" with the limit of memory that it ran under
+    """
 
     before: Timeline
     after: Timeline
@@ -48,6 +50,7 @@ class Problem:
     needs:     nodes that each node follows
     followers: nodes that follow each node
     way:       seconds from the start of each node to the end of the graph, by the longest way
+    exchange:  the next message behind each node: its negative way and its place, the smallest goes first
     """
 
     nodes: list[Node]
@@ -56,6 +59,7 @@ class Problem:
     needs: dict[Node, list[Node]]
     followers: dict[Node, list[Node]]
     way: dict[Node, float]
+    exchange: dict[Node, tuple[float, int]]
     place: dict[Node, int]
 
 
@@ -77,7 +81,11 @@ def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, box
 
     before = run(problem.nodes)
     variants = {"as written": (problem.nodes, before)}
-    for name, nodes in _variants(problem, memory, boxed):
+    limits: dict[str, int | None] = {"list schedule": None}
+    if memory is not None:
+        limits = {f"list schedule, {share:.0%} of the memory": int(share * memory) for share in MEMORY_SHARES}
+    for name, limit in limits.items():
+        nodes = Schedule(problem, limit, boxed).nodes()
         variants[name] = nodes, run(nodes)
     fitting = {name: one for name, one in variants.items() if memory is None or one[1].peak <= memory}
     if not fitting:
@@ -105,9 +113,16 @@ def _problem_of(gm: GraphModule, hardware: Hardware) -> Problem:
         for other in needs[node]:
             followers[other].append(node)
     way: dict[Node, float] = {}
+    exchange: dict[Node, tuple[float, int]] = {}
+    place = {node: at for at, node in enumerate(nodes)}
+    far = 0.0, len(nodes)
     for node in reversed(nodes):
         way[node] = costs[node].seconds + max((way[other] for other in followers[node]), default=0.0)
-    return Problem(nodes, costs, storages, needs, followers, way, {node: at for at, node in enumerate(nodes)})
+        if costs[node].kind is Kind.MESSAGE:
+            exchange[node] = -way[node], place[node]
+        else:
+            exchange[node] = min((exchange[other] for other in followers[node]), default=far)
+    return Problem(nodes, costs, storages, needs, followers, way, exchange, place)
 
 
 def _reorder(gm: GraphModule, nodes: list[Node]) -> None:
@@ -125,73 +140,18 @@ def order_digest(gm: GraphModule) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-Preference = Callable[[Node], tuple[float, ...]]
-
-
-def _preferences(problem: Problem) -> dict[str, Preference]:
-    """Return the keys by which variants choose among nodes that could compute, each with its name.
-
-    Chunks at the same stage have ways of one length and would advance in lockstep, so that no message travels
-    while the other chunk computes. By the way of the next exchange, the nodes before one exchange tie, and
-    one chunk goes first.
-    """
-    way, place = problem.way, problem.place
-    exchange: dict[Node, tuple[float, int]] = {}  # the next one after each node with the longest way
-    for node in reversed(problem.nodes):
-        if problem.costs[node].kind is Kind.MESSAGE:
-            exchange[node] = -way[node], place[node]
-        else:
-            after = [exchange[other] for other in problem.followers[node] if other in exchange]
-            if after:
-                exchange[node] = min(after)
-    far = 0.0, len(problem.nodes)
-    return {
-        "longest way from the next exchange": lambda node: (*exchange.get(node, far), place[node]),
-        "longest way": lambda node: (-way[node], place[node]),
-        "inputs of exchanges first": lambda node: (node not in exchange, place[node]),
-    }
-
-
-def _variants(problem: Problem, memory: int | None, boxed: bool) -> Iterator[tuple[str, list[Node]]]:
-    """Order a graph in several ways, each with its name. A window says how far a node may move ahead of the
-    first node left; one of the whole graph lets every node move anywhere."""
-    windows = [len(problem.nodes)]
-    while windows[-1] > (4 if memory is not None else len(problem.nodes) / 4):
-        windows.append(windows[-1] // 2)
-    for name, preference in _preferences(problem).items():
-        for window in windows:
-            label = name if window == len(problem.nodes) else f"{name}, within {window} nodes"
-            yield label, Schedule(problem, preference, window, memory, boxed).nodes()
-    if is_small(problem.nodes):
-        search = Search(
-            problem.nodes,
-            problem.costs,
-            problem.storages,
-            problem.needs,
-            problem.way.__getitem__,
-            memory,
-            boxed,
-        )
-        if (best := search.run()) is not None:
-            yield "all orders compared", best
-    if memory is not None:
-        yield "least memory", Schedule(problem, None, len(problem.nodes), 0, boxed).nodes()
-
-
 class Schedule:
     """One pass of list scheduling.
 
-    preference: key of a node, the smallest of the nodes that could compute now goes first; None for the node
-        that leaves the fewest bytes alive
-    window: places that a node may move ahead of the first node left
-    memory: bytes alive that a node may not exceed as long as another node does not
+    Chunks at the same stage have ways of one length and would advance in lockstep, so that no message travels
+    while the other chunk computes. By the way of their next exchange, the nodes before one exchange tie, and
+    one chunk goes first.
+
+    memory: bytes alive that a node may not exceed as long as another node does not; 0 for the fewest
     """
 
-    def __init__(
-        self, problem: Problem, preference: Preference | None, window: int, memory: int | None, boxed: bool
-    ) -> None:
-        self.problem, self.window, self.memory = problem, window, memory
-        self.preference = preference
+    def __init__(self, problem: Problem, memory: int | None, boxed: bool) -> None:
+        self.problem, self.memory = problem, memory
         self.clock = Clock(problem.costs, problem.storages)
         self.bytes = LiveBytes(problem.storages, boxed)
         self.missing = {node: len(needs) for node, needs in problem.needs.items()}
@@ -201,16 +161,16 @@ class Schedule:
 
     def nodes(self) -> list[Node]:
         """Return all nodes in their new order."""
-        left, done = 0, set()
         for node, count in self.missing.items():
             if not count:
                 self._admit(node)
-        while left < len(self.problem.nodes):
-            node = self._next(left + self.window)
-            self._run(node)
-            done.add(self.problem.place[node])
-            while left in done:
-                left += 1
+        while len(self.order) < len(self.problem.nodes):
+            if self.free:
+                self._run(self.problem.nodes[heapq.heappop(self.free)])
+            else:
+                node = self._choose(list(self.ready))
+                del self.ready[node]
+                self._run(node)
         return self.order
 
     def _admit(self, node: Node) -> None:
@@ -229,20 +189,11 @@ class Schedule:
             if not self.missing[other]:
                 self._admit(other)
 
-    def _next(self, end: int) -> Node:
-        """Choose the node to run among those written before place ``end``, and take it off the ready ones."""
-        if self.free:
-            return self.problem.nodes[heapq.heappop(self.free)]
-        place = self.problem.place
-        node = self._choose([node for node in self.ready if place[node] < end])
-        del self.ready[node]
-        return node
-
     def _choose(self, nodes: list[Node]) -> Node:
         costs, way, place = self.problem.costs, self.problem.way, self.problem.place
         if self.memory is not None:
             fitting = [node for node in nodes if self._step(node) <= self.memory]
-            if not fitting or self.preference is None:
+            if not fitting:
                 return min(nodes, key=lambda node: (self._left(node), self._step(node), place[node]))
             nodes = fitting
         messages = [node for node in nodes if costs[node].kind is Kind.MESSAGE]
@@ -252,8 +203,7 @@ class Schedule:
         first = min(starts.values())
         now = [node for node in nodes if starts[node] <= first]
         waits = [node for node in now if costs[node].kind is Kind.WAIT]
-        assert self.preference is not None
-        return min(waits or now, key=self.preference)
+        return min(waits or now, key=lambda node: (self.problem.exchange[node], place[node]))
 
     def _step(self, node: Node) -> int:
         """Count the bytes alive while a node runs."""

@@ -95,9 +95,12 @@ def reduce(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
 def write_atomic(
     w: BlockWriter, i: Instruction, m: re.Match[str], to: Operand, at: Operand, *values: Operand
 ) -> None:
-    """An update for each element of a vector; cas has the expected value and the new one."""
+    """An update for each element of a vector; cas has the expected value and the new one. Sums of float32 in
+    global memory flush subnormal numbers."""
     kind = m["type"]
     t = NUMPY[kind] if kind not in ("f16", "bf16") else "u2"
+    if kind == "f32" and memory_of(m) != "shared":
+        kind = "f32 flushed"
     assert isinstance(at, Address)
     taken = values[: 2 if m["op"] == "cas" else 1]  # a cache policy may follow
     columns = [items_of(x) for x in taken]

@@ -16,6 +16,7 @@ from tritoncp.api.shards import shard
 from tritoncp.core.host_copy import to_host
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import Facts, Text, fact, together
+from tritoncp.frontend.group_call import group_call
 from tritoncp.integrations.transformers.attention import is_registered
 from tritoncp.integrations.transformers.masks import ModelMask
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
@@ -30,6 +31,7 @@ IGNORED = -100  # the label that transformers' losses leave out
 CONSUMED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
+@group_call
 def shard_batch(
     batch: Mapping[str, Any],
     config: PreTrainedConfig,
@@ -69,7 +71,7 @@ def shard_batch(
     """
     group = groups.group_of(mesh)
     read = partial(_read_batch, batch, config, BLOCK_SIZE, compare=group is not None)
-    (masks, position_ids), _ = together(group, "shard_batch", read, "while a batch was read")
+    (masks, position_ids), _ = together(group, "shard_batch", read)
     order = None if group is None or group.size() == 1 else balancer
     plans = make_plan(masks, mesh, balancer=order, schedule=schedule)
     whole = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}

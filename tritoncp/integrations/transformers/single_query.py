@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 
@@ -29,9 +30,9 @@ def attend_one_query(
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-    batch, heads, _, dim = query.shape
-    grouped = query.reshape(batch, key.shape[1], -1, dim)  # the query heads of each key head are its rows
-    scores = (grouped @ key.transpose(2, 3)).float() * (dim**-0.5 if scale is None else scale)
+    key_heads, dim = key.shape[1], query.shape[3]
+    grouped = rearrange(query, "b (k g) 1 d -> b k g d", k=key_heads)  # rows of a key head: its query heads
+    scores = (grouped @ key.mT).float() * (dim**-0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if visible is not None:
@@ -39,6 +40,6 @@ def attend_one_query(
     if sinks is None:
         weights = scores.softmax(-1)
     else:
-        logits = sinks.float().reshape(1, key.shape[1], -1, 1).expand(batch, -1, -1, 1)
+        logits = rearrange(sinks.float(), "(k g) -> 1 k g 1", k=key_heads).expand(len(query), -1, -1, 1)
         weights = torch.cat([scores, logits], -1).softmax(-1)[..., :-1]
-    return (weights.to(value.dtype) @ value).reshape(batch, heads, 1, -1)
+    return rearrange(weights.to(value.dtype) @ value, "b k g e -> b (k g) 1 e")

@@ -1,0 +1,66 @@
+"""`tritoncp inspect --executed`: counts of kernels that run on the CPU as they are compiled, and of torch's
+template beside them.  Kernels are compiled only in a process without TRITON_INTERPRET."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tritoncp.analysis import torch_templates
+from tritoncp.analysis.executed import check_against, problem_of
+from tritoncp.ops import tile_tables
+from tritoncp.planning.problem import Problem
+
+
+def run(*words: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tritoncp", "inspect", "--executed", "--json", *words]
+    env = tile_tables.environment(without="TRITON_INTERPRET")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_counts_beside_torchs_template() -> None:
+    """The causal forward pass on an A100: right, without spills, and less of everything than torch's default
+    tile, whose products of matrices are the same."""
+    own, other = run("--arch", "sm_80", "--shape", "2x1,64,256", "--against", "torch")
+    assert (own["who"], other["who"]) == ("tritoncp", "torch")
+    assert own["error"] < 0.01 and other["error"] < 0.01 and own["spill_bytes"] == 0 < own["registers"] < 256
+    assert own["flops"] == other["flops"] > 0
+    for name in ("instructions", "special", "wavefronts", "sectors"):
+        assert 0 < own[name] < other[name], name
+
+
+def test_a_users_mask_and_score_mod_backward() -> None:
+    words = ["--mask", "window(40) & causal", "--score", "softcap(20)", "--backward", "--shape", "2x2,64,128"]
+    (row,) = run("--arch", "sm_90", *words)
+    assert row["error"] < 0.02 and row["instructions"] > 0 and row["flops"] > 0
+    assert row["tiles"].count("×") == 2, "dQ, and dK/dV"
+
+
+def test_a_backward_pass_beside_torchs() -> None:
+    own, other = run("--arch", "sm_90", "--shape", "2x1,64,128", "--backward", "--against", "torch")
+    assert own["error"] < 0.02 and other["error"] < 0.02
+
+
+def test_what_torchs_templates_lack_is_named() -> None:
+    problem, mask = problem_of("4x2,64x32,512", "causal | window(3)", "", "bfloat16")
+    assert (problem.dim, problem.v_dim, problem.kv_heads) == (64, 32, 2) and mask is not None
+    with pytest.raises(ValueError, match="masks by name: full, causal"):
+        check_against(problem, mask)
+    with pytest.raises(ValueError, match="'prefix' is not among those of torch's templates"):
+        check_against(Problem("prefix", 512), None)
+    with pytest.raises(ValueError, match="known for sm_80, sm_90; this is sm_100"):
+        next(torch_templates.candidates("forward", "sm_100", Problem("causal", 512)))
+    with pytest.raises(ValueError, match="shape '4,64' is not HEADSxKV_HEADS"):
+        problem_of("4,64", "causal", "", "bfloat16")
+
+
+def test_torchs_candidates_begin_with_its_default() -> None:
+    default, *rest = torch_templates.candidates("forward", "sm_80", Problem("causal", 512))
+    assert default.default and default.name == "128×64 8/3" and rest and not any(job.default for job in rest)
+    assert "tl.load(arg_DOCUMENT" in torch_templates.write_source(
+        next(torch_templates.candidates("backward", "sm_90", Problem("document", 512)))
+    )

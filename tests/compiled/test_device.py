@@ -1,0 +1,119 @@
+"""The executor as Triton's device: faults that name source lines, seeds that keep bits, counts."""
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.conftest import COMPILED
+from tritoncp.executor import ExecutionFault, compiled_kernels
+
+assert COMPILED
+
+
+@triton.jit
+def add(X, Y, OUT, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + i, mask=i < n)  # the line that a fault must name
+    tl.store(OUT + i, x + tl.load(Y + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def normalise(X, OUT, N: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    x = tl.load(X + row * N + tl.arange(0, N)[None, :])
+    e = tl.exp(x - tl.max(x, 1)[:, None])
+    tl.store(OUT + row * N + tl.arange(0, N)[None, :], e / tl.sum(e, 1)[:, None])
+
+
+def test_a_fault_names_kernel_line_threads_and_tensor() -> None:
+    x, y, out = torch.randn(100), torch.randn(128), torch.empty(128)
+    with pytest.raises(ExecutionFault) as raised, compiled_kernels(COMPILED):
+        add[(1,)](x, y, out, 128, 128)
+    (fault,) = raised.value.faults
+    assert fault.kind == "out of bounds global load"
+    assert fault.kernel == "add"
+    file, line = fault.source.rsplit(":", 1)
+    assert file.endswith("test_device.py")
+    with open(__file__) as text:
+        assert "the line that a fault must name" in text.read().splitlines()[int(line) - 1]
+    assert fault.count == 28
+    assert fault.threads == (100, 101, 102, 103)
+    assert fault.program == (0, 0, 0)
+    assert fault.tensor == "X"
+    assert fault.address is not None and fault.address >= x.data_ptr() + 400
+    assert "past the end of X" in str(raised.value)
+
+
+def test_faults_without_raising() -> None:
+    x, out = torch.randn(100), torch.empty(128)
+    with compiled_kernels(COMPILED, raise_faults=False) as device:
+        add[(2,)](x, out, out, 128, 64)
+    assert [f.kind for f in device.faults] == ["out of bounds global load"]
+
+
+def test_a_tensor_beside_another_is_out_of_bounds() -> None:
+    """Both halves are live: on a GPU nothing would tell."""
+    memory = torch.zeros(128)
+    with pytest.raises(ExecutionFault, match="past the end of X, in Y"), compiled_kernels(COMPILED):
+        add[(1,)](memory[:64], memory[64:], torch.empty(128), 128, 128)
+
+
+def test_seeds_keep_bits_and_the_launch_is_recorded() -> None:
+    x = torch.randn(24, 256)
+    results = []
+    for seed in (None, 1, 2):
+        out = torch.empty_like(x)
+        with compiled_kernels(COMPILED, seed=seed) as device:
+            normalise[(6,)](x, out, 256, 4)
+        (record,) = device.launches
+        assert (record.kernel, record.grid, record.warps) == ("normalise", (6, 1, 1), 4)
+        results.append(out)
+    assert torch.allclose(results[0], x.softmax(1), atol=1e-6)
+    assert all(torch.equal(out, results[0]) for out in results)
+
+
+def test_counts_are_of_every_warp() -> None:
+    x, y, out = (torch.zeros(4096) for _ in range(3))
+    with compiled_kernels(COMPILED, count=True) as device:
+        add[(4,)](x, y, out, 4096, 1024)
+    counts = device.launches[0].counts
+    assert counts is not None
+    totals = counts.totals()
+    assert (totals["global nbytes"], totals["global units"], totals["global least"]) == (49152, 1536, 1536)
+    assert (totals["distinct sectors read"], totals["distinct sectors write"]) == (1024, 512)
+    assert totals["active"] == totals["slots"]
+
+
+def test_architectures_take_turns() -> None:
+    """Triton keeps kernels by device: each architecture is one of its own."""
+    x = torch.randn(64)
+    for architecture in ("sm_80", "sm_90", "sm_80"):
+        out = torch.empty(64)
+        with compiled_kernels(architecture) as device:
+            add[(1,)](x, x, out, 64, 64)
+        assert device.architecture == architecture
+        assert torch.equal(out, 2 * x)
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(ValueError, match="sm_70"), compiled_kernels("sm_70"):
+        pass
+
+
+@triton.jit
+def from_pointers(P, OUT, n: tl.constexpr):
+    i = tl.arange(0, n)
+    x = tl.load(P).to(tl.pointer_type(tl.float32))
+    tl.store(OUT + i, tl.load(x + i))
+
+
+@pytest.mark.parametrize("n", [64, 128])
+def test_pointers_in_memory_are_checked_by_place(n: int) -> None:
+    """A table of pointers: an address that came out of memory may lie in any tensor of the launch."""
+    x, out = torch.randn(64), torch.empty(n)
+    kernel: Any = from_pointers
+    with pytest.raises(ExecutionFault, match="out of bounds global load"), compiled_kernels(COMPILED):
+        kernel[(1,)](torch.tensor([x.data_ptr()]), out, n)

@@ -1,0 +1,284 @@
+"""Executed counts of a call: the kernels of tritoncp, and torch's templates beside them, run instruction by
+instruction on a CPU (:mod:`tritoncp.executor`), each compared with float64, with registers and spills.
+
+Counts cannot show what ptxas' schedule, latencies and clocks make of the instructions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.analysis import torch_templates
+from tritoncp.analysis.kernel_report import read_nvidia
+from tritoncp.analysis.launches import CallTensors
+from tritoncp.analysis.torch_templates import TemplateJob, candidates, write_source
+from tritoncp.masks.mask import Mask
+from tritoncp.planning.problem import Problem
+from tritoncp.reference.dense import dense_attention
+
+PASSES = {"forward": ("forward",), "backward": ("dq", "dkdv")}  # kernels whose counts are added up
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Counts of one pass, of all its kernels, for each query row and head.
+
+    who:          "tritoncp", "torch" (its default tile), "torch autotuned" (one of its other candidates)
+    tiles:        of each kernel
+    error:        the largest of the results against float64, relative to the largest number of each
+    instructions: of warps, without moves; flops: of tensor cores; special: exponentials, divisions, ...
+    wavefronts:   of shared memory; sectors: of global memory
+    registers, spill_bytes: of a thread, by ptxas
+    """
+
+    who: str
+    tiles: str
+    error: float
+    instructions: float
+    flops: float
+    special: float
+    wavefronts: float
+    sectors: float
+    registers: int
+    spill_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """Inputs of a call and its results in float64."""
+
+    problem: Problem
+    mask: Mask
+    tensors: tuple[Tensor, ...]  # q, k, v, dout
+    out: Tensor
+    lse: Tensor
+    grads: tuple[Tensor, ...]  # dq, dk, dv
+
+
+def make_call(problem: Problem, mask: Mask | None = None, seed: int = 0) -> Call:
+    """Draw inputs, and compute the call in float64."""
+    mask = problem.block_mask() if mask is None else mask
+    generator = torch.Generator().manual_seed(seed)
+    h, g, s, n, d, e = (
+        problem.heads,
+        problem.kv_heads,
+        problem.rows,
+        problem.seq,
+        problem.dim,
+        problem.v_dim,
+    )
+    shapes = ((h, s, d), (g, n, d), (g, n, e), (h, s, e))
+    drawn = (torch.randn(1, *shape, generator=generator).to(problem.torch_dtype) for shape in shapes)
+    tensors = tuple(drawn)
+    q, k, v = leaves = [x.double().requires_grad_() for x in tensors[:3]]
+    out, lse, _ = dense_attention(q, k, v, mask, problem.score_mod(torch.device("cpu")))
+    grads = torch.autograd.grad(out, leaves, tensors[3].double())
+    return Call(problem, mask, tensors, out.detach(), lse.detach(), grads)
+
+
+def count_own(call: Call, arch: str, which: str) -> Row:
+    """Count tritoncp's kernels of a pass: "forward" or "backward"."""
+    tensors = CallTensors(call.problem, torch.device("cpu"), call.tensors, call.mask)
+    kernels = ("forward",) if which == "forward" else ("delta", "dq", "dkdv")
+    if which == "backward":
+        tensors.results("forward")["out"].copy_(call.out)
+        tensors.results("route")["lse"].copy_(call.lse[..., None])
+    launches = [tensors.launch(kernel, None, arch) for kernel in kernels]
+    own = [launch for kernel, launch in zip(kernels, launches) if kernel in PASSES[which]]
+    named = ", ".join(_tiles_of(launch) for launch in own)
+    counts = _execute(lambda: [launch() for launch in launches], arch, skip="delta_kernel")
+    results = {key: x for kernel in PASSES[which] for key, x in tensors.results(kernel).items()}
+    wanted = {"out": call.out, **dict(zip(("dq", "dk", "dv"), call.grads))}
+    error = max(_error(x, wanted[key]) for key, x in results.items())
+    return _row("tritoncp", named, error, counts, call.problem)
+
+
+def count_torch(call: Call, job: TemplateJob) -> Row:
+    """Count torch's template for the pass of a job."""
+    tensors = _template_tensors(call, job)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "flex_rendered.py"
+        path.write_text(write_source(job))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec and spec.loader
+        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+        arguments = [tensors[name] for name in (*job.tensors, "OUT")]
+        counts = _execute(
+            lambda: module.flex[job.grid](*arguments, num_warps=job.warps, num_stages=job.stages), job.arch
+        )
+    results = (
+        (tensors["DQ"], tensors["OUT"], tensors["DV"]) if job.template == "backward" else [tensors["OUT"]]
+    )
+    wanted = call.grads if job.template == "backward" else [call.out]
+    error = max(map(_error, results, wanted))
+    return _row("torch" if job.default else "torch autotuned", job.name, error, counts, call.problem)
+
+
+def compare(call: Call, arch: str, which: str, against: str = "") -> Iterator[Row]:
+    """Yield tritoncp's row, and torch's at its default tile (against "torch") or at every candidate of
+    autotuning that fits and does not spill ("autotuned")."""
+    yield count_own(call, arch, which)
+    for job in candidates(which, arch, call.problem) if against else ():
+        if job.default or against == "autotuned":
+            row = count_torch(call, job)
+            if job.default or not row.spill_bytes:
+                yield row
+
+
+@dataclass(frozen=True)
+class _Executed:
+    """Sums over launches, and the resources of the largest kernel."""
+
+    totals: Counter[str]
+    registers: int
+    spill_bytes: int
+    seconds: float
+
+
+def _execute(run: Callable[[], Any], arch: str, skip: str = "") -> _Executed:
+    """Run launches on the executor."""
+    from triton import knobs
+
+    from tritoncp.executor import compiled_kernels
+
+    cubins: dict[str, Path] = {}
+
+    def remember(module: Any, function: Any, name: str, group: dict[str, str], key: str) -> None:
+        cubins[name] = Path(group[f"{name}.cubin"])
+
+    start = time.monotonic()
+    with compiled_kernels(arch, count=True, check=False) as device:
+        knobs.runtime.kernel_load_start_hook.add(remember)
+        try:
+            run()
+        finally:
+            knobs.runtime.kernel_load_start_hook.remove(remember)
+    totals: Counter[str] = Counter()
+    for record in device.launches:
+        if record.kernel != skip and record.counts is not None:
+            totals.update(record.counts.totals())
+    resources = [read_nvidia(path.read_bytes()) for name, path in cubins.items() if name != skip]
+    registers, spilled = (max(x[name] for x in resources) for name in ("registers", "spill_bytes"))
+    return _Executed(totals, registers, spilled, time.monotonic() - start)
+
+
+def _row(who: str, tiles: str, error: float, done: _Executed, problem: Problem) -> Row:
+    totals, rows = done.totals, problem.heads * problem.rows
+    return Row(
+        who,
+        tiles,
+        error,
+        instructions=totals["instructions"] / rows,
+        flops=totals["flops"] / rows,
+        special=totals["mufu"] / rows,
+        wavefronts=(totals["shared units"] + totals["operand bytes"] / 128) / rows,
+        sectors=totals["global units"] / rows,
+        registers=done.registers,
+        spill_bytes=done.spill_bytes,
+        seconds=done.seconds,
+    )
+
+
+def _error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1))
+
+
+def _tiles_of(launch: Any) -> str:
+    config = launch.parts[0].config
+    return f"{config.BLOCK_M}×{config.BLOCK_N} {config.num_warps}/{config.num_stages}"
+
+
+def _template_tensors(call: Call, job: TemplateJob) -> dict[str, Tensor]:
+    """The tensors of a template by name, with float64's out and lse for a backward pass."""
+    (q, k, v, dout), problem = call.tensors, call.problem
+    found = {"Q": q, "K": k, "V": v, "DO": dout, "MAX": torch.zeros(1)} | _block_lists(call)
+    if job.template == "backward":
+        delta = (call.out * dout.double()).sum(-1).float()
+        found |= {"OUT": torch.zeros_like(k), "DQ": torch.zeros_like(q), "DV": torch.zeros_like(v)}
+        found |= {"LSE": (call.lse * LOG2E).float(), "DELTA": delta}
+    else:
+        found |= {"OUT": torch.zeros_like(dout), "LSE": torch.empty(q.shape[:3])}
+    if "document" in problem.mask:  # a document is known by its first key
+        mod: Any = problem.closed_form()
+        at = torch.arange(problem.seq)
+        found["DOCUMENT"] = mod(0, 0, at[:, None], at[None]).int().argmax(1).int()
+    if problem.score == "alibi":
+        score: Any = problem.score_mod(torch.device("cpu"))  # of a pair one apart: the slope
+        found["SLOPES"] = score(torch.tensor(0.0), 0, torch.arange(problem.heads), 0, 1).float()
+    return found
+
+
+def _block_lists(call: Call) -> dict[str, Tensor]:
+    """The lists of a BlockMask, as torch makes them."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    problem, rows, seq = call.problem, call.problem.rows, call.problem.seq
+    names = ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")
+    short = ("KV_NUM_BLKS", "KV_IDX", "Q_NUM_BLKS", "Q_IDX")
+    mod = problem.closed_form()
+    if mod is None:  # one block that holds everything
+        one, none = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+        lists = dict(zip(short, (one, none) * 2))
+        return lists | {f"FULL_{name}": torch.zeros_like(x) for name, x in lists.items()}
+    made = create_block_mask(mod, None, None, rows, seq, device="cpu", BLOCK_SIZE=128)
+    pairs = [(s, n) for s, n in zip(short, names)] + [
+        (f"FULL_{s}", f"full_{n}") for s, n in zip(short, names)
+    ]
+    return {name: getattr(made, field).contiguous().to(torch.int32) for name, field in pairs}
+
+
+def show(rows: Sequence[Row], title: str, console: Any) -> None:
+    """Print rows as a table: counts for each query row and head, in brackets tritoncp's over the row's."""
+    from rich.table import Table
+
+    columns = ("kernels", "tiles", "instructions", "FLOPs", "special", "wavefronts", "sectors")
+    table = Table(*columns, "regs", "spill", "error", title=title, box=None, padding=(0, 1))
+    own = rows[0]
+    for row in rows:
+        cells = []
+        for name in ("instructions", "flops", "special", "wavefronts", "sectors"):
+            value, reference = getattr(own, name), getattr(row, name)
+            ratio = f" ({value / reference:.2f})" if row is not own and reference else ""
+            cells.append(f"{reference:.4g}{ratio}")
+        table.add_row(
+            row.who, row.tiles, *cells, str(row.registers), str(row.spill_bytes), f"{row.error:.1e}"
+        )
+    console.print(table)
+
+
+def problem_of(shape: str, mask: str, score: str, dtype: str) -> tuple[Problem, Mask | None]:
+    """Make the problem of a shape HEADSxKV_HEADS,HEAD_DIM,LENGTH, a mask by name or as text, and a score_mod
+    by name. Raises ValueError for a shape in another format."""
+    from tritoncp.masks.expressions import mask_of
+    from tritoncp.masks.mask import create_block_mask
+    from tritoncp.planning.problem import MASKS
+
+    try:
+        heads, width, length = shape.split(",")
+        (h, g), (d, *rest), n = map(int, heads.split("x")), map(int, width.split("x")), int(length)
+    except ValueError as error:
+        raise ValueError(f"shape {shape!r} is not HEADSxKV_HEADS,HEAD_DIM,LENGTH: 4x1,128,1024") from error
+    problem = Problem("full", n, h, g, d, rest[0] if rest else d, dtype=dtype, score=score)
+    if mask in MASKS:
+        return replace(problem, mask=mask), None
+    return problem, create_block_mask(mask_of(mask), 1, 1, n, n)
+
+
+def check_against(problem: Problem, mask: Mask | None) -> None:
+    """Raise ValueError where torch's templates are not written for this mask."""
+    if mask is not None:
+        raise ValueError("--against torch takes masks by name: full, causal, window, document")
+    torch_templates.mask_of(problem)

@@ -1,1 +1,0 @@
-"""torch's templates of flex attention beside tritoncp's kernels: compiled, counted, compared."""

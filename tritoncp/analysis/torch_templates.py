@@ -1,0 +1,222 @@
+"""torch's templates of flex attention as kernels of their own: the source that torch would generate, and its
+candidates of tiles.  The templates are those of the installed torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from tritoncp.planning.problem import Problem
+
+CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0)}
+TEMPLATES = {
+    "forward": ("flex_attention", "utilities", "common"),
+    "backward": ("flex_backwards", "utilities"),
+}
+TENSORS = {
+    "forward": "Q K V LSE MAX KV_NUM_BLKS KV_IDX FULL_KV_NUM_BLKS FULL_KV_IDX",
+    "backward": "Q K V LSE DELTA DO DQ DV KV_NUM_BLKS KV_IDX Q_NUM_BLKS Q_IDX FULL_KV_NUM_BLKS FULL_KV_IDX "
+    "FULL_Q_NUM_BLKS FULL_Q_IDX",
+}
+# Attributes of torch's configs, which are constants of the templates in upper case.
+BLOCKS = {
+    "forward": ("block_m", "block_n"),
+    "backward": ("block_m1", "block_n1", "block_m2", "block_n2"),
+}
+# By torch's kind of tensor: documents are numbers of tokens, slopes those of ALiBi's heads.
+SCORES = {
+    "": None,
+    "alibi": "({score} - tl.load(arg_SLOPES + {h}) * ({m} - {n}).to(tl.float32))",
+    "softcap": "(libdevice.tanh({score} * 0.02) * 50.0)",
+}
+
+
+class TemplateMask(NamedTuple):
+    """A mask as torch compiles it.
+
+    code:   of its mask_mod, for a pair of query m and key n
+    block:  size of a block of its BlockMask
+    blocks: the BlockMask lists full blocks apart from others
+    """
+
+    code: str
+    block: int = 128
+    blocks: bool = True
+
+
+@dataclass(frozen=True)
+class TemplateJob:
+    """One of torch's kernels, for bfloat16.
+
+    template: "forward" or "backward"
+    default:  torch takes these tiles without autotuning
+    blocks:   values of BLOCKS
+    """
+
+    template: str
+    arch: str
+    problem: Problem
+    default: bool
+    blocks: tuple[int, ...]
+    warps: int
+    stages: int
+
+    @property
+    def name(self) -> str:
+        """The tiles in words."""
+        return f"{'×'.join(map(str, self.blocks))} {self.warps}/{self.stages}"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {name.upper(): size for name, size in zip(BLOCKS[self.template], self.blocks)}
+
+    @property
+    def tensors(self) -> list[str]:
+        """The names of the kernel's tensors, in order, without the output."""
+        mask, score = self.problem.mask, self.problem.score
+        return [
+            *TENSORS[self.template].split(),
+            *(["DOCUMENT"] if "document" in mask else []),
+            *(["SLOPES"] if score == "alibi" else []),
+        ]
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        problem, sizes = self.problem, self.constants
+        if self.template == "forward":
+            return -(-problem.rows // sizes["BLOCK_M"]), 1, problem.heads
+        group = problem.heads // problem.kv_heads
+        tiles = -(-problem.rows // sizes["BLOCK_M2"]) * group + -(-problem.seq // sizes["BLOCK_N1"])
+        return tiles, 1, problem.kv_heads
+
+
+def mask_of(problem: Problem) -> TemplateMask:
+    """The mask of a problem as torch's templates have it. Raises ValueError for one that is not written here.
+
+    >>> mask_of(Problem("causal", 1024)).code
+    '{m} >= {n}'
+    """
+    causal, name = "{m} >= {n}", problem.mask
+    if name == "full":  # what block_mask=None becomes
+        return TemplateMask("tl.full([1], True, tl.int1)", 1 << 30, False)
+    if name == "window":
+        from tritoncp.planning.problem import window_of
+
+        return TemplateMask(f"({causal}) & ({{m}} - {{n}} <= {window_of(problem.seq)})")
+    if "document" in name:
+        return TemplateMask(f"({causal}) & (tl.load(arg_DOCUMENT + {{m}}) == tl.load(arg_DOCUMENT + {{n}}))")
+    if name == "causal":
+        return TemplateMask(causal)
+    raise ValueError(f"mask {name!r} is not among those of torch's templates: full, causal, window, document")
+
+
+def candidates(template: str, arch: str, problem: Problem) -> Iterator[TemplateJob]:
+    """Yield the jobs that torch chooses from with mode="max-autotune" (its default search space), the default
+    first. Raises ValueError for an architecture, a score_mod or a pass that is not written here."""
+    from torch._inductor import config
+    from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic
+
+    if arch not in CAPABILITIES:
+        raise ValueError(f"torch's tiles are known for {', '.join(CAPABILITIES)}; this is {arch}")
+    if problem.score not in SCORES or (problem.score == "softcap" and template == "backward"):
+        raise ValueError(
+            f"{problem.score!r} is not among torch's score_mods: alibi, and softcap in the forward pass"
+        )
+    heuristic = CUDAConfigHeuristic()
+    listing = (
+        heuristic.get_flex_attn_fwd_configs if template == "forward" else heuristic.get_flex_attn_bwd_configs
+    )
+    with mock.patch("torch.cuda.get_device_capability", return_value=CAPABILITIES[arch]):
+        with config.patch(max_autotune=False):
+            (default,) = listing(problem.dim, torch.bfloat16)
+        with config.patch(max_autotune=True, max_autotune_flex_search_space="DEFAULT"):
+            tuned = listing(problem.dim, torch.bfloat16)
+    for choice in [default, *(choice for choice in tuned if choice != default)]:
+        blocks = tuple(getattr(choice, field) for field in BLOCKS[template])
+        sizes = blocks, choice.num_warps, choice.num_stages
+        yield TemplateJob(template, arch, problem, choice == default, *sizes)
+
+
+def write_source(job: TemplateJob) -> str:
+    """Write the Python source of a job's kernel, ``flex``, as torch would generate it."""
+    from torch._inductor.codegen.common import KernelTemplate
+    from torch._inductor.kernel.flex.common import load_flex_template
+
+    names, mask, shapes = job.tensors, mask_of(job.problem), _shapes(job)
+    defines = "\n".join(f"{name}: tl.constexpr = {value}" for name, value in _constants(job).items())
+    outputs = {"post_mod_scores": "{score}", "grad_scores": "{grad_score_mod}", "mask_mod_output": mask.code}
+
+    def strides(name: str, dim: int | None = None) -> str:
+        sizes = shapes[name.removeprefix("FULL_")]
+        steps = [1]
+        for size in reversed(sizes[1:]):
+            steps.insert(0, steps[0] * size)
+        return str(steps[dim]) if dim is not None else ", ".join(map(str, steps))
+
+    def modification(output_name: str | None = None, **fields: Any) -> str:
+        return f"{output_name} = {outputs[output_name].format(**fields)}" if output_name else "pass"
+
+    def def_kernel(*_: str) -> str:
+        arguments = ", ".join(f"arg_{name}" for name in (*names, "OUT"))
+        copies = "\n".join(f"{name} = arg_{name}" for name in names)
+        body = f"{defines}\n{copies}".replace("\n", "\n    ")
+        return f"@triton.jit\ndef flex({arguments}):\n    {body}"
+
+    def store_output(indices: tuple[str, ...], value: str, mask: str | None = None, **_: Any) -> str:
+        offset = " + ".join(f"({i}) * {step}" for i, step in zip(indices, strides("Q").split(", ")))
+        return f"tl.store(arg_OUT + {offset}, {value}, mask={mask})"
+
+    text = "\n\n".join(map(load_flex_template, TEMPLATES[job.template]))
+    text = KernelTemplate._template_from_string(text).render(
+        **{"def_kernel": def_kernel, "stride": strides, "size": lambda name, dim: shapes[name][dim]},
+        **{"gen_argdefs": lambda: ", ".join(f"arg_{name}" for name in names), "modification": modification},
+        **{"gen_defines": lambda: defines, "store_output": store_output},
+        **{"USE_TMA": False, "HAS_FULL_BLOCKS": mask.blocks},
+    )
+    head = "import triton\nimport triton.language as tl\nfrom triton.language.extra.cuda import libdevice\n\n"
+    return head + _with_score(text, job)
+
+
+def _with_score(text: str, job: TemplateJob) -> str:
+    """Insert the score_mod where the template assigns the scores."""
+    code = SCORES[job.problem.score]
+    if code is None:
+        return text
+    head = "off_h" if job.template == "forward" else "off_hq"
+    at = r"\b(post_mod_scores) = (\w+)[ ]*$"
+    text, count = re.subn(
+        at, lambda m: f"{m[1]} = {code.format(score=m[2], h=head, m='m', n='n')}", text, flags=re.MULTILINE
+    )
+    assert count, "torch's template assigns its scores in another way"
+    return text
+
+
+def _shapes(job: TemplateJob) -> dict[str, tuple[int, ...]]:
+    problem = job.problem
+    blocks = max(1, problem.seq // mask_of(problem).block)
+    queries = (1, problem.heads, problem.rows, problem.dim)
+    keys = (1, problem.kv_heads, problem.seq, problem.dim)
+    counts, indices = (1, 1, blocks), (1, 1, blocks, blocks)
+    tensors = {"Q": queries, "DO": queries, "DQ": queries, "K": keys, "V": keys, "DV": keys}
+    lists = {"KV_NUM_BLKS": counts, "Q_NUM_BLKS": counts, "KV_IDX": indices, "Q_IDX": indices}
+    return tensors | lists
+
+
+def _constants(job: TemplateJob) -> dict[str, Any]:
+    problem, mask = job.problem, mask_of(job.problem)
+    dim, group = problem.dim, problem.heads // problem.kv_heads
+    constants: dict[str, Any] = {
+        **{"PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False},
+        **{"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "WRITE_DQ": True, "HAS_FULL_BLOCKS": mask.blocks},
+        **{"IS_DIVISIBLE": True, "SAFE_HEAD_DIM": True, "FLOAT32_PRECISION": "'ieee'", "USE_TMA": False},
+        **{"INDEX_DTYPE": "tl.int32", "SM_SCALE": dim**-0.5, "GQA_SHARED_HEADS": group},
+        **dict.fromkeys(("QK_HEAD_DIM", "QK_HEAD_DIM_ROUNDED", "V_HEAD_DIM", "V_HEAD_DIM_ROUNDED"), dim),
+        **dict.fromkeys(("SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE"), mask.block),
+    }
+    return constants | job.constants

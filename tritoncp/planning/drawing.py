@@ -1,0 +1,319 @@
+"""The drawing of a plan by Matplotlib: mask, owners, work, traffic and costs, as one picture or as a page.
+
+Matplotlib is imported when the first plan is drawn.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tritoncp.planning import rasters
+from tritoncp.planning.explanation import format_meaning
+from tritoncp.planning.report import (
+    Facts,
+    colours,
+    format_choice,
+    format_headline,
+    format_remote_bytes,
+    format_title,
+)
+from tritoncp.planning.units import axis_ticks, format_bytes, format_seconds, format_tokens, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 100  # pixels an inch; sizes below are in pixels
+INK, GREY, DEEP = "#212529", "#6c757d", "#084ea0"
+STYLE = {
+    "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "text.parse_math": False,
+    "axes.edgecolor": GREY, "axes.labelcolor": GREY, "axes.titlesize": 12, "axes.titlelocation": "left",
+    "axes.facecolor": "none", "xtick.color": GREY, "ytick.color": GREY, "xtick.labelsize": 8,
+    "ytick.labelsize": 8, "svg.fonttype": "none", "svg.hashsalt": "tritoncp",
+}  # fmt: skip
+BAND = 4  # least pixels of a rank's band in the mask for its number to stand beside it
+# The colours of light and dark pages by the name of each colour in the drawing.
+PAGE_STYLE = """
+:root { --ink: #212529; --grey: #5c636a; --deep: #084ea0; --paper: #fff; color-scheme: light dark }
+@media (prefers-color-scheme: dark) {
+:root { --ink: #e6e8ea; --grey: #a9b0b7; --deep: #7eb6ff; --paper: #181b1f }
+}
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper) }
+body { margin: 2rem auto; max-width: 1320px; padding: 0 1.5rem; overflow-wrap: anywhere }
+h1 { font-size: 1.5rem; margin: 0 } p, dt { color: var(--grey); margin: .3rem 0 } dd { margin: 0 0 .6rem }
+main { display: grid; grid-template-columns: minmax(0, 1.4fr) minmax(0, 1fr); gap: 1.5rem }
+svg { width: 100%; height: auto; display: block; margin: 1rem 0 }
+@media (max-width: 900px) { main { grid-template-columns: minmax(0, 1fr); gap: 0 } body { padding: 0 .8rem } }
+@media print { main { display: block } }
+"""
+
+
+def draw_figure(facts: Facts) -> Figure:
+    """Draw the picture, 1500 x 1220 pixels. Raises RuntimeError without Matplotlib."""
+    with _style():
+        figure = _make_figure(1500, 1220)
+        first, second = format_headline(facts)
+        figure.text(100 / 1500, 1 - 48 / 1220, shorten(first, 90), size=16)
+        figure.text(100 / 1500, 1 - 76 / 1220, second, size=10, color=GREY)
+        _draw_mask(_add_axes(figure, 100, 118, rasters.SIDE, rasters.SIDE), facts)
+        _write_meaning(figure, facts, 100, 118 + rasters.SIDE + 140)
+        top = 146
+        for draw, height in _panels(facts):
+            draw(_add_axes(figure, 950, top, 500, height), facts)
+            top += height + 104
+    return figure
+
+
+def format_page(facts: Facts) -> str:
+    """Format the drawing and the plan in plain words as an HTML page: one file that fetches nothing. Raises
+    RuntimeError without Matplotlib."""
+    first, second = map(escape, format_headline(facts))
+    sentences = (line.partition(": ") for line in format_meaning(facts.plan, facts.metrics, facts.most_sent))
+    meaning = "".join(f"<dt>{escape(term)}<dd>{escape(text)}" for term, _, text in sentences)
+    with _style():
+        mask = _format_svg(_draw_mask, facts, 560, 560)
+        panels = "".join(_format_svg(draw, facts, 430, height) for draw, height in _panels(facts))
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width, initial-scale=1'>"
+        f"<title>{first}</title><style>{PAGE_STYLE}</style><h1>{first}</h1><p>{second}</p>"
+        f"<main><div>{mask}<dl>{meaning}</dl></div><div>{panels}</div></main>"
+        f"<p>{escape(format_title(facts.plan))}</p></html>\n"
+    )
+
+
+def write_drawing(facts: Facts, path: Path) -> None:
+    """Write the page (.html) or the picture to ``path``. Raises OSError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".html":
+            path.write_text(format_page(facts))
+        else:
+            draw_figure(facts).savefig(path, pil_kwargs={"optimize": True})
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def _panels(facts: Facts) -> list[tuple[Callable[[Axes, Facts], None], int]]:
+    """List what is drawn beside the mask: a function of axes, and the height of the axes in pixels."""
+    strips = min(facts.plan.world_size, rasters.STRIPS)
+    return [
+        (_draw_strips, max(96, min(150, 24 * strips))),
+        (_draw_work, 130),
+        (_draw_reads, 270),
+        (_draw_schedules, 190),
+    ]
+
+
+def _style() -> AbstractContextManager[None]:
+    """Return a context in which Matplotlib has the style of the drawing."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as missing:
+        raise RuntimeError("the picture of a plan needs Matplotlib: pip install matplotlib") from missing
+    return matplotlib.rc_context(STYLE)
+
+
+def _make_figure(width: int, height: int) -> Figure:
+    """Return an empty figure that notebooks show as a PNG."""
+    from matplotlib.figure import Figure
+
+    class PlanFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            png = io.BytesIO()
+            self.savefig(png, format="png")
+            return png.getvalue()
+
+    return PlanFigure(figsize=(width / DPI, height / DPI), dpi=DPI)
+
+
+def _add_axes(figure: Figure, left: int, top: int, width: int, height: int) -> Axes:
+    """Add axes at a place in pixels from the top left corner of the figure."""
+    wide, high = (round(DPI * size) for size in figure.get_size_inches())
+    return figure.add_axes((left / wide, 1 - (top + height) / high, width / wide, height / high))
+
+
+def _format_svg(draw: Callable[[Axes, Facts], None], facts: Facts, width: int, height: int) -> str:
+    """Draw a part of the picture as SVG whose colours are those of the page."""
+    figure = _make_figure(width + 130, height + 130)
+    draw(_add_axes(figure, 80, 60, width, height), facts)
+    svg = io.StringIO()
+    figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    text = re.sub(
+        r"(?s)^.*?(?=<svg )|<metadata>.*?</metadata>| xmlns(:xlink)?=\"[^\"]*\"", "", svg.getvalue()
+    )
+    for colour, name in ((INK, "ink"), (GREY, "grey"), (DEEP, "deep")):
+        text = text.replace(colour, f"var(--{name})")
+    return text
+
+
+def _draw_raster(axes: Axes, pixels: Any, width: float, height: float) -> None:
+    axes.imshow(pixels.numpy(), extent=(0, width, height, 0), aspect="auto", interpolation="none")
+
+
+def _set_title(axes: Axes, title: str, note: str = "") -> None:
+    axes.set_title(title, pad=22 if note else 8)
+    axes.annotate(note, (0, 1), (0, 8), "axes fraction", textcoords="offset points", size=8.5, color=GREY)
+
+
+def _set_token_ticks(axis: Any, length: int, label: str) -> None:
+    positions, labels = zip(*axis_ticks(length))
+    axis.set_ticks(positions, labels)
+    axis.set_label_text(label)
+
+
+def _set_rank_ticks(axis: Any, world_size: int, most: int, label: str) -> None:
+    ranks = range(0, world_size, -(-world_size // most))
+    axis.set_ticks([rank + 0.5 for rank in ranks], [str(rank) for rank in ranks])
+    axis.set_tick_params(length=0)
+    axis.set_label_text(label)
+
+
+def _draw_mask(axes: Axes, facts: Facts) -> None:
+    """Draw the mask with its legend, and a detail of a thin mask in the corner."""
+    plan, mask = facts.plan, facts.plan.mask
+    whole = rasters.mask_pixels(plan)
+    _draw_raster(axes, whole, mask.kv_len, mask.q_len)
+    note = "a point: the query of this row sees the key of this column; its colour: the rank that computes it"
+    axes.annotate(note, (0, 1), (0, 5), "axes fraction", textcoords="offset points", size=8.5, color=GREY)
+    _set_token_ticks(axes.xaxis, mask.kv_len, "keys, by position in the sequence (tokens)")
+    _set_token_ticks(axes.yaxis, mask.q_len, "queries, by position in the sequence (tokens)")
+    length = rasters.lens_length(plan, whole)
+    if length:
+        share = rasters.LENS / rasters.SIDE
+        detail = axes.inset_axes((0.97 - share, 0.93 - share, share, share), xticks=[], yticks=[])
+        _draw_raster(detail, rasters.mask_pixels(plan, rasters.LENS, length), length, length)
+        detail.set_title(f"the first {format_tokens(length)} tokens", size=9, color=GREY, pad=5)
+    _label_bands(axes, facts)
+    _draw_legend(axes, facts)
+
+
+def _label_bands(axes: Axes, facts: Facts) -> None:
+    """Write the rank beside the rows of the mask, wherever a rank has a band of them high enough to see."""
+    mask, owners = facts.plan.mask, facts.plan.owners[0]
+    scale = rasters.SIDE / max(1, len(owners))
+    ranks, counts = owners.unique_consecutive(return_counts=True)
+    middles = (counts.cumsum(0) - counts / 2) * scale
+    if int(counts[counts * scale >= BAND].sum()) < len(owners) / 2:
+        return  # most rows lie in bands that are too thin: the strips show their ranks
+    last, paint = -14.0, colours(facts.plan.world_size)
+    for rank, count, middle in zip(ranks.tolist(), counts.tolist(), middles.tolist()):
+        if rank >= 0 and count * scale >= BAND and middle - last >= 14:
+            at = (mask.kv_len, middle / rasters.SIDE * mask.q_len)
+            colour = [part / 255 for part in paint[rank]]
+            axes.annotate(str(rank), at, (5, 0), textcoords="offset points", va="center", color=colour)
+            last = middle
+
+
+def _draw_legend(axes: Axes, facts: Facts) -> None:
+    """Draw samples of the ranks' colours below the mask, in each opacity."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    world_size, shows_blocks = facts.plan.world_size, rasters.shows_blocks(facts.plan.mask)
+    samples = colours(world_size)[:: -(-world_size // 4)]
+    opacities = rasters.BLOCK_OPACITIES if shows_blocks else rasters.SHARE_OPACITIES
+    handles = [
+        tuple(Patch(color=(r / 255, g / 255, b / 255, opacity), lw=0) for r, g, b in samples)
+        for opacity, _ in opacities
+    ]
+    axes.legend(
+        handles, [label for _, label in opacities], handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        loc="upper left", bbox_to_anchor=(0, -0.075), ncols=3, frameon=False, handlelength=4, columnspacing=1,
+    )  # fmt: skip
+
+
+def _write_meaning(figure: Figure, facts: Facts, left: int, top: int) -> None:
+    """Write what the figures mean in plain words."""
+    axes = _add_axes(figure, left, top, rasters.SIDE, 100)
+    axes.set_axis_off()
+    _set_title(axes, "What this means")
+    line = 0
+    for sentence in format_meaning(facts.plan, facts.metrics, facts.most_sent):
+        subject, _, text = sentence.partition(": ")
+        lines = textwrap.wrap(text, 92)
+        for x, words, colour in ((0.0, subject, GREY), (0.2, "\n".join(lines), INK)):
+            axes.text(x, 1 - 0.22 * line, words, color=colour, va="top", linespacing=1.45)
+        line += len(lines) + 0.25
+
+
+def _draw_strips(axes: Axes, facts: Facts) -> None:
+    """Draw a strip for each rank that shows which queries it computes."""
+    plan = facts.plan
+    _draw_raster(axes, rasters.strip_pixels(plan), plan.mask.q_len, plan.world_size)
+    _set_title(axes, "Who computes which queries", "a line for each rank")
+    _set_rank_ticks(axes.yaxis, plan.world_size, 8, "rank")
+    _set_token_ticks(axes.xaxis, plan.mask.q_len, "queries, by position in the sequence (tokens)")
+
+
+def _draw_work(axes: Axes, facts: Facts) -> None:
+    """Draw a bar of work for each rank, and the mean as a dashed line."""
+    plan, world_size = facts.plan, facts.plan.world_size
+    mean, most = sum(plan.work) / world_size, max(plan.work)
+    paint = [[part / 255 for part in colour] for colour in colours(world_size)]
+    many = world_size > 128
+    axes.bar(
+        [rank + 0.5 for rank in range(world_size)],
+        plan.work,
+        1 if many else 0.9,
+        color=paint,
+        rasterized=many,
+    )
+    axes.axhline(mean, color=INK, lw=1, ls="--")
+    axes.set_xlim(0, world_size)
+    axes.set_yticks([0, most], ["0", f"{most:.5g}"])
+    axes.spines[["top", "right"]].set_visible(False)
+    _set_rank_ticks(axes.xaxis, world_size, 16, "rank")
+    _set_title(
+        axes,
+        "Work of each rank",
+        f"blocks: mean {mean:.5g} (dashed), most {most:.5g}; max/mean {plan.imbalance:.3f}",
+    )
+
+
+def _draw_reads(axes: Axes, facts: Facts) -> None:
+    """Draw the table of key traffic and its totals."""
+    world_size = facts.plan.world_size
+    _draw_raster(axes, rasters.reads_pixels(facts), world_size, world_size)
+    axes.set_aspect("equal", anchor="NW")
+    most, total = format_remote_bytes(facts)
+    note = f"keys and values; strongest blue: {most} a pair, all {total}; yellow: own"
+    _set_title(axes, "Whose keys each rank reads", note)
+    _set_rank_ticks(axes.yaxis, world_size, 8, "rank that reads them")
+    _set_rank_ticks(axes.xaxis, world_size, 8, "rank that keeps them")
+
+
+def _draw_schedules(axes: Axes, facts: Facts) -> None:
+    """Draw forward and backward time, bytes sent and memory of each schedule."""
+    shape, chosen = facts.shape, facts.plan.schedule.partition("+")[0]
+    layer = f"{shape.batch} x {shape.heads}:{shape.kv_heads} heads of {shape.head_dim}, {facts.hardware.name}"
+    _set_title(axes, "What each schedule would cost a layer", f"predicted for the slowest rank; {layer}")
+    axes.set_axis_off()
+    if not facts.costs:
+        axes.text(0, 0.9, "one rank: nothing travels", transform=axes.transAxes)
+        return
+    longest = max(estimate.total for estimate in facts.costs)
+    for row, estimate in enumerate(facts.costs):
+        colour = DEEP if estimate.schedule == chosen else GREY
+        axes.barh(row, estimate.forward, 0.4, color=colour)
+        axes.barh(row, estimate.backward, 0.4, estimate.forward, color=colour, alpha=0.55)
+        sent = facts.bytes_sent[estimate.schedule]
+        times = f"{format_seconds(estimate.forward)} forward + {format_seconds(estimate.backward)} backward"
+        amounts = (
+            f"{format_bytes(sum(sent) / len(sent))} sent by a rank (most {format_bytes(max(sent))}), "
+            f"{format_bytes(estimate.memory)} more memory"
+        )
+        weight = "bold" if estimate.schedule == chosen else "normal"
+        axes.text(-0.02 * longest, row, estimate.schedule, ha="right", va="center", weight=weight)
+        axes.text(estimate.total + 0.03 * longest, row, times, va="center", size=8.5)
+        axes.text(0, row + 0.44, amounts, va="center", size=8, color=GREY)
+    axes.set_xlim(-0.35 * longest, 2.2 * longest)
+    axes.set_ylim(len(facts.costs) - 0.1, -0.4)
+    axes.text(0, len(facts.costs), shorten(format_choice(facts), 84), size=8.5)

@@ -1,4 +1,0 @@
-"""Drawings of a plan: rasters, the picture and the HTML page.
-
-May import: masks, mods, core.
-"""
