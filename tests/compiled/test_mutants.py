@@ -144,11 +144,11 @@ SM_80 = {"barrier": {BARRIERS: {2}, ELSEWHERE: {5}}, "group of copies": {NEWEST:
 REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
     ("sm_80", "matmul"): {"barrier": {BARRIERS: {0}}, "group of copies": {NEWEST: {1}}},
     ("sm_90", "matmul"): {
-        "barrier": {BARRIERS: {0}, PRODUCTS: {2}, ELSEWHERE: {3}},
+        "barrier": {BARRIERS: {0}},
         "group of copies": {NEWEST: {1}},
     },
     ("sm_90", "matmul_of_boxes"): {
-        "barrier": {BARRIERS: {0, 1, 2, 3, 4, 7, 8}, WAITED: {5}, PRODUCTS: {6}, LAST: {10}},
+        "barrier": {BARRIERS: {0, 1, 2, 3, 4, 7}, WAITED: {5}, LAST: {10}},
         "predicate": {BOX: {15}},
     },
     ("sm_100", "matmul"): {
