@@ -9,7 +9,7 @@ import numpy as np
 
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.global_memory import UNSIGNED
-from tritoncp.executor.shared_memory import ON_ITS_WAY
+from tritoncp.executor.shared_memory import ON_ITS_WAY, WRITTEN
 from tritoncp.executor.threads import Threads
 
 Array = np.ndarray[Any, Any]
@@ -17,16 +17,19 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Copies:
-    """Copies of one instruction, a row for each thread: its lane, place in shared memory, data and group."""
+    """Copies of one instruction, a row for each thread: its lane, place in shared memory, data and group, and
+    whether a fence.proxy.async of the thread followed."""
 
     lanes: Array
     idx: Array
     data: Array
     nbytes: int
     group: Array
+    fenced: Array
 
     def rows(self, keep: Array) -> Copies:
-        return Copies(self.lanes[keep], self.idx[keep], self.data[keep], self.nbytes, self.group[keep])
+        rows = (x[keep] for x in (self.group, self.fenced))
+        return Copies(self.lanes[keep], self.idx[keep], self.data[keep], self.nbytes, *rows)
 
 
 class AsyncCopies:
@@ -69,7 +72,8 @@ class AsyncCopies:
         shared.poison(idx, nbytes)
         shared.note_writer(idx, nbytes, threads.tags()[at][:, None])
         lanes = threads.lanes[at]
-        self.pending.append(Copies(lanes, idx, data, nbytes, self.commits[lanes]))
+        unfenced = np.zeros(len(lanes), bool)
+        self.pending.append(Copies(lanes, idx, data, nbytes, self.commits[lanes], unfenced))
 
     def read(
         self, threads: Threads, of: Array, nbytes: int, taken: Array | None, at: Array, site: int
@@ -100,6 +104,13 @@ class AsyncCopies:
     def commit(self, threads: Threads) -> None:
         self.commits[threads.lanes] += 1
 
+    def fence(self, threads: Threads) -> None:
+        """`fence.proxy.async` of these threads. It covers copies under way too: Triton places it before their
+        wait, and CUTLASS multiplies what cp.async wrote with wgmma without any (its
+        sm90_mma_multistage_gmma_ss_warpspecialized), so that hardware does not need one behind the wait."""
+        for copies in self.pending:
+            copies.fenced |= np.isin(copies.lanes, threads.lanes)
+
     def wait(self, threads: Threads, left: int) -> None:
         """Until at most `left` of the newest groups of each thread are under way."""
         if not self.pending:
@@ -118,6 +129,7 @@ class AsyncCopies:
     def finish(self, copies: Copies) -> None:
         shared, clocks = self.ctas.shared, self.ctas.clocks
         shared.views[copies.nbytes][copies.idx] = copies.data
-        shared.mark_written(copies.lanes, copies.idx, copies.nbytes)
+        shared.mark(copies.idx[copies.fenced], copies.nbytes, WRITTEN)
+        shared.mark_written(copies.lanes[~copies.fenced], copies.idx[~copies.fenced], copies.nbytes)
         tags = clocks.own_tags(self.ctas.cta[copies.lanes], self.ctas.warp[copies.lanes])
         shared.note_writer(copies.idx, copies.nbytes, tags[:, None])

@@ -331,6 +331,7 @@ class SharedMemory:
 
     def fence_proxy(self, threads: Threads) -> None:
         """`fence.proxy.async`: what these threads wrote is visible to TMA and tensor cores."""
+        self.ctas.async_copies.fence(threads)
         if not self.unfenced:
             return
         if threads.count == self.ctas.count:
