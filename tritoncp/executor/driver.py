@@ -162,7 +162,8 @@ class Launcher:
 def parameter_bits(kind: str, value: Any, memory: GlobalMemory) -> int | TensorMap:
     """The bits of a kernel parameter; a pointer carries the number of its region."""
     if kind == "map":
-        return tensor_map(*value, memory)
+        argument, meta = value
+        return tensor_map(argument, meta, memory)
     if kind[0] == "*":
         return memory.tag(int(value))
     codes = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}

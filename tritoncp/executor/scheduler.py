@@ -151,7 +151,7 @@ class Scheduler:
             for r, value in zip(leaving, values):
                 self.registers[r] = value
             return condition
-        given = [self.registers[r][threads.lanes] for r in entering]  # type: ignore[index]
+        given = [self.registers[r][threads.lanes] for r in entering]
         values, condition = self.functions[n](threads, self.ctas, self.parameter, *given)
         for r, value in zip(leaving, values):
             old = self.registers[r]
