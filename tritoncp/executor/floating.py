@@ -6,6 +6,7 @@ does this; conversions to 16 bits and minima give the NaN that PTX names.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -227,7 +228,7 @@ def high_word(x: Array) -> Array:
     return (x.view(u8) & u8(0xFFFFFFFF00000000)).view(f8)
 
 
-UNARY = {
+UNARY: dict[str, Callable[[Array], Array]] = {
     "ex2": np.exp2,
     "lg2": np.log2,
     "rcp": lambda x: x.dtype.type(1) / x,
