@@ -37,7 +37,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 import pytest  # noqa: E402
 
 # Imported now: a test that changes the variable would fix the kind of their functions for the whole process.
-from tritoncp.mods.translate import special_functions as special_functions  # noqa: E402
+from tritoncp.kernels import engine, forward_gluon, mask_eval  # noqa: E402, F401
+from tritoncp.mods.translate import special_functions  # noqa: E402, F401
 from tritoncp.ops import engine_factory  # noqa: E402
 from tritoncp.planning import traffic  # noqa: E402
 
@@ -122,8 +123,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
-@pytest.fixture(params=["cpu", "kernels"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(name="engine", params=["cpu", "kernels"])
+def select_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test on the CPU engine and on interpreted kernels."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: request.param == "kernels")
     return request.param

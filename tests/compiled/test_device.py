@@ -1,5 +1,7 @@
 """The executor as Triton's device: faults that name source lines, seeds that keep bits, counts."""
 
+import doctest
+import importlib
 from typing import Any
 
 import pytest
@@ -11,6 +13,11 @@ from tests.conftest import COMPILED
 from tritoncp.executor import ExecutionFault, compiled_kernels
 
 assert COMPILED
+
+
+def test_the_example_of_the_docstring_runs() -> None:
+    failed, tried = doctest.testmod(importlib.import_module("tritoncp.executor.device"))
+    assert tried > 0 and failed == 0
 
 
 @triton.jit

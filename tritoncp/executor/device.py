@@ -68,7 +68,7 @@ def compiled_kernels(
         ...     tl.store(y + i, 2 * tl.load(x + i, mask=i < n), mask=i < n)
         >>> x, y = torch.arange(100.0), torch.empty(100)
         >>> with compiled_kernels("sm_90") as device:
-        ...     double[(2,)](x, y, 100, 64)
+        ...     compiled = double[(2,)](x, y, 100, 64)
         >>> torch.equal(y, 2 * x), len(device.launches), device.faults
         (True, 1, [])
     """
