@@ -10,6 +10,9 @@ True
 
 import importlib
 import os
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any
 
 from tritoncp._version import __version__ as __version__
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
 
 def _find_kernels() -> None:
     """Make `tritoncp.kernels` and `tritoncp.perf` importable. Installed, both are folders of this package; in
-    a checkout they are beside it. Raises ImportError where they are missing."""
+    a checkout they are beside it, as namespace packages. Raises ImportError where they are missing."""
     package = os.path.dirname(os.path.abspath(__file__))
     checkout = os.path.dirname(package)
     if os.path.isfile(os.path.join(package, "kernels", "engine.py")):
@@ -59,7 +62,10 @@ def _find_kernels() -> None:
             f"tritoncp has no kernels: neither {package}/kernels nor {checkout}/kernels has engine.py. "
             "Install from a whole checkout or archive of the repository (pip install .), or install a wheel"
         )
-    __path__.append(checkout)
+    for name in ("kernels", "perf"):
+        spec = ModuleSpec(f"{__name__}.{name}", None, is_package=True)
+        spec.submodule_search_locations = [os.path.join(checkout, name)]
+        globals()[name] = sys.modules[spec.name] = module_from_spec(spec)
 
 
 _find_kernels()
