@@ -12,8 +12,10 @@ from tritoncp.perf.suite.cases import CASES
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 NOTHING = (
-    "**Not yet measured on a GPU: no kernel has run on one.** They are compiled offline for A100, H100,\n"
-    "B200 and MI300; no time here or in `docs/` comes from a GPU. `make gpu` on such a machine measures them."
+    "**Not yet measured on a GPU: no kernel has run on one.** They are compiled for A100, H100, B200 and\n"
+    "[executed instruction by instruction on a CPU](docs/compiled_kernels.md), against float64, with memory\n"
+    "and race checks; for MI300 they are compiled only. No time here or in `docs/` comes from a GPU:\n"
+    "`make gpu` on such a machine measures them."
 )
 BASELINES = {"flex": "flex", "flash": "flash", "cudnn": "cuDNN"}
 LENGTH = 16384  # the table shows cases of this length only, if there are any
