@@ -131,6 +131,7 @@ def test_ranks_and_one_rank_agree(tmp_path):
     assert lines[-1].endswith("tritoncp check")
 
 
+@pytest.mark.long
 def test_the_same_script_runs_under_torchrun(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tritoncp.demo")
     words = "--steps=1", "--seq-len=128", f"--out={tmp_path}"  # one rank has all blocks

@@ -33,6 +33,7 @@ def test_counts_beside_torchs_template() -> None:
         assert 0 < own[name] < other[name], name
 
 
+@pytest.mark.long
 def test_a_users_mask_and_score_mod_backward() -> None:
     words = ["--mask", "window(40) & causal", "--score", "softcap(20)", "--backward", "--shape", "2x2,64,128"]
     (row,) = run("--arch", "sm_90", *words)
@@ -40,6 +41,7 @@ def test_a_users_mask_and_score_mod_backward() -> None:
     assert row["tiles"].count("×") == 2, "dQ, and dK/dV"
 
 
+@pytest.mark.long
 def test_a_backward_pass_beside_torchs() -> None:
     own, other = run("--arch", "sm_90", "--shape", "2x1,64,128", "--backward", "--against", "torch")
     assert own["error"] < 0.02 and other["error"] < 0.02

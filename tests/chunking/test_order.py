@@ -176,6 +176,7 @@ def ordered(cut: str):
     return order(gm, hardware())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut", ["experts", "batch", "sequence"])
 def test_two_chunks_expose_a_quarter_of_the_whole_as_written_at_most(cut):
     whole = ordered("none")
@@ -186,6 +187,7 @@ def test_two_chunks_expose_a_quarter_of_the_whole_as_written_at_most(cut):
     assert ordered(cut).after.makespan < whole.after.makespan
 
 
+@pytest.mark.long
 def test_a_model_is_ordered_within_memory():
     free = ordered("experts")
     memory = (free.before.peak + free.after.peak) // 2
@@ -204,6 +206,7 @@ print(order_digest(gm))
 """
 
 
+@pytest.mark.long
 def test_two_processes_derive_one_order():
     run = subprocess.run(
         [sys.executable, "-c", DIGEST],

@@ -235,6 +235,7 @@ def test_compiling_create_block_mask(fullgraph: bool) -> None:
 # -- mods that capture functions ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 @pytest.mark.parametrize("name", [name for name in LAWS if name not in COMPILED])
 def test_mods_that_capture_functions_compile_whole(name: str, engine: str) -> None:

@@ -174,6 +174,7 @@ def test_the_other_laws_on_kernels(name: str, engine: str) -> None:
     verify(name, dtype=F32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_whole(name: str, engine: str) -> None:

@@ -62,6 +62,7 @@ def layer(world: Any, schedule: str, heads: int = 4, kv_heads: int = 2) -> Calla
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", STEPS)
 def test_steps_of_simulated_ranks(schedule):
     names = ranges(layer(tritoncp.simulate(WORLD), schedule))
@@ -84,6 +85,7 @@ def test_the_steps_of_ulysses_with_a_ring_between_rows_have_its_name():
     assert "step 2" not in steps
 
 
+@pytest.mark.long
 def test_messages_of_real_ranks_are_ranges_too():
     """On two ranks, whose wait for a message comes where the result is needed."""
 

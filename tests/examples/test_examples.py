@@ -43,6 +43,7 @@ def check_close(actual: list[Tensor], expected: list[Tensor], limit: float = 3e-
         torch.testing.assert_close(a, b, rtol=0, atol=limit * b.abs().max().item())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["train_loop", "packed_documents", "hybrid_window_full", "custom_balancer", "varlen_thd", "fsdp2_cp_tp"],

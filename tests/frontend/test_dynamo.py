@@ -69,6 +69,7 @@ def gradients(loss, *of):
     return [loss.detach(), *torch.autograd.grad(loss, of)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_masks_through_one_module_in_two_compilations(kind):
     counter = CompileCounterWithBackend("aot_eager")

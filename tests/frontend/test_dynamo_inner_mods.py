@@ -98,6 +98,7 @@ def by_size(a, b):
     return lambda s, batch, h, i, j: s * a + i * b * size[1] * size.numel()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of", [by_default, by_tuple, by_named_tuple, by_nested_functions, by_size])
 @pytest.mark.parametrize("kind", [int, float])
 def test_numbers_that_change_in_a_mod_made_inside(of, kind):

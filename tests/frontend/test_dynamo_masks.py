@@ -241,6 +241,7 @@ assert torch.equal(out, model(x))
 """
 
 
+@pytest.mark.long
 def test_the_first_call_of_a_process():
     """Marks on entry points do not import Dynamo, and a mask may be traced before any other call."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_CALL], check=True, timeout=300)

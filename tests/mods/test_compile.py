@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_every_mod_compiles_for_sm_90(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TRITONCP_CACHE_DIR": str(tmp_path / "mods")}

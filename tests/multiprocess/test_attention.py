@@ -109,6 +109,7 @@ def test_processes_answer_as_the_oracle(name: str, dtype: torch.dtype, schedule:
     check_ranks(replace(CASES[name], schedule=schedule, dtype=dtype))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_kernels_in_processes_answer_as_the_oracle(schedule: str) -> None:
     check_ranks(replace(CASES["documents"], schedule=schedule, dtype=torch.bfloat16, group=1))
@@ -127,6 +128,7 @@ def alone(group: Any, schedule: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [

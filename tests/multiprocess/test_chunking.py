@@ -134,6 +134,7 @@ def every_case(group: Any, *cases: Any) -> list[Any]:
     return [one_rank(group, *case) for case in cases]
 
 
+@pytest.mark.long
 def test_chunks_share_one_exchange_of_keys_or_repeat_it() -> None:
     """Answers are those of the whole, messages no more, and both ranks order their nodes alike; a ring's
     chunks repeat its messages if they are told to."""

@@ -111,6 +111,7 @@ def compiled(group: Any) -> tuple[bool, list[Tensor]]:
     ]
 
 
+@pytest.mark.long
 def test_a_compiled_ring_uses_what_a_worker_made() -> None:
     x = [t.requires_grad_() for t in qkv(0)]
     out = dense_attention(*x, mask_of(PACKED[0])).out

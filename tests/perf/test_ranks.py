@@ -41,6 +41,7 @@ def test_all_ranks_on_one_device_give_the_answer(schedule):
         assert check.acceptable(check.errors(actual, expected), torch.float32)
 
 
+@pytest.mark.long
 def test_a_group_measures_together_and_writes_one_line():
     run_in_new_process(measure_together)
 
@@ -62,6 +63,7 @@ def measure_together():
     assert "does not support backward on CPU" in first.contenders["torch"]["why"]
 
 
+@pytest.mark.long
 def test_pytorchs_context_parallelism_computes_the_same_case():
     run_in_new_process(compare_with_torch)
 

@@ -327,6 +327,7 @@ def test_remote_keys_are_placed_near_their_readers() -> None:
     assert fetched_rows(plan) == 0 and plan.imbalance == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("blocks", "world_size"), [(4099, 24), (2500, 8), (9001, 64), (6144, 48)])
 def test_long_sequences_are_placed_in_pieces_as_evenly(blocks: int, world_size: int) -> None:
     """Numbers of blocks that neither ranks nor pieces divide; every rank has its share to within a block."""

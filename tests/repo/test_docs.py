@@ -197,6 +197,7 @@ def test_pictures_are_small_and_each_is_shown() -> None:
     assert sum(path.stat().st_size for path in files) < 300_000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("picture", [picture for picture, page in PICTURES.items() if page == "masks.md"])
 def test_a_mask_or_mod_of_the_gallery_gives_the_dense_answer(picture: str, entries: dict[str, Any]) -> None:
     entry = entries[picture]

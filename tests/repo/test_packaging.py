@@ -111,6 +111,7 @@ def wheel_python(wheel, tmp_path_factory) -> Path:
     return python
 
 
+@pytest.mark.long
 def test_an_installed_wheel_works_and_shows_no_bare_kernels(wheel_python, tmp_path):
     result, folder = probe(wheel_python, tmp_path), wheel_python.parents[1]
     assert Path(result["file"]).is_relative_to(folder)
@@ -136,6 +137,7 @@ print(tritoncp.__file__)
 """
 
 
+@pytest.mark.long
 def test_an_installed_wheel_is_used_as_the_readme_says(wheel_python, tmp_path):
     """Attention and the commands, in a folder without a checkout."""
     environment = bare_environment() | {"TRITON_INTERPRET": "0", "TRITONCP_CACHE_DIR": str(tmp_path)}
@@ -153,6 +155,7 @@ def test_an_installed_wheel_is_used_as_the_readme_says(wheel_python, tmp_path):
     assert "tritoncp" in (tmp_path / "dashboard.html").read_text()
 
 
+@pytest.mark.long
 def test_an_editable_install_works_and_shows_no_bare_kernels(source, tmp_path):
     python = fresh_environment(tmp_path / "env")
     install(python, "--editable", source)
@@ -169,6 +172,7 @@ def test_the_sdist_builds_the_same_wheel(source, wheel, tmp_path):
     assert sorted(zipfile.ZipFile(second_wheel).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 
 
+@pytest.mark.long
 def test_the_checkout_works_without_an_install():
     assert probe(Path(sys.executable), ROOT)["bare"] == []
 

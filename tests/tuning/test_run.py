@@ -334,6 +334,7 @@ print(report.get("failed"), len(files) > 0, set(os.listdir(folder)) - files)
 """
 
 
+@pytest.mark.long
 def test_kernels_of_another_process_are_in_the_cache(tmp_path):
     """Otherwise every candidate is compiled again, one after another, within the time for measurements."""
     done = subprocess.run(

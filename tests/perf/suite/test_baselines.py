@@ -54,6 +54,7 @@ def test_the_reference_is_the_oracle_and_tritoncp_agrees(mask):
     assert_right(contender, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mask", MASKS)
 def test_torch_flex_attention_computes_the_same_case(mask):
     case, tensors = problem(mask)

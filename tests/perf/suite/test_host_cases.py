@@ -89,6 +89,7 @@ def test_memory_is_the_peak_of_a_run():
     assert measure_growth(lambda: None) < size / 16
 
 
+@pytest.mark.long
 def test_a_killed_run_keeps_its_lines_and_is_resumed(tmp_path):
     words = [*RUN, "plan-*-128k", "--out", str(tmp_path), "--seconds", "0"]
     with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as killed:

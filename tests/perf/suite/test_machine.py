@@ -86,6 +86,7 @@ def test_a_commit_with_changed_python_files_is_marked(tmp_path):
     assert machine.commit(tmp_path) == clean + "+"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("modules", "never"),
     [
