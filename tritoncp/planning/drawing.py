@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 DPI = 100  # pixels an inch; sizes below are in pixels
 INK, GREY, DEEP = "#212529", "#6c757d", "#084ea0"
-STYLE = {
+STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "text.parse_math": False,
     "axes.edgecolor": GREY, "axes.labelcolor": GREY, "axes.titlesize": 12, "axes.titlelocation": "left",
     "axes.facecolor": "none", "xtick.color": GREY, "ytick.color": GREY, "xtick.labelsize": 8,
@@ -235,7 +235,7 @@ def _write_meaning(figure: Figure, facts: Facts, left: int, top: int) -> None:
     axes = _add_axes(figure, left, top, rasters.SIDE, 100)
     axes.set_axis_off()
     _set_title(axes, "What this means")
-    line = 0
+    line = 0.0
     for sentence in format_meaning(facts.plan, facts.metrics, facts.most_sent):
         subject, _, text = sentence.partition(": ")
         lines = textwrap.wrap(text, 92)
