@@ -90,6 +90,13 @@ def seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def keep_interpreting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the variable by which Triton interprets, which ``tritoncp demo`` sets for its process."""
+    if value := os.environ.get("TRITON_INTERPRET"):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+
+
+@pytest.fixture(autouse=True)
 def compiled_kernels() -> Iterator[Any]:
     """Execute compiled kernels where ``--compiled`` names an architecture: yields the executor's device. A
     fault fails the test, also where the test catches the error."""

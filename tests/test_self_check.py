@@ -156,6 +156,7 @@ def cases_of_one_device():
     return list_cases(1, torch.device("cpu"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_check_that_gets_a_signal_reports_its_finished_cases(number):
     """The signal reaches all processes of the command, as Ctrl-C does."""

@@ -22,6 +22,7 @@ def run(*words: str) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 def test_counts_beside_torchs_template() -> None:
     """The causal forward pass on an A100: right, without spills, and less of everything than torch's default
     tile, whose products of matrices are the same."""

@@ -113,6 +113,7 @@ def test_check_reports_a_regression(monkeypatch, tmp_path) -> None:
     assert done.exit_code == 1 and "before by v_wmma" in done.stderr and "v_mfma" in done.stdout
 
 
+@pytest.mark.long
 def test_measured_tiles_are_listed_checked_and_kept(monkeypatch, tmp_path) -> None:
     """Tiles of every kind, of which a dK/dV spills: compiled, written, and dropped when they are no longer
     shipped."""

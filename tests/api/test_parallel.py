@@ -155,6 +155,7 @@ def compiled_on_ranks(group):
     return results
 
 
+@pytest.mark.long
 def test_compiled_on_two_ranks_is_eager_on_two_ranks():
     for results in ranks.run(2, compiled_on_ranks, timeout=120):
         for eager, fast in zip(results[::2], results[1::2], strict=True):

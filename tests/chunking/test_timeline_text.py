@@ -62,6 +62,7 @@ def traced_once(monkeypatch):
 run_demo = cache(command.run_demo)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("traced_once")
 def test_the_command_prints_both_timelines():
     done = CliRunner().invoke(main, ["chunk", "--demo"])

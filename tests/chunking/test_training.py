@@ -64,6 +64,7 @@ def in_chunks(model: torch.nn.Module) -> tuple[Callable[..., Tensor], list[Any]]
     return torch.compile(model, backend=backend, fullgraph=True), reports
 
 
+@pytest.mark.long
 def test_ordered_chunks_train_with_the_losses_of_eager_chunking(monkeypatch):
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     torch._dynamo.reset()

@@ -23,6 +23,7 @@ plain_torch = pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
+@pytest.mark.long
 @plain_torch
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", BUILTIN)

@@ -244,6 +244,7 @@ def check_mutants(run: Run, kernel: str, functions: dict[str, Function], edits: 
     assert unnoticed(run, functions[kernel], edits) == expected
 
 
+@pytest.mark.long
 @of_triton_37
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_mutant_that_can_change_a_result_is_noticed(
@@ -254,7 +255,7 @@ def test_every_mutant_that_can_change_a_result_is_noticed(
     check_mutants(KERNELS[kernel](), kernel, functions, EDITS)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @of_triton_37
 @pytest.mark.parametrize("kernel", ["forward_kernel", "dkdv_kernel"])
 def test_mutants_of_attention(kernel: str, functions: dict[str, Function]) -> None:
@@ -265,6 +266,7 @@ def test_mutants_of_attention(kernel: str, functions: dict[str, Function]) -> No
     check_mutants(lambda: check(case), kernel, functions, [e for e in EDITS if e not in ANSWERED_BY_RESULTS])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_barriers_are_not_redundant_together(kernel: str, functions: dict[str, Function]) -> None:
     if (COMPILED, kernel) not in REDUNDANT:

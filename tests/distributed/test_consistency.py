@@ -253,6 +253,7 @@ def test_uneven_natural_order_is_told_once_by_the_first_rank():
     assert "plan = tritoncp.make_plan(block_mask, mesh)" in text and "tritoncp.shard(x, plan, dim=2)" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", ["x" * 5000, "ü" * 3000, "", "two\nlines"])
 def test_errors_of_any_length_and_language_come_across(text):
     lists = torch_block_mask(broken(0), 1, 1, S, S, device="cpu", BLOCK_SIZE=16)

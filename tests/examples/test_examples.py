@@ -75,6 +75,7 @@ def measure_every_way(group: Any) -> dict[str, Any]:
     return {name: tuple(example.measure(run_layer, group)) for name, run_layer in example.WAYS.items()}
 
 
+@pytest.mark.long
 def test_a_checkpoint_keeps_and_repeats_what_its_table_says() -> None:
     """Attention that is saved runs once and adds its out and lse to the memory between the passes."""
     model = load("train_loop")

@@ -32,6 +32,7 @@ def tensors(n: int, batch: int = 1, dim: int = 64, v_dim: int = 64) -> QKV:
 # -- compiled -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_it_compiles_as_the_table_says() -> None:
     """No spill, tiles by descriptor, products by wgmma."""
     before = resource_table.read_table()

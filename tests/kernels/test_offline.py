@@ -60,6 +60,7 @@ def check(arch: str, rows: list[dict[str, Any]], *, matrix: bool = True, spill: 
     assert rows and not bad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", resource_table.ARCHS)
 def test_defaults_fit_and_are_what_the_table_says(arch: str) -> None:
     """Tables, intervals, full blocks, state in and out: every loop of every kernel."""

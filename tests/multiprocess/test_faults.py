@@ -117,6 +117,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("what", "name"), SAMPLE)
 def test_a_fault_of_one_rank_ends_the_others_in_time(what: str, name: str) -> None:
     check(what, name)

@@ -23,6 +23,7 @@ from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.self_check import comparison
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 SCHEDULES = ("one-device", "allgather", "ring", "fetch", "ulysses")
 MASKS = ("causal", "documents", "window", "score_mod", "sinks")

@@ -59,6 +59,7 @@ def stub(places, monkeypatch, launched):
     return lambda: ran.read_text().splitlines() if ran.exists() else []
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:TRITONCP_AUTOTUNE")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_first_call_of_a_kind_is_tuned_if_requested(stub, launched, compiled):

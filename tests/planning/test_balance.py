@@ -357,6 +357,7 @@ def test_long_documents_are_cut_for_few_keys(seed: int | None) -> None:
     assert plan.imbalance <= 1.02 and fetched_share(plan) <= 1 / 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("blocks", "world_size"), [(16384, 1024), (8192, 256), (5003, 300)])
 def test_many_ranks_are_placed_in_groups_as_evenly(blocks: int, world_size: int) -> None:
     mod = and_masks(causal(), document(lengths=corpus_lengths(blocks * 128)))

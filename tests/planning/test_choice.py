@@ -35,6 +35,7 @@ def seconds(plan: tritoncp.Plan) -> float:
     return {one.schedule: one.total for one in estimates}[plan.schedule]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 8, 13])
 @pytest.mark.parametrize("name", MASKS)
 def test_auto_is_no_costlier_than_any_pair(name: str, world_size: int) -> None:
@@ -90,6 +91,7 @@ def test_several_masks_share_the_order_of_least_total_time() -> None:
     assert {plan.rank for plan in plans.values()} == {3}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("balancer", ["contiguous", "auto"])
 def test_rows_that_differ_a_little_take_the_schedule_of_equal_rows(balancer: str) -> None:
     one = create_block_mask(sliding_window(2000), 1, 1, 65536, 65536)

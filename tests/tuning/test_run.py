@@ -75,6 +75,7 @@ def few(target, arch):
     return [own, *(rest if target.kernel == "forward" else [])]
 
 
+@pytest.mark.long
 def test_the_static_stage_compiles_without_a_gpu(monkeypatch, home):
     """Compile two kernels with a score_mod and another head dim of values: the rule survives, configs that do
     not fit are dropped; a second run compiles nothing."""
@@ -99,6 +100,7 @@ def test_the_static_stage_compiles_without_a_gpu(monkeypatch, home):
     assert done.exit_code == 0 and "128×64 4/" in done.stdout
 
 
+@pytest.mark.long
 def test_the_static_stage_compiles_routes(monkeypatch):
 
     def listed(target, arch):
