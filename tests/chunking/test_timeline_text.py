@@ -71,8 +71,9 @@ def test_the_command_prints_both_timelines():
     assert done.output.count("messages |") == 2
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize("cut", ["sequence", pytest.param("experts", marks=pytest.mark.long)])
+@pytest.mark.parametrize("cut", ["sequence", "experts"])
 def test_the_command_in_json(cut):
     done = CliRunner().invoke(main, ["chunk", "--demo", "--cut", cut, "--json"])
     report = json.loads(done.output)

@@ -91,6 +91,7 @@ def few_jobs(arch: str, *dims: int) -> list[Job]:
     return jobs + [step_job("forward", arch, dim, variant=m) for dim in dims for m in ("decode", "short")]
 
 
+@pytest.mark.long
 def test_few_rows_fit() -> None:
     """Heads packed into a tile, keys shared by programs that leave states, and the kernel that combines the
     states."""
