@@ -207,7 +207,7 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Function]:
 
 
 def verdict(run: Run, function: Function, text: str) -> str:
-    """What is noticed of a mutant: a "fault", a "wrong" result or "nothing"."""
+    """Return how a mutant is noticed: by a "fault", a "wrong" result or "nothing"."""
     function.program = Program(write_code(text))
     with compiled_kernels(COMPILED, raise_faults=False) as device:
         try:

@@ -27,7 +27,7 @@ def unsigned(numpy_type: str) -> str:
 
 
 class Names:
-    """What the functions of all blocks share: numbers of registers, constants, places in the PTX.
+    """State that the functions of all blocks share: numbers of registers, constants, places in the PTX.
 
     symbols:   values of names that are known when code is written
     addresses: names whose addresses are known when it is loaded

@@ -64,7 +64,7 @@ class Clocks:
         self.lower_floor(ctas)
 
     def release(self, cta: int, warp: int) -> Array:
-        """What a warp knows, for whoever waits for its arrival; what it does next is not part of it."""
+        """Copy a warp's clock for the warps that wait for its arrival; later accesses are not in it."""
         row = self.knows[cta, warp].copy()
         self.now[cta] += 1
         self.knows[cta, warp, warp] = self.last[cta, warp] = self.now[cta]

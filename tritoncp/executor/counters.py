@@ -77,7 +77,7 @@ def flops_of(i: Instruction) -> int:
 
 @dataclass
 class Access:
-    """What instructions did with memory.
+    """Memory accesses of instructions.
 
     units: sectors of global memory, or wavefronts of shared memory
     least: what the same bytes need at best

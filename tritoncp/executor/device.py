@@ -19,7 +19,7 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
 
 
 class Device:
-    """What was launched, and what went wrong.
+    """The records of launches and their faults.
 
     launches: records, in order
     faults:   of all launches

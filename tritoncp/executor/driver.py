@@ -197,7 +197,7 @@ def tensor_map(argument: Any, meta: dict[str, Any], memory: GlobalMemory) -> Ten
 
 
 class ExecutorDriver(DriverBase):
-    """What Triton's runtime asks of a driver, for one architecture and CPU tensors."""
+    """A driver of Triton's runtime for one architecture and CPU tensors."""
 
     def __init__(
         self,

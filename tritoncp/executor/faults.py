@@ -1,4 +1,4 @@
-"""What a compiled kernel did wrong: kinds of faults, where, and by which threads."""
+"""Faults of a compiled kernel: their kind, place and threads."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def to_tf32_nearest_even(x: Array) -> Array:
 
 
 def tf32_of(bits: Array) -> Array:
-    """What tensor cores read of a 32-bit register: the lowest 13 bits count for nothing."""
+    """Truncate to TF32 as tensor cores do: they ignore the lowest 13 bits of a register."""
     return (bits & u4(0xFFFFE000)).view(f4)
 
 

@@ -43,7 +43,7 @@ def early_uses(kernel: Kernel) -> list[tuple[Instruction, str]]:
 
 
 def merge(before: State | None, new: State) -> State:
-    """What is in flight on any path; of two products the younger one."""
+    """Merge registers in flight over all paths; of two products the younger one counts."""
     merged = dict(before or {})
     for r, age in new.items():
         merged[r] = min(age, merged.get(r, age))

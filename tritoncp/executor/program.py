@@ -31,7 +31,7 @@ assert forms  # its import fills the table of instructions
 
 @dataclass
 class Code:
-    """What is kept on disk.
+    """The part of a program that is kept on disk.
 
     source:     Python source of the functions
     constants:  name, NumPy type and value of each constant; a value (symbol, offset) is an address
@@ -143,7 +143,7 @@ def write_code(ptx: str) -> Code:
 
 
 def condition(writer: BlockWriter, end: object) -> str:
-    """What decides where threads go after a block."""
+    """Write the expression by which threads take the branch that ends a block."""
     match end:
         case Branch(predicate, negated) | Return(str(predicate), negated):
             held = writer.array(predicate, "b")

@@ -241,7 +241,7 @@ class Tcgen05:
         return any(offset == key[1] for _, offset in self.commits.get(key[0], ()))
 
     def finish(self, key: Key) -> None:
-        """What is committed to an mbarrier is done, and so are the commits before it."""
+        """Complete the operations committed to an mbarrier, and all earlier commits."""
         cta = key[0]
         todo = self.commits.get(cta, [])
         count = max((n + 1 for n, (_, offset) in enumerate(todo) if offset == key[1]), default=0)

@@ -79,7 +79,7 @@ class Threads:
         return np.arange(self.count) if mask is None else np.flatnonzero(mask)
 
     def tags(self) -> Array:
-        """What the accesses of each thread are known by, see `Clocks`."""
+        """The key of each thread's accesses in `Clocks`."""
         clocks = self.ctas.clocks
         if self._tags[0] != clocks.version:
             self._tags = clocks.version, clocks.own_tags(self.cta, self.warp)
