@@ -12,6 +12,7 @@ import numpy as np
 from tritoncp.executor.address_space import PLACE_MASK, REGION_MASK, REGION_SHIFT, tagged
 from tritoncp.executor.atomics import update
 from tritoncp.executor.faults import CannotContinue
+from tritoncp.executor.uninitialised import pattern_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,8 @@ Array = np.ndarray[Any, Any]
 u8 = np.uint64
 UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # of a number of bytes; complex holds sixteen
 SHARED_READ = -2  # read by several programs
+# Kinds of accesses that do not read, and those that write
+BLIND, WRITES = ("store", "TMA store"), ("store", "TMA store", "TMA reduction", "atomic")
 
 
 @dataclass
@@ -47,7 +50,7 @@ def extent_of(tensor: torch.Tensor, label: str) -> Extent:
 class Region:
     """Extents that overlap. `base` is the start rounded down to 16 bytes; `writers` and `readers` hold the
     program + 1 that touched each granule, `tags` its last writer there (`Clocks`); `holes` marks bytes
-    between the elements of strided tensors."""
+    between the elements of strided tensors, `unwritten` those that nobody wrote, if there are any."""
 
     start: int
     end: int
@@ -60,14 +63,16 @@ class Region:
     readers: Array = field(default_factory=lambda: np.zeros(0, np.int32))
     tags: Array = field(default_factory=lambda: np.zeros(0, np.int32))
     holes: Array | None = None
+    unwritten: Array | None = None
 
-    def attach(self, granule: int) -> None:
+    def attach(self, granule: int, check: bool) -> None:
         self.base = self.start & ~15
         n = -(-(self.end - self.base) // 16) * 16
         raw = np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(self.base))
         self.views = {size: raw.view(t) for size, t in UNSIGNED.items()}
         self.writers, self.readers, self.tags = (np.zeros(n // granule, np.int32) for _ in range(3))
         self.holes = self.find_holes(n)
+        self.unwritten = self.find_unwritten(n) if check else None
 
     def find_holes(self, n: int) -> Array | None:
         if any(e.tensor is None or e.tensor.is_contiguous() for e in self.extents):
@@ -83,8 +88,20 @@ class Region:
         inside = holes[self.start - self.base : self.end - self.base]
         return holes if inside.any() else None
 
+    def find_unwritten(self, n: int) -> Array | None:
+        """Bytes of elements that hold the pattern of their type; where types overlap the widest decides."""
+        unwritten, parts = np.zeros(n, bool), []
+        for e in self.extents:
+            pattern = None if e.tensor is None else pattern_of(e.tensor.dtype)
+            if e.tensor is not None and pattern is not None:
+                parts.append((e.tensor.element_size(), pattern, e.start - self.base, e.end - self.base))
+        for size, pattern, start, end in sorted(parts):
+            is_pattern = self.views[1][start:end].view(f"u{size}") == pattern
+            unwritten[start:end] = np.repeat(is_pattern, size)
+        return unwritten if unwritten.any() else None
 
-def regions_of(extents: list[Extent], granule: int) -> list[Region]:
+
+def regions_of(extents: list[Extent], granule: int, check: bool) -> list[Region]:
     """Join extents that overlap."""
     regions: list[Region] = []
     for e in sorted(extents, key=lambda e: (e.start, e.end)):
@@ -100,7 +117,7 @@ def regions_of(extents: list[Extent], granule: int) -> list[Region]:
         )
     for region in regions:
         region.label = "/".join(dict.fromkeys(e.label for e in region.extents))
-        region.attach(granule)
+        region.attach(granule, check)
     return regions
 
 
@@ -108,7 +125,7 @@ class GlobalMemory:
     """Tensors of a launch. Addresses carry the number of the region that they were derived from."""
 
     def __init__(self, extents: list[Extent], granule: int, check: bool) -> None:
-        self.regions, self.granule, self.check = regions_of(extents, granule), granule, check
+        self.regions, self.granule, self.check = regions_of(extents, granule, check), granule, check
         self.starts = np.array([r.start for r in self.regions], u8)
 
     def tag(self, address: int) -> int:
@@ -124,12 +141,12 @@ class GlobalMemory:
         near = next((r for r in self.regions if r.start <= place < r.end), None)
         if 0 <= number < len(self.regions):
             region = self.regions[number]
-            past = place - region.end
-            where = (
-                f"{past} bytes past the end"
-                if past >= 0
-                else f"{region.start - place} bytes before the start"
-            )
+            if place >= region.end:
+                where = f"{place - region.end} bytes past the end"
+            elif place < region.start:
+                where = f"{region.start - place} bytes before the start"
+            else:
+                where = f"byte {place - region.start}"
             into = f", in {near.label}" if near and near is not region else ""
             return f"{where} of {region.label}{into}"
         return f"in {near.label}" if near else "in no tensor of the launch"
@@ -165,7 +182,7 @@ class GlobalMemory:
             region = self.regions[number - 1]
             if region.start <= low & PLACE_MASK and (high & PLACE_MASK) + nbytes <= region.end:
                 idx = ((a - u8(tagged(region.base, number - 1))) // u8(nbytes)).astype(np.int64)
-                self.check_holes(threads, region, a, at, None, idx, nbytes, site)
+                self.check_content(threads, region, a, at, None, idx, nbytes, site, kind)
                 yield region, None, idx
                 return
         numbers = self.numbers(a)
@@ -182,7 +199,7 @@ class GlobalMemory:
                 pos = pos[ok]
             if len(pos):
                 idx = ((place[pos] - u8(region.base)) // u8(nbytes)).astype(np.int64)
-                self.check_holes(threads, region, a, at, pos, idx, nbytes, site)
+                self.check_content(threads, region, a, at, pos, idx, nbytes, site, kind)
                 yield region, pos, idx
 
     def numbers(self, a: Array) -> Array:
@@ -201,7 +218,7 @@ class GlobalMemory:
         text = "" if kind.startswith("misaligned") else self.place(address)
         threads.fault(kind, site, positions, address & PLACE_MASK, self.label_of(address), text)
 
-    def check_holes(
+    def check_content(
         self,
         threads: Threads,
         region: Region,
@@ -211,13 +228,24 @@ class GlobalMemory:
         idx: Array,
         nbytes: int,
         site: int | None,
+        kind: str,
     ) -> None:
-        if region.holes is None:
-            return
-        bad = np.flatnonzero(region.holes.reshape(-1, nbytes)[idx].any(1))
-        if len(bad):
-            bad = bad if pos is None else pos[bad]
-            self.fault(threads, "global access between the elements of a strided tensor", site, a, at, bad)
+        """Report bytes between elements, and those that are read before anybody wrote them."""
+        if region.holes is not None:
+            bad = np.flatnonzero(region.holes.reshape(-1, nbytes)[idx].any(1))
+            if len(bad):
+                bad = bad if pos is None else pos[bad]
+                what = "global access between the elements of a strided tensor"
+                self.fault(threads, what, site, a, at, bad)
+        if region.unwritten is not None:
+            unwritten = region.unwritten.reshape(-1, nbytes)
+            if kind not in BLIND:
+                bad = np.flatnonzero((unwritten[idx] & threads.used_bytes(site, nbytes)).any(1))
+                if len(bad):
+                    bad = bad if pos is None else pos[bad]
+                    self.fault(threads, "read of global memory that was never written", site, a, at, bad)
+            if kind in WRITES:
+                unwritten[idx] = False
 
     def observe(
         self,

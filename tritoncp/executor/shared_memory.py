@@ -107,10 +107,7 @@ class SharedMemory:
         fine = (state == in_every_byte(WRITTEN, wide)) | (state == in_every_byte(UNFENCED, wide))
         if fine.all():
             return
-        raw = self.state.reshape(-1, nbytes)[idx]
-        used = self.ctas.launch.program.sites[site].used_bytes
-        if used is not None:
-            raw = np.where((used >> np.arange(nbytes)) & 1, raw, u1(WRITTEN))
+        raw = np.where(threads.used_bytes(site, nbytes), self.state.reshape(-1, nbytes)[idx], u1(WRITTEN))
         for value, text in REASONS.items():
             bad = np.flatnonzero((raw == value).any(1))
             if len(bad):

@@ -87,6 +87,11 @@ class Threads:
         assert tags is not None
         return tags
 
+    def used_bytes(self, site: int | None, nbytes: int) -> Array:
+        """Which bytes of an access the program uses, where the compiler says so: else all."""
+        used = None if site is None else self.ctas.launch.program.sites[site].used_bytes
+        return np.ones(nbytes, bool) if used is None else (used >> np.arange(nbytes) & 1).astype(bool)
+
     def fault(
         self,
         kind: str,

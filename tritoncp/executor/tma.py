@@ -287,7 +287,8 @@ class Tma:
         t, kind, _ = ELEMENTS[tensor_map.kind]
         size, rows = tensor_map.element, np.flatnonzero(ok)
         at, memory = np.full(len(rows), j), self.ctas.globals
-        for region, pos, idx in memory.locate(threads, address[rows], at, size, site, "TMA store"):
+        way = "TMA reduction" if operation else "TMA store"
+        for region, pos, idx in memory.locate(threads, address[rows], at, size, site, way):
             here = rows if pos is None else rows[pos]
             if operation is None:
                 self.observe(threads, j, region, idx, size, site, data[here])
