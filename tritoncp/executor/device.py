@@ -43,8 +43,8 @@ def compiled_kernels(
     """Run Triton kernels on CPU tensors as they are compiled for a GPU, instruction by instruction.
 
     Triton specialises, compiles and launches as it does with a GPU; the PTX is executed with NumPy, one
-    element of an array for each thread. Meanwhile `torch.empty` and its kin fill memory with a pattern, NaN in
-    floating-point types, so that a kernel that reads it before anything wrote it is seen.
+    element of an array for each thread. Meanwhile `torch.empty` and its kin fill memory with a pattern, NaN
+    in floating-point types, so that a kernel that reads it before anything wrote it is seen.
 
     Args:
         architecture: "sm_80", "sm_86", "sm_89", "sm_90" or "sm_100".

@@ -184,11 +184,6 @@ class TensorMemory:
             state = self.state[idx]
             missing = (state & WRITTEN) == 0
             if missing.any():
-                # Triton loads ahead of a loop that may not run, and then uses nothing of it: a program that
-                # finds none of its cells written reads the poison, which shows in results if it is used.
-                some = np.bincount(threads.cta[at], (~missing).sum(1), self.ctas.n) > 0
-                missing &= some[threads.cta[at]][:, None]
-            if missing.any():
                 self.report(threads, "read of tensor memory that was never written", missing, at, idx, site)
             if (state & STORING).any():
                 kind = "read of tensor memory before tcgen05.wait::st"

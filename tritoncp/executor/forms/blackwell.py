@@ -12,7 +12,8 @@ from tritoncp.executor.opcodes import UnsupportedInstruction, form
 
 @form("tcgen05.fence::<when:before_thread_sync|after_thread_sync>", writes="none")
 def fence(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """Orders tcgen05 with the barriers beside it; barriers order here without it."""
+    """Nothing to do: barriers, and mbarriers that release and acquire, order tcgen05 without it. PTX needs it
+    beside relaxed arrivals and waits, which have no form."""
 
 
 @form("tcgen05.wait::<what:ld|st>.sync.aligned", writes="none")
