@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.cases import check
@@ -52,6 +53,9 @@ def softmax(X, Y, N, M: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(Y + m[None, :] * N + n[:, None], e / tl.sum(e, 0)[None, :] + top, mask=n[:, None] < N)
 
 
+# Three masked tiles or more for a tile of the other side, and as many full ones: loops repeat what they do
+LOOPS = replace(CALL, group=1, length=800, kv_length=800, mask=("window", 520))
+SEEDS = None, 1, 2
 Run = Callable[[], None]  # launches a kernel; raises AssertionError where its result is wrong
 
 
@@ -86,11 +90,9 @@ def run_softmax() -> Run:
     return run
 
 
-KERNELS: dict[str, Callable[[], Run]] = {
-    "matmul": run_matmul,
-    "matmul_of_boxes": partial(run_matmul, True),
-    "softmax": run_softmax,
-}
+KERNELS: dict[str, Callable[[], Run]] = {"matmul": run_matmul, "softmax": run_softmax}
+if COMPILED != "sm_80":  # which has no TMA
+    KERNELS["matmul_of_boxes"] = partial(run_matmul, True)
 
 
 def add_one(m: re.Match[str]) -> str:
@@ -106,6 +108,7 @@ EDITS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "proxy fence": (r"fence\.proxy\.async[^;]*;", lambda m: ""),
     "wgmma.fence": (r"wgmma\.fence[^;]*;", lambda m: ""),
     "mbarrier wait": (r"mbarrier\.try_wait[^;]*;", lambda m: "setp.eq.u32 complete, 0, 0;"),
+    "tcgen05 fence": (r"tcgen05\.fence[^;]*;", lambda m: ""),
     "tcgen05 wait": (r"tcgen05\.wait[^;]*;", lambda m: ""),
     "tcgen05 commit": (r"@%p\d+ tcgen05\.commit[^;]*;", lambda m: ""),
     "tcgen05 dealloc": (r"@%p\d+ tcgen05\.dealloc[^;]*;", lambda m: ""),
@@ -192,31 +195,38 @@ def test_programs_that_store_one_box_race() -> None:
     assert any(f.kind.startswith("race of two programs on global memory") for f in device.faults)
 
 
+Launches = dict[str, tuple[Function, Any]]
+
+
 @pytest.fixture
-def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Function]:
-    """The loaded kernels by their names, as they are launched."""
-    loaded: dict[str, Function] = {}
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """The last launch of each kernel by its name: the loaded kernel, and the other arguments."""
+    last: Launches = {}
     execute = ExecutorDriver.execute
 
     def record(self: ExecutorDriver, function: Function, *rest: Any) -> None:
-        loaded[function.name] = function
+        last[function.name] = function, rest
         execute(self, function, *rest)
 
     monkeypatch.setattr(ExecutorDriver, "execute", record)
-    return loaded
+    return last
 
 
 def verdict(run: Run, function: Function, text: str) -> str:
-    """Return how a mutant is noticed: by a "fault", a "wrong" result or "nothing"."""
+    """Return how a mutant is noticed, in the usual order of warps and in others: by a "fault", a "wrong"
+    result or "nothing"."""
     function.program = Program(write_code(text))
-    with compiled_kernels(COMPILED, raise_faults=False) as device:
-        try:
-            run()
-        except ExecutionFault:
+    for seed in SEEDS:
+        with compiled_kernels(COMPILED, seed, raise_faults=False) as device:
+            try:
+                run()
+            except ExecutionFault:
+                return "fault"
+            except AssertionError:
+                return "fault" if device.faults else "wrong"
+        if device.faults:
             return "fault"
-        except AssertionError:
-            return "fault" if device.faults else "wrong"
-    return "fault" if device.faults else "nothing"
+    return "nothing"
 
 
 def unnoticed(run: Run, function: Function, edits: Iterable[str]) -> dict[str, set[int]]:
@@ -238,39 +248,37 @@ of_triton_37 = pytest.mark.skipif(
 )
 
 
-def check_mutants(run: Run, kernel: str, functions: dict[str, Function], edits: Iterable[str]) -> None:
-    run()
-    expected = {edit: set().union(*parts.values()) for edit, parts in REDUNDANT[COMPILED, kernel].items()}
-    assert unnoticed(run, functions[kernel], edits) == expected
+def check_mutants(run: Run, kernel: str, function: Function, edits: Iterable[str]) -> None:
+    redundant = REDUNDANT.get((COMPILED, kernel), {})
+    expected = {edit: set().union(*parts.values()) for edit, parts in redundant.items()}
+    assert unnoticed(run, function, edits) == expected
 
 
 @pytest.mark.long
 @of_triton_37
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_mutant_that_can_change_a_result_is_noticed(
-    kernel: str, functions: dict[str, Function]
-) -> None:
-    if (COMPILED, kernel) not in REDUNDANT:
-        pytest.skip(f"{COMPILED} has no TMA")
-    check_mutants(KERNELS[kernel](), kernel, functions, EDITS)
+def test_every_mutant_that_can_change_a_result_is_noticed(kernel: str, launches: Launches) -> None:
+    run = KERNELS[kernel]()
+    run()
+    check_mutants(run, kernel, launches[kernel][0], EDITS)
 
 
 @pytest.mark.nightly
 @of_triton_37
 @pytest.mark.parametrize("kernel", ["forward_kernel", "dkdv_kernel"])
-def test_mutants_of_attention(kernel: str, functions: dict[str, Function]) -> None:
-    """Barriers, waits and fences: wrong addresses and predicates are for the tests of results."""
-    if (COMPILED, kernel) not in REDUNDANT:
-        pytest.skip(f"the redundant instructions of {kernel} for {COMPILED} are not named")
-    case = replace(CALL, group=1, length=300, kv_length=300)  # with masked and full tiles
-    check_mutants(lambda: check(case), kernel, functions, [e for e in EDITS if e not in ANSWERED_BY_RESULTS])
+def test_mutants_of_attention(kernel: str, launches: Launches) -> None:
+    """Barriers, waits and fences: wrong addresses and predicates are for the tests of results. The kernel's
+    launch alone runs again."""
+    check(LOOPS)
+    function, arguments = launches[kernel]
+    edits = [e for e in EDITS if e not in ANSWERED_BY_RESULTS]
+    check_mutants(lambda: driver.active.execute(function, *arguments), kernel, function, edits)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_barriers_are_not_redundant_together(kernel: str, functions: dict[str, Function]) -> None:
-    if (COMPILED, kernel) not in REDUNDANT:
-        pytest.skip(f"{COMPILED} has no TMA")
+def test_barriers_are_not_redundant_together(kernel: str, launches: Launches) -> None:
     run = KERNELS[kernel]()
     run()
-    assert verdict(run, functions[kernel], re.sub(EDITS["barrier"][0], "", functions[kernel].ptx)) == "fault"
+    function, _ = launches[kernel]
+    assert verdict(run, function, re.sub(EDITS["barrier"][0], "", function.ptx)) == "fault"

@@ -9,7 +9,7 @@ import numpy as np
 
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.global_memory import UNSIGNED
-from tritoncp.executor.shared_memory import ON_ITS_WAY, WRITTEN
+from tritoncp.executor.shared_memory import BUSY, ON_ITS_WAY, WRITTEN
 from tritoncp.executor.threads import Threads
 
 Array = np.ndarray[Any, Any]
@@ -63,11 +63,8 @@ class AsyncCopies:
         idx = shared.locate(threads, to, nbytes, at, site, "cp.async")
         shared.check_write(threads, idx, nbytes, at, site, None, "cp.async")
         if self.ctas.launch.check:
-            busy = np.flatnonzero((shared.state.reshape(-1, nbytes)[idx] == ON_ITS_WAY).any(1))
-            if len(busy):
-                offset = shared.offset(idx[busy[0]], nbytes)
-                kind = "cp.async to shared memory whose copy is under way"
-                shared.fault(threads, kind, site, at, busy, offset)
+            state = shared.state.reshape(-1, nbytes)[idx]
+            shared.report_state(threads, state, idx, nbytes, at, "cp.async", site, BUSY)
         shared.mark(idx, nbytes, ON_ITS_WAY)
         shared.poison(idx, nbytes)
         shared.note_writer(idx, nbytes, threads.tags()[at][:, None])
@@ -130,6 +127,6 @@ class AsyncCopies:
         shared, clocks = self.ctas.shared, self.ctas.clocks
         shared.views[copies.nbytes][copies.idx] = copies.data
         shared.mark(copies.idx[copies.fenced], copies.nbytes, WRITTEN)
-        shared.mark_written(copies.lanes[~copies.fenced], copies.idx[~copies.fenced], copies.nbytes)
+        shared.mark(copies.idx[~copies.fenced], copies.nbytes, shared.by_threads)
         tags = clocks.own_tags(self.ctas.cta[copies.lanes], self.ctas.warp[copies.lanes])
         shared.note_writer(copies.idx, copies.nbytes, tags[:, None])

@@ -65,7 +65,7 @@ class Mbarriers:
                 threads.fault("mbarrier initialised again", site, at, key[1])
             self.check_offset(threads, key, at, site)
             warp, n = int(threads.warp[at[0]]), int(count[at[0]])
-            nothing = np.zeros(clocks.knows.shape[2], np.int32)
+            nothing = np.zeros_like(clocks.rows[0, 0])
             now = int(clocks.last[key[0], warp])
             self.barriers[key] = Mbarrier(n, n, (warp, now), nothing, nothing.copy())
             self.mark(key, MBARRIER)

@@ -15,15 +15,15 @@ from tritoncp.executor.threads import Threads
 Array = np.ndarray[Any, Any]
 u1, u2, u4, u8 = np.uint8, np.uint16, np.uint32, np.uint64
 
-# States of a byte. A write of threads is UNFENCED for the asynchronous proxy (TMA, wgmma, tcgen05) until a
-# fence.proxy.async of the writer; FENCED_BY_OTHERS is one that only other threads of the CTA fenced.
-# MBARRIER is the memory of an mbarrier that is valid.
-UNWRITTEN, WRITTEN, ON_ITS_WAY, MBARRIER, UNFENCED, FENCED_BY_OTHERS = range(6)
+# States of a byte. BY_THREADS is a write that the asynchronous proxy (TMA, wgmma, tcgen05) may use behind a
+# fence.proxy.async only. MBARRIER is the memory of an mbarrier that is valid.
+UNWRITTEN, WRITTEN, ON_ITS_WAY, MBARRIER, BY_THREADS = range(5)
 REASONS = {
     UNWRITTEN: "that was never written",
     ON_ITS_WAY: "whose copy is under way",
     MBARRIER: "of a valid mbarrier",
 }
+BUSY = {value: text for value, text in REASONS.items() if value != UNWRITTEN}
 EVERY = {n: np.frombuffer(bytes([1] * n), UNSIGNED[n])[0] for n in (1, 2, 4, 8)}  # 1 in every byte
 
 
@@ -45,7 +45,7 @@ class SharedMemory:
         cells = total // granule
         # Tags of the last writer, the last reader, and another reader before that one
         self.writer, self.reader, self.reader2 = (np.zeros(cells, np.int32) for _ in range(3))
-        self.unfenced: list[tuple[Array, Array, int]] = []
+        self.by_threads = BY_THREADS if ctas.launch.has_async_proxy else WRITTEN
 
     def rows(self, shadow: Array, nbytes: int) -> Array:
         """A shadow as rows of the granules of nbytes."""
@@ -104,15 +104,32 @@ class SharedMemory:
     def check_state(self, threads: Threads, idx: Array, nbytes: int, at: Array | None, site: int) -> None:
         units, wide = (self.states[8].reshape(-1, 2), 8) if nbytes == 16 else (self.states[nbytes], nbytes)
         state = units[idx]
-        fine = (state == in_every_byte(WRITTEN, wide)) | (state == in_every_byte(UNFENCED, wide))
+        fine = (state == in_every_byte(WRITTEN, wide)) | (state == in_every_byte(BY_THREADS, wide))
         if fine.all():
             return
         raw = np.where(threads.used_bytes(site, nbytes), self.state.reshape(-1, nbytes)[idx], u1(WRITTEN))
-        for value, text in REASONS.items():
-            bad = np.flatnonzero((raw == value).any(1))
+        self.report_state(threads, raw, idx, nbytes, at, "read", site)
+
+    def report_state(
+        self,
+        threads: Threads,
+        state: Array,
+        idx: Array,
+        nbytes: int,
+        at: Array | None,
+        access: str,
+        site: int,
+        reasons: dict[int, str] = REASONS,
+    ) -> bool:
+        """Report bytes [n, nbytes] in a state that an access must not find; whether there are any."""
+        faulty = False
+        for value, text in reasons.items():
+            bad = np.flatnonzero((state == value).any(1))
             if len(bad):
                 offset = self.offset(idx[bad[0]], nbytes)
-                self.fault(threads, f"read of shared memory {text}", site, at, bad, offset)
+                self.fault(threads, f"{access} of shared memory {text}", site, at, bad, offset)
+                faulty = True
+        return faulty
 
     def note_readers(self, idx: Array, nbytes: int, tag: Array) -> None:
         reader, reader2 = self.rows(self.reader, nbytes), self.rows(self.reader2, nbytes)
@@ -242,11 +259,7 @@ class SharedMemory:
         self.check_write(threads, idx, nbytes, at, site, data, kind)
         if self.ctas.launch.check:
             state = self.state.reshape(-1, nbytes)[idx]
-            for value in (ON_ITS_WAY, MBARRIER):
-                busy = np.flatnonzero((state == value).any(1))
-                if len(busy):
-                    offset = self.offset(idx[busy[0]], nbytes)
-                    self.fault(threads, f"{kind} of shared memory {REASONS[value]}", site, at, busy, offset)
+            self.report_state(threads, state, idx, nbytes, at, kind, site, BUSY)
         self.views[nbytes][idx] = data
         if self.ctas.launch.check:
             lost = np.flatnonzero(~self.same(idx, nbytes, data))
@@ -254,15 +267,7 @@ class SharedMemory:
                 kind = "race on shared memory: several threads write different values to one address"
                 self.fault(threads, kind, site, at, lost, self.offset(idx[lost[0]], nbytes))
         self.note_writer(idx, nbytes, (threads.tags() if at is None else threads.tags()[at])[:, None])
-        self.mark_written(threads.lanes if at is None else threads.lanes[at], idx, nbytes)
-
-    def mark_written(self, lanes: Array, idx: Array, nbytes: int) -> None:
-        """Written by these lanes: for the asynchronous proxy after a fence."""
-        if self.ctas.launch.has_async_proxy:
-            self.mark(idx, nbytes, UNFENCED)
-            self.unfenced.append((lanes, idx, nbytes))
-        else:
-            self.mark(idx, nbytes, WRITTEN)
+        self.mark(idx, nbytes, self.by_threads)
 
     def atomic(
         self,
@@ -329,47 +334,36 @@ class SharedMemory:
     def fence_proxy(self, threads: Threads) -> None:
         """`fence.proxy.async`: what these threads wrote is visible to TMA and tensor cores."""
         self.ctas.async_copies.fence(threads)
-        if not self.unfenced:
-            return
-        if threads.count == self.ctas.count:
-            self.state[self.state >= UNFENCED] = WRITTEN
-            self.unfenced = []
-            return
-        active = np.zeros(self.ctas.count, bool)
-        active[threads.lanes] = True
-        near = np.zeros(self.ctas.n, bool)
-        near[threads.cta] = True
-        keep = []
-        for lanes, idx, nbytes in self.unfenced:
-            mine = active[lanes]
-            state = self.state.reshape(-1, nbytes)
-            raw = state[idx[mine]]
-            state[idx[mine]] = np.where(raw >= UNFENCED, u1(WRITTEN), raw)
-            if not mine.all():
-                lanes, idx = lanes[~mine], idx[~mine]
-                others = idx[near[self.ctas.cta[lanes]]]
-                raw = state[others]
-                state[others] = np.where(raw == UNFENCED, u1(FENCED_BY_OTHERS), raw)
-                keep.append((lanes, idx, nbytes))
-        self.unfenced = keep
+        warps, lanes = np.unique(threads.lanes >> 5, return_counts=True)
+        self.ctas.clocks.fence(warps // self.ctas.warps, warps % self.ctas.warps, lanes == 32)
 
-    def check_async_read(self, threads: Threads, idx: Array, site: int, position: int) -> None:
-        """A read of 16-byte units by TMA or a tensor core."""
-        if not self.ctas.launch.check:
-            return
-        raw = self.state.reshape(-1, 16)[idx]
-        for value, text in (
-            (UNWRITTEN, "that was never written"),
-            (ON_ITS_WAY, "to which a copy is under way"),
-            (MBARRIER, "of a valid mbarrier"),
-            (UNFENCED, "written without fence.proxy.async"),
-            (FENCED_BY_OTHERS, "written without fence.proxy.async of the writer, with one of another thread"),
-        ):
-            bad = (raw == value).any(-1)
-            if bad.any():
-                kind = f"asynchronous read of shared memory {text}"
-                at = np.full(1, position)
-                threads.fault(kind, site, at, self.offset(idx[bad][0], 16), count=int(bad.sum()))
+    def check_async_read(self, threads: Threads, idx: Array, at: Array, reader: str, site: int) -> bool:
+        """Look for faults of a read of 16-byte units that TMA or a tensor core does for the threads at these
+        positions; whether there are any."""
+        state = self.state.reshape(-1, 16)[idx]
+        faulty = self.report_state(threads, state, idx, 16, at, f"{reader}'s read", site)
+        writer = self.rows(self.writer, 16)[idx]
+        late = self.ctas.clocks.unordered(writer, threads.cta[at], threads.warp[at])
+        if late is not None:
+            self.race(threads, f"{reader} reads after the write of", writer, late, idx, 16, at, site)
+            return True
+        return self.report_unfenced(threads, state, idx, at, f"{reader}'s read", site) or faulty
+
+    def report_unfenced(
+        self, threads: Threads, state: Array, idx: Array, at: Array, access: str, site: int
+    ) -> bool:
+        """Report 16-byte units that threads wrote without a fence for the asynchronous proxy."""
+        rows = np.flatnonzero((state == BY_THREADS).any(1))
+        writer, cta, warp = (
+            self.rows(self.writer, 16)[idx[rows]],
+            threads.cta[at[rows]],
+            threads.warp[at[rows]],
+        )
+        bad = rows[self.ctas.clocks.unfenced(writer, cta, warp).any(1)]
+        if len(bad):
+            kind = f"{access} of shared memory written without fence.proxy.async"
+            self.fault(threads, kind, site, at, bad, self.offset(idx[bad[0]], 16))
+        return len(bad) > 0
 
     def note_async_reader(self, idx: Array, clock: Array, agent: int) -> None:
         """Tag 16-byte units with a unit that reads them; a reader before it stays known as the second one."""

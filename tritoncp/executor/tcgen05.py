@@ -215,13 +215,8 @@ class Tcgen05:
         if self.ctas.counts is not None:
             self.ctas.counts.operand(len(at) * rows * k * NBYTES[t])
         if self.ctas.launch.check:
-            flat, who = units.reshape(-1), np.repeat(at, units[0].size)
-            shared.check_async_read(threads, flat, site, int(at[0]))
-            writer = shared.rows(shared.writer, 16)[flat]
-            late = self.ctas.clocks.unordered(writer, threads.cta[who], threads.warp[who])
-            if late is not None:
-                kind = "tcgen05.mma reads after the write of"
-                shared.race(threads, kind, writer, late, flat, 16, who, site)
+            flat = units.reshape(-1)
+            shared.check_async_read(threads, flat, np.repeat(at, units[0].size), "tcgen05.mma", site)
             clock = np.repeat(self.opened[threads.cta[at]], units[0].size)
             shared.note_async_reader(flat, clock, self.ctas.clocks.tensor)
         return read_units(shared, units, rows, k, t, transposed)
@@ -249,9 +244,9 @@ class Tcgen05:
             b = self.ctas.mbarriers.barriers.get((cta, offset))
             if b is None:
                 continue
-            row = np.zeros_like(b.arriving)
-            row[self.ctas.clocks.tensor] = clock
-            b.arrive(1, row)
+            rows = np.zeros_like(b.arriving)
+            rows[0, self.ctas.clocks.tensor] = clock
+            b.arrive(1, rows)
             if b.left < 0:
                 self.ctas.launch.log.add("more arrivals at an mbarrier than it counts", None, address=offset)
             self.ctas.progress += 1

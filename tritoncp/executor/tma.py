@@ -15,7 +15,7 @@ from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.global_memory import UNSIGNED, Region
 from tritoncp.executor.mbarriers import Key, Mbarrier
 from tritoncp.executor.operands import swizzled
-from tritoncp.executor.shared_memory import MBARRIER, ON_ITS_WAY, REASONS, WRITTEN
+from tritoncp.executor.shared_memory import BUSY, ON_ITS_WAY, WRITTEN
 from tritoncp.executor.threads import Threads
 
 Array = np.ndarray[Any, Any]
@@ -215,11 +215,10 @@ class Tma:
         shared, clocks = self.ctas.shared, self.ctas.clocks
         at = np.full(len(units), j)
         shared.check_write(threads, units, 16, at, site, None, "TMA load", clocks.copy)
-        state = shared.state.reshape(-1, 16)[units]
-        for value in (ON_ITS_WAY, MBARRIER):
-            if self.ctas.launch.check and (state == value).any():
-                kind = f"TMA load to shared memory {REASONS[value]}"
-                threads.fault(kind, site, at[:1], shared.offset(units[0], 16))
+        if self.ctas.launch.check:
+            state = shared.state.reshape(-1, 16)[units]
+            shared.report_state(threads, state, units, 16, at, "TMA load", site, BUSY)
+            shared.report_unfenced(threads, state, units, at, "TMA load", site)
         clock = int(clocks.start(key[0], clocks.copy))
         shared.note_writer(units, 16, np.int32(clock << SHIFT | clocks.copy))
         shared.mark(units, 16, ON_ITS_WAY)
@@ -232,7 +231,8 @@ class Tma:
             self.ctas.shared.views[16][units] = data
             self.ctas.shared.mark(units, 16, WRITTEN)
             barrier.nbytes -= nbytes
-            barrier.arriving[self.ctas.clocks.copy] = max(barrier.arriving[self.ctas.clocks.copy], clock)
+            known = barrier.arriving[0]
+            known[self.ctas.clocks.copy] = max(known[self.ctas.clocks.copy], clock)
             self.ctas.progress += 1
 
     def store(
@@ -260,13 +260,7 @@ class Tma:
         """Read shared memory for a store, which goes on reading until it is waited for."""
         shared, clocks = self.ctas.shared, self.ctas.clocks
         if self.ctas.launch.check:
-            at = np.full(len(units), j)
-            shared.check_async_read(threads, units, site, j)
-            writer = shared.rows(shared.writer, 16)[units]
-            late = clocks.unordered(writer, threads.cta[at], threads.warp[at])
-            if late is not None:
-                kind = "TMA store reads after the write of"
-                shared.race(threads, kind, writer, late, units, 16, at, site)
+            shared.check_async_read(threads, units, np.full(len(units), j), "TMA store", site)
             lane = int(threads.lanes[j])
             clock = int(clocks.start(int(threads.cta[j]), clocks.bulk))
             shared.note_async_reader(units, np.full(len(units), clock), clocks.bulk)

@@ -140,16 +140,10 @@ class Wgmma:
     def check(self, threads: Threads, units: Array, clock: Array, site: int) -> None:
         """Races of a read by all four warps; note the reader."""
         shared, clocks = self.ctas.shared, self.ctas.clocks
-        flat = units.reshape(-1)
-        shared.check_async_read(threads, flat, site, 0)
         per = units[0].size
-        writer = shared.rows(shared.writer, 16)[flat]
         for warp in range(4):
             at = np.repeat(np.arange(32 * warp, threads.count, 128), per)
-            late = clocks.unordered(writer, threads.cta[at], threads.warp[at])
-            if late is not None:
-                kind = "wgmma reads after the write of"
-                shared.race(threads, kind, writer, late, flat, 16, at, site)
+            if shared.check_async_read(threads, units.reshape(-1), at, "wgmma", site):
                 break
         number = threads.warp[::128] // 4
         for g in np.unique(number):
