@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.executor.support.ptx import module, run_module
-from tritoncp.executor.in_flight import early_uses
-from tritoncp.executor.parse import parse_ptx
+from tritoncp.executor.ptx.in_flight import early_uses
+from tritoncp.executor.ptx.parse import parse_ptx
 
 START = "ld.param.b64 %d1, [p0]; ld.param.b64 %d2, [p1]; mov.u32 %r1, %tid.x;\n"
 

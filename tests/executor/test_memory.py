@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.executor.support.ptx import Array, module, run_module
-from tritoncp.executor.uninitialised import fill
+from tritoncp.executor.memory.uninitialised import fill
 
 START = "ld.param.b64 %d1, [p0]; ld.param.b64 %d2, [p1]; mov.u32 %r1, %tid.x;\n"
 OWN = START + "mad.wide.u32 %d3, %r1, 4, %d1; mad.wide.u32 %d4, %r1, 4, %d2;\n"

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.executor.support.ptx import module, run_instruction
-from tritoncp.executor.opcodes import UnsupportedInstruction, form_of
 from tritoncp.executor.program import write_code
+from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form_of
 
 
 @pytest.mark.parametrize(

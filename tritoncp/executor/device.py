@@ -14,7 +14,7 @@ from triton.runtime.driver import driver as drivers
 from tritoncp.core.cpu_target import execute_for
 from tritoncp.executor.driver import ExecutorDriver, LaunchRecord
 from tritoncp.executor.faults import Fault
-from tritoncp.executor.uninitialised import filled_allocations
+from tritoncp.executor.memory.uninitialised import filled_allocations
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
 

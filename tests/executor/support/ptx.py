@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from tritoncp.executor.faults import CannotContinue, Fault
-from tritoncp.executor.global_memory import extent_of
 from tritoncp.executor.launch import Launch
+from tritoncp.executor.memory.regions import extent_of
 from tritoncp.executor.program import Program, write_code
 
 Array = np.ndarray[Any, Any]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.block_writer import NUMPY, BlockWriter
-from tritoncp.executor.instruction import Instruction
-from tritoncp.executor.opcodes import form
+from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter
+from tritoncp.executor.ptx.instruction import Instruction
+from tritoncp.executor.ptx.opcodes import form
 
 INTEGERS = "u8|u16|u32|u64|s8|s16|s32|s64"
 ROUND = "rni|rzi|rmi|rpi"

@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.address_space import PARAMETER
-from tritoncp.executor.atomics import update
 from tritoncp.executor.clocks import SHIFT
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.global_memory import UNSIGNED, Region
-from tritoncp.executor.mbarriers import Key, Mbarrier
-from tritoncp.executor.operands import swizzled
-from tritoncp.executor.shared_memory import BUSY, ON_ITS_WAY, WRITTEN
-from tritoncp.executor.threads import Threads
+from tritoncp.executor.memory.address_space import PARAMETER
+from tritoncp.executor.memory.atomics import update
+from tritoncp.executor.memory.regions import UNSIGNED, Region
+from tritoncp.executor.memory.shared_memory import WRITTEN
+from tritoncp.executor.threads import Access
+from tritoncp.executor.units.mbarriers import Key, Mbarrier
+from tritoncp.executor.units.operands import swizzled
 
 Array = np.ndarray[Any, Any]
-u1, u8 = np.uint8, np.uint64
+u8 = np.uint64
 # By tensormap.replace.elemtype: NumPy type of elements, PTX type of their sums, NaN of what lies outside
 ELEMENTS = {
     0: ("u1", "u8", 0),
@@ -90,26 +90,17 @@ class Tma:
             return launch.parameter_maps[(handle >> 16) & 0xFFFF]
         raise CannotContinue("a tensor map that nobody wrote", site, f"address {handle:#x}")
 
-    def replace(
-        self,
-        threads: Threads,
-        at: Array,
-        name: str,
-        dimension: int,
-        value: Array,
-        mask: Array | None,
-        site: int,
-    ) -> None:
+    def replace(self, access: Access, at: Array, name: str, dimension: int, value: Array) -> None:
         """Set a field of a tensor map in shared memory."""
-        for j in threads.positions(mask):
-            key = int(threads.cta[j]), int(at[j])
+        for j in access.positions:
+            key = int(access.threads.cta[j]), int(at[j])
             self.drafts.setdefault(key, {})[name, dimension] = int(value[j])
 
-    def publish(self, threads: Threads, to: Array, of: Array, mask: Array | None, site: int) -> None:
+    def publish(self, access: Access, to: Array, of: Array) -> None:
         """Copy a tensor map from shared to global memory."""
-        at = threads.positions(mask)
-        for key, handle in {(int(threads.cta[j]), int(of[j])): int(to[j]) for j in at}.items():
-            self.ctas.launch.tensor_maps[handle] = self.built(self.drafts.get(key, {}), site)
+        cta = access.threads.cta
+        for key, handle in {(int(cta[j]), int(of[j])): int(to[j]) for j in access.positions}.items():
+            self.ctas.launch.tensor_maps[handle] = self.built(self.drafts.get(key, {}), access.site)
 
     def built(self, field: dict[tuple[str, int], int], site: int) -> TensorMap:
         try:
@@ -130,73 +121,51 @@ class Tma:
         except KeyError as e:
             raise CannotContinue("a tensor map without a field", site, str(e)) from None
 
-    def box(
-        self, threads: Threads, j: int, shared: int, tensor_map: TensorMap, site: int
-    ) -> tuple[Array, int] | None:
+    def box(self, access: Access, shared: int, tensor_map: TensorMap) -> tuple[Array, int] | None:
         """Indices of the 16-byte units of a box at an address of shared memory, and its bytes."""
-        nbytes = int(np.prod(tensor_map.box)) * tensor_map.element
-        at = np.full(1, j)
+        memory, nbytes = self.ctas.shared, int(np.prod(tensor_map.box)) * tensor_map.element
         if tensor_map.swizzle and tensor_map.box[-1] * tensor_map.element > 16 << tensor_map.swizzle:
-            raise CannotContinue("a TMA box wider than its swizzle", site)
+            raise CannotContinue("a TMA box wider than its swizzle", access.site)
         if shared % 128:
-            threads.fault("TMA at an offset of shared memory that is no multiple of 128", site, at, shared)
-        if shared + nbytes > self.ctas.shared.used:
-            text = f"{self.ctas.shared.used} bytes are allocated"
-            threads.fault("out of bounds shared TMA", site, at, shared + nbytes, None, text)
+            access.fault("TMA at an offset of shared memory that is no multiple of 128", None, shared)
+        if shared + nbytes > memory.used:
+            text = f"{memory.used} bytes are allocated"
+            access.fault("out of bounds shared TMA", None, shared + nbytes, None, text)
             return None
         offset = swizzled(shared + np.arange(0, nbytes, 16), tensor_map.swizzle)
-        return (int(threads.cta[j]) * self.ctas.shared.size + offset) // 16, nbytes
+        return (int(access.cta[0]) * memory.size + offset) // 16, nbytes
 
     # copies
 
     def load(
-        self,
-        threads: Threads,
-        to: Array,
-        handles: Array,
-        coordinates: tuple[Array, ...],
-        barrier: Array,
-        mask: Array | None,
-        site: int,
+        self, access: Access, to: Array, handles: Array, coordinates: tuple[Array, ...], barrier: Array
     ) -> None:
-        for j in threads.positions(mask):
-            tensor_map = self.map_of(int(handles[j]), site)
+        for j in access.positions:
+            one = Access(access.threads, access.site, np.full(1, j))
+            tensor_map = self.map_of(int(handles[j]), access.site)
             address, ok = tensor_map.addresses([int(c[j]) for c in coordinates])
             if self.ctas.counts is not None:
-                self.ctas.counts.box(threads, j, address, ok, tensor_map.element, site, "read")
-            data = self.read(threads, j, address, ok, tensor_map, site)
-            placed = self.box(threads, j, int(to[j]), tensor_map, site)
+                self.ctas.counts.box(one, address, ok, tensor_map.element, "read")
+            data = self.read(one, address, ok, tensor_map)
+            placed = self.box(one, int(to[j]), tensor_map)
             if placed is None:
                 continue
-            key = int(threads.cta[j]), int(barrier[j])
-            self.ctas.mbarriers.find(threads, key, site, np.full(1, j))
-            self.begin(threads, j, placed[0], data.view(u1).view("c16"), placed[1], key, site)
+            key = int(one.cta[0]), int(barrier[j])
+            self.ctas.mbarriers.find(one, key)
+            self.begin(one.some(np.zeros(len(placed[0]), int)), placed[0], data.view("c16"), placed[1], key)
 
-    def read(
-        self, threads: Threads, j: int, address: Array, ok: Array, tensor_map: TensorMap, site: int
-    ) -> Array:
-        size = tensor_map.element
+    def read(self, one: Access, address: Array, ok: Array, tensor_map: TensorMap) -> Array:
+        size, memory = tensor_map.element, self.ctas.globals
         fill = ELEMENTS[tensor_map.kind][2] if tensor_map.fill_nan else 0
         data = np.full(len(address), fill, f"u{size}")
-        rows = np.flatnonzero(ok)
-        at = np.full(len(rows), j)
-        memory = self.ctas.globals
-        for region, pos, idx in memory.locate(threads, address[rows], at, size, site, "TMA load"):
-            here = rows if pos is None else rows[pos]
-            data[here] = region.views[size].take(idx)
-            self.observe(threads, j, region, idx, size, site)
+        inside = np.flatnonzero(ok)
+        access = one.some(np.zeros(len(inside), int))
+        for region, rows, idx in memory.locate(access, address[inside], size, "TMA load"):
+            data[inside if rows is None else inside[rows]] = region.views[size].take(idx)
+            self.observe(one, region, idx, size)
         return data
 
-    def observe(
-        self,
-        threads: Threads,
-        j: int,
-        region: Region,
-        idx: Array,
-        size: int,
-        site: int,
-        data: Array | None = None,
-    ) -> None:
+    def observe(self, one: Access, region: Region, idx: Array, size: int, data: Array | None = None) -> None:
         """Look for races of an access to elements; of those smaller than granules, where they fill one."""
         memory = self.ctas.globals
         if size < memory.granule:
@@ -206,23 +175,17 @@ class Tma:
             if data is not None:
                 data = data[whole][np.argsort(idx[whole])].view(UNSIGNED[memory.granule])
             idx, size = units, memory.granule
-        at = np.full(len(idx), j)
-        memory.observe(threads, region, idx, size, at, site, data is not None, data)
+        memory.observe(one.some(np.zeros(len(idx), int)), region, idx, size, data)
 
-    def begin(
-        self, threads: Threads, j: int, units: Array, data: Array, nbytes: int, key: Key, site: int
-    ) -> None:
+    def begin(self, access: Access, units: Array, data: Array, nbytes: int, key: Key) -> None:
+        """Issue a load whose 16-byte units are those of the access."""
         shared, clocks = self.ctas.shared, self.ctas.clocks
-        at = np.full(len(units), j)
-        shared.check_write(threads, units, 16, at, site, None, "TMA load", clocks.copy)
+        shared.check_write(access, units, 16, None, "TMA load", clocks.copy)
+        shared.check_busy(access, "TMA load", units, 16)
         if self.ctas.launch.check:
-            state = shared.state.reshape(-1, 16)[units]
-            shared.report_state(threads, state, units, 16, at, "TMA load", site, BUSY)
-            shared.report_unfenced(threads, state, units, at, "TMA load", site)
+            shared.report_unfenced(access, "TMA load", units)
         clock = int(clocks.start(key[0], clocks.copy))
-        shared.note_writer(units, 16, np.int32(clock << SHIFT | clocks.copy))
-        shared.mark(units, 16, ON_ITS_WAY)
-        shared.poison(units, 16)
+        shared.expect_copy(units, 16, np.int32(clock << SHIFT | clocks.copy))
         self.arriving.setdefault(key, []).append((units, data, nbytes, clock))
 
     def finish_loads(self, key: Key, barrier: Mbarrier) -> None:
@@ -237,58 +200,53 @@ class Tma:
 
     def store(
         self,
-        threads: Threads,
+        access: Access,
         handles: Array,
         coordinates: tuple[Array, ...],
         source: Array,
         operation: str | None,
-        mask: Array | None,
-        site: int,
     ) -> None:
-        for j in threads.positions(mask):
-            tensor_map = self.map_of(int(handles[j]), site)
+        for j in access.positions:
+            one = Access(access.threads, access.site, np.full(1, j))
+            tensor_map = self.map_of(int(handles[j]), access.site)
             address, ok = tensor_map.addresses([int(c[j]) for c in coordinates])
             if self.ctas.counts is not None:
-                self.ctas.counts.box(threads, j, address, ok, tensor_map.element, site, "write")
-            placed = self.box(threads, j, int(source[j]), tensor_map, site)
-            if placed is None:
-                continue
-            data = self.taken(threads, j, placed[0], tensor_map.element, site)
-            self.write(threads, j, address, ok, data, operation, tensor_map, site)
+                self.ctas.counts.box(one, address, ok, tensor_map.element, "write")
+            placed = self.box(one, int(source[j]), tensor_map)
+            if placed is not None:
+                data = self.taken(one, placed[0], tensor_map.element)
+                self.write(one, address, ok, data, operation, tensor_map)
 
-    def taken(self, threads: Threads, j: int, units: Array, size: int, site: int) -> Array:
+    def taken(self, one: Access, units: Array, size: int) -> Array:
         """Read shared memory for a store, which goes on reading until it is waited for."""
         shared, clocks = self.ctas.shared, self.ctas.clocks
         if self.ctas.launch.check:
-            shared.check_async_read(threads, units, np.full(len(units), j), "TMA store", site)
-            lane = int(threads.lanes[j])
-            clock = int(clocks.start(int(threads.cta[j]), clocks.bulk))
+            shared.check_async_read(one.some(np.zeros(len(units), int)), units, "TMA store")
+            lane = int(one.lanes[0])
+            clock = int(clocks.start(int(one.cta[0]), clocks.bulk))
             shared.note_async_reader(units, np.full(len(units), clock), clocks.bulk)
             self.stores.append((lane, int(self.commits[lane]), clock))
         return shared.views[16].take(units).view(UNSIGNED[size])
 
     def write(
         self,
-        threads: Threads,
-        j: int,
+        one: Access,
         address: Array,
         ok: Array,
         data: Array,
         operation: str | None,
         tensor_map: TensorMap,
-        site: int,
     ) -> None:
         t, kind, _ = ELEMENTS[tensor_map.kind]
-        size, rows = tensor_map.element, np.flatnonzero(ok)
-        at, memory = np.full(len(rows), j), self.ctas.globals
-        way = "TMA reduction" if operation else "TMA store"
-        for region, pos, idx in memory.locate(threads, address[rows], at, size, site, way):
-            here = rows if pos is None else rows[pos]
+        size, memory, inside = tensor_map.element, self.ctas.globals, np.flatnonzero(ok)
+        access, way = one.some(np.zeros(len(inside), int)), "TMA reduction" if operation else "TMA store"
+        for region, rows, idx in memory.locate(access, address[inside], size, way):
+            here = data[inside if rows is None else inside[rows]]
             if operation is None:
-                self.observe(threads, j, region, idx, size, site, data[here])
-                region.views[size][idx] = data[here]
+                self.observe(one, region, idx, size, here)
+                region.views[size][idx] = here
             else:
-                update(region.views[size].view(t), idx, kind, operation, (data[here].view(t),))
+                update(region.views[size].view(t), idx, kind, operation, (here.view(t),))
 
     def finish_program(self) -> None:
         """Report copies that nobody waits for at the end of the CTAs, when others take their memory."""
@@ -298,12 +256,12 @@ class Tma:
                 kind = f"TMA {what} that nobody waits for at the end of a program"
                 self.ctas.launch.log.add(kind, None, left)
 
-    def commit(self, threads: Threads, mask: Array | None) -> None:
-        self.commits[threads.lanes[threads.positions(mask)]] += 1
+    def commit(self, access: Access) -> None:
+        self.commits[access.lanes] += 1
 
-    def wait(self, threads: Threads, left: int, mask: Array | None) -> None:
+    def wait(self, access: Access, left: int) -> None:
         """Until at most `left` of the newest groups of each thread still read shared memory."""
-        active = set(threads.lanes[threads.positions(mask)].tolist()) if self.stores else set()
+        active = set(access.lanes.tolist()) if self.stores else set()
         keep, clocks = [], self.ctas.clocks
         for lane, group, clock in self.stores:
             if lane in active and group < self.commits[lane] - left:

@@ -11,8 +11,8 @@ of their own group, and ptxas keeps that order by the registers.
 
 from __future__ import annotations
 
-from tritoncp.executor.instruction import Instruction, Kernel, Vector
-from tritoncp.executor.opcodes import reads_and_writes, registers_of
+from tritoncp.executor.ptx.instruction import Instruction, Kernel, Vector
+from tritoncp.executor.ptx.opcodes import reads_and_writes, registers_of
 
 State = dict[str, int]  # of a register: commits since its product, from 0, or one of these
 LOADED, FRESH = -1, 1 << 30  # by tcgen05.ld; written by another instruction, no wgmma.fence since
