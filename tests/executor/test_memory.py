@@ -57,6 +57,15 @@ def test_an_address_that_lands_in_another_tensor_is_seen() -> None:
     assert "past the end of p0, in p1 (32 times)" in faults[0]
 
 
+def test_faults_of_one_instruction_are_one_fault() -> None:
+    """It is at fault in two threads of two programs, three times each."""
+    body = "mov.b32 %r3, 0; LOOP: ld.global.b32 %r2, [%d3+8]; add.u32 %r3, %r3, 1;"
+    faults = run(OWN + body + "setp.lt.u32 %p1, %r3, 3; @%p1 bra LOOP;", *two(), grid=2)
+    assert len(faults) == 1
+    assert "program (0, 0, 0), threads 30, 31; " in faults[0]
+    assert faults[0].endswith("(12 times)")
+
+
 def test_an_address_read_from_memory_is_good_in_any_tensor() -> None:
     x = np.arange(32, dtype="u4")
     pointer = np.array([x.ctypes.data], "u8")
