@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -129,6 +130,15 @@ class Access:
     def some(self, rows: Array | None) -> Access:
         """The access by these rows of the threads, which may repeat; None for all."""
         return self if rows is None else Access(self.threads, self.site, self.positions[rows])
+
+    def each(self) -> Iterator[tuple[int, Access]]:
+        """Yield the threads one by one, with their positions."""
+        for j in self.positions:
+            yield int(j), Access(self.threads, self.site, np.full(1, j))
+
+    def times(self, n: int) -> Access:
+        """n accesses of the first thread."""
+        return Access(self.threads, self.site, np.repeat(self.positions[:1], n))
 
     def used_bytes(self, nbytes: int) -> Array:
         """Which bytes the program uses of a load, where the compiler says so: else all."""

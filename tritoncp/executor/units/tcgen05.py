@@ -204,9 +204,9 @@ class Tcgen05:
 
     def commit(self, access: Access, address: Array) -> None:
         """An arrival at an mbarrier once the products so far are done."""
-        for row, x in enumerate(access.pick(address)):
-            cta, offset = int(access.cta[row]), int(x)
-            self.ctas.mbarriers.find(access.some(np.full(1, row)), (cta, offset))
+        for j, one in access.each():
+            cta, offset = int(one.cta[0]), int(address[j])
+            self.ctas.mbarriers.find(one, (cta, offset))
             clock = int(self.opened[cta]) or int(self.ctas.clocks.last[cta, self.ctas.clocks.tensor])
             self.opened[cta] = 0
             self.commits.setdefault(cta, []).append((clock, offset))

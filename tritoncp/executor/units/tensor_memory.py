@@ -80,9 +80,8 @@ class TensorMemory:
 
     def free(self, access: Access, base: Array, columns: int) -> None:
         self.prepare()
-        lead = self.leaders(access)
-        for row, (cta, b) in enumerate(zip(lead.cta, lead.pick(base).tolist())):
-            one = lead.some(np.full(1, row))
+        for j, one in self.leaders(access).each():
+            cta, b = int(one.cta[0]), int(base[j])
             if b % columns or not self.allocated[cta, b : b + columns].all():
                 one.fault("tcgen05.dealloc of columns that are not allocated", None, b)
                 continue

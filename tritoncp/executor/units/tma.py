@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,6 +58,11 @@ class TensorMap:
     def element(self) -> int:
         return int(ELEMENTS[self.kind][0][1])
 
+    @property
+    def nbytes(self) -> int:
+        """Of a box."""
+        return int(np.prod(self.box)) * self.element
+
     def addresses(self, coordinates: list[int]) -> tuple[Array, Array]:
         """Addresses of a box's elements, and which lie inside of the tensor; innermost coordinate first."""
         address, ok = np.full(1, self.base, np.int64), np.ones(1, bool)
@@ -65,6 +71,17 @@ class TensorMap:
             address = (address[:, None] + c * stride).reshape(-1)
             ok = (ok[:, None] & (c >= 0) & (c < extent)).reshape(-1)
         return address.astype(u8), ok
+
+
+class Box(NamedTuple):
+    """A box that one thread copies: addresses of its elements, which lie in the tensor, and 16-byte units of
+    shared memory."""
+
+    one: Access
+    map: TensorMap
+    address: Array
+    ok: Array
+    units: Array
 
 
 class Tma:
@@ -121,48 +138,52 @@ class Tma:
         except KeyError as e:
             raise CannotContinue("a tensor map without a field", site, str(e)) from None
 
-    def box(self, access: Access, shared: int, tensor_map: TensorMap) -> tuple[Array, int] | None:
-        """Indices of the 16-byte units of a box at an address of shared memory, and its bytes."""
-        memory, nbytes = self.ctas.shared, int(np.prod(tensor_map.box)) * tensor_map.element
+    def boxes(
+        self, access: Access, handles: Array, coordinates: tuple[Array, ...], shared: Array, way: str
+    ) -> Iterator[Box]:
+        """Yield the box of each thread: of the tensor map, and at an address of shared memory."""
+        for j, one in access.each():
+            tensor_map = self.map_of(int(handles[j]), access.site)
+            address, ok = tensor_map.addresses([int(c[j]) for c in coordinates])
+            if self.ctas.counts is not None:
+                self.ctas.counts.box(one, address, ok, tensor_map.element, way)
+            units = self.units_of(one, int(shared[j]), tensor_map)
+            if units is not None:
+                yield Box(one, tensor_map, address, ok, units)
+
+    def units_of(self, one: Access, shared: int, tensor_map: TensorMap) -> Array | None:
+        """Indices of the 16-byte units of a box at an address of shared memory."""
+        memory, nbytes = self.ctas.shared, tensor_map.nbytes
         if tensor_map.swizzle and tensor_map.box[-1] * tensor_map.element > 16 << tensor_map.swizzle:
-            raise CannotContinue("a TMA box wider than its swizzle", access.site)
+            raise CannotContinue("a TMA box wider than its swizzle", one.site)
         if shared % 128:
-            access.fault("TMA at an offset of shared memory that is no multiple of 128", None, shared)
+            one.fault("TMA at an offset of shared memory that is no multiple of 128", None, shared)
         if shared + nbytes > memory.used:
             text = f"{memory.used} bytes are allocated"
-            access.fault("out of bounds shared TMA", None, shared + nbytes, None, text)
+            one.fault("out of bounds shared TMA", None, shared + nbytes, None, text)
             return None
         offset = swizzled(shared + np.arange(0, nbytes, 16), tensor_map.swizzle)
-        return (int(access.cta[0]) * memory.size + offset) // 16, nbytes
+        return (int(one.cta[0]) * memory.size + offset) // 16
 
     # copies
 
     def load(
         self, access: Access, to: Array, handles: Array, coordinates: tuple[Array, ...], barrier: Array
     ) -> None:
-        for j in access.positions:
-            one = Access(access.threads, access.site, np.full(1, j))
-            tensor_map = self.map_of(int(handles[j]), access.site)
-            address, ok = tensor_map.addresses([int(c[j]) for c in coordinates])
-            if self.ctas.counts is not None:
-                self.ctas.counts.box(one, address, ok, tensor_map.element, "read")
-            data = self.read(one, address, ok, tensor_map)
-            placed = self.box(one, int(to[j]), tensor_map)
-            if placed is None:
-                continue
-            key = int(one.cta[0]), int(barrier[j])
-            self.ctas.mbarriers.find(one, key)
-            self.begin(one.some(np.zeros(len(placed[0]), int)), placed[0], data.view("c16"), placed[1], key)
+        for box in self.boxes(access, handles, coordinates, to, "read"):
+            key = int(box.one.cta[0]), int(barrier[box.one.positions[0]])
+            self.ctas.mbarriers.find(box.one, key)
+            self.begin(box, self.read(box).view("c16"), key)
 
-    def read(self, one: Access, address: Array, ok: Array, tensor_map: TensorMap) -> Array:
-        size, memory = tensor_map.element, self.ctas.globals
-        fill = ELEMENTS[tensor_map.kind][2] if tensor_map.fill_nan else 0
-        data = np.full(len(address), fill, f"u{size}")
-        inside = np.flatnonzero(ok)
-        access = one.some(np.zeros(len(inside), int))
-        for region, rows, idx in memory.locate(access, address[inside], size, "TMA load"):
+    def read(self, box: Box) -> Array:
+        size, memory = box.map.element, self.ctas.globals
+        fill = ELEMENTS[box.map.kind][2] if box.map.fill_nan else 0
+        data = np.full(len(box.address), fill, f"u{size}")
+        inside = np.flatnonzero(box.ok)
+        access = box.one.times(len(inside))
+        for region, rows, idx in memory.locate(access, box.address[inside], size, "TMA load"):
             data[inside if rows is None else inside[rows]] = region.views[size].take(idx)
-            self.observe(one, region, idx, size)
+            self.observe(box.one, region, idx, size)
         return data
 
     def observe(self, one: Access, region: Region, idx: Array, size: int, data: Array | None = None) -> None:
@@ -175,18 +196,19 @@ class Tma:
             if data is not None:
                 data = data[whole][np.argsort(idx[whole])].view(UNSIGNED[memory.granule])
             idx, size = units, memory.granule
-        memory.observe(one.some(np.zeros(len(idx), int)), region, idx, size, data)
+        memory.observe(one.times(len(idx)), region, idx, size, data)
 
-    def begin(self, access: Access, units: Array, data: Array, nbytes: int, key: Key) -> None:
-        """Issue a load whose 16-byte units are those of the access."""
-        shared, clocks = self.ctas.shared, self.ctas.clocks
+    def begin(self, box: Box, data: Array, key: Key) -> None:
+        """Issue a load."""
+        shared, clocks, units = self.ctas.shared, self.ctas.clocks, box.units
+        access = box.one.times(len(units))
         shared.check_write(access, units, 16, None, "TMA load", clocks.copy)
         shared.check_busy(access, "TMA load", units, 16)
         if self.ctas.launch.check:
             shared.report_unfenced(access, "TMA load", units)
         clock = int(clocks.start(key[0], clocks.copy))
         shared.expect_copy(units, 16, np.int32(clock << SHIFT | clocks.copy))
-        self.arriving.setdefault(key, []).append((units, data, nbytes, clock))
+        self.arriving.setdefault(key, []).append((units, data, box.map.nbytes, clock))
 
     def finish_loads(self, key: Key, barrier: Mbarrier) -> None:
         """Data of loads lie in shared memory, and their bytes arrive at the mbarrier."""
@@ -206,44 +228,28 @@ class Tma:
         source: Array,
         operation: str | None,
     ) -> None:
-        for j in access.positions:
-            one = Access(access.threads, access.site, np.full(1, j))
-            tensor_map = self.map_of(int(handles[j]), access.site)
-            address, ok = tensor_map.addresses([int(c[j]) for c in coordinates])
-            if self.ctas.counts is not None:
-                self.ctas.counts.box(one, address, ok, tensor_map.element, "write")
-            placed = self.box(one, int(source[j]), tensor_map)
-            if placed is not None:
-                data = self.taken(one, placed[0], tensor_map.element)
-                self.write(one, address, ok, data, operation, tensor_map)
+        for box in self.boxes(access, handles, coordinates, source, "write"):
+            self.write(box, self.taken(box.one, box.units, box.map.element), operation)
 
     def taken(self, one: Access, units: Array, size: int) -> Array:
         """Read shared memory for a store, which goes on reading until it is waited for."""
         shared, clocks = self.ctas.shared, self.ctas.clocks
         if self.ctas.launch.check:
-            shared.check_async_read(one.some(np.zeros(len(units), int)), units, "TMA store")
+            shared.check_async_read(one.times(len(units)), units, "TMA store")
             lane = int(one.lanes[0])
             clock = int(clocks.start(int(one.cta[0]), clocks.bulk))
             shared.note_async_reader(units, np.full(len(units), clock), clocks.bulk)
             self.stores.append((lane, int(self.commits[lane]), clock))
         return shared.views[16].take(units).view(UNSIGNED[size])
 
-    def write(
-        self,
-        one: Access,
-        address: Array,
-        ok: Array,
-        data: Array,
-        operation: str | None,
-        tensor_map: TensorMap,
-    ) -> None:
-        t, kind, _ = ELEMENTS[tensor_map.kind]
-        size, memory, inside = tensor_map.element, self.ctas.globals, np.flatnonzero(ok)
-        access, way = one.some(np.zeros(len(inside), int)), "TMA reduction" if operation else "TMA store"
-        for region, rows, idx in memory.locate(access, address[inside], size, way):
+    def write(self, box: Box, data: Array, operation: str | None) -> None:
+        t, kind, _ = ELEMENTS[box.map.kind]
+        size, memory, inside = box.map.element, self.ctas.globals, np.flatnonzero(box.ok)
+        access, way = box.one.times(len(inside)), "TMA reduction" if operation else "TMA store"
+        for region, rows, idx in memory.locate(access, box.address[inside], size, way):
             here = data[inside if rows is None else inside[rows]]
             if operation is None:
-                self.observe(one, region, idx, size, here)
+                self.observe(box.one, region, idx, size, here)
                 region.views[size][idx] = here
             else:
                 update(region.views[size].view(t), idx, kind, operation, (here.view(t),))
