@@ -138,7 +138,7 @@ class LaunchCounts:
     def by_warp(self, access: Access, address: Array) -> tuple[Array, Array]:
         """Addresses [warps, 32], -1 where a lane takes no part, of warps that take part; their CTAs."""
         threads = access.threads
-        a = np.full(threads.count, -1, np.int64)
+        a: Array = np.full(threads.count, -1, np.int64)
         a[access.where] = access.pick(address).astype(np.int64)
         if threads.whole:
             a, cta = a.reshape(-1, 32), threads.cta[::32]
