@@ -135,7 +135,6 @@ NEWEST = "the newest group lies behind the memory that is written next"
 LAST = "nothing follows"
 USED_LATER = "the results are used after the next wait only"
 FENCED = "another fence covers what was written before the next product"
-FRAGMENTS = "only operands in registers changed, which the executor leaves to ptxas to order"
 UNTOUCHED = "no register of these products was accessed since the fence before"
 SAME = "lanes that hold the same value store it to the same place"
 UNREAD = "the other lanes store where nobody reads"
@@ -175,7 +174,7 @@ REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
         "group of copies": {NEWEST: {3}},
         "group of products": {USED_LATER: {0, 3}},
         "proxy fence": {FENCED: {0, 2}},
-        "wgmma.fence": {UNTOUCHED: {1, 5}, FRAGMENTS: {2, 3, 6, 7}},
+        "wgmma.fence": {UNTOUCHED: {1, 5}},
     },
     **dict.fromkeys([(a, "softmax") for a in ("sm_80", "sm_90", "sm_100")], SOFTMAX),
 }
