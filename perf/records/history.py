@@ -10,7 +10,7 @@ import datetime
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,26 +172,6 @@ def append(path: Path, line: dict[str, Any]) -> None:
     """
     with _lock_file(path) as file:
         _write(file, _text(line), path)
-
-
-def merge(path: Path, lines: Sequence[dict[str, Any]]) -> int:
-    """Add the lines that a file does not hold yet, all of them or none. Returns their number.
-
-    Raises DiskFull if there is no room.
-    """
-    if not lines:
-        return 0
-    with _lock_file(path) as file:
-        present = {same_line(line) for _, line in parse_lines(path) if not isinstance(line, str)}
-        new = {name: line for line in lines if (name := same_line(line)) not in present}
-        if new:
-            _write(file, b"".join(map(_text, new.values())), path)
-    return len(new)
-
-
-def same_line(line: dict[str, Any]) -> str:
-    """Return a text that is equal for lines with equal content in any order of keys."""
-    return json.dumps(line, sort_keys=True)
 
 
 def _text(line: dict[str, Any]) -> bytes:

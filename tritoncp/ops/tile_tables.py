@@ -250,8 +250,7 @@ def locked(path: Path) -> Iterator[None]:
     except Timeout as error:
         raise TimeoutError(
             f"{path} is not written: another process has held {name} for {LOCK_SECONDS:g} s (tritoncp "
-            "autotune, a program with TRITONCP_AUTOTUNE, or tritoncp perf ingest); wait for it or end it, "
-            "then run again"
+            "autotune, or a program with TRITONCP_AUTOTUNE); wait for it or end it, then run again"
         ) from error
     except OSError as error:
         raise OSError(
