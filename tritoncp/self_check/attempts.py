@@ -78,6 +78,11 @@ class Limits:
             return f"{self.signal_name} came: this process was asked to end, or another rank died"
         return self.request.late if self.seconds > self.request.budget else None
 
+    def check(self) -> None:
+        """Raise Stopped where a limit is reached."""
+        if reason := self.reason():
+            raise Stopped(reason)
+
 
 class Stopped(Exception):
     """Raised where the check cannot go on. absent: the lost ranks that could be identified."""
