@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 
@@ -14,7 +15,6 @@ from tritoncp.analysis.cross_compile import TARGETS
 from tritoncp.cli import main
 from tritoncp.ops import tile_tables
 from tritoncp.tuning import search, search_run
-from tritoncp.tuning.targets import PRESETS
 
 REPORT = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "tma": 0}
 ONE = ["--shapes", "8x8,128,4096", "--mask", "causal", "--ops", "fwd"]
@@ -58,6 +58,12 @@ def test_a_dry_run_lists_candidates_and_writes_no_file(home):
         (["--target", "sm_90", "--shapes", "8x8,64x64x64,128"], "128x128,192x128,8192"),
         (["--target", "sm_90", "--budget", "soon"], "15m"),
         (["--target", "sm_90", "--shapes", "32"], "32x8,128,16384"),
+        (["--target", "sm_90", "--shapes", ""], "32x8,128,16384"),
+        (["--target", "sm_90", "--shapes", "32x5,128,4096"], "divide"),
+        (["--target", "sm_90", "--shapes", "8x8,512,64"], "256"),
+        (["--target", "sm_90", "--shapes", f"{'9' * 30}x1,64,64"], "fit no GPU"),
+        (["--target", "sm_90", "--shapes", f"{'9' * 5000}x1,64,64"], "HEADSxKV_HEADS"),
+        (["--target", "h100"], "known: sm_80, sm_86"),
     ],
 )
 def test_refusals_name_valid_values(words, said):
@@ -72,13 +78,6 @@ def test_without_a_gpu_the_error_names_the_options_that_need_none():
     assert all(arch in done.output for arch in TARGETS)
 
 
-def test_known_targets_and_presets_are_listed():
-    done = invoke("--target", "h100")
-    assert done.exit_code == 2 and all(arch in done.output for arch in TARGETS)
-    text = re.sub(r"\s+", "", invoke("--help").output)
-    assert all(name in text for name in (*TARGETS, *PRESETS))
-
-
 def test_a_dry_run_needs_no_gpu(home):
     done = invoke("--dry-run", *ONE)
     assert done.exit_code == 0 and "forward causal 8x8 d128 4096 bfloat16: " in done.stdout
@@ -86,38 +85,20 @@ def test_a_dry_run_needs_no_gpu(home):
     assert json.loads(invoke("--dry-run", "--json", *ONE).stdout)[0]["candidates"] > 16
 
 
-def test_candidates_without_time_are_counted(monkeypatch, home, gpu, tmp_path):
-    """With a clock that advances by a second at each look: none, some and all of the candidates have time."""
+@pytest.mark.parametrize(("budget", "left_out"), [("1s", "all"), ("200s", "some"), ("100000s", "none")])
+def test_candidates_without_time_are_counted(budget, left_out, monkeypatch, home, gpu, tmp_path):
+    """With a clock that advances by a second at each look. There are two targets."""
     clock = iter(range(10**6))
     monkeypatch.setattr(search_run.time, "monotonic", lambda: 0)
-    init = search.Tuner.__init__
-
-    def with_clock(self, *words, **more):
-        init(self, *words, **more, now=lambda: next(clock))
-
-    monkeypatch.setattr(search.Tuner, "__init__", with_clock)
-    counts = {}
-    for budget in ("1s", "200s", "100000s"):
-        clock = iter(range(10**6))
-        done = invoke(*ONE, "--budget", budget, "--out", tmp_path / budget)
-        match = re.search(r"the budget left out (\d+) of (\d+) candidates: give more --budget", done.stderr)
-        counts[budget] = tuple(map(int, match.groups())) if match else None
-    total = json.loads(invoke("--dry-run", "--json", *ONE).stdout)[0]["candidates"]
-    assert counts["1s"] == (total, total) and 0 < counts["200s"][0] < total and counts["100000s"] is None
-
-
-def test_candidates_of_targets_that_were_not_begun_are_counted(monkeypatch, gpu, tmp_path):
-    clock = iter(range(10**6))
-    monkeypatch.setattr(search_run.time, "monotonic", lambda: 0)
-    init = search.Tuner.__init__
-    monkeypatch.setattr(
-        search.Tuner,
-        "__init__",
-        lambda self, *words, **more: init(self, *words, **more, now=lambda: next(clock)),
-    )
-    done = invoke("--shapes", "8x8,128,4096", "--budget", "1s", "--out", tmp_path / "out")
-    total = sum(row["candidates"] for row in json.loads(invoke("--dry-run", "--json", *ONE[:2]).stdout))
-    assert f"the budget left out {total} of {total} candidates" in done.stderr
+    tuner = functools.partial(search.Tuner, now=lambda: next(clock))
+    monkeypatch.setattr(search_run, "Tuner", tuner)
+    words = [*ONE, "--mask", "full"]
+    total = sum(row["candidates"] for row in json.loads(invoke("--dry-run", "--json", *words).stdout))
+    done = invoke(*words, "--budget", budget, "--out", tmp_path / "out")
+    match = re.search(r"the budget left out (\d+) of (\d+) candidates: give more --budget", done.stderr)
+    count, of = map(int, match.groups()) if match else (0, total)
+    assert of == total
+    assert {"all": count == total, "some": 0 < count < total, "none": count == 0}[left_out]
 
 
 @pytest.mark.parametrize("words", [[], ["--target", "sm_90"]])

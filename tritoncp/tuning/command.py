@@ -49,12 +49,6 @@ ASSUMED = "sm_90"  # the architecture of --dry-run on a machine without a GPU
     "--score-mod", "score", metavar="NAME", default="", help="softcap, softcap(30), alibi, module:function."
 )
 @click.option(
-    "--worst",
-    "history",
-    type=click.Path(exists=True, path_type=Path),
-    help="Instead of all that: the case that the newest run in a history of tritoncp perf run lost most.",
-)
-@click.option(
     "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True
 )
 @click.option("--budget", default="15m", show_default=True, help="Time for all of it: 90s, 15m, 1h.")
@@ -83,7 +77,6 @@ def autotune(
     masks: tuple[str, ...],
     ops: str,
     score: str,
-    history: Path | None,
     dtype: str,
     budget: str,
     resume: bool,
@@ -116,8 +109,6 @@ def autotune(
     named_shapes, kinds = named_shapes or [*targets.preset("llama3-8b")], masks or (*targets.MEASURED_KINDS,)
     selection: Sequence[Target] = targets.targets(named_shapes, kinds, ops.split(","), dtype, score)
     device, static = choose_device(arch, dry_run)
-    if history is not None:
-        selection = select_worst_case(history, None if static else device.name)
     selection, faults = targets.without_faults(selection, device.arch)
     for line in faults:
         click.echo(line, err=True)
@@ -143,18 +134,6 @@ def choose_device(arch: str | None, dry_run: bool) -> tuple[Device, bool]:
         known = ", ".join(TARGETS)
         click.echo(f"no GPU here: candidates for {ASSUMED}; --target names another of {known}", err=True)
         return search_run.device(ASSUMED), True
-
-
-def select_worst_case(history: Path, device: str | None) -> Sequence[Target]:
-    """Select the targets of the case that lost most in the newest run of a history, on a device or any."""
-    from tritoncp.perf.records.history import read
-    from tritoncp.tuning import targets
-
-    if not (history.is_file() or history.is_dir()):
-        raise click.UsageError(f"--worst {history} is neither a file nor a folder of *.jsonl files")
-    why, selection = targets.select_worst_case(read(history).points, device)
-    click.echo(why, err=True)
-    return selection
 
 
 def show_candidates(request: Request, as_json: bool) -> None:
@@ -189,6 +168,6 @@ def show_result(request: Request, result: TuningResult, as_json: bool) -> None:
         click.echo(f"interrupted: {kept}{journal}; {more}", err=True)
     elif not result.rows:
         click.echo(f"the table is empty: no kernel was measured together with its rule{journal}", err=True)
-    if result.left_out and not result.interrupted:
-        count = f"{result.left_out} of {result.candidates} candidates"
+    if (tally := result.tally).left_out and not result.interrupted:
+        count = f"{tally.left_out} of {tally.total} candidates"
         click.echo(f"the budget left out {count}: give more --budget; {more}", err=True)

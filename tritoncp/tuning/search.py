@@ -22,6 +22,7 @@ from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config, family
 from tritoncp.ops.tile_tables import MIN_SPEEDUP
 from tritoncp.tuning.journal import Journal
+from tritoncp.tuning.progress import Tally
 from tritoncp.tuning.targets import Target, candidates
 
 MAX_TIMED = 24  # candidates at most: those most like the rule
@@ -37,31 +38,6 @@ class Bench(Protocol):
 
     def milliseconds(self, target: Target, config: Config) -> float:
         """Time one execution."""
-
-
-@dataclass
-class Tally:
-    """The progress of a run, for the display."""
-
-    target: str = ""
-    tried: int = 0
-    pruned: int = 0
-    failed: int = 0
-    left_out: int = 0  # candidates for which there was no time
-    best: str = "–"
-    why: str = ""  # of the last failure
-    show: Callable[[Tally], None] = lambda tally: None
-
-    def __str__(self) -> str:
-        counts = f"tried {self.tried}, pruned {self.pruned}, failed {self.failed}"
-        return f"{self.target}: {counts}, best {self.best}"
-
-    def count(self, why: str | None = None, **steps: int) -> None:
-        """Add to the counters by name, and show them."""
-        for name, n in steps.items():
-            setattr(self, name, getattr(self, name) + n)
-        self.why = why or self.why
-        self.show(self)
 
 
 class Choice(NamedTuple):
@@ -108,7 +84,6 @@ class Tuner:
         self.tally.target = target.name
         until = self.deadline if until is None else until
         rule, *_ = listed = self.candidates(target)
-        self.journal.begin(target, rule)
         reports = {}
         for config, report in self._compile("compile", target, listed, self._half(until), rule):
             reports[config] = report
