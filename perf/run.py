@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tritoncp.core.checked_json import parse_json
-from tritoncp.core.paths import path_inside, slug
+from tritoncp.core.paths import slug
 from tritoncp.perf.console import make_console
 from tritoncp.perf.exit_codes import (
     FINE,
@@ -294,10 +294,7 @@ def _open_journal(
     one_file = out.suffix == ".jsonl" or (out.exists() and not out.is_dir())
     (out.parent if one_file else out).mkdir(parents=True, exist_ok=True)
     day = datetime.date.today().isoformat()
-    try:
-        path = out if one_file else path_inside(out, out / f"{day}-{slug(series.device)}.jsonl")
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    path = out if one_file else out / f"{day}-{slug(series.device)}.jsonl"
     unfinished_run = find_unfinished(out, series, env) if resume else None
     if unfinished_run is None:
         if resume:
