@@ -19,7 +19,7 @@ from rich.console import Console
 from tritoncp.cli import main
 from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, window, windows
-from tritoncp.demo.model import Shape, Transformer, angles, rotate
+from tritoncp.demo.model import Shape
 from tritoncp.demo.ranks import LocalRanks, RankFailed
 from tritoncp.demo.report import OUTPUT_TOLERANCE, difference, show_progress
 from tritoncp.demo.train import Config, Step, train
@@ -29,12 +29,6 @@ SMALL = Config(seq_len=256, steps=2, shape=Shape(layers=1))
 
 
 # text
-
-
-def test_windows_are_the_same_everywhere_and_different_every_step():
-    texts = windows(256, 3)
-    assert torch.equal(texts, windows(256, 3))
-    assert not torch.equal(texts[0], texts[1])
 
 
 def test_windows_hold_the_documents_in_order():
@@ -68,32 +62,6 @@ def test_the_cpu_engine_trains_where_it_is_asked_for(monkeypatch):
     for words in (["--engine=kernels"], ["--engine=cpu"], []):
         assert CliRunner().invoke(main, ["demo", *words]).exit_code == 0
     assert engines == ["1", "0", "0"]
-
-
-# model
-
-
-def test_rotary_scores_depend_on_distance_only():
-    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
-    at = torch.tensor([[3, 7, 103, 107]], dtype=torch.float64)
-    turned_q, turned_k = (rotate(x.expand(1, 1, 4, 16), angles(at, 16)) for x in (q, k))
-    near, far = (turned_q[0, 0, i] @ turned_k[0, 0, i + 1] for i in (0, 2))
-    torch.testing.assert_close(near, far)
-
-
-def test_logits_of_a_token_depend_on_its_own_position_not_its_row():
-    model = Transformer(Shape(layers=1))
-    tokens, positions = torch.randint(256, (1, 8)), torch.arange(8)[None]
-    order = torch.randperm(8)
-
-    def attend(q, k, v):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    straight, shuffled = (
-        model(tokens, positions, attend),
-        model(tokens[:, order], positions[:, order], attend),
-    )
-    torch.testing.assert_close(straight[:, order], shuffled)
 
 
 # training, on one rank and on several

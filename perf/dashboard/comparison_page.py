@@ -10,8 +10,8 @@ from tritoncp.perf.dashboard.shell import fill_page, html_table
 from tritoncp.perf.exit_codes import FINE
 
 HELP = (
-    "Largest loss first. Interval: 95 %, from the differences between the runs of a side; with one run a side "
-    "from its samples, which know nothing of what differs from run to run."
+    "Largest loss first. Interval: 95 %, from the differences between the runs of a side; with one run a "
+    "side, from its samples, which know nothing of what differs from run to run."
 )
 
 

@@ -100,27 +100,6 @@ def test_the_static_stage_compiles_without_a_gpu(monkeypatch, home):
     assert done.exit_code == 0 and "128×64 4/" in done.stdout
 
 
-@pytest.mark.long
-def test_the_static_stage_compiles_routes(monkeypatch):
-
-    def listed(target, arch):
-        configs = candidates(target, arch)
-        gluon_configs = [config for config in configs if getattr(config, "ROUTE", "") == "gluon"]
-        return [configs[0], *gluon_configs[-1:]]
-
-    for module in (search, search_run):
-        monkeypatch.setattr(module, "candidates", listed)
-    words = ["--target", "sm_90", "--shapes", "8x2,64,4096", "--mask", "full", "--ops", "routes"]
-    words += ["--jobs", "1", "--json"]
-    done = invoke(*words)
-    routes = [row["config"].get("ROUTE") for row in json.loads(done.stdout)]
-    assert done.exit_code == 0 and routes == [None, "loops", "gluon"]
-    sizes = {"dim": 64, "v_dim": 64, "dtype": "float16"}
-    scored = Target("route", replace(ROUTE.problem, **sizes, score="softcap"))
-    with pytest.raises(ValueError, match="a score_mod or mask_mod says nothing of layouts"):
-        launch_of(scored.job("sm_90", candidates(scored, "sm_90")[-1]))
-
-
 @pytest.fixture
 def compile_nothing(monkeypatch):
     report = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "tma": 0}

@@ -231,11 +231,10 @@ def write(
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file of tile shapes (``<file>.lock`` beside it), to read and replace the file. The
-    lock is reentrant within a thread.
+def locked(path: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    """Hold the lock of a file of tile shapes (``<file>.lock`` beside it), to read and replace the file.
 
-    Raises TimeoutError where another process holds it for more than LOCK_SECONDS, OSError where the folder is
+    Raises TimeoutError where another process holds it for more than ``seconds``, OSError where the folder is
     not writable or its filesystem has no locks.
     """
     from filelock import FileLock, Timeout
@@ -243,10 +242,10 @@ def locked(path: Path) -> Iterator[None]:
     name = path.with_name(f"{path.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(name, is_singleton=True).acquire(timeout=LOCK_SECONDS)
+        lock = FileLock(name).acquire(timeout=seconds)
     except Timeout as error:
         raise TimeoutError(
-            f"{path} is not written: another process has held {name} for {LOCK_SECONDS:g} s (tritoncp "
+            f"{path} is not written: another process has held {name} for {seconds:g} s (tritoncp "
             "autotune, or a program with TRITONCP_AUTOTUNE); wait for it or end it, then run again"
         ) from error
     except OSError as error:
