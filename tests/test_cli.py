@@ -194,8 +194,6 @@ def test_options_that_make_no_sense_are_refused_in_a_message(command, words, sai
         ("plan", [SMALL, "--png", "/dev/null/plan.png"]),
         ("plan", [SMALL, "--html", "/proc/x.html"]),
         ("plan", [SMALL, "--png", f"{'a' * 300}.png"]),
-        ("autotune", ["--target=sm_90", "--out", "/proc/x"]),
-        ("autotune", ["--target=sm_90", "--out", "/dev/null/x"]),
         ("demo", ["--steps=1", SMALL, "--out", "/proc/x"]),
         ("demo", ["--steps=1", SMALL, "--out", "/dev/null/x"]),
     ],

@@ -114,5 +114,5 @@ def test_findings_of_other_conditions_or_an_older_run_are_not_taken_over(tmp_pat
     if other == "conditions":
         second_search.journal.close()
         second_search.journal = Journal(tmp_path / "journal.jsonl", {"device": "another"}, resume=True)
-    second_search.static(TARGET)
+    second_search.select(TARGET, 1e9)
     assert len(compiler.asked) == len(candidates(TARGET, "sm_90"))

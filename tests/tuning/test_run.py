@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -32,6 +33,7 @@ from tritoncp.perf.suite import check
 from tritoncp.planning.problem import Problem
 from tritoncp.tuning import search, search_run, targets
 from tritoncp.tuning.device_bench import DeviceBench
+from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.targets import Target, candidates
 
 ROOT = Path(__file__).parents[2]
@@ -76,28 +78,18 @@ def few(target, arch):
 
 
 @pytest.mark.long
-def test_the_static_stage_compiles_without_a_gpu(monkeypatch, home):
-    """Compile two kernels with a score_mod and another head dim of values: the rule survives, configs that do
-    not fit are dropped; a second run compiles nothing."""
-    for module in (search, search_run):
-        monkeypatch.setattr(module, "candidates", few)
-    words = ["--target", "sm_90", "--shapes", "8x2,64x32,4096", "--mask", "full", "--ops", "fwd,fused"]
-    words += ["--score-mod", "tests.tuning.test_run:biased", "--jobs", "1", "--out", str(home), "--json"]
-    done = invoke(*words)
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)
-    name = "full tests.tuning.test_run:biased 8x2 d64x32 4096 bfloat16"
-    assert [row["target"] for row in rows] == [*[f"forward {name}"] * 2, f"fused {name}"]
-    for row in rows:
-        assert row["spill_bytes"] == 0 and row["tma"] > 0
-    assert "tried 4, pruned 1" in done.stderr
-    assert not list(home.glob("*/*.json")), "a report is no measurement"
-    monkeypatch.setattr(
-        Compilers, "compile_jobs", lambda self, jobs: iter(pytest.fail("again") for _ in jobs)
-    )
-    assert json.loads(invoke(*words, "--resume").stdout) == rows
-    done = invoke(*words[:-1], "--resume")
-    assert done.exit_code == 0 and "128×64 4/" in done.stdout
+def test_candidates_that_do_not_fit_are_dropped_by_the_compiler_without_a_gpu(monkeypatch, tmp_path):
+    """With a score_mod and another head dim of values."""
+    monkeypatch.setattr(search, "candidates", few)
+    score = "tests.tuning.test_run:biased"
+    requested = targets.targets(["8x2,64x32,4096"], ["full"], ["fwd", "fused"], "bfloat16", score)
+    journal = Journal(tmp_path / "journal.jsonl", {}, resume=False)
+    with Compilers(1) as compilers:
+        tuner = search.Tuner("sm_90", journal, compilers.compile_jobs, math.inf)
+        forward, fused = (tuner.select(target, math.inf) for target in requested)
+    own, _, fits = few(requested[0], "sm_90")
+    assert forward == [own, fits] and fused == few(requested[1], "sm_90")
+    assert (tuner.tally.tried, tuner.tally.pruned, tuner.tally.failed) == (4, 1, 0)
 
 
 @pytest.fixture
@@ -109,7 +101,7 @@ def compile_nothing(monkeypatch):
 def request(home):
     selection = targets.targets(["32x8,128,4096"], ["causal", "full"], ["fwd"], "bfloat16")
     device = tile_tables.Device("sm_90", "NVIDIA H200")
-    return search_run.Request(tuple(selection), device, False, 60.0, False, home, 1, 60.0)
+    return search_run.Request(tuple(selection), device, 60.0, False, home, 1, 60.0)
 
 
 def measured(home):
@@ -125,7 +117,7 @@ def test_choices_are_written_where_calls_look_for_them(compile_nothing, home):
     outcome = search_run.autotune(request(home), Console(stderr=True), TileTimes())
     assert [row["gain"] for row in outcome.rows] == [2.0, 2.0] and not outcome.interrupted
     assert measured(home) == {("forward", "causal"): 64, ("forward", "full"): 64}
-    search_run.show(outcome, False, Console())
+    search_run.show(outcome, Console())
 
 
 def test_fused_kernels_are_tuned_like_others(compile_nothing, gpu, home):

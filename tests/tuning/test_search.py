@@ -61,11 +61,11 @@ def test_no_choice_where_the_rule_is_wrong(tmp_path):
 )
 def test_candidates_that_compile_badly_are_dropped_but_never_the_rule(tmp_path, report):
     search = tuner(tmp_path, Compiler(s3=report))
-    alive = [config for config, _ in search.static(TARGET)]
+    alive = search.select(TARGET, 1e9)
     assert [c for c in candidates(TARGET, "sm_90") if c.num_stages != 3][:MAX_TIMED] == alive
     assert alive[0] == RULE and {config.num_stages for config in alive} == {1, 2, 4}
     everything = tuner(tmp_path / "other", Compiler(s2={"spill_bytes": 8}))
-    assert next(iter(everything.static(TARGET)))[0] == RULE and RULE.num_stages == 2
+    assert everything.select(TARGET, 1e9)[0] == RULE and RULE.num_stages == 2
 
 
 # -- routes -------------------------------------------------------------------------------------------------

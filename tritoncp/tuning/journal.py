@@ -20,18 +20,15 @@ from tritoncp.tuning.targets import Target
 
 class Journal:
     """A file of findings. With ``resume`` those of the last run are valid if it had the same ``conditions``;
-    otherwise the file begins anew. Without a path the findings are not written.
+    otherwise the file begins anew.
 
     Raises RuntimeError while another process writes to the file, and OSError.
     """
 
-    def __init__(self, path: Path | None, conditions: dict[str, Any], resume: bool) -> None:
+    def __init__(self, path: Path, conditions: dict[str, Any], resume: bool) -> None:
         self._findings: dict[str, dict[str, Any]] = {}
-        self._file: BinaryIO | None = None
-        if path is None:
-            return
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file: BinaryIO = path.open("ab")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, however
         except BlockingIOError as error:
@@ -56,13 +53,11 @@ class Journal:
         self._append({"finding": at, "found": finding})
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def _append(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(line).encode() + b"\n")
-            self._file.flush()
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
 
 
 def _key(stage: str, target: str, config: dict[str, Any], turn: int) -> str:

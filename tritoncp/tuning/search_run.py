@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from tritoncp.analysis.compile_pool import Compilers
-from tritoncp.analysis.cross_compile import TARGETS, check_target
 from tritoncp.core import environment
 from tritoncp.ops import tile_tables
 from tritoncp.tuning.journal import Journal
@@ -30,22 +29,19 @@ def entry_of(target: Target, choice: Choice) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Request:
-    """The command's request. static: only the stage that needs no GPU runs. folder: where choices and the
-    journal are written; None: nowhere."""
+    """The command's request. folder: where choices and the journal are written."""
 
     targets: tuple[Target, ...]
     device: tile_tables.Device
-    static: bool
     budget: float
     resume: bool
-    folder: Path | None
+    folder: Path
     jobs: int | None
     timeout: float
 
     @property
-    def journal(self) -> Path | None:
-        """The path of the journal, if there is a folder."""
-        return self.folder and tile_tables.path_in(self.folder, self.device).with_suffix(".jsonl")
+    def journal(self) -> Path:
+        return tile_tables.path_in(self.folder, self.device).with_suffix(".jsonl")
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -60,21 +56,6 @@ class Request:
             "triton": triton.__version__,
             "code": sources(tile_tables.PACKAGE),
         }
-
-
-def device(arch: str | None) -> tile_tables.Device:
-    """The device to tune for: this process's GPU, or an architecture that is only compiled for. Raises
-    RuntimeError without either, ValueError for an unknown architecture."""
-    if arch is not None:
-        check_target(arch)
-        return tile_tables.Device(arch, "offline")
-    if torch.cuda.is_available():
-        return tile_tables.device_of(torch.device("cuda", torch.cuda.current_device()))
-    raise RuntimeError(
-        "torch finds no GPU here, and only a GPU can say how fast a kernel is; --target sm_90 compiles "
-        f"the candidates without one (of {', '.join(TARGETS)}), and --dry-run lists "
-        "them"
-    )
 
 
 def output_folder() -> Path:
@@ -97,8 +78,7 @@ def output_folder() -> Path:
 
 
 class TuningResult(NamedTuple):
-    """For each target its choice or, statically, the survivors; the counts; and whether Ctrl-C ended the
-    run."""
+    """The entry of each target's choice, the counts, and whether Ctrl-C ended the run."""
 
     rows: list[dict[str, Any]]
     tally: Tally
@@ -114,7 +94,6 @@ def autotune(request: Request, console: Any, bench: Bench | None = None) -> Tuni
     def keep(target: Target, choice: Choice) -> None:
         entry = entry_of(target, choice)
         rows.append(entry | {"gain": round(choice.gain, 3)})
-        assert request.folder is not None, "a run that measures has a folder"
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         facts = {"code": conditions["code"], "time": now}
         tile_tables.write(request.folder, request.device, [entry], facts)
@@ -124,12 +103,7 @@ def autotune(request: Request, console: Any, bench: Bench | None = None) -> Tuni
     with Tally(total, console) as tally, closing(journal), Compilers(request.jobs, request.timeout) as pool:
         tuner = Tuner(arch, journal, pool.compile_jobs, deadline, keep, tally=tally)
         try:
-            if request.static:
-                for target in request.targets:
-                    for config, figures in tuner.static(target):
-                        rows.append({"target": target.name, "config": asdict(config), **figures})
-            else:
-                tuner.run(request.targets, bench or _device_bench())
+            tuner.run(request.targets, bench or _device_bench())
         except KeyboardInterrupt:
             interrupted = True
     return TuningResult(rows, tally, interrupted)
@@ -141,23 +115,15 @@ def _device_bench() -> Bench:
     return DeviceBench(torch.device("cuda", torch.cuda.current_device()))
 
 
-def show(result: TuningResult, static: bool, console: Any) -> None:
-    """Print the rows as a table."""
+def show(result: TuningResult, console: Any) -> None:
+    """Print the choices as a table."""
     from rich.table import Table
 
     from tritoncp.analysis.inspect_run import tiles
 
-    style: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
-    if static:
-        table = Table("kernel", "tiles", "regs", "shared", "TMA", **style)
-        for row in result.rows:
-            sizes = [str(row[name]) for name in ("registers", "shared_bytes", "tma")]
-            table.add_row(row["target"], tiles(row["config"]), *sizes)
-    else:
-        table = Table("kernel", "mask", "D", "tiles", "ms", "rule ms", "gain", **style)
-        for row in result.rows:
-            mask = " ".join(filter(None, (row["mask"], row.get("score"))))
-            width = row["shape"].split(",")[1]
-            columns = row["kernel"], mask, width, tiles(row["config"])
-            table.add_row(*columns, str(row["ms"]), str(row["rule_ms"]), f"{row['gain']:.2f}")
+    table = Table("kernel", "mask", "D", "tiles", "ms", "rule ms", "gain", box=None, padding=(0, 2, 0, 0))
+    for row in result.rows:
+        mask, width = " ".join(filter(None, (row["mask"], row.get("score")))), row["shape"].split(",")[1]
+        times = str(row["ms"]), str(row["rule_ms"]), f"{row['gain']:.2f}"
+        table.add_row(row["kernel"], mask, width, tiles(row["config"]), *times)
     console.print(table)
