@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import click
 
-from tritoncp.command_base import INTERRUPTED as INTERRUPTED
-from tritoncp.command_base import Command
-
 FINE, REGRESSION, BAD_INPUT, NOTHING_MEASURED = range(4)
+INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 EPILOG = (
     "Exit codes: 0 fine; 1 a regression (slower than allowed, failing, wrong, or not measured again); 2 bad "
@@ -29,10 +28,16 @@ class NothingMeasured(click.ClickException):
     exit_code = NOTHING_MEASURED
 
 
-class PerfCommand(Command):
-    """A command with the exit codes above."""
-
-    file_error = BAD_INPUT
+class PerfCommand(click.Command):
+    """A command with the exit codes above: errors of the file system are input errors."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"epilog": EPILOG} | options)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader closed the pipe: click exits without a message
+                raise
+            raise InputError(str(error)) from error

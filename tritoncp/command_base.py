@@ -18,10 +18,9 @@ JOBS = click.IntRange(1, 1024)  # processes that compile at a time
 
 
 @contextlib.contextmanager
-def errors_as_messages(file_error: int = 1) -> Iterator[None]:
+def errors_as_messages() -> Iterator[None]:
     """Turn errors into messages of the command: a ValueError of the library is a usage error (exit code 2),
-    errors of files (``file_error``) and memory (1) are failures; anything else is a bug in tritoncp. Ctrl-C
-    ends with 130."""
+    errors of files and memory are failures (1); anything else is a bug in tritoncp. Ctrl-C ends with 130."""
     try:
         yield
     except (click.ClickException, click.Abort, click.exceptions.Exit):
@@ -34,9 +33,7 @@ def errors_as_messages(file_error: int = 1) -> Iterator[None]:
             raise
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             raise  # click ends quietly
-        message = _message_of(error)
-        message.exit_code = file_error if isinstance(error, OSError) else message.exit_code
-        raise message from error
+        raise _message_of(error) from error
 
 
 def _message_of(error: Exception) -> click.ClickException:
@@ -58,13 +55,11 @@ def _message_of(error: Exception) -> click.ClickException:
 class Command(click.Command):
     """A command whose errors are messages, run as a part of a group or alone."""
 
-    file_error = 1  # exit code after an error of the file system
-
     def invoke(self, ctx: click.Context) -> Any:
         for stream in (sys.stdout, sys.stderr):  # a character that the locale lacks is shown by its number
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        with errors_as_messages(self.file_error):
+        with errors_as_messages():
             return super().invoke(ctx)
 
 

@@ -138,4 +138,4 @@ def test_a_table_in_a_pipe_is_not_cut(gpu, monkeypatch, tmp_path):
     words = ["--shapes", "128x128,192x128,8192", "--mask", "document", "--ops", "fwd"]
     done = invoke(*words, "--out", tmp_path / "out")
     (row,) = (line.split() for line in done.stdout.splitlines() if "192x128" in line)
-    assert row[:2] == ["forward", "document"] and row[-1] == "2.00"
+    assert row[:2] == ["forward", "interval"] and row[-1] == "2.00"

@@ -145,7 +145,7 @@ def test_a_terminal_gets_a_bar_that_counts(compile_nothing, home):
     output = io.StringIO()
     search_run.autotune(request(home), Console(file=output, force_terminal=True, width=200), TileTimes())
     last = re.sub(r"\x1b\[[\d;?]*\w", "", output.getvalue()).splitlines()[-1]
-    assert re.search(r"forward full .*tried \d+ pruned \d+ failed 0 best 2.00x of the rule", last)
+    assert re.search(r"forward full .*tried \d+, pruned \d+, failed 0, best 2.00x of the rule", last)
 
 
 def test_a_tuned_rule_is_an_answer_too(compile_nothing, home):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import platform
 import sys
 import time
@@ -13,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from rich.console import Console
 
 from tritoncp.core.process_environment import torchrun_world_size, use_loopback_interface
 from tritoncp.core.worker_pool import Lost, WorkerPool, count_cores
-from tritoncp.distributed import collectives, failures
+from tritoncp.distributed import failures
 from tritoncp.ops.engine_factory import name_functions
 from tritoncp.self_check.attempts import Limits, Request, Stopped, run_cases
 from tritoncp.self_check.cases import ONE_DEVICE, Case, Result, choose_degree, choose_sizes, list_cases
@@ -121,7 +120,7 @@ def run_in_processes(
 def run_part(ranks: Ranks, limits: Limits, cases: Sequence[Case]) -> Iterator[Result]:
     """Run cases in a worker process, up to one after which its device cannot be used."""
     with contextlib.suppress(Stopped):
-        yield from run_cases(cases, ranks, lambda own: [own], limits)
+        yield from run_cases(cases, ranks, limits)
 
 
 def set_up_process(device: torch.device) -> None:
@@ -136,20 +135,6 @@ def set_up_process(device: torch.device) -> None:
 # -- the ranks of torchrun --------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
-    """The process groups of torchrun's ranks: one for tensors, and one on the host for results."""
-
-    ranks: Ranks
-    host: dist.ProcessGroup
-
-    def gather(self, own: Any) -> list[Any]:
-        """Gather every rank's value over the host group. Raises GroupClosed, which names the absent ranks."""
-        text = pickle.dumps(own)
-        sizes = [row[0] for row in collectives.exchange([len(text)], self.host, "the result of a case")]
-        texts = collectives.exchange_bytes(text, max(sizes), self.host, "the result of a case")
-        return [pickle.loads(padded[:size]) for padded, size in zip(texts, sizes)]
-
-
 def check_group(request: Request, limits: Limits, display: Display) -> Report:
     """Run every case on the ranks that torchrun started. Ranks that are not lost return the same report."""
     device = select_device()
@@ -160,14 +145,14 @@ def check_group(request: Request, limits: Limits, display: Display) -> Report:
         compile_share(cases, device, limits)
         await_compilers(store, rank, world_size, budget)
     set_up_process(device)
-    group = join_groups(request, device, store, rank, world_size)
+    ranks = join_groups(request, device, store, rank, world_size)
     facts = collect_facts(device, f"{world_size} ranks, {dist.get_backend()}")
 
     def outcomes() -> Iterator[Result]:
-        yield from run_cases(cases, group.ranks, group.gather, limits)
+        yield from run_cases(cases, ranks, limits)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         own = {"host": platform.node(), "device": str(device), "name": name, "pid": os.getpid()}
-        facts["ranks"] = group.gather(own)
+        facts["ranks"] = ranks.gather(own)
 
     results, stop = collect_results(outcomes(), cases, display)
     if stop is None:
@@ -194,9 +179,9 @@ def select_device() -> torch.device:
 
 def join_groups(
     request: Request, device: torch.device, store: dist.Store, rank: int, world_size: int
-) -> Group:
-    """Make the process groups. NCCL's timeout is longer than this process waits for the GPU, because NCCL
-    kills a process whose messages time out."""
+) -> Ranks:
+    """Make the process groups, for tensors and for results on the host. NCCL's timeout is longer than this
+    process waits for the GPU, because NCCL kills a process whose messages time out."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         use_loopback_interface()
     gpu = device.type == "cuda"
@@ -214,7 +199,7 @@ def join_groups(
     if degree:
         shape = world_size // degree, degree
         mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("rows", "heads"))
-    return Group(Ranks(device, world_size, dist.group.WORLD, mesh), host)
+    return Ranks(device, world_size, dist.group.WORLD, mesh, host)
 
 
 def compile_share(cases: Sequence[Case], device: torch.device, limits: Limits) -> None:
