@@ -63,8 +63,7 @@ class Point:
     contenders: by name ("tritoncp", "flex tma", ...) either figures (ms, low, high = median and quartiles;
                 optionally samples, host_ms, setup_s, peak_bytes, tflops) or {"why": reason of the failure}
     tags:       mask, pass, dtype, shape, model, ranks
-    work:       flops, hbm_bytes, wire_bytes; for plans also work and bytes of each rank
-    ceilings:   matmul_tflops, copy_gbytes_per_s of the device
+    work:       flops, wire_bytes; for plans also work and bytes of each rank
     state:      clock, power and temperature after the rounds; goal: least speedups worth shipping
     """
 
@@ -76,7 +75,6 @@ class Point:
     contenders: dict[str, dict[str, Any]]
     tags: dict[str, str] = field(default_factory=dict)
     work: dict[str, Any] = field(default_factory=dict)
-    ceilings: dict[str, float] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     goal: dict[str, float] = field(default_factory=dict)
 
@@ -295,7 +293,6 @@ class Journal:
     series: Series
     env: dict[str, Any]
     tell: Callable[[dict[str, Any]], object] = lambda line: None
-    ceilings: dict[str, float] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     left_out: set[str] = field(default_factory=set)
 
@@ -311,7 +308,7 @@ class Journal:
     def point(self, case: str, contenders: dict[str, dict[str, Any]], **parts: Any) -> None:
         """Write the figures of a case. Raises DiskFull."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        point = Point(self.run, now, case, self.series, self.env, contenders, ceilings=self.ceilings, **parts)
+        point = Point(self.run, now, case, self.series, self.env, contenders, **parts)
         self.points.append(point)
         self.write(point.as_line())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 TIMES = 1e-9, 1e12  # range of times, in milliseconds: beyond, ratios overflow
-OBJECTS = "env", "tags", "work", "ceilings", "state", "goal"
+OBJECTS = "env", "tags", "work", "state", "goal"
 
 
 def check_measurement(line: dict[str, Any]) -> None:
@@ -22,9 +22,8 @@ def check_measurement(line: dict[str, Any]) -> None:
             raise TypeError(f"{name} is not an object")
     if not all(isinstance(part, str) for part in line["series"].values()):
         raise TypeError("series has a value that is no text")
-    for name in ("ceilings", "goal"):
-        if not all(map(_is_positive, line.get(name, {}).values())):
-            raise ValueError(f"{name} has a value that is no positive number")
+    if not all(map(_is_positive, line.get("goal", {}).values())):
+        raise ValueError("goal has a value that is no positive number")
     work = dict(line.get("work", {}))
     ranks = [work.pop(name) for name in ("rank_work", "rank_bytes") if name in work]
     if ranks and not (len(ranks) == 2 and len(ranks[0]) == len(ranks[1])):
