@@ -20,8 +20,9 @@ def check_measurement(line: dict[str, Any]) -> None:
     for name in OBJECTS:
         if not isinstance(line.get(name, {}), dict):
             raise TypeError(f"{name} is not an object")
-    if not all(isinstance(part, str) for part in line["series"].values()):
-        raise TypeError("series has a value that is no text")
+    for name in ("series", "tags"):
+        if not all(isinstance(part, str) for part in line.get(name, {}).values()):
+            raise TypeError(f"{name} has a value that is no text")
     if not all(map(_is_positive, line.get("goal", {}).values())):
         raise ValueError("goal has a value that is no positive number")
     work = dict(line.get("work", {}))

@@ -35,7 +35,7 @@ BATCHES = [
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_a_case_without_a_result_costs_no_other(method, jobs):
-    timeout = 2.0 if method == "fork" else 20.0
+    timeout = 4.0 if method == "fork" else 20.0
     batches = BATCHES if method == "fork" else [BATCHES[0], BATCHES[2]]
     with WorkerPool(work, jobs, timeout=timeout, method=method) as pool:
         results = dict(pool.run(batches))

@@ -61,6 +61,7 @@ BROKEN = [
             ({"case": 7}, "case is not text"),
             ({"env": {"torch": float("inf")}}, "Infinity is no number"),
             ({"tags": []}, "tags is not an object"),
+            ({"tags": {"mask": True}}, "tags has a value that is no text"),
         )
     ),
 ]
