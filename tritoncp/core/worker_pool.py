@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 POLL = 0.2  # seconds between looks at limits
 DYING = 2.0  # seconds to wait for a process whose pipe has ended, or that was killed
@@ -51,7 +51,7 @@ class WorkerPool:
         self._idle: list[_Worker] = []
         self._busy: dict[Any, _Worker] = {}
 
-    def __enter__(self) -> WorkerPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

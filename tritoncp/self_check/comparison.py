@@ -71,11 +71,11 @@ class Ranks:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward pass: out and lse of each member."""
         options: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "sinks": sinks}
+        q, k, v = qkv
         if plan is not None and self.group is None:
-            return simulate(self.world_size).flex_attention(*qkv, score, plan, **options)
+            return simulate(self.world_size).flex_attention(q, k, v, score, plan, **options)
         mesh = None if plan is None else self.mesh if plan.degree else self.group
-        (q,), (k,), (v,) = qkv
-        out, lse = flex_attention(q, k, v, score, plan or problem.mask, mesh=mesh, **options)
+        out, lse = flex_attention(q[0], k[0], v[0], score, plan or problem.mask, mesh=mesh, **options)
         return [out], [lse]
 
     def gather(self, own: Any) -> list[Any]:
