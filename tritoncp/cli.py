@@ -1,7 +1,7 @@
 """The command line: the group of all commands. Each command imports torch when it runs.
 
-Exit codes: 0, done; 1, failed, or the result of a check is negative; 2, options that make no sense. An error
-is a line on stderr; TRITONCP_DEBUG=1 shows the traceback instead.
+Exit codes: 0, done; 1, failed, or the result of a check is negative; 2, options that make no sense; 130,
+Ctrl-C. An error is a line on stderr; TRITONCP_DEBUG=1 shows the traceback instead.
 """
 
 import contextlib

@@ -17,6 +17,7 @@ import click
 from tritoncp._version import __version__
 from tritoncp.command_base import Command
 from tritoncp.core import environment
+from tritoncp.core.cpu_target import cpu_target
 from tritoncp.core.versions import NEWEST_TESTED, OLDEST, installed_version, list_untested, minor_of
 from tritoncp.kernels import toolchain
 from tritoncp.kernels.toolchain import Ptxas
@@ -50,7 +51,7 @@ def examine() -> dict[str, Any]:
     packages = "torch", "triton", "einops", "numpy", "matplotlib"
     versions = {name: installed_version(name) for name in packages}
     versions = {"tritoncp": __version__, "python": platform.python_version(), **versions}
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = cpu_target() == "interpreter"
     cache = look_at_cache()
     gpus = devices()
     archs = list(dict.fromkeys(gpu["architecture"] for gpu in gpus))

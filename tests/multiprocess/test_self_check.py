@@ -86,21 +86,13 @@ def test_two_ranks_are_right_in_every_case(tmp_path: Path) -> None:
     assert sorted(map(name, report["cases"])) == sorted(itertools.product(SCHEDULES, MASKS, DTYPES, PASSES))
     summed = [case for case in report["cases"] if case["tensor"] in ("dbias", "dsinks")]
     assert all((case["rank"] is None) == (case["schedule"] != "one-device") for case in summed)
-    speed = report["facts"]["all_gather"]
-    assert speed["backend"] == "gloo" and speed["gb_per_s"] > 0
     assert len(report["facts"]["ranks"]) == 2
 
 
-def test_four_ranks_trade_heads_and_pass_keys_around(tmp_path: Path) -> None:
-    end = check(tmp_path, 4, "--json", "--only=*-documents-float32-*")
-    assert end.codes == [0] * 4, end
-    cases = [case["schedule"] for case in json.loads(end.stdout[0])["cases"] if case["pass"] == "backward"]
-    assert cases == [*SCHEDULES, "ulysses+ring"]
-
-
-@pytest.mark.long
 def test_four_ranks_are_right_in_every_case(tmp_path: Path) -> None:
-    assert check(tmp_path, 4).codes == [0] * 4
+    end = check(tmp_path, 4, "--json")
+    assert end.codes == [0] * 4, end
+    assert {case["schedule"] for case in json.loads(end.stdout[0])["cases"]} == {*SCHEDULES, "ulysses+ring"}
 
 
 def test_three_ranks_share_lengths_and_heads_that_do_not_divide(tmp_path: Path) -> None:

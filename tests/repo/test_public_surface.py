@@ -212,7 +212,7 @@ def output_fields() -> Iterator[str]:
 
 def file_fields(folder: Path) -> Iterator[str]:
     figures: Any = {"x": "y"}
-    point = Point("run", "time", "case", Series("device", "watts", "clocks"), *[figures] * 7)
+    point = Point("run", "time", "case", Series("device", "watts", "clocks"), *[figures] * 6)
     yield f"line of a history: {fields(point.as_line())}"
     yield f"line of a history, series: {fields(point.as_line()['series'])}"
 
