@@ -68,7 +68,7 @@ LAYERS = {
         {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "numpy", "pytest", "ruptures", "scipy"},
     ),
     "edge": Layer(
-        {"", "__main__", "analysis", "chunking.demo.command", "cli", "command_base",
+        {"", "__main__", "analysis", "cli", "command_base",
          "demo",
           "doctor", "integrations", "planning.command", "self_check", "tuning"},
          SPINE | {"chunking", "executor", "perf"},

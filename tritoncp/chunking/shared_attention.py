@@ -107,7 +107,7 @@ def bytes_sent(node: Node, cut: Any, keys: attention.Keys) -> tuple[int | None, 
     graph does not show the plan."""
     if not Spec.decode(attention.argument(node, "spec")).world:
         return 0, 0
-    plan, sizes, chunks = attention.plan_between_ranks(node, cut.sizes), cut.sizes, cut.sizes.chunks
+    plan, sizes, chunks = attention.plan_between_ranks(node), cut.sizes, cut.sizes.chunks
     q, k, v = (x.meta["val"] for x in (attention.query_of(node), *attention.keys_of(node)))
     dims = {
         "batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": k.shape[3],
@@ -177,7 +177,7 @@ def _message(rewrite: Any, node: Node, heads: Any, width: Any, dtype: Any) -> tu
     symbol = rows.node.expr
     torch.fx.experimental.symbolic_shapes._constrain_range_for_size(rows)
     q = attention.query_of(node).meta["val"]
-    plan = attention.plan_between_ranks(node, sizes)
+    plan = attention.plan_between_ranks(node)
     local, batch = sizes.rows, sizes.hint(expression(q.shape[0]))
     if plan is not None and local and batch:
         env.var_to_hint_override[symbol] = plan.world_size * local * batch
