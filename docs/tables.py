@@ -21,7 +21,7 @@ from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem
-from tritoncp.planning.units import format_tokens
+from tritoncp.planning.report.units import format_tokens
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 SIZES = tuple(size * 1024 for size in (64, 128, 256, 512, 1024))  # tokens, of docs/balance.md

@@ -132,8 +132,8 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
     Shows the owner of each block, the work of each rank, the bytes that each schedule sends and keeps, its
     predicted time, and the choice of "auto". In Python: print(plan), plan.plot().
     """
-    from tritoncp.planning.command import collect_facts, print_facts
-    from tritoncp.planning.drawing import write_drawing
+    from tritoncp.planning.report.command import collect_facts, print_facts
+    from tritoncp.planning.report.drawing import write_drawing
 
     for path, suffix in ((png, ".png"), (html, ".html")):
         if path is not None and path.suffix != suffix:

@@ -70,7 +70,7 @@ LAYERS = {
     "edge": Layer(
         {"", "__main__", "analysis", "cli", "command_base",
          "demo",
-          "doctor", "integrations", "planning.command", "self_check", "tuning"},
+          "doctor", "integrations", "planning.report.command", "self_check", "tuning"},
          SPINE | {"chunking", "executor", "perf"},
          {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops", "transformers",
           "torchtitan"},

@@ -245,7 +245,7 @@ def _constant(node: Node) -> Any:
 
 
 def value_of(node: Node) -> Tensor | None:
-    """Return the tensor of a node if it is a constant of the graph or a copy of one, or an input of the program
+    """Return the tensor of a node that is a constant of the graph, a copy of one, or an input of the program
     that is traced now; else None."""
     if node.op == "get_attr":
         value: Any = node.graph.owning_module

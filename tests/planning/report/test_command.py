@@ -72,7 +72,7 @@ def test_plan_shows_the_mask_as_it_was_written(tmp_path):
 def test_plan_on_a_terminal_is_in_colour():
     from rich.console import Console
 
-    from tritoncp.planning import command
+    from tritoncp.planning.report import command
 
     class Terminal(Console):
         def __init__(self) -> None:
