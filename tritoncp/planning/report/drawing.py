@@ -38,7 +38,6 @@ STYLE: Any = {
     "axes.facecolor": "none", "xtick.color": GREY, "ytick.color": GREY, "xtick.labelsize": 8,
     "ytick.labelsize": 8, "svg.fonttype": "none", "svg.hashsalt": "tritoncp",
 }  # fmt: skip
-BAND = 4  # least pixels of a rank's band in the mask for its number to stand beside it
 # The colours of light and dark pages by the name of each colour in the drawing.
 PAGE_STYLE = """
 :root { --ink: #212529; --grey: #5c636a; --deep: #084ea0; --paper: #fff; color-scheme: light dark }
@@ -184,25 +183,7 @@ def _draw_mask(axes: Axes, facts: Facts) -> None:
     axes.annotate(note, (0, 1), (0, 5), "axes fraction", textcoords="offset points", size=8.5, color=GREY)
     _set_token_ticks(axes.xaxis, mask.kv_len, "keys, by position in the sequence (tokens)")
     _set_token_ticks(axes.yaxis, mask.q_len, "queries, by position in the sequence (tokens)")
-    _label_bands(axes, facts)
     _draw_legend(axes, facts)
-
-
-def _label_bands(axes: Axes, facts: Facts) -> None:
-    """Write the rank beside the rows of the mask, wherever a rank has a band of them high enough to see."""
-    mask, owners = facts.plan.mask, facts.plan.owners[0]
-    scale = rasters.SIDE / max(1, len(owners))
-    ranks, counts = owners.unique_consecutive(return_counts=True)
-    middles = (counts.cumsum(0) - counts / 2) * scale
-    if int(counts[counts * scale >= BAND].sum()) < len(owners) / 2:
-        return  # most rows lie in bands that are too thin: the strips show their ranks
-    last, paint = -14.0, colours(facts.plan.world_size)
-    for rank, count, middle in zip(ranks.tolist(), counts.tolist(), middles.tolist()):
-        if rank >= 0 and count * scale >= BAND and middle - last >= 14:
-            at = (mask.kv_len, middle / rasters.SIDE * mask.q_len)
-            colour = [part / 255 for part in paint[rank]]
-            axes.annotate(str(rank), at, (5, 0), textcoords="offset points", va="center", color=colour)
-            last = middle
 
 
 def _draw_legend(axes: Axes, facts: Facts) -> None:
