@@ -13,7 +13,7 @@ from torch import Tensor
 from tritoncp.core.dynamo_boundary import host_only, untraced
 from tritoncp.distributed import groups
 from tritoncp.frontend import dynamo, plan_cache, validate
-from tritoncp.frontend.group_call import stop_groups
+from tritoncp.frontend.group_call import group_name, stop_groups, stop_traced_call
 from tritoncp.frontend.request import Request
 from tritoncp.kernels.options import check_options
 from tritoncp.kernels.tile_rules import architecture
@@ -38,6 +38,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[
             return dynamo.attend(query, key, value, request)
         except Uncapturable as error:
             reason = error.args[0]
+            stop_traced_call(group_name(request.mesh), "a graph break")
         torch._dynamo.graph_break(msg=reason)
     return _attend_on_host(query, key, value, request)
 
