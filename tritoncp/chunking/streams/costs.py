@@ -47,7 +47,7 @@ class Kind(enum.Enum):
 
 
 class Cost(NamedTuple):
-    """Seconds of one node, and what they are predicted from."""
+    """Predicted seconds of one node, and the quantity behind them."""
 
     kind: Kind
     seconds: float

@@ -9,7 +9,7 @@ from tritoncp.chunking.streams.storages import Storages, is_collective, is_wait
 
 
 def dependencies_of(gm: GraphModule, storages: Storages) -> dict[Node, list[Node]]:
-    """List the nodes that each node has to follow: those that make its inputs; for memory that is written,
+    """List the nodes that each node has to follow: the nodes of its inputs; for memory that is written,
     all earlier users of it before the write and the write before all later users; for side effects and random
     numbers, the one before. Inputs of the graph come first, in their order, and its output last."""
     before: dict[Node, dict[Node, None]] = {}

@@ -80,28 +80,28 @@ class Storages:
 
     of:     storages of each node's value, one for each tensor of it
     size:   bytes of each storage
-    held:   whether the caller holds the storage: inputs and constants
+    is_input: whether the caller holds the storage: of inputs and constants
     uses:   storages that a node reads, writes or makes
     writes: storages that a node writes
-    made:   storages that a node allocates
+    allocations: storages that a node allocates
     """
 
     of: dict[Node, list[int]] = field(default_factory=dict)
     size: list[int] = field(default_factory=list)
-    held: list[bool] = field(default_factory=list)
+    is_input: list[bool] = field(default_factory=list)
     uses: dict[Node, list[int]] = field(default_factory=dict)
     writes: dict[Node, set[int]] = field(default_factory=dict)
-    made: dict[Node, list[int]] = field(default_factory=dict)
+    allocations: dict[Node, list[int]] = field(default_factory=dict)
 
     def new_bytes(self, node: Node) -> int:
         """Count the bytes of the storages that a node makes."""
-        return sum(self.size[number] for number in self.made.get(node, ()))
+        return sum(self.size[number] for number in self.allocations.get(node, ()))
 
     def add(self, node: Node, x: Tensor) -> int:
         """Add the storage of a tensor that a node makes, and return its number."""
         self.size.append(_storage_bytes(x))
-        self.held.append(node.op in ("placeholder", "get_attr"))
-        self.made.setdefault(node, []).append(len(self.size) - 1)
+        self.is_input.append(node.op in ("placeholder", "get_attr"))
+        self.allocations.setdefault(node, []).append(len(self.size) - 1)
         return len(self.size) - 1
 
 
@@ -116,7 +116,7 @@ def storages_of(gm: GraphModule) -> Storages:
         if is_collective(node):
             source.update(dict.fromkeys(storages.of[node], arguments))
         if is_wait(node):
-            arguments += [number for made in arguments for number in source.get(made, ())]
+            arguments += [number for message in arguments for number in source.get(message, ())]
         storages.uses[node] = sorted({*arguments, *storages.of[node]})
         storages.writes[node] = {number for arg in _written(node) for number in storages.of[arg]}
     return storages
@@ -226,7 +226,7 @@ class LiveBytes:
         self.peak_node = ""
 
     def run(self, node: Node) -> None:
-        """Make a node's storages, then free those that it uses last."""
+        """Allocate a node's storages, then free the storages whose last user it is."""
         self.step = self.live + self.storages.new_bytes(node)
         if self.step > self.peak:
             self.peak, self.peak_node = self.step, node.name
@@ -238,5 +238,5 @@ class LiveBytes:
         return sum(
             self.storages.size[number]
             for number in self.storages.uses[node]
-            if self.users[number] == 1 and (self.boxed or not self.storages.held[number])
+            if self.users[number] == 1 and (self.boxed or not self.storages.is_input[number])
         )

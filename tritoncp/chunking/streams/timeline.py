@@ -96,7 +96,7 @@ class Timeline:
 
 
 def _columns(spans: list[Span], scale: float, width: int, sign_of: Callable[[Span], str]) -> str:
-    """Return a sign for each column of time: that of what takes most of it, blank where that is nothing."""
+    """Return the sign of each column of time: of the kind of span that takes most of it, blank if idle."""
     shares = [Counter({" ": scale}) for _ in range(width)]
     for span in spans:
         for column in range(int(span.start / scale), min(width - 1, int(span.end / scale)) + 1):
