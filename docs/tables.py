@@ -20,7 +20,7 @@ from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem
-from tritoncp.planning.units import format_tokens
+from tritoncp.planning.report.units import format_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"

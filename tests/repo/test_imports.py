@@ -68,9 +68,9 @@ LAYERS = {
         {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "numpy", "pytest", "ruptures", "scipy"},
     ),
     "edge": Layer(
-        {"", "__main__", "analysis", "chunking.demo.command", "cli", "command_base",
+        {"", "__main__", "analysis", "cli", "command_base",
          "demo",
-          "doctor", "integrations", "planning.command", "self_check", "tuning"},
+          "doctor", "integrations", "planning.report.command", "self_check", "tuning"},
          SPINE | {"chunking", "executor", "perf"},
          {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops", "transformers",
           "torchtitan"},
