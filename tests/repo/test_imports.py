@@ -50,7 +50,7 @@ SPINE = {
 }
 LAYERS = {
     "core": Layer({"core", "_version"}, set(), {"torch"}, NO_RANKS),
-    "mods": Layer({"mods"}, {"core"}, {"torch", "triton", "platformdirs"}, NO_RANKS),
+    "mods": Layer({"mods"}, {"core"}, {"torch", "triton"}, NO_RANKS),
     "kernels": Layer({"kernels"}, {"core"}, {"torch", "triton"}, NO_RANKS),
     "masks": Layer({"masks"}, {"core", "mods", "kernels"}, {"torch", "rich"}, NO_RANKS),
     "planning": Layer({"planning"}, {"core", "mods", "masks"}, {"torch", "matplotlib"}, NO_RANKS),
