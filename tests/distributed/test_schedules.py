@@ -80,35 +80,6 @@ def test_few_bytes_are_gathered_at_once(small: int, monkeypatch: pytest.MonkeyPa
     ] == group_sizes * 2  # of the first rank: forward, then backward
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 3, 5])
-def test_heads_may_be_cut_anywhere(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per-head ALiBi with a learned slope, and a mask for each head: h is the head index of the call."""
-    monkeypatch.setattr(traffic, "HEAD_GROUPS", pieces)
-    x = qkv(24, heads=10, kv_heads=5, dim=4, dtype=F64)
-    slope, start = [torch.rand(10, dtype=F64)], cotangents(x)
-
-    def score(slope: Tensor) -> Any:
-        return lambda s, b, h, q, kv: s - slope[h] * (q - kv).abs()
-
-    mask = per_head(10)
-    want = oracle(x, mask, score, slope, start=start)
-    agree(over_ranks(x, build(mask, 3), score, slope, start=start), want, 1e-10)
-
-
-@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
-def test_per_head_masks_and_slopes_under_a_head_split_on_the_kernels(engine: str) -> None:
-    x = qkv(24, heads=6, kv_heads=3)  # pieces of two and one
-    slope, start = [torch.rand(6)], cotangents(x)
-
-    def score(slope: Tensor) -> Any:
-        return lambda s, b, h, q, kv: s - slope[h] * (q - kv).abs()
-
-    mask = per_head(6)
-    agree(
-        over_ranks(x, build(mask, 2), score, slope, start=start), oracle(x, mask, score, slope, start=start)
-    )
-
-
 # -- order of messages --------------------------------------------------------------------------------
 
 
@@ -295,19 +266,6 @@ def test_expanded_dimensions_of_results_lie_next_to_the_channels() -> None:
     out = tritoncp.flex_attention(*x, MASK)
     grads = torch.autograd.grad(out.sum(), x)
     assert all(t.transpose(1, 2).is_contiguous() for t in (out, *grads))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("dims", [(3, 4), (4, 4), (5, 8)])
-def test_one_row_a_rank_and_odd_channels(schedule: str, batch: int, dims: tuple[int, int]) -> None:
-    """Views and copies change places where a dimension has one entry. Each batch row has its own mask."""
-    x = qkv(2, batch=batch, dim=dims[0], v_dim=dims[1], dtype=torch.bfloat16)
-    mask = create_block_mask(lambda b, h, i, j: (i + j + b) % 2 == 0, batch, 1, 2, 2, BLOCK_SIZE=1)
-    world = tritoncp.simulate(2)
-    plan = world.make_plan(mask, balancer=None, schedule=schedule)
-    start = cotangents(x)
-    agree(over_ranks(x, plan, start=start), oracle(x, mask, start=start), 2e-2)
 
 
 # -- tensors saved for backward -----------------------------------------------------------------------

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.ops.measured_tiles import CPU, H100, H200, configs, entry, places, put
-from tritoncp import flex_attention
 from tritoncp.mods import score_mod
 from tritoncp.ops import engine_factory, tile_lookup, tile_tables
 from tritoncp.ops.tile_tables import Device
@@ -108,16 +107,6 @@ def test_unusable_files_are_named_and_skipped(places, kind):
             file.truncate(1 << 30)  # takes no room
     with pytest.warns(UserWarning, match="given.*not used"):
         assert blocks() == {"forward": 64}
-
-
-def test_a_call_goes_on_beside_a_file_that_is_nested_without_end(places):
-    path = tile_tables.path_in(places / "given", CPU)
-    path.parent.mkdir(parents=True)
-    path.write_text("[" * 100_000)
-    q = torch.rand(1, 1, 16, 16)
-    with pytest.warns(UserWarning, match="given.*not used"):
-        out = flex_attention(q, q, q)
-    assert out.isfinite().all()
 
 
 def test_a_mask_that_was_not_measured_takes_the_nearest_that_was(places):
