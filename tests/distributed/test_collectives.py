@@ -107,14 +107,6 @@ def test_lockstep_goes_rank_by_rank_from_yield_to_yield() -> None:
     assert events == [f"{rank} {what}" for what in ("starts", "computes", "ends") for rank in (0, 1)]
 
 
-def test_schedules_that_send_nothing_just_run() -> None:
-    def schedule(rank: int) -> collectives.Schedule[int]:
-        return rank
-        yield
-
-    assert lockstep([schedule(0), schedule(1)]) == [0, 1]
-
-
 def asks(*what: Any) -> Callable[[], collectives.Schedule[None]]:
     def schedule() -> collectives.Schedule[None]:
         for i in range(len(what)):  # `yield from what` would send the answers to the tuple
@@ -176,9 +168,3 @@ def test_an_error_of_one_rank_comes_out() -> None:
 
     with pytest.raises(KeyError, match="lost"):
         lockstep([asks(AllGather(ONE), AllGather(ONE))(), failing()])
-
-
-def test_a_mesh_is_a_mesh() -> None:
-    assert groups.group_of(None) is None
-    with pytest.raises(TypeError, match="a DeviceMesh, a ProcessGroup or None; got a int"):
-        groups.group_of(2)

@@ -183,12 +183,11 @@ def test_one_rank_sends_nothing(schedule: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, F32, F64], ids=str)
-def test_results_may_be_edited(schedule: str, dtype: torch.dtype) -> None:
+def test_results_may_be_edited(schedule: str) -> None:
     """Results are no views, and share no memory with each other."""
     world = tritoncp.simulate(2)
     plan = world.make_plan(MASK, schedule=schedule)
-    shards = [[s.requires_grad_() for s in world.shard(t.to(dtype), plan, dim=2)] for t in qkv(24, heads=2)]
+    shards = [[s.requires_grad_() for s in world.shard(t, plan, dim=2)] for t in qkv(24, heads=2)]
     wants = AuxRequest(lse=True, max_scores=True)
     outs, aux = world.flex_attention(*shards, plan, return_aux=wants)
     results = [*outs, *aux.lse, *aux.max_scores]
@@ -215,17 +214,16 @@ ORDERS = {"BSHD": (0, 2, 1), "SBHD": (2, 0, 1), "HBSD": (1, 0, 2), "BHSD": (0, 1
 @pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", ["local", *SCHEDULES])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("v_dim", [4, 6])
 def test_results_lie_in_memory_as_what_they_are_made_from(
-    schedule: str, order: tuple[int, ...], v_dim: int, monkeypatch: pytest.MonkeyPatch
+    schedule: str, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that transposes its inputs transposes the results back without a copy; the numbers stay the
     same. The usual memory order is also the one that kernels write results and messages in."""
-    if (order, v_dim, schedule) == (ORDERS["BSHD"], 4, "ulysses"):
+    if (order, schedule) == (ORDERS["BSHD"], "ulysses"):
         monkeypatch.setattr(engine_factory, "uses_triton", lambda device: True)
     world = tritoncp.simulate(1 if schedule == "local" else 2)
     plan = world.make_plan(MASK, **({} if schedule == "local" else {"schedule": schedule}))
-    x = qkv(24, batch=2, heads=4, kv_heads=2, dim=4, v_dim=v_dim, dtype=F64)
+    x = qkv(24, batch=2, heads=4, kv_heads=2, dim=4, v_dim=6, dtype=F64)
     back = [order.index(i) for i in range(3)] + [3]
 
     def laid(t: Tensor) -> Tensor:

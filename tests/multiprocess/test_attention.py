@@ -71,6 +71,10 @@ def check(kind: str, batch: int, length: int, balancer: str | None) -> None:
             )
 
 
+PRODUCT = [
+    *itertools.product(["causal"], (1, 8), (512, 2048), BALANCERS),
+    *itertools.product(["documents"], (2, 4, 8), (512, 2048), BALANCERS),
+]
 FAST = [("causal", 1, 512, "head_tail"), ("documents", 2, 512, "ptrr")]
 
 
@@ -82,6 +86,14 @@ def test_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | Non
 def when(row: tuple[str, int, int, str | None]) -> Any:
     """Mark a row of the matrix by the time that interpreted kernels take for it."""
     return pytest.mark.nightly if row[1] * row[2] > 4096 else pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch", "length", "balancer"),
+    [pytest.param(*row, marks=when(row)) for row in PRODUCT if row not in FAST],
+)
+def test_the_rest_of_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | None) -> None:
+    check(kind, batch, length, balancer)
 
 
 CASES = {

@@ -62,25 +62,15 @@ def test_a_dash_looks_nowhere(places, monkeypatch):
         "{",
         '{"entries": [{}]}',
         json.dumps({"entries": [entry(48)]}),
-        json.dumps({"entries": [entry(32, "odd")]}),
-        json.dumps({"entries": [entry(32, head_dim="16")]}),
-        json.dumps({"entries": [entry(32, v_head_dim=512)]}),
         json.dumps({"entries": [entry(32, dtype="matmul")]}),
-        json.dumps({"entries": [entry(32, mask="round")]}),
-        json.dumps({"entries": ["forward"]}),
-        json.dumps({"entries": [entry(32, "route")]}),
         json.dumps({"entries": [entry(32) | {"kernel": "route", "config": {"ROUTE": "scenic"}}]}),
-        "[" * 100_000,
-        '{"entries": [' + '{"a":' * 100_000,
         json.dumps({"entries": [entry(32, mask=["causal"])]}),
         json.dumps({"entries": [entry(32) | {"config": {"BLOCK_M": [[[32]]]}}]}),
+        "[" * 100_000,
         "\udcff",
         f'{{"entries": [{"9" * 5000}]}}',
     ],
-    ids=[
-        *("torn", "empty", "tile", "kernel", "text", "wide", "dtype", "mask", "word", "no route", "route"),
-        *("brackets", "braces", "list", "nested", "bytes", "digits"),
-    ],
+    ids=["torn", "empty", "tile", "dtype", "route", "list", "nested", "brackets", "bytes", "digits"],
 )
 def test_a_file_that_makes_no_sense_is_named_and_passed_over(places, text):
     put(places / "user", 64)

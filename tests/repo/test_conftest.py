@@ -1,6 +1,5 @@
 """Safeguards of conftest.py: exact products of interpreted kernels, another BLAS."""
 
-import math
 import os
 import subprocess
 import sys
@@ -34,8 +33,7 @@ def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-@pytest.mark.parametrize("terms", [16, 64, 256])
+@pytest.mark.parametrize(("terms", "dtype"), [(16, torch.float16), (256, torch.float64)])
 def test_interpreted_products_are_exact_sums_in_any_tile(terms, dtype):
     """Element (m, n) has the bits that row m and column n alone give it, on every CPU."""
     a, b = (torch.randn(64, terms).to(dtype), torch.randn(terms, 64).to(dtype))
@@ -51,20 +49,6 @@ def test_interpreted_products_are_exact_sums_in_any_tile(terms, dtype):
         float(sum(Fraction(x) * Fraction(y) for x, y in zip(row, column))), dtype=expected.dtype
     )
     torch.testing.assert_close(expected[3, 5], exact, rtol=torch.finfo(expected.dtype).eps, atol=0)
-
-
-def test_interpreted_products_confine_nan_and_infinity_to_their_rows():
-    a, b = torch.randn(32, 16), torch.randn(16, 32)
-    expected = dot(a, b)
-    a[3, 2], a[4, 0], b[5, 7] = math.nan, math.inf, 0.0
-    b[0, 9] = 0.0
-    actual, torch_product = dot(a, b), a @ b
-    assert torch.equal(actual.isnan(), torch_product.isnan()) and torch.equal(
-        actual == math.inf, torch_product == math.inf
-    )
-    rows = [m for m in range(32) if m not in (3, 4)]
-    columns = [n for n in range(32) if n not in (7, 9)]
-    assert torch.equal(actual[rows][:, columns], expected[rows][:, columns])
 
 
 def flash_gradients(x: torch.Tensor) -> torch.Tensor:
@@ -105,22 +89,6 @@ def test_a_row_of_a_batch_has_other_bits_than_by_itself(name, dtype):
     torch.testing.assert_close(whole.double(), exact, rtol=bound, atol=bound)
     part = function(x[:2])
     assert not torch.equal(whole.flatten()[: part.numel()], part.flatten())
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_another_blas_keeps_what_is_exact_on_every_machine(dtype):
-    whole = torch.randint(-3, 4, (2, 9, 9))
-    for function in (lambda x: x @ x, lambda x: x.sum(-1), lambda x: torch.baddbmm(x, x, x)):
-        assert torch.equal(function(whole.to(dtype)), function(whole).to(dtype))
-    x, one = torch.randn(32, 1, dtype=dtype), torch.zeros(32, 32, dtype=dtype)
-    order = torch.randperm(32)
-    one[torch.arange(32), order] = 1
-    assert torch.equal(x @ x[:1], x * x[0]) and torch.equal(one @ x, x[order]), "sums of one term"
-    assert torch.equal(torch.tensor([0, -math.inf, math.inf], dtype=dtype).exp().double(),
-                       torch.tensor([1, 0, math.inf]).double())  # fmt: skip
-    x[3, 0], x[4, 0] = math.inf, math.nan
-    product = torch.cat([x, torch.ones_like(x)], 1) @ torch.ones(2, 3, dtype=dtype)
-    assert bool((product[3] == math.inf).all() and product[4].isnan().all() and product[5].isfinite().all())
 
 
 BITS = "import torch; x = torch.arange(1, 325).reshape(18, 18).sqrt(); print((x @ x).double().sum().item())"

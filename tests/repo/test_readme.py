@@ -6,7 +6,6 @@ import re
 import runpy
 import socket
 import subprocess
-import tomllib
 import warnings
 from pathlib import Path
 
@@ -187,14 +186,6 @@ def test_ci_runs_the_commands_of_the_readme_and_all_other_checks():
     assert re.findall(r"^\$ (make \S+)", readme, re.MULTILINE) == ["make demo", "make test"]
     assert re.search("^test-all:.* test ##", makefile, re.MULTILINE), "it runs make test"
     assert "run: .ci/run" in (ROOT / ".github/workflows/tests.yml").read_text()
-
-
-def test_make_test_leaves_out_what_it_says_it_does():
-    """Without a browser, a C++ compiler or another environment: `make test` needs none of them."""
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    names = [line.partition(":")[0] for line in options["markers"] if "`make " in line]
-    (left_out,) = re.findall("-m '(.*)'", options["addopts"])
-    assert left_out == " and ".join(f"not {name}" for name in names)
 
 
 def test_no_file_names_a_registry():
