@@ -1,7 +1,6 @@
 """Tests of the public call: both argument shapes, every keyword of torch's, every kind of mask."""
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -222,11 +221,3 @@ def test_masks_and_plans_of_an_evaluation_under_inference_mode_serve_training() 
 
 
 # -- engines ------------------------------------------------------------------------------------------
-
-
-def test_positions_of_a_plan() -> None:
-    plan = tritoncp.make_plan(create_block_mask(causal(), 1, 1, 40, 40, BLOCK_SIZE=8), world_size=2, rank=1)
-    at = tritoncp.positions(plan)
-    assert at.shape == (1, plan.s_local) and at.dtype == torch.int64
-    angle = torch.arange(40, dtype=F64)[:, None] / math.e
-    same(tritoncp.shard(angle, plan, dim=0)[plan.valid[0]], angle[at[0][at[0] >= 0]])

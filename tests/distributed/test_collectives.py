@@ -127,16 +127,6 @@ DIFFERENT = {
         asks(AllGather(SQUARE)),
         asks(AllGather(SQUARE.T)),
     ),
-    r"rank 0's ReduceScatter sends a tensor \[2\] with strides \[2\]": (asks(ReduceScatter(EVERY_OTHER)),)
-    * 2,
-    r"rank 0's AllToAll sends a tensor \[2\] with strides \[2\]": (
-        asks(AllToAll(EVERY_OTHER, [1, 1], [1, 1])),
-    )
-    * 2,
-    r"rank 0's SendRecv sends a tensor \[2\] with strides \[2\]": (
-        asks(SendRecv([(1, EVERY_OTHER)], [])),
-        asks(SendRecv([], [(0, torch.zeros(2))])),
-    ),
     r"rank 1's SendRecv receives a tensor \[2\] with strides \[2\]": (
         asks(SendRecv([(1, torch.zeros(2))], [])),
         asks(SendRecv([], [(0, EVERY_OTHER)])),

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 import tritoncp
 from tests.multiprocess.ranks import run
 from tritoncp import causal, document, flex_attention, make_plan, shard, unshard
-from tritoncp.distributed import collectives, consistency, groups
+from tritoncp.distributed import collectives, consistency
 from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 
@@ -227,15 +227,6 @@ def test_a_mesh_is_a_group_and_must_have_one_dimension():
         assert "mesh of two dimensions needs a plan" in square[1] and "mesh['cp']" in square[1]
         assert "for 3 ranks, the mesh has 2; make the plan with this mesh" in size[1]
         assert f"rank {1 - rank}'s, this is rank {rank}; use plan.for_rank({rank})" in owner[1]
-
-
-def test_the_control_communicator_is_made_once_and_is_not_the_data_one():
-    def work(group):
-        first = groups.control_communicator(group)
-        make_plan(mask(), group)
-        return first is groups.control_communicator(group), first is group, first.size()
-
-    assert run(2, work) == [(True, False, 2)] * 2
 
 
 def test_uneven_natural_order_is_told_once_by_the_first_rank():

@@ -28,7 +28,7 @@ from tests.multiprocess.ranks import run as on_ranks
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Wait
-from tritoncp.distributed.schedules import SCHEDULES, allgather, ring, schedule_of
+from tritoncp.distributed.schedules import SCHEDULES, allgather, schedule_of
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document
 from tritoncp.ops import engine_factory
 from tritoncp.planning import traffic
@@ -197,17 +197,6 @@ def test_results_may_be_edited(schedule: str) -> None:
     assert all(torch.equal(t, 2 * b) for t, b in zip(results, before, strict=True))
 
 
-def test_a_ring_makes_room_only_where_something_comes() -> None:
-    def alone(mask: Mask) -> bool:
-        plan = build(mask, 2)
-        k = torch.randn(1, 1, plan.kv.s_max, 4)
-        current, free = ring._kv_buffers(plan, k, k)
-        return current is free
-
-    apart = create_block_mask(document(lengths=[8, 8]), None, None, 16, 16, BLOCK_SIZE=8)
-    assert alone(apart) and not alone(create_block_mask(causal(), None, None, 16, 16, BLOCK_SIZE=8))
-
-
 ORDERS = {"BSHD": (0, 2, 1), "SBHD": (2, 0, 1), "HBSD": (1, 0, 2), "BHSD": (0, 1, 2)}
 
 
@@ -257,13 +246,6 @@ def test_gradients_in_inference_mode_share_no_memory(schedule: str) -> None:
         grads = torch.autograd.grad(outs, leaves, [torch.ones_like(out) for out in outs])
     assert len({grad.untyped_storage().data_ptr() for grad in grads}) == len(grads)
     assert all(grad.transpose(1, 2).is_contiguous() for grad in grads)
-
-
-def test_expanded_dimensions_of_results_lie_next_to_the_channels() -> None:
-    x = [t[:, :1].expand(-1, 3, -1, -1).requires_grad_() for t in qkv(24, batch=2, heads=1)]
-    out = tritoncp.flex_attention(*x, MASK)
-    grads = torch.autograd.grad(out.sum(), x)
-    assert all(t.transpose(1, 2).is_contiguous() for t in (out, *grads))
 
 
 # -- tensors saved for backward -----------------------------------------------------------------------

@@ -99,11 +99,6 @@ def test_heads_need_not_divide(heads: int, group: int, world: int, schedule: str
     check(Case(("bits", 0), "distances", schedule, world, "ptrr", heads=heads, group=group, dims=(8, 12)))
 
 
-@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
-def test_kernels_launch_shared_heads_in_pieces(engine: str) -> None:
-    check(Case(DOCUMENTS, "alibi", "ulysses", world=3, balancer="ptrr", heads=1, group=5))
-
-
 @pytest.mark.parametrize("schedule", BETWEEN)
 @pytest.mark.parametrize(("batch", "rows"), [(0, 32), (1, 0), (2, 0)])
 def test_nothing_is_traded_too(batch: int, rows: int, schedule: str) -> None:

@@ -228,15 +228,6 @@ def test_new_scales_at_every_step_do_not_pile_up(monkeypatch):
     assert 0 < len(caches.executables) <= 3 and len(caches.mask_mods) <= 1
 
 
-@pytest.mark.usefixtures("cpu_engine")
-def test_forward_derivatives_are_refused_not_dropped():
-    q, k, v = inputs()
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
-        with pytest.raises(RuntimeError, match="jvp"):
-            plain(dual, k, v)
-
-
 def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
     """The thread's current GPU may be another one."""
     current = [0]

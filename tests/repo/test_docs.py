@@ -1,4 +1,4 @@
-"""The pages of docs/: links lead somewhere, Python blocks run as printed, pictures are those of the blocks
+"""The pages of docs/: Python blocks run as printed, pictures are those of the blocks
 above them, and masks of the gallery give the dense answers."""
 
 import importlib.util
