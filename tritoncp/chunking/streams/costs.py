@@ -30,9 +30,6 @@ from tritoncp.planning.plan_data import PlanData
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 LOOKUPS = {"embedding", "gather", "index", "index_select"}  # read as many rows as they return
 COPIES = {"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy"}
-PART_PLACE = {"forward_part": (0, 6), "backward_part": (2, 10)}  # of q and the whole plan's handle
-PLAN_PLACE = {"send_keys": 6, "send_gradients": 3}
-PLACE = {"forward": (0, 1, 2, 7), "backward": (2, 3, 4, 11)}  # of q, k, v and the handle in tritoncp's ops
 
 
 class Kind(enum.Enum):
@@ -71,9 +68,9 @@ def _cost(gm: GraphModule, node: Node, hardware: Hardware) -> Cost:
     if not any(True for _ in tensors_in(value_of(node))) or op_name(node) in ALLOCATIONS:
         return Cost(Kind.NOTHING, 0.0)
     if namespace_of(node) == "tritoncp":
-        if op_name(node) in PLACE:
+        if op_name(node) in ("forward", "backward"):
             return Cost(Kind.ATTENTION, _attention_seconds(gm, node, hardware))
-        if op_name(node) in PART_PLACE:
+        if op_name(node) in ("forward_part", "backward_part"):
             return Cost(Kind.ATTENTION, _part_seconds(gm, node, hardware))
         if value_of(node) is not None and all(x.dim() == 0 for x in tensors_in(value_of(node))):
             return Cost(Kind.NOTHING, 0.0)  # handles
@@ -130,7 +127,7 @@ def _key_seconds(gm: GraphModule, node: Node, hardware: Hardware) -> float:
     forward = op_name(node) == "send_keys"
     k = value_of(args[0] if forward else args[2])
     width = value_of(node).shape[2] - k.shape[3]
-    plan = plan_of(gm, args[PLAN_PLACE[op_name(node)]])
+    plan = plan_of(gm, _argument(node, "plan"))
     if plan is None:
         return bytes_read(value_of(node)) / 2 / hardware.bandwidth + hardware.latency
     shape = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3], "v_head_dim": width}
@@ -151,16 +148,20 @@ def bytes_of_pass(plan: Any, keys: bool, sizes: dict[str, int]) -> int:
 
 def _part_seconds(gm: GraphModule, node: Node, hardware: Hardware) -> float:
     """Predict the time of the attention of a chunk on keys that were sent before."""
-    args: Any = node.args
-    q_at, plan_at = PART_PLACE[op_name(node)]
-    q, buffer = value_of(args[q_at]), value_of(args[q_at + 1])
+    q, buffer = (value_of(_argument(node, name)) for name in ("query", "buffer"))
     batch, heads, rows, dim = (hint(size) for size in q.shape)
-    whole = plan_of(gm, args[plan_at])
-    index, count = args[plan_at + 1 : plan_at + 3]
+    whole = plan_of(gm, _argument(node, "plan"))
+    index, count = (_argument(node, name) for name in ("index", "count"))
     pairs = rows * hint(buffer.shape[0]) / batch if whole is None else _pairs(whole.part(index, count))
     v_dim = hint(buffer.shape[2]) - dim
     flops = count_flops(math.ceil(batch * heads * pairs), dim, v_dim, op_name(node) == "forward_part")
     return flops / hardware.flops
+
+
+def _argument(node: Node, name: str) -> Any:
+    """Return an argument of an op by its name in the op's schema."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return node.args[names.index(name)]
 
 
 def _group_size(node: Node) -> int | None:
@@ -178,22 +179,15 @@ def _attention_seconds(gm: GraphModule, node: Node, hardware: Hardware) -> float
     """Predict the time of an attention op from its plan's blocks, of the slowest rank; from all pairs of its
     rows if the graph does not tell the plan. Messages inside the op count as its time."""
     forward = op_name(node) == "forward"
-    args: Any = node.args
-    places = PLACE[op_name(node)]
-    q, k, v = (list(tensors_in([value_of(one) for one in args[at]])) for at in places[:3])
-    plan = plan_of(gm, args[places[3]])
-    seconds = 0.0
-    for queries, keys, values in zip(q, k, v):
-        batch, heads, rows, dim = (hint(size) for size in queries.shape)
-        v_dim = hint(values.shape[3])
-        if plan is not None and plan.world_size > 1:
-            shape = Shape(batch, heads, hint(keys.shape[1]), dim, v_dim, queries.dtype.itemsize)
-            estimate = _schedule_cost(plan, shape, hardware)
-            seconds += estimate.forward if forward else estimate.backward
-            continue
-        pairs = rows * hint(keys.shape[2]) if plan is None else _pairs(plan)
-        seconds += count_flops(math.ceil(batch * heads * pairs), dim, v_dim, forward) / hardware.flops
-    return seconds
+    q, k, v = (value_of(_argument(node, name)) for name in ("query", "key", "value"))
+    plan = plan_of(gm, _argument(node, "plan"))
+    (batch, heads, rows, dim), v_dim = (hint(size) for size in q.shape), hint(v.shape[3])
+    if plan is not None and plan.world_size > 1:
+        shape = Shape(batch, heads, hint(k.shape[1]), dim, v_dim, q.dtype.itemsize)
+        estimate = _schedule_cost(plan, shape, hardware)
+        return float(estimate.forward if forward else estimate.backward)
+    pairs = rows * hint(k.shape[2]) if plan is None else _pairs(plan)
+    return count_flops(math.ceil(batch * heads * pairs), dim, v_dim, forward) / hardware.flops
 
 
 def _schedule_cost(plan: Any, shape: Shape, hardware: Hardware) -> Any:
