@@ -14,7 +14,7 @@ from tritoncp.core.dynamo_boundary import host_only, untraced
 from tritoncp.distributed import groups
 from tritoncp.frontend import dynamo, plan_cache, validate
 from tritoncp.frontend.arguments import Options
-from tritoncp.frontend.group_call import stop_groups
+from tritoncp.frontend.group_call import group_name, stop_groups, stop_traced_call
 from tritoncp.kernels.options import check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.masks.traced_mask import plain_mask
@@ -39,6 +39,7 @@ def attend(
             return dynamo.attend(query, key, value, score_mod, mask, mesh, options)
         except Uncapturable as error:
             reason = error.args[0]
+            stop_traced_call(group_name(mesh), "a graph break")
         torch._dynamo.graph_break(msg=reason)
     return _attend_on_host(query, key, value, score_mod, mask, mesh, options)
 

@@ -69,7 +69,7 @@ class Call(NamedTuple):
         return OpArguments(list(self.captures), ints, floats, self.scale, handle, spec)
 
 
-CALL_SCHEMA = "Tensor[] captures, int[] ints, float[] floats, float scale, Tensor plan, str spec"
+CALL_SCHEMA = "Tensor[] captures, SymInt[] ints, float[] floats, float scale, Tensor plan, str spec"
 
 
 class OpArguments(NamedTuple):

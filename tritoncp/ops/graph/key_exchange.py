@@ -150,7 +150,7 @@ def _register(name: str, body: Any, fake: Any, schema: str = "") -> Any:
     return register_op(name, body, fake, _below_autograd(name), schema)
 
 
-_CHUNK = f"int index, int count, {CALL_SCHEMA}"
+_CHUNK = f"SymInt index, SymInt count, {CALL_SCHEMA}"
 _SEND = f"(Tensor key, Tensor value, bool backward, {CALL_SCHEMA}) -> Tensor"
 _FORWARD = f"(Tensor query, Tensor buffer, {_CHUNK}) -> Tensor[]"
 _BACKWARD = (
