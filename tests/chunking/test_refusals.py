@@ -175,8 +175,8 @@ def test_eager_chunking_refuses_keys_of_later_chunks(monkeypatch):
 def test_a_graph_whose_chunks_share_keys_refuses_other_plans_and_derivatives():
     plan = make_plan(create_block_mask(causal(), 1, 1, 32, 32), world_size=2, rank=0, schedule="ring")
     send = torch.ops.tritoncp.send_keys.default
-    k, spec = torch.randn(1, 1, 16, 8), encode_spec(None, None, (), "", "", (), ())
+    k, spec = torch.randn(1, 1, 16, 8), encode_spec(None, (), "", (), ())
     with pytest.raises(ValueError, match=r"schedule 'ring' on 2 ranks.*'allgather' or 'fetch'"):
-        send(k, k, False, [], [], [], 1.0, plan.handle, spec)
+        send(k, k, False, [], [], 1.0, plan.handle, spec)
     with pytest.raises(RuntimeError, match="tritoncp::send_keys has no derivative"):
-        send(k.requires_grad_(), k, False, [], [], [], 1.0, plan.handle, spec)
+        send(k.requires_grad_(), k, False, [], [], 1.0, plan.handle, spec)

@@ -126,9 +126,7 @@ def test_attention_over_ranks_takes_what_the_cost_model_predicts_of_the_slowest_
         root = torch.nn.Module()
         root.handle = plan.handle
         handle = b.graph.get_attr("handle")
-        node = b.graph.call_function(
-            torch.ops.tritoncp.forward.default, (q, q, q, [], [], [], 1.0, handle, "{}")
-        )
+        node = b.graph.call_function(torch.ops.tritoncp.forward.default, (q, q, q, [], [], 1.0, handle, "{}"))
         node.meta["val"] = [q.meta["val"]]
         b.graph.output(node)
         cost = node_costs(torch.fx.GraphModule(root, b.graph), NVLINK)[node]

@@ -119,7 +119,7 @@ class World:
             options.check(q, k, v, mask.seen_by(rank) if isinstance(mask, Plan) else mask)
         plan = self._plan_of(mask, queries, keys, batch_offset)
         validate.check_order(plan)
-        keys, values = (list(map(validate.shared_batch, queries, xs)) for xs in (keys, values))
+        keys, values = zip(*map(validate.shared_batch, queries, keys, values))
         call = make_call(queries[0], plan, score, None, options)
         calls = [call._replace(plan=call.plan.seen_by(rank)) for rank in range(self.world_size)]
         results = [options.results(one) for one in attend_in_lockstep(calls, queries, keys, values)]

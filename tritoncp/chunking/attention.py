@@ -21,9 +21,9 @@ from tritoncp.ops.call import decode_spec
 from tritoncp.planning.plan import Plan
 
 # Places of arguments of the two ops: query, key, value, captures, numbers, plan.
-FORWARD = {"q": 0, "k": 1, "v": 2, "captures": 3, "ints": 4, "plan": 7, "spec": 8}
+FORWARD = {"q": 0, "k": 1, "v": 2, "captures": 3, "ints": 4, "plan": 6, "spec": 7}
 HANDLE = '"h"'  # the structure of a call of tritoncp::plan whose only tensor is the handle of a plan or mask
-BACKWARD = {"q": 2, "k": 3, "v": 4, "captures": 7, "ints": 8, "plan": 11, "spec": 12}
+BACKWARD = {"q": 2, "k": 3, "v": 4, "captures": 7, "ints": 8, "plan": 10, "spec": 11}
 
 
 def is_attention(node: Node) -> bool:

@@ -65,7 +65,7 @@ def _attend_on_host(
         if isinstance(mask, Plan):  # that of a raw mask was found by the mask's state, or made from it
             plan.check_sources()
         validate.check_order(plan, options.positions)
-        key, value = validate.shared_batch(query, key), validate.shared_batch(query, value)
+        key, value = validate.shared_batch(query, key, value)
         return autograd.forward(make_call(query, plan, score_mod, group, options), query, key, value)
     except BaseException as error:  # also of a call whose caller could not be compiled
         stop_groups(error, (mesh, mask))

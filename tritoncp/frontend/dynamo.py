@@ -38,7 +38,7 @@ def attend(
     world, is_misfit, refusal, scale = group_name(mesh), False, "", 1.0
     try:
         options.check(q, k, v, mask)
-        k, v = validate.shared_batch(q, k), validate.shared_batch(q, v)
+        k, v = validate.shared_batch(q, k, v)
     except (TypeError, ValueError):  # with symbols in its text
         if not world:
             raise
@@ -64,14 +64,14 @@ def attend(
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
     spec = _spec(score, wants, world, options.kernel_options or {}, options.returns)
     captures = call_modes.as_inputs(captures)
-    return forward_op(q, k, v, captures, numbers, [], scale, plan, spec)
+    return forward_op(q, k, v, captures, numbers, scale, plan, spec)
 
 
 @constant_result
 def _spec(
     score: str | None, wants: tuple[int, ...], world: str, options: dict[str, Any], returns: tuple[str, ...]
 ) -> str:
-    return encode_spec(None, score, wants, "", world, tuple(sorted(options.items())), returns)
+    return encode_spec(score, wants, world, tuple(sorted(options.items())), returns)
 
 
 def _plan(

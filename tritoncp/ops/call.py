@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.core.handles import object_of
+from tritoncp.core.handles import handle_of, object_of
 from tritoncp.distributed import groups
 from tritoncp.mods import Mod
-from tritoncp.mods.mod import structure_of
 from tritoncp.ops import call_mods
 from tritoncp.planning.plan import Plan
 
@@ -57,34 +56,28 @@ class Call(NamedTuple):
         return self if score is None else self._replace(score=score.with_captures(captures, score.numbers))
 
     def as_arguments(self) -> OpArguments:
-        """Write the call as arguments of the registered ops. The Mod must outlive them: they name it."""
-        digest, numbers = (None, ()) if self.score is None else (self.score.digest, self.score.numbers)
-        ints = [n for n in numbers if isinstance(n, int)]
-        floats = [n for n in numbers if not isinstance(n, int)]
-        kinds = "".join(["i" if isinstance(n, int) else "f" for n in numbers])
+        """Write the call as arguments of the registered ops."""
         world = "" if self.group is None else self.group.group_name
-        spec = encode_spec(digest, None, self.wants, kinds, world, self.options, self.returns)
-        handle = self.plan.pinned().handle
-        assert handle is not None
-        return OpArguments(list(self.captures), ints, floats, self.scale, handle, spec)
+        spec = encode_spec(None, self.wants, world, self.options, self.returns)
+        handle = handle_of(self.with_captures(()))
+        return OpArguments(list(self.captures), [], self.scale, handle, spec)
 
 
-CALL_SCHEMA = "Tensor[] captures, SymInt[] ints, float[] floats, float scale, Tensor plan, str spec"
+CALL_SCHEMA = "Tensor[] captures, SymInt[] ints, float scale, Tensor plan, str spec"
 
 
 class OpArguments(NamedTuple):
     """A call as arguments of the registered ops, after their other tensors: where a graph, a dispatcher or a
     subclass of tensors needs the op.
 
-    ints, floats: numbers that the score_mod captures
-    plan:         handle of the plan, see :mod:`tritoncp.core.handles`: as its value is an input of a graph,
-                  one graph serves all plans
-    spec:         text of a :class:`Spec`
+    ints: numbers that a score_mod captures, in a graph
+    plan: handle of the plan, in a graph, which serves all plans as the handle's value is an input of it; else
+          of the :class:`Call`, without captures. See :mod:`tritoncp.core.handles`
+    spec: text of a :class:`Spec`
     """
 
     captures: list[Tensor]
     ints: list[int]
-    floats: list[float]
     scale: float
     plan: Tensor
     spec: str
@@ -107,23 +100,16 @@ class OpArguments(NamedTuple):
 
     def decode(self, x: Tensor) -> Call:
         """Read the call, for the batch rows of x, after a check that the plan's mask has not changed."""
-        plan: Plan = object_of(self.plan)
-        plan.check_sources()
-        spec, score = decode_spec(self.spec), self._score_of(x)
-        return Call(plan.of_batch(x.shape[0]), score, self.scale, spec.group, spec.options, spec.returns)
+        named, spec, score = object_of(self.plan), decode_spec(self.spec), None
+        if isinstance(named, Call):
+            named.plan.check_sources()
+            return named.with_captures(self.captures)
+        named.check_sources()
+        if spec.graph_score is not None:
+            from tritoncp.ops.graph import inputs  # loads Dynamo, which plans do without
 
-    def _score_of(self, q: Tensor) -> Mod | None:
-        """Return the score_mod with its captures."""
-        spec = decode_spec(self.spec)
-        if spec.score is not None:
-            ints, floats = iter(self.ints), iter(self.floats)
-            numbers = [next(ints) if kind == "i" else next(floats) for kind in spec.numbers]
-            return structure_of(spec.score).with_captures(self.captures, numbers)
-        if spec.graph_score is None:
-            return None
-        from tritoncp.ops.graph import inputs  # loads Dynamo, which plans do without
-
-        return call_mods.score_of(inputs.rebuild(spec.graph_score, self.captures, self.ints), q)
+            score = call_mods.score_of(inputs.rebuild(spec.graph_score, self.captures, self.ints), x)
+        return Call(named.of_batch(x.shape[0]), score, self.scale, spec.group, spec.options, spec.returns)
 
     def with_leaves(self) -> OpArguments:
         """Detach the captures; those in ``wants`` require gradients, which the ops' own tensors do not."""
@@ -139,19 +125,15 @@ class OpArguments(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """The constant part of a call, which registered ops take as text.
+    """The constant part of a call in a graph, which registered ops take as text.
 
-    score:       digest of a Mod that the caller keeps alive
-    graph_score: or structure of a score_mod in a compiled graph, see ops/graph/inputs.py
+    graph_score: structure of the score_mod, see ops/graph/inputs.py; None: there is none
     wants:       places of captured tensors that require gradients
-    numbers:     kinds of the numbers that the score_mod captures: "i" or "f" for each
     world:       name of the process group; "": all ranks are in this process
     """
 
-    score: str | None
     graph_score: str | None
     wants: tuple[int, ...]
-    numbers: str
     world: str
     options: tuple[tuple[str, Any], ...]
     returns: tuple[str, ...]
@@ -176,5 +158,5 @@ def encode_spec(*fields: Any) -> str:
 @lru_cache(256)
 def decode_spec(text: str) -> Spec:
     """Read the text of :func:`encode_spec`."""
-    score, graph_score, wants, numbers, world, options, returns = json.loads(text)
-    return Spec(score, graph_score, tuple(wants), numbers, world, tuple(map(tuple, options)), tuple(returns))
+    graph_score, wants, world, options, returns = json.loads(text)
+    return Spec(graph_score, tuple(wants), world, tuple(map(tuple, options)), tuple(returns))

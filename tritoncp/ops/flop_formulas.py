@@ -16,6 +16,7 @@ from tritoncp.core.handles import object_of
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.masks.visible_keys import count_visible_keys
+from tritoncp.ops.call import Call
 from tritoncp.ops.executable import caches_of
 from tritoncp.planning.plan import Plan
 
@@ -79,5 +80,7 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, forward: bool) -> in
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     with fresh_dispatch():  # evaluating a mask needs functorch
         if named is not None and named.item() >= 0:
-            pairs = count_pairs(object_of(named).of_batch(q.shape[0]), *q.shape[:2])
+            thing: Plan | Call = object_of(named)
+            plan = thing.plan if isinstance(thing, Call) else thing.of_batch(q.shape[0])
+            pairs = count_pairs(plan, *q.shape[:2])
     return count_flops(pairs, q.shape[3], v.shape[3], forward)

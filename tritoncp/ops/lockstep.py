@@ -29,7 +29,7 @@ def attend_in_lockstep(
     if call_modes.is_traced(q[0]):
         return [_run_op(call, *shard) for call, shard in zip(calls, shards, strict=True)]
     flat = Lockstep.apply(calls, *[x for shard in shards for x in shard], *calls[0].captures)
-    return [list(flat[rank :: len(calls)]) for rank in range(len(calls))]
+    return _cut(list(flat), len(flat) // len(calls))
 
 
 def _run_op(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -41,28 +41,30 @@ def _run_op(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 class Lockstep(torch.autograd.Function):
     """The autograd node of all ranks. Its tensors are q, k, v of each rank, then the captures of the
-    score_mod, which all ranks share; its results are the outs, the lses and the max_scores of all ranks."""
+    score_mod, which all ranks share; its results are out, lse and, if requested, max_scores of each rank."""
 
     @staticmethod
     def forward(ctx: Any, calls: Sequence[Call], *tensors: Tensor) -> tuple[Tensor, ...]:
-        n = len(calls)
-        shards = [[x.resolve_neg() for x in tensors[3 * rank : 3 * rank + 3]] for rank in range(n)]
+        shards, captures = (
+            _cut([x.resolve_neg() for x in tensors], 3)[: len(calls)],
+            tensors[3 * len(calls) :],
+        )
         schedules = [partial(forward_schedule, call, *shard) for call, shard in zip(calls, shards)]
-        outs, lses, tops = zip(*_run(schedules, shards[0][0].device))
-        tops = [x for x in tops if x is not None]
-        ctx.save_for_backward(*outs, *lses, *[x for shard in shards for x in shard], *tensors[3 * n :])
+        results = _run(schedules, tensors[0].device)
+        rows = [(*shard, out, lse) for shard, (out, lse, _) in zip(shards, results)]
+        ctx.save_for_backward(*[x for row in rows for x in row], *captures)
         ctx.calls = [call.with_captures(()) for call in calls]
-        ctx.mark_non_differentiable(*tops)
+        ctx.mark_non_differentiable(*[top for *_, top in results if top is not None])
         ctx.set_materialize_grads(False)
-        return *outs, *lses, *tops
+        return tuple([x for row in results for x in row if x is not None])
 
     @staticmethod
     @untraced
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        n, saved = len(ctx.calls), ctx.saved_tensors
-        captures = saved[5 * n :]
+        saved, n = ctx.saved_tensors, len(ctx.calls)
+        rows, captures = _cut(saved, 5)[:n], saved[5 * n :]
         calls = [call.with_captures(captures) for call in ctx.calls]
-        compute = partial(_gradients, calls, grads[: 2 * n], saved[: 5 * n])
+        compute = partial(_gradients, calls, _cut(grads, len(grads) // n), rows)
         results = autograd.refuse_second_derivative(compute, [x for x in (*grads, *saved) if x is not None])
         rest: list[Tensor | None] = [None] * len(captures)
         for place, grad in zip(calls[0].wants, results[3 * n :], strict=True):
@@ -70,25 +72,31 @@ class Lockstep(torch.autograd.Function):
         return None, *results[: 3 * n], *rest
 
 
-def _gradients(calls: Sequence[Call], grads: Sequence[Any], saved: Sequence[Tensor]) -> list[Tensor]:
-    """Compute the gradients of q, k, v of each rank, and those of captures.
+def _gradients(
+    calls: Sequence[Call], grads: Sequence[Sequence[Any]], rows: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Compute dq, dk, dv of each rank, then the gradients of captures.
 
-    grads: douts and dlses; saved: outs, lses, and q, k, v of each rank
+    grads: gradients of the results of each rank; rows: q, k, v, out, lse of each rank
     """
-    n = len(calls)
     calls[0].plan.check_sources()
-    sums, schedules = gradient_buffers(calls[0], saved[n]), []
-    for rank, call in enumerate(calls):
-        out, lse, dout, dlse = saved[rank], saved[n + rank], grads[rank], grads[n + rank]
+    sums, schedules = gradient_buffers(calls[0], rows[0][4]), []
+    for call, (dout, dlse, *_), (q, k, v, out, lse) in zip(calls, grads, rows, strict=True):
         dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
-        shard = saved[2 * n + 3 * rank : 2 * n + 3 * rank + 3]
-        inputs = BackwardInputs(dout, dlse, *shard, out, lse)
+        inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
         schedules.append(partial(backward_schedule, call, inputs, sums))
-    parts = _run(schedules, saved[0].device)
+    parts = _run(schedules, rows[0][4].device)
     return [x for part in parts for x in part] + sum_gradients(calls[0], sums)
 
 
 def _run(schedules: Sequence[Callable[[], Any]], device: torch.device) -> list[Any]:
     """Make schedules and run them in lockstep, as the body of an op runs, which modes of torch do not see."""
-    with fresh_dispatch(), autograd.current_device(device):
-        return collectives.lockstep([schedule() for schedule in schedules])
+    with fresh_dispatch():
+        made = [schedule() for schedule in schedules]
+        with torch._C._AutoDispatchBelowADInplaceOrView(), autograd.current_device(device):
+            return collectives.lockstep(made)
+
+
+def _cut(flat: Sequence[Any], width: int) -> list[Any]:
+    """Cut a sequence into rows of this width."""
+    return [flat[at : at + width] for at in range(0, len(flat), width)]
