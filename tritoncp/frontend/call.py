@@ -33,7 +33,8 @@ def attend(
     if torch._C._is_any_autocast_enabled():
         query, key, value = call_modes.cast_for_autocast(query, key, value)
     refuse_transforms()
-    validate.check_mesh(mask, groups.degree_of(mesh))
+    if mesh is not None:
+        validate.check_mesh(mask, groups.degree_of(mesh))
     if torch.compiler.is_dynamo_compiling():
         try:
             return dynamo.attend(query, key, value, score_mod, mask, mesh, options)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 
 from tritoncp.core.dynamo_boundary import untraced
-from tritoncp.distributed import collectives, consistency, failures
+from tritoncp.distributed import collectives, consistency, failures, groups
 from tritoncp.distributed.collectives import Schedule
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules import schedule_of
@@ -247,6 +247,7 @@ def backward(call: Call | OpArguments, inputs: BackwardInputs) -> list[Tensor]:
             return list(call_op(backward_op, *inputs, *call.as_arguments()))
         if isinstance(call, OpArguments):
             return list(call_body(_backward_body, *inputs, *call))
+        groups.group_of(call.group)  # raises for one that was destroyed since
         call.plan.check_sources()
         return list(call_body(backward_pass, call, inputs))
 

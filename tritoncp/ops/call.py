@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.handles import handle_of, object_of
+from tritoncp.core.host_copy import on_host
 from tritoncp.distributed import groups
 from tritoncp.mods import Mod
 from tritoncp.ops import call_mods
@@ -55,6 +56,7 @@ class Call(NamedTuple):
         score = self.score
         return self if score is None else self._replace(score=score.with_captures(captures, score.numbers))
 
+    @on_host
     def as_arguments(self) -> OpArguments:
         """Write the call as arguments of the registered ops."""
         world = "" if self.group is None else self.group.group_name
