@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -74,6 +74,74 @@ class World:
         whole = torch.cat([lengthen(x, dim, placement.s_max) for x in xs], dim)
         return take(whole, placement.inverse, dim, batch_dim, 0)
 
+    @overload
+    def flex_attention(
+        self,
+        queries: Sequence[Tensor],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+        block_mask: Any = ...,
+        scale: float | None = ...,
+        enable_gqa: bool = ...,
+        return_lse: Literal[False] = ...,
+        kernel_options: dict[str, Any] | None = ...,
+        *,
+        return_aux: None = ...,
+        sinks: Tensor | None = ...,
+        batch_offset: int | None = ...,
+    ) -> list[Tensor]: ...
+    @overload
+    def flex_attention(
+        self,
+        queries: Sequence[Tensor],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+        block_mask: Any = ...,
+        scale: float | None = ...,
+        enable_gqa: bool = ...,
+        *,
+        return_lse: Literal[True],
+        kernel_options: dict[str, Any] | None = ...,
+        return_aux: None = ...,
+        sinks: Tensor | None = ...,
+        batch_offset: int | None = ...,
+    ) -> tuple[list[Tensor], list[Tensor]]: ...
+    @overload
+    def flex_attention(
+        self,
+        queries: Sequence[Tensor],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+        block_mask: Any = ...,
+        scale: float | None = ...,
+        enable_gqa: bool = ...,
+        return_lse: Literal[False] = ...,
+        kernel_options: dict[str, Any] | None = ...,
+        *,
+        return_aux: AuxRequest,
+        sinks: Tensor | None = ...,
+        batch_offset: int | None = ...,
+    ) -> tuple[list[Tensor], RankAux]: ...
+    @overload
+    def flex_attention(
+        self,
+        queries: Sequence[Tensor],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+        block_mask: Any = ...,
+        scale: float | None = ...,
+        enable_gqa: bool = ...,
+        return_lse: bool = ...,
+        kernel_options: dict[str, Any] | None = ...,
+        *,
+        return_aux: AuxRequest | None = ...,
+        sinks: Tensor | None = ...,
+        batch_offset: int | None = ...,
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]: ...
     @host_only
     def flex_attention(
         self,
@@ -90,7 +158,7 @@ class World:
         return_aux: AuxRequest | None = None,
         sinks: Tensor | None = None,
         batch_offset: int | None = None,
-    ) -> Any:
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]:
         """:func:`tritoncp.flex_attention` of every rank: lists of shards in, lists out.
 
         A Plan may be any rank's; a raw mask means pieces in natural order. Returns outs, or ``(outs, lses)``

@@ -62,8 +62,7 @@ class Options(NamedTuple):
         return validate.call_key(query, key, value, self.sinks, group, *flags, self.batch_offset)
 
     def results(self, outs: Sequence[Tensor]) -> Any:
-        """Return what was requested of out, lse and max_scores, sinks included: out, (out, lse) or (out,
-        AuxOutput)."""
+        """Return the requested results, sinks included: out, (out, lse) or (out, AuxOutput)."""
         out, lse, *tops = outs
         if self.sinks is not None:
             out, lse = with_sinks(out, lse, self.sinks)

@@ -117,8 +117,9 @@ def _refuse(
     """
     with failures.closing(groups.group_by_name(world)):
         if not refusal:
-            validate.check_tensors(*tensors, enable_gqa)
-            validate.check_sinks(tensors[0], sinks)
+            query, key, value = tensors
+            validate.check_tensors(query, key, value, enable_gqa)
+            validate.check_sinks(query, sinks)
         raise ValueError(
             refusal or "these tensors fit together, and those for which the graph was made did not"
         )

@@ -52,7 +52,7 @@ class Call(NamedTuple):
         return () if self.score is None else self.score.wants
 
     def with_captures(self, captures: Sequence[Tensor]) -> Call:
-        """Copy the call with other captured tensors: none, for an autograd node, or those that it saved."""
+        """Copy the call with other captured tensors. An autograd node saves them apart from the call."""
         score = self.score
         return self if score is None else self._replace(score=score.with_captures(captures, score.numbers))
 

@@ -92,9 +92,9 @@ def _gradients(
 def _run(schedules: Sequence[Callable[[], Any]], device: torch.device) -> list[Any]:
     """Make schedules and run them in lockstep, as the body of an op runs, which modes of torch do not see."""
     with fresh_dispatch():
-        made = [schedule() for schedule in schedules]
+        generators = [schedule() for schedule in schedules]
         with torch._C._AutoDispatchBelowADInplaceOrView(), autograd.current_device(device):
-            return collectives.lockstep(made)
+            return collectives.lockstep(generators)
 
 
 def _cut(flat: Sequence[Any], width: int) -> list[Any]:
