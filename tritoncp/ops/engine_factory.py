@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.cpu_target import cpu_target
@@ -123,40 +122,38 @@ def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) 
 
 
 def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence[Tensor]) -> CpuEngine:
-    """Make the CPU engine of one call, for queries of ``dtype``."""
+    """Make the CPU engine of one call, for queries of ``dtype``. It sums gradients of captures in float32 at
+    least, also those of narrower dtypes."""
     if engine_log.isEnabledFor(logging.INFO):
         log_decision(engine_log, CPU_ENGINE_LINE)
-    plan, score = call.plan, call.score
+    plan, score = call.plan, _check_torch_form(call.score)
     settings: dict[str, Any] = {"first_row": plan.first_row, "steps": caches_of(plan).cpu_steps}
     if score is None:
-        return CpuEngine(call.scale, _bind_mask(mask), **settings)
-    settings["compile"] = compiled.wanted(dict(call.options).get("COMPILE"))
-    wide = torch.promote_types(dtype, torch.float32)
-    return _differentiable(call.scale, mask, score, wide, grads, **settings)
-
-
-def _differentiable(
-    scale: float,
-    mask: Mod | None,
-    score: Mod,
-    dtype: torch.dtype,
-    grads: Sequence[Tensor],
-    **settings: Any,
-) -> CpuEngine:
-    """Make a CPU engine that sums gradients of captures in ``dtype``, also those of narrower dtypes."""
-    graph, targets = _graph_of(score), [score.tensors[i] for i in score.wants]
-    call: Callable[..., Any] = graph
-    if any(x.dtype.itemsize < dtype.itemsize for x in targets):
-        call = WideGradients(graph, dtype).run
-        targets = [x.to(torch.promote_types(x.dtype, dtype)) for x in targets]
+        return CpuEngine(call.scale, _check_torch_form(mask), **settings)
+    wide, targets = torch.promote_types(dtype, torch.float32), [score.tensors[i] for i in score.wants]
+    run: Any = score.graph
+    if any(x.dtype.itemsize < wide.itemsize for x in targets):
+        run = WideGradients(run, wide).run
+        targets = [x.to(torch.promote_types(x.dtype, wide)) for x in targets]
 
     def bind(captures: Sequence[Tensor]) -> Any:
         inner = list(score.tensors)
         for index, tensor in zip(score.wants, captures, strict=True):
             inner[index] = tensor
-        return _bind(call, inner, score.numbers)
+        return lambda *indices: run(*indices, *inner, *score.numbers)
 
-    return CpuEngine(scale, _bind_mask(mask), bind, targets, grads, **settings)
+    settings["compile"] = compiled.wanted(dict(call.options).get("COMPILE"))
+    return CpuEngine(call.scale, _check_torch_form(mask), bind, targets, grads, **settings)
+
+
+def _check_torch_form(mod: Mod | None) -> Mod | None:
+    """Return a mod. Raises ValueError for a hand-written Triton function, which torch cannot call."""
+    if mod is not None and mod.graph is None:
+        raise ValueError(
+            "a hand-written @triton.jit mod needs Triton: run on a GPU, or interpreted with "
+            "TRITON_INTERPRET=1"
+        )
+    return mod
 
 
 def kernel_mods(
@@ -211,28 +208,6 @@ def _log_triton_engine(engine: Any, device: torch.device, key: tile_lookup.TileK
     reason = "kernel option ROUTE" if is_requested else "measured" if is_measured else "default"
     line = "%s run %s, head dims %d and %d, mask of kind %s; route %s (%s)"
     log_decision(engine_log, line, kind, key.dtype, *key.dims, key.mask, engine.route, reason)
-
-
-def _bind_mask(mod: Mod | None) -> Any:
-    """Return a mask_mod for the CPU engine: its torch graph with its captures."""
-    if mod is None:
-        return None
-    return _bind(_graph_of(mod), mod.tensors, mod.numbers)
-
-
-def _graph_of(mod: Mod) -> GraphModule:
-    """Return the torch graph of a mod. Raises ValueError for a hand-written Triton function."""
-    if mod.graph is None:
-        raise ValueError(
-            "a hand-written @triton.jit mod needs Triton: run on a GPU, or interpreted with "
-            "TRITON_INTERPRET=1"
-        )
-    return mod.graph
-
-
-def _bind(graph: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> Any:
-    """Return a function of indices that calls a graph with these captures."""
-    return lambda *indices: graph(*indices, *tensors, *numbers)
 
 
 def name_functions() -> None:
