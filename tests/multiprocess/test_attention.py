@@ -86,8 +86,15 @@ def test_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | Non
     check(kind, batch, length, balancer)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("kind", "batch", "length", "balancer"), [row for row in PRODUCT if row not in FAST])
+def when(row: tuple[str, int, int, str | None]) -> Any:
+    """Mark a row of the matrix by the time that interpreted kernels take for it."""
+    return pytest.mark.nightly if row[1] * row[2] > 4096 else pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch", "length", "balancer"),
+    [pytest.param(*row, marks=when(row)) for row in PRODUCT if row not in FAST],
+)
 def test_the_rest_of_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | None) -> None:
     check(kind, batch, length, balancer)
 
