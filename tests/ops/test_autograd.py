@@ -10,8 +10,10 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.utils._pytree import tree_map_only
 
 import tritoncp
-from tritoncp import causal, create_block_mask, make_plan, simulate
-from tritoncp.ops import autograd, dispatch, engine_factory, executable
+from tritoncp import causal, create_block_mask, make_plan
+from tritoncp.mods import snapshot
+from tritoncp.ops import autograd, engine_factory, executable
+from tritoncp.ops.call import Call
 from tritoncp.reference.dense import dense_attention
 
 S = 120
@@ -43,7 +45,7 @@ def recorded(monkeypatch, name, call):
 
     with monkeypatch.context() as patch:
         patch.setattr(autograd, name, record)
-        patch.setattr(dispatch, "needs_dispatcher", lambda tensors: True)
+        patch.setattr(autograd, "needs_dispatcher", lambda tensors: True)
         call()
     return calls[0]
 
@@ -73,13 +75,7 @@ def transposed(q, k, v):
     return tritoncp.flex_attention(q, k, v, table_mask()[0])
 
 
-def two_ranks(q, k, v):
-    world = simulate(2)
-    plan = world.make_plan(table_mask()[0])
-    return world.flex_attention(*(world.shard(x, plan, dim=2) for x in (q, k, v)), plan)[1]
-
-
-@pytest.mark.parametrize("call", [plain, grouped, captures, all_outputs, transposed, two_ranks])
+@pytest.mark.parametrize("call", [plain, grouped, captures, all_outputs, transposed])
 def test_opcheck(call, monkeypatch):
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     tensors = inputs()
@@ -91,6 +87,23 @@ def test_opcheck(call, monkeypatch):
 
     sample = recorded(monkeypatch, "backward_op", backward)
     opcheck(autograd.backward_op, sample)
+
+
+@pytest.mark.usefixtures("cpu_engine")
+@pytest.mark.parametrize("form", ["mask", "torch's", "plan"])
+def test_an_eager_call_is_passed_as_it_is_and_reads_the_mask_once_a_pass(form, monkeypatch):
+    mask, _ = table_mask()
+    block_mask = {"mask": mask, "torch's": mask.to_block_mask(), "plan": make_plan(mask)}[form]
+    q, k, v = (x.requires_grad_() for x in inputs())
+    score_mod, bias = bias_of(2, requires_grad=True)
+    want = tritoncp.flex_attention(q, k, v, score_mod, block_mask)
+    reads, read = [], snapshot.read_state
+    monkeypatch.setattr(snapshot, "read_state", lambda *args, **more: reads.append(1) or read(*args, **more))
+    monkeypatch.setattr(Call, "as_arguments", None)
+    out = tritoncp.flex_attention(q, k, v, score_mod, block_mask)
+    assert torch.equal(out, want) and len(reads) == 1
+    out.sum().backward()
+    assert bias.grad is not None and len(reads) == 2
 
 
 @pytest.mark.usefixtures("cpu_engine")

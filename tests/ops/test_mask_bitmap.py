@@ -98,7 +98,7 @@ def test_bits_are_made_once_for_a_plan(monkeypatch):
     first = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
     second = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
     assert len(evaluations) == 1 and torch.equal(first, second)
-    assert mask_of(plan, [q], False) is mask_of(plan, [q], False)
+    assert mask_of(plan, q) is mask_of(plan, q)
 
 
 @pytest.mark.usefixtures("cpu_engine")

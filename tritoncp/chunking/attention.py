@@ -19,14 +19,14 @@ from tritoncp.core.handles import object_of
 from tritoncp.distributed.schedules import shared_keys
 from tritoncp.frontend.dynamo import block_mask_op, part_op, plan_op, view_op
 from tritoncp.ops.autograd import backward_op, forward_op
-from tritoncp.ops.engine_factory import Spec
+from tritoncp.ops.call import decode_spec
 from tritoncp.planning.plan import Plan
 
 # Places of arguments of the two ops: query, key, value, captures, numbers, plan.
-FORWARD = {"q": 0, "k": 1, "v": 2, "captures": 3, "ints": 4, "plan": 7, "spec": 8}
+FORWARD = {"q": 0, "k": 1, "v": 2, "captures": 3, "ints": 4, "plan": 6, "spec": 7}
 HANDLE = '"h"'  # the structure of a call of tritoncp::plan whose only tensor is the handle of a plan or mask
 COPIES = {f"aten::{name}" for name in ("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy")}
-BACKWARD = {"q": 2, "k": 3, "v": 4, "captures": 7, "ints": 8, "plan": 11, "spec": 12}
+BACKWARD = {"q": 2, "k": 3, "v": 4, "captures": 7, "ints": 8, "plan": 10, "spec": 11}
 
 
 def is_attention(node: Node) -> bool:
@@ -48,12 +48,12 @@ def argument(node: Node, name: str) -> Any:
 
 
 def query_of(node: Node) -> Node:
-    return argument(node, "q")[0]
+    return argument(node, "q")
 
 
 def keys_of(node: Node) -> tuple[Node, Node]:
     """Return the nodes of the key and the value of an attention."""
-    return argument(node, "k")[0], argument(node, "v")[0]
+    return argument(node, "k"), argument(node, "v")
 
 
 def plan_of(node: Node) -> Node:
@@ -71,10 +71,8 @@ def whole_inputs(node: Node) -> set[Node]:
 
 def fault(node: Node, cut: Any, repeat: bool) -> str:
     """Return the reason to refuse an attention, "" if there is none."""
-    spec = Spec.decode(argument(node, "spec"))
-    if len(argument(node, "q")) != 1:
-        return "runs the ranks of a simulated world, which are not cut; cut the graph of one rank"
-    if spec.world is not None and cut.dim == "seq" and not repeat and not shares_keys(node, cut, repeat):
+    spec = decode_spec(argument(node, "spec"))
+    if spec.world and cut.dim == "seq" and not repeat and not shares_keys(node, cut, repeat):
         return f"exchanges keys between ranks{_sharing_fault(node, cut)}"
     captures = argument(node, "captures")
     if any(cut.carries(captures[i]) for i in spec.wants):
@@ -96,7 +94,7 @@ def shares_keys(node: Node, cut: Any, repeat: bool) -> bool:
 def plan_between_ranks(node: Node) -> Plan | None:
     """Return the plan of an attention between ranks, None for one of this rank alone and if the graph does
     not show it."""
-    if not Spec.decode(argument(node, "spec")).world:
+    if not decode_spec(argument(node, "spec")).world:
         return None
     with unset_fake_temporarily(), _disable_current_modes():
         return known_plan(plan_of(node))

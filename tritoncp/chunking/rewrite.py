@@ -235,7 +235,7 @@ class Rewrite(AddedNodes):
             if place == at["plan"]:
                 args[place] = self._part(node, c)
             elif place in (at["k"], at["v"]) and self.keys.are_cut(node):
-                args[place] = [self.first_keys(arg[0], self.keys.counts(node)[c], node)]
+                args[place] = self.first_keys(arg, self.keys.counts(node)[c], node)
             else:
                 args[place] = map_arg(
                     arg, self.whole_node if place in whole else lambda x: self.chunk_node(x, c)

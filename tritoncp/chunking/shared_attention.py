@@ -31,11 +31,10 @@ def send(rewrite: Any, node: Node) -> Node:
     """Add the exchange of keys of an attention, forward or backward; return the node of the buffer."""
     k, v = _keys(rewrite, node)
     backward = node.target is attention.backward_op
-    args = (k, v, *_constants(rewrite, node), _handle(rewrite, node), attention.argument(node, "spec"))
-    (one,), (other,) = attention.argument(node, "k"), attention.argument(node, "v")
-    one, other = one.meta["val"], other.meta["val"]
+    args = (k, v, backward, *_call(rewrite, node))
+    one, other = (x.meta["val"] for x in attention.keys_of(node))
     value, bindings = _message(rewrite, node, one.shape[1], one.shape[3] + other.shape[3], one.dtype)
-    return _exchange(rewrite, node, send_keys_op, (*args, backward), value, bindings)
+    return _exchange(rewrite, node, send_keys_op, args, value, bindings)
 
 
 def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
@@ -46,21 +45,19 @@ def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
 
     own: Any = node.args
     chunks = rewrite.sizes.chunks
-    rest = *_constants(rewrite, node), _handle(rewrite, node), c, chunks, attention.argument(node, "spec")
+    rest = c, chunks, *_call(rewrite, node)
     q, buffer = chunk(attention.query_of(node)), rewrite.values[node, SEND]
     if node.target is attention.forward_op:
         return forward_part_op, (q, buffer, *rest)
-    (dout,), dlses, *_ = own
-    (out,), (lse,) = own[5:7]
-    return backward_part_op, (
-        chunk(dout), [chunk(x) for x in dlses], q, buffer, chunk(out), chunk(lse), *rest,
-    )  # fmt: skip
+    dout, dlse, _, _, _, out, lse, *_ = own
+    dlse = None if dlse is None else chunk(dlse)
+    return backward_part_op, (chunk(dout), dlse, q, buffer, chunk(out), chunk(lse), *rest)
 
 
 def gradient_values(rewrite: Any, node: Node) -> list[Tensor]:
     """Return the values of what a chunk adds to the gradients of the rows of the buffer."""
     own: Any = node.args
-    buffer, dtype = rewrite.values[node, SEND].meta["val"], own[6][0].meta["val"].dtype
+    buffer, dtype = rewrite.values[node, SEND].meta["val"], own[6].meta["val"].dtype
     d = attention.query_of(node).meta["val"].shape[3]
     sizes = d, buffer.shape[2] - d
     rows, heads = buffer.shape[:2]
@@ -105,11 +102,10 @@ def _keys(rewrite: Any, node: Node) -> tuple[Node, Node]:
     return rewrite.first_keys(k, count, node), rewrite.first_keys(v, count, node)
 
 
-def _constants(rewrite: Any, node: Node) -> tuple[Any, ...]:
-    """Return captures, integers, floats and scale of an attention."""
-    at = attention.places(node)["captures"]
+def _call(rewrite: Any, node: Node) -> tuple[Any, ...]:
+    """Return the arguments of an attention besides its tensors, as :class:`tritoncp.ops.call.OpArguments`."""
     own: Any = node.args
-    return map_arg(own[at : at + 4], rewrite.whole_node)
+    return map_arg(own[attention.places(node)["captures"] :], rewrite.whole_node)
 
 
 def _handle(rewrite: Any, node: Node) -> Node:

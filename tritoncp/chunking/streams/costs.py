@@ -31,8 +31,9 @@ ALLOCATIONS = {
 }
 # Read as many rows as they return.
 LOOKUPS = {f"aten::{name}" for name in ("embedding", "gather", "index", "index_select")}
-# The places of query and of the whole plan's handle, in ops of a chunk that reads keys sent before.
-PART_PLACES = {forward_part_op: (0, 6), backward_part_op: (2, 10)}
+# Places of the query, before the keys, of the chunk's number and of the whole plan's handle, in ops of a chunk
+# that reads keys sent before.
+PART_PLACES = {forward_part_op: (0, 2, 7), backward_part_op: (2, 6, 11)}
 
 
 class Kind(enum.Enum):
@@ -123,19 +124,19 @@ def _attention_flops(node: Node) -> int:
     of its rows if the graph does not show the plan. Messages inside the op are not counted."""
     args: Any = node.args
     if node.target in PART_PLACES:
-        q_at, plan_at = PART_PLACES[node.target]
+        q_at, index_at, plan_at = PART_PLACES[node.target]
         q, buffer = args[q_at].meta["val"], args[q_at + 1].meta["val"]
         v_dim, keys = buffer.shape[2] - q.shape[3], hint(buffer.shape[0]) / hint(q.shape[0])
-        whole, count = _plan_of(args[plan_at]), 1
-        plan = None if whole is None else whole.part(*args[plan_at + 1 : plan_at + 3])
+        whole = _plan_of(args[plan_at])
+        plan = None if whole is None else whole.part(*args[index_at : index_at + 2])
     else:
-        q, value = (attention.argument(node, name)[0].meta["val"] for name in ("q", "v"))
+        q, value = (attention.argument(node, name).meta["val"] for name in ("q", "v"))
         v_dim, keys = value.shape[3], hint(value.shape[2])
-        plan, count = _plan_of(attention.plan_of(node)), len(attention.argument(node, "q"))
+        plan = _plan_of(attention.plan_of(node))
     batch, heads, rows, dim = map(hint, q.shape)
     pairs = rows * keys if plan is None else _pairs(plan)
     forward = node.target in (attention.forward_op, forward_part_op)
-    return count * count_flops(math.ceil(batch * heads * pairs), dim, hint(v_dim), forward)
+    return count_flops(math.ceil(batch * heads * pairs), dim, hint(v_dim), forward)
 
 
 def _plan_of(handle: Node) -> Plan | None:
