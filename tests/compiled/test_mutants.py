@@ -53,8 +53,13 @@ def softmax(X, Y, N, M: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(Y + m[None, :] * N + n[:, None], e / tl.sum(e, 0)[None, :] + top, mask=n[:, None] < N)
 
 
-# Three masked tiles or more for a tile of the other side, and as many full ones: loops repeat what they do
-LOOPS = replace(CALL, group=1, length=800, kv_length=800, mask=("window", 520))
+# Programs with three masked tiles or more and as many full ones, so that loops repeat what they do, and others
+# without any tile: queries far behind the last key, and keys far behind the last query
+WINDOW = replace(CALL, group=1, mask=("window", 520))
+ATTENTION = {
+    "forward_kernel": replace(WINDOW, length=1300, kv_length=600),
+    "dkdv_kernel": replace(WINDOW, length=600, kv_length=1000),
+}
 SEEDS = None, 1, 2
 Run = Callable[[], None]  # launches a kernel; raises AssertionError where its result is wrong
 
@@ -139,6 +144,9 @@ UNTOUCHED = "no register of these products was accessed since the fence before"
 SAME = "lanes that hold the same value store it to the same place"
 UNREAD = "the other lanes store where nobody reads"
 BOX = "all threads store the same box"
+LATER_STORES = "a later tcgen05.wait::st comes before what uses these cells"
+LATER_COMMIT = "the wait before is for a later commit, which covers these products too"
+OLD_MBARRIER = "it orders an invalidated mbarrier before a copy over it, where Triton has no fence elsewhere"
 PERMIT = "any warp may give up the permit to allocate"
 ALWAYS = "the predicate holds for all threads"
 # Numbers of the edits, in the order of the text as Triton 3.7 writes it, that cannot change a result
@@ -162,6 +170,19 @@ REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
     ("sm_100", "matmul_of_boxes"): {
         "barrier": {BARRIERS: {1, 2, 3, 4, 5, 6, 7, 9, 10, 12, 16, 17}, WAITED: {8, 11, 13}},
         "predicate": {PERMIT: {1}, ALWAYS: {2}, BOX: {31}},
+    },
+    ("sm_100", "forward_kernel"): {
+        "barrier": {
+            BARRIERS: {2, 4, 7, 9, 14, 16, 19, 22, 24, 29, 31, 40},
+            WAITED: {5, 6, 10, 11, 12, 13, 20, 21, 25, 26, 27, 28},
+        },
+        "proxy fence": {FENCED: {1, 2, 3, 4, 5}},
+        "mbarrier wait": {LATER_COMMIT: {6, 15}},
+        "tcgen05 wait": {LATER_STORES: {2, 6, 10, 14}},
+    },
+    ("sm_100", "dkdv_kernel"): {
+        "barrier": {BARRIERS: {2, 3, 32, 48}},
+        "proxy fence": {FENCED: {2}, OLD_MBARRIER: {1, 3}},
     },
     ("sm_80", "forward_kernel"): SM_80,
     ("sm_80", "dkdv_kernel"): SM_80,
@@ -264,11 +285,11 @@ def test_every_mutant_that_can_change_a_result_is_noticed(kernel: str, launches:
 
 @pytest.mark.nightly
 @of_triton_37
-@pytest.mark.parametrize("kernel", ["forward_kernel", "dkdv_kernel"])
+@pytest.mark.parametrize("kernel", ATTENTION)
 def test_mutants_of_attention(kernel: str, launches: Launches) -> None:
     """Barriers, waits and fences: wrong addresses and predicates are for the tests of results. The kernel's
     launch alone runs again."""
-    check(LOOPS)
+    check(ATTENTION[kernel])
     function, arguments = launches[kernel]
     edits = [e for e in EDITS if e not in ANSWERED_BY_RESULTS]
     check_mutants(lambda: driver.active.execute(function, *arguments), kernel, function, edits)
