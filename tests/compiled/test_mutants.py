@@ -53,7 +53,7 @@ def softmax(X, Y, N, M: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(Y + m[None, :] * N + n[:, None], e / tl.sum(e, 0)[None, :] + top, mask=n[:, None] < N)
 
 
-# Programs with three masked tiles or more and as many full ones, so that loops repeat what they do, and others
+# Programs with three masked tiles or more and as many full ones, for loops to repeat what they do, and others
 # without any tile: queries far behind the last key, and keys far behind the last query
 WINDOW = replace(CALL, group=1, mask=("window", 520))
 ATTENTION = {
