@@ -207,7 +207,7 @@ class SharedMemory:
         self.check_write(access, idx, nbytes, data, kind)
         self.check_busy(access, kind, idx, nbytes)
         self.views[nbytes][idx] = data
-        lost = np.flatnonzero(~self.same(idx, nbytes, data)) if self.check else ()
+        lost = np.flatnonzero(~self.same(idx, nbytes, data)) if self.check else np.zeros(0, np.int64)
         if len(lost):
             kind = "race on shared memory: several threads write different values to one address"
             self.fault(access, kind, lost, idx, nbytes)
