@@ -223,10 +223,9 @@ class GlobalMemory:
             part, given = access.some(rows), data if rows is None else data[rows]
             self.observe(part, region, idx, nbytes, given)
             region.views[nbytes][idx] = given
-            lost = np.flatnonzero(self.differ(region, idx, nbytes, given)) if self.check else np.zeros(0, np.int64)
-            if len(lost):
+            if self.check and (lost := self.differ(region, idx, nbytes, given)).any():
                 kind = "race on global memory: several threads write different values to one address"
-                part.fault(kind, lost, None, region.label)
+                part.fault(kind, np.flatnonzero(lost), None, region.label)
 
     def atomic(
         self, access: Access, address: Array, t: str, kind: str, operation: str, values: tuple[Array, ...]

@@ -207,10 +207,9 @@ class SharedMemory:
         self.check_write(access, idx, nbytes, data, kind)
         self.check_busy(access, kind, idx, nbytes)
         self.views[nbytes][idx] = data
-        lost = np.flatnonzero(~self.same(idx, nbytes, data)) if self.check else np.zeros(0, np.int64)
-        if len(lost):
+        if self.check and not (same := self.same(idx, nbytes, data)).all():
             kind = "race on shared memory: several threads write different values to one address"
-            self.fault(access, kind, lost, idx, nbytes)
+            self.fault(access, kind, np.flatnonzero(~same), idx, nbytes)
         self.note_writer(idx, nbytes, access.tags[:, None])
         self.mark(idx, nbytes, self.by_threads)
 
