@@ -183,6 +183,7 @@ REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
     ("sm_100", "dkdv_kernel"): {
         "barrier": {BARRIERS: {2, 3, 32, 48}},
         "proxy fence": {FENCED: {2}, OLD_MBARRIER: {1, 3}},
+        "tcgen05 wait": {LATER_STORES: {0}},
     },
     ("sm_80", "forward_kernel"): SM_80,
     ("sm_80", "dkdv_kernel"): SM_80,
