@@ -178,7 +178,7 @@ REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
         },
         "proxy fence": {FENCED: {1, 2, 3, 4, 5}},
         "mbarrier wait": {LATER_COMMIT: {6, 15}},
-        "tcgen05 wait": {LATER_STORES: {2, 6, 10, 14}},
+        "tcgen05 wait": {LATER_STORES: {0, 2, 6, 10, 14}},
     },
     ("sm_100", "dkdv_kernel"): {
         "barrier": {BARRIERS: {2, 3, 32, 48}},
