@@ -355,7 +355,7 @@ FAULTS_IN_GRAPHS: dict[str, tuple[Fault, str, str]] = {  # fault, error of the r
 
 @pytest.mark.parametrize(
     "name",
-    ["dtypes", "key", "arguments", "no graph"]
+    ["dtypes", "key", "arguments", "arguments, in a graph with breaks", "no graph"]
     + [pytest.param(x, marks=pytest.mark.long) for x in ("length", "option", "dq")],
 )
 def test_compiled_calls(name: str) -> None:
@@ -365,7 +365,8 @@ def test_compiled_calls(name: str) -> None:
     def work(group: Any) -> list[Any]:
         few = fresh_group()
         plan = tritoncp.make_plan(mask_of(), few, schedule="ring")
-        fast = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=True)
+        fullgraph = not name.endswith("breaks")
+        fast = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=fullgraph)
 
         def call(step: int) -> bool:
             return train(few, plan, step, fault if (group.rank(), step) == (1, BAD) else None, fast)

@@ -121,6 +121,7 @@ def test_compiled_calls_are_counted():
     assert count(lambda: fast(*x, causal())) == expected(BATCH * HEADS * S * (S + 1) // 2)
 
 
+@pytest.mark.long
 def test_formulas_register_after_either_import():
     """The counter's module loads Triton, which importing tritoncp must not; its formulas register later."""
     code = """

@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import CallMethodKey
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import SequenceKey
 
 from tritoncp.chunking import attention
 from tritoncp.chunking.schedule import RETURN, SEND
 from tritoncp.chunking.sizes import expression
-from tritoncp.ops.call import decode_spec
 from tritoncp.ops.graph.key_exchange import (
     backward_part_op,
     forward_part_op,
@@ -99,38 +96,6 @@ def landed_chunks(rewrite: Any, node: Node, item: int) -> list[Node]:
     return rewrite.once(("landed", node, item), split)
 
 
-def bytes_sent(node: Node, cut: Any, keys: attention.Keys) -> tuple[int | None, int | None]:
-    """Count the bytes that this rank sends in one pass of an attention, whole and in chunks; None if the
-    graph does not show the plan."""
-    if not decode_spec(attention.argument(node, "spec")).world:
-        return 0, 0
-    plan, sizes, chunks = attention.plan_between_ranks(node, cut.sizes), cut.sizes, cut.sizes.chunks
-    q, k, v = (x.meta["val"] for x in (attention.query_of(node), *attention.keys_of(node)))
-    dims = {
-        "batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": k.shape[3],
-        "v_head_dim": v.shape[3],
-    }  # fmt: skip
-    shape = {name: sizes.hint(expression(size)) for name, size in dims.items()}
-    if plan is None or None in shape.values():
-        return None, None
-    shape["itemsize"] = k.dtype.itemsize
-    forward = node.target is attention.forward_op
-    with unset_fake_temporarily(), _disable_current_modes():
-        whole = _bytes_of_pass(plan, forward, shape)
-        if cut.dim == "batch" or plan.world_size == 1 or keys.are_shared(node):
-            return whole, whole
-        counts = keys.counts(node) if keys.are_cut(node) else (chunks,) * chunks
-        parts = [
-            plan.part(c, chunks, keys=None if count == chunks else count) for c, count in enumerate(counts)
-        ]
-        return whole, sum(_bytes_of_pass(part, forward, shape) for part in parts)
-
-
-def _bytes_of_pass(plan: Any, forward: bool, shape: dict[str, Any]) -> int:
-    sent = plan.bytes_sent(**shape, backward=False)
-    return sent if forward else plan.bytes_sent(**shape) - sent
-
-
 def _keys(rewrite: Any, node: Node) -> tuple[Node, Node]:
     k, v = attention.keys_of(node)
     count = rewrite.sizes.chunks
@@ -173,7 +138,7 @@ def _message(rewrite: Any, node: Node, heads: Any, width: Any, dtype: Any) -> tu
     symbol = rows.node.expr
     torch.fx.experimental.symbolic_shapes._constrain_range_for_size(rows)
     q = attention.query_of(node).meta["val"]
-    plan = attention.plan_between_ranks(node, sizes)
+    plan = attention.plan_between_ranks(node)
     local, batch = sizes.rows, sizes.hint(expression(q.shape[0]))
     if plan is not None and local and batch:
         env.var_to_hint_override[symbol] = plan.world_size * local * batch

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from tritoncp.core.dynamo_boundary import constant_result
@@ -26,7 +27,10 @@ def group_call(fn: Function) -> Function:
     def traced(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
+            if not torch.compiler.is_dynamo_compiling():  # after a graph break of its caller
+                stop_groups(error, (*args, *kwargs.values()))
+                raise
             for x in (*args, *kwargs.values()):
                 # Dynamo takes no group for an instance of a union.
                 if isinstance(x, dist.ProcessGroup) or isinstance(x, dist.DeviceMesh):  # noqa: SIM101

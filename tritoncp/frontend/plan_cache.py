@@ -37,7 +37,7 @@ from tritoncp.planning.balance import resolve_balancer
 from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.build import build_all
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.report import format_title, strip_addresses
+from tritoncp.planning.report.text import format_title, strip_addresses
 from tritoncp.planning.work import Balancer
 
 MAX_PLANS = 64  # plans per group, or of calls without a group

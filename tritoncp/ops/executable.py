@@ -37,7 +37,6 @@ Not caches, but registers, whose entries live as long as what they name:
     core.handles._HELD: objects, by the tensors that name them
     distributed.failures._RECORDS, distributed.groups._COMPANIONS, distributed.groups._CONNECTED: of a group
     mods.mod._STRUCTURES, mods.source_cache._MODULES: structures of mods and their modules, by digest
-    mods.source_cache._PRIVATE_DIRECTORIES, mods.source_cache._WRITES: folders of generated code
 """
 
 from __future__ import annotations
