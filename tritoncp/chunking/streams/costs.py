@@ -31,7 +31,8 @@ ALLOCATIONS = {
 }
 # Read as many rows as they return.
 LOOKUPS = {f"aten::{name}" for name in ("embedding", "gather", "index", "index_select")}
-# The places of query, chunk and the whole plan's handle, in ops of a chunk that reads keys sent before.
+# Places of the query, before the keys, of the chunk's number and of the whole plan's handle, in ops of a chunk
+# that reads keys sent before.
 PART_PLACES = {forward_part_op: (0, 2, 7), backward_part_op: (2, 6, 11)}
 
 
@@ -123,11 +124,11 @@ def _attention_flops(node: Node) -> int:
     of its rows if the graph does not show the plan. Messages inside the op are not counted."""
     args: Any = node.args
     if node.target in PART_PLACES:
-        q_at, chunk_at, plan_at = PART_PLACES[node.target]
+        q_at, index_at, plan_at = PART_PLACES[node.target]
         q, buffer = args[q_at].meta["val"], args[q_at + 1].meta["val"]
         v_dim, keys = buffer.shape[2] - q.shape[3], hint(buffer.shape[0]) / hint(q.shape[0])
         whole = _plan_of(args[plan_at])
-        plan = None if whole is None else whole.part(*args[chunk_at : chunk_at + 2])
+        plan = None if whole is None else whole.part(*args[index_at : index_at + 2])
     else:
         q, value = (attention.argument(node, name).meta["val"] for name in ("q", "v"))
         v_dim, keys = value.shape[3], hint(value.shape[2])
