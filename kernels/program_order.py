@@ -51,15 +51,12 @@ class Program(NamedTuple):
 
 
 @triton.jit
-def locate_program(
-    order, i_b, splits, TILES: tl.constexpr, LAST_FIRST: tl.constexpr, VOLATILE: tl.constexpr = False
-):
+def locate_program(order, i_b, splits, TILES: tl.constexpr, LAST_FIRST: tl.constexpr):
     """The tile and head of this program.
 
     splits: programs that share the keys of a tile, or None
     TILES: tiles of a slot
     LAST_FIRST: without a table, begin with the last tile
-    VOLATILE: as in :func:`tritoncp.kernels.tile_runs.locate_tile`
     """
     if order.heads is None:
         i_head = tl.program_id(0)
@@ -75,7 +72,7 @@ def locate_program(
         i_tile = i_tile // splits
         n_tiles = n_tiles // splits
     if order.slots is not None:
-        i_slot = tl.load(order.slots + i_b * order.stride_b + i_tile // TILES, volatile=VOLATILE)
+        i_slot = tl.load(order.slots + i_b * order.stride_b + i_tile // TILES)
         i_tile = i_slot * TILES + i_tile % TILES
     elif LAST_FIRST:
         i_tile = n_tiles - 1 - i_tile
