@@ -210,8 +210,8 @@ def dq_kernel(
     queries = Queries(o_q, m_m, b_lo, b_hi)
 
     begin, mid, end = row_runs(rows, i_b, i_hm, i_tile // Q_TILES, WINDOW)
-    # disable_licm: the compiler would keep what tiles share in registers (dQ, sm_100, 128 channels and a mask_mod:
-    # 224 bytes spilled).
+    # disable_licm: the compiler would keep what tiles share in registers (sm_100, 128 channels, mask_mod: 224
+    # bytes spilled).
     for FULL in tl.static_range(0 if HAS_MASKED else 1, 2):  # masked blocks, then full ones
         for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=True):
             pos_end = pos + tl.minimum(n_m, BLOCK_M)

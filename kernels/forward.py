@@ -219,7 +219,8 @@ def forward_kernel(
         )
         n_take = tl.cdiv(n_tiles, splits)
         n_skip = i_split * n_take
-    # disable_licm: the compiler would keep what tiles share in registers (sm_100, 256 channels: 72 bytes spilled).
+    # disable_licm: the compiler would keep what tiles share in registers (sm_100, 256 channels: 72 bytes
+    # spilled).
     for FULL in tl.static_range(0 if HAS_MASKED else 1, 2):  # masked blocks, then full ones
         for i_run in range(mid if FULL else begin, end if FULL else mid):
             CHECK: tl.constexpr = not EVEN if FULL else RAGGED

@@ -182,7 +182,7 @@ def visible_keys(
     """Mask [M, N] of the pairs that a tile ``kv`` of a masked block admits.
 
     RELATIVE counts positions from the tile's first key: they are the same in each tile and stay in registers
-    (at 128 channels, without: a tenth more instructions of forward, sm_90; with: 16 bytes of dQ spilled, sm_80).
+    (without: a tenth more instructions of forward, sm_90; with: dQ of 128 channels spills 16 bytes, sm_80).
     """
     o_kv = (kv.pos + o_n)[None, :]
     first = kv.pos if RELATIVE else 0

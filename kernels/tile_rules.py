@@ -288,17 +288,14 @@ def default(
     tables = [_WIDE] if is_wide else [_RULES[family(arch)]]
     if not is_wide and not tma:
         tables.append(_POINTERS.get(family(arch), {}))
-    plain = kind if kind in tables[0] else "dkdv"
-    rows = {
-        dim: c
-        for name in (plain, f"{kind}, {score}")
-        for table in tables
-        for dim, c in table.get(name, {}).items()
-    }
-    config = rows[min(dim for dim in rows if head_dim <= dim)]
+    rows: dict[int, Config] = {}
+    for name in (kind if kind in tables[0] else "dkdv", f"{kind}, {score}"):
+        for table in tables:
+            rows |= table.get(name, {})
+    config = replace(rows[min(dim for dim in rows if head_dim <= dim)], USE_TMA=tma and not is_wide)
     if config.FLIP and not multiplies_transposed(arch):
         return replace(config, BLOCK_M=64, BLOCK_N=64, FLIP=False)  # 1.5 times the products
-    return replace(config, USE_TMA=tma and not is_wide)
+    return config
 
 
 def architecture(device: torch.device) -> str:

@@ -16,10 +16,7 @@ ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 MATRIX = {"sm_80": "HMMA", "sm_86": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
 
 # What is copied by tensor descriptor; elsewhere pointers are as short, or leave more registers.
-COPIED = {
-    "sm_90": {*product((64, 128, 256), ("forward", "dq")), (128, "dkdv"), (256, "dkdv")},
-    "sm_100": {*product((64, 128, 256), ("forward", "dq")), (64, "dkdv")},
-}
+COPIED = dict.fromkeys(("sm_90", "sm_100"), {*product((64, 128, 256), ("forward", "dq", "dkdv"))})
 # Compiled in every run; tests/analysis/test_resource_table.py compares the digests of the other kernels.
 AGAIN = {"sm_80": (128,), "sm_90": (128,), "sm_100": (128,), "gfx942": (128,)}
 
