@@ -1,4 +1,4 @@
-"""Calls as a GPU takes them: pointers, strides and sizes for which Triton specialises; orders of execution."""
+"""Calls as GPUs take them: pointers, strides and sizes for which Triton specialises; orders of execution."""
 
 from __future__ import annotations
 
