@@ -16,6 +16,7 @@ from tritoncp.kernels.scores import (
     Queries,
     add_dot,
     dot,
+    dot_nt,
     probabilities,
     row_intervals,
     row_mask,
@@ -37,6 +38,7 @@ from tritoncp.kernels.tiles import (
     load_stat,
     stat_pointers,
     store_pieces,
+    stream_pieces,
 )
 
 
@@ -388,10 +390,9 @@ def dkdv_kernel(
                         )
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
-                    b_do, b_dp = stream_product(
-                        b_v, output_grads, i_b, i_h, queries, o_m, VO, CHECK, PRECISION, FLIP
-                    )  # [M, E], [N, M]
+                    b_do = stream_pieces(output_grads, i_b, i_h, queries, o_m, VO, CHECK)  # [M, E]
                     b_dv = add_dot(b_dv, b_p, b_do, PRECISION)
+                    b_dp = dot_nt(b_v, b_do, PRECISION, FLIP)  # [N, M]
                     b_delta = load_stat(delta, i_b, i_h, queries.row, o_m, m_m, CHECK)[None, :]
                     b_ds = b_p * (b_dp - b_delta)
                     b_ds = score_gradients(

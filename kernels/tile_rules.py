@@ -174,7 +174,7 @@ _RULES: dict[str, _Tiles] = {
         "forward": {96: Config(128, 64, 4, 2), 128: Config(128, 64, 4, 1), 256: Config(64, 128, 4, 1)},
         "forward, heavy": {128: Config(128, 32, 4, 2)},  # 1352 bytes
         "few": {64: Config(64, 64, 4, 4), 128: Config(64, 64, 4, 3), 256: Config(64, 64, 8, 2)},
-        "dq": {128: Config(128, 64, 4, 2, maxnreg=256), 256: Config(64, 64, 4, 1)},
+        "dq": {128: Config(128, 64, 4, 2, maxnreg=256), 256: Config(64, 64, 4, 1, maxnreg=256)},
         "dq, heavy": {
             128: Config(128, 32, 4, 2, maxnreg=256),
             256: Config(64, 32, 4, 1),
