@@ -181,7 +181,7 @@ _RULES: dict[str, _Tiles] = {
         },  # 1272 and 192 bytes
         "dq, scored": {128: Config(128, 32, 4, 2, maxnreg=256)},  # 208 bytes
         "dkdv": {
-            96: Config(64, 64, 4, 1),
+            96: Config(64, 64, 4, 1, maxnreg=256),
             128: Config(64, 64, 8, 1),
             192: Config(64, 64, 8, 1, maxnreg=256),
             256: Config(64, 64, 8, 1),
