@@ -25,7 +25,8 @@ DEFAULT_L2_BYTES = 32 << 20
 SHARED_HEADS = 8
 
 
-MAX_TILES = 65_535  # of the grid's second dimension, and of its third
+MAX_TILES = 65_535  # of the grid's second dimension
+MAX_BATCH = 65_535  # of its third
 
 
 class ProgramOrder(NamedTuple):
@@ -99,8 +100,8 @@ def arrange_programs(
     differ in their heads alone, a divisor of ``heads``. Raises ValueError for more batch rows than the grid's
     third dimension has.
     """
-    if batch > MAX_TILES:
-        raise ValueError(f"{batch} batch rows; a GPU launches {MAX_TILES} at most: call with a part of them")
+    if batch > MAX_BATCH:
+        raise ValueError(f"{batch} batch rows; a GPU launches {MAX_BATCH} at most: call with a part of them")
     stride = 0 if slots is None or slots.shape[0] == 1 else slots.stride(0)
     if section == heads and tiles <= MAX_TILES:
         return ProgramOrder(slots, stride, None), (heads, tiles, batch)

@@ -128,7 +128,7 @@ def test_tiles_measured_with_descriptors_say_nothing_of_pointers(kind: str) -> N
     """Where strides or the user forbid descriptors, the rule has tiles that leave registers for addresses."""
     call = kind, "sm_90", 128, torch.bfloat16
     rule = default(*call, tma=False)
-    copied, plain = (Config(32, 16, 2, 4, False, tma) for tma in (True, False))
+    copied, plain = (Config(32, 16, 2, 4, tma) for tma in (True, False))
     assert choose(*call, 128, 128, measured(kind, copied), tma=False) == rule
     assert chosen(kind, measured(kind, copied) | {"USE_TMA": False}) == rule
     assert choose(*call, 128, 128, measured(kind, plain), tma=False) == plain
