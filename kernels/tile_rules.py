@@ -201,6 +201,7 @@ _POINTERS: dict[str, _Tiles] = {
         "forward": {128: Config(128, 64, 8, 2)},
         "few": {256: Config(64, 64, 8, 2)},
         "dq": {128: Config(128, 64, 8, 2), 192: Config(64, 64, 4, 2)},
+        "dkdv": {256: Config(64, 64, 8, 1, FLIP=True)},  # 24 bytes
         "fused": {256: Config(64, 64, 8, 1)},
     },
     "sm_100": {
@@ -215,7 +216,7 @@ _WIDE: _Tiles = {
     "forward": {64: Config(32, 16, 8, 1), 256: Config(16, 16, 8, 1)},
     "few": {64: Config(16, 32, 4, 1), 128: Config(16, 16, 4, 1), 256: Config(16, 16, 8, 1)},
     "dq": {64: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)},
-    "dkdv": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 16, 4, 1)},
+    "dkdv": {64: Config(32, 32, 8, 1, maxnreg=256), 128: Config(16, 32, 8, 1), 256: Config(16, 16, 4, 1)},
 }
 
 
@@ -293,6 +294,8 @@ def default(
         for table in tables:
             rows |= table.get(name, {})
     config = replace(rows[min(dim for dim in rows if head_dim <= dim)], USE_TMA=tma and not is_wide)
+    if arch.startswith("gfx"):
+        config = replace(config, maxnreg=None)  # an option of NVIDIA's compiler
     if config.FLIP and not multiplies_transposed(arch):
         return replace(config, BLOCK_M=64, BLOCK_N=64, FLIP=False)  # 1.5 times the products
     return config
