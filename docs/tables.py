@@ -15,14 +15,14 @@ import click
 import torch
 
 from tritoncp.masks.mask import Mask
-from tritoncp.perf.dashboard.readme_figures import ROOT, rewrite
 from tritoncp.perf.suite.machine import PeakMemory
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem
-from tritoncp.planning.units import format_tokens
+from tritoncp.planning.report.units import format_tokens
 
+ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 SIZES = tuple(size * 1024 for size in (64, 128, 256, 512, 1024))  # tokens, of docs/balance.md
 WORLDS = (8, 16, 64)
@@ -162,7 +162,8 @@ def main(page: str, write: bool) -> None:
     path: Path = ROOT / f"docs/{page}.md"
     tables = PAGES[page]()
     if write:
-        rewrite(path, f"\n{tables}\n", BEGIN, END)
+        head, _, rest = path.read_text().partition(BEGIN)
+        path.write_text(f"{head}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}")
     else:
         click.echo(tables)
 

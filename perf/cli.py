@@ -1,4 +1,4 @@
-"""`tritoncp perf`: run, compare, dashboard, ingest."""
+"""`tritoncp perf`: run, compare, dashboard."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tritoncp.perf.exit_codes import (
     NothingMeasured,
     PerfCommand,
 )
-from tritoncp.perf.records.history import DiskFull, Point, Problem, read
+from tritoncp.perf.records.history import Point, Problem, read
 from tritoncp.perf.run import main as run
 
-HISTORY, CONFIGS = Path("perf/history"), Path("kernels/configs")
+HISTORY = Path("perf/history")
 MAX_PROBLEMS = 20  # problems that are printed one by one
 
 
@@ -297,63 +297,3 @@ def _report_problems(problems: Sequence[Problem]) -> None:
         click.echo(str(problem), err=True)
     if len(problems) > MAX_PROBLEMS:
         click.echo(f"and {len(problems) - MAX_PROBLEMS} more lines that are broken", err=True)
-
-
-@perf.command("ingest", cls=PerfCommand)
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--history", type=click.Path(file_okay=False, path_type=Path), default=HISTORY, show_default=True
-)
-@click.option(
-    "--configs", type=click.Path(file_okay=False, path_type=Path), default=CONFIGS, show_default=True
-)
-@click.option(
-    "--readme",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Page whose block of measured figures is updated. [default: README.md beside perf/history]",
-)
-def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> None:
-    """Import the results of `make gpu` from FOLDER: lines for the history, faster tile shapes and
-    routes to ship, figures for the README.
-
-    Every line and entry is checked: broken ones are named and left out, and the exit code is 2. Names
-    that are not allowed in file names, links, and anything but plain files are refused before anything is
-    written. Doing it twice adds nothing.
-
-    \b
-    Examples:
-      tritoncp perf ingest results
-    """
-    from tritoncp.perf.records.ingest import Refused
-    from tritoncp.perf.records.ingest import ingest as take_over
-
-    try:
-        result = take_over(folder, history, configs)
-    except (Refused, DiskFull) as error:
-        raise InputError(str(error)) from error
-    _report_problems(result.problems)
-    click.echo(f"{result.added} lines added to {history}, {result.present} were there")
-    for path, (num_added, num_removed) in result.shipped.items():
-        click.echo(
-            f"{path}: {num_added} entries"
-            + f", {num_removed} removed: the rule or loops are as fast" * bool(num_removed)
-        )
-    if not result.shipped:
-        click.echo("no tile shapes that are new")
-    _update_readme(readme, history)
-    if result.problems:
-        raise InputError(
-            f"{len(result.problems)} problems, named above; the lines with problems were left out"
-        )
-
-
-def _update_readme(readme: Path | None, history: Path) -> None:
-    """Update the measured figures of a page: by default the README, if the history is a checkout's."""
-    from tritoncp.perf.dashboard import readme_figures as page
-
-    if readme is None and history.resolve() == page.ROOT / "perf/history":
-        readme = page.ROOT / "README.md"
-    if readme is None or not readme.exists():
-        return
-    if page.rewrite(readme, page.format_figures(read(history).points)):
-        click.echo(f"{readme}: the measured figures were updated")

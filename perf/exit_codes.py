@@ -29,7 +29,7 @@ class NothingMeasured(click.ClickException):
 
 
 class PerfCommand(click.Command):
-    """A command with the exit codes above: errors of the file system are input errors, Ctrl-C is 130."""
+    """A command with the exit codes above: errors of the file system are input errors."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"epilog": EPILOG} | options)
@@ -41,6 +41,3 @@ class PerfCommand(click.Command):
             if error.errno == errno.EPIPE:  # the reader closed the pipe: click exits without a message
                 raise
             raise InputError(str(error)) from error
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            ctx.exit(INTERRUPTED)

@@ -4,7 +4,7 @@
 #   OUT=gpu-out JOBS=12 PYTHON=python3 PARTS="check routes" perf/gpu.sh [PYTEST ARGUMENTS]
 #
 # A part that fails or runs out of time does not stop those after it; the exit code is 1 then. Every part adds to
-# OUT/<part>.log; `tritoncp perf ingest OUT` imports the measurements and the tile shapes.
+# OUT/<part>.log; OUT/*.jsonl are measurements, files of a history, OUT/configs/ are tile shapes.
 set -u -f -o pipefail # -f: patterns of cases are no patterns of files
 out=$(realpath -m "${OUT:-gpu-out}") python=${PYTHON:-python3} parts=${PARTS:-}
 cd "$(dirname "$(realpath "$0")")/.." || exit 2
@@ -88,9 +88,9 @@ tests() {
 # Do copies overlap with kernels? Compares times, so it has the GPU for itself.
 overlap() { pytest -s tests/gpu/test_overlap.py; }
 
-# Which tiles and route are best for the case that lost most?
+# Which tiles and route are best for a usual call?
 autotune() {
-  "$python" -m tritoncp autotune --worst "$out" --out "$out/configs" --jobs "$jobs" --budget "$(($1 - 12))s"
+  "$python" -m tritoncp autotune --mask causal --ops routes,bwd --out "$out/configs" --jobs "$jobs" --budget "$(($1 - 12))s"
 }
 
 # Does any kernel of the smoke tests read or write out of bounds? A memory pool would hide it.

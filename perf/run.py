@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tritoncp.core.checked_json import parse_json
-from tritoncp.core.paths import path_inside, slug
+from tritoncp.core.paths import slug
 from tritoncp.perf.console import make_console
 from tritoncp.perf.exit_codes import (
     FINE,
@@ -31,7 +31,6 @@ from tritoncp.perf.exit_codes import (
 )
 from tritoncp.perf.progress import Progress
 from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, find_unfinished
-from tritoncp.perf.records.roofline import find_alarms
 
 if TYPE_CHECKING:
     import torch
@@ -228,14 +227,12 @@ def _measure_attention(bench: Bench, cases: Sequence[Any], warm: bool) -> int:
     """Measure attention cases; with ``warm`` compile their kernels and exit. Returns the number of
     failures."""
     from tritoncp.ops.engine_factory import name_functions
-    from tritoncp.perf.suite.measure import DeviceLost, measure_ceilings
+    from tritoncp.perf.suite.measure import DeviceLost
 
     name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache
     if warm:
         bench.warm(cases)
         sys.exit(FINE)
-    if bench.device.type == "cuda":
-        bench.journal.ceilings = measure_ceilings(bench.device)
     try:
         bench.run(cases)
     except DeviceLost as error:
@@ -294,10 +291,7 @@ def _open_journal(
     one_file = out.suffix == ".jsonl" or (out.exists() and not out.is_dir())
     (out.parent if one_file else out).mkdir(parents=True, exist_ok=True)
     day = datetime.date.today().isoformat()
-    try:
-        path = out if one_file else path_inside(out, out / f"{day}-{slug(series.device)}.jsonl")
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    path = out if one_file else out / f"{day}-{slug(series.device)}.jsonl"
     unfinished_run = find_unfinished(out, series, env) if resume else None
     if unfinished_run is None:
         if resume:
@@ -351,8 +345,6 @@ def show(journal: Journal) -> None:
     for point in points:
         if not point.ms:
             console.print(f"{point.case}: tritoncp: {point.own['why']}", markup=False)
-        for alarm in find_alarms(point):
-            console.print(f"ALARM: {point.case}: {alarm}", style="bold red", markup=False)
     console.print(f"every line is in {journal.path}", markup=False)
 
 

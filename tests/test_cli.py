@@ -15,31 +15,8 @@ import torch
 from click.testing import CliRunner
 
 from tests.command_process import ROOT, tritoncp
-from tritoncp import __version__, doctor
+from tritoncp import doctor
 from tritoncp.cli import main
-
-
-def test_the_module_is_the_command():
-    done = tritoncp("--version")
-    assert (done.returncode, done.stdout) == (0, f"tritoncp, version {__version__}\n")
-
-
-def test_help_names_every_command():
-    output = CliRunner().invoke(main, ["--help"]).output
-    assert all(name in output for name in main.commands)
-
-
-def test_an_unknown_command_is_an_error():
-    assert CliRunner().invoke(main, ["nonsense"]).exit_code == 2
-
-
-def test_the_benchmark_has_its_own_help_and_errors(tmp_path):
-    output = CliRunner().invoke(main, ["perf", "run", "--help"]).output
-    assert "tritoncp perf run" in output and "--budget" in output
-    done = CliRunner().invoke(
-        main, ["perf", "run", "--device", "cpu", "--only", "nothing", "--out", str(tmp_path)]
-    )
-    assert done.exit_code == 2 and "'nothing'" in done.output
 
 
 def all_commands(
@@ -96,7 +73,6 @@ def endless(b, h, q, kv): return endless(b, h, q, kv)
 def rows(b, h, q, kv): return q.new_ones(3) > 0
 def loud(b, h, q, kv): print("said aloud"); return q >= kv
 def near(b, h, q, kv): return (q - kv).abs() < 3
-def made(a, b, c, d): open(a, "w")
 class Tree:
     def __call__(self, b, h, q, kv): return q >= kv
 tree = Tree()
@@ -117,8 +93,6 @@ def mods(tmp_path, monkeypatch):
     for name, text in {
         "my_mods": MODS,
         "leaving": "raise SystemExit(0)",
-        "torn": "def",
-        "failing": "{}[1]",
     }.items():
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -134,8 +108,6 @@ REFUSED = {
         (["--mask", "causal & cusal"], "^^^^^"),
         (["--mask", "os:getcwd"], "os:getcwd takes ()"),
         (["--mask", "os:system"], "os:system takes (command)"),
-        (["--mask", "shutil:copytree"], "takes (src, dst)"),
-        (["--mask", "pathlib:Path"], "is type, not a mask_mod"),
         (["--mask", "my_mods:three"], "takes (b, h, q); a mask_mod is a function (b, h, q_idx, kv_idx)"),
         (["--mask", "my_mods:whole"], "returns torch.int64; a mask_mod must return bool"),
         (["--mask", "my_mods:plain"], "my_mods:plain is no mask_mod"),
@@ -143,48 +115,28 @@ REFUSED = {
         (["--mask", "my_mods:leaves"], "SystemExit"),
         (["--mask", "my_mods:endless"], "RecursionError"),
         (["--mask", "my_mods:rows"], "; one value for a pair is needed"),
-        (["--mask", "my_mods:made"], "my_mods:made is no mask_mod"),
         (["--mask", "my_mods:absent"], "no attribute 'absent'"),
         (["--mask", "leaving:x"], "cannot be imported (SystemExit: 0)"),
-        (["--mask", "torn:x"], "cannot be imported (SyntaxError"),
-        (["--mask", "failing:x"], "cannot be imported (KeyError"),
         (["--mask", "..:x"], "cannot be imported"),
         (["--mask", ""], "no mask expression"),
-        (["--mask", "  "], "no mask expression"),
         (["--mask", f"window({NINES})"], "more tokens than any sequence has"),
         (["--mask", f"window({'9' * 5000})"], "no mask expression"),
-        (["--mask", f"prefix({NINES})"], "more tokens than any sequence has"),
         (["--mask", "document(1000G)"], "tokens together are not planned"),
         (["--mask", "document(-3)"], "must be integers >= 0"),
         (["--mask", "window(True)"], "a whole number"),
         (["--mask", "~" * 400 + "causal"], "nested more than 50 deep"),
-        (["--mask", "~" * 90_000 + "causal"], "nested too deeply"),
         (["--mask", "causal&" * 15_000 + "causal"], "nested too deeply"),
-        (["--mask", "(" * 1000], "no mask expression"),
-        (["--mask", "causal\n& cusal"], "no mask is called 'cusal'"),
         (["--seq-len", "12Q"], "no whole number of tokens"),
         (["--seq-len", "0"], "at least one token"),
         (["--seq-len", "99999999999G"], "more than any sequence has"),
-        (["--seq-len", "9" * 5000], "no whole number of tokens"),
         (["--seq-len", "1G"], "at most 67108864 are planned"),
         (["--seq-len", "2M", "--block-size", "1"], "make --block-size larger"),
-        (["--block-size", NINES], "not in the range"),
-        (["--block-size", "0"], "not in the range"),
         (["--world-size", "1000000"], "4096 ranks at most"),
-        (["--world-size", "100000000"], "4096 ranks at most"),
-        (["--world-size", NINES], "4096 ranks at most"),
         (["--heads", "6", "--kv-heads", "4"], "must be a multiple"),
-        (["--heads", NINES], "not in the range"),
         (["--head-dim", "300"], "not in the range 1<=x<=256"),
-        (["--v-head-dim", "257"], "not in the range 1<=x<=256"),
-        (["--batch", NINES], "not in the range"),
-        (["--balancer", "fair"], "'fair' is not one of"),
         (["--lengths", "10 20", "--seq-len", "40"], "are 30 tokens together"),
         (["--lengths", "[true]"], "a list of whole numbers"),
-        (["--lengths", "[[8, true]]"], "a list of whole numbers"),
-        (["--lengths", f"[{NINES}]"], "a list of whole numbers"),
-        (["--lengths", f"[{'9' * 5000}]"], "are no JSON"),
-        (["--lengths", "[" * 100_000], "nested more than 64 levels"),
+        (["--lengths", "[" * 100_000], "nested too deep"),
         (["--lengths", "[3,"], "are no JSON"),
         (["--lengths", "[[3], []]"], "no lengths of documents"),
         (["--lengths", "[[3], [4]]"], "must add up to the same"),
@@ -198,37 +150,22 @@ REFUSED = {
     ],
     "inspect": [
         (["--arch", "sm_9000"], "known: sm_80, sm_86"),
-        (["--arch", ""], "known: sm_80, sm_86"),
         (["--arch", "sm_90", "--kernel", "backwards"], "known: delta, forward"),
         (["--arch", "sm_90", "--head-dim", "300"], "known: 64, 128"),
         (["--arch", "sm_90", "--dtype", "int8"], "known: bfloat16"),
         (["--arch", "sm_90", "--mask", "round"], "known: state, full"),
         (["--arch", "sm_90", "--kernel", "delta", "--mask", "decode"], "no shipped kernel is all of that"),
-        (["--jobs", "0"], "not in the range"),
         (["--timeout", "nan"], "no number of seconds"),
-        (["--timeout", "inf"], "not in the range"),
-        (["--timeout", "-1"], "not in the range"),
     ],
     "autotune": [
-        (["--target", "sm_9000"], "known: sm_80, sm_86"),
-        ([*DRY, "--preset", ""], "known: llama3-8b"),
-        ([*DRY, "--shapes", ""], "32x8,128,16384"),
-        ([*DRY, "--shapes", f"{NINES}x1,64,64"], "fit no GPU"),
-        ([*DRY, "--shapes", f"8x8,64,{NINES}"], "fit no GPU"),
-        ([*DRY, "--shapes", f"{'9' * 5000}x1,64,64"], "HEADSxKV_HEADS"),
-        ([*DRY, "--ops", "fwd,"], "known: fwd"),
         ([*DRY, "--score-mod", "os:system"], "os:system takes (command)"),
         ([*DRY, "--score-mod", "my_mods:near"], "takes (b, h, q, kv)"),
-        ([*DRY, "--score-mod", f"softcap({'9' * 500})"], "known: softcap"),
-        ([*DRY, "--worst", "/dev/zero"], "neither a file nor a folder"),
         ([*DRY, "--budget", "nan"], "no time to work in"),
-        ([*DRY, "--budget", "9" * 400], "no time to work in"),
         ([*DRY, "--timeout", "nan"], "no number of seconds"),
         ([*DRY, "--out", "my_mods.py"], "is a file"),
     ],
     "demo": [
         (["--seq-len", "0"], "not in the range"),
-        (["--seq-len", NINES], "bytes of text at most"),
         (["--steps", NINES], "bytes of text at most"),
         (["--world-size", "1000000"], "64 local ranks at most"),
         (["--out", "my_mods.py"], "is a file"),
@@ -257,8 +194,6 @@ def test_options_that_make_no_sense_are_refused_in_a_message(command, words, sai
         ("plan", [SMALL, "--png", "/dev/null/plan.png"]),
         ("plan", [SMALL, "--html", "/proc/x.html"]),
         ("plan", [SMALL, "--png", f"{'a' * 300}.png"]),
-        ("autotune", ["--target=sm_90", "--out", "/proc/x"]),
-        ("autotune", ["--target=sm_90", "--out", "/dev/null/x"]),
         ("demo", ["--steps=1", SMALL, "--out", "/proc/x"]),
         ("demo", ["--steps=1", SMALL, "--out", "/dev/null/x"]),
     ],
@@ -284,10 +219,6 @@ def test_json_of_a_users_mask_is_the_same_every_time(name, mods):
     assert first.exit_code == second.exit_code == 0, first.output
     assert first.stdout == second.stdout and "0x" not in first.stdout
     assert json.loads(first.stdout)["mask"]["q_len"] == 256
-
-
-def test_autotune_accepts_an_architecture_of_the_list(mods):
-    assert CliRunner().invoke(main, ["autotune", "--target=sm_103", "--dry-run"]).exit_code == 0
 
 
 def test_a_bug_is_one_line_that_names_the_debug_variable(monkeypatch):

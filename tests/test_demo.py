@@ -19,7 +19,7 @@ from rich.console import Console
 from tritoncp.cli import main
 from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, window, windows
-from tritoncp.demo.model import Shape, Transformer, angles, rotate
+from tritoncp.demo.model import Shape
 from tritoncp.demo.ranks import LocalRanks, RankFailed
 from tritoncp.demo.report import OUTPUT_TOLERANCE, difference, show_progress
 from tritoncp.demo.train import Config, Step, train
@@ -29,12 +29,6 @@ SMALL = Config(seq_len=256, steps=2, shape=Shape(layers=1))
 
 
 # text
-
-
-def test_windows_are_the_same_everywhere_and_different_every_step():
-    texts = windows(256, 3)
-    assert torch.equal(texts, windows(256, 3))
-    assert not torch.equal(texts[0], texts[1])
 
 
 def test_windows_hold_the_documents_in_order():
@@ -59,36 +53,15 @@ def test_a_label_is_the_next_byte_of_the_same_document():
 def test_the_cpu_engine_trains_where_it_is_asked_for(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     engines = []
-    monkeypatch.setattr(demo_run, "run", lambda *args: engines.append(os.environ["TRITON_INTERPRET"]))
+
+    def run(*arguments):
+        engines.append(os.environ["TRITON_INTERPRET"])
+        raise SystemExit(0)
+
+    monkeypatch.setattr(demo_run, "run", run)
     for words in (["--engine=kernels"], ["--engine=cpu"], []):
         assert CliRunner().invoke(main, ["demo", *words]).exit_code == 0
     assert engines == ["1", "0", "0"]
-
-
-# model
-
-
-def test_rotary_scores_depend_on_distance_only():
-    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
-    at = torch.tensor([[3, 7, 103, 107]], dtype=torch.float64)
-    turned_q, turned_k = (rotate(x.expand(1, 1, 4, 16), angles(at, 16)) for x in (q, k))
-    near, far = (turned_q[0, 0, i] @ turned_k[0, 0, i + 1] for i in (0, 2))
-    torch.testing.assert_close(near, far)
-
-
-def test_logits_of_a_token_depend_on_its_own_position_not_its_row():
-    model = Transformer(Shape(layers=1))
-    tokens, positions = torch.randint(256, (1, 8)), torch.arange(8)[None]
-    order = torch.randperm(8)
-
-    def attend(q, k, v):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    straight, shuffled = (
-        model(tokens, positions, attend),
-        model(tokens[:, order], positions[:, order], attend),
-    )
-    torch.testing.assert_close(straight[:, order], shuffled)
 
 
 # training, on one rank and on several
@@ -102,8 +75,8 @@ def test_the_loss_falls():
 CPU = torch.device("cpu")
 
 
-def tritoncp_demo(*words, launcher=("-m", "tritoncp.demo"), **environment) -> subprocess.CompletedProcess:
-    command = [sys.executable, *launcher, *words]
+def tritoncp_demo(*words, **environment) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tritoncp.demo", *words]
     env = {**os.environ, **environment}
     return subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
@@ -131,22 +104,11 @@ def test_ranks_and_one_rank_agree(tmp_path):
     assert lines[-1].endswith("tritoncp check")
 
 
-@pytest.mark.long
-def test_the_same_script_runs_under_torchrun(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tritoncp.demo")
-    words = "--steps=1", "--seq-len=128", f"--out={tmp_path}"  # one rank has all blocks
-    done = tritoncp_demo(*words, launcher=launcher)
-    assert done.returncode == 0, done.stderr
-    for line in ("losses   agree", "kernels  agree"):
-        assert done.stdout.count(line) == 1, "only the first rank speaks"
-
-
-def test_a_world_size_that_torchrun_contradicts_is_refused(monkeypatch, tmp_path):
+def test_torchrun_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    done = CliRunner().invoke(main, ["demo", "--world-size=3", f"--out={tmp_path}"])
-    assert done.exit_code == 2
-    assert "--world-size 3, but torchrun started 2 ranks" in done.output
+    done = CliRunner().invoke(main, ["demo", f"--out={tmp_path}"])
+    assert done.exit_code == 2 and "without torchrun" in done.output
 
 
 def test_an_error_of_a_rank_is_reported_once_with_its_number():
@@ -156,13 +118,13 @@ def test_an_error_of_a_rank_is_reported_once_with_its_number():
     said = str(failed.value)
     assert said.startswith(("rank 0 of 2 failed:", "rank 1 of 2 failed:"))
     assert said.count("Traceback (most recent call last)") == 1
-    assert not any(process.is_alive() for process in ranks.workers.values())
+    assert not any(process.is_alive() for process in ranks.context.processes)
 
 
 def test_a_rank_that_is_killed_is_noticed():
     with LocalRanks(SMALL, 2, lambda step: None) as ranks:
-        os.kill(ranks.workers[1].pid, signal.SIGKILL)
-        with pytest.raises(RankFailed, match=r"rank 1 of 2 failed:\n.*exit code -9"):
+        os.kill(ranks.context.processes[1].pid, signal.SIGKILL)
+        with pytest.raises(RankFailed, match=r"rank 1 of 2 failed: .*SIGKILL"):
             ranks.result()
 
 

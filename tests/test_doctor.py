@@ -13,15 +13,13 @@ from tritoncp import doctor
 from tritoncp.cli import main
 
 
-def test_doctor_reports_this_process_in_json(tmp_path):
-    done = tritoncp("doctor", "--json", TRITONCP_CACHE_DIR=str(tmp_path))
+def test_doctor_reports_this_process_in_json():
+    done = tritoncp("doctor", "--json")
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report["problems"] == []
     assert report["versions"]["torch"] == str(torch.__version__)
     assert len(report["devices"]) == torch.cuda.device_count()
-    assert report["cache"]["path"] == str(tmp_path / "mods")
     assert "gloo" in report["distributed"]
-    assert not (tmp_path / "mods").exists(), "doctor looks and makes nothing"
 
 
 def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> None:
@@ -98,14 +96,6 @@ def test_doctor_shows_a_table_to_people():
     assert "CPU tensors run" in output and str(torch.__version__).split("+")[0] in output
 
 
-def test_doctor_fails_on_a_cache_others_may_write(tmp_path):
-    (tmp_path / "mods").mkdir()
-    (tmp_path / "mods").chmod(0o777)
-    done = tritoncp("doctor", TRITONCP_CACHE_DIR=str(tmp_path))
-    assert done.returncode == 1
-    assert "others may write" in done.stdout and "set TRITONCP_CACHE_DIR" in " ".join(done.stdout.split())
-
-
 @pytest.mark.parametrize(
     ("versions", "said"),
     [
@@ -117,20 +107,17 @@ def test_doctor_fails_on_a_cache_others_may_write(tmp_path):
 )
 def test_doctor_names_problems_and_remedies(versions, said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    lines = doctor.problems(versions, True, {"path": "/x", "usable": True, "state": ""})
+    lines = doctor.problems(versions, True)
     assert len(lines) == 1 and lines[0].startswith(said)
 
 
 def test_doctor_warns_when_a_gpu_would_be_left_idle(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     versions = {"torch": "2.13.0", "triton": "3.7.1", "numpy": "2.0"}
-    assert "unset it" in doctor.problems(versions, True, {"path": "/x", "usable": True, "state": ""})[0]
-    assert doctor.problems(versions, False, {"path": "/x", "usable": True, "state": ""}) == []
+    assert "unset it" in doctor.problems(versions, True)[0]
+    assert doctor.problems(versions, False) == []
 
 
 def test_doctor_shows_oddities_of_the_environment():
-    done = tritoncp(
-        "doctor", TRITON_ODD="[/bold] \udcff", TRITONCP_CACHE_DIR="/dev/null/x", PYTHONIOENCODING="ascii"
-    )
-    assert done.returncode == 1 and "[/bold] \\udcff" in done.stdout
-    assert "/dev/null is not a directory" in " ".join(done.stdout.split()) and not done.stderr
+    done = tritoncp("doctor", TRITON_ODD="[/bold] \udcff", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "[/bold] \\udcff" in done.stdout and not done.stderr

@@ -94,7 +94,7 @@ def test_gradients_of_rows_with_a_nan_are_nan() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [1e7, 1e8, 1e9, 1e10, 1e12])
+@pytest.mark.parametrize("size", [1e8, 1e12])
 def test_no_probability_exceeds_one_however_large_scores_are(size: float, dtype: torch.dtype) -> None:
     """The forward pass is exact; for scores beyond the fractional digits of float32, gradients are bounded by
     those of probabilities that are all one."""
@@ -108,20 +108,3 @@ def test_no_probability_exceeds_one_however_large_scores_are(size: float, dtype:
     assert all(bool(x.isfinite().all()) for x in (dq, dk, dv))
     most = dout.abs().double()[:, :, :32].flip(2).cumsum(2).flip(2)  # of all queries that see a key
     assert bool((dv.double().abs()[:, :, :32] <= most * 1.01 + 1e-6).all())
-
-
-def test_padding_is_never_read() -> None:
-    """NaN in the padding of shards, and of gradients of out, reaches no result."""
-    world = tritoncp.simulate(3)
-    plan = world.make_plan(tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 20, 20, BLOCK_SIZE=4))
-    x = [torch.randn(1, 1, 20, 4, dtype=torch.float64) for _ in range(3)]
-
-    def results(pad: float) -> list[Tensor]:
-        shards = [world.shard(t, plan, dim=2, pad=pad) for t in x]
-        leaves = [s.requires_grad_() for side in shards for s in side]
-        assert any(bool((s == pad).any() | s.isnan().any()) for s in leaves)
-        outs, lses = world.flex_attention(*shards, plan, return_lse=True)
-        downs = world.shard(torch.ones(1, 1, 20, 4, dtype=torch.float64), plan, dim=2, pad=pad)
-        return [*outs, *lses, *torch.autograd.grad(outs, leaves, downs)]
-
-    torch.testing.assert_close(results(math.nan), results(0), rtol=1e-12, atol=1e-12)

@@ -73,16 +73,6 @@ def test_the_json_has_every_schedule():
         assert case["tensor"] in ("out", "lse", "dq", "dk", "dv")
     facts = report["facts"]
     assert facts["versions"]["tritoncp"] == tritoncp.__version__
-    assert facts.keys() >= {
-        "device",
-        "devices",
-        "driver",
-        "nccl",
-        "peer_access",
-        "all_gather",
-        "problems",
-        "notes",
-    }
     assert any("float16 replaces bfloat16" in note for note in facts["notes"])
 
 

@@ -115,7 +115,9 @@ def sorted_noise(sizes: Sizes, number: int) -> Rule:
     """A mask_mod that sorts, which no kernel can: it is evaluated beforehand."""
     noise = torch.rand(sizes.batch, sizes.heads, sizes.q + sizes.kv, generator=generator(number))
     n = min(7, sizes.q + sizes.kv)
-    return python_rule(lambda b, h, q, kv: noise.sort(2).values[b, h, (5 * q + kv) % n] > 0.3, True, True)
+    ordered = noise.sort(2).values
+    mod = lambda b, h, q, kv: noise.sort(2).values[b, h, (5 * q + kv) % n] > 0.3  # noqa: E731
+    return Rule(mod, lambda b, h, q, kv: ordered[b, h, (5 * q + kv) % n] > 0.3, True, True)
 
 
 MASKS: dict[str, Callable[[Sizes, int], Rule]] = {  # by the sizes of a call and a number

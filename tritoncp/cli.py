@@ -1,7 +1,7 @@
 """The command line: the group of all commands. Each command imports torch when it runs.
 
-Exit codes: 0, done; 1, failed, or the result of a check is negative; 2, options that make no sense. An error
-is a line on stderr; TRITONCP_DEBUG=1 shows the traceback instead.
+Exit codes: 0, done; 1, failed, or the result of a check is negative; 2, options that make no sense; 130,
+Ctrl-C. An error is a line on stderr; TRITONCP_DEBUG=1 shows the traceback instead.
 """
 
 import contextlib
@@ -132,8 +132,8 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
     Shows the owner of each block, the work of each rank, the bytes that each schedule sends and keeps, its
     predicted time, and the choice of "auto". In Python: print(plan), plan.plot().
     """
-    from tritoncp.planning.command import collect_facts, print_facts
-    from tritoncp.planning.drawing import write_drawing
+    from tritoncp.planning.report.command import collect_facts, print_facts
+    from tritoncp.planning.report.drawing import write_drawing
 
     for path, suffix in ((png, ".png"), (html, ".html")):
         if path is not None and path.suffix != suffix:
@@ -145,44 +145,6 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
                 write_drawing(facts, path)
         text = json.dumps(facts.as_json()) if as_json else ""
     click.echo(text) if as_json else print_facts(facts)
-
-
-@main.command()
-@click.option(
-    "--demo", is_flag=True, help="A small mixture-of-experts block; the only graph that there is here."
-)
-@click.option(
-    "--cut",
-    type=click.Choice(("experts", "batch", "sequence")),
-    default="sequence",
-    show_default=True,
-    help="What is cut: the experts alone, or the block by batch or sequence.",
-)
-@click.option("--chunks", type=click.Choice(("2", "4", "8")), default="2", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
-def chunk(demo: bool, cut: str, chunks: str, as_json: bool) -> None:
-    """Show what it is worth to cut a training graph into chunks and to order them: no GPU is needed.
-
-    \b
-    Examples:
-      tritoncp chunk --demo
-      tritoncp chunk --demo --cut experts --chunks 4 --json
-
-    Predicts one forward and backward pass on two streams, computation and messages, before and after. In
-    Python: tritoncp.chunking.chunk, tritoncp.chunking.simulate, tritoncp.chunking.order.
-    """
-    if not demo:
-        raise click.UsageError(
-            "pass --demo: the command shows a block of its own; graphs of yours are cut in Python"
-        )
-    if cut == "batch" and int(chunks) > 2:
-        raise click.UsageError(
-            f"--cut batch --chunks {chunks}: the demo's batch has 4 rows, and a chunk needs 2"
-        )
-    from tritoncp.chunking.demo.command import run_demo
-
-    result = run_demo(cut, int(chunks))
-    click.echo(json.dumps(result.as_json()) if as_json else str(result))
 
 
 for command in (autotune, check, demo, doctor, inspect, perf):

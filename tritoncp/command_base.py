@@ -13,17 +13,21 @@ import click
 
 from tritoncp.core.environment import DEBUG
 
+INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 JOBS = click.IntRange(1, 1024)  # processes that compile at a time
 
 
 @contextlib.contextmanager
 def errors_as_messages() -> Iterator[None]:
     """Turn errors into messages of the command: a ValueError of the library is a usage error (exit code 2),
-    errors of files and memory are failures (1); anything else is a bug in tritoncp."""
+    errors of files and memory are failures (1); anything else is a bug in tritoncp. Ctrl-C ends with 130."""
     try:
         yield
     except (click.ClickException, click.Abort, click.exceptions.Exit):
         raise
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
     except Exception as error:
         if DEBUG.read():
             raise

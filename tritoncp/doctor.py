@@ -6,10 +6,8 @@ Functions import torch themselves, so that the command line shows its help witho
 import json
 import os
 import platform
-import stat
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,6 +15,7 @@ import click
 from tritoncp._version import __version__
 from tritoncp.command_base import Command
 from tritoncp.core import environment
+from tritoncp.core.cpu_target import cpu_target
 from tritoncp.core.versions import NEWEST_TESTED, OLDEST, installed_version, list_untested, minor_of
 from tritoncp.kernels import toolchain
 from tritoncp.kernels.toolchain import Ptxas
@@ -45,13 +44,12 @@ def examine() -> dict[str, Any]:
 
     >>> facts = examine()
     >>> sorted(facts)[:5]
-    ['advice', 'cache', 'cpu', 'devices', 'distributed']
+    ['advice', 'cpu', 'devices', 'distributed', 'environment']
     """
     packages = "torch", "triton", "einops", "numpy", "matplotlib"
     versions = {name: installed_version(name) for name in packages}
     versions = {"tritoncp": __version__, "python": platform.python_version(), **versions}
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    cache = look_at_cache()
+    interpreted = cpu_target() == "interpreter"
     gpus = devices()
     archs = list(dict.fromkeys(gpu["architecture"] for gpu in gpus))
     return {
@@ -63,9 +61,8 @@ def examine() -> dict[str, Any]:
         "cpu": engine_on_cpu(interpreted, versions),
         "distributed": backends(),
         "nccl": ".".join(map(str, nccl_version() or ())) or None,
-        "cache": cache,
         "environment": environment.set_variables(),
-        "problems": problems(versions, interpreted, cache),
+        "problems": problems(versions, interpreted),
         "advice": [
             *environment.faults(),
             *list_untested(),
@@ -186,38 +183,7 @@ def nccl_advice(gpus: int) -> Iterator[str]:
         yield f"communicators that are in flight at once (FSDP's and this one, say) may deadlock: {remedy}"
 
 
-def look_at_cache() -> dict[str, Any]:
-    """Describe the folder of generated Triton source: its path, its state, and whether it can be used."""
-    if installed_version("triton") is None:
-        return {"path": None, "state": "needs triton", "usable": False}
-    from tritoncp.mods.source_cache import cache_dir
-
-    path = cache_dir()
-    state, usable = state_of(path)
-    return {"path": str(path), "state": state, "usable": usable}
-
-
-def state_of(path: Path) -> tuple[str, bool]:
-    if not os.path.lexists(path):
-        parent = next(p for p in path.absolute().parents if os.path.lexists(p))
-        if not parent.is_dir():
-            return f"cannot be made: {parent} is not a directory", False
-        if os.access(parent, os.W_OK):
-            return "not there yet; the first mask or score function makes it", True
-        return f"cannot be made: {parent} is not writable", False
-    if not path.is_dir():
-        return "not a directory", False
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if path.stat().st_uid != os.getuid():
-        return "belongs to another user", False
-    if mode & 0o022:
-        return f"mode {mode:04o}: others may write there", False
-    if not os.access(path, os.W_OK):
-        return "not writable", False
-    return f"mode {mode:04o}, {sum(1 for _ in path.glob('*.py'))} files", True
-
-
-def problems(versions: dict[str, str | None], interpreted: bool, cache: dict[str, Any]) -> list[str]:
+def problems(versions: dict[str, str | None], interpreted: bool) -> list[str]:
     import torch
 
     lines = []
@@ -237,8 +203,6 @@ def problems(versions: dict[str, str | None], interpreted: bool, cache: dict[str
             f"triton {versions['triton']} cannot be interpreted with numpy {versions['numpy']}: "
             "pip install 'numpy<2.4', or take triton 3.7"
         )
-    if cache["path"] is not None and not cache["usable"]:
-        lines.append(f"cache {cache['path']}: {cache['state']}; set TRITONCP_CACHE_DIR to a folder of yours")
     return lines
 
 
@@ -280,6 +244,5 @@ def summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("CPU tensors run", report["cpu"]),
         ("collectives", collectives(report["distributed"], report["nccl"])),
-        ("cache", f"{report['cache']['path']} ({report['cache']['state']})"),
         ("environment", "\n".join(f"{k}={v}" for k, v in report["environment"].items()) or "-"),
     ]

@@ -14,7 +14,6 @@ from tritoncp.perf.dashboard.repository import compare_address
 from tritoncp.perf.dashboard.shell import html_table, percent
 from tritoncp.perf.dashboard.trends import Trend
 from tritoncp.perf.records.history import OURS, Point
-from tritoncp.perf.records.roofline import bound_share, find_alarms
 
 FAILURES = 5  # the newest ones that are listed
 CLASSES = {"fails now": "worse", "fails still": "worse", "slower": "worse", "faster": "better"}
@@ -77,7 +76,7 @@ def describe_newest(trend: Trend) -> str:
 
 
 def describe_case(trend: Trend, repository: str) -> str:
-    """Describe a case: its newest run, changes of level, failures and alarms."""
+    """Describe a case: its newest run, changes of level, and failures."""
     last = trend.points[-1]
     tags = " · ".join([str(last.series), *filter(None, map(str, last.tags.values()))])
     parts = [
@@ -86,7 +85,6 @@ def describe_case(trend: Trend, repository: str) -> str:
     ]
     if not last.ms:
         parts.append(f'<p class="worse">{escape(last.own["why"])}</p>')
-    parts += [f'<p class="worse">Alarm: {escape(str(alarm))}</p>' for alarm in find_alarms(last)]
     items = [_describe_change(trend, change, repository) for change in reversed(trend.changes)]
     failures = [point for point in trend.points if not point.ms][-FAILURES:]
     items += [
@@ -130,17 +128,15 @@ def _describe_change(trend: Trend, change: trends.Change, repository: str) -> st
 
 
 def figures_table(point: Point) -> str:
-    """Format the last figures of every contender, the share of the bound, and the work of ranks."""
+    """Format the last figures of every contender, and the work of ranks."""
     rows = [_format_contender(name, figures) for name, figures in point.contenders.items()]
     heads = ("Who", "Median, ms", "Quartiles", "TFLOP/s", "Host, ms", "Set-up, s", "Memory, MiB", "Why not")
     lines = [
         f"<h2>Figures of {day_of(point)}, <code>{escape(commit_text(point))}</code></h2>",
         html_table(heads, rows),
     ]
-    share = bound_share(point.ms, point.work, point.ceilings) if point.ms else None
-    facts = [f"{100 * share:.0f} % of the bound of the device"] if share else []
     work = point.work
-    facts += [f"most work over the mean {work['imbalance']:.3f}"] if "imbalance" in work else []
+    facts = [f"most work over the mean {work['imbalance']:.3f}"] if "imbalance" in work else []
     facts += [f"a rank sends at most {work['wire_bytes'] / 1e6:.2f} MB"] if work.get("wire_bytes") else []
     facts += [f"{name} {value}" for name, value in point.state.items()]
     lines.append(f'<p class="help">{escape("; ".join(map(str, facts)))}</p>' if facts else "")

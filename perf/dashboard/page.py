@@ -29,7 +29,6 @@ from tritoncp.perf.dashboard.compare import group_points
 from tritoncp.perf.dashboard.shell import NUMBER, PERCENT, Column, html_table
 from tritoncp.perf.dashboard.trends import STATUSES, Trend
 from tritoncp.perf.records.history import History, Point
-from tritoncp.perf.records.roofline import find_alarms
 
 WORST = 6  # cases in the card of a device
 
@@ -166,14 +165,7 @@ def _format_card(device: str, all_trends: Sequence[Trend], runs: dict[str, Run])
     newest = max((trend.points[-1].run for trend in all_trends), key=numbers.__getitem__)
     measured = sum(trend.points[-1].run == newest for trend in all_trends)
     kind, sentence = _judge(all_trends)
-    alarms = [(alarm, trend) for trend in all_trends for alarm in find_alarms(trend.points[-1])]
     parts = [f'<h3>{escape(device)}</h3><p class="verdict {kind}">{sentence}</p>']
-    if alarms:
-        alarm, trend = max(alarms, key=lambda pair: pair[0].share)
-        count = len({trend.points[-1].case for _, trend in alarms})
-        words = "1 case above its bound" if count == 1 else f"{count} cases above their bounds"
-        share = f"{100 * alarm.share:.0f} % in {case_link(trend)}"
-        parts.append(f'<p class="worse">Alarm: {words}: {share}</p>')
     of_all = f"{measured} of {len(all_trends)} measured"
     part = f'<span class="unsure">{of_all}</span>' if measured < len(all_trends) else of_all
     parts.append(

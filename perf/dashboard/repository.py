@@ -20,25 +20,17 @@ def web_address(url: str) -> str:
     """Return the https address of a repository from an address that git takes, without user and password; ""
     for an address that leads to no web page, as a folder's.
 
-    >>> web_address("git@github.com:owner/project.git")
-    'https://github.com/owner/project'
+    >>> web_address("git@github.com:owner/project.git"), web_address("ssh://git@example.org:22/owner/project")
+    ('https://github.com/owner/project', 'https://example.org/owner/project')
     >>> web_address("https://user:secret@example.org/owner/project.git/")
     'https://example.org/owner/project'
-    >>> web_address("javascript:alert(1)"), web_address("/srv/project.git")
-    ('', '')
+    >>> web_address("javascript:alert(1)"), web_address("/srv/project.git"), web_address("file:///srv/project")
+    ('', '', '')
     """
-    if match := re.fullmatch(r"(?:[\w.-]+@)?([\w.-]+\.\w+):(?!/)([^:?#]+)", url):
-        url = f"ssh://{match[1]}/{match[2]}"
-    try:
-        parts = urlsplit(url)
-        port = f":{parts.port}" if parts.port and parts.scheme in ("http", "https") else ""
-    except ValueError:
-        return ""
-    path = parts.path.strip("/").removesuffix(".git")
-    if parts.scheme not in ("http", "https", "ssh", "git") or not parts.hostname or not path:
-        return ""
-    scheme = "http" if parts.scheme == "http" else "https"
-    return f"{scheme}://{parts.hostname}{port}/{path}"
+    if re.match(r"https?://[^/]+/.", url):
+        return re.sub(r"//[^@/]*@", "//", url).strip("/").removesuffix(".git")
+    parts = re.fullmatch(r"(?:(?:ssh|git)://)?(?:[^@/]+@)?([\w.-]+\.\w+)(?::\d+)?[:/]([^:?#]+)", url)
+    return f"https://{parts[1]}/{parts[2].strip('/').removesuffix('.git')}" if parts else ""
 
 
 def compare_address(repository: str) -> str:

@@ -99,12 +99,17 @@ def render(
     fillings = {**texts, **places}
     body = (ASSETS / layout).read_text()
     bokeh = Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).js_raw
+    filled = re.sub(r"<!--([\w-]+)-->", lambda mark: fillings.get(mark[1], ""), body)
+    return fill_page(title, filled, ["\n".join(bokeh), code])
+
+
+def fill_page(title: str, body: str, scripts: Sequence[str] = ()) -> str:
+    """Return a page as HTML. body: HTML."""
     parts = {
         "title": escape(title),
         "style": (ASSETS / "page.css").read_text(),
-        "bokeh": escape_script("\n".join(bokeh)),
-        "models": escape_script(code),
-        "body": re.sub(r"<!--([\w-]+)-->", lambda mark: fillings.get(mark[1], ""), body),
+        "scripts": "\n".join(f"<script>{escape_script(text)}</script>" for text in scripts),
+        "body": body,
     }
     head, *sections = (ASSETS / "page.html").read_text().split("{{")
     return head + "".join(parts[name] + after for name, after in (part.split("}}", 1) for part in sections))

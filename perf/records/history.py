@@ -10,14 +10,14 @@ import datetime
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tritoncp.core.checked_json import parse_json
-from tritoncp.perf.records.schema import check_measurement, finite
+from tritoncp.perf.records.schema import check_measurement
 
 VERSION = 1
 OURS = "tritoncp"
@@ -63,8 +63,7 @@ class Point:
     contenders: by name ("tritoncp", "flex tma", ...) either figures (ms, low, high = median and quartiles;
                 optionally samples, host_ms, setup_s, peak_bytes, tflops) or {"why": reason of the failure}
     tags:       mask, pass, dtype, shape, model, ranks
-    work:       flops, hbm_bytes, wire_bytes; for plans also work and bytes of each rank
-    ceilings:   matmul_tflops, copy_gbytes_per_s of the device
+    work:       flops, wire_bytes; for plans also work and bytes of each rank
     state:      clock, power and temperature after the rounds; goal: least speedups worth shipping
     """
 
@@ -76,7 +75,6 @@ class Point:
     contenders: dict[str, dict[str, Any]]
     tags: dict[str, str] = field(default_factory=dict)
     work: dict[str, Any] = field(default_factory=dict)
-    ceilings: dict[str, float] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     goal: dict[str, float] = field(default_factory=dict)
 
@@ -174,26 +172,6 @@ def append(path: Path, line: dict[str, Any]) -> None:
         _write(file, _text(line), path)
 
 
-def merge(path: Path, lines: Sequence[dict[str, Any]]) -> int:
-    """Add the lines that a file does not hold yet, all of them or none. Returns their number.
-
-    Raises DiskFull if there is no room.
-    """
-    if not lines:
-        return 0
-    with _lock_file(path) as file:
-        present = {same_line(line) for _, line in parse_lines(path) if not isinstance(line, str)}
-        new = {name: line for line in lines if (name := same_line(line)) not in present}
-        if new:
-            _write(file, b"".join(map(_text, new.values())), path)
-    return len(new)
-
-
-def same_line(line: dict[str, Any]) -> str:
-    """Return a text that is equal for lines with equal content in any order of keys."""
-    return json.dumps(line, sort_keys=True)
-
-
 def _text(line: dict[str, Any]) -> bytes:
     return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
@@ -285,7 +263,7 @@ def _parse_line(text: bytes) -> dict[str, Any] | str:
     if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
         return 'not a line of a history: it has no "kind"'
     if line["kind"] != "case":
-        return line if finite(line) else f"a number of the {line['kind']!r:.40} line is NaN or infinite"
+        return line
     if line.get("v") != VERSION:
         return f"written in version {line.get('v')!r} of the format; this tritoncp reads version {VERSION}"
     try:
@@ -297,13 +275,9 @@ def _parse_line(text: bytes) -> dict[str, Any] | str:
 
 
 def point_of(line: dict[str, Any]) -> Point:
-    """Make a point from a line of kind "case". Raises KeyError or TypeError if fields are missing or its
-    series is none."""
+    """Make a point from a line of kind "case". Raises KeyError or TypeError if fields are missing."""
     fields = {name: line[name] for name in Point.__dataclass_fields__ if name in line}
-    series = Series(**line["series"])
-    if not all(isinstance(part, str) for part in series):
-        raise TypeError("series has a value that is no text")
-    return Point(**fields | {"series": series, "env": line.get("env", {})})
+    return Point(**{"env": {}} | fields | {"series": Series(**line["series"])})
 
 
 @dataclass
@@ -319,7 +293,6 @@ class Journal:
     series: Series
     env: dict[str, Any]
     tell: Callable[[dict[str, Any]], object] = lambda line: None
-    ceilings: dict[str, float] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     left_out: set[str] = field(default_factory=set)
 
@@ -335,7 +308,7 @@ class Journal:
     def point(self, case: str, contenders: dict[str, dict[str, Any]], **parts: Any) -> None:
         """Write the figures of a case. Raises DiskFull."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        point = Point(self.run, now, case, self.series, self.env, contenders, ceilings=self.ceilings, **parts)
+        point = Point(self.run, now, case, self.series, self.env, contenders, **parts)
         self.points.append(point)
         self.write(point.as_line())
 

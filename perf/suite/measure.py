@@ -229,7 +229,7 @@ class Bench:
                 contenders[name]["tflops"] = round(work.flops / figures[name].ms / 1e9, 1)
                 if case.problem.together and name.split()[0] == OURS:
                     contenders[name]["rank_ms"] = round(figures[name].ms / case.problem.world, 5)
-        self._write(case, contenders, {"flops": work.flops, "hbm_bytes": work.hbm, "wire_bytes": work.wire})
+        self._write(case, contenders, {"flops": work.flops, "wire_bytes": work.wire})
 
     def _write(self, case: Case, contenders: dict[str, Any], work: dict[str, int]) -> None:
         gpu = machine.state(self.device) if self.device.type == "cuda" else {}
@@ -266,18 +266,4 @@ def work_of(case: Case) -> Work:
         return of_plan(build(mask), problem, case.which)
     plan = build(mask, problem.world, schedule=problem.schedule)
     per_rank = [of_plan(plan.for_rank(rank), problem, case.which) for rank in range(problem.world)]
-    return Work(*map(max, zip(*((work.flops, work.hbm, work.wire) for work in per_rank))))
-
-
-def measure_ceilings(device: torch.device) -> dict[str, float]:
-    """Measure the best rates of a device: a bf16 matrix product, and a copy through memory."""
-    n = 8192
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    source = torch.randn(1 << 30, device=device)
-    target = torch.empty_like(source)
-    runs = {"matmul": lambda: lambda: a @ b, "copy": lambda: lambda: target.copy_(source)}
-    times = time_interleaved(runs, DeviceClock(device), 0.3)
-    return {
-        "matmul_tflops": round(2 * n**3 / times["matmul"].ms / 1e9, 1),
-        "copy_gbytes_per_s": round(2 * source.nbytes / times["copy"].ms / 1e6, 1),
-    }
+    return Work(*map(max, zip(*((work.flops, work.wire) for work in per_rank))))

@@ -1,7 +1,6 @@
 """Tests of the public call: both argument shapes, every keyword of torch's, every kind of mask."""
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +14,12 @@ from tests.kernels.support.harness import F32, F64, QKV, agree, close, cotangent
 from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
 from tritoncp.masks.mask import create_block_mask
 from tritoncp.masks.mask_mod import and_masks
-from tritoncp.ops import engine_factory
 
 pytestmark = [
     pytest.mark.usefixtures("cpu_engine"),  # unless a test asks for kernels
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
     pytest.mark.filterwarnings("ignore:return_lse is deprecated"),
 ]
-
-
-USES_TRITON = engine_factory.uses_triton
 
 
 def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -160,12 +155,6 @@ def test_no_mask_is_everyone_sees_everyone_at_any_lengths() -> None:
     agree(run(x, None, lambda: score_mod, start=start), oracle(x, None, lambda: score_mod, start=start))
 
 
-def test_a_batch_of_one_mask_serves_any_batch_and_heads() -> None:
-    x = tensors(dtype=F32)
-    both = [tritoncp.flex_attention(*(t[i : i + 1] for t in x), MASK, enable_gqa=True) for i in range(2)]
-    close(tritoncp.flex_attention(*x, MASK, enable_gqa=True), torch.cat(both), "out")
-
-
 # -- nothing remembered, nothing changed --------------------------------------------------------------
 
 
@@ -187,30 +176,6 @@ def test_captures_are_read_at_every_call() -> None:
             x, MASK, lambda t=table, f=factor: lambda s, b, h, q, kv: s * f + t[kv], start=cotangents(x)
         )
         close(got, exact.out, "out")
-
-
-def test_an_edited_mask_is_a_new_mask_and_an_old_plan_is_refused() -> None:
-    x = tensors(kv_heads=2, batch=1)
-    limit = torch.tensor(20)
-    mod = lambda b, h, q, kv: kv < limit  # noqa: E731
-    mask = flex.create_block_mask(mod, None, None, 40, 40, device="cpu", BLOCK_SIZE=64)
-    plan = tritoncp.make_plan(mask)
-    before = tritoncp.flex_attention(*x, mask)
-    same(tritoncp.flex_attention(*x, plan), before)
-    limit.fill_(10)
-    visible = torch.arange(40).lt(10).expand(40, 40)
-    close(tritoncp.flex_attention(*x, mask), oracle(x, visible, start=cotangents(x)).out, "out")
-    with pytest.raises(RuntimeError, match="edited in place after the plan was made; make the mask"):
-        tritoncp.flex_attention(*x, plan)
-
-
-def test_a_capture_edited_before_backward_is_refused() -> None:
-    q, k, v = (t.requires_grad_() for t in tensors(kv_heads=2, batch=1))
-    bias = torch.zeros(40, dtype=F64)
-    out = tritoncp.flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[j], MASK)
-    bias.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
 
 
 def test_inputs_are_left_alone_and_outputs_are_new() -> None:
@@ -256,31 +221,3 @@ def test_masks_and_plans_of_an_evaluation_under_inference_mode_serve_training() 
 
 
 # -- engines ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
-def test_without_the_interpreter_cpu_tensors_take_plain_torch(
-    monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
-    """Every argument works on the CPU, as a user's unit tests need."""
-    x = tensors()
-    captured, start = [torch.rand(2, dtype=F64)], cotangents(x)
-
-    def score(slope: Tensor) -> Callable[..., Tensor]:
-        return lambda s, b, h, q, kv: s - slope[h] * (q - kv).abs()
-
-    kernels = run(x, MASK, score, captured, start=start, scale=0.3)
-    monkeypatch.setattr(engine_factory, "uses_triton", USES_TRITON)
-    monkeypatch.delenv("TRITON_INTERPRET")
-    assert not engine_factory.uses_triton(torch.device("cpu"))
-    plain = run(x, MASK, score, captured, start=start, scale=0.3, BLOCK_M=64)
-    agree(plain, kernels)
-    agree(plain, oracle(x, MASK, score, captured, start=start, scale=0.3))
-
-
-def test_positions_of_a_plan() -> None:
-    plan = tritoncp.make_plan(create_block_mask(causal(), 1, 1, 40, 40, BLOCK_SIZE=8), world_size=2, rank=1)
-    at = tritoncp.positions(plan)
-    assert at.shape == (1, plan.s_local) and at.dtype == torch.int64
-    angle = torch.arange(40, dtype=F64)[:, None] / math.e
-    same(tritoncp.shard(angle, plan, dim=0)[plan.valid[0]], angle[at[0][at[0] >= 0]])

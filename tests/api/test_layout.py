@@ -54,15 +54,3 @@ def test_out_has_the_layout_of_torchs(form, v_dim, compiled, monkeypatch):
         assert out.stride() == want.stride(), order
         assert out.stride(3) == 1
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("order", permutations(range(4)))
-def test_gradients_have_the_stride_order_of_their_tensors(order, monkeypatch):
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-    x = [permuted(order).requires_grad_() for _ in range(3)]
-    out = tritoncp.flex_attention(*x)
-    inner = [i for i in order if i < 3]
-    for result in (out, *torch.autograd.grad(out.sum(), x)):
-        strides = [result.stride(i) for i in (*inner, 3)]
-        assert strides == sorted(strides, reverse=True)
-        assert result.stride(3) == 1

@@ -1,4 +1,5 @@
-"""Graphs written node by node, with one byte an element and one second a byte."""
+"""Graphs written node by node, with one byte an element, one second a byte of memory and half
+a second a byte of a message."""
 
 from __future__ import annotations
 
@@ -10,9 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from tritoncp.planning.cost import Hardware
 
-UNIT = Hardware("unit", flops=1.0, bandwidth=1.0, latency=0.0, scattered=1.0, source="", memory=1.0)
+UNIT = Hardware("unit", flops=1.0, bandwidth=2.0, latency=0.0, scattered=1.0, source="", memory=1.0)
 ATEN, C10D = torch.ops.aten, torch.ops._c10d_functional
-# A collective between two ranks sends half of its bytes.
 
 
 class Builder:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from tritoncp import causal, create_block_mask, flex_attention, make_plan
 from tritoncp.chunking import Eager, chunk, concretise, mark
 from tritoncp.ops import engine_factory
+from tritoncp.ops.call import decode_spec, encode_spec
 
 X = torch.randn(4, 8, 6)
 
@@ -55,7 +56,8 @@ def with_constant(gm: GraphModule) -> None:
 
 def between_ranks(gm: GraphModule) -> None:
     node = node_of(gm, "tritoncp.forward")
-    node.args = (*node.args[:-1], node.args[-1].replace('"world": null', '"world": "cp"'))
+    spec = decode_spec(node.args[-1])._replace(world="cp")
+    node.args = (*node.args[:-1], encode_spec(*spec))
 
 
 def unchanged(gm: GraphModule) -> None:
@@ -173,8 +175,8 @@ def test_eager_chunking_refuses_keys_of_later_chunks(monkeypatch):
 def test_a_graph_whose_chunks_share_keys_refuses_other_plans_and_derivatives():
     plan = make_plan(create_block_mask(causal(), 1, 1, 32, 32), world_size=2, rank=0, schedule="ring")
     send = torch.ops.tritoncp.send_keys.default
-    k, spec = torch.randn(1, 1, 16, 8), engine_factory.Spec(None, None, (), (), False, "").encode()
+    k, spec = torch.randn(1, 1, 16, 8), encode_spec(None, (), "", (), ())
     with pytest.raises(ValueError, match=r"schedule 'ring' on 2 ranks.*'allgather' or 'fetch'"):
-        send(k, k, [], [], [], 1.0, plan.handle, spec, False)
+        send(k, k, False, [], [], 1.0, plan.handle, spec)
     with pytest.raises(RuntimeError, match="tritoncp::send_keys has no derivative"):
-        send(k.requires_grad_(), k, [], [], [], 1.0, plan.handle, spec, False)
+        send(k.requires_grad_(), k, False, [], [], 1.0, plan.handle, spec)

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 import tritoncp
 from tests.multiprocess.ranks import run
 from tritoncp import causal, document, flex_attention, make_plan, shard, unshard
-from tritoncp.distributed import collectives, consistency, groups
+from tritoncp.distributed import collectives, consistency
 from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 
@@ -90,19 +90,23 @@ VALUES = {  # parts of the message on every rank
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
-@pytest.mark.parametrize("how", ["make_plan", "flex_attention"])
-def test_different_masks_are_named_on_every_rank(what, how):
-    def work(group):
-        block_mask = mask(DIFFERENT[what](group.rank()))
-        if how == "make_plan":
-            return said(group, lambda: make_plan(block_mask, group))
-        return said(group, lambda: flex_attention(q(), q(), q(), block_mask, group))
+def test_different_masks_are_named_on_every_rank():
+    """Each in a group of its own, by make_plan and by flex_attention."""
 
-    for rank, (kind, text, _) in enumerate(run(2, work)):
-        assert kind == "Disagreement" and "differ in mask: rank 0 against rank 1" in text
-        assert f"Rank {rank} has Mask(B=1" in text and "Every rank needs the same global mask" in text
-        assert all(value in text for value in VALUES[what])
+    def work(group):
+        calls = make_plan, lambda mask, group: flex_attention(q(), q(), q(), mask, group)
+        masks = {what: mask(make(group.rank())) for what, make in DIFFERENT.items()}
+        return [
+            (what, said(few := torch.distributed.new_group(), lambda c=call, m=one, g=few: c(m, g)))
+            for what, one in masks.items()
+            for call in calls
+        ]
+
+    for rank, outcomes in enumerate(run(2, work)):
+        for what, (kind, text, _) in outcomes:
+            assert kind == "Disagreement" and "differ in mask: rank 0 against rank 1" in text
+            assert f"Rank {rank} has Mask(B=1" in text and "Every rank needs the same global mask" in text
+            assert all(value in text for value in VALUES[what])
 
 
 def test_the_same_mask_made_twice_is_the_same():
@@ -225,15 +229,6 @@ def test_a_mesh_is_a_group_and_must_have_one_dimension():
         assert f"rank {1 - rank}'s, this is rank {rank}; use plan.for_rank({rank})" in owner[1]
 
 
-def test_the_control_communicator_is_made_once_and_is_not_the_data_one():
-    def work(group):
-        first = groups.control_communicator(group)
-        make_plan(mask(), group)
-        return first is groups.control_communicator(group), first is group, first.size()
-
-    assert run(2, work) == [(True, False, 2)] * 2
-
-
 def test_uneven_natural_order_is_told_once_by_the_first_rank():
     def work(group):
         heard = []
@@ -279,27 +274,29 @@ def checking(monkeypatch):
     monkeypatch.setattr(consistency, "CHECKED", True)
 
 
-def differing(name):
-    """Let two ranks agree on a plan, and then make different calls."""
+def differing(names):
+    """Let two ranks agree on a plan, and then make different calls: in a group of its own for each name."""
 
     def work(group):
-        odd = group.rank() == 1
-        plan, other = make_plan(mask(), group), make_plan(mask(document(ids=IDS)), group)
-        flex_attention(q(), q(), q(), causal(), group)  # a plan both ranks remember
-        calls = {
-            "mask": lambda: flex_attention(q(), q(), q(), other if odd else plan, group),
-            "options": lambda: flex_attention(q(), q(), q(), plan, group, scale=0.5 if odd else 0.25),
-            "score_mod": lambda: flex_attention(q(), q(), q(), twice if odd else thrice, plan, mesh=group),
-            "shapes": lambda: flex_attention(*[q(dtype=F64 if odd else torch.float32)] * 3, plan, group),
-            "batch": lambda: flex_attention(*[q().expand(1 + odd, -1, -1, -1)] * 3, plan, group),
-            "failure": lambda: flex_attention(q(), q(), q()[:, :1] if odd else q(), plan, group),
-            "hit and miss": lambda: flex_attention(
-                q(), q(), q(), document(ids=IDS) if odd else causal(), group
-            ),
-        }
-        return said(group, calls[name])
+        return [differ(torch.distributed.new_group(), name) for name in names]
 
     return work
+
+
+def differ(group, name):
+    odd = group.rank() == 1
+    plan, other = make_plan(mask(), group), make_plan(mask(document(ids=IDS)), group)
+    flex_attention(q(), q(), q(), causal(), group)  # a plan both ranks remember
+    calls = {
+        "mask": lambda: flex_attention(q(), q(), q(), other if odd else plan, group),
+        "options": lambda: flex_attention(q(), q(), q(), plan, group, scale=0.5 if odd else 0.25),
+        "score_mod": lambda: flex_attention(q(), q(), q(), twice if odd else thrice, plan, mesh=group),
+        "shapes": lambda: flex_attention(*[q(dtype=F64 if odd else torch.float32)] * 3, plan, group),
+        "batch": lambda: flex_attention(*[q().expand(1 + odd, -1, -1, -1)] * 3, plan, group),
+        "failure": lambda: flex_attention(q(), q(), q()[:, :1] if odd else q(), plan, group),
+        "hit and miss": lambda: flex_attention(q(), q(), q(), document(ids=IDS) if odd else causal(), group),
+    }
+    return said(group, calls[name])
 
 
 F64 = torch.float64
@@ -313,25 +310,25 @@ def thrice(score, b, h, q_idx, kv_idx):
     return score * q_idx
 
 
-@pytest.mark.parametrize(
-    ("name", "named"),
-    [
-        ("mask", "differ in mask"),
-        ("options", r"differ in scale.*scale 0\.25.*scale 0\.5"),
-        ("score_mod", "differ in score_mod"),
-        ("shapes", "differ in dtype.*Rank 0 has float32. Rank 1 has float64"),
-        ("batch", "differ in batch.*Rank 0 has batch 1. Rank 1 has batch 2"),
-        ("hit and miss", "differ in call"),
-    ],
-)
-def test_every_call_is_compared_where_asked_for(name, named, checking):
-    for kind, text, _ in run(2, differing(name)):
-        assert kind == "Disagreement"
-        assert re.search(named, text), text
+NAMED = {  # by call: the difference in the error of each rank
+    "mask": "differ in mask",
+    "options": r"differ in scale.*scale 0\.25.*scale 0\.5",
+    "score_mod": "differ in score_mod",
+    "shapes": "differ in dtype.*Rank 0 has float32. Rank 1 has float64",
+    "batch": "differ in batch.*Rank 0 has batch 1. Rank 1 has batch 2",
+    "hit and miss": "differ in call",
+}
+
+
+def test_every_call_is_compared_where_asked_for(checking):
+    for outcomes in run(2, differing(NAMED)):
+        for named, (kind, text, _) in zip(NAMED.values(), outcomes, strict=True):
+            assert kind == "Disagreement"
+            assert re.search(named, text), text
 
 
 def test_a_rank_that_fails_in_a_call_is_named_where_asked_for(checking):
-    (kind, text, _), (own, _, _) = run(2, differing("failure"))
+    ((kind, text, _),), ((own, _, _),) = run(2, differing(["failure"]))
     assert (kind, own) == ("PeerLost", "ValueError")
     assert "call 2 of rank 1 failed: ValueError" in text and "do not fit together" in text
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -323,21 +324,62 @@ def test_plans_of_data_loaders() -> None:
         assert bad.startswith("ValueError" if rank == 1 else "PeerLost")
 
 
+def shorten_key(arguments: dict[str, Any]) -> None:
+    arguments["key"] = arguments["key"][:, :, :-1]  # another length than that of the graph: a symbol
+
+
+def pass_two_masks(arguments: dict[str, Any]) -> None:
+    arguments["score_mod"] = mask_of()
+
+
+def draw_in_mod(arguments: dict[str, Any]) -> None:
+    numbers = iter(range(1, 1000))
+    arguments["score_mod"] = lambda score, b, h, q, kv: score * next(numbers)  # no graph has an iterator
+
+
+FAULTS_IN_GRAPHS: dict[str, tuple[Fault, str, str]] = {  # fault, error of the rank, error that it publishes
+    **{name: (fault, said, said) for name, (fault, said) in FAULTS.items()},
+    "key": (shorten_key, said := r"ValueError: query \(1, 4, 8, 8\), key \(1, 4, 7, 8\)", said),
+    "arguments": (
+        pass_two_masks,
+        "Unsupported: .*two m",
+        "RuntimeError: TypeError while torch.compile traced",
+    ),
+    "no graph": (
+        draw_in_mod,
+        "Unsupported: .*list",
+        "RuntimeError: a graph break while torch.compile traced",
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "name", ["dtypes", *(pytest.param(x, marks=pytest.mark.long) for x in ("length", "option", "dq"))]
+    "name",
+    ["dtypes", "key", "arguments", "arguments, in a graph with breaks", "no graph"]
+    + [pytest.param(x, marks=pytest.mark.long) for x in ("length", "option", "dq")],
 )
 def test_compiled_calls(name: str) -> None:
     """With an error at run time, while the call is traced, and in the backward pass."""
+    fault, own, published = FAULTS_IN_GRAPHS[name]
 
     def work(group: Any) -> list[Any]:
-        few, fault = fresh_group(), FAULTS[name][0] if group.rank() == 1 else None
+        few = fresh_group()
         plan = tritoncp.make_plan(mask_of(), few, schedule="ring")
-        fast = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=True)
-        call = lambda i: train(few, plan, i, fault if i == BAD else None, fast)  # noqa: E731
+        fullgraph = not name.endswith("breaks")
+        fast = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=fullgraph)
+
+        def call(step: int) -> bool:
+            return train(few, plan, step, fault if (group.rank(), step) == (1, BAD) else None, fast)
+
         results = [attempt(lambda i=i: call(i)) for i in range(STEPS)]
         return [*results, attempt(lambda: train(fresh_group(), plan, 9))]
 
-    check(run(3, work, timeout=120), name, 1)
+    for rank, (first, second, bad, *later, new) in enumerate(run(3, work, timeout=120)):
+        assert first is second is new is True
+        assert re.match(own if rank == 1 else "PeerLost", bad, re.DOTALL), bad
+        for error in (*later, *([] if rank == 1 else [bad])):
+            assert re.search(f"of rank 1 failed: {published}", error), error
+        assert all(error.startswith("GroupClosed") for error in later)
 
 
 def test_a_backward_pass_that_a_program_leaves_out_is_told_where_asked_for(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -73,16 +72,6 @@ def test_steps_of_simulated_ranks(schedule):
 
 def test_a_single_rank_has_one_step():
     assert ranges(layer(tritoncp.simulate(1), "ring")) == [f"local/{step}" for step in LOCAL]
-
-
-def test_the_steps_of_ulysses_with_a_ring_between_rows_have_its_name():
-    """Two query heads on four ranks: rows of two ranks exchange heads, a ring of two joins the rows."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that heads cannot be divided
-        names = ranges(layer(tritoncp.simulate(WORLD), "ulysses+ring", heads=2))
-    steps = [name.removeprefix("ulysses+ring/") for name in names]
-    assert [steps.count(step) for step in ("step 0", "step 1", "backward step 1 dkdv")] == [WORLD] * 3
-    assert "step 2" not in steps
 
 
 @pytest.mark.long

@@ -28,7 +28,7 @@ from tests.multiprocess.ranks import run as on_ranks
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Wait
-from tritoncp.distributed.schedules import SCHEDULES, allgather, ring, schedule_of
+from tritoncp.distributed.schedules import SCHEDULES, allgather, schedule_of
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document
 from tritoncp.ops import engine_factory
 from tritoncp.planning import traffic
@@ -78,35 +78,6 @@ def test_few_bytes_are_gathered_at_once(small: int, monkeypatch: pytest.MonkeyPa
     assert [
         heads for _, _, heads, _ in gathers[::3]
     ] == group_sizes * 2  # of the first rank: forward, then backward
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 3, 5])
-def test_heads_may_be_cut_anywhere(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per-head ALiBi with a learned slope, and a mask for each head: h is the head index of the call."""
-    monkeypatch.setattr(traffic, "HEAD_GROUPS", pieces)
-    x = qkv(24, heads=10, kv_heads=5, dim=4, dtype=F64)
-    slope, start = [torch.rand(10, dtype=F64)], cotangents(x)
-
-    def score(slope: Tensor) -> Any:
-        return lambda s, b, h, q, kv: s - slope[h] * (q - kv).abs()
-
-    mask = per_head(10)
-    want = oracle(x, mask, score, slope, start=start)
-    agree(over_ranks(x, build(mask, 3), score, slope, start=start), want, 1e-10)
-
-
-@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
-def test_per_head_masks_and_slopes_under_a_head_split_on_the_kernels(engine: str) -> None:
-    x = qkv(24, heads=6, kv_heads=3)  # pieces of two and one
-    slope, start = [torch.rand(6)], cotangents(x)
-
-    def score(slope: Tensor) -> Any:
-        return lambda s, b, h, q, kv: s - slope[h] * (q - kv).abs()
-
-    mask = per_head(6)
-    agree(
-        over_ranks(x, build(mask, 2), score, slope, start=start), oracle(x, mask, score, slope, start=start)
-    )
 
 
 # -- order of messages --------------------------------------------------------------------------------
@@ -168,7 +139,7 @@ def test_the_next_heads_fly_while_these_are_computed() -> None:
     first, second = ["AllGather", "wait AllGather 0", "AllGather", "compute"], ["wait AllGather 1", "compute"]
     assert names(said) == first + second
     said.clear()
-    story(allgather.backward(plan, engine, *x, out, lse, torch.ones_like(out), None), 2, said)
+    story(allgather.backward(plan, engine, *x, torch.ones_like(out), lse, torch.zeros_like(lse)), 2, said)
     home = ["wait ReduceScatter 0", "wait ReduceScatter 1"]  # gradients fly until the end
     assert names(said) == [*first, "ReduceScatter", *second, "ReduceScatter", *home]
 
@@ -179,7 +150,7 @@ def test_keys_travel_as_they_are_and_gradients_in_float32(dtype: torch.dtype) ->
     x = rank_zero(qkv(24, heads=3, dtype=dtype, dim=4, v_dim=6), plan)
     said: list[Any] = []
     out, lse, _ = story(allgather.forward(plan, CpuEngine(0.5), *x, False), 3, said)
-    grads = story(allgather.backward(plan, CpuEngine(0.5), *x, out, lse, out, None), 3, said)
+    grads = story(allgather.backward(plan, CpuEngine(0.5), *x, out, lse, torch.zeros_like(lse)), 3, said)
     sums = F64 if dtype == F64 else F32
     for request in said:
         if isinstance(request, AllGather):
@@ -200,7 +171,9 @@ def test_one_rank_sends_nothing(schedule: str) -> None:
     said: list[Any] = []
     plan = build(MASK, schedule=schedule)
     out, lse, top = story(schedule_of(plan).forward(plan, CpuEngine(0.25), *x, True), 1, said)
-    grads = story(schedule_of(plan).backward(plan, CpuEngine(0.25), *x, out, lse, out, None), 1, said)
+    grads = story(
+        schedule_of(plan).backward(plan, CpuEngine(0.25), *x, out, lse, (out * out).sum(3)), 1, said
+    )
     assert said == []
     want = oracle(x, MASK, start=(out, lse * 0), scale=0.25)
     for a, b, name in zip((out, lse, top, *grads), (*want[:3], *want.grads), ("out", "lse", "top", *"qkv")):
@@ -212,12 +185,11 @@ def test_one_rank_sends_nothing(schedule: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, F32, F64], ids=str)
-def test_results_may_be_edited(schedule: str, dtype: torch.dtype) -> None:
+def test_results_may_be_edited(schedule: str) -> None:
     """Results are no views, and share no memory with each other."""
     world = tritoncp.simulate(2)
     plan = world.make_plan(MASK, schedule=schedule)
-    shards = [[s.requires_grad_() for s in world.shard(t.to(dtype), plan, dim=2)] for t in qkv(24, heads=2)]
+    shards = [[s.requires_grad_() for s in world.shard(t, plan, dim=2)] for t in qkv(24, heads=2)]
     wants = AuxRequest(lse=True, max_scores=True)
     outs, aux = world.flex_attention(*shards, plan, return_aux=wants)
     results = [*outs, *aux.lse, *aux.max_scores]
@@ -227,34 +199,22 @@ def test_results_may_be_edited(schedule: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(t, 2 * b) for t, b in zip(results, before, strict=True))
 
 
-def test_a_ring_makes_room_only_where_something_comes() -> None:
-    def alone(mask: Mask) -> bool:
-        plan = build(mask, 2)
-        k = torch.randn(1, 1, plan.kv.s_max, 4)
-        current, free = ring._kv_buffers(plan, k, k)
-        return current is free
-
-    apart = create_block_mask(document(lengths=[8, 8]), None, None, 16, 16, BLOCK_SIZE=8)
-    assert alone(apart) and not alone(create_block_mask(causal(), None, None, 16, 16, BLOCK_SIZE=8))
-
-
 ORDERS = {"BSHD": (0, 2, 1), "SBHD": (2, 0, 1), "HBSD": (1, 0, 2), "BHSD": (0, 1, 2)}
 
 
 @pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", ["local", *SCHEDULES])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("v_dim", [4, 6])
 def test_results_lie_in_memory_as_what_they_are_made_from(
-    schedule: str, order: tuple[int, ...], v_dim: int, monkeypatch: pytest.MonkeyPatch
+    schedule: str, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that transposes its inputs transposes the results back without a copy; the numbers stay the
     same. The usual memory order is also the one that kernels write results and messages in."""
-    if (order, v_dim, schedule) == (ORDERS["BSHD"], 4, "ulysses"):
+    if (order, schedule) == (ORDERS["BSHD"], "ulysses"):
         monkeypatch.setattr(engine_factory, "uses_triton", lambda device: True)
     world = tritoncp.simulate(1 if schedule == "local" else 2)
     plan = world.make_plan(MASK, **({} if schedule == "local" else {"schedule": schedule}))
-    x = qkv(24, batch=2, heads=4, kv_heads=2, dim=4, v_dim=v_dim, dtype=F64)
+    x = qkv(24, batch=2, heads=4, kv_heads=2, dim=4, v_dim=6, dtype=F64)
     back = [order.index(i) for i in range(3)] + [3]
 
     def laid(t: Tensor) -> Tensor:
@@ -288,26 +248,6 @@ def test_gradients_in_inference_mode_share_no_memory(schedule: str) -> None:
         grads = torch.autograd.grad(outs, leaves, [torch.ones_like(out) for out in outs])
     assert len({grad.untyped_storage().data_ptr() for grad in grads}) == len(grads)
     assert all(grad.transpose(1, 2).is_contiguous() for grad in grads)
-
-
-def test_expanded_dimensions_of_results_lie_next_to_the_channels() -> None:
-    x = [t[:, :1].expand(-1, 3, -1, -1).requires_grad_() for t in qkv(24, batch=2, heads=1)]
-    out = tritoncp.flex_attention(*x, MASK)
-    grads = torch.autograd.grad(out.sum(), x)
-    assert all(t.transpose(1, 2).is_contiguous() for t in (out, *grads))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("dims", [(3, 4), (4, 4), (5, 8)])
-def test_one_row_a_rank_and_odd_channels(schedule: str, batch: int, dims: tuple[int, int]) -> None:
-    """Views and copies change places where a dimension has one entry. Each batch row has its own mask."""
-    x = qkv(2, batch=batch, dim=dims[0], v_dim=dims[1], dtype=torch.bfloat16)
-    mask = create_block_mask(lambda b, h, i, j: (i + j + b) % 2 == 0, batch, 1, 2, 2, BLOCK_SIZE=1)
-    world = tritoncp.simulate(2)
-    plan = world.make_plan(mask, balancer=None, schedule=schedule)
-    start = cotangents(x)
-    agree(over_ranks(x, plan, start=start), oracle(x, mask, start=start), 2e-2)
 
 
 # -- tensors saved for backward -----------------------------------------------------------------------

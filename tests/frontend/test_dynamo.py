@@ -1,6 +1,5 @@
 """Tests under torch.compile: one graph serves all masks, and no value of a mask or mod is constant in it."""
 
-import functools
 import gc
 
 import pytest
@@ -124,21 +123,6 @@ def test_inductor_against_the_oracle():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_translated_mods_are_structure_too():
-    counter = CompileCounterWithBackend("aot_eager")
-    fast = torch.compile(tritoncp.flex_attention, backend=counter, fullgraph=True)
-    q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
-    mask = KINDS["mask"](3)
-    for i in range(4):
-        bias = torch.randn(2, requires_grad=True)
-        mod = tritoncp_mods.score_mod(score_of(bias, i))
-        answers = [
-            gradients(call(q, k, v, mod, mask).sum(), bias) for call in (fast, tritoncp.flex_attention)
-        ]
-        assert all(map(torch.equal, *answers))
-    assert counter.frame_count <= 2
-
-
 def test_a_translated_mod_is_known_to_a_graph_after_calls_without_one():
     """Uncompiled calls of other mods of the same structure must not drop the structure that a graph needs."""
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
@@ -173,28 +157,6 @@ def test_arguments_are_checked_in_a_graph():
     assert torch.equal(fast(q, q, q, plan, scale=torch.tensor(0.5)), want)  # outside of the graph
 
 
-def test_other_lengths_become_symbols():
-    counter = CompileCounterWithBackend("aot_eager")
-    fast = torch.compile(tritoncp.flex_attention, backend=counter, fullgraph=True)
-    for length in (32, 48, 64, 80):
-        q, k, v = (torch.randn(1, 2, length, 8) for _ in range(3))
-        assert torch.equal(fast(q, k, v, causal()), tritoncp.flex_attention(q, k, v, causal()))
-    assert counter.frame_count == 2
-
-
-def test_export_with_a_length_of_batch_that_is_a_symbol():
-    plan = make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=BLOCK))
-
-    class Plain(torch.nn.Module):
-        def forward(self, q, k, v):
-            return tritoncp.flex_attention(q, k, v, plan)
-
-    x, batch = [torch.randn(2, 2, S, 8) for _ in range(3)], torch.export.Dim("batch", min=2, max=64)
-    program = torch.export.export(Plain(), tuple(x), dynamic_shapes=[{0: batch}] * 3, strict=False)
-    other = [torch.randn(3, 2, S, 8) for _ in range(3)]
-    torch.testing.assert_close(program.module()(*other), tritoncp.flex_attention(*other, plan))
-
-
 def test_inference_mode():
     fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
@@ -203,13 +165,6 @@ def test_inference_mode():
         inside = [call(q, k, v, score_of(bias, 7), mask) for call in (fast, tritoncp.flex_attention)]
     want = tritoncp.flex_attention(q, k, v, score_of(bias, 7), mask)
     assert all(torch.equal(out, want) for out in inside)
-
-
-@pytest.mark.parametrize("mask", [None, causal()], ids=["none", "closed form"])
-def test_masks_without_a_length(mask):
-    q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
-    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
-    assert torch.equal(fast(q, k, v, mask), tritoncp.flex_attention(q, k, v, mask))
 
 
 def test_a_raw_mask_is_planned_once(monkeypatch):
@@ -326,26 +281,6 @@ def test_a_global_that_wants_a_gradient_is_refused():
     q = torch.randn(1, 2, S, 8)
     with pytest.raises(Exception, match=r"reads a tensor \(2,\) that requires grad from a global"):
         fast(q, q, q, lambda s, b, h, q, kv: s * BIAS[h])
-
-
-def structures():
-    ids = torch.arange(S) // 7
-    inner = mask_mod(2)
-    yield functools.partial(lambda n, b, h, q, kv, *, m: q - kv < n + m, 3, m=4)
-    yield lambda b, h, q, kv, n=6: q - kv < n
-    yield torch_flex.and_masks(inner, causal(), lambda b, h, q, kv: ids[q] == ids[kv])
-    yield document(ids=ids)
-    yield tritoncp.or_masks(tritoncp.sliding_window(3), tritoncp.prefix_lm(9))
-    yield torch_flex.noop_mask
-
-
-@pytest.mark.parametrize("mod", list(structures()), ids=lambda mod: type(mod).__name__)
-def test_structures_survive(mod):
-    captures, numbers = [], []
-    rebuilt = rebuild(flatten_callable(mod, captures, numbers), captures, numbers)
-    at = torch.arange(S)
-    args = torch.tensor(0), torch.tensor(0), at[:, None], at
-    assert torch.equal(torch.as_tensor(rebuilt(*args)), torch.as_tensor(mod(*args)))
 
 
 def test_opcheck_of_the_op_that_plans():

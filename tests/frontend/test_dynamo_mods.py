@@ -12,7 +12,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import tritoncp
 from tests.compat.differences import documented
 from tests.frontend.compiled_calls import Compiled, attend, x_of
-from tritoncp import causal
 
 pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")  # compiled code is outside the kernels
 
@@ -316,17 +315,3 @@ def test_flex_attention_compiled_itself():
         assert torch.equal(fast(x, x, x, mod), tritoncp.flex_attention(x, x, x, mod))
         assert counter.frame_count == graphs
         torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("of", ["flex", "tritoncp"])
-def test_lengths_under_dynamic(of):
-    """As many graphs as torch's own attention: one for three lengths."""
-    flex = torch.nn.attention.flex_attention.flex_attention
-    call = flex if of == "flex" else lambda q, k, v: tritoncp.flex_attention(q, k, v, causal())
-    counter = CompileCounterWithBackend("eager")
-    fast = torch.compile(lambda x: call(x, x, x), dynamic=True, backend=counter)
-    counts = []
-    for length in (1024, 512, 256):
-        fast(torch.randn(1, 1, length, 16))
-        counts.append(counter.frame_count)
-    assert counts == [1, 1, 1]

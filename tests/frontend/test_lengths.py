@@ -35,10 +35,7 @@ EXCHANGED = {  # calls, and the first tensor that is exchanged: its name, heads 
         lambda: call(torch_block_mask(tritoncp.causal(), 1, 1, S, S, device="cpu"), x(1, S, 2, 16)),
         "query", 32, 2,
     ),
-    "heads that share keys": (lambda: call(mask(), x(1, S, 4, 16), x(1, S, 2, 16)), "query", 32, 4),
-    "other numbers of keys": (lambda: call(mask(S, 48), x(1, S, 2, 16), x(1, 48, 2, 16)), "query", 32, 2),
     "keys alone": (lambda: call(mask(), x(1, 2, S, 16), x(1, S, 2, 16)), "key", 32, 2),
-    "plan": (lambda: call(plan(1), x(1, S, 2, 16)), "query", 32, 2),
     "shards of a plan": (lambda: shards(plan(2), x(1, S // 2, 4, 16)), "query", 16, 4),
     "shards of a mask": (lambda: shards(mask(), x(1, S // 2, 4, 16)), "query", 16, 4),
 }  # fmt: skip

@@ -17,7 +17,6 @@ import tritoncp
 from tests.multiprocess import ranks
 from tests.ops.measured_tiles import CPU, places, put
 from tritoncp.core import log_lines
-from tritoncp.frontend import plan_cache
 from tritoncp.kernels import options
 from tritoncp.ops import tile_tables
 
@@ -59,19 +58,6 @@ def test_a_plan_is_logged_once_and_every_look_up_at_debug(caplog):
     assert lines(caplog, "cache", logging.DEBUG) == ["plan cache: hit, mask causal()"] * 2
 
 
-@pytest.mark.usefixtures("cpu_engine")
-def test_the_same_decision_is_logged_again_at_debug_only(caplog):
-    with caplog.at_level(logging.DEBUG, "tritoncp"):
-        attend()
-        tritoncp.plan_cache_clear()
-        attend()
-        attend(96)
-    assert len(lines(caplog, "plan")) == 2, "plans of 64 and of 96 rows"
-    assert lines(caplog, "plan", logging.DEBUG) == lines(caplog, "plan")[:1]
-    assert len(lines(caplog, "engine")) == 1 and "CPU engine" in lines(caplog, "engine")[0]
-    assert len(lines(caplog, "engine", logging.DEBUG)) == 2
-
-
 def test_a_planned_schedule_is_logged_with_its_reason(caplog):
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 2048, 2048)
     with caplog.at_level(logging.INFO, "tritoncp"):
@@ -104,19 +90,6 @@ def test_engine_route_and_tiles_are_logged_with_their_reasons(caplog, places):
     assert "BLOCK_M=16" in kernels[1] and "BLOCK_M=32" in kernels[2]
     assert "executables of the plan: hit" in lines(caplog, "cache", logging.DEBUG)
     assert "executables of the plan: miss" in lines(caplog, "cache", logging.DEBUG)
-
-
-@pytest.mark.usefixtures("cpu_engine")
-def test_nothing_is_formatted_while_logging_is_off(monkeypatch):
-    def fail(*_: object) -> str:
-        raise AssertionError("formatted without a reader")
-
-    monkeypatch.setattr(plan_cache, "format_title", fail)
-    monkeypatch.setattr(plan_cache, "_mask_text", fail)
-    for area in ("plan", "cache", "engine", "tiles", "chunking"):
-        assert not log_lines.area_logger(area).isEnabledFor(logging.INFO)
-    attend()
-    attend()
 
 
 @pytest.mark.usefixtures("cpu_engine")

@@ -9,11 +9,10 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
-from tests.frontend.mistakes import MISTAKES, TYPE_ERRORS, S, plan, whole, x
+from tests.frontend.mistakes import MISTAKES, TYPE_ERRORS, S, whole, x
 from tritoncp import causal
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
-from tritoncp.frontend import validate
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -75,13 +74,6 @@ def test_valid_calls_pass():
     assert torch.equal(out, same)
     score = flex_attention(q, both, both, lambda s, b, h, q, kv, scale=1: s * scale, whole(), enable_gqa=True)
     torch.testing.assert_close(out, score)
-
-
-def test_positions_of_padding_and_of_the_plan_itself_pass():
-    for rank in range(3):
-        own = plan(3, rank)
-        validate.check_positions(own, own.positions)
-        validate.check_positions(own, own.positions.clamp(min=0)[0])
 
 
 def test_the_warning_about_order_shows_the_line_of_the_call():

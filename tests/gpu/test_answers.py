@@ -39,55 +39,42 @@ def test_scores_and_gradients_of_what_they_capture(score, mask):
     check(qkv(), MASKS[mask](), chosen, chosen.captured(2))
 
 
-@pytest.mark.parametrize("dim", [16, 32, 80, 96, 128, 192, 256])
-def test_head_dims(dim):
-    check(qkv(dim=dim), MASKS["causal"]())
+CALLS = [  # tensors, mask, options
+    *(({"dim": dim}, "causal", {}) for dim in (16, 32, 80, 96, 128, 192, 256)),
+    *(({"dim": d, "v_dim": e}, "window", {}) for d, e in ((192, 128), (64, 128), (40, 24))),
+    *(({"dim": dim, "dtype": dtype}, "documents", {}) for dim in (64, 128) for dtype in (FP16, FP32)),
+    *(({"batch": 3, "heads": q, "kv_heads": kv}, "causal", {}) for q, kv in ((4, 4), (6, 2), (8, 1))),
+    *(({}, "causal", {"scale": scale}) for scale in (0.3, -0.2, 0.0)),
+    ({"dim": 128}, "documents", {"BLOCK_M": 64, "BLOCK_N": 32}),
+    ({"dim": 128}, "documents", {"num_warps": 8, "num_stages": 1}),
+]
 
 
-@pytest.mark.parametrize(("dim", "v_dim"), [(192, 128), (64, 128), (40, 24)])
-def test_values_of_another_width(dim, v_dim):
-    check(qkv(dim=dim, v_dim=v_dim), MASKS["window"]())
+@pytest.mark.parametrize(("tensors", "mask", "options"), CALLS, ids=str)
+def test_shapes_dtypes_and_options(tensors, mask, options):
+    check(qkv(**tensors), MASKS[mask](), **options)
 
 
-@pytest.mark.parametrize("dtype", [FP16, FP32])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_dtypes(dtype, dim):
-    check(qkv(dim=dim, dtype=dtype), MASKS["documents"]())
+@pytest.mark.parametrize(
+    ("n", "kv", "block"), [(BLOCK - 3, N, BLOCK), (N, BLOCK + 1, BLOCK), (N, N, (100, 48))]
+)
+def test_more_keys_than_queries_fewer_and_odd_blocks(n, kv, block):
+    mask = create_block_mask(sliding_window(2 * BLOCK, 9), 1, 1, n, kv, BLOCK_SIZE=block)
+    check(qkv(n=n, kv=kv), mask)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1)])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_head_groups_and_batches(heads, kv_heads, batch):
-    check(qkv(batch=batch, heads=heads, kv_heads=kv_heads), MASKS["causal"]())
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-def test_tensors_as_projections_leave_them(dim):
-    """Inputs [B, S, H, D] transposed to [B, H, S, D]: results have the same strides."""
-    x = qkv(batch=2, heads=4, kv_heads=2, dim=dim)
-    transposed = QKV(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in x[:4]), x.dlse)
-    check(transposed, MASKS["causal"]())
+@pytest.mark.parametrize(("size", "dtype"), [(1e8, BF16), (1e9, FP32)])
+def test_gradients_of_large_scores_are_finite(size, dtype):
+    x = qkv(dim=24, dtype=FP32)  # a scale that is no power of two
+    q, k, v = ((t * s).to(dtype).requires_grad_() for t, s in zip(x[:3], (size**0.5, size**0.5, 1)))
+    out = tritoncp.flex_attention(q, k, v, block_mask(causal()), enable_gqa=True)
+    grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert all(bool(t.isfinite().all()) for t in (out, *grads))
 
 
 @pytest.mark.parametrize("n", [1, 17, BLOCK, 2 * BLOCK + 1])
 def test_lengths(n):
     check(qkv(n=n), block_mask(causal(), n))
-
-
-def test_fewer_queries_than_keys_and_more():
-    for n, kv in ((BLOCK - 3, N), (N, BLOCK + 1)):
-        mask = create_block_mask(sliding_window(2 * BLOCK, 9), 1, 1, n, kv, BLOCK_SIZE=BLOCK)
-        check(qkv(n=n, kv=kv), mask)
-
-
-@pytest.mark.parametrize("block", [(64, 32), (32, 128), (100, 48)])
-def test_blocks_of_other_sizes(block):
-    check(qkv(), create_block_mask(causal(), 1, 1, N, N, BLOCK_SIZE=block))
-
-
-@pytest.mark.parametrize("scale", [0.3, -0.2, 0.0])
-def test_scales(scale):
-    check(qkv(), MASKS["causal"](), scale=scale)
 
 
 def test_any_strides():
@@ -129,18 +116,6 @@ def test_scores_of_minus_infinity():
     check(x, parity, got=run(x, full_mask(N, N, block=BLOCK), score))
 
 
-def test_large_and_small_scores():
-    x = qkv(dtype=FP32)
-    check(x._replace(q=x.q * 30), MASKS["causal"]())
-    check(x._replace(q=x.q * 1e-4), MASKS["causal"]())
-
-
-def test_kernel_options_change_speed_only():
-    x = qkv(dim=128)
-    for options in ({"BLOCK_M": 64, "BLOCK_N": 32}, {"num_warps": 8, "num_stages": 1}):
-        check(x, MASKS["documents"](), **options)
-
-
 @pytest.mark.parametrize("score", ["none", "softcap"])
 def test_a_nan_is_in_every_answer_that_saw_it(score):
     """On a GPU, unlike the CPU, a maximum drops NaN."""
@@ -160,26 +135,3 @@ def test_a_nan_is_in_every_answer_that_saw_it(score):
     dq, dk, dv = torch.autograd.grad(out.sum(), leaves)
     assert bool(dq[0, 0, 5].isnan().all() and dq[0, 2:, key:].isnan().all())
     assert bool(dk[0, 0, :6].isnan().all() and dv[0, 0, :6].isnan().all())
-
-
-@pytest.mark.parametrize(("size", "dtype"), [(1e7, BF16), (1e8, BF16), (1e7, FP32), (1e8, FP32), (1e9, FP32)])
-def test_gradients_of_large_scores_are_finite(size, dtype):
-    x = qkv(dim=24, dtype=FP32)  # a scale that is no power of two
-    q, k, v = ((t * s).to(dtype).requires_grad_() for t, s in zip(x[:3], (size**0.5, size**0.5, 1)))
-    out = tritoncp.flex_attention(q, k, v, block_mask(causal()), enable_gqa=True)
-    grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
-    assert all(bool(t.isfinite().all()) for t in (out, *grads))
-
-
-def test_rows_of_a_batch_are_numbered_as_in_the_whole():
-    x = qkv(batch=3, heads=2, kv_heads=2)
-    mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & ((q + kv + b) % 3 != 0), 3, 1, N, N, DEVICE)
-
-    def score(s, b, h, q, kv):
-        return s * (b + 1)
-
-    whole = tritoncp.flex_attention(*x[:3], score, mask)
-    for first in range(3):
-        part = (t[first : first + 1] for t in x[:3])
-        out = tritoncp.flex_attention(*part, score, mask, batch_offset=first)
-        torch.testing.assert_close(out, whole[first : first + 1], atol=1e-2, rtol=1e-2)

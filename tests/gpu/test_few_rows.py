@@ -60,14 +60,21 @@ def test_masks(mask, rows):
     check_forward(qkv(n=rows, kv=KEYS, heads=8, kv_heads=2, dim=128), mask_of(mask, rows))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (14, 2), (71 if ON_GPU else 18, 1)])
-def test_groups(heads, kv_heads):
-    check_forward(qkv(n=ROWS, kv=KEYS, heads=heads, kv_heads=kv_heads, batch=2), mask_of("documents", ROWS))
+CALLS = [  # tensors, mask
+    *(
+        ({"heads": q, "kv_heads": kv, "batch": 2}, "documents")
+        for q, kv in ((2, 2), (14, 2), (71 if ON_GPU else 18, 1))
+    ),
+    *(
+        ({"heads": 4, "dim": dim, "dtype": dtype}, "mask_mod")
+        for dim, dtype in ((64, FP16), (80, BF16), (128, FP32), (256, BF16))
+    ),
+]
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(64, FP16), (80, BF16), (128, FP32), (192, BF16), (256, BF16)])
-def test_dims_and_dtypes(dim, dtype):
-    check_forward(qkv(n=ROWS, kv=KEYS, heads=4, kv_heads=1, dim=dim, dtype=dtype), mask_of("mask_mod", ROWS))
+@pytest.mark.parametrize(("tensors", "mask"), CALLS, ids=str)
+def test_groups_dims_and_dtypes(tensors, mask):
+    check_forward(qkv(n=ROWS, kv=KEYS, **tensors), mask_of(mask, ROWS))
 
 
 @pytest.mark.parametrize("score", ["softcap", "alibi", "relative"])

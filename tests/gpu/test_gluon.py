@@ -145,13 +145,6 @@ def test_tables_of_batch_rows_and_heads():
     check(qkv(batch=2, dim=128), mask)
 
 
-def test_views_of_one_projection():
-    x = qkv(n=4 * BLOCK, heads=2, kv_heads=2, dim=128)
-    joint = torch.stack([t.transpose(1, 2) for t in x[:3]], 2)
-    q, k, v = (joint[:, :, i].transpose(1, 2) for i in range(3))
-    check(x._replace(q=q, k=k, v=v), block_mask(causal(), 4 * BLOCK))
-
-
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ENDS)
 def test_long_rows_give_the_same_bits_every_time(name, dim):

@@ -9,16 +9,12 @@ from tests.gpu.support import (
     DEVICE,
     MASKS,
     ON_GPU,
-    SCORES,
     N,
-    check,
     close,
     leaves,
     oracle,
     peer,
     qkv,
-    run,
-    same,
 )
 
 BACKEND = "inductor" if ON_GPU else "aot_eager"
@@ -38,12 +34,6 @@ def test_the_yardstick_is_torch_eager_flex_attention():
     close("out", peer_result.out, oracle(x, mask).out, out)
 
 
-def test_a_torch_block_mask_and_torch_arguments_are_taken():
-    x = qkv()
-    lists = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, N, N, device=DEVICE.type)
-    check(x, MASKS["causal"](), got=run(x, lists))
-
-
 def test_torch_compile_takes_the_call_whole():
     x, plan = qkv(), tritoncp.make_plan(MASKS["causal"]())
     (q, k, v), _ = leaves(x, (), None)
@@ -60,28 +50,3 @@ def test_torch_compile_takes_the_call_whole():
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
     for a, b in zip(torch.autograd.grad(got, (q, k, v), x.dout), grads):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-
-
-def test_checkpointing_recomputes_the_same_bits():
-    from torch.utils.checkpoint import checkpoint
-
-    x, mask = qkv(), MASKS["documents"]()
-    plain = run(x, mask)
-    own, _ = leaves(x, (), None)
-    out = checkpoint(
-        lambda *qkv: tritoncp.flex_attention(*qkv, mask, enable_gqa=True), *own, use_reentrant=False
-    )
-    assert torch.equal(out, plain.out)
-    without_lse = run(x._replace(dlse=torch.zeros_like(x.dlse)), mask)
-    for got, want in zip(torch.autograd.grad(out, own, x.dout), without_lse[3:6]):
-        assert torch.equal(got, want)
-
-
-def test_autocast_and_no_grad_leave_the_answer_alone():
-    x, mask = qkv(), MASKS["causal"]()
-    plain = run(x, mask, SCORES["softcap"])
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        same(run(x, mask, SCORES["softcap"]), plain)
-    with torch.no_grad():
-        out = tritoncp.flex_attention(*x[:3], SCORES["softcap"].of(), mask, enable_gqa=True)
-    assert torch.equal(out, plain.out)

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tests.gpu.support import BF16, DEVICE, FP32, ON_GPU, QKV, Results, check, normal
-from tritoncp import simulate, varlen_attention, varlen_mask
+from tritoncp import varlen_attention, varlen_mask
 
 TOKENS = (4077, 0, 2990) if ON_GPU else (90, 0, 41)
 ROWS = tuple(-(-n // 16) * 16 for n in TOKENS)
@@ -69,26 +69,6 @@ def test_one_document_at_a_time(heads, causal, window, dtype):
     grads = torch.autograd.grad([out, more.lse], leaves, x[3:])
     results = [out.detach(), more.lse.detach(), more.max_scores, *grads]
     by_document(results, x, padding, causal=causal, window=window)
-
-
-@pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch"])
-@pytest.mark.parametrize("balancer", [None, "ptrr"])
-def test_a_world_on_one_device(schedule, balancer):
-    x, padding = packed(4 if ON_GPU else 2, 2)
-    world, options = simulate(4), {"causal": True, "window": WINDOW}
-    plan = world.make_plan(varlen_mask(**EDGES, **options), balancer=balancer, schedule=schedule)
-    shards = [world.shard(t, plan, dim=0, batch_dim=None, pad=math.nan) for t in x]
-    leaves = [[t.detach().requires_grad_() for t in parts] for parts in shards[:3]]
-    heads_first = [[t.transpose(0, 1)[None] for t in parts] for parts in (*leaves, *shards[3:])]
-    outs, aux = world.flex_attention(*heads_first[:3], plan, enable_gqa=True, return_aux=AUX)
-    flat = [t for parts in leaves for t in parts]
-    grads = torch.autograd.grad([*outs, *aux.lse], flat, [*heads_first[3], *heads_first[4]])
-    rows = [[t.detach()[0].transpose(0, 1) for t in parts] for parts in (outs, aux.lse, aux.max_scores)]
-    rows += [grads[i : i + 4] for i in (0, 4, 8)]
-    results = [world.unshard(parts, plan, dim=0, batch_dim=None) for parts in rows]
-    for tensor in results[1:3]:
-        tensor[padding] = -math.inf  # unshard leaves zeros where no rank holds anything
-    by_document(results, x, padding, **options)
 
 
 def test_megatrons_order_on_the_device():

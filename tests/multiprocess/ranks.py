@@ -32,7 +32,7 @@ class RankFailed(AssertionError):
     """Raised where a rank died or did not answer in time."""
 
 
-def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
     """Run ``fn(group, *args)`` on every rank of a new gloo world, CPU only; return the results, by rank.
 
     group: the world's ProcessGroup; ``group.rank()`` is the rank of the process. Results come back pickled.

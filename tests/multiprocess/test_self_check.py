@@ -7,9 +7,7 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -86,8 +84,6 @@ def test_two_ranks_are_right_in_every_case(tmp_path: Path) -> None:
     assert sorted(map(name, report["cases"])) == sorted(itertools.product(SCHEDULES, MASKS, DTYPES, PASSES))
     summed = [case for case in report["cases"] if case["tensor"] in ("dbias", "dsinks")]
     assert all((case["rank"] is None) == (case["schedule"] != "one-device") for case in summed)
-    speed = report["facts"]["all_gather"]
-    assert speed["backend"] == "gloo" and speed["gb_per_s"] > 0
     assert len(report["facts"]["ranks"]) == 2
 
 
@@ -96,11 +92,6 @@ def test_four_ranks_trade_heads_and_pass_keys_around(tmp_path: Path) -> None:
     assert end.codes == [0] * 4, end
     cases = [case["schedule"] for case in json.loads(end.stdout[0])["cases"] if case["pass"] == "backward"]
     assert cases == [*SCHEDULES, "ulysses+ring"]
-
-
-@pytest.mark.long
-def test_four_ranks_are_right_in_every_case(tmp_path: Path) -> None:
-    assert check(tmp_path, 4).codes == [0] * 4
 
 
 def test_three_ranks_share_lengths_and_heads_that_do_not_divide(tmp_path: Path) -> None:
@@ -179,39 +170,3 @@ def test_all_ranks_report_an_exception_of_one_rank(tmp_path: Path) -> None:
     failed = next(case for case in report["cases"] if not case["right"])
     assert failed["rank"] == 1 and failed["why"].startswith("rank 1: ArithmeticError: of rank 1 alone")
     assert report["stopped"].startswith("a rank failed alone in ")
-
-
-PROGRAM = """
-    import os, sys
-    os.environ["TRITON_INTERPRET"] = "1"
-    from tritoncp.cli import main
-    from tritoncp.kernels.engine import TritonEngine
-    from tritoncp.self_check import comparison
-
-    forward, steps = TritonEngine.forward, iter(range(1, 1000))
-
-    def launch(self, *tensors, **step):
-        if os.environ["RANK"] == "1" and next(steps) == int(sys.argv[1]):
-            os._exit(7)
-        return forward(self, *tensors, **step)
-
-    TritonEngine.forward = launch
-    main(["check", "--budget=600", "--timeout=10", "--only=[or]*-causal-float32-*"], prog_name="tritoncp")
-"""
-
-
-@pytest.mark.parametrize(("dies_at", "code"), [pytest.param(0, 0, marks=pytest.mark.long), (2, 1)])
-def test_under_torchrun_a_dead_rank_ends_the_check(dies_at: int, code: int, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, str(tmp_path / "program.py"), str(dies_at)], env=environment, cwd=ROOT,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert (done.returncode != 0) == bool(code), done.stderr
-    if code:
-        assert "WRONG  ring         causal    float32  forward " in done.stdout, done.stdout + done.stderr
-        assert "rank 1 did not come" in done.stdout
-    else:
-        assert done.stdout.count("4 of 4 cases are right") == 1, done.stdout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import triton
@@ -42,12 +40,6 @@ def test_any_order_gives_the_same_bits_and_the_exact_sum():
     assert deterministic_sum.total(first).item() == pytest.approx(expected, rel=1e-15)
 
 
-def test_float_sums_of_these_values_do_depend_on_order():
-    values = torch.randn(1000) * 2.0 ** torch.randint(-30, 30, (1000,))
-    sums = {functools.reduce(torch.add, values[torch.randperm(1000)].unbind()).item() for _ in range(5)}
-    assert len(sums) > 1
-
-
 @pytest.mark.parametrize("values", [[1e30, -1e30], [float("inf")], [float("nan"), 1.0], [-(2.0**60)]])
 def test_values_out_of_range_give_nan(values):
     assert deterministic_sum.total(added(torch.tensor(values))).isnan().all()
@@ -69,11 +61,6 @@ def test_a_sum_and_its_negative_differ_in_sign_alone():
     values = torch.randn(300) * 2.0 ** torch.randint(-60, 20, (300,))
     for sample in (values, *values[:40, None]):
         assert torch.equal(deterministic_sum.total(added(-sample)), -deterministic_sum.total(added(sample)))
-
-
-def test_the_kernels_count_the_slots_that_the_buffer_has():
-    assert (deterministic_sum.SLOTS, deterministic_sum.WORDS, deterministic_sum.BITS) == (6, 5, 30)
-    assert deterministic_sum.buffer(torch.zeros(2, 3), CPU).shape == (2, 3, 6)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import re
 import warnings
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -33,24 +32,8 @@ def by_cumsum(b, h, q, kv):
     return (torch.cumsum(IDS, 0)[q] - torch.cumsum(IDS, 0)[kv]) % 3 != 1
 
 
-def by_cat(b, h, q, kv):
-    return torch.cat([NOISE[0, 0], NOISE[1, 1]]).sort().values[q + kv] > 0.3
-
-
-def by_numpy(b, h, q, kv):
-    return torch.from_numpy(np.sort(NOISE[0, 0].numpy()))[q] > NOISE[1, 1][kv]
-
-
-def by_python(b, h, q, kv):
-    first = next(i for i, x in enumerate(NOISE[0, 0].tolist()) if x > 0.5)
-    return (q >= kv) & ((q + kv) % (first + 2) != 0)
-
-
 def by_batch_and_head(b, h, q, kv):
     return torch.cat([NOISE, NOISE], 2).sort(2).values[b, h, q + kv] > 0.4
-
-
-UNTRANSLATABLE = (by_cumsum, by_cat, by_numpy, by_python, by_batch_and_head)
 
 
 def inputs(batch=2, heads=4, kv_heads=2, dtype=torch.float32):
@@ -81,25 +64,8 @@ def block_mask(mod):
     return tritoncp.create_block_mask(mod, 1, 1, S, S, BLOCK_SIZE=BLOCK)
 
 
-@pytest.mark.parametrize("mod", UNTRANSLATABLE, ids=lambda f: f.__name__)
-def test_the_masks_of_these_tests_cannot_be_translated(mod):
-    with pytest.raises(mods.Untranslatable):
-        mods.mask_mod(mod)
-
-
-@pytest.mark.usefixtures("cpu_engine")
-@pytest.mark.parametrize("mod", UNTRANSLATABLE, ids=lambda f: f.__name__)
-def test_an_untranslatable_mask_on_one_device(mod):
-    agree(block_mask(mod), 1, None)
-
-
 def test_a_mask_listed_for_one_head_is_evaluated_for_every_head_and_batch_row(engine):
     agree(block_mask(by_batch_and_head), 2, "ptrr", heads=2)
-
-
-@pytest.mark.usefixtures("cpu_engine")
-def test_a_torch_block_mask_that_cannot_be_translated():
-    agree(torch_block_mask(by_cumsum, None, None, S, S, device="cpu", BLOCK_SIZE=BLOCK), 2, None)
 
 
 def test_bits_of_own_blocks_equal_the_mask():
@@ -132,7 +98,7 @@ def test_bits_are_made_once_for_a_plan(monkeypatch):
     first = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
     second = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
     assert len(evaluations) == 1 and torch.equal(first, second)
-    assert mask_of(plan, [q], False) is mask_of(plan, [q], False)
+    assert mask_of(plan, q) is mask_of(plan, q)
 
 
 @pytest.mark.usefixtures("cpu_engine")

@@ -61,10 +61,3 @@ def test_a_sink_that_is_minus_infinity_takes_nothing() -> None:
     want, want_lse = tritoncp.flex_attention(q, k, v, mask, return_lse=True)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
-
-
-@pytest.mark.parametrize("sinks", [torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64)])
-def test_sinks_of_another_shape_or_kind_are_refused(sinks: Tensor) -> None:
-    (q, k, v), _ = small("causal")
-    with pytest.raises(ValueError, match=r"one floating point logit for each of the query's 2 heads"):
-        tritoncp.flex_attention(q, k, v, None, sinks=sinks)

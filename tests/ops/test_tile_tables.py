@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.ops.measured_tiles import CPU, H100, H200, configs, entry, places, put
-from tritoncp import flex_attention
 from tritoncp.mods import score_mod
 from tritoncp.ops import engine_factory, tile_lookup, tile_tables
 from tritoncp.ops.tile_tables import Device
@@ -63,25 +62,15 @@ def test_a_dash_looks_nowhere(places, monkeypatch):
         "{",
         '{"entries": [{}]}',
         json.dumps({"entries": [entry(48)]}),
-        json.dumps({"entries": [entry(32, "odd")]}),
-        json.dumps({"entries": [entry(32, head_dim="16")]}),
-        json.dumps({"entries": [entry(32, v_head_dim=512)]}),
         json.dumps({"entries": [entry(32, dtype="matmul")]}),
-        json.dumps({"entries": [entry(32, mask="round")]}),
-        json.dumps({"entries": ["forward"]}),
-        json.dumps({"entries": [entry(32, "route")]}),
         json.dumps({"entries": [entry(32) | {"kernel": "route", "config": {"ROUTE": "scenic"}}]}),
-        "[" * 100_000,
-        '{"entries": [' + '{"a":' * 100_000,
         json.dumps({"entries": [entry(32, mask=["causal"])]}),
         json.dumps({"entries": [entry(32) | {"config": {"BLOCK_M": [[[32]]]}}]}),
+        "[" * 100_000,
         "\udcff",
         f'{{"entries": [{"9" * 5000}]}}',
     ],
-    ids=[
-        *("torn", "empty", "tile", "kernel", "text", "wide", "dtype", "mask", "word", "no route", "route"),
-        *("brackets", "braces", "list", "nested", "bytes", "digits"),
-    ],
+    ids=["torn", "empty", "tile", "dtype", "route", "list", "nested", "brackets", "bytes", "digits"],
 )
 def test_a_file_that_makes_no_sense_is_named_and_passed_over(places, text):
     put(places / "user", 64)
@@ -92,32 +81,11 @@ def test_a_file_that_makes_no_sense_is_named_and_passed_over(places, text):
         assert blocks() == {"forward": 64}
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "endless", "large"])
-def test_unusable_files_are_named_and_skipped(places, kind):
+def test_a_folder_in_place_of_a_file_is_named_and_skipped(places):
     put(places / "user", 64)
-    path = tile_tables.path_in(places / "given", H200, "3.6.0")
-    path.parent.mkdir(parents=True)
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "endless":
-        path.symlink_to("/dev/zero")
-    else:
-        with path.open("w") as file:
-            file.truncate(1 << 30)  # takes no room
+    tile_tables.path_in(places / "given", H200, "3.6.0").mkdir(parents=True)
     with pytest.warns(UserWarning, match="given.*not used"):
         assert blocks() == {"forward": 64}
-
-
-def test_a_call_goes_on_beside_a_file_that_is_nested_without_end(places):
-    path = tile_tables.path_in(places / "given", CPU)
-    path.parent.mkdir(parents=True)
-    path.write_text("[" * 100_000)
-    q = torch.rand(1, 1, 16, 16)
-    with pytest.warns(UserWarning, match="given.*not used"):
-        out = flex_attention(q, q, q)
-    assert out.isfinite().all()
 
 
 def test_a_mask_that_was_not_measured_takes_the_nearest_that_was(places):

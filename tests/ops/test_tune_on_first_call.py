@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import warnings
 
@@ -204,10 +203,11 @@ def test_processes_of_one_machine_tune_once(stub, launched):
 
 def test_a_call_continues_after_waiting_too_long_for_another_process(stub, places, monkeypatch):
     monkeypatch.setenv("TRITONCP_AUTOTUNE", "0.2s")
-    other_lock = tune_on_first_call._hold_lock(
-        tile_tables.path_in(places / "given", CPU).with_suffix(".lock"), math.inf
-    )
-    with other_lock, pytest.warns(UserWarning, match="could not be measured.*another process tunes"):
+    path = tile_tables.path_in(places / "given", CPU).with_suffix(".tuning")
+    with (
+        tile_tables.locked(path),
+        pytest.warns(UserWarning, match="could not be measured.*another process has held"),
+    ):
         attend(causal())
     assert stub() == []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.perf.synthetic_history import CEILINGS, WORK, line, mutated, tags
+from tests.perf.synthetic_history import WORK, line, mutated, tags
 from tritoncp.cli import main
 from tritoncp.perf.dashboard.page import page
 from tritoncp.perf.records.history import append, read
@@ -69,7 +69,7 @@ NO_SIDE = {
     "empty": (3, "holds no measurement"),
     "folder": (3, "holds no measurement"),
     "junk": (2, "no line of it is a measurement"),
-    "nested": (2, "nested more than"),
+    "nested": (2, "nested too deep"),
     "link": (2, "is no file"),
     "device": (2, "is a device"),
     "nowhere": (2, "is no file"),
@@ -132,7 +132,7 @@ def test_names_of_a_history_are_text_and_no_markup(tmp_path):
 def test_no_history_ends_a_command_in_a_traceback(seed, tmp_path):
     """Half of the lines have a part of another type; the command compares and draws the remaining lines."""
     draw = random.Random(seed)
-    points = line("c", [1.0, 1.01, 0.99, 1.0], tags=tags(), work=WORK, ceilings=CEILINGS, goal={"flex": 1.2})
+    points = line("c", [1.0, 1.01, 0.99, 1.0], tags=tags(), work=WORK, goal={"flex": 1.2})
     valid_lines = [point.as_line() for point in points + line("d", [2.0, None, 2.1])]
     before, after = write(tmp_path / "before.jsonl", c=[1.0, 1.0], d=[2.0]), tmp_path / "after.jsonl"
     for _ in range(15):
@@ -155,7 +155,7 @@ RUN = ["run", "--device", "host", "--tier", "smoke"]
         ("--only nothing-*", 2, "no case of tier smoke for this device is named like 'nothing-*'"),
         ("--tier most", 2, "--tier"),
         ("--try {", 2, "is not JSON"),
-        ("--try " + "[" * 5000, 2, "nested more than"),
+        ("--try " + "[" * 5000, 2, "nested too deep"),
         ("--out /dev/null/x --only mask-*", 2, "/dev/null"),
         ("--out /proc/x.jsonl --only mask-*", 2, "/proc/x.jsonl"),
     ],

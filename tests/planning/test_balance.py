@@ -1,6 +1,5 @@
 """Tests of balancers: every block is dealt once, evenly; PTRR equals torch's; locality sends few rows."""
 
-import time
 from collections.abc import Callable
 from itertools import chain
 
@@ -30,6 +29,11 @@ ZOO = {
     "documents, window 1K": "corpus-window",
     "prefix-LM": "prefix",
 }
+
+MOST = {  # share of a full gather that locality fetches on 8 ranks
+    "causal": 0.75, "window 1K": 0.02, "window 4K": 0.08, "documents": 0.13, "long documents": 0.15,
+    "documents, window 1K": 0.03, "prefix-LM": 0.78,
+}  # fmt: skip
 
 
 @st.composite
@@ -134,17 +138,6 @@ def test_unweighted_ptrr_places_every_token_as_torch(name: str, world_size: int)
         assert torch.equal(positions.expand_as(want), want)
 
 
-def test_the_weight_of_masked_blocks_places_work_where_kinds_mix() -> None:
-    """By the cost of blocks, plans of long documents and of windows are more even with the weight."""
-    for name in ("long documents", "documents, window 1K"):
-        for world_size in (8, 16):
-            weighted, unweighted = (
-                zoo_plan(name, balancer, world_size=world_size).imbalance
-                for balancer in ("ptrr", "ptrr_unweighted")
-            )
-            assert weighted < 1.01 and (unweighted - 1) > 1.9 * (weighted - 1)
-
-
 @given(masks(), st.integers(2, 6))
 def test_unweighted_ptrr_deals_listed_blocks(mask: Mask, world_size: int) -> None:
     """Of several heads their sum; the counts of any two ranks differ by at most the largest."""
@@ -160,18 +153,6 @@ def test_head_tail_is_torchs(piece: int, world_size: int) -> None:
     n = 2 * world_size * piece
     want = theirs._HeadTailLoadBalancer(n, world_size, "cpu")._generate_indices()
     assert list(chain(*head_tail(Work(torch.ones(n), world_size)))) == want[0].tolist()
-
-
-def test_ptrr_of_torchs_first_example() -> None:
-    costs = torch.tensor([9, 14, 2, 20, 10, 15, 8, 14, 16, 19, 15, 3, 12, 1, 12, 10])
-    assert ptrr(Work(costs, 4)) == [[3, 12, 13, 14], [2, 4, 7, 9], [1, 8, 11, 15], [0, 5, 6, 10]]
-
-
-def test_ptrr_of_torchs_document_example() -> None:
-    mod = and_masks(causal(), document(lengths=[4 * 8, 8 * 8, 4 * 8]))
-    costs = create_block_mask(mod, None, None, 128, 128, BLOCK_SIZE=8).costs()[0]
-    assert costs.tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]
-    assert ptrr(Work(costs, 2)) == [[2, 3, 5, 6, 8, 11, 12, 13], [0, 1, 4, 7, 9, 10, 14, 15]]
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=60), st.integers(1, 9))
@@ -285,18 +266,10 @@ def test_documents_of_any_length_are_cut_only_where_they_must(lengths: list[int]
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_locality_and_ptrr_are_even_on_the_zoo(name: str) -> None:
-    assert zoo_plan(name, "ptrr").imbalance <= 1.02
-    assert zoo_plan(name, "locality").imbalance <= 1.02
-
-
-@pytest.mark.parametrize(
-    ("name", "most"),
-    [("documents", 0.15), ("window 1K", 0.02), ("documents, window 1K", 0.03), ("causal", 0.75)],
-)
-def test_locality_sends_little(name: str, most: float) -> None:
-    near, ptrr = fetched_share(zoo_plan(name, "locality")), fetched_share(zoo_plan(name, "ptrr"))
-    assert near <= most and near < 0.8 * ptrr
+def test_locality_and_ptrr_are_even_and_locality_sends_little(name: str) -> None:
+    near, dealt = zoo_plan(name, "locality"), zoo_plan(name, "ptrr")
+    assert near.imbalance <= 1.02 and dealt.imbalance <= 1.02
+    assert fetched_share(near) <= MOST[name] and fetched_share(near) < 0.8 * fetched_share(dealt)
 
 
 @pytest.mark.parametrize("world_size", [3, 8, 16])
@@ -328,8 +301,10 @@ def test_remote_keys_are_placed_near_their_readers() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("blocks", "world_size"), [(4099, 24), (2500, 8), (9001, 64), (6144, 48)])
-def test_long_sequences_are_placed_in_pieces_as_evenly(blocks: int, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "world_size"), [(4099, 24), (2500, 8), (9001, 64), (6144, 48), (16384, 1024), (5003, 300)]
+)
+def test_long_sequences_and_many_ranks_are_placed_as_evenly(blocks: int, world_size: int) -> None:
     """Numbers of blocks that neither ranks nor pieces divide; every rank has its share to within a block."""
     mod = and_masks(causal(), document(lengths=corpus_lengths(blocks * 128)))
     mask = create_block_mask(mod, None, None, blocks * 128, blocks * 128)
@@ -355,22 +330,3 @@ def test_long_documents_are_cut_for_few_keys(seed: int | None) -> None:
     plan = build(mask, 8, balancer="locality", schedule="fetch")
     assert plan.owners[0].bincount().tolist() == [size // 128 // 8] * 8
     assert plan.imbalance <= 1.02 and fetched_share(plan) <= 1 / 6
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("blocks", "world_size"), [(16384, 1024), (8192, 256), (5003, 300)])
-def test_many_ranks_are_placed_in_groups_as_evenly(blocks: int, world_size: int) -> None:
-    mod = and_masks(causal(), document(lengths=corpus_lengths(blocks * 128)))
-    mask = create_block_mask(mod, None, None, blocks * 128, blocks * 128)
-    (work,) = work_of_rows([mask], world_size)
-    counts = [len(blocks_of_rank) for blocks_of_rank in locality(work)]
-    assert sum(counts) == blocks and max(counts) - min(counts) <= 1
-    loads = torch.stack([work.costs[blocks_of_rank].sum() for blocks_of_rank in locality(work)])
-    assert float(loads.max() / loads.mean()) <= 1.02
-
-
-def test_a_million_tokens_on_64_ranks_take_seconds() -> None:
-    begin = time.process_time()
-    plan = zoo_plan("documents", "locality", 1 << 20, 64)
-    assert plan.imbalance <= 1.02
-    assert time.process_time() - begin < 10  # half a second on an idle core

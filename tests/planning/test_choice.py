@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import tritoncp
 from tests.planning.test_traffic import CASES
 from tests.zoo import BALANCERS
 from tritoncp import and_masks, balancers, causal, create_block_mask, document, make_plan, sliding_window
-from tritoncp.cli import main
 from tritoncp.masks import Mask
 from tritoncp.planning import build, cost
 
@@ -114,15 +111,6 @@ def test_a_balancer_that_is_no_name_is_refused() -> None:
         make_plan(MASKS["long causal"](), world_size=2, rank=0, balancer=["ptrr"])
 
 
-def test_a_simulated_world_computes_with_the_chosen_plan() -> None:
-    world, mask = tritoncp.simulate(3), create_block_mask(causal(), 1, 1, 96, 96, BLOCK_SIZE=16)
-    plan = world.make_plan(mask, balancer="auto")
-    x = torch.randn(1, 2, 96, 16)
-    shards = world.shard(x, plan, dim=2)
-    out = world.unshard(world.flex_attention(shards, shards, shards, plan), plan, dim=2)
-    torch.testing.assert_close(out, tritoncp.flex_attention(x, x, x, mask))
-
-
 def test_a_slow_balancer_is_left_out_of_large_plans_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "SLOW_BALANCERS", {"locality": 100})
     plan = make_plan(MASKS["long window"](), world_size=8, rank=0, balancer="auto")
@@ -133,13 +121,3 @@ def test_a_slow_balancer_is_left_out_of_large_plans_by_name(monkeypatch: pytest.
 def test_one_rank_is_in_natural_order() -> None:
     plan = make_plan(MASKS["long causal"](), world_size=1, rank=0, balancer="auto")
     assert (plan.balancer, plan.reason) == ("natural", "")
-
-
-def test_the_command_recommends_the_cheapest_pair_for_a_window() -> None:
-    options = ["plan", "--mask", "causal & window(4K)", "--seq-len", "1M", "--world-size", "64", "--json"]
-    facts = json.loads(CliRunner().invoke(main, options, catch_exceptions=False).stdout)
-    times = {name: one["forward_ms"] + one["backward_ms"] for name, one in facts["schedules"].items()}
-    assert facts["balancer"] in ("contiguous", "locality") and facts["schedule"] == "fetch"
-    assert times["fetch"] < 9 and "ptrr + ulysses 72.5" in facts["reason"]
-    old = CliRunner().invoke(main, [*options, "--balancer", "ptrr"], catch_exceptions=False)
-    assert json.loads(old.stdout)["balancer"] == "ptrr"

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import tritoncp
 from tests.planning.memory_meter import measure
 from tritoncp import Plan, and_masks, causal, create_block_mask, document, make_plan, sliding_window
-from tritoncp.cli import main
 from tritoncp.masks import Mask
-from tritoncp.planning.cost import NVLINK
 from tritoncp.planning.memory import Shape, peak
-from tritoncp.planning.metrics import Metrics
 
 N = 1 << 15
 TOLERANCE = 0.02  # of the measured peak, or of a MiB: index tensors are not predicted
@@ -97,48 +90,13 @@ def test_one_rank_sends_nothing_and_needs_delta_alone() -> None:
     assert metrics["backward_extra_bytes"] == N * 4 * 4 and metrics["remote_share"] == 0
 
 
-def test_metrics_are_a_flat_dict_of_documented_numbers() -> None:
+def test_metrics_are_a_flat_dict_of_numbers() -> None:
     for schedule in SCHEDULES:
-        plan = make_plan(MASKS["window"], world_size=4, rank=0, schedule=schedule)
-        metrics = plan.metrics()
+        metrics = make_plan(MASKS["window"], world_size=4, rank=0, schedule=schedule).metrics()
         assert type(metrics) is dict and {type(value) for value in metrics.values()} <= {int, float}
-        named = re.findall(r"\w+", inspect.getdoc(Metrics) or "")
-        assert set(metrics) <= set(named) and metrics["world_size"] == 4
-        assert metrics["forward_ms"] > 0 and metrics["backward_ms"] > metrics["forward_ms"]
+        assert 0 < metrics["forward_ms"] < metrics["backward_ms"] and metrics["world_size"] == 4
     alone = make_plan(MASKS["window"]).metrics()
     assert list(alone) == list(metrics) and alone["forward_ms"] > 0
-
-
-def test_metrics_depend_on_the_hardware_that_is_passed() -> None:
-    plan = make_plan(MASKS["causal"], world_size=4, rank=0, schedule="ring")
-    slow = replace(NVLINK, flops=NVLINK.flops / 2, bandwidth=NVLINK.bandwidth / 2, latency=2 * NVLINK.latency)
-    assert plan.metrics(slow)["forward_ms"] == pytest.approx(2 * plan.metrics(NVLINK)["forward_ms"])
-    assert plan.metrics(slow)["forward_sent_bytes"] == plan.metrics()["forward_sent_bytes"]
-
-
-def test_a_gather_of_everything_needs_more_than_the_keys_that_are_seen() -> None:
-    extra = {
-        schedule: make_plan(
-            MASKS["window"], world_size=8, rank=0, balancer="contiguous", schedule=schedule
-        ).metrics(kv_heads=32)
-        for schedule in ("allgather", "fetch")
-    }
-    assert extra["fetch"]["backward_peak_bytes"] < extra["allgather"]["backward_peak_bytes"] / 2
-
-
-def test_the_command_shows_the_figures() -> None:
-    options = ["plan", "--mask", "causal", "--seq-len", "32K", "--world-size", "4", "--heads", "8"]
-    facts = json.loads(CliRunner().invoke(main, [*options, "--json"], catch_exceptions=False).stdout)
-    plan = make_plan(MASKS["causal"], world_size=4, rank=0, balancer="auto")
-    assert facts["metrics"] == plan.metrics(heads=8)
-    own = facts["schedules"][plan.schedule]["extra_bytes"]
-    assert own == max(facts["metrics"]["forward_extra_bytes"], facts["metrics"]["backward_extra_bytes"])
-    text = CliRunner().invoke(main, options, catch_exceptions=False).stdout
-    (memory,) = [line for line in text.splitlines() if line.startswith("memory of a rank")]
-    assert f"{facts['metrics']['backward_peak_bytes'] / 2**20:.1f} MiB" in memory
-    times = facts["schedules"][plan.schedule]
-    assert times["forward_ms"] == facts["metrics"]["forward_ms"] > 0
-    assert times["backward_ms"] == facts["metrics"]["backward_ms"] > 0
 
 
 def test_metrics_of_a_real_layer_bound_its_tensors() -> None:

@@ -15,7 +15,7 @@ from tritoncp.masks.closed_forms import causal, document
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import and_masks
 from tritoncp.planning.build import build
-from tritoncp.planning.placement import by_blocks, natural, row_positions, take
+from tritoncp.planning.placement import row_positions
 from tritoncp.planning.plan import Plan
 
 BY_ROW = and_masks(causal(), document(ids=torch.tensor([[0] * 5 + [1] * 25, [0] * 21 + [1] * 9])))
@@ -225,10 +225,3 @@ def test_mistakes_say_what_is_needed() -> None:
         tritoncp.shard(torch.zeros(30), plan, dim=0)
     with pytest.raises(ValueError, match=r"x requires grad: say grad='sum'.*grad=None"):
         tritoncp.unshard(torch.zeros(2, 26, requires_grad=True), build(full_mask(26, 26)), dim=1)
-
-
-def test_placements_show_their_rows() -> None:
-    assert natural([0, 3, 5], 4).slots[0].shape == (1, 0, 3)
-    owned = by_blocks(10, 4, [[[0, 2], [1]], [[1], [0, 2]]])
-    assert owned.positions(0).tolist() == [[0, 1, 2, 3, 8, 9], [4, 5, 6, 7, -1, -1]]
-    assert take(torch.arange(10), owned.positions(0), 0, None, -7)[1].tolist() == [4, 5, 6, 7, -7, -7]

@@ -1,4 +1,4 @@
-"""The pages of docs/: links lead somewhere, Python blocks run as printed, pictures are those of the blocks
+"""The pages of docs/: Python blocks run as printed, pictures are those of the blocks
 above them, and masks of the gallery give the dense answers."""
 
 import importlib.util
@@ -60,37 +60,6 @@ def programs_to_run() -> list[tuple[str, str]]:
         for block in read_blocks(page)
         if (program := PROGRAM.match(block.code))
     ]
-
-
-def without_code(text: str) -> str:
-    """Return a page without fenced blocks and code spans."""
-    return re.sub(r"`[^`\n]+`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
-
-
-def anchors(text: str) -> set[str]:
-    """List the anchors of a page's headings, as GitHub and MyST make them."""
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
-
-
-def broken_links(page: Path, text: str) -> list[str]:
-    """List the relative links and images of a page that lead to no file or to no heading of it."""
-    broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
-        if re.match(r"[a-z]+:", link):
-            continue
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        if not target.is_file() or (
-            anchor and anchor not in anchors(text if target == page else target.read_text())
-        ):
-            broken.append(link)
-    return broken
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_of_a_page_lead_somewhere(page: str) -> None:
-    assert not broken_links(DOCS / page, (DOCS / page).read_text())
 
 
 def test_the_api_reference_has_every_public_name() -> None:

@@ -172,11 +172,6 @@ def test_the_sdist_builds_the_same_wheel(source, wheel, tmp_path):
     assert sorted(zipfile.ZipFile(second_wheel).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 
 
-@pytest.mark.long
-def test_the_checkout_works_without_an_install():
-    assert probe(Path(sys.executable), ROOT)["bare"] == []
-
-
 def test_no_init_file_makes_a_bare_kernels_package():
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not (ROOT / "perf" / "__init__.py").exists()

@@ -1,4 +1,4 @@
-"""The public names, commands, options and fields, compared with the text in `public_surface.txt`.
+"""The public names, commands and options, compared with the text in `public_surface.txt`.
 
 Lines are the same on every machine: no paths, no versions, no facts about a device.
 """
@@ -6,7 +6,6 @@ Lines are the same on every machine: no paths, no versions, no facts about a dev
 import difflib
 import importlib.util
 import inspect
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -20,22 +19,11 @@ from click.testing import CliRunner
 
 import tritoncp
 from tritoncp import chunking, masks
-from tritoncp.analysis import resource_table
 from tritoncp.cli import main
-from tritoncp.demo.report import Report as DemoReport
 from tritoncp.frontend import dynamo
 from tritoncp.integrations import transformers
-from tritoncp.kernels.tile_rules import Config
-from tritoncp.ops import autograd, tile_tables
+from tritoncp.ops import autograd
 from tritoncp.perf import exit_codes
-from tritoncp.perf.records.history import Point, Series
-from tritoncp.planning.problem import Problem
-from tritoncp.self_check.attempts import Request
-from tritoncp.self_check.cases import Case, Result
-from tritoncp.self_check.report import Report as CheckReport
-from tritoncp.tuning import search_run
-from tritoncp.tuning.search import Choice
-from tritoncp.tuning.targets import Target
 
 # Members of classes whose other members serve the package alone. Users make no objects of these classes by
 # calling them.
@@ -192,47 +180,7 @@ def environment_variables() -> list[str]:
     return sorted({name for path in files for name in re.findall(r"TRITONCP_[A-Z0-9_]+", path.read_text())})
 
 
-def check_fields() -> tuple[str, str]:
-    case = Result(Case("ring", "causal", "float32", "forward"), why="not run")
-    report = CheckReport(Request(), {}, [case], 0.0).as_json()
-    return f"check --json: {fields(report)}", f"check --json, a case: {fields(report['cases'][0])}"
-
-
-def fields(value: dict[str, Any]) -> str:
-    return ", ".join(value)
-
-
-def output_fields() -> Iterator[str]:
-    yield from check_fields()
-    for arguments in (["plan", "--seq-len=1024", "--world-size=2"], ["doctor"]):
-        output = CliRunner().invoke(main, [*arguments, "--json"]).stdout
-        yield f"{arguments[0]} --json: {fields(json.loads(output))}"
-    yield f"demo --json, losses.json: {', '.join(DemoReport.__dataclass_fields__)}"
-
-
-def file_fields(folder: Path) -> Iterator[str]:
-    figures: Any = {"x": "y"}
-    point = Point("run", "time", "case", Series("device", "watts", "clocks"), *[figures] * 7)
-    yield f"line of a history: {fields(point.as_line())}"
-    yield f"line of a history, series: {fields(point.as_line()['series'])}"
-
-    device = tile_tables.Device("sm_90", "device")
-    target = Target("forward", Problem("full", 4096, 8, 8, 192, score="softcap"))
-    entry = search_run.entry_of(target, Choice(Config(16, 32), 1.0, 1.1))
-    table = json.loads(tile_tables.write(folder, device, [entry], {}, "3.7").read_text())
-    yield f"tile table: {fields(table)}"
-    yield f"tile table, an entry: {fields(table['entries'][0])}"
-    yield f"tile table, config of an entry: {fields(table['entries'][0]['config'])}"
-
-    row = next(iter(resource_table.read_table().values()))
-    resource_table.write([row], folder / "resources.json")
-    resources = json.loads((folder / "resources.json").read_text())
-    yield f"resources.json: {fields(resources)}"
-    assert len(resources["rows"][0]) == 1 + len(resource_table.COLUMNS)
-    yield f"resources.json, a row: {' '.join(resource_table.KEY)}, {', '.join(resource_table.COLUMNS)}"
-
-
-def surface(folder: Path) -> str:
+def surface() -> str:
     """Return the public surface as text, section by section."""
     sections: dict[str, Iterable[str]] = {
         "tritoncp": python_names(),
@@ -244,8 +192,6 @@ def surface(folder: Path) -> str:
         "kernel_options": kernel_options(),
         "ops": op_schemas(),
         "environment variables": environment_variables(),
-        "fields of output": output_fields(),
-        "fields of files": file_fields(folder),
     }
     return "\n".join("\n".join([f"# {title}", *lines, ""]) for title, lines in sections.items())
 
@@ -257,8 +203,8 @@ def changes(before: str, after: str) -> list[str]:
     return list(lines)
 
 
-def test_the_public_surface_is_unchanged(tmp_path):
-    current = surface(tmp_path)
+def test_the_public_surface_is_unchanged():
+    current = surface()
     if os.environ.get("ACCEPT") == "1":
         FROZEN.write_text(current)
     difference = changes(FROZEN.read_text(), current)

@@ -4,13 +4,13 @@ import pytest
 
 from tests.tuning.stand_ins import TileTimes
 from tritoncp.ops import tile_tables
-from tritoncp.tuning import search_run
+from tritoncp.tuning import command, search_run
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU whose times are a formula."""
     bench = TileTimes()
-    monkeypatch.setattr(search_run, "device", lambda arch: tile_tables.Device("sm_90", "NVIDIA H200"))
+    monkeypatch.setattr(command, "choose_device", lambda *words: tile_tables.Device("sm_90", "NVIDIA H200"))
     monkeypatch.setattr(search_run, "_device_bench", lambda: bench)
     return bench

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 
@@ -10,11 +11,9 @@ import torch
 from click.testing import CliRunner
 
 from tritoncp.analysis.compile_pool import Compilers
-from tritoncp.analysis.cross_compile import TARGETS
 from tritoncp.cli import main
 from tritoncp.ops import tile_tables
 from tritoncp.tuning import search, search_run
-from tritoncp.tuning.targets import PRESETS
 
 REPORT = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "tma": 0}
 ONE = ["--shapes", "8x8,128,4096", "--mask", "causal", "--ops", "fwd"]
@@ -47,36 +46,36 @@ def test_a_dry_run_lists_candidates_and_writes_no_file(home):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--target", "sm_90", "--preset", "llama9"], "known: llama3-8b"),
-        (["--target", "sm_90", "--mask", "round"], "known: causal, full"),
-        (["--target", "sm_90", "--ops", "sideways"], "known: fwd, bwd, fused, few, routes"),
-        (["--target", "sm_90", "--ops", "few", "--shapes", "128x1,128,4096"], "64 query heads of a key head"),
-        (["--target", "sm_90", "--score-mod", "hardcap"], "known: softcap"),
-        (["--target", "sm_90", "--score-mod", "math:pi"], "float, not a score_mod"),
-        (["--target", "sm_90", "--score-mod", "tests.tuning.test_run:random_score"], "cannot be translated"),
-        (["--target", "sm_90", "--score-mod", "tests.tuning.test_run:kernel_score"], "give it in Python"),
-        (["--target", "sm_90", "--shapes", "8x8,64x64x64,128"], "128x128,192x128,8192"),
-        (["--target", "sm_90", "--budget", "soon"], "15m"),
-        (["--target", "sm_90", "--shapes", "32"], "32x8,128,16384"),
+        (["--preset", "llama9"], "known: llama3-8b"),
+        (["--mask", "round"], "known: causal, full"),
+        (["--ops", "sideways"], "known: fwd, bwd, fused, few, routes"),
+        (["--ops", "few", "--shapes", "128x1,128,4096"], "64 query heads of a key head"),
+        (["--score-mod", "hardcap"], "known: softcap"),
+        (["--score-mod", "math:pi"], "float, not a score_mod"),
+        (["--score-mod", "tests.tuning.test_run:random_score"], "cannot be translated"),
+        (["--score-mod", "tests.tuning.test_run:kernel_score"], "give it in Python"),
+        (["--shapes", "8x8,64x64x64,128"], "128x128,192x128,8192"),
+        (["--budget", "soon"], "15m"),
+        (["--shapes", "32"], "32x8,128,16384"),
+        (["--shapes", ""], "32x8,128,16384"),
+        (["--shapes", "32x5,128,4096"], "divide"),
+        (["--shapes", "8x8,512,64"], "256"),
+        (["--shapes", f"{'9' * 30}x1,64,64"], "fit no GPU"),
+        (["--shapes", f"{'9' * 5000}x1,64,64"], "HEADSxKV_HEADS"),
     ],
 )
 def test_refusals_name_valid_values(words, said):
-    for chosen in (words, [word for word in words if word not in ("--target", "sm_90")]):
-        done = invoke(*chosen)
+    for dry in ([], ["--dry-run"], ["--dry-run", "--target", "sm_90"]):
+        done = invoke(*dry, *words)
         assert done.exit_code == 2 and said in done.output, "also on a machine without a GPU"
 
 
-def test_without_a_gpu_the_error_names_the_options_that_need_none():
+def test_without_a_gpu_the_error_names_the_option_that_needs_none():
     done = invoke("--preset", "llama3-8b")
-    assert done.exit_code == 1 and "--target sm_90" in done.output and "--dry-run" in done.output
-    assert all(arch in done.output for arch in TARGETS)
-
-
-def test_known_targets_and_presets_are_listed():
-    done = invoke("--target", "h100")
-    assert done.exit_code == 2 and all(arch in done.output for arch in TARGETS)
-    text = re.sub(r"\s+", "", invoke("--help").output)
-    assert all(name in text for name in (*TARGETS, *PRESETS))
+    assert done.exit_code == 1 and "--dry-run lists the candidates without one" in done.output
+    assert "--target is for --dry-run" in invoke("--target", "sm_90").output
+    done = invoke("--dry-run", "--target", "h100")
+    assert done.exit_code == 2 and "known: sm_80, sm_86" in done.output
 
 
 def test_a_dry_run_needs_no_gpu(home):
@@ -86,48 +85,29 @@ def test_a_dry_run_needs_no_gpu(home):
     assert json.loads(invoke("--dry-run", "--json", *ONE).stdout)[0]["candidates"] > 16
 
 
-def test_candidates_without_time_are_counted(monkeypatch, home, gpu, tmp_path):
-    """With a clock that advances by a second at each look: none, some and all of the candidates have time."""
+@pytest.mark.parametrize(("budget", "left_out"), [("1s", "all"), ("200s", "some"), ("100000s", "none")])
+def test_candidates_without_time_are_counted(budget, left_out, monkeypatch, home, gpu, tmp_path):
+    """With a clock that advances by a second at each look. There are two targets."""
     clock = iter(range(10**6))
     monkeypatch.setattr(search_run.time, "monotonic", lambda: 0)
-    init = search.Tuner.__init__
-
-    def with_clock(self, *words, **more):
-        init(self, *words, **more, now=lambda: next(clock))
-
-    monkeypatch.setattr(search.Tuner, "__init__", with_clock)
-    counts = {}
-    for budget in ("1s", "200s", "100000s"):
-        clock = iter(range(10**6))
-        done = invoke(*ONE, "--budget", budget, "--out", tmp_path / budget)
-        match = re.search(r"the budget left out (\d+) of (\d+) candidates: give more --budget", done.stderr)
-        counts[budget] = tuple(map(int, match.groups())) if match else None
-    total = json.loads(invoke("--dry-run", "--json", *ONE).stdout)[0]["candidates"]
-    assert counts["1s"] == (total, total) and 0 < counts["200s"][0] < total and counts["100000s"] is None
+    tuner = functools.partial(search.Tuner, now=lambda: next(clock))
+    monkeypatch.setattr(search_run, "Tuner", tuner)
+    words = [*ONE, "--mask", "full"]
+    total = sum(row["candidates"] for row in json.loads(invoke("--dry-run", "--json", *words).stdout))
+    done = invoke(*words, "--budget", budget, "--out", tmp_path / "out")
+    match = re.search(r"the budget left out (\d+) of (\d+) candidates: give more --budget", done.stderr)
+    count, of = map(int, match.groups()) if match else (0, total)
+    assert of == total
+    assert {"all": count == total, "some": 0 < count < total, "none": count == 0}[left_out]
 
 
-def test_candidates_of_targets_that_were_not_begun_are_counted(monkeypatch, gpu, tmp_path):
-    clock = iter(range(10**6))
-    monkeypatch.setattr(search_run.time, "monotonic", lambda: 0)
-    init = search.Tuner.__init__
-    monkeypatch.setattr(
-        search.Tuner,
-        "__init__",
-        lambda self, *words, **more: init(self, *words, **more, now=lambda: next(clock)),
-    )
-    done = invoke("--shapes", "8x8,128,4096", "--budget", "1s", "--out", tmp_path / "out")
-    total = sum(row["candidates"] for row in json.loads(invoke("--dry-run", "--json", *ONE[:2]).stdout))
-    assert f"the budget left out {total} of {total} candidates" in done.stderr
-
-
-@pytest.mark.parametrize("words", [[], ["--target", "sm_90"]])
-def test_ctrl_c_before_the_first_choice_says_that_the_table_is_empty(words, monkeypatch, gpu, tmp_path):
+def test_ctrl_c_before_the_first_choice_says_that_the_table_is_empty(monkeypatch, gpu, tmp_path):
     def interrupt(self, jobs):
         yield jobs[0], REPORT
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Compilers, "compile_jobs", interrupt)
-    done = invoke(*ONE, *words, "--out", tmp_path / "out")
+    done = invoke(*ONE, "--out", tmp_path / "out")
     assert done.exit_code == 130 and done.stdout == ""
     assert "interrupted: the table is empty, since nothing was chosen yet; the journal is" in done.stderr
     assert str(tmp_path / "out") in done.stderr and "--resume goes on from there" in done.stderr
@@ -147,10 +127,6 @@ def test_journals_are_written_where_out_says_and_nowhere_else(gpu, home, monkeyp
     version = tile_tables.installed_version("triton")
     names = [f"out/sm_90/nvidia-h200-triton-{version}.{kind}" for kind in ("json", "jsonl")]
     assert files_below(tmp_path) == names
-    assert invoke(*ONE, "--target", "sm_90").exit_code == 0
-    assert files_below(tmp_path) == names, "reports without --out leave no file among the measured tiles"
-    done = invoke(*ONE, "--target", "sm_90", "--resume")
-    assert done.exit_code == 2 and "--resume reads the journal of --out" in done.output
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
     done = invoke(*ONE)
     assert done.exit_code == 2 and "name a folder for the results with --out" in done.output
@@ -158,8 +134,8 @@ def test_journals_are_written_where_out_says_and_nowhere_else(gpu, home, monkeyp
 
 
 def test_a_table_in_a_pipe_is_not_cut(gpu, monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "40")
-    mask, name = "document", "forward document 128x128 d192x128 8192 bfloat16"
-    words = ["--shapes", "128x128,192x128,8192", "--mask", mask, "--ops", "fwd", "--target", "sm_90"]
-    done = invoke(*words)
-    assert done.exit_code == 0 and any(line.startswith(name) for line in done.stdout.splitlines())
+    monkeypatch.setenv("COLUMNS", "30")
+    words = ["--shapes", "128x128,192x128,8192", "--mask", "document", "--ops", "fwd"]
+    done = invoke(*words, "--out", tmp_path / "out")
+    (row,) = (line.split() for line in done.stdout.splitlines() if "192x128" in line)
+    assert row[:2] == ["forward", "interval"] and row[-1] == "2.00"

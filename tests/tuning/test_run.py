@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -20,18 +22,18 @@ from click.testing import CliRunner
 from tests.tuning.stand_ins import TileTimes
 from tritoncp.analysis import launches
 from tritoncp.analysis.compile_pool import Compilers
-from tritoncp.analysis.jobs import Job, Routed
+from tritoncp.analysis.jobs import Routed
 from tritoncp.analysis.launches import CallTensors, launch_of
 from tritoncp.cli import main
 from tritoncp.kernels import engine
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
-from tritoncp.perf.records.history import Point, Series, append
 from tritoncp.perf.suite import check
 from tritoncp.planning.problem import Problem
 from tritoncp.tuning import search, search_run, targets
 from tritoncp.tuning.device_bench import DeviceBench
+from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.targets import Target, candidates
 
 ROOT = Path(__file__).parents[2]
@@ -76,49 +78,18 @@ def few(target, arch):
 
 
 @pytest.mark.long
-def test_the_static_stage_compiles_without_a_gpu(monkeypatch, home):
-    """Compile two kernels with a score_mod and another head dim of values: the rule survives, configs that do
-    not fit are dropped; a second run compiles nothing."""
-    for module in (search, search_run):
-        monkeypatch.setattr(module, "candidates", few)
-    words = ["--target", "sm_90", "--shapes", "8x2,64x32,4096", "--mask", "full", "--ops", "fwd,fused"]
-    words += ["--score-mod", "tests.tuning.test_run:biased", "--jobs", "1", "--out", str(home), "--json"]
-    done = invoke(*words)
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)
-    name = "full tests.tuning.test_run:biased 8x2 d64x32 4096 bfloat16"
-    assert [row["target"] for row in rows] == [*[f"forward {name}"] * 2, f"fused {name}"]
-    for row in rows:
-        assert row["spill_bytes"] == 0 and row["tma"] > 0
-    assert "tried 4, pruned 1" in done.stderr
-    assert not list(home.glob("*/*.json")), "a report is no measurement"
-    monkeypatch.setattr(
-        Compilers, "compile_jobs", lambda self, jobs: iter(pytest.fail("again") for _ in jobs)
-    )
-    assert json.loads(invoke(*words, "--resume").stdout) == rows
-    done = invoke(*words[:-1], "--resume")
-    assert done.exit_code == 0 and "128×64 4/" in done.stdout
-
-
-@pytest.mark.long
-def test_the_static_stage_compiles_routes(monkeypatch):
-
-    def listed(target, arch):
-        configs = candidates(target, arch)
-        gluon_configs = [config for config in configs if getattr(config, "ROUTE", "") == "gluon"]
-        return [configs[0], *gluon_configs[-1:]]
-
-    for module in (search, search_run):
-        monkeypatch.setattr(module, "candidates", listed)
-    words = ["--target", "sm_90", "--shapes", "8x2,64,4096", "--mask", "full", "--ops", "routes"]
-    words += ["--jobs", "1", "--json"]
-    done = invoke(*words)
-    routes = [row["config"].get("ROUTE") for row in json.loads(done.stdout)]
-    assert done.exit_code == 0 and routes == [None, "loops", "gluon"]
-    sizes = {"dim": 64, "v_dim": 64, "dtype": "float16"}
-    scored = Target("route", replace(ROUTE.problem, **sizes, score="softcap"))
-    with pytest.raises(ValueError, match="a score_mod or mask_mod says nothing of layouts"):
-        launch_of(scored.job("sm_90", candidates(scored, "sm_90")[-1]))
+def test_candidates_that_do_not_fit_are_dropped_by_the_compiler_without_a_gpu(monkeypatch, tmp_path):
+    """With a score_mod and another head dim of values."""
+    monkeypatch.setattr(search, "candidates", few)
+    score = "tests.tuning.test_run:biased"
+    requested = targets.targets(["8x2,64x32,4096"], ["full"], ["fwd", "fused"], "bfloat16", score)
+    journal = Journal(tmp_path / "journal.jsonl", {}, resume=False)
+    with Compilers(1) as compilers:
+        tuner = search.Tuner("sm_90", journal, compilers.compile_jobs, math.inf)
+        forward, fused = (tuner.select(target, math.inf) for target in requested)
+    own, _, fits = few(requested[0], "sm_90")
+    assert forward == [own, fits] and fused == few(requested[1], "sm_90")
+    assert (tuner.tally.tried, tuner.tally.pruned, tuner.tally.failed) == (4, 1, 0)
 
 
 @pytest.fixture
@@ -127,10 +98,10 @@ def compile_nothing(monkeypatch):
     monkeypatch.setattr(Compilers, "compile_jobs", lambda self, jobs: ((job, report) for job in jobs))
 
 
-def request(home, resume=False):
+def request(home):
     selection = targets.targets(["32x8,128,4096"], ["causal", "full"], ["fwd"], "bfloat16")
     device = tile_tables.Device("sm_90", "NVIDIA H200")
-    return search_run.Request(tuple(selection), device, False, 60.0, resume, home, 1, 60.0)
+    return search_run.Request(tuple(selection), device, 60.0, False, home, 1, 60.0)
 
 
 def measured(home):
@@ -146,38 +117,14 @@ def test_choices_are_written_where_calls_look_for_them(compile_nothing, home):
     outcome = search_run.autotune(request(home), Console(stderr=True), TileTimes())
     assert [row["gain"] for row in outcome.rows] == [2.0, 2.0] and not outcome.interrupted
     assert measured(home) == {("forward", "causal"): 64, ("forward", "full"): 64}
-    search_run.show(outcome, False, Console())
+    search_run.show(outcome, Console())
 
 
-def test_ctrl_c_keeps_choices_and_resume_does_the_rest(compile_nothing, home):
-    from rich.console import Console
-
-    complete = TileTimes()
-    search_run.autotune(request(home / "whole"), Console(stderr=True), complete)
-    cut = TileTimes(interrupt=complete.samples - 100)
-    outcome = search_run.autotune(request(home), Console(stderr=True), cut)
-    assert outcome.interrupted and ("forward", "causal") in measured(home)
-    rest = TileTimes()
-    outcome = search_run.autotune(request(home, resume=True), Console(stderr=True), rest)
-    assert not outcome.interrupted and len(measured(home)) == 2
-    assert rest.samples < complete.samples / 2
-
-
-def test_the_command_tunes_the_worst_case_and_compares_fused(compile_nothing, gpu, home, tmp_path):
-    took = {"tritoncp": {"ms": 2.0}, "flex max-autotune": {"ms": 1.0}}
-    point = Point("r", "2026-01-01", "alibi-8k-bwd", Series("NVIDIA H200"), {}, took, goal={"flex": 1.2})
-    append(tmp_path / "history.jsonl", point.as_line())
-    done = invoke("--worst", str(tmp_path), "--json")
-    assert done.exit_code == 0 and "alibi-8k-bwd, 0.42 of its goal" in done.stderr
-    rows = json.loads(done.stdout)
-    assert [(row["kernel"], row["score"], row["shape"]) for row in rows] == [
-        ("dq", "alibi", "32x8,128,8192"),
-        ("dkdv", "alibi", "32x8,128,8192"),
-    ]
+def test_fused_kernels_are_tuned_like_others(compile_nothing, gpu, home):
     done = invoke("--shapes", "8x8,192x128,4096", "--mask", "window", "--ops", "bwd,fused")
-    assert done.exit_code == 0 and "192x128" in done.stdout and "dq and dkdv take" in done.stdout
+    assert done.exit_code == 0 and "192x128" in done.stdout
     (path,) = home.glob("*/*.json")
-    assert len(tile_tables.entries_of(path)) == 5
+    assert [entry["kernel"] for entry in tile_tables.entries_of(path)] == ["dq", "dkdv", "fused"]
 
 
 def test_ctrl_c_ends_the_command_with_the_choices_so_far(compile_nothing, gpu, home):
@@ -198,7 +145,7 @@ def test_a_terminal_gets_a_bar_that_counts(compile_nothing, home):
     output = io.StringIO()
     search_run.autotune(request(home), Console(file=output, force_terminal=True, width=200), TileTimes())
     last = re.sub(r"\x1b\[[\d;?]*\w", "", output.getvalue()).splitlines()[-1]
-    assert re.search(r"forward full .*tried \d+ pruned \d+ failed 0 best 2.00x of the rule", last)
+    assert re.search(r"forward full .*tried \d+, pruned \d+, failed 0, best 2.00x of the rule", last)
 
 
 def test_a_tuned_rule_is_an_answer_too(compile_nothing, home):
@@ -301,7 +248,7 @@ def test_offline_launches_equal_those_of_calls(kernel):
         config = candidates(target, "sm_90")[-1]
     job = target.job("sm_90", config)
     assert job.kernel == kernel
-    compiled = launch_of(Job.of(json.loads(json.dumps(asdict(job)))))
+    compiled = launch_of(pickle.loads(pickle.dumps(job)))
     launched_part = DeviceBench(CPU)._problem_for(target).call.launch(target.kernel, config, "sm_90").parts[0]
     assert (compiled.grid, compiled.config, compiled.kernel) == (
         launched_part.grid,
@@ -327,9 +274,8 @@ problem = Problem("causal", 512, 4, 2, 32, 16, dtype="float16", score="softcap")
 target, config = Target("dq", problem), Config(64, 64, 4, 1)
 job, folder = target.job("sm_80", config), os.environ["TRITON_CACHE_DIR"]
 name_functions()
-compilers = Compilers(1)
-((_, report),) = compilers.compile_jobs([job])
-compilers.end()
+with Compilers(1) as compilers:
+    ((_, report),) = compilers.compile_jobs([job])
 files = set(os.listdir(folder))
 compile_launch(CallTensors(problem, torch.device("cpu")).launch("dq", config, "sm_80"), "sm_80")
 print(report.get("failed"), len(files) > 0, set(os.listdir(folder)) - files)

@@ -13,10 +13,9 @@ import torch
 from tests.tuning.stand_ins import BEST, RULE, TARGET, Compiler, Formula, Ticks, cost, tuner
 from tritoncp.analysis.launches import launch_of
 from tritoncp.kernels.tile_rules import default
-from tritoncp.perf.records.history import TUNED, Point, Series
 from tritoncp.planning.problem import Problem
-from tritoncp.tuning.search import MAX_TIMED, ROUNDS, Tally
-from tritoncp.tuning.targets import MEASURED_KINDS, OPS, Target, candidates, select_worst_case, targets
+from tritoncp.tuning.search import MAX_TIMED, ROUNDS
+from tritoncp.tuning.targets import MEASURED_KINDS, OPS, Target, candidates, targets
 
 
 def test_the_fastest_right_config_is_chosen_in_few_samples(tmp_path):
@@ -62,33 +61,11 @@ def test_no_choice_where_the_rule_is_wrong(tmp_path):
 )
 def test_candidates_that_compile_badly_are_dropped_but_never_the_rule(tmp_path, report):
     search = tuner(tmp_path, Compiler(s3=report))
-    alive = [config for config, _ in search.static(TARGET)]
+    alive = search.select(TARGET, 1e9)
+    assert [c for c in candidates(TARGET, "sm_90") if c.num_stages != 3][:MAX_TIMED] == alive
     assert alive[0] == RULE and {config.num_stages for config in alive} == {1, 2, 4}
     everything = tuner(tmp_path / "other", Compiler(s2={"spill_bytes": 8}))
-    assert next(iter(everything.static(TARGET)))[0] == RULE and RULE.num_stages == 2
-
-
-def test_the_candidates_most_like_the_rule_are_timed(tmp_path):
-    alive = [config for config, _ in tuner(tmp_path).static(TARGET)]
-    assert alive == candidates(TARGET, "sm_90")[:MAX_TIMED]
-
-
-def test_the_tally_counts_everything(tmp_path):
-    tallies = []
-    search = tuner(tmp_path, Compiler(s4={"failed": "no"}))
-    search.tally = Tally(
-        show=lambda tally: tallies.append((tally.tried, tally.pruned, tally.failed, tally.best))
-    )
-    search.run([TARGET], Formula(cost))
-    configs = candidates(TARGET, "sm_90")
-    failed = sum(config.num_stages == 4 for config in configs)
-    assert tallies[-1] == (
-        len(configs),
-        len(configs) - min(MAX_TIMED, len(configs) - failed),
-        failed,
-        "1.25x of the rule",
-    )
-    assert [tried for tried, *_ in tallies] == sorted(tried for tried, *_ in tallies)
+    assert everything.select(TARGET, 1e9)[0] == RULE and RULE.num_stages == 2
 
 
 # -- routes -------------------------------------------------------------------------------------------------
@@ -125,12 +102,6 @@ def test_a_route_is_compared_with_the_tiles_that_won_for_loops(tmp_path, times, 
     assert list(chosen) == [TARGET, ROUTE] and choices_by_target == chosen
     assert (chosen[ROUTE].config.ROUTE, chosen[ROUTE].gain) == (route, pytest.approx(gain, rel=0.01))
     assert chosen[TARGET].config.num_stages == BEST.num_stages
-
-
-def test_a_route_whose_answer_is_wrong_is_never_timed(tmp_path):
-    bench = Formula(by_route(gluon=0.1), wrong=[c for c in candidates(ROUTE, "sm_90") if c.ROUTE == "gluon"])
-    chosen = tuner(tmp_path).run([TARGET, ROUTE], bench)
-    assert chosen[ROUTE].config.ROUTE == "loops" and GLUON in bench.checks and GLUON not in bench.samples
 
 
 def test_without_loops_or_without_routes_there_is_nothing_to_compare(tmp_path):
@@ -231,89 +202,6 @@ def test_both_ways_to_copy_a_tile_are_tried_where_there_are_both(kernel):
     odd = candidates(Target(kernel, Problem("causal", 4096, dim=100, v_dim=100)), "sm_90")
     assert odd[0] == default(kernel, "sm_90", 100, torch.bfloat16, tma=False)
     assert {config.USE_TMA for config in odd} == {False}
-
-
-@pytest.mark.parametrize(
-    ("shape", "said"),
-    [("32,128,4096", "is not HEADS"), ("32x5,128,4096", "divide"), ("8x8,512,64", "256"), ("8x8,64", "not")],
-)
-def test_malformed_shapes_are_refused(shape, said):
-    with pytest.raises(ValueError, match=said):
-        targets([shape], ["causal"], ["fwd"], "bfloat16")
-
-
-# -- the case to tune ---------------------------------------------------------------------------------------
-
-
-def measured(case, own_ms, day=0, device="NVIDIA H200", run="r", **baselines):
-    took = {"tritoncp": {"ms": own_ms} if own_ms else {"why": "wrong"}}
-    took |= {TUNED.get(name, name): {"ms": ms} for name, ms in baselines.items()}
-    goal = {"flex": 1.2, "cudnn": 0.8}
-    return Point(run, f"2026-01-0{day + 1}", case, Series(device), {}, took, goal=goal)
-
-
-@pytest.mark.parametrize(
-    ("case", "names"),
-    [
-        ("window-8k-fwd", [f"{kernel} window 32x8 d128 8192 bfloat16" for kernel in ("forward", "route")]),
-        ("softcap-8k-fwd", ["forward causal softcap 32x8 d128 8192 bfloat16"]),
-        (
-            "softcap-16k-bwd",
-            ["dq causal softcap 32x8 d128 16384 bfloat16", "dkdv causal softcap 32x8 d128 16384 bfloat16"],
-        ),
-        (
-            "causal-h128x128-d192x128-8k-fwd",
-            [f"{kernel} causal 128x128 d192x128 8192 bfloat16" for kernel in ("forward", "route")],
-        ),
-        ("full-q1-32k-fwd", ["few full 32x8 d128 32768 bfloat16"]),
-    ],
-)
-def test_the_case_that_is_farthest_below_its_goal_is_tuned(case, names):
-    points = [
-        measured("full-16k-fwd", 9.0, run="older", flex=1.0),
-        measured("full-16k-fwd", 1.0, day=1, flex=1.3, cudnn=0.9),
-        measured(case, 1.0, day=1, flex=1.5, cudnn=0.68),  # 0.85 of a goal
-        measured("causal-16k-fwd", 1.0, day=1, flex=1.1),  # 0.917
-        measured("causal-8k-fwd", None, day=1, flex=1.1),  # failed
-        measured("prefix-8k-fwd", 1.0, day=1, flex=0.1),  # tuned with documents
-        measured("causal-s8-ring-32k-fwd", 1.0, day=1, flex=0.1),
-        replace(measured("causal-1k-fwd", 1.0, day=1, flex=0.1), goal={}),  # a check of the benchmark
-        measured("of another version", 1.0, day=1, flex=0.1),
-        measured("full-16k-fwd", 9.0, day=2, device="NVIDIA H100", run="another", flex=1.0),
-    ]
-    why, chosen_targets = select_worst_case(points, "NVIDIA H200")
-    assert why == f"{case}, 0.85 of its goal" and [target.name for target in chosen_targets] == names
-    assert select_worst_case(points, None)[0] == "full-16k-fwd, 0.09 of its goal"
-
-
-def test_runs_of_the_same_code_count_together():
-    """Runs of `make gpu` each measure a part of the cases; lines without a baseline do not count."""
-
-    def of(code, point):
-        return replace(point, env={"sources": code})
-
-    points = [
-        of("old", measured("window-8k-fwd", 9.0, run="a", flex=1.0)),
-        of("new", measured("full-16k-fwd", 1.0, day=1, run="b", flex=1.2, cudnn=0.4)),
-        of("new", measured("causal-16k-fwd", 1.0, day=1, run="c", flex=1.1)),
-        of("new", measured("full-16k-fwd", 1.0, day=2, run="d")),
-    ]
-    assert select_worst_case(points, None)[0] == "full-16k-fwd, 0.50 of its goal"
-
-
-def test_where_no_case_has_a_goal_the_one_farthest_behind_is_tuned():
-    points = [
-        replace(measured(f"{mask}-16k-fwd", 1.0, flex=ms), goal={})
-        for mask, ms in (("full", 2), ("causal", 3))
-    ]
-    why, (target, _) = select_worst_case(points, None)
-    assert why == "full-16k-fwd, 2.00 of the fastest baseline" and target.problem.mask == "full"
-
-
-def test_without_a_comparison_a_usual_call_is_tuned():
-    for points in ([], [measured("causal-16k-fwd", None, flex=1.0)], [measured("causal-16k-fwd", 1.0)]):
-        why, chosen_targets = select_worst_case(points, "NVIDIA H200")
-        assert "Llama-3 8B" in why and [target.kernel for target in chosen_targets] == ["forward"]
 
 
 @pytest.mark.parametrize("score", ["", "softcap", "table_learns", "slopes_learn"])

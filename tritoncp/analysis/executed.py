@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.analysis import torch_templates
+from tritoncp.analysis.jobs import parse_shape
 from tritoncp.analysis.kernel_report import read_nvidia
 from tritoncp.analysis.launches import CallTensors
 from tritoncp.analysis.torch_templates import TemplateJob, candidates, write_source
@@ -266,15 +267,10 @@ def problem_of(shape: str, mask: str, score: str, dtype: str) -> tuple[Problem, 
     from tritoncp.masks.mask import create_block_mask
     from tritoncp.planning.problem import MASKS
 
-    try:
-        heads, width, length = shape.split(",")
-        (h, g), (d, *rest), n = map(int, heads.split("x")), map(int, width.split("x")), int(length)
-    except ValueError as error:
-        raise ValueError(f"shape {shape!r} is not HEADSxKV_HEADS,HEAD_DIM,LENGTH: 4x1,128,1024") from error
-    problem = Problem("full", n, h, g, d, rest[0] if rest else d, dtype=dtype, score=score)
+    problem = replace(parse_shape(shape), dtype=dtype, score=score)
     if mask in MASKS:
         return replace(problem, mask=mask), None
-    return problem, create_block_mask(mask_of(mask), 1, 1, n, n)
+    return problem, create_block_mask(mask_of(mask), 1, 1, problem.seq, problem.seq)
 
 
 def check_against(problem: Problem, mask: Mask | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
+from tritoncp.masks.expressions import brief
 from tritoncp.planning.problem import Problem
 
 S, HEADS, KV_HEADS = 1024, 8, 2
@@ -48,6 +49,33 @@ VARIANT_OF_KIND = {kind: kind for kind in ("full", "causal", "window")} | {
     "mod": "mask_mod",
 }
 KERNELS = ("forward", "delta", "dq", "dkdv")
+
+
+MAX_ELEMENTS = 1 << 34  # elements of a shape's queries
+
+
+def parse_shape(shape: str) -> Problem:
+    """Make the problem of a command's shape, HEADSxKV_HEADS,HEAD_DIM[xV_HEAD_DIM],LENGTH, with the full mask.
+    Raises ValueError for another format, and for a shape that no GPU can hold.
+
+    >>> parse_shape("128x128,192x128,8192").shape
+    '128x128,192x128,8192'
+    """
+    try:
+        heads, width, length = shape.split(",")
+        (q_heads, kv_heads), (dim, *rest) = map(int, heads.split("x")), map(int, width.split("x"))
+        (v_dim,) = rest or [dim]
+        seq = int(length)
+    except ValueError as error:
+        raise ValueError(
+            f"shape {brief(shape)} is not HEADSxKV_HEADS,HEAD_DIM,LENGTH: 32x8,128,16384, or with "
+            "another head dim of values: 128x128,192x128,8192"
+        ) from error
+    if min(q_heads, kv_heads, dim, v_dim, seq) < 1 or q_heads % kv_heads or max(dim, v_dim) > 256:
+        raise ValueError(f"shape {shape!r}: key heads have to divide heads, head dims end at 256")
+    if q_heads * seq * max(dim, v_dim) > MAX_ELEMENTS:
+        raise ValueError(f"shape {shape!r}: queries of more than {MAX_ELEMENTS >> 30}G numbers fit no GPU")
+    return Problem("full", seq, q_heads, kv_heads, dim, v_dim)
 
 
 @dataclass(frozen=True)
@@ -92,12 +120,6 @@ class Job:
         key = {"kernel": self.kernel, "arch": self.arch, "head_dim": self.head_dim}
         key |= {"source": self.source} if self.source else {}
         return key | {"dtype": self.dtype, "variant": self.variant}
-
-    @classmethod
-    def of(cls, raw: dict[str, Any]) -> Job:
-        """The job of a dict from ``asdict``."""
-        config = raw["config"] and Config(**raw["config"])
-        return cls(**raw | {"config": config, "problem": Problem(**raw["problem"])})
 
 
 def step_job(

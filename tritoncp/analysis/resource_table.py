@@ -11,7 +11,6 @@ from typing import Any
 
 from tritoncp.analysis.compile_pool import compile_all
 from tritoncp.analysis.jobs import KERNELS, VARIANT_OF_KIND, Job, step_job
-from tritoncp.core.checked_json import read_json
 from tritoncp.kernels.tile_rules import Config, copies, family, fuses, widest_route
 from tritoncp.ops import tile_tables
 
@@ -108,7 +107,7 @@ def inspect_jobs(jobs: Sequence[Job], processes: int | None, timeout: float) -> 
 def read_table(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
     """Read the committed table: rows by their keys."""
     table = {}
-    for name, *figures in read_json(path)["rows"]:
+    for name, *figures in json.loads(path.read_text())["rows"]:
         row = dict(zip((*KEY, *COLUMNS, "source"), (*name.split(), *figures)))
         row["head_dim"] = int(row["head_dim"])
         table[key(row)] = row

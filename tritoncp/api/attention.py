@@ -10,9 +10,9 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry
+from tritoncp.frontend.arguments import Options, sort_arguments
 from tritoncp.frontend.call import attend
 from tritoncp.frontend.group_call import group_call
-from tritoncp.frontend.request import Request, sort_arguments
 
 
 @overload
@@ -142,10 +142,9 @@ def flex_attention(
     torch.Size([1, 2, 256, 32])
     """
     score, mask, mesh = sort_arguments(score_mod, block_mask, mesh)
-    request = Request(
-        score, mask, mesh, scale, enable_gqa, return_lse, kernel_options, return_aux, positions, sinks,
-        batch_offset,
-    )  # fmt: skip
+    options = Options(
+        scale, enable_gqa, return_lse, kernel_options, return_aux, positions, sinks, batch_offset
+    )
     results: Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
-    results = request.results(attend(query, key, value, request))
+    results = options.results(attend(query, key, value, score, mask, mesh, options))
     return results

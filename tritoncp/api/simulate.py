@@ -19,12 +19,12 @@ from tritoncp.api import plans, shards
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.frontend import plan_cache, shard_checks, validate
-from tritoncp.frontend.call import attend_ranks
-from tritoncp.frontend.request import Request, sort_arguments
+from tritoncp.frontend.arguments import Options, sort_arguments
+from tritoncp.frontend.call import make_call
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops.call_modes import cast_for_autocast
-from tritoncp.ops.sinks import with_sinks
+from tritoncp.ops.lockstep import attend_in_lockstep
 from tritoncp.ops.transforms import refuse_transforms
 from tritoncp.planning.placement import lengthen, take
 from tritoncp.planning.plan import Plan
@@ -179,35 +179,24 @@ class World:
         queries, keys, values = (list(cast_for_autocast(*xs)) for xs in (queries, keys, values))
         if isinstance(mask, Plan):
             self._check(mask)
+            mask.check_sources()
+        options = Options(
+            scale, enable_gqa, return_lse, kernel_options, return_aux, None, sinks, batch_offset
+        )
         for rank, (q, k, v) in enumerate(zip(queries, keys, values)):
-            own_mask = mask.seen_by(rank) if isinstance(mask, Plan) else mask
-            validate.check_tensors(q, k, v, enable_gqa, own_mask)
-            validate.check_sinks(q, sinks)
+            options.check(q, k, v, mask.seen_by(rank) if isinstance(mask, Plan) else mask)
         plan = self._plan_of(mask, queries, keys, batch_offset)
         validate.check_order(plan)
-        keys, values = (list(map(validate.shared_batch, queries, xs)) for xs in (keys, values))
-        request = Request(
-            score,
-            mask,
-            None,
-            scale,
-            enable_gqa,
-            return_lse,
-            kernel_options,
-            return_aux,
-            None,
-            sinks,
-            batch_offset,
-        )
-        results = attend_ranks(list(queries), keys, values, plan.pinned(), request)
-        n = self.world_size
-        outs, lses, tops = list(results[:n]), list(results[n : 2 * n]), list(results[2 * n :])
-        if sinks is not None:
-            pairs = [with_sinks(out, lse, sinks) for out, lse in zip(outs, lses)]
-            outs, lses = ([pair[i] for pair in pairs] for i in (0, 1))
+        keys, values = zip(*map(validate.shared_batch, queries, keys, values))
+        call = make_call(queries[0], plan, score, None, options)
+        calls = [call._replace(plan=call.plan.seen_by(rank)) for rank in range(self.world_size)]
+        results = [options.results(one) for one in attend_in_lockstep(calls, queries, keys, values)]
         if return_aux is not None:
-            return outs, RankAux(lse=lses if return_aux.lse else None, max_scores=tops or None)
-        return (outs, lses) if return_lse else outs
+            outs, fields = [out for out, _ in results], zip(*[aux for _, aux in results])
+            return outs, RankAux(*[None if field[0] is None else list(field) for field in fields])
+        if return_lse:
+            return [out for out, _ in results], [lse for _, lse in results]
+        return results
 
     def _plan_of(
         self, mask: Any, queries: Sequence[Tensor], keys: Sequence[Tensor], batch_offset: int | None

@@ -11,7 +11,7 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutat
 from torch.fx import Graph, Node
 
 from tritoncp.chunking import attention
-from tritoncp.chunking.regions import is_backward, regions_of
+from tritoncp.chunking.regions import is_backward, op_name, regions_of
 from tritoncp.chunking.report import ChunkingError, describe
 from tritoncp.chunking.sizes import Sizes, cut_symbol, expression, free_symbols, input_symbols
 from tritoncp.core.log_lines import area_logger
@@ -28,12 +28,6 @@ VIEWS = (
 )
 LINEAR = CASTS | REDUCTIONS | {f"aten::{name}" for name in VIEWS} | {"_c10d_functional::wait_tensor"}
 TORCH_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
-
-
-def op_name(node: Node) -> str:
-    """Return the name of a node's op without its overload, as "aten::mm"; "" if it has none."""
-    schema = getattr(node.target, "_schema", None)
-    return "" if schema is None else schema.name
 
 
 def is_size(node: Node) -> bool:

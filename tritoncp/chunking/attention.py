@@ -12,18 +12,21 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tritoncp.chunking.regions import op_name
 from tritoncp.chunking.report import ChunkingError
+from tritoncp.chunking.sizes import hint_of
 from tritoncp.core.handles import object_of
 from tritoncp.distributed.schedules import shared_keys
 from tritoncp.frontend.dynamo import block_mask_op, part_op, plan_op, view_op
 from tritoncp.ops.autograd import backward_op, forward_op
-from tritoncp.ops.engine_factory import Spec
+from tritoncp.ops.call import decode_spec
 from tritoncp.planning.plan import Plan
 
 # Places of arguments of the two ops: query, key, value, captures, numbers, plan.
-FORWARD = {"q": 0, "k": 1, "v": 2, "captures": 3, "ints": 4, "plan": 7, "spec": 8}
+FORWARD = {"q": 0, "k": 1, "v": 2, "captures": 3, "ints": 4, "plan": 6, "spec": 7}
 HANDLE = '"h"'  # the structure of a call of tritoncp::plan whose only tensor is the handle of a plan or mask
-BACKWARD = {"q": 2, "k": 3, "v": 4, "captures": 7, "ints": 8, "plan": 11, "spec": 12}
+COPIES = {f"aten::{name}" for name in ("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy")}
+BACKWARD = {"q": 2, "k": 3, "v": 4, "captures": 7, "ints": 8, "plan": 10, "spec": 11}
 
 
 def is_attention(node: Node) -> bool:
@@ -45,12 +48,12 @@ def argument(node: Node, name: str) -> Any:
 
 
 def query_of(node: Node) -> Node:
-    return argument(node, "q")[0]
+    return argument(node, "q")
 
 
 def keys_of(node: Node) -> tuple[Node, Node]:
     """Return the nodes of the key and the value of an attention."""
-    return argument(node, "k")[0], argument(node, "v")[0]
+    return argument(node, "k"), argument(node, "v")
 
 
 def plan_of(node: Node) -> Node:
@@ -68,10 +71,8 @@ def whole_inputs(node: Node) -> set[Node]:
 
 def fault(node: Node, cut: Any, repeat: bool) -> str:
     """Return the reason to refuse an attention, "" if there is none."""
-    spec = Spec.decode(argument(node, "spec"))
-    if len(argument(node, "q")) != 1:
-        return "runs the ranks of a simulated world, which are not cut; cut the graph of one rank"
-    if spec.world is not None and cut.dim == "seq" and not repeat and not shares_keys(node, cut, repeat):
+    spec = decode_spec(argument(node, "spec"))
+    if spec.world and cut.dim == "seq" and not repeat and not shares_keys(node, cut, repeat):
         return f"exchanges keys between ranks{_sharing_fault(node, cut)}"
     captures = argument(node, "captures")
     if any(cut.carries(captures[i]) for i in spec.wants):
@@ -86,23 +87,23 @@ def shares_keys(node: Node, cut: Any, repeat: bool) -> bool:
     sequence, and the graph shows that the schedule sends keys to the queries as they are."""
     if cut.dim != "seq" or repeat or not all(map(cut.carries, keys_of(node))):
         return False
-    plan = plan_between_ranks(node, cut.sizes)
+    plan = plan_between_ranks(node)
     return plan is not None and plan.world_size > 1 and plan.schedule in shared_keys.SCHEDULES
 
 
-def plan_between_ranks(node: Node, sizes: Any) -> Plan | None:
+def plan_between_ranks(node: Node) -> Plan | None:
     """Return the plan of an attention between ranks, None for one of this rank alone and if the graph does
     not show it."""
-    if not Spec.decode(argument(node, "spec")).world:
+    if not decode_spec(argument(node, "spec")).world:
         return None
     with unset_fake_temporarily(), _disable_current_modes():
-        return known_plan(plan_of(node), sizes)
+        return known_plan(plan_of(node))
 
 
 def _sharing_fault(node: Node, cut: Any) -> str:
     """Return the reason that chunks cannot share an exchange of keys, unless one rank alone runs; and what to
     do."""
-    plan = plan_between_ranks(node, cut.sizes)
+    plan = plan_between_ranks(node)
     if plan is None:
         reason = "by a schedule that the graph does not show; pass a tritoncp.Plan of a schedule that does"
     elif plan.schedule in shared_keys.SCHEDULES:
@@ -150,7 +151,7 @@ class Keys:
             counts = self.common
             if counts is None and self.cut.dim == "seq":
                 with unset_fake_temporarily(), _disable_current_modes():
-                    plan = known_plan(handle, self.cut.sizes)
+                    plan = known_plan(handle)
                     counts = None if plan is None else prefixes(plan.needs(self.chunks), self.chunks)
             self._counts[handle] = counts or (self.chunks,) * self.chunks
         return self._counts[handle]
@@ -202,7 +203,7 @@ def prefixes(needs: Tensor, chunks: int) -> tuple[int, ...]:
     return tuple(max([j + 1 for j in range(chunks) if row[j]], default=1) for row in rows)
 
 
-def known_plan(handle: Node, sizes: Any) -> Plan | None:
+def known_plan(handle: Node) -> Plan | None:
     """Return the plan that a node of the graph names, for the hinted sizes, None if the graph does not show
     it: its mask is computed from inputs without values. Called outside of fake tensor modes."""
     target: Any = handle.target
@@ -212,7 +213,7 @@ def known_plan(handle: Node, sizes: Any) -> Plan | None:
         value = value_of(handle)
         return None if value is None or int(value) < 0 else object_of(value)
     try:
-        args: Any = map_arg(handle.args, lambda x: _constant(x, sizes))
+        args: Any = map_arg(handle.args, _constant)
         tensors, ints, shape, structure, world, *rest = args
         if structure == HANDLE and isinstance(plan := object_of(tensors[0]), Plan):
             return plan
@@ -228,10 +229,10 @@ class _Unknown(Exception):
     """An argument that has no value before the graph runs."""
 
 
-def _constant(node: Node, sizes: Any) -> Any:
+def _constant(node: Node) -> Any:
     value = node.meta.get("val")
     if isinstance(value, SymInt):
-        number = sizes.hint(value.node.expr)
+        number = hint_of(value.node.expr, value.node.shape_env)
     elif isinstance(value, int):
         number = value
     else:
@@ -242,13 +243,15 @@ def _constant(node: Node, sizes: Any) -> Any:
 
 
 def value_of(node: Node) -> Tensor | None:
-    """Return the tensor of a node if it is a constant of the graph, or an input of the program that is traced
-    now; else None."""
+    """Return the tensor of a node that is a constant of the graph, a copy of one, or an input of the program
+    that is traced now; else None."""
     if node.op == "get_attr":
         value: Any = node.graph.owning_module
         for name in str(node.target).split("."):
             value = getattr(value, name, None)
         return value if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else None
+    if op_name(node) in COPIES:
+        return value_of(node.all_input_nodes[0])
     value = node.meta.get("val")
     if isinstance(value, FakeTensor):
         return value.constant if value.constant is not None else _example(value)

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
 from tritoncp.chunking.report import ChunkingError
-from tritoncp.chunking.sizes import expression, free_symbols
+from tritoncp.chunking.sizes import expression, free_symbols, hint_of
 
 
 def concretise(gm: GraphModule) -> GraphModule:
@@ -40,15 +40,14 @@ def hints(gm: GraphModule) -> dict[Any, int]:
         for size in (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,):
             if not isinstance(size, SymInt):
                 continue
-            env = size.node.shape_env
             for symbol in size.node.expr.free_symbols:
-                number = env.backed_var_to_val.get(symbol, env.var_to_hint_override.get(symbol))
+                number = hint_of(symbol, size.node.shape_env)
                 if number is None:
                     raise ChunkingError(
                         f"input {node.name} has the size {symbol} without a hint; mark it with "
                         "tritoncp.chunking.mark before the graph is captured"
                     )
-                numbers[symbol] = int(number)
+                numbers[symbol] = number
     return numbers
 
 

@@ -12,8 +12,8 @@ from tritoncp.chunking.attention import prefixes
 from tritoncp.chunking.report import ChunkingError
 from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache
+from tritoncp.frontend.arguments import Options
 from tritoncp.frontend.call import attend, substitute_calls
-from tritoncp.frontend.request import Request
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.planning.plan import Plan
 
@@ -117,15 +117,18 @@ class Calls:
         """Begin a chunk."""
         self.index, self.number = index, 0
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[Tensor]:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, mesh: Any,
+        options: Options,
+    ) -> list[Tensor]:  # fmt: skip
         """Run attention of one chunk, with the arguments and results of `frontend.call.attend`."""
         number, self.number = self.number, self.number + 1
-        plan = self._plan(query, key, plain_mask(request.mask), request.mesh)
+        plan = self._plan(query, key, plain_mask(mask), mesh)
         if self.dim == "batch":
             part = plan.part(self.index, self.chunks, dim="batch")
         else:
             part, key, value = self._add_keys(plan, self.keys.setdefault(number, []), key, value)
-        return attend(query, key, value, request._replace(mask=part))
+        return attend(query, key, value, score_mod, part, mesh, options)
 
     def _add_keys(
         self, plan: Plan, chunks: list[tuple[Tensor, Tensor]], key: Tensor, value: Tensor

@@ -12,6 +12,12 @@ from torch.fx import Graph, Node
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
+def op_name(node: Node) -> str:
+    """Return the name of a node's op without its overload, as "aten::mm"; "" if it has none."""
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else schema.name
+
+
 def module_path(node: Node) -> str:
     """Return the path of the innermost module that a node was traced in, "" if it has none: forward its
     ``nn_module_stack``, backward its ``fwd_nn_module_stack``.

@@ -33,10 +33,8 @@ class Report:
     regions: paths of the regions that were cut; rows: of the whole, None if the graph has no hint
     live_ins: values that were cut; live_outs: values that were joined, by kind: "cat", "sum" (gradients) and
     "chain" (new values of inputs). keys: chunks of keys that each chunk of queries reads by its mask, if
-    attention was cut by sequence. bytes_before, bytes_after: that this rank sends to others in the attention
-    of the graph, whole and in chunks, None if the graph does not show a plan; exchanges: passes of attention
-    whose chunks share one exchange of keys. nodes_before, nodes_after: of the graph; copied: nodes that each
-    chunk has of its own
+    attention was cut by sequence. exchanges: passes of attention whose chunks share one exchange of keys
+    between ranks. nodes_before, nodes_after: of the graph; copied: nodes that each chunk has of its own
     """
 
     dim: str
@@ -46,8 +44,6 @@ class Report:
     live_ins: int = 0
     live_outs: dict[str, int] = field(default_factory=dict)
     keys: tuple[int, ...] = ()
-    bytes_before: int | None = 0
-    bytes_after: int | None = 0
     exchanges: int = 0
     copied: int = 0
     shared: int = 0
@@ -71,20 +67,12 @@ class Report:
             ("nodes of chunks", f"{self.copied} in each, {self.shared} shared"),
             ("nodes", f"{self.nodes_before} before, {self.nodes_after} after"),
         ]
-        if self.bytes_before or self.bytes_before is None:
-            lines.insert(2, ("keys between ranks", self._messages()))
+        if self.exchanges:
+            lines.insert(
+                2, ("keys between ranks", f"one exchange for all chunks, in {self.exchanges} passes")
+            )
         if self.keys:
             waits = " (the first waits for all)" if self.waits_for_all_keys else ""
             lines.insert(2, ("chunks of keys", f"{', '.join(map(str, self.keys))}{waits}"))
-        return _table(lines)
-
-    def _messages(self) -> str:
-        if self.bytes_before is None or self.bytes_after is None:
-            return "the graph does not show a plan"
-        text = f"{self.bytes_before:,} bytes sent before, {self.bytes_after:,} after"
-        return f"{text}; one exchange for all chunks" if self.exchanges else text
-
-
-def _table(lines: list[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)

@@ -73,10 +73,6 @@ def _report(cut: Cut, keys: attention.Keys) -> Report:
         for x in node.all_input_nodes
         if x not in cut.copied and isinstance(x.meta.get("val"), Tensor) and cut.carries(x)
     }
-    sent = [
-        shared_attention.bytes_sent(node, cut, keys) for node in cut.inside if attention.is_attention(node)
-    ]
-    before, after = [None if None in values else sum(values) for values in zip(*sent)] or (0, 0)
     return Report(
         dim=cut.dim,
         chunks=cut.sizes.chunks,
@@ -85,8 +81,6 @@ def _report(cut: Cut, keys: attention.Keys) -> Report:
         live_ins=len(live_ins),
         live_outs=dict(Counter(cut.joined.values())),
         keys=max((keys.counts(node) for node in calls), default=()),
-        bytes_before=before,
-        bytes_after=after,
         exchanges=sum(map(keys.are_shared, calls)),
         copied=len(cut.copied),
         shared=sum(node not in cut.copied for node in cut.inside),
@@ -241,7 +235,7 @@ class Rewrite(AddedNodes):
             if place == at["plan"]:
                 args[place] = self._part(node, c)
             elif place in (at["k"], at["v"]) and self.keys.are_cut(node):
-                args[place] = [self.first_keys(arg[0], self.keys.counts(node)[c], node)]
+                args[place] = self.first_keys(arg, self.keys.counts(node)[c], node)
             else:
                 args[place] = map_arg(
                     arg, self.whole_node if place in whole else lambda x: self.chunk_node(x, c)

@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import CallMethodKey
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import SequenceKey
 
 from tritoncp.chunking import attention
 from tritoncp.chunking.schedule import RETURN, SEND
 from tritoncp.chunking.sizes import expression
-from tritoncp.ops.engine_factory import Spec
 from tritoncp.ops.graph.key_exchange import (
     backward_part_op,
     forward_part_op,
@@ -34,11 +31,10 @@ def send(rewrite: Any, node: Node) -> Node:
     """Add the exchange of keys of an attention, forward or backward; return the node of the buffer."""
     k, v = _keys(rewrite, node)
     backward = node.target is attention.backward_op
-    args = (k, v, *_constants(rewrite, node), _handle(rewrite, node), attention.argument(node, "spec"))
-    (one,), (other,) = attention.argument(node, "k"), attention.argument(node, "v")
-    one, other = one.meta["val"], other.meta["val"]
+    args = (k, v, backward, *_call(rewrite, node))
+    one, other = (x.meta["val"] for x in attention.keys_of(node))
     value, bindings = _message(rewrite, node, one.shape[1], one.shape[3] + other.shape[3], one.dtype)
-    return _exchange(rewrite, node, send_keys_op, (*args, backward), value, bindings)
+    return _exchange(rewrite, node, send_keys_op, args, value, bindings)
 
 
 def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
@@ -49,21 +45,19 @@ def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
 
     own: Any = node.args
     chunks = rewrite.sizes.chunks
-    rest = *_constants(rewrite, node), _handle(rewrite, node), c, chunks, attention.argument(node, "spec")
+    rest = c, chunks, *_call(rewrite, node)
     q, buffer = chunk(attention.query_of(node)), rewrite.values[node, SEND]
     if node.target is attention.forward_op:
         return forward_part_op, (q, buffer, *rest)
-    (dout,), dlses, *_ = own
-    (out,), (lse,) = own[5:7]
-    return backward_part_op, (
-        chunk(dout), [chunk(x) for x in dlses], q, buffer, chunk(out), chunk(lse), *rest,
-    )  # fmt: skip
+    dout, dlse, _, _, _, out, lse, *_ = own
+    dlse = None if dlse is None else chunk(dlse)
+    return backward_part_op, (chunk(dout), dlse, q, buffer, chunk(out), chunk(lse), *rest)
 
 
 def gradient_values(rewrite: Any, node: Node) -> list[Tensor]:
     """Return the values of what a chunk adds to the gradients of the rows of the buffer."""
     own: Any = node.args
-    buffer, dtype = rewrite.values[node, SEND].meta["val"], own[6][0].meta["val"].dtype
+    buffer, dtype = rewrite.values[node, SEND].meta["val"], own[6].meta["val"].dtype
     d = attention.query_of(node).meta["val"].shape[3]
     sizes = d, buffer.shape[2] - d
     rows, heads = buffer.shape[:2]
@@ -102,49 +96,16 @@ def landed_chunks(rewrite: Any, node: Node, item: int) -> list[Node]:
     return rewrite.once(("landed", node, item), split)
 
 
-def bytes_sent(node: Node, cut: Any, keys: attention.Keys) -> tuple[int | None, int | None]:
-    """Count the bytes that this rank sends in one pass of an attention, whole and in chunks; None if the
-    graph does not show the plan."""
-    if not Spec.decode(attention.argument(node, "spec")).world:
-        return 0, 0
-    plan, sizes, chunks = attention.plan_between_ranks(node, cut.sizes), cut.sizes, cut.sizes.chunks
-    q, k, v = (x.meta["val"] for x in (attention.query_of(node), *attention.keys_of(node)))
-    dims = {
-        "batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": k.shape[3],
-        "v_head_dim": v.shape[3],
-    }  # fmt: skip
-    shape = {name: sizes.hint(expression(size)) for name, size in dims.items()}
-    if plan is None or None in shape.values():
-        return None, None
-    shape["itemsize"] = k.dtype.itemsize
-    forward = node.target is attention.forward_op
-    with unset_fake_temporarily(), _disable_current_modes():
-        whole = _bytes_of_pass(plan, forward, shape)
-        if cut.dim == "batch" or plan.world_size == 1 or keys.are_shared(node):
-            return whole, whole
-        counts = keys.counts(node) if keys.are_cut(node) else (chunks,) * chunks
-        parts = [
-            plan.part(c, chunks, keys=None if count == chunks else count) for c, count in enumerate(counts)
-        ]
-        return whole, sum(_bytes_of_pass(part, forward, shape) for part in parts)
-
-
-def _bytes_of_pass(plan: Any, forward: bool, shape: dict[str, Any]) -> int:
-    sent = plan.bytes_sent(**shape, backward=False)
-    return sent if forward else plan.bytes_sent(**shape) - sent
-
-
 def _keys(rewrite: Any, node: Node) -> tuple[Node, Node]:
     k, v = attention.keys_of(node)
     count = rewrite.sizes.chunks
     return rewrite.first_keys(k, count, node), rewrite.first_keys(v, count, node)
 
 
-def _constants(rewrite: Any, node: Node) -> tuple[Any, ...]:
-    """Return captures, integers, floats and scale of an attention."""
-    at = attention.places(node)["captures"]
+def _call(rewrite: Any, node: Node) -> tuple[Any, ...]:
+    """Return the arguments of an attention besides its tensors, as :class:`tritoncp.ops.call.OpArguments`."""
     own: Any = node.args
-    return map_arg(own[at : at + 4], rewrite.whole_node)
+    return map_arg(own[attention.places(node)["captures"] :], rewrite.whole_node)
 
 
 def _handle(rewrite: Any, node: Node) -> Node:
@@ -177,7 +138,7 @@ def _message(rewrite: Any, node: Node, heads: Any, width: Any, dtype: Any) -> tu
     symbol = rows.node.expr
     torch.fx.experimental.symbolic_shapes._constrain_range_for_size(rows)
     q = attention.query_of(node).meta["val"]
-    plan = attention.plan_between_ranks(node, sizes)
+    plan = attention.plan_between_ranks(node)
     local, batch = sizes.rows, sizes.hint(expression(q.shape[0]))
     if plan is not None and local and batch:
         env.var_to_hint_override[symbol] = plan.world_size * local * batch

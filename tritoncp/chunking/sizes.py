@@ -35,6 +35,21 @@ def free_symbols(value: Any) -> set[Any]:
     return set(expr.free_symbols) if isinstance(expr, sympy.Basic) else set()
 
 
+def hint_of(expr: Any, env: Any, fallback: int | None = None) -> int | None:
+    """Return the number that an expression is expected to be, with ``fallback`` for symbols without a hint;
+    None if there is no such number."""
+    if not isinstance(expr, sympy.Basic):
+        return int(expr)
+    numbers = {}
+    for symbol in expr.free_symbols:
+        number = env.backed_var_to_val.get(symbol, env.var_to_hint_override.get(symbol, fallback))
+        if number is None:
+            return None
+        numbers[symbol] = number
+    result = expr.subs(numbers)
+    return int(result) if result.is_number else None
+
+
 def _strides(value: Tensor) -> Sequence[Any]:
     return value.stride() if value.layout is torch.strided else ()
 
@@ -75,18 +90,7 @@ class Sizes:
 
     def hint(self, expr: Any) -> int | None:
         """Return the number that an expression is expected to be, None if none is known."""
-        if not isinstance(expr, sympy.Basic):
-            return int(expr)
-        numbers = {}
-        for symbol in expr.free_symbols:
-            number = self.env.backed_var_to_val.get(symbol)
-            if number is None:
-                number = self.env.var_to_hint_override.get(symbol)
-            if number is None:
-                return None
-            numbers[symbol] = number
-        result = expr.subs(numbers)
-        return int(result) if result.is_number else None
+        return hint_of(expr, self.env)
 
     def holds(self, value: Any) -> bool:
         """Return whether a node's value has the symbol in a size."""

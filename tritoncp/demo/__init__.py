@@ -3,7 +3,7 @@
 corpus.py    source files of the standard library -> documents packed into windows
 model.py     the transformer; attention is an argument of its calls
 train.py     the training loop, the same for one rank and for many
-ranks.py     processes: started here, or by torchrun
+ranks.py     local processes that train together
 report.py    the plan as a picture, the tables, the verdict
 run.py       both runs, from their options to the report
 command.py   the command `tritoncp demo`

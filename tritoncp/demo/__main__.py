@@ -1,4 +1,4 @@
-"""`python -m tritoncp.demo`, also the entry point under torchrun."""
+"""`python -m tritoncp.demo`."""
 
 from tritoncp.demo.command import demo
 

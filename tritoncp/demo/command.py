@@ -39,15 +39,14 @@ from tritoncp.command_base import Command
 def demo(steps: int, seq_len: int, world_size: int | None, out: Path, engine: str, as_json: bool) -> None:
     """Train a small transformer on several ranks and on one, and compare the losses.
 
-    Starts local processes, or joins those of torchrun. Without a GPU the CPU engine trains, and one attention
-    call is repeated by the interpreted kernels.
+    Starts local processes. Without a GPU the CPU engine trains, and one attention call is repeated by the
+    interpreted kernels.
     Exits with 1 if losses or outputs differ by more than rounding explains, or a rank fails.
 
     \b
     Examples:
       tritoncp demo
       tritoncp demo --world-size 2 --steps 4 --engine kernels
-      torchrun --nproc-per-node 4 -m tritoncp.demo
     """
     # Before Triton is imported, also by the ranks. On a GPU neither engine is interpreted.
     if engine == "cpu":
@@ -58,9 +57,8 @@ def demo(steps: int, seq_len: int, world_size: int | None, out: Path, engine: st
     from tritoncp.demo.train import Config
 
     report = run(Config(seq_len, steps), world_size, out, Console(stderr=as_json))
-    if report is not None:
-        text = json.dumps(asdict(report), indent=2)
-        (out / "losses.json").write_text(text + "\n")
-        if as_json:
-            click.echo(text)
-        sys.exit(0 if report.agree else 1)
+    text = json.dumps(asdict(report), indent=2)
+    (out / "losses.json").write_text(text + "\n")
+    if as_json:
+        click.echo(text)
+    sys.exit(0 if report.agree else 1)

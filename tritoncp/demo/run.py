@@ -35,11 +35,11 @@ INTERPRETED_TOKENS = 1024  # at most, of the attention call by interpreted kerne
 Losses = tuple[list[Step], list[Step]]  # of many ranks, of one
 
 
-def run(config: Config, world_size: int | None, out: Path, console: Console) -> Report | None:
-    """Train on many ranks and on one, show both, and compare. None on torchrun's ranks but the first.
+def run(config: Config, world_size: int | None, out: Path, console: Console) -> Report:
+    """Train on many ranks and on one, show both, and compare.
 
-    Raises ranks.RankFailed with a local rank's error, and ValueError for a world size that torchrun
-    contradicts, or more ranks or text than the demo supports.
+    Raises ranks.RankFailed with a rank's error, and ValueError under torchrun, or for more ranks or text than
+    the demo supports.
     """
     if config.seq_len * config.steps > MAX_BYTES:
         raise ValueError(
@@ -49,20 +49,15 @@ def run(config: Config, world_size: int | None, out: Path, console: Console) -> 
     interpret_without_gpu()
     torch.set_num_threads(1)
     began = time.perf_counter()
-    started = torchrun_world_size()
-    if started and world_size not in (None, started):
-        raise ValueError(f"--world-size {world_size}, but torchrun started {started} ranks: leave it out")
-    if not started and (world_size or 0) > MAX_RANKS:
+    if torchrun_world_size():
+        raise ValueError("the demo starts its ranks itself: run it without torchrun")
+    if (world_size or 0) > MAX_RANKS:
         raise ValueError(f"--world-size {world_size}: the demo starts {MAX_RANKS} local ranks at most")
-    world_size = started or world_size or default_world_size()
-    if started and os.environ["RANK"] != "0":
-        ranks.train_in_torchrun(config, lambda step: None)
-        return None
+    world_size = world_size or default_world_size()
     introduce(config, world_size, out, console)
     many, one = f"{world_size} ranks", "1 rank"
     with show_progress(console, config.steps, (many, one)) as show_step:
-        compare = first_of_torchrun if started else side_by_side
-        losses = compare(config, world_size, partial(show_step, many), partial(show_step, one))
+        losses = side_by_side(config, world_size, partial(show_step, many), partial(show_step, one))
     gap = None if uses_triton(ranks.device_of(0)) else compare_engines(config, world_size)
     report = summary(config, world_size, out, losses, gap, time.perf_counter() - began)
     show(console, report)
@@ -83,20 +78,10 @@ def side_by_side(config: Config, world_size: int, on_many: OnStep, on_one: OnSte
     alone = []
     with ranks.LocalRanks(config, world_size, on_many) as local_ranks:
         for step in train(config, None, ranks.device_of(0)):
-            local_ranks.check()
+            local_ranks.poll()
             alone.append(step)
             on_one(step)
         return local_ranks.result(), alone
-
-
-def first_of_torchrun(config: Config, world_size: int, on_many: OnStep, on_one: OnStep) -> Losses:
-    """Train with all of torchrun's ranks, then alone on this rank, the first."""
-    together = ranks.train_in_torchrun(config, on_many)
-    alone = []
-    for step in train(config, None, ranks.device_of(0)):
-        alone.append(step)
-        on_one(step)
-    return together, alone
 
 
 def compare_engines(config: Config, world_size: int) -> float:

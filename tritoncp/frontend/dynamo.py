@@ -13,65 +13,67 @@ from torch import Tensor
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of, object_of
-from tritoncp.distributed import groups
+from tritoncp.distributed import failures, groups
 from tritoncp.frontend import plan_cache, validate
-from tritoncp.frontend.request import Request
+from tritoncp.frontend.arguments import Options
+from tritoncp.frontend.group_call import group_name
 from tritoncp.kernels.options import check_options
 from tritoncp.masks.create import create_on_device
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods.snapshot import captured_state
-from tritoncp.ops import call_modes, engine_factory
+from tritoncp.ops import call_modes
 from tritoncp.ops.autograd import forward_op
-from tritoncp.ops.dispatch import group_op, register_op
+from tritoncp.ops.call import encode_spec
+from tritoncp.ops.dispatch import register_op
 from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> list[Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask: Any, mesh: Any, options: Options
+) -> list[Tensor]:
     """Run one layer for this rank, traced or on tensors without values; return out, lse, max_scores.
 
     Raises Uncapturable for a mod or mask that a graph cannot carry.
     """
-    world, refusal, scale = _world(request.mesh), "", 1.0
+    world, is_misfit, refusal, scale = group_name(mesh), False, "", 1.0
     try:
-        request.check(q, k, v)
-        check_options(request.options or {})
-        scale = request.scale_for(q)
-        k, v = validate.shared_batch(q, k), validate.shared_batch(q, v)
+        options.check(q, k, v, mask)
+        k, v = validate.shared_batch(q, k, v)
+    except (TypeError, ValueError):  # with symbols in its text
+        if not world:
+            raise
+        is_misfit = True
+    try:
+        check_options(options.kernel_options or {})
+        scale = 1.0 if is_misfit else options.scale_for(q)
     except (TypeError, ValueError) as error:
         if not world:
             raise
-        refusal = error.args[0]  # raised when the graph runs, so that the other ranks learn of it
+        refusal = error.args[0]
+    if is_misfit or refusal:  # raised when the graph runs, so that the other ranks learn of it
+        return refuse_op([q, k, v], options.sinks, options.enable_gqa, refusal, world)
     captures: list[Tensor] = []
     numbers: list[int] = []
-    score = None if request.score_mod is None else flatten_callable(request.score_mod, captures, numbers)
+    score = None if score_mod is None else flatten_callable(score_mod, captures, numbers)
     tensors: list[Tensor] = []
     ints: list[int] = []
-    structure = flatten_callable(request.mask, tensors, ints)
+    structure = flatten_callable(mask, tensors, ints)
     shape = [*q.shape, k.shape[1], k.shape[2]]
-    options_of_plan = shape, structure, world, request.positions, request.batch_offset
-    plan = call_modes.run_on_values(plan_op, tensors, ints, *options_of_plan, refusal)
+    options_of_plan = shape, structure, world, options.positions, options.batch_offset
+    plan = call_modes.run_on_values(plan_op, tensors, ints, *options_of_plan)
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
-    spec = _spec(score, wants, request.want_max, world, request.options or {}, request.returns)
+    spec = _spec(score, wants, world, options.kernel_options or {}, options.returns)
     captures = call_modes.as_inputs(captures)
-    return forward_op([q], [k], [v], captures, numbers, [], scale, plan, spec)
-
-
-@constant_result
-def _world(mesh: Any) -> str:
-    group = groups.group_of(mesh)
-    return "" if group is None else group.group_name
+    return forward_op(q, k, v, captures, numbers, scale, plan, spec)
 
 
 @constant_result
 def _spec(
-    score: str | None, wants: tuple[int, ...], want_max: bool, world: str, options: dict[str, Any],
-    returns: tuple[str, ...],
-) -> str:  # fmt: skip
-    items = tuple(sorted(options.items()))
-    return engine_factory.Spec.encoded(None, score, wants, (), want_max, world or None, items, returns)
+    score: str | None, wants: tuple[int, ...], world: str, options: dict[str, Any], returns: tuple[str, ...]
+) -> str:
+    return encode_spec(score, wants, world, tuple(sorted(options.items())), returns)
 
 
-@group_op
 def _plan(
     tensors: list[Tensor],
     ints: list[int],
@@ -80,25 +82,22 @@ def _plan(
     world: str,
     positions: Tensor | None,
     batch_offset: int | None = None,
-    refusal: str = "",
 ) -> Tensor:
     """A handle of the plan for a Plan or mask that :func:`flatten_callable` took apart, checked against the
     shards.
 
-    shape: batch, query heads, rows of the query's shard, head dim, key heads, rows of the key's shard.
-    refusal: the error of arguments that were checked while the call was traced
+    shape: batch, query heads, rows of the query's shard, head dim, key heads, rows of the key's shard
     """
-    if refusal:
-        raise ValueError(refusal)
     group = groups.group_by_name(world) if world else None
-    mask = rebuild(structure, tensors, ints)
-    batch, heads, rows, dim, kv_heads, kv_rows = shape
-    q = torch.empty(batch, heads, rows, dim, device="meta")
-    k = torch.empty(batch, kv_heads, kv_rows, dim, device="meta")
-    call_key = validate.call_key(q, k, k, None, group, batch_offset)
-    plan = plan_cache.plan_of_rows(mask, q, k, group, call_key, batch_offset=batch_offset)
-    validate.check_order(plan, positions)
-    return handle_of(plan)
+    with failures.closing(group):
+        mask = rebuild(structure, tensors, ints)
+        batch, heads, rows, dim, kv_heads, kv_rows = shape
+        q = torch.empty(batch, heads, rows, dim, device="meta")
+        k = torch.empty(batch, kv_heads, kv_rows, dim, device="meta")
+        call_key = validate.call_key(q, k, k, None, group, batch_offset)
+        plan = plan_cache.plan_of_rows(mask, q, k, group, call_key, batch_offset=batch_offset)
+        validate.check_order(plan, positions)
+        return handle_of(plan)
 
 
 def _fake_handle(*args: Any) -> Tensor:
@@ -107,6 +106,32 @@ def _fake_handle(*args: Any) -> Tensor:
 
 
 plan_op = register_op("plan", _plan, _fake_handle)
+
+
+def _refuse(
+    tensors: list[Tensor], sinks: Tensor | None, enable_gqa: bool, refusal: str, world: str
+) -> list[Tensor]:
+    """Raise the error of a call that failed its checks while it was traced.
+
+    tensors: query, key and value. refusal: the error, "" if it is about the tensors
+    """
+    with failures.closing(groups.group_by_name(world)):
+        if not refusal:
+            query, key, value = tensors
+            validate.check_tensors(query, key, value, enable_gqa)
+            validate.check_sinks(query, sinks)
+        raise ValueError(
+            refusal or "these tensors fit together, and those for which the graph was made did not"
+        )
+
+
+def _fake_results(tensors: list[Tensor], *args: Any) -> list[Tensor]:
+    """Tensors like out, lse and max_scores."""
+    query = tensors[0]
+    return [torch.empty_like(query), *(query.new_empty(query.shape[:-1]) for _ in range(2))]
+
+
+refuse_op = register_op("refuse", _refuse, _fake_results)
 
 
 def _part(handle: Tensor, index: int, count: int, dim: str, keys: int | None) -> Tensor:

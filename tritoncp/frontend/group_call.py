@@ -6,8 +6,10 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.distributed import failures, groups
 from tritoncp.ops import signatures
 from tritoncp.planning.plan import Plan
@@ -17,9 +19,25 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def group_call(fn: Function) -> Function:
     """Have a function close its group where it raises, before other calls of this rank can follow: that of
-    the mesh among its arguments, else the groups for which the plan among them was made or compared."""
+    the mesh among its arguments, else the groups for which the plan among them was made or compared.
+
+    Dynamo traces another wrapper, ``call.__wrapped__``, in which a graph can be made."""
 
     @functools.wraps(fn)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except BaseException as error:
+            if not torch.compiler.is_dynamo_compiling():  # after a graph break of its caller
+                stop_groups(error, (*args, *kwargs.values()))
+                raise
+            for x in (*args, *kwargs.values()):
+                # Dynamo takes no group for an instance of a union.
+                if isinstance(x, dist.ProcessGroup) or isinstance(x, dist.DeviceMesh):  # noqa: SIM101
+                    stop_traced_call(group_name(x), type(error).__name__)
+            raise
+
+    @functools.wraps(traced)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
@@ -34,6 +52,24 @@ def stop_groups(error: BaseException, arguments: Iterable[Any]) -> None:
     """Close the groups of a call with these arguments, which raised ``error``."""
     for group in _groups_of(arguments):
         failures.stop(group, error)
+
+
+@constant_result
+def group_name(mesh: Any) -> str:
+    """Return the name of a mesh's group; "" for None. In a graph that Dynamo traces it is a constant."""
+    group = groups.group_of(mesh)
+    return "" if group is None else group.group_name
+
+
+@constant_result
+def stop_traced_call(name: str, error: str) -> None:
+    """Close a group, by name, if tracing of a call on it failed and no frame will run the call, as under
+    ``fullgraph=True``. error: the type of the exception; its text may have symbols."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # loaded, as Dynamo traces
+
+    tx = InstructionTranslator.current_tx()
+    if name and (tx.one_graph or tx.error_on_graph_break):
+        failures.stop(groups.group_by_name(name), RuntimeError(f"{error} while torch.compile traced it"))
 
 
 def _groups_of(arguments: Iterable[Any]) -> Iterator[Any]:

@@ -37,7 +37,7 @@ from tritoncp.planning.balance import resolve_balancer
 from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.build import build_all
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.report import format_title, strip_addresses
+from tritoncp.planning.report.text import format_title, strip_addresses
 from tritoncp.planning.work import Balancer
 
 MAX_PLANS = 64  # plans per group, or of calls without a group
@@ -71,21 +71,6 @@ plan_log, cache_log = area_logger("plan"), area_logger("cache")
 _WARNED: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about uneven work
 
 
-def is_checked(plan: Plan, call_key: Any) -> bool:
-    """Return whether a call of this key passed its checks against the plan."""
-    return _CHECKED.of(plan.derived).get((plan.rank, call_key)) is not None
-
-
-def check_call(
-    plan: Plan, q: Tensor, k: Tensor, group: Any, call_key: Any, check: Callable[[], None] = lambda: None
-) -> None:
-    """Check a call, and its shards against its plan, and record the call's key, unless that is None."""
-    check()
-    validate.check_plan(plan, q, k, group)
-    if call_key is not None:
-        _CHECKED.of(plan.derived).put((plan.rank, call_key), True)
-
-
 def plan_of_rows(
     mask: RawMask | Plan,
     q: Tensor,
@@ -96,51 +81,57 @@ def plan_of_rows(
     batch_offset: int | None = None,
 ) -> Plan:
     """Return the plan of a call, checked against its shards: the plan that was passed, or that of a raw mask.
-    batch_offset: batch row of the mask that is the shards' row 0 (None: they have all rows)."""
+
+    call_key: :func:`validate.call_key` of the call: a plan that served a call of this key needs no check
+    check: raises for wrong inputs, before a plan is made
+    batch_offset: batch row of the mask that is the shards' row 0 (None: they have all rows)
+    """
     if batch_offset is not None:
         rows = validate.whole_batch(mask, q.shape[0], batch_offset)
         whole_q, whole_k = (torch.empty(rows, *x.shape[1:], device="meta") for x in (q, k))
         whole = plan_of_rows(mask, whole_q, whole_k, group, call_key, check)
         return whole.batch_rows(batch_offset, q.shape[0])
-    if not isinstance(mask, Plan):
-        return plan_for(mask, q, k, group, check, call_key)
-    if not is_checked(mask, call_key):
-        check_call(mask, q, k, group, call_key, check)
-    return mask
+    if isinstance(mask, Plan):
+        return _check_call(mask, q, k, group, call_key, check)
+    return plan_for(mask, q, k, group, call_key, check)
+
+
+def _check_call(
+    plan: Plan, q: Tensor, k: Tensor, group: Any, call_key: Any, check: Callable[[], None]
+) -> Plan:
+    """Check a call, and its shards against its plan, unless a call of its key passed; return the plan."""
+    checked, key = _CHECKED.of(plan.derived), (plan.rank, call_key)
+    if checked.get(key) is None:
+        check()
+        validate.check_ranks(plan, group)
+        validate.check_shapes(plan, q, k)
+        if call_key is not None:
+            checked.put(key, True)
+    return plan
 
 
 @on_host
 def plan_for(
-    mask: RawMask, q: Tensor, k: Tensor, group: Any, check: Callable[[], None] = lambda: None,
-    call_key: Any = None,
+    mask: RawMask, q: Tensor, k: Tensor, group: Any, call_key: Any = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Plan:  # fmt: skip
-    """Return the natural-order plan of a raw mask for the call's shards, from the cache or new, and checked
-    against them.
-
-    check: raises for wrong inputs, before a plan is made
-    call_key: :func:`validate.call_key` of the call: a plan that served a call of this key needs no check.
-    """
+    """Return the natural-order plan of a raw mask for the call's shards, from the cache or new, see
+    :func:`plan_of_rows`."""
     sources, cache = Sources.of(mask), _CACHES.of(group)
-    tensors, result = (*sources.lists, *sources.captures), None
-    if call_key is not None:  # else the shards may be no tensors of four dimensions
-        result = cache.find((sources.key, q.shape[2], k.shape[2], q.shape[0]), tensors)
-    if result is not None and is_checked(result, call_key):
-        _COUNTS["hits"] += 1
-        _log_look_up(sources, True)
-        return result
-    check()
-    key = sources.key, q.shape[2], k.shape[2], q.shape[0]
-    result = cache.find(key, tensors)
-    _COUNTS["misses" if result is None else "hits"] += 1
-    _log_look_up(sources, result is not None)
-    if result is None:
-        result = _make(sources, q, k, group)
+    if call_key is None:  # the shards may be no tensors of four dimensions
+        check()
+    tensors, key = (*sources.lists, *sources.captures), (sources.key, q.shape[2], k.shape[2], q.shape[0])
+    plan = cache.find(key, tensors)
+    _COUNTS["misses" if plan is None else "hits"] += 1
+    _log_look_up(sources, plan is not None)
+    if plan is None:
+        check()
+        plan = _make(sources, q, k, group)
         if sources.key is None:
             sources.warn_incomparable()
         else:
-            cache.keep(key, tensors, result)
-    check_call(result, q, k, group, call_key)
-    return result
+            cache.keep(key, tensors, plan)
+    return _check_call(plan, q, k, group, call_key, check)
 
 
 def plan_cache_info() -> CacheInfo:

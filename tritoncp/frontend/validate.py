@@ -27,15 +27,14 @@ DEVICES = ("cuda", "cpu", "meta")  # meta: shapes only
 def call_key(q: Any, k: Any, v: Any, sinks: Any, group: Any, *flags: Any) -> Any:
     """Return the key of a call under one plan: calls of equal keys pass or fail the same checks. None if
     sizes may be symbols, which cannot be part of a key."""
-    if not (_is_plain(q) and _is_plain(k) and _is_plain(v)) or not isinstance(sinks, Tensor | None):
+    for x in (q, k, v):
+        if type(x) is not Tensor or x.is_nested or x.layout != torch.strided or x.ndim != 4:
+            return None
+    if not isinstance(sinks, Tensor | None):
         return None
     logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
     tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
     return tensors, logits, None if group is None else (group.size(), group.rank()), flags
-
-
-def _is_plain(x: Any) -> bool:
-    return type(x) is Tensor and not x.is_nested and x.layout == torch.strided and x.ndim == 4
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any = None) -> None:
@@ -130,9 +129,9 @@ def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
         )
 
 
-def shared_batch(q: Tensor, x: Tensor) -> Tensor:
-    """Expand keys or values of batch 1 to the queries' batch, as torch does."""
-    return x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], -1, -1, -1)
+def shared_batch(q: Tensor, *others: Tensor) -> list[Tensor]:
+    """Expand keys and values of batch 1 to the queries' batch, as torch does."""
+    return [x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], -1, -1, -1) for x in others]
 
 
 def check_scale(scale: Any) -> None:
@@ -198,12 +197,6 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
             f"sinks is {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}; one floating point logit for "
             f"each of the query's {q.shape[1]} heads is needed, on {q.device}"
         )
-
-
-def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
-    """Check a call's ranks and shards against the plan."""
-    check_ranks(plan, group)
-    check_shapes(plan, q, k)
 
 
 def check_ranks(plan: Plan, group: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tritoncp.core.checked_json import parse_json, read_bounded
+from tritoncp.core.checked_json import parse_json
 from tritoncp.core.tracing import Mod
 from tritoncp.masks.closed_forms import (
     Document,
@@ -85,7 +85,7 @@ def lengths(text: str) -> Lengths:
     """
     if len(text) < 4096 and os.path.isfile(text):
         try:
-            text = read_bounded(path := Path(text)).decode()
+            text = (path := Path(text)).read_text()
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} holds no text: {error}") from None
     if text.lstrip().startswith("["):

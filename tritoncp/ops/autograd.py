@@ -1,52 +1,34 @@
-"""Two registered ops, one whole forward and one whole backward pass, and the autograd node that joins them.
+"""The two passes of a call, their registered ops, and the autograd node that joins them.
 
-Launches and collectives stay inside the ops, so neither step counts nor Work handles enter a graph.  The plan
-travels as a 0-d CPU tensor that names it: another plan causes no recompilation, and the plan stays
-alive as long as a graph holds that tensor.
+Each op is one whole pass: launches and collectives stay inside, so neither step counts nor Work handles enter
+a graph. A call outside of graphs is a :class:`~tritoncp.ops.call.Call`, which goes to the passes as it is; it
+is written as arguments of an op only where the dispatcher is needed.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
 
 from tritoncp.core.dynamo_boundary import untraced
-from tritoncp.core.handles import object_of
-from tritoncp.distributed import collectives, consistency
+from tritoncp.distributed import collectives, consistency, failures, groups
+from tritoncp.distributed.collectives import Schedule
+from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
-from tritoncp.ops import engine_factory, signatures
-from tritoncp.ops.dispatch import group_op, register_op, run_below_autograd
-from tritoncp.ops.engine_factory import Spec
+from tritoncp.ops import signatures
+from tritoncp.ops.call import CALL_SCHEMA, Call, OpArguments, decode_spec
+from tritoncp.ops.dispatch import call_body, call_op, needs_dispatcher, register_op
+from tritoncp.ops.engine_factory import engine_of, gradient_buffers, sum_gradients
 from tritoncp.ops.transforms import refuse_transform, refuse_transforms
-from tritoncp.planning.plan import Plan
 
 _NO_CONTEXT = nullcontext()
-
-
-def plan_of(handle: Tensor, x: Tensor) -> Plan:
-    """Return the plan of a handle for the batch rows of x, after a check that its mask has not changed."""
-    plan: Plan = object_of(handle)
-    plan.check_sources()
-    return plan.of_batch(x.shape[0])
-
-
-def _drive(
-    group: Any, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any], device: torch.device,
-    direction: str = "",
-) -> list[Any]:  # fmt: skip
-    """Run the schedules of this process's ranks and return their results. Kernels run below autograd, as
-    torch's own do: views are not tracked there and take half the time."""
-    with torch._C._AutoDispatchBelowADInplaceOrView(), current_device(device):
-        if group is None:
-            return collectives.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
-        return [collectives.run(schedule(0, plan), group, plan.schedule, direction)]
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -55,146 +37,161 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if is_other else _NO_CONTEXT
 
 
-@group_op
-def _attend(
-    q: list[Tensor],
-    k: list[Tensor],
-    v: list[Tensor],
-    captures: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    scale: float,
-    plan: Tensor,
-    spec: str,
-) -> list[Tensor]:
-    """Compute outs, lses and, if requested, max_scores of this process's ranks."""
-    call = Spec.decode(spec)
-
-    def schedule(i: int, p: Plan) -> Any:
-        return schedule_of(p).forward(p, engine, q[i], k[i], v[i], call.want_max)
-
-    plan_of_call, group = plan_of(plan, q[0]), call.group
-    if group is not None:
-        signatures.compare_call(group, plan_of_call, spec, scale, q[0], k[0], v[0], captures, ints, floats)
-    engine = engine_factory.engine_of(spec, plan_of_call, scale, q, k, v, captures, ints, floats)
-    outs, lses, tops = zip(*_drive(group, plan_of_call, len(q), schedule, q[0].device), strict=True)
-    return [*outs, *lses, *(tops if call.want_max else ())]
+# -- the passes --------------------------------------------------------------------------------------------
 
 
-def _forward_fake(q: list[Tensor], k: list[Tensor], v: list[Tensor], *rest: Any) -> list[Tensor]:
-    """Allocate the results of :func:`_attend`, which has the same arguments, for shapes only."""
-    spec = rest[-1]
-    outs = [laid_out_as(x, y.shape[3]) for x, y in zip(q, v, strict=True)]
-    stats = [x.new_empty(x.shape[:3], dtype=stats_dtype(x)) for x in q]
-    tops = [torch.empty_like(x) for x in stats] if Spec.decode(spec).want_max else []
-    return [*outs, *stats, *tops]
+class BackwardInputs(NamedTuple):
+    """The tensors of a backward pass besides captures: the gradients of out and lse (None: there is none of
+    lse), and the inputs and results of the forward pass."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
 
 
-@group_op
-def _differentiate(
-    douts: list[Tensor],
-    dlses: list[Tensor],
-    q: list[Tensor],
-    k: list[Tensor],
-    v: list[Tensor],
-    outs: list[Tensor],
-    lses: list[Tensor],
-    captures: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    scale: float,
-    plan: Tensor,
-    spec: str,
-) -> list[Tensor]:
-    """Compute dq, dk, dv of this process's ranks, then the gradients of captures that require one."""
-    call = Spec.decode(spec)
-
-    def schedule(i: int, p: Plan) -> Any:
-        # lse is -inf in rows that see no key, and the gradient of a loss there may not be finite.
-        dlse = dlses[i].masked_fill(lses[i] == -torch.inf, 0).contiguous() if dlses else None
-        dout = douts[i] if 0 not in douts[i].stride() else douts[i].contiguous()
-        parts = yield from schedule_of(p).backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
-        # The only rounding. dk and dv may be views of one buffer, and outputs of an op must not share memory.
-        return tuple(in_own_memory(grad, x[i]) for grad, x in zip(parts, (q, k, v), strict=True))
-
-    plan_of_call, grads = plan_of(plan, q[0]), engine_factory.gradient_buffers(call, captures, lses[0])
-    extra = *outs, *lses, *douts, *dlses
-    engine = engine_factory.engine_of(
-        spec, plan_of_call, scale, q, k, v, captures, ints, floats, extra, grads
-    )
-    consistency.compare_kind(call.group, "a backward pass")
-    grads_by_rank = _drive(call.group, plan_of_call, len(q), schedule, q[0].device, "backward ")
-    sums = engine_factory.sum_gradients(call, captures, grads)
-    return [x for part in zip(*grads_by_rank, strict=True) for x in part] + sums
+def forward_schedule(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Schedule[Any]:
+    """Return the schedule that computes out, lse, and max_scores or None."""
+    engine = engine_of(call, q, k, v)
+    schedule: Schedule[Any] = schedule_of(call.plan).forward(call.plan, engine, q, k, v, call.want_max)
+    return schedule
 
 
-def _backward_fake(*args: Any) -> list[Tensor]:
-    """Allocate the results of :func:`_differentiate`, which has the same arguments, for shapes only."""
-    _, _, q, k, v, _, _, captures, *_, spec = args
-    sums = [x.new_empty(x.shape) for x in (captures[i] for i in Spec.decode(spec).wants)]
-    return [laid_out_as(x, x.shape[3]) for x in (*q, *k, *v)] + sums
+def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) -> Schedule[Any]:
+    """Return the schedule that computes dq, dk, dv, and adds gradients of captures to ``sums``."""
+    engine, dout, delta = backward_engine(call, inputs, sums)
+    qkv = inputs[2:5]
+
+    def steps() -> Schedule[Any]:
+        schedule = schedule_of(call.plan)
+        grads = yield from schedule.backward(call.plan, engine, *qkv, dout, inputs.lse, delta)
+        return [in_own_memory(grad, x) for grad, x in zip(grads, qkv, strict=True)]
+
+    return steps()
+
+
+def backward_engine(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) -> tuple[Any, Tensor, Tensor]:
+    """Return the engine of a backward pass, dout in a memory order that kernels read, and delta =
+    rowsum(out * dout) - dlse [B, H, S]."""
+    dout, dlse, q, k, v, out, lse = inputs
+    if dlse is not None:  # lse is -inf in rows that see no key, and the gradient of a loss there may be NaN
+        dlse = dlse.masked_fill(lse == -torch.inf, 0).contiguous()
+    dout = dout if 0 not in dout.stride() else dout.contiguous()
+    extra = (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
+    engine = engine_of(call, q, k, v, extra, sums)
+    delta = torch.empty_like(lse)
+    name = "local" if call.plan.world_size == 1 else call.plan.schedule
+    with current_device(lse.device), step_range(name, 0, "delta"):
+        engine.delta(out, dout, dlse, delta)()
+    return engine, dout, delta
 
 
 def in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
-    """Convert a gradient of x to the dtype and memory order of x, in its own memory."""
+    """Convert a gradient of x to the dtype and memory order of x, the only rounding, in its own memory: dk
+    and dv may be views of one buffer, and outputs of an op must not share memory."""
     if grad.untyped_storage().nbytes() > grad.nbytes:
         return laid_out_as(x, x.shape[3]).copy_(grad)
     return grad.to(x.dtype)
 
 
-def _split(tensors: Sequence[Tensor], *lengths: int) -> list[list[Tensor]]:
-    """Cut a flat sequence of tensors into lists of these lengths."""
-    rest = iter(tensors)
-    return [list(itertools.islice(rest, length)) for length in lengths]
+def _drive(call: Call, schedule: Schedule[Any], device: torch.device, direction: str = "") -> Any:
+    """Run the schedule of this rank and return its result. Kernels run below autograd, as torch's own do:
+    views are not tracked there and take half the time."""
+    with torch._C._AutoDispatchBelowADInplaceOrView(), current_device(device):
+        if call.group is None:
+            return collectives.lockstep([schedule])[0]
+        return collectives.run(schedule, call.group, call.plan.schedule, direction)
 
 
-def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
-    """Return a gradient of ``like``, zeros in place of None."""
-    return torch.zeros_like(like) if grad is None else grad
+def forward_pass(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Compute out, lse and, if requested, max_scores."""
+    if call.group is not None:
+        signatures.compare_call(call, q, k, v)
+    out, lse, top = _drive(call, forward_schedule(call, q, k, v), q.device)
+    return [out, lse] if top is None else [out, lse, top]
+
+
+def backward_pass(call: Call, inputs: BackwardInputs) -> list[Tensor]:
+    """Compute dq, dk, dv, then the gradients of captures that require one."""
+    consistency.compare_kind(call.group, "a backward pass")
+    sums = gradient_buffers(call, inputs.lse)
+    grads: list[Tensor]
+    grads = _drive(call, backward_schedule(call, inputs, sums), inputs.lse.device, "backward ")
+    return grads + sum_gradients(call, sums)
+
+
+# -- the registered ops ------------------------------------------------------------------------------------
+
+
+def _forward_body(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
+    """Run :func:`forward_pass` of a call that is written as :class:`OpArguments`."""
+    written = OpArguments(*arguments).with_leaves()
+    with failures.closing(written.group):
+        return forward_pass(written.decode(q), q, k, v)
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
+    """Allocate the results of :func:`_forward_body` for shapes only."""
+    results = [laid_out_as(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=stats_dtype(q))]
+    want_max = decode_spec(OpArguments(*arguments).spec).want_max
+    return [*results, torch.empty_like(results[1])] if want_max else results
+
+
+def _backward_body(*args: Any) -> list[Tensor]:
+    """Run :func:`backward_pass` of a call: :class:`BackwardInputs`, then :class:`OpArguments`."""
+    inputs, written = BackwardInputs(*args[:7]), OpArguments(*args[7:]).with_leaves()
+    with failures.closing(written.group):
+        call = written.decode(inputs.q)
+        dq, dk, dv, *sums = backward_pass(call, inputs)
+        return [dq, dk, dv, *written.order_sums(call, sums)]
+
+
+def _backward_fake(*args: Any) -> list[Tensor]:
+    """Allocate the results of :func:`_backward_body` for shapes only."""
+    written = OpArguments(*args[7:])
+    sums = [x.new_empty(x.shape) for x in map(written.captures.__getitem__, written.wants)]
+    return [laid_out_as(x, x.shape[3]) for x in args[2:5]] + sums
+
+
+# -- autograd ----------------------------------------------------------------------------------------------
 
 
 class Attention(torch.autograd.Function):
-    """The autograd node of all ranks of this process: one under a process group, all of a simulated world.
-
-    call: number of ranks, number of captured tensors, and the remaining arguments of the op
-    """
+    """The autograd node of one call. Its tensors are query, key, value, and the captures of the score_mod."""
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[Any, ...], plan: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        n, num_captures, *constants, spec = ctx.call = call
-        lists = _split(tensors, n, n, n, num_captures)
-        results = run_below_autograd(forward_op, _attend, tensors, *lists, *constants, plan, spec)
-        ctx.save_for_backward(plan, *tensors, *results[: 2 * n])
-        # Saved-tensor hooks, as for offloading, may save a copy of the handle, which does not keep the plan
-        # alive.
-        ctx.held = plan, engine_factory.score_structure(spec)
-        ctx.mark_non_differentiable(*results[2 * n :])
+    def forward(ctx: Any, call: Call | OpArguments, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = _run_forward(call, *tensors)
+        ctx.save_for_backward(*results[:2], *tensors)
+        ctx.call = call.with_captures(())  # whose edits autograd notices, and which hooks may move
+        ctx.mark_non_differentiable(*results[2:])
         ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
     @untraced
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
         try:
-            return Attention.gradients(ctx, *grads)
+            return Attention.gradients(ctx, dout, dlse)
         except BaseException as error:
-            Spec.decode(ctx.call[-1]).stop_group(error)
+            with contextlib.suppress(ValueError):  # of a group that was destroyed
+                failures.stop(ctx.call.group, error)
             raise
 
     @staticmethod
-    def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of the arguments of :meth:`forward`."""
-        n, num_captures, *constants, spec = ctx.call
-        plan, *saved = ctx.saved_tensors
-        q, k, v, captures, outs, lses = _split(saved, n, n, n, num_captures, n, n)
-        douts = [_or_zeros(*pair) for pair in zip(grads[:n], outs, strict=True)]
-        pairs = list(zip(grads[n : 2 * n], lses, strict=True))
-        dlses = [_or_zeros(*pair) for pair in pairs] if any(grad is not None for grad, _ in pairs) else []
-        all_grads = _backward(douts, dlses, q, k, v, outs, lses, captures, *constants, plan, spec)
-        rest: list[Tensor | None] = [None] * num_captures
-        for place, grad in zip(Spec.decode(spec).wants, all_grads[3 * n :], strict=True):
+        out, lse, q, k, v, *captures = ctx.saved_tensors
+        call = ctx.call.with_captures(captures)
+        dout = torch.zeros_like(out) if dout is None else dout
+        dq, dk, dv, *sums = backward(call, BackwardInputs(dout, dlse, q, k, v, out, lse))
+        rest: list[Tensor | None] = [None] * len(captures)
+        for place, grad in zip(call.wants, sums, strict=True):
             rest[place] = grad
-        return None, None, *all_grads[: 3 * n], *rest
+        return None, dq, dk, dv, *rest
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> None:
@@ -202,11 +199,11 @@ class Attention(torch.autograd.Function):
 
 
 class Final(torch.autograd.Function):
-    """The autograd node of the backward pass under ``create_graph``, which raises for a second derivative."""
+    """The autograd node of a backward pass under ``create_graph``, which raises for a second derivative."""
 
     @staticmethod
-    def forward(ctx: Any, args: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(run_below_autograd(backward_op, _differentiate, tensors, *args))
+    def forward(ctx: Any, compute: Callable[[], Iterable[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(compute())
 
     @staticmethod
     @untraced
@@ -225,25 +222,56 @@ def needs_autograd(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and True in [x.requires_grad for x in tensors]
 
 
-def forward(
-    q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: list[Tensor], *rest: Any
-) -> list[Tensor]:
-    """Run ``forward_op`` differentiably, with the same arguments."""
+def forward(call: Call | OpArguments, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Run the forward pass of a call, differentiably; return out, lse and, if requested, max_scores."""
+    tensors = q, k, v, *call.captures
+    return list(Attention.apply(call, *tensors)) if needs_autograd(tensors) else _run_forward(call, *tensors)
+
+
+def _run_forward(call: Call | OpArguments, *tensors: Tensor) -> list[Tensor]:
+    """Run the forward pass of a call below autograd, as an op where the dispatcher is needed. tensors: q, k,
+    v, then the captures of the call."""
+    if needs_dispatcher(tensors):
+        return list(call_op(forward_op, *tensors[:3], *call.as_arguments()))
+    if isinstance(call, Call):
+        return list(call_body(forward_pass, call, *tensors[:3]))
+    return list(call_body(_forward_body, *tensors[:3], *call))
+
+
+def backward(call: Call | OpArguments, inputs: BackwardInputs) -> list[Tensor]:
+    """Run the backward pass of a call so that a second derivative raises."""
+    present = [x for x in (*inputs, *call.captures) if x is not None]
+
+    def compute() -> list[Tensor]:
+        if needs_dispatcher(present):
+            return list(call_op(backward_op, *inputs, *call.as_arguments()))
+        if isinstance(call, OpArguments):
+            return list(call_body(_backward_body, *inputs, *call))
+        groups.group_of(call.group)  # raises for one that was destroyed since
+        call.plan.check_sources()
+        return list(call_body(backward_pass, call, inputs))
+
+    return refuse_second_derivative(compute, present)
+
+
+def refuse_second_derivative(compute: Callable[[], list[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Run a backward pass over ``tensors`` so that a second derivative raises."""
+    return list(Final.apply(compute, *tensors)) if needs_autograd(tensors) else compute()
+
+
+def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
+    """The Autograd kernel of the forward op."""
     refuse_transforms()
-    tensors = *q, *k, *v, *captures
-    if not needs_autograd(tensors):
-        return run_below_autograd(forward_op, _attend, tensors, q, k, v, captures, *rest)
-    *constants, plan, spec = rest
-    return list(Attention.apply((len(q), len(captures), *constants, spec), plan, *tensors))
+    return forward(OpArguments(*arguments), q, k, v)
 
 
-def _backward(*args: Any) -> list[Tensor]:
-    """Run ``backward_op``, with the same arguments, so that a second derivative raises."""
-    tensors = list(itertools.chain.from_iterable(args[:8]))
-    if not needs_autograd(tensors):
-        return run_below_autograd(backward_op, _differentiate, tensors, *args)
-    return list(Final.apply(args, *tensors))
+def _backward_autograd(*args: Any) -> list[Tensor]:
+    """The Autograd kernel of the backward op."""
+    return backward(OpArguments(*args[7:]), BackwardInputs(*args[:7]))
 
 
-forward_op = register_op("forward", _attend, _forward_fake, forward)
-backward_op = register_op("backward", _differentiate, _backward_fake, _backward)
+QKV = "Tensor query, Tensor key, Tensor value"
+FORWARD = f"({QKV}, {CALL_SCHEMA}) -> Tensor[]"
+BACKWARD = f"(Tensor dout, Tensor? dlse, {QKV}, Tensor out, Tensor lse, {CALL_SCHEMA}) -> Tensor[]"
+forward_op = register_op("forward", _forward_body, _forward_fake, _forward_autograd, FORWARD)
+backward_op = register_op("backward", _backward_body, _backward_fake, _backward_autograd, BACKWARD)

@@ -39,14 +39,12 @@ def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
 _translate_score = on_host(mods.score_mod)
 
 
-def mask_of(plan: Plan, q: Sequence[Tensor], every_rank: bool) -> DeviceCopy[Mod] | None:
+def mask_of(plan: Plan, q: Tensor) -> DeviceCopy[Mod] | None:
     """Return the translated mask_mod of a call, None if no masked block needs it. It is cached with the plan,
-    with copies of captured CPU tensors on the queries' device: a plan refuses to run after one was edited.
-
-    q: the query of each rank that this process computes: all ranks of the plan, or its own rank.
-    """
-    ranks = tuple(range(plan.world_size)) if every_rank else (plan.rank,)
-    batch, heads, device = q[0].shape[0], q[0].shape[1], q[0].device
+    with copies of captured CPU tensors on the queries' device: a plan refuses to run after one was edited."""
+    by_rows = plan.schedule.startswith("ulysses")  # ranks exchange heads for rows, and have rows of all ranks
+    ranks = tuple(range(plan.world_size)) if by_rows else (plan.rank,)
+    batch, heads, device = q.shape[0], q.shape[1], q.device
     if plan.mask.interval_for(batch, heads) is not None:
         return None  # kernels compare positions with the interval of their row
     reads, copies = plan.mask.reads, caches_of(plan).mask_mods

@@ -6,36 +6,32 @@ tensors, at each call and for each derivative, which takes longer than the rest 
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritoncp.core.host_copy import has_default_device
 from tritoncp.core.tracing import fresh_dispatch
-from tritoncp.distributed import failures, groups
 from tritoncp.ops import flop_formulas
-from tritoncp.ops.engine_factory import Spec
 from tritoncp.ops.transforms import refuse_vmap
 
-Body = TypeVar("Body", bound=Callable[..., Any])
 _OPS = torch.library.Library("tritoncp", "FRAGMENT")
 
 
 def register_op(
-    name: str, body: Callable[..., Any], fake: Callable[..., Any], autograd_kernel: Any = None
-) -> Any:
-    """Register the op ``tritoncp::name``: its body, its fake, and its Autograd kernel."""
+    name: str, body: Callable[..., Any], fake: Callable[..., Any], autograd_kernel: Any = None,
+    schema: str = "",
+) -> Any:  # fmt: skip
+    """Register the op ``tritoncp::name``: its body, its fake, and its Autograd kernel. schema: by default
+    that of the body's annotations."""
 
     def run_body(*args: Any) -> Any:
         with fresh_dispatch():
             return body(*args)
 
-    schema = torch.library.infer_schema(body, mutates_args=())
+    schema = schema or torch.library.infer_schema(body, mutates_args=())
     _OPS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _OPS.impl(name, run_body, "CompositeExplicitAutograd")
     _OPS.impl(name, refuse_vmap, "FuncTorchBatched")
@@ -45,35 +41,16 @@ def register_op(
     return getattr(torch.ops.tritoncp, name).default
 
 
-def group_op(body: Body) -> Body:
-    """Have the body of an op close the group of its argument ``spec`` or ``world`` where it raises."""
-    names = list(inspect.signature(body).parameters)
-
-    @functools.wraps(body)
-    def run(*args: Any) -> Any:
-        try:
-            return body(*args)
-        except BaseException as error:
-            arguments = dict(zip(names, args))
-            spec = arguments.get("spec")
-            if world := arguments["world"] if spec is None else Spec.decode(spec).world:
-                with contextlib.suppress(ValueError):  # of a group that was destroyed
-                    failures.stop(groups.group_by_name(world), error)
-            raise
-
-    return run  # type: ignore[return-value]
+def call_op(op: Any, *args: Any) -> Any:
+    """Call an op below autograd, through the dispatcher."""
+    flop_formulas.register_formulas()
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
 
-def run_below_autograd(op: Any, body: Callable[..., Any], tensors: Iterable[Tensor], *args: Any) -> Any:
-    """Run the op below autograd: through the dispatcher if it is needed (:func:`needs_dispatcher`), else its
-    body directly, as dispatching takes a third of a call.
-
-    tensors: all tensors in args
-    """
-    if needs_dispatcher(tensors):
-        flop_formulas.register_formulas()
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
+def call_body(body: Callable[..., Any], *args: Any) -> Any:
+    """Call the body of an op without gradients, where nothing needs the dispatcher
+    (:func:`needs_dispatcher`), which takes a third of a call."""
     if not torch.is_grad_enabled():
         return body(*args)
     torch._C._set_grad_enabled(False)  # as no_grad() does, in a fifth of the time

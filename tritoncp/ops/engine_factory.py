@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.cpu_target import cpu_target
 from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.tracing import WideGradients
-from tritoncp.core.upload import DeviceCopy, upload
+from tritoncp.core.upload import upload
 from tritoncp.core.versions import warn_untested
 from tritoncp.cpu import compiled
 from tritoncp.cpu.engine import CpuEngine
-from tritoncp.distributed import failures, groups
 from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.mods import Mod, deterministic_sum
-from tritoncp.mods.mod import structure_of
+from tritoncp.mods.mod import arguments
 from tritoncp.ops import call_mods, tile_lookup, tile_tables, tune_on_first_call
-from tritoncp.ops.executable import MAX_LAUNCHES, MAX_STEPS, Executable, caches_of
-from tritoncp.planning.plan import Plan
+from tritoncp.ops.call import Call
+from tritoncp.ops.executable import MAX_LAUNCHES, Executable, caches_of
 
 engine_log, cache_log = area_logger("engine"), area_logger("cache")
 
@@ -38,55 +33,6 @@ CPU_ENGINE_LINE = (
     "tensors on the CPU run on the CPU engine, in plain torch. "
     "To run the Triton kernels here, interpreted, set TRITON_INTERPRET=1 before Python starts"
 )
-
-
-@dataclass(frozen=True)
-class Spec:
-    """The constant part of a call. Captures of the score_mod are arguments; the plan has the mask_mod."""
-
-    score: str | None  # digest of a Mod that the caller keeps alive
-    graph_score: str | None  # or structure of a score_mod in a compiled graph, see ops/graph/inputs.py
-    wants: tuple[int, ...]  # indices of captured tensors that require gradients
-    numbers: tuple[str, ...]  # kinds of the numbers that the score_mod captures, "i" or "f"
-    want_max: bool
-    world: str | None  # process group by name; "" = all ranks in lockstep
-    options: tuple[tuple[str, Any], ...] = ()
-    returns: tuple[str, ...] = ()  # results besides out: "lse", "max_scores"; "sinks" if the call has some
-
-    @property
-    def group(self) -> Any:
-        """The process group of the call, None if all ranks run in this process."""
-        return groups.group_by_name(self.world) if self.world else None
-
-    def stop_group(self, error: BaseException) -> None:
-        """Close the process group of the call, which raised ``error``."""
-        with contextlib.suppress(ValueError):  # of a group that was destroyed
-            failures.stop(self.group, error)
-
-    @classmethod
-    @lru_cache(256)
-    def encoded(cls, *fields: Any) -> str:
-        """Encode a spec with these fields; cached, as every call needs it."""
-        return cls(*fields).encode()
-
-    def encode(self) -> str:
-        """Write the spec as JSON text, which ops take as an argument."""
-        return json.dumps(vars(self))
-
-    @classmethod
-    @lru_cache(256)
-    def decode(cls, text: str) -> Spec:
-        """Read the spec of :meth:`encode`; cached, as every call needs it."""
-        raw = json.loads(text)
-        raw["options"] = tuple((name, value) for name, value in raw["options"])
-        return cls(**raw | {name: tuple(raw[name]) for name in ("wants", "numbers", "returns")})
-
-
-def score_structure(spec: str) -> Mod | None:
-    """Return the score_mod that a spec names, without captures. The caller keeps it alive as long as the spec
-    may run."""
-    digest = Spec.decode(spec).score
-    return None if digest is None else structure_of(digest)
 
 
 def score_kind(score: Mod | None) -> int:
@@ -102,51 +48,50 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def engine_of(
-    spec: str, plan: Plan, scale: float, q: list[Tensor], k: list[Tensor], v: list[Tensor],
-    captures: list[Tensor], ints: list[int], floats: list[float], extra: Sequence[Tensor] = (),
-    grads: Sequence[Tensor] = (),
-) -> Any:  # fmt: skip
+    call: Call, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor] = (), grads: Sequence[Tensor] = ()
+) -> Any:
     """Return the engine of a pass over q, k, v and ``extra`` tensors. ``grads``: a buffer for each capture in
-    ``wants`` of the spec.
+    ``wants`` of the call.
 
-    Executables are cached with the plan, by the spec, the structure of the score_mod, the scale, the state of
-    the tile tables, the view of the plan, and the layouts of all tensors.
+    Executables are cached with the plan, by the constants of the call, the structure of the score_mod, the
+    state of the tile tables, the view of the plan, and the layouts of all tensors.
     """
     warn_untested()
-    call, device = Spec.decode(spec), q[0].device
-    score, grads = score_of(call, q[0], captures, ints, floats, grads)
+    plan, score, device = call.plan, call.score, q.device
     if not uses_triton(device):
-        mask = _mask_of(call, plan, q)
-        mod = None if mask is None else mask.on_current_stream()
-        steps = caches_of(plan).cpu_steps
-        compile = compiled.wanted(dict(call.options).get("COMPILE"))
-        return cpu_engine(scale, mod, score, q[0].dtype, grads, plan.first_row, steps, compile)
+        mask = call_mods.mask_of(plan, q)
+        return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
     from tritoncp.kernels.launch import layout_of, specialisation_of  # loads Triton, which plans do without
 
     tensors, numbers = (score.tensors, score.numbers) if score else ((), ())
     key = (
-        spec, score and score.digest, scale, tile_tables.table_generation, device, cpu_target(),
-        plan.first_row, plan.rank, plan.schedule, plan.degree, *map(layout_of, q), *map(layout_of, k),
-        *map(layout_of, v), *map(layout_of, extra), *[(layout_of(x), x.device) for x in tensors],
-        *map(layout_of, grads), *map(specialisation_of, numbers),
+        call.group and weakref.ref(call.group), call.options, score and score.digest, call.scale,
+        tile_tables.table_generation, device, cpu_target(), plan.first_row, plan.rank, plan.schedule,
+        plan.degree, layout_of(q), layout_of(k), layout_of(v), *map(layout_of, extra),
+        *[(layout_of(x), x.device) for x in tensors], *map(layout_of, grads),
+        *map(specialisation_of, numbers),
     )  # fmt: skip
     executables = caches_of(plan).executables
     executable = executables.get(key)
     if cache_log.isEnabledFor(logging.DEBUG):
         cache_log.debug("executables of the plan: %s", "miss" if executable is None else "hit")
     if executable is None:
-        executable = executables.put(key, _make_executable(call, plan, scale, q, v[0], score, grads))
-    return executable.bind(score, device, grads)
+        executable = executables.put(key, _make_executable(call, q, v, grads))
+    if executable.mask_mod is not None:
+        executable.mask_mod.on_current_stream()  # the engine reads its tensors on this stream
+    if not (tensors or numbers):
+        return executable.engine
+    assert score is not None
+    caps = arguments(upload(tensors, device), numbers)
+    return executable.engine.with_captures(caps, score.dcaps(grads) if grads else ())
 
 
-def _make_executable(
-    call: Spec, plan: Plan, scale: float, q: list[Tensor], v: Tensor, score: Mod | None,
-    grads: Sequence[Tensor],
-) -> Executable:  # fmt: skip
+def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) -> Executable:
     """Make the executable of a call. If tuning is requested, all ranks may measure tiles together: the
     decision does not depend on properties that differ between ranks."""
     from tritoncp.kernels.engine import TritonEngine
 
+    plan, score, group = call.plan, call.score, call.group
     if score and score.graph is None and any(grad.dtype is torch.int64 for grad in grads):
         raise ValueError(
             "this score_mod is hand-written @triton.jit code whose gradient adds floats with atomics, and "
@@ -157,8 +102,8 @@ def _make_executable(
             "kernel option COMPILE=True is for the CPU engine, and this call runs Triton kernels: leave the "
             "option out, or pass tensors on the CPU without TRITON_INTERPRET=1"
         )
-    (_, heads, rows, d), e, device, group = q[0].shape, v.shape[3], v.device, call.group
-    copy = _mask_of(call, plan, q)
+    (_, heads, rows, d), e, device = q.shape, v.shape[3], v.device
+    copy = call_mods.mask_of(plan, q)
     mask = None if copy is None else copy.on_current_stream()
     properties = tile_lookup.TileKey.of(
         v.dtype, (d, e), tile_lookup.kind_of(plan.mask, mask is not None), score_kind(score)
@@ -171,55 +116,44 @@ def _make_executable(
     unpacked = {"PACK_GQA": False} if by_hand else {}
     options = {**tile_lookup.measured_options(device, properties, group), **unpacked, **dict(call.options)}
     mods, launches = kernel_mods(mask, score, device, grads), BoundedCache[Any, Any](MAX_LAUNCHES)
-    engine = TritonEngine(mods, scale, options, first_row=plan.first_row, launches=launches)
+    engine = TritonEngine(mods, call.scale, options, first_row=plan.first_row, launches=launches)
     _log_triton_engine(engine, device, properties)
     return Executable(engine.with_captures(), copy)
 
 
-def _mask_of(call: Spec, plan: Plan, q: list[Tensor]) -> DeviceCopy[Mod] | None:
-    """Return the mask_mod of a call. A call in one process, or whose ranks exchange rows, has rows of all
-    ranks."""
-    every_rank = call.world == "" or plan.schedule.startswith("ulysses")
-    return call_mods.mask_of(plan, q, every_rank=every_rank)
-
-
-def cpu_engine(
-    scale: float, mask: Mod | None, score: Mod | None, dtype: torch.dtype, grads: Sequence[Tensor],
-    first_row: int, steps: BoundedCache[Any, Any] | None = None, compile: bool = False,
-) -> CpuEngine:  # fmt: skip
-    """Make the CPU engine of one call, for queries of ``dtype``. ``steps``: those of earlier calls;
-    ``compile``: whether torch.compile runs the score_mod."""
-    steps = BoundedCache(MAX_STEPS) if steps is None else steps
+def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence[Tensor]) -> CpuEngine:
+    """Make the CPU engine of one call, for queries of ``dtype``. It sums gradients of captures in float32 at
+    least, also those of narrower dtypes."""
     if engine_log.isEnabledFor(logging.INFO):
         log_decision(engine_log, CPU_ENGINE_LINE)
+    plan, score = call.plan, _check_torch_form(call.score)
+    settings: dict[str, Any] = {"first_row": plan.first_row, "steps": caches_of(plan).cpu_steps}
     if score is None:
-        return CpuEngine(scale, _bind_mask(mask), first_row=first_row, steps=steps)
-    wide = torch.promote_types(dtype, torch.float32)
-    return _differentiable(scale, mask, score, wide, grads, first_row=first_row, steps=steps, compile=compile)
-
-
-def _differentiable(
-    scale: float,
-    mask: Mod | None,
-    score: Mod,
-    dtype: torch.dtype,
-    grads: Sequence[Tensor],
-    **settings: Any,
-) -> CpuEngine:
-    """Make a CPU engine that sums gradients of captures in ``dtype``, also those of narrower dtypes."""
-    graph, targets = _graph_of(score), [score.tensors[i] for i in score.wants]
-    call: Callable[..., Any] = graph
-    if any(x.dtype.itemsize < dtype.itemsize for x in targets):
-        call = WideGradients(graph, dtype).run
-        targets = [x.to(torch.promote_types(x.dtype, dtype)) for x in targets]
+        return CpuEngine(call.scale, _check_torch_form(mask), **settings)
+    wide, targets = torch.promote_types(dtype, torch.float32), [score.tensors[i] for i in score.wants]
+    run: Any = score.graph
+    if any(x.dtype.itemsize < wide.itemsize for x in targets):
+        run = WideGradients(run, wide).run
+        targets = [x.to(torch.promote_types(x.dtype, wide)) for x in targets]
 
     def bind(captures: Sequence[Tensor]) -> Any:
         inner = list(score.tensors)
         for index, tensor in zip(score.wants, captures, strict=True):
             inner[index] = tensor
-        return _bind(call, inner, score.numbers)
+        return lambda *indices: run(*indices, *inner, *score.numbers)
 
-    return CpuEngine(scale, _bind_mask(mask), bind, targets, grads, **settings)
+    settings["compile"] = compiled.wanted(dict(call.options).get("COMPILE"))
+    return CpuEngine(call.scale, _check_torch_form(mask), bind, targets, grads, **settings)
+
+
+def _check_torch_form(mod: Mod | None) -> Mod | None:
+    """Return a mod. Raises ValueError for a hand-written Triton function, which torch cannot call."""
+    if mod is not None and mod.graph is None:
+        raise ValueError(
+            "a hand-written @triton.jit mod needs Triton: run on a GPU, or interpreted with "
+            "TRITON_INTERPRET=1"
+        )
+    return mod
 
 
 def kernel_mods(
@@ -247,19 +181,22 @@ def kernel_mods(
     )
 
 
-def gradient_buffers(spec: Spec, captures: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+def gradient_buffers(call: Call, like: Tensor) -> list[Tensor]:
     """Allocate zeros for the gradients of captures: floats that kernels add to in any order, or, for
     deterministic results, integers, whose sum does not depend on the order."""
-    deterministic = dict(spec.options).get("deterministic", torch.are_deterministic_algorithms_enabled())
-    if deterministic and uses_triton(like.device):
-        return [deterministic_sum.buffer(captures[i], like.device) for i in spec.wants]
-    return [torch.zeros(captures[i].shape, dtype=like.dtype, device=like.device) for i in spec.wants]
+    if not call.wants:
+        return []
+    targets, device = [call.captures[i] for i in call.wants], like.device
+    deterministic = dict(call.options).get("deterministic", torch.are_deterministic_algorithms_enabled())
+    if deterministic and uses_triton(device):
+        return [deterministic_sum.buffer(x, device) for x in targets]
+    return [torch.zeros(x.shape, dtype=like.dtype, device=device) for x in targets]
 
 
-def sum_gradients(spec: Spec, captures: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+def sum_gradients(call: Call, grads: Sequence[Tensor]) -> list[Tensor]:
     """Convert the sums in the buffers to gradients of captures, in their own dtypes."""
     totals = [deterministic_sum.total(grad) if grad.dtype is torch.int64 else grad for grad in grads]
-    return [total.to(captures[i].dtype) for total, i in zip(totals, spec.wants, strict=True)]
+    return [total.to(call.captures[i].dtype) for total, i in zip(totals, call.wants, strict=True)]
 
 
 def _log_triton_engine(engine: Any, device: torch.device, key: tile_lookup.TileKey) -> None:
@@ -271,52 +208,6 @@ def _log_triton_engine(engine: Any, device: torch.device, key: tile_lookup.TileK
     reason = "kernel option ROUTE" if is_requested else "measured" if is_measured else "default"
     line = "%s run %s, head dims %d and %d, mask of kind %s; route %s (%s)"
     log_decision(engine_log, line, kind, key.dtype, *key.dims, key.mask, engine.route, reason)
-
-
-def score_of(
-    spec: Spec,
-    q: Tensor,
-    captures: Sequence[Tensor],
-    ints: Sequence[int],
-    floats: Sequence[float],
-    grads: Sequence[Tensor] = (),
-) -> tuple[Mod | None, Sequence[Tensor]]:
-    """Return the score_mod with the captures of this call, and the buffers in the order of its ``wants``."""
-    if spec.score is not None:
-        mod, integers, real = structure_of(spec.score), iter(ints), iter(floats)
-        numbers = [next(integers) if kind == "i" else next(real) for kind in spec.numbers]
-        return mod.with_captures(captures, numbers) if captures or numbers else mod, grads
-    if spec.graph_score is None:
-        return None, ()
-    leaves = [tensor.detach().requires_grad_(i in spec.wants) for i, tensor in enumerate(captures)]
-    from tritoncp.ops.graph import inputs  # loads Dynamo, which plans do without
-
-    score = call_mods.score_of(inputs.rebuild(spec.graph_score, leaves, ints), q)
-    assert score is not None
-    buffers = {id(leaves[i]): grad for i, grad in zip(spec.wants, grads)}
-    return score, [buffers[id(score.tensors[i])] for i in score.wants] if grads else ()
-
-
-def _bind_mask(mod: Mod | None) -> Any:
-    """Return a mask_mod for the CPU engine: its torch graph with its captures."""
-    if mod is None:
-        return None
-    return _bind(_graph_of(mod), mod.tensors, mod.numbers)
-
-
-def _graph_of(mod: Mod) -> GraphModule:
-    """Return the torch graph of a mod. Raises ValueError for a hand-written Triton function."""
-    if mod.graph is None:
-        raise ValueError(
-            "a hand-written @triton.jit mod needs Triton: run on a GPU, or interpreted with "
-            "TRITON_INTERPRET=1"
-        )
-    return mod.graph
-
-
-def _bind(graph: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> Any:
-    """Return a function of indices that calls a graph with these captures."""
-    return lambda *indices: graph(*indices, *tensors, *numbers)
 
 
 def name_functions() -> None:

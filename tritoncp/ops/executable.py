@@ -15,7 +15,7 @@ that was not used for longest, as an lru_cache does, and state "of" a plan, grou
     mods.translate.graph_passes.decompositions: one table
     ops.executable._CACHES: of a plan, see :class:`PlanCaches`
     ops.signatures._TABLES: of a group, 1024 signatures with 16 scales each, 1024 plans; what ranks share
-    ops.engine_factory.encoded, ops.engine_factory.decode: 256; the fields of a spec, its text
+    ops.call.encode_spec, ops.call.decode_spec: 256; the fields of a spec, its text
     ops.graph.inputs._parsed: 256; the text of a structure
     ops.graph.layouts._CONSTANTS, ops.graph.layouts._NUMBERS: 32768; an object that compiled graphs name
     ops.tile_tables.device_of: 64; a device
@@ -37,22 +37,16 @@ Not caches, but registers, whose entries live as long as what they name:
     core.handles._HELD: objects, by the tensors that name them
     distributed.failures._RECORDS, distributed.groups._COMPANIONS, distributed.groups._CONNECTED: of a group
     mods.mod._STRUCTURES, mods.source_cache._MODULES: structures of mods and their modules, by digest
-    mods.source_cache._PRIVATE_DIRECTORIES, mods.source_cache._WRITES: folders of generated code
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState
-from tritoncp.core.upload import DeviceCopy, upload
+from tritoncp.core.upload import DeviceCopy
 from tritoncp.mods import Mod
-from tritoncp.mods.mod import arguments
 from tritoncp.planning.plan import Plan
 
 MAX_EXECUTABLES = 256  # of one plan
@@ -72,16 +66,6 @@ class Executable:
 
     engine: Any
     mask_mod: DeviceCopy[Mod] | None
-
-    def bind(self, score: Mod | None, device: torch.device, grads: Sequence[Tensor]) -> Any:
-        """Return the engine with the captures of one call. ``grads``: a buffer for each capture that requires
-        a gradient."""
-        if self.mask_mod is not None:
-            self.mask_mod.on_current_stream()  # the engine reads its tensors on this stream
-        if score is None or not (score.tensors or score.numbers):
-            return self.engine
-        caps = arguments(upload(score.tensors, device), score.numbers)
-        return self.engine.with_captures(caps, score.dcaps(grads) if grads else ())
 
 
 class PlanCaches:

@@ -16,6 +16,7 @@ from tritoncp.core.handles import object_of
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.masks.visible_keys import count_visible_keys
+from tritoncp.ops.call import Call
 from tritoncp.ops.executable import caches_of
 from tritoncp.planning.plan import Plan
 
@@ -72,15 +73,14 @@ def _backward_flops(*args: Any, out_val: Any = None) -> int:
     return _flops(q, k, v, plan, forward=False)
 
 
-def _flops(q: list[Tensor], k: list[Tensor], v: list[Tensor], handle: Tensor, forward: bool) -> int:
-    """Count the operations of this process's ranks; all pairs of their shards if a fake handle names no
-    plan."""
+def _flops(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, forward: bool) -> int:
+    """Count the operations of this rank; all pairs of its shards if a fake handle names no plan."""
     # A call on meta tensors with a mask on meta has a handle without a plan.
     named: Tensor | None = handle.constant if isinstance(handle, FakeTensor) else handle
-    pairs = [x.shape[0] * x.shape[1] * x.shape[2] * y.shape[2] for x, y in zip(q, k, strict=True)]
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     with fresh_dispatch():  # evaluating a mask needs functorch
         if named is not None and named.item() >= 0:
-            plan: Plan = object_of(named).of_batch(q[0].shape[0])
-            ranks = [plan] if len(q) == 1 else [plan.seen_by(rank) for rank in range(len(q))]
-            pairs = [count_pairs(one, *x.shape[:2]) for one, x in zip(ranks, q, strict=True)]
-    return count_flops(sum(pairs), q[0].shape[3], v[0].shape[3], forward)
+            thing: Plan | Call = object_of(named)
+            plan = thing.plan if isinstance(thing, Call) else thing.of_batch(q.shape[0])
+            pairs = count_pairs(plan, *q.shape[:2])
+    return count_flops(pairs, q.shape[3], v.shape[3], forward)

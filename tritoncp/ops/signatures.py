@@ -32,8 +32,7 @@ from tritoncp.mods import Mod
 from tritoncp.mods.attributes import ABSENT
 from tritoncp.mods.bytecode import code_reads
 from tritoncp.mods.fingerprint import root_of
-from tritoncp.ops import engine_factory
-from tritoncp.ops.engine_factory import Spec
+from tritoncp.ops.call import Call
 from tritoncp.ops.executable import caches_of
 from tritoncp.planning.plan import Plan
 
@@ -81,20 +80,19 @@ def groups_of(plan: Plan) -> list[Any]:
     return [group for group, table in _TABLES.items() if plan.identity in table.plans]
 
 
-def compare_call(
-    group: Any, plan: Plan, spec: str, scale: float, q: Tensor, k: Tensor, v: Tensor,
-    captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float],
-) -> None:  # fmt: skip
+def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Compare a call across the ranks, if its signature or plan is new to the group, or if TRITONCP_CHECK=1.
 
     Raises Disagreement on every rank where the ranks differ, PeerLost where a rank is missing. Under
     CUDA-graph capture nothing is compared.
     """
+    group, plan, scale, score = call.group, call.plan, call.scale, call.score
     table, shape = table_of(group), q.shape
     # Only values that are equal on all ranks: not the length of a shard.
     signature = (
-        spec, structure_of(plan), plan.first_row, q.dtype, q.device.type, shape[0], shape[1], shape[3],
-        k.shape[1], v.shape[3],
+        score and (score.digest, score.wants, *map(type, score.numbers)), call.options, call.returns,
+        structure_of(plan), plan.first_row, q.dtype, q.device.type, shape[0], shape[1], shape[3], k.shape[1],
+        v.shape[3],
     )  # fmt: skip
     scales = table.scales.get(signature)
     if (
@@ -109,8 +107,7 @@ def compare_call(
     purpose = purpose_of(q, k, v)
 
     def facts() -> tuple[None, Facts, Sequence[int]]:
-        common = _facts(plan, Spec.decode(spec), scale, q, k, v, captures, ints, floats)
-        return None, {"call": fact(purpose, CALL.encode()), **common}, ()
+        return None, {"call": fact(purpose, CALL.encode()), **_facts(call, q, k, v)}, ()
 
     consistency.together(group, purpose, facts)
     table.note(signature, scale, plan)
@@ -133,12 +130,9 @@ def shape_facts(q: Tensor, k: Tensor) -> dict[str, tuple[consistency.Text, bytes
     }
 
 
-def _facts(
-    plan: Plan, spec: Spec, scale: float, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor],
-    ints: Sequence[int], floats: Sequence[float],
-) -> Facts:  # fmt: skip
+def _facts(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Facts:
     """Return the facts of a call that all ranks must share."""
-    score, _ = engine_factory.score_of(spec, q, captures, ints, floats)
+    plan, score = call.plan, call.score
     mask, between = plan.mask, f"schedule {plan.schedule!r}, degree {plan.degree}"
     facts = {
         "versions": consistency.versions(),
@@ -148,16 +142,16 @@ def _facts(
         "batch": fact(f"batch {q.shape[0]}" + f" from row {plan.first_row} on" * bool(plan.first_row)),
         "head dims": fact(f"head dims {q.shape[3]} and {v.shape[3]}"),
         "lengths": fact(f"{mask.q_len} queries and {mask.kv_len} keys"),
-        "scale": fact(f"scale {scale!r}"),
-        "kernel_options": fact(f"kernel_options {dict(spec.options)}"),
-        "returns": fact(", ".join(["out", *(x for x in spec.returns if x != "sinks")])),
-        "sinks": fact("sinks" if "sinks" in spec.returns else "no sinks"),
+        "scale": fact(f"scale {call.scale!r}"),
+        "kernel_options": fact(f"kernel_options {dict(call.options)}"),
+        "returns": fact(", ".join(["out", *(x for x in call.returns if x != "sinks")])),
+        "sinks": fact("sinks" if "sinks" in call.returns else "no sinks"),
         "score_mod": fact(f"a score_mod of structure {score.digest[:12]}" if score else "no score_mod"),
         "mask": fact(lambda: mask_text(mask), plan.mask_digest + form_of(mask.mask_mod).encode()),
         "placement": fact(f"balancer {plan.balancer!r}, {between}", plan.digest),
     }
     if consistency.CHECKED:
-        values = [*map(tensor_text, captures), *map(repr, ints), *map(repr, floats)]
+        values = [*map(tensor_text, call.captures), *map(repr, score.numbers if score else ())]
         facts["captures"] = fact(", ".join(values) or "none")
     return facts
 

@@ -20,16 +20,16 @@ import functools
 import json
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from tritoncp.core.checked_json import read_json
+from tritoncp.core.checked_json import parse_json
 from tritoncp.core.environment import CONFIG_DIR
 from tritoncp.core.log_lines import area_logger, log_decision
-from tritoncp.core.paths import architecture_name, path_inside, slug, triton_version
+from tritoncp.core.paths import slug
 from tritoncp.core.versions import installed_version
 from tritoncp.kernels import tile_rules
 from tritoncp.kernels.options import ROUTES, check_options
@@ -88,14 +88,13 @@ def user_folder() -> Path | None:
 
 
 def path_in(folder: Path, device: Device, triton: str | None = None) -> Path:
-    """Return the file of a device's tile shapes. Raises ValueError for an architecture or version that may
-    not be part of a file name.
+    """Return the file of a device's tile shapes.
 
     >>> path_in(Path("x"), Device("sm_90", "NVIDIA H200"), "3.7.1").as_posix()
     'x/sm_90/nvidia-h200-triton-3.7.1.json'
     """
-    version = triton_version(triton or installed_version("triton") or "none")
-    return folder / architecture_name(device.arch) / f"{slug(device.name)}-triton-{version}.json"
+    version = triton or installed_version("triton") or "none"
+    return folder / device.arch / f"{slug(device.name)}-triton-{version}.json"
 
 
 def sources(device: Device) -> Iterator[Path]:
@@ -111,7 +110,7 @@ def sources(device: Device) -> Iterator[Path]:
 def read(path: Path) -> Entries:
     """Read the entries of a file. Raises ValueError for a file that cannot be used."""
     try:
-        entries = read_json(path)["entries"]
+        entries = parse_json(path.read_bytes())["entries"]
         for entry in entries:
             check(entry)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -207,22 +206,20 @@ def write(
     entries: Entries,
     facts: Mapping[str, Any],
     triton: str | None = None,
-    drop: Collection[tuple[Any, ...]] = (),
 ) -> Path:
     """Write entries into the device's file, replacing those with the same key. The file is replaced as a
     whole, under a lock, so that no entry of another writer is lost.
 
     facts: other fields of the file's header; triton: the version that the entries were measured with, by
-    default the installed one; drop: keys (:func:`entry_key`) of entries to remove. Raises ValueError where a
-    link leads out of the folder, and the errors of :func:`locked`.
+    default the installed one. Raises the errors of :func:`locked`.
     """
-    path = path_inside(folder, path_in(folder, device, triton))
+    path = path_in(folder, device, triton)
     version = triton or installed_version("triton") or "none"
     header = {"device": device.name, "arch": device.arch, "triton": version, **facts}
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     with locked(path):
         old = entries_of(path) if path.is_file() else []
-        merged = {entry_key(entry): entry for entry in [*old, *entries] if entry_key(entry) not in drop}
+        merged = {entry_key(entry): entry for entry in [*old, *entries]}
         lines = ",\n".join(json.dumps(entry) for entry in merged.values())
         try:
             temporary.write_text(f'{json.dumps(header)[:-1]}, "entries": [\n{lines}\n]}}\n')
@@ -234,11 +231,10 @@ def write(
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file of tile shapes (``<file>.lock`` beside it), to read and replace the file. The
-    lock is reentrant within a thread.
+def locked(path: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    """Hold the lock of a file of tile shapes (``<file>.lock`` beside it), to read and replace the file.
 
-    Raises TimeoutError where another process holds it for more than LOCK_SECONDS, OSError where the folder is
+    Raises TimeoutError where another process holds it for more than ``seconds``, OSError where the folder is
     not writable or its filesystem has no locks.
     """
     from filelock import FileLock, Timeout
@@ -246,12 +242,11 @@ def locked(path: Path) -> Iterator[None]:
     name = path.with_name(f"{path.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(name, is_singleton=True).acquire(timeout=LOCK_SECONDS)
+        lock = FileLock(name).acquire(timeout=seconds)
     except Timeout as error:
         raise TimeoutError(
-            f"{path} is not written: another process has held {name} for {LOCK_SECONDS:g} s (tritoncp "
-            "autotune, a program with TRITONCP_AUTOTUNE, or tritoncp perf ingest); wait for it or end it, "
-            "then run again"
+            f"{path} is not written: another process has held {name} for {seconds:g} s (tritoncp "
+            "autotune, or a program with TRITONCP_AUTOTUNE); wait for it or end it, then run again"
         ) from error
     except OSError as error:
         raise OSError(

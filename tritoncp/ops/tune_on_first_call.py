@@ -6,14 +6,11 @@ the user's files (:mod:`tritoncp.ops.tile_tables`) before the call looks up its 
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,9 +76,8 @@ def _tune(device: torch.device, call: TileKey, shape: tuple[int, int, int], allo
     folder = next((folder for folder in tile_tables.folders() if folder != tile_tables.SHIPPED), None)
     if folder is None:
         raise RuntimeError("no folder to keep them in: set TRITONCP_CONFIG_DIR, or install platformdirs")
-    with _hold_lock(
-        tile_tables.path_in(folder, tile_tables.device_of(device)).with_suffix(".lock"), deadline
-    ):
+    path = tile_tables.path_in(folder, tile_tables.device_of(device)).with_suffix(".tuning")
+    with tile_tables.locked(path, max(0.0, deadline - time.monotonic())):
         tile_tables.forget()
         if _is_tuned(tile_lookup.local_table(device), call):
             return
@@ -131,18 +127,3 @@ def _environment(device: torch.device) -> dict[str, str]:
         index = torch.cuda.current_device() if device.index is None else device.index
         env[visible] = env[visible].split(",")[index] if env.get(visible) else str(index)
     return env
-
-
-@contextlib.contextmanager
-def _hold_lock(path: Path, deadline: float) -> Iterator[None]:
-    """Hold an exclusive lock of a file. Raises TimeoutError if another process holds it until the
-    deadline."""
-    from filelock import FileLock, Timeout
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = FileLock(path).acquire(timeout=max(0.0, deadline - time.monotonic()), poll_interval=0.2)
-    except Timeout as error:
-        raise TimeoutError(f"another process tunes, and holds {path}") from error
-    with lock:
-        yield

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from tritoncp.planning import balance_locality
+from tritoncp.planning.locality.search import place_blocks
 from tritoncp.planning.work import Balancer, Work, document_starts
 
 
@@ -131,7 +131,7 @@ def per_document(work: Work) -> list[list[int]]:
 
 
 def locality(work: Work) -> list[list[int]]:
-    """Balance the work with the fewest remote keys: :mod:`tritoncp.planning.balance_locality`.
+    """Balance the work with the fewest remote keys: :mod:`tritoncp.planning.locality`.
 
     >>> from tritoncp.masks import create_block_mask, sliding_window
     >>> from tritoncp.planning.work import work_of_rows
@@ -140,7 +140,7 @@ def locality(work: Work) -> list[list[int]]:
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
     _check_work(work)
-    owner = balance_locality.place_blocks(work)
+    owner = place_blocks(work)
     blocks_of_rank = [(owner == rank).nonzero()[:, 0].tolist() for rank in range(work.world_size)]
     return sorted(
         blocks_of_rank, key=lambda blocks: sum(blocks) / max(1, len(blocks)) if blocks else len(owner)

@@ -1,4 +1,4 @@
-"""The cost model of schedules: time of a pass, from a plan's work and bytes.
+"""The cost model of schedules, and the metrics of a plan: time, bytes and memory of a layer.
 
 It ranks schedules; it does not predict a step to the microsecond.  All hardware figures are arguments and
 name their source.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritoncp.planning import traffic
-from tritoncp.planning.memory import Shape, peak_under
+from tritoncp.planning.memory import Shape, Sizes, bytes_sent, peak_under
 from tritoncp.planning.plan_data import PlanData
 
 BACKWARD_RATIO = 2.5  # time of the backward pass in units of the forward pass: five matrix products for two
@@ -183,7 +184,66 @@ def format_reason(estimates: Sequence[Cost], hardware: Hardware) -> str:
     return f"predicted ms a layer on {hardware.name}: {times}"
 
 
-def bytes_sent(plan: PlanData, schedule: str, shape: Shape) -> list[int]:
-    """Return the bytes that each rank would send in a forward and a backward pass of one layer."""
+def bytes_under(plan: PlanData, schedule: str, shape: Shape) -> list[int]:
+    """Return the bytes that each rank would send in a forward and a backward pass of one layer under a
+    schedule that need not be the plan's."""
     other = replace(plan, schedule=schedule, handle=None)
-    return [other.for_rank(rank).bytes_sent(**vars(shape)) for rank in range(plan.world_size)]
+    return [bytes_sent(other.seen_by(rank), shape) for rank in range(plan.world_size)]
+
+
+class Metrics(NamedTuple):
+    """Figures of a plan for a layer, each of the rank that has the most. For extra bytes and times, of 16
+    evenly spaced ranks in larger worlds.
+
+    world_size:           number of ranks
+    imbalance:            largest work of a rank over the mean; 1.0 is even
+    remote_share:         share of the keys read by all ranks that other ranks hold, from 0 to 1
+    forward_sent_bytes, backward_sent_bytes: sent to other ranks in a pass
+    shard_bytes:          queries, keys, values, out and lse: kept from the forward to the backward pass
+    gradient_bytes:       gradients of out, queries, keys and values
+    forward_extra_bytes, backward_extra_bytes: most that a pass allocates beyond these: messages, gathered or
+                          fetched keys, float32 gradients, states. Tables, captured tensors and partial sums
+                          of kernels are left out
+    forward_peak_bytes, backward_peak_bytes: all bytes of the layer in a pass: the sums of those above
+    forward_ms, backward_ms: predicted milliseconds of a pass, by the cost model that ranks schedules: to
+                          compare plans, not to compare with a clock
+    """
+
+    world_size: int
+    imbalance: float
+    remote_share: float
+    forward_sent_bytes: int
+    backward_sent_bytes: int
+    shard_bytes: int
+    gradient_bytes: int
+    forward_extra_bytes: int
+    backward_extra_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    forward_ms: float
+    backward_ms: float
+
+    @classmethod
+    def of(cls, plan: PlanData, shape: Shape, time: Cost) -> Metrics:
+        views = [plan.seen_by(rank) for rank in range(plan.world_size)]
+        forward = [bytes_sent(view, shape, backward=False) for view in views]
+        backward = [bytes_sent(view, shape) - sent for view, sent in zip(views, forward)]
+        read, stays = int(plan.traffic.sum()), int(plan.traffic.trace())
+        size = Sizes.padded_rows(plan, shape)
+        gradients = size.q + size.o + size.kv
+        extra = peak_under(plan, plan.schedule, sample(plan.world_size), shape)
+        return cls(
+            world_size=plan.world_size,
+            imbalance=plan.imbalance,
+            remote_share=(read - stays) / read if read else 0.0,
+            forward_sent_bytes=max(forward),
+            backward_sent_bytes=max(backward),
+            shard_bytes=size.shards,
+            gradient_bytes=gradients,
+            forward_extra_bytes=extra.forward,
+            backward_extra_bytes=extra.backward,
+            forward_peak_bytes=size.shards + extra.forward,
+            backward_peak_bytes=size.shards + gradients + extra.backward,
+            forward_ms=time.forward * 1e3,
+            backward_ms=time.backward * 1e3,
+        )

@@ -1,8 +1,9 @@
-"""Memory of one rank's pass beyond its shards: the buffers of each schedule at their largest.
+"""Memory of one rank's pass beyond its shards, and the bytes that it sends.
 
-Each function follows the allocations of the schedule of its name in `tritoncp.distributed.schedules`, where
-messages live until the next one has started. Results (out, lse, dq, dk, dv) are no part of the sums; tables,
-captured tensors and the kernels' own partial sums, tens of MiB, are left out.
+The memory is that of the buffers of each schedule at their largest. Each function follows the allocations of
+the schedule of its name in `tritoncp.distributed.schedules`, where messages live until the next one has
+started. Results (out, lse, dq, dk, dv) are no part of the sums; tables, captured tensors and the kernels' own
+partial sums, tens of MiB, are left out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from tritoncp.planning import traffic
-from tritoncp.planning.plan_data import PlanData, between_rows
+from tritoncp.planning.plan_data import PlanData
 
 
 @dataclass(frozen=True)
@@ -258,3 +259,46 @@ def _heads_backward(x: Exchange) -> int:
     if x.summed:  # a ring of one rank, then dQ is rounded
         return whole.stat + whole.wide_q + whole.wide_kv + max(whole.kv, whole.q)
     return whole.stat + whole.results
+
+
+def bytes_sent(plan: PlanData, shape: Shape, backward: bool = True) -> int:
+    """Count the bytes that a plan's rank sends in one layer, see :meth:`tritoncp.Plan.bytes_sent`."""
+    item, wide, passes = shape.itemsize, max(4, shape.itemsize), 2 if backward else 1
+    d, e = shape.head_dim, shape.v_head_dim
+
+    def bytes_of_keys(view: PlanData, kv_heads: int) -> int:
+        rows, grad_rows = _rows_sent(view, shape.batch)
+        return kv_heads * (d + e) * (passes * rows * item + backward * grad_rows * wide)
+
+    if not plan.schedule.startswith("ulysses"):
+        return bytes_of_keys(plan, shape.kv_heads)
+    degree = plan.degree_for(shape.heads)
+    at, (q_heads, kv_parts) = plan.rank % degree, traffic.trade(shape.heads, shape.kv_heads, degree)
+    own, remote = len(q_heads[at]), shape.heads - len(q_heads[at])
+    keys, own_keys = sum(map(len, kv_parts)) - len(kv_parts[at]), len(kv_parts[at])
+    back = own * (degree - 1)
+    q_rows, kv_rows = shape.batch * plan.q.s_max, shape.batch * plan.kv.s_max
+    sent = q_rows * (remote * d * item + back * (e * item + wide)) + kv_rows * keys * (d + e) * item
+    if backward:
+        sent += q_rows * (remote * ((d + e) * item + 2 * wide) + back * d * item)
+        summed = degree < plan.world_size or traffic.share(kv_parts)  # of several ranks' parts
+        grad = wide if summed else item
+        sent += kv_rows * (d + e) * (keys * item + own_keys * (degree - 1) * grad)
+    between = replace(plan.rows(degree, shape.heads), schedule=between_rows(plan.schedule))
+    return sent + bytes_of_keys(between, own_keys)
+
+
+def _rows_sent(plan: PlanData, batch: int) -> tuple[int, int]:
+    """Count the rows of K and V that a plan's rank sends forward, and the rows of their gradient backward."""
+    if plan.schedule == "fetch":
+        copies, remote = 1 if plan.batched else batch, plan.traffic.clone().fill_diagonal_(0)
+        return int(remote[:, plan.rank].sum()) * copies, int(remote[plan.rank].sum()) * copies
+    hops = plan.world_size - 1, plan.world_size - 1
+    if plan.schedule == "ring":
+        hops = traffic.hops_sent(plan.derived.ring_route, plan.rank)
+    return hops[0] * plan.kv.s_max * batch, hops[1] * plan.kv.s_max * batch
+
+
+def between_rows(schedule: str) -> str:
+    """Return the schedule between the rows of the mesh under "ulysses"."""
+    return schedule.partition("+")[2] or "fetch"

@@ -1,4 +1,4 @@
-"""The public class of plans: the contents of a plan with its presentation as text and as a picture."""
+"""The public class of plans: the contents of a plan with its costs, its text and its picture."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from torch import Tensor
 
 from tritoncp.core.host_copy import on_host
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
+from tritoncp.planning import memory
 from tritoncp.planning.cost import Hardware
-from tritoncp.planning.drawing import draw_figure, write_drawing
 from tritoncp.planning.parts import check_keys, check_part, part_fields
 from tritoncp.planning.plan_data import PlanData
-from tritoncp.planning.report import Facts, format_costs, format_text
+from tritoncp.planning.report.drawing import draw_figure, write_drawing
+from tritoncp.planning.report.facts import Facts
+from tritoncp.planning.report.text import format_costs, format_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,14 +72,9 @@ class Plan(PlanData, BlockMaskInterface):
         ([128, 129], (128,), (256,))
         """
         check_part(index, count, dim, keys)
-        key = "part", index, count, dim, keys, self.rank, self.schedule, self.first_row
-        part: Plan | None = self.derived.parts.get(key)
-        if part is None:
-            self.check_sources()
-            by_batch = dim == "batch"
-            part = self._part_of_batch(index, count) if by_batch else self._part_of_rows(index, count, keys)
-            self.derived.parts.put(key, part)
-        return part
+        if dim == "batch":
+            return self._part_once(("batch", index, count), lambda: self._part_of_batch(index, count))
+        return self._part_once(("seq", index, count, keys), lambda: self._part_of_rows(index, count, keys))
 
     def _part_of_batch(self, index: int, count: int) -> Plan:
         if self.batch == 1:
@@ -100,6 +97,23 @@ class Plan(PlanData, BlockMaskInterface):
         count], see :func:`tritoncp.planning.parts.needed_chunks`."""
         return self.derived.needed_chunks(count, self.first_row)
 
+    def bytes_sent(
+        self,
+        *,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        itemsize: int = 2,
+        backward: bool = True,
+        heads: int | None = None,
+    ) -> int:
+        """Count the bytes that this rank sends in one layer: K and V forward, K and V again plus float32
+        dK/dV backward. Under "ulysses" also queries, outputs and their gradients, of ``heads`` query heads
+        (None: kv_heads)."""
+        shape = memory.Shape(batch, heads or kv_heads, kv_heads, head_dim, v_head_dim or head_dim, itemsize)
+        return memory.bytes_sent(self, shape, backward)
+
     @on_host
     def explain(self, hardware: Hardware | None = None, **shape: int) -> str:
         """Format the costs of each schedule for this placement as a table, and the reason of the plan's order
@@ -120,7 +134,7 @@ class Plan(PlanData, BlockMaskInterface):
     @on_host
     def metrics(self, hardware: Hardware | None = None, **shape: int) -> dict[str, float]:
         """Predict evenness, bytes sent, memory and time of a layer: a flat dict of numbers, whose keys
-        :class:`tritoncp.planning.metrics.Metrics` describes.
+        :class:`tritoncp.planning.cost.Metrics` describes.
 
         shape: as for :meth:`explain`. "Does it fit?" is ``backward_peak_bytes`` plus what the model's other
         layers keep, at least their ``shard_bytes``. To log it, with Weights & Biases or with TensorBoard::

@@ -1,12 +1,13 @@
-"""The contents of a plan: its decisions, its digests, and the tables and byte counts derived from them.
+"""The contents of a plan: its decisions, its digests, and the tables derived from them.
 
-A plan is made before the first byte moves.  It is frozen, derived from the mask alone, and equal on every
-rank but for the rank's own number; it refers to no process group.
+A plan is made before the first byte moves. It is frozen, derived from the mask alone, and equal on every rank
+but for the rank's own number; it refers to no process group.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -29,7 +30,8 @@ from tritoncp.planning.work import block_costs
 
 @dataclass(frozen=True, eq=False)
 class PlanData:
-    """One rank's part of one attention layer: fields and derived tables of :class:`tritoncp.Plan`.
+    """One rank's part of one attention layer: the fields and tables of :class:`tritoncp.Plan`, below the
+    modules that measure and show a plan.
 
     mask:     the global mask, in runs
     q, kv:    placements of queries and keys
@@ -151,55 +153,6 @@ class PlanData:
         mean = sum(self.work) / self.world_size
         return max(self.work) / mean if mean else 1.0
 
-    def bytes_sent(
-        self,
-        *,
-        batch: int,
-        kv_heads: int,
-        head_dim: int,
-        v_head_dim: int | None = None,
-        itemsize: int = 2,
-        backward: bool = True,
-        heads: int | None = None,
-    ) -> int:
-        """Count the bytes that this rank sends in one layer: K and V forward, K and V again plus float32
-        dK/dV backward. Under "ulysses" also queries, outputs and their gradients, of ``heads`` query heads
-        (None: kv_heads)."""
-        width = head_dim + (head_dim if v_head_dim is None else v_head_dim)
-        stats, passes = max(4, itemsize), 2 if backward else 1
-        if not self.schedule.startswith("ulysses"):
-            rows, grad_rows = self._rows_sent(batch)
-            return kv_heads * width * (passes * rows * itemsize + backward * grad_rows * stats)
-        heads = heads or kv_heads
-        degree = self.degree_for(heads)
-        at, (q_heads, kv_parts) = self.rank % degree, key_traffic.trade(heads, kv_heads, degree)
-        own, remote = len(q_heads[at]), heads - len(q_heads[at])
-        keys = sum(map(len, kv_parts)) - len(kv_parts[at])
-        back = own * (degree - 1)
-        q_rows, kv_rows = batch * self.q.s_max, batch * self.kv.s_max
-        e = width - head_dim
-        sent = q_rows * (remote * head_dim * itemsize + back * (e * itemsize + stats))
-        sent += kv_rows * keys * width * itemsize
-        if backward:
-            sent += q_rows * (remote * (width * itemsize + 2 * stats) + back * head_dim * itemsize)
-            summed = degree < self.world_size or key_traffic.share(kv_parts)  # of several ranks' parts
-            row_bytes = stats if summed else itemsize
-            sent += kv_rows * width * (keys * itemsize + len(kv_parts[at]) * (degree - 1) * row_bytes)
-        between = replace(self.rows(degree, heads), schedule=between_rows(self.schedule))
-        rows, grad_rows = between._rows_sent(batch)
-        return sent + len(kv_parts[at]) * width * (passes * rows * itemsize + backward * grad_rows * stats)
-
-    def _rows_sent(self, batch: int) -> tuple[int, int]:
-        """Count the rows of K and V that this rank sends forward, and the rows of their gradient backward."""
-        if self.schedule == "fetch":
-            copies, stays = 1 if self.batched else batch, int(self.traffic[self.rank, self.rank])
-            sends, takes = self.traffic[:, self.rank].sum(), self.traffic[self.rank].sum()
-            return (int(sends) - stays) * copies, (int(takes) - stays) * copies
-        hops = [self.world_size - 1] * 2
-        if self.schedule == "ring":
-            hops = list(key_traffic.hops_sent(self.derived.ring_route, self.rank))
-        return hops[0] * self.kv.s_max * batch, hops[1] * self.kv.s_max * batch
-
     def degree_for(self, heads: int) -> int:
         """Return the number of ranks that exchange heads under "ulysses": the plan's ``degree``, or the
         largest that divides the world and does not exceed ``heads``."""
@@ -240,25 +193,18 @@ class PlanData:
                 f"rows {first} to {first + count - 1} of a batch are asked for, and the plan's mask has "
                 f"{self.batch} (one that has 1 serves any): pass where the query's rows begin in its batch"
             )
-        key = first, count, self.rank, self.schedule, self.first_row
-        part: Self | None = self.derived.parts.get(key)
-        if part is None:
-            self.check_sources()
-            part = self.derived.parts.put(key, self._part(first, count).pinned())
-        return part
+        return self._part_once((first, count), lambda: self._rows_of_batch(first, count))
 
     def of_heads(self, first: int, count: int) -> Self:
         """Return the plan of ``count`` query heads from ``first`` on, for tensors that hold only these: their
         head i is head ``first + i`` to the mask."""
-        key = "heads", first, count, self.rank, self.schedule, self.first_row
-        part: Self | None = self.derived.parts.get(key)
-        if part is None:
-            self.check_sources()
+        key = "heads", first, count
+
+        def make() -> Self:
             mask = self.mask.head_range(first, count)
-            if mask is self.mask:
-                return self
-            part = self.derived.parts.put(key, self._with_mask(mask, key[:3]))
-        return part
+            return self if mask is self.mask else self._with_mask(mask, key)
+
+        return self._part_once(key, make)
 
     def of_sdpa(self, is_causal: bool) -> Self:
         """Return the plan of the same placement with the mask of scaled_dot_product_attention: causal, or
@@ -266,20 +212,31 @@ class PlanData:
         mask = self.mask
         if is_causal and mask.window == (-1, 0):
             return self
-        key = "sdpa", is_causal, 0, self.rank, self.schedule, self.first_row
-        part: Self | None = self.derived.parts.get(key)
-        if part is None:
-            if mask.tokens is not None:
-                raise ValueError(
-                    "is_causal with a plan that has padding, which scaled_dot_product_attention would read: "
-                    "call flex_attention with this plan in that layer too"
-                )
+        if mask.tokens is not None:
+            raise ValueError(
+                "is_causal with a plan that has padding, which scaled_dot_product_attention would read: "
+                "call flex_attention with this plan in that layer too"
+            )
+
+        def make() -> Self:
             size = mask.q_len, mask.kv_len
             if is_causal:
                 own = create_block_mask(causal(), None, None, *size, BLOCK_SIZE=mask.BLOCK_SIZE)
             else:
                 own = full_mask(*size, block=mask.BLOCK_SIZE)
-            part = self.derived.parts.put(key, self._with_mask(own, key[:3]))
+            return self._with_mask(own, ("sdpa", is_causal))
+
+        return self._part_once(("sdpa", is_causal), make)
+
+    def _part_once(self, key: tuple[Any, ...], make: Callable[[], Self]) -> Self:
+        """Return the plan of a part, made once for each view of the whole."""
+        key = *key, self.rank, self.schedule, self.first_row
+        part: Self | None = self.derived.parts.get(key)
+        if part is None:
+            self.check_sources()
+            part = make()
+            if part is not self:
+                self.derived.parts.put(key, part)
         return part
 
     def _with_mask(self, mask: Mask, change: tuple[Any, ...]) -> Self:
@@ -288,13 +245,14 @@ class PlanData:
         whole = (self.identity, *change) if self.world_size > 1 else None
         return replace(self, mask=mask, whole=whole, evaluators=(), handle=None).pinned()
 
-    def _part(self, first: int, count: int) -> Self:
+    def _rows_of_batch(self, first: int, count: int) -> Self:
         mask = self.mask.listed_rows(first, count)
         q, kv = (side.batch_rows(first, count) for side in (self.q, self.kv))
         whole = self.identity if self.world_size > 1 else None  # ranks that compared it compared its rows
         first += self.first_row
         own = DerivedTables(mask, q, kv)
-        return replace(self, mask=mask, q=q, kv=kv, first_row=first, whole=whole, handle=None, derived=own)
+        part = replace(self, mask=mask, q=q, kv=kv, first_row=first, whole=whole, handle=None, derived=own)
+        return part.pinned()
 
     @property
     def traffic(self) -> Tensor:
@@ -359,8 +317,3 @@ class PlanData:
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
         object.__setattr__(self, "handle", replace(self).pinned().handle)
-
-
-def between_rows(schedule: str) -> str:
-    """Return the schedule between the rows of the mesh under "ulysses"."""
-    return schedule.partition("+")[2] or "fetch"

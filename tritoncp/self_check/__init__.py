@@ -3,7 +3,6 @@
 cases.py       the cases, and their problems: tensors with exact results and allowed errors
 comparison.py  running a schedule on the ranks of a world, and comparing each part with the exact results
 attempts.py    running cases in turn: limits, failures, the results of all ranks
-workers.py     processes that share a device
 run.py         simulated worlds on one device, or the ranks that torchrun started
 report.py      a line a case, the machine, the verdict
 command.py     the command

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -16,8 +16,6 @@ import torch.distributed as dist
 from tritoncp.distributed.failures import GroupClosed
 from tritoncp.self_check.cases import ONE_DEVICE, PASSES, Answers, Case, Result, make_problem
 from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_passes
-
-Gather = Callable[[Any], list[Any]]  # this process's value -> the values of all ranks, in rank order
 
 
 class Request(NamedTuple):
@@ -78,6 +76,11 @@ class Limits:
             return f"{self.signal_name} came: this process was asked to end, or another rank died"
         return self.request.late if self.seconds > self.request.budget else None
 
+    def check(self) -> None:
+        """Raise Stopped where a limit is reached."""
+        if reason := self.reason():
+            raise Stopped(reason)
+
 
 class Stopped(Exception):
     """Raised where the check cannot go on. absent: the lost ranks that could be identified."""
@@ -98,16 +101,16 @@ class Failure(NamedTuple):
     fatal: bool
 
 
-def run_cases(cases: Sequence[Case], ranks: Ranks, gather: Gather, limits: Limits) -> Iterator[Result]:
+def run_cases(cases: Sequence[Case], ranks: Ranks, limits: Limits) -> Iterator[Result]:
     """Run cases in turn; the passes of a schedule are one run. Raises Stopped where the rest cannot run."""
     for _, group in groupby(cases, lambda case: (case.mask, case.dtype)):
         problem: list[Answers] = []  # filled by the first run, so that an exception there fails its case
         for _, passes in groupby(group, lambda case: case.schedule):
-            yield from run_schedule({case.direction: case for case in passes}, problem, ranks, gather, limits)
+            yield from run_schedule({case.direction: case for case in passes}, problem, ranks, limits)
 
 
 def run_schedule(
-    wanted: dict[str, Case], problem: list[Answers], ranks: Ranks, gather: Gather, limits: Limits
+    wanted: dict[str, Case], problem: list[Answers], ranks: Ranks, limits: Limits
 ) -> Iterator[Result]:
     """Run the wanted passes of one schedule, and yield a result for each."""
     steps = start_run(next(iter(wanted.values())), problem, ranks, limits)
@@ -117,7 +120,7 @@ def run_schedule(
             return
         own = take_outcome(steps, ranks.device)
         try:
-            outcomes, reasons = zip(*gather((own, limits.reason())))
+            outcomes, reasons = zip(*ranks.gather((own, limits.reason())))
         except GroupClosed as error:
             rank = error.absent[0] if error.absent else None
             yield from (Result(case, rank=rank, ranks=error.absent, why=str(error)) for case in pending)

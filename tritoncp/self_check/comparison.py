@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard
 from tritoncp.api.simulate import simulate
+from tritoncp.distributed import collectives
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.plan import Plan
 from tritoncp.reference.dense import largest_error
@@ -35,12 +37,14 @@ class Ranks:
 
     world_size: ranks of the group, or of the simulated world
     group:      None for a simulated world
+    host:       the same ranks, for results on the host
     """
 
     device: torch.device
     world_size: int
     group: dist.ProcessGroup | None = None
     mesh: Any = None  # a mesh of two dimensions, for "ulysses+ring"
+    host: dist.ProcessGroup | None = None
 
     @property
     def own(self) -> int:
@@ -62,27 +66,27 @@ class Ranks:
         """The ranks whose shards this process holds under a plan."""
         return list(range(self.world_size)) if plan is not None and self.group is None else [self.own]
 
-    def attend(self, plan: Plan | None, problem: Answers, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
+    def attend(
+        self, plan: Plan | None, problem: Answers, qkv: Sequence[list[Tensor]], score: Any, sinks: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward pass: out and lse of each member."""
-        score = None if parts.bias is None else make_score_mod(parts.bias)
-        options: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "sinks": parts.sinks}
+        options: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "sinks": sinks}
+        q, k, v = qkv
         if plan is not None and self.group is None:
-            world = simulate(self.world_size)
-            return world.flex_attention(parts.q, parts.k, parts.v, score, plan, **options)
+            return simulate(self.world_size).flex_attention(q, k, v, score, plan, **options)
         mesh = None if plan is None else self.mesh if plan.degree else self.group
-        qkv = parts.q[0], parts.k[0], parts.v[0]
-        out, lse = flex_attention(*qkv, score, plan or problem.mask, mesh=mesh, **options)
+        out, lse = flex_attention(q[0], k[0], v[0], score, plan or problem.mask, mesh=mesh, **options)
         return [out], [lse]
 
-
-class Parts(NamedTuple):
-    """Leaves of a run: shards by member, and the replicated parameters."""
-
-    q: list[Tensor]
-    k: list[Tensor]
-    v: list[Tensor]
-    bias: Tensor | None
-    sinks: Tensor | None
+    def gather(self, own: Any) -> list[Any]:
+        """Gather a value of every process, in order of rank. Raises GroupClosed, which names the absent
+        ranks."""
+        if self.host is None:
+            return [own]
+        text = pickle.dumps(own)
+        sizes = [row[0] for row in collectives.exchange([len(text)], self.host, "the result of a case")]
+        texts = collectives.exchange_bytes(text, max(sizes), self.host, "the result of a case")
+        return [pickle.loads(padded[:size]) for padded, size in zip(texts, sizes)]
 
 
 class Errors(NamedTuple):
@@ -111,22 +115,21 @@ def run_passes(ranks: Ranks, problem: Answers, schedule: str, wait: Callable[[],
     p = problem
     plan = ranks.plan(schedule, p.mask, p.q.shape[1])
     members = ranks.members(plan)
-    leaves = (
+    qkv = [
         [x.detach().requires_grad_() for x in shard_tensor(full, name, plan, members)]
         for name, full in (("q", p.q), ("k", p.k), ("v", p.v))
-    )
-    own = [None if x is None else x.detach().clone().requires_grad_() for x in (p.bias, p.sinks)]
-    parts = Parts(*leaves, *own)  # type: ignore[arg-type]
+    ]
+    bias, sinks = (None if x is None else x.detach().clone().requires_grad_() for x in (p.bias, p.sinks))
     starts = [*shard_tensor(p.dout, "dout", plan, members), *shard_tensor(p.dlse, "dlse", plan, members)]
     wait()
 
-    outs, lses = ranks.attend(plan, p, parts)
+    outs, lses = ranks.attend(plan, p, qkv, None if bias is None else make_score_mod(bias), sinks)
     wait()
     results = {"out": [x.detach() for x in outs], "lse": [x.detach() for x in lses]}
     yield Errors(compare_results(p, results, plan, members), {})
 
-    replicated = {name: x for name, x in zip(REPLICATED, own) if x is not None}
-    inputs = [*parts.q, *parts.k, *parts.v, *replicated.values()]
+    replicated = {name: x for name, x in zip(REPLICATED, (bias, sinks)) if x is not None}
+    inputs = [*qkv[0], *qkv[1], *qkv[2], *replicated.values()]
     grads = torch.autograd.grad([*outs, *lses], inputs, starts)
     wait()
     n = len(members)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -69,28 +68,17 @@ class Report:
 
 
 def collect_facts(device: torch.device, world: str) -> dict[str, Any]:
-    """Collect the facts of `tritoncp doctor`, and driver, commit and peer access between local GPUs; the
-    caller fills in ``ranks`` and ``all_gather``."""
+    """Collect the facts of `tritoncp doctor`, driver and commit; the caller fills in ``ranks``."""
     environment, notes = machine.environment(device), []
     if torch.float16 in choose_dtypes(device):
         notes.append("float16 replaces bfloat16, to which the interpreter truncates instead of rounding")
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    without = [
-        f"{a}->{b}" for a in gpus for b in gpus if a != b and not torch.cuda.can_device_access_peer(a, b)
-    ]
     return {
         **examine(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else machine.processor(),
         "host": platform.node(),
         **{name: environment.get(name) for name in ("driver", "cuda", "commit")},
-        "peer_access": f"all but {', '.join(without)}"
-        if without
-        else "each to each"
-        if len(gpus) > 1
-        else None,
         "world": world,
         "ranks": None,
-        "all_gather": None,
         "notes": notes,
     }
 
@@ -98,21 +86,10 @@ def collect_facts(device: torch.device, world: str) -> dict[str, Any]:
 def list_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """List the facts as labels and texts."""
     yield from summary_rows(facts)
-    for label, key in (
-        ("device", "device"),
-        ("driver", "driver"),
-        ("world", "world"),
-        ("GPU to GPU", "peer_access"),
-    ):
-        yield label, facts[key] or "-"
+    for name in ("device", "driver", "world"):
+        yield name, facts[name] or "-"
     for i, rank in enumerate(facts["ranks"] or ()):
         yield f"rank {i}", f"{rank['host']} {rank['device']} {rank['name']}"
-    if gather := facts["all_gather"]:
-        size, rate = (
-            f"{gather['bytes'] / 2**20:g} MiB a rank",
-            f"{gather['gb_per_s']:.2f} GB/s into each rank",
-        )
-        yield "all-gather", f"{size} by {gather['backend']}: {gather['ms']:.2f} ms, {rate}"
     for label, key in (("note", "notes"), ("problem", "problems"), ("advice", "advice")):
         yield from ((label, text) for text in facts[key])
 
@@ -182,13 +159,11 @@ def format_verdict(report: Report) -> Iterator[str]:
 
 
 def format_cases(cases: Sequence[Case]) -> str:
-    """Format many cases by mask, dtype and schedules, which are left out where they are all that occur."""
-    every = {case.schedule for case in cases}
-    names = []
-    for key, group in groupby(cases, lambda case: f"{case.mask} {case.dtype}"):
-        schedules = dict.fromkeys(case.schedule for case in group)
-        names.append(key if schedules.keys() == every else f"{key} ({', '.join(schedules)})")
-    return "; ".join(names)
+    """Format many cases by mask, dtype and schedules."""
+    schedules: dict[str, dict[str, None]] = {}
+    for case in cases:
+        schedules.setdefault(f"{case.mask} {case.dtype}", {})[case.schedule] = None
+    return "; ".join(f"{key} ({', '.join(names)})" for key, names in schedules.items())
 
 
 def format_report_line(report: Report, worst: Result) -> str:

@@ -5,30 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import platform
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from statistics import median
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from tritoncp.core.process_environment import torchrun_world_size, use_loopback_interface
-from tritoncp.distributed import collectives, failures
+from tritoncp.core.worker_pool import Lost, WorkerPool, count_cores
+from tritoncp.distributed import failures
+from tritoncp.ops.engine_factory import name_functions
 from tritoncp.self_check.attempts import Limits, Request, Stopped, run_cases
-from tritoncp.self_check.cases import Case, Result, choose_degree, choose_sizes, list_cases
+from tritoncp.self_check.cases import ONE_DEVICE, Case, Result, choose_degree, choose_sizes, list_cases
 from tritoncp.self_check.comparison import Ranks
 from tritoncp.self_check.report import Display, Report, collect_facts
-from tritoncp.self_check.workers import run_in_processes, set_up_process, split_into_parts
 
 GRACE = 5.0  # extra seconds, after a message has timed out, for ranks to exchange their results
 LINGER = 2.0  # seconds that a rank waits after a loss before it exits: slower ranks may still need it
-MESSAGE = {"cpu": 1 << 20, "cuda": 1 << 24}  # bytes that each rank sends in the timed all-gather
+SHORT = (ONE_DEVICE, "allgather", "ulysses")  # schedules that share kernels; the others share about as many
 
 
 def main(request: Request, as_json: bool) -> int:
@@ -80,11 +81,6 @@ def collect_results(
     return [results.get(case) or Result(case, why=f"not run: {stop}") for case in cases], stop
 
 
-def count_cores() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def check_alone(request: Request, limits: Limits, display: Display) -> Report:
     """Run every case in a simulated world on one device; worker processes compile its kernels."""
     gpu = torch.cuda.is_available()
@@ -98,21 +94,45 @@ def check_alone(request: Request, limits: Limits, display: Display) -> Report:
     return Report(request, facts, results, limits.seconds, stop and str(stop))
 
 
+def split_into_parts(cases: Sequence[Case]) -> list[list[Case]]:
+    """Split cases into parts that share kernels, in their order: one dtype and mask each (sinks go with the
+    causal mask, whose kernels they use), in two halves by schedule."""
+    parts: dict[tuple[str, str, bool], list[Case]] = {}
+    for case in cases:
+        key = case.dtype, case.mask.replace("sinks", "causal"), case.schedule in SHORT
+        parts.setdefault(key, []).append(case)
+    return list(parts.values())
+
+
+def run_in_processes(
+    parts: Sequence[Sequence[Case]], ranks: Ranks, jobs: int, limits: Limits
+) -> Iterator[Result]:
+    """Run parts in up to ``jobs`` processes that share a device, because compiling (on a GPU) or Python (on a
+    CPU) takes most time. A case during which its process dies has failed. Raises Stopped where a limit is
+    reached."""
+    method = "fork" if ranks.device.type == "cpu" else "spawn"
+    work, set_up = partial(run_part, ranks, limits), partial(set_up_process, ranks.device)
+    with WorkerPool(work, jobs, setup=set_up, method=method) as pool:
+        for case, result in pool.run(parts, limits.check):
+            yield Result(case, why=result.why) if isinstance(result, Lost) else result
+
+
+def run_part(ranks: Ranks, limits: Limits, cases: Sequence[Case]) -> Iterator[Result]:
+    """Run cases in a worker process, up to one after which its device cannot be used."""
+    with contextlib.suppress(Stopped):
+        yield from run_cases(cases, ranks, limits)
+
+
+def set_up_process(device: torch.device) -> None:
+    """Set up a process so that other processes find the kernels that it compiles in Triton's cache."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*heads cannot be divided")  # such worlds are cases
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        name_functions()
+
+
 # -- the ranks of torchrun --------------------------------------------------------------------------------
-
-
-class Group(NamedTuple):
-    """The process groups of torchrun's ranks: one for tensors, and one on the host for results."""
-
-    ranks: Ranks
-    host: dist.ProcessGroup
-
-    def gather(self, own: Any) -> list[Any]:
-        """Gather every rank's value over the host group. Raises GroupClosed, which names the absent ranks."""
-        text = pickle.dumps(own)
-        sizes = [row[0] for row in collectives.exchange([len(text)], self.host, "the result of a case")]
-        texts = collectives.exchange_bytes(text, max(sizes), self.host, "the result of a case")
-        return [pickle.loads(padded[:size]) for padded, size in zip(texts, sizes)]
 
 
 def check_group(request: Request, limits: Limits, display: Display) -> Report:
@@ -125,15 +145,14 @@ def check_group(request: Request, limits: Limits, display: Display) -> Report:
         compile_share(cases, device, limits)
         await_compilers(store, rank, world_size, budget)
     set_up_process(device)
-    group = join_groups(request, device, store, rank, world_size)
+    ranks = join_groups(request, device, store, rank, world_size)
     facts = collect_facts(device, f"{world_size} ranks, {dist.get_backend()}")
 
     def outcomes() -> Iterator[Result]:
-        yield from run_cases(cases, group.ranks, group.gather, limits)
-        facts["all_gather"] = time_all_gather(group.ranks)
+        yield from run_cases(cases, ranks, limits)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         own = {"host": platform.node(), "device": str(device), "name": name, "pid": os.getpid()}
-        facts["ranks"] = group.gather(own)
+        facts["ranks"] = ranks.gather(own)
 
     results, stop = collect_results(outcomes(), cases, display)
     if stop is None:
@@ -160,9 +179,9 @@ def select_device() -> torch.device:
 
 def join_groups(
     request: Request, device: torch.device, store: dist.Store, rank: int, world_size: int
-) -> Group:
-    """Make the process groups. NCCL's timeout is longer than this process waits for the GPU, because NCCL
-    kills a process whose messages time out."""
+) -> Ranks:
+    """Make the process groups, for tensors and for results on the host. NCCL's timeout is longer than this
+    process waits for the GPU, because NCCL kills a process whose messages time out."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         use_loopback_interface()
     gpu = device.type == "cuda"
@@ -180,7 +199,7 @@ def join_groups(
     if degree:
         shape = world_size // degree, degree
         mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("rows", "heads"))
-    return Group(Ranks(device, world_size, dist.group.WORLD, mesh), host)
+    return Ranks(device, world_size, dist.group.WORLD, mesh, host)
 
 
 def compile_share(cases: Sequence[Case], device: torch.device, limits: Limits) -> None:
@@ -206,23 +225,3 @@ def await_compilers(store: dist.Store, rank: int, world_size: int, budget: timed
         raise RuntimeError(
             f"ranks {absent} have not compiled their share of the kernels within {budget.total_seconds():g} s"
         ) from error
-
-
-def time_all_gather(ranks: Ranks) -> dict[str, Any]:
-    """Time an all-gather of one message over the group's data communicator, which the schedules use."""
-    assert ranks.group is not None
-    x = torch.ones(MESSAGE[ranks.device.type], dtype=torch.uint8, device=ranks.device)
-
-    def schedule() -> collectives.Schedule[torch.Tensor]:
-        return (yield collectives.Wait((yield collectives.AllGather(x))))
-
-    def seconds() -> float:
-        began = time.perf_counter()
-        gathered = collectives.run(schedule(), ranks.group)  # type: ignore[arg-type]
-        int(gathered[-1])  # waits until the message has arrived
-        return time.perf_counter() - began
-
-    seconds()
-    took = median(seconds() for _ in range(5))
-    rate = x.nbytes * (ranks.world_size - 1) / took / 1e9
-    return {"backend": dist.get_backend(ranks.group), "bytes": x.nbytes, "ms": took * 1e3, "gb_per_s": rate}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tritoncp.analysis.cross_compile import TARGETS
+from tritoncp.analysis.cross_compile import TARGETS, check_target
 from tritoncp.command_base import JOBS, Command, Seconds
 from tritoncp.perf.console import make_console
 
@@ -49,12 +49,6 @@ ASSUMED = "sm_90"  # the architecture of --dry-run on a machine without a GPU
     "--score-mod", "score", metavar="NAME", default="", help="softcap, softcap(30), alibi, module:function."
 )
 @click.option(
-    "--worst",
-    "history",
-    type=click.Path(exists=True, path_type=Path),
-    help="Instead of all that: the case that the newest run in a history of tritoncp perf run lost most.",
-)
-@click.option(
     "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True
 )
 @click.option("--budget", default="15m", show_default=True, help="Time for all of it: 90s, 15m, 1h.")
@@ -64,13 +58,13 @@ ASSUMED = "sm_90"  # the architecture of --dry-run on a machine without a GPU
     "--target",
     "arch",
     metavar="ARCH",
-    help=f"Compile only, which needs no GPU, for one of {', '.join(TARGETS)}.",
+    help=f"Of --dry-run: an architecture other than this machine's, of {', '.join(TARGETS)}.",
 )
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder of the choices and the journal; nothing is written elsewhere. [default: "
-    "$TRITONCP_CONFIG_DIR, else the user's; with --target none]",
+    "$TRITONCP_CONFIG_DIR, else the user's]",
 )
 @click.option("--jobs", type=JOBS, help="Kernels compiled at a time. [default: one a core]")
 @click.option(
@@ -83,7 +77,6 @@ def autotune(
     masks: tuple[str, ...],
     ops: str,
     score: str,
-    history: Path | None,
     dtype: str,
     budget: str,
     resume: bool,
@@ -108,70 +101,60 @@ def autotune(
     from tritoncp.core.environment import parse_seconds
     from tritoncp.tuning import search_run, targets
 
-    if resume and arch and out is None:
-        raise click.UsageError("--resume reads the journal of --out, and --target without --out keeps none")
+    if arch and not dry_run:
+        raise click.UsageError("--target is for --dry-run: only a GPU can say how fast a kernel is")
     seconds = parse_seconds(budget)
     # Mistakes in the request are reported on machines without a GPU, too.
     named_shapes = [*shapes, *(shape for name in presets for shape in targets.preset(name))]
     named_shapes, kinds = named_shapes or [*targets.preset("llama3-8b")], masks or (*targets.MEASURED_KINDS,)
     selection: Sequence[Target] = targets.targets(named_shapes, kinds, ops.split(","), dtype, score)
-    device, static = choose_device(arch, dry_run)
-    if history is not None:
-        selection = select_worst_case(history, None if static else device.name)
+    device = choose_device(arch, dry_run)
     selection, faults = targets.without_faults(selection, device.arch)
     for line in faults:
         click.echo(line, err=True)
-    folder = out or (None if static else search_run.output_folder())
-    request = search_run.Request(tuple(selection), device, static, seconds, resume, folder, jobs, timeout)
     if dry_run:
-        show_candidates(request, as_json)
+        show_candidates(selection, device, as_json)
         return
+    folder = out or search_run.output_folder()
+    request = search_run.Request(tuple(selection), device, seconds, resume, folder, jobs, timeout)
     result = search_run.autotune(request, make_console(stderr=True))
     show_result(request, result, as_json)
     sys.exit(130 if result.interrupted else 0 if result.rows else 1)
 
 
-def choose_device(arch: str | None, dry_run: bool) -> tuple[Device, bool]:
-    """Return the device to tune for, and whether only the stage that needs no GPU may run."""
-    from tritoncp.tuning import search_run
+def choose_device(arch: str | None, dry_run: bool) -> Device:
+    """Return the device to tune for: this process's GPU; in a dry run without a GPU an architecture. Raises
+    RuntimeError without either, ValueError for an unknown architecture."""
+    import torch
 
-    if arch is not None or not dry_run:
-        return search_run.device(arch), arch is not None
-    try:
-        return search_run.device(None), False
-    except RuntimeError:  # a list of candidates needs no GPU
+    from tritoncp.ops.tile_tables import Device, device_of
+
+    if arch is None and torch.cuda.is_available():
+        return device_of(torch.device("cuda", torch.cuda.current_device()))
+    if not dry_run:
+        raise RuntimeError(
+            "torch finds no GPU here, and only a GPU can say how fast a kernel is; --dry-run lists the "
+            "candidates without one"
+        )
+    if arch is None:
         known = ", ".join(TARGETS)
         click.echo(f"no GPU here: candidates for {ASSUMED}; --target names another of {known}", err=True)
-        return search_run.device(ASSUMED), True
+    check_target(arch or ASSUMED)
+    return Device(arch or ASSUMED, "offline")
 
 
-def select_worst_case(history: Path, device: str | None) -> Sequence[Target]:
-    """Select the targets of the case that lost most in the newest run of a history, on a device or any."""
-    from tritoncp.perf.records.history import read
-    from tritoncp.tuning import targets
-
-    if not (history.is_file() or history.is_dir()):
-        raise click.UsageError(f"--worst {history} is neither a file nor a folder of *.jsonl files")
-    why, selection = targets.select_worst_case(read(history).points, device)
-    click.echo(why, err=True)
-    return selection
-
-
-def show_candidates(request: Request, as_json: bool) -> None:
-    """Print the number of candidates of each target, and the paths of the run, for --dry-run."""
+def show_candidates(selection: Sequence[Target], device: Device, as_json: bool) -> None:
+    """Print the number of candidates of each target, for --dry-run."""
     from tritoncp.tuning.targets import candidates
 
-    device = request.device
     rows = [
-        {"kernel": target.name, "candidates": len(candidates(target, device.arch))}
-        for target in request.targets
+        {"kernel": target.name, "candidates": len(candidates(target, device.arch))} for target in selection
     ]
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
     for row in rows:
         click.echo(f"{row['kernel']}: {row['candidates']} candidates")
-    click.echo(f"on {device.name} ({device.arch}), journal {request.journal or 'none: no --out'}")
 
 
 def show_result(request: Request, result: TuningResult, as_json: bool) -> None:
@@ -181,14 +164,13 @@ def show_result(request: Request, result: TuningResult, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result.rows, indent=1))
     elif result.rows:
-        search_run.show(result, request.static, make_console())
-    journal = f"; the journal is {request.journal}" if request.journal else ""
-    more = "--resume goes on from there" if journal else "with --out FOLDER, --resume goes on from there"
+        search_run.show(result, make_console())
+    more = f"the journal is {request.journal}; --resume goes on from there"
     if result.interrupted:
         kept = "what is shown is kept" if result.rows else "the table is empty, since nothing was chosen yet"
-        click.echo(f"interrupted: {kept}{journal}; {more}", err=True)
+        click.echo(f"interrupted: {kept}; {more}", err=True)
     elif not result.rows:
-        click.echo(f"the table is empty: no kernel was measured together with its rule{journal}", err=True)
-    if result.left_out and not result.interrupted:
-        count = f"{result.left_out} of {result.candidates} candidates"
+        click.echo(f"the table is empty: no kernel was measured together with its rule; {more}", err=True)
+    if (tally := result.tally).left_out and not result.interrupted:
+        count = f"{tally.left_out} of {tally.total} candidates"
         click.echo(f"the budget left out {count}: give more --budget; {more}", err=True)

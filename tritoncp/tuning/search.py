@@ -22,11 +22,12 @@ from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config, family
 from tritoncp.ops.tile_tables import MIN_SPEEDUP
 from tritoncp.tuning.journal import Journal
+from tritoncp.tuning.progress import Tally
 from tritoncp.tuning.targets import Target, candidates
 
 MAX_TIMED = 24  # candidates at most: those most like the rule
 ROUNDS = 4  # of the first halving
-REPORTED = ("registers", "spill_bytes", "shared_bytes", "tma", "failed")
+REPORTED = ("spill_bytes", "shared_bytes", "failed")
 
 
 class Bench(Protocol):
@@ -37,31 +38,6 @@ class Bench(Protocol):
 
     def milliseconds(self, target: Target, config: Config) -> float:
         """Time one execution."""
-
-
-@dataclass
-class Tally:
-    """The progress of a run, for the display."""
-
-    target: str = ""
-    tried: int = 0
-    pruned: int = 0
-    failed: int = 0
-    left_out: int = 0  # candidates for which there was no time
-    best: str = "–"
-    why: str = ""  # of the last failure
-    show: Callable[[Tally], None] = lambda tally: None
-
-    def __str__(self) -> str:
-        counts = f"tried {self.tried}, pruned {self.pruned}, failed {self.failed}"
-        return f"{self.target}: {counts}, best {self.best}"
-
-    def count(self, why: str | None = None, **steps: int) -> None:
-        """Add to the counters by name, and show them."""
-        for name, n in steps.items():
-            setattr(self, name, getattr(self, name) + n)
-        self.why = why or self.why
-        self.show(self)
 
 
 class Choice(NamedTuple):
@@ -102,13 +78,11 @@ class Tuner:
         loops = self.chosen.get(replace(target, kernel="forward"))
         return candidates(target, self.arch, *([loops.config] if loops and target.kernel == "route" else []))
 
-    def static(self, target: Target, until: float | None = None) -> list[tuple[Config, dict[str, Any]]]:
-        """Select the candidates that compile, fit and do not spill, also as steps of a schedule, with their
-        reports; the rule's own first."""
+    def select(self, target: Target, until: float) -> list[Config]:
+        """Select the candidates that compile, fit and do not spill, also as steps of a schedule; the rule's
+        own first."""
         self.tally.target = target.name
-        until = self.deadline if until is None else until
         rule, *_ = listed = self.candidates(target)
-        self.journal.begin(target, rule)
         reports = {}
         for config, report in self._compile("compile", target, listed, self._half(until), rule):
             reports[config] = report
@@ -125,7 +99,7 @@ class Tuner:
             alive = [rule, *alive]
         left_out = len(listed) - len(reports) + waiting
         self.tally.count(pruned=len(reports) - len(alive) - waiting, left_out=left_out)
-        return [(config, reports[config]) for config in alive]
+        return alive
 
     def _half(self, until: float) -> float:
         now = self.now()
@@ -168,7 +142,7 @@ class Tuner:
         rule, *rivals = self.candidates(target)
         if target.kernel == "route" and not (rivals and replace(target, kernel="forward") in self.chosen):
             return None  # no other route, or no measured loops to compare with
-        alive = [config for config, _ in self.static(target, self._half(until))]
+        alive = self.select(target, self._half(until))
         best: Choice | None = None
         try:
             checked = self._half(until)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tritoncp.analysis.jobs import Job, Routed, kernel_of, step_job
+from tritoncp.analysis.jobs import Job, Routed, kernel_of, parse_shape, step_job
 from tritoncp.core.environment import UNSAFE_FUSED
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import FEW, Config, copies, default, weight, widest_route
 from tritoncp.kernels.toolchain import fused_fault, multiplies_transposed
-from tritoncp.masks.expressions import brief, score_of
+from tritoncp.masks.expressions import score_of
 from tritoncp.mods import Untranslatable, hand_written, score_mod
-from tritoncp.perf.records.history import Point
-from tritoncp.perf.suite.cases import CASES, Case
-from tritoncp.planning.problem import MASKS, MEASURED_KINDS, MODELS, Problem
+from tritoncp.planning.problem import MEASURED_KINDS, MODELS, Problem
 
 # "fused" is tuned only for calls that request it, and is not part of "bwd": it adds up dQ in a varying order,
 # and a file of tiles must not make a deterministic call nondeterministic.  "few" is a decoding step.
@@ -38,7 +36,6 @@ PRESETS = {
     "gemma2-9b": ("Gemma 2 9B", 8192),
     "deepseek-v3": ("DeepSeek-V3", 8192),
 }
-MAX_ELEMENTS = 1 << 34  # elements of a shape's queries
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def targets(
         if unknown := [name for name in names if name not in choices]:
             raise ValueError(f"unknown {what} {unknown[0]!r}; known: {', '.join(choices)}")
     for shape, mask, op in itertools.product(shapes, masks, ops):
-        problem = replace(_parse_shape(shape), mask=mask, dtype=dtype, score=score)
+        problem = replace(parse_shape(shape), mask=mask, dtype=dtype, score=score)
         if score:
             _check(score, problem.heads)
         if op == "few" and problem.heads // problem.kv_heads > FEW:
@@ -120,26 +117,6 @@ def targets(
             key = kernel, problem.dim, problem.v_dim, MEASURED_KINDS[measured.mask]
             targets_by_key.setdefault(key, Target(kernel, measured))
     return list(targets_by_key.values())
-
-
-def _parse_shape(shape: str) -> Problem:
-    """Parse a shape as the command takes it, and check that a GPU can hold it. Raises ValueError."""
-    try:
-        heads, width, length = shape.split(",")
-        q_heads, kv_heads = map(int, heads.split("x"))
-        dim, *rest = map(int, width.split("x"))
-        (v_dim,) = rest or [dim]
-        seq = int(length)
-    except ValueError as error:
-        raise ValueError(
-            f"shape {brief(shape)} is not HEADSxKV_HEADS,HEAD_DIM,LENGTH: 32x8,128,16384, or with "
-            "another head dim of values: 128x128,192x128,8192"
-        ) from error
-    if min(q_heads, kv_heads, dim, v_dim, seq) < 1 or q_heads % kv_heads or max(dim, v_dim) > 256:
-        raise ValueError(f"shape {shape!r}: key heads have to divide heads, head dims end at 256")
-    if q_heads * seq * max(dim, v_dim) > MAX_ELEMENTS:
-        raise ValueError(f"shape {shape!r}: queries of more than {MAX_ELEMENTS >> 30}G numbers fit no GPU")
-    return Problem("full", seq, q_heads, kv_heads, dim, v_dim)
 
 
 def without_faults(requested: Sequence[Target], arch: str) -> tuple[list[Target], list[str]]:
@@ -166,48 +143,6 @@ def _check(score: str, heads: int) -> None:
         score_mod(fn)
     except Untranslatable as error:
         raise ValueError(str(error)) from error
-
-
-def select_worst_case(points: Iterable[Point], device: str | None) -> tuple[str, list[Target]]:
-    """Select the case to tune: the one that is farthest below its goal in the newest runs on a device (None:
-    any); if no case has a goal, the one farthest behind the fastest baseline; without any comparison, the
-    forward pass of Llama-3 8B. Cases that failed do not count, since better tiles would not help them.
-    Returns a description, and targets: the kernels of the pass, of a forward pass also the routes.
-
-    The newest runs are the newest one and all runs of the same sources. Of each case the last line with a
-    baseline counts.
-    """
-    ordered = sorted((p for p in points if device in (None, p.series.device)), key=lambda point: point.time)
-    cases = {case.name: case for case in CASES}
-    last = {
-        point.case: point
-        for point in ordered
-        if _is_current(point, ordered[-1]) and point.worst is not None and _tunable(cases.get(point.case))
-    }
-    rated = [(not point.goal, point.worst or 0.0, point.case) for point in last.values()]
-    if not rated:
-        why = "no comparison with a baseline on this device: Llama-3 8B instead"
-        return why, targets(preset("llama3-8b"), ["causal"], ["fwd"], "bfloat16")
-    aimless, worst, name = min(rated)
-    case = cases[name]
-    problem, score = case.problem, MASKS[case.problem.mask].score
-    mask = "causal" if score else problem.mask  # the mask of every score_mod in MASKS
-    forward = "few" if problem.queries else "fwd" if score else "routes"
-    op = {"forward": forward, "backward": "bwd"}[case.which]
-    of = "the fastest baseline" if aimless else "its goal"
-    return f"{name}, {worst:.2f} of {of}", targets([problem.shape], [mask], [op], problem.dtype, score)
-
-
-def _is_current(point: Point, newest: Point) -> bool:
-    """Whether a point belongs to the newest run, or to one that measured the same code."""
-    same_code = "sources" in newest.env and point.env.get("sources") == newest.env["sources"]
-    return point.run == newest.run or same_code
-
-
-def _tunable(case: Case | None) -> bool:
-    if case is None or case.problem.world != 1 or case.problem.batch != 1:
-        return False
-    return case.problem.mask in MEASURED_KINDS or bool(MASKS[case.problem.mask].score)
 
 
 def candidates(target: Target, arch: str, loops: Config | None = None) -> list[Config]:

@@ -179,21 +179,6 @@ def test_the_newest_runs_are_selected_and_broken_lines_are_named(history):
         assert "a.jsonl:14: not a line of a history" in result.stderr
 
 
-def test_sides_are_devices_and_files_too(history, tmp_path):
-    words = ("h200", "h100", "--history", history.parent)
-    assert run_compare(*words)[0] == 1, "d was not measured on an H100"
-    status, output = run_compare(*words, "--json", "--allow-missing")
-    assert status == 0 and [row["case"] for row in json.loads(output)["rows"]] == ["c"]
-    assert run_compare(history, history.parent, "--fail-over", "5")[0] == 0
-    status, output = run_compare("nothing like it", "h100", "--history", history.parent)
-    assert status == 2 and "devices: NVIDIA H100" in output and "Commits there: aaaaaaaaaa" in output
-    assert run_compare(history, history, "--fail-over", "lots")[0] == 2
-    other = tmp_path / "other.jsonl"
-    append(other, point("else", 1.0).as_line())
-    status, output = run_compare(history, other)
-    assert status == 3 and "no case in common" in output
-
-
 def test_a_planted_regression_is_named_and_fails_the_gate(tmp_path, monkeypatch):
     """A kernel is slowed: the gate names its case, and not the case of a plan, which launches none. The clock
     counts launches, so that no load of this machine is measured."""

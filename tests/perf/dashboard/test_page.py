@@ -3,16 +3,14 @@
 import re
 from html import unescape
 
-import pytest
 from click.testing import CliRunner
 
-from tests.perf.synthetic_history import CEILINGS, ENV, H100, H200, WORK, line, tags
+from tests.perf.synthetic_history import ENV, H100, H200, line, tags
 from tritoncp.cli import main
 from tritoncp.perf.dashboard import trends
 from tritoncp.perf.dashboard.case_details import commit_range, describe_case
 from tritoncp.perf.dashboard.page import list_events, order_by_runs, page
-from tritoncp.perf.dashboard.repository import compare_address, web_address
-from tritoncp.perf.records.history import History, Point, append, read
+from tritoncp.perf.records.history import History, Point, append
 
 
 def cards(points: list[Point]) -> list[str]:
@@ -43,11 +41,10 @@ def test_a_regression_is_seen_until_its_case_is_measured_again():
 def test_the_worst_device_comes_first_and_says_what_is_worst():
     fine = line("fine", [1.0] * 6, H100)
     bad = [*line("slow", [1.0] * 6 + [1.2]), *line("fails", [1.0] * 6 + [None]), *line("new", [1.0])]
-    high = line("high", [1.0], H100, work=WORK | {"flops": 10 * WORK["flops"]}, ceilings=CEILINGS)
-    first, second = cards(fine + bad + high)
+    first, second = cards(fine + bad)
     assert str(H200) in first and "Worse: 1 failing now, 1 slower than their noise allows" in first
     assert first.index("fails ") < first.index("slow ") and "3 measured" in first
-    assert "Not worse" in second and "Alarm: 1 case above its bound" in second
+    assert "Not worse" in second
     assert "The first run" in cards(line("new", [1.0]))[0]
 
 
@@ -71,28 +68,13 @@ def test_changes_are_newest_first_with_commits_and_what_else_changed():
     assert commit_range(events[2].trend.points, 30, "")[1] == ""
 
 
-@pytest.mark.parametrize(
-    ("remote", "address"),
-    [
-        ("git@gitlab.com:owner/project.git", "https://gitlab.com/owner/project"),
-        ("ssh://git@example.org:22/owner/project", "https://example.org/owner/project"),
-        ("http://example.org:8080/p.git", "http://example.org:8080/p"),
-        ("file:///srv/project", ""),
-        ("javascript:alert(1)", ""),
-    ],
-)
-def test_the_address_of_a_remote_is_a_web_page_or_nothing(remote, address):
-    assert web_address(remote) == address
-    assert bool(compare_address(address)) == bool(address)
-
-
 def test_nothing_of_a_history_can_become_markup():
     evil = "</script><img src=x onerror=alert(1)><!--cases--><!--"
     points = line(evil, [1.0, 2.0, None], tags=tags(mask=evil, model=evil), envs=[ENV | {"commit": evil}] * 3)
     points[-1].contenders[evil] = {"why": evil}
     html = page(History(points, []))
     start = html.index("<main>")
-    body, scripts = html[start:].split("<noscript>")
+    body, scripts = html[start:].split("</main>")
     assert "<img" not in body and body.count('data-root-id="') == html.count('data-root-id="')
     assert len(re.findall("</script", scripts)) == 2 and "<!--" not in scripts
     assert not re.search(r"""(src|href)=["'](?!#|data:,)""", body)
@@ -117,21 +99,6 @@ def test_without_ruptures_the_page_is_made_and_says_what_is_missing(monkeypatch)
     monkeypatch.setattr(trends, "ruptures", None)
     html = page(History(line("c", [1.0] * 30 + [1.1] * 30), []))
     assert "Python 3.14" in html and trends.find_changes([1.0] * 30 + [1.1] * 30) == []
-
-
-def test_odd_histories_have_a_page(tmp_path):
-    """A case that always failed, an error that is no number, a run with a case twice, a time that is none."""
-    (failed,) = line("c", [None])
-    failed.contenders["tritoncp"]["errors"] = {"out": [float("nan"), float("inf")]}
-    twice = line("d", [1.0, 2.0])
-    twice[1] = Point(**vars(twice[1]) | {"run": "run0", "time": "yesterday"})
-    for point in [failed, *twice]:
-        append(tmp_path / "a.jsonl", point.as_line())
-    stored = read(tmp_path)
-    assert len(stored.points) == 3 and stored.problems == []
-    runs, lines = order_by_runs(stored.points)
-    assert len(runs) == 1 and [len(points) for points in lines] == [1, 1]
-    assert "1 failing" not in page(stored)
 
 
 def test_a_comparison_has_its_page(tmp_path):

@@ -83,14 +83,6 @@ def test_the_interval_of_the_newest_point_is_that_of_a_prediction(count):
     assert np.log([newest.low, newest.high]) == pytest.approx(logs[-1] - earlier.mean() + [-width, width])
 
 
-def test_the_interval_of_the_newest_point_has_its_nominal_coverage():
-    random, covered = np.random.default_rng(7), 0
-    for _ in range(1000):
-        newest = compare_newest(1.05 ** np.array([0] * 12 + [1]) * random.lognormal(0, 0.02, 13))
-        covered += newest.low <= 1.05 <= newest.high
-    assert 975 <= covered <= 999, covered
-
-
 @pytest.mark.parametrize(
     ("times", "status"),
     [

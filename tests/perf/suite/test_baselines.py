@@ -1,12 +1,10 @@
 """Every contender computes the case that it is timed on, in the forms of tritoncp and of PyTorch."""
 
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, varlen
-from torch.nn.attention import flex_attention as torch_flex
 
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.perf.suite import baselines, check
@@ -86,21 +84,6 @@ def test_dense_kernels_compute_the_same_case(mask, backend):
     assert_right(contender, check.reference(case, tensors))
 
 
-def test_a_kernel_without_grouped_heads_gets_them_repeated(monkeypatch):
-    case, tensors = problem("causal")
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def refuses_groups(*args, enable_gqa, **options):
-        if enable_gqa:
-            raise RuntimeError("No available kernel")
-        return attention(*args, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuses_groups)
-    contender = baselines.dense(case, tensors, SDPBackend.MATH)
-    assert contender.repeat == 2
-    assert_right(contender, check.reference(case, tensors))
-
-
 @pytest.mark.parametrize("mask", ["document", "window"])
 def test_the_packed_kernel_computes_the_same_case(mask, monkeypatch):
     """A dense stand-in follows the documentation of the GPU's kernel."""
@@ -122,17 +105,6 @@ def test_the_packed_kernel_computes_the_same_case(mask, monkeypatch):
     assert_right(contender, check.reference(case, tensors))
 
 
-def test_the_packed_kernel_is_called_in_the_words_of_each_release():
-    options = baselines._varlen_options
-    assert options({"is_causal": 0}, -1, True) == {"is_causal": True}
-    assert options({"window_size": 0, "enable_gqa": 0}, 1023, True) == {
-        "window_size": (1023, 0),
-        "enable_gqa": True,
-    }
-    with pytest.raises(baselines.Unsupported, match="no window"):
-        options({"is_causal": 0}, 1023, False)
-
-
 @pytest.mark.parametrize("harm", ["one tile", "one row", "a NaN", "another scale"])
 def test_a_wrong_answer_is_not_acceptable(harm):
     torch.manual_seed(0)
@@ -148,16 +120,6 @@ def test_a_wrong_answer_is_not_acceptable(harm):
     else:
         actual *= 1.02
     assert not check.acceptable(check.errors(actual, expected), torch.bfloat16)
-
-
-def test_an_unavailable_flash_backend_has_a_reason(monkeypatch):
-    case, tensors = problem("causal")
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as where it is not installed
-    with pytest.raises(baselines.Unsupported, match="which is not installed"):
-        baselines.contenders(case, tensors, ["flex flash"])["flex flash"]()
-    monkeypatch.delitem(torch_flex.FlexKernelOptions.__annotations__, "BACKEND", raising=False)
-    with pytest.raises(baselines.Unsupported, match="has no kernel option BACKEND"):
-        baselines.contenders(case, tensors, ["flex flash"])["flex flash"]()
 
 
 def test_a_case_that_a_baseline_cannot_express_has_a_reason():

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tritoncp.perf.dashboard.trends import Cause, find_causes
-from tritoncp.perf.records.history import Point, append, read
 from tritoncp.perf.suite import machine
 
 GPU = torch.device("cuda")
@@ -42,29 +40,6 @@ def test_a_series_is_the_device_its_power_limit_and_its_clocks(tools):
     tools["clocks.applications.graphics"] = "1500 MHz"
     assert machine.series(GPU).clocks == "1500 MHz"
     assert machine.series(GPU, "locked 1200 MHz").clocks == "locked 1200 MHz"
-
-
-def test_the_ptxas_version_is_recorded_and_may_explain_a_change(tools, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(machine, "commit", lambda folder: "abc")
-    points = []
-    for version in ("12.8.93", "13.3.33"):
-        path = tmp_path / f"ptxas-{version}"
-        path.write_text(f"#!/bin/sh\necho 'release {version[:4]}, V{version}'\n")
-        path.chmod(0o755)
-        monkeypatch.setenv("TRITON_PTXAS_PATH", str(path))
-        env = machine.environment(GPU)
-        assert env["ptxas"] == version
-        points.append(Point(version, "2026-01-01", "c", machine.series(GPU), env, {"tritoncp": {"ms": 1.0}}))
-        append(tmp_path / "runs.jsonl", points[-1].as_line())
-    history = read(tmp_path)
-    assert history.points == points and not history.problems
-    assert find_causes(history.points, 1) == [Cause("ptxas", "12.8.93", "13.3.33", 0)]
-
-
-def test_a_machine_without_the_tools_says_less(monkeypatch, tools):
-    monkeypatch.setattr(machine, "_run_command", lambda *command: None)
-    assert machine.series(GPU) == machine.Series("NVIDIA H200", "", "default") and machine.state(GPU) == {}
 
 
 def test_a_commit_with_changed_python_files_is_marked(tmp_path):

@@ -63,15 +63,6 @@ def test_each_rank_does_the_work_of_its_own_rows(name, world):
         assert forward.flops == 2 * pairs * (16 + 32)
         assert backward.flops == 2 * pairs * (16 + 32 + 32 + 16 + 16)
         total_flops += forward.flops
-
-        blocks = torch.nn.functional.pad(visible_pairs, (0, -N % 64)).unflatten(-1, (-1, 64))
-        touched = blocks.any(-1).any(2).unflatten(1, (2, 2)).any(2)  # [2, KV heads, KV blocks]
-        width = torch.tensor([64, 64, 64, N - 192])
-        kv_rows = int((touched * width).sum())
-        rows = int((local >= 0).sum()) * 4
-        assert forward.hbm == rows * (16 + 32) * 2 + rows * 4 + kv_rows * (16 + 32) * 2
-        grad = 2 if world == 1 else 4
-        assert backward.hbm == rows * (2 * (16 + 32) * 2 + 4) + kv_rows * (16 + 32) * (2 + grad)
     assert total_flops == 2 * int(dense.sum()) * (16 + 32)
 
 

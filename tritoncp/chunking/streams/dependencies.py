@@ -9,7 +9,7 @@ from tritoncp.chunking.streams.storages import Storages, is_collective, is_wait
 
 
 def dependencies_of(gm: GraphModule, storages: Storages) -> dict[Node, list[Node]]:
-    """List the nodes that each node has to follow: those that make its inputs; for memory that is written,
+    """List the nodes that each node has to follow: the nodes of its inputs; for memory that is written,
     all earlier users of it before the write and the write before all later users; for side effects and random
     numbers, the one before. Inputs of the graph come first, in their order, and its output last."""
     before: dict[Node, dict[Node, None]] = {}
@@ -28,11 +28,10 @@ def dependencies_of(gm: GraphModule, storages: Storages) -> dict[Node, list[Node
         elif node.op != "placeholder" and has_effect(node):
             needs.update(dict.fromkeys([effect] if effect else []))
             effect = node
-        written = set(storages.writes[node])
         for number in storages.uses[node]:
             if number in writer:
                 needs.setdefault(writer[number])
-            if number in written:
+            if number in storages.writes[node]:
                 needs.update(dict.fromkeys(readers.pop(number, ())))
                 writer[number] = node
             else:
@@ -48,11 +47,7 @@ def has_effect(node: Node) -> bool:
     Collectives and waits, which torch calls impure so that they are not removed, have none."""
     if is_collective(node) or is_wait(node):
         return False
-    if node.op in ("call_module", "call_method"):
+    schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
+    if node.op in ("call_module", "call_method") or torch.Tag.nondeterministic_seeded in tags:
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
-            return True
-        mutates = node.target._schema.is_mutable
-        return not mutates and node.op == "call_function" and node.is_impure()
-    return node.op == "call_function" and node.is_impure()
+    return node.op == "call_function" and node.is_impure() and not (schema and schema.is_mutable)

@@ -1,8 +1,8 @@
 """The order of a graph's nodes in which messages travel while the device computes.
 
 List scheduling on the two streams of :mod:`tritoncp.chunking.streams.timeline`: a collective is issued as
-soon as its inputs are there, and of the nodes that could compute now the one with the
-longest way from its next exchange to the end goes first.
+soon as its inputs are there, and of the nodes that could compute now the one with the longest way from its
+next exchange to the end goes first.
 
 Ranks that issue collectives in different orders hang. The order is a function of the graph and of predicted
 times, which come from numbers that are equal on all ranks; ties go to the node that was written first. Hints
@@ -12,7 +12,6 @@ everywhere.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from dataclasses import dataclass
 
@@ -20,8 +19,8 @@ from torch.fx import GraphModule, Node
 
 from tritoncp.chunking.streams.costs import Cost, Kind, node_costs
 from tritoncp.chunking.streams.dependencies import dependencies_of
-from tritoncp.chunking.streams.storages import LiveBytes, Storages, storages_of, target_name
-from tritoncp.chunking.streams.timeline import Clock, Timeline, replay
+from tritoncp.chunking.streams.storages import LiveBytes, Storages, storages_of
+from tritoncp.chunking.streams.timeline import LEGEND, Clock, Timeline, replay
 from tritoncp.planning.cost import Hardware
 
 # A schedule may have to exceed its limit where no ready node fits; one with a lower limit then fits.
@@ -40,11 +39,13 @@ class Order:
     variant: str
 
     def __str__(self) -> str:
-        return f"as written: {self.before}\n{self.variant}: {self.after}"
+        longest = max(self.before.makespan, self.after.makespan)
+        before, after = (run.format(makespan=longest) for run in (self.before, self.after))
+        return f"as written: {before}\n\n{self.variant}: {after}\n\n{LEGEND}"
 
 
 @dataclass(frozen=True)
-class Problem:
+class CostedGraph:
     """A graph to be ordered: its nodes as written, with their costs, storages and dependencies.
 
     needs:     nodes that each node follows
@@ -74,18 +75,18 @@ def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, box
     boxed: whether the graph frees its inputs after their last user, see
         :func:`tritoncp.chunking.streams.timeline.simulate`
     """
-    problem = _problem_of(gm, hardware)
+    graph = _costed(gm, hardware)
 
     def run(nodes: list[Node]) -> Timeline:
-        return replay(nodes, problem.costs, problem.storages, hardware, boxed)
+        return replay(nodes, graph.costs, graph.storages, hardware, boxed)
 
-    before = run(problem.nodes)
-    variants = {"as written": (problem.nodes, before)}
+    before = run(graph.nodes)
+    variants = {"as written": (graph.nodes, before)}
     limits: dict[str, int | None] = {"list schedule": None}
     if memory is not None:
         limits = {f"list schedule, {share:.0%} of the memory": int(share * memory) for share in MEMORY_SHARES}
     for name, limit in limits.items():
-        nodes = Schedule(problem, limit, boxed).nodes()
+        nodes = ListSchedule(graph, limit, boxed).nodes()
         variants[name] = nodes, run(nodes)
     fitting = {name: one for name, one in variants.items() if memory is None or one[1].peak <= memory}
     if not fitting:
@@ -105,7 +106,7 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
-def _problem_of(gm: GraphModule, hardware: Hardware) -> Problem:
+def _costed(gm: GraphModule, hardware: Hardware) -> CostedGraph:
     nodes, costs, storages = list(gm.graph.nodes), node_costs(gm, hardware), storages_of(gm)
     needs = dependencies_of(gm, storages)
     followers: dict[Node, list[Node]] = {node: [] for node in nodes}
@@ -122,7 +123,7 @@ def _problem_of(gm: GraphModule, hardware: Hardware) -> Problem:
             exchange[node] = -way[node], place[node]
         else:
             exchange[node] = min((exchange[other] for other in followers[node]), default=far)
-    return Problem(nodes, costs, storages, needs, followers, way, exchange, place)
+    return CostedGraph(nodes, costs, storages, needs, followers, way, exchange, place)
 
 
 def _reorder(gm: GraphModule, nodes: list[Node]) -> None:
@@ -134,13 +135,7 @@ def _reorder(gm: GraphModule, nodes: list[Node]) -> None:
     gm.recompile()
 
 
-def order_digest(gm: GraphModule) -> str:
-    """Return the SHA-256 of the names and ops of a graph's nodes in their order, to compare ranks."""
-    lines = [f"{node.op} {node.name} {target_name(node)}" for node in gm.graph.nodes]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-class Schedule:
+class ListSchedule:
     """One pass of list scheduling.
 
     Chunks at the same stage have ways of one length and would advance in lockstep, so that no message travels
@@ -150,11 +145,11 @@ class Schedule:
     memory: bytes alive that a node may not exceed as long as another node does not; 0 for the fewest
     """
 
-    def __init__(self, problem: Problem, memory: int | None, boxed: bool) -> None:
-        self.problem, self.memory = problem, memory
-        self.clock = Clock(problem.costs, problem.storages)
-        self.bytes = LiveBytes(problem.storages, boxed)
-        self.missing = {node: len(needs) for node, needs in problem.needs.items()}
+    def __init__(self, graph: CostedGraph, memory: int | None, boxed: bool) -> None:
+        self.graph, self.memory = graph, memory
+        self.clock = Clock(graph.costs, graph.storages)
+        self.bytes = LiveBytes(graph.storages, boxed)
+        self.missing = {node: len(needs) for node, needs in graph.needs.items()}
         self.free: list[int] = []  # places of nodes that are ready and take no time, a heap
         self.ready: dict[Node, None] = {}  # other nodes whose dependencies have run
         self.order: list[Node] = []
@@ -164,9 +159,9 @@ class Schedule:
         for node, count in self.missing.items():
             if not count:
                 self._admit(node)
-        while len(self.order) < len(self.problem.nodes):
+        while len(self.order) < len(self.graph.nodes):
             if self.free:
-                self._run(self.problem.nodes[heapq.heappop(self.free)])
+                self._run(self.graph.nodes[heapq.heappop(self.free)])
             else:
                 node = self._choose(list(self.ready))
                 del self.ready[node]
@@ -175,8 +170,8 @@ class Schedule:
 
     def _admit(self, node: Node) -> None:
         """Enter a node whose dependencies have run."""
-        if self.problem.costs[node].kind is Kind.NOTHING and not self.problem.storages.new_bytes(node):
-            heapq.heappush(self.free, self.problem.place[node])
+        if self.graph.costs[node].kind is Kind.NOTHING and not self.graph.storages.new_bytes(node):
+            heapq.heappush(self.free, self.graph.place[node])
         else:
             self.ready[node] = None
 
@@ -184,13 +179,13 @@ class Schedule:
         self.order.append(node)
         self.clock.run(node)
         self.bytes.run(node)
-        for other in self.problem.followers[node]:
+        for other in self.graph.followers[node]:
             self.missing[other] -= 1
             if not self.missing[other]:
                 self._admit(other)
 
     def _choose(self, nodes: list[Node]) -> Node:
-        costs, way, place = self.problem.costs, self.problem.way, self.problem.place
+        costs, way, place = self.graph.costs, self.graph.way, self.graph.place
         if self.memory is not None:
             fitting = [node for node in nodes if self._step(node) <= self.memory]
             if not fitting:
@@ -203,11 +198,11 @@ class Schedule:
         first = min(starts.values())
         now = [node for node in nodes if starts[node] <= first]
         waits = [node for node in now if costs[node].kind is Kind.WAIT]
-        return min(waits or now, key=lambda node: (self.problem.exchange[node], place[node]))
+        return min(waits or now, key=lambda node: (self.graph.exchange[node], place[node]))
 
     def _step(self, node: Node) -> int:
         """Count the bytes alive while a node runs."""
-        return self.bytes.live + self.problem.storages.new_bytes(node)
+        return self.bytes.live + self.graph.storages.new_bytes(node)
 
     def _left(self, node: Node) -> int:
         """Count the bytes alive after a node."""

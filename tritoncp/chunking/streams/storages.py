@@ -1,4 +1,4 @@
-"""Storages of a graph: which nodes share memory, which write it, and when it is free.
+"""Storages of a graph: which nodes share memory, which write it, and how many bytes are alive.
 
 Two values share memory if the op's schema says so, or if the fake values of a node and of its own argument
 have one storage. Storages of nodes that are not joined by an argument are not compared: copies of a node may
@@ -7,49 +7,71 @@ share its fake value.
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
-from tritoncp.chunking.streams.value_sizes import storage_bytes, tensors_in, value_of
+from tritoncp.chunking.regions import op_name
+from tritoncp.chunking.sizes import hint_of
 
-COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")  # namespaces of ops
-KEY_EXCHANGES = ("send_keys", "send_gradients")  # of tritoncp
-UNLISTED_VIEW = "_unsafe_view"  # shares memory although its schema does not say so
-
-
-def namespace_of(node: Node) -> str:
-    """Return the namespace of the op that a node calls, "" for other nodes."""
-    return node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
+COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
+KEY_EXCHANGES = ("tritoncp::send_keys", "tritoncp::send_gradients")
+UNLISTED_VIEW = "aten::_unsafe_view"  # shares memory although its schema does not say so
+UNBACKED_SIZE = 8192  # taken for a size that depends on data and has no hint
 
 
-def op_name(node: Node) -> str:
-    """Return the name of the op that a node calls, without namespace and overload; "" for other nodes."""
-    return node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
+def hint(size: Any) -> int:
+    """Return a size as a number: symbols by their hints, UNBACKED_SIZE for a symbol without one."""
+    number = hint_of(size.node.expr, size.node.shape_env, UNBACKED_SIZE) if isinstance(size, SymInt) else size
+    return int(number)
 
 
-def target_name(node: Node) -> str:
-    """Return what a node calls or reads as text without addresses, the same in every process."""
-    target = node.target
-    return target if isinstance(target, str) else str(getattr(target, "__name__", target))
+def tensors_of(node: Node) -> list[Tensor]:
+    """List the tensors of a node's fake value, nested sequences included."""
+    return _tensors_in(node.meta.get("val"))
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def bytes_of(*nodes: Node) -> int:
+    """Count the bytes of the elements of all tensors of nodes."""
+    return sum(math.prod(map(hint, x.shape)) * x.dtype.itemsize for node in nodes for x in tensors_of(node))
 
 
 def is_wait(node: Node) -> bool:
     """Whether a node waits for a collective."""
-    return namespace_of(node) in COLLECTIVES and op_name(node) == "wait_tensor"
+    return op_name(node).startswith(COLLECTIVES) and op_name(node).endswith("::wait_tensor")
 
 
 def is_collective(node: Node) -> bool:
     """Whether a node starts a collective, which a wait ends: torch's, or an exchange of keys that chunks
     share."""
-    if namespace_of(node) == "tritoncp":
-        return op_name(node) in KEY_EXCHANGES
-    return namespace_of(node) in COLLECTIVES and op_name(node) != "wait_tensor"
+    return op_name(node).startswith((*COLLECTIVES, *KEY_EXCHANGES)) and not is_wait(node)
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's op is a view by its schema."""
+    op = node.target
+    return op_name(node) == UNLISTED_VIEW or (
+        isinstance(op, torch._ops.OpOverload) and op.is_view and not _may_copy(op)
+    )
+
+
+def _may_copy(op: torch._ops.OpOverload) -> bool:
+    """Whether an op with an alias in its schema copies for some layouts, as reshape() and contiguous()."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return op.is_view and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
 
 
 @dataclass
@@ -58,35 +80,35 @@ class Storages:
 
     of:     storages of each node's value, one for each tensor of it
     size:   bytes of each storage
-    held:   whether the caller holds the storage: inputs and constants
+    is_input: whether the caller holds the storage: of inputs and constants
     uses:   storages that a node reads, writes or makes
     writes: storages that a node writes
-    made:   storages that a node allocates
+    allocations: storages that a node allocates
     """
 
     of: dict[Node, list[int]] = field(default_factory=dict)
     size: list[int] = field(default_factory=list)
-    held: list[bool] = field(default_factory=list)
+    is_input: list[bool] = field(default_factory=list)
     uses: dict[Node, list[int]] = field(default_factory=dict)
-    writes: dict[Node, list[int]] = field(default_factory=dict)
-    made: dict[Node, list[int]] = field(default_factory=dict)
+    writes: dict[Node, set[int]] = field(default_factory=dict)
+    allocations: dict[Node, list[int]] = field(default_factory=dict)
 
     def new_bytes(self, node: Node) -> int:
         """Count the bytes of the storages that a node makes."""
-        return sum(self.size[number] for number in self.made.get(node, ()))
+        return sum(self.size[number] for number in self.allocations.get(node, ()))
 
     def add(self, node: Node, x: Tensor) -> int:
         """Add the storage of a tensor that a node makes, and return its number."""
-        self.size.append(storage_bytes(x))
-        self.held.append(node.op in ("placeholder", "get_attr"))
-        self.made.setdefault(node, []).append(len(self.size) - 1)
+        self.size.append(_storage_bytes(x))
+        self.is_input.append(node.op in ("placeholder", "get_attr"))
+        self.allocations.setdefault(node, []).append(len(self.size) - 1)
         return len(self.size) - 1
 
 
 def storages_of(gm: GraphModule) -> Storages:
     """Number the storages of a graph."""
     storages = Storages()
-    inputs: dict[StorageWeakRef, int] = {}
+    inputs: dict[Any, int] = {}
     source: dict[int, list[int]] = {}  # inputs of the collective that makes a storage, read until its wait
     for node in gm.graph.nodes:
         storages.of[node] = _result_storages(storages, node, inputs)
@@ -94,106 +116,94 @@ def storages_of(gm: GraphModule) -> Storages:
         if is_collective(node):
             source.update(dict.fromkeys(storages.of[node], arguments))
         if is_wait(node):
-            arguments += [number for made in arguments for number in source.get(made, ())]
+            arguments += [number for message in arguments for number in source.get(message, ())]
         storages.uses[node] = sorted({*arguments, *storages.of[node]})
-        storages.writes[node] = _written(storages, node)
+        storages.writes[node] = {number for arg in _written(node) for number in storages.of[arg]}
     return storages
 
 
-def _result_storages(storages: Storages, node: Node, inputs: dict[StorageWeakRef, int]) -> list[int]:
+def _result_storages(storages: Storages, node: Node, inputs: dict[Any, int]) -> list[int]:
     """Return the storages of a node's value; storages that it makes are added."""
     if node.op == "output":
         return []
-    if node.target is operator.getitem and isinstance(node.args[0], Node):
-        return _item_storages(storages.of[node.args[0]], node)
-    results = list(tensors_in(value_of(node)))
-    if node.op == "placeholder":
-        for x in results:
-            if _key(x) not in inputs:
-                inputs[_key(x)] = storages.add(node, x)
-        return [inputs[_key(x)] for x in results]
-    shared = _shared_with(storages, node)
-    if shared:
-        return shared * max(1, len(results)) if len(shared) == 1 else shared
-    by_key = {
-        _key(x): storages.of[arg][at]
-        for arg in node.all_input_nodes
-        for at, x in enumerate(tensors_in(value_of(arg)))
-        if at < len(storages.of[arg])
-    }
-    return [by_key[_key(x)] if _key(x) in by_key else storages.add(node, x) for x in results]
-
-
-def _item_storages(storages: list[int], node: Node) -> list[int]:
-    """Return the storages of one item of a sequence, all of them if the item's place is not known."""
-    value, index = value_of(node.args[0]), node.args[1]  # type: ignore[arg-type]
-    if not isinstance(value, list | tuple) or not isinstance(index, int):
-        return storages
-    counts = [len(list(tensors_in(item))) for item in value]
-    index %= len(counts)
-    return storages[sum(counts[:index]) : sum(counts[: index + 1])]
-
-
-def _shared_with(storages: Storages, node: Node) -> list[int]:
-    """Return the storages of the argument that a node's result shares memory with, by the op's schema."""
+    if node.target is operator.getitem:
+        return _item_storages(storages, node)
     if is_wait(node) or op_name(node) == UNLISTED_VIEW:
-        return storages.of[node.args[0]]  # type: ignore[index]
-    op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or may_copy(op):
+        return storages.of[node.all_input_nodes[0]]
+    results = tensors_of(node)
+    if shared := _shared_by_schema(storages, node):
+        return shared * max(1, len(results)) if len(shared) == 1 else shared
+    present = inputs if node.op == "placeholder" else {
+        _key(x): number
+        for arg in node.all_input_nodes
+        for x, number in zip(tensors_of(arg), storages.of[arg], strict=False)
+    }  # fmt: skip
+    numbers = []
+    for x in results:
+        number = present[_key(x)] if _key(x) in present else storages.add(node, x)
+        numbers.append(number)
+        if node.op == "placeholder":
+            inputs[_key(x)] = number
+    return numbers
+
+
+def _item_storages(storages: Storages, node: Node) -> list[int]:
+    """Return the storages of one item of a sequence, all of them if the item's place is not known."""
+    (source,), index = node.all_input_nodes[:1], node.args[1]
+    value = source.meta.get("val")
+    if not isinstance(value, list | tuple) or not isinstance(index, int):
+        return storages.of[source]
+    ends = list(itertools.accumulate((len(_tensors_in(item)) for item in value), initial=0))
+    index %= len(value)
+    return storages.of[source][ends[index] : ends[index + 1]]
+
+
+def _alias_arguments(node: Node) -> list[tuple[Any, list[Node]]]:
+    """List the arguments of an op's call that its schema gives an alias: the alias, and the nodes of the
+    argument."""
+    if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    shared = []
-    for result in op._schema.returns:
-        names = result.alias_info.before_set if result.alias_info is not None else set()
-        for schema, arg in arguments_of(node):
-            if schema.alias_info is not None and names & schema.alias_info.before_set:
-                shared += [number for one in _nodes_in(arg) for number in storages.of[one]]
-    return shared
+    schema = node.target._schema.arguments
+    values = [*zip(schema, node.args), *((x, node.kwargs[x.name]) for x in schema if x.name in node.kwargs)]
+    return [
+        (entry.alias_info, [x for x in tree_leaves(value) if isinstance(x, Node)])
+        for entry, value in values
+        if entry.alias_info is not None
+    ]
 
 
-def may_copy(op: torch._ops.OpOverload) -> bool:
-    """Whether an op with an alias in its schema copies for some layouts, as reshape() and contiguous()."""
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return op.is_view and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
+def _shared_by_schema(storages: Storages, node: Node) -> list[int]:
+    """Return the storages of the arguments that a node's results share memory with, by the op's schema."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or _may_copy(op):
+        return []
+    names = [x.alias_info.before_set for x in op._schema.returns if x.alias_info is not None]
+    return [
+        number
+        for own in names
+        for alias, nodes in _alias_arguments(node)
+        if own & alias.before_set
+        for x in nodes
+        for number in storages.of[x]
+    ]
 
 
-def is_view(node: Node) -> bool:
-    """Whether a node's op is a view by its schema."""
-    if op_name(node) == UNLISTED_VIEW:
-        return True
-    return (
-        isinstance(node.target, torch._ops.OpOverload) and node.target.is_view and not may_copy(node.target)
-    )
+def _written(node: Node) -> list[Node]:
+    """List the inputs that a node writes: by the op's schema, all of a call without one."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return [x for alias, nodes in _alias_arguments(node) if alias.is_write for x in nodes]
+    is_call = node.op.startswith("call") and node.target is not operator.getitem
+    return node.all_input_nodes if is_call else []
 
 
-def arguments_of(node: Node) -> list[tuple[Any, Any]]:
-    """List the arguments of an op's call, each with its entry of the schema."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    by_place = list(zip(schema, node.args))
-    return by_place + [(entry, node.kwargs[entry.name]) for entry in schema if entry.name in node.kwargs]
-
-
-def _written(storages: Storages, node: Node) -> list[int]:
-    """Return the storages that a node writes: by the op's schema, all arguments' for a call that has none."""
-    if node.op in ("call_module", "call_method"):
-        changed = node.all_input_nodes
-    elif isinstance(node.target, torch._ops.OpOverload):
-        changed = [
-            one
-            for schema, arg in arguments_of(node)
-            if schema.alias_info is not None and schema.alias_info.is_write
-            for one in _nodes_in(arg)
-        ]
-    elif isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name().endswith("mutation"):
-        changed = node.all_input_nodes
-    else:
-        changed = []
-    return sorted({number for one in changed for number in storages.of[one]})
-
-
-def _nodes_in(arg: Any) -> list[Node]:
-    nodes: list[Node] = []
-    torch.fx.node.map_arg(arg, nodes.append)
-    return nodes
+def _storage_bytes(x: Tensor) -> int:
+    """Count the bytes between the first and the last element of a tensor: those of its storage, if the tensor
+    is not a view."""
+    sizes = [hint(size) for size in x.shape]
+    if not math.prod(sizes) or x.layout != torch.strided:
+        return math.prod(sizes) * x.dtype.itemsize
+    last = sum((size - 1) * hint(stride) for size, stride in zip(sizes, x.stride()))
+    return (last + 1) * x.dtype.itemsize
 
 
 def _key(x: Tensor) -> Any:
@@ -211,26 +221,22 @@ class LiveBytes:
 
     def __init__(self, storages: Storages, boxed: bool) -> None:
         self.storages, self.boxed = storages, boxed
-        self.users = [0] * len(storages.size)  # that have still to run
-        for uses in storages.uses.values():
-            for number in uses:
-                self.users[number] += 1
+        self.users = Counter(itertools.chain(*storages.uses.values()))  # that have still to run
         self.live = self.peak = self.step = 0  # bytes now, at most, and while the last node ran
         self.peak_node = ""
 
     def run(self, node: Node) -> None:
-        """Make a node's storages, then free those that it uses last."""
+        """Allocate a node's storages, then free the storages whose last user it is."""
         self.step = self.live + self.storages.new_bytes(node)
         if self.step > self.peak:
             self.peak, self.peak_node = self.step, node.name
         self.live = self.step - self.freed(node)
-        for number in self.storages.uses[node]:
-            self.users[number] -= 1
+        self.users.subtract(self.storages.uses[node])
 
     def freed(self, node: Node) -> int:
         """Count the bytes that are free once a node has run."""
         return sum(
             self.storages.size[number]
             for number in self.storages.uses[node]
-            if self.users[number] == 1 and (self.boxed or not self.storages.held[number])
+            if self.users[number] == 1 and (self.boxed or not self.storages.is_input[number])
         )

@@ -7,16 +7,20 @@ computation until it is done.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from tritoncp.chunking.streams.costs import Cost, Kind, node_costs
-from tritoncp.chunking.streams.storages import LiveBytes, Storages, storages_of, target_name
+from tritoncp.chunking.streams.storages import LiveBytes, Storages, storages_of
 from tritoncp.planning.cost import Hardware
 
 STREAMS = ("compute", "communication")
+SIGNS = {"product": "#", "attention": "@", "memory": "-", "message": "=", "wait": " "}
+LEGEND = "# products  @ attention  - memory traffic  = messages; digits: the chunk, blank: idle"
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,6 @@ class Span:
     """The time that one node takes on a stream, in seconds from the start.
 
     name:  the node's name
-    op:    the op that it calls, as text
     kind:  what its time is predicted from: product, attention, memory, message; "wait" where computation
         waits
     chunk: (region, index) of the chunk that the node belongs to, None for nodes of no chunk
@@ -32,7 +35,6 @@ class Span:
     """
 
     name: str
-    op: str
     kind: str
     stream: str
     start: float
@@ -70,24 +72,44 @@ class Timeline:
         """Seconds in which messages travel and nothing computes."""
         return max(0.0, self.makespan - self.compute)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the sums for JSON, without the spans."""
-        return {
-            "makespan_s": self.makespan,
-            "compute_s": self.compute,
-            "communication_s": self.communication,
-            "exposed_s": self.exposed,
-            "peak_bytes": self.peak,
-            "peak_node": self.peak_node,
-            "hardware": self.hardware.name,
-        }
-
     def __str__(self) -> str:
-        return (
+        return self.format()
+
+    def format(self, width: int = 96, makespan: float | None = None) -> str:
+        """Format the run as text: a line of figures, and for each stream a line with a sign for each stretch
+        of time, and a line with its chunk.
+
+        width: columns of a stream; makespan: seconds that they stand for, by default those of the run
+        """
+        scale = (makespan or self.makespan) / width or 1.0
+        lines = [
             f"{self.makespan * 1e3:.3g} ms, of which {self.exposed * 1e3:.3g} ms of communication exposed; "
             f"computes {self.compute * 1e3:.3g} ms, sends {self.communication * 1e3:.3g} ms; at most "
             f"{self.peak / 2**20:.4g} MiB alive"
-        )
+        ]
+        for stream in STREAMS:
+            spans = [span for span in self.spans if span.stream == stream]
+            lines.append(f"{stream:>13} |{_columns(spans, scale, width, lambda span: SIGNS[span.kind])}|")
+            if any(span.chunk is not None for span in spans):
+                lines.append(f"{'chunk':>13} |{_columns(spans, scale, width, _chunk_sign)}|")
+        return "\n".join(lines)
+
+
+def _columns(spans: list[Span], scale: float, width: int, sign_of: Callable[[Span], str]) -> str:
+    """Return the sign of each column of time: of the kind of span that takes most of it, blank if idle."""
+    shares = [Counter({" ": scale}) for _ in range(width)]
+    for span in spans:
+        for column in range(int(span.start / scale), min(width - 1, int(span.end / scale)) + 1):
+            overlap = min(span.end, (column + 1) * scale) - max(span.start, column * scale)
+            shares[column][sign_of(span)] += max(0.0, overlap)  # type: ignore[assignment] # a time
+            shares[column][" "] -= max(0.0, overlap)  # type: ignore[assignment]
+    return "".join(max(share, key=share.__getitem__) for share in shares)
+
+
+def _chunk_sign(span: Span) -> str:
+    if span.kind == "wait":
+        return " "
+    return "." if span.chunk is None else f"{span.chunk[1] % 10}"
 
 
 class Clock:
@@ -109,12 +131,8 @@ class Clock:
 
     def _arrival(self, node: Node) -> float:
         """Return when the last input of a node is there that a collective fills."""
-        arrival = 0.0
-        if self.pending:
-            for arg in node.all_input_nodes:
-                for number in self.storages.of[arg]:
-                    arrival = max(arrival, self.pending.get(number, 0.0))
-        return arrival
+        numbers = [number for arg in node.all_input_nodes for number in self.storages.of[arg]]
+        return max((self.pending.get(number, 0.0) for number in numbers), default=0.0)
 
     def run(self, node: Node) -> tuple[float, float]:
         """Issue a node, and return its start and end."""
@@ -167,7 +185,7 @@ def replay(
 
 
 def _span(node: Node, kind: str, stream: str, start: float, end: float, live: int) -> Span:
-    return Span(node.name, target_name(node), kind, stream, start, end, chunk_of(node), live)
+    return Span(node.name, kind, stream, start, end, chunk_of(node), live)
 
 
 def chunk_of(node: Node) -> tuple[Any, int] | None:

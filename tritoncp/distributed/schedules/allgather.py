@@ -37,22 +37,11 @@ def forward(
 
 
 def backward(
-    plan: Plan,
-    engine: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
     """Compute dq, and dk and dv in lse's dtype, of this rank's shards; gradients of captures go to the
     engine's buffers."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
-    delta = torch.empty_like(lse)
-    with step_range(plan.schedule, 0, "delta"):
-        engine.delta(out, dout, dlse, delta)()
     dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
     kv, q_groups = _groups(plan, k, v, q, dout, lse, delta, dq)
     returning: list[Ticket] = []

@@ -42,18 +42,14 @@ def forward(
 
 
 def backward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-    dlse: Tensor | None,
-) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
     """Compute (dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to the engine's
     buffers."""
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     has_remote = sum(plan.fetch.takes) > 0
     local = pack(k, v, k.shape[2]).packed
     flight = yield _request(plan, local)
-    delta = torch.empty_like(lse)
-    with step_range(plan.schedule, 0, "delta"):
-        engine.delta(out, dout, dlse, delta)()
     dq = empty_dq(plan, engine, q, lse.dtype)
     home = torch.zeros_like(local, dtype=lse.dtype)
     args = (q, k, v, dout, lse, delta, near)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tritoncp.distributed.collectives import Schedule
@@ -31,14 +30,10 @@ def forward(
 
 
 def backward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-    dlse: Tensor | None,
-) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
     """Compute (dq, dk, dv) in the dtypes of q, k, v; gradients of captures go to the engine's buffers."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
-    delta = torch.empty_like(lse)
-    with step_range(_name(plan), 0, "delta"):
-        engine.delta(out, dout, dlse, delta)()
     dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
     dk, dv = (empty_grad(x, x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
     args = q, k, v, dout, lse, delta, tables

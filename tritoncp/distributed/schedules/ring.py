@@ -48,14 +48,10 @@ def forward(
 
 
 def backward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-    dlse: Tensor | None,
-) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
     """Compute (dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to the engine's
     buffers."""
-    delta = torch.empty_like(lse)
-    with step_range(plan.schedule, 0, "delta"):
-        engine.delta(out, dout, dlse, delta)()
     dq = empty_dq(plan, engine, q, lse.dtype)
     current, free = _kv_buffers(plan, k, v)
     home = torch.zeros_like(current.packed, dtype=lse.dtype)  # gradient of the own K and V

@@ -70,14 +70,10 @@ def forward(
 
 
 def backward(
-    plan: Plan, engine: Any, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-    dlse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    plan: Plan, engine: Any, q: Tensor, keys: Tensor, values: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq of a chunk's queries, and what they add to the gradients of all rows of the buffer, in lse's
     dtype: [n, heads, D] and [n, heads, E]."""
-    delta = torch.empty_like(lse)
-    with step_range(plan.schedule, 0, "delta"):
-        engine.delta(out, dout, dlse, delta)()
     dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
     args = q, keys, values, dout, lse, delta, _tables(plan, q)
     with step_range(plan.schedule, 0, "dq"):

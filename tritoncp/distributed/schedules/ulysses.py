@@ -15,11 +15,9 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tritoncp.distributed.collectives import Schedule, Wait
-from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules import local, ring
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.distributed.schedules.head_exchange import HeadExchange
@@ -52,14 +50,11 @@ def forward(
 
 
 def backward(
-    inner: Any, plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dout: Tensor, dlse: Tensor | None,
+    inner: Any, plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor,
+    delta: Tensor,
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Compute (dq, dk, dv) of this rank's shards; gradients of captures go to the engine's buffers."""
     exchange = HeadExchange.of(plan, q, k)
-    delta = torch.empty_like(lse)
-    with step_range(plan.schedule, 0, "delta"):
-        engine.delta(out, dout, dlse, delta)()
     grads = yield from _head_gradients(inner, exchange, engine, q, k, v, dout, lse, delta)
     own_grads = [laid_out_as(x, x.shape[3], grad.dtype) for x, grad in zip((q, k, v), grads, strict=True)]
     yield from exchange.to_sequence(
@@ -83,8 +78,8 @@ def _head_gradients(
     # A ring of one rank leaves dK and dV in float32, to be summed over the ranks that share a KV head.
     single_row = ring if exchange.kv.shared else local
     row = single_row if exchange.plan.world_size == 1 else inner
-    heads = HeadSubsetEngine(engine, exchange, whole_delta)
-    computation = row.backward(exchange.plan, heads, *whole_qkv, whole_dout, whole_lse, whole_dout, None)
+    heads = HeadSubsetEngine(engine, exchange)
+    computation = row.backward(exchange.plan, heads, *whole_qkv, whole_dout, whole_lse, whole_delta)
     dq, dk, dv = yield from exchange.run_between_rows(computation)
     return dq.to(q.dtype), dk, dv
 
@@ -92,39 +87,22 @@ def _head_gradients(
 @dataclass(frozen=True, eq=False)
 class HeadSubsetEngine:
     """An engine for some heads of a layer. A rank may hold some of the query heads that share a KV head, so a
-    step is one launch for each stretch of KV heads with equally many query heads.
-
-    received_delta: rowsum(out * dout) - dlse of these heads, in the backward pass
-    """
+    step is one launch for each stretch of KV heads with equally many query heads."""
 
     engine: Any
     exchange: HeadExchange
-    received_delta: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, *, out: Tensor, lse: Tensor,
                 max_scores: Tensor | None = None, state: Sequence[Tensor] = (), h_offset: int = 0,
                 **flags: bool) -> Callable[[], None]:  # fmt: skip
         return _join_launches(
             self.engine.forward(
-                q,
-                k,
-                v,
-                tables,
-                out=out,
-                lse=lse,
-                max_scores=top,
-                state=state or None,
-                h_offset=first,
-                **flags,
+                q, k, v, tables, out=out, lse=lse, max_scores=top, state=own or None, h_offset=first, **flags
             )
-            for first, (q, out, lse, top, *state), (k, v) in self._pieces(
+            for first, (q, out, lse, top, *own), (k, v) in self._pieces(
                 (q, out, lse, max_scores, *state), (k, v)
             )
         )
-
-    def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Callable[[], None]:
-        assert self.received_delta is not None
-        return _join_launches([partial(delta.copy_, self.received_delta)])
 
     def dq(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
            dq: Tensor, add: bool = False, h_offset: int = 0) -> Callable[[], None]:  # fmt: skip

@@ -13,119 +13,98 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncp.core.handles import object_of
+from tritoncp.distributed import failures
 from tritoncp.distributed.schedules import shared_keys
 from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
-from tritoncp.ops import engine_factory, signatures
-from tritoncp.ops.autograd import current_device, in_own_memory, needs_autograd, plan_of
-from tritoncp.ops.dispatch import group_op, register_op
-from tritoncp.ops.engine_factory import Spec
+from tritoncp.ops import signatures
+from tritoncp.ops.autograd import (
+    BackwardInputs,
+    backward_engine,
+    current_device,
+    in_own_memory,
+    needs_autograd,
+)
+from tritoncp.ops.call import CALL_SCHEMA, Call, OpArguments, decode_spec
+from tritoncp.ops.dispatch import register_op
+from tritoncp.ops.engine_factory import engine_of, gradient_buffers, sum_gradients
 from tritoncp.planning.plan import Plan
 
 
 def _plan(handle: Tensor, x: Tensor) -> Plan:
     """Return the plan of a handle for the batch rows of x, after a check that its keys travel once."""
-    plan = plan_of(handle, x)
+    plan: Plan = object_of(handle)
+    plan.check_sources()
     shared_keys.check_schedule(plan)
-    return plan
+    return plan.of_batch(x.shape[0])
 
 
-@group_op
-def _send_keys(
-    k: Tensor,
-    v: Tensor,
-    captures: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    scale: float,
-    plan: Tensor,
-    spec: str,
-    backward: bool,
-) -> Tensor:
+def _send_keys(k: Tensor, v: Tensor, backward: bool, *arguments: Any) -> Tensor:
     """Start the exchange of keys and values; the buffer is filled once it was waited for."""
-    whole, group = _plan(plan, k), Spec.decode(spec).group
-    if not backward:  # the backward pass of a call that was compared
-        signatures.compare_call(group, whole, spec, scale, k, k, v, captures, ints, floats)
-    return shared_keys.send_keys(whole, k, v, group)
+    written = OpArguments(*arguments).with_leaves()
+    with failures.closing(written.group):
+        whole = _plan(written.plan, k)
+        if not backward:  # the backward pass of a call that was compared
+            signatures.compare_call(written.decode(k), k, k, v)
+        return shared_keys.send_keys(whole, k, v, written.group)
 
 
 def _send_keys_fake(k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return k.new_empty(_new_size(), k.shape[1], k.shape[3] + v.shape[3])
 
 
-@group_op
-def _forward_part(
-    q: Tensor,
-    buffer: Tensor,
-    captures: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    scale: float,
-    plan: Tensor,
-    index: int,
-    count: int,
-    spec: str,
-) -> list[Tensor]:
+def _reading_call(written: OpArguments, q: Tensor, index: int, count: int) -> Call:
+    """Read the call of one of ``count`` chunks of the queries, which read the buffer of the whole plan."""
+    call = written.decode(q)
+    shared_keys.check_schedule(call.plan)
+    return call._replace(plan=shared_keys.reading_part(call.plan, index, count))
+
+
+def _forward_part(q: Tensor, buffer: Tensor, index: int, count: int, *arguments: Any) -> list[Tensor]:
     """Compute out, lse and, if requested, max_scores of one of ``count`` chunks of the queries."""
-    part = shared_keys.reading_part(_plan(plan, q), index, count)
-    k, v = shared_keys.views_of(part, buffer, q)
-    with current_device(q.device):
-        engine = engine_factory.engine_of(spec, part, scale, [q], [k], [v], captures, ints, floats)
-        results = shared_keys.forward(part, engine, q, k, v, Spec.decode(spec).want_max)
+    written = OpArguments(*arguments).with_leaves()
+    with failures.closing(written.group), current_device(q.device):
+        call = _reading_call(written, q, index, count)
+        k, v = shared_keys.views_of(call.plan, buffer, q)
+        results = shared_keys.forward(call.plan, engine_of(call, q, k, v), q, k, v, call.want_max)
     return [x for x in results if x is not None]
 
 
 def _forward_part_fake(q: Tensor, buffer: Tensor, *rest: Any) -> list[Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q))
     out = laid_out_as(q, buffer.shape[2] - q.shape[3])
-    return [out, lse, *([torch.empty_like(lse)] if Spec.decode(rest[-1]).want_max else [])]
+    return [out, lse, *([torch.empty_like(lse)] if decode_spec(rest[-1]).want_max else [])]
 
 
-@group_op
 def _backward_part(
-    dout: Tensor,
-    dlse: list[Tensor],
-    q: Tensor,
-    buffer: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    captures: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    scale: float,
-    plan: Tensor,
-    index: int,
-    count: int,
-    spec: str,
-) -> list[Tensor]:
+    dout: Tensor, dlse: Tensor | None, q: Tensor, buffer: Tensor, out: Tensor, lse: Tensor, index: int,
+    count: int, *arguments: Any,
+) -> list[Tensor]:  # fmt: skip
     """Compute dq of a chunk, what it adds to dk and dv of the buffer's rows, and gradients of captures."""
-    call, part = Spec.decode(spec), shared_keys.reading_part(_plan(plan, q), index, count)
-    k, v = shared_keys.views_of(part, buffer, q)
-    dlses = [x.masked_fill(lse == -torch.inf, 0).contiguous() for x in dlse]
-    dout = dout if 0 not in dout.stride() else dout.contiguous()
-    grads = engine_factory.gradient_buffers(call, captures, lse)
-    extra = out, lse, dout, *dlses
-    with current_device(q.device):
-        engine = engine_factory.engine_of(
-            spec, part, scale, [q], [k], [v], captures, ints, floats, extra, grads
-        )
-        dq, dk, dv = shared_keys.backward(part, engine, q, k, v, out, lse, dout, dlses[0] if dlses else None)
-    return [in_own_memory(dq, q), dk, dv, *engine_factory.sum_gradients(call, captures, grads)]
+    written = OpArguments(*arguments).with_leaves()
+    with failures.closing(written.group), current_device(q.device):
+        call = _reading_call(written, q, index, count)
+        k, v = shared_keys.views_of(call.plan, buffer, q)
+        sums = gradient_buffers(call, lse)
+        engine, dout, delta = backward_engine(call, BackwardInputs(dout, dlse, q, k, v, out, lse), sums)
+        dq, dk, dv = shared_keys.backward(call.plan, engine, q, k, v, dout, lse, delta)
+    return [in_own_memory(dq, q), dk, dv, *written.order_sums(call, sum_gradients(call, sums))]
 
 
 def _backward_part_fake(
-    dout: Tensor, dlse: list[Tensor], q: Tensor, buffer: Tensor, out: Tensor, lse: Tensor,
-    captures: list[Tensor], *rest: Any,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, buffer: Tensor, out: Tensor, lse: Tensor, index: int,
+    count: int, *arguments: Any,
 ) -> list[Tensor]:  # fmt: skip
-    (n, heads, width), d = buffer.shape, q.shape[3]
+    (n, heads, width), d, written = buffer.shape, q.shape[3], OpArguments(*arguments)
     grads = [buffer.new_empty(n, heads, size, dtype=stats_dtype(q)) for size in (d, width - d)]
-    sums = [x.new_empty(x.shape) for x in (captures[i] for i in Spec.decode(rest[-1]).wants)]
+    sums = [x.new_empty(x.shape) for x in map(written.captures.__getitem__, written.wants)]
     return [laid_out_as(q, d), *grads, *sums]
 
 
-@group_op
 def _send_gradients(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Tensor, spec: str) -> Tensor:
     """Start to return the gradients of keys and values, summed over all chunks, to the ranks of the keys."""
-    return shared_keys.send_gradients(_plan(plan, k), dk, dv, k, Spec.decode(spec).group)
+    with failures.closing(group := decode_spec(spec).group):
+        return shared_keys.send_gradients(_plan(plan, k), dk, dv, k, group)
 
 
 def _send_gradients_fake(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Tensor, spec: str) -> Tensor:
@@ -167,12 +146,18 @@ def _tensors(args: Any) -> list[Tensor]:
     return [x for one in lists for x in one if isinstance(x, Tensor)]
 
 
-def _register(name: str, body: Any, fake: Any) -> Any:
-    return register_op(name, body, fake, _below_autograd(name))
+def _register(name: str, body: Any, fake: Any, schema: str = "") -> Any:
+    return register_op(name, body, fake, _below_autograd(name), schema)
 
 
-send_keys_op = _register("send_keys", _send_keys, _send_keys_fake)
-forward_part_op = _register("forward_part", _forward_part, _forward_part_fake)
-backward_part_op = _register("backward_part", _backward_part, _backward_part_fake)
+_CHUNK = f"SymInt index, SymInt count, {CALL_SCHEMA}"
+_SEND = f"(Tensor key, Tensor value, bool backward, {CALL_SCHEMA}) -> Tensor"
+_FORWARD = f"(Tensor query, Tensor buffer, {_CHUNK}) -> Tensor[]"
+_BACKWARD = (
+    f"(Tensor dout, Tensor? dlse, Tensor query, Tensor buffer, Tensor out, Tensor lse, {_CHUNK}) -> Tensor[]"
+)
+send_keys_op = _register("send_keys", _send_keys, _send_keys_fake, _SEND)
+forward_part_op = _register("forward_part", _forward_part, _forward_part_fake, _FORWARD)
+backward_part_op = _register("backward_part", _backward_part, _backward_part_fake, _BACKWARD)
 send_gradients_op = _register("send_gradients", _send_gradients, _send_gradients_fake)
 land_gradients_op = _register("land_gradients", _land_gradients, _land_gradients_fake)

@@ -38,6 +38,7 @@ def test_plan_in_json_is_the_plans_own_figures():
     mask = tritoncp.create_block_mask(tritoncp.sliding_window(1024), 1, 1, 1 << 16, 1 << 16)
     plan = tritoncp.make_plan(mask, world_size=5, rank=0, balancer="contiguous")
     assert code == 0 and report["work"] == plan.work and report["schedule"] == plan.schedule
+    assert report["metrics"] == plan.metrics(heads=16, kv_heads=2, head_dim=64, v_head_dim=64, itemsize=4)
     layer = {"batch": 1, "heads": 16, "kv_heads": 2, "head_dim": 64, "itemsize": 4}
     assert report["schedules"][plan.schedule]["sent_bytes"] == [
         plan.for_rank(rank).bytes_sent(**layer) for rank in range(5)
@@ -72,7 +73,7 @@ def test_plan_shows_the_mask_as_it_was_written(tmp_path):
 def test_plan_on_a_terminal_is_in_colour():
     from rich.console import Console
 
-    from tritoncp.planning import command
+    from tritoncp.planning.report import command
 
     class Terminal(Console):
         def __init__(self) -> None:

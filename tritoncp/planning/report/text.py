@@ -1,38 +1,28 @@
-"""Reports of a plan as text and JSON: owners of blocks, work of ranks, cost of each schedule."""
+"""Plans as text: owners of blocks, work of ranks, cost of each schedule, and the plan in plain words."""
 
 from __future__ import annotations
 
-import colorsys
 import re
 import textwrap
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
-from tritoncp.masks.expressions import format_mask
-from tritoncp.planning import cost
-from tritoncp.planning.explanation import format_meaning, owner_shares
-from tritoncp.planning.memory import Sizes
-from tritoncp.planning.metrics import Metrics
 from tritoncp.planning.plan_data import PlanData
-from tritoncp.planning.units import (
-    format_bytes,
-    format_ranks,
-    format_tokens,
-    shorten,
-)
+from tritoncp.planning.report.facts import Facts, owner_shares
+from tritoncp.planning.report.units import format_bytes, format_ranks, format_tokens, shorten
+from tritoncp.planning.work import merge_ranges
 
 WIDTH = 64  # characters across the mask
 LINES = 16  # most ranks for which a bar each is printed; with more, the mask has half the width
-
-Colour = tuple[int, int, int]
-# Paul Tol's "bright" palette, distinct under colour blindness, and two more colours.
-BRIGHT = (
-    (68, 119, 170), (238, 102, 119), (34, 136, 51), (204, 187, 68),
-    (102, 204, 238), (170, 51, 119), (221, 136, 68), (120, 120, 120),
-)  # fmt: skip
+EVEN, NEARLY_EVEN = 1.02, 1.1  # largest work over the mean, up to which work is called so
+MESSAGES = {
+    "allgather": "every rank receives all keys and values, seen or not",
+    "ring": "keys and values pass from rank to rank, each as far as the last rank that sees them",
+    "fetch": "each rank receives only the blocks of keys and values that its queries see",
+    "ulysses": "ranks exchange heads and tokens, so a rank computes some heads for tokens of several ranks",
+    "ulysses+ring": "ranks exchange heads and tokens; keys and values go around a ring between rows of ranks",
+}
 
 
 class Line(NamedTuple):
@@ -40,117 +30,6 @@ class Line(NamedTuple):
 
     text: str
     rank: int | None = None
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The facts about a plan for one layer that text, JSON and pictures show.
-
-    >>> from tritoncp import causal, create_block_mask, make_plan
-    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
-    >>> facts = Facts.of(plan, heads=16, kv_heads=16)
-    >>> facts.auto == facts.costs[0].schedule
-    True
-    >>> sorted(facts.bytes_sent)
-    ['allgather', 'fetch', 'ring', 'ulysses']
-    """
-
-    plan: PlanData
-    shape: cost.Shape
-    hardware: cost.Hardware
-    expression: str  # the mask as its author wrote it
-
-    @classmethod
-    def of(cls, plan: PlanData, hardware: cost.Hardware | None = None, **shape: int) -> Facts:
-        """Return the facts for a layer of this ``shape``, on the assumed hardware if none is passed."""
-        mod = plan.mask.mask_mod
-        layer = cost.Shape.of_layer(plan, **shape)
-        expression = "" if mod is None else format_mask(mod)
-        return cls(plan, layer, hardware or cost.hardware_of(plan.world_size), expression)
-
-    @cached_property
-    def costs(self) -> tuple[cost.Cost, ...]:
-        """Cost of every schedule for this placement, cheapest first; empty for one rank."""
-        return cost.costs(self.plan, self.shape, self.hardware) if self.plan.world_size > 1 else ()
-
-    @cached_property
-    def own_cost(self) -> cost.Cost:
-        """Cost of the plan's own schedule; "ulysses+ring" is estimated as "ulysses"."""
-        if self.plan.world_size == 1:
-            return cost.local_cost(self.plan, self.shape, self.hardware)
-        name = self.plan.schedule.partition("+")[0]
-        return next(one for one in self.costs if one.schedule == name)
-
-    @cached_property
-    def bytes_sent(self) -> dict[str, list[int]]:
-        """Bytes that each rank sends in a forward and a backward pass, by schedule."""
-        return {
-            estimate.schedule: cost.bytes_sent(self.plan, estimate.schedule, self.shape)
-            for estimate in self.costs
-        }
-
-    @cached_property
-    def most_sent(self) -> int:
-        """Bytes that the rank which sends most sends in a forward and a backward pass."""
-        schedule = self.plan.schedule  # bytes_sent has all but schedules between rows of ranks
-        return max(self.bytes_sent.get(schedule) or cost.bytes_sent(self.plan, schedule, self.shape))
-
-    @cached_property
-    def auto(self) -> str:
-        """The schedule that `schedule="auto"` chooses, by the costs of a standard layer, not of this
-        layer."""
-        standard = cost.Shape(batch=self.plan.batch)
-        estimates = self.costs if standard == self.shape else cost.costs(self.plan, standard, self.hardware)
-        return estimates[0].schedule if estimates else self.plan.schedule
-
-    @cached_property
-    def metrics(self) -> Metrics:
-        """Figures of the plan's own schedule."""
-        return Metrics.of(self.plan, self.shape, self.own_cost)
-
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of this rank's queries, keys, values, outputs and lse."""
-        return Sizes.of(self.plan, self.shape).shards
-
-    @property
-    def reads(self) -> Tensor:
-        """Bytes of rank s's keys and values that rank r's queries see, at [r, s]: int64 [W, W]."""
-        rows = self.plan.traffic * (1 if self.plan.batched else self.shape.batch)
-        return rows * (self.shape.row // self.shape.batch * self.shape.itemsize)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the facts as JSON values: the output of ``tritoncp plan --json``."""
-        plan, mask = self.plan, self.plan.mask
-        return {
-            "mask": {
-                "expression": self.expression or None,
-                "q_len": mask.q_len, "kv_len": mask.kv_len, "block_size": [mask.q_block, mask.kv_block],
-                "sparsity": mask.sparsity(), "runs": len(mask.runs.runs),
-            },
-            "world_size": plan.world_size,
-            "balancer": plan.balancer,
-            "schedule": plan.schedule,
-            "reason": plan.reason,
-            "auto": self.auto,
-            "layer": asdict(self.shape),
-            "hardware": asdict(self.hardware),
-            "tokens": [int(slots[0, :, 2].sum()) for slots in plan.q.slots],
-            "work": plan.work,
-            "imbalance": plan.imbalance,
-            "shard_bytes": self.shard_bytes,
-            "metrics": self.metrics._asdict(),
-            "schedules": {
-                estimate.schedule: {
-                    "forward_ms": estimate.forward * 1e3,
-                    "backward_ms": estimate.backward * 1e3,
-                    "extra_bytes": estimate.memory,
-                    "sent_bytes": self.bytes_sent[estimate.schedule],
-                }
-                for estimate in self.costs
-            },
-            "reads_bytes": self.reads.tolist(),
-        }  # fmt: skip
 
 
 def format_text(facts: Facts) -> str:
@@ -167,20 +46,52 @@ def format_lines(facts: Facts) -> list[Line]:
     parts = [Line(format_title(plan)), *mask, gap, *format_blocks(plan), gap]
     parts += [*format_shares(plan), gap] if plan.world_size > 1 else []
     parts += [*format_work(plan), gap, *map(Line, format_costs(facts))]
-    parts.append(Line(f"shard of a rank (q, k, v, out, lse): {_mib(facts.shard_bytes)} MiB"))
-    parts += [Line(format_metrics(facts.metrics)), gap, Line("what this means:")]
-    for sentence in format_meaning(plan, facts.metrics, facts.most_sent):
+    parts += [Line(format_memory(facts)), gap, Line("what this means:")]
+    for sentence in format_meaning(facts):
         lines = textwrap.wrap(sentence, 2 * WIDTH, initial_indent="  ", subsequent_indent="    ")
         parts += map(Line, lines)
     return parts
 
 
-def format_metrics(metrics: Metrics) -> str:
-    """Format the memory of a layer and its remote keys as one line."""
+def format_memory(facts: Facts) -> str:
+    """Format the memory of a layer as one line."""
+    metrics = facts.metrics
     return (
-        f"memory of a rank, most: forward {_mib(metrics.forward_peak_bytes)} MiB, backward with gradients "
-        f"{_mib(metrics.backward_peak_bytes)} MiB; {100 * metrics.remote_share:.3g} % of keys read are remote"
+        f"MiB of a rank: shard (q, k, v, out, lse) {_mib(facts.shard_bytes)}; at most in a pass: forward "
+        f"{_mib(metrics.forward_peak_bytes)}, backward with gradients {_mib(metrics.backward_peak_bytes)}"
     )
+
+
+def format_meaning(facts: Facts) -> list[str]:
+    """Say in plain words who keeps which tokens, whether the work is even, and what travels: a sentence or
+    two a line."""
+    plan = facts.plan
+    if plan.world_size == 1:
+        return ["Who computes what: one rank computes all.", "What travels: nothing (remote share 0 %)."]
+    word = "yes" if plan.imbalance <= EVEN else "nearly" if plan.imbalance <= NEARLY_EVEN else "no"
+    return [
+        f"Who computes what: {_format_pieces(plan)}.",
+        f"Is it even: {word}, the busiest rank has {100 * (plan.imbalance - 1):.2g} % more work than the "
+        f"mean, so ranks wait {100 * (1 - 1 / plan.imbalance):.2g} % of the time in attention.",
+        f"What travels: {100 * facts.metrics.remote_share:.3g} % of the keys that queries see are kept by "
+        "another rank (remote share).",
+        f"How it travels: {plan.schedule}: {MESSAGES[plan.schedule]}; at most "
+        f"{format_bytes(facts.most_sent)} sent by a rank, forward and backward.",
+    ]
+
+
+def _format_pieces(plan: PlanData) -> str:
+    """Say how many tokens each rank keeps, and which of them rank 0 has."""
+    tokens = [int(slots[0, :, 2].sum()) for slots in plan.q.slots]
+    amount = " to ".join(format_tokens(count) for count in sorted({min(tokens), max(tokens)}))
+    _, position, count = plan.q.slots[0][0][plan.q.slots[0][0, :, 2] > 0].unbind(1)
+    share = f"each of the {plan.world_size} ranks computes the queries of {amount} tokens"
+    if not len(position):
+        return share
+    ranges = torch.stack(merge_ranges(position, position + count), 1).tolist()
+    names = [f"{format_tokens(start)}-{format_tokens(end)}" for start, end in ranges]
+    where = f"at {', '.join(names)}" if len(names) <= 4 else f"in {len(names)} pieces"
+    return f"{share}; those of rank 0 lie {where}"
 
 
 def format_title(plan: PlanData) -> str:
@@ -307,15 +218,3 @@ def format_remote_bytes(facts: Facts) -> tuple[str, str]:
     """Format the bytes of remote keys and values: the largest of a pair of ranks, and the total."""
     remote = facts.reads.clone().fill_diagonal_(0)
     return format_bytes(int(remote.max())), format_bytes(int(remote.sum()))
-
-
-def colours(world_size: int) -> list[Colour]:
-    """Return a colour for each rank: a distinct palette for up to eight; beyond, hues from blue over green,
-    yellow and red to purple, so that a hue lies on one stretch of ranks."""
-    if world_size <= len(BRIGHT):
-        return list(BRIGHT[:world_size])
-    result = []
-    for rank in range(world_size):
-        rgb = colorsys.hls_to_rgb((0.62 - 0.8 * rank / world_size) % 1, (0.40, 0.56)[rank % 2], 0.62)
-        result.append((round(255 * rgb[0]), round(255 * rgb[1]), round(255 * rgb[2])))
-    return result

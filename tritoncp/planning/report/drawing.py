@@ -14,17 +14,17 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tritoncp.planning import rasters
-from tritoncp.planning.explanation import format_meaning
-from tritoncp.planning.report import (
-    Facts,
-    colours,
+from tritoncp.planning.report import rasters
+from tritoncp.planning.report.facts import Facts
+from tritoncp.planning.report.rasters import colours
+from tritoncp.planning.report.text import (
     format_choice,
     format_headline,
+    format_meaning,
     format_remote_bytes,
     format_title,
 )
-from tritoncp.planning.units import axis_ticks, format_bytes, format_seconds, format_tokens, shorten
+from tritoncp.planning.report.units import axis_ticks, format_bytes, format_seconds, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,6 @@ STYLE: Any = {
     "axes.facecolor": "none", "xtick.color": GREY, "ytick.color": GREY, "xtick.labelsize": 8,
     "ytick.labelsize": 8, "svg.fonttype": "none", "svg.hashsalt": "tritoncp",
 }  # fmt: skip
-BAND = 4  # least pixels of a rank's band in the mask for its number to stand beside it
 # The colours of light and dark pages by the name of each colour in the drawing.
 PAGE_STYLE = """
 :root { --ink: #212529; --grey: #5c636a; --deep: #084ea0; --paper: #fff; color-scheme: light dark }
@@ -75,7 +74,7 @@ def format_page(facts: Facts) -> str:
     """Format the drawing and the plan in plain words as an HTML page: one file that fetches nothing. Raises
     RuntimeError without Matplotlib."""
     first, second = map(escape, format_headline(facts))
-    sentences = (line.partition(": ") for line in format_meaning(facts.plan, facts.metrics, facts.most_sent))
+    sentences = (line.partition(": ") for line in format_meaning(facts))
     meaning = "".join(f"<dt>{escape(term)}<dd>{escape(text)}" for term, _, text in sentences)
     with _style():
         mask = _format_svg(_draw_mask, facts, 560, 560)
@@ -177,39 +176,14 @@ def _set_rank_ticks(axis: Any, world_size: int, most: int, label: str) -> None:
 
 
 def _draw_mask(axes: Axes, facts: Facts) -> None:
-    """Draw the mask with its legend, and a detail of a thin mask in the corner."""
-    plan, mask = facts.plan, facts.plan.mask
-    whole = rasters.mask_pixels(plan)
-    _draw_raster(axes, whole, mask.kv_len, mask.q_len)
-    note = "a point: the query of this row sees the key of this column; its colour: the rank that computes it"
+    """Draw the blocks of the mask with their legend."""
+    mask = facts.plan.mask
+    _draw_raster(axes, rasters.mask_pixels(facts.plan), mask.kv_len, mask.q_len)
+    note = "a point: queries of this row see keys of this column; its colour: the rank that computes them"
     axes.annotate(note, (0, 1), (0, 5), "axes fraction", textcoords="offset points", size=8.5, color=GREY)
     _set_token_ticks(axes.xaxis, mask.kv_len, "keys, by position in the sequence (tokens)")
     _set_token_ticks(axes.yaxis, mask.q_len, "queries, by position in the sequence (tokens)")
-    length = rasters.lens_length(plan, whole)
-    if length:
-        share = rasters.LENS / rasters.SIDE
-        detail = axes.inset_axes((0.97 - share, 0.93 - share, share, share), xticks=[], yticks=[])
-        _draw_raster(detail, rasters.mask_pixels(plan, rasters.LENS, length), length, length)
-        detail.set_title(f"the first {format_tokens(length)} tokens", size=9, color=GREY, pad=5)
-    _label_bands(axes, facts)
     _draw_legend(axes, facts)
-
-
-def _label_bands(axes: Axes, facts: Facts) -> None:
-    """Write the rank beside the rows of the mask, wherever a rank has a band of them high enough to see."""
-    mask, owners = facts.plan.mask, facts.plan.owners[0]
-    scale = rasters.SIDE / max(1, len(owners))
-    ranks, counts = owners.unique_consecutive(return_counts=True)
-    middles = (counts.cumsum(0) - counts / 2) * scale
-    if int(counts[counts * scale >= BAND].sum()) < len(owners) / 2:
-        return  # most rows lie in bands that are too thin: the strips show their ranks
-    last, paint = -14.0, colours(facts.plan.world_size)
-    for rank, count, middle in zip(ranks.tolist(), counts.tolist(), middles.tolist()):
-        if rank >= 0 and count * scale >= BAND and middle - last >= 14:
-            at = (mask.kv_len, middle / rasters.SIDE * mask.q_len)
-            colour = [part / 255 for part in paint[rank]]
-            axes.annotate(str(rank), at, (5, 0), textcoords="offset points", va="center", color=colour)
-            last = middle
 
 
 def _draw_legend(axes: Axes, facts: Facts) -> None:
@@ -217,16 +191,15 @@ def _draw_legend(axes: Axes, facts: Facts) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    world_size, shows_blocks = facts.plan.world_size, rasters.shows_blocks(facts.plan.mask)
+    world_size = facts.plan.world_size
     samples = colours(world_size)[:: -(-world_size // 4)]
-    opacities = rasters.BLOCK_OPACITIES if shows_blocks else rasters.SHARE_OPACITIES
     handles = [
         tuple(Patch(color=(r / 255, g / 255, b / 255, opacity), lw=0) for r, g, b in samples)
-        for opacity, _ in opacities
+        for opacity, _ in rasters.OPACITIES
     ]
     axes.legend(
-        handles, [label for _, label in opacities], handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        loc="upper left", bbox_to_anchor=(0, -0.075), ncols=3, frameon=False, handlelength=4, columnspacing=1,
+        handles, [label for _, label in rasters.OPACITIES], loc="upper left", bbox_to_anchor=(0, -0.075),
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, ncols=3, frameon=False, handlelength=4,
     )  # fmt: skip
 
 
@@ -236,7 +209,7 @@ def _write_meaning(figure: Figure, facts: Facts, left: int, top: int) -> None:
     axes.set_axis_off()
     _set_title(axes, "What this means")
     line = 0.0
-    for sentence in format_meaning(facts.plan, facts.metrics, facts.most_sent):
+    for sentence in format_meaning(facts):
         subject, _, text = sentence.partition(": ")
         lines = textwrap.wrap(text, 92)
         for x, words, colour in ((0.0, subject, GREY), (0.2, "\n".join(lines), INK)):

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.planning.test_rasters import document_plan
+from tests.planning.report.test_rasters import document_plan
 from tritoncp.masks.closed_forms import sliding_window
 from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.planning.build import build
-from tritoncp.planning.drawing import draw_figure, format_page
-from tritoncp.planning.explanation import format_meaning
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.report import Facts
-from tritoncp.planning.units import format_seconds
+from tritoncp.planning.report.drawing import draw_figure, format_page
+from tritoncp.planning.report.facts import Facts
+from tritoncp.planning.report.text import format_meaning
+from tritoncp.planning.report.units import format_seconds
 
 PLANS = {
     "documents": document_plan(4096, 4),
@@ -63,7 +63,7 @@ def test_the_page_is_self_contained_and_has_the_figures_of_the_plan(name: str, t
     assert "http" not in re.sub(r"base64,[\w+/=\s]*", "", text) and not re.search(r"url\((?!#)", text)
     visible = " ".join(page.words)
     parts = [f"{plan.imbalance:.3f}", "queries, by position", "rank that keeps them"]
-    parts += [line.partition(": ")[2] for line in format_meaning(plan, facts.metrics, facts.most_sent)]
+    parts += [line.partition(": ")[2] for line in format_meaning(facts)]
     for estimate in facts.costs:
         parts += [estimate.schedule, format_seconds(estimate.forward), format_seconds(estimate.backward)]
     parts += [] if facts.costs else ["nothing travels"]

@@ -14,7 +14,9 @@ from rich.text import Text
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
 from tritoncp.masks import expressions
-from tritoncp.planning.report import Facts, colours, format_lines
+from tritoncp.planning.report.facts import Facts
+from tritoncp.planning.report.rasters import colours
+from tritoncp.planning.report.text import format_lines
 
 DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
 # A plan takes about 60 bytes a token, 2 KiB a block, 25 bytes a pair of ranks and a byte for each block of

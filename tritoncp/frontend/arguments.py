@@ -1,4 +1,4 @@
-"""The arguments of one call of `flex_attention`, sorted and checked."""
+"""The arguments of one call of `flex_attention`, sorted from either call shape."""
 
 from __future__ import annotations
 
@@ -22,32 +22,25 @@ from tritoncp.planning.plan import Plan
 MASKS = (BlockMask, Mask, MaskMod, Plan, TracedMask)
 
 
-class Request(NamedTuple):
-    """The arguments of one call besides query, key and value, sorted from either call shape."""
+class Options(NamedTuple):
+    """The arguments of one call besides query, key, value, score_mod, mask and mesh, as they were passed."""
 
-    score_mod: Any
-    mask: Any
-    mesh: Any
     scale: float | None
     enable_gqa: bool
     return_lse: bool
-    options: dict[str, Any] | None
+    kernel_options: dict[str, Any] | None
     return_aux: AuxRequest | None
     positions: Tensor | None
     sinks: Tensor | None
     batch_offset: int | None
 
     @property
-    def want_max(self) -> bool:
-        """Whether max_scores is requested."""
-        return self.return_aux is not None and self.return_aux.max_scores
-
-    @property
     def returns(self) -> tuple[str, ...]:
         """All requested results besides out."""
-        want_lse = self.return_lse or (self.return_aux is not None and self.return_aux.lse)
-        sinks = self.sinks is not None
-        return ("lse",) * want_lse + ("max_scores",) * self.want_max + ("sinks",) * sinks
+        aux, sinks = self.return_aux, ("sinks",) * (self.sinks is not None)
+        if aux is None:
+            return ("lse", *sinks) if self.return_lse else sinks
+        return ("lse",) * (self.return_lse or aux.lse) + ("max_scores",) * aux.max_scores + sinks
 
     def scale_for(self, query: Tensor) -> float:
         """Return the scale of scores; torch's if none is passed."""
@@ -56,10 +49,11 @@ class Request(NamedTuple):
         validate.check_scale(self.scale)
         return float(self.scale)
 
-    def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Check all that does not depend on the plan."""
+    def check(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
+        """Check all that does not depend on the plan. mask: of the call, whose lengths may explain an
+        error."""
         validate.check_aux(self.return_lse, self.return_aux)
-        validate.check_tensors(query, key, value, self.enable_gqa, self.mask)
+        validate.check_tensors(query, key, value, self.enable_gqa, mask)
         validate.check_sinks(query, self.sinks)
 
     def check_key(self, query: Tensor, key: Tensor, value: Tensor, group: Any) -> Any:
@@ -68,8 +62,7 @@ class Request(NamedTuple):
         return validate.call_key(query, key, value, self.sinks, group, *flags, self.batch_offset)
 
     def results(self, outs: Sequence[Tensor]) -> Any:
-        """Return what was requested of out, lse and max_scores, sinks included: out, (out, lse) or (out,
-        AuxOutput)."""
+        """Return the requested results, sinks included: out, (out, lse) or (out, AuxOutput)."""
         out, lse, *tops = outs
         if self.sinks is not None:
             out, lse = with_sinks(out, lse, self.sinks)

@@ -1,1 +1,0 @@
-"""The command `tritoncp chunk`, and the sample graphs that it orders."""

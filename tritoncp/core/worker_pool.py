@@ -1,0 +1,171 @@
+"""A pool of worker processes: a case whose process dies or takes too long costs its own result alone."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, Self
+
+POLL = 0.2  # seconds between looks at limits
+DYING = 2.0  # seconds to wait for a process whose pipe has ended, or that was killed
+
+
+class Lost(NamedTuple):
+    """In place of the result of a case: why there is none."""
+
+    why: str
+
+
+class WorkerPool:
+    """Up to ``jobs`` processes, reused from one batch of cases to the next. Leaving a ``with`` block kills
+    them.
+
+    function: a batch of cases -> an iterator of their results, in order. If it ends before the last case,
+              another process runs the rest.
+    setup:    called once in each process
+    timeout:  seconds for a case, with the start of its process
+    method:   "spawn" takes seconds, and pickles function and setup; "fork" is quick, but not for CUDA
+    without:  an environment variable that the processes do not have
+    """
+
+    def __init__(
+        self,
+        function: Callable[[list[Any]], Iterable[Any]],
+        jobs: int | None = None,
+        *,
+        setup: Callable[[], object] = list,
+        timeout: float = math.inf,
+        method: str = "spawn",
+        without: str = "",
+    ) -> None:
+        self._jobs, self._timeout, self._without = jobs or count_cores(), timeout, without
+        self._context: Any = get_context(method)
+        self._arguments = function, setup
+        self._idle: list[_Worker] = []
+        self._busy: dict[Any, _Worker] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in [*self._idle, *self._busy.values()]:
+            worker.kill()
+        self._idle, self._busy = [], {}
+
+    def run(
+        self, batches: Iterable[Sequence[Any]], poll: Callable[[], object] = list
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yield each case with its result or :class:`Lost`, in the order of completion. ``poll`` is called
+        several times a second, and may raise. Closing the iterator kills the processes that are at work."""
+        queue = deque(list(batch) for batch in batches)
+        try:
+            while queue or self._busy:
+                poll()
+                while queue and len(self._busy) < self._jobs:
+                    worker = self._idle.pop() if self._idle else self._start()
+                    worker.give(queue.popleft())
+                    self._busy[worker.pipe] = worker
+                ready = wait(list(self._busy), POLL)
+                for pipe, worker in list(self._busy.items()):
+                    if pipe in ready:
+                        result = worker.receive()
+                    elif time.monotonic() > worker.began + self._timeout:
+                        result, worker.ended = Lost(f"took more than {self._timeout:g} s"), True
+                    else:
+                        continue
+                    if worker.ended:
+                        poll()  # it may have ended for the same reason: its case is not lost
+                        worker.kill()
+                    if result is not None:
+                        yield worker.cases.pop(0), result
+                    if worker.ended or not worker.cases:
+                        del self._busy[pipe]
+                        self._idle += [] if worker.ended else [worker]
+                        queue += [worker.cases] if worker.cases else []
+        finally:
+            for worker in self._busy.values():
+                worker.kill()
+            self._busy = {}
+
+    def _start(self) -> _Worker:
+        value = os.environ.pop(self._without, None)
+        try:
+            return _Worker(self._context, self._arguments)
+        finally:
+            if value is not None:
+                os.environ[self._without] = value
+
+
+class _Worker:
+    """A process, and the cases of its batch without a result."""
+
+    def __init__(self, context: Any, arguments: tuple[Any, ...]) -> None:
+        self.cases: list[Any] = []
+        self.ended, self.began, self._num_results = False, 0.0, 0
+        self.pipe, child_pipe = context.Pipe()
+        self.process = context.Process(target=_work, args=(child_pipe, *arguments), daemon=True)
+        self.process.start()
+        child_pipe.close()  # so that the pipe ends when the process dies
+
+    def give(self, cases: list[Any]) -> None:
+        self.cases, self.began, self._num_results = cases, time.monotonic(), 0
+        with contextlib.suppress(OSError):  # a process that died while idle: receive() reports it
+            self.pipe.send(cases)
+
+    def receive(self) -> Any:
+        """Receive the next result. If the process has ended: Lost, or None if it ended in order after a
+        result."""
+        try:
+            result = self.pipe.recv()
+        except (EOFError, OSError):
+            self.ended = True
+            self.process.join(DYING)
+            code = self.process.exitcode
+            if code == 0 and self._num_results:
+                return None
+            return Lost(f"its process ended with exit code {code} (negative: a signal)")
+        self.began, self._num_results = time.monotonic(), self._num_results + 1
+        return result
+
+    def kill(self) -> None:
+        """Kill the process, and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join(DYING)
+
+
+def _work(
+    pipe: Connection, function: Callable[[list[Any]], Iterable[Any]], setup: Callable[[], object]
+) -> None:
+    """Run batches until the pipe ends, or a batch ends before its last case."""
+    os.setpgrp()  # a group of its own: what it starts ends with it, and Ctrl-C is for the parent
+    parent = os.getppid()
+    setup()
+    complete = True
+    while complete:
+        while not pipe.poll(1.0):
+            if os.getppid() != parent:  # the pipe need not have ended: forked processes share it
+                os._exit(0)
+        try:
+            cases = pipe.recv()
+        except EOFError:
+            break
+        count = 0
+        for result in function(cases):
+            pipe.send(result)
+            count += 1
+        complete = count == len(cases)
+    os._exit(0)  # a normal exit could wait for a device
+
+
+def count_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,164 @@
+"""The record of one checked call of attention, and its form as arguments of the registered ops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.handles import handle_of, object_of
+from tritoncp.core.host_copy import on_host
+from tritoncp.distributed import groups
+from tritoncp.mods import Mod
+from tritoncp.ops import call_mods
+from tritoncp.planning.plan import Plan
+
+
+class Call(NamedTuple):
+    """One checked call of a rank: all that its two passes need besides query, key and value.
+
+    plan:    the rank's plan, for the batch rows of the query
+    score:   the score_mod with its captures; None: there is none
+    scale:   multiplies q k^T before the score_mod
+    group:   the process group of the ranks; None: all ranks are in this process
+    options: kernel options, sorted by name
+    returns: the results besides out: "lse", "max_scores"; "sinks" if the call has some
+    """
+
+    plan: Plan
+    score: Mod | None
+    scale: float
+    group: Any = None
+    options: tuple[tuple[str, Any], ...] = ()
+    returns: tuple[str, ...] = ()
+
+    @property
+    def want_max(self) -> bool:
+        """Whether max_scores is requested."""
+        return "max_scores" in self.returns
+
+    @property
+    def captures(self) -> tuple[Tensor, ...]:
+        """The tensors that the score_mod captures."""
+        return () if self.score is None else self.score.tensors
+
+    @property
+    def wants(self) -> tuple[int, ...]:
+        """The places of captures that require gradients."""
+        return () if self.score is None else self.score.wants
+
+    def with_captures(self, captures: Sequence[Tensor]) -> Call:
+        """Copy the call with other captured tensors. An autograd node saves them apart from the call."""
+        score = self.score
+        return self if score is None else self._replace(score=score.with_captures(captures, score.numbers))
+
+    @on_host
+    def as_arguments(self) -> OpArguments:
+        """Write the call as arguments of the registered ops."""
+        world = "" if self.group is None else self.group.group_name
+        spec = encode_spec(None, self.wants, world, self.options, self.returns)
+        handle = handle_of(self.with_captures(()))
+        return OpArguments(list(self.captures), [], self.scale, handle, spec)
+
+
+CALL_SCHEMA = "Tensor[] captures, SymInt[] ints, float scale, Tensor plan, str spec"
+
+
+class OpArguments(NamedTuple):
+    """A call as arguments of the registered ops, after their other tensors: where a graph, a dispatcher or a
+    subclass of tensors needs the op.
+
+    ints: numbers that a score_mod captures, in a graph
+    plan: handle of the plan, in a graph, which serves all plans as the handle's value is an input of it; else
+          of the :class:`Call`, without captures. See :mod:`tritoncp.core.handles`
+    spec: text of a :class:`Spec`
+    """
+
+    captures: list[Tensor]
+    ints: list[int]
+    scale: float
+    plan: Tensor
+    spec: str
+
+    @property
+    def wants(self) -> tuple[int, ...]:
+        """The places of captures that require gradients."""
+        return decode_spec(self.spec).wants
+
+    @property
+    def group(self) -> Any:
+        """See :attr:`Spec.group`."""
+        return decode_spec(self.spec).group
+
+    def with_captures(self, captures: Sequence[Tensor]) -> OpArguments:
+        return self._replace(captures=list(captures))
+
+    def as_arguments(self) -> OpArguments:
+        return self
+
+    def decode(self, x: Tensor) -> Call:
+        """Read the call, for the batch rows of x, after a check that the plan's mask has not changed."""
+        named, spec, score = object_of(self.plan), decode_spec(self.spec), None
+        if isinstance(named, Call):
+            named.plan.check_sources()
+            return named.with_captures(self.captures)
+        named.check_sources()
+        if spec.graph_score is not None:
+            from tritoncp.ops.graph import inputs  # loads Dynamo, which plans do without
+
+            score = call_mods.score_of(inputs.rebuild(spec.graph_score, self.captures, self.ints), x)
+        return Call(named.of_batch(x.shape[0]), score, self.scale, spec.group, spec.options, spec.returns)
+
+    def with_leaves(self) -> OpArguments:
+        """Detach the captures; those in ``wants`` require gradients, which the ops' own tensors do not."""
+        leaves = [x.detach().requires_grad_(i in self.wants) for i, x in enumerate(self.captures)]
+        return self._replace(captures=leaves)
+
+    def order_sums(self, call: Call, sums: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of captures in the order of ``wants``, from those of the decoded call: a
+        score_mod that a graph rebuilds may read its captures in another order, or leave some out."""
+        places = {id(call.captures[i]): at for at, i in enumerate(call.wants)}
+        targets = [self.captures[i] for i in self.wants]
+        return [sums[places[id(x)]] if id(x) in places else torch.zeros_like(x) for x in targets]
+
+
+class Spec(NamedTuple):
+    """The constant part of a call in a graph, which registered ops take as text.
+
+    graph_score: structure of the score_mod, see ops/graph/inputs.py; None: there is none
+    wants:       places of captured tensors that require gradients
+    world:       name of the process group; "": all ranks are in this process
+    """
+
+    graph_score: str | None
+    wants: tuple[int, ...]
+    world: str
+    options: tuple[tuple[str, Any], ...]
+    returns: tuple[str, ...]
+
+    @property
+    def want_max(self) -> bool:
+        """Whether max_scores is requested."""
+        return "max_scores" in self.returns
+
+    @property
+    def group(self) -> Any:
+        """The process group of the call. Raises ValueError for one that was destroyed."""
+        return groups.group_by_name(self.world) if self.world else None
+
+
+@lru_cache(256)
+def encode_spec(*fields: Any) -> str:
+    """Write a :class:`Spec` with these fields as text."""
+    return json.dumps(fields)
+
+
+@lru_cache(256)
+def decode_spec(text: str) -> Spec:
+    """Read the text of :func:`encode_spec`."""
+    graph_score, wants, world, options, returns = json.loads(text)
+    return Spec(graph_score, tuple(wants), world, tuple(map(tuple, options)), tuple(returns))

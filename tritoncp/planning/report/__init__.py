@@ -1,0 +1,1 @@
+"""Plans for readers: text, JSON and pictures, and the command `tritoncp plan`."""

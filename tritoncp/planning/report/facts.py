@@ -1,0 +1,139 @@
+"""Facts about a plan for one layer, which text, JSON and pictures show."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.masks.expressions import format_mask
+from tritoncp.planning import cost
+from tritoncp.planning.memory import Sizes
+from tritoncp.planning.plan_data import PlanData
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts about a plan for one layer that text, JSON and pictures show.
+
+    >>> from tritoncp import causal, create_block_mask, make_plan
+    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
+    >>> facts = Facts.of(plan, heads=16, kv_heads=16)
+    >>> facts.auto == facts.costs[0].schedule
+    True
+    >>> sorted(facts.bytes_sent)
+    ['allgather', 'fetch', 'ring', 'ulysses']
+    """
+
+    plan: PlanData
+    shape: cost.Shape
+    hardware: cost.Hardware
+    expression: str  # the mask as its author wrote it
+
+    @classmethod
+    def of(cls, plan: PlanData, hardware: cost.Hardware | None = None, **shape: int) -> Facts:
+        """Return the facts for a layer of this ``shape``, on the assumed hardware if none is passed."""
+        mod = plan.mask.mask_mod
+        layer = cost.Shape.of_layer(plan, **shape)
+        expression = "" if mod is None else format_mask(mod)
+        return cls(plan, layer, hardware or cost.hardware_of(plan.world_size), expression)
+
+    @cached_property
+    def costs(self) -> tuple[cost.Cost, ...]:
+        """Cost of every schedule for this placement, cheapest first; empty for one rank."""
+        return cost.costs(self.plan, self.shape, self.hardware) if self.plan.world_size > 1 else ()
+
+    @cached_property
+    def own_cost(self) -> cost.Cost:
+        """Cost of the plan's own schedule; "ulysses+ring" is estimated as "ulysses"."""
+        if self.plan.world_size == 1:
+            return cost.local_cost(self.plan, self.shape, self.hardware)
+        name = self.plan.schedule.partition("+")[0]
+        return next(one for one in self.costs if one.schedule == name)
+
+    @cached_property
+    def bytes_sent(self) -> dict[str, list[int]]:
+        """Bytes that each rank sends in a forward and a backward pass, by schedule."""
+        return {
+            estimate.schedule: cost.bytes_under(self.plan, estimate.schedule, self.shape)
+            for estimate in self.costs
+        }
+
+    @cached_property
+    def most_sent(self) -> int:
+        """Bytes that the rank which sends most sends in a forward and a backward pass."""
+        schedule = self.plan.schedule  # bytes_sent has all but schedules between rows of ranks
+        return max(self.bytes_sent.get(schedule) or cost.bytes_under(self.plan, schedule, self.shape))
+
+    @cached_property
+    def auto(self) -> str:
+        """The schedule that `schedule="auto"` chooses, by the costs of a standard layer, not of this
+        layer."""
+        standard = cost.Shape(batch=self.plan.batch)
+        estimates = self.costs if standard == self.shape else cost.costs(self.plan, standard, self.hardware)
+        return estimates[0].schedule if estimates else self.plan.schedule
+
+    @cached_property
+    def metrics(self) -> cost.Metrics:
+        """Figures of the plan's own schedule."""
+        return cost.Metrics.of(self.plan, self.shape, self.own_cost)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's queries, keys, values, outputs and lse."""
+        return Sizes.of(self.plan, self.shape).shards
+
+    @property
+    def reads(self) -> Tensor:
+        """Bytes of rank s's keys and values that rank r's queries see, at [r, s]: int64 [W, W]."""
+        rows = self.plan.traffic * (1 if self.plan.batched else self.shape.batch)
+        return rows * (self.shape.row // self.shape.batch * self.shape.itemsize)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the facts as JSON values: the output of ``tritoncp plan --json``."""
+        plan, mask = self.plan, self.plan.mask
+        return {
+            "mask": {
+                "expression": self.expression or None,
+                "q_len": mask.q_len, "kv_len": mask.kv_len, "block_size": [mask.q_block, mask.kv_block],
+                "sparsity": mask.sparsity(), "runs": len(mask.runs.runs),
+            },
+            "world_size": plan.world_size,
+            "balancer": plan.balancer,
+            "schedule": plan.schedule,
+            "reason": plan.reason,
+            "auto": self.auto,
+            "layer": asdict(self.shape),
+            "hardware": asdict(self.hardware),
+            "tokens": [int(slots[0, :, 2].sum()) for slots in plan.q.slots],
+            "work": plan.work,
+            "imbalance": plan.imbalance,
+            "shard_bytes": self.shard_bytes,
+            "metrics": self.metrics._asdict(),
+            "schedules": {
+                estimate.schedule: {
+                    "forward_ms": estimate.forward * 1e3,
+                    "backward_ms": estimate.backward * 1e3,
+                    "extra_bytes": estimate.memory,
+                    "sent_bytes": self.bytes_sent[estimate.schedule],
+                }
+                for estimate in self.costs
+            },
+            "reads_bytes": self.reads.tolist(),
+        }  # fmt: skip
+
+
+def owner_shares(plan: PlanData, lines: int, width: int) -> Tensor:
+    """Return the share of each part of the sequence that each group of neighbouring ranks has, in the first
+    batch row: float32 [<= lines, <= width]."""
+    owners = plan.owners[0]
+    lines, width = min(lines, plan.world_size), min(width, len(owners))
+    place = torch.arange(len(owners)) * width // max(1, len(owners))
+    counts, held = torch.zeros(lines, width), owners >= 0
+    counts.index_put_(
+        ((owners * lines // plan.world_size)[held], place[held]), torch.ones(()), accumulate=True
+    )
+    return counts / torch.bincount(place, minlength=width)
