@@ -55,7 +55,7 @@ def test_a_fault_names_kernel_line_threads_and_tensor() -> None:
 
 
 def test_faults_without_raising() -> None:
-    x, out = torch.randn(100), torch.empty(128)
+    x, out = torch.randn(100), torch.zeros(128)
     with compiled_kernels(COMPILED, raise_faults=False) as device:
         add[(2,)](x, out, out, 128, 64)
     assert [f.kind for f in device.faults] == ["out of bounds global load"]
@@ -66,6 +66,20 @@ def test_a_tensor_beside_another_is_out_of_bounds() -> None:
     memory = torch.zeros(128)
     with pytest.raises(ExecutionFault, match="past the end of X, in Y"), compiled_kernels(COMPILED):
         add[(1,)](memory[:64], memory[64:], torch.empty(128), 128, 128)
+
+
+def test_what_a_launch_leaves_out_is_never_written() -> None:
+    """The first launch writes one half of its output, the second one reads it whole."""
+    x = torch.randn(128)
+    with compiled_kernels(COMPILED, raise_faults=False) as device:
+        half, out = torch.empty_like(x), x.new_empty(128)
+        add[(1,)](x, x, half, 128, 64)
+        assert device.faults == []
+        add[(2,)](half, x, out, 128, 64)
+    (fault,) = device.faults
+    assert fault.kind == "read of global memory that was never written"
+    assert fault.text == "byte 256 of X"
+    assert torch.equal(out[:64], 3 * x[:64])
 
 
 def test_seeds_keep_bits_and_the_launch_is_recorded() -> None:

@@ -34,7 +34,8 @@ SUMS = {
     torch.float64: tl.float64,
     torch.int32: tl.int32,
 }
-# Instructions that an architecture must use for bfloat16, so that each kind of product is executed
+# Instructions that an architecture must use for these types, so that each kind of product is executed
+ON_TENSOR_CORES = "bfloat16", "e5m2", "e4m3"
 USED = {"sm_80": {"mma.sync"}, "sm_90": {"wgmma.mma_async"}, "sm_100": {"tcgen05.mma"}}
 
 
@@ -62,7 +63,7 @@ def test_products_are_exact_sums(kind: str, compiled_kernels: Any) -> None:
         want = a.double() @ (b.double().T if transposed else b.double())
         assert torch.equal(c.double(), want), (kind, shape)
         used |= set(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", kernel.asm["ptx"]))
-    assert kind != "bfloat16" or used >= USED[architecture]
+    assert kind not in ON_TENSOR_CORES or used >= USED[architecture]
 
 
 @triton.jit

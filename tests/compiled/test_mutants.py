@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.cases import check
@@ -52,6 +53,14 @@ def softmax(X, Y, N, M: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(Y + m[None, :] * N + n[:, None], e / tl.sum(e, 0)[None, :] + top, mask=n[:, None] < N)
 
 
+# Programs with three masked tiles or more and as many full ones, for loops to repeat what they do, and others
+# without any tile: queries far behind the last key, and keys far behind the last query
+WINDOW = replace(CALL, group=1, mask=("window", 520))
+ATTENTION = {
+    "forward_kernel": replace(WINDOW, length=1300, kv_length=600),
+    "dkdv_kernel": replace(WINDOW, length=600, kv_length=1000),
+}
+SEEDS = None, 1, 2
 Run = Callable[[], None]  # launches a kernel; raises AssertionError where its result is wrong
 
 
@@ -86,11 +95,9 @@ def run_softmax() -> Run:
     return run
 
 
-KERNELS: dict[str, Callable[[], Run]] = {
-    "matmul": run_matmul,
-    "matmul_of_boxes": partial(run_matmul, True),
-    "softmax": run_softmax,
-}
+KERNELS: dict[str, Callable[[], Run]] = {"matmul": run_matmul, "softmax": run_softmax}
+if COMPILED != "sm_80":  # which has no TMA
+    KERNELS["matmul_of_boxes"] = partial(run_matmul, True)
 
 
 def add_one(m: re.Match[str]) -> str:
@@ -106,6 +113,7 @@ EDITS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "proxy fence": (r"fence\.proxy\.async[^;]*;", lambda m: ""),
     "wgmma.fence": (r"wgmma\.fence[^;]*;", lambda m: ""),
     "mbarrier wait": (r"mbarrier\.try_wait[^;]*;", lambda m: "setp.eq.u32 complete, 0, 0;"),
+    "tcgen05 fence": (r"tcgen05\.fence[^;]*;", lambda m: ""),
     "tcgen05 wait": (r"tcgen05\.wait[^;]*;", lambda m: ""),
     "tcgen05 commit": (r"@%p\d+ tcgen05\.commit[^;]*;", lambda m: ""),
     "tcgen05 dealloc": (r"@%p\d+ tcgen05\.dealloc[^;]*;", lambda m: ""),
@@ -132,11 +140,13 @@ NEWEST = "the newest group lies behind the memory that is written next"
 LAST = "nothing follows"
 USED_LATER = "the results are used after the next wait only"
 FENCED = "another fence covers what was written before the next product"
-FRAGMENTS = "only operands in registers changed, which the executor leaves to ptxas to order"
 UNTOUCHED = "no register of these products was accessed since the fence before"
 SAME = "lanes that hold the same value store it to the same place"
 UNREAD = "the other lanes store where nobody reads"
 BOX = "all threads store the same box"
+LATER_STORES = "a later tcgen05.wait::st comes before what uses these cells"
+LATER_COMMIT = "the wait before is for a later commit, which covers these products too"
+OLD_MBARRIER = "it orders an invalidated mbarrier before a copy over it, where Triton has no fence elsewhere"
 PERMIT = "any warp may give up the permit to allocate"
 ALWAYS = "the predicate holds for all threads"
 # Numbers of the edits, in the order of the text as Triton 3.7 writes it, that cannot change a result
@@ -161,6 +171,20 @@ REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
         "barrier": {BARRIERS: {1, 2, 3, 4, 5, 6, 7, 9, 10, 12, 16, 17}, WAITED: {8, 11, 13}},
         "predicate": {PERMIT: {1}, ALWAYS: {2}, BOX: {31}},
     },
+    ("sm_100", "forward_kernel"): {
+        "barrier": {
+            BARRIERS: {2, 4, 7, 9, 14, 16, 19, 22, 24, 29, 31, 40},
+            WAITED: {5, 6, 10, 11, 12, 13, 20, 21, 25, 26, 27, 28},
+        },
+        "proxy fence": {FENCED: {1, 2, 3, 4, 5}},
+        "mbarrier wait": {LATER_COMMIT: {6, 15}},
+        "tcgen05 wait": {LATER_STORES: {2, 6, 10, 14}},
+    },
+    ("sm_100", "dkdv_kernel"): {
+        "barrier": {BARRIERS: {2, 3, 32, 48}},
+        "proxy fence": {FENCED: {2}, OLD_MBARRIER: {1, 3}},
+        "tcgen05 wait": {LATER_STORES: {0}},
+    },
     ("sm_80", "forward_kernel"): SM_80,
     ("sm_80", "dkdv_kernel"): SM_80,
     ("sm_90", "forward_kernel"): {
@@ -172,7 +196,7 @@ REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
         "group of copies": {NEWEST: {3}},
         "group of products": {USED_LATER: {0, 3}},
         "proxy fence": {FENCED: {0, 2}},
-        "wgmma.fence": {UNTOUCHED: {1, 5}, FRAGMENTS: {2, 3, 6, 7}},
+        "wgmma.fence": {UNTOUCHED: {1, 5}},
     },
     **dict.fromkeys([(a, "softmax") for a in ("sm_80", "sm_90", "sm_100")], SOFTMAX),
 }
@@ -192,31 +216,38 @@ def test_programs_that_store_one_box_race() -> None:
     assert any(f.kind.startswith("race of two programs on global memory") for f in device.faults)
 
 
+Launches = dict[str, tuple[Function, Any]]
+
+
 @pytest.fixture
-def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Function]:
-    """The loaded kernels by their names, as they are launched."""
-    loaded: dict[str, Function] = {}
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """The last launch of each kernel by its name: the loaded kernel, and the other arguments."""
+    last: Launches = {}
     execute = ExecutorDriver.execute
 
     def record(self: ExecutorDriver, function: Function, *rest: Any) -> None:
-        loaded[function.name] = function
+        last[function.name] = function, rest
         execute(self, function, *rest)
 
     monkeypatch.setattr(ExecutorDriver, "execute", record)
-    return loaded
+    return last
 
 
 def verdict(run: Run, function: Function, text: str) -> str:
-    """Return how a mutant is noticed: by a "fault", a "wrong" result or "nothing"."""
+    """Return how a mutant is noticed, in the usual order of warps and in others: by a "fault", a "wrong"
+    result or "nothing"."""
     function.program = Program(write_code(text))
-    with compiled_kernels(COMPILED, raise_faults=False) as device:
-        try:
-            run()
-        except ExecutionFault:
+    for seed in SEEDS:
+        with compiled_kernels(COMPILED, seed, raise_faults=False) as device:
+            try:
+                run()
+            except ExecutionFault:
+                return "fault"
+            except AssertionError:
+                return "fault" if device.faults else "wrong"
+        if device.faults:
             return "fault"
-        except AssertionError:
-            return "fault" if device.faults else "wrong"
-    return "fault" if device.faults else "nothing"
+    return "nothing"
 
 
 def unnoticed(run: Run, function: Function, edits: Iterable[str]) -> dict[str, set[int]]:
@@ -238,39 +269,37 @@ of_triton_37 = pytest.mark.skipif(
 )
 
 
-def check_mutants(run: Run, kernel: str, functions: dict[str, Function], edits: Iterable[str]) -> None:
-    run()
-    expected = {edit: set().union(*parts.values()) for edit, parts in REDUNDANT[COMPILED, kernel].items()}
-    assert unnoticed(run, functions[kernel], edits) == expected
+def check_mutants(run: Run, kernel: str, function: Function, edits: Iterable[str]) -> None:
+    redundant = REDUNDANT.get((COMPILED, kernel), {})
+    expected = {edit: set().union(*parts.values()) for edit, parts in redundant.items()}
+    assert unnoticed(run, function, edits) == expected
 
 
 @pytest.mark.long
 @of_triton_37
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_mutant_that_can_change_a_result_is_noticed(
-    kernel: str, functions: dict[str, Function]
-) -> None:
-    if (COMPILED, kernel) not in REDUNDANT:
-        pytest.skip(f"{COMPILED} has no TMA")
-    check_mutants(KERNELS[kernel](), kernel, functions, EDITS)
+def test_every_mutant_that_can_change_a_result_is_noticed(kernel: str, launches: Launches) -> None:
+    run = KERNELS[kernel]()
+    run()
+    check_mutants(run, kernel, launches[kernel][0], EDITS)
 
 
 @pytest.mark.nightly
 @of_triton_37
-@pytest.mark.parametrize("kernel", ["forward_kernel", "dkdv_kernel"])
-def test_mutants_of_attention(kernel: str, functions: dict[str, Function]) -> None:
-    """Barriers, waits and fences: wrong addresses and predicates are for the tests of results."""
-    if (COMPILED, kernel) not in REDUNDANT:
-        pytest.skip(f"the redundant instructions of {kernel} for {COMPILED} are not named")
-    case = replace(CALL, group=1, length=300, kv_length=300)  # with masked and full tiles
-    check_mutants(lambda: check(case), kernel, functions, [e for e in EDITS if e not in ANSWERED_BY_RESULTS])
+@pytest.mark.parametrize("kernel", ATTENTION)
+def test_mutants_of_attention(kernel: str, launches: Launches) -> None:
+    """Barriers, waits and fences: wrong addresses and predicates are for the tests of results. The kernel's
+    launch alone runs again."""
+    check(ATTENTION[kernel])
+    function, arguments = launches[kernel]
+    edits = [e for e in EDITS if e not in ANSWERED_BY_RESULTS]
+    check_mutants(lambda: driver.active.execute(function, *arguments), kernel, function, edits)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_barriers_are_not_redundant_together(kernel: str, functions: dict[str, Function]) -> None:
-    if (COMPILED, kernel) not in REDUNDANT:
-        pytest.skip(f"{COMPILED} has no TMA")
+def test_barriers_are_not_redundant_together(kernel: str, launches: Launches) -> None:
     run = KERNELS[kernel]()
     run()
-    assert verdict(run, functions[kernel], re.sub(EDITS["barrier"][0], "", functions[kernel].ptx)) == "fault"
+    function, _ = launches[kernel]
+    assert verdict(run, function, re.sub(EDITS["barrier"][0], "", function.ptx)) == "fault"

@@ -5,8 +5,8 @@ import pytest
 
 from tests.executor.support.ptx import module
 from tritoncp.executor.counters import LaunchCounts
-from tritoncp.executor.global_memory import Extent
 from tritoncp.executor.launch import Launch
+from tritoncp.executor.memory.global_memory import Extent
 from tritoncp.executor.program import Program, write_code
 
 START = "ld.param.b64 %d1, [p0]; mov.u32 %r1, %tid.x;\n"

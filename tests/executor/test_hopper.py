@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.executor.support.ptx import module, run_module
-from tritoncp.executor.in_flight import early_uses
-from tritoncp.executor.parse import parse_ptx
+from tritoncp.executor.ptx.in_flight import early_uses
+from tritoncp.executor.ptx.parse import parse_ptx
 
 START = "ld.param.b64 %d1, [p0]; ld.param.b64 %d2, [p1]; mov.u32 %r1, %tid.x;\n"
 
@@ -87,5 +87,30 @@ COPY = "mov.b32 %r5, %r4; add.u32 %r6, %r5, 1;"
     ],
 )  # fmt: skip
 def test_registers_of_products(body: str, kind: str | None) -> None:
-    found = [text for _, text in early_uses(parse_ptx(module(body + "ret;", 0)))]
-    assert any(kind in text for text in found) if kind else not found, found
+    texts = [text for _, text in early_uses(parse_ptx(module(body + "ret;", 0)))]
+    assert any(kind in text for text in texts) if kind else not texts, texts
+
+
+PACK = "mov.b32 %r11, %r1; mov.b32 %r12, %r1; mov.b32 %r13, %r1; mov.b32 %r14, %r1;\n"
+FROM_REGISTERS = PRODUCT.replace("%d1, %d1,", "{%r11, %r12, %r13, %r14}, %d1,").replace("1, 0, 0;", "1, 0;")
+GROUP = FROM_REGISTERS[FROM_REGISTERS.index("wgmma.fence") :]  # without the start of the accumulator
+FENCE = "wgmma.fence.sync.aligned;\n"
+BEHIND = GROUP.replace(FENCE, FENCE + PACK)
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (PACK + FROM_REGISTERS, False),
+        (FROM_REGISTERS.replace(FENCE, FENCE + PACK), False),  # as LLVM places it
+        (PACK + FROM_REGISTERS + PACK + GROUP, False),
+        (PACK + FROM_REGISTERS + BEHIND, False),
+        (PACK + FROM_REGISTERS + PACK + GROUP.replace(FENCE, ""), True),
+        (PACK + FROM_REGISTERS + BEHIND.replace(FENCE, ""), True),
+        (PACK + FROM_REGISTERS + GROUP.replace(FENCE, ""), False),  # nothing changed in between
+        (PACK + FROM_REGISTERS.replace(FENCE, ""), True),
+    ],
+)
+def test_operands_in_registers_need_a_fence_of_their_group(body: str, fault: bool) -> None:
+    texts = [text for _, text in early_uses(parse_ptx(module(body + "ret;", 0)))]
+    assert any("wgmma.fence" in text for text in texts) == fault, texts

@@ -2,15 +2,22 @@
 
 import numpy as np
 import pytest
+import torch
 
 from tests.executor.support.ptx import Array, module, run_module
+from tritoncp.executor.memory.uninitialised import fill
 
 START = "ld.param.b64 %d1, [p0]; ld.param.b64 %d2, [p1]; mov.u32 %r1, %tid.x;\n"
 OWN = START + "mad.wide.u32 %d3, %r1, 4, %d1; mad.wide.u32 %d4, %r1, 4, %d2;\n"
 
 
 def run(
-    body: str, *arrays: Array, shared: int = 0, threads: int = 32, grid: int = 1, seed: int | None = None
+    body: str,
+    *arrays: Array | torch.Tensor,
+    shared: int = 0,
+    threads: int = 32,
+    grid: int = 1,
+    seed: int | None = None,
 ) -> list[str]:
     text = module(body + "\nret;", len(arrays), shared, threads)
     return [str(f) for f in run_module(text, *arrays, grid=(grid, 1, 1), threads=threads, seed=seed)]
@@ -50,6 +57,15 @@ def test_an_address_that_lands_in_another_tensor_is_seen() -> None:
     assert "past the end of p0, in p1 (32 times)" in faults[0]
 
 
+def test_faults_of_one_instruction_are_one_fault() -> None:
+    """It is at fault in two threads of two programs, three times each."""
+    body = "mov.b32 %r3, 0; LOOP: ld.global.b32 %r2, [%d3+8]; add.u32 %r3, %r3, 1;"
+    faults = run(OWN + body + "setp.lt.u32 %p1, %r3, 3; @%p1 bra LOOP;", *two(), grid=2)
+    assert len(faults) == 1
+    assert "program (0, 0, 0), threads 30, 31; " in faults[0]
+    assert faults[0].endswith("(12 times)")
+
+
 def test_an_address_read_from_memory_is_good_in_any_tensor() -> None:
     x = np.arange(32, dtype="u4")
     pointer = np.array([x.ctypes.data], "u8")
@@ -60,6 +76,29 @@ def test_an_address_read_from_memory_is_good_in_any_tensor() -> None:
     ld.global.b32 %r2, [%d3]; st.global.b32 [%d4], %r2;"""
     assert not run(body, pointer, y, x)
     assert np.array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("ld.global.b32 %r2, [%d3];", 23),
+        ("ld.global.b64 %d5, [%d1+32];", 32),  # one half of it is written
+        ("cp.async.ca.shared.global [%r6], [%d3], 4; cp.async.wait_all;", 23),
+        ("red.global.add.u32 [%d3], 1;", 23),
+        ("ld.b32 %r2, [%d3];", 23),
+        ("st.global.b32 [%d3], %r1; ld.global.b32 %r2, [%d3];", 0),
+        ("@%p1 st.global.b32 [%d3], %r1; ld.global.b32 %r2, [%d3];", 16),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_reads_of_global_memory_that_nobody_wrote(line: str, count: int, dtype: torch.dtype) -> None:
+    """The host wrote the first 36 bytes of memory that it allocated; a copy of the rest is unwritten too."""
+    x = fill(torch.empty(128 // dtype.itemsize, dtype=dtype)).clone()
+    x[: 36 // dtype.itemsize] = 1
+    body = OWN + "setp.lt.u32 %p1, %r1, 16; mov.b32 %r5, smem; mad.lo.u32 %r6, %r1, 4, %r5;" + line
+    faults = run(body, x, np.zeros(32, "u4"), shared=128)
+    assert all("never written" in f and f.endswith(f"({count} times)") for f in faults), faults
+    assert len(faults) == (count > 0)
 
 
 def test_a_dropped_predicate_is_seen() -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.executor.support.ptx import module, run_instruction
-from tritoncp.executor.opcodes import UnsupportedInstruction, form_of
 from tritoncp.executor.program import write_code
+from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form_of
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,8 @@ from tritoncp.executor.program import write_code
         "tcgen05.mma.cta_group::1.kind::mxf4",
         "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64",
         "barrier.cluster.arrive",
+        "mbarrier.arrive.relaxed.cta.shared::cta.b64",
+        "mbarrier.try_wait.parity.relaxed.cta.shared::cta.b64",
         "vadd.s32.s32.s32",
     ],
 )

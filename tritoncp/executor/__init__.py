@@ -6,7 +6,7 @@ It knows nothing of attention: any Triton kernel runs, on CPU tensors, as its co
 from tritoncp.executor.device import Device, compiled_kernels
 from tritoncp.executor.driver import LaunchRecord
 from tritoncp.executor.faults import ExecutionFault, Fault
-from tritoncp.executor.opcodes import UnsupportedInstruction
+from tritoncp.executor.ptx.opcodes import UnsupportedInstruction
 
 __all__ = [
     "Device",

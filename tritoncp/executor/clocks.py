@@ -4,6 +4,10 @@ An agent is a warp, the tensor core (tcgen05), the engine of TMA loads, that of 
 a warpgroup (wgmma). A tag `clock << 6 | agent` names what an agent did up to a release; a warp knows of it
 once its row of the matrix has that clock, by a barrier, an mbarrier or a wait. All clocks of a CTA count the
 same events, so that one number, the floor, tells that a tag is known to all.
+
+A second matrix has the clocks of writes that a `fence.proxy.async` made visible to the asynchronous proxy.
+The fence may be the writer's, or that of any warp which knows of the write: the memory model of PTX asks for
+one on the way from the write to its use.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ SHIFT, AGENTS = 6, 63  # bits of the agent in a tag
 
 
 class Clocks:
-    """The clocks of a number of CTAs, `knows[cta, warp, agent]`."""
+    """The clocks of a number of CTAs: `knows` and `fenced` [cta, warp, agent] are the two parts of `rows`."""
 
     def __init__(self, ctas: int, warps: int) -> None:
         self.warps = warps
@@ -27,7 +31,8 @@ class Clocks:
         # Parts of products that a warp waits for itself; a product is done when all its four parts are
         self.part = self.group + self.groups
         agents = self.part + 4 * self.groups
-        self.knows = np.zeros((ctas, warps, agents), np.int32)
+        self.rows = np.zeros((ctas, warps, 2, agents), np.int32)
+        self.knows, self.fenced = self.rows[:, :, 0], self.rows[:, :, 1]
         own = np.arange(warps)
         self.knows[:, own, own] = 1
         self.last = np.zeros((ctas, agents), np.int32)  # clock of what an agent does now
@@ -52,27 +57,35 @@ class Clocks:
 
     def meet(self, ctas: Array, present: Array) -> None:
         """Warps at a barrier know of the same events; `present` [ctas, warps]."""
-        rows = self.knows[ctas]
-        joined = np.where(present[:, :, None], rows, 0).max(1)
-        rows = np.where(present[:, :, None], joined[:, None], rows)
-        self.now[ctas] += 1
+        rows, here = self.rows[ctas], present[:, :, None, None]
+        joined = np.where(here, rows, 0).max(1)
+        self.rows[ctas] = np.where(here, joined[:, None], rows)
         c, w = np.nonzero(present)
-        now = self.now[ctas][c]
-        rows[c, w, w] = now
-        self.knows[ctas] = rows
-        self.last[ctas[c], w] = now
+        self.begin(ctas[c], w)
         self.lower_floor(ctas)
+
+    def begin(self, cta: Array, warp: Array) -> None:
+        """Let what these warps do next have a clock of its own."""
+        self.now[np.unique(cta)] += 1
+        self.last[cta, warp] = self.knows[cta, warp, warp] = self.now[cta]
+        self.version += 1
+
+    def fence(self, cta: Array, warp: Array, whole: Array) -> None:
+        """`fence.proxy.async` of warps; a part of a warp does not fence what the warp wrote last."""
+        own = self.knows[cta, warp, warp] - ~whole
+        fenced = np.maximum(self.fenced[cta, warp], self.knows[cta, warp])
+        fenced[np.arange(len(warp)), warp] = np.maximum(self.fenced[cta, warp, warp], own)
+        self.fenced[cta, warp] = fenced
+        self.begin(cta, warp)
 
     def release(self, cta: int, warp: int) -> Array:
         """Copy a warp's clock for the warps that wait for its arrival; later accesses are not in it."""
-        row = self.knows[cta, warp].copy()
-        self.now[cta] += 1
-        self.knows[cta, warp, warp] = self.last[cta, warp] = self.now[cta]
-        self.version += 1
-        return row
+        rows = self.rows[cta, warp].copy()
+        self.begin(np.full(1, cta), np.full(1, warp))
+        return rows
 
-    def acquire(self, cta: int, warps: Array, row: Array) -> None:
-        self.knows[cta, warps] = np.maximum(self.knows[cta, warps], row)
+    def acquire(self, cta: int, warps: Array, rows: Array) -> None:
+        self.rows[cta, warps] = np.maximum(self.rows[cta, warps], rows)
         self.lower_floor(cta)
 
     def start(self, cta: Array | int, agent: Array | int) -> Array:
@@ -103,6 +116,10 @@ class Clocks:
         if len(i):
             late[i, j] = self.knows[cta[i], warp[i], agent[i, j]] < tags[i, j] >> SHIFT
         return late if late.any() else None
+
+    def unfenced(self, tags: Array, cta: Array, warp: Array) -> Array:
+        """Where tags [n, k] name writes of which no fence lies before what a warp does now."""
+        return self.fenced[cta[:, None], warp[:, None], tags & AGENTS] < tags >> SHIFT
 
     def agent_name(self, tag: int) -> str:
         agent = tag & AGENTS

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.address_space import PLACE_MASK
 from tritoncp.executor.ctas import Ctas
-from tritoncp.executor.global_memory import GlobalMemory
-from tritoncp.executor.instruction import Barrier, FallThrough, Instruction
+from tritoncp.executor.memory.address_space import PLACE_MASK
+from tritoncp.executor.memory.global_memory import GlobalMemory
 from tritoncp.executor.program import Program
-from tritoncp.executor.threads import Threads
+from tritoncp.executor.ptx.instruction import Barrier, FallThrough, Instruction
+from tritoncp.executor.threads import Access, Threads
 
 Array = np.ndarray[Any, Any]
 SECTOR, BANKS, WAVEFRONT = 32, 32, 128  # bytes, words, bytes
@@ -76,8 +76,8 @@ def flops_of(i: Instruction) -> int:
 
 
 @dataclass
-class Access:
-    """Memory accesses of instructions.
+class Traffic:
+    """Sums over the memory accesses of instructions.
 
     units: sectors of global memory, or wavefronts of shared memory
     least: what the same bytes need at best
@@ -119,7 +119,7 @@ class LaunchCounts:
         self.regions, self.numbers = memory.regions, memory.numbers
         blocks = len(program.kernel.blocks)
         self.warps, self.lanes = [0] * blocks, [0] * blocks
-        self.memory: dict[tuple[str, int], Access] = defaultdict(Access)
+        self.memory: dict[tuple[str, int], Traffic] = defaultdict(Traffic)
         self.tensors: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         self.distinct: dict[tuple[int, str], Array] = {}
         self.touched: dict[tuple[int, str], Array] = {}
@@ -135,11 +135,11 @@ class LaunchCounts:
     def operand(self, nbytes: int) -> None:
         self.operand_bytes += nbytes
 
-    def by_warp(self, threads: Threads, address: Array, mask: Array | None) -> tuple[Array, Array]:
+    def by_warp(self, access: Access, address: Array) -> tuple[Array, Array]:
         """Addresses [warps, 32], -1 where a lane takes no part, of warps that take part; their CTAs."""
-        a = address.astype(np.int64)
-        if mask is not None:
-            a = np.where(mask, a, -1)
+        threads = access.threads
+        a: Array = np.full(threads.count, -1, np.int64)
+        a[access.where] = access.pick(address).astype(np.int64)
         if threads.whole:
             a, cta = a.reshape(-1, 32), threads.cta[::32]
         else:
@@ -150,10 +150,8 @@ class LaunchCounts:
         some = (a >= 0).any(1)
         return (a, cta) if some.all() else (a[some], cta[some])
 
-    def global_access(
-        self, threads: Threads, address: Array, nbytes: int, mask: Array | None, site: int, way: str
-    ) -> None:
-        a, cta = self.by_warp(threads, address, mask)
+    def global_access(self, access: Access, address: Array, nbytes: int, way: str) -> None:
+        a, cta = self.by_warp(access, address)
         if not len(a):
             return
         sectors = np.sort(np.where(a < 0, -1, a // SECTOR), 1)
@@ -163,9 +161,9 @@ class LaunchCounts:
         )  # lanes that share need bytes once
         least = int((-(-items.sum(1) * nbytes // SECTOR)).sum())
         lanes = int((a >= 0).sum())
-        self.memory["global", site].add(len(a), lanes, lanes * nbytes, int(new.sum()), least)
+        self.memory["global", access.site].add(len(a), lanes, lanes * nbytes, int(new.sum()), least)
         row, _ = np.nonzero(new)
-        self.touch(threads.ctas, sectors[new], cta[row], way)
+        self.touch(access.ctas, sectors[new], cta[row], way)
 
     def touch(self, ctas: Ctas, sectors: Array, cta: Array, way: str) -> None:
         """Note sectors, which keep the regions of their addresses."""
@@ -193,11 +191,9 @@ class LaunchCounts:
             total |= bits.any(0)
         self.touched = {}
 
-    def shared_access(
-        self, threads: Threads, address: Array, nbytes: int, mask: Array | None, site: int
-    ) -> None:
+    def shared_access(self, access: Access, address: Array, nbytes: int) -> None:
         """Wavefronts: 128 bytes of lanes at a time, each as often as words of one bank differ."""
-        a, _ = self.by_warp(threads, address, mask)
+        a, _ = self.by_warp(access, address)
         if not len(a):
             return
         unit = max(4, nbytes)
@@ -210,17 +206,15 @@ class LaunchCounts:
         once = first_of_each(np.sort(np.where(a < 0, -1, a // unit), 1)).sum(1)
         lanes = int((a >= 0).sum())
         least = int((-(-once * unit // WAVEFRONT)).sum())
-        self.memory["shared", site].add(len(a), lanes, lanes * nbytes, int(conflicts.sum()), least)
+        self.memory["shared", access.site].add(len(a), lanes, lanes * nbytes, int(conflicts.sum()), least)
 
-    def box(
-        self, threads: Threads, j: int, address: Array, ok: Array, element: int, site: int, way: str
-    ) -> None:
-        """A copy by TMA."""
+    def box(self, access: Access, address: Array, ok: Array, element: int, way: str) -> None:
+        """A copy by TMA that one thread issues."""
         sectors = np.unique(address[ok].astype(np.int64) // SECTOR)
         nbytes, whole = int(ok.sum()) * element, len(address) * element
-        self.memory["global", site].add(1, 1, nbytes, len(sectors), -(-nbytes // SECTOR))
-        self.memory["shared", site].add(1, 1, whole, -(-whole // WAVEFRONT), -(-whole // WAVEFRONT))
-        self.touch(threads.ctas, sectors, np.full(len(sectors), threads.cta[j]), way)
+        self.memory["global", access.site].add(1, 1, nbytes, len(sectors), -(-nbytes // SECTOR))
+        self.memory["shared", access.site].add(1, 1, whole, -(-whole // WAVEFRONT), -(-whole // WAVEFRONT))
+        self.touch(access.ctas, sectors, np.full(len(sectors), access.cta[0]), way)
 
     # results
 
@@ -252,9 +246,9 @@ class LaunchCounts:
                 out[i.source] += warps
         return out
 
-    def accesses(self, space: str) -> list[tuple[str, str, Access]]:
-        """(source line, opcode, access) of a space, "global" or "shared"; the most units first."""
-        out: dict[tuple[str, str], Access] = defaultdict(Access)
+    def accesses(self, space: str) -> list[tuple[str, str, Traffic]]:
+        """(source line, opcode, traffic) of a space, "global" or "shared"; the most units first."""
+        out: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
         for (where, site), x in self.memory.items():
             if where == space:
                 i = self.program.sites[site]

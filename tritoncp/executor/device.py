@@ -14,6 +14,7 @@ from triton.runtime.driver import driver as drivers
 from tritoncp.core.cpu_target import execute_for
 from tritoncp.executor.driver import ExecutorDriver, LaunchRecord
 from tritoncp.executor.faults import Fault
+from tritoncp.executor.memory.uninitialised import filled_allocations
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
 
@@ -42,7 +43,8 @@ def compiled_kernels(
     """Run Triton kernels on CPU tensors as they are compiled for a GPU, instruction by instruction.
 
     Triton specialises, compiles and launches as it does with a GPU; the PTX is executed with NumPy, one
-    element of an array for each thread.
+    element of an array for each thread. Meanwhile `torch.empty` and its kin fill memory with a pattern, NaN
+    in floating-point types, so that a kernel that reads it before anything wrote it is seen.
 
     Args:
         architecture: "sm_80", "sm_86", "sm_89", "sm_90" or "sm_100".
@@ -86,7 +88,7 @@ def compiled_kernels(
     new.start()
     drivers.set_active(new)
     try:
-        with execute_for(architecture):
+        with execute_for(architecture), filled_allocations():
             yield device
     finally:
         drivers._active = before

@@ -17,10 +17,11 @@ from triton.backends.driver import DriverBase
 
 from tritoncp.executor.counters import LaunchCounts
 from tritoncp.executor.faults import CannotContinue, ExecutionFault, Fault
-from tritoncp.executor.global_memory import Extent, GlobalMemory, extent_of
 from tritoncp.executor.launch import Launch
+from tritoncp.executor.memory.global_memory import GlobalMemory
+from tritoncp.executor.memory.regions import Extent, extent_of
 from tritoncp.executor.program import Program, load_program
-from tritoncp.executor.tma import ELEMENTS, TensorMap
+from tritoncp.executor.units.tma import ELEMENTS, TensorMap
 
 SHARED_BYTES = {
     80: 166912,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tritoncp.executor.instruction import Instruction
+from tritoncp.executor.ptx.instruction import Instruction
 
 
 @dataclass

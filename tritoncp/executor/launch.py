@@ -9,12 +9,13 @@ import numpy as np
 
 from tritoncp.executor.counters import LaunchCounts
 from tritoncp.executor.faults import CannotContinue, FaultLog
-from tritoncp.executor.global_memory import Extent, GlobalMemory
-from tritoncp.executor.instruction import WIDTHS
 from tritoncp.executor.machine import build_ctas, finish
+from tritoncp.executor.memory.global_memory import GlobalMemory
+from tritoncp.executor.memory.regions import Extent
 from tritoncp.executor.program import Program
+from tritoncp.executor.ptx.instruction import WIDTHS
 from tritoncp.executor.scheduler import Scheduler
-from tritoncp.executor.tma import TensorMap
+from tritoncp.executor.units.tma import TensorMap
 
 Array = np.ndarray[Any, Any]
 THREADS_AT_ONCE = 8192  # so many that NumPy's calls cost little beside their work
@@ -67,9 +68,9 @@ class Launch:
         grouped = any(o.startswith(("wgmma", "setmaxnreg")) for o in opcodes)
         self.step = 128 if grouped else 32
 
-    def shuffled(self, positions: Array) -> Array:
-        """The order in which threads update memory."""
-        return positions if self.random is None else self.random.permutation(positions)
+    def order(self, n: int) -> Array | None:
+        """The order in which n threads update memory, None for their own."""
+        return None if self.random is None else self.random.permutation(n)
 
     def run(self, parameters: Sequence[int | TensorMap]) -> None:
         """Execute all programs. Parameters are their bits, or tensor maps.

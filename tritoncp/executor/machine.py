@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.async_copies import AsyncCopies
 from tritoncp.executor.ctas import Ctas
-from tritoncp.executor.generic_memory import GenericMemory
-from tritoncp.executor.mbarriers import Mbarriers
-from tritoncp.executor.shared_memory import LocalMemory, SharedMemory
-from tritoncp.executor.tcgen05 import Tcgen05
-from tritoncp.executor.tensor_memory import TensorMemory
-from tritoncp.executor.tma import Tma
-from tritoncp.executor.wgmma import Wgmma
+from tritoncp.executor.memory.async_copies import AsyncCopies
+from tritoncp.executor.memory.generic_memory import GenericMemory
+from tritoncp.executor.memory.local_memory import LocalMemory
+from tritoncp.executor.memory.shared_memory import SharedMemory
+from tritoncp.executor.units.mbarriers import Mbarriers
+from tritoncp.executor.units.tcgen05 import Tcgen05
+from tritoncp.executor.units.tensor_memory import TensorMemory
+from tritoncp.executor.units.tma import Tma
+from tritoncp.executor.units.wgmma import Wgmma
 
 
 def build_ctas(launch: Any, programs: np.ndarray[Any, Any]) -> Ctas:

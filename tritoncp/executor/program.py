@@ -16,14 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor import conversions, floating, forms, integers, warps
-from tritoncp.executor.address_space import PARAMETER
-from tritoncp.executor.block_writer import OF_WIDTH, BlockWriter, Names
-from tritoncp.executor.control_flow import liveness, meeting_order
-from tritoncp.executor.in_flight import early_uses
-from tritoncp.executor.instruction import Branch, Instruction, Kernel, Return, Switch
-from tritoncp.executor.opcodes import CARRY, reads_and_writes
-from tritoncp.executor.parse import parse_ptx
+from tritoncp.executor import forms
+from tritoncp.executor.arithmetic import conversions, floating, integers, warps
+from tritoncp.executor.memory.address_space import PARAMETER
+from tritoncp.executor.ptx.block_writer import OF_WIDTH, BlockWriter, Names
+from tritoncp.executor.ptx.control_flow import liveness, meeting_order
+from tritoncp.executor.ptx.in_flight import early_uses
+from tritoncp.executor.ptx.instruction import Branch, Instruction, Kernel, Return, Switch
+from tritoncp.executor.ptx.opcodes import CARRY, reads_and_writes
+from tritoncp.executor.ptx.parse import parse_ptx
 
 __all__ = ["Program", "load_program"]
 assert forms  # its import fills the table of instructions

@@ -13,7 +13,7 @@ import numpy as np
 
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.instruction import (
+from tritoncp.executor.ptx.instruction import (
     Barrier,
     Branch,
     FallThrough,

@@ -1,7 +1,8 @@
-"""The threads that execute a block together: all of some CTAs, or a part of them."""
+"""The threads that execute a block together, and those of them that take part in one instruction."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -75,9 +76,6 @@ class Threads:
         if not self.are_runs(128):
             raise CannotContinue(f"{what} by a part of a warpgroup")
 
-    def positions(self, mask: Array | None) -> Array:
-        return np.arange(self.count) if mask is None else np.flatnonzero(mask)
-
     def tags(self) -> Array:
         """The key of each thread's accesses in `Clocks`."""
         clocks = self.ctas.clocks
@@ -87,20 +85,78 @@ class Threads:
         assert tags is not None
         return tags
 
+    def access(self, mask: Array | None, site: int) -> Access:
+        """An instruction by the threads of a mask, or by all."""
+        return Access(self, site, None if mask is None else np.flatnonzero(mask))
+
+
+class Access:
+    """The threads that take part in an instruction; arrays have one element for each of them.
+
+    site: number of the instruction, for reports
+    at:   positions of the threads in their group, None for all of it
+    """
+
+    def __init__(self, threads: Threads, site: int, at: Array | None) -> None:
+        self.threads, self.site, self.at = threads, site, at
+        self.ctas = threads.ctas
+
+    where = property(lambda self: slice(None) if self.at is None else self.at)
+    cta = property(lambda self: self.pick(self.threads.cta))
+    warp = property(lambda self: self.pick(self.threads.warp))
+    lanes = property(lambda self: self.pick(self.threads.lanes))
+    tags = property(lambda self: self.pick(self.threads.tags()))
+
+    def __len__(self) -> int:
+        return self.threads.count if self.at is None else len(self.at)
+
+    def pick(self, x: Array) -> Array:
+        """The elements of these threads, of an array with one for each of the group."""
+        return x if self.at is None else x[self.at]
+
+    @property
+    def positions(self) -> Array:
+        return np.arange(self.threads.count) if self.at is None else self.at
+
+    @property
+    def mask(self) -> Array | None:
+        """Whether each thread of the group takes part, None where all do."""
+        if self.at is None:
+            return None
+        mask = np.zeros(self.threads.count, bool)
+        mask[self.at] = True
+        return mask
+
+    def some(self, rows: Array | None) -> Access:
+        """The access by these rows of the threads, which may repeat; None for all."""
+        return self if rows is None else Access(self.threads, self.site, self.positions[rows])
+
+    def each(self) -> Iterator[tuple[int, Access]]:
+        """Yield the threads one by one, with their positions."""
+        for j in self.positions:
+            yield int(j), Access(self.threads, self.site, np.full(1, j))
+
+    def times(self, n: int) -> Access:
+        """n accesses of the first thread."""
+        return Access(self.threads, self.site, np.repeat(self.positions[:1], n))
+
+    def used_bytes(self, nbytes: int) -> Array:
+        """Which bytes the program uses of a load, where the compiler says so: else all."""
+        used = self.ctas.launch.program.sites[self.site].used_bytes
+        return np.ones(nbytes, bool) if used is None else (used >> np.arange(nbytes) & 1).astype(bool)
+
     def fault(
         self,
         kind: str,
-        site: int | None,
-        positions: Array,
+        rows: Array | None = None,
         address: int | None = None,
         tensor: str | None = None,
         text: str = "",
-        count: int | None = None,
     ) -> None:
-        """Report a fault of the threads at these positions."""
-        first = positions[0]
-        near = positions[self.cta[positions] == self.cta[first]][:4]
-        program = tuple(int(x[first]) for x in (self.ctaid_x, self.ctaid_y, self.ctaid_z))
-        threads = tuple(dict.fromkeys(int(x) for x in self.tid_x[near]))
-        n = len(positions) if count is None else count
-        self.ctas.launch.log.add(kind, site, n, program, threads, address, tensor, text)
+        """Report a fault of these rows of the threads, or of all."""
+        threads, at = self.threads, self.some(rows).positions
+        first = at[0]
+        near = at[threads.cta[at] == threads.cta[first]][:4]
+        program = tuple(int(x[first]) for x in (threads.ctaid_x, threads.ctaid_y, threads.ctaid_z))
+        names = tuple(dict.fromkeys(int(x) for x in threads.tid_x[near]))
+        self.ctas.launch.log.add(kind, self.site, len(at), program, names, address, tensor, text)

@@ -6,10 +6,11 @@ import contextlib
 from typing import Any
 
 import numpy as np
+import torch
 
 from tritoncp.executor.faults import CannotContinue, Fault
-from tritoncp.executor.global_memory import Extent
 from tritoncp.executor.launch import Launch
+from tritoncp.executor.memory.regions import extent_of
 from tritoncp.executor.program import Program, write_code
 
 Array = np.ndarray[Any, Any]
@@ -35,16 +36,17 @@ def module(body: str, parameters: int, shared: int = 0, threads: int = 32, head:
 
 def run_module(
     text: str,
-    *arrays: Array,
+    *arrays: Array | torch.Tensor,
     grid: tuple[int, int, int] = (1, 1, 1),
     threads: int = 32,
     seed: int | None = None,
 ) -> list[Fault]:
     """Execute a module on arrays, in place; return its faults."""
-    extents = [Extent(a.ctypes.data, a.ctypes.data + a.nbytes, f"p{n}") for n, a in enumerate(arrays)]
+    tensors = [torch.as_tensor(a) for a in arrays]
+    extents = [extent_of(x, f"p{n}") for n, x in enumerate(tensors)]
     launch = Launch(Program(write_code(text)), grid, threads, 0, extents, seed=seed)
     with contextlib.suppress(CannotContinue):  # the log has it
-        launch.run([launch.memory.tag(a.ctypes.data) for a in arrays])
+        launch.run([launch.memory.tag(x.data_ptr()) for x in tensors])
     return launch.log.faults
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.block_writer import NUMPY, BlockWriter, bits_of
-from tritoncp.executor.instruction import Instruction, Operand, Vector
-from tritoncp.executor.opcodes import UnsupportedInstruction, form
+from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter, bits_of
+from tritoncp.executor.ptx.instruction import Instruction, Operand, Vector
+from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 
 SIGNS = {"and": "&", "or": "|", "xor": "^"}
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}

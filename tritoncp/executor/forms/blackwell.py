@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.block_writer import BlockWriter
 from tritoncp.executor.forms.memory import items_of
-from tritoncp.executor.instruction import Address, Instruction, Operand
-from tritoncp.executor.opcodes import UnsupportedInstruction, form
+from tritoncp.executor.ptx.block_writer import BlockWriter
+from tritoncp.executor.ptx.instruction import Address, Instruction, Operand
+from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 
 
 @form("tcgen05.fence::<when:before_thread_sync|after_thread_sync>", writes="none")
 def fence(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """Orders tcgen05 with the barriers beside it; barriers order here without it."""
+    """Nothing to do: barriers, and mbarriers that release and acquire, order tcgen05 without it. PTX needs it
+    beside relaxed arrivals and waits, which have no form."""
 
 
 @form("tcgen05.wait::<what:ld|st>.sync.aligned", writes="none")
@@ -25,13 +26,13 @@ def wait(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
 @form("tcgen05.alloc.cta_group::1.sync.aligned[.<space:shared::cta>].b32", writes="none")
 def allocate(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     at, columns = w.address(i.operands[0], "u8"), columns_of(w, i.operands[1])
-    w.line(f"S.tensor.allocate(T, {at}, {columns}, {w.predicate(i)}, {w.site(i)})")
+    w.line(f"S.tensor.allocate({w.access(i)}, {at}, {columns})")
 
 
 @form("tcgen05.dealloc.cta_group::1.sync.aligned.b32", writes="none")
 def free(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     base, columns = w.array(i.operands[0], "u4"), columns_of(w, i.operands[1])
-    w.line(f"S.tensor.free(T, {base}, {columns}, {w.predicate(i)}, {w.site(i)})")
+    w.line(f"S.tensor.free({w.access(i)}, {base}, {columns})")
 
 
 def columns_of(w: BlockWriter, operand: Operand) -> int:
@@ -42,7 +43,7 @@ def columns_of(w: BlockWriter, operand: Operand) -> int:
 
 @form("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned", writes="none")
 def relinquish(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    w.line(f"S.tensor.relinquish(T, {w.predicate(i)}, {w.site(i)})")
+    w.line(f"S.tensor.relinquish({w.access(i)})")
 
 
 COUNTS = "|".join(f"x{1 << n}" for n in range(8))
@@ -54,7 +55,7 @@ def load(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     registers, at, *split = items_of(i.operands[0]), *i.operands[1:]
     where = cells(w, i, m, at, split, len(registers))
     load_of = "load_pairs" if "pack::16b" in i.parts else "load"
-    out = w.temporary(f"S.tensor.{load_of}(T, {where}, {w.predicate(i)}, {w.site(i)})")
+    out = w.temporary(f"S.tensor.{load_of}({w.access(i)}, {where})")
     for j, register in enumerate(registers):
         w.write(register, "u4", f"{out}[{j}]", i)
 
@@ -66,7 +67,7 @@ def store(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     where = cells(w, i, m, at, split, len(registers))
     given = ", ".join(w.array(x, "u4") for x in registers)
     store_of = "store_pairs" if "unpack::16b" in i.parts else "store"
-    w.line(f"S.tensor.{store_of}(T, {where}, ({given},), {w.predicate(i)}, {w.site(i)})")
+    w.line(f"S.tensor.{store_of}({w.access(i)}, {where}, ({given},))")
 
 
 def cells(w: BlockWriter, i: Instruction, m: re.Match[str], at: Operand, split: list[Operand], n: int) -> str:
@@ -85,12 +86,12 @@ def multiply(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     left = w.address(a, "u4") if in_tensor_memory else w.array(a, "u8")
     keep = w.condition(scale) if w.is_register(scale) else f"T.full(np.bool_({int(str(scale), 0) != 0}))"
     operands = f"{w.address(d, 'u4')}, {left}, {in_tensor_memory}, {w.array(b, 'u8')}"
-    call = f"{operands}, {w.array(description, 'u4')}, {keep}, '{m['kind']}', {w.predicate(i)}, {w.site(i)}"
-    w.line(f"S.tcgen05.multiply(T, {call})")
+    call = f"{w.access(i)}, {operands}, {w.array(description, 'u4')}, {keep}, '{m['kind']}'"
+    w.line(f"S.tcgen05.multiply({call})")
 
 
 @form("tcgen05.commit.cta_group::1.mbarrier::arrive::one[.<space:shared::cluster>].b64", writes="none")
 def commit(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     at = i.operands[0]
     where = w.address(at, "u8") if isinstance(at, Address) else w.array(at, "u8")
-    w.line(f"S.tcgen05.commit(T, {where}, {w.predicate(i)}, {w.site(i)})")
+    w.line(f"S.tcgen05.commit({w.access(i)}, {where})")

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.block_writer import NUMPY, BlockWriter
-from tritoncp.executor.instruction import Instruction
-from tritoncp.executor.opcodes import form
+from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter
+from tritoncp.executor.ptx.instruction import Instruction
+from tritoncp.executor.ptx.opcodes import form
 
 INTEGERS = "u8|u16|u32|u64|s8|s16|s32|s64"
 ROUND = "rni|rzi|rmi|rpi"
 
 
-@form(f"cvt.<to:{INTEGERS}>.<of:{INTEGERS}>")
-def integer_to_integer(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+@form(f"cvt.<to:{INTEGERS}>.<of:{INTEGERS}>", f"cvt.rn.<to:f32|f64>.<of:{INTEGERS}>")
+def of_integer(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     d, a = i.operands
     w.write(d, NUMPY[m["to"]], f"{w.array(a, NUMPY[m['of']])}.astype('{NUMPY[m['to']]}')", i)
 
 
 @form(f"cvt.sat.<to:{INTEGERS}>.<of:{INTEGERS}>")
-def integer_saturated(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+def of_integer_saturated(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     d, a = i.operands
     to = NUMPY[m["to"]]
     w.write(d, to, f"C.saturated({w.array(a, NUMPY[m['of']])}, '{to}')", i)
-
-
-@form(f"cvt.rn.<to:f32|f64>.<of:{INTEGERS}>")
-def integer_to_float(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    d, a = i.operands
-    w.write(d, NUMPY[m["to"]], f"{w.array(a, NUMPY[m['of']])}.astype('{NUMPY[m['to']]}')", i)
 
 
 @form(f"cvt.rn.<to:f16|bf16>.<of:{INTEGERS}>")
@@ -103,14 +97,13 @@ def truncate(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     w.write(d, "u2", f"F.to_bf16_towards_zero({w.array(a, 'f4')})", i)
 
 
-@form("cvt.rn[.relu].<to:f16x2|bf16x2>.f32")
+@form("cvt.rn[.relu].<to:f16x2|bf16x2>.f32", "cvt.rn.satfinite[.relu].<to:e4m3x2|e5m2x2>.f32")
 def narrow_pair(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     """The first source is the upper half."""
-    d, high, low = i.operands
-    x, y = w.array(high, "f4"), w.array(low, "f4")
-    if "relu" in i.parts:
-        x, y = f"F.relu({x})", f"F.relu({y})"
-    w.write(d, "u4", f"F.pack2('{m['to']}', {x}, {y})", i)
+    d, *sources = i.operands
+    x, y = (f"F.relu({w.array(a, 'f4')})" if "relu" in i.parts else w.array(a, "f4") for a in sources)
+    pack, t = ("F.pack2", "u4") if m["to"].endswith("16x2") else ("C.to_fp8", "u2")
+    w.write(d, t, f"{pack}('{m['to']}', {x}, {y})", i)
 
 
 @form("cvt.<mode:rna|rn>.tf32.f32")
@@ -118,16 +111,6 @@ def to_tf32(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     d, a = i.operands
     name = "to_tf32" if m["mode"] == "rna" else "to_tf32_nearest_even"
     w.write(d, "u4", f"F.{name}({w.array(a, 'f4')})", i)
-
-
-@form("cvt.rn.satfinite[.relu].<to:e4m3x2|e5m2x2>.f32")
-def to_fp8(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """The first source is the upper byte."""
-    d, high, low = i.operands
-    x, y = w.array(high, "f4"), w.array(low, "f4")
-    if "relu" in i.parts:
-        x, y = f"F.relu({x})", f"F.relu({y})"
-    w.write(d, "u2", f"C.to_fp8('{m['to']}', {x}, {y})", i)
 
 
 @form("cvt.rn[.relu].f16x2.<of:e4m3x2|e5m2x2>")

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.block_writer import NUMPY, BlockWriter
-from tritoncp.executor.instruction import Instruction, Operand
-from tritoncp.executor.opcodes import UnsupportedInstruction, form
+from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter, bits_of
+from tritoncp.executor.ptx.instruction import Instruction, Operand
+from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 
 SIGNS = {"add": "+", "sub": "-", "mul": "*"}
 
 
-def float32(w: BlockWriter, i: Instruction, operand: Operand) -> str:
-    """An operand, flushed where the opcode says so."""
-    return f"F.ftz({w.array(operand, 'f4')})" if "ftz" in i.parts else w.array(operand, "f4")
+def source(w: BlockWriter, i: Instruction, operand: Operand, t: str = "f4") -> str:
+    """An operand as an array, flushed where the opcode says so."""
+    return f"F.ftz({w.array(operand, t)})" if "ftz" in i.parts else w.array(operand, t)
 
 
 def finish(i: Instruction, expression: str) -> str:
-    """Flush and saturate a float32 result where the opcode says so."""
+    """Flush and saturate a result where the opcode says so."""
     if "ftz" in i.parts:
         expression = f"F.ftz({expression})"
     return f"F.saturate({expression})" if "sat" in i.parts else expression
 
 
-@form(*(f"{name}[.rn][.ftz][.sat].f32" for name in SIGNS))
-def binary32(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+@form(*(f"{name}[.rn][.ftz][.sat].f32" for name in SIGNS), *(f"{name}[.rn].f64" for name in SIGNS))
+@form("div.<mode:rn|full|approx>[.ftz].f32", "div.rn.f64")
+def binary(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     d, a, b = i.operands
-    if "ftz" in i.parts:
-        x, y = float32(w, i, a), float32(w, i, b)
-    else:
-        x, y = w.array(a, "f4"), w.read(b, "f4")
-    w.write(d, "f4", finish(i, f"{x} {SIGNS[i.parts[0]]} {y}"), i)
-
-
-@form(*(f"{name}[.rn].f64" for name in SIGNS))
-def binary64(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    d, a, b = i.operands
-    w.write(d, "f8", f"{w.array(a, 'f8')} {SIGNS[i.parts[0]]} {w.read(b, 'f8')}", i)
+    t = NUMPY[i.parts[-1]]
+    sign = SIGNS.get(i.parts[0], "/")
+    w.write(d, t, finish(i, f"{source(w, i, a, t)} {sign} {source(w, i, b, t)}"), i)
 
 
 @form(*(f"{name}[.rn][.ftz].f32x2" for name in SIGNS), "fma.rn[.ftz].f32x2")
@@ -63,17 +56,11 @@ def mixed_fma(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     w.write(d, "f4", finish(i, f"F.fma32({x}, {y}, {w.array(c, 'f4')})"), i)
 
 
-@form("fma.rn[.ftz][.sat].f32")
-def fma32(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    d, a, b, c = i.operands
-    x, y, z = float32(w, i, a), float32(w, i, b), float32(w, i, c)
-    w.write(d, "f4", finish(i, f"F.fma32({x}, {y}, {z})"), i)
-
-
-@form("fma.rn.f64")
-def fma64(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    d, a, b, c = i.operands
-    w.write(d, "f8", f"F.fma64({w.array(a, 'f8')}, {w.array(b, 'f8')}, {w.array(c, 'f8')})", i)
+@form("fma.rn[.ftz][.sat].f32", "fma.rn.f64")
+def fma(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    t = NUMPY[i.parts[-1]]
+    x = ", ".join(source(w, i, a, t) for a in i.operands[1:])
+    w.write(i.operands[0], t, finish(i, f"F.fma{bits_of(t)}({x})"), i)
 
 
 def finish16(w: BlockWriter, i: Instruction, t: str, expression: str) -> None:
@@ -112,16 +99,11 @@ def sign16(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     w.write(i.operands[0], t, f"{a} {'^' if flip else '&'} {w.constant(ones if flip else ~ones, t)}", i)
 
 
-@form("neg[.ftz].f32", "abs[.ftz].f32")
-def sign32(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    a = float32(w, i, i.operands[1])
-    w.write(i.operands[0], "f4", f"-{a}" if i.parts[0] == "neg" else f"np.abs({a})", i)
-
-
-@form("neg.f64", "abs.f64")
-def sign64(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    a = w.array(i.operands[1], "f8")
-    w.write(i.operands[0], "f8", f"-{a}" if i.parts[0] == "neg" else f"np.abs({a})", i)
+@form("neg[.ftz].f32", "abs[.ftz].f32", "neg.f64", "abs.f64")
+def sign(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    t = NUMPY[i.parts[-1]]
+    a = source(w, i, i.operands[1], t)
+    w.write(i.operands[0], t, f"-{a}" if i.parts[0] == "neg" else f"np.abs({a})", i)
 
 
 @form(*(f"{name}[.ftz][.NaN].f32" for name in ("min", "max")), *(f"{name}.f64" for name in ("min", "max")))
@@ -129,7 +111,7 @@ def sign64(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
 def extremum(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     d, *sources = i.operands
     t = NUMPY[i.parts[-1]]
-    x = [float32(w, i, a) if t == "f4" else w.array(a, t) for a in sources]
+    x = [source(w, i, a, t) for a in sources]
     name, nan = ("minimum" if i.parts[0] == "min" else "maximum"), "NaN" in i.parts
     if "xorsign" not in i.parts:
         out = f"F.{name}({x[0]}, {x[1]}, {nan})"
@@ -151,32 +133,16 @@ def extremum16(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     w.write(d, width16(t), f"F.extremum16('{i.parts[0]}', '{t}', {x}, {y}, {'NaN' in i.parts})", i)
 
 
-@form("div.<mode:rn|full|approx>[.ftz].f32")
-def divide32(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    d, a, b = i.operands
-    w.write(d, "f4", finish(i, f"{float32(w, i, a)} / {float32(w, i, b)}"), i)
-
-
-@form("div.rn.f64")
-def divide64(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    d, a, b = i.operands
-    w.write(d, "f8", f"{w.array(a, 'f8')} / {w.read(b, 'f8')}", i)
-
-
 @form(
     *(f"{name}.approx[.ftz].f32" for name in ("ex2", "lg2", "rcp", "sqrt", "rsqrt", "sin", "cos")),
     *(f"{name}.rn[.ftz].f32" for name in ("rcp", "sqrt")),
-    "tanh.approx.f32",
+    *("tanh.approx.f32", "rcp.rn.f64", "sqrt.rn.f64", "rsqrt.approx.f64"),
 )
-def unary32(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+def unary(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    t = NUMPY[i.parts[-1]]
     # 2^x of a subnormal x is 1, flushed or not
-    a = w.array(i.operands[1], "f4") if i.parts[0] == "ex2" else float32(w, i, i.operands[1])
-    w.write(i.operands[0], "f4", finish(i, f"F.UNARY['{i.parts[0]}']({a})"), i)
-
-
-@form("rcp.rn.f64", "sqrt.rn.f64", "rsqrt.approx.f64")
-def unary64(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    w.write(i.operands[0], "f8", f"F.UNARY['{i.parts[0]}']({w.array(i.operands[1], 'f8')})", i)
+    a = w.array(i.operands[1], t) if i.parts[0] == "ex2" else source(w, i, i.operands[1], t)
+    w.write(i.operands[0], t, finish(i, f"F.UNARY['{i.parts[0]}']({a})"), i)
 
 
 @form("rcp.approx.ftz.f64", "rsqrt.approx.ftz.f64")

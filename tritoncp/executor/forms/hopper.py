@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.block_writer import BlockWriter
 from tritoncp.executor.forms.memory import items_of, unguarded
-from tritoncp.executor.instruction import Address, Instruction, Vector
-from tritoncp.executor.opcodes import UnsupportedInstruction, form
+from tritoncp.executor.ptx.block_writer import BlockWriter
+from tritoncp.executor.ptx.instruction import Address, Instruction, Vector
+from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 
 SHARED = "<space:shared|shared::cta>"
 
@@ -15,13 +15,13 @@ SHARED = "<space:shared|shared::cta>"
 @form(f"mbarrier.init.{SHARED}.b64", writes="none")
 def initialise(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     at, count = w.address(i.operands[0], "u8"), w.array(i.operands[1], "u4")
-    w.line(f"S.mbarriers.initialise(T, {at}, {count}, {w.predicate(i)}, {w.site(i)})")
+    w.line(f"S.mbarriers.initialise({w.access(i)}, {at}, {count})")
 
 
 @form(f"mbarrier.inval.{SHARED}.b64", writes="none")
 def invalidate(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     at = w.address(i.operands[0], "u8")
-    w.line(f"S.mbarriers.invalidate(T, {at}, {w.predicate(i)}, {w.site(i)})")
+    w.line(f"S.mbarriers.invalidate({w.access(i)}, {at})")
 
 
 ARRIVE = f"[.release][.<scope:cta|cluster>].{SHARED}.b64"
@@ -37,14 +37,13 @@ def arrive(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
         nbytes = w.array(count[0], "u4")
     elif count:
         arrivals = w.array(count[0], "u4")
-    call = f"{w.address(at, 'u8')}, {arrivals}, {nbytes}, {w.predicate(i)}, {w.site(i)}"
-    w.line(f"S.mbarriers.arrive(T, {call})")
+    w.line(f"S.mbarriers.arrive({w.access(i)}, {w.address(at, 'u8')}, {arrivals}, {nbytes})")
 
 
 @form(f"mbarrier.<kind:try_wait|test_wait>.parity[.acquire][.<scope:cta|cluster>].{SHARED}.b64")
 def wait(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     at, parity = w.address(i.operands[1], "u8"), w.array(i.operands[2], "u4")
-    out = w.temporary(f"S.mbarriers.wait(T, {at}, {parity}, {w.predicate(i)}, {w.site(i)})")
+    out = w.temporary(f"S.mbarriers.wait({w.access(i)}, {at}, {parity})")
     w.write(i.operands[0], "b", out, i)
 
 
@@ -62,7 +61,7 @@ def load_box(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     at = (
         f"{w.address(to, 'u8')}, {w.address(box, 'u8')}, ({coordinates(w, box)},), {w.address(barrier, 'u8')}"
     )
-    w.line(f"S.tma.load(T, {at}, {w.predicate(i)}, {w.site(i)})")
+    w.line(f"S.tma.load({w.access(i)}, {at})")
 
 
 def coordinates(w: BlockWriter, box: Address) -> str:
@@ -82,17 +81,17 @@ def store_box(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     assert isinstance(box, Address)
     operation = m["op"] if i.parts[1] == "reduce" else None
     at = f"{w.address(box, 'u8')}, ({coordinates(w, box)},), {w.address(source, 'u8')}"
-    w.line(f"S.tma.store(T, {at}, {operation!r}, {w.predicate(i)}, {w.site(i)})")
+    w.line(f"S.tma.store({w.access(i)}, {at}, {operation!r})")
 
 
 @form("cp.async.bulk.commit_group", writes="none")
 def commit_bulk(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    w.line(f"S.tma.commit(T, {w.predicate(i)})")
+    w.line(f"S.tma.commit({w.access(i)})")
 
 
 @form("cp.async.bulk.wait_group[.read]", writes="none")
 def wait_bulk(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    w.line(f"S.tma.wait(T, {int(str(i.operands[0]), 0)}, {w.predicate(i)})")
+    w.line(f"S.tma.wait({w.access(i)}, {int(str(i.operands[0]), 0)})")
 
 
 FIELDS = "global_address|rank|box_dim|global_dim|global_stride|element_stride|elemtype|interleave_layout"
@@ -106,8 +105,7 @@ def replace_field(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     at, *value = i.operands
     dimension = int(str(value[0]), 0) if len(value) == 2 else 0
     new = w.array(value[-1], "u8" if m["type"] == "b64" else "u4")
-    call = f"{w.address(at, 'u8')}, '{m['field']}', {dimension}, {new}, {w.predicate(i)}, {w.site(i)}"
-    w.line(f"S.tma.replace(T, {call})")
+    w.line(f"S.tma.replace({w.access(i)}, {w.address(at, 'u8')}, '{m['field']}', {dimension}, {new})")
 
 
 @form(
@@ -116,7 +114,7 @@ def replace_field(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
 )
 def publish_descriptor(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     at = f"{w.address(i.operands[0], 'u8')}, {w.address(i.operands[1], 'u8')}"
-    w.line(f"S.tma.publish(T, {at}, {w.predicate(i)}, {w.site(i)})")
+    w.line(f"S.tma.publish({w.access(i)}, {at})")
 
 
 @form("wgmma.fence.sync.aligned", writes="none")
@@ -164,7 +162,7 @@ def multiply(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     given = ", ".join(w.array(x, t) for x in items_of(d))
     operands = f"{left}, {w.array(b, 'u8')}, {flip_a}, {flip_b}, {keep}, ({given},)"
     shape = f"{n}, {k}, '{m['to']}', '{m['a']}', '{m['b']}'"
-    out = w.temporary(f"S.wgmma.multiply(T, {shape}, {operands}, {w.site(i)})")
+    out = w.temporary(f"S.wgmma.multiply({w.access(i)}, {shape}, {operands})")
     for j, register in enumerate(items_of(d)):
         w.write(register, t, f"{out}[{j}]", i)
 
@@ -175,4 +173,4 @@ def set_registers(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     count = int(str(i.operands[0]), 0)
     if count % 8 or not 24 <= count <= 256:
         raise UnsupportedInstruction(f"{count} registers")
-    w.line(f"S.wgmma.set_registers(T, {count}, {w.site(i)})")
+    w.line(f"S.wgmma.set_registers({w.access(i)}, {count})")

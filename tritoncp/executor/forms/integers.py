@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.block_writer import NUMPY, BlockWriter, unsigned
-from tritoncp.executor.instruction import Instruction, Operand
-from tritoncp.executor.opcodes import CARRY, form
+from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter, unsigned
+from tritoncp.executor.ptx.instruction import Instruction, Operand
+from tritoncp.executor.ptx.opcodes import CARRY, form
 
 SIGNS = {"add": "+", "sub": "-"}
 INTEGERS = "u16|u32|u64|s16|s32|s64"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.block_writer import NUMPY, BlockWriter, bits_of, unsigned
-from tritoncp.executor.instruction import Address, Instruction, Operand, Vector
-from tritoncp.executor.opcodes import UnsupportedInstruction, form
+from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter, bits_of, unsigned
+from tritoncp.executor.ptx.instruction import Address, Instruction, Operand, Vector
+from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 
 ORDER = "[.<order:weak|volatile>]"
 SCOPE = "<scope:cta|cluster|gpu|sys>"
@@ -48,7 +48,7 @@ def load(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     t = NUMPY[m["type"]]
     registers = items_of(i.operands[0])
     where = f"{w.address(i.operands[1], 'u8')}, '{unsigned(t)}', {len(registers)}"
-    out = w.temporary(f"S.{memory_of(m)}.load(T, {where}, {w.predicate(i)}, {w.site(i)})")
+    out = w.temporary(f"S.{memory_of(m)}.load({w.access(i)}, {where})")
     for j, register in enumerate(registers):
         w.write(register, t, f"{out}[{j}]" if t == unsigned(t) else f"{out}[{j}].view('{t}')", i)
 
@@ -59,7 +59,7 @@ def store(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     t = unsigned(NUMPY[m["type"]])
     address = w.address(i.operands[0], "u8")
     values = ", ".join(w.array(x, t) for x in items_of(i.operands[1]))
-    w.line(f"S.{memory_of(m)}.store(T, {address}, '{t}', ({values},), {w.predicate(i)}, {w.site(i)})")
+    w.line(f"S.{memory_of(m)}.store({w.access(i)}, {address}, '{t}', ({values},))")
 
 
 ORDERED = "relaxed|acquire|release|acq_rel"
@@ -108,8 +108,8 @@ def write_atomic(
     for j, (register, *sources) in enumerate(zip(results, *columns, strict=True)):
         address = w.address(at._replace(offset=at.offset + j * bits_of(t) // 8), "u8")
         given = ", ".join(w.array(x, t) for x in sources)
-        call = f"'{kind}', '{m['op']}', ({given},), {w.predicate(i)}, {w.site(i)}"
-        out = w.temporary(f"S.{memory_of(m)}.atomic(T, {address}, '{t}', {call})")
+        call = f"{w.access(i)}, {address}, '{t}', '{kind}', '{m['op']}', ({given},)"
+        out = w.temporary(f"S.{memory_of(m)}.atomic({call})")
         w.write(register, t, out, i)
 
 
@@ -122,8 +122,8 @@ def load_matrix(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     if i.predicate:
         raise UnsupportedInstruction("a predicate")
     registers = items_of(i.operands[0])
-    call = f"{w.address(i.operands[1], 'u8')}, {len(registers)}, {'trans' in i.parts}, {w.site(i)}"
-    out = w.temporary(f"S.shared.load_matrices(T, {call})")
+    call = f"{w.access(i)}, {w.address(i.operands[1], 'u8')}, {len(registers)}, {'trans' in i.parts}"
+    out = w.temporary(f"S.shared.load_matrices({call})")
     for j, register in enumerate(registers):
         w.write(register, "u4", f"{out}[{j}]", i)
 
@@ -134,7 +134,7 @@ def store_matrix(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
         raise UnsupportedInstruction("a predicate")
     values = ", ".join(w.array(x, "u4") for x in items_of(i.operands[1]))
     address = w.address(i.operands[0], "u8")
-    w.line(f"S.shared.store_matrices(T, {address}, ({values},), {'trans' in i.parts}, {w.site(i)})")
+    w.line(f"S.shared.store_matrices({w.access(i)}, {address}, ({values},), {'trans' in i.parts})")
 
 
 HINT = "[.L2::cache_hint][.<prefetch:L2::64B|L2::128B|L2::256B>]"
@@ -150,7 +150,7 @@ def copy_async(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
         size = size[:-1]
     taken = w.array(size[0], "u4") if size else "None"
     addresses = f"{w.address(to, 'u8')}, {w.address(of, 'u8')}"
-    w.line(f"S.async_copies.copy(T, {addresses}, {n}, {taken}, {w.predicate(i)}, {w.site(i)})")
+    w.line(f"S.async_copies.copy({w.access(i)}, {addresses}, {n}, {taken})")
 
 
 @form("cp.async.commit_group", writes="none")

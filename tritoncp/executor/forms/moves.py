@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.address_space import LOCAL, PARAMETER, SHARED
-from tritoncp.executor.block_writer import NUMPY, BlockWriter, bits_of
-from tritoncp.executor.instruction import Instruction, Vector
-from tritoncp.executor.opcodes import form
+from tritoncp.executor.memory.address_space import LOCAL, PARAMETER, SHARED
+from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter, bits_of
+from tritoncp.executor.ptx.instruction import Instruction, Vector
+from tritoncp.executor.ptx.opcodes import form
 
 
 @form("mov.<type:pred|b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64>")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.block_writer import NUMPY, BlockWriter
-from tritoncp.executor.instruction import Instruction, Operand, Vector
-from tritoncp.executor.opcodes import UnsupportedInstruction, form
+from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter
+from tritoncp.executor.ptx.instruction import Instruction, Operand, Vector
+from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 
 
 def whole_warp(w: BlockWriter, i: Instruction, mask: Operand) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.floating import arithmetic16, ftz
+from tritoncp.executor.arithmetic.floating import arithmetic16, ftz
 
 Array = np.ndarray[Any, Any]
 COMBINE: dict[str, Callable[[Any, Any], Any]] = {

@@ -10,8 +10,8 @@ import numpy as np
 
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.shared_memory import MBARRIER, UNWRITTEN
-from tritoncp.executor.threads import Threads
+from tritoncp.executor.memory.shared_memory import MBARRIER, UNWRITTEN
+from tritoncp.executor.threads import Access
 
 Array = np.ndarray[Any, Any]
 Key = tuple[int, int]  # CTA and offset in its shared memory
@@ -49,23 +49,20 @@ class Mbarriers:
         self.ctas = ctas
         self.barriers: dict[Key, Mbarrier] = {}
 
-    def keys(self, threads: Threads, address: Array, mask: Array | None) -> Iterator[tuple[Key, Array]]:
-        """Yield each barrier with the positions of the threads that name it."""
-        at = threads.positions(mask)
-        codes = threads.cta[at].astype(np.int64) << 32 | address[at].astype(np.int64)
+    def keys(self, access: Access, address: Array) -> Iterator[tuple[Key, Access]]:
+        """Yield each barrier with the threads that name it."""
+        codes = access.cta.astype(np.int64) << 32 | access.pick(address).astype(np.int64)
         for code in np.unique(codes):
-            yield (int(code) >> 32, int(code) & 0xFFFFFFFF), at[codes == code]
+            yield (int(code) >> 32, int(code) & 0xFFFFFFFF), access.some(np.flatnonzero(codes == code))
 
-    def initialise(
-        self, threads: Threads, address: Array, count: Array, mask: Array | None, site: int
-    ) -> None:
+    def initialise(self, access: Access, address: Array, count: Array) -> None:
         clocks = self.ctas.clocks
-        for key, at in self.keys(threads, address, mask):
-            if key in self.barriers or len(at) > 1:
-                threads.fault("mbarrier initialised again", site, at, key[1])
-            self.check_offset(threads, key, at, site)
-            warp, n = int(threads.warp[at[0]]), int(count[at[0]])
-            nothing = np.zeros(clocks.knows.shape[2], np.int32)
+        for key, part in self.keys(access, address):
+            if key in self.barriers or len(part) > 1:
+                part.fault("mbarrier initialised again", None, key[1])
+            self.check_offset(part, key)
+            warp, n = int(part.warp[0]), int(part.pick(count)[0])
+            nothing = np.zeros_like(clocks.rows[0, 0])
             now = int(clocks.last[key[0], warp])
             self.barriers[key] = Mbarrier(n, n, (warp, now), nothing, nothing.copy())
             self.mark(key, MBARRIER)
@@ -74,96 +71,86 @@ class Mbarriers:
         start = key[0] * self.ctas.shared.size + key[1]
         self.ctas.shared.state[start : start + 8] = value
 
-    def check_offset(self, threads: Threads, key: Key, at: Array, site: int) -> None:
+    def check_offset(self, access: Access, key: Key) -> None:
         if key[1] % 8:
-            threads.fault("misaligned mbarrier", site, at, key[1])
+            access.fault("misaligned mbarrier", None, key[1])
         if key[1] + 8 > self.ctas.shared.used:
-            threads.fault("out of bounds mbarrier", site, at, key[1])
+            access.fault("out of bounds mbarrier", None, key[1])
 
-    def invalidate(self, threads: Threads, address: Array, mask: Array | None, site: int) -> None:
+    def invalidate(self, access: Access, address: Array) -> None:
         clocks = self.ctas.clocks
-        for key, at in self.keys(threads, address, mask):
+        for key, part in self.keys(access, address):
             b = self.barriers.pop(key, None)
-            if b is None or len(at) > 1:
-                threads.fault("mbarrier invalidated that is not initialised", site, at, key[1])
+            if b is None or len(part) > 1:
+                part.fault("mbarrier invalidated that is not initialised", None, key[1])
             if b is None:
                 continue
             self.mark(key, UNWRITTEN)
             if self.is_awaited(key):
-                kind = "mbarrier invalidated while asynchronous work will arrive at it"
-                threads.fault(kind, site, at, key[1])
-            warp = int(threads.warp[at[0]])
+                part.fault("mbarrier invalidated while asynchronous work will arrive at it", None, key[1])
+            warp = int(part.warp[0])
             knows = clocks.knows[key[0], warp]
             if self.ctas.launch.check and any(w != warp and knows[w] < c for w, c in b.waiters.items()):
                 kind = "mbarrier invalidated before a barrier follows another warp's wait"
-                threads.fault(kind, site, at, key[1])
+                part.fault(kind, None, key[1])
 
     def is_awaited(self, key: Key) -> bool:
         """Whether asynchronous work under way will arrive at a barrier."""
         return bool(self.ctas.tma.arriving.get(key)) or self.ctas.tcgen05.will_arrive(key)
 
-    def find(self, threads: Threads, key: Key, site: int, at: Array | None = None) -> Mbarrier:
+    def find(self, access: Access, key: Key) -> Mbarrier:
         """The barrier, whose initialisation all these threads must know of."""
         b = self.barriers.get(key)
         if b is None:
-            raise CannotContinue("mbarrier used that is not initialised", site, f"offset {key[1]}")
-        if self.ctas.launch.check and at is not None:
+            raise CannotContinue("mbarrier used that is not initialised", access.site, f"offset {key[1]}")
+        if self.ctas.launch.check:
             warp, clock = b.initialiser
-            knows = self.ctas.clocks.knows[key[0], threads.warp[at], warp]
-            late = (knows < clock) & (threads.warp[at] != warp)
-            if late.any():
+            knows = self.ctas.clocks.knows[key[0], access.warp, warp]
+            late = np.flatnonzero((knows < clock) & (access.warp != warp))
+            if len(late):
                 kind = "mbarrier used by another warp before a barrier follows its initialisation"
-                threads.fault(kind, site, at[late], key[1])
+                access.fault(kind, late, key[1])
         return b
 
-    def arrive(
-        self,
-        threads: Threads,
-        address: Array,
-        count: Array,
-        nbytes: Array | None,
-        mask: Array | None,
-        site: int,
-    ) -> None:
-        for key, at in self.keys(threads, address, mask):
-            b = self.find(threads, key, site, at)
+    def arrive(self, access: Access, address: Array, count: Array, nbytes: Array | None) -> None:
+        for key, part in self.keys(access, address):
+            b = self.find(part, key)
             if nbytes is not None:
-                b.nbytes += int(nbytes[at].sum())
-            for warp in np.unique(threads.warp[at]):
+                b.nbytes += int(part.pick(nbytes).sum())
+            for warp in np.unique(part.warp):
                 b.arrive(0, self.ctas.clocks.release(key[0], int(warp)))
-            b.arrive(int(count[at].sum()), b.arriving)
+            b.arrive(int(part.pick(count).sum()), b.arriving)
             if b.left < 0:
-                threads.fault("more arrivals at an mbarrier than it counts", site, at, key[1])
+                part.fault("more arrivals at an mbarrier than it counts", None, key[1])
             b.advance()
             self.ctas.progress += 1
 
-    def wait(self, threads: Threads, address: Array, parity: Array, mask: Array | None, site: int) -> Array:
+    def wait(self, access: Access, address: Array, parity: Array) -> Array:
         """Whether the phase of a parity is complete.
 
         The first look of each warp finds nothing, and asynchronous work ends at the second one, so that a
         kernel that does not look until the phase changes is seen to use what is not there yet.
         """
-        out = np.zeros(threads.count, bool)
-        for key, at in self.keys(threads, address, mask):
-            b = self.find(threads, key, site, at)
+        out = np.zeros(access.threads.count, bool)
+        for key, part in self.keys(access, address):
+            b = self.find(part, key)
             if self.ctas.launch.check:
-                at = self.second_looks(b, threads, at)
-            if not len(at):
+                part = self.second_looks(b, part)
+            if not len(part):
                 continue
             self.ctas.tma.finish_loads(key, b)
             self.ctas.tcgen05.finish(key)
             b.advance()
-            out[at] = (b.phase & 1) != (parity[at] & 1)
-            self.learn(key, b, np.unique(threads.warp[at[out[at]]]), np.unique(threads.warp[at]))
+            out[part.where] = passed = (b.phase & 1) != (part.pick(parity) & 1)
+            self.learn(key, b, np.unique(part.warp[passed]), np.unique(part.warp))
         return out
 
-    def second_looks(self, b: Mbarrier, threads: Threads, at: Array) -> Array:
-        """The positions whose warps have looked before."""
-        warps = threads.warp[at]
-        first = [w for w in np.unique(warps).tolist() if w not in b.looked]
+    def second_looks(self, b: Mbarrier, access: Access) -> Access:
+        """The threads whose warps have looked before."""
+        first = [w for w in np.unique(access.warp).tolist() if w not in b.looked]
         self.ctas.progress += len(first)
         b.looked.update(first)
-        return at[~np.isin(warps, first)] if first else at
+        return access.some(np.flatnonzero(~np.isin(access.warp, first))) if first else access
 
     def learn(self, key: Key, b: Mbarrier, passed: Array, looking: Array) -> None:
         clocks = self.ctas.clocks

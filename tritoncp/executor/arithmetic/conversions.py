@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tritoncp.executor.floating import narrow64
+from tritoncp.executor.arithmetic.floating import narrow64
 
 u1, u2, u4 = np.uint8, np.uint16, np.uint32
 Array = np.ndarray[Any, Any]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tritoncp.executor.instruction import Address, Instruction, Operand, Vector
+from tritoncp.executor.ptx.instruction import Address, Instruction, Operand, Vector
 
 Emit = Callable[..., None]  # of a block_writer.BlockWriter, the instruction and the match of its form
 CARRY = "%carry"  # the carry flag, as a register

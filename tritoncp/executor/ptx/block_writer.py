@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from tritoncp.executor.instruction import Address, Instruction, Operand
-from tritoncp.executor.opcodes import UnsupportedInstruction, form_of
+from tritoncp.executor.ptx.instruction import Address, Instruction, Operand
+from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form_of
 
 NUMPY = {
     **{"u8": "u1", "b8": "u1", "s8": "i1", "u16": "u2", "b16": "u2", "s16": "i2", "f16": "f2", "bf16": "u2"},
@@ -91,9 +91,6 @@ class BlockWriter:
         if full not in self.memo:
             self.memo[full] = self.temporary(expression)
         return self.memo[full]
-
-    def site(self, i: Instruction) -> int:
-        return self.names.site(i)
 
     # operands
 
@@ -190,6 +187,10 @@ class BlockWriter:
             return "None"
         held = self.read(i.predicate, "b")
         return self.once(("not",), [i.predicate], f"~{held}") if i.negated else held
+
+    def access(self, i: Instruction) -> str:
+        """The threads that execute an instruction, as `threads.Access`."""
+        return f"T.access({self.predicate(i)}, {self.names.site(i)})"
 
     def condition(self, operand: Operand) -> str:
         """A predicate operand, which may be negated, as an array."""

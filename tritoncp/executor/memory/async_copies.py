@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from tritoncp.executor.ctas import Ctas
-from tritoncp.executor.global_memory import UNSIGNED
-from tritoncp.executor.shared_memory import ON_ITS_WAY, WRITTEN
-from tritoncp.executor.threads import Threads
+from tritoncp.executor.memory.regions import UNSIGNED
+from tritoncp.executor.memory.shared_memory import WRITTEN
+from tritoncp.executor.threads import Access, Threads
 
 Array = np.ndarray[Any, Any]
 
@@ -40,65 +40,42 @@ class AsyncCopies:
         self.commits = np.zeros(ctas.count, np.int64)
         self.pending: list[Copies] = []
 
-    def copy(
-        self,
-        threads: Threads,
-        to: Array,
-        of: Array,
-        nbytes: int,
-        taken: Array | None,
-        mask: Array | None,
-        site: int,
-    ) -> None:
+    def copy(self, access: Access, to: Array, of: Array, nbytes: int, taken: Array | None) -> None:
         """taken: bytes of each thread that are copied, the others become zero."""
         counts, shared = self.ctas.counts, self.ctas.shared
         if counts is not None:
-            live = mask if taken is None else taken != 0 if mask is None else mask & (taken != 0)
-            counts.global_access(threads, of, nbytes, live, site, "read")
-            counts.shared_access(threads, to, nbytes, mask, site)
-        at = threads.positions(mask)
-        if not len(at):
+            live = access if taken is None else access.some(np.flatnonzero(access.pick(taken)))
+            counts.global_access(live, of, nbytes, "read")
+            counts.shared_access(access, to, nbytes)
+        if not len(access):
             return
-        data = self.read(threads, of, nbytes, taken, at, site)
-        idx = shared.locate(threads, to, nbytes, at, site, "cp.async")
-        shared.check_write(threads, idx, nbytes, at, site, None, "cp.async")
-        if self.ctas.launch.check:
-            busy = np.flatnonzero((shared.state.reshape(-1, nbytes)[idx] == ON_ITS_WAY).any(1))
-            if len(busy):
-                offset = shared.offset(idx[busy[0]], nbytes)
-                kind = "cp.async to shared memory whose copy is under way"
-                shared.fault(threads, kind, site, at, busy, offset)
-        shared.mark(idx, nbytes, ON_ITS_WAY)
-        shared.poison(idx, nbytes)
-        shared.note_writer(idx, nbytes, threads.tags()[at][:, None])
-        lanes = threads.lanes[at]
-        unfenced = np.zeros(len(lanes), bool)
-        self.pending.append(Copies(lanes, idx, data, nbytes, self.commits[lanes], unfenced))
+        data = self.read(access, access.pick(of), nbytes, None if taken is None else access.pick(taken))
+        idx = shared.locate(access, to, nbytes, "cp.async")
+        shared.check_write(access, idx, nbytes, None, "cp.async")
+        shared.check_busy(access, "cp.async", idx, nbytes)
+        shared.expect_copy(idx, nbytes, access.tags[:, None])
+        unfenced = np.zeros(len(access), bool)
+        self.pending.append(Copies(access.lanes, idx, data, nbytes, self.commits[access.lanes], unfenced))
 
-    def read(
-        self, threads: Threads, of: Array, nbytes: int, taken: Array | None, at: Array, site: int
-    ) -> Array:
-        """The data of the threads at these positions."""
-        data = np.zeros(len(at), UNSIGNED[nbytes])
-        sizes = np.full(len(at), nbytes) if taken is None else taken[at]
+    def read(self, access: Access, of: Array, nbytes: int, taken: Array | None) -> Array:
+        """The data of the threads; `of` and `taken` are theirs."""
+        data, memory = np.zeros(len(access), UNSIGNED[nbytes]), self.ctas.globals
+        sizes = np.full(len(access), nbytes) if taken is None else taken
         if (sizes > nbytes).any():
-            bad = at[sizes > nbytes]
-            threads.fault(f"cp.async of {nbytes} bytes with a larger source", site, bad)
+            access.fault(f"cp.async of {nbytes} bytes with a larger source", np.flatnonzero(sizes > nbytes))
         for size in np.unique(sizes[sizes > 0]):
-            rows = np.flatnonzero(sizes == size)
+            some = np.flatnonzero(sizes == size)
             step = nbytes if size >= nbytes else 1
             for part in range(0, min(int(size), nbytes), step):
-                here = at[rows]
-                address = of[here] + np.uint64(part)
-                located = self.ctas.globals.locate(threads, address, here, step, site, "cp.async")
-                for region, pos, idx in located:
-                    r = rows if pos is None else rows[pos]
+                address = of[some] + np.uint64(part)
+                for region, rows, idx in memory.locate(access.some(some), address, step, "cp.async"):
+                    here = some if rows is None else some[rows]
                     values = region.views[step].take(idx)
                     if step == nbytes:
-                        data[r] = values
-                        self.ctas.globals.observe(threads, region, idx, nbytes, at[r], site, False)
+                        data[here] = values
+                        memory.observe(access.some(here), region, idx, nbytes)
                     else:
-                        data.view(np.uint8).reshape(-1, nbytes)[r, part] = values
+                        data.view(np.uint8).reshape(-1, nbytes)[here, part] = values
         return data
 
     def commit(self, threads: Threads) -> None:
@@ -130,6 +107,6 @@ class AsyncCopies:
         shared, clocks = self.ctas.shared, self.ctas.clocks
         shared.views[copies.nbytes][copies.idx] = copies.data
         shared.mark(copies.idx[copies.fenced], copies.nbytes, WRITTEN)
-        shared.mark_written(copies.lanes[~copies.fenced], copies.idx[~copies.fenced], copies.nbytes)
+        shared.mark(copies.idx[~copies.fenced], copies.nbytes, shared.by_threads)
         tags = clocks.own_tags(self.ctas.cta[copies.lanes], self.ctas.warp[copies.lanes])
         shared.note_writer(copies.idx, copies.nbytes, tags[:, None])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tritoncp.executor.instruction import (
+from tritoncp.executor.ptx.instruction import (
     WIDTHS,
     Address,
     Barrier,

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor import matrices
+from tritoncp.executor.arithmetic import matrices
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.operands import read_units, unit_offsets
-from tritoncp.executor.shared_memory import SharedMemory
-from tritoncp.executor.threads import Threads
+from tritoncp.executor.memory.shared_memory import SharedMemory
+from tritoncp.executor.threads import Access, Threads
+from tritoncp.executor.units.operands import read_units, unit_offsets
 
 Array = np.ndarray[Any, Any]
 u8 = np.uint64
@@ -47,12 +47,12 @@ class Wgmma:
         self.registers: dict[tuple[int, int], list[int]] = {}
         self.settings = np.zeros((ctas.n, ctas.warps), np.int64)
 
-    def set_registers(self, threads: Threads, count: int, site: int) -> None:
+    def set_registers(self, access: Access, count: int) -> None:
         """`setmaxnreg`: all warps of a warpgroup set the same counts in the same order. Each may do so by an
         instruction of its own: Triton writes one for each partition that shares a warpgroup."""
-        threads.need_warps("setmaxnreg")
-        for j in range(0, threads.count, 32):
-            cta, warp = int(threads.cta[j]), int(threads.warp[j])
+        access.threads.need_warps("setmaxnreg")
+        for j in range(0, len(access), 32):
+            cta, warp = int(access.cta[j]), int(access.warp[j])
             counts = self.registers.setdefault((cta, warp // 4), [])
             position = self.settings[cta, warp]
             self.settings[cta, warp] += 1
@@ -60,7 +60,7 @@ class Wgmma:
                 counts.append(count)
             elif counts[position] != count:
                 text = f"{count} registers, another warp of the warpgroup set {counts[position]}"
-                threads.fault("setmaxnreg that differs inside of a warpgroup", site, np.full(1, j), text=text)
+                access.fault("setmaxnreg that differs inside of a warpgroup", np.full(1, j), text=text)
 
     def finish_program(self) -> None:
         """Report warpgroups of which some warps never set their registers."""
@@ -70,7 +70,7 @@ class Wgmma:
 
     def multiply(
         self,
-        threads: Threads,
+        access: Access,
         n: int,
         k: int,
         to: str,
@@ -82,22 +82,19 @@ class Wgmma:
         flip_b: int,
         keep: Any,
         accumulator: tuple[Array, ...],
-        site: int,
     ) -> list[Array]:
         """64 × k by k × n for each warpgroup; a is a descriptor or registers, b a descriptor.
 
         keep: whether the product is added to the accumulator, True, False or an array
         """
-        threads.need_groups("wgmma")
-        lane = threads.lanes[::128]
-        cta, number = threads.cta[::128], threads.warp[::128] // 4
+        access.threads.need_groups("wgmma")
+        lane, cta, number = access.lanes[::128], access.cta[::128], access.warp[::128] // 4
         clock = self.ctas.clocks.start(cta, self.ctas.clocks.group + number)
         if isinstance(a, tuple):
-            left = matrices.fragment_a(a, ta)
-            left = left.reshape(len(cta), 64, k)
+            left = matrices.fragment_a(a, ta).reshape(len(cta), 64, k)
         else:
-            left = self.operand(threads, a, 64, k, ta, bool(flip_a), clock, site)
-        right = self.operand(threads, b, n, k, tb, bool(flip_b), clock, site)
+            left = self.operand(access, a, 64, k, ta, bool(flip_a), clock)
+        right = self.operand(access, b, n, k, tb, bool(flip_b), clock)
         product = np.matmul(left, right.transpose(0, 2, 1)).reshape(-1, 16, n)
         self.pending.append(Products(lane, cta, number, self.commits[lane], clock))
         if keep is False or (keep is not True and not keep.any()):
@@ -110,48 +107,40 @@ class Wgmma:
 
     def operand(
         self,
-        threads: Threads,
+        access: Access,
         descriptor: Array,
         rows: int,
         k: int,
         t: str,
         transposed: bool,
         clock: Array,
-        site: int,
     ) -> Array:
         """[warpgroups, rows, k] of an operand in shared memory."""
         d = descriptor.reshape(-1, 128)
         if (d != d[:, :1]).any():
-            raise CannotContinue("a wgmma descriptor that differs inside of a warpgroup", site)
+            raise CannotContinue("a wgmma descriptor that differs inside of a warpgroup", access.site)
         d = d[:, 0]
         modes = np.unique(d >> u8(62))
         if ((d >> u8(49)) & u8(7)).any() or len(modes) > 1:
-            raise CannotContinue("a wgmma descriptor with a base offset, or of several swizzles", site)
+            raise CannotContinue("a wgmma descriptor with a base offset, or of several swizzles", access.site)
         if self.ctas.counts is not None:
             self.ctas.counts.operand(len(d) * rows * k * matrices.NBYTES[t])
         shared = self.ctas.shared
         offset = unit_offsets(d, SWIZZLES[int(modes[0])], rows, k, t, transposed)
-        offset = inside(threads, shared, offset, site, "wgmma", np.arange(0, threads.count, 128))
-        units = (offset + threads.shared_base[::128, None, None]) // 16
+        units = units_of(access.some(np.arange(0, len(access), 128)), shared, offset, "wgmma")
         if self.ctas.launch.check:
-            self.check(threads, units, clock, site)
+            self.check(access, units, clock)
         return read_units(shared, units, rows, k, t, transposed)
 
-    def check(self, threads: Threads, units: Array, clock: Array, site: int) -> None:
+    def check(self, access: Access, units: Array, clock: Array) -> None:
         """Races of a read by all four warps; note the reader."""
         shared, clocks = self.ctas.shared, self.ctas.clocks
-        flat = units.reshape(-1)
-        shared.check_async_read(threads, flat, site, 0)
         per = units[0].size
-        writer = shared.rows(shared.writer, 16)[flat]
         for warp in range(4):
-            at = np.repeat(np.arange(32 * warp, threads.count, 128), per)
-            late = clocks.unordered(writer, threads.cta[at], threads.warp[at])
-            if late is not None:
-                kind = "wgmma reads after the write of"
-                shared.race(threads, kind, writer, late, flat, 16, at, site)
+            part = access.some(np.repeat(np.arange(32 * warp, len(access), 128), per))
+            if shared.check_async_read(part, units.reshape(-1), "wgmma"):
                 break
-        number = threads.warp[::128] // 4
+        number = access.warp[::128] // 4
         for g in np.unique(number):
             mine = number == g
             tags = np.repeat(clock[mine], per)
@@ -182,11 +171,11 @@ class Wgmma:
             clocks.lower_floor()
 
 
-def inside(threads: Threads, shared: SharedMemory, offset: Array, site: int, what: str, at: Array) -> Array:
-    """Offsets [n, ...] of 16-byte units; those out of bounds are reported and moved inside."""
-    if offset.max() + 16 > shared.used or offset.min() < 0:
-        bad = (offset.reshape(len(offset), -1) + 16 > shared.used).any(1)
+def units_of(access: Access, shared: SharedMemory, offset: Array, what: str) -> Array:
+    """Indices of 16-byte units at offsets [n, ...]; those out of bounds are reported and moved inside."""
+    if offset.max() + 16 > shared.used:
+        bad = np.flatnonzero((offset.reshape(len(offset), -1) + 16 > shared.used).any(1))
         text = f"{shared.used} bytes are allocated"
-        threads.fault(f"out of bounds shared {what}", site, at[bad], int(offset.max()), None, text)
+        access.fault(f"out of bounds shared {what}", bad, int(offset.max()), None, text)
         offset = np.clip(offset, 0, shared.used // 16 * 16 - 16)
-    return offset
+    return (offset + access.pick(access.threads.shared_base)[:, None, None]) // 16

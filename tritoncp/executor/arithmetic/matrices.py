@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tritoncp.executor.floating import tf32_of, widen
+from tritoncp.executor.arithmetic.floating import tf32_of, widen
 
 Array = np.ndarray[Any, Any]
 NBYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor import matrices
+from tritoncp.executor.arithmetic import matrices
+from tritoncp.executor.arithmetic.floating import maximum, minimum
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.floating import maximum, minimum
 from tritoncp.executor.threads import Threads
 
 Array = np.ndarray[Any, Any]

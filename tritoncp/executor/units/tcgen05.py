@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tritoncp.executor.arithmetic.matrices import NBYTES, decode
 from tritoncp.executor.clocks import SHIFT
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.matrices import NBYTES, decode
-from tritoncp.executor.mbarriers import Key
-from tritoncp.executor.operands import read_units, unit_offsets
-from tritoncp.executor.tensor_memory import COLUMNS, LOADING, STORING, WRITTEN
-from tritoncp.executor.threads import Threads
-from tritoncp.executor.wgmma import inside
+from tritoncp.executor.threads import Access
+from tritoncp.executor.units.mbarriers import Key
+from tritoncp.executor.units.operands import read_units, unit_offsets
+from tritoncp.executor.units.tensor_memory import COLUMNS, LOADING, STORING, WRITTEN
+from tritoncp.executor.units.wgmma import units_of
 
 Array = np.ndarray[Any, Any]
 u8 = np.uint64
@@ -73,7 +73,7 @@ class Tcgen05:
 
     def multiply(
         self,
-        threads: Threads,
+        access: Access,
         d: Array,
         a: Array,
         in_tensor_memory: bool,
@@ -81,51 +81,39 @@ class Tcgen05:
         descriptor: Array,
         keep: Array,
         kind: str,
-        mask: Array | None,
-        site: int,
     ) -> None:
         """One thread of each CTA issues its product; CTAs whose products have one form go together."""
         self.ctas.tensor.prepare()
-        at = threads.positions(mask)
-        cta, first = np.unique(threads.cta[at], return_index=True)
-        if len(cta) != len(at):
-            threads.fault("tcgen05.mma issued by several threads of a program", site, at)
-            at = at[first]
-        if not len(at):
+        cta, first = np.unique(access.cta, return_index=True)
+        if len(cta) != len(access):
+            access.fault("tcgen05.mma issued by several threads of a program")
+            access = access.some(first)
+        if not len(access):
             return
-        layouts = [x[at] >> u8(46) for x in ((b,) if in_tensor_memory else (a, b))]
-        places = a[at] if in_tensor_memory else np.zeros(len(at))
-        forms = np.stack([d[at], places, descriptor[at], keep[at], *layouts], 1).astype(np.int64)
+        d, a, b, descriptor, keep = (access.pick(x) for x in (d, a, b, descriptor, keep))
+        layouts = [x >> u8(46) for x in ((b,) if in_tensor_memory else (a, b))]
+        places = a if in_tensor_memory else np.zeros(len(a))
+        forms = np.stack([d, places, descriptor, keep, *layouts], 1).astype(np.int64)
         for one in np.unique(forms, axis=0):
-            here = at[(forms == one).all(1)]
+            here = np.flatnonzero((forms == one).all(1))
             left = int(one[1]) if in_tensor_memory else a[here]
-            shape = shape_of(int(one[2]), kind, site)
-            self.product(threads, here, int(one[0]), left, b[here], shape, bool(one[3]), site)
+            shape = shape_of(int(one[2]), kind, access.site)
+            self.product(access.some(here), int(one[0]), left, b[here], shape, bool(one[3]))
 
-    def product(
-        self,
-        threads: Threads,
-        at: Array,
-        d: int,
-        a: int | Array,
-        b: Array,
-        shape: Shape,
-        keep: bool,
-        site: int,
-    ) -> None:
-        cta, tensor = threads.cta[at], self.ctas.tensor
+    def product(self, access: Access, d: int, a: int | Array, b: Array, shape: Shape, keep: bool) -> None:
+        cta, tensor = access.cta, self.ctas.tensor
         fresh = cta[self.opened[cta] == 0]
         if len(fresh):
             self.opened[fresh] = self.ctas.clocks.start(fresh, self.ctas.clocks.tensor)
         if isinstance(a, int):
-            left = self.stored_operand(threads, at, a, d, shape, site)
+            left = self.stored_operand(access, a, d, shape)
         else:
-            left = self.operand(threads, at, a, shape.m, shape.k, shape.a, shape.flip_a, site)
-        right = self.operand(threads, at, b, shape.n, shape.k, shape.b, shape.flip_b, site)
-        cells = self.cells(threads, at, d, shape.n, shape.m, "the result", site)
-        out = np.matmul(left, right.transpose(0, 2, 1)).reshape(len(at), 4, shape.m // 4, shape.n)
+            left = self.operand(access, a, shape.m, shape.k, shape.a, shape.flip_a)
+        right = self.operand(access, b, shape.n, shape.k, shape.b, shape.flip_b)
+        cells = self.cells(access, d, shape.n, shape.m, "the result")
+        out = np.matmul(left, right.transpose(0, 2, 1)).reshape(len(cta), 4, shape.m // 4, shape.n)
         if self.ctas.launch.check:
-            self.check_result(threads, at, cells, keep, site)
+            self.check_result(access, cells, keep)
         if shape.half_result:
             data = tensor.columns(tensor.data)
             before = data[cells].astype("u2").view("f2") if keep else np.float16(0)
@@ -135,104 +123,90 @@ class Tcgen05:
             data[cells] = data[cells] + out if keep else out
         tensor.columns(tensor.state)[cells] = WRITTEN
 
-    def cells(
-        self, threads: Threads, at: Array, address: int, n: int, rows: int, what: str, site: int
-    ) -> Any:
+    def cells(self, access: Access, address: int, n: int, rows: int, what: str) -> Any:
         """Index of [CTAs, 4, rows / 4, n] cells of tensor memory."""
-        cta, lane, column = threads.cta[at], address >> 16, address & 0xFFFF
+        cta, lane, column = access.cta, address >> 16, address & 0xFFFF
         if lane not in ((0,) if rows == 128 else (0, 16)):
-            threads.fault(f"{what} of tcgen05.mma at lane {lane}", site, at, address)
+            access.fault(f"{what} of tcgen05.mma at lane {lane}", None, address)
             lane = 0
         if column + n > COLUMNS:
-            threads.fault(f"{what} of tcgen05.mma out of bounds of tensor memory", site, at, address)
+            access.fault(f"{what} of tcgen05.mma out of bounds of tensor memory", None, address)
             column = COLUMNS - n
         if not self.ctas.tensor.allocated[cta, column : column + n].all():
-            threads.fault(f"{what} of tcgen05.mma in memory that is not allocated", site, at, address)
+            access.fault(f"{what} of tcgen05.mma in memory that is not allocated", None, address)
         first, last = int(cta[0]), int(cta[-1])
         part = slice(first, last + 1) if last - first + 1 == len(cta) else cta
         return part, slice(None), slice(lane, lane + rows // 4), slice(column, column + n)
 
-    def check_result(self, threads: Threads, at: Array, cells: Any, keep: bool, site: int) -> None:
+    def check_result(self, access: Access, cells: Any, keep: bool) -> None:
         tensor = self.ctas.tensor
         state = tensor.columns(tensor.state)[cells]
         if keep and not (state & WRITTEN).all():
-            threads.fault("tcgen05.mma adds to tensor memory that was never written", site, at)
+            access.fault("tcgen05.mma adds to tensor memory that was never written")
         if (state & (STORING | LOADING)).any():
-            threads.fault("tcgen05.mma to tensor memory before tcgen05.wait", site, at)
+            access.fault("tcgen05.mma to tensor memory before tcgen05.wait")
         for shadow in (tensor.writer, tensor.reader, tensor.reader2):
-            self.check(threads, at, cells, shadow, "the result", site)
-        tensor.columns(tensor.writer)[cells] = self.tags(threads.cta[at])[:, None, None, None]
+            self.check(access, cells, shadow, "the result")
+        tensor.columns(tensor.writer)[cells] = self.tags(access.cta)[:, None, None, None]
 
     def tags(self, cta: Array) -> Array:
         return (self.opened[cta] << SHIFT) | np.int32(self.ctas.clocks.tensor)
 
-    def check(self, threads: Threads, at: Array, cells: Any, shadow: Array, what: str, site: int) -> None:
+    def check(self, access: Access, cells: Any, shadow: Array, what: str) -> None:
         """Races of a product with accesses of warps to tensor memory."""
-        tags = self.ctas.tensor.columns(shadow)[cells].reshape(len(at), -1)
+        tags = self.ctas.tensor.columns(shadow)[cells].reshape(len(access), -1)
         clocks = self.ctas.clocks
-        late = clocks.unordered(tags, threads.cta[at], threads.warp[at], clocks.tensor)
+        late = clocks.unordered(tags, access.cta, access.warp, clocks.tensor)
         if late is not None:
-            bad = np.flatnonzero(late.any(1))
-            name = clocks.agent_name(int(tags[late][0]))
             kind = f"race on tensor memory: {what} of tcgen05.mma after another warp's access"
-            threads.fault(kind, site, at[bad], text=name)
+            access.fault(kind, np.flatnonzero(late.any(1)), text=clocks.agent_name(int(tags[late][0])))
 
-    def stored_operand(self, threads: Threads, at: Array, a: int, d: int, shape: Shape, site: int) -> Array:
+    def stored_operand(self, access: Access, a: int, d: int, shape: Shape) -> Array:
         """[CTAs, M, K] of operand A in tensor memory."""
         if shape.flip_a:
-            raise CannotContinue("a transposed operand in tensor memory", site)
+            raise CannotContinue("a transposed operand in tensor memory", access.site)
         if shape.m == 64 and (a ^ d) >> 16 & 16:
-            kind = "operand A and the result of tcgen05.mma in different halves of the lanes"
-            threads.fault(kind, site, at)
+            access.fault("operand A and the result of tcgen05.mma in different halves of the lanes")
         tensor, nbytes = self.ctas.tensor, NBYTES[shape.a]
-        cells = self.cells(threads, at, a, shape.k * nbytes // 4, shape.m, "operand A", site)
+        cells = self.cells(access, a, shape.k * nbytes // 4, shape.m, "operand A")
         if self.ctas.launch.check:
             state = tensor.columns(tensor.state)[cells]
             if not (state & WRITTEN).all():
-                threads.fault("operand A of tcgen05.mma was never written", site, at)
+                access.fault("operand A of tcgen05.mma was never written")
             if (state & STORING).any():
-                threads.fault("operand A of tcgen05.mma before tcgen05.wait::st", site, at)
-            self.check(threads, at, cells, tensor.writer, "operand A", site)
+                access.fault("operand A of tcgen05.mma before tcgen05.wait::st")
+            self.check(access, cells, tensor.writer, "operand A")
             reader, reader2 = tensor.columns(tensor.reader), tensor.columns(tensor.reader2)
-            tags = self.tags(threads.cta[at])[:, None, None, None]
+            tags = self.tags(access.cta)[:, None, None, None]
             before = reader[cells]
             reader2[cells] = np.where((before != 0) & (before != tags), before, reader2[cells])
             reader[cells] = tags
         raw = np.ascontiguousarray(tensor.columns(tensor.data)[cells])
-        return decode(shape.a, raw.reshape(-1).view(f"u{nbytes}")).reshape(len(at), shape.m, shape.k)
+        return decode(shape.a, raw.reshape(-1).view(f"u{nbytes}")).reshape(-1, shape.m, shape.k)
 
-    def operand(
-        self, threads: Threads, at: Array, d: Array, rows: int, k: int, t: str, transposed: bool, site: int
-    ) -> Array:
+    def operand(self, access: Access, d: Array, rows: int, k: int, t: str, transposed: bool) -> Array:
         """[CTAs, rows, K] of an operand in shared memory."""
         high = int(d[0] >> u8(46))
         if high & 7 != 1 or high >> 3 & 7 or high >> 6 & 0x1FF or high >> 15 not in SWIZZLES:
-            raise CannotContinue(f"a tcgen05 descriptor {int(d[0]):#x}", site)
+            raise CannotContinue(f"a tcgen05 descriptor {int(d[0]):#x}", access.site)
         shared = self.ctas.shared
         offset = unit_offsets(d, SWIZZLES[high >> 15], rows, k, t, transposed)
-        offset = inside(threads, shared, offset, site, "tcgen05.mma", at)
-        units = (offset + threads.shared_base[at][:, None, None]) // 16
+        units = units_of(access, shared, offset, "tcgen05.mma")
         if self.ctas.counts is not None:
-            self.ctas.counts.operand(len(at) * rows * k * NBYTES[t])
+            self.ctas.counts.operand(len(d) * rows * k * NBYTES[t])
         if self.ctas.launch.check:
-            flat, who = units.reshape(-1), np.repeat(at, units[0].size)
-            shared.check_async_read(threads, flat, site, int(at[0]))
-            writer = shared.rows(shared.writer, 16)[flat]
-            late = self.ctas.clocks.unordered(writer, threads.cta[who], threads.warp[who])
-            if late is not None:
-                kind = "tcgen05.mma reads after the write of"
-                shared.race(threads, kind, writer, late, flat, 16, who, site)
-            clock = np.repeat(self.opened[threads.cta[at]], units[0].size)
-            shared.note_async_reader(flat, clock, self.ctas.clocks.tensor)
+            flat, who = units.reshape(-1), np.repeat(np.arange(len(d)), units[0].size)
+            shared.check_async_read(access.some(who), flat, "tcgen05.mma")
+            shared.note_async_reader(flat, self.opened[access.cta][who], self.ctas.clocks.tensor)
         return read_units(shared, units, rows, k, t, transposed)
 
     # completion
 
-    def commit(self, threads: Threads, address: Array, mask: Array | None, site: int) -> None:
+    def commit(self, access: Access, address: Array) -> None:
         """An arrival at an mbarrier once the products so far are done."""
-        for j in threads.positions(mask):
-            cta, offset = int(threads.cta[j]), int(address[j])
-            self.ctas.mbarriers.find(threads, (cta, offset), site, np.full(1, j))
+        for j, one in access.each():
+            cta, offset = int(one.cta[0]), int(address[j])
+            self.ctas.mbarriers.find(one, (cta, offset))
             clock = int(self.opened[cta]) or int(self.ctas.clocks.last[cta, self.ctas.clocks.tensor])
             self.opened[cta] = 0
             self.commits.setdefault(cta, []).append((clock, offset))
@@ -249,9 +223,9 @@ class Tcgen05:
             b = self.ctas.mbarriers.barriers.get((cta, offset))
             if b is None:
                 continue
-            row = np.zeros_like(b.arriving)
-            row[self.ctas.clocks.tensor] = clock
-            b.arrive(1, row)
+            rows = np.zeros_like(b.arriving)
+            rows[0, self.ctas.clocks.tensor] = clock
+            b.arrive(1, rows)
             if b.left < 0:
                 self.ctas.launch.log.add("more arrivals at an mbarrier than it counts", None, address=offset)
             self.ctas.progress += 1

@@ -2,18 +2,21 @@
 
 The rule holds for every path through the program, whatever threads take it: results of `tcgen05.ld` until
 `tcgen05.wait::ld`, accumulators of `wgmma.mma_async` until a `wgmma.wait_group` that covers them. A copy
-(`mov`) takes the state along, as the compiler may rename before the wait. A product whose accumulators were
-written since the last `wgmma.fence` is a fault too. Its operand in registers is not looked at: LLVM packs it
-behind the fence, and ptxas keeps that order by the registers.
+(`mov`) takes the state along, as the compiler may rename before the wait.
+
+Products also need a `wgmma.fence` behind other writes of their registers. Accumulators need it after the last
+write. Operands A in registers need one since the group of products before: LLVM packs them behind the fence
+of their own group, and ptxas keeps that order by the registers.
 """
 
 from __future__ import annotations
 
-from tritoncp.executor.instruction import Instruction, Kernel, Vector
-from tritoncp.executor.opcodes import reads_and_writes, registers_of
+from tritoncp.executor.ptx.instruction import Instruction, Kernel, Vector
+from tritoncp.executor.ptx.opcodes import reads_and_writes, registers_of
 
 State = dict[str, int]  # of a register: commits since its product, from 0, or one of these
 LOADED, FRESH = -1, 1 << 30  # by tcgen05.ld; written by another instruction, no wgmma.fence since
+NEW_GROUP = "a commit without a wgmma.fence since"  # FRESH in the place of a register
 ASYNCHRONOUS = ("wgmma.mma", "tcgen05.ld")
 
 
@@ -25,7 +28,7 @@ def early_uses(kernel: Kernel) -> list[tuple[Instruction, str]]:
     rules = Rules(kernel)
     follows = kernel.successors()
     entering: list[State | None] = [None] * len(kernel.blocks)
-    entering[0] = dict.fromkeys(rules.accumulators, FRESH)
+    entering[0] = dict.fromkeys([NEW_GROUP, *rules.operands], FRESH)
     work, early = [0], {}
     while work:
         n = work.pop()
@@ -58,7 +61,7 @@ def drop(state: State, registers: list[str]) -> None:
 class Rules:
     """How instructions change the state of registers.
 
-    accumulators: registers of all products
+    operands: registers of all products
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -66,7 +69,7 @@ class Rules:
         products = [
             i for block in kernel.blocks for i in block.instructions if i.opcode.startswith("wgmma.mma")
         ]
-        self.accumulators = {r for i in products for r in self.parts(i)[0]}
+        self.operands = {r for i in products for part in self.parts(i) for r in part}
 
     def parts(self, i: Instruction) -> tuple[list[str], list[str]]:
         """Registers of a product's accumulator, and those of its operand A."""
@@ -85,6 +88,7 @@ class Rules:
             drop(state, [r for r, age in state.items() if age == FRESH])
         elif i.opcode.startswith("wgmma.commit"):
             state |= {r: age + 1 for r, age in state.items() if 0 <= age < FRESH}
+            state[NEW_GROUP] = FRESH
         elif i.opcode.startswith("wgmma.wait"):
             left = int(str(i.operands[0]), 0)
             drop(state, [r for r, age in state.items() if left < age < FRESH])
@@ -100,7 +104,11 @@ class Rules:
         state |= dict.fromkeys(accumulators, 0)
         if busy:
             return "use of a register before its wait"
-        return "wgmma of accumulators that were written after the last wgmma.fence" if FRESH in ages else None
+        if FRESH in ages:
+            return "wgmma of accumulators that were written after the last wgmma.fence"
+        if NEW_GROUP in state and any(r in state for r in fragments):
+            return "wgmma of operands that were written after the wgmma.fence of another group"
+        return None
 
     def use(self, state: State, i: Instruction) -> str | None:
         """Any other instruction."""
@@ -114,7 +122,7 @@ class Rules:
             state |= dict.fromkeys(writes, min(ages))
             return None
         else:
-            state |= {r: FRESH for r in writes if r in self.accumulators}
+            state |= {r: FRESH for r in writes if r in self.operands}
         if not ages:
             return None
         drop(state, busy)

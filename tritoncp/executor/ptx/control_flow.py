@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tritoncp.executor.instruction import Barrier, Branch, Kernel, Return, Switch
-from tritoncp.executor.opcodes import reads_and_writes
+from tritoncp.executor.ptx.instruction import Barrier, Branch, Kernel, Return, Switch
+from tritoncp.executor.ptx.opcodes import reads_and_writes
 
 
 def liveness(kernel: Kernel) -> tuple[list[set[str]], list[set[str]]]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from tritoncp.executor.arithmetic.matrices import NBYTES, decode
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.matrices import NBYTES, decode
-from tritoncp.executor.shared_memory import SharedMemory
+from tritoncp.executor.memory.shared_memory import SharedMemory
 
 Array = np.ndarray[Any, Any]
 u8 = np.uint64

@@ -1,0 +1,1 @@
+"""Arithmetic of PTX on NumPy arrays with one element per thread."""

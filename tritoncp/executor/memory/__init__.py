@@ -1,0 +1,1 @@
+"""Memories of a launch, with the checks of accesses by threads."""

@@ -1,0 +1,51 @@
+"""Accesses whose address tells the space: global, shared or local memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tritoncp.executor.ctas import Ctas
+from tritoncp.executor.memory.address_space import LOCAL, SHARED
+from tritoncp.executor.threads import Access
+
+Array = np.ndarray[Any, Any]
+u8 = np.uint64
+
+
+class GenericMemory:
+    """Sends each thread's access to the memory that its address names."""
+
+    def __init__(self, ctas: Ctas) -> None:
+        self.ctas = ctas
+
+    def parts(self, access: Access, address: Array) -> list[tuple[Any, Access, Array]]:
+        """(memory, access of its threads, addresses in it) of each space in use."""
+        shared, local = (address & u8(SHARED)) != 0, (address & u8(LOCAL)) != 0
+        spaces = (
+            (self.ctas.globals, ~shared & ~local, 0),
+            (self.ctas.shared, shared, SHARED),
+            (self.ctas.local, local, LOCAL),
+        )
+        parts = [(m, access.some(np.flatnonzero(access.pick(here))), bit) for m, here, bit in spaces]
+        return [(m, part, address & ~u8(bit)) for m, part, bit in parts if len(part)]
+
+    def load(self, access: Access, address: Array, t: str, n: int) -> list[Array]:
+        out = [np.zeros(access.threads.count, t) for _ in range(n)]
+        for memory, part, a in self.parts(access, address):
+            for old, new in zip(out, memory.load(part, a, t, n)):
+                old[part.at] = new[part.at]
+        return out
+
+    def store(self, access: Access, address: Array, t: str, values: tuple[Array, ...]) -> None:
+        for memory, part, a in self.parts(access, address):
+            memory.store(part, a, t, values)
+
+    def atomic(
+        self, access: Access, address: Array, t: str, kind: str, operation: str, values: tuple[Array, ...]
+    ) -> Array:
+        out = np.zeros(access.threads.count, t)
+        for memory, part, a in self.parts(access, address):
+            out[part.at] = memory.atomic(part, a, t, kind, operation, values)[part.at]
+        return out

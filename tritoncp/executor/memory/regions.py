@@ -1,0 +1,118 @@
+"""Regions of global memory: the tensors of a launch in place, with what is known of their bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tritoncp.executor.faults import CannotContinue
+from tritoncp.executor.memory.address_space import REGION_MASK
+from tritoncp.executor.memory.uninitialised import pattern_of
+
+if TYPE_CHECKING:
+    import torch
+
+Array = np.ndarray[Any, Any]
+UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # of a number of bytes; complex holds sixteen
+
+
+@dataclass
+class Extent:
+    """Bytes that a launch may touch, of a tensor or of the compiler's memory."""
+
+    start: int
+    end: int
+    label: str
+    tensor: torch.Tensor | None = None
+
+
+def extent_of(tensor: torch.Tensor, label: str) -> Extent:
+    """From the first to the last element of a tensor."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return Extent(start, start, label, tensor)
+    elements = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+    return Extent(start, start + elements * tensor.element_size(), label, tensor)
+
+
+@dataclass
+class Region:
+    """Extents that overlap.
+
+    base:      the start rounded down to 16 bytes
+    writers:   the program + 1 that wrote each granule; `readers` those that read it
+    tags:      of each granule's last writer in its program (`Clocks`)
+    holes:     bytes between the elements of strided tensors, if there are any
+    unwritten: bytes that nobody wrote, if there are any
+    """
+
+    start: int
+    end: int
+    label: str
+    number: int
+    extents: list[Extent]
+    base: int = 0
+    views: dict[int, Array] = field(default_factory=dict)
+    writers: Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    readers: Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    tags: Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    holes: Array | None = None
+    unwritten: Array | None = None
+
+    def attach(self, granule: int, check: bool) -> None:
+        self.base = self.start & ~15
+        n = -(-(self.end - self.base) // 16) * 16
+        raw = np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(self.base))
+        self.views = {size: raw.view(t) for size, t in UNSIGNED.items()}
+        self.writers, self.readers, self.tags = (np.zeros(n // granule, np.int32) for _ in range(3))
+        self.holes = self.find_holes(n)
+        self.unwritten = self.find_unwritten(n) if check else None
+
+    def find_holes(self, n: int) -> Array | None:
+        if any(e.tensor is None or e.tensor.is_contiguous() for e in self.extents):
+            return None
+        holes = np.ones(n, bool)
+        for extent in self.extents:
+            x = extent.tensor
+            assert x is not None
+            at = np.full(1, x.data_ptr() - self.base)
+            for size, stride in zip(x.shape, x.stride()):
+                at = (at[:, None] + np.arange(size) * stride * x.element_size()).reshape(-1)
+            holes[(at[:, None] + np.arange(x.element_size())).reshape(-1)] = False
+        inside = holes[self.start - self.base : self.end - self.base]
+        return holes if inside.any() else None
+
+    def find_unwritten(self, n: int) -> Array | None:
+        """Bytes of elements that hold the pattern of their type; where types overlap the widest decides."""
+        unwritten, parts = np.zeros(n, bool), []
+        for e in self.extents:
+            pattern = None if e.tensor is None else pattern_of(e.tensor.dtype)
+            if e.tensor is not None and pattern is not None:
+                parts.append((e.tensor.element_size(), pattern, e.start - self.base, e.end - self.base))
+        for size, pattern, start, end in sorted(parts):
+            is_pattern = self.views[1][start:end].view(f"u{size}") == pattern
+            unwritten[start:end] = np.repeat(is_pattern, size)
+        return unwritten if unwritten.any() else None
+
+
+def regions_of(extents: list[Extent], granule: int, check: bool) -> list[Region]:
+    """Join extents that overlap."""
+    regions: list[Region] = []
+    for e in sorted(extents, key=lambda e: (e.start, e.end)):
+        if regions and e.start < regions[-1].end:
+            region = regions[-1]
+            region.end = max(region.end, e.end)
+            region.extents.append(e)
+        else:
+            regions.append(Region(e.start, e.end, "", len(regions), [e]))
+    if len(regions) >= REGION_MASK:
+        raise CannotContinue(
+            f"a launch with {len(regions)} tensors, at most {REGION_MASK - 1} are told apart"
+        )
+    for region in regions:
+        region.label = "/".join(dict.fromkeys(e.label for e in region.extents))
+        region.attach(granule, check)
+    return regions

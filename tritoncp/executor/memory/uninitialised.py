@@ -1,0 +1,52 @@
+"""Uninitialised memory: `torch.empty` fills it with a pattern, by which a launch tells it from data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+ALLOCATIONS = (
+    *((torch, name) for name in ("empty", "empty_like", "empty_strided", "empty_permuted")),
+    *((torch.Tensor, name) for name in ("new_empty", "new_empty_strided")),
+)
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+
+
+def pattern_of(dtype: torch.dtype) -> int | None:
+    """The bits of an element that nobody wrote: a NaN that arithmetic does not make, or a huge integer.
+
+    None for types of which every number occurs: bool, those of 8 bits, and integers of 16.
+    """
+    size = dtype.itemsize
+    if size in INTEGERS and (size > 2 or dtype.is_floating_point):
+        return int.from_bytes(b"\xf5\x7f" * (size // 2), "little")
+    return None
+
+
+def fill(x: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor with the pattern of its type."""
+    pattern = pattern_of(x.dtype)
+    if pattern is not None and not torch.compiler.is_compiling():
+        with torch.no_grad():
+            x.view(INTEGERS[x.element_size()]).fill_(pattern)
+    return x
+
+
+@contextmanager
+def filled_allocations() -> Iterator[None]:
+    """Let torch's functions that allocate without writing fill their results."""
+
+    def filled(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate_filled(*arguments: Any, **keywords: Any) -> torch.Tensor:
+            return fill(allocate(*arguments, **keywords))
+
+        return allocate_filled
+
+    with ExitStack() as stack:
+        for owner, name in ALLOCATIONS:
+            stack.enter_context(patch.object(owner, name, filled(getattr(owner, name))))
+        yield

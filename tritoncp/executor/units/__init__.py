@@ -1,0 +1,1 @@
+"""Units that work beside the threads on Hopper and Blackwell: copies of boxes, products, their barriers."""

@@ -1,0 +1,232 @@
+"""Tensor memory of sm_100: 128 lanes of 512 columns of 32 bits for each CTA, with its shadow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tritoncp.executor.ctas import Ctas
+from tritoncp.executor.faults import CannotContinue
+from tritoncp.executor.memory.shared_memory import WRITTEN as SHARED_WRITTEN
+from tritoncp.executor.threads import Access, Threads
+
+Array = np.ndarray[Any, Any]
+u1, u4 = np.uint8, np.uint32
+LANES, COLUMNS = 128, 512
+WRITTEN, STORING, LOADING = u1(1), u1(2), u1(4)  # flags of a cell
+
+
+class TensorMemory:
+    """Cells of all CTAs in one array, by CTA, lane and column; made when a kernel allocates some."""
+
+    def __init__(self, ctas: Ctas) -> None:
+        self.ctas = ctas
+        self.ready = False
+
+    def prepare(self) -> None:
+        if self.ready:
+            return
+        cells = self.ctas.n * LANES * COLUMNS
+        self.data = np.full(cells, 0xFFFFFFFF, u4)
+        self.state = np.zeros(cells, u1)
+        self.writer, self.reader, self.reader2 = (np.zeros(cells, np.int32) for _ in range(3))
+        self.allocated = np.zeros((self.ctas.n, COLUMNS), bool)
+        self.permit = np.ones(self.ctas.n, bool)
+        self.stores: list[tuple[Array, Array]] = []  # lanes and cells, until tcgen05.wait
+        self.loads: list[tuple[Array, Array]] = []
+        self.ready = True
+
+    def columns(self, x: Array) -> Array:
+        """An array of cells by CTA, quarter of the lanes, lane and column."""
+        return x.reshape(self.ctas.n, 4, 32, COLUMNS)
+
+    # allocation
+
+    def leaders(self, access: Access) -> Access:
+        """One thread of each warp that takes part."""
+        self.need_uniform(access)
+        return access.some(np.flatnonzero(access.pick(access.threads.laneid) == 0))
+
+    @staticmethod
+    def need_uniform(access: Access) -> None:
+        access.threads.need_warps("an instruction of tensor memory")
+        if len(access) % 32 or (access.pick(access.threads.laneid)[::32] != 0).any():
+            raise CannotContinue("an aligned instruction by a part of a warp", access.site)
+
+    def allocate(self, access: Access, at: Array, columns: int) -> None:
+        """Write the first column of a free range to shared memory."""
+        self.prepare()
+        lead = self.leaders(access)
+        if columns & (columns - 1) or not 32 <= columns <= COLUMNS:
+            raise CannotContinue(f"tcgen05.alloc of {columns} columns", access.site)
+        bases = np.zeros(len(lead), u4)
+        for row, cta in enumerate(lead.cta):
+            if not self.permit[cta]:
+                lead.fault("tcgen05.alloc after its permit was given up", np.full(1, row))
+            free = [c for c in range(0, COLUMNS, columns) if not self.allocated[cta, c : c + columns].any()]
+            if not free:
+                kind = "deadlock: tcgen05.alloc waits for tensor memory that nobody frees"
+                raise CannotContinue(kind, access.site)
+            base = free[-1]  # not column 0, so that a kernel that does not add it is seen
+            self.allocated[cta, base : base + columns] = True
+            self.columns(self.state)[cta, :, :, base : base + columns] = 0
+            self.columns(self.data)[cta, :, :, base : base + columns] = 0xFFFFFFFF
+            bases[row] = base
+        shared = self.ctas.shared
+        idx = shared.locate(lead, at, 4, "tcgen05.alloc")
+        shared.write(lead, idx, 4, bases, "tcgen05.alloc")
+        shared.mark(idx, 4, SHARED_WRITTEN)  # not by a store, which would need a fence
+
+    def free(self, access: Access, base: Array, columns: int) -> None:
+        self.prepare()
+        for j, one in self.leaders(access).each():
+            cta, b = int(one.cta[0]), int(base[j])
+            if b % columns or not self.allocated[cta, b : b + columns].all():
+                one.fault("tcgen05.dealloc of columns that are not allocated", None, b)
+                continue
+            if self.ctas.launch.check:
+                self.check_free(one, np.s_[cta, :, :, b : b + columns])
+            self.allocated[cta, b : b + columns] = False
+
+    def check_free(self, one: Access, cells: Any) -> None:
+        if (self.columns(self.state)[cells] & (STORING | LOADING)).any():
+            one.fault("tcgen05.dealloc before tcgen05.wait")
+        for shadow in (self.writer, self.reader, self.reader2):
+            tags = self.columns(shadow)[cells].reshape(1, -1)
+            late = self.ctas.clocks.unordered(tags, one.cta, one.warp)
+            if late is not None:
+                name = self.ctas.clocks.agent_name(int(tags[late][0]))
+                one.fault("tcgen05.dealloc that does not wait for the last access", text=name)
+                return
+
+    def relinquish(self, access: Access) -> None:
+        self.prepare()
+        self.permit[self.leaders(access).cta] = False
+
+    def finish_program(self) -> None:
+        """Report what is left at the end of the CTAs."""
+        if self.ready and self.allocated.any():
+            n = int(self.allocated.any(1).sum())
+            self.ctas.launch.log.add("tensor memory is not freed at the end of a program", None, n)
+
+    # registers
+
+    def cells(self, access: Access, address: Array, shape: str, n: int, apart: int) -> Array:
+        """Cells [threads, n] of an access."""
+        self.prepare()
+        self.need_uniform(access)
+        a, lane = (access.pick(x).astype(np.int64) for x in (address, access.threads.laneid))
+        differ = np.flatnonzero(a != np.repeat(a[::32], 32))
+        if len(differ):
+            access.fault("an address of tensor memory that differs inside of a warp", differ)
+        quarter = access.warp % 4 * 32
+        row, column = a >> 16, a & 0xFFFF
+        if shape == "32x32b":
+            wrong = row != quarter
+            row = row + lane
+        else:  # 16x32bx2: the upper half of the warp lies `apart` columns on
+            wrong = (row & ~16) != quarter
+            row, column = row + lane % 16, column + (lane >> 4) * apart
+        if wrong.any():
+            kind = "a warp's access to lanes of tensor memory of another warp"
+            access.fault(kind, np.flatnonzero(wrong), int(a[wrong][0]))
+            row = quarter + lane
+        if column.max(initial=0) + n > COLUMNS:
+            access.fault("out of bounds tensor memory", np.zeros(1, int), int(column.max()))
+            column = np.minimum(column, COLUMNS - n)
+        span = column[:, None] + np.arange(n)
+        unowned = ~self.allocated[access.cta[:, None], span].all(1)
+        if unowned.any():
+            kind = "access to tensor memory that is not allocated"
+            access.fault(kind, np.flatnonzero(unowned), int(a[unowned][0]))
+        return ((access.cta * LANES + row) * COLUMNS)[:, None] + span
+
+    def report(self, access: Access, kind: str, bad: Array, idx: Array, tags: Array | None = None) -> None:
+        """Report the cells [threads, n] of an access that are bad, if there are any."""
+        rows = np.flatnonzero(bad.any(1))
+        if not len(rows):
+            return
+        first = bad[rows[0]]
+        cell = int(idx[rows[0]][first][0])
+        text = f"lane {cell // COLUMNS % LANES}, column {cell % COLUMNS}"
+        if tags is not None:
+            name = self.ctas.clocks.agent_name(int(tags[rows[0]][first][0]))
+            text += f", {name}"
+            kind += " tcgen05.mma" if name == "tcgen05.mma" else " another warp"
+        access.fault(kind, rows, text=text)
+
+    def load(self, access: Access, address: Array, shape: str, n: int, apart: int) -> list[Array]:
+        """Columns of each thread. That they are used before tcgen05.wait::ld is found in the program."""
+        idx = self.cells(access, address, shape, n, apart)
+        if self.ctas.launch.check and len(access):
+            state = self.state[idx]
+            # Triton loads ahead of a loop that may not run, and then uses nothing of it: a program that finds
+            # none of its cells written reads the poison, which shows in results if it is used.
+            written = (state & WRITTEN) != 0
+            some = np.bincount(access.cta, written.sum(1), self.ctas.n) > 0
+            missing = ~written & some[access.cta][:, None]
+            self.report(access, "read of tensor memory that was never written", missing, idx)
+            self.report(access, "read of tensor memory before tcgen05.wait::st", (state & STORING) != 0, idx)
+            self.check(access, "read of tensor memory after the write of", self.writer, idx)
+            self.state[idx] |= LOADING
+            self.loads.append((access.lanes, idx))
+        out = np.zeros((access.threads.count, n), u4)
+        out[access.where] = self.data[idx]
+        return list(np.ascontiguousarray(out.T))
+
+    def store(
+        self, access: Access, address: Array, shape: str, n: int, apart: int, values: tuple[Array, ...]
+    ) -> None:
+        idx = self.cells(access, address, shape, n, apart)
+        if self.ctas.launch.check and len(access):
+            busy = (self.state[idx] & (STORING | LOADING)) != 0
+            self.report(access, "write of tensor memory before tcgen05.wait", busy, idx)
+            for shadow in (self.writer, self.reader, self.reader2):
+                self.check(access, "write of tensor memory after the access of", shadow, idx)
+            self.stores.append((access.lanes, idx))
+        self.state[idx] = WRITTEN | STORING if self.ctas.launch.check else WRITTEN
+        self.data[idx] = access.pick(np.stack(values, 1))
+
+    def load_pairs(self, access: Access, address: Array, shape: str, n: int, apart: int) -> list[Array]:
+        """`.pack::16b`: the lower halves of two columns make a register."""
+        columns = self.load(access, address, shape, 2 * n, apart)
+        low = u4(0xFFFF)
+        return [(a & low) | (b << u4(16)) for a, b in zip(columns[::2], columns[1::2])]
+
+    def store_pairs(
+        self, access: Access, address: Array, shape: str, n: int, apart: int, values: tuple[Array, ...]
+    ) -> None:
+        """`.unpack::16b`: a register makes the lower halves of two columns."""
+        halves = tuple(half for v in values for half in (v & u4(0xFFFF), v >> u4(16)))
+        self.store(access, address, shape, 2 * n, apart, halves)
+
+    def check(self, access: Access, kind: str, shadow: Array, idx: Array) -> None:
+        tags = shadow[idx]
+        late = self.ctas.clocks.unordered(tags, access.cta, access.warp)
+        if late is not None:
+            self.report(access, kind, late, idx, tags)
+
+    def wait(self, threads: Threads, what: str) -> None:
+        """`tcgen05.wait::ld` or `::st`: the accesses of these threads are done."""
+        self.prepare()
+        operations = self.loads if what == "ld" else self.stores
+        active = np.zeros(self.ctas.count, bool)
+        active[threads.lanes] = True
+        keep = []
+        for lanes, idx in operations:
+            mine = active[lanes]
+            done = idx[mine]
+            tags = self.ctas.clocks.own_tags(self.ctas.cta[lanes[mine]], self.ctas.warp[lanes[mine]])
+            if what == "st":
+                self.state[done] &= ~STORING
+                self.writer[done] = tags[:, None]
+            else:
+                self.state[done] &= ~LOADING
+                before = self.reader[done]
+                other = (before ^ tags[:, None]) & 63 != 0
+                self.reader2[done] = np.where(other & (before != 0), before, self.reader2[done])
+                self.reader[done] = tags[:, None]
+            if not mine.all():
+                keep.append((lanes[~mine], idx[~mine]))
+        operations[:] = keep

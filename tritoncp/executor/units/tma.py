@@ -1,0 +1,278 @@
+"""TMA: copies of boxes between global and shared memory by tensor maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tritoncp.executor.clocks import SHIFT
+from tritoncp.executor.ctas import Ctas
+from tritoncp.executor.faults import CannotContinue
+from tritoncp.executor.memory.address_space import PARAMETER
+from tritoncp.executor.memory.atomics import update
+from tritoncp.executor.memory.regions import UNSIGNED, Region
+from tritoncp.executor.memory.shared_memory import WRITTEN
+from tritoncp.executor.threads import Access
+from tritoncp.executor.units.mbarriers import Key, Mbarrier
+from tritoncp.executor.units.operands import swizzled
+
+Array = np.ndarray[Any, Any]
+u8 = np.uint64
+# By tensormap.replace.elemtype: NumPy type of elements, PTX type of their sums, NaN of what lies outside
+ELEMENTS = {
+    0: ("u1", "u8", 0),
+    1: ("u2", "u16", 0),
+    2: ("u4", "u32", 0),
+    3: ("i4", "s32", 0),
+    4: ("u8", "u64", 0),
+    5: ("i8", "s64", 0),
+    6: ("u2", "f16", 0x7FFF),
+    7: ("f4", "f32", 0x7FFFFFFF),
+    9: ("f8", "f64", 0x7FFFFFFFFFFFFFFF),
+    10: ("u2", "bf16", 0x7FFF),
+}
+
+
+@dataclass
+class TensorMap:
+    """A descriptor, outermost dimension first.
+
+    base:    address, with its region
+    strides: in bytes
+    kind:    of elements, see `ELEMENTS`
+    swizzle: 0 none, 1 of 32 bytes, 2 of 64, 3 of 128
+    """
+
+    base: int
+    shape: list[int]
+    strides: list[int]
+    box: list[int]
+    kind: int
+    swizzle: int
+    fill_nan: bool = False
+
+    @property
+    def element(self) -> int:
+        return int(ELEMENTS[self.kind][0][1])
+
+    @property
+    def nbytes(self) -> int:
+        """Of a box."""
+        return int(np.prod(self.box)) * self.element
+
+    def addresses(self, coordinates: list[int]) -> tuple[Array, Array]:
+        """Addresses of a box's elements, and which lie inside of the tensor; innermost coordinate first."""
+        address, ok = np.full(1, self.base, np.int64), np.ones(1, bool)
+        for n, stride, extent, first in zip(self.box, self.strides, self.shape, reversed(coordinates)):
+            c = first + np.arange(n)
+            address = (address[:, None] + c * stride).reshape(-1)
+            ok = (ok[:, None] & (c >= 0) & (c < extent)).reshape(-1)
+        return address.astype(u8), ok
+
+
+class Box(NamedTuple):
+    """A box that one thread copies: addresses of its elements, which lie in the tensor, and 16-byte units of
+    shared memory."""
+
+    one: Access
+    map: TensorMap
+    address: Array
+    ok: Array
+    units: Array
+
+
+class Tma:
+    """Loads are there once their mbarrier is looked at twice, see `Mbarriers.wait`.
+
+    arriving: data of loads under way by mbarrier: (units, data, bytes, clock)
+    """
+
+    def __init__(self, ctas: Ctas) -> None:
+        self.ctas = ctas
+        self.arriving: dict[Key, list[tuple[Array, Array, int, int]]] = {}
+        self.drafts: dict[Key, dict[tuple[str, int], int]] = {}
+        self.commits = np.zeros(ctas.count, np.int64)
+        self.stores: list[tuple[int, int, int]] = []  # lane, group, clock
+
+    # descriptors
+
+    def map_of(self, handle: int, site: int) -> TensorMap:
+        launch = self.ctas.launch
+        if handle in launch.tensor_maps:
+            return launch.tensor_maps[handle]
+        if handle & PARAMETER and (handle >> 16) & 0xFFFF in launch.parameter_maps:
+            return launch.parameter_maps[(handle >> 16) & 0xFFFF]
+        raise CannotContinue("a tensor map that nobody wrote", site, f"address {handle:#x}")
+
+    def replace(self, access: Access, at: Array, name: str, dimension: int, value: Array) -> None:
+        """Set a field of a tensor map in shared memory."""
+        for j in access.positions:
+            key = int(access.threads.cta[j]), int(at[j])
+            self.drafts.setdefault(key, {})[name, dimension] = int(value[j])
+
+    def publish(self, access: Access, to: Array, of: Array) -> None:
+        """Copy a tensor map from shared to global memory."""
+        cta = access.threads.cta
+        for key, handle in {(int(cta[j]), int(of[j])): int(to[j]) for j in access.positions}.items():
+            self.ctas.launch.tensor_maps[handle] = self.built(self.drafts.get(key, {}), access.site)
+
+    def built(self, field: dict[tuple[str, int], int], site: int) -> TensorMap:
+        try:
+            rank = field["rank", 0] + 1
+            dims = range(rank - 1, -1, -1)
+            kind = field["elemtype", 0]
+            if kind not in ELEMENTS:
+                raise CannotContinue(f"a tensor map of element type {kind}", site)
+            element = int(ELEMENTS[kind][0][1])
+            if any(field["element_stride", d] != 1 for d in dims) or field["interleave_layout", 0]:
+                raise CannotContinue("a tensor map with strides of elements", site)
+            strides = [field["global_stride", d - 1] if d else element for d in dims]
+            shape, box = ([field[name, d] for d in dims] for name in ("global_dim", "box_dim"))
+            nan = bool(field.get(("fill_mode", 0), 0))
+            return TensorMap(
+                field["global_address", 0], shape, strides, box, kind, field["swizzle_mode", 0], nan
+            )
+        except KeyError as e:
+            raise CannotContinue("a tensor map without a field", site, str(e)) from None
+
+    def boxes(
+        self, access: Access, handles: Array, coordinates: tuple[Array, ...], shared: Array, way: str
+    ) -> Iterator[Box]:
+        """Yield the box of each thread: of the tensor map, and at an address of shared memory."""
+        for j, one in access.each():
+            tensor_map = self.map_of(int(handles[j]), access.site)
+            address, ok = tensor_map.addresses([int(c[j]) for c in coordinates])
+            if self.ctas.counts is not None:
+                self.ctas.counts.box(one, address, ok, tensor_map.element, way)
+            units = self.units_of(one, int(shared[j]), tensor_map)
+            if units is not None:
+                yield Box(one, tensor_map, address, ok, units)
+
+    def units_of(self, one: Access, shared: int, tensor_map: TensorMap) -> Array | None:
+        """Indices of the 16-byte units of a box at an address of shared memory."""
+        memory, nbytes = self.ctas.shared, tensor_map.nbytes
+        if tensor_map.swizzle and tensor_map.box[-1] * tensor_map.element > 16 << tensor_map.swizzle:
+            raise CannotContinue("a TMA box wider than its swizzle", one.site)
+        if shared % 128:
+            one.fault("TMA at an offset of shared memory that is no multiple of 128", None, shared)
+        if shared + nbytes > memory.used:
+            text = f"{memory.used} bytes are allocated"
+            one.fault("out of bounds shared TMA", None, shared + nbytes, None, text)
+            return None
+        offset = swizzled(shared + np.arange(0, nbytes, 16), tensor_map.swizzle)
+        return (int(one.cta[0]) * memory.size + offset) // 16
+
+    # copies
+
+    def load(
+        self, access: Access, to: Array, handles: Array, coordinates: tuple[Array, ...], barrier: Array
+    ) -> None:
+        for box in self.boxes(access, handles, coordinates, to, "read"):
+            key = int(box.one.cta[0]), int(barrier[box.one.positions[0]])
+            self.ctas.mbarriers.find(box.one, key)
+            self.begin(box, self.read(box).view("c16"), key)
+
+    def read(self, box: Box) -> Array:
+        size, memory = box.map.element, self.ctas.globals
+        fill = ELEMENTS[box.map.kind][2] if box.map.fill_nan else 0
+        data = np.full(len(box.address), fill, f"u{size}")
+        inside = np.flatnonzero(box.ok)
+        access = box.one.times(len(inside))
+        for region, rows, idx in memory.locate(access, box.address[inside], size, "TMA load"):
+            data[inside if rows is None else inside[rows]] = region.views[size].take(idx)
+            self.observe(box.one, region, idx, size)
+        return data
+
+    def observe(self, one: Access, region: Region, idx: Array, size: int, data: Array | None = None) -> None:
+        """Look for races of an access to elements; of those smaller than granules, where they fill one."""
+        memory = self.ctas.globals
+        if size < memory.granule:
+            per = memory.granule // size
+            units, counts = np.unique(idx // per, return_counts=True)
+            units, whole = units[counts == per], np.isin(idx // per, units[counts == per])
+            if data is not None:
+                data = data[whole][np.argsort(idx[whole])].view(UNSIGNED[memory.granule])
+            idx, size = units, memory.granule
+        memory.observe(one.times(len(idx)), region, idx, size, data)
+
+    def begin(self, box: Box, data: Array, key: Key) -> None:
+        """Issue a load."""
+        shared, clocks, units = self.ctas.shared, self.ctas.clocks, box.units
+        access = box.one.times(len(units))
+        shared.check_write(access, units, 16, None, "TMA load", clocks.copy)
+        shared.check_busy(access, "TMA load", units, 16)
+        if self.ctas.launch.check:
+            shared.report_unfenced(access, "TMA load", units)
+        clock = int(clocks.start(key[0], clocks.copy))
+        shared.expect_copy(units, 16, np.int32(clock << SHIFT | clocks.copy))
+        self.arriving.setdefault(key, []).append((units, data, box.map.nbytes, clock))
+
+    def finish_loads(self, key: Key, barrier: Mbarrier) -> None:
+        """Data of loads lie in shared memory, and their bytes arrive at the mbarrier."""
+        for units, data, nbytes, clock in self.arriving.pop(key, ()):
+            self.ctas.shared.views[16][units] = data
+            self.ctas.shared.mark(units, 16, WRITTEN)
+            barrier.nbytes -= nbytes
+            known = barrier.arriving[0]
+            known[self.ctas.clocks.copy] = max(known[self.ctas.clocks.copy], clock)
+            self.ctas.progress += 1
+
+    def store(
+        self,
+        access: Access,
+        handles: Array,
+        coordinates: tuple[Array, ...],
+        source: Array,
+        operation: str | None,
+    ) -> None:
+        for box in self.boxes(access, handles, coordinates, source, "write"):
+            self.write(box, self.taken(box.one, box.units, box.map.element), operation)
+
+    def taken(self, one: Access, units: Array, size: int) -> Array:
+        """Read shared memory for a store, which goes on reading until it is waited for."""
+        shared, clocks = self.ctas.shared, self.ctas.clocks
+        if self.ctas.launch.check:
+            shared.check_async_read(one.times(len(units)), units, "TMA store")
+            lane = int(one.lanes[0])
+            clock = int(clocks.start(int(one.cta[0]), clocks.bulk))
+            shared.note_async_reader(units, np.full(len(units), clock), clocks.bulk)
+            self.stores.append((lane, int(self.commits[lane]), clock))
+        return shared.views[16].take(units).view(UNSIGNED[size])
+
+    def write(self, box: Box, data: Array, operation: str | None) -> None:
+        t, kind, _ = ELEMENTS[box.map.kind]
+        size, memory, inside = box.map.element, self.ctas.globals, np.flatnonzero(box.ok)
+        access, way = box.one.times(len(inside)), "TMA reduction" if operation else "TMA store"
+        for region, rows, idx in memory.locate(access, box.address[inside], size, way):
+            here = data[inside if rows is None else inside[rows]]
+            if operation is None:
+                self.observe(box.one, region, idx, size, here)
+                region.views[size][idx] = here
+            else:
+                update(region.views[size].view(t), idx, kind, operation, (here.view(t),))
+
+    def finish_program(self) -> None:
+        """Report copies that nobody waits for at the end of the CTAs, when others take their memory."""
+        loads = sum(map(len, self.arriving.values()))
+        for what, left in (("load", loads), ("store", len(self.stores))):
+            if left:
+                kind = f"TMA {what} that nobody waits for at the end of a program"
+                self.ctas.launch.log.add(kind, None, left)
+
+    def commit(self, access: Access) -> None:
+        self.commits[access.lanes] += 1
+
+    def wait(self, access: Access, left: int) -> None:
+        """Until at most `left` of the newest groups of each thread still read shared memory."""
+        active = set(access.lanes.tolist()) if self.stores else set()
+        keep, clocks = [], self.ctas.clocks
+        for lane, group, clock in self.stores:
+            if lane in active and group < self.commits[lane] - left:
+                warp = self.ctas.warp[lane : lane + 1]
+                clocks.learn(int(self.ctas.cta[lane]), warp, clocks.bulk, clock)
+            else:
+                keep.append((lane, group, clock))
+        self.stores = keep
