@@ -17,7 +17,6 @@ from tritoncp.kernels.scores import (
     add_dot,
     dot,
     dot_nt,
-    has_async_products,
     probabilities,
     row_intervals,
     row_mask,
@@ -91,7 +90,6 @@ def score_gradients(
     o_kv,
     m_in,
     m_stored,
-    has_tokens,
     score_caps,
     score_dcaps,
     SCORE_GRAD: tl.constexpr,
@@ -99,16 +97,13 @@ def score_gradients(
     """Gradients of the scores before score_mod, from those after it; adds those of its captures.
 
     m_stored: the rows within the slot; the results of other rows are not stored
-    has_tokens: always true; if the compiler cannot know, a branch keeps it from computing this before the
-        product
     """
     if SCORE_GRAD is None:
         return b_ds
     else:
         if len(score_dcaps) > 0:
             m_in = m_in & m_stored
-        if has_tokens:
-            b_ds = SCORE_GRAD(b_ds, b_pre, i_b, i_h, o_q, o_kv, m_in, score_caps, score_dcaps).to(b_ds.dtype)
+        b_ds = SCORE_GRAD(b_ds, b_pre, i_b, i_h, o_q, o_kv, m_in, score_caps, score_dcaps).to(b_ds.dtype)
         return tl.where(m_in, b_ds, 0.0)
 
 
@@ -172,7 +167,6 @@ def dq_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HOIST: tl.constexpr,
     FLIP: tl.constexpr,
     DENSE_Q: tl.constexpr,
     DENSE_KV: tl.constexpr,
@@ -199,9 +193,6 @@ def dq_kernel(
     QK: tl.constexpr = channels_of(D, WIDEST)
     VO: tl.constexpr = channels_of(E, WIDEST)
     RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
-    # dP is issued before the softmax, which then overlaps it, if registers suffice for both.
-    EARLY_DP: tl.constexpr = SCORE_MOD is None and has_async_products(k.ptr.dtype.element_ty)
-    NO_LICM: tl.constexpr = not HOIST and (MASK == "mod" or SCORE_MOD is not None)  # also between runs
 
     row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
     o_m = tl.arange(0, BLOCK_M)
@@ -221,26 +212,24 @@ def dq_kernel(
     queries = Queries(o_q, m_m, b_lo, b_hi)
 
     begin, mid, end = row_runs(rows, i_b, i_hm, i_tile // Q_TILES, WINDOW)
+    # disable_licm: the compiler would keep what tiles share in registers (sm_100, 128 channels, mask_mod: 224
+    # bytes spilled).
     for FULL in tl.static_range(0 if HAS_MASKED else 1, 2):  # masked blocks, then full ones
-        for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=NO_LICM):
+        for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=True):
             pos_end = pos + tl.minimum(n_m, BLOCK_M)
             tiles = run_tiles(
                 rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL
             )
-            for i_t in tl.range(tiles.begin, tiles.end, disable_licm=not HOIST):
+            for i_t in tl.range(tiles.begin, tiles.end, disable_licm=True):
                 CHECK: tl.constexpr = not EVEN if FULL else RAGGED
                 kv = locate_tile(kv_slots, i_b, skip_cut(tiles, i_t), KV_BLOCK, BLOCK_N, DENSE_KV)
                 o_kv = (kv.pos + o_n)[None, :]
                 m_in = row_mask(o_n, kv.n, CHECK)[None, :]
                 b_k, b_s = stream_product(
-                    b_q, keys, i_b, i_hkv, kv, o_n, QK, CHECK, HOIST, PRECISION, FLIP
+                    b_q, keys, i_b, i_hkv, kv, o_n, QK, CHECK, PRECISION, FLIP
                 )  # [N, D], [M, N]
                 b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
-                if EARLY_DP:
-                    _, b_dp = stream_product(
-                        b_do, values, i_b, i_hkv, kv, o_n, VO, CHECK, HOIST, PRECISION, FLIP
-                    )
-                if not FULL:  # intervals by relative positions spill 16 bytes (sm_80, 128 channels)
+                if not FULL:
                     m_in = visible_keys(
                         i_bm,
                         i_hm,
@@ -252,15 +241,12 @@ def dq_kernel(
                         tiles.kind,
                         mask_caps,
                         RULE,
-                        WINDOW and SCORE_MOD is None,
+                        RELATIVE=False,
                     )
                 b_p = probabilities(b_s, b_lse)  # [M, N]
                 if not FULL or not EVEN:
                     b_p = tl.where(m_in, b_p, 0.0)
-                if not EARLY_DP:
-                    _, b_dp = stream_product(
-                        b_do, values, i_b, i_hkv, kv, o_n, VO, CHECK, HOIST, PRECISION, FLIP
-                    )
+                _, b_dp = stream_product(b_do, values, i_b, i_hkv, kv, o_n, VO, CHECK, PRECISION, FLIP)
                 b_ds = score_gradients(
                     b_p * (b_dp - b_delta),
                     b_pre,
@@ -270,15 +256,12 @@ def dq_kernel(
                     o_kv,
                     m_in,
                     m_m[:, None],
-                    (kv.n > 0) | (len(score_dcaps) > 0) | (k_desc0 is None),
                     score_caps,
                     score_dcaps,
                     SCORE_GRAD,
                 )  # [M, N]
                 b_dq = add_dot(b_dq, b_ds, b_k, PRECISION)
 
-    # Load again: kept values would take registers in the loops.
-    row, _, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q, True)
     store_pieces(dq, i_b, i_h, row, o_m, n_m, scale_pieces(b_dq, SCALE), QK, ADD)
 
 
@@ -321,7 +304,6 @@ def dkdv_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HOIST: tl.constexpr,
     FLIP: tl.constexpr,
     DENSE_Q: tl.constexpr,
     DENSE_KV: tl.constexpr,
@@ -349,11 +331,6 @@ def dkdv_kernel(
     QK: tl.constexpr = channels_of(D, WIDEST)
     VO: tl.constexpr = channels_of(E, WIDEST)
     RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
-    ASYNC: tl.constexpr = (
-        SCORE_MOD is None and has_async_products(k.ptr.dtype.element_ty) and (dq.ptr is None or not FLIP)
-    )
-    # A score_mod takes the registers of hoisted offsets; addresses cost more to compute.
-    NO_LICM: tl.constexpr = not HOIST or (SCORE_MOD is not None and q_desc0 is not None)
 
     row, pos, n_n = locate_tile(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV)
     o_m = tl.arange(0, BLOCK_M)
@@ -369,34 +346,30 @@ def dkdv_kernel(
     b_dk = zeros_pieces(BLOCK_N, QK, ACC)  # [N, D]
     b_dv = zeros_pieces(BLOCK_N, VO, ACC)  # [N, E]
 
+    # disable_licm: as in dq_kernel (dK/dV, sm_100, 256 channels: 512 bytes spilled).
     for FULL in tl.static_range(0 if HAS_MASKED else 1, 2):  # masked blocks, then full ones
         # A window's tiles are the same for every head: one loop over heads and tiles.
         for i_g in range(1 if WINDOW else HEADS):
             i_h = i_part * HEADS + i_g
             begin, mid, end = row_runs(cols, i_b, i_h + i_h0, i_tile // KV_TILES, WINDOW)
-            for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=NO_LICM):
+            for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=True):
                 pos_end = pos + tl.minimum(n_n, BLOCK_N)
                 tiles = run_tiles(
                     cols, i_run, pos, pos_end, left, right, q_slots, Q_BLOCK, BLOCK_M, WINDOW, FULL
                 )
                 i_t = tiles.begin
                 n_t = tiles.end - tiles.begin
-                for _ in tl.range(0, n_t * HEADS if WINDOW else n_t, disable_licm=NO_LICM):
+                for _ in tl.range(0, n_t * HEADS if WINDOW else n_t, disable_licm=True):
                     CHECK: tl.constexpr = not EVEN if FULL else RAGGED
-                    EARLY_DP: tl.constexpr = ASYNC and (FULL or MASK != "mod")  # a mask_mod takes registers
                     i_hm = i_h + i_h0
                     queries = locate_tile(q_slots, i_b, skip_cut(tiles, i_t), Q_BLOCK, BLOCK_M, DENSE_Q)
                     o_q = (queries.pos + o_m)[None, :]
                     m_m = row_mask(o_m, queries.n, CHECK)
                     b_q, b_s = stream_product(
-                        b_k, query_rows, i_b, i_h, queries, o_m, QK, CHECK, HOIST, PRECISION, FLIP
+                        b_k, query_rows, i_b, i_h, queries, o_m, QK, CHECK, PRECISION, FLIP
                     )  # [M, D], [N, M]
                     b_lse = load_lse(lse, i_b, i_h, queries.row, o_m, m_m, CHECK, SCORE_MOD)[None, :]
                     b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
-                    if EARLY_DP:
-                        b_do, b_dp = stream_product(
-                            b_v, output_grads, i_b, i_h, queries, o_m, VO, CHECK, HOIST, PRECISION, FLIP
-                        )  # [M, E], [N, M]
                     b_p = probabilities(b_s, b_lse)  # [N, M]
                     m_in = m_m[None, :]
                     if not FULL:
@@ -417,11 +390,9 @@ def dkdv_kernel(
                         )
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
-                    if not EARLY_DP:
-                        b_do = stream_pieces(output_grads, i_b, i_h, queries, o_m, VO, CHECK, HOIST)  # [M, E]
+                    b_do = stream_pieces(output_grads, i_b, i_h, queries, o_m, VO, CHECK)  # [M, E]
                     b_dv = add_dot(b_dv, b_p, b_do, PRECISION)
-                    if not EARLY_DP:
-                        b_dp = dot_nt(b_v, b_do, PRECISION, FLIP)  # [N, M]
+                    b_dp = dot_nt(b_v, b_do, PRECISION, FLIP)  # [N, M]
                     b_delta = load_stat(delta, i_b, i_h, queries.row, o_m, m_m, CHECK)[None, :]
                     b_ds = b_p * (b_dp - b_delta)
                     b_ds = score_gradients(
@@ -433,7 +404,6 @@ def dkdv_kernel(
                         o_kv,
                         m_in,
                         m_n,
-                        True,
                         score_caps,
                         score_dcaps,
                         SCORE_GRAD,
@@ -450,12 +420,7 @@ def dkdv_kernel(
                         i_h += tl.where(i_t == tiles.end, 1, 0)
                         i_t = tl.where(i_t == tiles.end, tiles.begin, i_t)
 
-    # Load again: kept values would take registers in the loops.
-    if order.slots is not None:
-        program = locate_program(order, i_b, None, KV_TILES, False, True)
-        i_tile = program.i_tile
-        i_part = program.i_head
-    if FLIP or SCORE_MOD is not None or order.slots is not None:
-        row, _, n_n = locate_tile(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV, True)
+    # Load again (without: 8 bytes spilled on sm_80, 128 channels).
+    row, _, n_n = locate_tile(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV, True)
     store_pieces(dk, i_b, i_part, row, o_n, n_n, scale_pieces(b_dk, SCALE), QK, ADD)
     store_pieces(dv, i_b, i_part, row, o_n, n_n, b_dv, VO, ADD)

@@ -20,7 +20,6 @@ from tritoncp.kernels.scores import (
     row_max,
     scale_pieces,
     stream_product,
-    to_log2,
     visible_keys,
     zeros_pieces,
 )
@@ -110,13 +109,11 @@ def store_results(
 
 
 @triton.jit
-def hide_keys(
-    b_s, i_b, i_h, queries, kv, o_n, left, right, kind, caps, RULE: tl.constexpr, BRANCH: tl.constexpr
-):
-    """Scores of a tile of a masked block, -inf where the pair is hidden.  BRANCH keeps the compiler from
-    evaluating the mask_mod before the product: each result would take a register until the product is done.
+def hide_keys(b_s, i_b, i_h, queries, kv, o_n, left, right, kind, caps, RULE: tl.constexpr):
+    """Scores of a tile of a masked block, -inf where the pair is hidden.  The branch keeps the compiler from
+    evaluating the mask_mod before the product (without: 8 bytes spilled on sm_80, 64 channels).
     """
-    if RULE.MASK == "mod" and BRANCH and not RULE.WINDOW:
+    if RULE.MASK == "mod" and not RULE.WINDOW:
         m_in = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
         if kind != BOUNDED_KIND:
             m_keep = RULE.MASK_MOD(i_b, i_h, queries.o, (kv.pos + o_n)[None, :], caps)
@@ -163,7 +160,6 @@ def forward_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HOIST: tl.constexpr,
     DENSE_Q: tl.constexpr,
     DENSE_KV: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -189,11 +185,9 @@ def forward_kernel(
     QK: tl.constexpr = channels_of(D, WIDEST)
     VO: tl.constexpr = channels_of(E, WIDEST)
     RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
-    # Without a score_mod, a positive scale folds into the exponent: exp2(s * c - m).
+    # exp2(s * C - m): units, and without a score_mod a positive scale, cost no instruction of their own.
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
-    C: tl.constexpr = SCALE * LOG2E if FOLD else 1.0
-    # Without loop-invariant code motion a score_mod has registers.
-    FEW_REGISTERS: tl.constexpr = SCORE_MOD is not None and k_desc0 is not None
+    C: tl.constexpr = SCALE * LOG2E if FOLD else LOG2E
 
     row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, ROWS, DENSE_Q)
     i_hkv, i_h, o_m = tile_rows(i_y, n_m, BLOCK_M, GROUP, PACK)
@@ -225,6 +219,8 @@ def forward_kernel(
         )
         n_take = tl.cdiv(n_tiles, splits)
         n_skip = i_split * n_take
+    # disable_licm: the compiler would keep what tiles share in registers (sm_100, 256 channels: 72 bytes
+    # spilled).
     for FULL in tl.static_range(0 if HAS_MASKED else 1, 2):  # masked blocks, then full ones
         for i_run in range(mid if FULL else begin, end if FULL else mid):
             CHECK: tl.constexpr = not EVEN if FULL else RAGGED
@@ -236,12 +232,14 @@ def forward_kernel(
             t_hi = tiles.end
             if splits is not None:
                 t_lo, t_hi, n_skip, n_take = share_run(t_lo, t_hi, n_skip, n_take)
-            for i_t in tl.range(t_lo, t_hi, disable_licm=not HOIST or FEW_REGISTERS):
+            for i_t in tl.range(t_lo, t_hi, disable_licm=True):
                 kv = locate_tile(kv_slots, i_b, skip_cut(tiles, i_t), KV_BLOCK, BLOCK_N, DENSE_KV)
                 o_kv = (kv.pos + o_n)[None, :]
-                _, b_s = stream_product(b_q, keys, i_b, i_hkv, kv, o_n, QK, CHECK, HOIST, PRECISION)  # [M, N]
+                _, b_s = stream_product(b_q, keys, i_b, i_hkv, kv, o_n, QK, CHECK, PRECISION)  # [M, N]
                 if not FOLD:
-                    _, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
+                    b_s = b_s * SCALE
+                if SCORE_MOD is not None:
+                    b_s = SCORE_MOD(b_s, i_bm, i_hm, o_q, o_kv, score_caps).to(b_s.dtype)
                 if not FULL:
                     b_s = hide_keys(
                         b_s,
@@ -255,15 +253,14 @@ def forward_kernel(
                         tiles.kind,
                         mask_caps,
                         RULE,
-                        k_desc0 is not None,
                     )
                 elif not EVEN:
                     b_s = tl.where(row_mask(o_n, kv.n, CHECK)[None, :], b_s, -float("inf"))
                 b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, C, not FULL or SCORE_MOD is not None)
-                b_v = stream_pieces(values, i_b, i_hkv, kv, o_n, VO, CHECK, False)  # [N, E]
+                b_v = stream_pieces(values, i_b, i_hkv, kv, o_n, VO, CHECK)  # [N, E]
                 b_acc = add_dot(scale_pieces(b_acc, b_r[:, None]), b_p, b_v, PRECISION)
 
-    # Load again: kept values would take registers in the loops.
+    # Load again (without: 64 bytes spilled on sm_80, 192 channels).
     row, _, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, ROWS, DENSE_Q, True)
     if splits is not None:
         i_h = i_h * splits + i_split

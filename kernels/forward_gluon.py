@@ -322,14 +322,11 @@ def load_state(state, walk, row, n_m, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.const
 
 @gluon.jit
 def pointers(x, walk, row, n_m, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
-    """Pointers to rows ``row`` and on [64, E], and the mask of this tile's rows.
-
-    Not hoisted: offsets that loads and stores share would stay in registers throughout the loops.
-    """
+    """Pointers to rows ``row`` and on [64, E], and the mask of this tile's rows."""
     o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
     o_e = gl.arange(0, SPEC.E, gl.SliceLayout(0, LAYOUT))
     m = (o_m < n_m)[:, None] & (o_e >= 0)[None, :]
-    return tile_pointers(x, head_pointer(x, walk.i_b, walk.i_h), row, o_m, o_e, False), m
+    return tile_pointers(x, head_pointer(x, walk.i_b, walk.i_h), row, o_m, o_e), m
 
 
 @gluon.jit

@@ -56,7 +56,6 @@ class Tiling(NamedTuple):
             "KV_BLOCK": tables.kv_block,
             "BLOCK_M": config.BLOCK_M,
             "BLOCK_N": config.BLOCK_N,
-            "HOIST": config.HOIST,
             "FLIP": config.FLIP,
             "DENSE_Q": window or (tables.dense_q and even_q),
             "DENSE_KV": window or (tables.dense_kv and even_kv),

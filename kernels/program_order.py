@@ -26,6 +26,7 @@ SHARED_HEADS = 8
 
 
 MAX_TILES = 65_535  # of the grid's second dimension
+MAX_BATCH = 65_535  # of its third
 
 
 class ProgramOrder(NamedTuple):
@@ -51,15 +52,12 @@ class Program(NamedTuple):
 
 
 @triton.jit
-def locate_program(
-    order, i_b, splits, TILES: tl.constexpr, LAST_FIRST: tl.constexpr, VOLATILE: tl.constexpr = False
-):
+def locate_program(order, i_b, splits, TILES: tl.constexpr, LAST_FIRST: tl.constexpr):
     """The tile and head of this program.
 
     splits: programs that share the keys of a tile, or None
     TILES: tiles of a slot
     LAST_FIRST: without a table, begin with the last tile
-    VOLATILE: as in :func:`tritoncp.kernels.tile_runs.locate_tile`
     """
     if order.heads is None:
         i_head = tl.program_id(0)
@@ -75,7 +73,7 @@ def locate_program(
         i_tile = i_tile // splits
         n_tiles = n_tiles // splits
     if order.slots is not None:
-        i_slot = tl.load(order.slots + i_b * order.stride_b + i_tile // TILES, volatile=VOLATILE)
+        i_slot = tl.load(order.slots + i_b * order.stride_b + i_tile // TILES)
         i_tile = i_slot * TILES + i_tile % TILES
     elif LAST_FIRST:
         i_tile = n_tiles - 1 - i_tile
@@ -99,8 +97,11 @@ def arrange_programs(
     """Make the kernel argument and the grid of a launch.
 
     slots: a step's table, or None; tiles, heads: of each batch row; section: programs of a section that
-    differ in their heads alone, a divisor of ``heads``
+    differ in their heads alone, a divisor of ``heads``. Raises ValueError for more batch rows than the grid's
+    third dimension has.
     """
+    if batch > MAX_BATCH:
+        raise ValueError(f"{batch} batch rows; a GPU launches {MAX_BATCH} at most: call with a part of them")
     stride = 0 if slots is None or slots.shape[0] == 1 else slots.stride(0)
     if section == heads and tiles <= MAX_TILES:
         return ProgramOrder(slots, stride, None), (heads, tiles, batch)

@@ -42,15 +42,6 @@ class Queries(NamedTuple):
     hi: Any
 
 
-@triton.constexpr_function
-def has_async_products(element):
-    """Whether products of this element type are asynchronous (wgmma, sm_90 only), so that other instructions
-    of the same warps overlap them."""
-    target = current_target()
-    is_hopper = target is not None and target.backend == "cuda" and 90 <= target.arch < 100
-    return is_hopper and element.primitive_bitwidth == 16
-
-
 @triton.jit
 def zeros_pieces(N: tl.constexpr, DIM: tl.constexpr, ACC: tl.constexpr):
     """Zero accumulators [N, width] for each piece of the channels."""
@@ -115,12 +106,11 @@ def stream_product(
     o_s,
     DIM: tl.constexpr,
     CHECK: tl.constexpr,
-    HOIST: tl.constexpr,
     PRECISION: tl.constexpr,
     FLIP: tl.constexpr = False,
 ):
     """The tile of a stream, and a @ tile^T."""
-    b_x = stream_pieces(stream, i_b, i_h, tile, o_s, DIM, CHECK, HOIST)
+    b_x = stream_pieces(stream, i_b, i_h, tile, o_s, DIM, CHECK)
     return b_x, dot_nt(b_a, b_x, PRECISION, FLIP)
 
 
@@ -191,7 +181,8 @@ def visible_keys(
 ):
     """Mask [M, N] of the pairs that a tile ``kv`` of a masked block admits.
 
-    RELATIVE counts positions from the tile's first key: they are the same in each tile and stay in registers.
+    RELATIVE counts positions from the tile's first key: they are the same in each tile and stay in registers
+    (without: a tenth more instructions of forward, sm_90; with: dQ of 128 channels spills 16 bytes, sm_80).
     """
     o_kv = (kv.pos + o_n)[None, :]
     first = kv.pos if RELATIVE else 0

@@ -20,19 +20,16 @@ KINDS = (*PASSES, "few", "fused", "gluon")  # of tiles
 class Config:
     """Tile shape of one launch: BLOCK_M query rows by BLOCK_N key rows.
 
-    HOIST keeps values that all tiles share, mainly offsets inside a tile, in registers throughout a loop: up
-    to a tenth fewer instructions if registers are free.  USE_TMA copies tiles by tensor
-    descriptor, where strides allow: fewer instructions and no addresses in registers.  FLIP computes the
-    scores of a backward pass transposed: wgmma takes 64 rows a group of four warps, so that eight warps need
-    128 rows, of queries in dK/dV.  maxnreg is Triton's limit of registers a thread: with it two programs fit
-    a multiprocessor where a few more registers would leave room for one.
+    USE_TMA copies tiles by tensor descriptor, where strides allow: fewer instructions and no addresses in
+    registers.  FLIP computes the scores of a backward pass transposed: wgmma takes 64 rows a group of four
+    warps, so that eight warps need 128 rows, of queries in dK/dV.  maxnreg is Triton's limit of registers a
+    thread; without one, ptxas at times spills to stay within 128 or 168.
     """
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int = 4
     num_stages: int = 2
-    HOIST: bool = True
     USE_TMA: bool = False
     FLIP: bool = False
     maxnreg: int | None = None
@@ -121,195 +118,106 @@ def num_kv_splits(programs: int, tiles: int, processors: int) -> int:
     return max(1, min(2 * processors // max(1, programs), tiles // 2))
 
 
-_Fields = dict[str, Any]  # of Config
-_Rule = tuple[str, int, Config]  # kernel, largest head dim, tiles
-
-
-def _tile(kernel: str, dim: int, m: int, n: int, warps: int, stages: int, **fields: Any) -> _Rule:
-    """Make a rule: tiles of m queries by n keys, up to head dim ``dim``; ``fields``: the others of Config."""
-    return kernel, dim, Config(m, n, warps, stages, **fields)
-
-
-def _by_kernel(*rules: _Rule) -> dict[str, dict[int, Config]]:
-    """Sort rules by kernel, then by largest head dim."""
-    kernels = dict.fromkeys(kernel for kernel, _, _ in rules)
-    return {name: {dim: config for kernel, dim, config in rules if kernel == name} for name in kernels}
-
-
-NO_HOIST: _Fields = {"HOIST": False}
-COPY: _Fields = {"USE_TMA": True}
-TMA: _Fields = COPY | NO_HOIST  # there are no addresses to hoist
-FLIP: _Fields = {"FLIP": True}
-R128: _Fields = {"maxnreg": 128}  # registers a thread: two programs of eight warps fit a multiprocessor
-R256: _Fields = {"maxnreg": 256}  # without it the compiler spills sooner than it takes more than 128, or 168
 FEW = 64  # rows of all heads in a tile, up to which the tiles "few" are used
-# Family -> pass -> largest head dim -> tiles of 16-bit inputs (registers: configs/resources.json).  Those of
-# sm_80 and sm_90 are compared with torch's by executed counts (perf/NOTES.md).
-# sm_86 covers all GPUs with 99 KiB of shared memory, gfx942 all AMD GPUs (64 KiB).
-# "pointers": tensors whose strides rule out descriptors; addresses take registers.
-# Small tiles let two programs share a multiprocessor: one multiplies while the other computes its softmax.
-# Tiles of four warps on sm_90 are those of torch's flex_attention for the same head dims.
-# "heavy", "learns", "scored": classes of score_mod, see `weight`. Tiles of "heavy" avoid spills in the loops,
-# those of "scored" let a second program fill the time of the score_mod's instructions.
-_RULES: dict[str, dict[str, dict[int, Config]]] = {
-    "sm_80": _by_kernel(
-        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2),
-        _tile("forward", dim=128, m=128, n=64, warps=8, stages=2),
-        _tile("forward", dim=192, m=64, n=32, warps=4, stages=1, **NO_HOIST),
-        _tile("forward", dim=256, m=64, n=32, warps=4, stages=2, **NO_HOIST),
-        _tile("forward, heavy", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST),
-        _tile("forward, heavy", dim=128, m=64, n=64, warps=4, stages=2),
-        _tile("forward, heavy", dim=192, m=64, n=32, warps=4, stages=1, **NO_HOIST),
-        _tile("forward, heavy", dim=256, m=64, n=32, warps=4, stages=2, **NO_HOIST),
-        _tile("few", dim=64, m=64, n=64, warps=4, stages=3),
-        _tile("few", dim=128, m=64, n=64, warps=4, stages=2),
-        _tile("few", dim=256, m=64, n=64, warps=8, stages=2),
-        _tile("dq", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST, **R256),
-        _tile("dq", dim=128, m=128, n=64, warps=8, stages=2, **NO_HOIST),
-        _tile("dq", dim=256, m=32, n=32, warps=4, stages=2, **NO_HOIST, **R256),
-        _tile("dq, heavy", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST, **R256),
-        _tile("dq, heavy", dim=128, m=64, n=32, warps=4, stages=2, **NO_HOIST, **R256),
-        _tile("dq, heavy", dim=256, m=32, n=32, warps=4, stages=2, **NO_HOIST, **R256),
-        _tile("dkdv", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST),
-        _tile("dkdv", dim=128, m=32, n=128, warps=8, stages=2, **NO_HOIST),
-        _tile("dkdv", dim=192, m=32, n=32, warps=4, stages=2),
-        _tile("dkdv", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST, **FLIP),
-    ),
-    "sm_86": _by_kernel(
-        _tile("forward", dim=64, m=128, n=64, warps=8, stages=3),
-        _tile("forward", dim=128, m=128, n=32, warps=8, stages=2),
-        _tile("forward", dim=256, m=64, n=32, warps=8, stages=1),
-        _tile("few", dim=64, m=64, n=64, warps=4, stages=2),
-        _tile("few", dim=128, m=64, n=32, warps=8, stages=2),
-        _tile("few", dim=256, m=64, n=32, warps=8, stages=1),
-        _tile("dq", dim=64, m=128, n=64, warps=8, stages=2),
-        _tile("dq", dim=128, m=64, n=32, warps=8, stages=2),
-        _tile("dq", dim=256, m=32, n=32, warps=8, stages=1),
-        _tile("dkdv", dim=64, m=64, n=128, warps=8, stages=2),
-        _tile("dkdv", dim=128, m=32, n=64, warps=8, stages=1),
-        _tile("dkdv", dim=256, m=32, n=32, warps=8, stages=1),
-    ),
-    "sm_90": _by_kernel(
-        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2, **TMA),
-        _tile("forward", dim=128, m=128, n=128, warps=8, stages=2, **COPY),
-        _tile("forward", dim=256, m=128, n=64, warps=8, stages=2, **TMA),
-        _tile("forward, heavy", dim=64, m=128, n=64, warps=4, stages=2, **TMA),
-        _tile("forward, heavy", dim=128, m=128, n=128, warps=8, stages=2, **COPY),
-        _tile("forward, heavy", dim=256, m=128, n=32, warps=8, stages=2, **TMA),
-        _tile("few", dim=64, m=64, n=64, warps=4, stages=4, **TMA),
-        _tile("few", dim=128, m=64, n=64, warps=4, stages=3, **TMA),
-        _tile("few", dim=256, m=64, n=64, warps=4, stages=2, **TMA),
-        _tile("dq", dim=64, m=128, n=32, warps=8, stages=2, **TMA, **R128),
-        _tile("dq", dim=128, m=128, n=128, warps=8, stages=2, **TMA),
-        _tile("dq", dim=192, m=128, n=64, warps=8, stages=2, **TMA),
-        _tile("dq", dim=256, m=64, n=64, warps=4, stages=2, **TMA),
-        _tile("dq, heavy", dim=256, m=128, n=32, warps=8, stages=2, **TMA),
-        _tile("dq, learns", dim=128, m=128, n=32, warps=8, stages=2, **TMA, **R128),
-        _tile("dq, learns", dim=192, m=128, n=64, warps=8, stages=2, **TMA),
-        _tile("dq, learns", dim=256, m=64, n=64, warps=4, stages=2, **TMA),
-        _tile("dq, scored", dim=128, m=128, n=32, warps=8, stages=2, **TMA, **R128),
-        _tile("dq, scored", dim=192, m=128, n=64, warps=8, stages=2, **TMA),
-        _tile("dq, scored", dim=256, m=64, n=64, warps=4, stages=2, **TMA),
-        _tile("dkdv", dim=96, m=64, n=128, warps=8, stages=2),
-        _tile("dkdv", dim=128, m=64, n=128, warps=8, stages=2, **TMA),
-        _tile("dkdv", dim=256, m=128, n=64, warps=8, stages=1, **TMA, **FLIP),
-        _tile("dkdv, heavy", dim=96, m=64, n=128, warps=8, stages=2),
-        _tile("dkdv, heavy", dim=128, m=64, n=128, warps=8, stages=2, **TMA),
-        _tile("dkdv, heavy", dim=256, m=64, n=64, warps=8, stages=1, **TMA),
-        _tile("fused", dim=64, m=64, n=128, warps=8, stages=2, **COPY),
-        _tile("fused", dim=128, m=64, n=128, warps=8, stages=1, **TMA),
-        _tile("fused", dim=256, m=128, n=64, warps=8, stages=1, **TMA, **FLIP),
-        _tile("gluon", dim=64, m=128, n=128, warps=4, stages=4, **TMA),
-        _tile("gluon", dim=128, m=128, n=128, warps=4, stages=3, **TMA),
-    ),
-    "sm_90, pointers": _by_kernel(
-        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2),
-        _tile("forward", dim=128, m=128, n=64, warps=8, stages=2),
-        _tile("forward", dim=256, m=128, n=64, warps=8, stages=2),
-        _tile("few", dim=64, m=64, n=64, warps=4, stages=4),
-        _tile("few", dim=128, m=64, n=64, warps=4, stages=3),
-        _tile("few", dim=256, m=64, n=64, warps=8, stages=2),
-        _tile("dq", dim=64, m=128, n=32, warps=8, stages=2, **R128),
-        _tile("dq", dim=96, m=128, n=32, warps=8, stages=2, **NO_HOIST, **R128),
-        _tile("dq", dim=128, m=128, n=64, warps=8, stages=2),
-        _tile("dq", dim=256, m=64, n=64, warps=4, stages=2, **NO_HOIST),
-        _tile("dkdv", dim=64, m=64, n=128, warps=8, stages=2),
-        _tile("dkdv", dim=128, m=64, n=128, warps=8, stages=2),
-        _tile("dkdv", dim=256, m=128, n=64, warps=8, stages=1, **NO_HOIST, **FLIP),
-        _tile("fused", dim=64, m=64, n=128, warps=8, stages=2),
-        _tile("fused", dim=128, m=64, n=128, warps=8, stages=1, **NO_HOIST),
-        _tile("fused", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST),
-    ),
-    "sm_100": _by_kernel(
-        _tile("forward", dim=96, m=128, n=64, warps=4, stages=2, **TMA),
-        _tile("forward", dim=128, m=128, n=64, warps=4, stages=1, **TMA),
-        _tile("forward", dim=256, m=64, n=128, warps=4, stages=1, **TMA, **R256),
-        _tile("dq", dim=128, m=128, n=64, warps=4, stages=2, **TMA, **R256),
-        _tile("dq", dim=256, m=64, n=64, warps=4, stages=1, **TMA, **R256),
-        _tile("forward, heavy", dim=96, m=128, n=64, warps=4, stages=2, **TMA),
-        _tile("forward, heavy", dim=128, m=128, n=32, warps=4, stages=2, **TMA),
-        _tile("forward, heavy", dim=256, m=64, n=128, warps=4, stages=1, **TMA, **R256),
-        _tile("dq, heavy", dim=128, m=128, n=32, warps=4, stages=2, **TMA, **R256),
-        _tile("dq, heavy", dim=256, m=64, n=32, warps=4, stages=1, **TMA, **R256),
-        _tile("dq, learns", dim=128, m=128, n=32, warps=4, stages=2, **TMA, **R256),
-        _tile("dq, learns", dim=256, m=64, n=64, warps=4, stages=1, **TMA, **R256),
-        _tile("dkdv, heavy", dim=96, m=64, n=64, warps=4, stages=1, **TMA),
-        _tile("dkdv, heavy", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST, **R256),
-        _tile("dkdv", dim=96, m=64, n=64, warps=4, stages=1, **TMA),
-        _tile("dkdv", dim=128, m=64, n=64, warps=8, stages=1, **NO_HOIST),
-        _tile("dkdv", dim=192, m=64, n=64, warps=8, stages=1, **TMA, **R256),
-        _tile("dkdv", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST),
-        _tile("few", dim=64, m=64, n=64, warps=4, stages=4, **TMA),
-        _tile("few", dim=128, m=64, n=64, warps=4, stages=3, **TMA),
-        _tile("few", dim=256, m=64, n=64, warps=8, stages=2, **TMA),
-    ),
-    "sm_100, pointers": _by_kernel(
-        _tile("forward", dim=64, m=128, n=64, warps=4, stages=3),
-        _tile("forward", dim=128, m=128, n=64, warps=4, stages=1, **NO_HOIST),
-        _tile("forward", dim=256, m=64, n=64, warps=4, stages=1, **NO_HOIST),
-        _tile("few", dim=64, m=64, n=64, warps=4, stages=4),
-        _tile("few", dim=128, m=64, n=64, warps=4, stages=3),
-        _tile("few", dim=256, m=64, n=64, warps=8, stages=1),
-        _tile("dq", dim=64, m=128, n=64, warps=4, stages=2, **NO_HOIST),
-        _tile("dq", dim=128, m=128, n=64, warps=8, stages=1),
-        _tile("dq", dim=256, m=64, n=64, warps=8, stages=1),
-        _tile("dkdv", dim=64, m=64, n=64, warps=4, stages=1, **NO_HOIST),
-        _tile("dkdv", dim=128, m=64, n=64, warps=8, stages=1, **NO_HOIST),
-        _tile("dkdv", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST),
-    ),
-    "gfx942": _by_kernel(
-        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2),
-        _tile("forward", dim=128, m=128, n=32, warps=4, stages=1),
-        _tile("forward", dim=256, m=128, n=32, warps=4, stages=1, **NO_HOIST),
-        _tile("few", dim=64, m=64, n=64, warps=4, stages=2),
-        _tile("few", dim=128, m=64, n=64, warps=4, stages=1),
-        _tile("few", dim=256, m=64, n=32, warps=4, stages=1),
-        _tile("dq", dim=96, m=128, n=32, warps=4, stages=1),
-        _tile("dq", dim=128, m=64, n=16, warps=4, stages=1),
-        _tile("dq", dim=256, m=64, n=16, warps=4, stages=1),
-        _tile("dkdv", dim=96, m=16, n=128, warps=4, stages=1),
-        _tile("dkdv", dim=128, m=16, n=64, warps=4, stages=1),
-        _tile("dkdv", dim=256, m=16, n=64, warps=4, stages=1),
-        _tile("fused", dim=64, m=16, n=128, warps=4, stages=1),
-        _tile("fused", dim=128, m=16, n=64, warps=4, stages=1),
-        _tile("fused", dim=256, m=16, n=64, warps=4, stages=1),
-    ),
+_Tiles = dict[str, dict[int, Config]]  # of one architecture: kernel -> largest head dim -> tiles
+# Tiles of 16-bit inputs (registers: configs/resources.json).  sm_86 covers all GPUs with 99 KiB of shared
+# memory, gfx942 all AMD GPUs (64 KiB).  Those of sm_80 and sm_90 are compared with torch's by executed counts
+# (perf/NOTES.md).  Small tiles let two programs share a multiprocessor: one multiplies while the other
+# computes its softmax.  Rows of "<kernel>, heavy" and "<kernel>, scored" are for calls with a score_mod, see
+# `weight`, in place of the kernel's rows for these head dims, which spill as many bytes as the line says.
+_RULES: dict[str, _Tiles] = {
+    "sm_80": {
+        "forward": {
+            64: Config(128, 64, 4, 2),
+            128: Config(128, 64, 8, 2),
+            192: Config(64, 32, 4, 1),
+            256: Config(64, 32, 4, 2),
+        },
+        "forward, heavy": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2)},  # 40, 8 bytes
+        "few": {64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 2)},
+        "dq": {64: Config(64, 64, 4, 2), 128: Config(128, 64, 8, 2), 256: Config(32, 32, 4, 2)},
+        "dq, heavy": {128: Config(64, 32, 4, 2)},  # 248 bytes
+        "dkdv": {
+            64: Config(64, 64, 4, 2),
+            128: Config(32, 128, 8, 2),
+            192: Config(32, 32, 4, 2),
+            256: Config(64, 64, 8, 1, FLIP=True),
+        },
+    },
+    "sm_86": {
+        "forward": {64: Config(128, 64, 8, 3), 128: Config(128, 32, 8, 2), 256: Config(64, 32, 8, 1)},
+        "few": {64: Config(64, 64, 4, 2), 128: Config(64, 32, 8, 2), 256: Config(64, 32, 8, 1)},
+        "dq": {64: Config(128, 64, 8, 2), 128: Config(64, 32, 8, 2), 256: Config(32, 32, 8, 1)},
+        "dkdv": {64: Config(64, 128, 8, 2), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
+    },
+    "sm_90": {
+        "forward": {64: Config(128, 64, 4, 2), 128: Config(128, 128, 8, 2), 256: Config(128, 64, 8, 2)},
+        "few": {64: Config(64, 64, 4, 4), 128: Config(64, 64, 4, 3), 256: Config(64, 64, 4, 2)},
+        "dq": {
+            64: Config(128, 32, 8, 2),
+            128: Config(128, 128, 8, 2),
+            192: Config(128, 64, 8, 2),
+            256: Config(64, 64, 4, 2),
+        },
+        "dq, heavy": {128: Config(128, 32, 8, 2), 256: Config(128, 32, 8, 2)},  # 776 and 296 bytes
+        "dq, scored": {128: Config(128, 32, 8, 2)},  # 224 bytes
+        "dkdv": {128: Config(64, 128, 8, 2), 256: Config(128, 64, 8, 1, FLIP=True)},
+        "dkdv, heavy": {256: Config(64, 64, 8, 1)},  # 320 bytes
+        "fused": {
+            64: Config(64, 128, 8, 2),
+            128: Config(64, 128, 8, 1),
+            256: Config(128, 64, 8, 1, FLIP=True),
+        },
+        "gluon": {64: Config(128, 128, 4, 4), 128: Config(128, 128, 4, 3)},
+    },
+    "sm_100": {
+        "forward": {96: Config(128, 64, 4, 2), 128: Config(128, 64, 4, 1), 256: Config(64, 128, 4, 1)},
+        "forward, heavy": {128: Config(128, 32, 4, 2)},  # 1352 bytes
+        "few": {64: Config(64, 64, 4, 4), 128: Config(64, 64, 4, 3), 256: Config(64, 64, 8, 2)},
+        "dq": {128: Config(128, 64, 4, 2, maxnreg=256), 256: Config(64, 64, 4, 1, maxnreg=256)},
+        "dq, heavy": {
+            128: Config(128, 32, 4, 2, maxnreg=256),
+            256: Config(64, 32, 4, 1),
+        },  # 1272 and 192 bytes
+        "dq, scored": {128: Config(128, 32, 4, 2, maxnreg=256)},  # 208 bytes
+        "dkdv": {
+            96: Config(64, 64, 4, 1, maxnreg=256),
+            128: Config(64, 64, 8, 1),
+            192: Config(64, 64, 8, 1, maxnreg=256),
+            256: Config(64, 64, 8, 1),
+        },
+    },
+    "gfx942": {
+        "forward": {64: Config(128, 64, 4, 2), 256: Config(128, 32, 4, 1)},
+        "few": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 1), 256: Config(64, 32, 4, 1)},
+        "dq": {96: Config(128, 32, 4, 1), 256: Config(64, 16, 4, 1)},
+        "dkdv": {96: Config(16, 128, 4, 1), 256: Config(16, 64, 4, 1)},
+        "fused": {64: Config(16, 128, 4, 1), 256: Config(16, 64, 4, 1)},
+    },
+}
+# Tiles in place of those, of tensors whose strides rule out descriptors: addresses take registers.
+_POINTERS: dict[str, _Tiles] = {
+    "sm_90": {
+        "forward": {128: Config(128, 64, 8, 2)},
+        "few": {256: Config(64, 64, 8, 2)},
+        "dq": {128: Config(128, 64, 8, 2), 192: Config(64, 64, 4, 2)},
+        "dkdv": {256: Config(64, 64, 8, 1, FLIP=True)},  # 24 bytes
+        "fused": {256: Config(64, 64, 8, 1)},
+    },
+    "sm_100": {
+        "forward": {64: Config(128, 64, 4, 3), 96: Config(128, 64, 4, 1), 256: Config(64, 64, 4, 1)},
+        "few": {256: Config(64, 64, 8, 1)},
+        "dq": {64: Config(128, 64, 4, 2), 128: Config(128, 64, 8, 1), 256: Config(64, 64, 8, 1)},
+        "dkdv": {64: Config(64, 64, 4, 1), 96: Config(64, 64, 8, 1), 192: Config(64, 64, 8, 1)},
+    },
 }
 # Tiles of float32 and float64 inputs, which the FMA units multiply: all operands lie in registers.
-_WIDE = _by_kernel(
-    _tile("forward", dim=64, m=32, n=16, warps=8, stages=1),
-    _tile("forward", dim=128, m=16, n=16, warps=8, stages=1),
-    _tile("forward", dim=256, m=16, n=16, warps=8, stages=1),
-    _tile("few", dim=64, m=16, n=32, warps=4, stages=1),
-    _tile("few", dim=128, m=16, n=16, warps=4, stages=1),
-    _tile("few", dim=256, m=16, n=16, warps=8, stages=1),
-    _tile("dq", dim=64, m=32, n=32, warps=8, stages=1),
-    _tile("dq", dim=128, m=16, n=16, warps=8, stages=1),
-    _tile("dq", dim=256, m=16, n=16, warps=8, stages=1, **NO_HOIST),
-    _tile("dkdv", dim=64, m=32, n=32, warps=8, stages=1),
-    _tile("dkdv", dim=128, m=16, n=32, warps=8, stages=1),
-    _tile("dkdv", dim=256, m=16, n=16, warps=4, stages=1, **NO_HOIST),
-)
+_WIDE: _Tiles = {
+    "forward": {64: Config(32, 16, 8, 1), 256: Config(16, 16, 8, 1)},
+    "few": {64: Config(16, 32, 4, 1), 128: Config(16, 16, 4, 1), 256: Config(16, 16, 8, 1)},
+    "dq": {64: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)},
+    "dkdv": {64: Config(32, 32, 8, 1, maxnreg=256), 128: Config(16, 32, 8, 1), 256: Config(16, 16, 4, 1)},
+}
 
 
 def family(arch: str) -> str:
@@ -333,7 +241,7 @@ def copies(arch: str) -> bool:
     >>> copies("sm_90"), copies("sm_80"), copies("interpreter")
     (True, False, False)
     """
-    return arch != "interpreter" and f"{family(arch)}, pointers" in _RULES
+    return arch != "interpreter" and family(arch) in _POINTERS
 
 
 def fuses(arch: str) -> bool:
@@ -357,15 +265,12 @@ def widest_route(arch: str, route: str) -> int:
 
 def weight(kind: str, loads: int, learns: bool) -> str:
     """Classify a score_mod by the registers that it takes per score, to choose tiles. "heavy": every score
-    loads its own value (``loads`` is 2) and, in dQ, adds to its gradient; "learns": dQ adds to gradients of
-    values that rows, columns or tiles share; "scored": all other cases.
+    loads its own value (``loads`` is 2) and, in dQ, adds to its gradient; "scored": all other cases.
 
-    >>> weight("forward", 2, False), weight("dq", 2, False), weight("dq", 1, True)
-    ('heavy', 'scored', 'learns')
+    >>> weight("forward", 2, False), weight("dq", 2, False), weight("dq", 2, True)
+    ('heavy', 'scored', 'heavy')
     """
-    if kind == "dq":
-        return ("heavy" if loads == 2 else "learns") if learns else "scored"
-    return "heavy" if loads == 2 else "scored"
+    return "heavy" if loads == 2 and (learns or kind != "dq") else "scored"
 
 
 def default(
@@ -380,11 +285,17 @@ def default(
     """
     if arch == "interpreter":
         return Config(128, 128)
-    tiles = _RULES[family(arch)] if tma else _RULES.get(f"{family(arch)}, pointers", _RULES[family(arch)])
-    kinds = _WIDE if dtype.itemsize > 2 else tiles
-    rules = kinds.get(kind, kinds["dkdv"])
-    rules = kinds.get(f"{kind}, {score}", rules)
-    config = next(config for dim, config in rules.items() if head_dim <= dim)
+    is_wide, tma = dtype.itemsize > 2, tma and copies(arch)
+    tables = [_WIDE] if is_wide else [_RULES[family(arch)]]
+    if not is_wide and not tma:
+        tables.append(_POINTERS.get(family(arch), {}))
+    rows: dict[int, Config] = {}
+    for name in (kind if kind in tables[0] else "dkdv", f"{kind}, {score}"):
+        for table in tables:
+            rows |= table.get(name, {})
+    config = replace(rows[min(dim for dim in rows if head_dim <= dim)], USE_TMA=tma and not is_wide)
+    if arch.startswith("gfx"):
+        config = replace(config, maxnreg=None)  # an option of NVIDIA's compiler
     if config.FLIP and not multiplies_transposed(arch):
         return replace(config, BLOCK_M=64, BLOCK_N=64, FLIP=False)  # 1.5 times the products
     return config

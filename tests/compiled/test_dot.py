@@ -64,3 +64,22 @@ def test_products_are_exact_sums(kind: str, compiled_kernels: Any) -> None:
         assert torch.equal(c.double(), want), (kind, shape)
         used |= set(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", kernel.asm["ptx"]))
     assert kind not in ON_TENSOR_CORES or used >= USED[architecture]
+
+
+@triton.jit
+def chain(A, B, C, OUT, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    c = tl.load(C + at)
+    first = tl.dot(tl.load(A + at), tl.load(B + at))
+    tl.store(OUT + at, tl.dot(first.to(c.dtype), c))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_product_of_a_product_is_exact(dtype: torch.dtype) -> None:
+    """Its left operand may stay in registers."""
+    a, b, c = (torch.randint(-1, 2, (64, 64)).to(dtype) for _ in range(3))
+    out = torch.empty(64, 64)
+    kernel: Any = chain
+    kernel[(1,)](a, b, c, out, 64)
+    assert torch.equal(out.double(), a.double() @ b.double() @ c.double())

@@ -345,6 +345,7 @@ FAULTS_IN_GRAPHS: dict[str, tuple[Fault, str, str]] = {  # fault, error of the r
         "Unsupported: .*two m",
         "RuntimeError: TypeError while torch.compile traced",
     ),
+    "arguments, in a graph with breaks": (pass_two_masks, said := "TypeError: two m", said),
     "no graph": (
         draw_in_mod,
         "Unsupported: .*list",

@@ -33,8 +33,7 @@ STEPS = {
         *("step 0", "step 1", "backward step 0 delta"),
         *("backward step 0 dq", "backward step 0 dkdv", "backward step 1 dq", "backward step 1 dkdv"),
     ],
-    # delta is computed before heads are exchanged, and then passed on
-    "ulysses": ["step 0", "backward step 0 delta", *LOCAL[1:]],
+    "ulysses": LOCAL,
 }
 
 

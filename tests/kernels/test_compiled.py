@@ -12,11 +12,27 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+ARCHS = ("sm_80", "sm_90", "sm_100")
+
+
+def run_compiled(arch: str, *words: str) -> None:
+    """Run tests in a process of their own, with kernels that are compiled for ``arch``."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "--compiled", arch, *words]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
+
+
 @pytest.mark.interpreted
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
 def test_calls_run_on_compiled_code(arch: str, which: str) -> None:
-    words = [sys.executable, "-m", "pytest", "-q", "-n0", "--compiled", arch, "tests/compiled"]
-    words += ["-m", f"{which} and not nightly"]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
+    run_compiled(arch, "tests/compiled", "-m", f"{which} and not nightly")
+
+
+@pytest.mark.nightly
+@pytest.mark.interpreted
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("what", ["tests/compiled -m nightly", "tests/kernels"])
+def test_all_kernels_run_on_compiled_code(arch: str, what: str) -> None:
+    """Every shipped kernel, drawn calls, and every test of kernels."""
+    run_compiled(arch, *what.split())

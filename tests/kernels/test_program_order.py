@@ -50,6 +50,14 @@ def test_every_tile_has_one_program(
         assert bool((visits == 1).all())
 
 
+def test_no_dimension_of_a_grid_passes_the_limits_of_a_gpu() -> None:
+    for section in (1, 4):
+        _, (x, y, z) = arrange_programs(None, 1 << 20, 4, section, 65_535)
+        assert x < 1 << 31 and max(y, z) < 1 << 16 and x * y == 4 << 20
+    with pytest.raises(ValueError, match="65536 batch rows"):
+        arrange_programs(None, 1, 4, 4, 65_536)
+
+
 def shuffled(runs: Any) -> Tensor:
     return torch.stack([torch.randperm(runs.shape[2]) for _ in range(runs.shape[0])]).to(torch.int32)
 

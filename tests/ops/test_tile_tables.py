@@ -211,7 +211,7 @@ def test_concurrent_writers_lose_no_entry(places):
 
 
 def hold(path, locked, release):
-    with tile_tables.locked(path):
+    with tile_tables.locked(path, 60):
         locked.set()
         release.wait()
 

@@ -205,7 +205,7 @@ def test_a_call_continues_after_waiting_too_long_for_another_process(stub, place
     monkeypatch.setenv("TRITONCP_AUTOTUNE", "0.2s")
     path = tile_tables.path_in(places / "given", CPU).with_suffix(".tuning")
     with (
-        tile_tables.locked(path),
+        tile_tables.locked(path, 60),
         pytest.warns(UserWarning, match="could not be measured.*another process has held"),
     ):
         attend(causal())

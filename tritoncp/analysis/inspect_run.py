@@ -92,7 +92,7 @@ def compile_rows(jobs: Sequence[Job], processes: int | None, timeout: float, con
 def tiles(config: dict[str, Any]) -> str:
     """Format a config: its route, tile sizes, warps and stages.
 
-    >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "HOIST": True})
+    >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3})
     '128×64 8/3'
     >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "USE_TMA": True})
     '128×64 8/3 TMA'

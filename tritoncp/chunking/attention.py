@@ -231,6 +231,7 @@ class _Unknown(Exception):
 
 def _constant(node: Node) -> Any:
     value = node.meta.get("val")
+    number: int | Tensor | None
     if isinstance(value, SymInt):
         number = hint_of(value.node.expr, value.node.shape_env)
     elif isinstance(value, int):

@@ -217,7 +217,7 @@ def write(
     version = triton or installed_version("triton") or "none"
     header = {"device": device.name, "arch": device.arch, "triton": version, **facts}
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    with locked(path):
+    with locked(path, LOCK_SECONDS):
         old = entries_of(path) if path.is_file() else []
         merged = {entry_key(entry): entry for entry in [*old, *entries]}
         lines = ",\n".join(json.dumps(entry) for entry in merged.values())
@@ -231,7 +231,7 @@ def write(
 
 
 @contextlib.contextmanager
-def locked(path: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+def locked(path: Path, seconds: float) -> Iterator[None]:
     """Hold the lock of a file of tile shapes (``<file>.lock`` beside it), to read and replace the file.
 
     Raises TimeoutError where another process holds it for more than ``seconds``, OSError where the folder is

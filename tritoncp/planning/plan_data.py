@@ -200,7 +200,7 @@ class PlanData:
         head i is head ``first + i`` to the mask."""
         key = "heads", first, count
 
-        def make() -> Self:
+        def make() -> Any:
             mask = self.mask.head_range(first, count)
             return self if mask is self.mask else self._with_mask(mask, key)
 
@@ -218,7 +218,7 @@ class PlanData:
                 "call flex_attention with this plan in that layer too"
             )
 
-        def make() -> Self:
+        def make() -> Any:
             size = mask.q_len, mask.kv_len
             if is_causal:
                 own = create_block_mask(causal(), None, None, *size, BLOCK_SIZE=mask.BLOCK_SIZE)

@@ -163,7 +163,7 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
     if target.kernel == "route":
         return list(_routes(target, arch, loops or _rule(replace(target, kernel="forward"), arch)))
     aligned, own = _aligned(target), _rule(target, arch)
-    configs = {replace(own, HOIST=not own.HOIST)}
+    configs: set[Config] = set()
     for tma in (False, True) if aligned and copies(arch) else (own.USE_TMA,):
         rule = own if tma == own.USE_TMA else replace(_rule(target, arch, tma), USE_TMA=tma)
         near = [

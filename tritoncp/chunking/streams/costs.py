@@ -31,8 +31,8 @@ ALLOCATIONS = {
 }
 # Read as many rows as they return.
 LOOKUPS = {f"aten::{name}" for name in ("embedding", "gather", "index", "index_select")}
-# Places of the query, before the keys, of the chunk's number and of the whole plan's handle, in ops of a chunk
-# that reads keys sent before.
+# Places of the query, before the keys, of the chunk's number and of the plan's handle, in ops of a chunk that
+# reads keys sent before.
 PART_PLACES = {forward_part_op: (0, 2, 7), backward_part_op: (2, 6, 11)}
 
 

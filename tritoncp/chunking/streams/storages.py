@@ -31,8 +31,10 @@ UNBACKED_SIZE = 8192  # taken for a size that depends on data and has no hint
 
 def hint(size: Any) -> int:
     """Return a size as a number: symbols by their hints, UNBACKED_SIZE for a symbol without one."""
-    number = hint_of(size.node.expr, size.node.shape_env, UNBACKED_SIZE) if isinstance(size, SymInt) else size
-    return int(number)
+    if not isinstance(size, SymInt):
+        return int(size)
+    number = hint_of(size.node.expr, size.node.shape_env, UNBACKED_SIZE)
+    return UNBACKED_SIZE if number is None else number
 
 
 def tensors_of(node: Node) -> list[Tensor]:

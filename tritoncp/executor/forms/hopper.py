@@ -156,7 +156,7 @@ def multiply(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
         left, flags = f"({', '.join(w.array(x, 'u4') for x in a.items)},)", [0, *flags]
     else:
         left = w.array(a, "u8")
-    flip_a, flip_b = flags or (0, 0)
+    flip_a, flip_b = [*flags, 0, 0][:2]  # 16-bit types alone have these flags
     t = {"f32": "f4", "s32": "i4", "f16": "u4"}[m["to"]]
     keep = w.read(scale, "b") if w.is_register(scale) else str(bool(int(str(scale), 0)))
     given = ", ".join(w.array(x, t) for x in items_of(d))

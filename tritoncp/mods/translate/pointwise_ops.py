@@ -114,9 +114,16 @@ def _comparison_rule(symbol: str, hint: str) -> Rule:
 
 
 def _divide(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
-    """Emit true division, of which the result is floating point for integers too."""
+    """Emit true division, of which the result is floating point for integers too; in a score_mod, the product
+    with the inverse of a number or of a value that all scores share, which is rounded twice."""
     a, b = _convert_all(block, dtype, (a, b))
     rep = opmath(dtype)
+    if not block.exact and dtype is torch.float32 and a.axes and not b.axes and b.const != 0:
+        if b.const is None:
+            inverse = block.float_scalar(f"1 / {as_rep(b, rep)}", "inverse", dtype, b)
+        else:
+            inverse = constant(1 / b.const, dtype)
+        return BINARY["mul"](block, dtype, a, inverse)
     if block.exact and rep == "float32":
         return block.float_scalar(f"tl.div_rn({as_rep(a, rep)}, {as_rep(b, rep)})", "quotient", dtype, a, b)
     return block.float_scalar(f"{_operand(a, rep, b)} / {_operand(b, rep, a)}", "quotient", dtype, a, b)

@@ -1,0 +1,83 @@
+"""Calls as GPUs take them: pointers, strides and sizes for which Triton specialises; orders of execution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritoncp
+from tests.conftest import COMPILED
+from tests.kernels.support.harness import QKV, Results, agree, cotangents, oracle, qkv, run
+from tritoncp.executor import compiled_kernels
+
+BF16 = torch.bfloat16
+TOLERANCE = 0.02  # of bfloat16 results
+
+
+def off_by_one(x: Tensor) -> Tensor:
+    """The same values at an address that is no multiple of 16 bytes."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def rows_inside(x: Tensor) -> Tensor:
+    """Channels apart, rows one element from each other."""
+    return x.mT.contiguous().mT
+
+
+def odd_rows(x: Tensor) -> Tensor:
+    """Rows whose distance is no multiple of 16 bytes."""
+    return torch.cat([x, x[..., :1]], 3)[..., : x.shape[3]]
+
+
+def far_heads(x: Tensor) -> Tensor:
+    """Strides past int32, of dimensions of one entry."""
+    return x.as_strided(x.shape, (1 << 40, (1 << 31) + 16, *x.stride()[2:]))
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    f.__name__.replace("_", " "): f for f in (off_by_one, rows_inside, odd_rows, far_heads)
+}
+CAUSAL = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 80, 80)
+
+
+def check(x: QKV, mask: tritoncp.Mask | None) -> None:
+    start = cotangents(x)
+    agree(run(x, mask, start=start), oracle(x, mask, start=start), TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    """Triton compiles other code for an address or stride that is no multiple of 16, a stride of 1, and one
+    past int32."""
+    x = QKV(*map(LAYOUTS[layout], qkv(80, dim=64, dtype=BF16)))
+    assert x.q.data_ptr() % 16 == 2 or layout != "off by one"
+    check(x, CAUSAL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("queries", [1, 16, 33])
+@pytest.mark.parametrize("keys", [1, 32, 47])
+def test_sizes(queries: int, keys: int) -> None:
+    """Triton makes constants of sizes of 1, and divides those that are multiples of 16."""
+    mask = tritoncp.create_block_mask(lambda b, h, q, kv: kv <= q + 5, 1, 1, queries, keys, BLOCK_SIZE=16)
+    check(qkv(queries, keys, heads=2, kv_heads=1, dim=32, dtype=BF16), mask)
+
+
+def test_results_do_not_depend_on_the_order_of_execution() -> None:
+    """Programs, warps and atomics by the seed: equal bits forward, of dQ and of dK and dV."""
+    x = qkv(150, heads=2, kv_heads=1, dim=64, dtype=BF16)
+    start, results = cotangents(x), []
+    documents = tritoncp.and_masks(tritoncp.causal(), tritoncp.document(lengths=[70, 80]))
+    mask = tritoncp.create_block_mask(documents, 1, 1, 150, 150, BLOCK_SIZE=64)
+    for seed in (None, 1, 2):
+        with compiled_kernels(COMPILED, seed=seed):
+            results.append(run(x, mask, start=start))
+    for result in results[1:]:
+        assert all(map(torch.equal, _tensors(result), _tensors(results[0])))
+
+
+def _tensors(result: Results) -> list[Tensor]:
+    return [*result[:3], *result.grads]

@@ -1,0 +1,41 @@
+"""Every kernel of the table of resources and drawn calls, on compiled code: hours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.cases import Case, check
+from tests.conftest import COMPILED
+from tests.test_fuzz import SAMPLE, cases
+from tritoncp.analysis.jobs import Job
+from tritoncp.analysis.launches import launch_of
+from tritoncp.analysis.resource_table import shipped
+from tritoncp.core.cpu_target import cpu_target
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore:.*heads cannot be divided"),
+    pytest.mark.filterwarnings("ignore:in natural order"),
+]
+assert COMPILED
+SHIPPED = shipped([COMPILED])
+
+
+@pytest.mark.parametrize("job", SHIPPED, ids=[job.name for job in SHIPPED])
+def test_one_program_of_every_shipped_kernel(job: Job) -> None:
+    """It runs to its end without a fault; other tests compare results."""
+    assert cpu_target() == job.arch
+    launch = launch_of(job)
+    launch._replace(grid=(1, 1, 1))()
+
+
+@settings(SAMPLE, max_examples=300)
+@given(case=cases(longest=120))
+def test_drawn_cases(case: Case) -> None:
+    """float64 becomes bfloat16: Triton compiles no float64 product for sm_100."""
+    narrow = case.dtype == torch.float64
+    check(replace(case, dtype=torch.bfloat16, size=1.0) if narrow else case)
