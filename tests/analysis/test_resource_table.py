@@ -118,14 +118,14 @@ def test_measured_tiles_are_listed_checked_and_kept(monkeypatch, tmp_path) -> No
     """Tiles of every kind, of which a dK/dV spills: compiled, written, and dropped when they are no longer
     shipped."""
     folder = tmp_path / "configs"
-    good, bad = Config(64, 64, 4, 2, False, True), Config(128, 128, 4, 2)
+    good, bad = Config(64, 64, 4, 2, USE_TMA=True), Config(128, 128, 4, 2)
     entry_key = {"dtype": "bfloat16", "head_dim": 64, "mask": "interval"}
     entries = [
         entry_key | {"kernel": "forward", "config": asdict(good)},
         entry_key | {"kernel": "dkdv", "config": asdict(bad), "v_head_dim": 128, "score": "softcap"},
         entry_key | {"kernel": "few", "config": asdict(good), "mask": "full"},
         entry_key
-        | {"kernel": "route", "config": {"ROUTE": "gluon", **asdict(Config(128, 64, 4, 2, False, True))}},
+        | {"kernel": "route", "config": {"ROUTE": "gluon", **asdict(Config(128, 64, 4, 2, USE_TMA=True))}},
     ]
     device = tile_tables.Device("sm_90", "NVIDIA H200")
     tile_tables.write(folder, device, entries, {}, "3.7.1")
@@ -137,7 +137,7 @@ def test_measured_tiles_are_listed_checked_and_kept(monkeypatch, tmp_path) -> No
     monkeypatch.setattr(resource_table.measured, "__defaults__", (resource_table.ARCHS, folder))
     compiled = [job for job in jobs if job.variant == "state" and job.kernel in ("dkdv", "gluon")]
     rows = {row["kernel"]: row for row in resource_table.inspect_jobs(compiled, 1, 300)}
-    assert rows["gluon"]["config"] == asdict(Config(128, 64, 4, 2, False, True))
+    assert rows["gluon"]["config"] == asdict(Config(128, 64, 4, 2, USE_TMA=True))
     worse = rows["dkdv"]
     assert worse["spill_bytes"] > 0
     assert worse["source"] == "nvidia-h200-triton-3.7.1 dkdv interval 64x128 softcap"

@@ -1,9 +1,12 @@
 """Import ``another_blas`` right after torch, in processes that tests start: Python runs this file first where
 PYTHONPATH names its folder."""
 
+import atexit
 import importlib.machinery
 import importlib.util
+import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -30,3 +33,7 @@ class AfterTorch:
 
 
 sys.meta_path.insert(0, AfterTorch)
+
+if "RANK" in os.environ:  # of torchrun
+    # A thread of gloo that still frees tensors aborts the process while Python exits (torch 2.13).
+    atexit.register(time.sleep, 0.3)
