@@ -120,6 +120,7 @@ def scored_jobs(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *score
     ]
 
 
+@pytest.mark.long
 def test_what_learns_spills_nothing() -> None:
     """Learned captures, loaded and accumulated for each score, where dQ once spilled 392 bytes."""
     check("sm_90", [compile_every_run()[job] for job in scored_jobs(*LEARNS)])

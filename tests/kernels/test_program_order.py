@@ -69,7 +69,9 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "mask", [x if x == "by head" else pytest.param(x, marks=pytest.mark.long) for x in MASKS]
+)
 @pytest.mark.parametrize("few", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_results_do_not_depend_on_the_order(mask: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random orders of the slots, and sections of one head or of all, have the same bits: no program reads
