@@ -302,8 +302,8 @@ def default(
 
 
 def architecture(device: torch.device) -> str:
-    """Return the name of a device's architecture: "sm_90", "gfx942"; for the CPU that which is executed, or
-    "interpreter"."""
+    """Return the name of a device's architecture: "sm_90", "gfx942"; for the CPU the executed
+    architecture, or "interpreter"."""
     if device.type == "cpu":
         return cpu_target() or "interpreter"
     if torch.version.hip:

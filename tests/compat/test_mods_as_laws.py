@@ -199,7 +199,7 @@ def test_an_activation_instead_of_softmax(activation: Callable[[Tensor], Tensor]
 
 
 def test_outputs_without_their_share_of_the_value(engine: str) -> None:
-    """Exclusive self-attention: what remains of out is orthogonal to the row's own value."""
+    """Exclusive self-attention: out without its part along the row's own value is orthogonal to it."""
     q, k, v = (torch.randn(1, 2, 33, 16, dtype=F64) for _ in range(3))
     out = tritoncp.flex_attention(q, k, v, tritoncp.create_block_mask(gym.causal, None, None, 33, 33))
     rest = out - (out * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True) * v

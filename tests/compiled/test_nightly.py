@@ -26,10 +26,12 @@ SHIPPED = shipped([COMPILED])
 
 
 @pytest.mark.parametrize("job", SHIPPED, ids=[job.name for job in SHIPPED])
-def test_one_program_of_every_shipped_kernel(job: Job) -> None:
+def test_one_program_of_every_shipped_kernel(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs to its end without a fault; other tests compare results."""
     assert cpu_target() == job.arch
-    launch = launch_of(job)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", torch.zeros)  # inputs are written; outputs not
+        launch = launch_of(job)
     launch._replace(grid=(1, 1, 1))()
 
 

@@ -46,16 +46,16 @@ class CallTensors:
         if not tensors:
             rows, seq = problem.rows, problem.seq
             shapes = (heads, rows, d), (kv_heads, seq, d), (kv_heads, seq, e), (heads, rows, e)
-            tensors = [torch.zeros(1, *shape, dtype=problem.torch_dtype, device=device) for shape in shapes]
+            tensors = [torch.empty(1, *shape, dtype=problem.torch_dtype, device=device) for shape in shapes]
         self.q, self.k, self.v, self.dout = tensors
         self._mask = problem.block_mask() if mask is None else mask
         self._tables = build(self._mask).tables(str(device), 1, heads)
         mod = self._mask.mask_mod if self._tables.mask == "mod" else None
         self._mods = mods_of(problem, self.q, mask_mod(mod) if mod else None)
-        self._out = torch.zeros_like(self.dout)
-        self._lse, self._delta = torch.zeros(2, *self.q.shape[:3], device=device).unbind()
-        self._dq, self._dk, self._dv = map(torch.zeros_like, (self.q, self.k, self.v))
-        self._dq_sum = torch.zeros_like(self.q, dtype=torch.float32)  # a fused kernel adds to it
+        self._out = torch.empty_like(self.dout)
+        self._lse, self._delta = torch.empty(2, *self.q.shape[:3], device=device).unbind()
+        self._dq, self._dk, self._dv = map(torch.empty_like, (self.q, self.k, self.v))
+        self._dq_sum = torch.empty_like(self.q, dtype=torch.float32)  # a fused kernel adds to it
 
     def results(self, kernel: str) -> dict[str, Tensor]:
         """The tensors that a kernel writes."""
@@ -129,7 +129,7 @@ def mods_of(problem: Problem, q: Tensor, mask: Mod | None = None) -> Mods:
 
 
 def launch_of(job: Job) -> Any:
-    """The engine's launch of one job, on zeros in memory of the CPU."""
+    """The engine's launch of one job, on uninitialised memory of the CPU."""
     problem = job.problem
     if not job.variant:
         tensors = CallTensors(problem, torch.device("cpu"))
@@ -142,11 +142,11 @@ def launch_of(job: Job) -> Any:
     options = options_of(job.kernel, job.config) | dict(variant.options)
     options["FUSED_BACKWARD"] = job.kernel == "fused"
     rows, keys = tables.q_rows, tables.kv_rows
-    q, dq = (torch.zeros(1, rows, heads, d, dtype=dtype).transpose(1, 2) for _ in range(2))
-    out, dout = (torch.zeros(1, rows, heads, e, dtype=dtype).transpose(1, 2) for _ in range(2))
-    k, v = torch.zeros(keys, 1, kv_heads, d + e, dtype=dtype).permute(1, 2, 0, 3).split([d, e], dim=3)
-    lse, delta, m, l = torch.zeros(4, 1, heads, rows).unbind()
-    acc, dq_sum = torch.zeros(1, heads, rows, e), torch.empty(1, heads, rows, d)
+    q, dq = (torch.empty(1, rows, heads, d, dtype=dtype).transpose(1, 2) for _ in range(2))
+    out, dout = (torch.empty(1, rows, heads, e, dtype=dtype).transpose(1, 2) for _ in range(2))
+    k, v = torch.empty(keys, 1, kv_heads, d + e, dtype=dtype).permute(1, 2, 0, 3).split([d, e], dim=3)
+    lse, delta, m, l = torch.empty(4, 1, heads, rows).unbind()
+    acc, dq_sum = torch.empty(1, heads, rows, e), torch.empty(1, heads, rows, d)
     dk, dv = torch.empty(keys, 1, kv_heads, d + e).permute(1, 2, 0, 3).split([d, e], dim=3)
     engine = TritonEngine(mods_of(problem, q, mod), d**-0.5, options, arch=job.arch)
     if job.kernel in ("forward", "few", "combine", "gluon"):

@@ -14,7 +14,7 @@ from tritoncp.core.dynamo_boundary import host_only, untraced
 from tritoncp.distributed import groups
 from tritoncp.frontend import dynamo, plan_cache, validate
 from tritoncp.frontend.arguments import Options
-from tritoncp.frontend.group_call import group_name, stop_groups, stop_traced_call
+from tritoncp.frontend.group_call import group_name, stop_traced_call
 from tritoncp.kernels.options import check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.masks.traced_mask import plain_mask
@@ -50,27 +50,23 @@ def _attend_on_host(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, mesh: Any, options: Options
 ) -> list[Tensor]:
     """Run a call outside of a graph that Dynamo traces."""
-    try:
-        if (substitute := _SUBSTITUTE.get()) is not None:
-            with substitute_calls(None):
-                return substitute(query, key, value, score_mod, mask, mesh, options)
-        if call_modes.is_traced(query):
-            check_options(options.kernel_options or {}, _local_architecture(query))
-            with call_modes.fake_mode_of(query):
-                return dynamo.attend(query, key, value, score_mod, mask, mesh, options)
-        group, mask = groups.group_of(mesh), plain_mask(mask)
-        plan = plan_cache.plan_of_rows(
-            mask, query, key, group, options.check_key(query, key, value, group),
-            lambda: options.check(query, key, value, mask), options.batch_offset,
-        )  # fmt: skip
-        if isinstance(mask, Plan):  # that of a raw mask was found by the mask's state, or made from it
-            plan.check_sources()
-        validate.check_order(plan, options.positions)
-        key, value = validate.shared_batch(query, key, value)
-        return autograd.forward(make_call(query, plan, score_mod, group, options), query, key, value)
-    except BaseException as error:  # also of a call whose caller could not be compiled
-        stop_groups(error, (mesh, mask))
-        raise
+    if (substitute := _SUBSTITUTE.get()) is not None:
+        with substitute_calls(None):
+            return substitute(query, key, value, score_mod, mask, mesh, options)
+    if call_modes.is_traced(query):
+        check_options(options.kernel_options or {}, _local_architecture(query))
+        with call_modes.fake_mode_of(query):
+            return dynamo.attend(query, key, value, score_mod, mask, mesh, options)
+    group, mask = groups.group_of(mesh), plain_mask(mask)
+    plan = plan_cache.plan_of_rows(
+        mask, query, key, group, options.check_key(query, key, value, group),
+        lambda: options.check(query, key, value, mask), options.batch_offset,
+    )  # fmt: skip
+    if isinstance(mask, Plan):  # that of a raw mask was found by the mask's state, or made from it
+        plan.check_sources()
+    validate.check_order(plan, options.positions)
+    key, value = validate.shared_batch(query, key, value)
+    return autograd.forward(make_call(query, plan, score_mod, group, options), query, key, value)
 
 
 def make_call(query: Tensor, plan: Plan, score_mod: Any, group: Any, options: Options) -> Call:

@@ -21,37 +21,30 @@ def group_call(fn: Function) -> Function:
     """Have a function close its group where it raises, before other calls of this rank can follow: that of
     the mesh among its arguments, else the groups for which the plan among them was made or compared.
 
-    Dynamo traces another wrapper, ``call.__wrapped__``, in which a graph can be made."""
+    Dynamo traces ``call.__wrapped__``, and never ``call``, whose code may be marked as untraced.
+    """
 
     @functools.wraps(fn)
     def traced(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
-            if not torch.compiler.is_dynamo_compiling():  # after a graph break of its caller
-                stop_groups(error, (*args, *kwargs.values()))
-                raise
-            for x in (*args, *kwargs.values()):
-                # Dynamo takes no group for an instance of a union.
-                if isinstance(x, dist.ProcessGroup) or isinstance(x, dist.DeviceMesh):  # noqa: SIM101
-                    stop_traced_call(group_name(x), type(error).__name__)
+            arguments = (*args, *kwargs.values())
+            if torch.compiler.is_dynamo_compiling():
+                for x in arguments:
+                    # Dynamo takes no group for an instance of a union.
+                    if isinstance(x, dist.ProcessGroup) or isinstance(x, dist.DeviceMesh):  # noqa: SIM101
+                        stop_traced_call(group_name(x), type(error).__name__)
+            else:
+                for group in _groups_of(arguments):
+                    failures.stop(group, error)
             raise
 
     @functools.wraps(traced)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return fn(*args, **kwargs)
-        except BaseException as error:
-            stop_groups(error, (*args, *kwargs.values()))
-            raise
+        return traced(*args, **kwargs)
 
     return call  # type: ignore[return-value]
-
-
-def stop_groups(error: BaseException, arguments: Iterable[Any]) -> None:
-    """Close the groups of a call with these arguments, which raised ``error``."""
-    for group in _groups_of(arguments):
-        failures.stop(group, error)
 
 
 @constant_result

@@ -71,13 +71,17 @@ plan_log, cache_log = area_logger("plan"), area_logger("cache")
 _WARNED: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about uneven work
 
 
+def _pass_check() -> None:
+    """The check of arguments that passed before."""
+
+
 def plan_of_rows(
     mask: RawMask | Plan,
     q: Tensor,
     k: Tensor,
     group: Any,
     call_key: Any,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = _pass_check,
     batch_offset: int | None = None,
 ) -> Plan:
     """Return the plan of a call, checked against its shards: the plan that was passed, or that of a raw mask.
@@ -113,19 +117,21 @@ def _check_call(
 @on_host
 def plan_for(
     mask: RawMask, q: Tensor, k: Tensor, group: Any, call_key: Any = None,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = _pass_check,
 ) -> Plan:  # fmt: skip
     """Return the natural-order plan of a raw mask for the call's shards, from the cache or new, see
     :func:`plan_of_rows`."""
     sources, cache = Sources.of(mask), _CACHES.of(group)
     if call_key is None:  # the shards may be no tensors of four dimensions
         check()
+        check = _pass_check
     tensors, key = (*sources.lists, *sources.captures), (sources.key, q.shape[2], k.shape[2], q.shape[0])
     plan = cache.find(key, tensors)
     _COUNTS["misses" if plan is None else "hits"] += 1
     _log_look_up(sources, plan is not None)
     if plan is None:
         check()
+        check = _pass_check
         plan = _make(sources, q, k, group)
         if sources.key is None:
             sources.warn_incomparable()

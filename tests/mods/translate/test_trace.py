@@ -183,9 +183,6 @@ def test_a_mod_of_every_step_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_state_that_cannot_be_compared_is_recorded_every_time() -> None:
-    class Opaque:
-        __slots__ = ()
-
     thing = iter([])
     fn = lambda b, h, q, k, _=thing: q >= k  # noqa: E731
     assert Fingerprint(fn).key is None

@@ -8,6 +8,14 @@ import numpy as np
 
 u1, u4, u8 = np.uint8, np.uint32, np.uint64
 Array = np.ndarray[Any, Any]
+COMBINE: dict[str, np.ufunc] = {  # of reductions over a warp, and of atomic updates
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 
 
 def multiply_high(a: Array, b: Array) -> Array:

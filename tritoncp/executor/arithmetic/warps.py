@@ -8,6 +8,7 @@ import numpy as np
 
 from tritoncp.executor.arithmetic import matrices
 from tritoncp.executor.arithmetic.floating import maximum, minimum
+from tritoncp.executor.arithmetic.integers import COMBINE
 from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.threads import Threads
 
@@ -60,15 +61,7 @@ def reduce(threads: Threads, operation: str, a: Array, nan: bool) -> Array:
             half = x.shape[1] // 2
             x = choose(x[:, :half], x[:, half:], nan)
         return np.repeat(x[:, 0], 32)
-    combine = {
-        "add": np.add,
-        "min": np.minimum,
-        "max": np.maximum,
-        "and": np.bitwise_and,
-        "or": np.bitwise_or,
-        "xor": np.bitwise_xor,
-    }[operation]
-    return np.repeat(combine.reduce(x, axis=1, dtype=a.dtype), 32)
+    return np.repeat(COMBINE[operation].reduce(x, axis=1, dtype=a.dtype), 32)
 
 
 def fragment_a(threads: Threads, registers: tuple[Array, ...], t: str) -> Array:

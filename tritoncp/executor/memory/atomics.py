@@ -8,15 +8,11 @@ from typing import Any
 import numpy as np
 
 from tritoncp.executor.arithmetic.floating import arithmetic16, ftz
+from tritoncp.executor.arithmetic.integers import COMBINE
 
 Array = np.ndarray[Any, Any]
-COMBINE: dict[str, Callable[[Any, Any], Any]] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
+UPDATES: dict[str, Callable[[Any, Any], Any]] = {
+    **COMBINE,
     "exch": lambda old, new: new,
     "inc": lambda old, new: np.where(old >= new, 0, old + np.uint32(1)).astype("u4"),
     "dec": lambda old, new: np.where((old == 0) | (old > new), new, old - np.uint32(1)).astype("u4"),
@@ -47,4 +43,4 @@ def combine(old: Array, kind: str, operation: str, *values: Array) -> Array:
         return arithmetic16("add", kind, old, values[0])
     if kind == "f32 flushed":
         return ftz(ftz(old) + ftz(values[0]))
-    return COMBINE[operation](old, values[0])
+    return UPDATES[operation](old, values[0])
