@@ -48,12 +48,12 @@ test-oldest: ## execute kernels that the oldest promised Triton compiles for Hop
 	$(oldest)/bin/python -m pip install -qq --disable-pip-version-check triton==3.6.0
 	OMP_NUM_THREADS=1 $(oldest)/bin/python -m pytest --compiled sm_90 tests/compiled $(ARGS)
 
-# What compares bits runs again as NumPy's OpenBLAS, torch's MKL and ATen are on other CPUs, and with two threads.
+# What compares bits runs again as NumPy's OpenBLAS, torch's MKL and ATen are on other CPUs, once with two threads.
 bits := tests/kernels tests/ops tests/cpu $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
 	distributed/test_schedules distributed/test_ulysses frontend/test_dynamo masks/test_varlen \
 	repo/test_conftest test_extremes))
-machines := 'OPENBLAS_CORETYPE=Prescott MKL_CBWR=COMPATIBLE' OMP_NUM_THREADS=2 \
-	'OPENBLAS_CORETYPE=Zen MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2'
+machines := 'OPENBLAS_CORETYPE=Prescott MKL_CBWR=COMPATIBLE' \
+	'OMP_NUM_THREADS=2 OPENBLAS_CORETYPE=Zen MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2'
 anew := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 # graphs kept from a run with wider vectors are wrong
 
 find-compiler:
