@@ -31,7 +31,7 @@ KEPT = 16  # groups of threads whose arrays are kept
 class Scheduler:
     """groups:  lanes that are to execute a block, None for all
     waiting: lanes by (barrier, block after it)
-    stuck:   blocks that repeat themselves without effect, as loops around mbarrier.try_wait do: they wait until
+    stuck:   blocks that repeat themselves without effect, as loops around mbarrier.try_wait do, until
              `Ctas.progress` grows
     """
 
@@ -150,14 +150,10 @@ class Scheduler:
         for r, value in zip(leaving, values):
             self.write(r, threads, value)
         end, new = self.blocks[n].end, dict(zip(leaving, values))
-        if (
-            not isinstance(end, (Branch, Jump))
-            or end.target != n
-            or condition is not None
-            and not condition.all()
-        ):
+        if not isinstance(end, (Branch, Jump)) or end.target != n:
             return condition, False
-        return condition, all(np.array_equal(x, new.get(r, x)) for r, x in zip(entering, given))
+        again = condition is None or bool(condition.all())
+        return condition, again and all(np.array_equal(x, new.get(r, x)) for r, x in zip(entering, given))
 
     def read(self, r: int, threads: Threads) -> Array:
         register = self.registers[r]
