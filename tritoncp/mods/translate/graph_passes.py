@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tritoncp.mods.errors import Untranslatable
-from tritoncp.mods.translate.number_captures import Path
+from tritoncp.mods.translate.number_captures import Place
 from tritoncp.mods.translate.view_ops import op_base_name
 
 aten = torch.ops.aten
@@ -98,7 +98,7 @@ def rename_inputs(graph: fx.Graph, names: Sequence[str]) -> None:
 
 
 def lift_captures(
-    graph: fx.GraphModule, values: Sequence[int | float], places: dict[Path, int]
+    graph: fx.GraphModule, values: Sequence[int | float], places: dict[Place, int]
 ) -> tuple[tuple[Tensor, ...], tuple[int | float, ...]]:
     """Make captured tensors inputs t0, t1, ... and captured numbers inputs n0, n1, ...; return both in order.
 
@@ -129,18 +129,14 @@ def _lift_numbers(
     nodes: list[fx.Node],
     last_input: fx.Node,
     values: Sequence[int | float],
-    places: dict[Path, int],
+    places: dict[Place, int],
 ) -> tuple[int | float, ...]:
     inputs: dict[int, fx.Node] = {}
     for (position, argument), number in places.items():
         if number not in inputs:
             last_input = _insert_input(graph, last_input, f"n{len(inputs)}", number=values[number])
             inputs[number] = last_input
-        node = nodes[position]
-        if isinstance(argument, int):
-            node.update_arg(argument, inputs[number])
-        else:
-            node.update_kwarg(argument, inputs[number])
+        nodes[position].update_arg(argument, inputs[number])
     return tuple(values[number] for number in inputs)
 
 

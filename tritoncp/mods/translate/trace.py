@@ -50,7 +50,7 @@ from tritoncp.mods.translate.graph_passes import (
     rename_inputs,
     split_outputs,
 )
-from tritoncp.mods.translate.number_captures import constant_places, number_places
+from tritoncp.mods.translate.number_captures import number_places
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
@@ -97,13 +97,12 @@ class ModTrace:
 def trace_mod(
     fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: State | None = None
 ) -> ModTrace:
-    """Trace `fn`, and again with other captured numbers, to find these among the graph's constants."""
+    """Trace `fn`, and find the captured numbers among the graph's constants."""
     state = state or read_state(fn, is_score, dtype)
     device = _device(state.tensors)
     numbers = captured_numbers(fn)
     run = _run(fn, is_score, dtype, device)
-    places = number_places(run.graph, fn, numbers, lambda copy: _run(copy, is_score, dtype, device).graph)
-    places |= constant_places(run.graph, state.numbers, len(numbers), places)
+    places = number_places(run.graph, numbers, state.numbers)
     rename_inputs(run.graph.graph, (("dscore", "score") if is_score else ()) + INDEX_NAMES)
     tensors, arguments = lift_captures(run.graph, [*numbers, *state.numbers], places)
     grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(run.leaves) if leaf is t}
