@@ -203,6 +203,10 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     }
     products = (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
     return table | dict.fromkeys(products, _sum_of_products) | {
+        aten.max.default: lambda x: x.amax(),
+        aten.min.default: lambda x: x.amin(),
+        aten.max.dim: lambda x, dim, keepdim=False: (x.amax(dim, keepdim), x.argmax(dim, keepdim)),
+        aten.min.dim: lambda x, dim, keepdim=False: (x.amin(dim, keepdim), x.argmin(dim, keepdim)),
         aten.var.correction: _variance,
         aten.std.correction: lambda *args, **kwargs: _variance(*args, **kwargs).sqrt(),
         aten.var_mean.correction: lambda x, dim=None, *, correction=1, keepdim=False: (

@@ -145,22 +145,6 @@ def _dims_and_keep(node: fx.Node) -> tuple[list[int], bool]:
     return [dims] if isinstance(dims, int) else list(dims or ()), bool(arguments.get("keepdim", False))
 
 
-def _extreme_rule(name: str) -> Callable[..., Any]:
-    """The rule of torch.max or torch.min of a tensor: of all elements, or (values, indices) along one."""
-
-    def rule(block: Block, node: fx.Node, inputs: list[Any], result: Any) -> Any:
-        dims, keep = _dims_and_keep(node)
-        if isinstance(result, Tensor):
-            return reduce(block, inputs[0], (), False, result.dtype, _FOLDS[f"a{name}"])
-        values, indices = (
-            reduce(block, inputs[0], dims, keep, r.dtype, _FOLDS[fold])
-            for r, fold in zip(result, (f"a{name}", f"arg{name}"), strict=True)
-        )
-        return values, indices
-
-    return rule
-
-
 def _prefix_rule(name: str) -> Callable[..., Value]:
     """The rule of cumsum or cumprod, of which an element at an index unknown here would need all sums."""
 
@@ -256,17 +240,6 @@ def _dim(node: fx.Node, rank: int) -> int:
     return int(dim) % rank
 
 
-def _unbind(block: Block, node: fx.Node, inputs: list[Any], results: Sequence[Tensor]) -> Any:
-    source = inputs[0]
-    dim = _dim(node, len(source.shape))
-    shape = source.shape[:dim] + source.shape[dim + 1 :]
-
-    def part(i: int) -> Value:
-        return remap(source, shape, lambda r: (*r[:dim], constant_index(i), *r[dim:]))
-
-    return tuple(part(i) for i in range(len(results)))
-
-
 def _split(block: Block, node: fx.Node, inputs: list[Any], results: Sequence[Tensor]) -> Any:
     source = inputs[0]
     dim = int(node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(source.shape)  # type: ignore
@@ -324,13 +297,10 @@ def _bound(index: Scalar, source: Lazy, dim: int) -> str | None:
 
 SHORT_TENSORS: dict[str, Callable[..., Any]] = {
     **{name: _reduction_rule(name) for name in _FOLDS},
-    "max": _extreme_rule("max"),
-    "min": _extreme_rule("min"),
     "cumsum": _prefix_rule("sum"),
     "cumprod": _prefix_rule("prod"),
     "stack": _stack,
     "cat": _cat,
-    "unbind": _unbind,
     "split": _split,
     "split_with_sizes": _split,
     "scatter": _scatter,
