@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from tritoncp.mods.errors import Untranslatable
+from tritoncp.mods.translate.gradient import as_sparse
 from tritoncp.mods.translate.graph_writer import GraphWriter
-from tritoncp.mods.translate.index_maps import as_sparse, element_address
+from tritoncp.mods.translate.index_maps import element_address
 from tritoncp.mods.translate.symbolic import (
     TRITON_NAME,
     Block,

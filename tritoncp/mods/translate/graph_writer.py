@@ -163,11 +163,12 @@ class GraphWriter:
         if name not in _RULED and (part := decompose(node, _RULED)) is not None:
             return self._decomposed(node, part)
         if gradient.has_sparse(inputs) or name in gradient.MAKERS:
-            scope = gradient.GradientScope(self.block, tuple(map(self._shape, self.trace.wants)))
+            captures = tuple(map(self._shape, self.trace.wants))
+            scope = gradient.GradientScope(self.block, captures, self._rule)
             try:
                 return gradient.emit_operation(scope, node, name, inputs)
             except NotImplementedError:
-                if name in gradient.MAKERS or not gradient.is_short(inputs):
+                if name in gradient.MAKERS:
                     raise
                 inputs = gradient.make_dense(self.block, inputs)
         if name in SHORT_TENSORS:

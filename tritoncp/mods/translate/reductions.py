@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tritoncp.mods.translate.index_maps import MAX_UNROLLED, TooLong, constant_index, dim_sizes, remap, shift
+from tritoncp.mods.translate.index_maps import check_length, constant_index, dim_sizes, remap, shift
 from tritoncp.mods.translate.integer_ranges import Interval
 from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, truth, where
 from tritoncp.mods.translate.symbolic import (
@@ -107,8 +107,7 @@ def reduce(
     shape = () if isinstance(source, Scalar) else source.shape
     reduced = {int(d) % max(len(shape), 1) for d in dims} or set(range(len(shape)))
     sizes = [shape[d].size for d in sorted(reduced) if d < len(shape)]
-    if math.prod(sizes) > MAX_UNROLLED:
-        raise TooLong(math.prod(sizes))
+    check_length(math.prod(sizes))
     if math.prod(sizes) == 0:
         raise NotImplementedError("a reduction of no elements")
 
@@ -158,8 +157,7 @@ def _prefix_rule(name: str) -> Callable[..., Value]:
             index = indices[dim].at
             if index.const is None:
                 raise NotImplementedError(f"a {op_name(node)} at an index; compute it once outside")
-            if index.const >= MAX_UNROLLED:
-                raise TooLong(int(index.const) + 1)
+            check_length(int(index.const) + 1)
             places = [constant_index(i) for i in range(int(index.const) + 1)]
             elements = [source.at((*indices[:dim], i, *indices[dim + 1 :])) for i in places]
             return _FOLDS[name](block, result.dtype, elements)
@@ -190,8 +188,7 @@ def pick(block: Block, dtype: torch.dtype, index: Scalar, elements: Sequence[Sca
     """Emit elements[index]: a chain of choices where the index is not a constant. Out of range: the first."""
     if index.const is not None:
         return block.convert(elements[int(index.const)], dtype)
-    if len(elements) > MAX_UNROLLED:
-        raise TooLong(len(elements))
+    check_length(len(elements))
     chosen = block.convert(elements[0], dtype)
     for i, element in enumerate(elements[1:], start=1):
         equal = COMPARE["eq"](block, torch.int64, index, constant(i, torch.int64))
