@@ -152,7 +152,7 @@ def _power(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
         return _divide(block, dtype, constant(1.0, dtype), a)
     if a.const == 2:
         return block.float_scalar(f"tl.exp2({as_rep(b, rep)})", "power", dtype, b)
-    return block.float_scalar(f"float_pow({as_rep(a, rep)}, {as_rep(b, rep)})", "power", dtype, a, b)
+    return block.float_scalar(f"libdevice.pow({as_rep(a, rep)}, {as_rep(b, rep)})", "power", dtype, a, b)
 
 
 def _power_by_products(block: Block, dtype: torch.dtype, a: Scalar, exponent: int) -> Scalar:
@@ -201,7 +201,7 @@ BINARY: dict[str, Rule] = {
     "div_floor": _FLOOR_DIVIDE,
     "div_trunc": _two_operands(
         "quotient",
-        "trunc_quotient({a}, {b})",
+        "libdevice.trunc({a} / {b})",
         integer_ranges.trunc_div,
         "trunc_div({a}, {b})",
         naturals="{x} // {y}",
@@ -211,7 +211,7 @@ BINARY: dict[str, Rule] = {
         "rest", "remainder({a}, {b})", integer_ranges.remainder, "floor_mod({a}, {b})", naturals="{x} % {y}"
     ),
     "fmod": _two_operands(
-        "rest", "fmod({a}, {b})", integer_ranges.fmod, "trunc_mod({a}, {b})", naturals="{x} % {y}"
+        "rest", "libdevice.fmod({a}, {b})", integer_ranges.fmod, "trunc_mod({a}, {b})", naturals="{x} % {y}"
     ),
     "maximum": _MAXIMUM,
     "minimum": _MINIMUM,
@@ -219,8 +219,8 @@ BINARY: dict[str, Rule] = {
     "clamp_max": _MINIMUM,
     "fmax": _extreme_rule("maximum", "fmax({a}, {b})", integer_ranges.maximum),
     "fmin": _extreme_rule("minimum", "fmin({a}, {b})", integer_ranges.minimum),
-    "copysign": _two_operands("signed", "copysign({a}, {b})"),
-    "atan2": _two_operands("angle", "atan2({a}, {b})"),
+    "copysign": _two_operands("signed", "libdevice.copysign({a}, {b})"),
+    "atan2": _two_operands("angle", "libdevice.atan2({a}, {b})"),
     "pow": _power,
     "bitwise_and": _bitwise_rule("&", "both"),
     "bitwise_or": _bitwise_rule("|", "either"),
@@ -298,13 +298,14 @@ def _float_test_rule(template: str, hint: str, of_integers: bool) -> Rule:
 
 def _signbit(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
     if a.dtype.is_floating_point:
-        return block.comparison(f"signbit({as_rep(a, opmath(a.dtype))})", "is_negative", a)
+        text = as_rep(a, opmath(a.dtype))
+        return block.comparison(f"libdevice.signbit({text}) != 0", "is_negative", a)
     return COMPARE["lt"](block, a.dtype, a, constant(0, a.dtype))
 
 
-# Functions of `special_functions` and `triton_helpers` that have the name of the operation.
-_HELPER_FUNCTIONS = (
-    "tanh", "sinh", "cosh", "asinh", "acosh", "atanh", "sigmoid",
+# Functions of CUDA's libdevice and of AMD's, which have the name of the operation.
+LIBDEVICE = (
+    "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "erfinv", "lgamma",
 )  # fmt: skip
 
 _SIGN = _signed_rule("sign({})", "sign_of", lambda a: Interval(-1, 1))
@@ -321,26 +322,24 @@ UNARY: dict[str, Rule] = {
     "reciprocal": lambda block, dtype, a: _divide(block, dtype, constant(1.0, dtype), a),
     "exp": _function_rule("tl.exp({})", "exp"),
     "exp2": _function_rule("tl.exp2({})", "exp2"),
-    "expm1": _function_rule("expm1({})", "grown"),
+    "expm1": _function_rule("libdevice.expm1({})", "grown"),
     "log": _function_rule("tl.log({})", "log"),
     "log2": _function_rule("tl.log2({})", "log2"),
     "log10": _function_rule("tl.log2({}) * 0.30102999566398120", "log10"),
-    "log1p": _function_rule("log1p({})", "log_one_plus"),
+    "log1p": _function_rule("libdevice.log1p({})", "log_one_plus"),
     "sqrt": _function_rule("tl.sqrt({})", "root", "tl.sqrt_rn({})"),
     "rsqrt": _function_rule("tl.rsqrt({})", "inverse_root"),
     "sin": _function_rule("tl.sin({})", "sine"),
     "cos": _function_rule("tl.cos({})", "cosine"),
     "erf": _function_rule("tl.erf({})", "erf"),
-    "tan": _function_rule("tan({})", "tangent"),
-    "asin": _function_rule("asin({})", "arcsine"),
-    "acos": _function_rule("acos({})", "arccosine"),
-    "atan": _function_rule("atan({})", "arctangent"),
-    **{name: _function_rule(f"{name}({{}})", f"{name}_of") for name in _HELPER_FUNCTIONS},
+    "tanh": _function_rule("tanh({})", "tanh_of"),
+    "sigmoid": _function_rule("sigmoid({})", "sigmoid_of"),
+    **{name: _function_rule(f"libdevice.{name}({{}})", f"{name}_of") for name in LIBDEVICE},
     "floor": _rounding_rule("tl.floor({})", "floor"),
     "ceil": _rounding_rule("tl.ceil({})", "ceil"),
-    "trunc": _rounding_rule("trunc({})", "whole"),
-    "fix": _rounding_rule("trunc({})", "whole"),
-    "round": _rounding_rule("round_even({})", "nearest"),
+    "trunc": _rounding_rule("libdevice.trunc({})", "whole"),
+    "fix": _rounding_rule("libdevice.trunc({})", "whole"),
+    "round": _rounding_rule("libdevice.rint({})", "nearest"),
     "signbit": _signbit,
     "isnan": _float_test_rule("{0} != {0}", "is_nan", False),
     "isinf": _float_test_rule('tl.abs({}) == float("inf")', "is_inf", False),
