@@ -4,6 +4,7 @@ and torch's decompositions of operations that have no rule."""
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tritoncp.mods.errors import Untranslatable
+from tritoncp.mods.translate.index_maps import check_length
 from tritoncp.mods.translate.number_captures import Place
 from tritoncp.mods.translate.view_ops import op_base_name
 
@@ -207,6 +209,11 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.min.default: lambda x: x.amin(),
         aten.max.dim: lambda x, dim, keepdim=False: (x.amax(dim, keepdim), x.argmax(dim, keepdim)),
         aten.min.dim: lambda x, dim, keepdim=False: (x.amin(dim, keepdim), x.argmin(dim, keepdim)),
+        aten.cumsum.default: lambda x, dim, dtype=None: _cumulate(torch.add, x, dim, dtype),
+        aten.cumprod.default: lambda x, dim, dtype=None: _cumulate(torch.mul, x, dim, dtype),
+        aten.gather.default: lambda x, dim, index, sparse_grad=False: x[_along(x, dim, index)],
+        aten.scatter.src: _scatter,
+        aten.scatter.value: _scatter,
         aten.var.correction: _variance,
         aten.std.correction: lambda *args, **kwargs: _variance(*args, **kwargs).sqrt(),
         aten.var_mean.correction: lambda x, dim=None, *, correction=1, keepdim=False: (
@@ -225,6 +232,34 @@ def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     if b.ndim == 1:
         return (x * y).sum(-1).to(a.dtype)
     return (x.unsqueeze(-1) * y.unsqueeze(-3)).sum(-2).to(a.dtype)
+
+
+def _cumulate(step: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
+    """The sums or products of the first elements along a dimension, in float32 for half precisions."""
+    if not x.ndim:
+        return x.clone()
+    check_length(x.shape[dim])
+    wide = torch.float32 if x.is_floating_point() and x.itemsize == 2 else x.dtype
+    parts = itertools.accumulate(x.to(dtype or wide).unbind(dim), step)
+    return torch.stack(list(parts), dim).to(dtype or x.dtype)
+
+
+def _along(x: Tensor, dim: int, index: Tensor) -> tuple[Tensor, ...]:
+    """The indices of the elements that `torch.gather` reads."""
+    places = [torch.arange(size, device=x.device) for size in index.shape]
+    shapes = [[-1 if i == d else 1 for i in range(x.ndim)] for d in range(x.ndim)]
+    dim %= max(x.ndim, 1)
+    return tuple(index if d == dim else places[d].view(shape) for d, shape in enumerate(shapes))
+
+
+def _scatter(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Tensor:
+    """A tensor with another value at one index along a dimension, as in the gradient of torch.max."""
+    if not x.ndim:
+        return torch.where(index == 0, value, x)
+    if [*index.shape] != [1 if d == dim % x.ndim else size for d, size in enumerate(x.shape)]:
+        raise NotImplementedError("a scatter of several elements along a dimension")
+    shape = [-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]
+    return torch.where(index == torch.arange(x.shape[dim], device=x.device).view(shape), value, x)
 
 
 def _mean(x: Tensor, dim: Any, keepdim: bool) -> Tensor:

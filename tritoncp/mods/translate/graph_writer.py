@@ -29,6 +29,7 @@ from tritoncp.mods.translate.symbolic import (
     Scalar,
     Value,
     as_rep,
+    constant,
     fixed_dim,
     weak_scalar,
 )
@@ -215,10 +216,11 @@ class GraphWriter:
 
         def place(indices: Indices) -> Scalar:
             (index,) = indices
-            position = index.at._replace(dtype=torch.int64)
+            if index.at.const is not None:
+                return constant(start + step * int(index.at.const), result.dtype)
             reach = Interval(-(2**62) if index.valid else 0, 2**62)  # an index out of range has any value
-            text = as_rep(position, "int64")
-            position = Scalar(text, torch.int64, "int64", reach, position.const, position.axes)
+            text = as_rep(index.at, "int64")
+            position = Scalar(text, torch.int64, "int64", reach, None, index.at.axes)
             scaled = BINARY["mul"](self.block, torch.int64, position, weak_scalar(step))
             return self.block.convert(
                 BINARY["add"](self.block, torch.int64, scaled, weak_scalar(start)), result.dtype
