@@ -152,32 +152,30 @@ def _insert_input(graph: fx.Graph, previous: fx.Node, name: str, **meta: Any) ->
 # -- outputs ---------------------------------------------------------------------------------------------
 
 
-def split_outputs(
-    graph: fx.Graph, is_score: bool, order: Sequence[int]
-) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-    """Split a graph of (out, dscore, *gradients) into one of out and one of the rest, None for masks.
+def split_outputs(graph: fx.Graph, is_score: bool, order: Sequence[int]) -> list[fx.GraphModule | None]:
+    """Split a graph of (out, dscore, *gradients) into one of out, one of dscore and the gradients, and one of
+    dscore alone. A mask has the first.
 
     order: positions of the gradients that the second graph gives
     """
-    root = torch.nn.Module()
     if not is_score:
-        return _graph_module(root, graph), None
+        return [_graph_module(graph), None, None]
     (outputs,) = next(n for n in graph.nodes if n.op == "output").args
     out, dscore, *grads = outputs
-    forward, joint = fx.Graph(), fx.Graph()
-    for part, result in ((forward, out), (joint, (dscore, *(grads[i] for i in order)))):
-        copies: dict[fx.Node, fx.Node] = {}
+    parts: list[fx.GraphModule | None] = []
+    for result in (out, (dscore, *(grads[i] for i in order)), (dscore,)):
+        part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         part.graph_copy(graph, copies)
         part.output(fx.node.map_arg(result, copies.__getitem__))
         _erase_unused_nodes(part)
-    for node in list(forward.nodes):
-        if node.name == "dscore":
-            forward.erase_node(node)
-    return _graph_module(root, forward), _graph_module(root, joint)
+        if result is out:
+            part.erase_node(next(node for node in part.nodes if node.name == "dscore"))
+        parts.append(_graph_module(part))
+    return parts
 
 
-def _graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    module = fx.GraphModule(root, graph)
+def _graph_module(graph: fx.Graph) -> fx.GraphModule:
+    module = fx.GraphModule(torch.nn.Module(), graph)
     release_source(module)
     return module
 

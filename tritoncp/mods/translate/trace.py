@@ -76,6 +76,7 @@ class ModTrace:
     forward(score?, b, h, q_idx, kv_idx, *tensors, *numbers) -> out
     joint(dscore, score, b, h, q_idx, kv_idx, *tensors, *numbers)
         -> (gradient of the score, *gradients of tensors[i] for i in wants)
+    back: the same -> (gradient of the score,)
 
     name, origin: of the function, for messages; origin is file:line of its definition
     dtype: of the scores
@@ -88,6 +89,7 @@ class ModTrace:
     dtype: torch.dtype
     forward: fx.GraphModule
     joint: fx.GraphModule | None
+    back: fx.GraphModule | None
     tensors: tuple[Tensor, ...]
     numbers: tuple[int | float, ...]
     wants: tuple[int, ...]
@@ -106,11 +108,10 @@ def trace_mod(
     rename_inputs(run.graph.graph, (("dscore", "score") if is_score else ()) + INDEX_NAMES)
     tensors, arguments = lift_captures(run.graph, [*numbers, *state.numbers], places)
     grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(run.leaves) if leaf is t}
-    forward, joint = split_outputs(run.graph.graph, is_score, list(grads.values()))
+    graphs = split_outputs(run.graph.graph, is_score, list(grads.values()))
     constants = tuple(i for i, t in enumerate(tensors) if not any(t is c for c in run.captures))
-    return ModTrace(
-        describe(fn), origin(fn), is_score, dtype, forward, joint, tensors, arguments, tuple(grads), constants
-    )
+    names = describe(fn), origin(fn)
+    return ModTrace(*names, is_score, dtype, *graphs, tensors, arguments, tuple(grads), constants)  # type: ignore[arg-type]
 
 
 class _Run(NamedTuple):
