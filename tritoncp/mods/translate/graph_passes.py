@@ -108,43 +108,26 @@ def lift_captures(
     """
     nodes = list(graph.graph.nodes)
     last_input = next(node for node in reversed(nodes) if node.op == "placeholder")
-    tensors: list[Tensor] = []
-    inputs: list[fx.Node] = []
-    for node in nodes:
-        if node.op != "get_attr":
-            continue
+    tensors: dict[int, tuple[Tensor, fx.Node]] = {}
+    for node in [node for node in nodes if node.op == "get_attr"]:
         tensor = getattr(graph, str(node.target))
-        position = next((i for i, other in enumerate(tensors) if other is tensor), len(tensors))
-        if position == len(tensors):
-            tensors.append(tensor)
-            last_input = _insert_input(
-                graph.graph, last_input, f"t{position}", val=node.meta.get("val", tensor)
-            )
-            inputs.append(last_input)
-        node.replace_all_uses_with(inputs[position])
+        if id(tensor) not in tensors:
+            last_input = _insert_input(last_input, f"t{len(tensors)}", val=node.meta.get("val", tensor))
+            tensors[id(tensor)] = tensor, last_input
+        node.replace_all_uses_with(tensors[id(tensor)][1])
         graph.graph.erase_node(node)
-    return tuple(tensors), _lift_numbers(graph.graph, nodes, last_input, values, places)
-
-
-def _lift_numbers(
-    graph: fx.Graph,
-    nodes: list[fx.Node],
-    last_input: fx.Node,
-    values: Sequence[int | float],
-    places: dict[Place, int],
-) -> tuple[int | float, ...]:
-    inputs: dict[int, fx.Node] = {}
+    numbers: dict[int, fx.Node] = {}
     for (position, argument), number in places.items():
-        if number not in inputs:
-            last_input = _insert_input(graph, last_input, f"n{len(inputs)}", number=values[number])
-            inputs[number] = last_input
-        nodes[position].update_arg(argument, inputs[number])
-    return tuple(values[number] for number in inputs)
+        if number not in numbers:
+            last_input = _insert_input(last_input, f"n{len(numbers)}", number=values[number])
+            numbers[number] = last_input
+        nodes[position].update_arg(argument, numbers[number])
+    return tuple(tensor for tensor, _ in tensors.values()), tuple(values[number] for number in numbers)
 
 
-def _insert_input(graph: fx.Graph, previous: fx.Node, name: str, **meta: Any) -> fx.Node:
-    with graph.inserting_after(previous):
-        node = graph.placeholder(name)
+def _insert_input(previous: fx.Node, name: str, **meta: Any) -> fx.Node:
+    with previous.graph.inserting_after(previous):
+        node = previous.graph.placeholder(name)
     node.meta.update(meta)
     return node
 

@@ -74,18 +74,9 @@ def sign(x):
 @triton.jit
 def tanh(x):
     """float32, within 4e-7 of itself: t / sqrt(1 + t^2), where t is a polynomial near sinh, whose error
-    counts little where tanh is flat; float64: 1 - 2 / (exp(2x) + 1), and near zero, where that cancels, the
-    polynomials of Cephes."""
+    counts little where tanh is flat; float64: of libdevice."""
     if x.dtype == tl.float64:
-        a = tl.abs(x)
-        z = x * x
-        top = (-9.64399179425052238628e-1 * z - 9.92877231001918586564e1) * z - 1.61468768441708447952e3
-        bottom = (
-            (z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3
-        ) * z + 4.84406305325125486048e3
-        near = x + x * z * (top / bottom)
-        far = 1 - 2 / (tl.exp(2 * a) + 1)
-        return tl.where(a < 0.625, near, tl.where(x < 0, -far, far))
+        return libdevice.tanh(x)
     else:
         a = tl.clamp(x.to(tl.float32), -9.0, 9.0, propagate_nan=tl.PropagateNan.ALL)
         z = a * a
