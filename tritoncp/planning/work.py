@@ -99,18 +99,17 @@ def block_costs(runs: Runs) -> Tensor:
 def _visible_columns(runs: Runs, n_cols: int, column: int, block: int) -> Tensor:
     """Unite the columns that each row lists over heads and kinds, in ``n_cols`` columns of ``block`` tokens:
     int64 [n, 3] rows (row, start, end)."""
-    rows = runs.shape[2]
     row, start, end, _ = runs._flat()
-    row, start, end = (
-        row % max(1, rows),
-        start * column // block,
-        (-(-end * column // block)).clamp(max=n_cols),
-    )
-    line = row * (n_cols + 2)
-    # Lines have a spare column, so that ranges of different rows do not touch.
-    start, end = merge_ranges(line + start, line + end)
-    row = start // (n_cols + 2)
-    return torch.stack([row, start - row * (n_cols + 2), end - row * (n_cols + 2)], 1)
+    end = (-(-end * column // block)).clamp(max=n_cols)
+    return merge_runs(row % max(1, runs.shape[2]), start * column // block, end, n_cols)
+
+
+def merge_runs(row: Tensor, start: Tensor, end: Tensor, columns: int) -> Tensor:
+    """Merge runs of columns that overlap or touch in a row: int64 [n, 3] rows (row, start, end)."""
+    line = columns + 2  # spare columns, so that runs of different rows do not touch
+    start, end = merge_ranges(row * line + start, row * line + end)
+    row = start // line
+    return torch.stack([row, start - row * line, end - row * line], 1)
 
 
 def transpose_runs(sees: Tensor, blocks: int, columns: int) -> Tensor:
