@@ -90,12 +90,11 @@ def test_of_any_mask_too_and_always_the_same(mask: Mask, world_size: int, name: 
         assert ranks == deal(balancers[name], work)
 
 
-@pytest.mark.parametrize("balancer", balancers.values(), ids=list(balancers))
-def test_mistakes_say_what_to_do(balancer) -> None:
+def test_mistakes_say_what_to_do() -> None:
     with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
-        balancer(Work(torch.ones(4), 0))
+        Work(torch.ones(4), 0)
     with pytest.raises(ValueError, match=r"one batch row, \[blocks\], got \(2, 4\)"):
-        balancer(Work(torch.ones(2, 4), 2))
+        Work(torch.ones(2, 4), 2)
 
 
 # -- torch's ------------------------------------------------------------------------------------------
@@ -215,9 +214,9 @@ def test_a_function_of_ones_own_may_leave_ranks_empty() -> None:
 @pytest.mark.parametrize(
     ("said", "match"),
     [
-        ([[0, 1], [2]], "each of the 4 blocks once; it dealt block 3 0 times"),
-        ([[0, 1, 2], [2, 3, 1]], "dealt block 1 2 times, and 1 others not once"),
-        ([[0, 1, 2], [3, 4]], "dealt block 4; there are blocks 0 to 3"),
+        ([[0, 1], [2]], "each of the blocks 0 to 3 once; it assigned block 3 0 times"),
+        ([[0, 1, 2], [2, 3, 1]], "assigned block 1 2 times, and 1 others"),
+        ([[0, 1, 2], [3, 4]], "blocks 0 to 3 once; it assigned block 4 1 times"),
         ([[0, 1, 2, 3]], "lists for 1 ranks, there are 2; a rank without blocks has an empty list"),
         ([0, 1, 0, 1], r"returned \[0, 1, 0, 1\]; it has to return a list of block numbers for each rank"),
         (None, "returned None; it has to return a list of block numbers for each rank"),

@@ -38,6 +38,15 @@ class Work:
     together: bool = True
     column: tuple[int, int] = (1, 1)  # (tokens of a column of the runs, tokens of a block)
 
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {self.world_size}")
+        if self.costs.ndim != 1:
+            raise ValueError(
+                f"a balancer takes the costs of one batch row, [blocks], got {tuple(self.costs.shape)}: "
+                "call it once for each row, or sum over them"
+            )
+
     @cached_property
     def sees(self) -> tuple[Tensor, ...]:
         """For each mask, the blocks of keys that each block's queries see in any head: int64 [n, 3] rows
