@@ -9,7 +9,7 @@ import pytest
 from tritoncp.masks import and_masks, causal, create_block_mask, document
 from tritoncp.planning.build import build
 from tritoncp.planning.report.facts import Facts, owner_shares
-from tritoncp.planning.report.text import WIDTH, format_blocks, format_meaning, format_text
+from tritoncp.planning.report.text import WIDTH, format_blocks, format_lines, format_meaning
 from tritoncp.planning.report.units import format_bytes
 
 
@@ -50,7 +50,7 @@ def test_costs_and_bytes_are_the_plans():
         replace(drawn, schedule="fetch").for_rank(rank).bytes_sent(**layer, backward=False)
         for rank in range(4)
     )
-    said = format_text(facts)
+    said = "\n".join(line.text for line in format_lines(facts))
     for estimate in facts.costs:
         (line,) = [line for line in said.splitlines() if line[2:].startswith(estimate.schedule)]
         assert f"{estimate.forward * 1e3:.3f}" in line and line.startswith("→") == (

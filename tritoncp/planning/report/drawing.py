@@ -21,7 +21,6 @@ from tritoncp.planning.report.text import (
     format_choice,
     format_headline,
     format_meaning,
-    format_remote_bytes,
 )
 from tritoncp.planning.report.units import format_bytes, format_tokens, shorten
 
@@ -220,7 +219,8 @@ def _draw_reads(axes: Axes, facts: Facts) -> None:
     world_size = facts.plan.world_size
     _draw_raster(axes, rasters.reads_pixels(facts), world_size, world_size)
     axes.set_aspect("equal", anchor="NW")
-    most, total = format_remote_bytes(facts)
+    remote = facts.reads.clone().fill_diagonal_(0)
+    most, total = format_bytes(int(remote.max())), format_bytes(int(remote.sum()))
     note = f"keys and values; strongest blue: {most} a pair, all {total}; yellow: own"
     _set_title(axes, "Whose keys each rank reads", note)
     _set_rank_ticks(axes.yaxis, world_size, 8, "rank that reads them")
