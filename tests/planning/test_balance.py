@@ -72,21 +72,26 @@ def fetched_share(plan: Plan) -> float:
 # -- every balancer -----------------------------------------------------------------------------------
 
 
+def assert_dealt(ranks: list[list[int]], n: int) -> None:
+    """Assert that every block is on one rank, in order, and that numbers of blocks differ by one at most."""
+    assert sorted(chain(*ranks)) == list(range(n))
+    assert all(rank == sorted(rank) for rank in ranks)
+    assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+
+
 @given(costs_lists, st.integers(1, 9), st.sampled_from(EVEN_COUNTS))
 def test_every_block_once_in_order_and_evenly(costs: list[int], world_size: int, name: str) -> None:
     ranks = balancers[name](Work(torch.tensor(costs, dtype=torch.int64), world_size))
     assert len(ranks) == world_size
-    assert sorted(chain(*ranks)) == list(range(len(costs)))
-    assert all(rank == sorted(rank) for rank in ranks)
-    assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+    assert_dealt(ranks, len(costs))
+    assert name != "contiguous" or list(chain(*ranks)) == list(range(len(costs)))
 
 
 @given(masks(), st.integers(1, 12), st.sampled_from(EVEN_COUNTS), st.sampled_from(["q", "kv"]))
 def test_of_any_mask_too_and_always_the_same(mask: Mask, world_size: int, name: str, side: str) -> None:
     for work in work_of_rows([mask], world_size, side):
         ranks = deal(balancers[name], work)
-        assert sorted(chain(*ranks)) == list(range(len(work.costs)))
-        assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+        assert_dealt(ranks, len(work.costs))
         assert ranks == deal(balancers[name], work)
 
 
@@ -160,11 +165,6 @@ def test_ptrr_is_within_the_dearest_block_of_even(costs: list[float], world_size
     work = torch.tensor(costs, dtype=torch.float64)
     sums = [float(work[rank].sum()) for rank in ptrr(Work(work, world_size))]
     assert max(sums) - min(sums) <= max(costs, default=0) * (1 + 1e-9)
-
-
-@given(st.integers(0, 60), st.integers(1, 9))
-def test_contiguous_is_natural_order(n: int, world_size: int) -> None:
-    assert list(chain(*contiguous(Work(torch.ones(n), world_size)))) == list(range(n))
 
 
 # -- what a balancer is told --------------------------------------------------------------------------

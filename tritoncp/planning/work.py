@@ -86,7 +86,8 @@ def work_of_rows(masks: Sequence[Mask], world_size: int, side: str = "q") -> lis
     batch = max(map(len, parts))
     costs = torch.stack([part.expand(batch, -1) for part in parts]).sum(0)
     together = first.q_len == first.kv_len
-    column = (first.kv_block, first.q_block) if together else (1, 1)
+    own, other = (first.q_block, first.kv_block) if side == "q" else (first.kv_block, first.q_block)
+    column = (other, own) if together else (1, 1)
     return [
         Work(
             costs[row],

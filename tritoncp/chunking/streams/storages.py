@@ -95,9 +95,8 @@ class Storages:
         self.writes: dict[Node, set[int]] = {}
         self.new_bytes: Counter[Node] = Counter()
         inputs: dict[Any, int] = {}
-        source: dict[
-            int, list[int]
-        ] = {}  # inputs of the collective that makes a storage, used until its wait
+        # Inputs of the collective that makes a storage: they live until its wait.
+        source: dict[int, list[int]] = {}
         for node in gm.graph.nodes:
             self.of[node] = self._results(node, inputs)
             arguments = [number for arg in node.all_input_nodes for number in self.of[arg]]
