@@ -9,7 +9,6 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
-from tests.compat.differences import documented
 from tritoncp.ops import engine_factory
 
 SHAPE = 2, 3, 5, 8
@@ -39,7 +38,6 @@ CASES = [  # compiled for one length of values only
 
 @pytest.mark.parametrize(("v_dim", "form", "compiled"), CASES)
 def test_out_has_the_layout_of_torchs(form, v_dim, compiled, monkeypatch):
-    documented("layout of out along dimensions of size 1")
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     torch._dynamo.reset()

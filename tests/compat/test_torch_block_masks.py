@@ -12,7 +12,6 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 
 import tritoncp
 from tests.compat.dense import F32, agree, answer, exact
-from tests.compat.differences import documented
 from tests.compat.torch_mods import MASKS, Dims
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
@@ -85,7 +84,6 @@ PARTS = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_getitem(name: str) -> None:
-    documented("`mask[b, h, rows]`")
     own, torch_mask = both(offset_causal(torch.zeros(8)), 4, 2, 512, 512)
     got, want = own[PARTS[name]], torch_mask[PARTS[name]]
     for counts in LISTS[:4:2]:

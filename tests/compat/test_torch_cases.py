@@ -15,7 +15,6 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
 from tests.compat.dense import F32, F64, Answer, agree, answer, exact
-from tests.compat.differences import documented
 from tests.compat.torch_cases import CASES, Case, first_of_each
 from tests.compat.torch_mods import MASKS, SCORES
 
@@ -86,7 +85,6 @@ def test_kernels(case: Case, engine: str) -> None:
 
 
 def test_a_bias_that_is_read_twice_gets_both_gradients() -> None:
-    documented("one bias read at two places, with gradients")
     assert {case.learned for case in CASES if case.score == "one bias read twice"} == {True}
 
 

@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 import tritoncp
 from tests.compat.dense import F16, F32, F64, Answer, agree, answer, attend, exact
-from tests.compat.differences import documented
 
 
 def qkv(length: int = 32, dim: int = 16, heads: int = 2, dtype: torch.dtype = F32) -> list[Tensor]:
@@ -115,7 +114,6 @@ def test_lengths_are_compared_in_a_graph_too(compiled: bool) -> None:
     ids=str,
 )
 def test_kernel_options_of_torch_that_name_its_template_are_refused(option: dict[str, Any]) -> None:
-    documented("`kernel_options` of torch's own template")
     with pytest.raises(ValueError, match="unknown kernel option"):
         tritoncp.flex_attention(*qkv(), kernel_options=option)
 
@@ -147,27 +145,23 @@ def test_other_kernel_options_of_torch_are_taken(option: dict[str, Any], engine:
 
 @pytest.mark.parametrize("dim", [257, 512])
 def test_head_dims_beyond_256_are_refused(dim: int) -> None:
-    documented("head dim above 256")
     with pytest.raises(ValueError, match="1 to 256 is supported"):
         tritoncp.flex_attention(*qkv(4, dim))
 
 
 @pytest.mark.parametrize("dim", [1, 8, 15])
 def test_head_dims_below_16_are_taken(dim: int, engine: str) -> None:
-    documented("head dim below 16")
     x = qkv(24, dim)
     out, lse = tritoncp.flex_attention(*x, return_lse=True)
     agree(Answer(out, lse), exact(x, None, [], None, None), F32)
 
 
 def test_an_empty_sequence_gives_an_empty_result(engine: str) -> None:
-    documented("a sequence of length 0")
     assert tritoncp.flex_attention(*qkv(0)).shape == (1, 2, 0, 16)
 
 
 @pytest.mark.parametrize("size", [96, 48, (16, 96), 7], ids=str)
 def test_any_block_size_is_taken(size: int | tuple[int, int], engine: str) -> None:
-    documented("a BLOCK_SIZE that tiles do not divide")
     x = qkv(67, heads=1)
     out, lse = tritoncp.flex_attention(*x, blocks(67, BLOCK_SIZE=size), return_lse=True)
     start = [torch.randn_like(out), torch.randn_like(lse)]
@@ -196,7 +190,6 @@ NO_Q_LISTS = {
 
 @pytest.mark.parametrize("name", NO_Q_LISTS)
 def test_the_backward_pass_needs_no_lists_by_key(name: str, engine: str) -> None:
-    documented("a BlockMask without q_indices")
     mask, mod, rows = NO_Q_LISTS[name]()
     q, k, v = qkv(mask.seq_lengths[1])
     x = [q[:, :, :rows].detach().requires_grad_(), k, v]
@@ -229,7 +222,6 @@ def test_an_autograd_function_is_part_of_a_score_mod(engine: str) -> None:
 
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 def test_lse_of_a_compiled_call_on_the_cpu(dtype: torch.dtype) -> None:
-    documented("compiled on a CPU")
     x = qkv(24, dtype=dtype)
     call = torch.compile(
         lambda *x: tritoncp.flex_attention(*x, return_lse=True), fullgraph=True, backend="eager"

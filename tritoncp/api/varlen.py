@@ -26,84 +26,36 @@ EVERYTHING = (-1, -1)
 
 @overload
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | Plan | Mask,
-    cu_seqlens_kv: Tensor | None = ...,
-    mesh: Any = ...,
-    *,
-    causal: bool | None = ...,
-    window: tuple[int, int] = ...,
-    cu_seqlens_q_padded: Tensor | None = ...,
-    cu_seqlens_kv_padded: Tensor | None = ...,
-    score_mod: Callable[..., Tensor] | None = ...,
-    scale: float | None = ...,
-    sinks: Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    return_aux: None = ...,
-    kernel_options: dict[str, Any] | None = ...,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
+    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
+    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ..., return_aux: None = ..., kernel_options: dict[str, Any] | None = ...,
+) -> Tensor: ...  # fmt: skip
 @overload
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | Plan | Mask,
-    cu_seqlens_kv: Tensor | None = ...,
-    mesh: Any = ...,
-    *,
-    causal: bool | None = ...,
-    window: tuple[int, int] = ...,
-    cu_seqlens_q_padded: Tensor | None = ...,
-    cu_seqlens_kv_padded: Tensor | None = ...,
-    score_mod: Callable[..., Tensor] | None = ...,
-    scale: float | None = ...,
-    sinks: Tensor | None = ...,
-    return_lse: Literal[True],
-    return_aux: None = ...,
-    kernel_options: dict[str, Any] | None = ...,
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
+    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
+    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: Literal[True], return_aux: None = ..., kernel_options: dict[str, Any] | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | Plan | Mask,
-    cu_seqlens_kv: Tensor | None = ...,
-    mesh: Any = ...,
-    *,
-    causal: bool | None = ...,
-    window: tuple[int, int] = ...,
-    cu_seqlens_q_padded: Tensor | None = ...,
-    cu_seqlens_kv_padded: Tensor | None = ...,
-    score_mod: Callable[..., Tensor] | None = ...,
-    scale: float | None = ...,
-    sinks: Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    return_aux: AuxRequest,
-    kernel_options: dict[str, Any] | None = ...,
-) -> tuple[Tensor, AuxOutput]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
+    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
+    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ..., return_aux: AuxRequest, kernel_options: dict[str, Any] | None = ...,
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | Plan | Mask,
-    cu_seqlens_kv: Tensor | None = ...,
-    mesh: Any = ...,
-    *,
-    causal: bool | None = ...,
-    window: tuple[int, int] = ...,
-    cu_seqlens_q_padded: Tensor | None = ...,
-    cu_seqlens_kv_padded: Tensor | None = ...,
-    score_mod: Callable[..., Tensor] | None = ...,
-    scale: float | None = ...,
-    sinks: Tensor | None = ...,
-    return_lse: bool = ...,
-    return_aux: AuxRequest | None = ...,
-    kernel_options: dict[str, Any] | None = ...,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
+    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
+    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: bool = ..., return_aux: AuxRequest | None = ..., kernel_options: dict[str, Any] | None = ...,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @graph_entry
 @group_call
 def varlen_attention(

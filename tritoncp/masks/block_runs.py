@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,24 +132,12 @@ class Runs:
         return self._gather(ptr[torch.arange(batch)[:, None], :, rows + 1].transpose(1, 2))  # [B, H, n, 3]
 
     def expand(self, B: int, H: int) -> Runs:
-        """The same rows for every batch row and head: dimensions of size 1 are repeated."""
+        """Repeat dimensions of size 1 for every batch row and head."""
         return self if self.shape[:2] == (B, H) else self._gather(self.ptr.expand(B, H, -1, -1))
 
-    def batch_row(self, b: int) -> Runs:
-        """One batch row, as Runs of batch size 1."""
-        return self.batch_rows(b, 1)
-
-    def batch_rows(self, first: int, count: int) -> Runs:
-        """``count`` batch rows from ``first`` on."""
-        return self._gather(self.ptr[first : first + count])
-
-    def select(self, batch: Sequence[int], heads: Sequence[int]) -> Runs:
-        """These batch rows and heads, in this order."""
-        return self._gather(self.ptr[list(batch)][:, list(heads)])
-
-    def part(self, B: int, H: int) -> Runs:
-        """The first B batch rows and H heads."""
-        return self if self.shape[:2] == (B, H) else self._gather(self.ptr[:B, :H])
+    def select(self, batch: slice | list[int], heads: slice | list[int] = slice(None)) -> Runs:
+        """Select batch rows and heads, in this order."""
+        return self._gather(self.ptr[batch][:, heads])
 
     def remap(self, first: Tensor) -> Runs:
         """Column c becomes the columns [first[c], first[c+1]) of a new space; none, one or several.

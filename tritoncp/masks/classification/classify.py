@@ -189,8 +189,9 @@ def find_intervals(evaluator: TileEvaluator, runs: Runs, grid: Grid) -> tuple[Te
     """
     B, H, _, _ = runs.shape
     b, h = (size if read else 1 for size, read in zip((B, H), evaluator.reads, strict=True))
-    if runs.part(b, h).expand(B, H) == runs:
-        runs = runs.part(b, h)
+    shared = runs.select(slice(b), slice(h))
+    if shared.expand(B, H) == runs:
+        runs = shared
     extents = _Extents(runs, grid)
     masked = masked_blocks(runs)
     if len(masked):

@@ -85,7 +85,7 @@ def _raster(colour: Tensor, opacity: Tensor) -> Tensor:
 
 def _opacities(mask: Mask, side: int) -> Tensor:
     """Return each pixel's opacity: float32 [<= side, <= side]."""
-    runs = mask.runs.batch_row(0)
+    runs = mask.runs.select([0])
     rows, columns = runs.shape[2:]
     high, wide = min(side, rows), min(side, columns)
     row, start, end, kind = runs._flat()
