@@ -17,7 +17,7 @@ from torch import Tensor
 class Kind(enum.IntEnum):
     """How a kernel treats a listed block."""
 
-    MASKED = 0  # some pairs are hidden: ask the row interval or the mask_mod
+    MASKED = 0  # some pairs are hidden: the row interval or the mask_mod says which
     FULL = 1  # every pair is visible
     BOUNDED = 2  # listed as full, but q_len or kv_len cuts the block: every pair in range is visible
 
@@ -204,27 +204,6 @@ class Runs:
             0, first + end, -torch.ones_like(row)
         )
         return edges.view(b, c + 1).cumsum(1)[:, :c] > 0
-
-    def draw(self, width: int) -> str:
-        """Draw the first batch row and head: █ only full blocks, ▒ some listed blocks, · none.
-
-        width: the most characters a line and the most lines; a character can stand for several blocks.
-        """
-        _, _, rows, cols = self.shape
-        scale = max(1, -(-max(rows, cols) // width))
-        start, end, kind = self.runs[: int(self.ptr[0, 0, -1, 2]) if rows else 0].long().unbind(1)
-        length = (self.ptr[0, 0, :, 2] - self.ptr[0, 0, :, 0]).long()
-        row = torch.arange(rows).repeat_interleave(length) // scale
-        left = torch.arange(0, cols, scale)
-        inside = (end[:, None].clamp(max=left + scale) - start[:, None].clamp(min=left)).clamp(min=0)
-        shape = (-(-rows // scale), len(left))
-        listed = torch.zeros(shape, dtype=torch.int64).index_add_(0, row, inside)
-        inside_full = inside * (kind != Kind.MASKED)[:, None]
-        full = torch.zeros(shape, dtype=torch.int64).index_add_(0, row, inside_full)
-        height = (rows - torch.arange(0, rows, scale)).clamp(max=scale)
-        area = height[:, None] * (cols - left).clamp(max=scale)
-        cell = torch.where(full == area, 2, (listed > 0).long())
-        return "\n".join("".join("·▒█"[c] for c in line) for line in cell.tolist())
 
     # -- how runs are stored ----------------------------------------------------------------------
 

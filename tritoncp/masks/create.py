@@ -12,7 +12,7 @@ import torch
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.tracing import graph_of
 from tritoncp.core.upload import upload
-from tritoncp.masks.classification.classify import Ask
+from tritoncp.masks.classification.classify import PairEvaluator
 from tritoncp.masks.closed_forms import as_int
 from tritoncp.masks.mask import Device, Mask, create_block_mask
 from tritoncp.masks.mask_mod import MaskFn
@@ -34,9 +34,9 @@ def create_on_device(
     sizes = (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN, *block)
     *sizes, q_block, kv_block = (as_int(f"create_block_mask: {n}", x) for n, x in zip(names, sizes))
     place = torch.device(device) if device is not None else _capture_device(mask_mod)
-    ask = None if place.type == "cpu" else _triton_ask(mask_mod, place)
+    on_gpu = None if place.type == "cpu" else _triton_evaluator(mask_mod, place)
     with progress_bar(f"create_block_mask {Q_LEN} x {KV_LEN}") as show:
-        return create_block_mask(mask_mod, *sizes, place, (q_block, kv_block), ask=ask, progress=show)
+        return create_block_mask(mask_mod, *sizes, place, (q_block, kv_block), evaluate=on_gpu, progress=show)
 
 
 def _check_function(mask_mod: Any) -> None:
@@ -59,7 +59,7 @@ def _capture_device(mask_mod: MaskFn) -> torch.device:
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def _triton_ask(mask_mod: MaskFn, device: torch.device) -> Ask | None:
+def _triton_evaluator(mask_mod: MaskFn, device: torch.device) -> PairEvaluator | None:
     """Return the mask_mod as a Triton kernel; None if it cannot be translated."""
     from tritoncp import mods
     from tritoncp.kernels.mask_eval import make_evaluator

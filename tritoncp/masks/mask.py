@@ -21,7 +21,8 @@ from tritoncp.core.user_code import describe
 from tritoncp.masks.block_lists import BlockListMod, bound_ragged_blocks, lists_from_blocks
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs
-from tritoncp.masks.classification.classify import PAIRS, Ask, Grid, TileEvaluator, ask_torch, find_runs
+from tritoncp.masks.classification import classify
+from tritoncp.masks.classification.classify import Grid
 from tritoncp.masks.closed_forms import QuerySlice, Selection, Transpose, is_closed_form
 from tritoncp.masks.mask_mod import Intervals, MaskFn, MaskMod, and_masks, or_masks
 from tritoncp.mods.recording import State
@@ -125,15 +126,6 @@ class Mask(BlockMaskInterface):
         total = self.B * self.H * self.q_len * self.kv_len
         return 100 * (1 - listed * self.q_block * self.kv_block / total) if total else 0.0
 
-    @on_host
-    def costs(self, full: float = 1, partial: float = 1) -> Tensor:
-        """Work of each row of blocks, summed over heads: [B, q blocks]; int64 if both weights are ints.
-
-        full: weight of a FULL block. partial: weight of a MASKED or BOUNDED block.
-        """
-        num_partial, num_full = self.runs.counts()
-        return (num_partial * partial + num_full * full).sum(1)
-
     @property
     def nbytes(self) -> int:
         """Bytes of the runs and row intervals. A storage that several tensors share counts once."""
@@ -146,17 +138,18 @@ class Mask(BlockMaskInterface):
         return Grid(self.q_len, self.kv_len, self.q_block, self.kv_block)
 
     def evaluate(self, mod: MaskFn, blocks: Tensor, device: Device) -> Iterator[tuple[Tensor, Tensor]]:
-        """Evaluate ``mod`` in every pair of some blocks, a chunk of at most PAIRS pairs at a time.
+        """Evaluate ``mod`` in every pair of some blocks, a chunk of at most classify.PAIRS pairs at a time.
 
         blocks: int64 [n, 4], (b, h, row, col). Yields (chunk of blocks, visible pairs, bool [n, q_block,
         kv_block]). ``mod`` is never called past q_len or kv_len; pairs there are invisible.
         """
-        ask = ask_torch(mod, device)
+        evaluate = classify.torch_evaluator(mod, device)
         q_in, kv_in = torch.arange(self.q_block), torch.arange(self.kv_block)
-        for chunk in blocks.split(max(1, PAIRS // (self.q_block * self.kv_block))) if len(blocks) else ():
+        count = max(1, classify.PAIRS // (self.q_block * self.kv_block))
+        for chunk in blocks.split(count) if len(blocks) else ():
             b, h, row, col = chunk.unbind(1)
             q, kv = row[:, None] * self.q_block + q_in, col[:, None] * self.kv_block + kv_in
-            visible = ask(b, h, q.clamp(max=self.q_len - 1), kv.clamp(max=self.kv_len - 1))
+            visible = evaluate(b, h, q.clamp(max=self.q_len - 1), kv.clamp(max=self.kv_len - 1))
             yield chunk, visible & (q < self.q_len)[:, :, None] & (kv < self.kv_len)[:, None, :]
 
     @on_host
@@ -298,18 +291,24 @@ class Mask(BlockMaskInterface):
             seq_lengths=(self.q_len, self.kv_len),
         )  # fmt: skip
 
-    def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
-        """Return what torch's ``BlockMask.as_tuple`` returns for :meth:`to_block_mask`: lengths, index lists,
-        block sizes and the mask_mod."""
-        return self.to_block_mask().as_tuple(flatten)  # type: ignore[call-overload,no-any-return]
-
     @on_host
     def draw(self, width: int = 64) -> str:
         """Draw the first batch row and head as text: █ only full blocks, ▒ some listed blocks, · none.
 
         width: the most characters a line and the most lines; a character can stand for several blocks.
         """
-        return self.runs.draw(width)
+        _, _, rows, cols = self.runs.shape
+        scale = max(1, -(-max(rows, cols) // width))
+        row, start, end, kind = self.runs.select([0], [0])._flat()
+        left = torch.arange(0, cols, scale)
+        inside = (end[:, None].clamp(max=left + scale) - start[:, None].clamp(min=left)).clamp(min=0)
+        counts = torch.zeros(2, -(-rows // scale), len(left), dtype=torch.int64)  # of full, of listed blocks
+        for count, listed in zip(counts, (kind != Kind.MASKED, kind >= 0)):
+            count.index_add_(0, row // scale, inside * listed[:, None])
+        height = (rows - torch.arange(0, rows, scale)).clamp(max=scale)
+        area = height[:, None] * (cols - left).clamp(max=scale)
+        cell = torch.where(counts[0] == area, 2, (counts[1] > 0).long())
+        return "\n".join("".join("·▒█"[c] for c in line) for line in cell.tolist())
 
     def __repr__(self) -> str:
         contents = "nothing masked inside blocks" if self.mask_mod is None else "rows see a mask_mod"
@@ -396,7 +395,7 @@ def create_block_mask(
     device: Device | None = "cpu",
     BLOCK_SIZE: int | tuple[int, int] = 128,
     *,
-    ask: Ask | None = None,
+    evaluate: classify.PairEvaluator | None = None,
     progress: Callable[[float], object] = lambda fraction: None,
 ) -> Mask:
     """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact Mask on the CPU.
@@ -404,8 +403,8 @@ def create_block_mask(
     A closed form takes arithmetic alone. Any other mask_mod is traced and bounded over ever smaller tiles;
     where that decides nothing it is evaluated, on ``device``, a few million pairs at a time.
 
-    ask: evaluates pairs instead of torch (see `classify.Ask`). progress: called with the fraction of the mask
-    that is classified, from 0 to 1.
+    evaluate: evaluates pairs in place of torch, see `classify.PairEvaluator`. progress: called with the
+    fraction of the mask that is classified, from 0 to 1.
 
     >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
     [[[1, 1, 3]]]
@@ -423,8 +422,8 @@ def create_block_mask(
         tokens = mask_mod.tokens(Q_LEN, KV_LEN)
         return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, window, interval, reads, tokens)
     grid = Grid(Q_LEN, KV_LEN, q_block, kv_block)
-    evaluator = TileEvaluator.of_mask_mod(mask_mod, device, ask)
-    runs = find_runs(evaluator, B, H, grid, progress)
+    evaluator = classify.TileEvaluator.of_mask_mod(mask_mod, device, evaluate)
+    runs = classify.find_runs(evaluator, B, H, grid, progress)
     return Mask(*grid, runs, mask_mod, None, None, evaluator.reads)
 
 

@@ -21,8 +21,8 @@ from tritoncp.masks.block_runs import ABSENT, Kind, Runs, ramps
 from tritoncp.masks.classification.tile_bounds import Bounds
 from tritoncp.masks.mask_mod import MaskFn
 
-Ask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-# (b [n], h [n], q [n, i], kv [n, j]) -> bool [n, i, j]: a mask_mod's values. int64, all on the CPU
+PairEvaluator = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# a mask_mod's values: (b [n], h [n], q [n, i], kv [n, j]), int64, -> bool [n, i, j], all on the CPU
 
 PAIRS = 1 << 22  # pairs evaluated at a time: an int64 intermediate of a mask_mod is 32 MiB
 _TILES = 1 << 16  # tiles bounded at a time
@@ -66,15 +66,15 @@ class Grid(NamedTuple):
         return scaled
 
 
-def ask_torch(mask_mod: MaskFn, device: str | torch.device) -> Ask:
-    """Return the mask_mod as an Ask: evaluated in torch on ``device``, under vmap as torch's builder does."""
+def torch_evaluator(mask_mod: MaskFn, device: str | torch.device) -> PairEvaluator:
+    """Return a PairEvaluator of a mask_mod: in torch on ``device``, under vmap as torch's builder does."""
     vmap = vmapped(mask_mod, (None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0))
 
-    def ask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def evaluate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         with torch.no_grad():
             return vmap(*upload((b, h, q, kv), torch.device(device))).cpu()
 
-    return ask
+    return evaluate
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,20 @@ class TileEvaluator:
     Tiles are int64 [n, 6 or more]: b, h, first and end row, first and end column, then columns of the caller.
     """
 
-    ask: Ask
+    evaluate: PairEvaluator
     bounds: Bounds | None
 
     @classmethod
     def of_mask_mod(
-        cls, mask_mod: MaskFn, device: str | torch.device = "cpu", ask: Ask | None = None
+        cls, mask_mod: MaskFn, device: str | torch.device = "cpu", evaluate: PairEvaluator | None = None
     ) -> TileEvaluator:
-        """Trace a mask_mod. device: of its tensors. ask: evaluates pairs; None: torch does, on ``device``."""
-        return cls(ask or ask_torch(mask_mod, device), Bounds.of(mask_mod, device))
+        """Trace a mask_mod. device: of its tensors. evaluate: None for torch on ``device``."""
+        return cls(evaluate or torch_evaluator(mask_mod, device), Bounds.of(mask_mod, device))
 
     def check(self) -> None:
         """Evaluate the first pair of a mask, which raises the errors of its mask_mod at once."""
         zero = torch.zeros(1, dtype=torch.int64)
-        self.ask(zero, zero, zero[:, None], zero[:, None])
+        self.evaluate(zero, zero, zero[:, None], zero[:, None])
 
     @property
     def reads(self) -> tuple[bool, bool]:
@@ -128,23 +128,22 @@ class TileEvaluator:
 
         A tile smaller than the largest of its chunk repeats its last row and column.
         """
-        for chunk in tiles.split(max(1, PAIRS // _area(tiles))) if len(tiles) else ():
-            yield chunk, self._evaluate_chunk(chunk)
-
-    def _evaluate_chunk(self, tiles: Tensor) -> Tensor:
-        """Evaluate every pair of tiles in tokens: bool [n, i, j]."""
-        sides = [
-            torch.minimum(lo[:, None] + torch.arange(int((hi - lo).max())), hi[:, None] - 1)
-            for lo, hi in ((tiles[:, 2], tiles[:, 3]), (tiles[:, 4], tiles[:, 5]))
-        ]
-        return self.evaluate_pairs(tiles, *sides)
+        if not len(tiles):
+            return
+        height, width = ((tiles[:, end] - tiles[:, end - 1]).max() for end in (3, 5))
+        for chunk in tiles.split(max(1, PAIRS // int(height * width))):
+            q, kv = (
+                torch.minimum(lo[:, None] + torch.arange(int((hi - lo).max())), hi[:, None] - 1)
+                for lo, hi in (chunk[:, 2:4].T, chunk[:, 4:6].T)
+            )
+            yield chunk, self.evaluate_pairs(chunk, q, kv)
 
     def evaluate_pairs(self, tiles: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         """Evaluate q [n, i] x kv [n, j] with each tile's batch row and head: bool [n, i, j]."""
         step = max(1, PAIRS // (q.shape[1] * kv.shape[1]))
         arguments = (tiles[:, 0], tiles[:, 1], q, kv)
         chunks = zip(*(argument.split(step) for argument in arguments), strict=True)
-        return torch.cat([self.ask(*chunk) for chunk in chunks])
+        return torch.cat([self.evaluate(*chunk) for chunk in chunks])
 
 
 def find_runs(
@@ -303,11 +302,6 @@ def _kinds(evaluator: TileEvaluator, blocks: Tensor, grid: Grid) -> Tensor:
         numbered = torch.cat([tiles, torch.arange(len(tiles))[:, None]], 1)
         _descend(numbered[~(has_visible & has_hidden)], visit)
     return torch.where(has_visible, torch.where(has_hidden, int(Kind.MASKED), int(Kind.FULL)), ABSENT)
-
-
-def _area(tiles: Tensor) -> int:
-    """Number of pairs of a tile as tall as the tallest and as wide as the widest of ``tiles``."""
-    return int((tiles[:, 3] - tiles[:, 2]).max()) * int((tiles[:, 5] - tiles[:, 4]).max())
 
 
 class _Extents:
