@@ -12,7 +12,9 @@ import triton.language as tl
 from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (
     LOG2E,
+    Head,
     MaskRule,
+    Pairs,
     Queries,
     add_dot,
     dot,
@@ -21,13 +23,12 @@ from tritoncp.kernels.scores import (
     row_intervals,
     row_mask,
     scale_pieces,
-    stream_product,
     to_log2,
     visible_keys,
     visible_queries,
     zeros_pieces,
 )
-from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles, skip_cut
+from tritoncp.kernels.tile_runs import SideLayout, locate_tile, row_runs, run_tiles, skip_cut
 from tritoncp.kernels.tiles import (
     Stream,
     add_rows,
@@ -82,17 +83,7 @@ def load_lse(lse, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr, SCORE_MOD: tl.co
 
 @triton.jit
 def score_gradients(
-    b_ds,
-    b_pre,
-    i_b,
-    i_h,
-    o_q,
-    o_kv,
-    m_in,
-    m_stored,
-    score_caps,
-    score_dcaps,
-    SCORE_GRAD: tl.constexpr,
+    b_ds, b_pre, head, pairs, m_in, m_stored, score_caps, score_dcaps, SCORE_GRAD: tl.constexpr
 ):
     """Gradients of the scores before score_mod, from those after it; adds those of its captures.
 
@@ -103,34 +94,23 @@ def score_gradients(
     else:
         if len(score_dcaps) > 0:
             m_in = m_in & m_stored
-        b_ds = SCORE_GRAD(b_ds, b_pre, i_b, i_h, o_q, o_kv, m_in, score_caps, score_dcaps).to(b_ds.dtype)
-        return tl.where(m_in, b_ds, 0.0)
+        b_dt = SCORE_GRAD(b_ds, b_pre, head.b, head.h, pairs.q, pairs.kv, m_in, score_caps, score_dcaps)
+        return tl.where(m_in, b_dt.to(b_ds.dtype), 0.0)
 
 
 @triton.jit
 def add_query_gradients(
-    dq,
-    desc0,
-    desc1,
-    i_b,
-    i_h,
-    queries,
-    o_m,
-    b_ds,
-    b_k,
-    SCALE: tl.constexpr,
-    QK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dq, i_b, i_h, tile, o_m, b_ds, b_k, SCALE: tl.constexpr, QK: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """dQ += scale * dS^T K in memory, for the tile ``queries`` of one head."""
+    """dQ += scale * dS^T K in memory, for a tile of queries of one head."""
     W0: tl.constexpr = QK.first
     W1: tl.constexpr = QK.second
     b_dst = tl.trans(b_ds).to(b_k[0].dtype)  # [M, N]
     b_dq = dot(b_dst, b_k[0], PRECISION) * SCALE
-    add_rows(dq, desc0, i_b, i_h, queries.row, o_m, queries.n, b_dq, 0, W0, QK.dim)
+    add_rows(dq.x, dq.desc0, i_b, i_h, tile.row, o_m, tile.n, b_dq, 0, W0, QK.dim)
     if W1 > 0:
         b_dq = dot(b_dst, b_k[1], PRECISION) * SCALE
-        add_rows(dq, desc1, i_b, i_h, queries.row, o_m, queries.n, b_dq, W0, W1, QK.dim)
+        add_rows(dq.x, dq.desc1, i_b, i_h, tile.row, o_m, tile.n, b_dq, W0, W1, QK.dim)
 
 
 @triton.jit
@@ -154,8 +134,6 @@ def dq_kernel(
     mask_caps,
     score_caps,
     score_dcaps,  # gradients of what score_mod captures
-    left,
-    right,
     i_b0,
     i_h0,
     SCALE: tl.constexpr,
@@ -187,14 +165,15 @@ def dq_kernel(
     program = locate_program(order, i_b, None, Q_TILES, True)
     i_tile = program.i_tile
     i_h = program.i_head
-    i_hm = i_h + i_h0  # as masks and mods see them
-    i_bm = i_b + i_b0
+    head = Head(i_b + i_b0, i_h + i_h0)
+    Q_LAYOUT: tl.constexpr = SideLayout(Q_BLOCK, BLOCK_M, DENSE_Q)
+    KV_LAYOUT: tl.constexpr = SideLayout(KV_BLOCK, BLOCK_N, DENSE_KV)
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
     QK: tl.constexpr = channels_of(D, WIDEST)
     VO: tl.constexpr = channels_of(E, WIDEST)
     RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
 
-    row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
+    row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_LAYOUT)
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_q = (pos + o_m)[:, None]
@@ -208,58 +187,34 @@ def dq_kernel(
     b_dq = zeros_pieces(BLOCK_M, QK, ACC)  # [M, D]
     b_lse = load_lse(lse, i_b, i_h, row, o_m, m_m, True, SCORE_MOD)[:, None]
     b_delta = load_stat(delta, i_b, i_h, row, o_m, m_m, True)[:, None]
-    b_lo, b_hi = row_intervals(interval, i_b, i_hm, row, o_m, m_m, MASK)
+    b_lo, b_hi = row_intervals(interval, i_b, head.h, row, o_m, m_m, MASK)
     queries = Queries(o_q, m_m, b_lo, b_hi)
 
-    begin, mid, end = row_runs(rows, i_b, i_hm, i_tile // Q_TILES, WINDOW)
+    begin, mid, end = row_runs(rows, i_b, head.h, i_tile // Q_TILES, WINDOW)
     # disable_licm: the compiler would keep what tiles share in registers (sm_100, 128 channels, mask_mod: 224
     # bytes spilled).
     for FULL in tl.static_range(0 if HAS_MASKED else 1, 2):  # masked blocks, then full ones
         for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=True):
+            CHECK: tl.constexpr = not EVEN if FULL else RAGGED
             pos_end = pos + tl.minimum(n_m, BLOCK_M)
-            tiles = run_tiles(
-                rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL
-            )
+            tiles = run_tiles(rows, i_run, pos, pos_end, kv_slots, KV_LAYOUT, WINDOW, FULL)
             for i_t in tl.range(tiles.begin, tiles.end, disable_licm=True):
-                CHECK: tl.constexpr = not EVEN if FULL else RAGGED
-                kv = locate_tile(kv_slots, i_b, skip_cut(tiles, i_t), KV_BLOCK, BLOCK_N, DENSE_KV)
-                o_kv = (kv.pos + o_n)[None, :]
+                kv = locate_tile(kv_slots, i_b, skip_cut(tiles, i_t), KV_LAYOUT)
+                pairs = Pairs(o_q, (kv.pos + o_n)[None, :])
                 m_in = row_mask(o_n, kv.n, CHECK)[None, :]
-                b_k, b_s = stream_product(
-                    b_q, keys, i_b, i_hkv, kv, o_n, QK, CHECK, PRECISION, FLIP
-                )  # [N, D], [M, N]
-                b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
+                b_k = stream_pieces(keys, i_b, i_hkv, kv, o_n, QK, CHECK)  # [N, D]
+                b_s = dot_nt(b_q, b_k, PRECISION, FLIP)  # [M, N]
+                b_pre, b_s = to_log2(b_s, head, pairs, score_caps, SCALE, SCORE_MOD)
                 if not FULL:
-                    m_in = visible_keys(
-                        i_bm,
-                        i_hm,
-                        queries,
-                        kv,
-                        o_n,
-                        left,
-                        right,
-                        tiles.kind,
-                        mask_caps,
-                        RULE,
-                        RELATIVE=False,
-                    )
+                    m_in = visible_keys(head, queries, kv, o_n, rows, tiles.kind, mask_caps, RULE, False)
                 b_p = probabilities(b_s, b_lse)  # [M, N]
                 if not FULL or not EVEN:
                     b_p = tl.where(m_in, b_p, 0.0)
-                _, b_dp = stream_product(b_do, values, i_b, i_hkv, kv, o_n, VO, CHECK, PRECISION, FLIP)
+                b_v = stream_pieces(values, i_b, i_hkv, kv, o_n, VO, CHECK)  # [N, E]
+                b_ds = b_p * (dot_nt(b_do, b_v, PRECISION, FLIP) - b_delta)  # [M, N]
                 b_ds = score_gradients(
-                    b_p * (b_dp - b_delta),
-                    b_pre,
-                    i_bm,
-                    i_hm,
-                    o_q,
-                    o_kv,
-                    m_in,
-                    m_m[:, None],
-                    score_caps,
-                    score_dcaps,
-                    SCORE_GRAD,
-                )  # [M, N]
+                    b_ds, b_pre, head, pairs, m_in, m_m[:, None], score_caps, score_dcaps, SCORE_GRAD
+                )
                 b_dq = add_dot(b_dq, b_ds, b_k, PRECISION)
 
     store_pieces(dq, i_b, i_h, row, o_m, n_m, scale_pieces(b_dq, SCALE), QK, ADD)
@@ -290,8 +245,6 @@ def dkdv_kernel(
     mask_caps,
     score_caps,
     score_dcaps,  # where dQ is computed here
-    left,  # window seen from a key: right of the query is left of the key
-    right,
     i_b0,
     i_h0,
     SCALE: tl.constexpr,
@@ -321,18 +274,17 @@ def dkdv_kernel(
 ):
     KV_TILES: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
     i_b = tl.program_id(2)
-    i_bm = i_b + i_b0  # as masks and mods see it
     # i_part: KV head * SPLIT + part of its query heads
-    i_tile, i_part, _ = locate_program(
-        order, i_b, None, KV_TILES, False
-    )  # KV head * SPLIT + part of its heads
+    i_tile, i_part, _ = locate_program(order, i_b, None, KV_TILES, False)
+    Q_LAYOUT: tl.constexpr = SideLayout(Q_BLOCK, BLOCK_M, DENSE_Q)
+    KV_LAYOUT: tl.constexpr = SideLayout(KV_BLOCK, BLOCK_N, DENSE_KV)
     HEADS: tl.constexpr = GROUP // SPLIT
     EVEN: tl.constexpr = Q_BLOCK % BLOCK_M == 0
     QK: tl.constexpr = channels_of(D, WIDEST)
     VO: tl.constexpr = channels_of(E, WIDEST)
     RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
 
-    row, pos, n_n = locate_tile(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV)
+    row, pos, n_n = locate_tile(kv_slots, i_b, i_tile, KV_LAYOUT)
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_kv = (pos + o_n)[:, None]
@@ -341,6 +293,7 @@ def dkdv_kernel(
     i_hkv = i_part // SPLIT
     query_rows = Stream(q, q_desc0, q_desc1)
     output_grads = Stream(dout, dout_desc0, dout_desc1)
+    query_grads = Stream(dq, dq_desc0, dq_desc1)
     b_k = load_pieces(k, i_b, i_hkv, row, o_n, n_n, QK)  # [N, D]
     b_v = load_pieces(v, i_b, i_hkv, row, o_n, n_n, VO)  # [N, E]
     b_dk = zeros_pieces(BLOCK_N, QK, ACC)  # [N, D]
@@ -353,55 +306,39 @@ def dkdv_kernel(
             i_h = i_part * HEADS + i_g
             begin, mid, end = row_runs(cols, i_b, i_h + i_h0, i_tile // KV_TILES, WINDOW)
             for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=True):
+                CHECK: tl.constexpr = not EVEN if FULL else RAGGED
                 pos_end = pos + tl.minimum(n_n, BLOCK_N)
-                tiles = run_tiles(
-                    cols, i_run, pos, pos_end, left, right, q_slots, Q_BLOCK, BLOCK_M, WINDOW, FULL
-                )
+                tiles = run_tiles(cols, i_run, pos, pos_end, q_slots, Q_LAYOUT, WINDOW, FULL)
                 i_t = tiles.begin
                 n_t = tiles.end - tiles.begin
                 for _ in tl.range(0, n_t * HEADS if WINDOW else n_t, disable_licm=True):
-                    CHECK: tl.constexpr = not EVEN if FULL else RAGGED
-                    i_hm = i_h + i_h0
-                    queries = locate_tile(q_slots, i_b, skip_cut(tiles, i_t), Q_BLOCK, BLOCK_M, DENSE_Q)
-                    o_q = (queries.pos + o_m)[None, :]
-                    m_m = row_mask(o_m, queries.n, CHECK)
-                    b_q, b_s = stream_product(
-                        b_k, query_rows, i_b, i_h, queries, o_m, QK, CHECK, PRECISION, FLIP
-                    )  # [M, D], [N, M]
-                    b_lse = load_lse(lse, i_b, i_h, queries.row, o_m, m_m, CHECK, SCORE_MOD)[None, :]
-                    b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
+                    head = Head(i_b + i_b0, i_h + i_h0)
+                    tile = locate_tile(q_slots, i_b, skip_cut(tiles, i_t), Q_LAYOUT)
+                    pairs = Pairs((tile.pos + o_m)[None, :], o_kv)
+                    m_m = row_mask(o_m, tile.n, CHECK)
+                    b_q = stream_pieces(query_rows, i_b, i_h, tile, o_m, QK, CHECK)  # [M, D]
+                    b_s = dot_nt(b_k, b_q, PRECISION, FLIP)  # [N, M]
+                    b_lse = load_lse(lse, i_b, i_h, tile.row, o_m, m_m, CHECK, SCORE_MOD)[None, :]
+                    b_pre, b_s = to_log2(b_s, head, pairs, score_caps, SCALE, SCORE_MOD)
                     b_p = probabilities(b_s, b_lse)  # [N, M]
                     m_in = m_m[None, :]
                     if not FULL:
+                        b_lo, b_hi = row_intervals(interval, i_b, head.h, tile.row, o_m, m_m, MASK)
+                        queries = Queries(pairs.q, m_m, b_lo, b_hi)
                         m_in = visible_queries(
-                            i_b,
-                            i_bm,
-                            i_hm,
-                            o_kv,
-                            queries,
-                            o_m,
-                            m_m,
-                            interval,
-                            left,
-                            right,
-                            tiles.kind,
-                            mask_caps,
-                            RULE,
+                            head, o_kv, queries, tile, o_m, cols, tiles.kind, mask_caps, RULE
                         )
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
-                    b_do = stream_pieces(output_grads, i_b, i_h, queries, o_m, VO, CHECK)  # [M, E]
+                    b_do = stream_pieces(output_grads, i_b, i_h, tile, o_m, VO, CHECK)  # [M, E]
                     b_dv = add_dot(b_dv, b_p, b_do, PRECISION)
                     b_dp = dot_nt(b_v, b_do, PRECISION, FLIP)  # [N, M]
-                    b_delta = load_stat(delta, i_b, i_h, queries.row, o_m, m_m, CHECK)[None, :]
-                    b_ds = b_p * (b_dp - b_delta)
+                    b_delta = load_stat(delta, i_b, i_h, tile.row, o_m, m_m, CHECK)[None, :]
                     b_ds = score_gradients(
-                        b_ds,
+                        b_p * (b_dp - b_delta),
                         b_pre,
-                        i_bm,
-                        i_hm,
-                        o_q,
-                        o_kv,
+                        head,
+                        pairs,
                         m_in,
                         m_n,
                         score_caps,
@@ -412,15 +349,13 @@ def dkdv_kernel(
                     if dq.ptr is not None:
                         if not FULL or KV_BLOCK % BLOCK_N != 0:  # keys past the slot would add to dQ
                             b_ds = tl.where(m_n, b_ds, 0.0)
-                        add_query_gradients(
-                            dq, dq_desc0, dq_desc1, i_b, i_h, queries, o_m, b_ds, b_k, SCALE, QK, PRECISION
-                        )
+                        add_query_gradients(query_grads, i_b, i_h, tile, o_m, b_ds, b_k, SCALE, QK, PRECISION)
                     i_t += 1
                     if WINDOW:
                         i_h += tl.where(i_t == tiles.end, 1, 0)
                         i_t = tl.where(i_t == tiles.end, tiles.begin, i_t)
 
     # Load again (without: 8 bytes spilled on sm_80, 128 channels).
-    row, _, n_n = locate_tile(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV, True)
+    row, _, n_n = locate_tile(kv_slots, i_b, i_tile, KV_LAYOUT, True)
     store_pieces(dk, i_b, i_part, row, o_n, n_n, scale_pieces(b_dk, SCALE), QK, ADD)
     store_pieces(dv, i_b, i_part, row, o_n, n_n, b_dv, VO, ADD)

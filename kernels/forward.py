@@ -9,9 +9,11 @@ from tritoncp.kernels.launch import State
 from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (
     LOG2E,
+    Head,
     MaskRule,
     Queries,
     add_dot,
+    dot_nt,
     inverse_sum,
     online_softmax,
     row_intervals,
@@ -19,16 +21,16 @@ from tritoncp.kernels.scores import (
     row_mask,
     row_max,
     scale_pieces,
-    stream_product,
     visible_keys,
     zeros_pieces,
 )
 from tritoncp.kernels.tile_runs import (
     BOUNDED_KIND,
-    count_row_tiles,
+    SideLayout,
     locate_tile,
     row_runs,
     run_tiles,
+    share_row,
     share_run,
     skip_cut,
     tile_rows,
@@ -109,17 +111,17 @@ def store_results(
 
 
 @triton.jit
-def hide_keys(b_s, i_b, i_h, queries, kv, o_n, left, right, kind, caps, RULE: tl.constexpr):
+def hide_keys(b_s, head, queries, kv, o_n, rows, kind, caps, RULE: tl.constexpr):
     """Scores of a tile of a masked block, -inf where the pair is hidden.  The branch keeps the compiler from
     evaluating the mask_mod before the product (without: 8 bytes spilled on sm_80, 64 channels).
     """
     if RULE.MASK == "mod" and not RULE.WINDOW:
         m_in = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
         if kind != BOUNDED_KIND:
-            m_keep = RULE.MASK_MOD(i_b, i_h, queries.o, (kv.pos + o_n)[None, :], caps)
+            m_keep = RULE.MASK_MOD(head.b, head.h, queries.o, (kv.pos + o_n)[None, :], caps)
             b_s = tl.where(m_keep, b_s, -float("inf"))
     else:
-        m_in = visible_keys(i_b, i_h, queries, kv, o_n, left, right, kind, caps, RULE)
+        m_in = visible_keys(head, queries, kv, o_n, rows, kind, caps, RULE)
     return tl.where(m_in, b_s, -float("inf"))
 
 
@@ -145,8 +147,6 @@ def forward_kernel(
     interval,  # Interval
     mask_caps,
     score_caps,
-    left,  # window, in positions
-    right,
     i_b0,  # offsets that make b and h global for the mods
     i_h0,
     splits,  # programs that share a row's keys, each with a head of its own in the state; None: one
@@ -178,8 +178,9 @@ def forward_kernel(
     tl.static_assert(BLOCK_M >= 16 and BLOCK_N >= 16)
     ROWS: tl.constexpr = BLOCK_M // PACK  # of one head
     Q_TILES: tl.constexpr = (Q_BLOCK + ROWS - 1) // ROWS
+    Q_LAYOUT: tl.constexpr = SideLayout(Q_BLOCK, ROWS, DENSE_Q)
+    KV_LAYOUT: tl.constexpr = SideLayout(KV_BLOCK, BLOCK_N, DENSE_KV)
     i_b = tl.program_id(2)
-    i_bm = i_b + i_b0  # as masks and mods see it
     i_tile, i_y, i_split = locate_program(order, i_b, splits, Q_TILES, True)
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
     QK: tl.constexpr = channels_of(D, WIDEST)
@@ -189,7 +190,7 @@ def forward_kernel(
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
     C: tl.constexpr = SCALE * LOG2E if FOLD else LOG2E
 
-    row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, ROWS, DENSE_Q)
+    row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_LAYOUT)
     i_hkv, i_h, o_m = tile_rows(i_y, n_m, BLOCK_M, GROUP, PACK)
     if PACK == 1:
         i_hc = i_h
@@ -197,7 +198,7 @@ def forward_kernel(
     else:  # heads of the rows; of their tables there is one for all heads
         i_hc = i_h[:, None]
         i_ht = i_hkv
-    i_hm = i_hc + i_h0  # as mods see them
+    head = Head(i_b + i_b0, i_hc + i_h0)
     o_n = tl.arange(0, BLOCK_N)
     o_q = (pos + o_m)[:, None]
     m_m = o_m < n_m
@@ -212,48 +213,29 @@ def forward_kernel(
     )
 
     begin, mid, end = row_runs(rows, i_b, i_ht, i_tile // Q_TILES, WINDOW)
-    if splits is not None:  # this program skips n_skip of the row's tiles, then computes n_take
-        pos_hi = pos + tl.minimum(n_m, ROWS)
-        n_tiles = count_row_tiles(
-            rows, begin, end, pos, pos_hi, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW
-        )
-        n_take = tl.cdiv(n_tiles, splits)
-        n_skip = i_split * n_take
+    if splits is not None:
+        pos_end = pos + tl.minimum(n_m, ROWS)
+        share = share_row(rows, begin, end, pos, pos_end, kv_slots, splits, i_split, KV_LAYOUT, WINDOW)
     # disable_licm: the compiler would keep what tiles share in registers (sm_100, 256 channels: 72 bytes
     # spilled).
     for FULL in tl.static_range(0 if HAS_MASKED else 1, 2):  # masked blocks, then full ones
         for i_run in range(mid if FULL else begin, end if FULL else mid):
             CHECK: tl.constexpr = not EVEN if FULL else RAGGED
             pos_end = pos + tl.minimum(n_m, ROWS)
-            tiles = run_tiles(
-                rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL
-            )
-            t_lo = tiles.begin
-            t_hi = tiles.end
+            tiles = run_tiles(rows, i_run, pos, pos_end, kv_slots, KV_LAYOUT, WINDOW, FULL)
             if splits is not None:
-                t_lo, t_hi, n_skip, n_take = share_run(t_lo, t_hi, n_skip, n_take)
-            for i_t in tl.range(t_lo, t_hi, disable_licm=True):
-                kv = locate_tile(kv_slots, i_b, skip_cut(tiles, i_t), KV_BLOCK, BLOCK_N, DENSE_KV)
-                o_kv = (kv.pos + o_n)[None, :]
-                _, b_s = stream_product(b_q, keys, i_b, i_hkv, kv, o_n, QK, CHECK, PRECISION)  # [M, N]
+                tiles, share = share_run(tiles, share)
+            for i_t in tl.range(tiles.begin, tiles.end, disable_licm=True):
+                kv = locate_tile(kv_slots, i_b, skip_cut(tiles, i_t), KV_LAYOUT)
+                b_k = stream_pieces(keys, i_b, i_hkv, kv, o_n, QK, CHECK)  # [N, D]
+                b_s = dot_nt(b_q, b_k, PRECISION)  # [M, N]
                 if not FOLD:
                     b_s = b_s * SCALE
                 if SCORE_MOD is not None:
-                    b_s = SCORE_MOD(b_s, i_bm, i_hm, o_q, o_kv, score_caps).to(b_s.dtype)
+                    o_kv = (kv.pos + o_n)[None, :]
+                    b_s = SCORE_MOD(b_s, head.b, head.h, o_q, o_kv, score_caps).to(b_s.dtype)
                 if not FULL:
-                    b_s = hide_keys(
-                        b_s,
-                        i_bm,
-                        i_hm,
-                        queries,
-                        kv,
-                        o_n,
-                        left,
-                        right,
-                        tiles.kind,
-                        mask_caps,
-                        RULE,
-                    )
+                    b_s = hide_keys(b_s, head, queries, kv, o_n, rows, tiles.kind, mask_caps, RULE)
                 elif not EVEN:
                     b_s = tl.where(row_mask(o_n, kv.n, CHECK)[None, :], b_s, -float("inf"))
                 b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, C, not FULL or SCORE_MOD is not None)
@@ -261,7 +243,7 @@ def forward_kernel(
                 b_acc = add_dot(scale_pieces(b_acc, b_r[:, None]), b_p, b_v, PRECISION)
 
     # Load again (without: 64 bytes spilled on sm_80, 192 channels).
-    row, _, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, ROWS, DENSE_Q, True)
+    row, _, n_m = locate_tile(q_slots, i_b, i_tile, Q_LAYOUT, True)
     if splits is not None:
         i_h = i_h * splits + i_split
         i_hc = i_hc * splits + i_split
@@ -296,7 +278,8 @@ def combine_kernel(
     always in the same order."""
     i_h = tl.program_id(1)
     i_b = tl.program_id(2)
-    row, _, n_m = locate_tile(q_slots, i_b, tl.program_id(0), Q_BLOCK, 1, DENSE_Q)
+    ROWS: tl.constexpr = SideLayout(Q_BLOCK, 1, DENSE_Q)
+    row, _, n_m = locate_tile(q_slots, i_b, tl.program_id(0), ROWS)
     if n_m <= 0:  # no slot covers this row
         return
     o_e = tl.arange(0, BLOCK_E)

@@ -26,6 +26,7 @@ from tritoncp.kernels.launch import Launch, State
 from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (
     LOG2E,
+    Head,
     MaskRule,
     Queries,
     inverse_sum,
@@ -36,7 +37,7 @@ from tritoncp.kernels.scores import (
     visible_keys,
 )
 from tritoncp.kernels.tile_rules import architecture
-from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles, skip_cut
+from tritoncp.kernels.tile_runs import SideLayout, locate_tile, row_runs, run_tiles, skip_cut
 from tritoncp.kernels.tiles import copyable, descriptors, head_pointer, stat_pointers, tile_pointers
 
 GROUP_ROWS: gl.constexpr = gl.constexpr(64)  # of one warp group, as wgmma has it
@@ -70,8 +71,6 @@ class Walk(NamedTuple):
     row: Any  # of the first query in its buffer
     pos: Any  # its global position
     n_m: Any  # queries in this tile
-    left: Any
-    right: Any
     rows: Any  # Rows over Q slots
     kv_slots: Any  # Slots
     interval: Any  # Interval
@@ -85,8 +84,7 @@ class Spec(NamedTuple):
     E: Any
     BLOCK_N: Any
     STAGES: Any  # of the rings
-    KV_BLOCK: Any
-    DENSE_KV: Any
+    KV_LAYOUT: Any  # SideLayout
     HAS_MASKED: Any
     RULE: Any  # MaskRule
     LOAD_STATE: Any
@@ -149,17 +147,7 @@ def tiles_of(walk, i_run, FULL: gl.constexpr, SPEC: gl.constexpr):
     """Tiles of a run, see run_tiles."""
     pos_end = walk.pos + gl.minimum(walk.n_m, 2 * GROUP_ROWS)
     return run_tiles(
-        walk.rows,
-        i_run,
-        walk.pos,
-        pos_end,
-        walk.left,
-        walk.right,
-        walk.kv_slots,
-        SPEC.KV_BLOCK,
-        SPEC.BLOCK_N,
-        SPEC.RULE.WINDOW,
-        FULL,
+        walk.rows, i_run, walk.pos, pos_end, walk.kv_slots, SPEC.KV_LAYOUT, SPEC.RULE.WINDOW, FULL
     )
 
 
@@ -177,10 +165,7 @@ def produce(q_desc, k_desc, v_desc, q_tiles, q_full, keys, values, walk, SPEC: g
             for i_run in range(mid if FULL else begin, end if FULL else mid):
                 tiles = tiles_of(walk, i_run, FULL, SPEC)
                 for i_t in range(tiles.begin, tiles.end):
-                    i_kv = skip_cut(tiles, i_t)
-                    kv = locate_tile(
-                        walk.kv_slots, walk.i_b, i_kv, SPEC.KV_BLOCK, SPEC.BLOCK_N, SPEC.DENSE_KV
-                    )
+                    kv = locate_tile(walk.kv_slots, walk.i_b, skip_cut(tiles, i_t), SPEC.KV_LAYOUT)
                     fill(keys, k_desc, walk.i_b, walk.i_hkv, kv.row, i, SPEC.STAGES)
                     fill(values, v_desc, walk.i_b, walk.i_hkv, kv.row, i, SPEC.STAGES)
                     i += 1
@@ -222,22 +207,20 @@ def attend_masked(
     m_m = o_m < walk.n_m - I_GROUP * GROUP_ROWS
     b_lo, b_hi = row_intervals(walk.interval, walk.i_b, walk.i_hm, row, o_m, m_m, SPEC.RULE.MASK)
     queries = Queries(o_q, m_m, b_lo, b_hi)
+    head = Head(walk.i_b, walk.i_hm)
     b_zero = gl.full([GROUP_ROWS, SPEC.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     begin, mid, _ = runs_of(walk, SPEC)
     i = 0
     for i_run in range(begin, mid):
         tiles = tiles_of(walk, i_run, False, SPEC)
         for i_t in range(tiles.begin, tiles.end):
-            i_kv = skip_cut(tiles, i_t)
-            kv = locate_tile(walk.kv_slots, walk.i_b, i_kv, SPEC.KV_BLOCK, SPEC.BLOCK_N, SPEC.DENSE_KV)
+            kv = locate_tile(walk.kv_slots, walk.i_b, skip_cut(tiles, i_t), SPEC.KV_LAYOUT)
             ready(keys, i, SPEC.STAGES)
             b_k = tile(keys, i, SPEC.BLOCK_N, SPEC.D, SPEC.STAGES).permute((1, 0))
             b_s = warpgroup_mma(q_tile, b_k, b_zero, use_acc=False, is_async=True)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))  # [64, N]
             release(keys, i, SPEC.STAGES)
-            m_in = visible_keys(
-                walk.i_b, walk.i_hm, queries, kv, o_n, walk.left, walk.right, tiles.kind, None, SPEC.RULE
-            )
+            m_in = visible_keys(head, queries, kv, o_n, walk.rows, tiles.kind, None, SPEC.RULE)
             b_s = gl.where(m_in, b_s, -float("inf"))
             b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, SPEC.C, True)
             b_p = operand(b_p, b_acc, q_tile.dtype)
@@ -392,8 +375,6 @@ def gluon_forward_kernel(
     rows,
     order,
     interval,
-    left,
-    right,
     i_b0,
     i_h0,
     SCALE: gl.constexpr,
@@ -425,8 +406,7 @@ def gluon_forward_kernel(
         E,
         BLOCK_N,
         STAGES,
-        KV_BLOCK,
-        DENSE_KV,
+        SideLayout(KV_BLOCK, BLOCK_N, DENSE_KV),
         HAS_MASKED,
         RULE,
         LOAD_STATE,
@@ -434,11 +414,12 @@ def gluon_forward_kernel(
         STORE_MAX,
     )
     Q_TILES: gl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
+    Q_LAYOUT: gl.constexpr = SideLayout(Q_BLOCK, BLOCK_M, DENSE_Q)
     i_b = gl.program_id(2)
     program = locate_program(order, i_b, None, Q_TILES, True)
     i_tile = program.i_tile
     i_h = program.i_head
-    row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
+    row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_LAYOUT)
     walk = Walk(
         i_b,
         i_h,
@@ -448,8 +429,6 @@ def gluon_forward_kernel(
         row,
         pos,
         n_m,
-        left,
-        right,
         rows,
         kv_slots,
         interval,

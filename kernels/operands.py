@@ -143,19 +143,14 @@ def shape_args(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
 def table_args(tables: Any, by_keys: bool) -> dict[str, Any]:
     """Kernel arguments that follow from a step's tables. by_keys: programs are tiles of keys, which see the
     window from the other side and read runs of Q slots."""
-    left, right = tables.window or (0, 0)
     interval = Interval(None, None, 0, 0)
     if tables.lo is not None:
         interval = Interval(tables.lo, tables.hi, _stride(tables.lo, 0), _stride(tables.lo, 1))
     return {
         "q_slots": Slots(tables.q_slots, _stride(tables.q_slots, 0), tables.q_first, tables.q_rows),
         "kv_slots": Slots(tables.kv_slots, _stride(tables.kv_slots, 0), tables.kv_first, tables.kv_rows),
-        "cols" if by_keys else "rows": (
-            _runs(tables.col_ptr, tables.col_runs) if by_keys else _runs(tables.row_ptr, tables.row_runs)
-        ),
+        "cols" if by_keys else "rows": rows_of(tables, by_keys),
         "interval": interval,
-        "left": right if by_keys else left,
-        "right": left if by_keys else right,
         "WINDOW": bool(tables.window),
         "MASK": tables.mask,
         "HAS_MASKED": tables.has_masked,
@@ -163,9 +158,14 @@ def table_args(tables: Any, by_keys: bool) -> dict[str, Any]:
     }
 
 
-def _runs(ptr: Tensor, runs: Tensor) -> Rows:
-    """The runs of a table as a kernel argument."""
-    return Rows(ptr, _stride(ptr, 0), _stride(ptr, 1), runs)
+def rows_of(tables: Any, by_keys: bool) -> Rows:
+    """The rows of a step's tables as a kernel argument: those of queries, or those of keys."""
+    left, right = tables.window or (0, 0)
+    if by_keys:
+        ptr, runs, left, right = tables.col_ptr, tables.col_runs, right, left
+    else:
+        ptr, runs = tables.row_ptr, tables.row_runs
+    return Rows(ptr, _stride(ptr, 0), _stride(ptr, 1), runs, left, right)
 
 
 def _stride(x: Tensor, dim: int) -> int:

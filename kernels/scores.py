@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.target_info import current_target
 
 from tritoncp.kernels.tile_runs import BOUNDED_KIND
-from tritoncp.kernels.tiles import INTERPRETED, stream_pieces
+from tritoncp.kernels.tiles import INTERPRETED
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -33,8 +33,22 @@ class MaskRule(NamedTuple):
     RAGGED: Any  # tiles of masked blocks may have fewer tokens than rows
 
 
+class Head(NamedTuple):
+    """The batch row and the query head of a tile, or of each of its rows, as masks and mods see them."""
+
+    b: Any
+    h: Any
+
+
+class Pairs(NamedTuple):
+    """Global positions of a tile's queries and keys, which broadcast against each other."""
+
+    q: Any
+    kv: Any
+
+
 class Queries(NamedTuple):
-    """Queries of a tile: global positions [M, 1], whether they lie in the slot, and their row intervals."""
+    """Queries of a tile: global positions, whether they lie in the slot [M], and their row intervals [M]."""
 
     o: Any
     m: Any
@@ -97,24 +111,6 @@ def add_dot(b_c, b_a, b_b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def stream_product(
-    b_a,
-    stream,
-    i_b,
-    i_h,
-    tile,
-    o_s,
-    DIM: tl.constexpr,
-    CHECK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FLIP: tl.constexpr = False,
-):
-    """The tile of a stream, and a @ tile^T."""
-    b_x = stream_pieces(stream, i_b, i_h, tile, o_s, DIM, CHECK)
-    return b_x, dot_nt(b_a, b_x, PRECISION, FLIP)
-
-
-@triton.jit
 def row_mask(o_s, n_s, CHECK: tl.constexpr):
     """Mask of a tile's first ``n_s`` rows; all rows without CHECK."""
     return o_s < n_s if CHECK else o_s >= 0
@@ -149,25 +145,25 @@ def row_intervals(interval, i_b, i_h, row, o_m, m_m, MASK: tl.constexpr):
 
 
 @triton.jit
-def visibility_mask(
-    i_b, i_h, o_q, o_kv, m_q, m_in, o_at, b_lo, b_hi, end, kind, mask_caps, RULE: tl.constexpr
-):
-    """Mask of the pairs that a masked block admits, by row interval or by mask_mod.
+def interval_mask(o_at, b_lo, b_hi, m_q, end, kind, RULE: tl.constexpr):
+    """Mask of lo <= at < hi and at < end, all counted from the same position; None: no end.
 
-    MASK "interval": a query sees the keys lo <= o_at < hi, all counted from the same position; its interval
-    is empty outside ``m_q``. Keys from ``end`` on are out of range (None: no key is).
-    MASK "mod": mask_mod decides within ``m_in``.
-    A block of BOUNDED_KIND is full except for pairs past the ends of the sequence.
+    The interval of a query outside ``m_q`` is empty.  A block of BOUNDED_KIND has no interval.
     """
-    if RULE.MASK == "interval":
-        if RULE.BOUNDED:
-            b_lo = tl.where(kind == BOUNDED_KIND, -FAR, b_lo)
-            b_hi = tl.where((kind == BOUNDED_KIND) & m_q, FAR, b_hi)
-        if end is not None:
-            b_hi = tl.minimum(b_hi, end)
-        return (o_at >= b_lo) & (o_at < b_hi)
-    elif RULE.MASK == "mod":
-        m_keep = RULE.MASK_MOD(i_b, i_h, o_q, o_kv, mask_caps)
+    if RULE.BOUNDED:
+        b_lo = tl.where(kind == BOUNDED_KIND, -FAR, b_lo)
+        b_hi = tl.where((kind == BOUNDED_KIND) & m_q, FAR, b_hi)
+    if end is not None:
+        b_hi = tl.minimum(b_hi, end)
+    return (o_at >= b_lo) & (o_at < b_hi)
+
+
+@triton.jit
+def mod_mask(head, pairs, m_in, kind, caps, RULE: tl.constexpr):
+    """Mask of the pairs within ``m_in`` that mask_mod admits, all of them in a block of BOUNDED_KIND or
+    without a mask_mod."""
+    if RULE.MASK == "mod":
+        m_keep = RULE.MASK_MOD(head.b, head.h, pairs.q, pairs.kv, caps)
         if RULE.BOUNDED:
             m_keep = m_keep | (kind == BOUNDED_KIND)
         return m_keep & m_in
@@ -176,10 +172,8 @@ def visibility_mask(
 
 
 @triton.jit
-def visible_keys(
-    i_b, i_h, queries, kv, o_n, left, right, kind, caps, RULE: tl.constexpr, RELATIVE: tl.constexpr = True
-):
-    """Mask [M, N] of the pairs that a tile ``kv`` of a masked block admits.
+def visible_keys(head, queries, kv, o_n, rows, kind, caps, RULE: tl.constexpr, RELATIVE: tl.constexpr = True):
+    """Mask [M, N] of the pairs that a tile ``kv`` of a masked block admits; queries.o: [M, 1].
 
     RELATIVE counts positions from the tile's first key: they are the same in each tile and stay in registers
     (without: a tenth more instructions of forward, sm_90; with: dQ of 128 channels spills 16 bytes, sm_80).
@@ -189,29 +183,27 @@ def visible_keys(
     o_at = o_n[None, :] if RELATIVE else o_kv
     end = kv.n + (kv.pos - first) if RULE.RAGGED else None
     if RULE.WINDOW:
-        return window_mask(o_at, queries.o - first, left, right, end)
-    else:
-        m_q = queries.m[:, None]
-        m_kv = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
+        return window_mask(o_at, queries.o - first, rows.left, rows.right, end)
+    elif RULE.MASK == "interval":
         b_lo = (queries.lo - first)[:, None]
         b_hi = (queries.hi - first)[:, None]
-        return visibility_mask(i_b, i_h, queries.o, o_kv, m_q, m_kv, o_at, b_lo, b_hi, end, kind, caps, RULE)
+        return interval_mask(o_at, b_lo, b_hi, queries.m[:, None], end, kind, RULE)
+    else:
+        m_kv = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
+        return mod_mask(head, Pairs(queries.o, o_kv), m_kv, kind, caps, RULE)
 
 
 @triton.jit
-def visible_queries(
-    i_b, i_bm, i_hm, o_kv, queries, o_m, m_m, interval, left, right, kind, caps, RULE: tl.constexpr
-):
-    """Mask [N, M] of the pairs that a tile ``queries`` of a masked block admits."""
+def visible_queries(head, o_kv, queries, tile, o_m, rows, kind, caps, RULE: tl.constexpr):
+    """Mask [N, M] of the pairs that a ``tile`` of queries of a masked block admits; queries.o: [1, M]."""
     if RULE.WINDOW:
-        return window_mask(o_m[None, :], o_kv - queries.pos, left, right, queries.n if RULE.RAGGED else None)
+        n_m = tile.n if RULE.RAGGED else None
+        return window_mask(o_m[None, :], o_kv - tile.pos, rows.left, rows.right, n_m)
+    elif RULE.MASK == "interval":
+        m_q = queries.m[None, :]
+        return interval_mask(o_kv, queries.lo[None, :], queries.hi[None, :], m_q, None, kind, RULE)
     else:
-        b_lo, b_hi = row_intervals(interval, i_b, i_hm, queries.row, o_m, m_m, RULE.MASK)
-        m_q = m_m[None, :]
-        o_q = (queries.pos + o_m)[None, :]
-        b_lo = b_lo[None, :]
-        b_hi = b_hi[None, :]
-        return visibility_mask(i_bm, i_hm, o_q, o_kv, m_q, m_q, o_kv, b_lo, b_hi, None, kind, caps, RULE)
+        return mod_mask(head, Pairs(queries.o, o_kv), queries.m[None, :], kind, caps, RULE)
 
 
 @triton.jit
@@ -245,13 +237,13 @@ def probabilities(b_s, b_lse):
 
 
 @triton.jit
-def to_log2(b_s, i_b, i_h, o_q, o_kv, score_caps, SCALE: tl.constexpr, SCORE_MOD: tl.constexpr):
+def to_log2(b_s, head, pairs, score_caps, SCALE: tl.constexpr, SCORE_MOD: tl.constexpr):
     """Convert raw dot products to (scores before score_mod, final scores in log2 units)."""
     if SCORE_MOD is None:
         return b_s, b_s * (SCALE * LOG2E)
     else:
         b_s = b_s * SCALE
-        b_t = SCORE_MOD(b_s, i_b, i_h, o_q, o_kv, score_caps)
+        b_t = SCORE_MOD(b_s, head.b, head.h, pairs.q, pairs.kv, score_caps)
         return b_s, b_t.to(b_s.dtype) * LOG2E
 
 

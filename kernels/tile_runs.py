@@ -24,13 +24,24 @@ class Slots(NamedTuple):
     count: Any
 
 
+class SideLayout(NamedTuple):
+    """How the slots of queries, or those of keys, are cut into tiles: constants of the kernel."""
+
+    BLOCK: Any  # rows of the longest slot
+    TILE: Any  # rows of a tile
+    DENSE: Any  # one slot, whose tiles are counted from its first row
+
+
 class Rows(NamedTuple):
-    """CSR rows of runs: ptr int32 [Bm, Hm, rows, 3], runs int32 [n, 3] = (start, end, kind)."""
+    """What each row of blocks sees of the other side: CSR rows of runs, ptr int32 [Bm, Hm, rows, 3] and runs
+    int32 [n, 3] = (start, end, kind); or the positions ``left`` and ``right`` of its own, None: unbounded."""
 
     ptr: Any
     stride_b: Any
     stride_h: Any
     runs: Any
+    left: Any
+    right: Any
 
 
 class Tile(NamedTuple):
@@ -51,23 +62,23 @@ class RunTiles(NamedTuple):
     skip: Any
 
 
+class KeyShare(NamedTuple):
+    """The part of a row's tiles that a program computes: it skips ``skip`` tiles, then takes ``take``."""
+
+    skip: Any
+    take: Any
+
+
 @triton.jit
-def locate_tile(
-    slots,
-    i_b,
-    i_tile,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    DENSE: tl.constexpr,
-    VOLATILE: tl.constexpr = False,
-):
+def locate_tile(slots, i_b, i_tile, LAYOUT: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Tile ``i_tile`` of the buffer.  VOLATILE repeats the loads where the compiler would keep the first
     ones in registers."""
-    if DENSE:
+    TILE: tl.constexpr = LAYOUT.TILE
+    if LAYOUT.DENSE:
         row = i_tile * TILE
         return Tile(row, slots.first + row, slots.count - row)
     else:
-        TILES: tl.constexpr = (BLOCK + TILE - 1) // TILE
+        TILES: tl.constexpr = (LAYOUT.BLOCK + TILE - 1) // TILE
         shift = (i_tile % TILES) * TILE
         p_slot = slots.ptr + i_b * slots.stride_b + (i_tile // TILES) * 3
         row = tl.load(p_slot, volatile=VOLATILE) + shift
@@ -107,26 +118,17 @@ def row_runs(rows, i_b, i_h, i_slot, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def run_tiles(
-    rows,
-    i_run,
-    lo,
-    hi,
-    left,
-    right,
-    slots,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """The tiles of a run, and its kind.
+def run_tiles(rows, i_run, lo, hi, slots, LAYOUT: tl.constexpr, WINDOW: tl.constexpr, FULL: tl.constexpr):
+    """The tiles of a run in the ``slots`` of the other side, and its kind.
 
     With a table the run is three loads.  A closed-form window needs none: a position x in [lo, hi) of this
     side sees x - left <= y <= x + right of the other side, which is one masked run of both edges around one
     full run.
     """
+    TILE: tl.constexpr = LAYOUT.TILE
     if WINDOW:
+        left = rows.left
+        right = rows.right
         see_lo = 0
         all_lo = 0
         see_hi = tl.cdiv(slots.count, TILE)
@@ -145,7 +147,7 @@ def run_tiles(
         else:
             return RunTiles(see_lo, see_hi - (all_hi - all_lo), 0, all_lo, all_hi - all_lo)
     else:
-        TILES: tl.constexpr = (BLOCK + TILE - 1) // TILE
+        TILES: tl.constexpr = (LAYOUT.BLOCK + TILE - 1) // TILE
         p_run = rows.runs + i_run * 3
         return RunTiles(tl.load(p_run) * TILES, tl.load(p_run + 1) * TILES, tl.load(p_run + 2), 0, 0)
 
@@ -157,37 +159,27 @@ def skip_cut(tiles, i_t):
 
 
 @triton.jit
-def count_row_tiles(
-    rows,
-    begin,
-    end,
-    lo,
-    hi,
-    left,
-    right,
-    slots,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Count the tiles of the runs [begin, end) of a row; arguments as in :func:`run_tiles`."""
+def share_row(rows, begin, end, lo, hi, slots, splits, i_split, LAYOUT: tl.constexpr, WINDOW: tl.constexpr):
+    """The share of program ``i_split`` of ``splits`` in the tiles of the runs [begin, end) of a row; other
+    arguments as in :func:`run_tiles`."""
     n_tiles = 0
     if WINDOW:
         for FULL in tl.static_range(2):
-            tiles = run_tiles(rows, 0, lo, hi, left, right, slots, BLOCK, TILE, WINDOW, FULL)
+            tiles = run_tiles(rows, 0, lo, hi, slots, LAYOUT, WINDOW, FULL)
             n_tiles += tiles.end - tiles.begin
     else:
         for i_run in range(begin, end):
-            tiles = run_tiles(rows, i_run, lo, hi, left, right, slots, BLOCK, TILE, WINDOW, False)
+            tiles = run_tiles(rows, i_run, lo, hi, slots, LAYOUT, WINDOW, False)
             n_tiles += tiles.end - tiles.begin
-    return n_tiles
+    n_take = tl.cdiv(n_tiles, splits)
+    return KeyShare(i_split * n_take, n_take)
 
 
 @triton.jit
-def share_run(begin, end, n_skip, n_take):
-    """The tiles of a run that a program computes, which skips ``n_skip`` tiles of the row and computes
-    ``n_take``, and what remains of both numbers for the next run."""
-    n_passed = tl.minimum(n_skip, end - begin)
-    begin += n_passed
-    end = tl.minimum(end, begin + n_take)
-    return begin, end, n_skip - n_passed, n_take - (end - begin)
+def share_run(tiles, share):
+    """The tiles of a run that belong to a program's share, and the rest of the share for the next runs."""
+    n_passed = tl.minimum(share.skip, tiles.end - tiles.begin)
+    begin = tiles.begin + n_passed
+    end = tl.minimum(tiles.end, begin + share.take)
+    rest = KeyShare(share.skip - n_passed, share.take - (end - begin))
+    return RunTiles(begin, end, tiles.kind, tiles.cut, tiles.skip), rest
