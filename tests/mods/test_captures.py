@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritoncp.mods import with_tensors
+from tritoncp.mods.captures import with_tensors
 
 TABLE = torch.zeros(2)
 HOLDER = types.ModuleType("holder")

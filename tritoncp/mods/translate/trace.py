@@ -51,13 +51,10 @@ from tritoncp.mods.translate.graph_passes import (
     split_outputs,
 )
 from tritoncp.mods.translate.number_captures import number_places
+from tritoncp.mods.translate.symbolic import TRITON_NAME
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
-CAPTURED_DTYPES = (
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-)  # fmt: skip
 
 _DECOMPOSITIONS = (
     aten.silu, aten.silu_backward, aten.gelu, aten.gelu_backward, aten.softplus, aten.softplus_backward,
@@ -247,7 +244,7 @@ class _OperationChecks(TorchDispatchMode):
         if isinstance(tensor, FakeTensor) or any(t is tensor for t in self.captures):
             return
         dense = not tensor.is_nested and tensor.layout == torch.strided
-        if not dense or is_traceable_wrapper_subclass(tensor) or tensor.dtype not in CAPTURED_DTYPES:
+        if not dense or is_traceable_wrapper_subclass(tensor) or tensor.dtype not in TRITON_NAME:
             kind = f"{type(tensor).__name__} ({tensor.dtype}, {tensor.layout})"
             raise Untranslatable(
                 str(func), user_line(), f"it reads a captured {kind}; plain dense tensors are needed"
