@@ -169,9 +169,10 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
         with torch.inference_mode(False), saved_tensors_hooks(lambda x: x, lambda x: x), without_cache:
             graph = tracer(*scores, *indices) if is_score else tracer(*indices)
     except (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException) as error:
+        operation = str(getattr(error, "func", "data-dependent control flow"))
         line = last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))
         raise Untranslatable(
-            _operation(error), line, "its result depends on data known only in the kernel"
+            operation, line, "its result depends on data known only in the kernel"
         ) from error
     release_source(graph)
     remove_score_detach(graph)
@@ -193,11 +194,6 @@ def _as_tensor(out: Any, fn: Callable[..., Any], argument: Tensor) -> Tensor:
             "return", origin(fn), f"it gives {result} where one value per (q, kv) pair is needed"
         )
     return out
-
-
-def _operation(error: Exception) -> str:
-    func = getattr(error, "func", None)
-    return str(func) if func is not None else "data-dependent control flow"
 
 
 class _OperationChecks(TorchDispatchMode):
