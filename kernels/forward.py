@@ -1,4 +1,9 @@
-"""Forward: one step of attention, local Q slots against the slots of one KV buffer."""
+"""Forward: one step of attention, local Q slots against the slots of one KV buffer.
+
+Of each row m, the largest score so far, l and acc are kept over the tiles of keys (FlashAttention-2, arXiv
+2307.08691, algorithm 1, in log2 units): m' = max(m, max_j S_j), P_j = exp2(S_j - m'), r = exp2(m - m'),
+l' = l r + sum_j P_j, acc' = acc r + P V; at the end O = acc / l and lse = m + log2(l).
+"""
 
 from typing import Any, NamedTuple
 
