@@ -54,7 +54,6 @@ def _attend_on_host(
         with substitute_calls(None):
             return substitute(query, key, value, score_mod, mask, mesh, options)
     if call_modes.is_traced(query):
-        check_options(options.kernel_options or {}, _local_architecture(query))
         with call_modes.fake_mode_of(query):
             return dynamo.attend(query, key, value, score_mod, mask, mesh, options)
     group, mask = groups.group_of(mesh), plain_mask(mask)
@@ -62,8 +61,6 @@ def _attend_on_host(
         mask, query, key, group, options.check_key(query, key, value, group),
         lambda: options.check(query, key, value, mask), options.batch_offset,
     )  # fmt: skip
-    if isinstance(mask, Plan):  # that of a raw mask was found by the mask's state, or made from it
-        plan.check_sources()
     validate.check_order(plan, options.positions)
     key, value = validate.shared_batch(query, key, value)
     return autograd.forward(make_call(query, plan, score_mod, group, options), query, key, value)
@@ -92,14 +89,3 @@ def substitute_calls(call: Attend | None) -> Iterator[None]:
         yield
     finally:
         _SUBSTITUTE.reset(token)
-
-
-def _local_architecture(x: Tensor) -> str | None:
-    """Return the architecture of a tensor's device; None if this machine does not have it, as a fake or meta
-    tensor's."""
-    if x.device.type not in ("cpu", "cuda"):
-        return None
-    try:
-        return architecture(x.device)
-    except (AssertionError, RuntimeError):  # of torch without CUDA, or without a GPU
-        return None

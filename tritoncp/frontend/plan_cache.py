@@ -84,7 +84,8 @@ def plan_of_rows(
     check: Callable[[], None] = _pass_check,
     batch_offset: int | None = None,
 ) -> Plan:
-    """Return the plan of a call, checked against its shards: the plan that was passed, or that of a raw mask.
+    """Return the plan of a call, checked against its shards: the plan that was passed, whose mask's state is
+    read, or that of a raw mask, which is found by its state or made from it.
 
     call_key: :func:`validate.call_key` of the call: a plan that served a call of this key needs no check
     check: raises for wrong inputs, before a plan is made
@@ -96,7 +97,9 @@ def plan_of_rows(
         whole = plan_of_rows(mask, whole_q, whole_k, group, call_key, check)
         return whole.batch_rows(batch_offset, q.shape[0])
     if isinstance(mask, Plan):
-        return _check_call(mask, q, k, group, call_key, check)
+        _check_call(mask, q, k, group, call_key, check)
+        mask.check_sources()
+        return mask
     return plan_for(mask, q, k, group, call_key, check)
 
 

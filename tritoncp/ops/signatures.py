@@ -36,7 +36,7 @@ from tritoncp.ops.call import Call
 from tritoncp.ops.executable import caches_of
 from tritoncp.planning.plan import Plan
 
-MAX_SIGNATURES = 1024  # signatures, structures and plans per group
+MAX_SIGNATURES = 1024  # signatures and plans per group
 MAX_SCALES = 16  # values of scale that are compared per signature; further values are not
 CALL = "flex_attention"
 
@@ -45,21 +45,18 @@ class Table:
     """The signatures that a group's ranks compared: equal on every rank, as all make the same calls in one
     order.
 
-    scales:     scales that were compared, by signature
-    structures: structures of the compared plans
-    plans:      identities of plans that were compared
+    scales: scales that were compared, by signature
+    plans:  identities of plans that were compared
     """
 
     def __init__(self) -> None:
         self.scales: BoundedCache[Any, set[float]] = BoundedCache(MAX_SIGNATURES)
-        self.structures: BoundedCache[Any, bool] = BoundedCache(MAX_SIGNATURES)
         self.plans: BoundedCache[Any, bool] = BoundedCache(MAX_SIGNATURES)
 
     def note(self, signature: Any, scale: float, plan: Plan) -> None:
         """Record that the ranks compared this call."""
         scales = self.scales.get(signature)
         (self.scales.put(signature, set()) if scales is None else scales).add(scale)
-        self.structures.put(structure_of(plan), True)
         self.note_plan(plan)
 
     def note_plan(self, plan: Plan) -> None:
