@@ -92,21 +92,6 @@ def test_a_process_group_answers_as_lockstep_does() -> None:
         assert size == 3
 
 
-def test_lockstep_goes_rank_by_rank_from_yield_to_yield() -> None:
-    events = []
-
-    def schedule(rank: int) -> collectives.Schedule[int]:
-        events.append(f"{rank} starts")
-        ticket = yield AllGather(torch.zeros(1))
-        events.append(f"{rank} computes")
-        yield Wait(ticket)
-        events.append(f"{rank} ends")
-        return rank
-
-    assert lockstep([schedule(0), schedule(1)]) == [0, 1]
-    assert events == [f"{rank} {what}" for what in ("starts", "computes", "ends") for rank in (0, 1)]
-
-
 def asks(*what: Any) -> Callable[[], collectives.Schedule[None]]:
     def schedule() -> collectives.Schedule[None]:
         for i in range(len(what)):  # `yield from what` would send the answers to the tuple

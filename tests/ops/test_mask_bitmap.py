@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -16,7 +14,6 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 import tritoncp
 from tritoncp import mods
 from tritoncp.api.plans import make_plan
-from tritoncp.core import log_lines
 from tritoncp.ops import call_mods
 from tritoncp.ops.call_mods import mask_of
 from tritoncp.ops.mask_bitmap import bitmask
@@ -118,17 +115,6 @@ def test_an_untranslatable_score_mod_names_operation_line_and_the_way_out():
     message = rf"aten\.sort.* at {re.escape(__file__)}:{line} .*\n.*@triton\.jit.*from_triton"
     with pytest.raises(mods.Untranslatable, match=message):
         tritoncp.flex_attention(q, k, v, bias, enable_gqa=True)
-
-
-@pytest.mark.usefixtures("cpu_engine")
-def test_the_cpu_engine_is_logged_once_and_not_warned_of(caplog):
-    log_lines.forget_decisions()
-    q, k, v = inputs()
-    with warnings.catch_warnings(), caplog.at_level(logging.INFO, "tritoncp"):
-        warnings.simplefilter("error")
-        for _ in range(2):
-            tritoncp.flex_attention(q, k, v, enable_gqa=True).sum().backward()
-    assert caplog.text.count("set TRITON_INTERPRET=1 before Python starts") == 1
 
 
 @triton.jit
