@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 import tritoncp
 from tests.multiprocess.ranks import run
 from tritoncp import causal, document, flex_attention, make_plan, shard, unshard
-from tritoncp.distributed import collectives, consistency
+from tritoncp.distributed import consistency
 from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 
@@ -268,18 +268,3 @@ def test_a_rank_that_fails_in_a_call_is_named_where_asked_for(checking):
     ((kind, text, _),), ((own, _, _),) = run(2, differing(["failure"]))
     assert (kind, own) == ("PeerLost", "ValueError")
     assert "call 2 of rank 1 failed: ValueError" in text and "do not fit together" in text
-
-
-def test_calls_that_agree_are_compared_once_unless_asked_for(monkeypatch):
-    def work(group):
-        exchanged = []
-        exchange = collectives.exchange
-        collectives.exchange = lambda *args: exchanged.append(1) or exchange(*args)
-        plan = make_plan(mask(), group)
-        for _ in range(3):
-            flex_attention(q(), q(), q(), twice, plan, mesh=group)
-        return len(exchanged)
-
-    assert run(2, work) == [2, 2]
-    monkeypatch.setattr(consistency, "CHECKED", True)
-    assert run(2, work) == [4, 4]

@@ -187,13 +187,8 @@ class CpuEngine:
         return Scores(self.scale, self.score, step.indices(group, tiles), visible)
 
     def _run(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of :class:`Scores`, compiled if the call wants that."""
+        """Return a method of :class:`Scores`, compiled if the call requests that."""
         return compiled(method) if self.compile else method
-
-    @staticmethod
-    def _bias(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Return what the flash kernel adds to the scores of tiles."""
-        return None if visible is None else flash.hide(visible, dtype)
 
     def _forward_tiles(
         self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, q: Tensor, k: Tensor,
@@ -203,7 +198,7 @@ class CpuEngine:
         rows = gather(q[group.heads], tiles.rows, tiles.height)
         keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
         if use_flash:
-            bias = self._bias(visible, rows.dtype)
+            bias = flash.hide(visible, rows.dtype)
             return flash.forward(rows, keys, values, bias, tiles.kind == "causal", self.scale)
         scores = self._scores(step, group, tiles, visible)
         return self._run(Scores.forward)(scores, rows, keys, values, self.captures)
@@ -236,7 +231,7 @@ class CpuEngine:
         )
         keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
         if out is not None:
-            bias, causal = self._bias(visible, rows.dtype), tiles.kind == "causal"
+            bias, causal = flash.hide(visible, rows.dtype), tiles.kind == "causal"
             outs = gather(out[group.heads], tiles.rows, tiles.height)
             return flash.backward(rows, keys, values, outs, lses, douts, bias, causal, self.scale)
         scores = self._scores(step, group, tiles, visible)

@@ -353,11 +353,8 @@ def exchange(
     record = failures.record_of(group)
     record.messages += 1
     channel = groups.control_communicator(group, purpose)
-    row = torch.tensor(list(numbers), dtype=torch.int64, device=groups.device_of(group, channel))
+    row = torch.tensor(list(numbers), dtype=torch.int64)
     rows = row.repeat(group.size(), 1)
-    if isinstance(channel, dist.ProcessGroup):
-        _all_gather(rows.view(-1), row, group=channel)
-        return rows.tolist()
     work = channel.allgather([list(rows)], [row])
     message = Message(record.messages, "exchange", lambda: purpose, groups.timeout)
     failures.wait(work, group, record, lambda: message)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tritoncp.distributed.collectives import Schedule, Wait
+from tritoncp.distributed.collectives import Schedule
 from tritoncp.distributed.schedules import local, ring
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.distributed.schedules.head_exchange import HeadExchange
@@ -38,15 +38,11 @@ def forward(
     row = local if exchange.plan.world_size == 1 else inner
     computation = row.forward(exchange.plan, HeadSubsetEngine(engine, exchange), *tensors, want_max)
     whole_out, *stats = yield from exchange.run_between_rows(computation)
-    flights = []
-    for x in stats if want_max else stats[:1]:
-        flights.append((yield exchange.statistic_request(x)))
     out = laid_out_as(q, v.shape[3])
-    yield from exchange.to_sequence((whole_out, exchange.q, out))
-    own_stats = []
-    for flight in flights:
-        own_stats.append(exchange.join_statistic(q, (yield Wait(flight))))
-    return out, own_stats[0], own_stats[1] if want_max else None
+    lse, top = (x if x is None else x.new_empty(q.shape[:3]) for x in stats)
+    own_stats = [(x[..., None], exchange.q, y[..., None]) for x, y in zip(stats, (lse, top)) if x is not None]
+    yield from exchange.to_sequence((whole_out, exchange.q, out), *own_stats)
+    return out, lse, top
 
 
 def backward(
