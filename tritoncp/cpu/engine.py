@@ -37,7 +37,7 @@ class CpuEngine:
     """One attention call.
 
     mask:     the user's function over (b, h, q_idx, kv_idx)
-    score:    from the captures that want gradients to the user's function over (score, b, h, q_idx, kv_idx)
+    score:    from the captures that require gradients to the user's function over (score, b, h, q_idx, kv_idx)
     captures: these tensors, at least as wide as their gradients' sums; ``grads`` are buffers for the sums
     first_row: batch row of the whole that row 0 of the tensors is, for the indices of masks and mods
     compile:  whether torch.compile runs the score_mod of tiles
@@ -205,7 +205,7 @@ class CpuEngine:
 
     def _add_largest(self, step: Step, q: Tensor, k: Tensor, max_scores: Tensor, add: bool) -> None:
         """Write the largest scores of rows, or raise those of earlier steps. The other results are computed
-        apart, and do not depend on whether these are wanted."""
+        apart, and do not depend on whether these are requested."""
         top = q.new_full(q.shape[:2], -torch.inf)
         if add:
             top = step.q.pack(max_scores[..., None], q.dtype)[..., 0]

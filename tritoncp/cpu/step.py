@@ -39,7 +39,7 @@ class HeadGroup:
 class Step:
     """The tables of a step for tensors of one shape.
 
-    mask: the user's function over (b, h, q_idx, kv_idx), if masked tiles ask it
+    mask: the user's function over (b, h, q_idx, kv_idx), if masked tiles call it
     """
 
     q: Packing

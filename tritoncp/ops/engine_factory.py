@@ -94,7 +94,7 @@ def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) 
     if score and score.graph is None and any(grad.dtype is torch.int64 for grad in grads):
         raise ValueError(
             "this score_mod is hand-written @triton.jit code whose gradient adds floats with atomics, and "
-            "deterministic results are asked for; write it in Python, or pass captures that need no gradient"
+            "deterministic results are requested; write it in Python, or pass captures that need no gradient"
         )
     if dict(call.options).get("COMPILE"):
         raise ValueError(
@@ -141,7 +141,7 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
             inner[index] = tensor
         return lambda *indices: run(*indices, *inner, *score.numbers)
 
-    settings["compile"] = compiled.wanted(dict(call.options).get("COMPILE"))
+    settings["compile"] = compiled.compiles_scores(dict(call.options).get("COMPILE"))
     return CpuEngine(call.scale, _check_torch_form(mask), bind, targets, grads, **settings)
 
 
