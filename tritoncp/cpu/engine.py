@@ -37,7 +37,7 @@ class CpuEngine:
     """One attention call.
 
     mask:     the user's function over (b, h, q_idx, kv_idx)
-    score:    from the captures that require gradients to the user's function over (score, b, h, q_idx, kv_idx)
+    score:    from the captures that require gradients to the score_mod over (score, b, h, q_idx, kv_idx)
     captures: these tensors, at least as wide as their gradients' sums; ``grads`` are buffers for the sums
     first_row: batch row of the whole that row 0 of the tensors is, for the indices of masks and mods
     compile:  whether torch.compile runs the score_mod of tiles
