@@ -14,8 +14,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import SequenceKey
 
 from tritoncp.chunking import attention
-from tritoncp.chunking.schedule import RETURN, SEND
 from tritoncp.chunking.sizes import expression
+from tritoncp.chunking.step_graph import RETURN, SEND
 from tritoncp.ops.graph.key_exchange import (
     backward_part_op,
     forward_part_op,
@@ -46,7 +46,7 @@ def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
     own: Any = node.args
     chunks = rewrite.sizes.chunks
     rest = c, chunks, *_call(rewrite, node)
-    q, buffer = chunk(attention.query_of(node)), rewrite.values[node, SEND]
+    q, buffer = chunk(attention.argument(node, "q")), rewrite.values[node, SEND]
     if node.target is attention.forward_op:
         return forward_part_op, (q, buffer, *rest)
     dout, dlse, _, _, _, out, lse, *_ = own
@@ -58,7 +58,7 @@ def gradient_values(rewrite: Any, node: Node) -> list[Tensor]:
     """Return the values of what a chunk adds to the gradients of the rows of the buffer."""
     own: Any = node.args
     buffer, dtype = rewrite.values[node, SEND].meta["val"], own[6].meta["val"].dtype
-    d = attention.query_of(node).meta["val"].shape[3]
+    d = attention.argument(node, "q").meta["val"].shape[3]
     sizes = d, buffer.shape[2] - d
     rows, heads = buffer.shape[:2]
     return [_empty(rewrite, (rows, heads, size), dtype, buffer.device) for size in sizes]
@@ -109,7 +109,7 @@ def _call(rewrite: Any, node: Node) -> tuple[Any, ...]:
 
 
 def _handle(rewrite: Any, node: Node) -> Node:
-    return rewrite.whole_node(attention.plan_of(node))
+    return rewrite.whole_node(attention.argument(node, "plan"))
 
 
 def _stage(node: Node) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _message(rewrite: Any, node: Node, heads: Any, width: Any, dtype: Any) -> tu
         rows = env.create_unbacked_symint()
     symbol = rows.node.expr
     torch.fx.experimental.symbolic_shapes._constrain_range_for_size(rows)
-    q = attention.query_of(node).meta["val"]
+    q = attention.argument(node, "q").meta["val"]
     plan = attention.plan_between_ranks(node)
     local, batch = sizes.rows, sizes.hint(expression(q.shape[0]))
     if plan is not None and local and batch:

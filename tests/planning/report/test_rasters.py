@@ -11,7 +11,6 @@ from tritoncp.masks.mask_mod import and_masks
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.report import rasters
-from tritoncp.planning.report.facts import Facts
 from tritoncp.planning.report.rasters import FULL, MASKED, SOME, colours
 
 
@@ -53,14 +52,6 @@ def test_a_thin_window_over_a_long_sequence_is_still_seen() -> None:
     plan = build(create_block_mask(sliding_window(10), 1, 1, size, size), 8, balancer="contiguous")
     pixels = rasters.mask_pixels(plan, 256)
     assert bool((pixels[..., 3].diagonal() > 0).all()) and int(pixels[0, -1, 3]) == 0
-
-
-def test_reads_are_stronger_for_more_and_its_own_apart() -> None:
-    facts = Facts.of(document_plan(4096, 4), heads=4, kv_heads=2)
-    pixels, reads = rasters.reads_pixels(facts), facts.reads
-    assert pixels.shape == (4, 4, 4) and tuple(pixels[1, 1].tolist()) == (*rasters.OWN, 255)
-    remote = sorted((int(reads[r, s]), int(pixels[r, s, 3])) for r in range(4) for s in range(4) if r != s)
-    assert [opacity for _, opacity in remote] == sorted(opacity for _, opacity in remote)
 
 
 def test_the_strips_show_each_ranks_queries() -> None:
