@@ -122,7 +122,6 @@ def test_an_interval_may_span_full_blocks_between_masked_ones() -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     for limit in ("PAIRS", "_TILES", "_BLOCKS", "_FIRST_BLOCKS", "_UNMERGED_RUNS"):
         monkeypatch.setattr(classify, limit, chunk)
-    monkeypatch.setattr("tritoncp.masks.mask_data.PAIRS", chunk)
     monkeypatch.setattr(block_lists, "MAX_ENTRIES", chunk)
     for seed in range(5):
         mod = make_mask_mod(seed, 14, 17)
@@ -233,13 +232,6 @@ def test_a_mask_listed_once_serves_every_batch_row_with_its_own_mask_mod() -> No
     dense = mask.to_dense(B=3, H=2)
     kinds = mask.runs.to_kinds().expand(3, 2, -1, -1)
     assert torch.equal(dense, visible_by_definition(mod, kinds, mask))
-
-
-def test_costs_weigh_blocks_and_sum_over_heads() -> None:
-    mask = create_block_mask(causal(), 2, 3, 64, 64, BLOCK_SIZE=16)
-    assert mask.costs().tolist() == [[3, 6, 9, 12]] * 2
-    assert mask.costs().dtype == torch.int64
-    assert mask.costs(full=1.0, partial=1.5).tolist() == [[4.5, 7.5, 10.5, 13.5]] * 2
 
 
 def test_pickle_and_pictures() -> None:

@@ -9,7 +9,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
 
-from tests.compat.differences import documented
 from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
 from tritoncp.planning.balance import balancers, contiguous, deal, head_tail, locality, per_document, ptrr
 from tritoncp.planning.build import build
@@ -130,7 +129,6 @@ TORCHS_MASKS = {
 @pytest.mark.parametrize("name", TORCHS_MASKS)
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_unweighted_ptrr_places_every_token_as_torch(name: str, world_size: int) -> None:
-    documented("PTRR placement")
     batch = 2 if name == "batch rows" else 1
     mask = create_block_mask(TORCHS_MASKS[name], batch, 1, 512, 512, BLOCK_SIZE=16)
     want = theirs._PTRRLoadBalancer(mask.to_block_mask(), world_size)._generate_indices()

@@ -17,76 +17,34 @@ from tritoncp.frontend.group_call import group_call
 
 @overload
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-    block_mask: Any = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    return_lse: Literal[False] = ...,
-    kernel_options: dict[str, Any] | None = ...,
-    *,
-    return_aux: None = ...,
-    mesh: Any = ...,
-    positions: Tensor | None = ...,
-    sinks: Tensor | None = ...,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ...,
+    mesh: Any = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
     batch_offset: int | None = ...,
-) -> Tensor: ...
+) -> Tensor: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-    block_mask: Any = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    return_lse: Literal[True],
-    kernel_options: dict[str, Any] | None = ...,
-    return_aux: None = ...,
-    mesh: Any = ...,
-    positions: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    batch_offset: int | None = ...,
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., mesh: Any = ...,
+    positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-    block_mask: Any = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    return_lse: Literal[False] = ...,
-    kernel_options: dict[str, Any] | None = ...,
-    *,
-    return_aux: AuxRequest,
-    mesh: Any = ...,
-    positions: Tensor | None = ...,
-    sinks: Tensor | None = ...,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest,
+    mesh: Any = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
     batch_offset: int | None = ...,
-) -> tuple[Tensor, AuxOutput]: ...
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-    block_mask: Any = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    return_lse: bool = ...,
-    kernel_options: dict[str, Any] | None = ...,
-    *,
-    return_aux: AuxRequest | None = ...,
-    mesh: Any = ...,
-    positions: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    batch_offset: int | None = ...,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
+    kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ..., mesh: Any = ...,
+    positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @graph_entry
 @group_call
 def flex_attention(

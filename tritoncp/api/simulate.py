@@ -76,72 +76,36 @@ class World:
 
     @overload
     def flex_attention(
-        self,
-        queries: Sequence[Tensor],
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-        block_mask: Any = ...,
-        scale: float | None = ...,
-        enable_gqa: bool = ...,
-        return_lse: Literal[False] = ...,
-        kernel_options: dict[str, Any] | None = ...,
-        *,
-        return_aux: None = ...,
-        sinks: Tensor | None = ...,
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
+        kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ..., sinks: Tensor | None = ...,
         batch_offset: int | None = ...,
-    ) -> list[Tensor]: ...
+    ) -> list[Tensor]: ...  # fmt: skip
     @overload
     def flex_attention(
-        self,
-        queries: Sequence[Tensor],
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-        block_mask: Any = ...,
-        scale: float | None = ...,
-        enable_gqa: bool = ...,
-        *,
-        return_lse: Literal[True],
-        kernel_options: dict[str, Any] | None = ...,
-        return_aux: None = ...,
-        sinks: Tensor | None = ...,
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
+        kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., sinks: Tensor | None = ...,
         batch_offset: int | None = ...,
-    ) -> tuple[list[Tensor], list[Tensor]]: ...
+    ) -> tuple[list[Tensor], list[Tensor]]: ...  # fmt: skip
     @overload
     def flex_attention(
-        self,
-        queries: Sequence[Tensor],
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-        block_mask: Any = ...,
-        scale: float | None = ...,
-        enable_gqa: bool = ...,
-        return_lse: Literal[False] = ...,
-        kernel_options: dict[str, Any] | None = ...,
-        *,
-        return_aux: AuxRequest,
-        sinks: Tensor | None = ...,
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
+        kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest, sinks: Tensor | None = ...,
         batch_offset: int | None = ...,
-    ) -> tuple[list[Tensor], RankAux]: ...
+    ) -> tuple[list[Tensor], RankAux]: ...  # fmt: skip
     @overload
     def flex_attention(
-        self,
-        queries: Sequence[Tensor],
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-        block_mask: Any = ...,
-        scale: float | None = ...,
-        enable_gqa: bool = ...,
-        return_lse: bool = ...,
-        kernel_options: dict[str, Any] | None = ...,
-        *,
-        return_aux: AuxRequest | None = ...,
-        sinks: Tensor | None = ...,
-        batch_offset: int | None = ...,
-    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]: ...
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
+        kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ...,
+        sinks: Tensor | None = ..., batch_offset: int | None = ...,
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]: ...  # fmt: skip
     @host_only
     def flex_attention(
         self,

@@ -260,6 +260,15 @@ def _parameters(function: Any) -> list[str] | None:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
 
 
+def _operands(node: ast.BinOp | ast.BoolOp) -> list[ast.expr]:
+    """List the operands of ``a & b & c``, which Python parses as two nested operations."""
+    if isinstance(node, ast.BoolOp):
+        return node.values
+    left = node.left
+    is_chain = isinstance(left, ast.BinOp) and type(left.op) is type(node.op)
+    return [*(_operands(left) if is_chain else [left]), node.right]
+
+
 class _Reader:
     """Builds a mask_mod from a syntax tree."""
 
@@ -283,10 +292,8 @@ class _Reader:
         """
         if depth > MAX_DEPTH:
             raise self._error(f"masks are nested more than {MAX_DEPTH} deep", node)
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](*self._flat(node, type(node.op), depth + 1))
-        if isinstance(node, ast.BoolOp):
-            return OPERATORS[type(node.op)](*[self.mask(value, depth + 1) for value in node.values])
+        if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](*[self.mask(part, depth + 1) for part in _operands(node)])
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert | ast.Not):
             return not_(self.mask(node.operand, depth + 1))
         if isinstance(node, ast.Name):
@@ -296,12 +303,6 @@ class _Reader:
             keywords = {keyword.arg or "**": self._number(keyword.value) for keyword in node.keywords}
             return self._call(node, node.func, numbers, keywords)
         raise self._error("a mask is a name, a call of one, or masks joined with & | ~", node)
-
-    def _flat(self, node: ast.AST, kind: type, depth: int) -> list[MaskFn]:
-        """Build the operands of ``a & b & c`` as three masks instead of two nested operations."""
-        if isinstance(node, ast.BinOp) and type(node.op) is kind:
-            return [*self._flat(node.left, kind, depth), *self._flat(node.right, kind, depth)]
-        return [self.mask(node, depth)]
 
     def _call(
         self, node: ast.AST, name: ast.Name, numbers: Sequence[int], keywords: dict[str, int]

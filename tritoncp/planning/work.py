@@ -92,7 +92,7 @@ def work_of_rows(masks: Sequence[Mask], world_size: int, side: str = "q") -> lis
         Work(
             costs[row],
             world_size,
-            tuple(runs_of_mask.batch_row(row if runs_of_mask.shape[0] > 1 else 0) for runs_of_mask in runs),
+            tuple(runs_of_mask.select([row if runs_of_mask.shape[0] > 1 else 0]) for runs_of_mask in runs),
             together,
             column,
         )

@@ -136,20 +136,14 @@ def _sign(dtype: torch.dtype, a: Span) -> Span:
     return Span(a.lo.sign() + 0 * a.lo, a.hi.sign() + 0 * a.hi, dtype, 1)  # the sign of NaN is 0
 
 
-def _maximum(dtype: torch.dtype, a: Span, b: Span) -> Span:
-    return Span(torch.maximum(a.lo, b.lo), torch.maximum(a.hi, b.hi), dtype, max(a.magnitude, b.magnitude))
+def _monotone(op: Callable[..., Tensor]) -> Rule:
+    """Return the rule of an operation that never falls where an operand rises."""
 
+    def rule(dtype: torch.dtype, *spans: Span) -> Span:
+        lo, hi = op(*(span.lo for span in spans)), op(*(span.hi for span in spans))
+        return Span(lo, hi, dtype, max(span.magnitude for span in spans))
 
-def _minimum(dtype: torch.dtype, a: Span, b: Span) -> Span:
-    return Span(torch.minimum(a.lo, b.lo), torch.minimum(a.hi, b.hi), dtype, max(a.magnitude, b.magnitude))
-
-
-def _clamp(dtype: torch.dtype, a: Span, lower: Span, upper: Span) -> Span:
-    return _minimum(dtype, _maximum(dtype, a, lower), upper)
-
-
-def _relu(dtype: torch.dtype, a: Span) -> Span:
-    return Span(a.lo.relu(), a.hi.relu(), dtype, a.magnitude)
+    return rule
 
 
 def _divide(dtype: torch.dtype, a: Span, b: Span) -> Span:
@@ -161,11 +155,11 @@ def _divide(dtype: torch.dtype, a: Span, b: Span) -> Span:
 
 def _floor_divide(dtype: torch.dtype, a: Span, b: Span) -> Span | None:
     """Floor division of integers. torch's floor division of floats is not the floor of the quotient."""
-    return _rounding(torch.floor)(torch.float64, _divide(dtype, a, b)) if is_integer(dtype) else None
+    return _monotone(torch.floor)(torch.float64, _divide(dtype, a, b)) if is_integer(dtype) else None
 
 
 def _trunc_divide(dtype: torch.dtype, a: Span, b: Span) -> Span | None:
-    return _rounding(torch.trunc)(torch.float64, _divide(dtype, a, b)) if is_integer(dtype) else None
+    return _monotone(torch.trunc)(torch.float64, _divide(dtype, a, b)) if is_integer(dtype) else None
 
 
 def _remainder(dtype: torch.dtype, a: Span, b: Span) -> Span | None:
@@ -215,12 +209,7 @@ def _bits(op: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Span]:
     return rule
 
 
-def _and(dtype: torch.dtype, a: Span, b: Span) -> Span:
-    return Span(a.lo & b.lo, a.hi & b.hi, dtype)
-
-
-def _or(dtype: torch.dtype, a: Span, b: Span) -> Span:
-    return Span(a.lo | b.lo, a.hi | b.hi, dtype)
+_and, _or = _monotone(torch.logical_and), _monotone(torch.logical_or)
 
 
 def _xor(dtype: torch.dtype, a: Span, b: Span) -> Span:
@@ -258,27 +247,25 @@ def _where(dtype: torch.dtype, condition: Span, a: Span, b: Span) -> Span:
     return Span(lo, hi, dtype, max(a.magnitude, b.magnitude))
 
 
-def _rounding(op: Callable[[Tensor], Tensor]) -> Callable[..., Span]:
-    return lambda dtype, a: a if is_integer(dtype) else Span(op(a.lo), op(a.hi), dtype, a.magnitude)
-
-
 COPIES = ("_to_copy", "clone", "detach", "alias", "lift_fresh_copy")
 # Rules by operation name, grouped by the type the operation computes in: that of its result, the common type
 # of its operands, bool.
 RESULT_RULES: dict[str, Rule] = {
     "add": _add, "sub": _sub, "rsub": lambda dtype, a, b: _sub(dtype, b, a), "mul": _mul, "neg": _neg,
-    "abs": _abs, "sign": _sign, "sgn": _sign, "square": _square, "maximum": _maximum, "minimum": _minimum,
-    "clamp_min": _maximum, "clamp_max": _minimum, "div": _divide, "floor_divide": _floor_divide,
-    "div_floor": _floor_divide, "div_trunc": _trunc_divide, "remainder": _remainder,
-    "bitwise_left_shift": _shift_left, "__lshift__": _shift_left,
-    "bitwise_right_shift": _shift_right, "__rshift__": _shift_right,
-    "bitwise_and": _by_type(_and, torch.bitwise_and), "__and__": _by_type(_and, torch.bitwise_and),
-    "bitwise_or": _by_type(_or, torch.bitwise_or), "__or__": _by_type(_or, torch.bitwise_or),
-    "bitwise_xor": _by_type(_xor, torch.bitwise_xor), "__xor__": _by_type(_xor, torch.bitwise_xor),
-    "bitwise_not": _not, "where": _where, "relu": _relu,
-    "floor": _rounding(torch.floor), "ceil": _rounding(torch.ceil), "trunc": _rounding(torch.trunc),
-    "round": _rounding(torch.round),
-    "clamp": _clamp, **dict.fromkeys(COPIES, lambda dtype, a: a),
+    "abs": _abs, "sign": _sign, "sgn": _sign, "square": _square,
+    **dict.fromkeys(("maximum", "clamp_min"), _monotone(torch.maximum)),
+    **dict.fromkeys(("minimum", "clamp_max"), _monotone(torch.minimum)),
+    "div": _divide, "floor_divide": _floor_divide, "div_floor": _floor_divide, "div_trunc": _trunc_divide,
+    "remainder": _remainder,
+    **dict.fromkeys(("bitwise_left_shift", "__lshift__"), _shift_left),
+    **dict.fromkeys(("bitwise_right_shift", "__rshift__"), _shift_right),
+    **dict.fromkeys(("bitwise_and", "__and__"), _by_type(_and, torch.bitwise_and)),
+    **dict.fromkeys(("bitwise_or", "__or__"), _by_type(_or, torch.bitwise_or)),
+    **dict.fromkeys(("bitwise_xor", "__xor__"), _by_type(_xor, torch.bitwise_xor)),
+    "bitwise_not": _not, "where": _where, "relu": _monotone(torch.relu),
+    "floor": _monotone(torch.floor), "ceil": _monotone(torch.ceil), "trunc": _monotone(torch.trunc),
+    "round": _monotone(torch.round),
+    "clamp": _monotone(torch.clamp), **dict.fromkeys(COPIES, lambda dtype, a: a),
 }  # fmt: skip
 OPERAND_RULES: dict[str, Rule] = {
     "lt": _less, "gt": lambda dtype, a, b: _less(dtype, b, a),

@@ -72,7 +72,7 @@ def _raster(colour: Tensor, opacity: Tensor) -> Tensor:
 
 def _opacities(mask: Mask, side: int) -> Tensor:
     """Return each pixel's opacity, of the first batch row and head: float32 [<= side, <= side]."""
-    runs = mask.runs.part(1, 1)
+    runs = mask.runs.select([0], [0])
     rows, columns = runs.shape[2:]
     high, wide = min(side, rows), min(side, columns)
     row, start, end, kind = runs._flat()
