@@ -60,10 +60,12 @@ def build_all(
     if world_size == 1:
         return plans
     hardware = cost.hardware_of(world_size)
-    return [
-        replace(plan, schedule=costs[0].schedule, reason=cost.format_reason(costs, hardware))
-        for plan, costs in zip(plans, _estimate(plans, hardware))
-    ]
+    chosen = []
+    for plan, costs in zip(plans, _estimate(plans, hardware)):
+        times = ", ".join(f"{one.schedule} {one.total * 1e3:.3g}" for one in costs)
+        reason = f"predicted ms a layer on {hardware.name}: {times}"
+        chosen.append(replace(plan, schedule=costs[0].schedule, reason=reason))
+    return chosen
 
 
 class Placed(NamedTuple):

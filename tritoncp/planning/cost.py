@@ -177,12 +177,6 @@ def _ulysses(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
     return Cost("ulysses", inner.forward + forward_exchange, backward)
 
 
-def format_reason(estimates: Sequence[Cost], hardware: Hardware) -> str:
-    """Format the predicted times of all schedules as one line, the reason of the choice."""
-    times = ", ".join(f"{cost.schedule} {cost.total * 1e3:.3g}" for cost in estimates)
-    return f"predicted ms a layer on {hardware.name}: {times}"
-
-
 def bytes_under(plan: PlanData, schedule: str, shape: Shape) -> list[int]:
     """Return the bytes that each rank would send in a forward and a backward pass of one layer under a
     schedule that need not be the plan's."""
