@@ -91,7 +91,7 @@ def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) ->
 
 
 class Gather(torch.autograd.Function):
-    """All-gather along dim 0; the backward pass sums over ranks or takes the own slice."""
+    """All-gather along dim 0; the backward pass sums over ranks, or returns the own slice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, add: bool) -> Tensor:
@@ -122,7 +122,7 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
     """Return the global position of each local token, -1 at padding: int64 [B or 1, S_local].
 
     documents: number of each global token's document, [N] or [B, N], or the ``document(...)`` mask: positions
-    then start at 0 in every document, as rotary embeddings of packed sequences want them.
+    then start at 0 in every document, as rotary embeddings of packed sequences need them.
 
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)

@@ -126,7 +126,7 @@ class Runs:
             raise ValueError(f"rows must be int64 [B, n], got {rows.dtype} {tuple(rows.shape)}")
         b, _, r, _ = self.shape
         if rows.numel() and not (int(rows.min()) >= -1 and int(rows.max()) < r):
-            raise ValueError(f"rows must lie in [-1, {r}), got {int(rows.min())} to {int(rows.max())}")
+            raise ValueError(f"rows must be in [-1, {r}), got {int(rows.min())} to {int(rows.max())}")
         batch = _broadcast("rows", len(rows), b)
         ptr = torch.nn.functional.pad(self.ptr.expand(batch, -1, -1, -1), (0, 0, 1, 0))  # first an empty row
         return self._gather(ptr[torch.arange(batch)[:, None], :, rows + 1].transpose(1, 2))  # [B, H, n, 3]
@@ -268,7 +268,7 @@ def _interval_runs(lo: Tensor, hi: Tensor, kv_block: int, cols: int, row0: int) 
     row, i = opens[:, :-1].nonzero(as_tuple=True)
     j = opens[:, 1:].nonzero()[:, 1]
     start, end = begin[row, i].long(), reach[row, j].long()
-    # Cut the full run out of it; where there is none, everything lies left of the cut.
+    # Cut the full run out of it; where there is none, everything is left of the cut.
     has_full = full_to > full_from
     cut_from, cut_to = torch.where(has_full, full_from, cols)[row], torch.where(has_full, full_to, cols)[row]
     full = has_full.nonzero()[:, 0]

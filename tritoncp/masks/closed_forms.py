@@ -1,7 +1,7 @@
 """Closed forms: ready-made mask_mods that know which interval of keys each query row sees.
 
 torch's flex_attention and create_block_mask take them as ordinary mask_mods. A Mask of one is built from
-interval arithmetic: a mask of a million tokens takes a fraction of a second.
+interval arithmetic: of a million tokens in a fraction of a second.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class ContextParallelTrainer(Trainer):
     sharding: keyword arguments of :func:`shard_batch`: balancer, schedule, BLOCK_SIZE
 
     The loss of a step is the mean over the labels of all ranks, and gradients are those of the sum over ranks
-    of each rank's part: the scale that undoes the average of DDP and FSDP is in the loss. The sampler deals
+    of each rank's part: the scale that undoes the average of DDP and FSDP is in the loss. The sampler assigns
     documents to data-parallel ranks only, and batch sizes count those. Batches are [B, S] on the ranks'
     devices, as the collator returns them: padded with an attention_mask, or packed with position_ids.
 
@@ -86,7 +86,7 @@ class ContextParallelTrainer(Trainer):
             )
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
-                f"{type(self.model).__name__}.forward takes no **kwargs, and plans travel in them"
+                f"{type(self.model).__name__}.forward has no **kwargs, through which plans are passed"
             )
 
     def get_cp_size(self) -> int:
@@ -102,7 +102,7 @@ class ContextParallelTrainer(Trainer):
         dispatch = self.accelerator.dispatch_batches
         if dispatch or (dispatch is None and isinstance(dataset, IterableDataset)):
             raise ValueError(
-                "rank 0 would read the data and deal other documents to each rank: set "
+                "rank 0 would read the data and send other documents to each rank: set "
                 'accelerator_config={"dispatch_batches": False} in TrainingArguments'
             )
         own = [self.args.process_index in ranks for ranks in self._replicas]
