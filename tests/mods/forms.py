@@ -65,7 +65,6 @@ FINGERPRINTED: dict[str, tuple[str, str, str]] = {
     "attribute of a list": (
         "class Rows(list): pass\nconfig = Rows()\nconfig.slope = 0.5", "config.slope", "config.slope = 2.0"
     ),
-    "getattr with a constant": (CONFIG, "getattr(Config, 'slope', 1.0)", "Config.slope = 2.0"),
     "slots": (
         "@dataclasses.dataclass(slots=True)\nclass Config: slope: float = 0.5\nconfig = Config()",
         "config.slope",
@@ -169,6 +168,7 @@ RECORDED: dict[str, tuple[str, str, str]] = {
         "slope_of(config)",
         "Config.slope = 2.0",
     ),
+    "getattr with a constant": (CONFIG, "getattr(Config, 'slope', 1.0)", "Config.slope = 2.0"),
     "getattr with a computed name": (
         CONFIG + "names = ['slope']", "getattr(Config, names[0])", "Config.slope = 2.0"
     ),

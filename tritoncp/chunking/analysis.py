@@ -65,7 +65,6 @@ class Cut:
             x.meta["val"].fake_mode for x in graph.nodes if hasattr(x.meta.get("val"), "fake_mode")
         )
         self.sizes = Sizes(expression(size), chunks, size, fake_mode)
-        self.sizes.check_rows()
         self.pure_symbols = input_symbols(graph)
         self.outputs = list(self._outputs())
         self.chained = self._new_values()

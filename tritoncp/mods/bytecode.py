@@ -8,7 +8,6 @@ call. Of attributes of other values (local variables, results of calls) only the
 from __future__ import annotations
 
 import dis
-import itertools
 import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,9 +15,9 @@ from typing import Any, NamedTuple
 from tritoncp.core.bounded_cache import BoundedCache
 
 GLOBAL, CELL, ARGUMENT, IMPORT = "global", "closure variable", "argument", "module"
-ATTRIBUTE, ITEM, OPTIONAL = "attribute", "item", "optional attribute"
+ATTRIBUTE, ITEM = "attribute", "item"
 
-Step = tuple[str, Any]  # (ATTRIBUTE or OPTIONAL, name) or (ITEM, constant key)
+Step = tuple[str, Any]  # (ATTRIBUTE, name) or (ITEM, constant key)
 
 
 class Chain(NamedTuple):
@@ -53,7 +52,6 @@ _CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT"}
 _EDITS = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR"}
 _CELL_EDITS = {"STORE_DEREF", "DELETE_DEREF"}
 _GAPS = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
-_DYNAMIC = ("getattr", "hasattr")
 
 
 # By code; not an lru_cache, of which Dynamo warns.
@@ -118,7 +116,6 @@ class _Reader:
                 self.read(constant, {name: kind for name, kind in scope.items() if name not in hidden})
 
     def _instructions(self, instructions: list[dis.Instruction], scope: dict[str, str]) -> None:
-        names = self._lookup_names(instructions)
         skip = False
         for index, instruction in enumerate(instructions):
             operation, argument = instruction.opname, instruction.argval
@@ -127,10 +124,7 @@ class _Reader:
             if skip:
                 skip = False
             elif operation in _ATTRIBUTES:
-                self._attribute(ATTRIBUTE, argument)
-            elif index in names:
-                self._attribute(OPTIONAL, argument)
-                self._close()
+                self._attribute(argument)
             elif operation in _CONSTANTS and self._open and _is_subscript(instructions[index + 1]):
                 self._open[2].append((ITEM, argument))
                 skip = True
@@ -140,7 +134,8 @@ class _Reader:
                     self._close()
                     self._open = root
                 if operation == "IMPORT_NAME":
-                    self._import(instructions[index - 2].argval, argument)
+                    self._open = IMPORT, argument, []
+                    self._close()
                 elif operation in ("IMPORT_FROM", "LOAD_SUPER_ATTR"):
                     self.attributes.add(argument)
                 elif operation == "MATCH_CLASS":
@@ -149,49 +144,17 @@ class _Reader:
                     self.obstacle = "edits state"
         self._close()
 
-    def _lookup_names(self, instructions: list[dis.Instruction]) -> set[int]:
-        """Indices of the instructions that load the constant name in calls of getattr and hasattr."""
-        names = set()
-        for index, instruction in enumerate(instructions):
-            if instruction.opname in _GLOBALS and instruction.argval in _DYNAMIC:
-                name = _lookup_name(instructions, index)
-                names.add(name)
-                if name < 0:
-                    self.obstacle = f"calls {instruction.argval}() with a name that it computes"
-        return names
-
-    def _attribute(self, step: str, name: str) -> None:
+    def _attribute(self, name: str) -> None:
         if self._open is None:
             self.attributes.add(name)
         else:
-            self._open[2].append((step, name))
-
-    def _import(self, level: int, name: str) -> None:
-        """Collect a module and its parent packages; ``level``: leading dots of a relative import."""
-        parts = name.split(".")
-        for size in range(1, len(parts) + 1):
-            self._open = IMPORT, "." * level + ".".join(parts[:size]), []
-            self._close()
+            self._open[2].append((ATTRIBUTE, name))
 
     def _close(self) -> None:
         if self._open is not None:
             kind, name, steps = self._open
             self.chains[Chain(kind, name, tuple(steps), _path(kind, name, steps))] = None
             self._open = None
-
-
-def _lookup_name(instructions: list[dis.Instruction], start: int) -> int:
-    """The index of the name in ``getattr(variable.attribute..., "name", default)``, -1 in other calls."""
-    loads = itertools.takewhile(
-        lambda i: i.opname.startswith("LOAD_") and i.opname not in _CONSTANTS, instructions[start + 1 :]
-    )
-    index = start + 1 + len(list(loads))
-    name, *rest = instructions[index : index + 3]
-    default = [i for i in rest[:1] if i.opname.startswith("LOAD_") and i.opname not in _ATTRIBUTES]
-    call = rest[len(default)] if len(rest) > len(default) else name
-    simple = call.opname.startswith("CALL") and call.arg == 2 + len(default)
-    is_name = name.opname in _CONSTANTS and isinstance(name.argval, str)
-    return index if index > start + 1 and is_name and simple else -1
 
 
 def _roots(instruction: dis.Instruction, scope: dict[str, str]) -> Iterator[tuple[str, str, list[Step]]]:

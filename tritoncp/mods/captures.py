@@ -1,8 +1,7 @@
 """Captures of a mod: the parts of a function and of the containers in it, and copies around other parts.
 
-Every copy of a user's function is made here: around other numbers, to trace it a second time
-(`with_numbers`); around other tensors (`with_tensors`); and from the inputs of a compiled graph
-(`ops.graph.inputs.rebuild`).
+Every copy of a user's function is made here: around other tensors (`with_tensors`), and from the inputs of a
+compiled graph (`ops.graph.inputs.rebuild`).
 """
 
 from __future__ import annotations
@@ -18,26 +17,22 @@ from torch import Tensor
 from tritoncp.mods.attributes import ABSENT, fields_of
 from tritoncp.mods.bytecode import GLOBAL, ITEM, code_reads
 
-Number = int | float
 
+def captured_numbers(fn: Any) -> list[int | float]:
+    """Collect the ints and floats in a function's closures, defaults and partial arguments."""
+    numbers: list[int | float] = []
+    visited: set[int] = set()
 
-def with_numbers(fn: Any, replace: Callable[[Number], Number]) -> Any:
-    """Copy a function, with `replace` applied to the numbers in its closures, defaults and partial arguments.
+    def collect(obj: Any) -> None:
+        if type(obj) in (int, float):
+            numbers.append(obj)
+        elif type(obj) in (tuple, list, functools.partial, types.FunctionType) and id(obj) not in visited:
+            visited.add(id(obj))
+            is_function = isinstance(obj, types.FunctionType)
+            for part in function_parts(obj) if is_function else take_apart(obj)[2]:  # type: ignore[index]
+                collect(part)
 
-    Ints and floats are visited in a fixed order; bools, globals and attributes of objects stay as they are.
-    """
-    return _Copier(lambda leaf: type(leaf) in (int, float), replace, is_deep=False).copy(fn)
-
-
-def captured_numbers(fn: Any) -> list[Number]:
-    """Collect the numbers that `with_numbers` visits, in its order."""
-    numbers: list[Number] = []
-
-    def collect(number: Number) -> Number:
-        numbers.append(number)
-        return number
-
-    with_numbers(fn, collect)
+    collect(fn)
     return numbers
 
 
@@ -54,7 +49,7 @@ def with_tensors(obj: Any, new: Mapping[int, Tensor]) -> Any:
     >>> float(other(1)), float(lookup(1))
     (1.0, 0.0)
     """
-    return _Copier(lambda leaf: id(leaf) in new, lambda tensor: new[id(tensor)], is_deep=True).copy(obj)
+    return _Copier(new).copy(obj)
 
 
 def cell_value(cell: types.CellType) -> Any:
@@ -118,23 +113,18 @@ MAKERS: dict[str, Callable[[Any, list[Any]], Any]] = {
 
 
 class _Copier:
-    """Copies of objects in which leaves are replaced; an object without such a leaf stays itself.
+    """Copies of objects around other tensors, see `with_tensors`; an object without any stays itself."""
 
-    is_deep: whether to follow globals of functions and attributes of objects too
-    """
-
-    def __init__(
-        self, is_replaced: Callable[[Any], bool], replace: Callable[[Any], Any], is_deep: bool
-    ) -> None:
-        self.is_replaced, self.replace, self.is_deep = is_replaced, replace, is_deep
+    def __init__(self, new: Mapping[int, Tensor]) -> None:
+        self.new = new
         self.copies: dict[int, tuple[Any, Any]] = {}  # (object, its copy); the id of a live object is its own
 
     def copy(self, obj: Any) -> Any:
+        if id(obj) in self.new:
+            return self.new[id(obj)]
         if id(obj) in self.copies:
             return self.copies[id(obj)][1]
-        if _is_leaf(obj):
-            return self.replace(obj) if self.is_replaced(obj) else obj
-        if not any(map(self.is_replaced, self._leaves(obj, set()))):
+        if not self._holds_tensor(obj, set()):
             return obj
         if isinstance(obj, types.FunctionType):
             return self._copy_function(obj)
@@ -153,21 +143,23 @@ class _Copier:
         return clone
 
     def _copy_function(self, fn: types.FunctionType) -> types.FunctionType:
-        scope = dict(fn.__globals__) if self.is_deep else fn.__globals__
+        scope = dict(fn.__globals__)
         clone = empty_function(fn.__code__, scope, fn.__name__)
         self.copies[id(fn)] = fn, clone  # before its globals and cells, which may contain it
-        for name, value in self._globals(fn).items():
+        names = _names(fn)
+        for name in names & scope.keys():
+            value = scope[name]
             is_module = isinstance(value, types.ModuleType)
-            scope[name] = self._copy_module(value, _names(fn)) if is_module else self.copy(value)
+            scope[name] = self._copy_module(value, names) if is_module else self.copy(value)
         clone.__module__, clone.__qualname__ = fn.__module__, fn.__qualname__
         return fill_function(clone, tuple(fn.__kwdefaults__ or ()), [*map(self.copy, function_parts(fn))])
 
     def _copy_module(self, module: types.ModuleType, names: frozenset[str]) -> types.ModuleType:
         """Copy a module if the function reads a replaced tensor from it."""
         tensors = {
-            name: self.replace(value)
+            name: self.new[id(value)]
             for name, value in vars(module).items()
-            if name in names and self.is_replaced(value)
+            if name in names and id(value) in self.new
         }
         if not tensors:
             return module
@@ -175,41 +167,34 @@ class _Copier:
         clone.__dict__.update(vars(module) | tensors)
         return clone
 
-    def _leaves(self, obj: Any, visited: set[int]) -> Iterator[Any]:
-        """The leaves that `copy` visits, and those that only a method of a class or a set holds."""
-        if _is_leaf(obj):
-            yield obj
-        elif id(obj) not in visited:
-            visited.add(id(obj))
-            for part in self._parts(obj):
-                yield from self._leaves(part, visited)
-
-    def _parts(self, obj: Any) -> Iterator[Any]:
-        if isinstance(obj, types.FunctionType):
-            if self.is_deep and (obj.__module__ or "").split(".")[0] == "torch":
-                return
-            for value in self._globals(obj).values():
-                is_module = isinstance(value, types.ModuleType)
-                yield from (vars(value).get(name) for name in _names(obj)) if is_module else (value,)
-            yield from function_parts(obj)
-        elif self.is_deep or type(obj) in (tuple, list, functools.partial):
-            if (container := take_apart(obj)) is not None:
-                yield from container[2]
-            elif isinstance(obj, dict | set | frozenset):
-                yield from obj.values() if isinstance(obj, dict) else obj
-            elif not isinstance(obj, types.ModuleType | types.BuiltinFunctionType):
-                yield from fields_of(obj).values()
-                if isinstance(call := getattr(type(obj), "__call__", None), types.FunctionType):  # noqa: B004
-                    yield call
-
-    def _globals(self, fn: types.FunctionType) -> dict[str, Any]:
-        """The globals that a function reads, if they are followed."""
-        names = _names(fn) & fn.__globals__.keys() if self.is_deep else ()
-        return {name: fn.__globals__[name] for name in names}
+    def _holds_tensor(self, obj: Any, visited: set[int]) -> bool:
+        """Whether an object leads to a tensor to replace, perhaps by a method of its class or by a set."""
+        if id(obj) in self.new:
+            return True
+        if id(obj) in visited or isinstance(obj, Tensor | str | bytes | int | float | type):
+            return False
+        visited.add(id(obj))
+        return any(self._holds_tensor(part, visited) for part in _parts(obj))
 
 
-def _is_leaf(obj: Any) -> bool:
-    return isinstance(obj, Tensor | str | bytes | int | float | type)
+def _parts(obj: Any) -> Iterator[Any]:
+    """The objects that a function, container or object holds or reads."""
+    if isinstance(obj, types.FunctionType):
+        if (obj.__module__ or "").split(".")[0] == "torch":
+            return
+        names = _names(obj)
+        for value in [obj.__globals__[name] for name in names & obj.__globals__.keys()]:
+            is_module = isinstance(value, types.ModuleType)
+            yield from (vars(value).get(name) for name in names) if is_module else (value,)
+        yield from function_parts(obj)
+    elif (container := take_apart(obj)) is not None:
+        yield from container[2]
+    elif isinstance(obj, dict | set | frozenset):
+        yield from obj.values() if isinstance(obj, dict) else obj
+    elif not isinstance(obj, types.ModuleType | types.BuiltinFunctionType):
+        yield from fields_of(obj).values()
+        if isinstance(call := getattr(type(obj), "__call__", None), types.FunctionType):  # noqa: B004
+            yield call
 
 
 def _names(fn: types.FunctionType) -> frozenset[str]:

@@ -26,8 +26,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import reprlib
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -41,8 +42,7 @@ def contiguous(work: Work) -> list[list[int]]:
     >>> contiguous(Work(torch.ones(5), 2))
     [[0, 1, 2], [3, 4]]
     """
-    n = _check_work(work)
-    return [list(piece) for piece in _even_pieces(n, work.world_size)]
+    return [list(piece) for piece in _even_pieces(len(work.costs), work.world_size)]
 
 
 def head_tail(work: Work) -> list[list[int]]:
@@ -51,8 +51,7 @@ def head_tail(work: Work) -> list[list[int]]:
     >>> head_tail(Work(torch.ones(8), 2))
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    n = _check_work(work)
-    pieces = _even_pieces(n, 2 * work.world_size)
+    pieces = _even_pieces(len(work.costs), 2 * work.world_size)
     return [[*pieces[r], *pieces[-1 - r]] for r in range(work.world_size)]
 
 
@@ -68,7 +67,6 @@ def ptrr(work: Work) -> list[list[int]]:
     >>> ptrr(Work(torch.tensor([1, 2, 3, 4, 5]), 2))
     [[0, 1, 4], [2, 3]]
     """
-    _check_work(work)
     return _zig_zag(work.costs, work.world_size)
 
 
@@ -77,18 +75,8 @@ def ptrr_unweighted(work: Work) -> list[list[int]]:
     ``_PTRRLoadBalancer``, for plans that have to agree with torch's.
 
     With :func:`ptrr`, the works of two ranks, as plans count them, differ by one block row's at most. Without
-    the weight they may differ by more. Here 8 rows list 4 blocks each, in rows 0, 3, 4 and 7 masked ones:
-
-    >>> kinds = torch.ones(1, 1, 8, 4, dtype=torch.uint8)  # Kind.FULL
-    >>> kinds[0, 0, [0, 3, 4, 7]] = 0  # Kind.MASKED
-    >>> from tritoncp.masks import Runs
-    >>> from tritoncp.planning.work import block_costs
-    >>> runs = Runs.from_kinds(kinds)
-    >>> work = Work(block_costs(runs)[0], 2, (runs,))
-    >>> [[work.costs[rank].sum().item() for rank in balance(work)] for balance in (ptrr, ptrr_unweighted)]
-    [[18.0, 18.0], [20.0, 16.0]]
+    the weight they may differ by more.
     """
-    _check_work(work)
     return _zig_zag(work.listed, work.world_size)
 
 
@@ -117,7 +105,7 @@ def per_document(work: Work) -> list[list[int]]:
     >>> per_document(work)
     [[0, 3, 4, 6], [1, 2, 5, 7]]
     """
-    n, world_size = _check_work(work), work.world_size
+    n, world_size = len(work.costs), work.world_size
     costs = work.costs.tolist()
     before = list(itertools.accumulate(costs, initial=0.0))
     most = before[-1] / (2 * world_size)  # work of one group
@@ -139,7 +127,6 @@ def locality(work: Work) -> list[list[int]]:
     >>> locality(work)
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
-    _check_work(work)
     owner = place_blocks(work)
     blocks_of_rank = [(owner == rank).nonzero()[:, 0].tolist() for rank in range(work.world_size)]
     return sorted(
@@ -177,7 +164,7 @@ def deal(balancer: Balancer, work: Work) -> list[list[int]]:
         ranks = [sorted(int(block) for block in rank) for rank in result]
     except (TypeError, ValueError):
         raise ValueError(
-            f"balancer {name} returned {_abbreviate(result)}; it has to return a list of block numbers for "
+            f"balancer {name} returned {reprlib.repr(result)}; it has to return a list of block numbers for "
             "each rank"
         ) from None
     if len(ranks) != work.world_size:
@@ -185,18 +172,12 @@ def deal(balancer: Balancer, work: Work) -> list[list[int]]:
             f"balancer {name} returned lists for {len(ranks)} ranks, there are {work.world_size}; a rank "
             "without blocks has an empty list"
         )
-    n = len(work.costs)
-    counts = [0] * n
-    for block in itertools.chain(*ranks):
-        if not 0 <= block < n:
-            raise ValueError(f"balancer {name} dealt block {block}; there are blocks 0 to {n - 1}")
-        counts[block] += 1
-    wrong = [block for block, count in enumerate(counts) if count != 1]
+    n, counts = len(work.costs), Counter(itertools.chain(*ranks))
+    wrong = sorted(block for block in {*range(n), *counts} if counts[block] != (0 <= block < n))
     if wrong:
         raise ValueError(
-            f"balancer {name} has to deal each of the {n} blocks once; it dealt block {wrong[0]} "
-            f"{counts[wrong[0]]} times"
-            + (f", and {len(wrong) - 1} others not once" if len(wrong) > 1 else "")
+            f"balancer {name} has to assign each of the blocks 0 to {n - 1} once; it assigned block "
+            f"{wrong[0]} {counts[wrong[0]]} times, and {len(wrong) - 1} others are wrong"
         )
     return ranks
 
@@ -235,19 +216,3 @@ def _even_pieces(n: int, count: int) -> list[range]:
     short, longer = divmod(n, count)
     cuts = [i * short + min(i, longer) for i in range(count + 1)]
     return [range(a, b) for a, b in itertools.pairwise(cuts)]
-
-
-def _abbreviate(result: Any) -> str:
-    text = repr(result)
-    return text if len(text) < 80 else f"{text[:77]}..."
-
-
-def _check_work(work: Work) -> int:
-    if work.world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {work.world_size}")
-    if work.costs.ndim != 1:
-        raise ValueError(
-            f"a balancer takes the costs of one batch row, [blocks], got {tuple(work.costs.shape)}: "
-            "call it once for each row, or sum over them"
-        )
-    return len(work.costs)

@@ -16,7 +16,7 @@ from tritoncp.planning.parts import check_keys, check_part, part_fields
 from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report.drawing import draw_figure, write_drawing
 from tritoncp.planning.report.facts import Facts
-from tritoncp.planning.report.text import format_costs, format_text
+from tritoncp.planning.report.text import format_costs, format_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -168,4 +168,4 @@ class Plan(PlanData, BlockMaskInterface):
 
     @on_host
     def __str__(self) -> str:
-        return format_text(Facts.of(self))
+        return "\n".join(line.text for line in format_lines(Facts.of(self)))

@@ -27,6 +27,7 @@ def learn(*shape: int) -> Tensor:
 
 A, B = learn(12, 8), learn(12, 8)
 HEADS, W, TABLE = learn(2, 12, 8), learn(8), learn(2, 12)
+LAST = torch.tensor([[0], [3]])
 CAPTURES = A, B, HEADS, W, TABLE
 F = torch.nn.functional
 
@@ -43,6 +44,7 @@ OF_SCORES: dict[str, Callable[..., Any]] = {
         s * torch.cat([A.detach()[q], B.detach()[k]])[(q + k) % 16]
     ),
     "cumulated": lambda s, b, h, q, k: torch.stack([s, s * s, TABLE[h, q]]).cumsum(0)[1],
+    "cumulated by an index": lambda s, b, h, q, k: torch.stack([s, s * s, TABLE[h, q]]).cumprod(0)[k % 3],
     "arguments": lambda s, b, h, q, k: s * torch.stack([s, 0.1 - s, -s]).argmax(),
 }
 ROWS: dict[str, Callable[..., Any]] = {
@@ -53,6 +55,9 @@ ROWS: dict[str, Callable[..., Any]] = {
     "rows of heads": lambda s, b, h, q, k: s + (HEADS[h, q] * HEADS[h, k]).sum(),
     "norm": lambda s, b, h, q, k: s + A[q].norm() + (A[q] - B[k]).norm(),
     "norms of other orders": lambda s, b, h, q, k: s * A[q].norm(p=1) + B[k].norm(p=torch.inf),
+    "gathered": lambda s, b, h, q, k: (
+        s + A.detach()[q].view(2, 4).gather(1, LAST).sum() * B.detach()[k].gather(0, q[None] % 8)[0]
+    ),
     "mean": lambda s, b, h, q, k: s * A[q].mean(),
     "amax": lambda s, b, h, q, k: s + A[q].amax() - B[k].amin(-1),
     "max and index": lambda s, b, h, q, k: s + A[q].max(0).values * A[q].argmin(),

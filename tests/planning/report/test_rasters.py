@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tritoncp.masks.closed_forms import causal, document, sliding_window
-from tritoncp.masks.mask import create_block_mask, full_mask
+from tritoncp.masks.mask import create_block_mask
 from tritoncp.masks.mask_mod import and_masks
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
@@ -53,11 +53,6 @@ def test_a_thin_window_over_a_long_sequence_is_still_seen() -> None:
     plan = build(create_block_mask(sliding_window(10), 1, 1, size, size), 8, balancer="contiguous")
     pixels = rasters.mask_pixels(plan, 256)
     assert bool((pixels[..., 3].diagonal() > 0).all()) and int(pixels[0, -1, 3]) == 0
-
-
-def test_several_heads_and_ragged_shapes_are_drawn() -> None:
-    plan = build(full_mask(1000, 300, B=2, H=3, block=(64, 32)), 3)
-    assert [rasters.mask_pixels(plan, side).shape for side in (40, 8)] == [(16, 10, 4), (8, 8, 4)]
 
 
 def test_reads_are_stronger_for_more_and_its_own_apart() -> None:

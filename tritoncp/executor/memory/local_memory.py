@@ -43,3 +43,4 @@ class LocalMemory:
         access, rows, columns = self.locate(access, address, data.shape[1])
         self.data[rows, columns] = access.pick(data)
         self.written[rows, columns] = True
+        access.ctas.progress += 1

@@ -207,6 +207,7 @@ class SharedMemory:
         self.check_write(access, idx, nbytes, data, kind)
         self.check_busy(access, kind, idx, nbytes)
         self.views[nbytes][idx] = data
+        self.ctas.progress += 1
         if self.check and not (same := self.same(idx, nbytes, data)).all():
             kind = "race on shared memory: several threads write different values to one address"
             self.fault(access, kind, np.flatnonzero(~same), idx, nbytes)
@@ -226,7 +227,8 @@ class SharedMemory:
         if self.check:
             self.check_state(access, idx, nbytes)
         given = tuple(access.pick(v) for v in values)
-        out[access.where] = update(self.views[nbytes].view(t), idx, kind, operation, given)
+        out[access.where] = old = update(self.views[nbytes].view(t), idx, kind, operation, given)
+        self.ctas.progress += not np.array_equal(old, self.views[nbytes].view(t)[idx])
         self.mark(idx, nbytes, WRITTEN)
         return out
 

@@ -246,6 +246,7 @@ class Tma:
         t, kind, _ = ELEMENTS[box.map.kind]
         size, memory, inside = box.map.element, self.ctas.globals, np.flatnonzero(box.ok)
         access, way = box.one.times(len(inside)), "TMA reduction" if operation else "TMA store"
+        self.ctas.progress += 1
         for region, rows, idx in memory.locate(access, box.address[inside], size, way):
             here = data[inside if rows is None else inside[rows]]
             if operation is None:

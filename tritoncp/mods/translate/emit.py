@@ -7,14 +7,14 @@ numbers, and the function's name reduced to letters, digits and dots.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 from torch import fx
 
 from tritoncp.mods.errors import Untranslatable
+from tritoncp.mods.translate.gradient import as_sparse
 from tritoncp.mods.translate.graph_writer import GraphWriter
-from tritoncp.mods.translate.index_maps import as_sparse, element_address
+from tritoncp.mods.translate.index_maps import element_address
 from tritoncp.mods.translate.symbolic import (
     TRITON_NAME,
     Block,
@@ -59,8 +59,7 @@ def _emit_function(name: str, arguments: str, lines: list[str]) -> str:
 
 
 def _emit_header(trace: ModTrace, body: str) -> str:
-    # These load Triton, which plans do without.
-    from tritoncp.mods.translate import special_functions, triton_helpers
+    from tritoncp.mods.translate import triton_helpers  # loads Triton, which plans do without
 
     kind = f"score_mod ({TRITON_NAME[trace.dtype]} scores)" if trace.is_score else "mask_mod"
     lines = [f'"""The {kind} `{trace.name}`, translated from Python by tritoncp.', ""]
@@ -71,24 +70,17 @@ def _emit_header(trace: ModTrace, body: str) -> str:
         lines.append(f"caps[{i}]  n{i - len(trace.tensors)}: captured {type(number).__name__}")
     if not trace.tensors and not trace.numbers:
         lines.append("It captures nothing: caps is empty.")
-    imports = []
-    for module in (special_functions, triton_helpers):
-        helpers = sorted(
-            name
-            for name, function in vars(module).items()
-            if f"{name}(" in body and _calls_helper(function, name, module.__name__, body)
-        )
-        if helpers:
-            imports.append(f"from {module.__name__} import {', '.join(helpers)}")
+    helpers = sorted(
+        name
+        for name, function in vars(triton_helpers).items()
+        if getattr(getattr(function, "fn", None), "__module__", None) == triton_helpers.__name__
+        and re.search(rf"(?<![\w.]){name}\(", body)
+    )
+    imports = ["from triton.language.extra import libdevice"] if "libdevice." in body else []
+    if helpers:
+        imports.append(f"from {triton_helpers.__name__} import {', '.join(helpers)}")
     triton = ["import triton", "import triton.language as tl", *([""] if imports else [])]
     return "\n".join([*lines, '"""', "", *triton, *imports, "", "", ""])
-
-
-def _calls_helper(function: Any, name: str, module: str, body: str) -> bool:
-    """Whether `function` is a @triton.jit function of the module that the source calls as `name`."""
-    places = [i for i in range(len(body)) if body.startswith(f"{name}(", i)]
-    own = getattr(getattr(function, "fn", None), "__module__", None) == module
-    return own and any(not (body[i - 1].isalnum() or body[i - 1] in "_.") for i in places)
 
 
 def _emit_forward(trace: ModTrace) -> list[str]:

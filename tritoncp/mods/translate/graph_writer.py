@@ -29,6 +29,7 @@ from tritoncp.mods.translate.symbolic import (
     Scalar,
     Value,
     as_rep,
+    constant,
     fixed_dim,
     weak_scalar,
 )
@@ -163,11 +164,12 @@ class GraphWriter:
         if name not in _RULED and (part := decompose(node, _RULED)) is not None:
             return self._decomposed(node, part)
         if gradient.has_sparse(inputs) or name in gradient.MAKERS:
-            scope = gradient.GradientScope(self.block, tuple(map(self._shape, self.trace.wants)))
+            captures = tuple(map(self._shape, self.trace.wants))
+            scope = gradient.GradientScope(self.block, captures, self._rule)
             try:
                 return gradient.emit_operation(scope, node, name, inputs)
             except NotImplementedError:
-                if name in gradient.MAKERS or not gradient.is_short(inputs):
+                if name in gradient.MAKERS:
                     raise
                 inputs = gradient.make_dense(self.block, inputs)
         if name in SHORT_TENSORS:
@@ -214,10 +216,11 @@ class GraphWriter:
 
         def place(indices: Indices) -> Scalar:
             (index,) = indices
-            position = index.at._replace(dtype=torch.int64)
+            if index.at.const is not None:
+                return constant(start + step * int(index.at.const), result.dtype)
             reach = Interval(-(2**62) if index.valid else 0, 2**62)  # an index out of range has any value
-            text = as_rep(position, "int64")
-            position = Scalar(text, torch.int64, "int64", reach, position.const, position.axes)
+            text = as_rep(index.at, "int64")
+            position = Scalar(text, torch.int64, "int64", reach, None, index.at.axes)
             scaled = BINARY["mul"](self.block, torch.int64, position, weak_scalar(step))
             return self.block.convert(
                 BINARY["add"](self.block, torch.int64, scaled, weak_scalar(start)), result.dtype

@@ -50,7 +50,7 @@ from tritoncp.mods.translate.graph_passes import (
     rename_inputs,
     split_outputs,
 )
-from tritoncp.mods.translate.number_captures import constant_places, number_places
+from tritoncp.mods.translate.number_captures import number_places
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
@@ -76,6 +76,7 @@ class ModTrace:
     forward(score?, b, h, q_idx, kv_idx, *tensors, *numbers) -> out
     joint(dscore, score, b, h, q_idx, kv_idx, *tensors, *numbers)
         -> (gradient of the score, *gradients of tensors[i] for i in wants)
+    back: the same -> (gradient of the score,)
 
     name, origin: of the function, for messages; origin is file:line of its definition
     dtype: of the scores
@@ -88,6 +89,7 @@ class ModTrace:
     dtype: torch.dtype
     forward: fx.GraphModule
     joint: fx.GraphModule | None
+    back: fx.GraphModule | None
     tensors: tuple[Tensor, ...]
     numbers: tuple[int | float, ...]
     wants: tuple[int, ...]
@@ -97,21 +99,19 @@ class ModTrace:
 def trace_mod(
     fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: State | None = None
 ) -> ModTrace:
-    """Trace `fn`, and again with other captured numbers, to find these among the graph's constants."""
+    """Trace `fn`, and find the captured numbers among the graph's constants."""
     state = state or read_state(fn, is_score, dtype)
     device = _device(state.tensors)
     numbers = captured_numbers(fn)
     run = _run(fn, is_score, dtype, device)
-    places = number_places(run.graph, fn, numbers, lambda copy: _run(copy, is_score, dtype, device).graph)
-    places |= constant_places(run.graph, state.numbers, len(numbers), places)
+    places = number_places(run.graph, numbers, state.numbers)
     rename_inputs(run.graph.graph, (("dscore", "score") if is_score else ()) + INDEX_NAMES)
     tensors, arguments = lift_captures(run.graph, [*numbers, *state.numbers], places)
     grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(run.leaves) if leaf is t}
-    forward, joint = split_outputs(run.graph.graph, is_score, list(grads.values()))
+    graphs = split_outputs(run.graph.graph, is_score, list(grads.values()))
     constants = tuple(i for i, t in enumerate(tensors) if not any(t is c for c in run.captures))
-    return ModTrace(
-        describe(fn), origin(fn), is_score, dtype, forward, joint, tensors, arguments, tuple(grads), constants
-    )
+    names = describe(fn), origin(fn)
+    return ModTrace(*names, is_score, dtype, *graphs, tensors, arguments, tuple(grads), constants)  # type: ignore[arg-type]
 
 
 class _Run(NamedTuple):

@@ -57,16 +57,8 @@ class Facts:
     @cached_property
     def bytes_sent(self) -> dict[str, list[int]]:
         """Bytes that each rank sends in a forward and a backward pass, by schedule."""
-        return {
-            estimate.schedule: cost.bytes_under(self.plan, estimate.schedule, self.shape)
-            for estimate in self.costs
-        }
-
-    @cached_property
-    def most_sent(self) -> int:
-        """Bytes that the rank which sends most sends in a forward and a backward pass."""
-        schedule = self.plan.schedule  # bytes_sent has all but schedules between rows of ranks
-        return max(self.bytes_sent.get(schedule) or cost.bytes_under(self.plan, schedule, self.shape))
+        schedules = dict.fromkeys([*(estimate.schedule for estimate in self.costs), self.plan.schedule])
+        return {name: cost.bytes_under(self.plan, name, self.shape) for name in schedules}
 
     @cached_property
     def auto(self) -> str:
