@@ -52,7 +52,7 @@ def make_mask_mod(seed: int, q_len: int, kv_len: int):
 
 
 def kinds_of_pairs(visible: Tensor, q_block: int, kv_block: int) -> Tensor:
-    """Return the kinds of the blocks of visible pairs [B, H, Q, KV]; a block that the end cuts is not full."""
+    """Return the kinds of blocks of visible pairs [B, H, Q, KV]; one that the end cuts is not full."""
     pad = 0, -visible.shape[3] % kv_block, 0, -visible.shape[2] % q_block
     padded = torch.nn.functional.pad(visible, pad).long()
     count = reduce(padded, "b h (r i) (c j) -> b h r c", "sum", i=q_block, j=kv_block)

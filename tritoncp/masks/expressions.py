@@ -264,9 +264,9 @@ def _operands(node: ast.BinOp | ast.BoolOp) -> list[ast.expr]:
     """List the operands of ``a & b & c``, which Python parses as two nested operations."""
     if isinstance(node, ast.BoolOp):
         return node.values
-    left = node.left
-    is_chain = isinstance(left, ast.BinOp) and type(left.op) is type(node.op)
-    return [*(_operands(left) if is_chain else [left]), node.right]
+    if isinstance(node.left, ast.BinOp) and type(node.left.op) is type(node.op):
+        return [*_operands(node.left), node.right]
+    return [node.left, node.right]
 
 
 class _MaskBuilder:

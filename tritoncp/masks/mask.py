@@ -244,11 +244,12 @@ class Mask(BlockMaskInterface):
         if batch is None and heads is None:
             return self
         rows, cols = list(batch or range(self.B)), list(heads or range(self.H))
-        interval = self.interval and tuple(bound[rows][:, cols] for bound in self.interval)
+        lo, hi = self.interval or (None, None)
+        interval = None if lo is None or hi is None else (lo[rows][:, cols], hi[rows][:, cols])
         mod = None if self.mask_mod is None else Selection(self.mask_mod, batch, heads)
-        reads = tuple(r and (s is None or len(s) > 1) for r, s in zip(self.reads, (batch, heads)))
+        b, h = (read and (part is None or len(part) > 1) for read, part in zip(self.reads, (batch, heads)))
         runs = self.runs.select(rows, cols)
-        return replace(self, runs=runs, mask_mod=mod, interval=interval, reads=reads)
+        return replace(self, runs=runs, mask_mod=mod, interval=interval, reads=(b, h))
 
     @on_host
     def transpose(self) -> Mask:
