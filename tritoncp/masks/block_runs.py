@@ -111,10 +111,8 @@ class Runs:
         chunk = max(1, (1 << 18) // q_block)
         parts = [
             _interval_runs(lo[i : i + chunk], hi[i : i + chunk], kv_block, cols, i)
-            for i in range(0, len(lo), chunk)
+            for i in range(0, max(1, len(lo)), chunk)
         ]
-        if not parts:
-            parts = [(torch.zeros(0, dtype=torch.int64),) * 4]
         row, start, end, kind = (torch.cat(p) for p in zip(*parts, strict=True))
         return cls._pack((b, h, rows), cols, row, start, end, kind)
 
@@ -189,21 +187,6 @@ class Runs:
         torch.cumsum((self.runs[:, 1] - self.runs[:, 0]).long(), 0, out=total[1:])
         begin, mid, end = total[self.ptr.long()].unbind(-1)
         return mid - begin, end - mid
-
-    def columns(self) -> Tensor:
-        """Return the columns that at least one row of a head lists: bool [B, C].
-
-        >>> Runs.from_kinds(torch.tensor([[[[3, 0, 1, 3]]]], dtype=torch.uint8)).columns().tolist()
-        [[False, True, True, False]]
-        """
-        b, h, r, c = self.shape
-        row, start, end, _ = self._flat()
-        first = row.div(max(h * r, 1), rounding_mode="floor") * (c + 1)
-        edges = torch.zeros(b * (c + 1), dtype=torch.int64)
-        edges.index_add_(0, first + start, torch.ones_like(row)).index_add_(
-            0, first + end, -torch.ones_like(row)
-        )
-        return edges.view(b, c + 1).cumsum(1)[:, :c] > 0
 
     # -- how runs are stored ----------------------------------------------------------------------
 
