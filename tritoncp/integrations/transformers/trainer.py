@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
@@ -139,7 +140,8 @@ class ContextParallelTrainer(Trainer):
 
     def _gather_losses(self, losses: Tensor) -> Tensor:
         """Return the mean over the ranks of each replica, one replica after the other: [replicas * n]."""
-        every = self.accelerator.gather(losses).view(self.args.world_size, -1)
+        gathered = self.accelerator.gather(losses)
+        every = rearrange(gathered, "(rank n) -> rank n", rank=self.args.world_size)
         means = torch.cat([every[ranks].mean(0) for ranks in self._replicas])
         state = self.accelerator.gradient_state
         if state.end_of_dataloader and state.remainder > 0:  # documents that fill the last batch
