@@ -58,9 +58,7 @@ class Launch:
         ]
         self.memory = GlobalMemory([*extents, *constants], smallest_access(opcodes, "global"), check)
         self.log = FaultLog(program.kernel.name, program.sites)
-        self.counts = (
-            LaunchCounts(program, grid, self.threads, self.shared_bytes, self.memory) if count else None
-        )
+        self.counts = LaunchCounts(program) if count else None
         self.tensor_maps: dict[int, TensorMap] = {}
         self.parameter_maps: dict[int, TensorMap] = {}
         self.random = None if seed is None else np.random.default_rng(seed)
@@ -103,8 +101,6 @@ class Launch:
                     self.log.add(e.kind, e.site, text=e.text)
                     raise
                 finish(ctas)
-                if self.counts is not None:
-                    self.counts.finish(ctas)
 
 
 def smallest_access(opcodes: list[str], space: str) -> int:

@@ -98,7 +98,7 @@ def write_atomic(
     """An update for each element of a vector; cas has the expected value and the new one. Sums of float32 in
     global memory flush subnormal numbers."""
     kind = m["type"]
-    t = NUMPY[kind] if kind not in ("f16", "bf16") else "u2"
+    t = NUMPY[kind]
     if kind == "f32" and memory_of(m) != "shared":
         kind = "f32 flushed"
     assert isinstance(at, Address)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tritoncp.executor.ctas import Ctas
-from tritoncp.executor.memory.address_space import LOCAL, SHARED
+from tritoncp.executor.memory.regions import LOCAL, SHARED
 from tritoncp.executor.threads import Access
 
 Array = np.ndarray[Any, Any]

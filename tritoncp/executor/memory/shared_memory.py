@@ -285,9 +285,12 @@ class SharedMemory:
 
     def report_unfenced(self, access: Access, kind: str, idx: Array) -> bool:
         """Report 16-byte units that threads wrote without a fence for the asynchronous proxy."""
-        rows = np.flatnonzero((self.state.reshape(-1, 16)[idx] == BY_THREADS).any(1))
-        writer = self.rows(self.writer, 16)[idx[rows]]
-        bad = rows[self.ctas.clocks.unfenced(writer, access.cta[rows], access.warp[rows]).any(1)]
+        by_threads = self.state.reshape(-1, 16 // self.granule, self.granule)[idx] == BY_THREADS
+        rows = np.flatnonzero(by_threads.any((1, 2)))
+        unfenced = self.ctas.clocks.unfenced(
+            self.rows(self.writer, 16)[idx[rows]], access.cta[rows], access.warp[rows]
+        )
+        bad = rows[(unfenced & by_threads[rows].any(2)).any(1)]
         if len(bad):
             self.fault(access, f"{kind} of shared memory written without fence.proxy.async", bad, idx, 16)
         return len(bad) > 0
