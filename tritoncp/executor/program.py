@@ -16,7 +16,7 @@ import numpy as np
 from triton.runtime.cache import get_cache_manager
 
 from tritoncp.executor import forms
-from tritoncp.executor.arithmetic import conversions, floating, integers, warps
+from tritoncp.executor.arithmetic import floating, integers, warps
 from tritoncp.executor.memory.regions import PARAMETER
 from tritoncp.executor.ptx.block_writer import OF_WIDTH, BlockWriter, Names
 from tritoncp.executor.ptx.control_flow import liveness, meeting_order
@@ -66,7 +66,7 @@ class Program:
 
     def functions(self, addresses: dict[str, int]) -> list[Callable[..., Any]]:
         """The functions of the blocks, where global constants lie at these addresses."""
-        space: dict[str, Any] = {"np": np, "F": floating, "I": integers, "C": conversions, "W": warps}
+        space: dict[str, Any] = {"np": np, "F": floating, "I": integers, "W": warps}
         for name, t, value in self.code.constants:
             raw = addresses[value[0]] + value[1] if isinstance(value, tuple) else value
             space[name] = constant(raw, t)

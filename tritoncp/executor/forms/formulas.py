@@ -1,4 +1,4 @@
-"""Instructions whose result is an expression of their operands: arithmetic, bits, conversions."""
+"""Instructions that are one expression of their operands: arithmetic, bits, conversions, calls of units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from string import Formatter
 
 from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter
-from tritoncp.executor.ptx.instruction import Instruction, Operand
+from tritoncp.executor.ptx.instruction import Address, Instruction, Operand, Vector
 from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 
 SIGNS = {"add": "+", "sub": "-", "mul": "*"}
@@ -46,6 +46,52 @@ def formula(expression: str, *templates: str, of: str = "", to: str = "") -> Non
         w.write(d, NUMPY[result], finish(i, result, expression.format(t=NUMPY[result], **words)), i)
 
     form(*templates)(emit)
+
+
+def effect(call: str, *templates: str, of: str = "u32") -> None:
+    """Register opcodes without a result, which call a memory or unit, or do nothing.
+
+    Args:
+        call: the statement, where `{access}` is the access by the threads of the predicate, `{A}`, `{B}` are
+            the operands as arrays, addresses among them, and `{a}`, `{b}` immediate numbers
+        of: type of operands that are registers
+    """
+    names = {name for _, name, _, _ in Formatter().parse(call) if name}
+
+    def emit(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+        words = m.groupdict()
+        if "access" in names:
+            words["access"] = w.access(i)
+        elif call:
+            unguarded(i)
+        for name, operand in zip("abcd", i.operands):
+            if name in names:
+                words[name] = str(immediate(w, operand))
+            elif name.upper() in names:
+                words[name.upper()] = array_of(w, operand, of)
+        if call:
+            w.line(call.format(**words))
+
+    form(*templates, writes="none")(emit)
+
+
+def array_of(w: BlockWriter, operand: Operand, t: str) -> str:
+    return w.address(operand, "u8") if isinstance(operand, Address) else w.array(operand, NUMPY[t])
+
+
+def immediate(w: BlockWriter, operand: Operand) -> int:
+    if w.is_register(operand):
+        raise UnsupportedInstruction(f"{operand} in place of a number")
+    return int(str(operand), 0)
+
+
+def unguarded(i: Instruction) -> None:
+    if i.predicate:
+        raise UnsupportedInstruction(f"{i} with a predicate")
+
+
+def items_of(operand: Operand) -> tuple[Operand, ...]:
+    return operand.items if isinstance(operand, Vector) else (operand,)
 
 
 def source(w: BlockWriter, i: Instruction, operand: Operand, t: str, scalar: bool = False) -> str:
@@ -173,8 +219,8 @@ formula(
     ),
     "cvt[.sat].<to:f64>.<of:f64>",
 )
-formula("C.saturated({a}, '{t}')", f"cvt.sat.<to:{ALL_INTEGERS}>.<of:{ALL_INTEGERS}>")
-formula("C.integer_to_16('{to}', {a})", f"cvt.rn.<to:f16|bf16>.<of:{ALL_INTEGERS}>")
+formula("F.saturated({a}, '{t}')", f"cvt.sat.<to:{ALL_INTEGERS}>.<of:{ALL_INTEGERS}>")
+formula("F.integer_to_16('{to}', {a})", f"cvt.rn.<to:f16|bf16>.<of:{ALL_INTEGERS}>")
 formula(
     "F.to_integer({a}, '{mode}', '{t}')",
     f"cvt.<mode:{ROUND}>[.ftz][.sat].<to:{ALL_INTEGERS}>.<of:f32>",
@@ -194,7 +240,7 @@ formula("F.widen('{of}', {a}).astype('f8')", "cvt.<to:f64>.<of:f16|bf16>")
 formula("F.to_bf16_towards_zero({a})", "cvt.rz.<to:bf16>.<of:f32>")
 formula("F.to_tf32({a})", "cvt.rna.<to:tf32>.<of:f32>")
 formula("F.to_tf32_nearest_even({a})", "cvt.rn.<to:tf32>.<of:f32>")
-formula("C.of_fp8('{of}', {a})", "cvt.rn[.relu].<to:f16x2>.<of:e4m3x2|e5m2x2>")
+formula("F.of_fp8('{of}', {a})", "cvt.rn[.relu].<to:f16x2>.<of:e4m3x2|e5m2x2>")
 
 
 @form("cvt.rn[.ftz][.sat].<to:f16>.<of:f32>", "cvt.rn[.sat].<to:f16>.<of:f64>")
@@ -203,5 +249,5 @@ formula("C.of_fp8('{of}', {a})", "cvt.rn[.relu].<to:f16x2>.<of:e4m3x2|e5m2x2>")
 def narrow(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     """Sources are clamped, so that no negative zero remains. Of two, the first is the upper half."""
     x = ", ".join(finish(i, m["of"], w.array(a, NUMPY[m["of"]])) for a in i.operands[1:])
-    function = "F.narrow" if len(i.operands) == 2 else "F.pack2" if "16" in m["to"] else "C.to_fp8"
+    function = "F.narrow" if len(i.operands) == 2 else "F.pack2" if "16" in m["to"] else "F.to_fp8"
     w.write(i.operands[0], NUMPY[m["to"]], f"{function}('{m['to']}', {x})", i)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.arithmetic.matrices import NBYTES, decode
+from tritoncp.executor.arithmetic.warps import NBYTES, decode
 from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.memory.shared_memory import SharedMemory
 

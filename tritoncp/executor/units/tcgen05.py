@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tritoncp.executor.arithmetic.matrices import NBYTES, decode
+from tritoncp.executor.arithmetic.warps import NBYTES, decode
 from tritoncp.executor.clocks import SHIFT
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue

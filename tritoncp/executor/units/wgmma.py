@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.arithmetic import matrices
+from tritoncp.executor.arithmetic import warps
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.memory.shared_memory import SharedMemory
@@ -91,18 +91,18 @@ class Wgmma:
         lane, cta, number = access.lanes[::128], access.cta[::128], access.warp[::128] // 4
         clock = self.ctas.clocks.start(cta, self.ctas.clocks.group + number)
         if isinstance(a, tuple):
-            left = matrices.fragment_a(a, ta).reshape(len(cta), 64, k)
+            left = warps.fragment_a(a, ta).reshape(len(cta), 64, k)
         else:
             left = self.operand(access, a, 64, k, ta, bool(flip_a), clock)
         right = self.operand(access, b, n, k, tb, bool(flip_b), clock)
         product = np.matmul(left, right.transpose(0, 2, 1)).reshape(-1, 16, n)
         self.pending.append(Products(lane, cta, number, self.commits[lane], clock))
         if keep is False or (keep is not True and not keep.any()):
-            return matrices.add_to_result(product, to, None)
-        total = matrices.add_to_result(product, to, accumulator)
+            return warps.add_to_result(product, to, None)
+        total = warps.add_to_result(product, to, accumulator)
         if keep is True or keep.all():
             return total
-        alone = matrices.add_to_result(product, to, None)
+        alone = warps.add_to_result(product, to, None)
         return [np.where(keep, x, y) for x, y in zip(total, alone)]
 
     def operand(
@@ -124,7 +124,7 @@ class Wgmma:
         if ((d >> u8(49)) & u8(7)).any() or len(modes) > 1:
             raise CannotContinue("a wgmma descriptor with a base offset, or of several swizzles", access.site)
         if self.ctas.counts is not None:
-            self.ctas.counts.operand(len(d) * rows * k * matrices.NBYTES[t])
+            self.ctas.counts.operand(len(d) * rows * k * warps.NBYTES[t])
         shared = self.ctas.shared
         offset = unit_offsets(d, SWIZZLES[int(modes[0])], rows, k, t, transposed)
         units = units_of(access.some(np.arange(0, len(access), 128)), shared, offset, "wgmma")
