@@ -106,9 +106,9 @@ def write_code(ptx: str) -> Code:
     kernel.registers[CARRY] = 1
     symbols = {name: start for name, (start, _) in kernel.shared.items()}
     symbols |= {name: start for name, (start, _) in kernel.local.items()}
-    for name, p in kernel.parameters.items():
-        symbols["parameter " + name] = p.position
-        symbols[name] = PARAMETER | p.position << 16
+    for position, name in enumerate(kernel.parameters):
+        symbols["parameter " + name] = position
+        symbols[name] = PARAMETER | position << 16
     names = Names(kernel.registers, symbols, set(kernel.constants))
     live_in, live_out = liveness(kernel)
     functions, borders = [], []
