@@ -98,7 +98,7 @@ REFUSED = {
         (["--mask", "os:getcwd"], "os:getcwd takes ()"),
         (["--mask", "my_mods:three"], "takes (b, h, q); a mask_mod is a function (b, h, q_idx, kv_idx)"),
         (["--mask", "my_mods:whole"], "returns torch.int64; a mask_mod must return bool"),
-        (["--mask", "my_mods:plain"], "my_mods:plain is no mask_mod"),
+        (["--mask", "my_mods:plain"], "my_mods:plain cannot be evaluated as a mask_mod"),
         (["--mask", "my_mods:fails"], "ZeroDivisionError"),
         (["--mask", "my_mods:rows"], "; one value for a pair is needed"),
         (["--mask", "my_mods:absent"], "no attribute 'absent'"),

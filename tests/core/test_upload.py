@@ -203,7 +203,7 @@ def dilated(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def untranslatable(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return torch.cumsum(IDS, 0)[q] % 3 != kv % 3
+    return torch.cumsum(IDS, 0).msort()[q] % 3 != kv % 3
 
 
 MASKS = {
