@@ -32,8 +32,8 @@ def attend(
 ) -> list[Tensor]:
     """Run one layer for this rank, traced or on tensors without values; return out, lse, max_scores.
 
-    options: :class:`tritoncp.frontend.call.Options`. Raises Uncapturable for a mod or mask that a graph
-    cannot carry.
+    options: :class:`tritoncp.frontend.call.Options`. Raises Uncapturable for a mod or mask that no graph can
+    carry.
     """
     world, is_misfit, refusal, scale = group_name(mesh), False, "", 1.0
     try:

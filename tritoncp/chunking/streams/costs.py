@@ -133,7 +133,7 @@ def _attention_flops(node: Node) -> int:
     else:
         q, value = (attention.argument(node, name).meta["val"] for name in ("q", "v"))
         v_dim, keys = value.shape[3], hint(value.shape[2])
-        plan = _plan_of(attention.plan_of(node))
+        plan = _plan_of(attention.argument(node, "plan"))
     batch, heads, rows, dim = map(hint, q.shape)
     pairs = rows * keys if plan is None else _pairs(plan)
     forward = node.target in (attention.forward_op, forward_part_op)
