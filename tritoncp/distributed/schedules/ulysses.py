@@ -37,11 +37,13 @@ def forward(
     tensors = yield from exchange.to_heads((q, exchange.q), (k, exchange.kv), (v, exchange.kv))
     row = local if exchange.plan.world_size == 1 else inner
     computation = row.forward(exchange.plan, HeadSubsetEngine(engine, exchange), *tensors, want_max)
-    whole_out, *stats = yield from exchange.run_between_rows(computation)
-    out = laid_out_as(q, v.shape[3])
-    lse, top = (x if x is None else x.new_empty(q.shape[:3]) for x in stats)
-    own_stats = [(x[..., None], exchange.q, y[..., None]) for x, y in zip(stats, (lse, top)) if x is not None]
-    yield from exchange.to_sequence((whole_out, exchange.q, out), *own_stats)
+    whole_out, whole_lse, whole_top = yield from exchange.run_between_rows(computation)
+    out, lse = laid_out_as(q, v.shape[3]), whole_lse.new_empty(q.shape[:3])
+    top = lse.new_empty(lse.shape) if want_max else None
+    pairs = [(whole_out, out), (whole_lse[..., None], lse[..., None])]
+    if whole_top is not None and top is not None:
+        pairs.append((whole_top[..., None], top[..., None]))
+    yield from exchange.to_sequence(*[(whole, exchange.q, own) for whole, own in pairs])
     return out, lse, top
 
 
