@@ -250,6 +250,25 @@ class HeadExchange:
                 heads = x[:, side.heads[rank].start : side.heads[rank].stop]
                 yield part[:, :, : x.shape[2]], heads, side
 
+    def statistic_request(self, x: Tensor) -> AllToAll:
+        """Make the request that returns a statistic by heads [B, this rank's heads, degree * rows], such as
+        lse, to the ranks that own its tokens."""
+        b, n, _ = x.shape
+        sends = self._spread_row([n * b * self.q.rows] * self.degree)
+        recvs = self._spread_row([heads * b * self.q.rows for heads in self.q.counts])
+        return AllToAll(_flat(x.view(b, n, self.degree, self.q.rows).permute(2, 0, 1, 3)), sends, recvs)
+
+    def join_statistic(self, q: Tensor, received: Tensor) -> Tensor:
+        """Join the received parts of a :meth:`statistic_request` to a statistic of q's rows [B, H, S]."""
+        b, heads, s, _ = q.shape
+        rows, counts = self.q.rows, self.q.counts
+        if b == 1:  # the message has the final memory order
+            joined = received.view(1, heads, rows)
+        else:
+            parts = received.split_with_sizes([n * b * rows for n in counts])
+            joined = torch.cat([part.view(b, n, rows) for n, part in zip(counts, parts, strict=True)], 1)
+        return joined if s == rows else joined[:, :, :s].contiguous()
+
     @property
     def _first_rank(self) -> int:
         """World rank of the first rank of this rank's row."""

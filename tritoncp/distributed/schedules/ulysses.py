@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tritoncp.distributed.collectives import Schedule
+from tritoncp.distributed.collectives import Schedule, Wait
 from tritoncp.distributed.schedules import local, ring
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.distributed.schedules.head_exchange import HeadExchange
@@ -37,14 +37,16 @@ def forward(
     tensors = yield from exchange.to_heads((q, exchange.q), (k, exchange.kv), (v, exchange.kv))
     row = local if exchange.plan.world_size == 1 else inner
     computation = row.forward(exchange.plan, HeadSubsetEngine(engine, exchange), *tensors, want_max)
-    whole_out, whole_lse, whole_top = yield from exchange.run_between_rows(computation)
-    out, lse = laid_out_as(q, v.shape[3]), whole_lse.new_empty(q.shape[:3])
-    top = lse.new_empty(lse.shape) if want_max else None
-    pairs = [(whole_out, out), (whole_lse[..., None], lse[..., None])]
-    if whole_top is not None and top is not None:
-        pairs.append((whole_top[..., None], top[..., None]))
-    yield from exchange.to_sequence(*[(whole, exchange.q, own) for whole, own in pairs])
-    return out, lse, top
+    whole_out, *stats = yield from exchange.run_between_rows(computation)
+    flights = []
+    for x in stats if want_max else stats[:1]:
+        flights.append((yield exchange.statistic_request(x)))
+    out = laid_out_as(q, v.shape[3])
+    yield from exchange.to_sequence((whole_out, exchange.q, out))
+    own_stats = []
+    for flight in flights:
+        own_stats.append(exchange.join_statistic(q, (yield Wait(flight))))
+    return out, own_stats[0], own_stats[1] if want_max else None
 
 
 def backward(
