@@ -235,7 +235,8 @@ class Fingerprint:
             self._entries.append((path, self._value(f"an attribute of {path}", fn.__dict__)))
         for chain in reads.chains:
             if chain.kind == IMPORT:
-                _refuse_import(chain.name)
+                if chain.name.split(".")[0] not in ("torch", "math"):
+                    raise Incomparable(f"the module {chain.name!r} is imported when the function runs")
                 continue
             value = self._follow(chain, fn, owner)
             if value is _COMPUTED:
@@ -300,11 +301,6 @@ def root_of(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
     if chain.kind == CELL:
         return cell_value((fn.__closure__ or ())[fn.__code__.co_freevars.index(chain.name)])
     return ABSENT
-
-
-def _refuse_import(name: str) -> None:
-    if name.split(".")[0] not in ("torch", "math"):
-        raise Incomparable(f"the module {name!r} is imported when the function runs")
 
 
 def _refuse_impure(path: str, names: Any) -> None:

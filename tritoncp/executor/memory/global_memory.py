@@ -7,9 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.memory.address_space import PLACE_MASK, REGION_MASK, REGION_SHIFT, tagged
 from tritoncp.executor.memory.atomics import update
-from tritoncp.executor.memory.regions import UNSIGNED, Extent, Region, regions_of
+from tritoncp.executor.memory.regions import (
+    PLACE_MASK,
+    REGION_MASK,
+    REGION_SHIFT,
+    UNSIGNED,
+    Extent,
+    Region,
+    regions_of,
+    tagged,
+)
 from tritoncp.executor.threads import Access
 
 Array = np.ndarray[Any, Any]

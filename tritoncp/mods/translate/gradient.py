@@ -91,10 +91,6 @@ def emit_operation(scope: GradientScope, node: fx.Node, name: str, inputs: list[
     return collapse(scope.block, value) if isinstance(value, Sparse) else value
 
 
-def _result_dims(node: fx.Node, *like: Value) -> tuple[Dim, ...]:
-    return broadcast(list(node.meta["val"].shape), like)
-
-
 def _map_indices(value: Sparse, shape: tuple[Dim, ...], change: Callable[[Any], Any]) -> Sparse:
     return Sparse(shape, value.dtype, tuple(Entry(tuple(change(e.indices)), e.value) for e in value.entries))
 
@@ -106,10 +102,8 @@ def collapse(block: Block, value: Sparse) -> Scalar | Sparse:
     """The sum of the entries of a Sparse without dimensions; a Sparse with dimensions is unchanged."""
     if value.shape:
         return value
-    total = constant(0, value.dtype)
-    for n, entry in enumerate(value.entries):
-        total = entry.value if n == 0 else BINARY["add"](block, value.dtype, total, entry.value)
-    return total
+    values = [entry.value for entry in value.entries] or [constant(0, value.dtype)]
+    return functools.reduce(lambda a, b: BINARY["add"](block, value.dtype, a, b), values)
 
 
 def as_sparse(value: Scalar | Sparse | Lazy) -> Sparse:
@@ -200,7 +194,7 @@ def _select_backward(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> 
 
 
 def _slice_backward(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    shape = _result_dims(node)
+    shape = broadcast(list(node.meta["val"].shape), ())
     dim, start, end, step = node.args[2:6]
     dim = int(dim) % len(shape)  # type: ignore[arg-type]
     begin = slice(start, end, step).indices(shape[dim].size)[0]
@@ -283,7 +277,7 @@ def _sum(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
 
 def _view(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     value, new = inputs[0], list(node.meta["val"].shape)
-    shape = _result_dims(node)
+    shape = broadcast(list(node.meta["val"].shape), ())
     return _map_indices(value, shape, lambda i: reshape(scope.block, i, dim_sizes(value.shape), new))
 
 

@@ -202,7 +202,6 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         ),
         aten.softshrink_backward.default: _shrink_backward,
         aten.hardshrink_backward.default: _shrink_backward,
-        aten.hypot.default: _hypot,
     }  # fmt: skip
 
 
@@ -259,13 +258,6 @@ def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool 
 
 def _shrink_backward(grad: Tensor, x: Tensor, bound: float) -> Tensor:
     return torch.where((x >= -bound) & (x <= bound), 0, grad)
-
-
-def _hypot(a: Tensor, b: Tensor) -> Tensor:
-    high, low = torch.maximum(a.abs(), b.abs()), torch.minimum(a.abs(), b.abs())
-    ratio = low / torch.where(high == 0, 1, high)
-    infinite = torch.isinf(a) | torch.isinf(b)
-    return torch.where(infinite, float("inf"), high * torch.sqrt(ratio * ratio + 1))
 
 
 def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:

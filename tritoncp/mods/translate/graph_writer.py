@@ -268,34 +268,27 @@ class GraphWriter:
             raise NotImplementedError(f"its argument {option}={value} has no rule")
         if name in UNARY:
             return (lambda a: UNARY[name](block, dtype, a)), inputs[:1]
-        if alpha != 1:
-            position = 0 if name == "rsub" else 1
-            return self._scale_operand(name, dtype, weak_scalar(alpha), position), inputs[:2]
-        return (lambda a, b: BINARY[name](block, dtype, a, b)), inputs[:2]
+        if alpha == 1:
+            return (lambda a, b: BINARY[name](block, dtype, a, b)), inputs[:2]
 
-    def _scale_operand(
-        self, name: str, dtype: torch.dtype, alpha: Scalar, position: int
-    ) -> Callable[..., Scalar]:
-        """A binary rule on operands of which one is multiplied by alpha first."""
+        def scale(x: Scalar) -> Scalar:
+            return BINARY["mul"](block, dtype, x, weak_scalar(alpha))
 
-        def rule(a: Scalar, b: Scalar) -> Scalar:
-            pair = [a, b]
-            pair[position] = BINARY["mul"](self.block, dtype, pair[position], alpha)
-            return BINARY[name](self.block, dtype, *pair)
-
-        return rule
+        if name == "rsub":
+            return (lambda a, b: BINARY[name](block, dtype, scale(a), b)), inputs[:2]
+        return (lambda a, b: BINARY[name](block, dtype, a, scale(b))), inputs[:2]
 
     def _clamp(self, dtype: torch.dtype, inputs: list[Any]) -> tuple[Callable[..., Scalar], list[Any]]:
-        low, high = [*inputs, None, None][1:3]
+        limits = zip(("maximum", "minimum"), inputs[1:], strict=False)
+        names = [name for name, limit in limits if limit is not None]
 
         def rule(a: Scalar, *limits: Scalar) -> Scalar:
-            rest = list(limits)
             a = self.block.convert(a, dtype)
-            if low is not None:
-                a = BINARY["maximum"](self.block, dtype, a, rest.pop(0))
-            return BINARY["minimum"](self.block, dtype, a, rest.pop(0)) if high is not None else a
+            for name, limit in zip(names, limits, strict=True):
+                a = BINARY[name](self.block, dtype, a, limit)
+            return a
 
-        return rule, [i for i in (inputs[0], low, high) if i is not None]
+        return rule, [i for i in inputs[:3] if i is not None]
 
 
 def _options(node: fx.Node, num_operands: int) -> dict[str, Any]:

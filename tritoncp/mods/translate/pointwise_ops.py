@@ -220,6 +220,7 @@ BINARY: dict[str, Rule] = {
     "fmax": _extreme_rule("maximum", "fmax({a}, {b})", integer_ranges.maximum),
     "fmin": _extreme_rule("minimum", "fmin({a}, {b})", integer_ranges.minimum),
     "copysign": _two_operands("signed", "libdevice.copysign({a}, {b})"),
+    "hypot": _two_operands("hypotenuse", "libdevice.hypot({a}, {b})"),
     "atan2": _two_operands("angle", "libdevice.atan2({a}, {b})"),
     "pow": _power,
     "bitwise_and": _bitwise_rule("&", "both"),

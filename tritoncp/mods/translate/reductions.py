@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from tritoncp.mods.translate.index_maps import check_length, constant_index, remap, shift
 from tritoncp.mods.translate.integer_ranges import Interval
-from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, truth, where
+from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, where
 from tritoncp.mods.translate.symbolic import (
     Block,
     Dim,
@@ -56,16 +56,6 @@ def _mean(block: Block, dtype: torch.dtype, elements: list[Scalar]) -> Scalar:
     return block.convert(BINARY["div"](block, wide, total, weak_scalar(len(elements))), dtype)
 
 
-def _logical_fold(name: str) -> Fold:
-    def fold(block: Block, dtype: torch.dtype, elements: list[Scalar]) -> Scalar:
-        values = (truth(block, e) for e in elements)
-        return block.convert(
-            functools.reduce(lambda a, b: BINARY[name](block, torch.bool, a, b), values), dtype
-        )
-
-    return fold
-
-
 def _position_fold(comparison: str) -> Fold:
     """The position of the first extreme element; a NaN is more extreme than numbers."""
 
@@ -92,8 +82,8 @@ _FOLDS: dict[str, Fold] = {
     "prod": _fold(lambda *a: BINARY["mul"](*a)),
     "amax": _fold(lambda *a: BINARY["maximum"](*a), exact=True),
     "amin": _fold(lambda *a: BINARY["minimum"](*a), exact=True),
-    "any": _logical_fold("logical_or"),
-    "all": _logical_fold("logical_and"),
+    "any": _fold(lambda block, dtype, a, b: BINARY["logical_or"](block, torch.bool, a, b)),
+    "all": _fold(lambda block, dtype, a, b: BINARY["logical_and"](block, torch.bool, a, b)),
     "argmax": _position_fold("gt"),
     "argmin": _position_fold("lt"),
 }

@@ -51,13 +51,10 @@ from tritoncp.mods.translate.graph_passes import (
     split_outputs,
 )
 from tritoncp.mods.translate.number_captures import number_places
+from tritoncp.mods.translate.symbolic import TRITON_NAME
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
-CAPTURED_DTYPES = (
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-)  # fmt: skip
 
 _DECOMPOSITIONS = (
     aten.silu, aten.silu_backward, aten.gelu, aten.gelu_backward, aten.softplus, aten.softplus_backward,
@@ -172,9 +169,10 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
         with torch.inference_mode(False), saved_tensors_hooks(lambda x: x, lambda x: x), without_cache:
             graph = tracer(*scores, *indices) if is_score else tracer(*indices)
     except (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException) as error:
+        operation = str(getattr(error, "func", "data-dependent control flow"))
         line = last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))
         raise Untranslatable(
-            _operation(error), line, "its result depends on data known only in the kernel"
+            operation, line, "its result depends on data known only in the kernel"
         ) from error
     release_source(graph)
     remove_score_detach(graph)
@@ -196,11 +194,6 @@ def _as_tensor(out: Any, fn: Callable[..., Any], argument: Tensor) -> Tensor:
             "return", origin(fn), f"it gives {result} where one value per (q, kv) pair is needed"
         )
     return out
-
-
-def _operation(error: Exception) -> str:
-    func = getattr(error, "func", None)
-    return str(func) if func is not None else "data-dependent control flow"
 
 
 class _OperationChecks(TorchDispatchMode):
@@ -247,7 +240,7 @@ class _OperationChecks(TorchDispatchMode):
         if isinstance(tensor, FakeTensor) or any(t is tensor for t in self.captures):
             return
         dense = not tensor.is_nested and tensor.layout == torch.strided
-        if not dense or is_traceable_wrapper_subclass(tensor) or tensor.dtype not in CAPTURED_DTYPES:
+        if not dense or is_traceable_wrapper_subclass(tensor) or tensor.dtype not in TRITON_NAME:
             kind = f"{type(tensor).__name__} ({tensor.dtype}, {tensor.layout})"
             raise Untranslatable(
                 str(func), user_line(), f"it reads a captured {kind}; plain dense tensors are needed"
