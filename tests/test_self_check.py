@@ -91,10 +91,10 @@ def run_some(monkeypatch, count, *options):
     finished = itertools.count()
     monkeypatch.setattr(run, "run_in_processes", lambda parts, *rest: take(itertools.chain(*parts), rest[-1]))
 
-    def take(cases, limit):
+    def take(cases, request):
         for case in cases:
             if next(finished) == count:
-                raise attempts.Stopped(limit.request.late)
+                raise attempts.Stopped(request.late)
             yield Result(case, "out", 1e-7, 1e-6, 0, (), True)
 
     done = CliRunner().invoke(main, ["check", *options])

@@ -36,7 +36,11 @@ RANKS = {
 }
 SOME = [] if COMPILED == "sm_90" else [pytest.mark.long]  # one architecture's ranks stand for the others
 FUSED = replace(CALL, options={"FUSED_BACKWARD": True})
-GLUON = replace(CALL, dims=(128, 128), options={"ROUTE": "gluon"}, loss="forward")
+ROUTE = replace(CALL, options={"ROUTE": "gluon"}, loss="forward")
+GLUON = {
+    "causal": replace(ROUTE, dims=(128, 128)),
+    "once around its rings": replace(ROUTE, group=1, mask=("everything", 0), kv_length=700),
+}
 
 
 @pytest.mark.parametrize("name", ONE_STEP)
@@ -55,7 +59,8 @@ def test_fused_backward() -> None:
         check(FUSED)
 
 
-def test_gluon() -> None:
+@pytest.mark.parametrize("name", GLUON)
+def test_gluon(name: str) -> None:
     """Its kernel is written for Hopper: other GPUs take the loops, and say so."""
     with nullcontext() if COMPILED == "sm_90" else pytest.warns(RequestedRouteWarning, match="loops"):
-        check(GLUON)
+        check(GLUON[name])

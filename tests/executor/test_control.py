@@ -140,3 +140,51 @@ def test_a_write_after_the_arrival_is_a_race() -> None:
     late = HANDOVER.replace(arrive, arrive + "st.shared.b32 [%r5], %r2;")
     faults = run(late + STORE + "ret;", shared=512, threads=64)[1]
     assert any(f.startswith("race on shared memory") for f in faults), faults
+
+
+CHAIN = (
+    START
+    + """
+setp.eq.u32 %p1, %r1, 0;
+@%p1 mbarrier.init.shared::cta.b64 [smem], 1;
+@%p1 mbarrier.init.shared::cta.b64 [smem+8], 1;
+@%p1 mbarrier.arrive.shared::cta.b64 _, [smem];
+bar.sync 0;
+setp.ge.u32 %p2, %r1, 32;
+@%p2 bra LATER;
+LAST: mbarrier.try_wait.parity.shared::cta.b64 %p3, [smem+8], 0;
+@!%p3 bra LAST;
+bra END;
+LATER:
+FIRST: mbarrier.try_wait.parity.shared::cta.b64 %p3, [smem], 0;
+@!%p3 bra FIRST;
+setp.eq.u32 %p1, %r1, 32;
+@%p1 mbarrier.arrive.shared::cta.b64 _, [smem+8];
+END: mov.b32 %r2, 1;
+"""
+)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_every_waiting_warp_looks_again_before_a_deadlock(seed: int | None) -> None:
+    """Warp 0, which goes first, waits for warp 1, whose own wait is over at its second look."""
+    out, faults = run(CHAIN + STORE + "ret;", shared=64, threads=64, seed=seed)
+    assert not faults
+    assert out.tolist() == [1] * 64
+    stuck = CHAIN.replace("[smem], 0;", "[smem], 1;").replace("_, [smem];", "_, [smem+8];")
+    faults = run(stuck + STORE + "ret;", shared=64, threads=64, seed=seed)[1]
+    assert not any(f.startswith("deadlock") for f in faults), faults
+    faults = run(CHAIN.replace("_, [smem+8];", "_, [smem];") + "ret;", shared=64, threads=64, seed=seed)[1]
+    assert any(f.startswith("deadlock") and f.count("try_wait") == 1 for f in faults), faults
+
+
+@pytest.mark.parametrize(
+    ("update", "ends"),
+    [("atom.global.add.u32 %r3, [%d1], 1;", True), ("atom.global.exch.b32 %r3, [%d1], 7;", False)],
+)
+def test_a_loop_that_changes_nothing_never_ends(update: str, ends: bool) -> None:
+    """Each thread counts on; or all find what they wrote."""
+    body = START + f"LOOP: {update} setp.lt.u32 %p1, %r3, 999; @%p1 bra LOOP; mov.b32 %r2, 1;"
+    out, faults = run(body + STORE + "ret;")
+    assert bool(faults) != ends, faults
+    assert out.tolist() == [int(ends)] * 32

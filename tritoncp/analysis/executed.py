@@ -25,6 +25,7 @@ from tritoncp.analysis.kernel_report import read_nvidia
 from tritoncp.analysis.launches import CallTensors
 from tritoncp.analysis.torch_templates import TemplateJob, candidates, write_source
 from tritoncp.masks.mask import Mask
+from tritoncp.perf.suite.baselines import inputs
 from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import dense_attention
 
@@ -72,19 +73,9 @@ class Call:
 def make_call(problem: Problem, mask: Mask | None = None, seed: int = 0) -> Call:
     """Draw inputs, and compute the call in float64."""
     mask = problem.block_mask() if mask is None else mask
-    generator = torch.Generator().manual_seed(seed)
-    h, g, s, n, d, e = (
-        problem.heads,
-        problem.kv_heads,
-        problem.rows,
-        problem.seq,
-        problem.dim,
-        problem.v_dim,
-    )
-    shapes = ((h, s, d), (g, n, d), (g, n, e), (h, s, e))
-    drawn = (torch.randn(1, *shape, generator=generator).to(problem.torch_dtype) for shape in shapes)
-    tensors = tuple(drawn)
-    q, k, v = leaves = [x.double().requires_grad_() for x in tensors[:3]]
+    x = inputs(problem, torch.device("cpu"), seed)
+    tensors = tuple(tensor.detach() for tensor in (x.q, x.k, x.v, x.dout))
+    q, k, v = leaves = [tensor.double().requires_grad_() for tensor in tensors[:3]]
     out, lse, _ = dense_attention(q, k, v, mask, problem.score_mod(torch.device("cpu")))
     grads = torch.autograd.grad(out, leaves, tensors[3].double())
     return Call(problem, mask, tensors, out.detach(), lse.detach(), grads)
@@ -100,11 +91,11 @@ def count_own(call: Call, arch: str, which: str) -> Row:
     launches = [tensors.launch(kernel, None, arch) for kernel in kernels]
     own = [launch for kernel, launch in zip(kernels, launches) if kernel in PASSES[which]]
     named = ", ".join(_tiles_of(launch) for launch in own)
-    counts = _execute(lambda: [launch() for launch in launches], arch, skip="delta_kernel")
+    counts = _execute(lambda: [launch() for launch in launches], arch, call.problem, skip="delta_kernel")
     results = {key: x for kernel in PASSES[which] for key, x in tensors.results(kernel).items()}
     wanted = {"out": call.out, **dict(zip(("dq", "dk", "dv"), call.grads))}
     error = max(_error(x, wanted[key]) for key, x in results.items())
-    return _row("tritoncp", named, error, counts, call.problem)
+    return Row("tritoncp", named, error, **counts)
 
 
 def count_torch(call: Call, job: TemplateJob) -> Row:
@@ -117,15 +108,13 @@ def count_torch(call: Call, job: TemplateJob) -> Row:
         assert spec and spec.loader
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
         arguments = [tensors[name] for name in (*job.tensors, "OUT")]
-        counts = _execute(
-            lambda: module.flex[job.grid](*arguments, num_warps=job.warps, num_stages=job.stages), job.arch
-        )
-    results = (
-        (tensors["DQ"], tensors["OUT"], tensors["DV"]) if job.template == "backward" else [tensors["OUT"]]
-    )
-    wanted = call.grads if job.template == "backward" else [call.out]
+        options = {"num_warps": job.warps, "num_stages": job.stages}
+        counts = _execute(lambda: module.flex[job.grid](*arguments, **options), job.arch, call.problem)
+    backward = job.template == "backward"
+    results = [tensors[name] for name in (("DQ", "OUT", "DV") if backward else ("OUT",))]
+    wanted = call.grads if backward else [call.out]
     error = max(map(_error, results, wanted))
-    return _row("torch" if job.default else "torch autotuned", job.name, error, counts, call.problem)
+    return Row("torch" if job.default else "torch autotuned", job.name, error, **counts)
 
 
 def compare(call: Call, arch: str, which: str, against: str = "") -> Iterator[Row]:
@@ -139,18 +128,9 @@ def compare(call: Call, arch: str, which: str, against: str = "") -> Iterator[Ro
                 yield row
 
 
-@dataclass(frozen=True)
-class _Executed:
-    """Sums over launches, and the resources of the largest kernel."""
-
-    totals: Counter[str]
-    registers: int
-    spill_bytes: int
-    seconds: float
-
-
-def _execute(run: Callable[[], Any], arch: str, skip: str = "") -> _Executed:
-    """Run launches on the executor."""
+def _execute(run: Callable[[], Any], arch: str, problem: Problem, skip: str = "") -> dict[str, Any]:
+    """Run launches on the executor. Returns the fields of a row that are counted, summed over the launches,
+    and the resources of the largest kernel."""
     from triton import knobs
 
     from tritoncp.executor import compiled_kernels
@@ -172,25 +152,16 @@ def _execute(run: Callable[[], Any], arch: str, skip: str = "") -> _Executed:
         if record.kernel != skip and record.counts is not None:
             totals.update(record.counts.totals())
     resources = [read_nvidia(path.read_bytes()) for name, path in cubins.items() if name != skip]
-    registers, spilled = (max(x[name] for x in resources) for name in ("registers", "spill_bytes"))
-    return _Executed(totals, registers, spilled, time.monotonic() - start)
-
-
-def _row(who: str, tiles: str, error: float, done: _Executed, problem: Problem) -> Row:
-    totals, rows = done.totals, problem.heads * problem.rows
-    return Row(
-        who,
-        tiles,
-        error,
-        instructions=totals["instructions"] / rows,
-        flops=totals["flops"] / rows,
-        special=totals["mufu"] / rows,
-        wavefronts=(totals["shared units"] + totals["operand bytes"] / 128) / rows,
-        sectors=totals["global units"] / rows,
-        registers=done.registers,
-        spill_bytes=done.spill_bytes,
-        seconds=done.seconds,
-    )
+    rows = problem.heads * problem.rows
+    return {
+        "instructions": totals["instructions"] / rows,
+        "flops": totals["flops"] / rows,
+        "special": totals["mufu"] / rows,
+        "wavefronts": (totals["shared units"] + totals["operand bytes"] / 128) / rows,
+        "sectors": totals["global units"] / rows,
+        **{name: max(x[name] for x in resources) for name in ("registers", "spill_bytes")},
+        "seconds": time.monotonic() - start,
+    }
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:

@@ -29,10 +29,10 @@ KEPT = 16  # groups of threads whose arrays are kept
 
 
 class Scheduler:
-    """groups:   lanes that are to execute a block, None for all
-    waiting:  lanes by (barrier, block after it)
-    polls:    blocks that look whether something has happened; they wait while others can go on
-    looked:   progress when the threads of such a block last looked
+    """groups:  lanes that are to execute a block, None for all
+    waiting: lanes by (barrier, block after it)
+    stuck:   blocks that repeat themselves without effect, as loops around mbarrier.try_wait do, until
+             `Ctas.progress` grows
     """
 
     def __init__(
@@ -49,16 +49,19 @@ class Scheduler:
         self.barrier = np.full(ctas.count, -1)  # at which a thread waits
         self.needs: dict[int, int | None] = {}
         self.alive = np.ones(ctas.count, bool)
-        self.polls = [any(map(is_look, block.instructions)) for block in self.blocks]
-        self.looked: dict[int, int] = {}
-        self.tries = 0  # of blocks that poll, since something happened
+        self.stuck: set[int] = set()
 
     def run(self) -> None:
         while self.groups:
             n, lanes = self.next_group()
-            threads = self.threads_of(lanes)
-            condition = self.execute(n, threads)
+            threads, progress = self.threads_of(lanes), self.ctas.progress
+            condition, unchanged = self.execute(n, threads)
+            some_stayed = n in self.groups
             self.follow(n, threads, condition)
+            if self.ctas.progress > progress:
+                self.stuck.clear()
+            elif unchanged and not some_stayed:
+                self.stuck.add(n)
         if self.waiting:
             raise CannotContinue(
                 "deadlock: threads wait at a barrier that others never reach", None, self.where()
@@ -76,19 +79,17 @@ class Scheduler:
             )
         return "; ".join(lines)
 
-    def looks(self) -> str:
-        """The instructions at which threads look in vain."""
-        found = [i for b in self.groups for i in self.blocks[b].instructions if is_look(i)]
-        return "; ".join(f"{i}, {i.source} (PTX line {i.line})" for i in found)
+    def loops(self) -> str:
+        """The instructions of the blocks at which threads are stuck that may look for something."""
+        looks = [i for b in self.groups for i in self.blocks[b].instructions if is_look(i)]
+        return "; ".join(f"{i}, {i.source} (PTX line {i.line})" for i in looks)
 
     # groups
 
     def next_group(self) -> tuple[int, Array | None]:
-        ready = [b for b in self.groups if self.looked.get(b) != self.ctas.progress]
-        self.tries = 0 if ready else self.tries + 1
-        if self.tries > 4 * len(self.groups):
-            raise CannotContinue("deadlock: every thread waits", None, self.looks())
-        ready = ready or list(self.groups)
+        ready = [b for b in self.groups if b not in self.stuck]
+        if not ready:
+            raise CannotContinue("deadlock: every thread waits", None, self.loops())
         if self.launch.random is not None:
             return self.random_group(ready)
         n = min(ready, key=self.rank.__getitem__)
@@ -130,6 +131,7 @@ class Scheduler:
 
     def put(self, block: int, threads: Threads, mask: Array | None = None) -> None:
         """Send threads to a block."""
+        self.stuck.discard(block)
         if threads is self.everyone and mask is None:
             self.groups.setdefault(block, []).append(None)
         else:
@@ -137,35 +139,38 @@ class Scheduler:
 
     # blocks
 
-    def execute(self, n: int, threads: Threads) -> Array | None:
-        """Run one block; return what decides where the threads go."""
+    def execute(self, n: int, threads: Threads) -> tuple[Array | None, bool]:
+        """Run one block; return what decides where the threads go, and whether all return to its start with
+        the same registers."""
         entering, leaving = self.program.borders[n]
-        for r in entering:
-            if self.registers[r] is None:
-                self.registers[r] = np.zeros(self.ctas.count, self.program.dtypes[r])
         if self.ctas.counts is not None:
             self.ctas.counts.block(n, threads)
-        if threads is self.everyone:
-            given = [self.registers[r] for r in entering]
-            values, condition = self.functions[n](threads, self.ctas, self.parameter, *given)
-            for r, value in zip(leaving, values):
-                self.registers[r] = value
-            return condition
-        given = [self.registers[r][threads.lanes] for r in entering]
+        given = [self.read(r, threads) for r in entering]
         values, condition = self.functions[n](threads, self.ctas, self.parameter, *given)
         for r, value in zip(leaving, values):
+            self.write(r, threads, value)
+        end, new = self.blocks[n].end, dict(zip(leaving, values))
+        if not isinstance(end, (Branch, Jump)) or end.target != n:
+            return condition, False
+        again = condition is None or bool(condition.all())
+        return condition, again and all(np.array_equal(x, new.get(r, x)) for r, x in zip(entering, given))
+
+    def read(self, r: int, threads: Threads) -> Array:
+        register = self.registers[r]
+        if register is None:
+            register = self.registers[r] = np.zeros(self.ctas.count, self.program.dtypes[r])
+        return register if threads is self.everyone else register[threads.lanes]
+
+    def write(self, r: int, threads: Threads, value: Array) -> None:
+        if threads is not self.everyone:
             old = self.registers[r]
             new = np.zeros(self.ctas.count, self.program.dtypes[r]) if old is None else old.copy()
             new[threads.lanes] = value
-            self.registers[r] = new
-        return condition
+            value = new
+        self.registers[r] = value
 
     def follow(self, n: int, threads: Threads, condition: Array | None) -> None:
         end = self.blocks[n].end
-        if self.polls[n]:
-            self.looked[n] = self.ctas.progress
-        elif self.looked:
-            self.ctas.progress += 1
         if isinstance(end, Branch):
             assert condition is not None
             self.branch(n, end, threads, condition)
@@ -182,7 +187,6 @@ class Scheduler:
         elif isinstance(end, Return):
             self.retire(n, threads, condition)
         else:
-            self.ctas.progress += 1
             self.arrive(n, end, threads)
 
     def branch(self, n: int, end: Branch, threads: Threads, taken: Array) -> None:

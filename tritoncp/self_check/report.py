@@ -45,17 +45,9 @@ class Report:
     @property
     def untested(self) -> list[str]:
         """The schedules and passes without a case that ran."""
-        schedules_and_passes = {part: False for result in self.results for part in result.case[::3]}
-        schedules_and_passes |= {
-            part: True for result in self.results if result.ran for part in result.case[::3]
-        }
-        return [part for part, tested in schedules_and_passes.items() if not tested]
-
-    @property
-    def worst(self) -> Result | None:
-        """The worst failing case: one without an error to show first."""
-        wrong = [result for result in self.results if result.ran and not result.right]
-        return max(wrong, key=lambda result: result.excess, default=None)
+        tested = {part for result in self.results if result.ran for part in result.case[::3]}
+        listed = dict.fromkeys(part for result in self.results for part in result.case[::3])
+        return [part for part in listed if part not in tested]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -94,35 +86,20 @@ def list_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield from ((label, text) for text in facts[key])
 
 
-def format_line(result: Result) -> str:
-    """Format a case as a row of the table."""
-    schedule, mask, dtype, direction = result.case
-    verdict = "right" if result.right else "WRONG"
-    return f"{verdict}  {schedule:12} {mask:9} {dtype:8} {direction:8}  {describe(result)}"
-
-
-def describe(result: Result) -> str:
-    """Describe the error of a case, or the reason why there is none."""
-    if result.error is None:
-        return result.why or ""
-    place = "summed over ranks" if result.rank is None else f"on rank {result.rank}"
-    also = ", ".join(str(rank) for rank in result.ranks if rank != result.rank)
-    numbers = f"{result.error:.1e} off, {result.allowed:.1e} allowed"
-    return f"{result.tensor} {numbers}, {place}{f' (also {also})' if also else ''}"
-
-
 class Display:
     """Prints a numbered line for each case when it ends."""
 
     def __init__(self, console: Console, enabled: bool):
         self.console, self.enabled = console, enabled
-        self.total = 0  # of the cases
         self.shown: set[Case] = set()
 
-    def show(self, result: Result) -> None:
+    def show(self, result: Result, total: int) -> None:
+        """Print the row of a case: its number, verdict, name and error."""
         self.shown.add(result.case)
-        number = f"{len(self.shown):{len(str(self.total))}}/{self.total}"
-        self.print(f"{number} {format_line(result)}", "" if result.right else "red")
+        number, verdict = f"{len(self.shown):{len(str(total))}}/{total}", "right" if result.right else "WRONG"
+        schedule, mask, dtype, direction = result.case
+        line = f"{number} {verdict}  {schedule:12} {mask:9} {dtype:8} {direction:8}  {describe(result)}"
+        self.print(line, "" if result.right else "red")
 
     def print(self, line: str, style: str = "") -> None:
         if self.enabled:
@@ -135,40 +112,43 @@ class Display:
             self.enabled, self.shown = True, set()
         for result in report.results:
             if result.ran and result.case not in self.shown:
-                self.show(result)
+                self.show(result, len(report.results))
         for label, text in list_facts(report.facts):
             self.print(f"{label:<16} " + text.replace("\n", "\n" + " " * 17))
         for line in format_verdict(report):
             self.print(line, "green" if report.right else "red")
 
 
+def describe(result: Result) -> str:
+    """Describe the error of a case, or the reason why there is none."""
+    if result.error is None:
+        return result.why or ""
+    place = "summed over ranks" if result.rank is None else f"on rank {result.rank}"
+    also = ", ".join(str(rank) for rank in result.ranks if rank != result.rank)
+    numbers = f"{result.error:.1e} off, {result.allowed:.1e} allowed"
+    return f"{result.tensor} {numbers}, {place}{f' (also {also})' if also else ''}"
+
+
 def format_verdict(report: Report) -> Iterator[str]:
     """Format the last lines: counts, cases that did not run, the worst case, and a line for a bug report."""
     ran = [result for result in report.results if result.ran]
-    right = sum(result.right for result in ran)
-    yield f"{right} of {len(ran)} cases are right, {report.seconds:.1f} s"
+    wrong = [result for result in ran if not result.right]
+    yield f"{len(ran) - len(wrong)} of {len(ran)} cases are right, {report.seconds:.1f} s"
     if left_out := [result.case for result in report.results if not result.ran]:
-        yield f"not run: {len(left_out)} more, of {format_cases(left_out)}: {report.stopped}"
+        kinds = ", ".join(dict.fromkeys(f"{case.mask} {case.dtype}" for case in left_out))
+        yield f"not run: {len(left_out)} more, of {kinds}: {report.stopped}"
     elif report.stopped:
         yield f"stopped: {report.stopped}"
     if report.untested and report.stopped == report.request.late:
         yield f"no case ran of {', '.join(report.untested)}: --budget gives the check more seconds"
-    if worst := report.worst:
+    if wrong:
+        worst = max(wrong, key=lambda result: result.excess)  # one without an error to show first
         yield f"worst: {worst.case.name}: {describe(worst)}"
-        yield f"for a report: {format_report_line(report, worst)}"
+        yield f"for a report: {format_report_line(report.facts, worst)}"
 
 
-def format_cases(cases: Sequence[Case]) -> str:
-    """Format many cases by mask, dtype and schedules."""
-    schedules: dict[str, dict[str, None]] = {}
-    for case in cases:
-        schedules.setdefault(f"{case.mask} {case.dtype}", {})[case.schedule] = None
-    return "; ".join(f"{key} ({', '.join(names)})" for key, names in schedules.items())
-
-
-def format_report_line(report: Report, worst: Result) -> str:
+def format_report_line(facts: dict[str, Any], worst: Result) -> str:
     """Format one line with versions, device and the worst case, to paste into a bug report."""
-    facts = report.facts
     parts = [
         *(f"{name} {facts['versions'][name]}" for name in ("tritoncp", "torch", "triton")),
         facts["device"],

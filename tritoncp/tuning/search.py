@@ -59,7 +59,7 @@ Compile = Callable[[list[Job]], Generator[tuple[Job, dict[str, Any]]]]
 class Tuner:
     """One tuning run.
 
-    compile_jobs: yields jobs with their reports, as :func:`tritoncp.analysis.compile_pool.compile_all`
+    compile_jobs: yields jobs with their reports, see :class:`tritoncp.analysis.compile_pool.Compilers`
     now:          a clock in seconds; no work is started after ``deadline``
     keep:         called with each target's choice at once
     """

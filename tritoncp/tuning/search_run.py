@@ -20,13 +20,6 @@ from tritoncp.tuning.search import Bench, Choice, Tuner
 from tritoncp.tuning.targets import Target, candidates
 
 
-def entry_of(target: Target, choice: Choice) -> dict[str, Any]:
-    """Make the file entry of a choice. A rule that no candidate beats is an entry too: it has been
-    measured."""
-    times = {"ms": round(choice.ms, 5), "rule_ms": round(choice.rule_ms, 5)}
-    return {**target.entry, "config": asdict(choice.config), **times}
-
-
 @dataclass(frozen=True)
 class Request:
     """The command's request. folder: where choices and the journal are written."""
@@ -92,7 +85,9 @@ def autotune(request: Request, console: Any, bench: Bench | None = None) -> Tuni
     rows: list[dict[str, Any]] = []
 
     def keep(target: Target, choice: Choice) -> None:
-        entry = entry_of(target, choice)
+        """Write a choice; the rule too, where no candidate beats it: it has been measured."""
+        times = {"ms": round(choice.ms, 5), "rule_ms": round(choice.rule_ms, 5)}
+        entry = {**target.entry, "config": asdict(choice.config), **times}
         rows.append(entry | {"gain": round(choice.gain, 3)})
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         facts = {"code": conditions["code"], "time": now}

@@ -51,12 +51,16 @@ def remainder(a: Array, b: Array) -> Array:
 def shift_left(a: Array, b: Array) -> Array:
     """Shifts by the width or more give zero."""
     bits = u4(8 * a.dtype.itemsize)
+    if np.ndim(b) == 0:
+        return a << a.dtype.type(b) if b < bits else np.zeros_like(a)
     return np.where(b < bits, a << np.minimum(b, bits - u4(1)).astype(a.dtype), a.dtype.type(0))
 
 
 def shift_right(a: Array, b: Array) -> Array:
     """Shifts by the width or more give zero, or the sign in every bit."""
     bits = u4(8 * a.dtype.itemsize)
+    if np.ndim(b) == 0 and b < bits:
+        return a >> a.dtype.type(b)
     out = a >> np.minimum(b, bits - u4(1)).astype(a.dtype)
     return out if a.dtype.kind == "i" else np.where(b < bits, out, a.dtype.type(0))
 

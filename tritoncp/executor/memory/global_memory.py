@@ -7,9 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.memory.address_space import PLACE_MASK, REGION_MASK, REGION_SHIFT, tagged
 from tritoncp.executor.memory.atomics import update
-from tritoncp.executor.memory.regions import UNSIGNED, Extent, Region, regions_of
+from tritoncp.executor.memory.regions import (
+    PLACE_MASK,
+    REGION_MASK,
+    REGION_SHIFT,
+    UNSIGNED,
+    Extent,
+    Region,
+    regions_of,
+    tagged,
+)
 from tritoncp.executor.threads import Access
 
 Array = np.ndarray[Any, Any]
@@ -219,6 +227,7 @@ class GlobalMemory:
         if access.ctas.counts is not None:
             access.ctas.counts.global_access(access, address, nbytes, "write")
         data = access.pick(joined(values))
+        access.ctas.progress += 1
         for region, rows, idx in self.locate(access, access.pick(address), nbytes, "store"):
             part, given = access.some(rows), data if rows is None else data[rows]
             self.observe(part, region, idx, nbytes, given)
@@ -239,7 +248,8 @@ class GlobalMemory:
         for region, rows, idx in self.locate(access, access.pick(address), nbytes, "atomic"):
             part = access.some(rows)
             given = tuple(part.pick(v) for v in values)
-            out[part.where] = update(region.views[nbytes].view(t), idx, kind, operation, given)
+            out[part.where] = old = update(region.views[nbytes].view(t), idx, kind, operation, given)
+            access.ctas.progress += not np.array_equal(old, region.views[nbytes].view(t)[idx])
         return out
 
 

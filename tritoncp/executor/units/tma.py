@@ -11,9 +11,8 @@ import numpy as np
 from tritoncp.executor.clocks import SHIFT
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.memory.address_space import PARAMETER
 from tritoncp.executor.memory.atomics import update
-from tritoncp.executor.memory.regions import UNSIGNED, Region
+from tritoncp.executor.memory.regions import PARAMETER, UNSIGNED, Region
 from tritoncp.executor.memory.shared_memory import WRITTEN
 from tritoncp.executor.threads import Access
 from tritoncp.executor.units.mbarriers import Key, Mbarrier
@@ -246,6 +245,7 @@ class Tma:
         t, kind, _ = ELEMENTS[box.map.kind]
         size, memory, inside = box.map.element, self.ctas.globals, np.flatnonzero(box.ok)
         access, way = box.one.times(len(inside)), "TMA reduction" if operation else "TMA store"
+        self.ctas.progress += 1
         for region, rows, idx in memory.locate(access, box.address[inside], size, way):
             here = data[inside if rows is None else inside[rows]]
             if operation is None:
