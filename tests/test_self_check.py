@@ -277,21 +277,6 @@ def test_cases_after_one_that_breaks_its_device_run_in_another_process(monkeypat
     assert all("illegal memory access" in case["why"] for case in wrong(report))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--only=rings"], r"--only 'rings' matches no case of 4 ranks; a case's name is, say, "),
-        (["--budget=0"], "0"),
-        (["--timeout=nan"], "number of seconds"),
-        (["--world-size=0"], "world-size"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options, message):
-    done = CliRunner().invoke(main, ["check", *options])
-    assert done.exit_code == 2
-    assert message in done.output
-
-
 def test_without_numpy_the_error_names_the_package(monkeypatch):
     from tritoncp import doctor
 
