@@ -132,8 +132,8 @@ def test_a_schedule_without_a_case_fails_and_so_do_missing_cases_where_all_are_a
 
 
 def test_a_budget_that_ends_hides_no_wrong_case(monkeypatch):
-    right = run.Report(
-        attempts.Request(), {}, [Result(case, right=True) for case in cases_of_one_device()], 1.0
+    right = run.CheckReport(
+        attempts.CheckRequest(), {}, [Result(case, right=True) for case in cases_of_one_device()], 1.0
     )
     assert right.right
     late = replace(right, stopped=right.request.late)

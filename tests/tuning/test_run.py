@@ -30,7 +30,7 @@ from tritoncp.perf.suite import check
 from tritoncp.planning.problem import Problem
 from tritoncp.tuning import search, search_run, targets
 from tritoncp.tuning.device_bench import DeviceBench
-from tritoncp.tuning.journal import Journal
+from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.targets import Target, candidates
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_candidates_that_do_not_fit_are_dropped_by_the_compiler_without_a_gpu(mo
     monkeypatch.setattr(search, "candidates", few)
     score = "tests.tuning.test_run:biased"
     requested = targets.targets(["8x2,64x32,4096"], ["full"], ["fwd", "fused"], "bfloat16", score)
-    journal = Journal(tmp_path / "journal.jsonl", {}, resume=False)
+    journal = TuningJournal(tmp_path / "journal.jsonl", {}, resume=False)
     with Compilers(1) as compilers:
         tuner = search.Tuner("sm_90", journal, compilers.compile_jobs, math.inf)
         forward, fused = (tuner.select(target, math.inf) for target in requested)
@@ -98,7 +98,7 @@ def compile_nothing(monkeypatch):
 def request(home):
     selection = targets.targets(["32x8,128,4096"], ["causal", "full"], ["fwd"], "bfloat16")
     device = tile_tables.Device("sm_90", "NVIDIA H200")
-    return search_run.Request(tuple(selection), device, 60.0, False, home, 1, 60.0)
+    return search_run.TuningRequest(tuple(selection), device, 60.0, False, home, 1, 60.0)
 
 
 def measured(home):
