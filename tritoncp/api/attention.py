@@ -10,8 +10,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry
-from tritoncp.frontend.arguments import Options, sort_arguments
-from tritoncp.frontend.call import attend
+from tritoncp.frontend.call import Options, attend, sort_arguments
 from tritoncp.frontend.group_call import group_call
 
 

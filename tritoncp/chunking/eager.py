@@ -12,8 +12,7 @@ from tritoncp.chunking.attention import prefixes
 from tritoncp.chunking.report import ChunkingError
 from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache
-from tritoncp.frontend.arguments import Options
-from tritoncp.frontend.call import attend, substitute_calls
+from tritoncp.frontend.call import Options, attend, substitute_calls
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.planning.plan import Plan
 
