@@ -80,7 +80,7 @@ def check_alone(request: CheckRequest, display: Display) -> CheckReport:
         parts, Ranks(device, request.world_size), request.jobs or count_cores(), request
     )
     results, stop = collect_results(outcomes, cases, display)
-    return CheckReport(request, facts, results, request.seconds, stop and str(stop))
+    return CheckReport(request, facts, results, request.seconds, str(stop) if stop else None)
 
 
 def split_into_parts(cases: Sequence[CheckCase]) -> list[list[CheckCase]]:
