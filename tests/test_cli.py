@@ -144,6 +144,11 @@ REFUSED = {
         (["--world-size", "1000000"], "64 local ranks at most"),
         (["--out", "my_mods.py"], "is a file"),
     ],
+    "check": [
+        (["--only=rings"], "--only 'rings' matches no case of 4 ranks; a case's name is, say, "),
+        (["--budget=0"], "0"),
+        (["--timeout=nan"], "number of seconds"),
+    ],
     "doctor": [(["--fast"], "No such option"), (["now"], "unexpected extra argument")],
 }
 

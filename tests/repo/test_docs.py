@@ -13,7 +13,6 @@ from typing import Any
 import click
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor
 
 import tritoncp
@@ -119,19 +118,6 @@ def test_commands_of_a_page_exist(page: str) -> None:
             assert not wrong_options(words[words.index("tritoncp") + 1 :]), words
         for module in [after for word, after in pairwise(words) if word == "-m" and "." in after]:
             assert importlib.util.find_spec(module) is not None, words
-
-
-def test_one_command_draws_the_pictures_of_a_page(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```python\nB, H, S = 1, 1, 32\n```\n\n```python\ndef mask_mod(b, h, q, kv):\n    return q >= kv\n"
-    )
-    page.write_text(page.read_text() + "```\n\n![Causal](pictures/causal.svg)\n")
-    result = CliRunner().invoke(gallery.main, [str(page)])
-    assert result.exit_code == 0, result.output
-    assert "<image" in (tmp_path / "pictures/causal.svg").read_text()
-    page.write_text("```python\nx = 1\n```\n\n![Nothing](pictures/x.svg)\n")
-    assert "defines none of mask_mod" in str(CliRunner().invoke(gallery.main, [str(page)]).exception)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch
 
 from tritoncp.kernels.tile_rules import default
 from tritoncp.planning.problem import Problem
-from tritoncp.tuning.journal import Journal
+from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.search import Tuner
 from tritoncp.tuning.targets import Target
 
@@ -67,7 +67,7 @@ class Ticks:
 def tuner(path, compiler=None, resume=False, deadline=1e9, now=None, choices=None):
     """A tuner with a journal in ``path``; ``choices``: a dict that gets each target's choice."""
     keep = choices.__setitem__ if choices is not None else lambda target, choice: None
-    journal = Journal(path / "journal.jsonl", CONDITIONS, resume)
+    journal = TuningJournal(path / "journal.jsonl", CONDITIONS, resume)
     return Tuner("sm_90", journal, compiler or Compiler(), deadline, keep, now or Ticks())
 
 

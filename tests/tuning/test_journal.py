@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.tuning.stand_ins import BEST, TARGET, Compiler, Formula, cost, tuner
-from tritoncp.tuning.journal import Journal
+from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.targets import candidates
 
 
@@ -66,6 +66,6 @@ def test_findings_of_other_conditions_or_an_older_run_are_not_taken_over(tmp_pat
     search = tuner(tmp_path, compiler)
     if other == "conditions":
         search.journal.close()
-        search.journal = Journal(tmp_path / "journal.jsonl", {"device": "another"}, resume=True)
+        search.journal = TuningJournal(tmp_path / "journal.jsonl", {"device": "another"}, resume=True)
     search.select(TARGET, 1e9)
     assert len(compiler.asked) == len(candidates(TARGET, "sm_90"))

@@ -34,7 +34,7 @@ LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class Row:
+class ExecutedCounts:
     """Counts of one pass, of all its kernels, for each query row and head.
 
     who:          "tritoncp", "torch" (its default tile), "torch autotuned" (one of its other candidates)
@@ -59,7 +59,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Call:
+class ExecutedCall:
     """Inputs of a call and its results in float64."""
 
     problem: Problem
@@ -70,7 +70,7 @@ class Call:
     grads: tuple[Tensor, ...]  # dq, dk, dv
 
 
-def make_call(problem: Problem, mask: Mask | None = None, seed: int = 0) -> Call:
+def make_call(problem: Problem, mask: Mask | None = None, seed: int = 0) -> ExecutedCall:
     """Draw inputs, and compute the call in float64."""
     mask = problem.block_mask() if mask is None else mask
     x = inputs(problem, torch.device("cpu"), seed)
@@ -78,10 +78,10 @@ def make_call(problem: Problem, mask: Mask | None = None, seed: int = 0) -> Call
     q, k, v = leaves = [tensor.double().requires_grad_() for tensor in tensors[:3]]
     out, lse, _ = dense_attention(q, k, v, mask, problem.score_mod(torch.device("cpu")))
     grads = torch.autograd.grad(out, leaves, tensors[3].double())
-    return Call(problem, mask, tensors, out.detach(), lse.detach(), grads)
+    return ExecutedCall(problem, mask, tensors, out.detach(), lse.detach(), grads)
 
 
-def count_own(call: Call, arch: str, which: str) -> Row:
+def count_own(call: ExecutedCall, arch: str, which: str) -> ExecutedCounts:
     """Count tritoncp's kernels of a pass: "forward" or "backward"."""
     tensors = CallTensors(call.problem, torch.device("cpu"), call.tensors, call.mask)
     kernels = ("forward",) if which == "forward" else ("delta", "dq", "dkdv")
@@ -95,10 +95,10 @@ def count_own(call: Call, arch: str, which: str) -> Row:
     results = {key: x for kernel in PASSES[which] for key, x in tensors.results(kernel).items()}
     wanted = {"out": call.out, **dict(zip(("dq", "dk", "dv"), call.grads))}
     error = max(_error(x, wanted[key]) for key, x in results.items())
-    return Row("tritoncp", named, error, **counts)
+    return ExecutedCounts("tritoncp", named, error, **counts)
 
 
-def count_torch(call: Call, job: TemplateJob) -> Row:
+def count_torch(call: ExecutedCall, job: TemplateJob) -> ExecutedCounts:
     """Count torch's template for the pass of a job."""
     tensors = _template_tensors(call, job)
     with tempfile.TemporaryDirectory() as folder:
@@ -114,10 +114,10 @@ def count_torch(call: Call, job: TemplateJob) -> Row:
     results = [tensors[name] for name in (("DQ", "OUT", "DV") if backward else ("OUT",))]
     wanted = call.grads if backward else [call.out]
     error = max(map(_error, results, wanted))
-    return Row("torch" if job.default else "torch autotuned", job.name, error, **counts)
+    return ExecutedCounts("torch" if job.default else "torch autotuned", job.name, error, **counts)
 
 
-def compare(call: Call, arch: str, which: str, against: str = "") -> Iterator[Row]:
+def compare(call: ExecutedCall, arch: str, which: str, against: str = "") -> Iterator[ExecutedCounts]:
     """Yield tritoncp's row, and torch's at its default tile (against "torch") or at every candidate of
     autotuning that fits and does not spill ("autotuned")."""
     yield count_own(call, arch, which)
@@ -173,7 +173,7 @@ def _tiles_of(launch: Any) -> str:
     return f"{config.BLOCK_M}×{config.BLOCK_N} {config.num_warps}/{config.num_stages}"
 
 
-def _template_tensors(call: Call, job: TemplateJob) -> dict[str, Tensor]:
+def _template_tensors(call: ExecutedCall, job: TemplateJob) -> dict[str, Tensor]:
     """The tensors of a template by name, with float64's out and lse for a backward pass."""
     (q, k, v, dout), problem = call.tensors, call.problem
     found = {"Q": q, "K": k, "V": v, "DO": dout, "MAX": torch.zeros(1)} | _block_lists(call)
@@ -193,7 +193,7 @@ def _template_tensors(call: Call, job: TemplateJob) -> dict[str, Tensor]:
     return found
 
 
-def _block_lists(call: Call) -> dict[str, Tensor]:
+def _block_lists(call: ExecutedCall) -> dict[str, Tensor]:
     """The lists of a BlockMask, as torch makes them."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -212,7 +212,7 @@ def _block_lists(call: Call) -> dict[str, Tensor]:
     return {name: getattr(made, field).contiguous().to(torch.int32) for name, field in pairs}
 
 
-def show(rows: Sequence[Row], title: str, console: Any) -> None:
+def show(rows: Sequence[ExecutedCounts], title: str, console: Any) -> None:
     """Print rows as a table: counts for each query row and head, in brackets tritoncp's over the row's."""
     from rich.table import Table
 

@@ -205,7 +205,7 @@ def plan_metrics(plan: PlanData, shape: Shape, time: Cost) -> dict[str, float]:
     forward = [bytes_sent(view, shape, backward=False) for view in views]
     backward = [bytes_sent(view, shape) - sent for view, sent in zip(views, forward)]
     read, stays = int(plan.traffic.sum()), int(plan.traffic.trace())
-    size = Sizes.padded_rows(plan, shape)
+    size = Sizes.of(plan, shape, padded=True)
     gradients = size.q + size.o + size.kv
     extra = peak_under(plan, plan.schedule, sample(plan.world_size), shape)
     return {

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from tritoncp.distributed.failures import GroupClosed
-from tritoncp.self_check.cases import ONE_DEVICE, PASSES, Answers, Case, Result, make_problem
-from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_passes
+from tritoncp.self_check.cases import ONE_DEVICE, PASSES, Answers, CheckCase, Result, make_problem
+from tritoncp.self_check.comparison import PassErrors, Ranks, judge_case, run_passes
 
 
 @dataclass
-class Request:
+class CheckRequest:
     """The command's options, and the limits after which the check stops: the time budget, or a signal.
 
     jobs:        worker processes, None for one per core
@@ -94,7 +94,7 @@ class Failure(NamedTuple):
     fatal: bool
 
 
-def run_cases(cases: Sequence[Case], ranks: Ranks, request: Request) -> Iterator[Result]:
+def run_cases(cases: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> Iterator[Result]:
     """Run cases in turn; the passes of a schedule are one run. Raises Stopped where the rest cannot run."""
     for _, group in groupby(cases, lambda case: (case.mask, case.dtype)):
         problem: list[Answers] = []  # filled by the first run, so that an exception there fails its case
@@ -103,7 +103,7 @@ def run_cases(cases: Sequence[Case], ranks: Ranks, request: Request) -> Iterator
 
 
 def run_schedule(
-    cases: Sequence[Case], problem: list[Answers], ranks: Ranks, request: Request
+    cases: Sequence[CheckCase], problem: list[Answers], ranks: Ranks, request: CheckRequest
 ) -> Iterator[Result]:
     """Run the passes of one schedule on all ranks, and yield a result for each case."""
     own = attempt_passes(cases, problem, ranks, request)
@@ -131,11 +131,11 @@ def run_schedule(
 
 
 def attempt_passes(
-    cases: Sequence[Case], problem: list[Answers], ranks: Ranks, request: Request
-) -> list[Errors | Failure]:
+    cases: Sequence[CheckCase], problem: list[Answers], ranks: Ranks, request: CheckRequest
+) -> list[PassErrors | Failure]:
     """Run the passes of a schedule up to the last one among the cases. Returns the errors of each, from a
     failure on that failure. ``problem`` is filled by the first run."""
-    outcomes: list[Errors | Failure] = []
+    outcomes: list[PassErrors | Failure] = []
     try:
         if not problem:
             problem.append(make_problem(cases[0], ranks.device, ranks.world_size))
@@ -161,7 +161,7 @@ def is_usable(device: torch.device) -> bool:
     return True
 
 
-def describe_failure(case: Case, failures: dict[int, Failure], world_size: int) -> Result:
+def describe_failure(case: CheckCase, failures: dict[int, Failure], world_size: int) -> Result:
     """Make the result of a case whose run failed. It names the rank that failed on its own, before ranks that
     only timed out waiting for it."""
     rank = min(failures, key=lambda rank: (failures[rank].fatal, rank))
@@ -169,7 +169,7 @@ def describe_failure(case: Case, failures: dict[int, Failure], world_size: int) 
     return Result(case, rank=rank, ranks=tuple(sorted(failures)), why=why)
 
 
-def wait_for_device(device: torch.device, request: Request) -> None:
+def wait_for_device(device: torch.device, request: CheckRequest) -> None:
     """Wait until a GPU has finished its queued work. Raises Stalled after the timeout: a kernel that hangs
     never ends, and neither does a message from a lost rank."""
     if device.type != "cuda":

@@ -35,7 +35,7 @@ PERIOD = 61  # entries of the score_mod's table: with many, the largest error va
 DRAWS = 4  # random inputs per problem: the largest error of eager attention on one small tensor varies a lot
 
 
-class Case(NamedTuple):
+class CheckCase(NamedTuple):
     """The name of one pass of a schedule over a mask, in one dtype. A case holds no
     :class:`~tritoncp.planning.problem.Problem`, whose sizes depend on the device and the number of ranks."""
 
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """
-        >>> Case("ring", "window", "float32", "backward").name
+        >>> CheckCase("ring", "window", "float32", "backward").name
         'ring-window-float32-backward'
         """
         return "-".join(self)
@@ -63,7 +63,7 @@ class Result:
     why:   the reason why there is no error to report
     """
 
-    case: Case
+    case: CheckCase
     tensor: str | None = None
     error: float | None = None
     allowed: float | None = None
@@ -116,7 +116,7 @@ def choose_degree(world_size: int, heads: int) -> int | None:
     return next(divisors, None)
 
 
-def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[Case]:
+def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[CheckCase]:
     """List the cases that fit the world and match ``only``; cases that share kernels are adjacent. Raises
     ValueError where there are none."""
     fitting = [ONE_DEVICE]
@@ -126,7 +126,7 @@ def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[C
         fitting.append("ulysses+ring")
     names = (str(dtype).removeprefix("torch.") for dtype in choose_dtypes(device))
     cases = [
-        Case(schedule, mask, dtype, direction)
+        CheckCase(schedule, mask, dtype, direction)
         for dtype, mask, schedule, direction in itertools.product(names, MASKS, fitting, PASSES)
     ]
     if not (chosen := [case for case in cases if fnmatch(case.name, only)]):
@@ -170,7 +170,7 @@ def make_score_mod(bias: Tensor) -> Callable[..., Tensor]:
     return score_mod
 
 
-def make_problem(case: Case, device: torch.device, world_size: int) -> Answers:
+def make_problem(case: CheckCase, device: torch.device, world_size: int) -> Answers:
     """Draw the problem of a case; its allowed errors are the largest over DRAWS random inputs."""
     sizes = replace(choose_sizes(device, world_size), mask=MASKS[case.mask], dtype=case.dtype)
     problem, *redraws = (draw_problem(case.mask, sizes, device, seed) for seed in range(DRAWS))

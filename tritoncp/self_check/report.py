@@ -12,12 +12,12 @@ from rich.console import Console
 
 from tritoncp.doctor import examine, summary_rows
 from tritoncp.perf.suite import machine
-from tritoncp.self_check.attempts import Request
-from tritoncp.self_check.cases import Case, Result, choose_dtypes
+from tritoncp.self_check.attempts import CheckRequest
+from tritoncp.self_check.cases import CheckCase, Result, choose_dtypes
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """The result of a check.
 
     results: a result for each case, in the order of the cases
@@ -25,7 +25,7 @@ class Report:
     absent:  the ranks that were lost
     """
 
-    request: Request
+    request: CheckRequest
     facts: dict[str, Any]
     results: Sequence[Result]
     seconds: float
@@ -91,7 +91,7 @@ class Display:
 
     def __init__(self, console: Console, enabled: bool):
         self.console, self.enabled = console, enabled
-        self.shown: set[Case] = set()
+        self.shown: set[CheckCase] = set()
 
     def show(self, result: Result, total: int) -> None:
         """Print the row of a case: its number, verdict, name and error."""
@@ -106,7 +106,7 @@ class Display:
             self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
             self.console.file.flush()  # so that a file has the line even if this process is killed
 
-    def show_report(self, report: Report) -> None:
+    def show_report(self, report: CheckReport) -> None:
         """Print the cases that were not shown, facts and verdict."""
         if not self.enabled:  # the rank that showed the cases is lost
             self.enabled, self.shown = True, set()
@@ -129,7 +129,7 @@ def describe(result: Result) -> str:
     return f"{result.tensor} {numbers}, {place}{f' (also {also})' if also else ''}"
 
 
-def format_verdict(report: Report) -> Iterator[str]:
+def format_verdict(report: CheckReport) -> Iterator[str]:
     """Format the last lines: counts, cases that did not run, the worst case, and a line for a bug report."""
     ran = [result for result in report.results if result.ran]
     wrong = [result for result in ran if not result.right]

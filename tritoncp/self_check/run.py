@@ -21,17 +21,17 @@ from tritoncp.core.process_environment import torchrun_world_size, use_loopback_
 from tritoncp.core.worker_pool import Lost, WorkerPool, count_cores
 from tritoncp.distributed.failures import GroupClosed
 from tritoncp.ops.engine_factory import name_functions
-from tritoncp.self_check.attempts import Request, Stopped, run_cases
-from tritoncp.self_check.cases import ONE_DEVICE, Case, Result, choose_degree, choose_sizes, list_cases
+from tritoncp.self_check.attempts import CheckRequest, Stopped, run_cases
+from tritoncp.self_check.cases import ONE_DEVICE, CheckCase, Result, choose_degree, choose_sizes, list_cases
 from tritoncp.self_check.comparison import Ranks
-from tritoncp.self_check.report import Display, Report, collect_facts
+from tritoncp.self_check.report import CheckReport, Display, collect_facts
 
 GRACE = 5.0  # extra seconds, after a message has timed out, for ranks to exchange their results
 LINGER = 2.0  # seconds that a rank waits after a loss before it exits: slower ranks may still need it
 SHORT = (ONE_DEVICE, "allgather", "ulysses")  # schedules that share kernels; the others share about as many
 
 
-def main(request: Request, as_json: bool) -> int:
+def main(request: CheckRequest, as_json: bool) -> int:
     """Run the check, print its report, and return the exit code. Exits the process where a rank is lost."""
     world_size = torchrun_world_size() or 1
     many = world_size > 1
@@ -54,11 +54,11 @@ def main(request: Request, as_json: bool) -> int:
 
 
 def collect_results(
-    outcomes: Iterable[Result], cases: Sequence[Case], display: Display
+    outcomes: Iterable[Result], cases: Sequence[CheckCase], display: Display
 ) -> tuple[list[Result], Stopped | GroupClosed | None]:
     """Show the results as they come, in any order. Returns one for each case, in the order of the cases, and
     the error that ended the check early, or None."""
-    results: dict[Case, Result] = {}
+    results: dict[CheckCase, Result] = {}
     stop: Stopped | GroupClosed | None = None
     try:
         for result in outcomes:
@@ -69,7 +69,7 @@ def collect_results(
     return [results.get(case) or Result(case, why=f"not run: {stop}") for case in cases], stop
 
 
-def check_alone(request: Request, display: Display) -> Report:
+def check_alone(request: CheckRequest, display: Display) -> CheckReport:
     """Run every case in a simulated world on one device; worker processes compile its kernels."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -80,13 +80,13 @@ def check_alone(request: Request, display: Display) -> Report:
         parts, Ranks(device, request.world_size), request.jobs or count_cores(), request
     )
     results, stop = collect_results(outcomes, cases, display)
-    return Report(request, facts, results, request.seconds, stop and str(stop))
+    return CheckReport(request, facts, results, request.seconds, str(stop) if stop else None)
 
 
-def split_into_parts(cases: Sequence[Case]) -> list[list[Case]]:
+def split_into_parts(cases: Sequence[CheckCase]) -> list[list[CheckCase]]:
     """Split cases into parts that share kernels, in their order: one dtype and mask each (sinks go with the
     causal mask, whose kernels they use), in two halves by schedule."""
-    parts: dict[tuple[str, str, bool], list[Case]] = {}
+    parts: dict[tuple[str, str, bool], list[CheckCase]] = {}
     for case in cases:
         key = case.dtype, case.mask.replace("sinks", "causal"), case.schedule in SHORT
         parts.setdefault(key, []).append(case)
@@ -94,7 +94,7 @@ def split_into_parts(cases: Sequence[Case]) -> list[list[Case]]:
 
 
 def run_in_processes(
-    parts: Sequence[Sequence[Case]], ranks: Ranks, jobs: int, request: Request
+    parts: Sequence[Sequence[CheckCase]], ranks: Ranks, jobs: int, request: CheckRequest
 ) -> Iterator[Result]:
     """Run parts in up to ``jobs`` processes that share a device, because compiling (on a GPU) or Python (on a
     CPU) takes most time. A case during which its process dies has failed. Raises Stopped where a limit is
@@ -106,7 +106,7 @@ def run_in_processes(
             yield Result(case, why=result.why) if isinstance(result, Lost) else result
 
 
-def run_part(ranks: Ranks, request: Request, cases: Sequence[Case]) -> Iterator[Result]:
+def run_part(ranks: Ranks, request: CheckRequest, cases: Sequence[CheckCase]) -> Iterator[Result]:
     """Run cases in a worker process, up to one after which its device cannot be used."""
     with contextlib.suppress(Stopped):
         yield from run_cases(cases, ranks, request)
@@ -124,7 +124,7 @@ def set_up_process(device: torch.device) -> None:
 # -- the ranks of torchrun --------------------------------------------------------------------------------
 
 
-def check_group(request: Request, display: Display) -> Report:
+def check_group(request: CheckRequest, display: Display) -> CheckReport:
     """Run every case on the ranks that torchrun started. Ranks that are not lost return the same report."""
     device = select_device()
     world_size = int(os.environ["WORLD_SIZE"])
@@ -144,8 +144,8 @@ def check_group(request: Request, display: Display) -> Report:
     results, stop = collect_results(outcomes(), cases, display)
     if stop is None:
         dist.destroy_process_group()
-        return Report(request, facts, results, request.seconds)
-    return Report(request, facts, results, request.seconds, str(stop), stop.absent)
+        return CheckReport(request, facts, results, request.seconds)
+    return CheckReport(request, facts, results, request.seconds, str(stop), stop.absent)
 
 
 def select_device() -> torch.device:
@@ -164,7 +164,7 @@ def select_device() -> torch.device:
     return device
 
 
-def join_groups(request: Request, device: torch.device, world_size: int) -> Ranks:
+def join_groups(request: CheckRequest, device: torch.device, world_size: int) -> Ranks:
     """Make the process groups, for tensors and for results on the host. NCCL's timeout is longer than this
     process waits for the GPU, because NCCL kills a process whose messages time out."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
@@ -188,7 +188,7 @@ def join_groups(request: Request, device: torch.device, world_size: int) -> Rank
     return Ranks(device, world_size, dist.group.WORLD, mesh, host)
 
 
-def compile_share(cases: Sequence[Case], ranks: Ranks, request: Request) -> None:
+def compile_share(cases: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> None:
     """Compile this rank's share of the kernels into Triton's cache on disk, by running its share of the cases
     in a simulated world on its GPU, and wait for the other ranks. Results are dropped: only the run on real
     ranks counts. Raises RuntimeError, which names the ranks that have not compiled theirs in time."""

@@ -108,7 +108,7 @@ def trace_mod(
     graphs = split_outputs(run.graph.graph, is_score, list(grads.values()))
     constants = tuple(i for i, t in enumerate(tensors) if not any(t is c for c in run.captures))
     names = describe(fn), origin(fn)
-    return ModTrace(*names, is_score, dtype, *graphs, tensors, arguments, tuple(grads), constants)  # type: ignore[arg-type]
+    return ModTrace(*names, is_score, dtype, *graphs, tensors, arguments, tuple(grads), constants)
 
 
 class _Run(NamedTuple):
