@@ -11,7 +11,7 @@ py := $(bin)/python
 pip := $(py) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
 sources := tritoncp kernels perf tests examples docs/conf.py docs/gallery.py docs/tables.py setup.py
 
-.PHONY: help demo test test-all test-browser test-integrations gpu docs format lint types check clean \
+.PHONY: help demo test test-all test-browser test-integrations test-oldest gpu docs format lint types check clean \
 	find-browser find-compiler
 .DEFAULT_GOAL := help
 
@@ -41,12 +41,19 @@ test-integrations: ## train models of transformers and torchtitan on CPU ranks
 	$(MAKE) --no-print-directory VENV=$(others) CONSTRAINTS=constraints-integrations.txt $(others)/.integrations-ready
 	OMP_NUM_THREADS=1 $(others)/bin/python -m pytest -m "integrations or not long" tests/integrations $(ARGS)
 
-# What compares bits runs again as NumPy's OpenBLAS, torch's MKL and ATen are on other CPUs, and with two threads.
+# Kernels as the oldest Triton that is promised compiles them, in an environment of its own.
+oldest := .venv-oldest
+test-oldest: ## execute kernels that the oldest promised Triton compiles for Hopper
+	$(MAKE) --no-print-directory VENV=$(oldest) $(oldest)/.dev-ready
+	$(oldest)/bin/python -m pip install -qq --disable-pip-version-check triton==3.6.0
+	OMP_NUM_THREADS=1 $(oldest)/bin/python -m pytest --compiled sm_90 tests/compiled $(ARGS)
+
+# What compares bits runs again as NumPy's OpenBLAS, torch's MKL and ATen are on other CPUs, once with two threads.
 bits := tests/kernels tests/ops tests/cpu $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
 	distributed/test_schedules distributed/test_ulysses frontend/test_dynamo masks/test_varlen \
 	repo/test_conftest test_extremes))
-machines := 'OPENBLAS_CORETYPE=Prescott MKL_CBWR=COMPATIBLE' OMP_NUM_THREADS=2 \
-	'OPENBLAS_CORETYPE=Zen MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2'
+machines := 'OPENBLAS_CORETYPE=Prescott MKL_CBWR=COMPATIBLE' \
+	'OMP_NUM_THREADS=2 OPENBLAS_CORETYPE=Zen MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2'
 anew := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 # graphs kept from a run with wider vectors are wrong
 
 find-compiler:
@@ -90,7 +97,7 @@ types: $(VENV)/.dev-ready ## type-check the package
 check: lint types test ## what a change has to pass
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) $(others) build dist *.egg-info demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(others) $(oldest) build dist *.egg-info demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Steps of the set-up, a line each.
 $(py):

@@ -9,8 +9,13 @@ import torch
 
 from tritoncp.core.environment import UNSAFE_FUSED
 from tritoncp.core.log_lines import area_logger, log_decision
-from tritoncp.kernels.tile_rules import KINDS, PASSES, Config, default, fit
-from tritoncp.kernels.toolchain import fused_fault, multiplies_transposed, transposed_fault
+from tritoncp.kernels.tile_rules import KINDS, PASSES, Config, copies, default, fit
+from tritoncp.kernels.toolchain import (
+    fences_async_copies,
+    fused_fault,
+    multiplies_transposed,
+    transposed_fault,
+)
 
 tiles_log = area_logger("tiles")
 _ALLOWED: dict[str, Any] = {
@@ -147,7 +152,8 @@ def choose(
     transposes = multiplies_transposed(arch)
     if not transposes:
         _check_transposed(options | {"FUSED_BACKWARD": kind == "fused"}, arch)
-    call = kind, arch, head_dim, dtype, q_block, kv_block, tma, score, transposes
+    fences = not copies(arch) or fences_async_copies()
+    call = kind, arch, head_dim, dtype, q_block, kv_block, tma, score, transposes, fences
     return _chosen(*call, tuple(options.items()))
 
 
@@ -162,9 +168,14 @@ def _chosen(
     tma: bool,
     score: str,
     transposes: bool,
+    fences: bool,
     options: tuple[tuple[str, Any], ...],
 ) -> Config:
-    """Choose a config as :func:`choose` does, cached. transposes: whether tiles of CONFIGS may have FLIP."""
+    """Choose a config as :func:`choose` does, cached.
+
+    transposes: whether tiles of CONFIGS may have FLIP
+    fences:     whether tiles that are not copied by descriptor may have several stages
+    """
     by_option, names = dict(options), option_names(kind).items()
     settings: dict[str, Any] = {
         name: by_option[option] for name, both in names for option in both if option in by_option
@@ -182,6 +193,7 @@ def _chosen(
         BLOCK_M=fit(config.BLOCK_M, q_block),
         BLOCK_N=fit(config.BLOCK_N, kv_block),
         USE_TMA=config.USE_TMA and tma,
+        num_stages=config.num_stages if fences or (config.USE_TMA and tma) else 1,
     )
     origin = "measured" if measured else "rule"
     origin = f"kernel_options over {origin}" if is_explicit else origin

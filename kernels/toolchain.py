@@ -114,6 +114,20 @@ def multiplies_transposed(arch: str) -> bool:
     return _numbers(triton.__version__) >= (3, 7, 1)
 
 
+def fences_async_copies() -> bool:
+    """Whether this Triton orders a loop's ``cp.async`` copies before wgmma's and tcgen05.mma's reads of them.
+
+    These read shared memory through the async proxy, so that a ``fence.proxy.async`` has to follow the wait
+    for a copy (PTX ISA, "Async proxy").  Triton before 3.7.1 puts that fence before the loop, where nothing
+    has arrived (triton#9610; wrong results on B200: pytorch#181248).  ``tritoncp.executor`` reports it of
+    code that 3.6.0 compiles.  Copies by tensor descriptor are written through the async proxy; with one stage
+    there are no asynchronous copies.
+    """
+    import triton
+
+    return _numbers(triton.__version__) >= (3, 7, 1)
+
+
 def transposed_fault(arch: str) -> str | None:
     """The reason why kernels for ``arch`` may not multiply transposed register tiles, with the remedy; None
     if they may."""

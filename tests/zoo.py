@@ -120,6 +120,88 @@ def sorted_noise(sizes: Sizes, number: int) -> Rule:
     return Rule(mod, lambda b, h, q, kv: ordered[b, h, (5 * q + kv) % n] > 0.3, True, True)
 
 
+def windows_in_documents(sizes: Sizes, number: int) -> Rule:
+    """Positions are counted from the start of each document."""
+    ids = document_ids(sizes, number)[0]
+    start = torch.searchsorted(ids, torch.arange(5))
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        distance = (q - start[ids[q]]) - (kv - start[ids[kv]])
+        return (ids[q] == ids[kv]) & (distance >= 0) & (distance <= number % 9)
+
+    return python_rule(mod)
+
+
+def table_of_blocks(sizes: Sizes, number: int) -> Rule:
+    """Chosen tiles of keys for each tile of queries; a tile's tokens beyond its length are padding."""
+    tile, rows, cols = number % 9 + 4, sizes.q // 4 + 1, sizes.kv // 4 + 1
+    chosen = torch.rand(sizes.batch, sizes.heads, rows, cols, generator=generator(number)) < 0.6
+    lengths = torch.randint(1, tile + 1, (cols,), generator=generator(number))
+    return python_rule(
+        lambda b, h, q, kv: chosen[b, h, q // tile, kv // tile] & (kv % tile < lengths[kv // tile]),
+        by_row=True, by_head=True,
+    )  # fmt: skip
+
+
+def listed_blocks(sizes: Sizes, number: int) -> Rule:
+    """Numbers of tiles of keys for each tile of queries, compared one by one."""
+    rows = sizes.batch, sizes.heads, sizes.q // 8 + 1, 2
+    listed = torch.randint(0, sizes.kv // 8 + 1, rows, generator=generator(number))
+    return python_rule(
+        lambda b, h, q, kv: (listed[b, h, q // 8] == (kv // 8).unsqueeze(-1)).any(-1), True, True
+    )
+
+
+def neighbourhood(sizes: Sizes, number: int) -> Rule:
+    """A kernel around each pixel of a canvas 8 wide, stored in tiles of 2 x 2 or in Morton order."""
+
+    def tiled(i: Tensor) -> tuple[Tensor, Tensor]:
+        tile, inside = i // 4, i % 4
+        return tile % 4 * 2 + inside % 2, tile // 4 * 2 + inside // 2
+
+    def even_bits(code: Tensor) -> Tensor:
+        code = code & 0x5555
+        for shift, kept in ((1, 0x3333), (2, 0x0F0F), (4, 0x00FF)):
+            code = (code | (code >> shift)) & kept
+        return code
+
+    place = tiled if number % 2 else lambda i: (even_bits(i), even_bits(i >> 1))
+    reach = number % 3 + 1
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        (qx, qy), (kx, ky) = place(q), place(kv)
+        return ((qx.clamp(reach, 7 - reach) - kx).abs() <= reach) & ((qy - ky).abs() <= reach)
+
+    return python_rule(mod)
+
+
+def frames(sizes: Sizes, number: int) -> Rule:
+    """A prompt, then frames of a video: a query sees the same places of all frames."""
+    prompt, frame = number % 5 + 1, number % 7 + 2
+    return python_rule(
+        lambda b, h, q, kv: (
+            (kv < prompt) | (q < prompt) | (((q - prompt) % frame - (kv - prompt) % frame).abs() < 2)
+        )
+    )
+
+
+def tiles_of_video(sizes: Sizes, number: int) -> Rule:
+    """A window of 2 x 4 x 2 tiles in a video of 4 x 4 x 2, tiles of 2 tokens, then text that sees all."""
+
+    def places(i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return i // 16 % 4, i // 4 % 4, i // 2 % 2
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        seen = (q < 64) & (kv < 64)
+        for at, key, count, width in zip(places(q), places(kv), (4, 4, 2), (2, 4, 2)):
+            left, right = width // 2, width // 2 - 1
+            center = at.clamp(left, count - 1 - right)
+            seen = seen & (key >= center - left) & (key <= center + right)
+        return seen | (q >= 64) | (kv >= 64)
+
+    return python_rule(mod)
+
+
 MASKS: dict[str, Callable[[Sizes, int], Rule]] = {  # by the sizes of a call and a number
     "causal": lambda s, n: Rule(tritoncp.causal(), lambda b, h, q, kv: q >= kv),
     "window": window,
@@ -144,6 +226,12 @@ MASKS: dict[str, Callable[[Sizes, int], Rule]] = {  # by the sizes of a call and
     "hidden rows": hidden_rows,
     "causal blocks": causal_blocks,
     "sorted noise": sorted_noise,
+    "windows in documents": windows_in_documents,
+    "table of blocks": table_of_blocks,
+    "listed blocks": listed_blocks,
+    "neighbourhood": neighbourhood,
+    "frames": frames,
+    "tiles of video": tiles_of_video,
     "uint8": lambda s, n: python_rule(  # 11 * 24 exceeds 255
         lambda b, h, q, kv: q.to(torch.uint8) * 11 >= kv.to(torch.uint8) * (n % 7 + 1)
     ),
@@ -178,6 +266,21 @@ def undefined_where_hidden(s: Sizes, visible: Pairs, x: Tensor) -> ScoreMod:
     return lambda score, b, h, q, kv: score + x[h, torch.where(visible(b, h, q, kv), kv, 1 << 40)]
 
 
+def bias_of_path(s: Sizes, visible: Pairs, x: Tensor) -> ScoreMod:
+    """The mean of a bias for each edge of the path between two nodes: a loop, unrolled."""
+    g = generator(7)
+    kinds = torch.randint(0, 5, (s.batch, s.q, s.kv, 3), generator=g)
+    lengths = torch.randint(0, 4, (s.batch, s.q, s.kv), generator=g)
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        length, total = lengths[b, q, kv], torch.zeros_like(score)
+        for place in range(3):
+            total = total + torch.where(length > place, x[place, h, kinds[b, q, kv, place]], 0.0)
+        return score + total / length.clamp(min=1)
+
+    return mod
+
+
 SCORES: dict[str, Score] = {
     "none": plain(None),
     "softcap": plain(lambda s, b, h, q, kv: 3 * torch.tanh(s / 3)),
@@ -206,5 +309,7 @@ SCORES: dict[str, Score] = {
         lambda s: (s.heads,),
         lambda z, visible, x: lambda s, b, h, q, kv: s - torch.exp(x[h].to(s.dtype)) * kv / z.kv,
     ),
+    "bias of a path": Score(lambda s: (3, s.heads, 5), bias_of_path),
+    "activation": plain(lambda s, b, h, q, kv: torch.log(torch.nn.functional.softplus(s) + 0.1)),
     "undefined where hidden": Score(lambda s: (s.heads, s.kv), undefined_where_hidden),
 }

@@ -9,7 +9,6 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
-from tests.compat.differences import documented
 from tritoncp.ops import engine_factory
 
 SHAPE = 2, 3, 5, 8
@@ -39,7 +38,6 @@ CASES = [  # compiled for one length of values only
 
 @pytest.mark.parametrize(("v_dim", "form", "compiled"), CASES)
 def test_out_has_the_layout_of_torchs(form, v_dim, compiled, monkeypatch):
-    documented("layout of out along dimensions of size 1")
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     torch._dynamo.reset()
@@ -54,3 +52,11 @@ def test_out_has_the_layout_of_torchs(form, v_dim, compiled, monkeypatch):
         assert out.stride() == want.stride(), order
         assert out.stride(3) == 1
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)], ids=str)
+def test_gradients_have_the_stride_orders_of_their_tensors(order, engine):
+    leaves = [permuted(order).requires_grad_() for _ in range(3)]
+    for grad, x in zip(torch.autograd.grad(tritoncp.flex_attention(*leaves).sum(), leaves), leaves):
+        strides = [sorted(range(4), key=lambda dim, t=t: (t.stride(dim), dim)) for t in (grad, x)]
+        assert strides[0] == strides[1]

@@ -67,9 +67,9 @@ def test_routes_of_all_ranks_are_the_permutation(case) -> None:
     whole = torch.arange(dual.numel()).view_as(dual)
     for source, target in ((dual, whole), (whole, dual)):
         ways = [varlen.route(source, target, rank) for rank in range(world)]
-        moved = collectives.lockstep([varlen._travel(x, way) for x, way in zip(source, ways)])
+        moved = collectives.lockstep([varlen._exchange_rows(x, way) for x, way in zip(source, ways)])
         assert torch.equal(torch.stack(moved), target)
-        back = collectives.lockstep([varlen._travel(x, way.back()) for x, way in zip(moved, ways)])
+        back = collectives.lockstep([varlen._exchange_rows(x, way.back()) for x, way in zip(moved, ways)])
         assert torch.equal(torch.stack(back), source)
 
 

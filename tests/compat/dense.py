@@ -87,3 +87,17 @@ def agree(got: Answer, want: Answer, dtype: torch.dtype, factor: float = 1) -> N
             factor * TOLERANCE[dtype] * max(1.0, float(b[~infinite].abs().max()) if error.numel() else 1.0)
         )
         assert not error.numel() or float(error.max()) <= allowed, f"{name} is {float(error.max()):.3g} off"
+
+
+def check(
+    call: Callable[..., tuple[Tensor, Tensor]],
+    x: Sequence[Tensor],
+    bind: Callable[..., Mod] | None = None,
+    captured: Sequence[Tensor] = (),
+    mask_mod: Mod | None = None,
+) -> None:
+    """Assert that ``call`` of q, k and v returns (out, lse) of dense attention, and that gradients agree."""
+    out, lse = call(*x)
+    start = [torch.randn(out.shape, dtype=F64).to(out.dtype), torch.randn(lse.shape, dtype=lse.dtype)]
+    leaves = [*x, *(t for t in captured if t.requires_grad)]
+    agree(answer(out, lse, leaves, start), exact(x, bind, captured, mask_mod, start), x[0].dtype)

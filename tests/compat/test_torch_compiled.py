@@ -6,6 +6,8 @@ Graphs hold the same op for both engines, so that plain torch suffices.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tritoncp
-from tests.compat.dense import F64, attend
-from tests.compat.test_torch_calls import causal, chain, check, tensors
+from tests.cases import AUX, Case, answers, expected
+from tests.cases import agree as verify_answers
+from tests.cases import tensors as zoo_tensors
+from tests.compat.dense import F64, attend, check
+from tests.compat.test_torch_calls import attend_with_lse, causal, chain, tensors
 from tests.compat.torch_mods import BUILTIN, Dims, normal
+from tests.zoo import MASKS as ZOO_MASKS
+from tests.zoo import SCORES as ZOO_SCORES
 
 plain_torch = pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -31,7 +38,28 @@ def test_compiled_whole(name: str, backend: str, engine: str) -> None:
     x, score = tensors(Dims(1, 2, 32)), BUILTIN[name].bind()
     mask = create_block_mask(causal, 1, 1, 32, 32, device="cpu", BLOCK_SIZE=16)
     call = functools.partial(tritoncp.flex_attention, score_mod=score, block_mask=mask, return_lse=True)
-    check(torch.compile(call, fullgraph=True, backend=backend), x, BUILTIN[name], causal)
+    check(torch.compile(call, fullgraph=True, backend=backend), x, BUILTIN[name].bind, mask_mod=causal)
+
+
+@pytest.mark.long
+@plain_torch
+@pytest.mark.parametrize(
+    "case",
+    [*(Case((name, 5)) for name in ZOO_MASKS), *(Case(score=name) for name in ZOO_SCORES if name != "none")],
+    ids=lambda case: f"{case.mask[0]}-{case.score}",
+)
+def test_the_zoo_compiles_whole(case: Case, engine: str) -> None:
+    """Masks and score_mods of attention-gym's kinds, among others, at every batch row and head."""
+    case = replace(case, batch=2, own_lists=(True, True))
+    mask = case.block_mask()
+
+    def call(case: Case, q: Tensor, k: Tensor, v: Tensor, learned: Any = None) -> list[Tensor]:
+        score = case.score_mod(learned)
+        layer = functools.partial(tritoncp.flex_attention, score_mod=score, block_mask=mask, return_aux=AUX)
+        out, aux = torch.compile(layer, fullgraph=True, backend="eager")(q, k, v)
+        return [out, aux.lse, aux.max_scores]
+
+    verify_answers(case, answers(case, zoo_tensors(case), call), expected(case))
 
 
 @plain_torch
@@ -45,7 +73,8 @@ def test_one_graph_for_all_lengths(name: str, engine: str) -> None:
     compiled = torch.compile(layer, dynamic=True, backend=counter)
     for rows, length in ((2, 80), (4, 48), (6, 32)):
         mask = create_block_mask(causal, 1, 1, length, length, device="cpu", BLOCK_SIZE=16)
-        check(lambda *x, mask=mask: compiled(*x, mask), tensors(Dims(rows, 7, length)), BUILTIN[name], causal)
+        x, bind = tensors(Dims(rows, 7, length)), BUILTIN[name].bind
+        check(lambda *x, mask=mask: compiled(*x, mask), x, bind, mask_mod=causal)
     assert counter.frame_count == 1
 
 
@@ -63,6 +92,28 @@ def test_a_size_in_the_closure_of_a_score_mod(engine: str) -> None:
         want, _ = attend(*(t.to(F64) for t in x), lambda s, b, h, i, j, rows=rows: s + rows * b)
         torch.testing.assert_close(compiled(*x).to(F64), want, rtol=1e-5, atol=1e-5)
     assert counter.frame_count == 1
+
+
+@plain_torch
+def test_a_mod_made_in_the_graph_around_constants(engine: str) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        return attend_with_lse(q, k, v, lambda s, b, h, i, j: s * factor)
+
+    call = torch.compile(functools.partial(layer, factor=2.0), fullgraph=True, backend="eager")
+    check(call, tensors(Dims(1, 2, 32)), lambda: lambda s, b, h, i, j: s * 2.0)
+
+
+@plain_torch
+def test_a_named_tuple_in_a_closure_keeps_its_names(engine: str) -> None:
+    """The mask_mod's cell arrives in the graph as a plain tuple: AttributeError where it is called."""
+    dims = Dims(1, 2, 32)
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (q - kv <= dims.q // 4)
+
+    mask = create_block_mask(mod, None, None, 32, 32, device="cpu", BLOCK_SIZE=16)
+    call = functools.partial(attend_with_lse, block_mask=mask)
+    check(torch.compile(call, fullgraph=True, backend="eager"), tensors(dims), mask_mod=mod)
 
 
 @plain_torch

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,83 +15,59 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 import tritoncp
-from tests.compat.dense import F16, F32, F64, Answer, agree, answer, attend, exact
-from tests.compat.differences import documented
+from tests.compat.dense import F32, F64, check
+from tests.compat.test_torch_calls import attend_with_lse, causal
 
 
 def qkv(length: int = 32, dim: int = 16, heads: int = 2, dtype: torch.dtype = F32) -> list[Tensor]:
     return [torch.randn(1, heads, length, dim, dtype=F64).to(dtype).requires_grad_() for _ in range(3)]
 
 
-def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return q >= kv
-
-
 def blocks(length: int, **options: Any) -> BlockMask:
     return create_block_mask(causal, None, None, length, length, device="cpu", **options)
 
 
-def mixed_dtypes() -> Any:
-    q, k, v = qkv()
-    return tritoncp.flex_attention(q, k.half(), v.half())
-
-
-def mixed_devices() -> Any:
-    q, k, v = qkv()
-    return tritoncp.flex_attention(q, k.to("meta"), v)
-
-
-def heads_without_gqa() -> Any:
+def grouped(kv_heads: int, **options: Any) -> Any:
     q, k, v = qkv(heads=4)
-    return tritoncp.flex_attention(q, k[:, :2], v[:, :2])
+    return tritoncp.flex_attention(q, k[:, :kv_heads], v[:, :kv_heads], **options)
 
 
-def heads_that_do_not_divide() -> Any:
-    q, k, v = qkv(heads=4)
-    return tritoncp.flex_attention(q, k[:, :3], v[:, :3], enable_gqa=True)
+def other_key(change: Callable[[Tensor], Tensor]) -> Any:
+    q, k, v = qkv()
+    return tritoncp.flex_attention(q, change(k), v)
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "mixed_dtypes_fails": (mixed_dtypes, ValueError, "key is torch.float16"),
-    "mixed_device_error_message": (mixed_devices, ValueError, "on meta; one dtype and one device"),
-    "return_aux_deprecation_warnings": (
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "mixed dtypes": (lambda: other_key(Tensor.half), "key is torch.float16"),
+    "mixed devices": (lambda: other_key(lambda k: k.to("meta")), "on meta; one dtype and one device"),
+    "return_lse and return_aux": (
         lambda: tritoncp.flex_attention(*qkv(), return_lse=True, return_aux=AuxRequest(lse=True)),
-        ValueError,
         "return_lse and return_aux are both given",
     ),
-    "block_mask_vs_sequence_lengths, longer": (
-        lambda: tritoncp.flex_attention(*qkv(64), blocks(32)),
-        ValueError,
-        "the mask is for 32",
-    ),
-    "block_mask_vs_sequence_lengths, by one": (
-        lambda: tritoncp.flex_attention(*qkv(32), blocks(31)),
-        ValueError,
-        "the mask is for 31",
-    ),
-    "block_mask_vs_sequence_lengths, shorter": (
-        lambda: tritoncp.flex_attention(*qkv(16), blocks(32)),
-        ValueError,
-        "the mask is for 32",
-    ),
-    "getitem, used in a call": (
+    "longer than the mask": (lambda: tritoncp.flex_attention(*qkv(64), blocks(32)), "the mask is for 32"),
+    "longer by one": (lambda: tritoncp.flex_attention(*qkv(32), blocks(31)), "the mask is for 31"),
+    "shorter": (lambda: tritoncp.flex_attention(*qkv(16), blocks(32)), "the mask is for 32"),
+    "slice of a mask": (
         lambda: tritoncp.flex_attention(*qkv(32), blocks(32)[0]),
-        ValueError,
         "torch drops a slice's mask_mod",
     ),
-    "GQA, without enable_gqa": (heads_without_gqa, ValueError, "pass enable_gqa=True"),
-    "GQA, heads that do not divide": (
-        heads_that_do_not_divide,
-        ValueError,
-        "must be a multiple of key heads",
-    ),
+    "groups without enable_gqa": (lambda: grouped(2), "pass enable_gqa=True"),
+    "heads that do not divide": (lambda: grouped(3, enable_gqa=True), "must be a multiple of key heads"),
+    **{
+        f"option {name}": (
+            lambda name=name: tritoncp.flex_attention(*qkv(), kernel_options={name: 2}),
+            "unknown kernel option",
+        )
+        for name in ("num_consumer_groups", "num_buffers_warp_spec", "FLOAT32_PRECISION")
+    },
+    "head dim 257": (lambda: tritoncp.flex_attention(*qkv(4, 257)), "1 to 256 is supported"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_torch_refuses_is_refused(name: str) -> None:
-    call, error, message = REFUSED[name]
-    with pytest.raises(error, match=message):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
         call()
 
 
@@ -107,17 +84,6 @@ def test_lengths_are_compared_in_a_graph_too(compiled: bool) -> None:
 
 
 # -- differences: docs/compatibility.md names each ------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "option",
-    [{"num_consumer_groups": 2}, {"num_buffers_warp_spec": 3}, {"FLOAT32_PRECISION": "'ieee'"}],
-    ids=str,
-)
-def test_kernel_options_of_torch_that_name_its_template_are_refused(option: dict[str, Any]) -> None:
-    documented("`kernel_options` of torch's own template")
-    with pytest.raises(ValueError, match="unknown kernel option"):
-        tritoncp.flex_attention(*qkv(), kernel_options=option)
 
 
 @pytest.mark.parametrize(
@@ -140,38 +106,22 @@ def test_kernel_options_of_torch_that_name_its_template_are_refused(option: dict
     ids=str,
 )
 def test_other_kernel_options_of_torch_are_taken(option: dict[str, Any], engine: str) -> None:
-    x = qkv(24)
-    out, lse = tritoncp.flex_attention(*x, kernel_options=option, return_lse=True)
-    agree(Answer(out, lse), exact(x, None, [], None, None), F32)
-
-
-@pytest.mark.parametrize("dim", [257, 512])
-def test_head_dims_beyond_256_are_refused(dim: int) -> None:
-    documented("head dim above 256")
-    with pytest.raises(ValueError, match="1 to 256 is supported"):
-        tritoncp.flex_attention(*qkv(4, dim))
+    check(functools.partial(attend_with_lse, kernel_options=option), qkv(24))
 
 
 @pytest.mark.parametrize("dim", [1, 8, 15])
 def test_head_dims_below_16_are_taken(dim: int, engine: str) -> None:
-    documented("head dim below 16")
-    x = qkv(24, dim)
-    out, lse = tritoncp.flex_attention(*x, return_lse=True)
-    agree(Answer(out, lse), exact(x, None, [], None, None), F32)
+    check(attend_with_lse, qkv(24, dim))
 
 
 def test_an_empty_sequence_gives_an_empty_result(engine: str) -> None:
-    documented("a sequence of length 0")
     assert tritoncp.flex_attention(*qkv(0)).shape == (1, 2, 0, 16)
 
 
 @pytest.mark.parametrize("size", [96, 48, (16, 96), 7], ids=str)
 def test_any_block_size_is_taken(size: int | tuple[int, int], engine: str) -> None:
-    documented("a BLOCK_SIZE that tiles do not divide")
-    x = qkv(67, heads=1)
-    out, lse = tritoncp.flex_attention(*x, blocks(67, BLOCK_SIZE=size), return_lse=True)
-    start = [torch.randn_like(out), torch.randn_like(lse)]
-    agree(answer(out, lse, x, start), exact(x, None, [], causal, start), F32)
+    mask = blocks(67, BLOCK_SIZE=size)
+    check(functools.partial(attend_with_lse, block_mask=mask), qkv(67, heads=1), mask_mod=causal)
 
 
 def without_q_lists(mask: BlockMask) -> BlockMask:
@@ -179,30 +129,16 @@ def without_q_lists(mask: BlockMask) -> BlockMask:
     return mask
 
 
-NO_Q_LISTS = {
-    "no_q_info": lambda: (without_q_lists(blocks(64, BLOCK_SIZE=16)), causal, 64),
-    "backward_error_with_none_q_indices": lambda: (
-        BlockMask.from_kv_blocks(
-            torch.tensor([[[2]]], dtype=torch.int32),
-            torch.tensor([[[[0, 2, 0]]]], dtype=torch.int32),
-            BLOCK_SIZE=16,
-            compute_q_blocks=False,
-        ),
-        lambda b, h, q, kv: (kv // 16) != 1,
-        16,
-    ),
-}
+def test_the_backward_pass_needs_no_lists_by_key(engine: str) -> None:
+    mask = without_q_lists(blocks(64, BLOCK_SIZE=16))
+    check(functools.partial(attend_with_lse, block_mask=mask), qkv(64), mask_mod=causal)
 
 
-@pytest.mark.parametrize("name", NO_Q_LISTS)
-def test_the_backward_pass_needs_no_lists_by_key(name: str, engine: str) -> None:
-    documented("a BlockMask without q_indices")
-    mask, mod, rows = NO_Q_LISTS[name]()
-    q, k, v = qkv(mask.seq_lengths[1])
-    x = [q[:, :, :rows].detach().requires_grad_(), k, v]
-    out, lse = tritoncp.flex_attention(*x, mask, return_lse=True)
-    start = [torch.randn_like(out), torch.randn_like(lse)]
-    agree(answer(out, lse, x, start), exact(x, None, [], mod, start), F32)
+@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
+def test_a_long_reduction_names_its_remedy(engine: str) -> None:
+    means = torch.randn(64, 256)
+    with pytest.raises(Exception, match=r"unroll|fold"):
+        tritoncp.flex_attention(*qkv(64), lambda s, b, h, q, kv: s * (means[q] - means[kv]).pow(2).sum(-1))
 
 
 def test_an_autograd_function_is_part_of_a_score_mod(engine: str) -> None:
@@ -221,20 +157,5 @@ def test_an_autograd_function_is_part_of_a_score_mod(engine: str) -> None:
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
             return grad, None
 
-    x = qkv(33)
-    out = tritoncp.flex_attention(*x, lambda s, b, h, q, kv: Hide.apply(s, q <= kv))
-    want, _ = attend(*(t.to(F64) for t in x), mask_mod=lambda b, h, q, kv: q <= kv)
-    torch.testing.assert_close(out.to(F64), want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
-def test_lse_of_a_compiled_call_on_the_cpu(dtype: torch.dtype) -> None:
-    documented("compiled on a CPU")
-    x = qkv(24, dtype=dtype)
-    call = torch.compile(
-        lambda *x: tritoncp.flex_attention(*x, return_lse=True), fullgraph=True, backend="eager"
-    )
-    out, lse = call(*x)
-    start = [torch.randn_like(out), torch.randn_like(lse)]
-    agree(answer(out, lse, x, start), exact(x, None, [], None, start), dtype)
-    torch._dynamo.reset()
+    call = functools.partial(attend_with_lse, score_mod=lambda s, b, h, q, kv: Hide.apply(s, q <= kv))
+    check(call, qkv(33), mask_mod=lambda b, h, q, kv: q <= kv)

@@ -210,6 +210,21 @@ CAPTURING: dict[str, Form] = {
             torch.cat([normal(d.batch, d.heads, d.q, d.keys), normal(1, d.heads, d.q, d.keys) / 0 * 0])
         ],
     ),
+    "trig": plain(lambda s, b, h, q, kv: torch.sin(torch.cos(s)) + torch.tan(b)),
+    "tan": plain(lambda s, b, h, q, kv: torch.tan(s / 4)),
+    "sum of a captured row": Form(
+        lambda t: lambda s, b, h, q, kv: s + t[b].sum(-1), lambda d: [normal(d.batch, 8)]
+    ),
+    "distance of captured rows": Form(
+        lambda t, scale: (
+            lambda s, b, h, q, kv: torch.exp(-(t[q] - t[kv]).pow(2).sum(-1).add(1e-6).sqrt() / scale[h]) * s
+        ),
+        lambda d: [normal(d.q, 3), torch.logspace(0.001, 0.1, d.heads, dtype=torch.float64)],
+    ),
+    "dot product of captured rows": Form(  # MLA's positions
+        lambda t, u: lambda s, b, h, q, kv: s + 0.3 * torch.dot(t[b, h, q], u[b, h // 2, kv]),
+        lambda d: [normal(d.batch, d.heads, d.q, 8), normal(d.batch, 1, d.keys, 8)],
+    ),
     "gated table": Form(
         lambda row, *rest: gated_bias(2, row, *rest),
         lambda d: [
@@ -254,7 +269,15 @@ LEARNED: dict[str, Form] = {
     "one bias read twice": Form(
         lambda t: lambda s, b, h, q, kv: s + t[q] + t[kv], lambda d: [normal(max(d.q, d.keys))]
     ),
-    "query and key bias": CAPTURING["query and key bias"],
+    **{
+        name: CAPTURING[name]
+        for name in (
+            "query and key bias",
+            "sum of a captured row",
+            "distance of captured rows",
+            "dot product of captured rows",
+        )
+    },
     "head gate": Form(
         lambda t: lambda s, b, h, q, kv: s * torch.sigmoid(t[h].to(torch.float32)),
         lambda d: [normal(d.heads)],

@@ -23,6 +23,7 @@ from tritoncp.executor.memory.shared_memory import BY_THREADS
 from tritoncp.executor.program import Program, write_code
 from tritoncp.executor.threads import Access
 from tritoncp.executor.units.mbarriers import Mbarriers
+from tritoncp.kernels.toolchain import fences_async_copies
 
 
 @triton.jit
@@ -227,6 +228,14 @@ def test_programs_that_store_one_box_race() -> None:
     with compiled_kernels(COMPILED, raise_faults=False) as device:
         store_box[(4,)](c, 32)
     assert any(f.kind.startswith("race") and "on global memory" in f.kind for f in device.faults)
+
+
+def test_copies_of_a_loop_are_fenced_before_the_tensor_cores() -> None:
+    """Triton before 3.7.1 puts the fence before the loop (triton#9610)."""
+    with compiled_kernels(COMPILED, raise_faults=False) as device:
+        run_matmul()()
+    assert bool(device.faults) is (COMPILED != "sm_80" and not fences_async_copies())
+    assert all("without fence.proxy.async" in fault.kind for fault in device.faults)
 
 
 Launches = dict[str, tuple[Function, Any]]

@@ -9,7 +9,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import tritoncp
-from tests.compat.differences import documented
 from tests.frontend.compiled_calls import Compiled
 from tritoncp import causal, create_block_mask, flex_attention, make_plan, shard, simulate, unshard
 
@@ -91,7 +90,6 @@ def test_a_mask_is_made_once_for_the_same_documents(monkeypatch):
 
 
 def test_a_mask_that_leaves_the_graph():
-    documented("`create_block_mask` inside `torch.compile`")
     x, mod = torch.randn(1, 2, S, 8), in_documents(documents(10, 54))
     fast = torch.compile(
         lambda x: (x + 1, create_block_mask(mod, None, None, S, S, BLOCK_SIZE=16)),
@@ -123,7 +121,6 @@ def padded(x, padding):
 
 
 def test_a_mask_mod_made_inside_around_tensors():
-    documented("a mod made around tensors inside a compiled function")
     x, padding = torch.randn(1, 2, S, 8), torch.arange(S) - 3
     Compiled(padded, fullgraph=False).check(x, padding)
     torch._dynamo.reset()

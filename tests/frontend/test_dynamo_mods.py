@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritoncp
-from tests.compat.differences import documented
 from tests.frontend.compiled_calls import Compiled, attend, x_of
 
 pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")  # compiled code is outside the kernels
@@ -299,7 +298,6 @@ def test_other_mods_break_the_graph(fn, graphs, reason, caplog):
 
 
 def test_a_global_that_requires_grad_gets_its_gradient_after_the_break():
-    documented("a global tensor that requires grad, read by a compiled score_mod")
     out = Compiled(of_a_global, fullgraph=False).check(x_of())
     got = torch.autograd.grad(out.square().sum(), LEARNED)
     want = torch.autograd.grad(of_a_global(x_of()).square().sum(), LEARNED)

@@ -42,7 +42,7 @@ def masks():
         return (q >= kv) & (odd[q] | odd[kv]) & (ids[q] == ids[kv])
 
     def untranslatable(b, h, q, kv):
-        return torch.cumsum(ids, 0)[q] % 3 != kv % 3
+        return torch.cumsum(ids, 0).msort()[q] % 3 != kv % 3
 
     return {
         "intervals": torch_block_mask(

@@ -3,7 +3,7 @@
 import itertools
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -145,9 +145,21 @@ def test_no_tiles_of_a_launch_have_flip_where_it_is_compiled_wrong(arch, version
         assert not (affected and rule.FLIP)
         call = kind, arch, dim, torch.bfloat16, 128, 128
         config = choose(*call, flipped(kind), tma)
+        rule = replace(rule, num_stages=config.num_stages)
         assert config == (rule if affected else Config(64, 64, 8, 1, FLIP=True))
         for option in ("FLIP", "bwd_FLIP"):
             assert bool(refusal(lambda: choose(*call, {option: True}, tma))) is affected  # noqa: B023
+
+
+@pytest.mark.parametrize(("arch", "version"), PAIRS)
+def test_one_stage_where_no_fence_follows_asynchronous_copies(arch, version, pretend):
+    affected = arch in ("sm_90", "sm_100") and not VERSIONS[version]
+    for options, tma in itertools.product(({}, {"num_stages": 3}, {"USE_TMA": False}), (False, True)):
+        call = "forward", arch, 128, torch.bfloat16, 128, 128, options, tma
+        pretend(arch, "3.7.1")
+        want = choose(*call)
+        pretend(arch, version)
+        assert choose(*call) == (replace(want, num_stages=1) if affected and not want.USE_TMA else want)
 
 
 def flipped(kind: str) -> dict:

@@ -13,6 +13,7 @@ from tests.masks.random_masks import (
     FEW,
     LAWS,
     assert_same_lists,
+    at_pairs,
     geometries,
     make_mask_mod,
     visible_by_definition,
@@ -89,8 +90,7 @@ def test_block_lists_are_authoritative_and_intervals_exact(
 
 def assert_interval_exact(mask: Mask, masked: Tensor, visible: Tensor) -> None:
     """The mask has intervals if and only if it can have them, and they are exactly the visible pairs."""
-    masked = masked.repeat_interleave(mask.q_block, 2).repeat_interleave(mask.kv_block, 3)
-    masked = masked[:, :, : mask.q_len, : mask.kv_len]
+    masked = at_pairs(masked, mask)
     inside = masked & visible
     kv = torch.arange(mask.kv_len)
     first = torch.where(inside, kv, mask.kv_len).amin(-1, keepdim=True)
@@ -122,7 +122,6 @@ def test_an_interval_may_span_full_blocks_between_masked_ones() -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     for limit in ("PAIRS", "_TILES", "_BLOCKS", "_FIRST_BLOCKS", "_UNMERGED_RUNS"):
         monkeypatch.setattr(classify, limit, chunk)
-    monkeypatch.setattr("tritoncp.masks.mask_data.PAIRS", chunk)
     monkeypatch.setattr(block_lists, "MAX_ENTRIES", chunk)
     for seed in range(5):
         mod = make_mask_mod(seed, 14, 17)
@@ -235,13 +234,6 @@ def test_a_mask_listed_once_serves_every_batch_row_with_its_own_mask_mod() -> No
     assert torch.equal(dense, visible_by_definition(mod, kinds, mask))
 
 
-def test_costs_weigh_blocks_and_sum_over_heads() -> None:
-    mask = create_block_mask(causal(), 2, 3, 64, 64, BLOCK_SIZE=16)
-    assert mask.costs().tolist() == [[3, 6, 9, 12]] * 2
-    assert mask.costs().dtype == torch.int64
-    assert mask.costs(full=1.0, partial=1.5).tolist() == [[4.5, 7.5, 10.5, 13.5]] * 2
-
-
 def test_pickle_and_pictures() -> None:
     mask = create_block_mask(sliding_window(20), 2, 1, 100, 100, BLOCK_SIZE=16)
     copy = pickle.loads(pickle.dumps(mask))
@@ -291,8 +283,6 @@ def test_a_slice_is_refused_and_so_are_broken_lists() -> None:
 
 
 def test_other_mistakes_say_what_to_do() -> None:
-    with pytest.raises(TypeError, match=r"returns torch.int64; a mask_mod must return bool: compare"):
-        create_block_mask(lambda b, h, q, kv: q - kv, None, None, 8, 8)
     with pytest.raises(ValueError, match="differs between 2 batch rows, but the mask has B=1: give B=2"):
         create_block_mask(document(lengths=[[4, 4], [2, 6]]), None, None, 8, 8)
     with pytest.raises(ValueError, match="BLOCK_SIZE must be a positive int"):

@@ -5,7 +5,6 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 import tritoncp
-from tests.compat.differences import documented
 from tritoncp.reference.dense import dense_attention
 
 T = torch.arange(128)
@@ -66,7 +65,6 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mask_mod_that_cannot_run_on_pairs_is_refused_at_its_line_with_the_remedy(name, use) -> None:
-    documented("a mask_mod with `if`, `and` or `.item()`")
     mod, remedy = MISTAKES[name]
     with pytest.raises(TypeError, match=remedy) as error:
         USES[use](mod)

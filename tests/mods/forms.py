@@ -36,9 +36,6 @@ FINGERPRINTED: dict[str, tuple[str, str, str]] = {
         "",
         "Layer.slope = 2.0",
     ),
-    "nested class": (
-        "class Outer:\n    class Inner: slope = 0.5", "Outer.Inner.slope", "Outer.Inner.slope = 2.0"
-    ),
     "base class": (CONFIG + "class Derived(Config): pass", "Derived.slope", "Config.slope = 2.0"),
     "metaclass attribute": (
         "class Meta(type): slope = 0.5\nclass Config(metaclass=Meta): pass",
@@ -62,22 +59,10 @@ FINGERPRINTED: dict[str, tuple[str, str, str]] = {
     "attribute of a dictionary": (
         "class Keys(dict): pass\nconfig = Keys()\nconfig.slope = 0.5", "config.slope", "config.slope = 2.0"
     ),
-    "attribute of a list": (
-        "class Rows(list): pass\nconfig = Rows()\nconfig.slope = 0.5", "config.slope", "config.slope = 2.0"
-    ),
-    "getattr with a constant": (CONFIG, "getattr(Config, 'slope', 1.0)", "Config.slope = 2.0"),
-    "slots": (
-        "@dataclasses.dataclass(slots=True)\nclass Config: slope: float = 0.5\nconfig = Config()",
-        "config.slope",
-        "config.slope = 2.0",
-    ),
     "named tuple": (
         "Config = collections.namedtuple('Config', 'slope')\nbox = [Config(0.5)]",
         "box[0].slope",
         "box[0] = Config(2.0)",
-    ),
-    "namespace": (
-        BOX + "outer = types.SimpleNamespace(inner=box)", "outer.inner.slope", "outer.inner.slope = 2.0"
     ),
     "function with the name of another": (
         CONFIG + "@functools.wraps(torch.nn.functional.relu)\ndef scale(x): return x * Config.slope",
@@ -128,12 +113,6 @@ FINGERPRINTED: dict[str, tuple[str, str, str]] = {
     "default argument": (
         "def scale(x, slopes=[0.5]): return x * slopes[0]", "", "scale.__defaults__[0][0] = 2.0"
     ),
-    "submodule of a package": (
-        "package = types.ModuleType('package')\npackage.sub = types.ModuleType('package.sub')\n"
-        "package.sub.slope = 0.5",
-        "package.sub.slope",
-        "package.sub.slope = 2.0",
-    ),
     "dictionary get": ("config = {'slope': 0.5}", "config.get('slope')", "config['slope'] = 2.0"),
     "comprehension": (
         "class Layer:\n    slopes = (0.5,)\n"
@@ -169,6 +148,7 @@ RECORDED: dict[str, tuple[str, str, str]] = {
         "slope_of(config)",
         "Config.slope = 2.0",
     ),
+    "getattr with a constant": (CONFIG, "getattr(Config, 'slope', 1.0)", "Config.slope = 2.0"),
     "getattr with a computed name": (
         CONFIG + "names = ['slope']", "getattr(Config, names[0])", "Config.slope = 2.0"
     ),
@@ -263,13 +243,6 @@ RECORDED: dict[str, tuple[str, str, str]] = {
         "",
         "slope[0] = 2.0",
     ),
-    "hook of a submodule": (
-        "layer, slope = torch.nn.Sequential(torch.nn.Identity()), [0.5]\n"
-        "layer[0].register_forward_hook(lambda module, args, out: out * slope[0])\n"
-        "def scale(x): return layer(x)",
-        "",
-        "slope[0] = 2.0",
-    ),
     "import inside": (
         "module = sys.modules['tests_state_import'] = types.ModuleType('tests_state_import')\n"
         "module.slope = 0.5\ndef scale(x):\n    import tests_state_import as imported\n"
@@ -277,22 +250,10 @@ RECORDED: dict[str, tuple[str, str, str]] = {
         "",
         "module.slope = 2.0",
     ),
-    "import of a name inside": (
-        "module = sys.modules['tests_state_name'] = types.ModuleType('tests_state_name')\n"
-        "module.slope = 0.5\ndef scale(x):\n    from tests_state_name import slope\n    return x * slope",
-        "",
-        "module.slope = 2.0",
-    ),
     "default factory": (
         "slopes = collections.defaultdict(lambda: 0.5)",
         "slopes['slope']",
         "slopes.clear(); slopes.default_factory = lambda: 2.0",
-    ),
-    "missing key": (
-        "class Config(dict):\n    slope = 0.5\n    def __missing__(self, key): return self.slope\n"
-        "config = Config()",
-        "config['slope']",
-        "Config.slope = 2.0",
     ),
     "cached function": (
         "slopes = [0.5]\nslope_of = functools.cache(lambda: slopes[0])",
@@ -303,11 +264,6 @@ RECORDED: dict[str, tuple[str, str, str]] = {
     "contents of tensors": (
         "one, other = torch.zeros(2), torch.zeros(2)",
         "(0.5 if torch.equal(one, other) else 2.0)",
-        "one.copy_(torch.ones(2))",
-    ),
-    "contents of an argument": (
-        "one, other = torch.zeros(2), torch.zeros(2)\ndef is_other(tensor): return tensor.equal(other)",
-        "(0.5 if is_other(one) else 2.0)",
         "one.copy_(torch.ones(2))",
     ),
     "environment variable": (

@@ -8,15 +8,13 @@ import linecache
 import os
 import subprocess
 import sys
-import threading
 import traceback
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tritoncp.mods import mask_mod, score_mod, source_cache
+from tritoncp.mods import mask_mod, source_cache
 
 JITTED = "import triton\n\n\n@triton.jit\ndef add(x):\n    return x + {}\n"
 
@@ -57,19 +55,6 @@ def test_a_folder_that_cannot_be_written_causes_a_warning(
     with pytest.warns(UserWarning, match=f"no copy of a translated mod in TRITONCP_CACHE_DIR={tmp_path}"):
         module = source_cache.load(source(5))
     assert module.VALUE == 5 and inspect.getsource(module) == source(5)
-
-
-def test_threads_translate_at_once() -> None:
-    """Tracing changes the state of a process, so threads trace one at a time."""
-    ready = threading.Barrier(4)
-
-    def translate(number: int) -> bool:
-        ready.wait()
-        mods = [score_mod(lambda s, b, h, q, kv, n=n: s * (q + n) - kv) for n in range(number, 24, 4)]
-        return all(mod.graph is not None for mod in mods)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(translate, range(4)))
 
 
 def test_a_module_goes_with_its_functions() -> None:

@@ -145,16 +145,8 @@ def test_numbers_in_any_state_are_arguments_of_the_kernel() -> None:
 # -- any state ------------------------------------------------------------------------------------------
 
 LINKS = (
-    "attribute",
-    "class attribute",
-    "dictionary",
-    "list",
-    "tuple",
-    "namespace",
-    "property",
-    "module",
-    "slot",
-)
+    "attribute", "class attribute", "dictionary", "list", "tuple", "namespace", "property", "module", "slot",
+)  # fmt: skip
 
 
 def wrap(link: str, value: Any) -> tuple[Any, str]:
@@ -184,55 +176,27 @@ def wrap(link: str, value: Any) -> tuple[Any, str]:
     return holder, ".field"
 
 
-READERS = {
-    "closure": """
-def make(root):
-    return lambda s, b, h, q, kv: s * root{path}
-""",
-    "local variable": """
-def make(root):
-    def mod(s, b, h, q, kv):
-        x = root
-        return s * x{path}
-    return mod
-""",
-    "helper": """
-def make(root):
-    def read(x):
-        return x{path}
-    return lambda s, b, h, q, kv: s * read(root)
-""",
-    "default": """
-def make(root):
-    def mod(s, b, h, q, kv, x=root):
-        return s * x{path}
-    return mod
-""",
-    "method": """
-def make(root):
-    class Layer:
-        def __init__(self):
-            self.x = root
-        def mod(self, s, b, h, q, kv):
-            return s * self.x{path}
-    return Layer().mod
-""",
-    "loop": """
-def make(root):
-    def mod(s, b, h, q, kv):
-        for x in [root]:
-            s = s * x{path}
-        return s
-    return mod
-""",
-    "global": """
-def make(x):
-    global root
-    root = x
-    def mod(s, b, h, q, kv):
-        return s * root{path}
-    return mod
-""",
+READERS = {  # functions that make a score_mod, which reads a path of an object
+    "closure": "def make(root):\n    return lambda s, b, h, q, kv: s * root{path}",
+    "default": "def make(root):\n    return lambda s, b, h, q, kv, x=root: s * x{path}",
+    "local variable": (
+        "def make(root):\n    def mod(s, b, h, q, kv):\n        x = root\n        return s * x{path}\n"
+        "    return mod"
+    ),
+    "helper": (
+        "def make(root):\n    read = lambda x: x{path}\n    return lambda s, b, h, q, kv: s * read(root)"
+    ),
+    "method": (
+        "class Layer:\n    def mod(self, s, b, h, q, kv): return s * self.x{path}\n"
+        "def make(root):\n    layer = Layer()\n    layer.x = root\n    return layer.mod"
+    ),
+    "loop": (
+        "def make(root):\n    def mod(s, b, h, q, kv):\n        for x in [root]: s = s * x{path}\n"
+        "        return s\n    return mod"
+    ),
+    "global": (
+        "def make(x):\n    global root\n    root = x\n    return lambda s, b, h, q, kv: s * root{path}"
+    ),
 }
 
 
@@ -258,19 +222,10 @@ EDITS = hypothesis.given(
 )
 
 
-@hypothesis.settings(max_examples=25)
-@EDITS
-def test_an_edit_of_any_reachable_state_is_seen(links: list[str], reader: str, values: list[float]) -> None:
-    check_edits(links, reader, values)
-
-
-@pytest.mark.long
-@hypothesis.settings(max_examples=1000)
-@EDITS
-def test_edits_of_reachable_state_are_seen_in_many_examples(
-    links: list[str], reader: str, values: list[float]
-) -> None:
-    check_edits(links, reader, values)
+test_an_edit_of_any_reachable_state_is_seen = hypothesis.settings(max_examples=25)(EDITS(check_edits))
+test_edits_of_reachable_state_are_seen_in_many_examples = pytest.mark.long(
+    hypothesis.settings(max_examples=1000)(EDITS(check_edits))
+)
 
 
 # -- compiled, and in several threads ----------------------------------------------------------------------

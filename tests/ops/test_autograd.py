@@ -91,7 +91,7 @@ def test_opcheck(call, monkeypatch):
 
 @pytest.mark.usefixtures("cpu_engine")
 @pytest.mark.parametrize("form", ["mask", "torch's", "plan"])
-def test_an_eager_call_is_passed_as_it_is_and_reads_the_mask_once_a_pass(form, monkeypatch):
+def test_a_call_is_passed_as_it_is_where_eager_and_reads_the_mask_once_a_pass(form, monkeypatch):
     mask, _ = table_mask()
     block_mask = {"mask": mask, "torch's": mask.to_block_mask(), "plan": make_plan(mask)}[form]
     q, k, v = (x.requires_grad_() for x in inputs())
@@ -104,6 +104,14 @@ def test_an_eager_call_is_passed_as_it_is_and_reads_the_mask_once_a_pass(form, m
     assert torch.equal(out, want) and len(reads) == 1
     out.sum().backward()
     assert bias.grad is not None and len(reads) == 2
+    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+    for _ in range(2):  # the first call also compiles
+        reads.clear()
+        out = fast(q, k, v, score_mod, block_mask)
+        assert torch.equal(out, want)
+    assert len(reads) == 1
+    out.sum().backward()
+    assert len(reads) == 2
 
 
 @pytest.mark.usefixtures("cpu_engine")

@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import tritoncp
-from tests.compat.differences import documented
 from tritoncp import causal, create_block_mask, simulate
 
 S, D, E, BATCH, HEADS = 96, 16, 8, 2, 4
@@ -69,7 +68,6 @@ MODS = {
 @pytest.mark.parametrize("name", MODS)
 @pytest.mark.parametrize("fake", [False, True])
 def test_visible_pairs_count(name, fake):
-    documented("`FlopCounterMode`")
     mask = create_block_mask(MODS[name], BATCH, HEADS, S, S, BLOCK_SIZE=32)
     pairs = int(mask.to_dense(BATCH, HEADS).sum())
     if not fake:

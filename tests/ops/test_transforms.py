@@ -10,7 +10,6 @@ from torch import func
 from torch.autograd import forward_ad
 
 import tritoncp
-from tests.compat.differences import documented
 from tritoncp import causal
 
 
@@ -45,7 +44,6 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_is_refused_with_a_remedy(name):
-    documented("`torch.func.grad`, `vmap`, `jvp` of attention")
     torch._dynamo.reset()
     call, remedy = TRANSFORMS[name]
     with pytest.raises(RuntimeError) as info:

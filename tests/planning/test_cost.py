@@ -65,16 +65,10 @@ def test_times_of_a_small_case_are_those_worked_out_by_hand(
     assert (local.forward, local.backward) == ((1, 2.5) if fast else (40, 100))
 
 
-def test_every_rank_chooses_the_same_and_says_why() -> None:
-    mask = create_block_mask(sliding_window(1024), 1, 1, S, S)
-    plans = [make_plan(mask, world_size=5, rank=rank) for rank in range(5)]
-    assert len({(plan.schedule, plan.reason) for plan in plans}) == 1
-    assert plans[0].schedule in plans[0].reason and "predicted" in plans[0].reason
-    assert make_plan(mask, world_size=5, rank=0, schedule="ring").reason == "asked for"
-    text = plans[0].explain(heads=64, kv_heads=4, head_dim=64, v_head_dim=64)
+def test_the_reason_and_the_table_name_every_schedule() -> None:
+    plan = make_plan(create_block_mask(sliding_window(1024), 1, 1, S, S), world_size=5, rank=0)
+    assert plan.schedule in plan.reason and "predicted" in plan.reason
+    assert make_plan(plan.mask, world_size=5, rank=0, schedule="ring").reason == "asked for"
+    text = plan.explain(heads=64, kv_heads=4, head_dim=64, v_head_dim=64)
     assert "64:4 heads of 64" in text and "datasheets" in text
     assert all(schedule in text for schedule in ("allgather", "ring", "fetch", "ulysses"))
-
-
-def test_one_rank_has_nothing_to_choose() -> None:
-    assert make_plan(full_mask(64, 64), world_size=1, rank=0).schedule == "allgather"

@@ -82,21 +82,16 @@ def test_the_figures_are_those_of_the_rank_that_has_the_most(schedule: str) -> N
     )
 
 
-def test_one_rank_sends_nothing_and_needs_delta_alone() -> None:
-    metrics = make_plan(MASKS["causal"]).metrics(heads=4, kv_heads=4)
-    assert (
-        metrics["forward_sent_bytes"] == metrics["backward_sent_bytes"] == metrics["forward_extra_bytes"] == 0
-    )
-    assert metrics["backward_extra_bytes"] == N * 4 * 4 and metrics["remote_share"] == 0
-
-
-def test_metrics_are_a_flat_dict_of_numbers() -> None:
+def test_metrics_are_a_flat_dict_of_numbers_and_one_rank_needs_delta_alone() -> None:
     for schedule in SCHEDULES:
         metrics = make_plan(MASKS["window"], world_size=4, rank=0, schedule=schedule).metrics()
         assert type(metrics) is dict and {type(value) for value in metrics.values()} <= {int, float}
         assert 0 < metrics["forward_ms"] < metrics["backward_ms"] and metrics["world_size"] == 4
-    alone = make_plan(MASKS["window"]).metrics()
+    alone = make_plan(MASKS["causal"]).metrics(heads=4, kv_heads=4)
     assert list(alone) == list(metrics) and alone["forward_ms"] > 0
+    assert alone["backward_extra_bytes"] == N * 4 * 4 and alone["remote_share"] == 0
+    nothing = ("forward_sent_bytes", "backward_sent_bytes", "forward_extra_bytes")
+    assert [alone[name] for name in nothing] == [0, 0, 0]
 
 
 def test_metrics_of_a_real_layer_bound_its_tensors() -> None:

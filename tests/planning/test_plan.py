@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -84,11 +83,10 @@ def test_work_sums_to_the_listed_blocks_of_the_mask(mask: Mask, world_size: int)
 
 def test_a_causal_mask_is_balanced_and_natural_order_is_not() -> None:
     mask = create_block_mask(causal(), None, None, 64, 64, BLOCK_SIZE=4)
-    work = {name: build(mask, 4, balancer=name) for name in BALANCERS}
-    assert work["head_tail"].imbalance == 1 and work["ptrr"].imbalance == 1
-    blocks = [10, 26, 42, 58]  # of which four are masked
-    assert work[None].work == [n + 4 * (MASKED_BLOCK_COST - 1) for n in blocks] == work["contiguous"].work
-    assert work[None].imbalance == pytest.approx((54 + 4 * MASKED_BLOCK_COST) / (30 + 4 * MASKED_BLOCK_COST))
+    blocks = [n + 4 * (MASKED_BLOCK_COST - 1) for n in (10, 26, 42, 58)]  # of which four are masked
+    for name in BALANCERS:
+        plan = build(mask, 4, balancer=name)
+        assert plan.imbalance == 1 if name in ("head_tail", "ptrr") else plan.work == blocks
 
 
 def test_per_row_placements_balance_each_batch_row() -> None:
@@ -97,7 +95,7 @@ def test_per_row_placements_balance_each_batch_row() -> None:
     plan = build(mask, 4)
     assert plan.q.slots[0].shape[0] == 2
     for row in range(2):
-        costs = mask.costs()[row]
+        costs = sum(mask.runs.counts())[row].sum(0)
         work = [float(costs[slots[row, :, 1].long() // 4].sum()) for slots in plan.q.slots]
         assert max(work) / (sum(work) / 4) < 1.1
 
@@ -255,31 +253,11 @@ def test_copies_refuse_edited_sources_too(clone: Callable[[Plan], Plan]) -> None
         tritoncp.flex_attention(x, x, x, plan)
 
 
-def test_plans_are_frozen() -> None:
-    plan = build(full_mask(8, 8, block=4), 2)
-    with pytest.raises(AttributeError):
-        plan.rank = 1
-    assert plan.for_rank(0) is plan
-
-
 def test_every_plan_that_a_user_holds_is_known_to_compiled_graphs() -> None:
     plan = tritoncp.make_plan(full_mask(8, 8, block=4), world_size=2)
     for other in (plan.for_rank(1), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
         assert other.handle is not plan.handle
         assert str(object_of(other.handle)) == str(other)
-
-
-def test_tables_that_ranks_share_are_computed_once() -> None:
-    mod = and_masks(causal(), document(lengths=[100, 300, 112]))
-    plan = build(create_block_mask(mod, None, None, 512, 512, BLOCK_SIZE=16), 8, schedule="allgather")
-    for rank, schedule in product(range(8), SCHEDULES):
-        view = replace(plan.for_rank(rank), schedule=schedule)
-        assert view.derived is plan.derived
-        for name in ("ring", "fetch", "traffic"):
-            assert getattr(view, name) is getattr(plan.for_rank(rank), name)
-        for buffer in ("gathered", 0):
-            assert view.tables(buffer=buffer).kv_slots is plan.tables(buffer=buffer).kv_slots
-        assert view.rows(2, 8).derived is plan.rows(2, 8).derived
 
 
 # -- bytes --------------------------------------------------------------------------------------------
@@ -353,6 +331,8 @@ def test_mistakes_say_what_is_needed() -> None:
     for world_size in (1, 2):
         with pytest.raises(ValueError, match=r"unknown balancer 'fair'; known: .*ptrr"):
             build(mask, world_size, balancer="fair")
+    with pytest.raises(ValueError, match=r"unknown balancer \['ptrr'\]; known: auto"):
+        build(mask, 2, balancer=["ptrr"])
     with pytest.raises(ValueError, match=r"unknown schedule 'magic'; known: auto, .*allgather"):
         build(mask, schedule="magic")
     with pytest.raises(ValueError, match=r"query shards of the ranks are \[30, 30\].*60 together.*for 64"):

@@ -29,7 +29,7 @@ from tritoncp.perf import exit_codes
 # calling them.
 FOR_USERS = {
     "Mask": {
-        *("B", "BLOCK_SIZE", "H", "as_tuple", "contiguous", "dim", "draw", "kv_len", "nbytes", "ndim"),
+        *("B", "BLOCK_SIZE", "H", "contiguous", "dim", "draw", "kv_len", "nbytes", "ndim"),
         *("numel", "q_len", "seq_lengths", "shape", "sparsity", "to", "to_block_mask", "to_dense"),
         "transpose",
     },

@@ -10,83 +10,40 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry
-from tritoncp.frontend.arguments import Options, sort_arguments
-from tritoncp.frontend.call import attend
+from tritoncp.frontend.call import Options, attend, sort_arguments
 from tritoncp.frontend.group_call import group_call
 
 
 @overload
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-    block_mask: Any = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    return_lse: Literal[False] = ...,
-    kernel_options: dict[str, Any] | None = ...,
-    *,
-    return_aux: None = ...,
-    mesh: Any = ...,
-    positions: Tensor | None = ...,
-    sinks: Tensor | None = ...,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ...,
+    mesh: Any = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
     batch_offset: int | None = ...,
-) -> Tensor: ...
+) -> Tensor: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-    block_mask: Any = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    return_lse: Literal[True],
-    kernel_options: dict[str, Any] | None = ...,
-    return_aux: None = ...,
-    mesh: Any = ...,
-    positions: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    batch_offset: int | None = ...,
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., mesh: Any = ...,
+    positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-    block_mask: Any = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    return_lse: Literal[False] = ...,
-    kernel_options: dict[str, Any] | None = ...,
-    *,
-    return_aux: AuxRequest,
-    mesh: Any = ...,
-    positions: Tensor | None = ...,
-    sinks: Tensor | None = ...,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest,
+    mesh: Any = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
     batch_offset: int | None = ...,
-) -> tuple[Tensor, AuxOutput]: ...
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-    block_mask: Any = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    return_lse: bool = ...,
-    kernel_options: dict[str, Any] | None = ...,
-    *,
-    return_aux: AuxRequest | None = ...,
-    mesh: Any = ...,
-    positions: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    batch_offset: int | None = ...,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
+    kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ..., mesh: Any = ...,
+    positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @graph_entry
 @group_call
 def flex_attention(
@@ -130,9 +87,9 @@ def flex_attention(
     ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of
     captures of score_mod are bitwise equal in every run; all other results always are.
 
-    Few rows (up to about a hundred) against many keys: query heads that share keys lie in one tile and
-    several programs share a row's keys, in numbers that fill the device. ``kernel_options``: ``"PACK_GQA"``,
-    True or False, and ``"SPLIT_KV"``, the number of programs; with ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and
+    Few rows (up to about a hundred) against many keys: query heads that share keys form one tile and
+    several CTAs share a row's keys, in numbers that fill the device. ``kernel_options``: ``"PACK_GQA"``,
+    True or False, and ``"SPLIT_KV"``, the number of CTAs; with ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and
     tiles that are given too, rows cut off at a block boundary have the bits that they have in the whole.
 
     >>> import torch

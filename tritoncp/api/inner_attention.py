@@ -29,7 +29,6 @@ OPTIONS = ("score_mod", "scale", "enable_gqa", "return_lse", "kernel_options", "
 CALL = (
     "query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options",
 )  # fmt: skip
-CALL_DEFAULTS = {"dropout_p": 0.0}
 # Keywords that change attention, which a forward's own **kwargs may not swallow.
 UNSUPPORTED = frozenset(
     {
@@ -59,7 +58,7 @@ class Signature(NamedTuple):
         kinds = {p.kind for p in parameters}
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         if not named and inspect.Parameter.VAR_POSITIONAL in kinds:
-            return cls(CALL, dict(CALL_DEFAULTS), False)
+            return cls(CALL, {}, False)
         positional = tuple(p.name for p in named if p.kind is not p.KEYWORD_ONLY)
         fits = len(positional) >= 3 and not any(_is_option(name) for name in positional[:3])
         owned = sum(1 for _ in module.parameters())
@@ -85,9 +84,7 @@ class Signature(NamedTuple):
         inputs = [arguments.pop(name) for name in self.names[:3]]
         options: dict[str, Any] = {}
         for name, value in arguments.items():
-            if value is None or (name not in CALL_DEFAULTS and self._is_ignored(name, value)):
-                continue
-            if name in CALL_DEFAULTS and not value:
+            if value is None or self._is_ignored(name, value):
                 continue
             if not _is_option(name):
                 known = ", ".join(sorted((*OPTIONS, *MASK_NAMES)))
@@ -105,6 +102,8 @@ class Signature(NamedTuple):
         """Return whether an argument without a meaning in flex_attention has no effect."""
         if _is_option(name):
             return False
+        if name == "dropout_p":
+            return not value
         default = self.defaults.get(name, inspect.Parameter.empty)
         if value is default or (isinstance(value, bool | int | float | str) and value == default):
             return True

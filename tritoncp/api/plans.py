@@ -23,24 +23,14 @@ MaskLike = BlockMask | Mask | MaskMod | Plan
 
 @overload
 def make_plan(
-    block_mask: BlockMask | Mask,
-    mesh: Any = ...,
-    *,
-    balancer: str | Balancer | None = ...,
-    schedule: str = ...,
-    world_size: int | None = ...,
-    rank: int | None = ...,
-) -> Plan: ...
+    block_mask: BlockMask | Mask, mesh: Any = ..., *, balancer: str | Balancer | None = ...,
+    schedule: str = ..., world_size: int | None = ..., rank: int | None = ...,
+) -> Plan: ...  # fmt: skip
 @overload
 def make_plan(
-    block_mask: Mapping[str, BlockMask | Mask],
-    mesh: Any = ...,
-    *,
-    balancer: str | Balancer | None = ...,
-    schedule: str = ...,
-    world_size: int | None = ...,
-    rank: int | None = ...,
-) -> dict[str, Plan]: ...
+    block_mask: Mapping[str, BlockMask | Mask], mesh: Any = ..., *, balancer: str | Balancer | None = ...,
+    schedule: str = ..., world_size: int | None = ..., rank: int | None = ...,
+) -> dict[str, Plan]: ...  # fmt: skip
 @host_only
 @group_call
 def make_plan(

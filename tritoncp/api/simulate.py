@@ -19,8 +19,7 @@ from tritoncp.api import plans, shards
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.frontend import plan_cache, shard_checks, validate
-from tritoncp.frontend.arguments import Options, sort_arguments
-from tritoncp.frontend.call import make_call
+from tritoncp.frontend.call import Options, make_call, sort_arguments
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops.call_modes import cast_for_autocast
@@ -76,72 +75,36 @@ class World:
 
     @overload
     def flex_attention(
-        self,
-        queries: Sequence[Tensor],
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-        block_mask: Any = ...,
-        scale: float | None = ...,
-        enable_gqa: bool = ...,
-        return_lse: Literal[False] = ...,
-        kernel_options: dict[str, Any] | None = ...,
-        *,
-        return_aux: None = ...,
-        sinks: Tensor | None = ...,
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
+        kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ..., sinks: Tensor | None = ...,
         batch_offset: int | None = ...,
-    ) -> list[Tensor]: ...
+    ) -> list[Tensor]: ...  # fmt: skip
     @overload
     def flex_attention(
-        self,
-        queries: Sequence[Tensor],
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-        block_mask: Any = ...,
-        scale: float | None = ...,
-        enable_gqa: bool = ...,
-        *,
-        return_lse: Literal[True],
-        kernel_options: dict[str, Any] | None = ...,
-        return_aux: None = ...,
-        sinks: Tensor | None = ...,
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
+        kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., sinks: Tensor | None = ...,
         batch_offset: int | None = ...,
-    ) -> tuple[list[Tensor], list[Tensor]]: ...
+    ) -> tuple[list[Tensor], list[Tensor]]: ...  # fmt: skip
     @overload
     def flex_attention(
-        self,
-        queries: Sequence[Tensor],
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-        block_mask: Any = ...,
-        scale: float | None = ...,
-        enable_gqa: bool = ...,
-        return_lse: Literal[False] = ...,
-        kernel_options: dict[str, Any] | None = ...,
-        *,
-        return_aux: AuxRequest,
-        sinks: Tensor | None = ...,
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
+        kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest, sinks: Tensor | None = ...,
         batch_offset: int | None = ...,
-    ) -> tuple[list[Tensor], RankAux]: ...
+    ) -> tuple[list[Tensor], RankAux]: ...  # fmt: skip
     @overload
     def flex_attention(
-        self,
-        queries: Sequence[Tensor],
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        score_mod: Callable[..., Tensor] | MaskLike | None = ...,
-        block_mask: Any = ...,
-        scale: float | None = ...,
-        enable_gqa: bool = ...,
-        return_lse: bool = ...,
-        kernel_options: dict[str, Any] | None = ...,
-        *,
-        return_aux: AuxRequest | None = ...,
-        sinks: Tensor | None = ...,
-        batch_offset: int | None = ...,
-    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]: ...
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
+        kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ...,
+        sinks: Tensor | None = ..., batch_offset: int | None = ...,
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]: ...  # fmt: skip
     @host_only
     def flex_attention(
         self,

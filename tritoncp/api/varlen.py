@@ -26,84 +26,36 @@ EVERYTHING = (-1, -1)
 
 @overload
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | Plan | Mask,
-    cu_seqlens_kv: Tensor | None = ...,
-    mesh: Any = ...,
-    *,
-    causal: bool | None = ...,
-    window: tuple[int, int] = ...,
-    cu_seqlens_q_padded: Tensor | None = ...,
-    cu_seqlens_kv_padded: Tensor | None = ...,
-    score_mod: Callable[..., Tensor] | None = ...,
-    scale: float | None = ...,
-    sinks: Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    return_aux: None = ...,
-    kernel_options: dict[str, Any] | None = ...,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
+    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
+    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ..., return_aux: None = ..., kernel_options: dict[str, Any] | None = ...,
+) -> Tensor: ...  # fmt: skip
 @overload
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | Plan | Mask,
-    cu_seqlens_kv: Tensor | None = ...,
-    mesh: Any = ...,
-    *,
-    causal: bool | None = ...,
-    window: tuple[int, int] = ...,
-    cu_seqlens_q_padded: Tensor | None = ...,
-    cu_seqlens_kv_padded: Tensor | None = ...,
-    score_mod: Callable[..., Tensor] | None = ...,
-    scale: float | None = ...,
-    sinks: Tensor | None = ...,
-    return_lse: Literal[True],
-    return_aux: None = ...,
-    kernel_options: dict[str, Any] | None = ...,
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
+    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
+    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: Literal[True], return_aux: None = ..., kernel_options: dict[str, Any] | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | Plan | Mask,
-    cu_seqlens_kv: Tensor | None = ...,
-    mesh: Any = ...,
-    *,
-    causal: bool | None = ...,
-    window: tuple[int, int] = ...,
-    cu_seqlens_q_padded: Tensor | None = ...,
-    cu_seqlens_kv_padded: Tensor | None = ...,
-    score_mod: Callable[..., Tensor] | None = ...,
-    scale: float | None = ...,
-    sinks: Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    return_aux: AuxRequest,
-    kernel_options: dict[str, Any] | None = ...,
-) -> tuple[Tensor, AuxOutput]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
+    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
+    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ..., return_aux: AuxRequest, kernel_options: dict[str, Any] | None = ...,
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | Plan | Mask,
-    cu_seqlens_kv: Tensor | None = ...,
-    mesh: Any = ...,
-    *,
-    causal: bool | None = ...,
-    window: tuple[int, int] = ...,
-    cu_seqlens_q_padded: Tensor | None = ...,
-    cu_seqlens_kv_padded: Tensor | None = ...,
-    score_mod: Callable[..., Tensor] | None = ...,
-    scale: float | None = ...,
-    sinks: Tensor | None = ...,
-    return_lse: bool = ...,
-    return_aux: AuxRequest | None = ...,
-    kernel_options: dict[str, Any] | None = ...,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
+    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
+    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: bool = ..., return_aux: AuxRequest | None = ..., kernel_options: dict[str, Any] | None = ...,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @graph_entry
 @group_call
 def varlen_attention(
@@ -164,20 +116,9 @@ def varlen_attention(
     }
     mask = _mask(cu_seqlens_q, causal, window, lengths)
     query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
-    result: Any = flex_attention(
-        query,
-        key,
-        value,
-        score_mod,
-        mask,
-        scale,
-        True,
-        return_lse,
-        kernel_options,
-        return_aux=return_aux,
-        mesh=mesh,
-        sinks=sinks,
-    )
+    options: dict[str, Any] = {"return_lse": return_lse, "return_aux": return_aux, "sinks": sinks}
+    options |= {"scale": scale, "kernel_options": kernel_options, "mesh": mesh}
+    result: Any = flex_attention(query, key, value, score_mod, mask, enable_gqa=True, **options)
     if return_aux is not None:
         out, aux = result
         return _rows(out), AuxOutput(*(x if x is None else _rows(x) for x in aux))
@@ -255,18 +196,18 @@ def _reorder(
         )
     world = world_size or 1 if group is None else group.size()
     rank = None if group is None else group.rank()
-    copied = _cached_route(cu_seqlens, (world, rank, to_dual, x.device))
-    route_copy = copied.on_current_stream()
-    rows = len(route_copy if isinstance(route_copy, Tensor) else route_copy.order)
+    route_copy = _cached_route(cu_seqlens, (world, rank, to_dual, x.device))
+    own = route_copy.on_current_stream()
+    rows = len(own.order)
     if x.shape[dim] != rows:
         whose = "the shards of all ranks have" if group is None else "each rank's shard has"
         raise ValueError(
             f"x is {tuple(x.shape)}, {x.shape[dim]} rows along dimension {dim}; by cu_seqlens {whose} "
             f"{rows}: pass the cu_seqlens of the whole buffer's rows, padding included"
         )
-    if isinstance(route_copy, Tensor):
-        return x.index_select(dim, route_copy)
-    return Move.apply(x.movedim(dim, 0), copied, group).movedim(0, dim)
+    if group is None:
+        return x.index_select(dim, own.order[own.arrange])
+    return Move.apply(x.movedim(dim, 0), route_copy, group).movedim(0, dim)
 
 
 _ROUTES = TensorCache(64)
@@ -274,11 +215,11 @@ _ROUTES = TensorCache(64)
 
 def _cached_route(
     cu_seqlens: Tensor, route_key: tuple[int, int | None, bool, torch.device]
-) -> DeviceCopy[Any]:
+) -> DeviceCopy[Route]:
     """Return the cached route for this tensor object, if it was not edited; else compute one, which needs a
     copy to the host."""
     key = id(cu_seqlens), *route_key
-    route_copy: DeviceCopy[Any] | None = _ROUTES.find(key, [cu_seqlens])
+    route_copy: DeviceCopy[Route] | None = _ROUTES.find(key, [cu_seqlens])
     if route_copy is None:
         route_copy = _compute_route(to_host([cu_seqlens])[0], *route_key)
         _ROUTES.keep(key, [cu_seqlens], route_copy)
@@ -288,16 +229,14 @@ def _cached_route(
 @torch.inference_mode(False)  # the result is cached, and autograd saves it
 def _compute_route(
     cu_seqlens: Tensor, world: int, rank: int | None, to_dual: bool, device: torch.device
-) -> DeviceCopy[Any]:
-    """Compute the route between dual-chunk order and the buffer's: a permutation of the rows of all shards,
-    or (with ``rank``) one rank's messages."""
+) -> DeviceCopy[Route]:
+    """Compute one rank's messages between dual-chunk order and the buffer's. rank: None for one process that
+    holds the shards of all ranks."""
     dual = dual_chunk_rows(cu_seqlens, world)
-    if rank is None:
-        flat = dual.flatten()
-        return DeviceCopy([flat if to_dual else flat.argsort()], device, lambda rows: rows)
+    dual = dual.view(1, -1) if rank is None else dual
     positions = torch.arange(dual.numel()).view_as(dual)
     source, target = (positions, dual) if to_dual else (dual, positions)
-    host = route(source, target, rank)
+    host = route(source, target, rank or 0)
     return DeviceCopy(
         [host.order, host.arrange], device, lambda order, arrange: replace(host, order=order, arrange=arrange)
     )
@@ -305,16 +244,16 @@ def _compute_route(
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The messages that permute rows across ranks: ``x[order]`` has ``sends[r]`` rows for each rank r, which
-    sends ``takes[r]`` rows; the received rows, indexed by ``[arrange]``, are the result."""
+    """The messages that permute rows across ranks: ``x[order]`` has ``sends[r]`` rows for each rank r, from
+    which ``receives[r]`` rows come; these, indexed by ``[arrange]``, are the result."""
 
     order: Tensor
     sends: list[int]
-    takes: list[int]
+    receives: list[int]
     arrange: Tensor
 
     def back(self) -> Route:
-        return Route(self.arrange.argsort(), self.takes, self.sends, self.order.argsort())
+        return Route(self.arrange.argsort(), self.receives, self.sends, self.order.argsort())
 
 
 def route(source: Tensor, target: Tensor, rank: int) -> Route:
@@ -323,7 +262,7 @@ def route(source: Tensor, target: Tensor, rank: int) -> Route:
     source, target: int64 [W, n], rows of the whole buffer that each rank holds before and after.
 
     >>> route(torch.tensor([[0, 3], [1, 2]]), torch.tensor([[0, 1], [2, 3]]), 0)
-    Route(order=tensor([0, 1]), sends=[1, 1], takes=[1, 1], arrange=tensor([0, 1]))
+    Route(order=tensor([0, 1]), sends=[1, 1], receives=[1, 1], arrange=tensor([0, 1]))
     """
     world, n = source.shape
     total = world * n
@@ -334,26 +273,26 @@ def route(source: Tensor, target: Tensor, rank: int) -> Route:
     to, came_from = owners(target)[source[rank]], owners(source)[target[rank]]
     order = (to * total + source[rank]).argsort()
     arrival = (came_from * total + target[rank]).argsort()
-    sends, takes = (torch.bincount(peers, minlength=world).tolist() for peers in (to, came_from))
-    return Route(order, sends, takes, arrival.argsort())
+    sends, receives = (torch.bincount(peers, minlength=world).tolist() for peers in (to, came_from))
+    return Route(order, sends, receives, arrival.argsort())
 
 
 class Move(torch.autograd.Function):
-    """Permutation of rows along dim 0 by a route; the backward pass takes the inverse route."""
+    """Permutation of rows along dim 0 by a route; the backward pass uses the inverse route."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, route_copy: DeviceCopy[Route], group: Any) -> Tensor:
         ctx.route_copy, ctx.group = route_copy, group
-        return collectives.run(_travel(x, route_copy.on_current_stream()), group)
+        return collectives.run(_exchange_rows(x, route_copy.on_current_stream()), group)
 
     @staticmethod
     @untraced
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         with failures.closing(ctx.group):
             route_back = ctx.route_copy.on_current_stream().back()
-            return collectives.run(_travel(dx, route_back), ctx.group), None, None
+            return collectives.run(_exchange_rows(dx, route_back), ctx.group), None, None
 
 
-def _travel(x: Tensor, route_copy: Route) -> collectives.Schedule[Tensor]:
-    flight = yield collectives.AllToAll(x[route_copy.order], route_copy.sends, route_copy.takes)
+def _exchange_rows(x: Tensor, route_copy: Route) -> collectives.Schedule[Tensor]:
+    flight = yield collectives.AllToAll(x[route_copy.order], route_copy.sends, route_copy.receives)
     return (yield collectives.Wait(flight))[route_copy.arrange]

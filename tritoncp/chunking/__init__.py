@@ -7,39 +7,13 @@ the chunk's number. Its other metadata are the original node's, ``meta["val"]`` 
 that cut, join and sum chunks, and nodes that all chunks share, have no such mark.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from tritoncp.chunking.compile_pass import Pass
+from tritoncp.chunking.concrete import concretise
+from tritoncp.chunking.eager import Eager
+from tritoncp.chunking.report import Report
+from tritoncp.chunking.rewrite import chunk
+from tritoncp.chunking.sizes import mark
+from tritoncp.chunking.streams.node_order import order
+from tritoncp.chunking.streams.timeline import Timeline, simulate
 
-if TYPE_CHECKING:
-    from tritoncp.chunking.compile_pass import Pass as Pass
-    from tritoncp.chunking.concrete import concretise as concretise
-    from tritoncp.chunking.eager import Eager as Eager
-    from tritoncp.chunking.report import Report as Report
-    from tritoncp.chunking.rewrite import chunk as chunk
-    from tritoncp.chunking.size_mark import mark as mark
-    from tritoncp.chunking.streams.node_order import order as order
-    from tritoncp.chunking.streams.timeline import Timeline as Timeline
-    from tritoncp.chunking.streams.timeline import simulate as simulate
-
-_NAMES = {
-    "compile_pass": ("Pass",),
-    "concrete": ("concretise",),
-    "eager": ("Eager",),
-    "streams.node_order": ("order",),
-    "report": ("Report",),
-    "rewrite": ("chunk",),
-    "size_mark": ("mark",),
-    "streams.timeline": ("Timeline", "simulate"),
-}
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'tritoncp.chunking' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"tritoncp.chunking.{_MODULE_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__ = ["Eager", "Pass", "Report", "Timeline", "chunk", "concretise", "mark", "order", "simulate"]

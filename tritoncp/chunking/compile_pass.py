@@ -36,13 +36,8 @@ class Pass(CustomGraphPass):
         repeat: bool = False,
     ) -> None:
         self.region = region
-        self.options: dict[str, Any] = {
-            "dim": dim,
-            "chunks": chunks,
-            "early": early,
-            "needs": needs,
-            "repeat": repeat,
-        }
+        self.options: dict[str, Any] = {"dim": dim, "chunks": chunks, "early": early}
+        self.options |= {"needs": needs, "repeat": repeat}
         self.reports: list[Report] = []
 
     def __call__(self, graph: Graph) -> None:

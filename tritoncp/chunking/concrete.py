@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import sympy
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
 from tritoncp.chunking.report import ChunkingError
-from tritoncp.chunking.sizes import expression, free_symbols, hint_of
+from tritoncp.chunking.sizes import Symbols, hint_of, substitute
 
 
 def concretise(gm: GraphModule) -> GraphModule:
@@ -25,10 +25,10 @@ def concretise(gm: GraphModule) -> GraphModule:
     stay, marks of chunks included; sizes that are read from data stay symbols. The result checks its input
     sizes when it is called and raises ValueError for others, as unbacked sizes have no guard.
     """
-    numbers = hints(gm)
+    numbers = {symbol: sympy.Integer(number) for symbol, number in hints(gm).items()}
     result = _concretised(gm, numbers)
     sizes = [_checked_sizes(node.meta.get("val")) for node in result.graph.nodes if node.op == "placeholder"]
-    result.register_forward_pre_hook(SizeCheck(sizes))
+    result.register_forward_pre_hook(partial(_check_sizes, sizes))
     return result
 
 
@@ -56,23 +56,18 @@ def _checked_sizes(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else value if isinstance(value, int) else None
 
 
-class SizeCheck:
+def _check_sizes(sizes: Sequence[Any], module: Any, args: tuple[Any, ...]) -> None:
     """A hook before the call of a graph that checks the sizes of its inputs."""
-
-    def __init__(self, sizes: Sequence[Any]) -> None:
-        self.sizes = sizes
-
-    def __call__(self, module: Any, args: tuple[Any, ...]) -> None:
-        for place, (value, needed) in enumerate(zip(args, self.sizes, strict=False)):
-            given = _checked_sizes(value)
-            if needed is not None and given != needed:
-                raise ValueError(
-                    f"input {place} has the size {given}, the graph was made for {needed}: pass inputs of "
-                    "that size, or cut and concretise a graph of these sizes"
-                )
+    for place, (value, needed) in enumerate(zip(args, sizes, strict=False)):
+        given = _checked_sizes(value)
+        if needed is not None and given != needed:
+            raise ValueError(
+                f"input {place} has the size {given}, the graph was made for {needed}: pass inputs of "
+                "that size, or cut and concretise a graph of these sizes"
+            )
 
 
-def _concretised(gm: GraphModule, numbers: dict[Any, int]) -> GraphModule:
+def _concretised(gm: GraphModule, numbers: Symbols) -> GraphModule:
     """Return a copy of a graph, and of the graphs that it calls, with numbers in place of symbols."""
     graph = torch.fx.Graph()
     values: dict[Node, Any] = {}
@@ -81,7 +76,7 @@ def _concretised(gm: GraphModule, numbers: dict[Any, int]) -> GraphModule:
         return values[node]
 
     for node in gm.graph.nodes:
-        value = _substitute(node.meta.get("val"), numbers)
+        value = substitute(node.meta.get("val"), numbers)
         is_number = isinstance(node.meta.get("val"), SymInt | SymFloat | SymBool) and not isinstance(
             value, SymInt | SymFloat | SymBool
         )
@@ -93,7 +88,7 @@ def _concretised(gm: GraphModule, numbers: dict[Any, int]) -> GraphModule:
             continue  # it holds for these numbers
         copy = graph.node_copy(node, replace)
         copy.meta = tree_map_only(
-            SymInt | SymFloat | SymBool, lambda x: _substitute(x, numbers), dict(node.meta)
+            SymInt | SymFloat | SymBool, lambda x: substitute(x, numbers), dict(node.meta)
         )
         copy.meta["val"] = value
         values[node] = value if is_number else copy
@@ -107,31 +102,3 @@ def _concretised(gm: GraphModule, numbers: dict[Any, int]) -> GraphModule:
     result = GraphModule(owner, graph)
     result.meta.update(gm.meta)
     return result
-
-
-def _substitute(value: Any, numbers: dict[Any, int]) -> Any:
-    """Return a node's value with numbers in place of symbols."""
-    if isinstance(value, tuple | list):
-        return type(value)([_substitute(x, numbers) for x in value])
-    if not free_symbols(value) & set(numbers):
-        return value
-    if isinstance(value, FakeTensor):
-        shape, stride = ([_substitute(n, numbers) for n in x] for x in (value.shape, value.stride()))
-        fake_mode = value.fake_mode
-        assert fake_mode.shape_env is not None
-        with fake_mode, fake_mode.shape_env.suppress_guards():
-            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-    env, expr = (
-        value.node.shape_env,
-        expression(value).xreplace({symbol: sympy.Integer(number) for symbol, number in numbers.items()}),
-    )
-    if expr in (sympy.true, sympy.false):
-        return bool(expr)
-    if expr.is_number:
-        return float(expr) if isinstance(value, SymFloat) else int(expr)
-    if isinstance(value, SymBool):
-        return env.create_symboolnode(expr)
-    make: Callable[..., Any] = (
-        env.create_symfloatnode if isinstance(value, SymFloat) else env.create_symintnode
-    )
-    return make(expr, hint=None)

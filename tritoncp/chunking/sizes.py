@@ -1,4 +1,5 @@
-"""The size that chunks cut: its symbol, and the metadata of chunks, whose sizes are substituted.
+"""The size that chunks cut: its mark before capture, its symbol, and the metadata of chunks, whose sizes are
+substituted.
 
 Values are substituted, not computed again: computing them would add guards to the shape environment, and a
 guard on 1 makes a constant of a symbol.
@@ -12,12 +13,47 @@ from typing import Any
 import sympy
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
+from torch._dynamo.decorators import mark_unbacked
 from torch.fx import Graph, Node
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from tritoncp.chunking.report import ChunkingError, describe
 
 Symbols = dict[Any, Any]  # sympy symbol -> expression
+MAX_ROWS = 1 << 30  # kernels count in 32 bits
+
+
+def mark(x: Tensor, dim: int, chunks: int) -> None:
+    """Mark a dimension of an input, so that a graph that is captured has a symbol for its size and can be cut
+    into ``chunks``.
+
+    x: an input of the compiled function; dim: its batch or its sequence. Mark the same size of every input:
+    all that are marked are taken to be equal where they meet. The symbol is unbacked: code that branches on
+    the size, and would make a constant of it, is an error that names the line. Raises ChunkingError, a
+    ValueError, for a size that cannot be cut.
+
+    >>> import torch
+    >>> mark(torch.ones(1, 10), 1, 4)
+    Traceback (most recent call last):
+    tritoncp.chunking.report.ChunkingError: 10 rows of dimension 1 are no multiple of 4 chunks; pad them to 12
+    """
+    rows = x.shape[dim]
+    check_rows(rows, chunks, f"{rows} rows of dimension {dim}")
+    mark_unbacked(x, dim, hint_override=rows, min=2 * chunks, max=MAX_ROWS, shape_id=f"rows of {rows}")
+
+
+def check_rows(rows: int, chunks: int, name: str) -> None:
+    """Raise ChunkingError unless rows are a multiple of the number of chunks, of which each has at least
+    two."""
+    if rows % chunks:
+        raise ChunkingError(
+            f"{name} are no multiple of {chunks} chunks; pad them to {-(-rows // chunks) * chunks}"
+        )
+    if rows < 2 * chunks:
+        raise ChunkingError(
+            f"{name} in {chunks} chunks: a chunk of one row makes a constant of its size, as torch guards on "
+            f"1; cut {rows // 2} chunks or fewer"
+        )
 
 
 def expression(size: Any) -> Any:
@@ -54,6 +90,35 @@ def _strides(value: Tensor) -> Sequence[Any]:
     return value.stride() if value.layout is torch.strided else ()
 
 
+def substitute(value: Any, symbols: Symbols) -> Any:
+    """Return a node's value with expressions, or numbers, in place of symbols."""
+    if isinstance(value, tuple | list):
+        return type(value)([substitute(x, symbols) for x in value])
+    if not free_symbols(value) & set(symbols):
+        return value
+    if isinstance(value, Tensor):
+        shape, stride = ([substitute(n, symbols) for n in x] for x in (value.shape, value.stride()))
+        fake_mode: Any = value.fake_mode  # type: ignore[attr-defined] # a FakeTensor
+        with fake_mode, fake_mode.shape_env.suppress_guards():
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return as_number(expression(value).xreplace(symbols), value.node.shape_env, value)
+
+
+def as_number(expr: Any, env: Any, like: Any = None) -> Any:
+    """Return an expression as an int, float or bool if it is one, else as a symbolic number of the type of
+    ``like``, by default a SymInt."""
+    expr = env.simplify(expr)
+    if expr in (sympy.true, sympy.false):
+        return bool(expr)
+    if isinstance(like, SymBool):
+        return env.create_symboolnode(expr)
+    if expr.is_number:
+        return float(expr) if isinstance(like, SymFloat) else int(expr)
+    if isinstance(like, SymFloat):
+        return env.create_symfloatnode(expr, hint=None)
+    return env.create_symintnode(expr, hint=hint_of(expr, env))
+
+
 class Sizes:
     """The symbol of a graph that chunks cut.
 
@@ -65,22 +130,8 @@ class Sizes:
         self.env, self.fake_mode = example.node.shape_env, fake_mode
         self.part = FloorDiv(symbol, chunks)
         self.rows = self.hint(symbol)
-
-    def check_rows(self) -> None:
-        """Raise ChunkingError unless the hinted size is a multiple of the number of chunks, of which each has
-        at least two rows."""
-        if self.rows is None:
-            return
-        if self.rows % self.chunks:
-            raise ChunkingError(
-                f"{self.rows} rows are no multiple of {self.chunks} chunks; pass a number of chunks that "
-                "divides them"
-            )
-        if self.rows == self.chunks:
-            raise ChunkingError(
-                f"{self.rows} rows in {self.chunks} chunks: a chunk of one row makes a constant of its size; "
-                "cut fewer chunks"
-            )
+        if self.rows is not None:
+            check_rows(self.rows, chunks, f"{self.rows} rows")
 
     def declare_divisible(self) -> None:
         """Tell the shape environment that chunks are equal. There is no guard, which mark_dynamic refuses:
@@ -105,33 +156,11 @@ class Sizes:
 
         fresh: symbols of the chunk in place of symbols that are read from data
         """
-        return self.substitute(value, {self.symbol: times * self.part, **fresh})
+        return substitute(value, {self.symbol: times * self.part, **fresh})
 
-    def substitute(self, value: Any, symbols: Symbols) -> Any:
-        """Return a node's value with expressions in place of symbols."""
-        if isinstance(value, Tensor):
-            if not free_symbols(value) & set(symbols):
-                return value
-            shape, stride = (
-                [self.substitute(n, symbols) for n in numbers] for numbers in (value.shape, value.stride())
-            )
-            with self.fake_mode, self.env.suppress_guards():
-                return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-        if isinstance(value, tuple | list):
-            return type(value)([self.substitute(x, symbols) for x in value])
-        expr = expression(value)
-        if not isinstance(expr, sympy.Basic) or not expr.free_symbols & set(symbols):
-            return value
-        return self.symbolic(expr.xreplace(symbols), value)
-
-    def symbolic(self, expr: Any, like: Any = None) -> Any:
-        """Return an expression as a SymInt, SymFloat or SymBool, or as a number if it is one."""
-        expr = self.env.simplify(expr)
-        if isinstance(like, SymBool):
-            return self.env.create_symboolnode(expr)
-        if isinstance(like, SymFloat):
-            return self.env.create_symfloatnode(expr, hint=None)
-        return int(expr) if expr.is_number else self.env.create_symintnode(expr, hint=self.hint(expr))
+    def symbolic(self, expr: Any) -> Any:
+        """Return an expression as a SymInt, or as a number if it is one."""
+        return as_number(expr, self.env)
 
     def bind(self, copy: Node, fresh: Symbols) -> None:
         """Give a copied node symbols of its own where it reads sizes from data; note them in ``fresh``."""

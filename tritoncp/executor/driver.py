@@ -155,7 +155,9 @@ class Launcher:
             assert dtype, kind
             values = [("*" + dtype[1], argument.base.data_ptr())]
             values += [("i64", int(n)) for n in (*argument.shape, *argument.strides)]
-            values += [("i1", int(argument.padding == "nan")), ("i1", int(argument.round_f32_to_tf32))]
+            values.append(("i1", int(argument.padding == "nan")))
+            if (tf32 := rounds_to_tf32(argument)) is not None:
+                values.append(("i1", int(tf32)))
         values += [("i32", int(n)) for n in argument.shape]
         return values + [("i64", int(n)) for n in argument.strides]
 
@@ -176,6 +178,11 @@ def parameter_bits(kind: str, value: Any, memory: GlobalMemory) -> int | TensorM
     return int(value) & ((1 << max(8, bits)) - 1)
 
 
+def rounds_to_tf32(descriptor: Any) -> bool | None:
+    """Whether loads by a descriptor round float32 to tf32; None before Triton 3.7, which has no such flag."""
+    return getattr(descriptor, "round_f32_to_tf32", None)
+
+
 def tensor_map(argument: Any, meta: dict[str, Any], memory: GlobalMemory) -> TensorMap:
     """The tensor map that Triton's launcher encodes of a descriptor.
 
@@ -188,7 +195,7 @@ def tensor_map(argument: Any, meta: dict[str, Any], memory: GlobalMemory) -> Ten
         raise ValueError(
             f"a tensor map of base {base:#x} and strides {strides} bytes: both must be multiples of 16"
         )
-    if meta["elem_type"] not in ELEMENTS or argument.round_f32_to_tf32:
+    if meta["elem_type"] not in ELEMENTS or rounds_to_tf32(argument):
         raise NotImplementedError(
             f"a tensor map of element type {meta['elem_type']}, rounded to tf32 or below 8 bits"
         )

@@ -23,9 +23,10 @@ from tritoncp.core.user_code import describe
 from tritoncp.frontend import validate
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.closed_forms import is_closed_form
-from tritoncp.masks.from_torch import from_block_mask, has_no_lengths, with_intervals, with_lengths
+from tritoncp.masks.from_torch import from_block_mask, has_no_lengths, with_intervals
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.mods.captures import TensorReplacement, with_tensors
 from tritoncp.mods.fingerprint import Identity
 from tritoncp.mods.snapshot import captured_state
 from tritoncp.planning.plan import Plan
@@ -93,7 +94,8 @@ class Sources:
     @cached_property
     def evaluate(self) -> Any:
         """The mask_mod with its captures on the host."""
-        return mods.with_tensors(self.mod, self.host_copies) if self.host_copies else self.mod
+        remote = any(id(tensor) in self.host_copies for tensor in self.captures)
+        return with_tensors(self.mod, self.host_copies) if remote else self.mod
 
     def compact(self, batch: int, q_len: int, kv_len: int) -> Mask:
         """Return the mask in runs, its intervals searched again: captures may have been edited since the mask
@@ -103,8 +105,9 @@ class Sources:
         if mask is None:
             return full_mask(q_len, kv_len)
         if isinstance(mask, MaskMod):
-            compacted = create_block_mask(self.evaluate, batch if mask.reads[0] else 1, 1, q_len, kv_len)
-            return replace(compacted, mask_mod=mask)
+            with TensorReplacement(self.host_copies):
+                compacted = create_block_mask(mask, batch if mask.reads[0] else 1, 1, q_len, kv_len)
+            return replace(compacted, mask_mod=mask)  # whose state is that of its own tensors
         if getattr(self.mod, "__name__", "") == "_sliced_mask_mod_error":
             raise ValueError(
                 "this BlockMask is a slice of another, and torch drops a slice's mask_mod; pass the whole, "
@@ -114,9 +117,8 @@ class Sources:
         if isinstance(mask, Mask):
             return mask if opaque or self._is_constant() else self._with_intervals(mask)
         listed = replace_lists(mask, self.on_host(self.lists))
-        if has_no_lengths(mask):
-            listed = with_lengths(listed, q_len, kv_len)
-        compacted = from_block_mask(listed, search=False)
+        lengths = (q_len, kv_len) if has_no_lengths(mask) else None
+        compacted = from_block_mask(listed, search=False, lengths=lengths)
         return compacted if opaque or compacted.mask_mod is None else self._with_intervals(compacted)
 
     def _is_constant(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, Self
 
 import torch
@@ -55,7 +54,7 @@ class BlockMaskInterface:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Return the object itself, whatever device or dtype is asked for.
+        """Return the object itself, for any device and dtype.
 
         Its tensors stay on the CPU; a call copies what it needs to the device of its query, once. Tensors
         that a mask_mod captures stay where they are, as with torch's ``BlockMask.to``. It has no dtype.
@@ -90,17 +89,18 @@ def selected_numbers(index: Any, sizes: tuple[int, int, int]) -> tuple[tuple[int
 
 def _numbers(part: Any, size: int, dimension: str) -> tuple[int, ...] | None:
     """Return the numbers below ``size`` that one part of an index selects, None for all in order."""
-    everything = range(size)
     try:
         if isinstance(part, slice):
-            numbers = list(everything[part])
-        elif isinstance(part, list) or (isinstance(part, Tensor) and part.ndim > 0):
-            numbers = _listed_numbers(part, size)
-        elif isinstance(part, bool) or (isinstance(part, Tensor) and part.dtype == torch.bool):
-            raise TypeError
+            numbers = list(range(size)[part])
         else:
-            numbers = [everything[operator.index(part)]]
-    except TypeError:
+            index = torch.as_tensor(part).cpu()
+            is_bool = index.dtype == torch.bool
+            is_fraction = index.is_complex() or (index.is_floating_point() and index.numel() > 0)
+            if is_fraction or index.ndim > 1 or (is_bool and index.ndim == 0):
+                raise TypeError
+            index = index if is_bool else index.long()  # torch reads uint8 as a bool mask
+            numbers = torch.arange(size)[index].flatten().tolist()
+    except (TypeError, ValueError, RuntimeError):  # torch raises all three for what is no tensor
         kind = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
         raise TypeError(
             f"{dimension} are selected by an int, a slice of ints, or an integer or bool tensor or list [n]; "
@@ -110,18 +110,4 @@ def _numbers(part: Any, size: int, dimension: str) -> tuple[int, ...] | None:
         raise IndexError(f"index {part!r} is outside of the mask's {size} {dimension}") from None
     if not numbers:
         raise IndexError(f"index {part!r} selects none of the mask's {size} {dimension}")
-    return None if numbers == list(everything) else tuple(numbers)
-
-
-def _listed_numbers(part: list[Any] | Tensor, size: int) -> list[int]:
-    """Return the numbers that a list or tensor selects. Raises TypeError if it is none of ints or bools."""
-    if isinstance(part, list) and not part:
-        return []
-    try:
-        index = torch.as_tensor(part).cpu()
-    except ValueError:  # no numbers, or nested lists of several lengths
-        raise TypeError from None
-    if index.ndim != 1 or index.is_floating_point() or index.is_complex():
-        raise TypeError
-    index = index if index.dtype == torch.bool else index.long()  # torch takes uint8 for a bool mask
-    return torch.arange(size)[index].tolist()
+    return None if numbers == list(range(size)) else tuple(numbers)

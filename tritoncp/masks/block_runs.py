@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 class Kind(enum.IntEnum):
     """How a kernel treats a listed block."""
 
-    MASKED = 0  # some pairs are hidden: ask the row interval or the mask_mod
+    MASKED = 0  # some pairs are hidden: the row interval or the mask_mod says which
     FULL = 1  # every pair is visible
     BOUNDED = 2  # listed as full, but q_len or kv_len cuts the block: every pair in range is visible
 
@@ -112,10 +111,8 @@ class Runs:
         chunk = max(1, (1 << 18) // q_block)
         parts = [
             _interval_runs(lo[i : i + chunk], hi[i : i + chunk], kv_block, cols, i)
-            for i in range(0, len(lo), chunk)
+            for i in range(0, max(1, len(lo)), chunk)
         ]
-        if not parts:
-            parts = [(torch.zeros(0, dtype=torch.int64),) * 4]
         row, start, end, kind = (torch.cat(p) for p in zip(*parts, strict=True))
         return cls._pack((b, h, rows), cols, row, start, end, kind)
 
@@ -127,30 +124,18 @@ class Runs:
             raise ValueError(f"rows must be int64 [B, n], got {rows.dtype} {tuple(rows.shape)}")
         b, _, r, _ = self.shape
         if rows.numel() and not (int(rows.min()) >= -1 and int(rows.max()) < r):
-            raise ValueError(f"rows must lie in [-1, {r}), got {int(rows.min())} to {int(rows.max())}")
+            raise ValueError(f"rows must be in [-1, {r}), got {int(rows.min())} to {int(rows.max())}")
         batch = _broadcast("rows", len(rows), b)
         ptr = torch.nn.functional.pad(self.ptr.expand(batch, -1, -1, -1), (0, 0, 1, 0))  # first an empty row
         return self._gather(ptr[torch.arange(batch)[:, None], :, rows + 1].transpose(1, 2))  # [B, H, n, 3]
 
     def expand(self, B: int, H: int) -> Runs:
-        """The same rows for every batch row and head: dimensions of size 1 are repeated."""
+        """Repeat dimensions of size 1 for every batch row and head."""
         return self if self.shape[:2] == (B, H) else self._gather(self.ptr.expand(B, H, -1, -1))
 
-    def batch_row(self, b: int) -> Runs:
-        """One batch row, as Runs of batch size 1."""
-        return self.batch_rows(b, 1)
-
-    def batch_rows(self, first: int, count: int) -> Runs:
-        """``count`` batch rows from ``first`` on."""
-        return self._gather(self.ptr[first : first + count])
-
-    def select(self, batch: Sequence[int], heads: Sequence[int]) -> Runs:
-        """These batch rows and heads, in this order."""
-        return self._gather(self.ptr[list(batch)][:, list(heads)])
-
-    def part(self, B: int, H: int) -> Runs:
-        """The first B batch rows and H heads."""
-        return self if self.shape[:2] == (B, H) else self._gather(self.ptr[:B, :H])
+    def select(self, batch: slice | list[int], heads: slice | list[int] = slice(None)) -> Runs:
+        """Select batch rows and heads, in this order."""
+        return self._gather(self.ptr[batch][:, heads])
 
     def remap(self, first: Tensor) -> Runs:
         """Column c becomes the columns [first[c], first[c+1]) of a new space; none, one or several.
@@ -202,42 +187,6 @@ class Runs:
         torch.cumsum((self.runs[:, 1] - self.runs[:, 0]).long(), 0, out=total[1:])
         begin, mid, end = total[self.ptr.long()].unbind(-1)
         return mid - begin, end - mid
-
-    def columns(self) -> Tensor:
-        """Return the columns that at least one row of a head lists: bool [B, C].
-
-        >>> Runs.from_kinds(torch.tensor([[[[3, 0, 1, 3]]]], dtype=torch.uint8)).columns().tolist()
-        [[False, True, True, False]]
-        """
-        b, h, r, c = self.shape
-        row, start, end, _ = self._flat()
-        first = row.div(max(h * r, 1), rounding_mode="floor") * (c + 1)
-        edges = torch.zeros(b * (c + 1), dtype=torch.int64)
-        edges.index_add_(0, first + start, torch.ones_like(row)).index_add_(
-            0, first + end, -torch.ones_like(row)
-        )
-        return edges.view(b, c + 1).cumsum(1)[:, :c] > 0
-
-    def draw(self, width: int) -> str:
-        """Draw the first batch row and head: █ only full blocks, ▒ some listed blocks, · none.
-
-        width: the most characters a line and the most lines; a character can stand for several blocks.
-        """
-        _, _, rows, cols = self.shape
-        scale = max(1, -(-max(rows, cols) // width))
-        start, end, kind = self.runs[: int(self.ptr[0, 0, -1, 2]) if rows else 0].long().unbind(1)
-        length = (self.ptr[0, 0, :, 2] - self.ptr[0, 0, :, 0]).long()
-        row = torch.arange(rows).repeat_interleave(length) // scale
-        left = torch.arange(0, cols, scale)
-        inside = (end[:, None].clamp(max=left + scale) - start[:, None].clamp(min=left)).clamp(min=0)
-        shape = (-(-rows // scale), len(left))
-        listed = torch.zeros(shape, dtype=torch.int64).index_add_(0, row, inside)
-        inside_full = inside * (kind != Kind.MASKED)[:, None]
-        full = torch.zeros(shape, dtype=torch.int64).index_add_(0, row, inside_full)
-        height = (rows - torch.arange(0, rows, scale)).clamp(max=scale)
-        area = height[:, None] * (cols - left).clamp(max=scale)
-        cell = torch.where(full == area, 2, (listed > 0).long())
-        return "\n".join("".join("·▒█"[c] for c in line) for line in cell.tolist())
 
     # -- how runs are stored ----------------------------------------------------------------------
 
@@ -302,7 +251,7 @@ def _interval_runs(lo: Tensor, hi: Tensor, kv_block: int, cols: int, row0: int) 
     row, i = opens[:, :-1].nonzero(as_tuple=True)
     j = opens[:, 1:].nonzero()[:, 1]
     start, end = begin[row, i].long(), reach[row, j].long()
-    # Cut the full run out of it; where there is none, everything lies left of the cut.
+    # Cut the full run out of it; where there is none, everything is left of the cut.
     has_full = full_to > full_from
     cut_from, cut_to = torch.where(has_full, full_from, cols)[row], torch.where(has_full, full_to, cols)[row]
     full = has_full.nonzero()[:, 0]

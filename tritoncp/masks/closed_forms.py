@@ -1,7 +1,7 @@
 """Closed forms: ready-made mask_mods that know which interval of keys each query row sees.
 
 torch's flex_attention and create_block_mask take them as ordinary mask_mods. A Mask of one is built from
-interval arithmetic: a mask of a million tokens takes a fraction of a second.
+interval arithmetic: of a million tokens in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -147,6 +147,11 @@ class _View(MaskMod):
     part: MaskFn
 
     @property
+    def form(self) -> MaskMod | None:
+        """The part, if it is a closed form."""
+        return self.part if isinstance(self.part, MaskMod) else None
+
+    @property
     def batch(self) -> int:
         return num_batch_rows(self.part)
 
@@ -165,7 +170,7 @@ class QuerySlice(_View):
         return self.part(b, h, q_idx + self.start, kv_idx)
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        whole = self.part.intervals(self.start + q_len, kv_len) if isinstance(self.part, MaskMod) else None
+        whole = None if self.form is None else self.form.intervals(self.start + q_len, kv_len)
         return whole and (whole[0][..., self.start :], whole[1][..., self.start :])
 
     def __repr__(self) -> str:
@@ -184,7 +189,7 @@ class Transpose(_View):
 
     @property
     def window(self) -> tuple[int, int] | None:
-        window = self.part.window if isinstance(self.part, MaskMod) else None
+        window = None if self.form is None else self.form.window
         return window and (window[1], window[0])
 
     def __repr__(self) -> str:
@@ -192,13 +197,12 @@ class Transpose(_View):
 
 
 @dataclass(frozen=True, repr=False)
-class Selection(MaskMod):
+class Selection(_View):
     """The mask_mod of some batch rows and heads of a mask: b and h count the selected ones.
 
     rows, heads: the selected ones in the numbers of ``part``; None: all. A single one serves every b or h.
     """
 
-    part: MaskFn
     rows: tuple[int, ...] | None
     heads: tuple[int, ...] | None
 
@@ -206,29 +210,26 @@ class Selection(MaskMod):
         return self.part(_look_up(self.rows, b), _look_up(self.heads, h), q_idx, kv_idx)
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        whole = self.part.intervals(q_len, kv_len) if isinstance(self.part, MaskMod) else None
+        whole = None if self.form is None else self.form.intervals(q_len, kv_len)
         if whole is None or self.rows is None or len(whole[0]) == 1:
             return whole
         return whole[0][list(self.rows)], whole[1][list(self.rows)]
 
     def tokens(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor] | None:
-        return self.part.tokens(q_len, kv_len) if isinstance(self.part, MaskMod) else None
+        return None if self.form is None else self.form.tokens(q_len, kv_len)
 
     @property
     def window(self) -> tuple[int, int] | None:
-        return self.part.window if isinstance(self.part, MaskMod) else None
+        return None if self.form is None else self.form.window
 
     @property
     def batch(self) -> int:
-        whole = num_batch_rows(self.part)
-        return whole if self.rows is None or whole == 1 else len(self.rows)
+        return 1 if super().batch == 1 else super().batch if self.rows is None else len(self.rows)
 
     @property
     def reads(self) -> tuple[bool, bool]:
-        b, h = dependence_of(self.part)
-        selections = self.rows, self.heads
-        several_rows, several_heads = (part is None or len(part) > 1 for part in selections)
-        return b and several_rows, h and several_heads
+        b, h = (selected is None or len(selected) > 1 for selected in (self.rows, self.heads))
+        return super().reads[0] and b, super().reads[1] and h
 
     def __repr__(self) -> str:
         places = [":" if part is None else str(list(part)) for part in (self.rows, self.heads)]

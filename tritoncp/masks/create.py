@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,10 +12,9 @@ import torch
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.tracing import graph_of
 from tritoncp.core.upload import upload
-from tritoncp.masks.classification.classify import Ask
+from tritoncp.masks.classification.classify import PairEvaluator
 from tritoncp.masks.closed_forms import as_int
-from tritoncp.masks.mask import Mask, create_block_mask
-from tritoncp.masks.mask_data import Device
+from tritoncp.masks.mask import Device, Mask, create_block_mask
 from tritoncp.masks.mask_mod import MaskFn
 
 _BAR_DELAY = 2.0  # seconds before the progress bar appears
@@ -26,12 +27,17 @@ def create_on_device(
 ) -> Mask:  # fmt: skip
     """Make a mask, evaluated on ``device`` (None: that of the captured tensors), with a progress bar."""
     _check_function(mask_mod)
-    B, H = (None if size is None else _size(name, size) for name, size in (("B", B), ("H", H)))
-    Q_LEN, KV_LEN, block = _size("Q_LEN", Q_LEN), _size("KV_LEN", KV_LEN), _as_block(BLOCK_SIZE)
+    block = tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, tuple | list) else (BLOCK_SIZE, BLOCK_SIZE)
+    if len(block) != 2:
+        raise ValueError(f"create_block_mask: BLOCK_SIZE={BLOCK_SIZE}; an int or a pair (q, kv) is needed")
+    lengths = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    b, h, q_len, kv_len = (as_int(f"create_block_mask: {name}", size) for name, size in lengths.items())
+    q_block, kv_block = (as_int("create_block_mask: BLOCK_SIZE", size) for size in block)
     place = torch.device(device) if device is not None else _capture_device(mask_mod)
-    ask = None if place.type == "cpu" else _triton_ask(mask_mod, place)
-    with _Bar(f"create_block_mask {Q_LEN} x {KV_LEN}") as bar:
-        return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, place, block, ask=ask, progress=bar.show)
+    on_gpu = None if place.type == "cpu" else _triton_evaluator(mask_mod, place)
+    with progress_bar(f"create_block_mask {Q_LEN} x {KV_LEN}") as show:
+        size = b, h, q_len, kv_len, place, (q_block, kv_block)
+        return create_block_mask(mask_mod, *size, evaluate=on_gpu, progress=show)
 
 
 def _check_function(mask_mod: Any) -> None:
@@ -46,18 +52,6 @@ def _check_function(mask_mod: Any) -> None:
     raise TypeError(f"create_block_mask: mask_mod is a {type(mask_mod).__name__}, no function; {remedy}")
 
 
-def _size(name: str, size: Any) -> int:
-    return as_int(f"create_block_mask: {name}", size)
-
-
-def _as_block(size: Any) -> tuple[int, int]:
-    """Return a BLOCK_SIZE as a pair (q, kv)."""
-    pair = size if isinstance(size, tuple | list) else (size, size)
-    if len(pair) != 2:
-        raise ValueError(f"create_block_mask: BLOCK_SIZE={size}; an int or a pair (q, kv) is needed")
-    return _size("BLOCK_SIZE", pair[0]), _size("BLOCK_SIZE", pair[1])
-
-
 def _capture_device(mask_mod: MaskFn) -> torch.device:
     """Return the accelerator of the tensors that the mask_mod captures; the CPU if there are none."""
     graph = graph_of(mask_mod) if torch.accelerator.is_available() else None
@@ -66,7 +60,7 @@ def _capture_device(mask_mod: MaskFn) -> torch.device:
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def _triton_ask(mask_mod: MaskFn, device: torch.device) -> Ask | None:
+def _triton_evaluator(mask_mod: MaskFn, device: torch.device) -> PairEvaluator | None:
     """Return the mask_mod as a Triton kernel; None if it cannot be translated."""
     from tritoncp import mods
     from tritoncp.kernels.mask_eval import make_evaluator
@@ -78,28 +72,22 @@ def _triton_ask(mask_mod: MaskFn, device: torch.device) -> Ask | None:
     return make_evaluator(mod.fn, mod.caps(upload(mod.tensors, device)), device)
 
 
-class _Bar:
-    """A progress bar on stderr that appears after _BAR_DELAY seconds."""
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
+    """Yield a function of the completed fraction, 0 to 1. After _BAR_DELAY seconds it shows a bar on stderr,
+    which is removed at the end."""
+    bars: list[Any] = []
+    start = time.monotonic()
+    with ExitStack() as stack:
 
-    def __init__(self, title: str) -> None:
-        self.title, self.start = title, time.monotonic()
-        self.bar: Any = None
+        def show(fraction: float) -> None:
+            if not bars and time.monotonic() - start > _BAR_DELAY:
+                from rich.console import Console
+                from rich.progress import Progress
 
-    def __enter__(self) -> _Bar:
-        return self
+                bars.append(stack.enter_context(Progress(console=Console(stderr=True), transient=True)))
+                bars[0].add_task(title, total=1.0)
+            for bar in bars:
+                bar.update(bar.task_ids[0], completed=fraction)
 
-    def show(self, fraction: float) -> None:
-        """Advance the bar to a fraction from 0 to 1."""
-        if self.bar is None and time.monotonic() - self.start > _BAR_DELAY:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self.bar = Progress(console=Console(stderr=True), transient=True)
-            self.bar.add_task(self.title, total=1.0)
-            self.bar.start()
-        if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=fraction)
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        yield show

@@ -133,7 +133,7 @@ prefix, prefix_lm, sliding_window, window
     plain = re.sub(r"\b(\d+)([KMGkmg])\b", r"\2\1", text)  # 4K as a name of the same length: K4
     try:
         tree = ast.parse(plain, mode="eval")
-        return _Reader(text, documents).mask(tree.body)
+        return _MaskBuilder(text, documents).mask(tree.body)
     except SyntaxError as error:
         start = max(0, (error.offset or 1) - 1)
         message = "this is no mask expression, as causal & window(1024)"
@@ -260,7 +260,16 @@ def _parameters(function: Any) -> list[str] | None:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
 
 
-class _Reader:
+def _operands(node: ast.BinOp | ast.BoolOp) -> list[ast.expr]:
+    """List the operands of ``a & b & c``, which Python parses as two nested operations."""
+    if isinstance(node, ast.BoolOp):
+        return node.values
+    if isinstance(node.left, ast.BinOp) and type(node.left.op) is type(node.op):
+        return [*_operands(node.left), node.right]
+    return [node.left, node.right]
+
+
+class _MaskBuilder:
     """Builds a mask_mod from a syntax tree."""
 
     def __init__(self, text: str, documents: Lengths | None) -> None:
@@ -283,10 +292,8 @@ class _Reader:
         """
         if depth > MAX_DEPTH:
             raise self._error(f"masks are nested more than {MAX_DEPTH} deep", node)
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](*self._flat(node, type(node.op), depth + 1))
-        if isinstance(node, ast.BoolOp):
-            return OPERATORS[type(node.op)](*[self.mask(value, depth + 1) for value in node.values])
+        if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](*[self.mask(part, depth + 1) for part in _operands(node)])
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert | ast.Not):
             return not_(self.mask(node.operand, depth + 1))
         if isinstance(node, ast.Name):
@@ -296,12 +303,6 @@ class _Reader:
             keywords = {keyword.arg or "**": self._number(keyword.value) for keyword in node.keywords}
             return self._call(node, node.func, numbers, keywords)
         raise self._error("a mask is a name, a call of one, or masks joined with & | ~", node)
-
-    def _flat(self, node: ast.AST, kind: type, depth: int) -> list[MaskFn]:
-        """Build the operands of ``a & b & c`` as three masks instead of two nested operations."""
-        if isinstance(node, ast.BinOp) and type(node.op) is kind:
-            return [*self._flat(node.left, kind, depth), *self._flat(node.right, kind, depth)]
-        return [self.mask(node, depth)]
 
     def _call(
         self, node: ast.AST, name: ast.Name, numbers: Sequence[int], keywords: dict[str, int]

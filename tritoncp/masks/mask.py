@@ -1,5 +1,4 @@
-"""The public class of block-sparse masks: a mask's contents with selections, combinations and pictures; and
-`create_block_mask`.
+"""Mask, the public class of block-sparse masks, and `create_block_mask`.
 
 Block lists are authoritative, as in compiled flex attention: an unlisted block is invisible and a
 full block unmasked, even where the mask_mod disagrees.
@@ -7,8 +6,8 @@ full block unmasked, even where the mask_mod disagrees.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -16,20 +15,26 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.dynamo_boundary import host_only
+from tritoncp.core.handles import handle_of
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.user_code import describe
 from tritoncp.masks.block_lists import BlockListMod, bound_ragged_blocks, lists_from_blocks
-from tritoncp.masks.block_mask_interface import selected_numbers
+from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs
-from tritoncp.masks.classification.classify import Ask, Grid, TileEvaluator, find_runs
-from tritoncp.masks.closed_forms import QuerySlice, Selection, Transpose
-from tritoncp.masks.mask_data import Device, MaskData, check_lengths
+from tritoncp.masks.classification import classify
+from tritoncp.masks.classification.classify import Grid
+from tritoncp.masks.closed_forms import QuerySlice, Selection, Transpose, is_closed_form
 from tritoncp.masks.mask_mod import Intervals, MaskFn, MaskMod, and_masks, or_masks
+from tritoncp.mods.recording import State
+from tritoncp.mods.snapshot import Snapshot
+
+Device = str | torch.device
+MAX_TOKENS = 1 << 30  # tokens: kernels count in 32 bits, sums and differences of positions included
 
 
 @dataclass(frozen=True, eq=False)
-class Mask(MaskData):
-    """A block-sparse mask of any size in little memory; every tensor on the CPU. Its fields are those of
-    :class:`tritoncp.masks.mask_data.MaskData`.
+class Mask(BlockMaskInterface):
+    """A block-sparse mask of any size in little memory; every tensor on the CPU.
 
     >>> from tritoncp.masks import causal
     >>> m = create_block_mask(causal(), None, None, 512, 512)
@@ -41,6 +46,111 @@ class Mask(MaskData):
     ██▒·
     ███▒
     """
+
+    q_len: int
+    kv_len: int
+    q_block: int
+    kv_block: int
+    runs: Runs  # over global blocks: rows of q_block queries, columns of kv_block keys
+    mask_mod: MaskFn | None  # None: nothing is masked inside blocks
+    window: tuple[int, int] | None  # closed form: q - left <= kv <= q + right, -1 = unbounded
+    interval: tuple[Tensor, Tensor] | None
+    # int32 (lo, hi), each [B, H, q_len]: in MASKED blocks a row sees exactly lo <= kv < hi;
+    # None: not computed, or the keys of some row are not one interval
+    reads: tuple[bool, bool] = (False, False)  # whether mask_mod may depend on b, on h
+    tokens: tuple[Tensor, Tensor] | None = None
+    # bool [q_len], [kv_len]: which queries and keys are tokens, the others padding; None: all are tokens
+    snapshot: Snapshot | None = field(init=False, repr=False)  # the mask_mod's state when the mask was made
+    handle: Tensor = field(init=False, repr=False)  # stands for this mask in a compiled graph
+
+    def __post_init__(self) -> None:
+        check_lengths(self.q_len, self.kv_len)
+        need = self.grid.rows, self.grid.cols
+        if self.runs.shape[2:] != need:
+            raise ValueError(
+                f"a mask of {self.q_len} x {self.kv_len} in blocks of {self.q_block} x {self.kv_block} has "
+                f"{need[0]} x {need[1]} blocks, its runs have {self.runs.shape[2]} x {self.runs.shape[3]}"
+            )
+        snapshot = None if self.mask_mod is None else Snapshot(self.mask_mod, is_closed_form(self.mask_mod))
+        object.__setattr__(self, "snapshot", snapshot)
+        copy = object.__new__(type(self))  # a handle that refers to self would be a reference cycle
+        vars(copy).update(vars(self))
+        object.__setattr__(self, "handle", handle_of(copy))
+
+    def check_state(self, state: State | None = None, user: str = "mask") -> None:
+        """Raise RuntimeError if state that the mask_mod reads has changed since the mask was made.
+
+        state: the mask_mod's present state, if the caller has it. user: "mask" or "plan", for the message.
+        """
+        if self.snapshot is None or self.mask_mod is None:
+            return
+        if difference := self.snapshot.difference(self.mask_mod, state):
+            raise RuntimeError(
+                f"{difference} after the {user} was made; make the mask and the plan again: the blocks were "
+                f"computed from the old state of {describe(self.mask_mod)}"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.check_state()
+        return type(self), tuple(getattr(self, item.name) for item in fields(self) if item.init)
+
+    @property
+    def B(self) -> int:
+        return self.runs.shape[0]
+
+    @property
+    def H(self) -> int:
+        return self.runs.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.B, self.H, self.q_len, self.kv_len
+
+    @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:
+        return self.q_block, self.kv_block
+
+    def interval_for(self, B: int, H: int) -> tuple[Tensor, Tensor] | None:
+        """The row intervals if they are valid for a call with B batch rows and H heads, else None.
+
+        Blocks listed for one batch row (head) serve all of them. Its row intervals do not if the mask_mod
+        reads b (h).
+        """
+        stale = (self.reads[0] and B > self.B) or (self.reads[1] and H > self.H)
+        return None if stale else self.interval
+
+    @on_host
+    def sparsity(self) -> float:
+        """Percentage of the mask outside listed blocks, as torch's BlockMask.sparsity."""
+        listed = sum(int(n.sum()) for n in self.runs.counts())
+        total = self.B * self.H * self.q_len * self.kv_len
+        return 100 * (1 - listed * self.q_block * self.kv_block / total) if total else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the runs and row intervals. A storage that several tensors share counts once."""
+        storages = (t.untyped_storage() for t in (self.runs.ptr, self.runs.runs, *(self.interval or ())))
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    @property
+    def grid(self) -> Grid:
+        """Lengths and block sizes."""
+        return Grid(self.q_len, self.kv_len, self.q_block, self.kv_block)
+
+    def evaluate(self, mod: MaskFn, blocks: Tensor, device: Device) -> Iterator[tuple[Tensor, Tensor]]:
+        """Evaluate ``mod`` in every pair of some blocks, a chunk of at most classify.PAIRS pairs at a time.
+
+        blocks: int64 [n, 4], (b, h, row, col). Yields (chunk of blocks, visible pairs, bool [n, q_block,
+        kv_block]). ``mod`` is never called past q_len or kv_len; pairs there are invisible.
+        """
+        evaluate = classify.torch_evaluator(mod, device)
+        q_in, kv_in = torch.arange(self.q_block), torch.arange(self.kv_block)
+        count = max(1, classify.PAIRS // (self.q_block * self.kv_block))
+        for chunk in blocks.split(count) if len(blocks) else ():
+            b, h, row, col = chunk.unbind(1)
+            q, kv = row[:, None] * self.q_block + q_in, col[:, None] * self.kv_block + kv_in
+            visible = evaluate(b, h, q.clamp(max=self.q_len - 1), kv.clamp(max=self.kv_len - 1))
+            yield chunk, visible & (q < self.q_len)[:, :, None] & (kv < self.kv_len)[:, None, :]
 
     @on_host
     def to_dense(self, B: int | None = None, H: int | None = None, device: Device = "cpu") -> Tensor:
@@ -87,20 +197,16 @@ class Mask(MaskData):
         return Mask(*size, self.runs.take(blocks[None]), mod, None, interval, self.reads, tokens)  # type: ignore[arg-type]
 
     def listed_rows(self, first: int, count: int) -> Mask:
-        """Return the mask of ``count`` batch rows from ``first`` on. Its mask_mod still takes b of the whole
-        batch."""
+        """Return the mask of ``count`` batch rows from ``first`` on; its mask_mod counts b of the whole."""
         if self.B == 1:  # lists serve every batch row, intervals perhaps only the first
             interval = self.interval_for(first + count, self.H)
             return self if interval is self.interval else replace(self, interval=interval)
-        interval = self.interval
-        if interval is not None:
-            rows = slice(first, first + count)
-            lo, hi = (bound[rows] if len(bound) > 1 else bound for bound in interval)
-            interval = lo, hi
-        return replace(self, runs=self.runs.batch_rows(first, count), interval=interval)
+        rows = slice(first, first + count)
+        interval = self.interval and (self.interval[0][rows], self.interval[1][rows])
+        return replace(self, runs=self.runs.select(rows), interval=interval)
 
     def head_range(self, first: int, count: int) -> Mask:
-        """Return the mask of ``count`` heads from ``first`` on, whose mask_mod takes h of these heads."""
+        """Return the mask of ``count`` heads from ``first`` on; h of its mask_mod counts these."""
         heads = tuple(range(first, first + count))
         if self.H > 1:
             return self if count == self.H else self._select(None, heads)
@@ -137,15 +243,12 @@ class Mask(MaskData):
         """Return the mask of these batch rows and heads; None: of all."""
         if batch is None and heads is None:
             return self
-        numbers = batch or tuple(range(self.B)), heads or tuple(range(self.H))
-        interval = self.interval
-        if interval is not None:
-            lo, hi = (t.expand(self.B, self.H, -1)[list(numbers[0])][:, list(numbers[1])] for t in interval)
-            interval = lo, hi
+        rows, cols = list(batch or range(self.B)), list(heads or range(self.H))
+        lo, hi = self.interval or (None, None)
+        interval = None if lo is None or hi is None else (lo[rows][:, cols], hi[rows][:, cols])
         mod = None if self.mask_mod is None else Selection(self.mask_mod, batch, heads)
-        selections = (batch, heads)
-        b, h = (r and (s is None or len(s) > 1) for r, s in zip(self.reads, selections, strict=True))
-        runs = self.runs.select(*numbers)
+        b, h = (read and (part is None or len(part) > 1) for read, part in zip(self.reads, (batch, heads)))
+        runs = self.runs.select(rows, cols)
         return replace(self, runs=runs, mask_mod=mod, interval=interval, reads=(b, h))
 
     @on_host
@@ -188,19 +291,24 @@ class Mask(MaskData):
             seq_lengths=(self.q_len, self.kv_len),
         )  # fmt: skip
 
-    def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
-        """Return what torch's ``BlockMask.as_tuple`` returns for :meth:`to_block_mask`: lengths, index lists,
-        block sizes and the mask_mod."""
-        bm = self.to_block_mask()
-        return bm.as_tuple(True) if flatten else bm.as_tuple(False)
-
     @on_host
     def draw(self, width: int = 64) -> str:
         """Draw the first batch row and head as text: █ only full blocks, ▒ some listed blocks, · none.
 
         width: the most characters a line and the most lines; a character can stand for several blocks.
         """
-        return self.runs.draw(width)
+        _, _, rows, cols = self.runs.shape
+        scale = max(1, -(-max(rows, cols) // width))
+        row, start, end, kind = self.runs.select([0], [0])._flat()
+        left = torch.arange(0, cols, scale)
+        inside = (end[:, None].clamp(max=left + scale) - start[:, None].clamp(min=left)).clamp(min=0)
+        counts = torch.zeros(2, -(-rows // scale), len(left), dtype=torch.int64)  # of full, of listed blocks
+        for count, listed in zip(counts, (kind != Kind.MASKED, kind >= 0)):
+            count.index_add_(0, row // scale, inside * listed[:, None])
+        height = (rows - torch.arange(0, rows, scale)).clamp(max=scale)
+        area = height[:, None] * (cols - left).clamp(max=scale)
+        cell = torch.where(counts[0] == area, 2, (counts[1] > 0).long())
+        return "\n".join("".join("·▒█"[c] for c in line) for line in cell.tolist())
 
     def __repr__(self) -> str:
         contents = "nothing masked inside blocks" if self.mask_mod is None else "rows see a mask_mod"
@@ -248,6 +356,14 @@ def _classify_mod(mod: MaskFn, grid: Grid, B: int, H: int) -> Mask:
     return create_block_mask(mod, B, H, *grid[:2], BLOCK_SIZE=grid[2:])
 
 
+def check_lengths(q_len: int, kv_len: int) -> None:
+    """Raise ValueError for more tokens than kernels count."""
+    if max(q_len, kv_len) > MAX_TOKENS:
+        raise ValueError(
+            f"a mask of {q_len} x {kv_len}; kernels count up to {MAX_TOKENS} tokens: cut the sequence"
+        )
+
+
 @host_only
 @on_host
 def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tuple[int, int] = 128) -> Mask:
@@ -279,16 +395,16 @@ def create_block_mask(
     device: Device | None = "cpu",
     BLOCK_SIZE: int | tuple[int, int] = 128,
     *,
-    ask: Ask | None = None,
+    evaluate: classify.PairEvaluator | None = None,
     progress: Callable[[float], object] = lambda fraction: None,
 ) -> Mask:
     """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact Mask on the CPU.
 
-    A closed form takes arithmetic alone. Any other mask_mod is traced and bounded over ever smaller tiles;
+    A closed form needs arithmetic alone. Any other mask_mod is traced and bounded over ever smaller tiles;
     where that decides nothing it is evaluated, on ``device``, a few million pairs at a time.
 
-    ask: evaluates pairs instead of torch (see `classify.Ask`). progress: called with the fraction of the mask
-    that is classified, from 0 to 1.
+    evaluate: evaluates pairs in place of torch, see `classify.PairEvaluator`. progress: called with the
+    fraction of the mask that is classified, from 0 to 1.
 
     >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
     [[[1, 1, 3]]]
@@ -306,8 +422,8 @@ def create_block_mask(
         tokens = mask_mod.tokens(Q_LEN, KV_LEN)
         return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, window, interval, reads, tokens)
     grid = Grid(Q_LEN, KV_LEN, q_block, kv_block)
-    evaluator = TileEvaluator.of_mask_mod(mask_mod, device, ask)
-    runs = find_runs(evaluator, B, H, grid, progress)
+    evaluator = classify.TileEvaluator.of_mask_mod(mask_mod, device, evaluate)
+    runs = classify.find_runs(evaluator, B, H, grid, progress)
     return Mask(*grid, runs, mask_mod, None, None, evaluator.reads)
 
 

@@ -154,33 +154,26 @@ def varlen(
         cu_seqlens_kv, cu_seqlens_kv_padded = cu_seqlens_q, cu_seqlens_q_padded
     q_padded = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
     kv_padded = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
-    _check_types(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        cu_seqlens_q_padded=q_padded,
-        cu_seqlens_kv_padded=kv_padded,
-    )
+    sides = cu_seqlens_q, cu_seqlens_kv, q_padded, kv_padded
+    _check_types(sides)
     left, right = _check_window(window)
-    return Varlen(cu_seqlens_q, cu_seqlens_kv, q_padded, kv_padded, left, 0 if causal else right)
+    return Varlen(*sides, left, 0 if causal else right)
 
 
-def _check_types(**arguments: Tensor) -> None:
-    """Raise unless all arguments are integer tensors [documents + 1] for one number of documents."""
-    for name, x in arguments.items():
-        if (
-            not isinstance(x, Tensor)
-            or x.dtype not in (torch.int32, torch.int64)
-            or x.ndim != 1
-            or not len(x)
-        ):
+def _check_types(sides: tuple[Tensor, ...]) -> None:
+    """Raise unless all four cu_seqlens are integer tensors [documents + 1] for one number of documents."""
+    names = "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"
+    for name, x in zip(names, sides, strict=True):
+        fits = isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64) and x.ndim == 1 and len(x)
+        if not fits:
             description = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise TypeError(
                 f"{name} is {description}; an int32 or int64 tensor [documents + 1] is needed: "
                 "lengths.cumsum(0) with a 0 in front"
             )
-    counts = {name: len(x) - 1 for name, x in arguments.items()}
-    if len(set(counts.values())) > 1:
-        listing = ", ".join(f"{name} {count}" for name, count in counts.items())
+    counts = [len(x) - 1 for x in sides]
+    if len(set(counts)) > 1:
+        listing = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
         raise ValueError(
             f"numbers of documents differ: {listing}; queries and keys of a document go together, so give a "
             "document without one of them length 0 there"
@@ -229,14 +222,8 @@ def varlen_mask(
             [0, 0, 0, 0],
             [0, 0, 0, 1]], dtype=torch.int32)
     """
-    mod = varlen(
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        causal=causal,
-        window=window,
-        cu_seqlens_q_padded=cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-    )
+    padded = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
+    mod = varlen(cu_seqlens_q, cu_seqlens_kv, causal=causal, window=window, **padded)
     sides = (mod.q, mod.kv, mod.q_padded, mod.kv_padded)
     q, kv, q_padded, kv_padded = torch.stack([x.to(mod.q.device).long() for x in sides]).cpu()  # one copy
     mod = Varlen(q, kv, q_padded, kv_padded, mod.left, mod.right)

@@ -12,18 +12,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tritoncp.mods.captures import with_tensors
     from tritoncp.mods.errors import Untranslatable
     from tritoncp.mods.mod import Mod, hand_written, mask_mod, score_mod
 
-__all__ = ["Mod", "Untranslatable", "hand_written", "mask_mod", "score_mod", "with_tensors"]
-
-_HOMES = {"Untranslatable": "errors", "with_tensors": "captures"}
+__all__ = ["Mod", "Untranslatable", "hand_written", "mask_mod", "score_mod"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'mod')}"), name)
+    home = "errors" if name == "Untranslatable" else "mod"
+    value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value

@@ -162,8 +162,6 @@ def _bind(raw: Any, obj: Any, cls: type, name: str) -> Any:
         return types.MethodType(raw.__func__, cls)
     if kind is property and obj is not None and type(raw.fget) is types.FunctionType:
         return Getter(raw.fget, obj)
-    if kind is functools.partialmethod and obj is not None and type(raw.func) is types.FunctionType:
-        return functools.partial(types.MethodType(raw.func, obj), *raw.args, **raw.keywords)
     if not _type_defines(raw, "__get__"):
         return raw
     if kind not in _C_DESCRIPTORS:

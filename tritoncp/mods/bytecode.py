@@ -8,7 +8,6 @@ call. Of attributes of other values (local variables, results of calls) only the
 from __future__ import annotations
 
 import dis
-import itertools
 import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,9 +15,9 @@ from typing import Any, NamedTuple
 from tritoncp.core.bounded_cache import BoundedCache
 
 GLOBAL, CELL, ARGUMENT, IMPORT = "global", "closure variable", "argument", "module"
-ATTRIBUTE, ITEM, OPTIONAL = "attribute", "item", "optional attribute"
+ATTRIBUTE, ITEM = "attribute", "item"
 
-Step = tuple[str, Any]  # (ATTRIBUTE or OPTIONAL, name) or (ITEM, constant key)
+Step = tuple[str, Any]  # (ATTRIBUTE, name) or (ITEM, constant key)
 
 
 class Chain(NamedTuple):
@@ -53,7 +52,6 @@ _CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT"}
 _EDITS = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR"}
 _CELL_EDITS = {"STORE_DEREF", "DELETE_DEREF"}
 _GAPS = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
-_DYNAMIC = ("getattr", "hasattr")
 
 
 # By code; not an lru_cache, of which Dynamo warns.
@@ -69,9 +67,11 @@ def code_reads(code: types.CodeType) -> Reads:
     """
     reads: Reads | None = _READS.get(code)
     if reads is None:
-        reader = _Reader()
-        reader.read(code, dict.fromkeys(code.co_freevars, CELL) | _first_argument(code))
-        reads = Reads(tuple(reader.chains), frozenset(reader.attributes), reader.obstacle)
+        events = list(_find_reads(code, dict.fromkeys(code.co_freevars, CELL) | _first_argument(code)))
+        chains = dict.fromkeys(read for read in events if isinstance(read, Chain))
+        attributes = frozenset(read.name for read in events if isinstance(read, _Attribute))
+        obstacles = [read.text for read in events if isinstance(read, _Obstacle)]
+        reads = Reads(tuple(chains), attributes, obstacles[-1] if obstacles else "")
         _READS.put(code, reads)
     return reads
 
@@ -96,113 +96,73 @@ def _names(instruction: dis.Instruction) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-class _Reader:
-    """Collects the reads of a code object and of the code objects inside it."""
+class _Attribute(NamedTuple):
+    """An attribute of a value that no chain leads to."""
 
-    def __init__(self) -> None:
-        self.chains: dict[Chain, None] = {}
-        self.attributes: set[str] = set()
-        self.obstacle = ""
-        self._open: tuple[str, str, list[Step]] | None = None  # the chain that the last instruction continued
+    name: str
 
-    def read(self, code: types.CodeType, scope: dict[str, str]) -> None:
-        """Collect the reads of a code object.
 
-        scope: variables of enclosing functions, and the first argument, that chains may begin at
-        """
-        instructions = [i for i in dis.get_instructions(code) if i.opname not in _GAPS or i.is_jump_target]
-        self._instructions(instructions, scope)
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                hidden = {*constant.co_varnames, *constant.co_cellvars}
-                self.read(constant, {name: kind for name, kind in scope.items() if name not in hidden})
+class _Obstacle(NamedTuple):
+    """An operation that hides which state the code reads."""
 
-    def _instructions(self, instructions: list[dis.Instruction], scope: dict[str, str]) -> None:
-        names = self._lookup_names(instructions)
-        skip = False
-        for index, instruction in enumerate(instructions):
-            operation, argument = instruction.opname, instruction.argval
-            if instruction.is_jump_target:
-                self._close()
-            if skip:
-                skip = False
-            elif operation in _ATTRIBUTES:
-                self._attribute(ATTRIBUTE, argument)
-            elif index in names:
-                self._attribute(OPTIONAL, argument)
-                self._close()
-            elif operation in _CONSTANTS and self._open and _is_subscript(instructions[index + 1]):
-                self._open[2].append((ITEM, argument))
-                skip = True
-            else:
-                self._close()
-                for root in _roots(instruction, scope):
-                    self._close()
-                    self._open = root
-                if operation == "IMPORT_NAME":
-                    self._import(instructions[index - 2].argval, argument)
-                elif operation in ("IMPORT_FROM", "LOAD_SUPER_ATTR"):
-                    self.attributes.add(argument)
-                elif operation == "MATCH_CLASS":
-                    self.obstacle = "matches a class pattern, which reads attributes by position"
-                elif operation in _EDITS or (operation in _CELL_EDITS and scope.get(argument) == CELL):
-                    self.obstacle = "edits state"
-        self._close()
+    text: str
 
-    def _lookup_names(self, instructions: list[dis.Instruction]) -> set[int]:
-        """Indices of the instructions that load the constant name in calls of getattr and hasattr."""
-        names = set()
-        for index, instruction in enumerate(instructions):
-            if instruction.opname in _GLOBALS and instruction.argval in _DYNAMIC:
-                name = _lookup_name(instructions, index)
-                names.add(name)
-                if name < 0:
-                    self.obstacle = f"calls {instruction.argval}() with a name that it computes"
-        return names
 
-    def _attribute(self, step: str, name: str) -> None:
-        if self._open is None:
-            self.attributes.add(name)
+def _find_reads(code: types.CodeType, scope: dict[str, str]) -> Iterator[Chain | _Attribute | _Obstacle]:
+    """Yield the reads of a code object and of the code objects inside it.
+
+    scope: variables of enclosing functions, and the first argument, that chains may begin at
+    """
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in _GAPS or i.is_jump_target]
+    end = 0  # of the last chain
+    for index, instruction in enumerate(instructions):
+        operation, argument = instruction.opname, instruction.argval
+        if index < end:
+            continue
+        roots = list(_roots(instruction, scope))
+        for i, (kind, name) in enumerate(roots, start=1):  # the last of them is on top of the stack
+            steps, end = _steps(instructions, index + 1) if i == len(roots) else ((), end)
+            yield Chain(kind, name, steps, _path(kind, name, steps))
+        if operation in _ATTRIBUTES or operation in ("IMPORT_FROM", "LOAD_SUPER_ATTR"):
+            yield _Attribute(argument)
+        elif operation == "MATCH_CLASS":
+            yield _Obstacle("matches a class pattern, which reads attributes by position")
+        elif operation in _EDITS or (operation in _CELL_EDITS and scope.get(argument) == CELL):
+            yield _Obstacle("edits state")
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            hidden = {*constant.co_varnames, *constant.co_cellvars}
+            yield from _find_reads(constant, {name: k for name, k in scope.items() if name not in hidden})
+
+
+def _steps(instructions: list[dis.Instruction], index: int) -> tuple[tuple[Step, ...], int]:
+    """Return the attributes and constant subscripts that the instructions from `index` on read from the value
+    loaded last, and the index of the instruction behind them."""
+    steps: list[Step] = []
+    while not instructions[index].is_jump_target:
+        instruction = instructions[index]
+        if instruction.opname in _ATTRIBUTES:
+            steps.append((ATTRIBUTE, instruction.argval))
+            index += 1
+        elif instruction.opname in _CONSTANTS and _is_subscript(instructions[index + 1]):
+            steps.append((ITEM, instruction.argval))
+            index += 2
         else:
-            self._open[2].append((step, name))
-
-    def _import(self, level: int, name: str) -> None:
-        """Collect a module and its parent packages; ``level``: leading dots of a relative import."""
-        parts = name.split(".")
-        for size in range(1, len(parts) + 1):
-            self._open = IMPORT, "." * level + ".".join(parts[:size]), []
-            self._close()
-
-    def _close(self) -> None:
-        if self._open is not None:
-            kind, name, steps = self._open
-            self.chains[Chain(kind, name, tuple(steps), _path(kind, name, steps))] = None
-            self._open = None
+            break
+    return tuple(steps), index
 
 
-def _lookup_name(instructions: list[dis.Instruction], start: int) -> int:
-    """The index of the name in ``getattr(variable.attribute..., "name", default)``, -1 in other calls."""
-    loads = itertools.takewhile(
-        lambda i: i.opname.startswith("LOAD_") and i.opname not in _CONSTANTS, instructions[start + 1 :]
-    )
-    index = start + 1 + len(list(loads))
-    name, *rest = instructions[index : index + 3]
-    default = [i for i in rest[:1] if i.opname.startswith("LOAD_") and i.opname not in _ATTRIBUTES]
-    call = rest[len(default)] if len(rest) > len(default) else name
-    simple = call.opname.startswith("CALL") and call.arg == 2 + len(default)
-    is_name = name.opname in _CONSTANTS and isinstance(name.argval, str)
-    return index if index > start + 1 and is_name and simple else -1
-
-
-def _roots(instruction: dis.Instruction, scope: dict[str, str]) -> Iterator[tuple[str, str, list[Step]]]:
-    """The chains that an instruction begins."""
+def _roots(instruction: dis.Instruction, scope: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """The kinds and names of the variables that an instruction loads, and of the module that it imports."""
     operation = instruction.opname
     if operation in _GLOBALS:
-        yield GLOBAL, instruction.argval, []
+        yield GLOBAL, instruction.argval
+    elif operation == "IMPORT_NAME":
+        yield IMPORT, instruction.argval
     elif operation in _CELLS or operation.startswith("LOAD_FAST"):
         for name in _names(instruction):
             if name in scope:
-                yield scope[name], name, []
+                yield scope[name], name
 
 
 def _is_subscript(instruction: dis.Instruction) -> bool:
@@ -210,6 +170,6 @@ def _is_subscript(instruction: dis.Instruction) -> bool:
     return (instruction.opname == "BINARY_SUBSCR" or binary) and not instruction.is_jump_target
 
 
-def _path(kind: str, name: str, steps: list[Step]) -> str:
+def _path(kind: str, name: str, steps: tuple[Step, ...]) -> str:
     texts = [f"[{key!r}]" if step == ITEM else f".{key}" for step, key in steps]
     return f"{kind} {name}{''.join(texts)}"

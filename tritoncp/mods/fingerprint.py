@@ -19,9 +19,7 @@ import decimal
 import enum
 import fractions
 import functools
-import importlib.util
 import re
-import sys
 import types
 from collections import deque
 from typing import Any
@@ -29,7 +27,7 @@ from typing import Any
 import torch
 
 from tritoncp.mods.attributes import ABSENT, HEAP_TYPE, Getter, Incomparable, attribute_of, in_class, item_of
-from tritoncp.mods.bytecode import ARGUMENT, CELL, GLOBAL, ITEM, Chain, code_reads
+from tritoncp.mods.bytecode import ARGUMENT, CELL, GLOBAL, IMPORT, ITEM, Chain, code_reads
 from tritoncp.mods.captures import cell_value
 
 MAX_VALUES = 1024  # in one fingerprint: a recording of the function takes less time than comparing more
@@ -236,15 +234,16 @@ class Fingerprint:
         if fn.__dict__:
             self._entries.append((path, self._value(f"an attribute of {path}", fn.__dict__)))
         for chain in reads.chains:
+            if chain.kind == IMPORT:
+                if chain.name.split(".")[0] not in ("torch", "math"):
+                    raise Incomparable(f"the module {chain.name!r} is imported when the function runs")
+                continue
             value = self._follow(chain, fn, owner)
             if value is _COMPUTED:
                 continue
             if type(value) in (int, float) and (chain.kind != CELL or chain.steps):
                 self.numbers.append(value)
-            is_lookup = (value is getattr or value is hasattr) and chain.kind == GLOBAL and not chain.steps
-            # A look-up of a constant name: any other call of it is an obstacle.
-            key = Identity(value) if is_lookup else self._value(chain.path, value)
-            self._entries.append((chain.path, key))
+            self._entries.append((chain.path, self._value(chain.path, value)))
         return "function", place
 
     def _torch_function(self, path: str, fn: types.FunctionType) -> Any:
@@ -293,7 +292,7 @@ _CONSTRUCTORS = ("__init__", "__new__")  # of an enumeration
 
 
 def root_of(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
-    """Return the value of the variable that a chain begins at, or ABSENT."""
+    """Return the value of the variable that a chain begins at; ABSENT for an imported module."""
     if chain.kind == GLOBAL:
         value = fn.__globals__.get(chain.name, ABSENT)
         return getattr(builtins, chain.name, ABSENT) if value is ABSENT else value
@@ -301,11 +300,7 @@ def root_of(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
         return _COMPUTED if owner is None else owner
     if chain.kind == CELL:
         return cell_value((fn.__closure__ or ())[fn.__code__.co_freevars.index(chain.name)])
-    try:
-        package = fn.__globals__.get("__package__") or ""
-        return sys.modules.get(importlib.util.resolve_name(chain.name, package), ABSENT)
-    except ImportError:
-        return ABSENT
+    return ABSENT
 
 
 def _refuse_impure(path: str, names: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 import threading
@@ -19,7 +18,6 @@ from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.mods import source_cache
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.recording import read_state
-from tritoncp.mods.translate.graph_passes import release_source
 
 if TYPE_CHECKING:
     from tritoncp.mods.translate.trace import ModTrace
@@ -300,37 +298,17 @@ def _build(trace: ModTrace) -> Mod:
 
 
 def _build_kernels(trace: ModTrace) -> Mod:
-    from tritoncp.mods.translate.emit import count_load_axes, emit_source  # loads Dynamo
+    from tritoncp.mods.translate.emit import emit_source  # loads Dynamo
 
-    source = emit_source(trace)
+    source, loads = emit_source(trace)
     module = source_cache.load(source)
     fn = module.score_mod if trace.is_score else module.mask_mod
     grad = module.score_grad if trace.is_score else None
-    back = source_cache.load(emit_source(_score_only(trace))).score_grad if trace.wants else grad
-    return Mod(
-        source_cache.digest_of(f"{source}\n{trace.forward.code}"),  # one source may have several torch forms
-        source,
-        fn,
-        grad,
-        trace.tensors,
-        trace.numbers,
-        trace.wants,
-        trace.forward,
-        back,
-        count_load_axes(trace),
-    )
-
-
-def _score_only(trace: ModTrace) -> ModTrace:
-    """Copy a trace with a joint graph of the score's gradient alone."""
-    joint = copy.deepcopy(trace.joint)
-    assert joint is not None
-    output = next(node for node in joint.graph.nodes if node.op == "output")
-    output.args = ((output.args[0][0],),)
-    joint.graph.eliminate_dead_code()
-    joint.recompile()
-    release_source(joint)
-    return replace(trace, joint=joint, wants=())
+    score_only = replace(trace, joint=trace.back, wants=())
+    back = source_cache.load(emit_source(score_only)[0]).score_grad if trace.wants else grad
+    digest = source_cache.digest_of(f"{source}\n{trace.forward.code}")  # one source, several torch forms
+    captures = trace.tensors, trace.numbers, trace.wants
+    return Mod(digest, source, fn, grad, *captures, trace.forward, back, loads)
 
 
 def _tensor_sources(trace: ModTrace, state_tensors: Sequence[Tensor]) -> tuple[int | Tensor, ...] | None:

@@ -5,7 +5,7 @@ the name of a balancer of this module, or a function of your own:
 
 >>> def odd_and_even(work):
 ...     return [list(range(rank, len(work.costs), work.world_size)) for rank in range(work.world_size)]
->>> deal(odd_and_even, Work(torch.ones(5), 2))
+>>> assign_blocks(odd_and_even, Work(torch.ones(5), 2))
 [[0, 2, 4], [1, 3]]
 
 The balancers of this module give ranks equal numbers of blocks to within one, also where there are fewer
@@ -15,7 +15,7 @@ maps the names to the functions:
 - "contiguous": even pieces in natural order: the fewest remote keys of windows, uneven work of causal masks
 - "head_tail": a piece from the front and one from the back: even for causal masks
 - "per_document": small documents whole, large ones in pairs of pieces; nearly even work, without a bound
-- "ptrr": blocks by descending work in zig-zag, as torch deals them: even work, most keys travel
+- "ptrr": blocks by descending work in zig-zag, as torch assigns them: even work, most keys travel
 - "locality": even work (max/mean at most 1.02 where blocks allow it) with the fewest remote keys; the slowest
   to compute
 - "auto" is no entry: `make_plan` then weighs all entries, and natural order, by predicted time
@@ -26,8 +26,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import reprlib
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -41,8 +42,7 @@ def contiguous(work: Work) -> list[list[int]]:
     >>> contiguous(Work(torch.ones(5), 2))
     [[0, 1, 2], [3, 4]]
     """
-    n = _check_work(work)
-    return [list(piece) for piece in _even_pieces(n, work.world_size)]
+    return [list(piece) for piece in _even_pieces(len(work.costs), work.world_size)]
 
 
 def head_tail(work: Work) -> list[list[int]]:
@@ -51,13 +51,12 @@ def head_tail(work: Work) -> list[list[int]]:
     >>> head_tail(Work(torch.ones(8), 2))
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    n = _check_work(work)
-    pieces = _even_pieces(n, 2 * work.world_size)
+    pieces = _even_pieces(len(work.costs), 2 * work.world_size)
     return [[*pieces[r], *pieces[-1 - r]] for r in range(work.world_size)]
 
 
 def ptrr(work: Work) -> list[list[int]]:
-    """Deal blocks in zig-zag order, the costliest first: processing-time round-robin.
+    """Assign blocks in zig-zag order, the costliest first: processing-time round-robin.
 
     The order and the ties are those of torch's ``_PTRRLoadBalancer``, but a masked block costs
     ``work.MASKED_BLOCK_COST`` (1.25) full ones, as its kernels take longer. Where rows of blocks mix both
@@ -68,38 +67,27 @@ def ptrr(work: Work) -> list[list[int]]:
     >>> ptrr(Work(torch.tensor([1, 2, 3, 4, 5]), 2))
     [[0, 1, 4], [2, 3]]
     """
-    _check_work(work)
     return _zig_zag(work.costs, work.world_size)
 
 
 def ptrr_unweighted(work: Work) -> list[list[int]]:
-    """Deal blocks as :func:`ptrr`, with masked and full blocks counted alike: the placement of torch's
+    """Assign blocks as :func:`ptrr`, with masked and full blocks counted alike: the placement of torch's
     ``_PTRRLoadBalancer``, for plans that have to agree with torch's.
 
     With :func:`ptrr`, the works of two ranks, as plans count them, differ by one block row's at most. Without
-    the weight they may differ by more. Here 8 rows list 4 blocks each, in rows 0, 3, 4 and 7 masked ones:
-
-    >>> kinds = torch.ones(1, 1, 8, 4, dtype=torch.uint8)  # Kind.FULL
-    >>> kinds[0, 0, [0, 3, 4, 7]] = 0  # Kind.MASKED
-    >>> from tritoncp.masks import Runs
-    >>> from tritoncp.planning.work import block_costs
-    >>> runs = Runs.from_kinds(kinds)
-    >>> work = Work(block_costs(runs)[0], 2, (runs,))
-    >>> [[work.costs[rank].sum().item() for rank in balance(work)] for balance in (ptrr, ptrr_unweighted)]
-    [[18.0, 18.0], [20.0, 16.0]]
+    the weight they may differ by more.
     """
-    _check_work(work)
     return _zig_zag(work.listed, work.world_size)
 
 
 def _zig_zag(costs: torch.Tensor, world_size: int) -> list[list[int]]:
-    """Deal blocks in zig-zag order, the costliest first, equal ones in their order."""
+    """Assign blocks in zig-zag order, the costliest first, equal ones in their order."""
     n = len(costs)
     order = costs.cpu().sort(descending=True, stable=True).indices
     rounds = -(-n // world_size)
-    dealt = torch.cat([order, torch.arange(n, rounds * world_size)]).view(rounds, world_size)
-    dealt[1::2] = dealt[1::2].flip(1)
-    return [[block for block in rank if block < n] for rank in dealt.T.sort(dim=1).values.tolist()]
+    rounds_of_ranks = torch.cat([order, torch.arange(n, rounds * world_size)]).view(rounds, world_size)
+    rounds_of_ranks[1::2] = rounds_of_ranks[1::2].flip(1)
+    return [[block for block in rank if block < n] for rank in rounds_of_ranks.T.sort(dim=1).values.tolist()]
 
 
 def per_document(work: Work) -> list[list[int]]:
@@ -108,7 +96,7 @@ def per_document(work: Work) -> list[list[int]]:
     max/mean: whole documents with equal numbers of blocks need not have equal work.
 
     Document boundaries are the positions across which the mask shows no pair; documents have any length. A
-    group that no rank has room for is dealt block by block.
+    group that no rank has room for is assigned block by block.
 
     >>> from tritoncp.masks import and_masks, causal, create_block_mask, document
     >>> mod = and_masks(causal(), document(lengths=[16, 4, 4, 4, 4]))
@@ -117,7 +105,7 @@ def per_document(work: Work) -> list[list[int]]:
     >>> per_document(work)
     [[0, 3, 4, 6], [1, 2, 5, 7]]
     """
-    n, world_size = _check_work(work), work.world_size
+    n, world_size = len(work.costs), work.world_size
     costs = work.costs.tolist()
     before = list(itertools.accumulate(costs, initial=0.0))
     most = before[-1] / (2 * world_size)  # work of one group
@@ -139,7 +127,6 @@ def locality(work: Work) -> list[list[int]]:
     >>> locality(work)
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
-    _check_work(work)
     owner = place_blocks(work)
     blocks_of_rank = [(owner == rank).nonzero()[:, 0].tolist() for rank in range(work.world_size)]
     return sorted(
@@ -169,7 +156,7 @@ def resolve_balancer(balancer: str | Balancer) -> tuple[str, Balancer]:
     return balancer, balancers[balancer]
 
 
-def deal(balancer: Balancer, work: Work) -> list[list[int]]:
+def assign_blocks(balancer: Balancer, work: Work) -> list[list[int]]:
     """Return the blocks that the balancer gives each rank, ascending. Raises ValueError if they are not a
     placement."""
     name, result = resolve_balancer(balancer)[0], balancer(work)
@@ -177,7 +164,7 @@ def deal(balancer: Balancer, work: Work) -> list[list[int]]:
         ranks = [sorted(int(block) for block in rank) for rank in result]
     except (TypeError, ValueError):
         raise ValueError(
-            f"balancer {name} returned {_abbreviate(result)}; it has to return a list of block numbers for "
+            f"balancer {name} returned {reprlib.repr(result)}; it has to return a list of block numbers for "
             "each rank"
         ) from None
     if len(ranks) != work.world_size:
@@ -185,18 +172,12 @@ def deal(balancer: Balancer, work: Work) -> list[list[int]]:
             f"balancer {name} returned lists for {len(ranks)} ranks, there are {work.world_size}; a rank "
             "without blocks has an empty list"
         )
-    n = len(work.costs)
-    counts = [0] * n
-    for block in itertools.chain(*ranks):
-        if not 0 <= block < n:
-            raise ValueError(f"balancer {name} dealt block {block}; there are blocks 0 to {n - 1}")
-        counts[block] += 1
-    wrong = [block for block, count in enumerate(counts) if count != 1]
+    n, counts = len(work.costs), Counter(itertools.chain(*ranks))
+    wrong = sorted(block for block in {*range(n), *counts} if counts[block] != (0 <= block < n))
     if wrong:
         raise ValueError(
-            f"balancer {name} has to deal each of the {n} blocks once; it dealt block {wrong[0]} "
-            f"{counts[wrong[0]]} times"
-            + (f", and {len(wrong) - 1} others not once" if len(wrong) > 1 else "")
+            f"balancer {name} has to assign each of the blocks 0 to {n - 1} once; it assigned block "
+            f"{wrong[0]} {counts[wrong[0]]} times, and {len(wrong) - 1} others are wrong"
         )
     return ranks
 
@@ -235,19 +216,3 @@ def _even_pieces(n: int, count: int) -> list[range]:
     short, longer = divmod(n, count)
     cuts = [i * short + min(i, longer) for i in range(count + 1)]
     return [range(a, b) for a, b in itertools.pairwise(cuts)]
-
-
-def _abbreviate(result: Any) -> str:
-    text = repr(result)
-    return text if len(text) < 80 else f"{text[:77]}..."
-
-
-def _check_work(work: Work) -> int:
-    if work.world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {work.world_size}")
-    if work.costs.ndim != 1:
-        raise ValueError(
-            f"a balancer takes the costs of one batch row, [blocks], got {tuple(work.costs.shape)}: "
-            "call it once for each row, or sum over them"
-        )
-    return len(work.costs)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tritoncp.core.host_copy import on_host
 from tritoncp.masks.mask import Mask
 from tritoncp.planning import SCHEDULES, cost
-from tritoncp.planning.balance import balancers, deal, resolve_balancer
+from tritoncp.planning.balance import assign_blocks, balancers, resolve_balancer
 from tritoncp.planning.placement import Placement, by_blocks, natural, recut, without_padding
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer, work_of_rows
@@ -20,28 +20,9 @@ from tritoncp.planning.work import Balancer, work_of_rows
 SLOW_BALANCERS = {"locality": 1 << 20}
 
 
-@on_host
-def build(
-    mask: Mask,
-    world_size: int = 1,
-    rank: int = 0,
-    *,
-    balancer: str | Balancer | None = "ptrr",
-    lengths: Sequence[int] | None = None,
-    kv_lengths: Sequence[int] | None = None,
-    schedule: str = "auto",
-    degree: int = 0,
-) -> Plan:
-    """Place a mask's blocks on ``world_size`` ranks.
-
-    ``balancer=None`` is natural order: rank r holds the r-th contiguous piece, ``lengths[r]`` tokens long
-    (``kv_lengths`` for the keys, if they differ). "auto": see :func:`build_all`. ``degree``: ranks that
-    exchange heads under "ulysses", which is then the schedule.
-    """
-    if balancer is not None:
-        return build_all([mask], world_size, rank, balancer=balancer, schedule=schedule, degree=degree)[0]
-    schedule = _check_options([mask], world_size, rank, schedule, degree)
-    return _schedule([mask], _place_natural(mask, world_size, lengths, kv_lengths), rank, schedule, degree)[0]
+def build(mask: Mask, world_size: int = 1, rank: int = 0, **options: Any) -> Plan:
+    """Place a mask's blocks on ``world_size`` ranks. options: those of :func:`build_all`"""
+    return build_all([mask], world_size, rank, **options)[0]
 
 
 @on_host
@@ -51,23 +32,40 @@ def build_all(
     rank: int = 0,
     *,
     balancer: str | Balancer | None = "ptrr",
+    lengths: Sequence[int] | None = None,
+    kv_lengths: Sequence[int] | None = None,
     schedule: str = "auto",
     degree: int = 0,
 ) -> list[Plan]:
     """Place the blocks of masks of the same size on ``world_size`` ranks, and return a plan for each. Their
     work is summed, so that one placement serves all.
 
-    balancer: "auto" takes the one, or natural order, with the least predicted time of a layer of each mask,
-    each under its best schedule (or under ``schedule``).
+    balancer: None is natural order: rank r holds the r-th contiguous piece, ``lengths[r]`` tokens long
+    (``kv_lengths`` for the keys, if they differ). "auto" takes the one, or natural order, with the least
+    predicted time of a layer of each mask, each under its best schedule (or under ``schedule``).
+    degree: ranks that exchange heads under "ulysses", which is then the schedule
     """
     schedule = _check_options(masks, world_size, rank, schedule, degree)
-    if balancer is None or world_size == 1:
-        if balancer not in (None, "auto"):
-            resolve_balancer(balancer)
-        return _schedule(masks, _place_natural(masks[0], world_size), rank, schedule, degree)
-    if balancer == "auto":
+    if balancer not in (None, "auto"):
+        resolve_balancer(balancer)
+    if balancer == "auto" and world_size > 1:
         return _cheapest(masks, world_size, rank, schedule, degree)
-    return _schedule(masks, _place(masks, world_size, balancer), rank, schedule, degree)
+    if balancer is None or world_size == 1:
+        placed = _place_natural(masks[0], world_size, lengths, kv_lengths)
+    else:
+        placed = _place(masks, world_size, balancer)
+    plans = _make_plans(masks, placed, rank, schedule, degree)
+    if schedule != "auto":
+        return [replace(plan, reason="asked for") for plan in plans]
+    if world_size == 1:
+        return plans
+    hardware = cost.hardware_of(world_size)
+    chosen = []
+    for plan, costs in zip(plans, _estimate(plans, hardware)):
+        times = ", ".join(f"{one.schedule} {one.total * 1e3:.3g}" for one in costs)
+        reason = f"predicted ms a layer on {hardware.name}: {times}"
+        chosen.append(replace(plan, schedule=costs[0].schedule, reason=reason))
+    return chosen
 
 
 class Placed(NamedTuple):
@@ -78,81 +76,44 @@ class Placed(NamedTuple):
     kv: Placement
 
 
-class Candidate(NamedTuple):
-    """A placement with the cheapest schedule of each mask, and their predicted time together."""
-
-    placed: Placed
-    schedules: list[str]
-    seconds: float
-
-
-def _schedule(masks: Sequence[Mask], placed: Placed, rank: int, schedule: str, degree: int) -> list[Plan]:
-    """Make the plans of masks on one placement, with the cheapest schedule of each for "auto"."""
-    plans = _unscheduled(masks, placed, rank, schedule, degree)
-    world_size = placed.q.world_size
-    if schedule != "auto":
-        return [replace(plan, reason="asked for") for plan in plans]
-    if world_size == 1:
-        return plans
-    hardware = cost.hardware_of(world_size)
-    result = []
-    layer = _layer_of(plans)
-    for plan in plans:
-        estimates = cost.costs(plan, layer, hardware)
-        reason = cost.format_reason(estimates, hardware)
-        result.append(replace(plan, schedule=estimates[0].schedule, reason=reason))
-    return result
-
-
-def _unscheduled(masks: Sequence[Mask], placed: Placed, rank: int, schedule: str, degree: int) -> list[Plan]:
+def _make_plans(masks: Sequence[Mask], placed: Placed, rank: int, schedule: str, degree: int) -> list[Plan]:
     """Make the plans of masks on one placement, under "allgather" where the schedule is "auto"."""
     schedule = "allgather" if schedule == "auto" else schedule
     return [Plan(mask, placed.q, placed.kv, rank, placed.name, schedule, degree=degree) for mask in masks]
 
 
+def _estimate(plans: Sequence[Plan], hardware: cost.Hardware) -> list[tuple[cost.Cost, ...]]:
+    """Estimate the costs of each plan for a standard layer with the batch rows of these plans. The bytes of a
+    plan whose rows differ are summed over them, so that a layer of fewer rows would be charged for all."""
+    layer = cost.Shape(batch=max(plan.batch for plan in plans))
+    return [cost.costs(plan, layer, hardware) for plan in plans]
+
+
 def _cheapest(masks: Sequence[Mask], world_size: int, rank: int, schedule: str, degree: int) -> list[Plan]:
-    """Make the plans of the balancer, or of natural order, that costs the least."""
-    hardware, candidates = cost.hardware_of(world_size), []
-    blocks = sum(mask.B * mask.runs.shape[2] for mask in masks)
+    """Make the plans of the balancer, or of natural order, with the least predicted time."""
+    hardware, blocks = cost.hardware_of(world_size), sum(mask.B * mask.runs.shape[2] for mask in masks)
     skipped = [name for name, most in SLOW_BALANCERS.items() if blocks * world_size > most]
+    candidates = []
     for name in (*(name for name in balancers if name not in skipped), None):  # None: natural order
         placed = _place(masks, world_size, name) if name else _place_natural(masks[0], world_size)
-        plans = _unscheduled(masks, placed, rank, schedule, degree)
-        layer = _layer_of(plans)
-        best = [_cost_of(plan, schedule, layer, hardware) for plan in plans]
-        seconds = sum(one.total for one in best)
-        candidates.append(Candidate(placed, [one.schedule for one in best], seconds))
+        plans = _make_plans(masks, placed, rank, schedule, degree)
+        best = [
+            next(one for one in costs if schedule.partition("+")[0] in ("auto", one.schedule))
+            for costs in _estimate(plans, hardware)
+        ]
+        if schedule == "auto":
+            plans = [replace(plan, schedule=one.schedule) for plan, one in zip(plans, best)]
+        candidates.append((sum(one.total for one in best), plans))
     # Of equal ones the first, also where the last digits differ between the CPUs of the ranks.
-    candidates.sort(key=lambda candidate: float(f"{candidate.seconds:.9g}"))
-    best_placed, schedules, _ = candidates[0]
-    reason = _format_choice(candidates, hardware, skipped)
-    return [
-        replace(plan, schedule=own if schedule == "auto" else schedule, reason=reason)
-        for plan, own in zip(_unscheduled(masks, best_placed, rank, schedule, degree), schedules)
-    ]
-
-
-def _layer_of(plans: Sequence[Plan]) -> cost.Shape:
-    """Return the shape of a standard layer with the batch rows of these plans. The bytes of a plan whose rows
-    differ are summed over them, so that a layer of fewer rows would be charged for all."""
-    return cost.Shape(batch=max(plan.batch for plan in plans))
-
-
-def _cost_of(plan: Plan, schedule: str, layer: cost.Shape, hardware: cost.Hardware) -> cost.Cost:
-    """Estimate the cost of a plan under a schedule, under the cheapest for "auto"."""
-    estimates = cost.costs(plan, layer, hardware)
-    names = [estimate.schedule for estimate in estimates]
-    return estimates[0 if schedule == "auto" else names.index(schedule.partition("+")[0])]
-
-
-def _format_choice(candidates: Sequence[Candidate], hardware: cost.Hardware, skipped: Sequence[str]) -> str:
-    """Format the predicted time of each order as one line, the reason of the choice."""
+    candidates.sort(key=lambda candidate: float(f"{candidate[0]:.9g}"))
     times = ", ".join(
-        f"{one.placed.name} + {'/'.join(dict.fromkeys(one.schedules))} {one.seconds * 1e3:.3g}"
-        for one in candidates
+        f"{plans[0].balancer} + {'/'.join(dict.fromkeys(plan.schedule for plan in plans))} "
+        f"{seconds * 1e3:.3g}"
+        for seconds, plans in candidates
     )
     omitted = f"; not weighed for its planning time: {', '.join(skipped)}" if skipped else ""
-    return f"auto: predicted ms a layer on {hardware.name}: {times}{omitted}"
+    reason = f"auto: predicted ms a layer on {hardware.name}: {times}{omitted}"
+    return [replace(plan, reason=reason) for plan in candidates[0][1]]
 
 
 def _check_options(masks: Sequence[Mask], world_size: int, rank: int, schedule: str, degree: int) -> str:
@@ -182,7 +143,10 @@ def _check_same_blocks(masks: Sequence[Mask]) -> None:
         raise ValueError(
             f"masks that share a placement are {size_text}; make them for the same lengths and BLOCK_SIZE"
         )
-    if any(not _same_tokens(masks[0], other) for other in masks):
+    tokens = [mask.tokens for mask in masks if mask.tokens is not None]
+    if tokens and (
+        len(tokens) < len(masks) or not all(all(map(torch.equal, tokens[0], other)) for other in tokens)
+    ):
         raise ValueError(
             "masks that share a placement have padding in different places; make them from the same "
             "cu_seqlens"
@@ -233,21 +197,14 @@ def _check_lengths(side: str, lengths: Sequence[int] | None, total: int, world_s
     return lengths
 
 
-def _same_tokens(mask: Mask, other: Mask) -> bool:
-    """Return whether the same positions of both masks are tokens, not padding."""
-    if mask.tokens is None or other.tokens is None:
-        return mask.tokens is other.tokens
-    return all(map(torch.equal, mask.tokens, other.tokens))
-
-
 def _place(masks: Sequence[Mask], world_size: int, balancer: str | Balancer) -> Placed:
     """Place queries and keys by a balancer, by the work of all masks."""
     name, function = resolve_balancer(balancer)
     mask = masks[0]
-    owners = [deal(function, work) for work in work_of_rows(masks, world_size)]
+    owners = [assign_blocks(function, work) for work in work_of_rows(masks, world_size)]
     q = kv = by_blocks(mask.q_len, mask.q_block, owners)
     if mask.kv_len != mask.q_len:
-        owners = [deal(function, work) for work in work_of_rows(masks, world_size, side="kv")]
+        owners = [assign_blocks(function, work) for work in work_of_rows(masks, world_size, side="kv")]
         kv = by_blocks(mask.kv_len, mask.kv_block, owners)
     elif mask.kv_block != mask.q_block:  # same tokens, other blocks: cut the same placement at KV blocks
         kv = recut(q, mask.kv_block)

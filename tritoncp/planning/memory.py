@@ -88,18 +88,13 @@ class Sizes(NamedTuple):
     stat: int
 
     @classmethod
-    def of(cls, plan: PlanData, shape: Shape) -> Sizes:
-        return cls._of(shape, plan.s_local, plan.kv.lengths[plan.rank], plan.kv.s_max)
-
-    @classmethod
-    def padded_rows(cls, plan: PlanData, shape: Shape) -> Sizes:
-        """Bytes of a shard of the longest one's rows."""
-        return cls._of(shape, plan.q.s_max, plan.kv.s_max, plan.kv.s_max)
-
-    @classmethod
-    def _of(cls, shape: Shape, q_rows: int, kv_rows: int, most_kv_rows: int) -> Sizes:
+    def of(cls, plan: PlanData, shape: Shape, padded: bool = False) -> Sizes:
+        """Return the sizes of this rank's shard. padded: with the rows of the longest shard"""
+        q_rows, kv_rows = plan.s_local, plan.kv.lengths[plan.rank]
+        if padded:
+            q_rows, kv_rows = plan.q.s_max, plan.kv.s_max
         item, wide = shape.itemsize, max(4, shape.itemsize)
-        keys, longest = kv_rows * shape.row, most_kv_rows * shape.row
+        keys, longest = kv_rows * shape.row, plan.kv.s_max * shape.row
         rows = q_rows * shape.batch * shape.heads
         q, o = rows * shape.head_dim, rows * shape.v_head_dim
         return cls(
@@ -190,75 +185,45 @@ def _fetch(plan: PlanData, shape: Shape) -> Peak:
     return Peak(size.state + request, size.backward(start, returning), size.state + start)
 
 
-class Exchange(NamedTuple):
-    """Bytes of the exchange of sequence for heads.
-
-    size, sends: of this rank's rows, and of what it sends of them: the rows of the longest shard, each KV
-    head for each of its readers; whole: this rank's heads, of all tokens of its row of ranks
-    one_rows, one_dim: whether queries and keys have equally many rows, and keys and values equally many
-    channels; such tensors travel in one message
-    summed: whether dK and dV are sums over several ranks, and wide
-    inner: peak of the schedule between rows of ranks
-    """
-
-    size: Sizes
-    sends: Sizes
-    whole: Sizes
-    one_rows: bool
-    one_dim: bool
-    summed: bool
-    inner: Peak
-
-    @classmethod
-    def of(cls, plan: PlanData, shape: Shape) -> Exchange:
-        degree = plan.degree_for(shape.heads)
-        rows, at = plan.rows(degree, shape.heads), plan.rank % degree
-        q_heads, kv_heads = traffic.trade(shape.heads, shape.kv_heads, degree)
-        own = replace(shape, heads=len(q_heads[at]), kv_heads=len(kv_heads[at]))
-        sent_shape = replace(shape, kv_heads=sum(map(len, kv_heads)))
-        between = replace(rows, schedule=between_rows(plan.schedule), handle=None)
-        return cls(
-            Sizes.of(plan, shape),
-            Sizes.padded_rows(plan, sent_shape),
-            Sizes.of(rows, own),
-            plan.q.s_max == plan.kv.s_max,
-            shape.head_dim == shape.v_head_dim,
-            rows.world_size > 1 or traffic.share(kv_heads),
-            peak(between, own),
-        )
-
-
 def _ulysses(plan: PlanData, shape: Shape) -> Peak:
     """Peak of the exchange of sequence for heads, the pass over this rank's heads, and the exchange back."""
-    x = Exchange.of(plan, shape)
+    degree = plan.degree_for(shape.heads)
+    rows, at = plan.rows(degree, shape.heads), plan.rank % degree
+    q_heads, kv_heads = traffic.trade(shape.heads, shape.kv_heads, degree)
+    own = replace(shape, heads=len(q_heads[at]), kv_heads=len(kv_heads[at]))
+    inner = peak(replace(rows, schedule=between_rows(plan.schedule), handle=None), own)
+    size = Sizes.of(plan, shape)  # of this rank's rows
+    # What it sends of them: the rows of the longest shard, each KV head for each of its readers.
+    sends = Sizes.of(plan, replace(shape, kv_heads=sum(map(len, kv_heads))), padded=True)
+    whole = Sizes.of(rows, own)  # of this rank's heads: all tokens of its row of ranks
+    # Queries and keys of equally many rows, and keys and values of equally many channels, travel together.
+    one_rows, one_dim = plan.q.s_max == plan.kv.s_max, shape.head_dim == shape.v_head_dim
+    summed = rows.world_size > 1 or traffic.share(kv_heads)  # dK and dV are sums over ranks, and wide
     values = shape.v_head_dim / (shape.head_dim + shape.v_head_dim)  # share of V in K and V
-    sent, received = x.sends.q + x.sends.kv, x.whole.q + x.whole.kv
-    last = (sent if x.one_rows else x.sends.kv) if x.one_dim else int(x.sends.kv * values)
-    results = x.whole.o + x.whole.stat
-    running = received + results + max(last + x.inner.start, x.inner.forward)
-    leaving = received + results + x.whole.stat + x.sends.stat + x.sends.o + x.size.o
-    forward = max(sent + received, running, leaving) - x.size.o - x.size.stat
 
-    sent += x.sends.o + 2 * x.sends.stat
-    received += x.whole.o + 2 * x.whole.stat
-    running = received + 2 * (x.whole.stat + x.sends.stat) + _heads_backward(x)
-    grads, own, back = (one.q + (one.wide_kv if x.summed else one.kv) for one in (x.whole, x.size, x.sends))
+    sent, received = sends.q + sends.kv, whole.q + whole.kv
+    last = (sent if one_rows else sends.kv) if one_dim else int(sends.kv * values)
+    results = whole.o + whole.stat
+    running = received + results + max(last + inner.start, inner.forward)
+    leaving = received + results + whole.stat + sends.stat + sends.o + size.o
+    forward = max(sent + received, running, leaving) - size.o - size.stat
+
+    sent += sends.o + 2 * sends.stat
+    received += whole.o + 2 * whole.stat
+    if inner.start:  # several rows of ranks
+        inner_peak = whole.results + inner.backward
+    elif summed:  # a ring of one rank, then dQ is rounded
+        inner_peak = whole.stat + whole.wide_q + whole.wide_kv + max(whole.kv, whole.q)
+    else:
+        inner_peak = whole.stat + whole.results
+    running = received + 2 * (whole.stat + sends.stat) + inner_peak
+    grads, own_grads, back = (x.q + (x.wide_kv if summed else x.kv) for x in (whole, size, sends))
     # Gradients that share a message are copied into it, and so are views of a joint buffer of dK and dV.
-    copied = x.whole.wide_kv if x.summed else x.whole.kv if x.one_dim else 0
-    if x.one_rows and (not x.summed or x.size.wide_q == x.size.q):
-        copied = grads - (0 if x.one_dim or x.summed else int(x.whole.kv * values))
-    returning = grads + own + back + copied
-    return Peak(forward, x.size.stat + max(sent + received, running, returning) - x.size.results)
-
-
-def _heads_backward(x: Exchange) -> int:
-    """Peak of the backward pass over this rank's heads, results included."""
-    whole = x.whole
-    if x.inner.start:  # several rows of ranks
-        return whole.results + x.inner.backward
-    if x.summed:  # a ring of one rank, then dQ is rounded
-        return whole.stat + whole.wide_q + whole.wide_kv + max(whole.kv, whole.q)
-    return whole.stat + whole.results
+    copied = whole.wide_kv if summed else whole.kv if one_dim else 0
+    if one_rows and (not summed or size.wide_q == size.q):
+        copied = grads - (0 if one_dim or summed else int(whole.kv * values))
+    returning = grads + own_grads + back + copied
+    return Peak(forward, size.stat + max(sent + received, running, returning) - size.results)
 
 
 def bytes_sent(plan: PlanData, shape: Shape, backward: bool = True) -> int:

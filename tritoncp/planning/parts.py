@@ -33,10 +33,7 @@ def rows_of_placement(placement: Placement, rows: list[range]) -> Placement:
     >>> part.slots[0].tolist(), part.positions(0).tolist()
     ([[[0, 2, 2], [2, 4, 2]]], [[2, 3, 4, 5]])
     """
-    slots = tuple(map(_cut_slots, placement.slots, rows))
-    part = Placement(placement.length, placement.block, slots, tuple(map(len, rows)))
-    object.__setattr__(part, "order_is_read", placement.order_is_read)
-    return part
+    return placement.part(tuple(map(_cut_slots, placement.slots, rows)), tuple(map(len, rows)))
 
 
 def _cut_slots(slots: Tensor, rows: range) -> Tensor:
@@ -86,18 +83,16 @@ def needed_chunks(mask: Mask, q: Placement, kv: Placement, count: int, first_row
     pieces = [_labelled_slots(placement, count, side) for placement, side in ((q, "queries"), (kv, "keys"))]
     (q_slots, q_chunk), (kv_slots, kv_chunk) = pieces
     kinds = slot_runs(mask, q_slots, kv_slots).to_kinds()  # [B, H, queries, keys]
-    b, _, i, j = (kinds != ABSENT).nonzero(as_tuple=True)
-    is_cut = (
-        (_is_cut(q_slots, mask.q_block)[b % len(q_slots), i])
-        | (_is_cut(kv_slots, mask.kv_block)[b % len(kv_slots), j])
-    )
-    pairs = (kinds != ABSENT).nonzero()
-    masked = is_cut & (kinds[tuple(pairs.unbind(1))] == Kind.MASKED)
+    pairs = (kinds != ABSENT).nonzero()  # (b, head, query slot, key slot)
+    b, _, i, j = pairs.T
+    is_cut = _is_cut(q_slots, mask.q_block)[b % len(q_slots), i]
+    is_cut |= _is_cut(kv_slots, mask.kv_block)[b % len(kv_slots), j]
+    unsure = is_cut & (kinds[tuple(pairs.T)] == Kind.MASKED)
     is_listed_once = (mask.reads[0] and mask.B == 1) or (mask.reads[1] and mask.H == 1)
-    if mask.mask_mod is not None and bool(masked.any()) and not is_listed_once:
-        visible = torch.ones(len(pairs), dtype=torch.bool)
-        visible[masked] = _sees_any_key(mask, pairs[masked], q_slots, kv_slots, first_row)
-        b, i, j = b[visible], i[visible], j[visible]
+    if mask.mask_mod is not None and bool(unsure.any()) and not is_listed_once:
+        visible = ~unsure
+        visible[unsure] = _sees_any_key(mask, pairs[unsure], q_slots, kv_slots, first_row)
+        b, _, i, j = pairs[visible].T
     needs[q_chunk[b % len(q_chunk), i], kv_chunk[b % len(kv_chunk), j]] = True
     return needs
 
@@ -126,19 +121,13 @@ def _sees_any_key(mask: Mask, pairs: Tensor, q_slots: Tensor, kv_slots: Tensor, 
     """Return for each pair (b, h, query slot, key slot) of masked blocks whether a query sees a key."""
     b, h, i, j = pairs.unbind(1)
     q, kv = (slots[b % len(slots), at].long() for slots, at in ((q_slots, i), (kv_slots, j)))
-    blocks = torch.stack(
-        [b % mask.B + first_row, h % mask.H, q[:, 1] // mask.q_block, kv[:, 1] // mask.kv_block], 1
-    )
-    distinct, place = blocks.unique(dim=0, return_inverse=True)
-    sees = torch.zeros(len(pairs), dtype=torch.bool)
+    numbers = b % mask.B + first_row, h % mask.H, q[:, 1] // mask.q_block, kv[:, 1] // mask.kv_block
+    row, column = _inside(q, mask.q_block)[:, :, None], _inside(kv, mask.kv_block)[:, None, :]
+    sees = torch.zeros(0, dtype=torch.bool)
     assert mask.mask_mod is not None
-    row = _inside(q, mask.q_block)[:, :, None]
-    column = _inside(kv, mask.kv_block)[:, None, :]
-    tiles = {}
-    for group, visible in mask.evaluate(mask.mask_mod, distinct, "cpu"):
-        tiles.update({tuple(key): tile for key, tile in zip(group.tolist(), visible.cpu(), strict=True)})
-    for n, key in enumerate(distinct[place].tolist()):
-        sees[n] = bool((tiles[tuple(key)] & row[n] & column[n]).any())
+    for chunk, visible in mask.evaluate(mask.mask_mod, torch.stack(numbers, 1), "cpu"):
+        own = slice(len(sees), len(sees) + len(chunk))
+        sees = torch.cat([sees, (visible & row[own] & column[own]).flatten(1).any(1)])
     return sees
 
 

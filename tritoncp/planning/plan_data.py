@@ -103,9 +103,7 @@ class PlanData:
             raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
         if rank == self.rank:
             return self
-        view = object.__new__(type(self))  # as replace() does, in a fifth of the time
-        vars(view).update(vars(self), rank=rank, handle=None)
-        return view
+        return replace(self, rank=rank, handle=None)
 
     def pinned(self) -> Self:
         """Return the plan with a handle, by which the ops find the plan as long as the handle lives."""

@@ -207,18 +207,18 @@ def _plain_window(left: Callable[[int], int]) -> Callable[[int, torch.device], M
     return plain
 
 
-def _plain_packed(lengths_of: Callable[[int], list[int]]) -> Callable[[int, torch.device], Mod]:
+def _plain_packed(
+    lengths_of: Callable[[int], list[int]], left: Callable[[int], int] | None = None
+) -> Callable[[int, torch.device], Mod]:
     def plain(seq: int, device: torch.device) -> Mod:
         lengths = torch.tensor(lengths_of(seq), device=device)
         ids = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
-        return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+        if left is None:
+            return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+        keys = left(seq)
+        return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]) & (q - kv <= keys)
 
     return plain
-
-
-def _plain_corpus_window(seq: int, device: torch.device) -> Mod:
-    packed, left = _plain_packed(corpus_lengths)(seq, device), window_of(seq)
-    return lambda b, h, q, kv: packed(b, h, q, kv) & (q - kv <= left)
 
 
 def _plain_prefix(seq: int, device: torch.device) -> Mod:
@@ -248,7 +248,8 @@ MASKS: dict[str, MaskEntry] = {
     "window4k": MaskEntry(lambda seq: sliding_window(4095)),
     "corpus": MaskEntry(lambda seq: _packed(corpus_lengths(seq)), _plain_packed(corpus_lengths)),
     "corpus-window": MaskEntry(
-        lambda seq: _packed(corpus_lengths(seq), sliding_window(window_of(seq))), _plain_corpus_window
+        lambda seq: _packed(corpus_lengths(seq), sliding_window(window_of(seq))),
+        _plain_packed(corpus_lengths, window_of),
     ),
     "corpus-window4k": MaskEntry(lambda seq: _packed(corpus_lengths(seq), sliding_window(4095))),
     "shared-question": MaskEntry(_shared_question),

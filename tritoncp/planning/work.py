@@ -23,10 +23,10 @@ class Work:
     """The input of a balancer: the query blocks of one batch row.
 
     costs:      work of each block [blocks], summed over heads and masks
-    world_size: ranks to deal them to
+    world_size: ranks to assign them to
     runs:       the key blocks that the query blocks see: Runs [1, H, blocks, columns of keys] for each mask
     together:   whether the keys of block i are on the rank of its queries. If the numbers of keys and queries
-                differ, keys are dealt separately, and columns are blocks of the other side
+                differ, keys are assigned separately, and columns are blocks of the other side
 
     >>> Work(torch.ones(4), 2).sees
     ()
@@ -37,6 +37,15 @@ class Work:
     runs: tuple[Runs, ...] = ()
     together: bool = True
     column: tuple[int, int] = (1, 1)  # (tokens of a column of the runs, tokens of a block)
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {self.world_size}")
+        if self.costs.ndim != 1:
+            raise ValueError(
+                f"a balancer takes the costs of one batch row, [blocks], got {tuple(self.costs.shape)}: "
+                "call it once for each row, or sum over them"
+            )
 
     @cached_property
     def sees(self) -> tuple[Tensor, ...]:
@@ -77,12 +86,13 @@ def work_of_rows(masks: Sequence[Mask], world_size: int, side: str = "q") -> lis
     batch = max(map(len, parts))
     costs = torch.stack([part.expand(batch, -1) for part in parts]).sum(0)
     together = first.q_len == first.kv_len
-    column = (first.kv_block, first.q_block) if together else (1, 1)
+    own, other = (first.q_block, first.kv_block) if side == "q" else (first.kv_block, first.q_block)
+    column = (other, own) if together else (1, 1)
     return [
         Work(
             costs[row],
             world_size,
-            tuple(runs_of_mask.batch_row(row if runs_of_mask.shape[0] > 1 else 0) for runs_of_mask in runs),
+            tuple(runs_of_mask.select([row if runs_of_mask.shape[0] > 1 else 0]) for runs_of_mask in runs),
             together,
             column,
         )
@@ -99,18 +109,17 @@ def block_costs(runs: Runs) -> Tensor:
 def _visible_columns(runs: Runs, n_cols: int, column: int, block: int) -> Tensor:
     """Unite the columns that each row lists over heads and kinds, in ``n_cols`` columns of ``block`` tokens:
     int64 [n, 3] rows (row, start, end)."""
-    rows = runs.shape[2]
     row, start, end, _ = runs._flat()
-    row, start, end = (
-        row % max(1, rows),
-        start * column // block,
-        (-(-end * column // block)).clamp(max=n_cols),
-    )
-    line = row * (n_cols + 2)
-    # Lines have a spare column, so that ranges of different rows do not touch.
-    start, end = merge_ranges(line + start, line + end)
-    row = start // (n_cols + 2)
-    return torch.stack([row, start - row * (n_cols + 2), end - row * (n_cols + 2)], 1)
+    end = (-(-end * column // block)).clamp(max=n_cols)
+    return merge_runs(row % max(1, runs.shape[2]), start * column // block, end, n_cols)
+
+
+def merge_runs(row: Tensor, start: Tensor, end: Tensor, columns: int) -> Tensor:
+    """Merge runs of columns that overlap or touch in a row: int64 [n, 3] rows (row, start, end)."""
+    line = columns + 2  # spare columns, so that runs of different rows do not touch
+    start, end = merge_ranges(row * line + start, row * line + end)
+    row = start // line
+    return torch.stack([row, start - row * line, end - row * line], 1)
 
 
 def transpose_runs(sees: Tensor, blocks: int, columns: int) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tests.compat.differences import documented
 from tests.mods.harness import N, eager_score, run_score
 from tests.mods.translate.test_functions import check_attention
 from tests.mods.translate.test_functions import engine as engine
@@ -28,6 +27,7 @@ def learn(*shape: int) -> Tensor:
 
 A, B = learn(12, 8), learn(12, 8)
 HEADS, W, TABLE = learn(2, 12, 8), learn(8), learn(2, 12)
+LAST = torch.tensor([[0], [3]])
 CAPTURES = A, B, HEADS, W, TABLE
 F = torch.nn.functional
 
@@ -44,6 +44,7 @@ OF_SCORES: dict[str, Callable[..., Any]] = {
         s * torch.cat([A.detach()[q], B.detach()[k]])[(q + k) % 16]
     ),
     "cumulated": lambda s, b, h, q, k: torch.stack([s, s * s, TABLE[h, q]]).cumsum(0)[1],
+    "cumulated by an index": lambda s, b, h, q, k: torch.stack([s, s * s, TABLE[h, q]]).cumprod(0)[k % 3],
     "arguments": lambda s, b, h, q, k: s * torch.stack([s, 0.1 - s, -s]).argmax(),
 }
 ROWS: dict[str, Callable[..., Any]] = {
@@ -54,6 +55,9 @@ ROWS: dict[str, Callable[..., Any]] = {
     "rows of heads": lambda s, b, h, q, k: s + (HEADS[h, q] * HEADS[h, k]).sum(),
     "norm": lambda s, b, h, q, k: s + A[q].norm() + (A[q] - B[k]).norm(),
     "norms of other orders": lambda s, b, h, q, k: s * A[q].norm(p=1) + B[k].norm(p=torch.inf),
+    "gathered": lambda s, b, h, q, k: (
+        s + A.detach()[q].view(2, 4).gather(1, LAST).sum() * B.detach()[k].gather(0, q[None] % 8)[0]
+    ),
     "mean": lambda s, b, h, q, k: s * A[q].mean(),
     "amax": lambda s, b, h, q, k: s + A[q].amax() - B[k].amin(-1),
     "max and index": lambda s, b, h, q, k: s + A[q].max(0).values * A[q].argmin(),
@@ -81,7 +85,6 @@ def test_short_tensors_of_scores(name: str, engine: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_captures(name: str, engine: str) -> None:
-    documented("`table[h, q_idx, :]`")
     check_attention(ROWS[name], CAPTURES)
 
 
@@ -121,7 +124,6 @@ def test_the_rope_term_equals_folding_it_into_q_and_k(engine: str) -> None:
 
 
 def test_a_long_row_is_refused_with_the_remedy() -> None:
-    documented("reductions of more than 64 elements in a mod")
     a, b = torch.randn(2, 12, 200)
     for fn in (
         lambda s, b_, h, q, k: s + a[q] @ b[k],
@@ -142,7 +144,6 @@ def test_a_long_learned_row_is_refused() -> None:
 
 def test_plain_torch_takes_operations_without_translation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long rows, sorting, and functions without a formula; interpreted kernels refuse them."""
-    documented("`median`, `sort`, `layer_norm`, Bessel functions and a few more in a mod")
     a, b = learn(12, 99), learn(12, 99)
     mods = [
         lambda s, b_, h, q, k: s + torch.dot(a[q], b[k]),
@@ -172,7 +173,6 @@ def test_a_value_out_of_range_of_a_stack_is_not_read() -> None:
 
 def test_gradients_of_rows_and_stacks_under_vmap() -> None:
     """torch's own transform of an index by a tensor adds them up over the vmapped dimension, or fails."""
-    documented("gradients through `torch.stack([...])[i]`")
     s = torch.randn(6, dtype=torch.float64, requires_grad=True)
     i = torch.arange(6)
     out = vmapped(lambda x, n: torch.stack([x, x * x, 3 * x])[n % 3] * A[n].sum(), (0, 0))(s, i)

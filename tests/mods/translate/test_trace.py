@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 
 from tests.mods.harness import N, eager_mask, run_mask, run_score
-from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.mods import Mod, Untranslatable, mask_mod, score_mod
 from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.mods.translate.trace import trace_mod
 
-WINDOW = 4
 IDS = torch.arange(60).view(2, 30) // 4
 
 
@@ -94,25 +92,6 @@ def test_bools_are_constants() -> None:
 # -- edits of captures -----------------------------------------------------------------------------------
 
 
-def test_an_edited_closure_is_seen() -> None:
-    width = 3
-
-    def mod(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return q - k <= width
-
-    assert mask_mod(mod).numbers == (3,)
-    width = 8
-    assert mask_mod(mod).numbers == (8,)
-
-
-def test_an_edited_global_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    fn = lambda b, h, q, k: q - k <= WINDOW  # noqa: E731
-    before = run_mask(mask_mod(fn))
-    monkeypatch.setitem(globals(), "WINDOW", 9)
-    assert torch.equal(run_mask(mask_mod(fn)), eager_mask(fn))
-    assert not torch.equal(run_mask(mask_mod(fn)), before)
-
-
 def test_an_edited_attribute_is_seen() -> None:
     class Model:
         def __init__(self) -> None:
@@ -155,31 +134,6 @@ def test_tensors_made_inside_are_made_once() -> None:
     first, second = mask_mod(fn), mask_mod(fn)
     assert first.tensors[0] is second.tensors[0]
     assert torch.equal(run_mask(second), eager_mask(fn))
-
-
-def test_a_mod_of_every_step_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second mod, with another number at each step, adds an entry to the cache each time."""
-    traces: list[str] = []
-    monkeypatch.setattr("tritoncp.mods.mod._TRANSLATIONS", BoundedCache(4))
-    monkeypatch.setattr(
-        "tritoncp.mods.translate.trace.trace_mod", lambda fn, *a: traces.append(fn.kind) or trace_mod(fn, *a)
-    )
-
-    def constant(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return s * 2
-
-    def annealed(scale: int) -> Any:
-        def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return s * scale
-
-        mod.kind = "annealed"  # type: ignore[attr-defined]
-        return mod
-
-    constant.kind = "constant"  # type: ignore[attr-defined]
-    for step in range(8):
-        score_mod(constant)
-        score_mod(annealed(step))
-    assert traces.count("constant") == 1 and traces.count("annealed") == 8
 
 
 def test_state_that_cannot_be_compared_is_recorded_every_time() -> None:

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from tests.planning.report.test_rasters import document_plan
@@ -13,10 +14,9 @@ from tritoncp.masks.closed_forms import sliding_window
 from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.report.drawing import draw_figure, format_page
+from tritoncp.planning.report.drawing import draw_figure
 from tritoncp.planning.report.facts import Facts
 from tritoncp.planning.report.text import format_meaning
-from tritoncp.planning.report.units import format_seconds
 
 PLANS = {
     "documents": document_plan(4096, 4),
@@ -51,6 +51,9 @@ def test_every_plan_has_a_picture_of_one_size(name: str, tmp_path: Path) -> None
     assert saved.size == (1500, 1220) and figure._repr_png_()[:4] == b"\x89PNG", "a notebook shows it"
     bars = [patch.get_height() for patch in figure.axes[3].patches]
     assert bars == PLANS[name].work
+    remote, own = (torch.as_tensor(image.get_array().filled(-1)) for image in figure.axes[4].images)
+    reads = Facts.of(PLANS[name]).reads.double().fill_diagonal_(0)
+    assert torch.equal(remote, torch.where(reads > 0, reads, -1)) and own.add(1).equal(torch.eye(len(own)))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -61,19 +64,16 @@ def test_the_page_is_self_contained_and_has_the_figures_of_the_plan(name: str, t
     page, facts = Page(text), Facts.of(plan, heads=16, kv_heads=4)
     assert all(link.startswith(("data:image/png;base64,", "#")) for link in page.links)
     assert "http" not in re.sub(r"base64,[\w+/=\s]*", "", text) and not re.search(r"url\((?!#)", text)
-    visible = " ".join(page.words)
+    assert "prefers-color-scheme: dark" in text
+    assert set(re.findall(r"var\(--(\w+)\)", text)) <= set(re.findall(r"--(\w+):", text))
+    visible = " ".join(" ".join(page.words).split())
     parts = [f"{plan.imbalance:.3f}", "queries, by position", "rank that keeps them"]
     parts += [line.partition(": ")[2] for line in format_meaning(facts)]
     for estimate in facts.costs:
-        parts += [estimate.schedule, format_seconds(estimate.forward), format_seconds(estimate.backward)]
+        times = f"{estimate.forward * 1e3:.3g} ms forward + {estimate.backward * 1e3:.3g} ms backward"
+        parts += [estimate.schedule, times]
     parts += [] if facts.costs else ["nothing travels"]
     assert [part for part in parts if part not in visible] == []
-
-
-def test_colours_of_the_page_follow_the_browsers_theme() -> None:
-    text = format_page(Facts.of(PLANS["documents"]))
-    assert "prefers-color-scheme: dark" in text
-    assert set(re.findall(r"var\(--(\w+)\)", text)) <= set(re.findall(r"--(\w+):", text))
 
 
 def test_plot_refuses_other_kinds_of_files_and_names_the_missing_library(monkeypatch) -> None:

@@ -5,7 +5,6 @@ Every figure is a function of the graph and of numbers that all ranks share, so 
 
 from __future__ import annotations
 
-import enum
 import math
 import operator
 from typing import Any, NamedTuple
@@ -36,42 +35,36 @@ LOOKUPS = {f"aten::{name}" for name in ("embedding", "gather", "index", "index_s
 PART_PLACES = {forward_part_op: (0, 2, 7), backward_part_op: (2, 6, 11)}
 
 
-class Kind(enum.Enum):
-    """The quantity that a node's time is predicted from."""
+class NodeCost(NamedTuple):
+    """Predicted seconds of one node, and the quantity that they are predicted from.
 
-    NOTHING = "nothing"  # inputs, views, sizes, allocations, handles
-    PRODUCT = "product"
-    ATTENTION = "attention"
-    MEMORY = "memory"  # bytes read and written
-    MESSAGE = "message"
-    WAIT = "wait"
+    kind: "product", "attention", "memory" (bytes read and written), "message", "wait", or "nothing": inputs,
+        views, sizes, allocations and handles
+    """
 
-
-class Cost(NamedTuple):
-    """Predicted seconds of one node, and the quantity behind them."""
-
-    kind: Kind
+    kind: str
     seconds: float
 
 
-def node_costs(gm: GraphModule, hardware: Hardware) -> dict[Node, Cost]:
+def node_costs(gm: GraphModule, hardware: Hardware) -> dict[Node, NodeCost]:
     """Predict the seconds of every node of a graph."""
     with fresh_dispatch():  # a pass may run under a mode for fake tensors
         return {node: _cost(node, hardware) for node in gm.graph.nodes}
 
 
-def _cost(node: Node, hardware: Hardware) -> Cost:
+def _cost(node: Node, hardware: Hardware) -> NodeCost:
     if is_wait(node):
-        return Cost(Kind.WAIT, 0.0)
+        return NodeCost("wait", 0.0)
     if is_collective(node):
-        return Cost(Kind.MESSAGE, _message_seconds(node, hardware))
+        return NodeCost("message", _message_seconds(node, hardware))
     if attention.is_attention(node) or node.target in PART_PLACES:
-        return Cost(Kind.ATTENTION, _attention_flops(node) / hardware.flops)
+        return NodeCost("attention", _attention_flops(node) / hardware.flops)
     if _computes_nothing(node):
-        return Cost(Kind.NOTHING, 0.0)
-    seconds = _traffic(node) / hardware.memory
-    flops = _product_flops(node)
-    return Cost(Kind.PRODUCT, max(flops / hardware.flops, seconds)) if flops else Cost(Kind.MEMORY, seconds)
+        return NodeCost("nothing", 0.0)
+    seconds, flops = _traffic(node) / hardware.memory, _product_flops(node)
+    if flops:
+        return NodeCost("product", max(flops / hardware.flops, seconds))
+    return NodeCost("memory", seconds)
 
 
 def _computes_nothing(node: Node) -> bool:
@@ -132,7 +125,7 @@ def _attention_flops(node: Node) -> int:
     else:
         q, value = (attention.argument(node, name).meta["val"] for name in ("q", "v"))
         v_dim, keys = value.shape[3], hint(value.shape[2])
-        plan = _plan_of(attention.plan_of(node))
+        plan = _plan_of(attention.argument(node, "plan"))
     batch, heads, rows, dim = map(hint, q.shape)
     pairs = rows * keys if plan is None else _pairs(plan)
     forward = node.target in (attention.forward_op, forward_part_op)

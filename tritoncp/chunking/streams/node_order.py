@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from tritoncp.chunking.streams.costs import Cost, Kind, node_costs
-from tritoncp.chunking.streams.dependencies import dependencies_of
-from tritoncp.chunking.streams.storages import LiveBytes, Storages, storages_of
+from tritoncp.chunking.streams.costs import node_costs
+from tritoncp.chunking.streams.storages import LiveBytes, Storages, dependencies_of
 from tritoncp.chunking.streams.timeline import LEGEND, Clock, Timeline, replay
 from tritoncp.planning.cost import Hardware
 
@@ -44,9 +43,8 @@ class Order:
         return f"as written: {before}\n\n{self.variant}: {after}\n\n{LEGEND}"
 
 
-@dataclass(frozen=True)
 class CostedGraph:
-    """A graph to be ordered: its nodes as written, with their costs, storages and dependencies.
+    """A graph to be ordered: its nodes as written, with their costs, storages and places.
 
     needs:     nodes that each node follows
     followers: nodes that follow each node
@@ -54,14 +52,23 @@ class CostedGraph:
     exchange:  the next message behind each node: its negative way and its place, the smallest goes first
     """
 
-    nodes: list[Node]
-    costs: dict[Node, Cost]
-    storages: Storages
-    needs: dict[Node, list[Node]]
-    followers: dict[Node, list[Node]]
-    way: dict[Node, float]
-    exchange: dict[Node, tuple[float, int]]
-    place: dict[Node, int]
+    def __init__(self, gm: GraphModule, hardware: Hardware) -> None:
+        self.nodes, self.costs, self.storages = list(gm.graph.nodes), node_costs(gm, hardware), Storages(gm)
+        self.place = {node: at for at, node in enumerate(self.nodes)}
+        self.needs = dependencies_of(gm, self.storages)
+        self.followers: dict[Node, list[Node]] = {node: [] for node in self.nodes}
+        self.way: dict[Node, float] = {}
+        self.exchange: dict[Node, tuple[float, int]] = {}
+        for node in self.nodes:
+            for other in self.needs[node]:
+                self.followers[other].append(node)
+        far = 0.0, len(self.nodes)
+        for node in reversed(self.nodes):
+            behind = self.followers[node]
+            self.way[node] = self.costs[node].seconds + max((self.way[x] for x in behind), default=0.0)
+            self.exchange[node] = min((self.exchange[x] for x in behind), default=far)
+            if self.costs[node].kind == "message":
+                self.exchange[node] = -self.way[node], self.place[node]
 
 
 def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, boxed: bool = False) -> Order:
@@ -75,7 +82,7 @@ def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, box
     boxed: whether the graph frees its inputs after their last user, see
         :func:`tritoncp.chunking.streams.timeline.simulate`
     """
-    graph = _costed(gm, hardware)
+    graph = CostedGraph(gm, hardware)
 
     def run(nodes: list[Node]) -> Timeline:
         return replay(nodes, graph.costs, graph.storages, hardware, boxed)
@@ -104,26 +111,6 @@ def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, box
 def _rounded(seconds: float) -> float:
     """Round a time to nine digits: sums in different orders differ in the last ones."""
     return float(f"{seconds:.9g}")
-
-
-def _costed(gm: GraphModule, hardware: Hardware) -> CostedGraph:
-    nodes, costs, storages = list(gm.graph.nodes), node_costs(gm, hardware), storages_of(gm)
-    needs = dependencies_of(gm, storages)
-    followers: dict[Node, list[Node]] = {node: [] for node in nodes}
-    for node in nodes:
-        for other in needs[node]:
-            followers[other].append(node)
-    way: dict[Node, float] = {}
-    exchange: dict[Node, tuple[float, int]] = {}
-    place = {node: at for at, node in enumerate(nodes)}
-    far = 0.0, len(nodes)
-    for node in reversed(nodes):
-        way[node] = costs[node].seconds + max((way[other] for other in followers[node]), default=0.0)
-        if costs[node].kind is Kind.MESSAGE:
-            exchange[node] = -way[node], place[node]
-        else:
-            exchange[node] = min((exchange[other] for other in followers[node]), default=far)
-    return CostedGraph(nodes, costs, storages, needs, followers, way, exchange, place)
 
 
 def _reorder(gm: GraphModule, nodes: list[Node]) -> None:
@@ -170,7 +157,7 @@ class ListSchedule:
 
     def _admit(self, node: Node) -> None:
         """Enter a node whose dependencies have run."""
-        if self.graph.costs[node].kind is Kind.NOTHING and not self.graph.storages.new_bytes(node):
+        if self.graph.costs[node].kind == "nothing" and not self.graph.storages.new_bytes[node]:
             heapq.heappush(self.free, self.graph.place[node])
         else:
             self.ready[node] = None
@@ -187,23 +174,16 @@ class ListSchedule:
     def _choose(self, nodes: list[Node]) -> Node:
         costs, way, place = self.graph.costs, self.graph.way, self.graph.place
         if self.memory is not None:
-            fitting = [node for node in nodes if self._step(node) <= self.memory]
+            fitting = [node for node in nodes if self.bytes.during(node) <= self.memory]
             if not fitting:
-                return min(nodes, key=lambda node: (self._left(node), self._step(node), place[node]))
+                alive = self.bytes
+                return min(nodes, key=lambda node: (alive.after(node), alive.during(node), place[node]))
             nodes = fitting
-        messages = [node for node in nodes if costs[node].kind is Kind.MESSAGE]
+        messages = [node for node in nodes if costs[node].kind == "message"]
         if messages:
             return min(messages, key=lambda node: (-way[node], place[node]))
         starts = {node: self.clock.start_of(node) for node in nodes}
         first = min(starts.values())
         now = [node for node in nodes if starts[node] <= first]
-        waits = [node for node in now if costs[node].kind is Kind.WAIT]
+        waits = [node for node in now if costs[node].kind == "wait"]
         return min(waits or now, key=lambda node: (self.graph.exchange[node], place[node]))
-
-    def _step(self, node: Node) -> int:
-        """Count the bytes alive while a node runs."""
-        return self.bytes.live + self.graph.storages.new_bytes(node)
-
-    def _left(self, node: Node) -> int:
-        """Count the bytes alive after a node."""
-        return self._step(node) - self.bytes.freed(node)

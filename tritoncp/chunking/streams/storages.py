@@ -1,4 +1,5 @@
-"""Storages of a graph: which nodes share memory, which write it, and how many bytes are alive.
+"""Storages of a graph: which nodes share memory, which write it, how many bytes are alive, and which node has
+to follow which.
 
 Two values share memory if the op's schema says so, or if the fake values of a node and of its own argument
 have one storage. Storages of nodes that are not joined by an argument are not compared: copies of a node may
@@ -11,7 +12,6 @@ import itertools
 import math
 import operator
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -76,7 +76,6 @@ def _may_copy(op: torch._ops.OpOverload) -> bool:
     return op.is_view and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
 
 
-@dataclass
 class Storages:
     """The storages of a graph, by number.
 
@@ -85,79 +84,65 @@ class Storages:
     is_input: whether the caller holds the storage: of inputs and constants
     uses:   storages that a node reads, writes or makes
     writes: storages that a node writes
-    allocations: storages that a node allocates
+    new_bytes: bytes of the storages that a node allocates
     """
 
-    of: dict[Node, list[int]] = field(default_factory=dict)
-    size: list[int] = field(default_factory=list)
-    is_input: list[bool] = field(default_factory=list)
-    uses: dict[Node, list[int]] = field(default_factory=dict)
-    writes: dict[Node, set[int]] = field(default_factory=dict)
-    allocations: dict[Node, list[int]] = field(default_factory=dict)
+    def __init__(self, gm: GraphModule) -> None:
+        self.of: dict[Node, list[int]] = {}
+        self.size: list[int] = []
+        self.is_input: list[bool] = []
+        self.uses: dict[Node, list[int]] = {}
+        self.writes: dict[Node, set[int]] = {}
+        self.new_bytes: Counter[Node] = Counter()
+        inputs: dict[Any, int] = {}
+        # Inputs of the collective that makes a storage: they live until its wait.
+        source: dict[int, list[int]] = {}
+        for node in gm.graph.nodes:
+            self.of[node] = self._results(node, inputs)
+            arguments = [number for arg in node.all_input_nodes for number in self.of[arg]]
+            if is_collective(node):
+                source.update(dict.fromkeys(self.of[node], arguments))
+            if is_wait(node):
+                arguments += [number for message in arguments for number in source.get(message, ())]
+            self.uses[node] = sorted({*arguments, *self.of[node]})
+            self.writes[node] = {number for arg in _written(node) for number in self.of[arg]}
 
-    def new_bytes(self, node: Node) -> int:
-        """Count the bytes of the storages that a node makes."""
-        return sum(self.size[number] for number in self.allocations.get(node, ()))
+    def _results(self, node: Node, inputs: dict[Any, int]) -> list[int]:
+        """Return the storages of a node's value; storages that it makes are added."""
+        if node.op == "output":
+            return []
+        if node.target is operator.getitem:
+            return self._items(node)
+        if is_wait(node) or op_name(node) == UNLISTED_VIEW:
+            return self.of[node.all_input_nodes[0]]
+        results = tensors_of(node)
+        if shared := [number for x in _aliased(node) for number in self.of[x]]:
+            return shared * max(1, len(results)) if len(shared) == 1 else shared
+        present = inputs if node.op == "placeholder" else {
+            _key(x): number
+            for arg in node.all_input_nodes
+            for x, number in zip(tensors_of(arg), self.of[arg], strict=False)
+        }  # fmt: skip
+        numbers = []
+        for x in results:
+            if _key(x) not in present:
+                self.size.append(_storage_bytes(x))
+                self.is_input.append(node.op in ("placeholder", "get_attr"))
+                self.new_bytes[node] += self.size[-1]
+            numbers.append(present.get(_key(x), len(self.size) - 1))
+            if node.op == "placeholder":
+                inputs[_key(x)] = numbers[-1]
+        return numbers
 
-    def add(self, node: Node, x: Tensor) -> int:
-        """Add the storage of a tensor that a node makes, and return its number."""
-        self.size.append(_storage_bytes(x))
-        self.is_input.append(node.op in ("placeholder", "get_attr"))
-        self.allocations.setdefault(node, []).append(len(self.size) - 1)
-        return len(self.size) - 1
-
-
-def storages_of(gm: GraphModule) -> Storages:
-    """Number the storages of a graph."""
-    storages = Storages()
-    inputs: dict[Any, int] = {}
-    source: dict[int, list[int]] = {}  # inputs of the collective that makes a storage, read until its wait
-    for node in gm.graph.nodes:
-        storages.of[node] = _result_storages(storages, node, inputs)
-        arguments = [number for arg in node.all_input_nodes for number in storages.of[arg]]
-        if is_collective(node):
-            source.update(dict.fromkeys(storages.of[node], arguments))
-        if is_wait(node):
-            arguments += [number for message in arguments for number in source.get(message, ())]
-        storages.uses[node] = sorted({*arguments, *storages.of[node]})
-        storages.writes[node] = {number for arg in _written(node) for number in storages.of[arg]}
-    return storages
-
-
-def _result_storages(storages: Storages, node: Node, inputs: dict[Any, int]) -> list[int]:
-    """Return the storages of a node's value; storages that it makes are added."""
-    if node.op == "output":
-        return []
-    if node.target is operator.getitem:
-        return _item_storages(storages, node)
-    if is_wait(node) or op_name(node) == UNLISTED_VIEW:
-        return storages.of[node.all_input_nodes[0]]
-    results = tensors_of(node)
-    if shared := _shared_by_schema(storages, node):
-        return shared * max(1, len(results)) if len(shared) == 1 else shared
-    present = inputs if node.op == "placeholder" else {
-        _key(x): number
-        for arg in node.all_input_nodes
-        for x, number in zip(tensors_of(arg), storages.of[arg], strict=False)
-    }  # fmt: skip
-    numbers = []
-    for x in results:
-        number = present[_key(x)] if _key(x) in present else storages.add(node, x)
-        numbers.append(number)
-        if node.op == "placeholder":
-            inputs[_key(x)] = number
-    return numbers
-
-
-def _item_storages(storages: Storages, node: Node) -> list[int]:
-    """Return the storages of one item of a sequence, all of them if the item's place is not known."""
-    (source,), index = node.all_input_nodes[:1], node.args[1]
-    value = source.meta.get("val")
-    if not isinstance(value, list | tuple) or not isinstance(index, int):
-        return storages.of[source]
-    ends = list(itertools.accumulate((len(_tensors_in(item)) for item in value), initial=0))
-    index %= len(value)
-    return storages.of[source][ends[index] : ends[index + 1]]
+    def _items(self, node: Node) -> list[int]:
+        """Return the storages of one item of a sequence, all of them if the item's place is not known."""
+        (source,), index = node.all_input_nodes[:1], node.args[1]
+        value = source.meta.get("val")
+        if not isinstance(value, list | tuple) or not isinstance(index, int):
+            return self.of[source]
+        ends = list(itertools.accumulate((len(_tensors_in(item)) for item in value), initial=0))
+        index %= len(value)
+        return self.of[source][ends[index] : ends[index + 1]]
 
 
 def _alias_arguments(node: Node) -> list[tuple[Any, list[Node]]]:
@@ -174,20 +159,14 @@ def _alias_arguments(node: Node) -> list[tuple[Any, list[Node]]]:
     ]
 
 
-def _shared_by_schema(storages: Storages, node: Node) -> list[int]:
-    """Return the storages of the arguments that a node's results share memory with, by the op's schema."""
+def _aliased(node: Node) -> list[Node]:
+    """List the arguments that a node's results share memory with, by the op's schema."""
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or _may_copy(op):
         return []
     names = [x.alias_info.before_set for x in op._schema.returns if x.alias_info is not None]
-    return [
-        number
-        for own in names
-        for alias, nodes in _alias_arguments(node)
-        if own & alias.before_set
-        for x in nodes
-        for number in storages.of[x]
-    ]
+    arguments = _alias_arguments(node)
+    return [x for own in names for alias, nodes in arguments if own & alias.before_set for x in nodes]
 
 
 def _written(node: Node) -> list[Node]:
@@ -227,18 +206,67 @@ class LiveBytes:
         self.live = self.peak = self.step = 0  # bytes now, at most, and while the last node ran
         self.peak_node = ""
 
-    def run(self, node: Node) -> None:
-        """Allocate a node's storages, then free the storages whose last user it is."""
-        self.step = self.live + self.storages.new_bytes(node)
-        if self.step > self.peak:
-            self.peak, self.peak_node = self.step, node.name
-        self.live = self.step - self.freed(node)
-        self.users.subtract(self.storages.uses[node])
+    def during(self, node: Node) -> int:
+        """Count the bytes alive while a node runs next."""
+        return self.live + self.storages.new_bytes[node]
 
-    def freed(self, node: Node) -> int:
-        """Count the bytes that are free once a node has run."""
-        return sum(
+    def after(self, node: Node) -> int:
+        """Count the bytes alive once a node has run next."""
+        return self.during(node) - sum(
             self.storages.size[number]
             for number in self.storages.uses[node]
             if self.users[number] == 1 and (self.boxed or not self.storages.is_input[number])
         )
+
+    def run(self, node: Node) -> None:
+        """Allocate a node's storages, then free the storages whose last user it is."""
+        self.step = self.during(node)
+        if self.step > self.peak:
+            self.peak, self.peak_node = self.step, node.name
+        self.live = self.after(node)
+        self.users.subtract(self.storages.uses[node])
+
+
+def dependencies_of(gm: GraphModule, storages: Storages) -> dict[Node, list[Node]]:
+    """List the nodes that each node has to follow: the nodes of its inputs; for memory that is written,
+    all earlier users of it before the write and the write before all later users; for side effects and random
+    numbers, the one before. Inputs of the graph come first, in their order, and its output last."""
+    before: dict[Node, dict[Node, None]] = {}
+    writer: dict[int, Node] = {}
+    readers: dict[int, list[Node]] = {}
+    effect: Node | None = None
+    last_input: Node | None = None
+    for node in gm.graph.nodes:
+        needs = dict.fromkeys(node.all_input_nodes)
+        if node.op == "placeholder":
+            needs, last_input = dict.fromkeys([last_input] if last_input else []), node
+        elif last_input is not None:
+            needs.setdefault(last_input)
+        if node.op == "output":
+            needs.update(dict.fromkeys(before))
+        elif node.op != "placeholder" and has_effect(node):
+            needs.update(dict.fromkeys([effect] if effect else []))
+            effect = node
+        for number in storages.uses[node]:
+            if number in writer:
+                needs.setdefault(writer[number])
+            if number in storages.writes[node]:
+                needs.update(dict.fromkeys(readers.pop(number, ())))
+                writer[number] = node
+            else:
+                readers.setdefault(number, []).append(node)
+        needs.pop(node, None)
+        before[node] = needs
+    return {node: list(needs) for node, needs in before.items()}
+
+
+def has_effect(node: Node) -> bool:
+    """Whether a node has an effect beside its result and the memory that it writes: assertions, prints,
+    random numbers (which come in the order of their calls), and calls whose effects are not known.
+    Collectives and waits, which torch calls impure so that they are not removed, have none."""
+    if is_collective(node) or is_wait(node):
+        return False
+    schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
+    if node.op in ("call_module", "call_method") or torch.Tag.nondeterministic_seeded in tags:
+        return True
+    return node.op == "call_function" and node.is_impure() and not (schema and schema.is_mutable)

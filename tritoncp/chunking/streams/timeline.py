@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from tritoncp.chunking.streams.costs import Cost, Kind, node_costs
-from tritoncp.chunking.streams.storages import LiveBytes, Storages, storages_of
+from tritoncp.chunking.streams.costs import NodeCost, node_costs
+from tritoncp.chunking.streams.storages import LiveBytes, Storages
 from tritoncp.planning.cost import Hardware
 
 STREAMS = ("compute", "communication")
@@ -36,11 +36,15 @@ class Span:
 
     name: str
     kind: str
-    stream: str
     start: float
     end: float
     chunk: tuple[Any, int] | None
     live: int
+
+    @property
+    def stream(self) -> str:
+        """The stream: "compute" or "communication"."""
+        return STREAMS[self.kind == "message"]
 
     @property
     def seconds(self) -> float:
@@ -49,23 +53,32 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The predicted run of a graph: spans of both streams in the order of their nodes, and their sums.
+    """The predicted run of a graph: spans of both streams in the order of their nodes.
 
-    makespan:      seconds from the first start to the last end
-    compute:       seconds in which the device computes
-    communication: seconds in which messages travel
-    peak:          most bytes alive, inputs included
-    peak_node:     name of the node at which the peak is reached
-    hardware:      the figures behind the times
+    peak:      most bytes alive, inputs included
+    peak_node: name of the node at which the peak is reached
+    hardware:  the figures behind the times
     """
 
     spans: tuple[Span, ...]
-    makespan: float
-    compute: float
-    communication: float
     peak: int
     peak_node: str
     hardware: Hardware
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def compute(self) -> float:
+        """Seconds in which the device computes."""
+        return sum(span.seconds for span in self.spans if span.kind not in ("message", "wait"))
+
+    @property
+    def communication(self) -> float:
+        """Seconds in which messages travel."""
+        return sum(span.seconds for span in self.spans if span.kind == "message")
 
     @property
     def exposed(self) -> float:
@@ -115,7 +128,7 @@ def _chunk_sign(span: Span) -> str:
 class Clock:
     """The time of both streams while nodes are issued one after another."""
 
-    def __init__(self, costs: dict[Node, Cost], storages: Storages) -> None:
+    def __init__(self, costs: dict[Node, NodeCost], storages: Storages) -> None:
         self.costs, self.storages = costs, storages
         self.compute = self.communication = 0.0  # when each stream is free
         self.pending: dict[int, float] = {}  # when each storage is there that a collective fills
@@ -123,9 +136,9 @@ class Clock:
     def start_of(self, node: Node) -> float:
         """Return when a node would start if it were issued now."""
         kind = self.costs[node].kind
-        if kind is Kind.MESSAGE:
+        if kind == "message":
             return max(self.compute, self.communication, self._arrival(node))
-        if kind is Kind.NOTHING:
+        if kind == "nothing":
             return self.compute
         return max(self.compute, self._arrival(node))
 
@@ -138,7 +151,7 @@ class Clock:
         """Issue a node, and return its start and end."""
         start = self.start_of(node)
         end = start + self.costs[node].seconds
-        if self.costs[node].kind is Kind.MESSAGE:
+        if self.costs[node].kind == "message":
             self.communication = end
             for number in self.storages.of[node]:
                 self.pending[number] = end
@@ -154,38 +167,23 @@ def simulate(gm: GraphModule, hardware: Hardware, *, boxed: bool = False) -> Tim
     boxed: the graph frees its inputs after their last user, as compiled backward passes do with saved
         tensors; else inputs live to the end
     """
-    return replay(list(gm.graph.nodes), node_costs(gm, hardware), storages_of(gm), hardware, boxed)
+    return replay(list(gm.graph.nodes), node_costs(gm, hardware), Storages(gm), hardware, boxed)
 
 
 def replay(
-    nodes: list[Node], costs: dict[Node, Cost], storages: Storages, hardware: Hardware, boxed: bool
+    nodes: list[Node], costs: dict[Node, NodeCost], storages: Storages, hardware: Hardware, boxed: bool
 ) -> Timeline:
     """Predict the run of a graph's nodes in some order, from their costs and storages."""
     clock, memory, spans = Clock(costs, storages), LiveBytes(storages, boxed), []
-    busy = dict.fromkeys(STREAMS, 0.0)
     for node in nodes:
-        before, kind = clock.compute, costs[node].kind
+        free, kind, chunk = clock.compute, costs[node].kind, chunk_of(node)
         start, end = clock.run(node)
         memory.run(node)
-        stream = STREAMS[kind is Kind.MESSAGE]
-        busy[stream] += end - start
-        if stream == "compute" and start > before:
-            spans.append(_span(node, "wait", stream, before, start, memory.step))
+        if kind != "message" and start > free:
+            spans.append(Span(node.name, "wait", free, start, chunk, memory.step))
         if end > start:
-            spans.append(_span(node, kind.value, stream, start, end, memory.step))
-    return Timeline(
-        tuple(spans),
-        max(clock.compute, clock.communication),
-        busy["compute"],
-        busy["communication"],
-        memory.peak,
-        memory.peak_node,
-        hardware,
-    )
-
-
-def _span(node: Node, kind: str, stream: str, start: float, end: float, live: int) -> Span:
-    return Span(node.name, kind, stream, start, end, chunk_of(node), live)
+            spans.append(Span(node.name, kind, start, end, chunk, memory.step))
+    return Timeline(tuple(spans), memory.peak, memory.peak_node, hardware)
 
 
 def chunk_of(node: Node) -> tuple[Any, int] | None:

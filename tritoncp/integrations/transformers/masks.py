@@ -1,4 +1,4 @@
-"""Masks as models ask for them: built when attention first needs them, and once for all layers."""
+"""Masks of the layers of a model: built when attention first needs them, and once for all layers."""
 
 from __future__ import annotations
 

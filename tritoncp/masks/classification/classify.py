@@ -21,8 +21,8 @@ from tritoncp.masks.block_runs import ABSENT, Kind, Runs, ramps
 from tritoncp.masks.classification.tile_bounds import Bounds
 from tritoncp.masks.mask_mod import MaskFn
 
-Ask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-# (b [n], h [n], q [n, i], kv [n, j]) -> bool [n, i, j]: a mask_mod's values. int64, all on the CPU
+PairEvaluator = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# a mask_mod's values: (b [n], h [n], q [n, i], kv [n, j]), int64, -> bool [n, i, j], all on the CPU
 
 PAIRS = 1 << 22  # pairs evaluated at a time: an int64 intermediate of a mask_mod is 32 MiB
 _TILES = 1 << 16  # tiles bounded at a time
@@ -66,15 +66,15 @@ class Grid(NamedTuple):
         return scaled
 
 
-def ask_torch(mask_mod: MaskFn, device: str | torch.device) -> Ask:
-    """Return the mask_mod as an Ask: evaluated in torch on ``device``, under vmap as torch's builder does."""
+def torch_evaluator(mask_mod: MaskFn, device: str | torch.device) -> PairEvaluator:
+    """Return a PairEvaluator of a mask_mod: in torch on ``device``, under vmap as torch's builder does."""
     vmap = vmapped(mask_mod, (None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0))
 
-    def ask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def evaluate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         with torch.no_grad():
             return vmap(*upload((b, h, q, kv), torch.device(device))).cpu()
 
-    return ask
+    return evaluate
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,20 @@ class TileEvaluator:
     Tiles are int64 [n, 6 or more]: b, h, first and end row, first and end column, then columns of the caller.
     """
 
-    ask: Ask
+    evaluate: PairEvaluator
     bounds: Bounds | None
 
     @classmethod
     def of_mask_mod(
-        cls, mask_mod: MaskFn, device: str | torch.device = "cpu", ask: Ask | None = None
+        cls, mask_mod: MaskFn, device: str | torch.device = "cpu", evaluate: PairEvaluator | None = None
     ) -> TileEvaluator:
-        """Trace a mask_mod. device: of its tensors. ask: evaluates pairs; None: torch does, on ``device``."""
-        return cls(ask or ask_torch(mask_mod, device), Bounds.of(mask_mod, device))
+        """Trace a mask_mod. device: of its tensors. evaluate: None for torch on ``device``."""
+        return cls(evaluate or torch_evaluator(mask_mod, device), Bounds.of(mask_mod, device))
 
     def check(self) -> None:
         """Evaluate the first pair of a mask, which raises the errors of its mask_mod at once."""
         zero = torch.zeros(1, dtype=torch.int64)
-        self.ask(zero, zero, zero[:, None], zero[:, None])
+        self.evaluate(zero, zero, zero[:, None], zero[:, None])
 
     @property
     def reads(self) -> tuple[bool, bool]:
@@ -128,23 +128,22 @@ class TileEvaluator:
 
         A tile smaller than the largest of its chunk repeats its last row and column.
         """
-        for chunk in tiles.split(max(1, PAIRS // _area(tiles))) if len(tiles) else ():
-            yield chunk, self._evaluate_chunk(chunk)
-
-    def _evaluate_chunk(self, tiles: Tensor) -> Tensor:
-        """Evaluate every pair of tiles in tokens: bool [n, i, j]."""
-        sides = [
-            torch.minimum(lo[:, None] + torch.arange(int((hi - lo).max())), hi[:, None] - 1)
-            for lo, hi in ((tiles[:, 2], tiles[:, 3]), (tiles[:, 4], tiles[:, 5]))
-        ]
-        return self.evaluate_pairs(tiles, *sides)
+        if not len(tiles):
+            return
+        height, width = ((tiles[:, end] - tiles[:, end - 1]).max() for end in (3, 5))
+        for chunk in tiles.split(max(1, PAIRS // int(height * width))):
+            q, kv = (
+                torch.minimum(lo[:, None] + torch.arange(int((hi - lo).max())), hi[:, None] - 1)
+                for lo, hi in (chunk[:, 2:4].T, chunk[:, 4:6].T)
+            )
+            yield chunk, self.evaluate_pairs(chunk, q, kv)
 
     def evaluate_pairs(self, tiles: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         """Evaluate q [n, i] x kv [n, j] with each tile's batch row and head: bool [n, i, j]."""
         step = max(1, PAIRS // (q.shape[1] * kv.shape[1]))
         arguments = (tiles[:, 0], tiles[:, 1], q, kv)
         chunks = zip(*(argument.split(step) for argument in arguments), strict=True)
-        return torch.cat([self.ask(*chunk) for chunk in chunks])
+        return torch.cat([self.evaluate(*chunk) for chunk in chunks])
 
 
 def find_runs(
@@ -189,18 +188,23 @@ def find_intervals(evaluator: TileEvaluator, runs: Runs, grid: Grid) -> tuple[Te
     """
     B, H, _, _ = runs.shape
     b, h = (size if read else 1 for size, read in zip((B, H), evaluator.reads, strict=True))
-    if runs.part(b, h).expand(B, H) == runs:
-        runs = runs.part(b, h)
-    extents = _Extents(runs, grid)
-    masked = masked_blocks(runs)
+    shared = runs.select(slice(b), slice(h))
+    if shared.expand(B, H) == runs:
+        runs = shared
+    extents, masked = _Extents(runs, grid), masked_blocks(runs)
     if len(masked):
         evaluator.check()
-    for blocks in (masked[:_FIRST_BLOCKS], *masked[_FIRST_BLOCKS:].split(_BLOCKS)):
-        tiles = torch.stack([*blocks[:, :3].unbind(1), blocks[:, 2] + 1, blocks[:, 3], blocks[:, 3] + 1], 1)
-        if not extents.add(evaluator, tiles):
+    first, rest = masked[:_FIRST_BLOCKS], masked[_FIRST_BLOCKS:]
+    for blocks in (first, *rest.split(_BLOCKS)):
+        extents.add(evaluator, blocks)
+        if blocks is first and not extents.are_intervals(first):
             return None
-    interval = extents.interval()
-    return interval and (interval[0].expand(B, H, -1), interval[1].expand(B, H, -1))
+    if not extents.are_intervals(masked):
+        return None
+    b, h, _, _ = runs.shape
+    bounds = torch.where(extents.hi > 0, extents.lo, 0), extents.hi
+    lo, hi = (t.view(b, h, -1)[..., : grid.q_len].contiguous().expand(B, H, -1) for t in bounds)
+    return lo, hi
 
 
 def masked_blocks(runs: Runs) -> Tensor:
@@ -304,34 +308,29 @@ def _kinds(evaluator: TileEvaluator, blocks: Tensor, grid: Grid) -> Tensor:
     return torch.where(has_visible, torch.where(has_hidden, int(Kind.MASKED), int(Kind.FULL)), ABSENT)
 
 
-def _area(tiles: Tensor) -> int:
-    """Number of pairs of a tile as tall as the tallest and as wide as the widest of ``tiles``."""
-    return int((tiles[:, 3] - tiles[:, 2]).max()) * int((tiles[:, 5] - tiles[:, 4]).max())
-
-
 class _Extents:
     """First, last and number of visible keys of each query row in masked blocks, accumulated block by block.
 
-    lo, hi, count: int32 [B, H, rows, q_block]
+    lo, hi, count: int32 [B * H * rows of blocks * q_block]
     """
 
     def __init__(self, runs: Runs, grid: Grid) -> None:
-        self.runs, self.grid = runs, grid
-        shape = (*runs.shape[:3], grid.q_block)
-        self.lo = torch.full(shape, grid.kv_len, dtype=torch.int32)
-        self.hi = torch.zeros(shape, dtype=torch.int32)
-        self.count = torch.zeros(shape, dtype=torch.int32)
+        self.heads, self.grid = runs.shape[1], grid
+        b, h, rows, _ = runs.shape
+        self.lo = torch.full((b * h * rows * grid.q_block,), grid.kv_len, dtype=torch.int32)
+        self.hi, self.count = torch.zeros_like(self.lo), torch.zeros_like(self.lo)
 
-    def add(self, evaluator: TileEvaluator, blocks: Tensor) -> bool:
-        """Add blocks; return False if the visible keys of a row in one of them are not one interval."""
-        height = self.grid.q_block
-        lo = torch.full((len(blocks) * height,), self.grid.kv_len, dtype=torch.int32)
-        hi, count = torch.zeros_like(lo), torch.zeros_like(lo)
+    def _first_row(self, blocks: Tensor) -> Tensor:
+        """Return the place of query 0 of the batch row and head of each block: int64 [n]."""
+        return (blocks[:, 0] * self.heads + blocks[:, 1]) * self.grid.rows * self.grid.q_block
+
+    def add(self, evaluator: TileEvaluator, blocks: Tensor) -> None:
+        """Add the visible keys of blocks, int64 [n, 4]."""
 
         def record(row: Tensor, start: Tensor, end: Tensor, num_visible: Tensor) -> None:
-            lo.scatter_reduce_(0, row, start.int(), "amin")
-            hi.scatter_reduce_(0, row, end.int(), "amax")
-            count.index_add_(0, row, num_visible.int())
+            self.lo.scatter_reduce_(0, row, start.int(), "amin")
+            self.hi.scatter_reduce_(0, row, end.int(), "amax")
+            self.count.index_add_(0, row, num_visible.int())
 
         def visit(tiles: Tensor) -> Tensor:
             some, every = evaluator.bound_tiles(tiles)
@@ -345,33 +344,20 @@ class _Extents:
                 record(*_visible_extents(chunk, visible))
             return undecided & ~leaves
 
-        # what to add to a token row for its row of lo, hi and count
-        offset = torch.arange(len(blocks)) * height - blocks[:, 2] * height
-        _descend(torch.cat([self.grid.to_tokens(blocks), offset[:, None]], 1), visit)
-        lo, hi, count = (t.view(-1, height) for t in (lo, hi, count))
-        _, heads, rows, _ = self.runs.shape
-        row = ((blocks[:, 0] * heads + blocks[:, 1]) * rows + blocks[:, 2])[:, None].expand(-1, height)
-        self.lo.view(-1, height).scatter_reduce_(0, row, lo, "amin")
-        self.hi.view(-1, height).scatter_reduce_(0, row, hi, "amax")
-        self.count.view(-1, height).scatter_add_(0, row, count)
-        return not bool(((count > 0) & (hi - lo != count)).any())
+        tiles = torch.stack([*blocks[:, :3].unbind(1), blocks[:, 2] + 1, blocks[:, 3], blocks[:, 3] + 1], 1)
+        _descend(torch.cat([self.grid.to_tokens(tiles), self._first_row(blocks)[:, None]], 1), visit)
 
-    def interval(self) -> tuple[Tensor, Tensor] | None:
-        """Return (lo, hi) if every row sees all keys of [lo, hi) in its masked blocks, else None."""
+    def are_intervals(self, blocks: Tensor) -> bool:
+        """Whether every row sees all keys between its first and its last one in ``blocks``, which are all
+        that were added."""
         height, width = self.grid.q_block, self.grid.kv_block
-        lo, hi, missing = (t.view(-1, height) for t in (self.lo, self.hi, -self.count))
-        row, start, end, _ = (t[self.runs.runs[:, 2] == Kind.MASKED] for t in self.runs._flat())
-        for r, s, e in zip(
-            *(t.split(max(1, PAIRS // height)) for t in (row, start * width, end * width)), strict=True
-        ):
-            overlap = (hi[r].minimum(e[:, None]) - lo[r].maximum(s[:, None])).clamp(min=0)
-            missing.index_add_(0, r, overlap.int())
-        if bool(missing.any()):
-            return None
-        b, h = self.runs.shape[:2]
-        bounds = torch.where(self.hi > 0, self.lo, 0), self.hi
-        lo, hi = (t.view(b, h, -1)[..., : self.grid.q_len].contiguous() for t in bounds)
-        return lo, hi
+        missing = -self.count
+        for chunk in blocks.split(max(1, PAIRS // height)):
+            row = (self._first_row(chunk) + chunk[:, 2] * height)[:, None] + torch.arange(height)
+            start = chunk[:, 3:] * width
+            overlap = self.hi[row].minimum(start + width) - self.lo[row].maximum(start)
+            missing.index_add_(0, row.flatten(), overlap.clamp(min=0).flatten().int())
+        return not bool(missing.any())
 
 
 def _visible_extents(tiles: Tensor, visible: Tensor) -> tuple[Tensor, ...]:

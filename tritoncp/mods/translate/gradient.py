@@ -6,28 +6,41 @@ factors, sums and reshapes map its entries. An operation whose result would be d
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from tritoncp.mods.translate.index_maps import (
-    MAX_UNROLLED,
     ZERO,
-    as_dense,
-    as_sparse,
     broadcast,
-    collapse,
+    check_length,
+    constant_index,
     dim_sizes,
     element_at,
     reshape,
-    scatter,
     shift,
     wrap,
 )
 from tritoncp.mods.translate.pointwise_ops import BINARY, UNARY, where
-from tritoncp.mods.translate.symbolic import Block, Dim, Entry, Scalar, Sparse, Value, fixed_dim, weak_scalar
+from tritoncp.mods.translate.symbolic import (
+    Block,
+    Dim,
+    Entry,
+    Index,
+    Indices,
+    Lazy,
+    Scalar,
+    Sparse,
+    Value,
+    as_rep,
+    constant,
+    fixed_dim,
+    weak_scalar,
+)
 from tritoncp.mods.translate.view_ops import permutation
 
 
@@ -36,10 +49,12 @@ class GradientScope(NamedTuple):
 
     block: takes the emitted lines
     captures: the dimensions of each captured tensor that needs a gradient
+    pointwise: returns the rule of a pointwise operation on Scalars, and its operands
     """
 
     block: Block
     captures: tuple[tuple[Dim, ...], ...]
+    pointwise: Callable[..., tuple[Callable[..., Scalar], list[Any]]]
 
 
 MAKERS = frozenset(["zeros_and_scatter", "select_backward", "slice_backward", "index_put"])  # of a Sparse
@@ -48,12 +63,6 @@ MAKERS = frozenset(["zeros_and_scatter", "select_backward", "slice_backward", "i
 def has_sparse(inputs: Sequence[Any]) -> bool:
     """Whether an operand, or an item of a list of operands, is the gradient of a tensor with dimensions."""
     return any(isinstance(i, Sparse) for i in _flatten(inputs))
-
-
-def is_short(inputs: Sequence[Any]) -> bool:
-    """Whether every Sparse among the operands may be written out element by element."""
-    shapes = [dim_sizes(i.shape) for i in _flatten(inputs) if isinstance(i, Sparse)]
-    return all(math.prod(shape) <= MAX_UNROLLED for shape in shapes)
 
 
 def _flatten(inputs: Sequence[Any]) -> list[Any]:
@@ -68,7 +77,7 @@ def make_dense(block: Block, inputs: Sequence[Any]) -> list[Any]:
     def convert(value: Any) -> Any:
         if type(value) in (list, tuple):
             return make_dense(block, value)
-        return as_dense(block, value, BINARY["add"], where) if isinstance(value, Sparse) else value
+        return as_dense(block, value) if isinstance(value, Sparse) else value
 
     return [convert(value) for value in inputs]
 
@@ -78,42 +87,90 @@ def emit_operation(scope: GradientScope, node: fx.Node, name: str, inputs: list[
 
     Raises NotImplementedError where its result would be dense.
     """
-    rule = RULES.get(name)
-    if rule is None:
-        raise NotImplementedError("it would make a dense gradient of a whole captured tensor")
-    value = rule(scope, node, inputs)
-    return collapse(value, scope.block, BINARY["add"]) if isinstance(value, Sparse) else value
-
-
-def _result_dims(node: fx.Node, *like: Value) -> tuple[Dim, ...]:
-    return broadcast(list(node.meta["val"].shape), like)
+    value = RULES[name](scope, node, inputs) if name in RULES else _pointwise(scope, node, name, inputs)
+    return collapse(scope.block, value) if isinstance(value, Sparse) else value
 
 
 def _map_indices(value: Sparse, shape: tuple[Dim, ...], change: Callable[[Any], Any]) -> Sparse:
     return Sparse(shape, value.dtype, tuple(Entry(tuple(change(e.indices)), e.value) for e in value.entries))
 
 
+# -- entries -------------------------------------------------------------------------------------------
+
+
+def collapse(block: Block, value: Sparse) -> Scalar | Sparse:
+    """The sum of the entries of a Sparse without dimensions; a Sparse with dimensions is unchanged."""
+    if value.shape:
+        return value
+    values = [entry.value for entry in value.entries] or [constant(0, value.dtype)]
+    return functools.reduce(lambda a, b: BINARY["add"](block, value.dtype, a, b), values)
+
+
+def as_sparse(value: Scalar | Sparse | Lazy) -> Sparse:
+    """A gradient as a Sparse: a Scalar is one entry without indices, and a dense zero has no entry.
+
+    Each element of a short dense gradient is an entry. Raises TooLong for others.
+    """
+    if isinstance(value, Scalar):
+        return Sparse((), value.dtype, (Entry((), value),))
+    if isinstance(value, Lazy):
+        if value.fill == 0:
+            return Sparse(value.shape, value.dtype, ())
+        entries = (Entry(indices, value.at(indices)) for indices in _all_indices(value.shape))
+        return Sparse(value.shape, value.dtype, tuple(entries))
+    return value
+
+
+def _all_indices(shape: Sequence[Dim]) -> list[Indices]:
+    sizes = dim_sizes(shape)
+    check_length(math.prod(sizes))
+    return [tuple(map(constant_index, place)) for place in itertools.product(*map(range, sizes))]
+
+
+def as_dense(block: Block, value: Sparse) -> Lazy:
+    """A short gradient as a Lazy, of which an element is the sum of the entries at its index."""
+    check_length(math.prod(dim_sizes(value.shape)))
+    zero = constant(0, value.dtype)
+
+    def at(indices: Indices) -> Scalar:
+        total = zero
+        for entry in value.entries:
+            addend, pairs = entry.value, zip(entry.indices, indices, strict=True)
+            different = [(a.at, b.at) for a, b in pairs if a.at != b.at]
+            if any(a.const is not None and b.const is not None for a, b in different):
+                continue
+            for a, b in different:
+                equal = block.comparison(f"{as_rep(a, 'int64')} == {as_rep(b, 'int64')}", "equal", a, b)
+                addend = where(block, value.dtype, equal, addend, zero)
+            total = addend if total is zero else BINARY["add"](block, value.dtype, total, addend)
+        return total
+
+    return Lazy(value.shape, value.dtype, functools.cache(at))
+
+
 # -- scatters --------------------------------------------------------------------------------------------
 
 
 def _zeros_and_scatter(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    indices = inputs[1]
-    return _scatter(scope, node, indices, inputs[2])
-
-
-def _index_put(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    base = as_sparse(inputs[0])
-    if base.entries:
-        raise NotImplementedError("an edit of a tensor that is not zero")
-    indices = inputs[1]
-    return _scatter(scope, node, indices, inputs[2])
-
-
-def _scatter(scope: GradientScope, node: fx.Node, indices: Sequence[Any], values: Any) -> Sparse:
+    """Zeros with values at 0-d indices: the backward of `index_maps.gather`."""
+    indices, values = inputs[1], as_sparse(inputs[2])
     if not all(i is None or isinstance(i, Scalar) for i in indices):
         raise NotImplementedError("a gradient through an index that is itself a whole tensor")
     shape = _read_dims(scope, node.meta["val"].shape)
-    return scatter(scope.block, shape, indices, as_sparse(values))
+    indices = list(indices) + [None] * (len(shape) - len(indices))
+    places = [None if i is None else wrap(scope.block, dim, i) for dim, i in zip(shape, indices, strict=True)]
+
+    def place(entry: Indices) -> Iterator[Index]:
+        rest = iter(entry)
+        return (next(rest) if index is None else index for index in places)
+
+    return _map_indices(values, shape, place)
+
+
+def _index_put(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+    if as_sparse(inputs[0]).entries:
+        raise NotImplementedError("an edit of a tensor that is not zero")
+    return _zeros_and_scatter(scope, node, inputs)
 
 
 def _read_dims(scope: GradientScope, shape: Sequence[int]) -> tuple[Dim, ...]:
@@ -137,7 +194,7 @@ def _select_backward(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> 
 
 
 def _slice_backward(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    shape = _result_dims(node)
+    shape = broadcast(list(node.meta["val"].shape), ())
     dim, start, end, step = node.args[2:6]
     dim = int(dim) % len(shape)  # type: ignore[arg-type]
     begin = slice(start, end, step).indices(shape[dim].size)[0]
@@ -159,78 +216,44 @@ def _add(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
 
 
 def _sub(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    b = _map_values(
-        scope, node, as_sparse(inputs[1]), lambda value, _: UNARY["neg"](scope.block, value.dtype, value)
-    )
-    return _add(scope, node, [inputs[0], b])
+    b = as_sparse(inputs[1])
+    negated = (Entry(e.indices, UNARY["neg"](scope.block, b.dtype, e.value)) for e in b.entries)
+    return _add(scope, node, [inputs[0], Sparse(b.shape, b.dtype, tuple(negated))])
 
 
-def _map_values(
-    scope: GradientScope, node: fx.Node, value: Sparse, change: Callable[[Scalar, Any], Scalar]
-) -> Sparse:
-    dtype = node.meta["val"].dtype
-    entries = tuple(Entry(e.indices, change(e.value, e.indices)) for e in value.entries)
-    return Sparse(value.shape, dtype, entries)
+def _pointwise(scope: GradientScope, node: fx.Node, name: str, inputs: list[Any]) -> Sparse:
+    """Apply an operation to the entries alone, with the elements of dense operands at their indices."""
+    rule, operands = scope.pointwise(node, name, inputs, node.meta["val"])
+    gradients = [i for i, operand in enumerate(operands) if isinstance(operand, Sparse)]
+    if len(gradients) != 1 or not _keeps_zero(node, name, operands, gradients[0]):
+        raise NotImplementedError("it would make a dense gradient of a whole captured tensor")
+    value = operands[gradients[0]]
+    _check_shape(node, value)
+    if name == "mul":  # the gradient is written first
+        operands.sort(key=lambda operand: operand is not value)
+
+    def element(entry: Entry) -> Scalar:
+        dense = (o if o is value else element_at(o, entry.indices, len(value.shape)) for o in operands)
+        return rule(*(entry.value if o is value else o for o in dense))
+
+    entries = tuple(Entry(entry.indices, element(entry)) for entry in value.entries)
+    return Sparse(value.shape, node.meta["val"].dtype, entries)
+
+
+def _keeps_zero(node: fx.Node, name: str, operands: list[Any], place: int) -> bool:
+    """Whether an operation gives zero wherever the operand at `place` is zero."""
+    if name in ("where", "masked_fill"):
+        condition = 0 if name == "where" else 1
+        others = [o for i, o in enumerate(operands) if i not in (condition, place)]
+        return place != condition and all((o.const if isinstance(o, Scalar) else o.fill) == 0 for o in others)
+    if name == "div":
+        return place == 0 and not node.kwargs.get("rounding_mode")
+    return name in ("mul", "neg", "_to_copy", "convert_element_type")
 
 
 def _check_shape(node: fx.Node, value: Sparse) -> None:
     if list(node.meta["val"].shape) != dim_sizes(value.shape):
         raise NotImplementedError("it would make a dense gradient of a whole captured tensor")
-
-
-def _factor_rule(name: str) -> Callable[..., Sparse]:
-    """The rule of a product with, or a division by, a dense value, which is read at each entry's index."""
-
-    def rule(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-        a, b = inputs[:2]
-        if not isinstance(a, Sparse):
-            if name != "mul":
-                raise NotImplementedError("division by a gradient")
-            a, b = b, a
-        if isinstance(b, Sparse) or node.kwargs.get("rounding_mode"):
-            raise NotImplementedError("a gradient of a gradient")
-        _check_shape(node, a)
-        rank, dtype = len(a.shape), node.meta["val"].dtype
-        return _map_values(
-            scope, node, a, lambda v, i: BINARY[name](scope.block, dtype, v, element_at(b, i, rank))
-        )
-
-    return rule
-
-
-def _where(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    condition, a, b = inputs
-    zero = weak_scalar(0)
-    value = as_sparse(a) if isinstance(a, Sparse) else as_sparse(b)
-    other = b if isinstance(a, Sparse) else a
-    if isinstance(condition, Sparse) or isinstance(other, Sparse) or _constant_of(other) != 0:
-        raise NotImplementedError("it would make a dense gradient of a whole captured tensor")
-    _check_shape(node, value)
-    rank, dtype = len(value.shape), node.meta["val"].dtype
-
-    def select(v: Scalar, i: Any) -> Scalar:
-        pair = (v, zero) if isinstance(a, Sparse) else (zero, v)
-        return where(scope.block, dtype, element_at(condition, i, rank), *pair)
-
-    return _map_values(scope, node, value, select)
-
-
-def _masked_fill(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    value, condition, fill = inputs
-    return _where(scope, node, [condition, fill, value])
-
-
-def _constant_of(value: Any) -> Any:
-    return value.const if isinstance(value, Scalar) else value.fill
-
-
-def _neg(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    return _map_values(scope, node, inputs[0], lambda v, _: UNARY["neg"](scope.block, v.dtype, v))
-
-
-def _to_copy(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    dtype = node.meta["val"].dtype
-    return _map_values(scope, node, inputs[0], lambda v, _: scope.block.convert(v, dtype))
 
 
 # -- shapes ----------------------------------------------------------------------------------------------
@@ -254,7 +277,7 @@ def _sum(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
 
 def _view(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     value, new = inputs[0], list(node.meta["val"].shape)
-    shape = _result_dims(node)
+    shape = broadcast(list(node.meta["val"].shape), ())
     return _map_indices(value, shape, lambda i: reshape(scope.block, i, dim_sizes(value.shape), new))
 
 
@@ -280,13 +303,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "slice_backward": _slice_backward,
     "add": _add,
     "sub": _sub,
-    "mul": _factor_rule("mul"),
-    "div": _factor_rule("div"),
-    "where": _where,
-    "masked_fill": _masked_fill,
-    "neg": _neg,
-    "_to_copy": _to_copy,
-    "convert_element_type": _to_copy,
     "sum": _sum,
     "permute": _permute,
     "transpose": _permute,

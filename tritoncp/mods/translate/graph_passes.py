@@ -4,6 +4,7 @@ and torch's decompositions of operations that have no rule."""
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -18,15 +19,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tritoncp.mods.errors import Untranslatable
-from tritoncp.mods.translate.number_captures import Path
+from tritoncp.mods.translate.index_maps import check_length
+from tritoncp.mods.translate.number_captures import Place
 from tritoncp.mods.translate.view_ops import op_base_name
 
 aten = torch.ops.aten
-
-
-def node_line(node: fx.Node, default: str) -> str:
-    """Return file:line of the user's code behind a node; `default` for backward nodes, which have none."""
-    return node.stack_trace or default
 
 
 def remove_score_detach(graph: fx.GraphModule) -> None:
@@ -66,7 +63,7 @@ def _replace_edit(graph: fx.Graph, node: fx.Node, origin: str) -> None:
     packet = getattr(aten, target.overloadpacket.__name__.removesuffix("_"), None)
     pure = getattr(packet, target._overloadname, None)
     if pure is None:
-        raise Untranslatable(str(target), node_line(node, origin), "there is no rule for it")
+        raise Untranslatable(str(target), node.stack_trace or origin, "there is no rule for it")
     node.target = pure
     result = node.meta["val"]
     operands: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args[:2]]
@@ -98,7 +95,7 @@ def rename_inputs(graph: fx.Graph, names: Sequence[str]) -> None:
 
 
 def lift_captures(
-    graph: fx.GraphModule, values: Sequence[int | float], places: dict[Path, int]
+    graph: fx.GraphModule, values: Sequence[int | float], places: dict[Place, int]
 ) -> tuple[tuple[Tensor, ...], tuple[int | float, ...]]:
     """Make captured tensors inputs t0, t1, ... and captured numbers inputs n0, n1, ...; return both in order.
 
@@ -106,47 +103,26 @@ def lift_captures(
     """
     nodes = list(graph.graph.nodes)
     last_input = next(node for node in reversed(nodes) if node.op == "placeholder")
-    tensors: list[Tensor] = []
-    inputs: list[fx.Node] = []
-    for node in nodes:
-        if node.op != "get_attr":
-            continue
+    tensors: dict[int, tuple[Tensor, fx.Node]] = {}
+    for node in [node for node in nodes if node.op == "get_attr"]:
         tensor = getattr(graph, str(node.target))
-        position = next((i for i, other in enumerate(tensors) if other is tensor), len(tensors))
-        if position == len(tensors):
-            tensors.append(tensor)
-            last_input = _insert_input(
-                graph.graph, last_input, f"t{position}", val=node.meta.get("val", tensor)
-            )
-            inputs.append(last_input)
-        node.replace_all_uses_with(inputs[position])
+        if id(tensor) not in tensors:
+            last_input = _insert_input(last_input, f"t{len(tensors)}", val=node.meta.get("val", tensor))
+            tensors[id(tensor)] = tensor, last_input
+        node.replace_all_uses_with(tensors[id(tensor)][1])
         graph.graph.erase_node(node)
-    return tuple(tensors), _lift_numbers(graph.graph, nodes, last_input, values, places)
-
-
-def _lift_numbers(
-    graph: fx.Graph,
-    nodes: list[fx.Node],
-    last_input: fx.Node,
-    values: Sequence[int | float],
-    places: dict[Path, int],
-) -> tuple[int | float, ...]:
-    inputs: dict[int, fx.Node] = {}
+    numbers: dict[int, fx.Node] = {}
     for (position, argument), number in places.items():
-        if number not in inputs:
-            last_input = _insert_input(graph, last_input, f"n{len(inputs)}", number=values[number])
-            inputs[number] = last_input
-        node = nodes[position]
-        if isinstance(argument, int):
-            node.update_arg(argument, inputs[number])
-        else:
-            node.update_kwarg(argument, inputs[number])
-    return tuple(values[number] for number in inputs)
+        if number not in numbers:
+            last_input = _insert_input(last_input, f"n{len(numbers)}", number=values[number])
+            numbers[number] = last_input
+        nodes[position].update_arg(argument, numbers[number])
+    return tuple(tensor for tensor, _ in tensors.values()), tuple(values[number] for number in numbers)
 
 
-def _insert_input(graph: fx.Graph, previous: fx.Node, name: str, **meta: Any) -> fx.Node:
-    with graph.inserting_after(previous):
-        node = graph.placeholder(name)
+def _insert_input(previous: fx.Node, name: str, **meta: Any) -> fx.Node:
+    with previous.graph.inserting_after(previous):
+        node = previous.graph.placeholder(name)
     node.meta.update(meta)
     return node
 
@@ -156,30 +132,30 @@ def _insert_input(graph: fx.Graph, previous: fx.Node, name: str, **meta: Any) ->
 
 def split_outputs(
     graph: fx.Graph, is_score: bool, order: Sequence[int]
-) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-    """Split a graph of (out, dscore, *gradients) into one of out and one of the rest, None for masks.
+) -> tuple[fx.GraphModule, fx.GraphModule | None, fx.GraphModule | None]:
+    """Split a graph of (out, dscore, *gradients) into one of out, one of dscore and the gradients, and one of
+    dscore alone. A mask has the first.
 
     order: positions of the gradients that the second graph gives
     """
-    root = torch.nn.Module()
     if not is_score:
-        return _graph_module(root, graph), None
+        return _graph_module(graph), None, None
     (outputs,) = next(n for n in graph.nodes if n.op == "output").args
     out, dscore, *grads = outputs
-    forward, joint = fx.Graph(), fx.Graph()
-    for part, result in ((forward, out), (joint, (dscore, *(grads[i] for i in order)))):
-        copies: dict[fx.Node, fx.Node] = {}
+    parts: list[fx.GraphModule] = []
+    for result in (out, (dscore, *(grads[i] for i in order)), (dscore,)):
+        part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         part.graph_copy(graph, copies)
         part.output(fx.node.map_arg(result, copies.__getitem__))
         _erase_unused_nodes(part)
-    for node in list(forward.nodes):
-        if node.name == "dscore":
-            forward.erase_node(node)
-    return _graph_module(root, forward), _graph_module(root, joint)
+        if result is out:
+            part.erase_node(next(node for node in part.nodes if node.name == "dscore"))
+        parts.append(_graph_module(part))
+    return parts[0], parts[1], parts[2]
 
 
-def _graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    module = fx.GraphModule(root, graph)
+def _graph_module(graph: fx.Graph) -> fx.GraphModule:
+    module = fx.GraphModule(torch.nn.Module(), graph)
     release_source(module)
     return module
 
@@ -207,6 +183,15 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     }
     products = (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
     return table | dict.fromkeys(products, _sum_of_products) | {
+        aten.max.default: lambda x: x.amax(),
+        aten.min.default: lambda x: x.amin(),
+        aten.max.dim: lambda x, dim, keepdim=False: (x.amax(dim, keepdim), x.argmax(dim, keepdim)),
+        aten.min.dim: lambda x, dim, keepdim=False: (x.amin(dim, keepdim), x.argmin(dim, keepdim)),
+        aten.cumsum.default: lambda x, dim, dtype=None: _cumulate(torch.add, x, dim, dtype),
+        aten.cumprod.default: lambda x, dim, dtype=None: _cumulate(torch.mul, x, dim, dtype),
+        aten.gather.default: lambda x, dim, index, sparse_grad=False: x[_along(x, dim, index)],
+        aten.scatter.src: _scatter,
+        aten.scatter.value: _scatter,
         aten.var.correction: _variance,
         aten.std.correction: lambda *args, **kwargs: _variance(*args, **kwargs).sqrt(),
         aten.var_mean.correction: lambda x, dim=None, *, correction=1, keepdim=False: (
@@ -214,7 +199,6 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         ),
         aten.softshrink_backward.default: _shrink_backward,
         aten.hardshrink_backward.default: _shrink_backward,
-        aten.hypot.default: _hypot,
     }  # fmt: skip
 
 
@@ -225,6 +209,34 @@ def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     if b.ndim == 1:
         return (x * y).sum(-1).to(a.dtype)
     return (x.unsqueeze(-1) * y.unsqueeze(-3)).sum(-2).to(a.dtype)
+
+
+def _cumulate(step: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
+    """The sums or products of the first elements along a dimension, in float32 for half precisions."""
+    if not x.ndim:
+        return x.clone()
+    check_length(x.shape[dim])
+    wide = torch.float32 if x.is_floating_point() and x.itemsize == 2 else x.dtype
+    parts = itertools.accumulate(x.to(dtype or wide).unbind(dim), step)
+    return torch.stack(list(parts), dim).to(dtype or x.dtype)
+
+
+def _along(x: Tensor, dim: int, index: Tensor) -> tuple[Tensor, ...]:
+    """The indices of the elements that `torch.gather` reads."""
+    places = [torch.arange(size, device=x.device) for size in index.shape]
+    shapes = [[-1 if i == d else 1 for i in range(x.ndim)] for d in range(x.ndim)]
+    dim %= max(x.ndim, 1)
+    return tuple(index if d == dim else places[d].view(shape) for d, shape in enumerate(shapes))
+
+
+def _scatter(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Tensor:
+    """A tensor with another value at one index along a dimension, as in the gradient of torch.max."""
+    if not x.ndim:
+        return torch.where(index == 0, value, x)
+    if [*index.shape] != [1 if d == dim % x.ndim else size for d, size in enumerate(x.shape)]:
+        raise NotImplementedError("a scatter of several elements along a dimension")
+    shape = [-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]
+    return torch.where(index == torch.arange(x.shape[dim], device=x.device).view(shape), value, x)
 
 
 def _mean(x: Tensor, dim: Any, keepdim: bool) -> Tensor:
@@ -243,13 +255,6 @@ def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool 
 
 def _shrink_backward(grad: Tensor, x: Tensor, bound: float) -> Tensor:
     return torch.where((x >= -bound) & (x <= bound), 0, grad)
-
-
-def _hypot(a: Tensor, b: Tensor) -> Tensor:
-    high, low = torch.maximum(a.abs(), b.abs()), torch.minimum(a.abs(), b.abs())
-    ratio = low / torch.where(high == 0, 1, high)
-    infinite = torch.isinf(a) | torch.isinf(b)
-    return torch.where(infinite, float("inf"), high * torch.sqrt(ratio * ratio + 1))
 
 
 def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:
@@ -272,7 +277,7 @@ def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:
         values = [mode.from_tensor(v) if mode and not isinstance(v, FakeTensor) else v for v in values]
         with _disable_current_modes(), torch.no_grad(), torch.inference_mode(False):
             module = make_fx(call, table, "fake", _allow_non_fake_inputs=True)(*values)
-        make_pure(module, node_line(node, ""))
+        make_pure(module, node.stack_trace or "")
         release_source(module)
         for part in module.graph.nodes:
             part.stack_trace = node.stack_trace

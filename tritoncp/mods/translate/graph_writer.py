@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.translate import gradient
-from tritoncp.mods.translate.graph_passes import decompose, node_line
+from tritoncp.mods.translate.graph_passes import decompose
 from tritoncp.mods.translate.index_maps import TooLong, broadcast, element_address, element_at
 from tritoncp.mods.translate.integer_ranges import INDEX, Interval, dtype_interval
 from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, where
@@ -29,6 +29,7 @@ from tritoncp.mods.translate.symbolic import (
     Scalar,
     Value,
     as_rep,
+    constant,
     fixed_dim,
     weak_scalar,
 )
@@ -141,7 +142,7 @@ class GraphWriter:
             return self._operation(node)
         except (NotImplementedError, KeyError, AssertionError) as error:
             reason = str(error) if isinstance(error, NotImplementedError) else "there is no rule for it"
-            line = node_line(node, self.trace.origin)
+            line = node.stack_trace or self.trace.origin  # nodes of the backward pass have none
             remedy = (error.remedy,) if isinstance(error, TooLong) else ()
             raise Untranslatable(str(node.target), line, reason, *remedy) from error
 
@@ -163,11 +164,12 @@ class GraphWriter:
         if name not in _RULED and (part := decompose(node, _RULED)) is not None:
             return self._decomposed(node, part)
         if gradient.has_sparse(inputs) or name in gradient.MAKERS:
-            scope = gradient.GradientScope(self.block, tuple(map(self._shape, self.trace.wants)))
+            captures = tuple(map(self._shape, self.trace.wants))
+            scope = gradient.GradientScope(self.block, captures, self._rule)
             try:
                 return gradient.emit_operation(scope, node, name, inputs)
             except NotImplementedError:
-                if name in gradient.MAKERS or not gradient.is_short(inputs):
+                if name in gradient.MAKERS:
                     raise
                 inputs = gradient.make_dense(self.block, inputs)
         if name in SHORT_TENSORS:
@@ -214,10 +216,11 @@ class GraphWriter:
 
         def place(indices: Indices) -> Scalar:
             (index,) = indices
-            position = index.at._replace(dtype=torch.int64)
+            if index.at.const is not None:
+                return constant(start + step * int(index.at.const), result.dtype)
             reach = Interval(-(2**62) if index.valid else 0, 2**62)  # an index out of range has any value
-            text = as_rep(position, "int64")
-            position = Scalar(text, torch.int64, "int64", reach, position.const, position.axes)
+            text = as_rep(index.at, "int64")
+            position = Scalar(text, torch.int64, "int64", reach, None, index.at.axes)
             scaled = BINARY["mul"](self.block, torch.int64, position, weak_scalar(step))
             return self.block.convert(
                 BINARY["add"](self.block, torch.int64, scaled, weak_scalar(start)), result.dtype
@@ -265,34 +268,27 @@ class GraphWriter:
             raise NotImplementedError(f"its argument {option}={value} has no rule")
         if name in UNARY:
             return (lambda a: UNARY[name](block, dtype, a)), inputs[:1]
-        if alpha != 1:
-            position = 0 if name == "rsub" else 1
-            return self._scale_operand(name, dtype, weak_scalar(alpha), position), inputs[:2]
-        return (lambda a, b: BINARY[name](block, dtype, a, b)), inputs[:2]
+        if alpha == 1:
+            return (lambda a, b: BINARY[name](block, dtype, a, b)), inputs[:2]
 
-    def _scale_operand(
-        self, name: str, dtype: torch.dtype, alpha: Scalar, position: int
-    ) -> Callable[..., Scalar]:
-        """A binary rule on operands of which one is multiplied by alpha first."""
+        def scale(x: Scalar) -> Scalar:
+            return BINARY["mul"](block, dtype, x, weak_scalar(alpha))
 
-        def rule(a: Scalar, b: Scalar) -> Scalar:
-            pair = [a, b]
-            pair[position] = BINARY["mul"](self.block, dtype, pair[position], alpha)
-            return BINARY[name](self.block, dtype, *pair)
-
-        return rule
+        if name == "rsub":
+            return (lambda a, b: BINARY[name](block, dtype, scale(a), b)), inputs[:2]
+        return (lambda a, b: BINARY[name](block, dtype, a, scale(b))), inputs[:2]
 
     def _clamp(self, dtype: torch.dtype, inputs: list[Any]) -> tuple[Callable[..., Scalar], list[Any]]:
-        low, high = [*inputs, None, None][1:3]
+        limits = zip(("maximum", "minimum"), inputs[1:], strict=False)
+        names = [name for name, limit in limits if limit is not None]
 
         def rule(a: Scalar, *limits: Scalar) -> Scalar:
-            rest = list(limits)
             a = self.block.convert(a, dtype)
-            if low is not None:
-                a = BINARY["maximum"](self.block, dtype, a, rest.pop(0))
-            return BINARY["minimum"](self.block, dtype, a, rest.pop(0)) if high is not None else a
+            for name, limit in zip(names, limits, strict=True):
+                a = BINARY[name](self.block, dtype, a, limit)
+            return a
 
-        return rule, [i for i in (inputs[0], low, high) if i is not None]
+        return rule, [i for i in inputs[:3] if i is not None]
 
 
 def _options(node: fx.Node, num_operands: int) -> dict[str, Any]:

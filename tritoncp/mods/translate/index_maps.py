@@ -1,13 +1,10 @@
-"""Index maps: gathers, slices and reshapes of symbolic tensors, and their backward.
+"""Index maps: gathers, slices and reshapes of symbolic tensors.
 
-A view of a `Lazy` maps an index of the result to an index of the source. The backward of the view maps the
-indices of a `Sparse` gradient from the result's to the source's.
+A view of a `Lazy` maps an index of the result to an index of the source.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -17,7 +14,6 @@ from tritoncp.mods.translate.integer_ranges import Interval
 from tritoncp.mods.translate.symbolic import (
     Block,
     Dim,
-    Entry,
     Index,
     Indices,
     Lazy,
@@ -49,6 +45,12 @@ class TooLong(NotImplementedError):
         super().__init__(
             f"it would compute {size} elements for each pair of query and key; the limit is {MAX_UNROLLED}"
         )
+
+
+def check_length(size: int) -> None:
+    """Raise TooLong for more than MAX_UNROLLED elements."""
+    if size > MAX_UNROLLED:
+        raise TooLong(size)
 
 
 def constant_index(position: int) -> Index:
@@ -115,19 +117,6 @@ def gather(block: Block, source: Lazy, indices: Sequence[Scalar | Lazy | None]) 
 def _common_shape(values: Sequence[Scalar | Lazy]) -> tuple[Dim, ...]:
     shapes = [[dim.size for dim in value.shape] if isinstance(value, Lazy) else [] for value in values]
     return broadcast(torch.broadcast_shapes(*shapes), values) if shapes else ()
-
-
-def scatter(block: Block, shape: tuple[Dim, ...], indices: Sequence[Scalar | None], values: Sparse) -> Sparse:
-    """The backward of `gather` by 0-d indices: zeros with `values` at the indices."""
-    full = list(indices) + [None] * (len(shape) - len(indices))
-    places = [
-        None if index is None else wrap(block, dim, index) for dim, index in zip(shape, full, strict=True)
-    ]
-    entries = []
-    for entry in values.entries:
-        rest = iter(entry.indices)
-        entries.append(Entry(tuple(next(rest) if place is None else place for place in places), entry.value))
-    return Sparse(shape, values.dtype, tuple(entries))
 
 
 def shift(block: Block, index: Index, start: int, step: int) -> Index:
@@ -197,57 +186,3 @@ def remap(value: Lazy, shape: tuple[Dim, ...], source_index: Callable[[Indices],
     if not shape:
         return value.at(source_index(()))
     return Lazy(shape, value.dtype, lambda result: value.at(source_index(result)), value.fill)
-
-
-def collapse(value: Sparse, block: Block, add: Callable[..., Scalar]) -> Scalar | Sparse:
-    """The sum of the entries of a Sparse without dimensions; a Sparse with dimensions is unchanged."""
-    if value.shape:
-        return value
-    total = constant(0, value.dtype)
-    for n, entry in enumerate(value.entries):
-        total = entry.value if n == 0 else add(block, value.dtype, total, entry.value)
-    return total
-
-
-def as_sparse(value: Scalar | Sparse | Lazy) -> Sparse:
-    """A gradient as a Sparse: a Scalar is one entry without indices, and a dense zero has no entry.
-
-    Each element of a short dense gradient is an entry. Raises TooLong for others.
-    """
-    if isinstance(value, Scalar):
-        return Sparse((), value.dtype, (Entry((), value),))
-    if isinstance(value, Lazy):
-        if value.fill == 0:
-            return Sparse(value.shape, value.dtype, ())
-        entries = (Entry(indices, value.at(indices)) for indices in _all_indices(value.shape))
-        return Sparse(value.shape, value.dtype, tuple(entries))
-    return value
-
-
-def _all_indices(shape: Sequence[Dim]) -> list[Indices]:
-    sizes = dim_sizes(shape)
-    if math.prod(sizes) > MAX_UNROLLED:
-        raise TooLong(math.prod(sizes))
-    return [tuple(map(constant_index, place)) for place in itertools.product(*map(range, sizes))]
-
-
-def as_dense(block: Block, value: Sparse, add: Callable[..., Scalar], where: Callable[..., Scalar]) -> Lazy:
-    """A short gradient as a Lazy, of which an element is the sum of the entries at its index."""
-    if math.prod(dim_sizes(value.shape)) > MAX_UNROLLED:
-        raise TooLong(math.prod(dim_sizes(value.shape)))
-    zero = constant(0, value.dtype)
-
-    def at(indices: Indices) -> Scalar:
-        total = zero
-        for entry in value.entries:
-            addend, pairs = entry.value, zip(entry.indices, indices, strict=True)
-            different = [(a.at, b.at) for a, b in pairs if a.at != b.at]
-            if any(a.const is not None and b.const is not None for a, b in different):
-                continue
-            for a, b in different:
-                equal = block.comparison(f"{as_rep(a, 'int64')} == {as_rep(b, 'int64')}", "equal", a, b)
-                addend = where(block, value.dtype, equal, addend, zero)
-            total = addend if total is zero else add(block, value.dtype, total, addend)
-        return total
-
-    return Lazy(value.shape, value.dtype, functools.cache(at))

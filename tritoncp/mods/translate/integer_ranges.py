@@ -14,15 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-INT_BITS = {
-    torch.bool: (0, 1),
-    torch.uint8: (0, 2**8 - 1),
-    torch.int8: (-(2**7), 2**7 - 1),
-    torch.int16: (-(2**15), 2**15 - 1),
-    torch.int32: (-(2**31), 2**31 - 1),
-    torch.int64: (-(2**63), 2**63 - 1),
-}
-
 
 class Interval(NamedTuple):
     """Every integer from lo to hi, both included."""
@@ -43,7 +34,9 @@ INDEX = Interval(0, 2**30 - 1)
 
 def dtype_interval(dtype: torch.dtype) -> Interval | None:
     """All values of an integer dtype; None for floating point."""
-    return Interval(*INT_BITS[dtype]) if dtype in INT_BITS else None
+    if dtype is torch.bool or dtype.is_floating_point:
+        return Interval(0, 1) if dtype is torch.bool else None
+    return Interval(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def wrap_interval(exact: Interval, dtype: torch.dtype) -> Interval:
@@ -87,7 +80,7 @@ def minimum(a: Interval, b: Interval) -> Interval:
 
 
 def union(a: Interval, b: Interval) -> Interval:
-    return Interval(min(a.lo, b.lo), max(a.hi, b.hi))
+    return _hull(*a, *b)
 
 
 def floor_div(a: Interval, b: Interval) -> Interval:

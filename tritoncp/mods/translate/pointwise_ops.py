@@ -47,49 +47,46 @@ def _operand(value: Scalar, rep: str, other: Scalar | None = None) -> str:
 _LITERAL_TYPES = ("int32", "int64", "float32", "float64")
 
 
-def _infix_rule(symbol: str, hint: str, interval: Callable[[Interval, Interval], Interval]) -> Rule:
+Intervals = Callable[[Interval, Interval], Interval]
+
+
+def _two_operands(
+    hint: str, floats: str = "", interval: Intervals | None = None, ints: str = "", bools: str = "",
+    naturals: str = "",
+) -> Rule:  # fmt: skip
+    """The rule of an operation by templates of its source, in which {a} and {b} are operands of one type; {x}
+    and {y} are the same, or an untyped literal for one of them.
+
+    ints, bools: of integers and bools, if it differs. naturals: of non-negative integers, the second positive
+    """
+
     def rule(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
         a, b = _convert_all(block, dtype, (a, b))
+
+        def fill(template: str, rep: str) -> str:
+            typed = {"a": as_rep(a, rep), "b": as_rep(b, rep)}
+            return template.format(**typed, x=_operand(a, rep, b), y=_operand(b, rep, a))
+
         if dtype.is_floating_point:
-            rep = opmath(dtype)
-            return block.float_scalar(
-                f"{_operand(a, rep, b)} {symbol} {_operand(b, rep, a)}", hint, dtype, a, b
-            )
-        rep, result = _integer_type(block, dtype, interval(a.range, b.range), a, b)  # type: ignore[arg-type]
-        return block.scalar(
-            f"{_operand(a, rep, b)} {symbol} {_operand(b, rep, a)}", hint, dtype, rep, result, a, b
-        )
-
-    return rule
-
-
-def _bool_or_numeric(bool_symbol: str, hint: str, numeric: Rule) -> Rule:
-    """The rule of + or *: of bools it is "or" or "and"; other dtypes take the numeric rule."""
-
-    def rule(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
-        return (
-            _bitwise_rule(bool_symbol, hint)(block, dtype, a, b)
-            if dtype is torch.bool
-            else numeric(block, dtype, a, b)
-        )
+            return block.float_scalar(fill(floats, opmath(dtype)), hint, dtype, a, b)
+        if dtype is torch.bool and bools:
+            return block.scalar(fill(bools, "int1"), hint, dtype, "int1", dtype_interval(dtype), a, b)
+        assert interval is not None and a.range is not None and b.range is not None
+        rep, result = _integer_type(block, dtype, interval(a.range, b.range), a, b)
+        template = naturals if naturals and a.range.lo >= 0 and b.range.lo > 0 else ints or floats
+        return block.scalar(fill(template, rep), hint, dtype, rep, result, a, b)
 
     return rule
 
 
 def _bitwise_rule(symbol: str, hint: str) -> Rule:
-    def rule(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
-        a, b = _convert_all(block, dtype, (a, b))
-        exact = dtype_interval(dtype) if dtype is torch.bool else integer_ranges.bits(a.range, b.range)  # type: ignore[arg-type]
-        rep, result = ("int1", exact) if dtype is torch.bool else _integer_type(block, dtype, exact, a, b)
-        return block.scalar(f"{as_rep(a, rep)} {symbol} {as_rep(b, rep)}", hint, dtype, rep, result, a, b)
-
-    return rule
+    text = f"{{a}} {symbol} {{b}}"
+    return _two_operands(hint, interval=integer_ranges.bits, ints=text, bools=text)
 
 
 def _logical_rule(symbol: str, hint: str) -> Rule:
-    return lambda block, dtype, a, b: _bitwise_rule(symbol, hint)(
-        block, torch.bool, truth(block, a), truth(block, b)
-    )
+    rule = _bitwise_rule(symbol, hint)
+    return lambda block, dtype, a, b: rule(block, torch.bool, truth(block, a), truth(block, b))
 
 
 def truth(block: Block, value: Scalar) -> Scalar:
@@ -129,46 +126,10 @@ def _divide(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
     return block.float_scalar(f"{_operand(a, rep, b)} / {_operand(b, rep, a)}", "quotient", dtype, a, b)
 
 
-def _division_rule(
-    int_name: str,
-    float_name: str,
-    hint: str,
-    interval: Callable[[Interval, Interval], Interval],
-    infix: str = "",
-) -> Rule:
-    """The rule of a division or remainder by a helper; `infix`: the operator for non-negative operands."""
-
-    def rule(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
-        a, b = _convert_all(block, dtype, (a, b))
-        if dtype.is_floating_point:
-            rep = opmath(dtype)
-            return block.float_scalar(f"{float_name}({as_rep(a, rep)}, {as_rep(b, rep)})", hint, dtype, a, b)
-        assert a.range is not None and b.range is not None
-        rep, result = _integer_type(block, dtype, interval(a.range, b.range), a, b)
-        if infix and a.range.lo >= 0 and b.range.lo > 0:
-            expression = f"{_operand(a, rep, b)} {infix} {_operand(b, rep, a)}"
-        else:
-            expression = f"{int_name}({as_rep(a, rep)}, {as_rep(b, rep)})"
-        return block.scalar(expression, hint, dtype, rep, result, a, b)
-
-    return rule
-
-
-def _extreme_rule(name: str, interval: Callable[[Interval, Interval], Interval]) -> Rule:
-    def rule(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
-        a, b = _convert_all(block, dtype, (a, b))
-        if dtype is torch.bool:
-            return _bitwise_rule("|" if name == "maximum" else "&", name[:3])(block, dtype, a, b)
-        if dtype.is_floating_point:
-            rep = opmath(dtype)
-            operands = f"{as_rep(a, rep)}, {as_rep(b, rep)}, propagate_nan=tl.PropagateNan.ALL"
-            return block.float_scalar(f"tl.{name}({operands})", name[:3], dtype, a, b)
-        rep, result = _integer_type(block, dtype, interval(a.range, b.range), a, b)  # type: ignore[arg-type]
-        return block.scalar(
-            f"tl.{name}({as_rep(a, rep)}, {as_rep(b, rep)})", name[:3], dtype, rep, result, a, b
-        )
-
-    return rule
+def _extreme_rule(name: str, floats: str, interval: Intervals) -> Rule:
+    """The rule of maximum or minimum, of which `floats` decides what becomes of NaN."""
+    bools = "{a} | {b}" if name == "maximum" else "{a} & {b}"
+    return _two_operands(name[:3], floats, interval, ints=f"tl.{name}({{a}}, {{b}})", bools=bools)
 
 
 def _power(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
@@ -191,7 +152,7 @@ def _power(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
         return _divide(block, dtype, constant(1.0, dtype), a)
     if a.const == 2:
         return block.float_scalar(f"tl.exp2({as_rep(b, rep)})", "power", dtype, b)
-    return block.float_scalar(f"float_pow({as_rep(a, rep)}, {as_rep(b, rep)})", "power", dtype, a, b)
+    return block.float_scalar(f"libdevice.pow({as_rep(a, rep)}, {as_rep(b, rep)})", "power", dtype, a, b)
 
 
 def _power_by_products(block: Block, dtype: torch.dtype, a: Scalar, exponent: int) -> Scalar:
@@ -223,44 +184,44 @@ def _shift_rule(left: bool) -> Rule:
     return rule
 
 
-def _call_rule(name: str, hint: str) -> Rule:
-    """The rule of a function of two floats."""
-
-    def rule(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
-        a, b = _convert_all(block, dtype, (a, b))
-        rep = opmath(dtype)
-        return block.float_scalar(f"{name}({as_rep(a, rep)}, {as_rep(b, rep)})", hint, dtype, a, b)
-
-    return rule
-
-
-def _float_extreme_rule(name: str, integer: Rule) -> Rule:
-    """The rule of fmax or fmin, which take the other operand where one is NaN."""
-    call = _call_rule(name, name[1:])
-    return lambda block, dtype, a, b: (call if dtype.is_floating_point else integer)(block, dtype, a, b)
-
+_NAN = "{a}, {b}, propagate_nan=tl.PropagateNan.ALL"
+_MAXIMUM = _extreme_rule("maximum", f"tl.maximum({_NAN})", integer_ranges.maximum)
+_MINIMUM = _extreme_rule("minimum", f"tl.minimum({_NAN})", integer_ranges.minimum)
+_FLOOR_DIVIDE = _two_operands(
+    "quotient", "float_floor_div({a}, {b})", integer_ranges.floor_div, "floor_div({a}, {b})",
+    naturals="{x} // {y}",
+)  # fmt: skip
 
 BINARY: dict[str, Rule] = {
-    "add": _bool_or_numeric("|", "total", _infix_rule("+", "total", integer_ranges.add)),
-    "sub": _infix_rule("-", "diff", integer_ranges.sub),
+    "add": _two_operands("total", "{x} + {y}", integer_ranges.add, bools="{a} | {b}"),
+    "sub": _two_operands("diff", "{x} - {y}", integer_ranges.sub),
     "rsub": lambda block, dtype, a, b: BINARY["sub"](block, dtype, b, a),
-    "mul": _bool_or_numeric("&", "product", _infix_rule("*", "product", integer_ranges.mul)),
+    "mul": _two_operands("product", "{x} * {y}", integer_ranges.mul, bools="{a} & {b}"),
     "div": _divide,
-    "div_floor": _division_rule("floor_div", "float_floor_div", "quotient", integer_ranges.floor_div, "//"),
-    "div_trunc": _division_rule("trunc_div", "trunc_quotient", "quotient", integer_ranges.trunc_div, "//"),
-    "floor_divide": _division_rule(
-        "floor_div", "float_floor_div", "quotient", integer_ranges.floor_div, "//"
+    "div_floor": _FLOOR_DIVIDE,
+    "div_trunc": _two_operands(
+        "quotient",
+        "libdevice.trunc({a} / {b})",
+        integer_ranges.trunc_div,
+        "trunc_div({a}, {b})",
+        naturals="{x} // {y}",
     ),
-    "remainder": _division_rule("floor_mod", "remainder", "rest", integer_ranges.remainder, "%"),
-    "fmod": _division_rule("trunc_mod", "fmod", "rest", integer_ranges.fmod, "%"),
-    "maximum": _extreme_rule("maximum", integer_ranges.maximum),
-    "minimum": _extreme_rule("minimum", integer_ranges.minimum),
-    "clamp_min": _extreme_rule("maximum", integer_ranges.maximum),
-    "clamp_max": _extreme_rule("minimum", integer_ranges.minimum),
-    "fmax": _float_extreme_rule("fmax", _extreme_rule("maximum", integer_ranges.maximum)),
-    "fmin": _float_extreme_rule("fmin", _extreme_rule("minimum", integer_ranges.minimum)),
-    "copysign": _call_rule("copysign", "signed"),
-    "atan2": _call_rule("atan2", "angle"),
+    "floor_divide": _FLOOR_DIVIDE,
+    "remainder": _two_operands(
+        "rest", "remainder({a}, {b})", integer_ranges.remainder, "floor_mod({a}, {b})", naturals="{x} % {y}"
+    ),
+    "fmod": _two_operands(
+        "rest", "libdevice.fmod({a}, {b})", integer_ranges.fmod, "trunc_mod({a}, {b})", naturals="{x} % {y}"
+    ),
+    "maximum": _MAXIMUM,
+    "minimum": _MINIMUM,
+    "clamp_min": _MAXIMUM,
+    "clamp_max": _MINIMUM,
+    "fmax": _extreme_rule("maximum", "fmax({a}, {b})", integer_ranges.maximum),
+    "fmin": _extreme_rule("minimum", "fmin({a}, {b})", integer_ranges.minimum),
+    "copysign": _two_operands("signed", "libdevice.copysign({a}, {b})"),
+    "hypot": _two_operands("hypotenuse", "libdevice.hypot({a}, {b})"),
+    "atan2": _two_operands("angle", "libdevice.atan2({a}, {b})"),
     "pow": _power,
     "bitwise_and": _bitwise_rule("&", "both"),
     "bitwise_or": _bitwise_rule("|", "either"),
@@ -306,19 +267,17 @@ def _rounding_rule(template: str, hint: str) -> Rule:
     return lambda block, dtype, a: call(block, dtype, a) if dtype.is_floating_point else a
 
 
-def _negate(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
-    a = block.convert(a, dtype)
-    if dtype.is_floating_point:
-        return block.float_scalar(f"-{as_rep(a, opmath(dtype))}", "negated", dtype, a)
-    rep, result = _integer_type(block, dtype, integer_ranges.neg(a.range), a)  # type: ignore[arg-type]
-    return block.scalar(f"-{as_rep(a, rep)}", "negated", dtype, rep, result, a)
+def _signed_rule(template: str, hint: str, interval: Callable[[Interval], Interval]) -> Rule:
+    """The rule of a function of floats and integers."""
 
+    def rule(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
+        a = block.convert(a, dtype)
+        if dtype.is_floating_point:
+            return block.float_scalar(template.format(as_rep(a, opmath(dtype))), hint, dtype, a)
+        rep, result = _integer_type(block, dtype, interval(a.range), a)  # type: ignore[arg-type]
+        return block.scalar(template.format(as_rep(a, rep)), hint, dtype, rep, result, a)
 
-def _absolute(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
-    if dtype.is_floating_point:
-        return block.float_scalar(f"tl.abs({as_rep(a, opmath(dtype))})", "size", dtype, a)
-    rep, result = _integer_type(block, dtype, integer_ranges.absolute(a.range), a)  # type: ignore[arg-type]
-    return block.scalar(f"tl.abs({as_rep(a, rep)})", "size", dtype, rep, result, a)
+    return rule
 
 
 def _invert(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
@@ -327,12 +286,6 @@ def _invert(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
     complement = integer_ranges.sub(Interval(-1, -1), a.range)  # type: ignore[arg-type]
     result = complement if dtype is not torch.uint8 else dtype_interval(dtype)
     return block.scalar(f"~{as_rep(a, a.rep)}", "negation", dtype, a.rep, result, a)
-
-
-def _sign(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
-    if dtype.is_floating_point:
-        return block.float_scalar(f"sign({as_rep(a, opmath(dtype))})", "sign_of", dtype, a)
-    return block.scalar(f"sign({as_rep(a, a.rep)})", "sign_of", dtype, a.rep, Interval(-1, 1), a)
 
 
 def _float_test_rule(template: str, hint: str, of_integers: bool) -> Rule:
@@ -346,20 +299,23 @@ def _float_test_rule(template: str, hint: str, of_integers: bool) -> Rule:
 
 def _signbit(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
     if a.dtype.is_floating_point:
-        return block.comparison(f"signbit({as_rep(a, opmath(a.dtype))})", "is_negative", a)
+        text = as_rep(a, opmath(a.dtype))
+        return block.comparison(f"libdevice.signbit({text}) != 0", "is_negative", a)
     return COMPARE["lt"](block, a.dtype, a, constant(0, a.dtype))
 
 
-# Functions of `special_functions` and `triton_helpers` that have the name of the operation.
-_HELPER_FUNCTIONS = (
-    "tanh", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "erfinv", "lgamma", "digamma", "sigmoid",
+# Functions of CUDA's libdevice and of AMD's, which have the name of the operation.
+LIBDEVICE = (
+    "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "erfinv", "lgamma",
 )  # fmt: skip
 
+_SIGN = _signed_rule("sign({})", "sign_of", lambda a: Interval(-1, 1))
+
 UNARY: dict[str, Rule] = {
-    "neg": _negate,
-    "abs": _absolute,
-    "sign": _sign,
-    "sgn": _sign,
+    "neg": _signed_rule("-{}", "negated", integer_ranges.neg),
+    "abs": _signed_rule("tl.abs({})", "size", integer_ranges.absolute),
+    "sign": _SIGN,
+    "sgn": _SIGN,
     "bitwise_not": _invert,
     "logical_not": lambda block, dtype, a: _invert(block, torch.bool, truth(block, a)),
     "relu": lambda block, dtype, a: BINARY["maximum"](block, dtype, a, constant(0, dtype)),
@@ -367,26 +323,24 @@ UNARY: dict[str, Rule] = {
     "reciprocal": lambda block, dtype, a: _divide(block, dtype, constant(1.0, dtype), a),
     "exp": _function_rule("tl.exp({})", "exp"),
     "exp2": _function_rule("tl.exp2({})", "exp2"),
-    "expm1": _function_rule("expm1({})", "grown"),
+    "expm1": _function_rule("libdevice.expm1({})", "grown"),
     "log": _function_rule("tl.log({})", "log"),
     "log2": _function_rule("tl.log2({})", "log2"),
     "log10": _function_rule("tl.log2({}) * 0.30102999566398120", "log10"),
-    "log1p": _function_rule("log1p({})", "log_one_plus"),
+    "log1p": _function_rule("libdevice.log1p({})", "log_one_plus"),
     "sqrt": _function_rule("tl.sqrt({})", "root", "tl.sqrt_rn({})"),
     "rsqrt": _function_rule("tl.rsqrt({})", "inverse_root"),
     "sin": _function_rule("tl.sin({})", "sine"),
     "cos": _function_rule("tl.cos({})", "cosine"),
     "erf": _function_rule("tl.erf({})", "erf"),
-    "tan": _function_rule("tan({})", "tangent"),
-    "asin": _function_rule("asin({})", "arcsine"),
-    "acos": _function_rule("acos({})", "arccosine"),
-    "atan": _function_rule("atan({})", "arctangent"),
-    **{name: _function_rule(f"{name}({{}})", f"{name}_of") for name in _HELPER_FUNCTIONS},
+    "tanh": _function_rule("tanh({})", "tanh_of"),
+    "sigmoid": _function_rule("sigmoid({})", "sigmoid_of"),
+    **{name: _function_rule(f"libdevice.{name}({{}})", f"{name}_of") for name in LIBDEVICE},
     "floor": _rounding_rule("tl.floor({})", "floor"),
     "ceil": _rounding_rule("tl.ceil({})", "ceil"),
-    "trunc": _rounding_rule("trunc({})", "whole"),
-    "fix": _rounding_rule("trunc({})", "whole"),
-    "round": _rounding_rule("round_even({})", "nearest"),
+    "trunc": _rounding_rule("libdevice.trunc({})", "whole"),
+    "fix": _rounding_rule("libdevice.trunc({})", "whole"),
+    "round": _rounding_rule("libdevice.rint({})", "nearest"),
     "signbit": _signbit,
     "isnan": _float_test_rule("{0} != {0}", "is_nan", False),
     "isinf": _float_test_rule('tl.abs({}) == float("inf")', "is_inf", False),

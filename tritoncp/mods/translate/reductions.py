@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tritoncp.mods.translate.index_maps import MAX_UNROLLED, TooLong, constant_index, dim_sizes, remap, shift
+from tritoncp.mods.translate.index_maps import check_length, constant_index, remap, shift
 from tritoncp.mods.translate.integer_ranges import Interval
-from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, truth, where
+from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, where
 from tritoncp.mods.translate.symbolic import (
     Block,
     Dim,
@@ -32,7 +32,6 @@ from tritoncp.mods.translate.symbolic import (
     fixed_dim,
     weak_scalar,
 )
-from tritoncp.mods.translate.view_ops import op_name
 
 Fold = Callable[[Block, torch.dtype, list[Scalar]], Scalar]
 
@@ -55,16 +54,6 @@ def _mean(block: Block, dtype: torch.dtype, elements: list[Scalar]) -> Scalar:
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     total = _SUM(block, wide, [block.convert(e, wide) for e in elements])
     return block.convert(BINARY["div"](block, wide, total, weak_scalar(len(elements))), dtype)
-
-
-def _logical_fold(name: str) -> Fold:
-    def fold(block: Block, dtype: torch.dtype, elements: list[Scalar]) -> Scalar:
-        values = (truth(block, e) for e in elements)
-        return block.convert(
-            functools.reduce(lambda a, b: BINARY[name](block, torch.bool, a, b), values), dtype
-        )
-
-    return fold
 
 
 def _position_fold(comparison: str) -> Fold:
@@ -93,8 +82,8 @@ _FOLDS: dict[str, Fold] = {
     "prod": _fold(lambda *a: BINARY["mul"](*a)),
     "amax": _fold(lambda *a: BINARY["maximum"](*a), exact=True),
     "amin": _fold(lambda *a: BINARY["minimum"](*a), exact=True),
-    "any": _logical_fold("logical_or"),
-    "all": _logical_fold("logical_and"),
+    "any": _fold(lambda block, dtype, a, b: BINARY["logical_or"](block, torch.bool, a, b)),
+    "all": _fold(lambda block, dtype, a, b: BINARY["logical_and"](block, torch.bool, a, b)),
     "argmax": _position_fold("gt"),
     "argmin": _position_fold("lt"),
 }
@@ -107,8 +96,7 @@ def reduce(
     shape = () if isinstance(source, Scalar) else source.shape
     reduced = {int(d) % max(len(shape), 1) for d in dims} or set(range(len(shape)))
     sizes = [shape[d].size for d in sorted(reduced) if d < len(shape)]
-    if math.prod(sizes) > MAX_UNROLLED:
-        raise TooLong(math.prod(sizes))
+    check_length(math.prod(sizes))
     if math.prod(sizes) == 0:
         raise NotImplementedError("a reduction of no elements")
 
@@ -145,78 +133,12 @@ def _dims_and_keep(node: fx.Node) -> tuple[list[int], bool]:
     return [dims] if isinstance(dims, int) else list(dims or ()), bool(arguments.get("keepdim", False))
 
 
-def _extreme_rule(name: str) -> Callable[..., Any]:
-    """The rule of torch.max or torch.min of a tensor: of all elements, or (values, indices) along one."""
-
-    def rule(block: Block, node: fx.Node, inputs: list[Any], result: Any) -> Any:
-        dims, keep = _dims_and_keep(node)
-        if isinstance(result, Tensor):
-            return reduce(block, inputs[0], (), False, result.dtype, _FOLDS[f"a{name}"])
-        values, indices = (
-            reduce(block, inputs[0], dims, keep, r.dtype, _FOLDS[fold])
-            for r, fold in zip(result, (f"a{name}", f"arg{name}"), strict=True)
-        )
-        return values, indices
-
-    return rule
-
-
-def _prefix_rule(name: str) -> Callable[..., Value]:
-    """The rule of cumsum or cumprod, of which an element at an index unknown here would need all sums."""
-
-    def rule(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-        source = inputs[0]
-        if isinstance(source, Scalar):
-            return block.convert(source, result.dtype)
-        dim = _dim(node, result.ndim)
-
-        def at(indices: Indices) -> Scalar:
-            index = indices[dim].at
-            if index.const is None:
-                raise NotImplementedError(f"a {op_name(node)} at an index; compute it once outside")
-            if index.const >= MAX_UNROLLED:
-                raise TooLong(int(index.const) + 1)
-            places = [constant_index(i) for i in range(int(index.const) + 1)]
-            elements = [source.at((*indices[:dim], i, *indices[dim + 1 :])) for i in places]
-            return _FOLDS[name](block, result.dtype, elements)
-
-        return Lazy(source.shape, result.dtype, functools.cache(at))
-
-    return rule
-
-
 # -- concatenations and splits ---------------------------------------------------------------------------
-
-
-def _stack(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    parts = inputs[0]
-    dim = _dim(node, result.ndim)
-    inner = next((p.shape for p in parts if isinstance(p, Lazy)), ())
-    shape = (*inner[:dim], fixed_dim(len(parts)), *inner[dim:])
-
-    def at(indices: Indices) -> Scalar:
-        rest = indices[:dim] + indices[dim + 1 :]
-        elements = [part if isinstance(part, Scalar) else part.at(rest) for part in parts]
-        return pick(block, result.dtype, indices[dim].at, elements)
-
-    return Lazy(shape, result.dtype, functools.cache(at))
-
-
-def pick(block: Block, dtype: torch.dtype, index: Scalar, elements: Sequence[Scalar]) -> Scalar:
-    """Emit elements[index]: a chain of choices where the index is not a constant. Out of range: the first."""
-    if index.const is not None:
-        return block.convert(elements[int(index.const)], dtype)
-    if len(elements) > MAX_UNROLLED:
-        raise TooLong(len(elements))
-    chosen = block.convert(elements[0], dtype)
-    for i, element in enumerate(elements[1:], start=1):
-        equal = COMPARE["eq"](block, torch.int64, index, constant(i, torch.int64))
-        chosen = where(block, dtype, equal, element, chosen)
-    return chosen
 
 
 def _cat(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
     dim = _dim(node, result.ndim)
+    check_length(len(inputs[0]))
     parts = [part for part in inputs[0] if len(part.shape) == result.ndim]  # torch skips empty 1-d tensors
     starts = list(itertools.accumulate((part.shape[dim].size for part in parts), initial=0))
     total = fixed_dim(result.shape[dim])
@@ -256,17 +178,6 @@ def _dim(node: fx.Node, rank: int) -> int:
     return int(dim) % rank
 
 
-def _unbind(block: Block, node: fx.Node, inputs: list[Any], results: Sequence[Tensor]) -> Any:
-    source = inputs[0]
-    dim = _dim(node, len(source.shape))
-    shape = source.shape[:dim] + source.shape[dim + 1 :]
-
-    def part(i: int) -> Value:
-        return remap(source, shape, lambda r: (*r[:dim], constant_index(i), *r[dim:]))
-
-    return tuple(part(i) for i in range(len(results)))
-
-
 def _split(block: Block, node: fx.Node, inputs: list[Any], results: Sequence[Tensor]) -> Any:
     source = inputs[0]
     dim = int(node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(source.shape)  # type: ignore
@@ -280,59 +191,9 @@ def _split(block: Block, node: fx.Node, inputs: list[Any], results: Sequence[Ten
     return tuple(part(start, size) for start, size in zip(starts, sizes))
 
 
-# -- choices along a dimension ---------------------------------------------------------------------------
-
-
-def _scatter(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    """A tensor with another value at one index along a dimension, as in the gradient of torch.max."""
-    base, _, index, value = inputs[:4]
-    if isinstance(base, Scalar):
-        return block.convert(
-            value if isinstance(value, Scalar) else value.at((constant_index(0),)), base.dtype
-        )
-    dim, sizes = int(node.args[1]) % result.ndim, dim_sizes(base.shape)  # type: ignore[arg-type]
-    index_sizes = dim_sizes(index.shape) if isinstance(index, Lazy) else [1] * result.ndim
-    if index_sizes != [1 if i == dim else size for i, size in enumerate(sizes)]:
-        raise NotImplementedError("a scatter of several elements along a dimension")
-
-    def at(indices: Indices) -> Scalar:
-        row = (*indices[:dim], constant_index(0), *indices[dim + 1 :])
-        place, new = (x if isinstance(x, Scalar) else x.at(row) for x in (index, value))
-        equal = COMPARE["eq"](block, torch.int64, place, indices[dim].at)
-        return where(block, result.dtype, equal, new, base.at(indices))
-
-    return Lazy(base.shape, result.dtype, functools.cache(at))
-
-
-def _gather(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    """source[..., index, ...] along one dimension; torch.gather takes no negative index."""
-    source, _, index = inputs[:3]
-    if isinstance(source, Scalar) or isinstance(index, Scalar):
-        return source if isinstance(source, Scalar) else source.at((Index(index, _bound(index, source, 0)),))
-    dim = int(node.args[1]) % len(source.shape)  # type: ignore[arg-type]
-
-    def place(r: Indices) -> Indices:
-        position = index.at(r)
-        return (*r[:dim], Index(position, _bound(position, source, dim)), *r[dim + 1 :])
-
-    return remap(source, index.shape, place)
-
-
-def _bound(index: Scalar, source: Lazy, dim: int) -> str | None:
-    return None if index.const is not None else f"inside({index.text}, {source.shape[dim].text})"
-
-
 SHORT_TENSORS: dict[str, Callable[..., Any]] = {
     **{name: _reduction_rule(name) for name in _FOLDS},
-    "max": _extreme_rule("max"),
-    "min": _extreme_rule("min"),
-    "cumsum": _prefix_rule("sum"),
-    "cumprod": _prefix_rule("prod"),
-    "stack": _stack,
     "cat": _cat,
-    "unbind": _unbind,
     "split": _split,
     "split_with_sizes": _split,
-    "scatter": _scatter,
-    "gather": _gather,
 }

@@ -50,14 +50,11 @@ from tritoncp.mods.translate.graph_passes import (
     rename_inputs,
     split_outputs,
 )
-from tritoncp.mods.translate.number_captures import constant_places, number_places
+from tritoncp.mods.translate.number_captures import number_places
+from tritoncp.mods.translate.symbolic import TRITON_NAME
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
-CAPTURED_DTYPES = (
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-)  # fmt: skip
 
 _DECOMPOSITIONS = (
     aten.silu, aten.silu_backward, aten.gelu, aten.gelu_backward, aten.softplus, aten.softplus_backward,
@@ -76,6 +73,7 @@ class ModTrace:
     forward(score?, b, h, q_idx, kv_idx, *tensors, *numbers) -> out
     joint(dscore, score, b, h, q_idx, kv_idx, *tensors, *numbers)
         -> (gradient of the score, *gradients of tensors[i] for i in wants)
+    back: the same -> (gradient of the score,)
 
     name, origin: of the function, for messages; origin is file:line of its definition
     dtype: of the scores
@@ -88,6 +86,7 @@ class ModTrace:
     dtype: torch.dtype
     forward: fx.GraphModule
     joint: fx.GraphModule | None
+    back: fx.GraphModule | None
     tensors: tuple[Tensor, ...]
     numbers: tuple[int | float, ...]
     wants: tuple[int, ...]
@@ -97,21 +96,19 @@ class ModTrace:
 def trace_mod(
     fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: State | None = None
 ) -> ModTrace:
-    """Trace `fn`, and again with other captured numbers, to find these among the graph's constants."""
+    """Trace `fn`, and find the captured numbers among the graph's constants."""
     state = state or read_state(fn, is_score, dtype)
     device = _device(state.tensors)
     numbers = captured_numbers(fn)
     run = _run(fn, is_score, dtype, device)
-    places = number_places(run.graph, fn, numbers, lambda copy: _run(copy, is_score, dtype, device).graph)
-    places |= constant_places(run.graph, state.numbers, len(numbers), places)
+    places = number_places(run.graph, numbers, state.numbers)
     rename_inputs(run.graph.graph, (("dscore", "score") if is_score else ()) + INDEX_NAMES)
     tensors, arguments = lift_captures(run.graph, [*numbers, *state.numbers], places)
     grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(run.leaves) if leaf is t}
-    forward, joint = split_outputs(run.graph.graph, is_score, list(grads.values()))
+    graphs = split_outputs(run.graph.graph, is_score, list(grads.values()))
     constants = tuple(i for i, t in enumerate(tensors) if not any(t is c for c in run.captures))
-    return ModTrace(
-        describe(fn), origin(fn), is_score, dtype, forward, joint, tensors, arguments, tuple(grads), constants
-    )
+    names = describe(fn), origin(fn)
+    return ModTrace(*names, is_score, dtype, *graphs, tensors, arguments, tuple(grads), constants)
 
 
 class _Run(NamedTuple):
@@ -172,9 +169,10 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
         with torch.inference_mode(False), saved_tensors_hooks(lambda x: x, lambda x: x), without_cache:
             graph = tracer(*scores, *indices) if is_score else tracer(*indices)
     except (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException) as error:
+        operation = str(getattr(error, "func", "data-dependent control flow"))
         line = last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))
         raise Untranslatable(
-            _operation(error), line, "its result depends on data known only in the kernel"
+            operation, line, "its result depends on data known only in the kernel"
         ) from error
     release_source(graph)
     remove_score_detach(graph)
@@ -196,11 +194,6 @@ def _as_tensor(out: Any, fn: Callable[..., Any], argument: Tensor) -> Tensor:
             "return", origin(fn), f"it gives {result} where one value per (q, kv) pair is needed"
         )
     return out
-
-
-def _operation(error: Exception) -> str:
-    func = getattr(error, "func", None)
-    return str(func) if func is not None else "data-dependent control flow"
 
 
 class _OperationChecks(TorchDispatchMode):
@@ -247,7 +240,7 @@ class _OperationChecks(TorchDispatchMode):
         if isinstance(tensor, FakeTensor) or any(t is tensor for t in self.captures):
             return
         dense = not tensor.is_nested and tensor.layout == torch.strided
-        if not dense or is_traceable_wrapper_subclass(tensor) or tensor.dtype not in CAPTURED_DTYPES:
+        if not dense or is_traceable_wrapper_subclass(tensor) or tensor.dtype not in TRITON_NAME:
             kind = f"{type(tensor).__name__} ({tensor.dtype}, {tensor.layout})"
             raise Untranslatable(
                 str(func), user_line(), f"it reads a captured {kind}; plain dense tensors are needed"

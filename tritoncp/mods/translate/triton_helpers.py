@@ -1,8 +1,8 @@
-"""Functions that emitted mods call: integer division with torch's rounding, and functions missing in Triton.
+"""Functions that emitted mods call: integer division with torch's rounding, and others that Triton lacks.
 
 Triton's `//` and `%` truncate towards zero; torch's round to minus infinity. Kernels also evaluate masked
 positions, so nothing traps: integer division by zero, for which torch raises, gives an unspecified value.
-libdevice is not used, since Triton's interpreter lacks it.
+Functions of libdevice are called from it; Triton's interpreter has none of them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 
 @triton.jit
@@ -48,52 +49,20 @@ def floor_div(a, b):
 
 
 @triton.jit
-def trunc(x):
-    """Round to an integer towards zero."""
-    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
-
-
-@triton.jit
-def trunc_quotient(a, b):
-    """Division of floats, rounded to an integer towards zero."""
-    return trunc(a / b)
-
-
-@triton.jit
-def fmod(a, b):
-    """a - trunc(a / b) * b of floats, with the sign of a; exact for float32 and quotients below 2^29."""
-    x, y = tl.broadcast(a.to(tl.float64), b.to(tl.float64))
-    step = tl.where(x < 0, -tl.abs(y), tl.abs(y))
-    r = x - trunc(x / y) * y
-    r = tl.where((r != 0) & ((r < 0) != (x < 0)), r + step, r)  # the quotient was rounded up to an integer
-    r = tl.where(tl.abs(r) >= tl.abs(y), r - step, r)
-    return r.to(a.dtype)
-
-
-@triton.jit
 def remainder(a, b):
     """torch.remainder of floats; the result has the sign of b."""
-    r = fmod(a, b)
+    r = libdevice.fmod(a, b)
     return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
 
 
 @triton.jit
 def float_floor_div(a, b):
     """torch.floor_divide of floats, computed from the remainder as in Python and torch."""
-    r = fmod(a, b)
+    r = libdevice.fmod(a, b)
     quotient = (a - r) / b - tl.where((r != 0) & ((r < 0) != (b < 0)), 1.0, 0.0).to(a.dtype)
     down = tl.floor(quotient)
     whole = tl.where(quotient - down > 0.5, down + 1, down)
     return tl.where(b == 0, a / b, whole)
-
-
-@triton.jit
-def round_even(x):
-    """Round to the nearest integer, halves to even."""
-    down = tl.floor(x)
-    rest = x - down
-    odd = down - 2 * tl.floor(down / 2) != 0
-    return tl.where((rest > 0.5) | ((rest == 0.5) & odd), down + 1, down)
 
 
 @triton.jit
@@ -105,18 +74,9 @@ def sign(x):
 @triton.jit
 def tanh(x):
     """float32, within 4e-7 of itself: t / sqrt(1 + t^2), where t is a polynomial near sinh, whose error
-    counts little where tanh is flat; float64: 1 - 2 / (exp(2x) + 1), and near zero, where that cancels, the
-    polynomials of Cephes."""
+    counts little where tanh is flat; float64: of libdevice."""
     if x.dtype == tl.float64:
-        a = tl.abs(x)
-        z = x * x
-        top = (-9.64399179425052238628e-1 * z - 9.92877231001918586564e1) * z - 1.61468768441708447952e3
-        bottom = (
-            (z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3
-        ) * z + 4.84406305325125486048e3
-        near = x + x * z * (top / bottom)
-        far = 1 - 2 / (tl.exp(2 * a) + 1)
-        return tl.where(a < 0.625, near, tl.where(x < 0, -far, far))
+        return libdevice.tanh(x)
     else:
         a = tl.clamp(x.to(tl.float32), -9.0, 9.0, propagate_nan=tl.PropagateNan.ALL)
         z = a * a
@@ -129,36 +89,6 @@ def tanh(x):
 def sigmoid(x):
     """1 / (1 + exp(-x))."""
     return 1 / (1 + tl.exp(-x))
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x) without losing small x (Kahan)."""
-    u = 1 + x
-    safe = tl.where((u == 1) | (u == float("inf")), 2.0, u).to(x.dtype)
-    return tl.where(u == 1, x, tl.where(u == float("inf"), u, tl.log(safe) * (x / (safe - 1))))
-
-
-@triton.jit
-def expm1(x):
-    """exp(x) - 1 without losing small x (Kahan)."""
-    u = tl.exp(x)
-    plain = (u == 1) | (u < 1e-6) | (u > 1e6) | (u != u)
-    safe = tl.where(plain, 2.0, u).to(x.dtype)
-    return tl.where(u == 1, x, tl.where(plain, u - 1, (safe - 1) * (x / tl.log(safe))))
-
-
-@triton.jit
-def float_pow(x, y):
-    """x ** y of floats, computed in float64; signs, zeros and ones as in C's pow."""
-    base, power = tl.broadcast(x.to(tl.float64), y.to(tl.float64))
-    a = tl.abs(base)
-    size = tl.exp2(power * tl.log2(a))
-    whole = tl.floor(power) == power
-    odd = whole & (power - 2 * tl.floor(power / 2) != 0)
-    negative = tl.where(odd, -size, tl.where(whole | (a == 0), size, float("nan")))
-    out = tl.where(base < 0, negative, size)
-    return tl.where((power == 0) | (base == 1), 1.0, out).to(x.dtype)
 
 
 @triton.jit
@@ -237,3 +167,15 @@ def add_exactly(pointer, value, keep):
         word = (rest * 2.0 ** (30 * (i - 1))).to(tl.int64)  # towards zero
         rest -= word.to(value.dtype) * 2.0 ** (30 * (1 - i))
         tl.atomic_add(pointer + i, word, mask=keep & (word != 0), sem="relaxed")
+
+
+@triton.jit
+def fmax(a, b):
+    """The larger operand; the other one where one is NaN."""
+    return tl.where(a != a, b, tl.where(b != b, a, tl.where(a >= b, a, b)))
+
+
+@triton.jit
+def fmin(a, b):
+    """The smaller operand; the other one where one is NaN."""
+    return tl.where(a != a, b, tl.where(b != b, a, tl.where(a <= b, a, b)))

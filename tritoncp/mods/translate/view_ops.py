@@ -119,14 +119,9 @@ def _flip(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Val
     )
 
 
-def _embedding(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    return gather(block, inputs[0], [inputs[1]])
-
-
 VIEWS: dict[str, Callable[..., Value]] = {
     "index": _index,
     "_unsafe_index": _index,
-    "embedding": _embedding,
     "select": _select,
     "slice": _slice,
     "permute": _permute,

@@ -4,7 +4,6 @@ Blocks lie on a circle. Ranks choose in turn: each takes two windows of the circ
 costliest free block, such that the two have the rank's share of blocks and work and see the fewest keys; its
 blocks then leave the circle. Swaps of two blocks between ranks afterwards even out the work and save keys.
 
-A long sequence is first placed in pieces of several blocks: the time hardly grows with its length. Many ranks
-are placed in groups first, and the blocks of each group on its ranks: the time grows with the number of
-ranks, not with its square.
+A long sequence is first placed in pieces of several blocks: the time hardly grows with its length. Very many
+ranks are placed in groups first, and the blocks of each group on its ranks.
 """

@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tritoncp.planning.locality.windows import Columns
+from tritoncp.planning.locality.pieces import View
 from tritoncp.planning.work import merge_ranges
 
-MAX_EVEN_RATIO = 1.018  # max/mean work that counts as even
 MAX_SWAP_CANDIDATES = 128  # blocks of each rank that a swap is chosen from
+MAX_IMPROVED_SIZE = 1 << 24  # blocks x ranks beyond which the tables of swaps would take gigabytes
 
 
 class Assignment:
@@ -23,29 +23,25 @@ class Assignment:
     leaves: float32 [blocks], remote columns that the owner gains (or saves, below 0) without the block
     """
 
-    def __init__(self, columns: Columns, owner: Tensor, cap: float | None = None) -> None:
-        self.columns, self.owner = columns, owner.clone()
-        self.home = (
-            owner.repeat(columns.masks)
-            if columns.together
-            else torch.full((columns.masks * columns.width,), -1)
-        )
-        self.work = torch.zeros(columns.world_size, dtype=torch.float64).index_add_(0, owner, columns.costs)
-        self.cap = MAX_EVEN_RATIO * float(self.work.mean()) if cap is None else cap
+    def __init__(self, view: View, owner: Tensor, cap: float) -> None:
+        self.view, self.owner, self.cap = view, owner.clone(), cap
+        nobody = torch.full((view.masks * view.width,), -1)
+        self.home = owner.repeat(view.masks) if view.together else nobody
+        self.work = torch.zeros(view.world_size, dtype=torch.float64).index_add_(0, owner, view.costs)
 
     @cached_property
     def count(self) -> Tensor:
-        c, width = self.columns, self.home.numel()
-        edges = torch.zeros(c.world_size, width + 1, dtype=torch.int32)
-        line, one = self.owner[c.row] * (width + 1), torch.ones(len(c.row), dtype=torch.int32)
-        edges.view(-1).index_add_(0, line + c.start, one).index_add_(0, line + c.end, -one)
+        (row, start, end), width = self.view.runs, self.home.numel()
+        edges = torch.zeros(self.view.world_size, width + 1, dtype=torch.int32)
+        line, one = self.owner[row] * (width + 1), torch.ones(len(row), dtype=torch.int32)
+        edges.view(-1).index_add_(0, line + start, one).index_add_(0, line + end, -one)
         return edges.cumsum_(1)[:, :width]
 
     def count_remote(self) -> int:
         """Count the remote columns of all ranks, without a table of ranks x columns."""
-        c, width = self.columns, self.home.numel()
-        line = self.owner[c.row] * width  # runs of neighbouring ranks may touch and merge: only lengths count
-        start, end = merge_ranges(line + c.start, line + c.end)
+        (row, start, end), width = self.view.runs, self.home.numel()
+        line = self.owner[row] * width  # runs of neighbouring ranks may touch and merge: only lengths count
+        start, end = merge_ranges(line + start, line + end)
         own = (self.home * width + torch.arange(width))[self.home >= 0]  # columns of own keys
         at = torch.searchsorted(start, own, right=True)
         is_own = own < torch.nn.functional.pad(end, (1, 0), value=-1)[at]
@@ -63,7 +59,9 @@ class Assignment:
         """Swap two blocks of two ranks as long as that helps: until no rank's work exceeds the cap, then to
         save keys."""
         ranks = len(self.work)
-        self.joins, self.leaves = torch.zeros(ranks, self.columns.n), torch.zeros(self.columns.n)
+        if ranks * self.view.n > MAX_IMPROVED_SIZE:
+            return
+        self.joins, self.leaves = torch.zeros(ranks, self.view.n), torch.zeros(self.view.n)
         self._measure(range(ranks))
         settled: set[tuple[int, int]] = set()
         for _ in range(steps):
@@ -77,30 +75,30 @@ class Assignment:
 
     def _measure(self, ranks: Iterable[int]) -> None:
         """Recompute joins and leaves of these ranks."""
-        c = self.columns
+        sees_itself = self.view.sees_itself
         for rank in ranks:
             count, away = self.count[rank], self.home != rank
             unseen = (count == 0) & away
             self.joins[rank] = (
                 self._count_in_rows(unseen)
-                - self._count_own(unseen & c.sees_itself)
+                - self._count_own(unseen & sees_itself)
                 - self._count_own(count > 0)
             )
             owned = self.owner == rank
-            leaves = self._count_own(count > c.sees_itself) - self._count_in_rows((count == 1) & away)
+            leaves = self._count_own(count > sees_itself) - self._count_in_rows((count == 1) & away)
             self.leaves[owned] = leaves[owned]
 
     def _count_in_rows(self, flag: Tensor) -> Tensor:
         """Count the flagged columns that each block sees."""
-        c = self.columns
+        row, start, end = self.view.runs
         before = torch.zeros(len(flag) + 1, dtype=torch.int32)
         torch.cumsum(flag, 0, out=before[1:])
-        return torch.zeros(c.n).index_add_(0, c.row, (before[c.end] - before[c.start]).float())
+        return torch.zeros(self.view.n).index_add_(0, row, (before[end] - before[start]).float())
 
     def _count_own(self, flag: Tensor) -> Tensor:
         """Count the flagged columns that are each block's own keys."""
-        c = self.columns
-        return flag.view(c.masks, c.n).sum(0).float() if c.together else torch.zeros(c.n)
+        view = self.view
+        return flag.view(view.masks, view.n).sum(0).float() if view.together else torch.zeros(view.n)
 
     def _choose_ranks(self, settled: set[tuple[int, int]]) -> tuple[int, int] | None:
         """Choose the pair of ranks for the next swap; None if no pair promises a gain."""
@@ -128,7 +126,7 @@ class Assignment:
             self.joins[high, low_blocks] + self.leaves[low_blocks],
             self.joins[low, high_blocks] + self.leaves[high_blocks],
         )
-        shift = self.columns.costs[low_blocks][:, None] - self.columns.costs[high_blocks]
+        shift = self.view.costs[low_blocks][:, None] - self.view.costs[high_blocks]
         change = self._weigh(self.work[low] - shift) + self._weigh(self.work[high] + shift)
         change += (moved[0][:, None] + moved[1]).double()
         best = int(change.argmin())
@@ -156,14 +154,15 @@ class Assignment:
         return self.remote(low) + self.remote(high) + float(self._weigh(self.work[[low, high]]).sum())
 
     def _exchange(self, one: int, two: int) -> None:
-        c, (a, b) = self.columns, (int(self.owner[one]), int(self.owner[two]))
+        view, (a, b) = self.view, (int(self.owner[one]), int(self.owner[two]))
+        _, start, end = view.runs
         for block, source, target in ((one, a, b), (two, b, a)):
-            for run in range(int(c.runs_from[block]), int(c.runs_from[block + 1])):
-                columns = slice(int(c.start[run]), int(c.end[run]))
+            for run in range(int(view.runs_from[block]), int(view.runs_from[block + 1])):
+                columns = slice(int(start[run]), int(end[run]))
                 self.count[source, columns] -= 1
                 self.count[target, columns] += 1
             self.owner[block] = target
-            if c.together:
-                self.home[block :: c.n] = target
-            self.work[source] -= c.costs[block]
-            self.work[target] += c.costs[block]
+            if view.together:
+                self.home[block :: view.n] = target
+            self.work[source] -= view.costs[block]
+            self.work[target] += view.costs[block]

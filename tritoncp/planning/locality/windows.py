@@ -7,69 +7,41 @@ from torch import Tensor
 
 from tritoncp.core.bounded_cache import computed_once
 from tritoncp.planning.locality.pieces import View
-from tritoncp.planning.work import transpose_runs
 
 
-class Columns:
-    """The key blocks that query blocks see, the masks side by side: columns [masks * width].
+def choose_windows(view: View, cuts: int, tolerance: float) -> Tensor:
+    """Give each rank in turn the windows that see the fewest columns: owner of each block, int64 [n].
 
-    row, start, end: the columns that query blocks see, as disjoint runs
-    column, first, last: the blocks that see a column, as runs sorted by column
+    cuts: number of sizes of the first window that are tried; tolerance: of a rank's work, as a fraction
     """
-
-    def __init__(self, work: View) -> None:
-        self.costs, self.world_size = work.costs, work.world_size
-        self.n, self.masks, self.width = len(work.costs), max(1, len(work.sees)), work.columns
-        self.together = work.together
-        rows, cols = [torch.zeros(0, 3, dtype=torch.int64)], [torch.zeros(0, 3, dtype=torch.int64)]
-        for index, sees in enumerate(work.sees):
-            offset = index * self.width
-            rows.append(sees + torch.tensor([0, offset, offset]))
-            cols.append(transpose_runs(sees, self.n, self.width) + torch.tensor([offset, 0, 0]))
-        self.row, self.start, self.end = torch.cat(rows).T.contiguous()
-        self.column, self.first, self.last = torch.cat(cols).T.contiguous()
-        order = self.row.argsort(stable=True)
-        self.row, self.start, self.end = self.row[order], self.start[order], self.end[order]
-        self.runs_from = torch.searchsorted(self.row, torch.arange(self.n + 1))
-        own = self.row + (self.start // max(1, self.width)) * self.width
-        inside = (self.start <= own) & (own < self.end)
-        self.sees_itself = torch.zeros(self.masks * self.width, dtype=torch.bool)
-        if self.together:
-            self.sees_itself[own[inside]] = True
-
-    def deal(self, cuts: int, tolerance: float) -> Tensor:
-        """Give ranks in turn the windows that see the fewest columns: owner of each block, int64 [blocks]."""
-        owner = torch.full((self.n,), -1, dtype=torch.int64)
-        for rank in range(self.world_size):
-            free = FreeBlocks(self, owner < 0)
-            ranks_left = self.world_size - rank
-            share = -(-free.n // ranks_left)
-            if share == 0:
-                break
-            target = float(free.cost.sum()) / ranks_left
-            owner[free.ids if share == free.n else free.choose(share, target, cuts, tolerance)] = rank
-        return owner
+    owner = torch.full((view.n,), -1, dtype=torch.int64)
+    for rank in range(view.world_size):
+        free = FreeBlocks(view, owner < 0)
+        ranks_left = view.world_size - rank
+        share = -(-free.n // ranks_left)
+        if share == 0:
+            break
+        target = float(free.cost.sum()) / ranks_left
+        owner[free.ids if share == free.n else free.choose(share, target, cuts, tolerance)] = rank
+    return owner
 
 
 class FreeBlocks:
     """The blocks without an owner, on a circle."""
 
-    def __init__(self, columns: Columns, free: Tensor) -> None:
+    def __init__(self, view: View, free: Tensor) -> None:
         self.ids = free.nonzero()[:, 0]
         self.n = n = len(self.ids)
-        self.cost = columns.costs[self.ids]
+        self.cost = view.costs[self.ids]
         self.total = torch.zeros(2 * n + 1, dtype=torch.float64)
         torch.cumsum(torch.cat([self.cost, self.cost]), 0, out=self.total[1:])
         place = torch.zeros(len(free) + 1, dtype=torch.int64)
         torch.cumsum(free, 0, out=place[1:])
-        first, last = place[columns.first], place[columns.last]
+        column, first, last = view.readers
+        first, last = place[first], place[last]
         nonempty = last > first
-        column, first, last = (x[nonempty] for x in (columns.column, first, last))
-        column, first, last = (
-            torch.cat([column, column]),
-            torch.cat([first, first + n]),
-            torch.cat([last, last + n]),
-        )
+        column = column[nonempty].repeat(2)
+        first, last = (torch.cat([x[nonempty], x[nonempty] + n]) for x in (first, last))
         order = (column * (2 * n + 1) + first).argsort()
         column, self.first, self.last = column[order], first[order], last[order]
         self.place, self.hardest = torch.arange(n), int(self.cost.argmax())

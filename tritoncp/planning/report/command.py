@@ -6,14 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from tritoncp.api.masks import create_block_mask
-from tritoncp.api.plans import make_plan
 from tritoncp.masks import expressions
+from tritoncp.masks.create import create_on_device
+from tritoncp.planning.build import build
 from tritoncp.planning.report.facts import Facts
 from tritoncp.planning.report.rasters import colours
 from tritoncp.planning.report.text import format_lines
@@ -48,33 +47,31 @@ def collect_facts(
         raise ValueError("--lengths: the documents are 0 tokens together; a plan needs one token at least")
     if total and seq_len not in (None, total):
         raise ValueError(f"--seq-len {seq_len}, but the documents of --lengths are {total} tokens together")
-    size, batch = total or seq_len or DEFAULT_TOKENS, batch or len(rows)
+    size = total or seq_len or DEFAULT_TOKENS
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
     check_size(size, len(rows), block_size, world_size)
     text = mask if mask is not None else "causal & document" if documents else "causal"
     mod = expressions.mask_of(text, documents)
     try:
-        built = create_block_mask(mod, len(rows), 1, size, size, BLOCK_SIZE=block_size)
+        built = create_on_device(mod, len(rows), 1, size, size, None, block_size)
     except (Exception, SystemExit) as error:
         if not expressions.is_module_function(text):
             raise
         message = f"{type(error).__name__}: {error}"
-        raise ValueError(f"--mask {text.strip()} is no mask_mod that can be asked ({message})") from error
-    plan = make_plan(
-        built,
-        world_size=world_size,
-        rank=0,
-        balancer=None if balancer == "natural" else balancer,
-        schedule=schedule,
-    )
-    itemsize = getattr(torch, dtype).itemsize
+        raise ValueError(f"--mask {text.strip()} cannot be evaluated as a mask_mod ({message})") from error
+    plan = build(built, world_size, balancer=None if balancer == "natural" else balancer, schedule=schedule)
     expression = " ".join(text.split())
     if lengths is not None and len(lengths) <= 40 and not Path(lengths).is_file():
         expression += f", documents of {' '.join(lengths.split())}"
-    layer: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    facts = Facts.of(plan, **layer, v_head_dim=v_head_dim or head_dim, itemsize=itemsize)
-    return replace(facts, expression=expression)
+    layer: dict[str, Any] = {
+        "batch": batch or len(rows),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+    layer |= {"v_head_dim": v_head_dim or head_dim, "itemsize": getattr(torch, dtype).itemsize}
+    return replace(Facts.of(plan, **layer), expression=expression)
 
 
 def check_size(tokens: int, rows: int, block: int, ranks: int) -> None:
@@ -100,11 +97,7 @@ def check_size(tokens: int, rows: int, block: int, ranks: int) -> None:
 
 def print_facts(facts: Facts) -> None:
     """Print the facts, in the ranks' colours if the output is a terminal."""
-    console = Console()
-    if not console.is_terminal:
-        click.echo("\n".join(line.text for line in format_lines(facts)))
-        return
-    paint = colours(facts.plan.world_size)
+    console, paint = Console(), colours(facts.plan.world_size)
     for line in format_lines(facts):
         style = "" if line.rank is None else "rgb({},{},{})".format(*paint[line.rank])
         console.print(Text(line.text, style), soft_wrap=True)

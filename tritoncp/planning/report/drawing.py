@@ -1,4 +1,4 @@
-"""The drawing of a plan by Matplotlib: mask, owners, work, traffic and costs, as one picture or as a page.
+"""The drawing of a plan by Matplotlib: mask, owners, work, traffic and costs, as a PNG or in an HTML page.
 
 Matplotlib is imported when the first plan is drawn.
 """
@@ -14,6 +14,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tritoncp.planning.report import rasters
 from tritoncp.planning.report.facts import Facts
 from tritoncp.planning.report.rasters import colours
@@ -21,41 +23,41 @@ from tritoncp.planning.report.text import (
     format_choice,
     format_headline,
     format_meaning,
-    format_remote_bytes,
-    format_title,
 )
-from tritoncp.planning.report.units import axis_ticks, format_bytes, format_seconds, shorten
+from tritoncp.planning.report.units import format_bytes, format_tokens, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DPI = 100  # pixels an inch; sizes below are in pixels
-INK, GREY, DEEP = "#212529", "#6c757d", "#084ea0"
+INK, GREY, DEEP, OWN = "#212529", "#6c757d", "#084ea0", "#f0be50"
 STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "text.parse_math": False,
     "axes.edgecolor": GREY, "axes.labelcolor": GREY, "axes.titlesize": 12, "axes.titlelocation": "left",
     "axes.facecolor": "none", "xtick.color": GREY, "ytick.color": GREY, "xtick.labelsize": 8,
     "ytick.labelsize": 8, "svg.fonttype": "none", "svg.hashsalt": "tritoncp",
 }  # fmt: skip
-# The colours of light and dark pages by the name of each colour in the drawing.
-PAGE_STYLE = """
-:root { --ink: #212529; --grey: #5c636a; --deep: #084ea0; --paper: #fff; color-scheme: light dark }
-@media (prefers-color-scheme: dark) {
-:root { --ink: #e6e8ea; --grey: #a9b0b7; --deep: #7eb6ff; --paper: #181b1f }
-}
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper) }
-body { margin: 2rem auto; max-width: 1320px; padding: 0 1.5rem; overflow-wrap: anywhere }
-h1 { font-size: 1.5rem; margin: 0 } p, dt { color: var(--grey); margin: .3rem 0 } dd { margin: 0 0 .6rem }
-main { display: grid; grid-template-columns: minmax(0, 1.4fr) minmax(0, 1fr); gap: 1.5rem }
-svg { width: 100%; height: auto; display: block; margin: 1rem 0 }
-@media (max-width: 900px) { main { grid-template-columns: minmax(0, 1fr); gap: 0 } body { padding: 0 .8rem } }
-@media print { main { display: block } }
+# A page that shows one SVG, in the colours of light or dark pages by the name of each colour in the drawing.
+PAGE = """<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>
+:root {{ --ink: #212529; --grey: #5c636a; --deep: #084ea0; --paper: #fff; color-scheme: light dark }}
+@media (prefers-color-scheme: dark) {{
+:root {{ --ink: #e6e8ea; --grey: #a9b0b7; --deep: #7eb6ff; --paper: #181b1f }}
+}}
+body {{ background: var(--paper); margin: 0 }} svg {{ width: 100%; height: auto }}
+</style>{svg}</html>
 """
 
 
 def draw_figure(facts: Facts) -> Figure:
     """Draw the picture, 1500 x 1220 pixels. Raises RuntimeError without Matplotlib."""
+    strips = min(facts.plan.world_size, rasters.STRIPS)
+    panels: list[tuple[Callable[[Axes, Facts], None], int]] = [
+        (_draw_strips, max(96, min(150, 24 * strips))),
+        (_draw_work, 130),
+        (_draw_reads, 270),
+        (_draw_schedules, 190),
+    ]
     with _style():
         figure = _make_figure(1500, 1220)
         first, second = format_headline(facts)
@@ -64,28 +66,24 @@ def draw_figure(facts: Facts) -> Figure:
         _draw_mask(_add_axes(figure, 100, 118, rasters.SIDE, rasters.SIDE), facts)
         _write_meaning(figure, facts, 100, 118 + rasters.SIDE + 140)
         top = 146
-        for draw, height in _panels(facts):
+        for draw, height in panels:
             draw(_add_axes(figure, 950, top, 500, height), facts)
             top += height + 104
     return figure
 
 
 def format_page(facts: Facts) -> str:
-    """Format the drawing and the plan in plain words as an HTML page: one file that fetches nothing. Raises
+    """Format the picture as an HTML page: one file that fetches nothing, whose text is text. Raises
     RuntimeError without Matplotlib."""
-    first, second = map(escape, format_headline(facts))
-    sentences = (line.partition(": ") for line in format_meaning(facts))
-    meaning = "".join(f"<dt>{escape(term)}<dd>{escape(text)}" for term, _, text in sentences)
+    svg = io.StringIO()
     with _style():
-        mask = _format_svg(_draw_mask, facts, 560, 560)
-        panels = "".join(_format_svg(draw, facts, 430, height) for draw, height in _panels(facts))
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8>"
-        "<meta name=viewport content='width=device-width, initial-scale=1'>"
-        f"<title>{first}</title><style>{PAGE_STYLE}</style><h1>{first}</h1><p>{second}</p>"
-        f"<main><div>{mask}<dl>{meaning}</dl></div><div>{panels}</div></main>"
-        f"<p>{escape(format_title(facts.plan))}</p></html>\n"
+        draw_figure(facts).savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    text = re.sub(
+        r"(?s)^.*?(?=<svg )|<metadata>.*?</metadata>| xmlns(:xlink)?=\"[^\"]*\"", "", svg.getvalue()
     )
+    for colour, name in ((INK, "ink"), (GREY, "grey"), (DEEP, "deep")):
+        text = text.replace(colour, f"var(--{name})")
+    return PAGE.format(title=escape(format_headline(facts)[0]), svg=text)
 
 
 def write_drawing(facts: Facts, path: Path) -> None:
@@ -98,17 +96,6 @@ def write_drawing(facts: Facts, path: Path) -> None:
             draw_figure(facts).savefig(path, pil_kwargs={"optimize": True})
     except OSError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
-
-
-def _panels(facts: Facts) -> list[tuple[Callable[[Axes, Facts], None], int]]:
-    """List what is drawn beside the mask: a function of axes, and the height of the axes in pixels."""
-    strips = min(facts.plan.world_size, rasters.STRIPS)
-    return [
-        (_draw_strips, max(96, min(150, 24 * strips))),
-        (_draw_work, 130),
-        (_draw_reads, 270),
-        (_draw_schedules, 190),
-    ]
 
 
 def _style() -> AbstractContextManager[None]:
@@ -139,20 +126,6 @@ def _add_axes(figure: Figure, left: int, top: int, width: int, height: int) -> A
     return figure.add_axes((left / wide, 1 - (top + height) / high, width / wide, height / high))
 
 
-def _format_svg(draw: Callable[[Axes, Facts], None], facts: Facts, width: int, height: int) -> str:
-    """Draw a part of the picture as SVG whose colours are those of the page."""
-    figure = _make_figure(width + 130, height + 130)
-    draw(_add_axes(figure, 80, 60, width, height), facts)
-    svg = io.StringIO()
-    figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-    text = re.sub(
-        r"(?s)^.*?(?=<svg )|<metadata>.*?</metadata>| xmlns(:xlink)?=\"[^\"]*\"", "", svg.getvalue()
-    )
-    for colour, name in ((INK, "ink"), (GREY, "grey"), (DEEP, "deep")):
-        text = text.replace(colour, f"var(--{name})")
-    return text
-
-
 def _draw_raster(axes: Axes, pixels: Any, width: float, height: float) -> None:
     axes.imshow(pixels.numpy(), extent=(0, width, height, 0), aspect="auto", interpolation="none")
 
@@ -163,8 +136,8 @@ def _set_title(axes: Axes, title: str, note: str = "") -> None:
 
 
 def _set_token_ticks(axis: Any, length: int, label: str) -> None:
-    positions, labels = zip(*axis_ticks(length))
-    axis.set_ticks(positions, labels)
+    positions = [length * quarter // 4 for quarter in range(5)]
+    axis.set_ticks(positions, list(map(format_tokens, positions)))
     axis.set_label_text(label)
 
 
@@ -232,31 +205,31 @@ def _draw_work(axes: Axes, facts: Facts) -> None:
     mean, most = sum(plan.work) / world_size, max(plan.work)
     paint = [[part / 255 for part in colour] for colour in colours(world_size)]
     many = world_size > 128
-    axes.bar(
-        [rank + 0.5 for rank in range(world_size)],
-        plan.work,
-        1 if many else 0.9,
-        color=paint,
-        rasterized=many,
-    )
+    places = [rank + 0.5 for rank in range(world_size)]
+    axes.bar(places, plan.work, 1 if many else 0.9, color=paint, rasterized=many)
     axes.axhline(mean, color=INK, lw=1, ls="--")
     axes.set_xlim(0, world_size)
     axes.set_yticks([0, most], ["0", f"{most:.5g}"])
     axes.spines[["top", "right"]].set_visible(False)
     _set_rank_ticks(axes.xaxis, world_size, 16, "rank")
-    _set_title(
-        axes,
-        "Work of each rank",
-        f"blocks: mean {mean:.5g} (dashed), most {most:.5g}; max/mean {plan.imbalance:.3f}",
-    )
+    note = f"blocks: mean {mean:.5g} (dashed), most {most:.5g}; max/mean {plan.imbalance:.3f}"
+    _set_title(axes, "Work of each rank", note)
 
 
 def _draw_reads(axes: Axes, facts: Facts) -> None:
-    """Draw the table of key traffic and its totals."""
-    world_size = facts.plan.world_size
-    _draw_raster(axes, rasters.reads_pixels(facts), world_size, world_size)
+    """Draw the bytes that each rank's queries (down) read of each rank's keys (across), and their totals."""
+    from matplotlib.colors import ListedColormap
+
+    world_size, reads = facts.plan.world_size, facts.reads.double()
+    own = torch.eye(world_size, dtype=torch.bool)
+    remote = reads.masked_fill(own, 0)
+    extent = (0, world_size, world_size, 0)
+    shown = remote.masked_fill(remote == 0, torch.nan)
+    axes.imshow(shown.numpy(), "Blues", vmin=-0.1 * float(remote.max()), extent=extent, interpolation="none")
+    diagonal = torch.where(own, 0, torch.nan).numpy()
+    axes.imshow(diagonal, ListedColormap([OWN]), extent=extent, interpolation="none")
     axes.set_aspect("equal", anchor="NW")
-    most, total = format_remote_bytes(facts)
+    most, total = format_bytes(int(remote.max())), format_bytes(int(remote.sum()))
     note = f"keys and values; strongest blue: {most} a pair, all {total}; yellow: own"
     _set_title(axes, "Whose keys each rank reads", note)
     _set_rank_ticks(axes.yaxis, world_size, 8, "rank that reads them")
@@ -278,7 +251,7 @@ def _draw_schedules(axes: Axes, facts: Facts) -> None:
         axes.barh(row, estimate.forward, 0.4, color=colour)
         axes.barh(row, estimate.backward, 0.4, estimate.forward, color=colour, alpha=0.55)
         sent = facts.bytes_sent[estimate.schedule]
-        times = f"{format_seconds(estimate.forward)} forward + {format_seconds(estimate.backward)} backward"
+        times = f"{estimate.forward * 1e3:.3g} ms forward + {estimate.backward * 1e3:.3g} ms backward"
         amounts = (
             f"{format_bytes(sum(sent) / len(sent))} sent by a rank (most {format_bytes(max(sent))}), "
             f"{format_bytes(estimate.memory)} more memory"

@@ -57,16 +57,8 @@ class Facts:
     @cached_property
     def bytes_sent(self) -> dict[str, list[int]]:
         """Bytes that each rank sends in a forward and a backward pass, by schedule."""
-        return {
-            estimate.schedule: cost.bytes_under(self.plan, estimate.schedule, self.shape)
-            for estimate in self.costs
-        }
-
-    @cached_property
-    def most_sent(self) -> int:
-        """Bytes that the rank which sends most sends in a forward and a backward pass."""
-        schedule = self.plan.schedule  # bytes_sent has all but schedules between rows of ranks
-        return max(self.bytes_sent.get(schedule) or cost.bytes_under(self.plan, schedule, self.shape))
+        schedules = dict.fromkeys([*(estimate.schedule for estimate in self.costs), self.plan.schedule])
+        return {name: cost.bytes_under(self.plan, name, self.shape) for name in schedules}
 
     @cached_property
     def auto(self) -> str:
@@ -77,9 +69,9 @@ class Facts:
         return estimates[0].schedule if estimates else self.plan.schedule
 
     @cached_property
-    def metrics(self) -> cost.Metrics:
+    def metrics(self) -> dict[str, float]:
         """Figures of the plan's own schedule."""
-        return cost.Metrics.of(self.plan, self.shape, self.own_cost)
+        return cost.plan_metrics(self.plan, self.shape, self.own_cost)
 
     @property
     def shard_bytes(self) -> int:
@@ -112,7 +104,7 @@ class Facts:
             "work": plan.work,
             "imbalance": plan.imbalance,
             "shard_bytes": self.shard_bytes,
-            "metrics": self.metrics._asdict(),
+            "metrics": self.metrics,
             "schedules": {
                 estimate.schedule: {
                     "forward_ms": estimate.forward * 1e3,

@@ -1,4 +1,4 @@
-"""Rasters of a plan: the mask in its owners' colours, the owners of queries, the key traffic between ranks.
+"""Rasters of a plan: the mask in its owners' colours, and the owners of queries.
 
 A raster is a uint8 tensor [y, x, 4] of red, green, blue and opacity, to be drawn on paper of any colour.
 """
@@ -13,17 +13,15 @@ from torch import Tensor
 from tritoncp.masks.block_runs import Kind
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.plan_data import PlanData
-from tritoncp.planning.report.facts import Facts, owner_shares
+from tritoncp.planning.report.facts import owner_shares
 
 SIDE = 720  # most pixels across the mask
 STRIPS = 256  # most ranks that have a line of their own in the strips
 STRIP_WIDTH = 500  # most pixels of a strip
 NO_OWNER = (222, 226, 230)
-OWN = (240, 190, 80)
-REMOTE = (8, 78, 160)
 FULL, MASKED = 1.0, 0.55  # opacity of the owner's colour
 SOME = 0.4  # least opacity of a pixel that stands for many blocks, any of them listed
-CELLS = 1 << 22  # (pixel row, block column) cells at a time
+CELLS = 1 << 22  # (run, pixel column) cells at a time
 OPACITIES = ((FULL, "full block: all visible"), (MASKED, "masked block: some visible"))
 
 Colour = tuple[int, int, int]
@@ -66,17 +64,6 @@ def strip_pixels(plan: PlanData) -> Tensor:
     return _raster(paint, torch.where(share > 0, SOME + (FULL - SOME) * share, 0))
 
 
-def reads_pixels(facts: Facts) -> Tensor:
-    """Draw the bytes that each rank's queries (down) read of each rank's keys (across), stronger for more."""
-    reads = facts.reads.double()
-    own = torch.eye(len(reads), dtype=torch.bool)
-    remote = reads.masked_fill(own, 0)
-    share = remote / remote.max().clamp(min=1)
-    pixels = _raster(torch.tensor(REMOTE), torch.where(share > 0, 0.08 + 0.92 * share, 0))
-    pixels[own] = torch.tensor([*OWN, 255], dtype=torch.uint8)
-    return pixels
-
-
 def _raster(colour: Tensor, opacity: Tensor) -> Tensor:
     """Join colours [..., 3] and opacities [y, x] from 0 to 1."""
     channels = [colour.expand(*opacity.shape, 3), 255 * opacity[..., None]]
@@ -84,27 +71,19 @@ def _raster(colour: Tensor, opacity: Tensor) -> Tensor:
 
 
 def _opacities(mask: Mask, side: int) -> Tensor:
-    """Return each pixel's opacity: float32 [<= side, <= side]."""
-    runs = mask.runs.batch_row(0)
+    """Return each pixel's opacity, of the first batch row and head: float32 [<= side, <= side]."""
+    runs = mask.runs.select([0], [0])
     rows, columns = runs.shape[2:]
     high, wide = min(side, rows), min(side, columns)
     row, start, end, kind = runs._flat()
-    row, start, end, kind = (x[row < rows] for x in (row, start, end, kind))  # of the first head
     weight = torch.where(kind == Kind.MASKED, MASKED, FULL).double()
-    at = _cells(rows, high)[row]
     edges = (torch.arange(wide + 1) * columns + wide - 1) // wide  # first column of each pixel
-    shade = torch.zeros(high, wide)
-    for top in range(0, high, max(1, CELLS // columns)):
-        bottom = min(high, top + max(1, CELLS // columns))
-        inside = (at >= top) & (at < bottom)
-        line, own = (at[inside] - top) * (columns + 1), weight[inside]
-        steps = torch.zeros((bottom - top) * (columns + 1), dtype=torch.float64)
-        steps.index_add_(0, line + start[inside], own).index_add_(0, line + end[inside], -own)
-        listed = steps.view(-1, columns + 1).cumsum_(1)[:, :columns].cumsum(1)
-        total = torch.nn.functional.pad(listed, (1, 0))[:, edges].diff(dim=1)
-        blocks = torch.bincount(_cells(rows, high), minlength=high)[top:bottom, None] * edges.diff()
-        shade[top:bottom] = torch.where(total > 1e-6, (total / blocks).clamp(min=SOME), 0)
-    return shade
+    total, pixel = torch.zeros(high, wide, dtype=torch.float64), _cells(rows, high)
+    for part in torch.arange(len(row)).split(CELLS // wide):
+        inside = end[part, None].clamp(max=edges[1:]) - start[part, None].clamp(min=edges[:-1])
+        total.index_add_(0, pixel[row[part]], inside.clamp(min=0) * weight[part, None])
+    blocks = torch.bincount(pixel, minlength=high)[:, None] * edges.diff()
+    return torch.where(total > 0, (total / blocks).clamp(min=SOME), 0).float()
 
 
 def _cells(blocks: int, pixels: int) -> Tensor:

@@ -32,11 +32,6 @@ class Line(NamedTuple):
     rank: int | None = None
 
 
-def format_text(facts: Facts) -> str:
-    """Format all facts about a plan as text."""
-    return "\n".join(line.text for line in format_lines(facts))
-
-
 def format_lines(facts: Facts) -> list[Line]:
     """Format a line for each query block (or group of blocks): its owner, then the key blocks that it sees,
     from █ all to · none. Below them the queries of each rank, its work in blocks, the cost of each schedule,
@@ -55,10 +50,10 @@ def format_lines(facts: Facts) -> list[Line]:
 
 def format_memory(facts: Facts) -> str:
     """Format the memory of a layer as one line."""
-    metrics = facts.metrics
+    forward, backward = (_mib(facts.metrics[f"{name}_peak_bytes"]) for name in ("forward", "backward"))
     return (
         f"MiB of a rank: shard (q, k, v, out, lse) {_mib(facts.shard_bytes)}; at most in a pass: forward "
-        f"{_mib(metrics.forward_peak_bytes)}, backward with gradients {_mib(metrics.backward_peak_bytes)}"
+        f"{forward}, backward with gradients {backward}"
     )
 
 
@@ -73,10 +68,10 @@ def format_meaning(facts: Facts) -> list[str]:
         f"Who computes what: {_format_pieces(plan)}.",
         f"Is it even: {word}, the busiest rank has {100 * (plan.imbalance - 1):.2g} % more work than the "
         f"mean, so ranks wait {100 * (1 - 1 / plan.imbalance):.2g} % of the time in attention.",
-        f"What travels: {100 * facts.metrics.remote_share:.3g} % of the keys that queries see are kept by "
+        f"What travels: {100 * facts.metrics['remote_share']:.3g} % of the keys that queries see are kept by "
         "another rank (remote share).",
         f"How it travels: {plan.schedule}: {MESSAGES[plan.schedule]}; at most "
-        f"{format_bytes(facts.most_sent)} sent by a rank, forward and backward.",
+        f"{format_bytes(max(facts.bytes_sent[plan.schedule]))} sent by a rank, forward and backward.",
     ]
 
 
@@ -212,9 +207,3 @@ def format_headline(facts: Facts) -> tuple[str, str]:
         f"balancer {plan.balancer} · schedule {plan.schedule} · blocks of {mask.q_block} x {mask.kv_block} · "
         f"{listed:.3g} % of all pairs lie in listed blocks · max/mean work {plan.imbalance:.3f}",
     )
-
-
-def format_remote_bytes(facts: Facts) -> tuple[str, str]:
-    """Format the bytes of remote keys and values: the largest of a pair of ranks, and the total."""
-    remote = facts.reads.clone().fill_diagonal_(0)
-    return format_bytes(int(remote.max())), format_bytes(int(remote.sum()))

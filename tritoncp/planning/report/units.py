@@ -1,4 +1,4 @@
-"""Numbers and lists as text: tokens, bytes, seconds, ranks, and the labels of an axis."""
+"""Numbers and lists as text: tokens, bytes, ranks."""
 
 from __future__ import annotations
 
@@ -27,18 +27,6 @@ def format_bytes(count: float) -> str:
     return f"{count:g} bytes"
 
 
-def format_seconds(seconds: float) -> str:
-    """Format a time with its unit.
-
-    >>> format_seconds(0.00312), format_seconds(3.05), format_seconds(2e-5)
-    ('3.12 ms', '3.05 s', '20 us')
-    """
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
-
-
 def format_ranks(ranks: list[int]) -> str:
     """Format ascending ranks, consecutive ones as a range.
 
@@ -61,18 +49,3 @@ def shorten(text: str, width: int = 24) -> str:
     ('1,3,5', '1,3,5…')
     """
     return text if len(text) <= width else text[: width - 1].rstrip(",") + "…"
-
-
-def axis_ticks(length: int, most: int = 6) -> list[tuple[int, str]]:
-    """Choose round positions on an axis from 0 to ``length``, both ends included, with their labels.
-
-    >>> [label for _, label in axis_ticks(65536)]
-    ['0', '16K', '32K', '48K', '64K']
-    >>> [label for _, label in axis_ticks(100_000)]
-    ['0', '20,000', '40,000', '60,000', '80,000', '100,000']
-    """
-    binary = length % 1024 == 0
-    steps = (2**i for i in range(63)) if binary else (m * 10**i for i in range(18) for m in (1, 2, 5))
-    step = next(step for step in steps if step * (most - 1) >= length)
-    inner = [position for position in range(0, length, step) if length - position >= step / 2]
-    return [(at, format_tokens(at) if binary else f"{at:,}") for at in (*inner, length)]
