@@ -203,6 +203,7 @@ REDUNDANT: dict[tuple[str, str], dict[str, dict[str, set[int]]]] = {
     },
     ("sm_90", "dkdv_kernel"): {
         "barrier": {BARRIERS: {0, 1, 4, 5, 6, 7, 10, 11}},
+        "group of copies": {NEWEST: {3}},
         "group of products": {USED_LATER: {2}},
         "proxy fence": {FENCED: {1}},
         "wgmma.fence": {UNTOUCHED: {2, 6}},

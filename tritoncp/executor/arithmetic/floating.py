@@ -195,17 +195,11 @@ def extremum16(operation: str, t: str, a: Array, b: Array, nan: bool) -> Array:
     return narrow(t, choose(widen(t, a.view(u2)), widen(t, b.view(u2)), nan)).view(a.dtype)
 
 
-def to_tf32(x: Array) -> Array:
-    """float32 to tf32, to nearest, ties away from zero."""
+def to_tf32(x: Array, ties: str) -> Array:
+    """float32 to tf32, to nearest, ties away from zero ("rna") or to even ("rn")."""
     bits = x.view(u4)
-    out = (bits + u4(0x1000)) & u4(0xFFFFE000)
-    return np.where(np.isfinite(x), out, np.where(np.isnan(x), NAN32, bits))
-
-
-def to_tf32_nearest_even(x: Array) -> Array:
-    bits = x.view(u4)
-    out = (bits + u4(0xFFF) + ((bits >> u4(13)) & u4(1))) & u4(0xFFFFE000)
-    return np.where(np.isfinite(x), out, np.where(np.isnan(x), NAN32, bits))
+    half = u4(0x1000) if ties == "rna" else u4(0xFFF) + ((bits >> u4(13)) & u4(1))
+    return np.where(np.isfinite(x), (bits + half) & u4(0xFFFFE000), np.where(np.isnan(x), NAN32, bits))
 
 
 def tf32_of(bits: Array) -> Array:
@@ -214,10 +208,6 @@ def tf32_of(bits: Array) -> Array:
 
 
 # approximations: computed to the last bit or so, within the errors that PTX documents
-
-
-def tanh(x: Array) -> Array:
-    return np.tanh(x)
 
 
 def rsqrt(x: Array) -> Array:
@@ -237,7 +227,7 @@ UNARY: dict[str, Callable[[Array], Array]] = {
     "rsqrt": rsqrt,
     "sin": np.sin,
     "cos": np.cos,
-    "tanh": tanh,
+    "tanh": np.tanh,
 }
 
 # conversions

@@ -238,8 +238,7 @@ formula(
 formula("F.widen('{of}', {a})", "cvt[.ftz].<to:f32>.<of:f16>", "cvt.<to:f32>.<of:bf16>")
 formula("F.widen('{of}', {a}).astype('f8')", "cvt.<to:f64>.<of:f16|bf16>")
 formula("F.to_bf16_towards_zero({a})", "cvt.rz.<to:bf16>.<of:f32>")
-formula("F.to_tf32({a})", "cvt.rna.<to:tf32>.<of:f32>")
-formula("F.to_tf32_nearest_even({a})", "cvt.rn.<to:tf32>.<of:f32>")
+formula("F.to_tf32({a}, '{ties}')", "cvt.<ties:rna|rn>.<to:tf32>.<of:f32>")
 formula("F.of_fp8('{of}', {a})", "cvt.rn[.relu].<to:f16x2>.<of:e4m3x2|e5m2x2>")
 
 

@@ -58,36 +58,28 @@ def convert_address(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     w.write(i.operands[0], "u8", a, i)
 
 
-def with_carry(w: BlockWriter, i: Instruction, operation: str, a: str, b: str, t: str) -> None:
-    """Write a sum or difference, and the carry where the opcode says so."""
+CARRIED = "<type:u32|s32|b32|u64|s64|b64>"
+
+
+@form(*(f"{name}{c}.{CARRIED}" for name in ("add", "sub") for c in (".cc", "c.cc", "c")))
+@form("mad[c].<half:lo|hi>.cc.<type:u32|s32|u64|s64>", "madc.<half:lo|hi>.<type:u32|s32|u64|s64>")
+def carried(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    """A sum or difference with the carry of one before, or for one behind."""
+    d, a, b, *summand = i.operands
+    t = NUMPY[m["type"]]
+    if summand:
+        x = f"{w.array(a, t)}, {w.read(b, t)}"
+        product = f"I.multiply_high({x})" if m["half"] == "hi" else x.replace(",", " *")
+        x, y = f"({product}).view('{unsigned(t)}')", w.array(summand[0], unsigned(t))
+    else:
+        x, y = (w.array(v, unsigned(t)) for v in (a, b))
     carry = w.read(CARRY, "b") if i.parts[0].endswith("c") else "T.full(np.False_)"
-    out = w.temporary(f"I.{operation}({a}, {b}, {carry})")
-    w.write(i.operands[0], t, f"{out}[0]", i)
+    operation = "subtract_borrow" if i.parts[0].startswith("sub") else "add_carry"
+    out = w.temporary(f"I.{operation}({x}, {y}, {carry})")
+    w.write(d, unsigned(t), f"{out}[0]", i)
     if "cc" in i.parts:
         w.write(CARRY, "b", f"{out}[1]", i)
 
-
-def carried(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    t = unsigned(NUMPY[m["type"]])
-    operation = "add_carry" if i.parts[0].startswith("add") else "subtract_borrow"
-    with_carry(w, i, operation, w.array(i.operands[1], t), w.array(i.operands[2], t), t)
-
-
-def carried_product(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    t = NUMPY[m["type"]]
-    a, b = w.array(i.operands[1], t), w.read(i.operands[2], t)
-    product = f"I.multiply_high({a}, {b})" if m["half"] == "hi" else f"{a} * {b}"
-    t = unsigned(t)
-    with_carry(w, i, "add_carry", f"({product}).view('{t}')", w.array(i.operands[3], t), t)
-
-
-CARRIED = "<type:u32|s32|b32|u64|s64|b64>"
-form(f"add.cc.{CARRIED}", f"sub.cc.{CARRIED}", carry="writes")(carried)
-form(f"addc.cc.{CARRIED}", f"subc.cc.{CARRIED}", carry="both")(carried)
-form(f"addc.{CARRIED}", f"subc.{CARRIED}", carry="reads")(carried)
-form("mad.<half:lo|hi>.cc.<type:u32|s32|u64|s64>", carry="writes")(carried_product)
-form("madc.<half:lo|hi>.cc.<type:u32|s32|u64|s64>", carry="both")(carried_product)
-form("madc.<half:lo|hi>.<type:u32|s32|u64|s64>", carry="reads")(carried_product)
 
 JOINS = {"and": "&", "or": "|", "xor": "^"}
 ORDERED = {"eq": "==", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}

@@ -10,7 +10,7 @@ from tritoncp.executor.clocks import SHIFT, note_readers
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.memory.atomics import update
 from tritoncp.executor.memory.global_memory import joined, split
-from tritoncp.executor.memory.regions import UNSIGNED
+from tritoncp.executor.memory.regions import UNSIGNED, holds
 from tritoncp.executor.threads import Access, Threads
 
 Array = np.ndarray[Any, Any]
@@ -138,7 +138,7 @@ class SharedMemory:
         writer = self.rows(self.writer, nbytes)[idx]
         late = clocks.unordered(writer, access.cta, access.warp, agent)
         if late is not None and data is not None:
-            late &= ~self.same(idx, nbytes, data)[:, None]
+            late &= ~holds(self.views, idx, nbytes, data)[:, None]
         if late is not None and late.any():
             self.race(access, f"{kind} after the write of", writer, late, idx, nbytes)
         for shadow in (self.reader, self.reader2):
@@ -147,11 +147,6 @@ class SharedMemory:
             if late is not None:
                 self.race(access, f"{kind} after the read of", reader, late, idx, nbytes)
                 break
-
-    def same(self, idx: Array, nbytes: int, data: Array) -> Array:
-        if nbytes < 16:
-            return self.views[nbytes][idx] == data
-        return (self.views[8].reshape(-1, 2)[idx] == data.view(u8).reshape(-1, 2)).all(1)
 
     def note_writer(self, idx: Array, nbytes: int, tag: Array) -> None:
         if self.check and nbytes >= self.granule:
@@ -198,7 +193,7 @@ class SharedMemory:
         self.check_busy(access, kind, idx, nbytes)
         self.views[nbytes][idx] = data
         self.ctas.progress += 1
-        if self.check and not (same := self.same(idx, nbytes, data)).all():
+        if self.check and not (same := holds(self.views, idx, nbytes, data)).all():
             kind = "race on shared memory: several threads write different values to one address"
             self.fault(access, kind, np.flatnonzero(~same), idx, nbytes)
         self.note_writer(idx, nbytes, access.tags[:, None])

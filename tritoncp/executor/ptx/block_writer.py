@@ -150,8 +150,6 @@ class BlockWriter:
         return self.constant(value, t)
 
     def float_bits(self, value: int, given: str, t: str) -> str:
-        if (given == "f8" and t == "f4") or (given == "f4" and t == "f8"):
-            raise UnsupportedInstruction(f"an immediate {given} as {t}")
         if bits_of(t) != bits_of(given):
             raise UnsupportedInstruction(f"an immediate {given} as {t}")
         return self.names.constant(value, t)

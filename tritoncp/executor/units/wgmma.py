@@ -6,8 +6,7 @@ writes to the operands by the clocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +21,7 @@ u8 = np.uint64
 SWIZZLES = {0: 0, 1: 3, 2: 2, 3: 1}  # of a descriptor's mode
 
 
-@dataclass
-class Products:
+class Products(NamedTuple):
     """Products of one instruction, a row for each warpgroup: CTA, number there, group of commits, clock."""
 
     lane: Array
@@ -33,7 +31,7 @@ class Products:
     clock: Array
 
     def rows(self, keep: Array) -> Products:
-        return Products(*(x[keep] for x in (self.lane, self.cta, self.number, self.group, self.clock)))
+        return Products(*(x[keep] for x in self))
 
 
 class Wgmma:
