@@ -24,7 +24,7 @@ from tritoncp.perf.exit_codes import (
     NothingMeasured,
     PerfCommand,
 )
-from tritoncp.perf.records.history import Point, Problem, read
+from tritoncp.perf.records.history import BrokenLine, Point, read
 from tritoncp.perf.run import main as run
 
 HISTORY = Path("perf/history")
@@ -148,7 +148,9 @@ def compare(
             click.echo(json.dumps(gate.describe(word, error.exit_code, [reason]), indent=2))
         raise
     if html is not None:
-        _write_comparison(html, before, after, result)
+        from tritoncp.perf.dashboard.comparison_page import comparison_page
+
+        html.write_text(comparison_page(before, after, result), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
     elif markdown:
@@ -160,22 +162,9 @@ def compare(
     sys.exit(result.exit_code)
 
 
-def _write_comparison(path: Path, before: str, after: str, result: gate.Gate) -> None:
-    try:
-        from tritoncp.perf.dashboard.comparison_page import comparison_page
-    except ImportError as error:
-        raise _missing_package_error(error) from error
-    path.write_text(comparison_page(before, after, result), encoding="utf-8")
-
-
 def _compare_sides(sides: Sequence[list[Point]], baseline: str | None) -> comparing.Comparison:
     """Compare two sides, which need to have a case in common."""
-    try:
-        comparison = comparing.compare(sides[0], sides[1], baseline)
-    except comparing.Unknown as error:
-        raise InputError(str(error)) from error
-    except ImportError as error:
-        raise _missing_package_error(error) from error
+    comparison = comparing.compare(sides[0], sides[1], baseline)
     if not comparison.rows:
         raise NothingMeasured(
             "the sides have no case in common: nothing is compared. " + comparing.summary(comparison, None)
@@ -201,11 +190,9 @@ def _print_first_run(
 
 def _read_side(word: str, history: Path, allow_empty: bool = False) -> list[Point]:
     """Read the points that a word of the command line names, at least one unless none are allowed."""
-    problems: list[Problem] = []
+    problems: list[BrokenLine] = []
     try:
         points = comparing.side(word, history, problems.append)
-    except comparing.Unknown as error:
-        raise InputError(str(error)) from error
     finally:
         _report_problems(problems)
     if points or (allow_empty and not problems):
@@ -260,11 +247,9 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str | None) -> None
       tritoncp perf dashboard
       tritoncp perf dashboard perf/history --out dashboard.html
     """
-    try:
-        from tritoncp.perf.dashboard import repository, trends
-        from tritoncp.perf.dashboard.page import page
-    except ImportError as error:
-        raise _missing_package_error(error) from error
+    from tritoncp.perf.dashboard import repository, trends
+    from tritoncp.perf.dashboard.page import page
+
     address = repository.find_repository() if repo_url is None else repository.web_address(repo_url)
     if repo_url and not address:
         raise click.BadParameter(
@@ -287,11 +272,7 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str | None) -> None
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)
 
 
-def _missing_package_error(error: ImportError) -> InputError:
-    return InputError(f"{error}. The page and comparisons need: pip install bokeh numpy ruptures scipy")
-
-
-def _report_problems(problems: Sequence[Problem]) -> None:
+def _report_problems(problems: Sequence[BrokenLine]) -> None:
     """Report broken lines: the first of them one by one."""
     for problem in problems[:MAX_PROBLEMS]:
         click.echo(str(problem), err=True)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 FINE, REGRESSION, BAD_INPUT, NOTHING_MEASURED = range(4)
+PAGE_PACKAGES = ("bokeh", "numpy", "ruptures", "scipy")
 INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 EPILOG = (
@@ -29,7 +30,8 @@ class NothingMeasured(click.ClickException):
 
 
 class PerfCommand(click.Command):
-    """A command with the exit codes above: errors of the file system are input errors."""
+    """A command with the exit codes above: errors of the file system, and packages of pages and comparisons
+    that are not installed, are input errors."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"epilog": EPILOG} | options)
@@ -41,3 +43,8 @@ class PerfCommand(click.Command):
             if error.errno == errno.EPIPE:  # the reader closed the pipe: click exits without a message
                 raise
             raise InputError(str(error)) from error
+        except ImportError as error:
+            if (error.name or "").split(".")[0] not in PAGE_PACKAGES:
+                raise
+            packages = " ".join(PAGE_PACKAGES)
+            raise InputError(f"{error}. Pages and comparisons need: pip install {packages}") from error

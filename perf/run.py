@@ -30,7 +30,7 @@ from tritoncp.perf.exit_codes import (
     PerfCommand,
 )
 from tritoncp.perf.progress import Progress
-from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, find_unfinished
+from tritoncp.perf.records.history import Journal, Point, Series, find_unfinished
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +142,7 @@ def main(
     progress = Progress(deadline)
     journal = _open_journal(out, series, env, resume and lead, lead, as_json, progress)
     resumed_points = list(journal.points)
-    with _messages_of_early_ends(progress, journal, lead):
+    with _message_of_interrupt(progress, journal, lead):
         if device == "host":
             failures = host_cases.run(cases, journal, deadline, seconds, resumed_points)
         else:
@@ -158,12 +158,10 @@ def main(
 
 
 @contextmanager
-def _messages_of_early_ends(progress: Progress, journal: Journal, lead: bool) -> Iterator[None]:
-    """Turn a full disk and Ctrl-C into messages and exit codes."""
+def _message_of_interrupt(progress: Progress, journal: Journal, lead: bool) -> Iterator[None]:
+    """Turn Ctrl-C into a message and an exit code."""
     try:
         yield
-    except DiskFull as error:
-        raise InputError(str(error)) from error
     except KeyboardInterrupt:
         if lead:
             kept = f"lines of {len(journal.points)} cases are in {journal.path}: add --resume to go on"

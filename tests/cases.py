@@ -208,8 +208,8 @@ def answers(case: Case, leaves: dict[str, Tensor], function: Callable[..., Seque
     if case.loss == "forward":
         return got
     g = torch.Generator().manual_seed(case.seed + 1)
-    by_out = torch.randn(out.shape, generator=g, dtype=torch.float64).to(case.dtype).double()
-    by_lse = torch.randn(lse.shape, generator=g).double()  # in float32, as gradients of lse are
+    by_out = torch.randn(out.shape, generator=g, dtype=torch.float64).to(out.device, case.dtype).double()
+    by_lse = torch.randn(lse.shape, generator=g).to(lse.device).double()  # float32, as gradients of lse
     if case.loss == "out of some rows":
         by_out = by_out * (by_lse > 0)[..., None]
     loss = (out.double() * by_out).sum() * (case.loss != "lse")

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.command_process import ROOT, tritoncp
+from tests.command_process import ROOT
 from tritoncp import doctor
 from tritoncp.cli import main
 
@@ -42,7 +41,6 @@ def examples_of(name: str) -> list[list[str]]:
 def test_every_help_has_examples_that_parse(name, tmp_path, monkeypatch):
     (tmp_path / "perf" / "history").mkdir(parents=True)
     (tmp_path / "results").mkdir()
-    (tmp_path / "benchmark.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     calls = []
     for command_name, command in all_commands():
@@ -55,21 +53,12 @@ def test_every_help_has_examples_that_parse(name, tmp_path, monkeypatch):
     assert examples and len(calls) == len(examples) and all(call.startswith(name) for call in calls)
 
 
-def test_the_examples_of_plan_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for words in examples_of("tritoncp plan"):
-        assert CliRunner().invoke(main, [*words, "--block-size=1024"]).exit_code == 0
-    assert (tmp_path / "plan.png").exists() and (tmp_path / "plan.html").exists()
-
-
 MODS = """
 import os
 def three(b, h, q): return q
 def whole(b, h, q, kv): return q - kv
 def plain(b, h, q, kv): return True
 def fails(b, h, q, kv): return 1 / 0
-def leaves(b, h, q, kv): raise SystemExit(0)
-def endless(b, h, q, kv): return endless(b, h, q, kv)
 def rows(b, h, q, kv): return q.new_ones(3) > 0
 def loud(b, h, q, kv): print("said aloud"); return q >= kv
 def near(b, h, q, kv): return (q - kv).abs() < 3
@@ -107,52 +96,37 @@ REFUSED = {
     "plan": [
         (["--mask", "causal & cusal"], "^^^^^"),
         (["--mask", "os:getcwd"], "os:getcwd takes ()"),
-        (["--mask", "os:system"], "os:system takes (command)"),
         (["--mask", "my_mods:three"], "takes (b, h, q); a mask_mod is a function (b, h, q_idx, kv_idx)"),
         (["--mask", "my_mods:whole"], "returns torch.int64; a mask_mod must return bool"),
         (["--mask", "my_mods:plain"], "my_mods:plain cannot be evaluated as a mask_mod"),
         (["--mask", "my_mods:fails"], "ZeroDivisionError"),
-        (["--mask", "my_mods:leaves"], "SystemExit"),
-        (["--mask", "my_mods:endless"], "RecursionError"),
         (["--mask", "my_mods:rows"], "; one value for a pair is needed"),
         (["--mask", "my_mods:absent"], "no attribute 'absent'"),
         (["--mask", "leaving:x"], "cannot be imported (SystemExit: 0)"),
-        (["--mask", "..:x"], "cannot be imported"),
         (["--mask", ""], "no mask expression"),
         (["--mask", f"window({NINES})"], "more tokens than any sequence has"),
-        (["--mask", f"window({'9' * 5000})"], "no mask expression"),
         (["--mask", "document(1000G)"], "tokens together are not planned"),
         (["--mask", "document(-3)"], "must be integers >= 0"),
-        (["--mask", "window(True)"], "a whole number"),
-        (["--mask", "~" * 400 + "causal"], "nested more than 50 deep"),
         (["--mask", "causal&" * 15_000 + "causal"], "nested too deeply"),
         (["--seq-len", "12Q"], "no whole number of tokens"),
         (["--seq-len", "0"], "at least one token"),
-        (["--seq-len", "99999999999G"], "more than any sequence has"),
         (["--seq-len", "1G"], "at most 67108864 are planned"),
         (["--seq-len", "2M", "--block-size", "1"], "make --block-size larger"),
         (["--world-size", "1000000"], "4096 ranks at most"),
         (["--heads", "6", "--kv-heads", "4"], "must be a multiple"),
         (["--head-dim", "300"], "not in the range 1<=x<=256"),
         (["--lengths", "10 20", "--seq-len", "40"], "are 30 tokens together"),
-        (["--lengths", "[true]"], "a list of whole numbers"),
         (["--lengths", "[" * 100_000], "nested too deep"),
-        (["--lengths", "[3,"], "are no JSON"),
         (["--lengths", "[[3], []]"], "no lengths of documents"),
         (["--lengths", "[[3], [4]]"], "must add up to the same"),
-        (["--lengths", "[0]"], "0 tokens together"),
-        (["--lengths", ""], "no lengths of documents"),
         (["--lengths", "/dev/zero"], "no whole number of tokens"),
         (["--lengths", sys.executable], "holds no text"),
         (["--png", "plan.xyz", SMALL], "has to be called *.png"),
-        (["--html", "", SMALL], "has to be called *.html"),
         (["--png", "/", SMALL], "is a directory"),
     ],
     "inspect": [
         (["--arch", "sm_9000"], "known: sm_80, sm_86"),
         (["--arch", "sm_90", "--kernel", "backwards"], "known: delta, forward"),
-        (["--arch", "sm_90", "--head-dim", "300"], "known: 64, 128"),
-        (["--arch", "sm_90", "--dtype", "int8"], "known: bfloat16"),
         (["--arch", "sm_90", "--mask", "round"], "known: state, full"),
         (["--arch", "sm_90", "--kernel", "delta", "--mask", "decode"], "no shipped kernel is all of that"),
         (["--timeout", "nan"], "no number of seconds"),
@@ -169,6 +143,11 @@ REFUSED = {
         (["--steps", NINES], "bytes of text at most"),
         (["--world-size", "1000000"], "64 local ranks at most"),
         (["--out", "my_mods.py"], "is a file"),
+    ],
+    "check": [
+        (["--only=rings"], "--only 'rings' matches no case of 4 ranks; a case's name is, say, "),
+        (["--budget=0"], "0"),
+        (["--timeout=nan"], "number of seconds"),
     ],
     "doctor": [(["--fast"], "No such option"), (["now"], "unexpected extra argument")],
 }
@@ -191,11 +170,9 @@ def test_options_that_make_no_sense_are_refused_in_a_message(command, words, sai
     ("command", "words"),
     [
         ("plan", [SMALL, "--png", "/proc/x.png"]),
-        ("plan", [SMALL, "--png", "/dev/null/plan.png"]),
         ("plan", [SMALL, "--html", "/proc/x.html"]),
         ("plan", [SMALL, "--png", f"{'a' * 300}.png"]),
         ("demo", ["--steps=1", SMALL, "--out", "/proc/x"]),
-        ("demo", ["--steps=1", SMALL, "--out", "/dev/null/x"]),
     ],
 )
 def test_files_that_cannot_be_written_are_named_in_a_message(command, words, mods):
@@ -241,12 +218,6 @@ def test_too_little_memory_is_a_message(monkeypatch):
     monkeypatch.setattr(doctor, "examine", large)
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == 1 and done.stderr == "Error: this machine has not enough memory for that\n"
-
-
-def test_a_message_ends_a_process_too(mods):
-    done = tritoncp("plan", "--mask", "my_mods:three", PYTHONPATH=f"{os.environ['PYTHONPATH']}:{mods}")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "my_mods:three takes (b, h, q)" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_closed_pipe_is_no_error():

@@ -19,13 +19,13 @@ from rich.console import Console
 from tritoncp.cli import main
 from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, window, windows
-from tritoncp.demo.model import Shape
+from tritoncp.demo.model import ModelShape
 from tritoncp.demo.ranks import LocalRanks, RankFailed
 from tritoncp.demo.report import OUTPUT_TOLERANCE, difference, show_progress
-from tritoncp.demo.train import Config, Step, train
+from tritoncp.demo.train import TrainingConfig, TrainingStep, train
 
 ROOT = Path(__file__).parents[1]
-SMALL = Config(seq_len=256, steps=2, shape=Shape(layers=1))
+SMALL = TrainingConfig(seq_len=256, steps=2, shape=ModelShape(layers=1))
 
 
 # text
@@ -68,7 +68,10 @@ def test_the_cpu_engine_trains_where_it_is_asked_for(monkeypatch):
 
 
 def test_the_loss_falls():
-    losses = [step.loss for step in train(Config(seq_len=128, steps=12, shape=Shape(layers=1)), None, CPU)]
+    losses = [
+        step.loss
+        for step in train(TrainingConfig(seq_len=128, steps=12, shape=ModelShape(layers=1)), None, CPU)
+    ]
     assert min(losses[-3:]) < losses[0] - 1
 
 
@@ -112,7 +115,7 @@ def test_torchrun_is_refused(monkeypatch, tmp_path):
 
 
 def test_an_error_of_a_rank_is_reported_once_with_its_number():
-    impossible = Config(seq_len=256, steps=1, shape=Shape(heads=3, kv_heads=2, layers=1))
+    impossible = TrainingConfig(seq_len=256, steps=1, shape=ModelShape(heads=3, kv_heads=2, layers=1))
     with LocalRanks(impossible, 2, lambda step: None) as ranks, pytest.raises(RankFailed) as failed:
         ranks.result()
     said = str(failed.value)
@@ -137,7 +140,9 @@ def test_a_rank_that_is_killed_is_noticed():
 )
 def test_a_disagreement_is_shown_and_fails(second, gap, monkeypatch, tmp_path):
     def doctored(config, world_size, on_many, on_one):
-        return [Step(1, 2.0, 0.1), Step(2, 1.0, 0.1)], [Step(i, x, 0.1) for i, x in enumerate(second, 1)]
+        return [TrainingStep(1, 2.0, 0.1), TrainingStep(2, 1.0, 0.1)], [
+            TrainingStep(i, x, 0.1) for i, x in enumerate(second, 1)
+        ]
 
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # the command sets it
     monkeypatch.setattr(demo_run, "uses_triton", lambda device: False)
@@ -157,7 +162,7 @@ def test_a_terminal_gets_bars_and_a_log_gets_lines():
     log, terminal = (Console(file=io.StringIO(), width=100, force_terminal=kind) for kind in (False, True))
     for console in (log, terminal):
         with show_progress(console, 2, ("4 ranks", "1 rank")) as show_step:
-            show_step("4 ranks", Step(1, 5.25, 0.5))
+            show_step("4 ranks", TrainingStep(1, 5.25, 0.5))
     assert log.file.getvalue() == "4 ranks: step 1/2 loss 5.2500 (0.5 s)\n"
     assert "━" in terminal.file.getvalue()
     assert "1/2" in terminal.file.getvalue()

@@ -121,7 +121,7 @@ BALANCERS = (
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> None:
-    """Show how a mask would be dealt to ranks, and at which cost: no GPU is needed.
+    """Show how the blocks of a mask would be assigned to ranks, and at which cost: no GPU is needed.
 
     \b
     Examples:

@@ -20,6 +20,9 @@ from tritoncp.core.versions import NEWEST_TESTED, OLDEST, installed_version, lis
 from tritoncp.kernels import toolchain
 from tritoncp.kernels.toolchain import Ptxas
 
+INTERPRETED = "the Triton kernels, interpreted (slow, exact, for tests)"
+CPU_ENGINE = "the CPU engine, plain torch (TRITON_INTERPRET=1 runs the kernels interpreted instead)"
+
 
 @click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
@@ -58,7 +61,7 @@ def examine() -> dict[str, Any]:
         "devices": gpus,
         "ptxas": assemblers(archs),
         "interpreted": interpreted,
-        "cpu": engine_on_cpu(interpreted, versions),
+        "cpu": INTERPRETED if interpreted and versions["triton"] and versions["numpy"] else CPU_ENGINE,
         "distributed": backends(),
         "nccl": ".".join(map(str, nccl_version() or ())) or None,
         "environment": environment.set_variables(),
@@ -73,23 +76,18 @@ def examine() -> dict[str, Any]:
 
 
 def devices() -> list[dict[str, Any]]:
+    """Describe the GPUs of this process."""
     import torch
 
-    return [device(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-
-
-def device(index: int) -> dict[str, Any]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    return {
-        "index": index,
-        "name": properties.name,
-        "architecture": getattr(properties, "gcnArchName", None)
-        or f"sm_{properties.major}{properties.minor}",
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "shared_memory_bytes": getattr(properties, "shared_memory_per_block_optin", None),
-    }
+    gpus = []
+    for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
+        properties = torch.cuda.get_device_properties(index)
+        name = getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}"
+        memory = round(properties.total_memory / 2**30, 1)
+        shared = getattr(properties, "shared_memory_per_block_optin", None)
+        gpus.append({"index": index, "name": properties.name, "architecture": name, "memory_gib": memory})
+        gpus[-1]["shared_memory_bytes"] = shared
+    return gpus
 
 
 def assemblers(archs: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -104,36 +102,24 @@ def assemblers(archs: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def ptxas_advice(archs: Sequence[str]) -> Iterator[str]:
-    """Advise another ptxas where the one of these architectures is known to assemble some kernels wrong."""
+    """Advise another ptxas where the one of these architectures is known to assemble some kernels wrong; one
+    that is bundled with Triton, if it has fewer faults."""
     yield from toolchain.broken_ptxas_paths()
     for arch in archs:
         try:
             used = toolchain.ptxas_for(arch)
         except LookupError:
             continue  # the row of the table says why
-        if faults := list(toolchain.ptxas_faults(arch, used.version)):
-            listing = "; ".join(faults)
+        candidates = [used, *toolchain.bundled_ptxas()]
+        faults = [list(toolchain.ptxas_faults(arch, ptxas.version)) for ptxas in candidates]
+        at = min(range(len(faults)), key=lambda at: len(faults[at]))
+        at_hand = f"; without installing anything, {candidates[at].version} is {candidates[at].path}"
+        if faults[0]:
             yield (
-                f"ptxas {used.version} ({used.origin}) is known to assemble wrong for {arch}: {listing}. "
-                "pip install 'nvidia-cuda-nvcc>=13.3' (CUDA 13: driver 580 or newer), and set "
-                f"{used.variable} to its nvidia/cu13/bin/ptxas{at_hand(arch, used)}"
+                f"ptxas {used.version} ({used.origin}) is known to assemble wrong for {arch}: "
+                f"{'; '.join(faults[0])}. pip install 'nvidia-cuda-nvcc>=13.3' (CUDA 13: driver 580 or newer)"
+                f", and set {used.variable} to its nvidia/cu13/bin/ptxas{at_hand if at else ''}"
             )
-
-
-def at_hand(arch: str, used: Ptxas) -> str:
-    """Advise another ptxas bundled with Triton, if it has fewer faults than the one in use; else ""."""
-    better = [
-        (len(list(toolchain.ptxas_faults(arch, one.version))), one) for one in toolchain.bundled_ptxas()
-    ]
-    faults, best = min(better, default=(9, used), key=lambda pair: pair[0])
-    fewer = faults < len(list(toolchain.ptxas_faults(arch, used.version)))
-    return f"; without installing anything, {best.version} is {best.path}" if fewer else ""
-
-
-def engine_on_cpu(interpreted: bool, versions: dict[str, str | None]) -> str:
-    if interpreted and versions["triton"] and versions["numpy"]:
-        return "the Triton kernels, interpreted (slow, exact, for tests)"
-    return "the CPU engine, plain torch (TRITON_INTERPRET=1 runs the kernels interpreted instead)"
 
 
 def backends() -> list[str]:
@@ -144,15 +130,6 @@ def backends() -> list[str]:
         return []
     has = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
     return [name for name, available in has.items() if available()]
-
-
-def collectives(names: Sequence[str], nccl: str | None) -> str:
-    """The collectives that torch can run, with NCCL's version.
-
-    >>> collectives(["nccl", "gloo"], "2.27.3"), collectives([], None)
-    ('nccl 2.27.3, gloo', 'none')
-    """
-    return ", ".join(f"nccl {nccl}" if name == "nccl" and nccl else name for name in names) or "none"
 
 
 def nccl_version() -> tuple[int, ...] | None:
@@ -226,23 +203,19 @@ def show(report: dict[str, Any]) -> None:
 
 
 def summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    gpus = [
-        f"{d['index']}: {d['name']}, {d['architecture']}, {d['memory_gib']} GiB" for d in report["devices"]
-    ]
-    return [
-        ("versions", ", ".join(f"{name} {have or '-'}" for name, have in report["versions"].items())),
-        (
-            "tested up to",
-            ", ".join(f"{name} {newest}" for name, newest in report["newest_tested"].items()),
-        ),
-        ("GPUs", "\n".join(gpus) or "none"),
-        (
-            "ptxas",
-            "\n".join(
-                f"{arch}: {facts.get('why') or Ptxas(**facts)}" for arch, facts in report["ptxas"].items()
-            ),
-        ),
-        ("CPU tensors run", report["cpu"]),
-        ("collectives", collectives(report["distributed"], report["nccl"])),
-        ("environment", "\n".join(f"{k}={v}" for k, v in report["environment"].items()) or "-"),
-    ]
+    """List the facts as labels and texts."""
+    nccl = f"nccl {report['nccl'] or ''}".strip()
+    rows = {
+        "versions": [f"{name} {version or '-'}" for name, version in report["versions"].items()],
+        "tested up to": [f"{name} {newest}" for name, newest in report["newest_tested"].items()],
+        "GPUs": [
+            f"{gpu['index']}: {gpu['name']}, {gpu['architecture']}, {gpu['memory_gib']} GiB"
+            for gpu in report["devices"]
+        ],
+        "ptxas": [f"{arch}: {facts.get('why') or Ptxas(**facts)}" for arch, facts in report["ptxas"].items()],
+        "CPU tensors run": [report["cpu"]],
+        "collectives": [nccl if name == "nccl" else name for name in report["distributed"]],
+        "environment": [f"{name}={value}" for name, value in report["environment"].items()],
+    }
+    joined = ("versions", "tested up to", "collectives")
+    return [(name, (", " if name in joined else "\n").join(texts) or "none") for name, texts in rows.items()]

@@ -43,7 +43,7 @@ def commit_range(points: Sequence[Point], at: int, repository: str) -> tuple[str
     linked = (
         repository and before != after and all(re.fullmatch("[0-9a-f]{7,64}", x) for x in (before, after))
     )
-    address = compare_address(repository).replace("BEFORE", before).replace("AFTER", after) if linked else ""
+    address = compare_address(repository, before, after) if linked else ""
     return text, address
 
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tritoncp.perf.records.history import TUNED, Point, Problem, read
+from tritoncp.perf.exit_codes import InputError
+from tritoncp.perf.records.history import TUNED, BrokenLine, Point, read
 
 LEVEL = 0.95
 Z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
@@ -29,7 +30,7 @@ class Estimate(NamedTuple):
     runs: int
 
 
-class Row(NamedTuple):
+class ComparedCase(NamedTuple):
     """A case on both sides. before, after: milliseconds (or the multiple of a baseline); ratio: after over
     before, None where a side failed, low and high its confidence interval, None where it is unknown."""
 
@@ -51,9 +52,9 @@ class Row(NamedTuple):
     def regressed(self, limit: float | None) -> bool:
         """Whether the case is broken; or, with a limit, slower by more than it with an interval above 1.
 
-        >>> Row("c", "d", 1.0, 1.06, 1.06, 1.02, 1.1, (3, 3)).regressed(0.05)
+        >>> ComparedCase("c", "d", 1.0, 1.06, 1.06, 1.02, 1.1, (3, 3)).regressed(0.05)
         True
-        >>> Row("c", "d", 1.0, 1.06, 1.06, 0.98, 1.15, (3, 3)).regressed(0.05)
+        >>> ComparedCase("c", "d", 1.0, 1.06, 1.06, 0.98, 1.15, (3, 3)).regressed(0.05)
         False
         """
         if limit is None or self.ratio is None:
@@ -70,7 +71,7 @@ class Comparison(NamedTuple):
     absent_series: measured before and not after, with cases that another series has after
     """
 
-    rows: list[Row]
+    rows: list[ComparedCase]
     missing: list[str]
     new: list[str]
     unmatched: list[str]
@@ -146,7 +147,9 @@ def group_points(points: Iterable[Point], by_series: bool) -> dict[tuple[str, st
     return {key: list(runs.values()) for key, runs in groups.items()}
 
 
-def _make_row(key: tuple[str, str], before: list[Point], after: list[Point], baseline: str | None) -> Row:
+def _make_row(
+    key: tuple[str, str], before: list[Point], after: list[Point], baseline: str | None
+) -> ComparedCase:
     why = "" if after[-1].ms else after[-1].own["why"]
     first, second = (estimate(points, baseline) for points in (before, after))
     runs = (len(before), len(after))
@@ -154,9 +157,9 @@ def _make_row(key: tuple[str, str], before: list[Point], after: list[Point], bas
         side_estimate and math.exp(side_estimate.mean) for side_estimate in (first, second)
     )
     if why or first is None or second is None:
-        return Row(*key, time_before, None if why else time_after, None, None, None, runs, why)
+        return ComparedCase(*key, time_before, None if why else time_after, None, None, None, runs, why)
     low, high = _ratio_interval(first, second)
-    return Row(*key, time_before, time_after, math.exp(second.mean - first.mean), low, high, runs)
+    return ComparedCase(*key, time_before, time_after, math.exp(second.mean - first.mean), low, high, runs)
 
 
 def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate | None:
@@ -223,14 +226,14 @@ def _ratio_interval(before: Estimate, after: Estimate) -> tuple[float | None, fl
     return math.exp(middle - width), math.exp(middle + width)
 
 
-def _sort_key(row: Row) -> float:
+def _sort_key(row: ComparedCase) -> float:
     """Return the sort key of a row: failures first, then the largest ratio."""
     if row.ratio is None:
         return math.inf if row.after is None else -math.inf
     return row.ratio
 
 
-class Unknown(Exception):
+class Unknown(InputError):
     """Raised where a word names no measurement."""
 
 
@@ -246,7 +249,9 @@ def newest(points: Sequence[Point], runs: int) -> list[Point]:
     return [point for group in groups.values() for point in group[-runs:]]
 
 
-def side(word: str, history: Path, tell: Callable[[Problem], object] = lambda problem: None) -> list[Point]:
+def side(
+    word: str, history: Path, tell: Callable[[BrokenLine], object] = lambda problem: None
+) -> list[Point]:
     """Read the points that a word of the command line names: a file or folder; else, in a history, a commit
     (or a name that git resolves to one), a run, or a device. ``tell`` is called with every broken line.
 
@@ -316,9 +321,9 @@ def format_time(ms: float | None) -> str:
     return "failed" if ms is None else f"{float(f'{ms:.10g}'):.4g}"
 
 
-def verdict(row: Row, limit: float | None) -> str:
+def verdict(row: ComparedCase, limit: float | None) -> str:
     """
-    >>> verdict(Row("c", "d", 1.0, 0.9, 0.9, 0.88, 0.92, (3, 3)), None)
+    >>> verdict(ComparedCase("c", "d", 1.0, 0.9, 0.9, 0.88, 0.92, (3, 3)), None)
     'faster'
     """
     if row.after is None:

@@ -33,15 +33,13 @@ def web_address(url: str) -> str:
     return f"https://{parts[1]}/{parts[2].strip('/').removesuffix('.git')}" if parts else ""
 
 
-def compare_address(repository: str) -> str:
-    """Return the address that compares two commits, with BEFORE and AFTER in their places.
+def compare_address(repository: str, before: str, after: str) -> str:
+    """Return the address that compares two commits.
 
-    >>> compare_address("https://github.com/owner/project")
-    'https://github.com/owner/project/compare/BEFORE...AFTER'
-    >>> compare_address("https://gitlab.com/owner/project")
-    'https://gitlab.com/owner/project/-/compare/BEFORE...AFTER'
+    >>> compare_address("https://github.com/owner/project", "12ab", "34cd")
+    'https://github.com/owner/project/compare/12ab...34cd'
+    >>> compare_address("https://gitlab.com/owner/project", "12ab", "34cd")
+    'https://gitlab.com/owner/project/-/compare/12ab...34cd'
     """
-    if not repository:
-        return ""
     folder = "/-" if "gitlab" in (urlsplit(repository).hostname or "") else ""
-    return f"{repository}{folder}/compare/BEFORE...AFTER"
+    return f"{repository}{folder}/compare/{before}...{after}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tritoncp.core.checked_json import parse_json
+from tritoncp.perf.exit_codes import InputError
 from tritoncp.perf.records.schema import check_measurement
 
 VERSION = 1
@@ -43,7 +44,7 @@ class Series(NamedTuple):
         return ", ".join(part for part in parts if part)
 
 
-class Problem(NamedTuple):
+class BrokenLine(NamedTuple):
     """A line that could not be used: its file, number and error."""
 
     path: Path
@@ -146,7 +147,7 @@ class History:
     """Contents of history files, in the order of files and lines, and problems with broken lines."""
 
     points: list[Point]
-    problems: list[Problem]
+    problems: list[BrokenLine]
 
 
 def variant(options: Mapping[str, Any]) -> str:
@@ -158,7 +159,7 @@ def variant(options: Mapping[str, Any]) -> str:
     return " ".join([OURS, *(f"{name}={value}" for name, value in options.items())])
 
 
-class DiskFull(Exception):
+class DiskFull(InputError):
     """Raised where a line could not be written in full; the lines before it are complete."""
 
 
@@ -238,7 +239,7 @@ def read(*places: Path) -> History:
     for path in files(places):
         for number, line in parse_lines(path):
             if isinstance(line, str):
-                history.problems.append(Problem(path, number, line))
+                history.problems.append(BrokenLine(path, number, line))
             elif line["kind"] == "case":
                 history.points.append(point_of(line))
     return history

@@ -32,7 +32,7 @@ class Answer(NamedTuple):
     dv: Tensor
 
 
-class Errors(NamedTuple):
+class RelativeErrors(NamedTuple):
     """Relative errors of one tensor: of the whole tensor, and of its worst block of ROWS rows."""
 
     whole: float
@@ -99,7 +99,7 @@ def _attend(
     return scores.softmax(-1) @ v
 
 
-def errors(actual: Tensor, expected: Tensor) -> Errors:
+def errors(actual: Tensor, expected: Tensor) -> RelativeErrors:
     """Compute the relative errors of a tensor; any NaN makes both NaN, which no tolerance accepts."""
     difference, size = (
         x.to(expected.dtype).square().sum(-1) for x in (actual.to(expected.dtype) - expected, expected)
@@ -109,10 +109,10 @@ def errors(actual: Tensor, expected: Tensor) -> Errors:
         torch.nn.functional.pad(x, (0, short)).unflatten(-1, (-1, ROWS)).sum(-1) for x in (difference, size)
     ]
     worst = (blocks[0] / blocks[1]).amax()
-    return Errors(float((difference.sum() / size.sum()).sqrt()), float(worst.sqrt()))
+    return RelativeErrors(float((difference.sum() / size.sum()).sqrt()), float(worst.sqrt()))
 
 
-def acceptable(error: Errors, dtype: torch.dtype) -> bool:
+def acceptable(error: RelativeErrors, dtype: torch.dtype) -> bool:
     """Whether errors are within the tolerance of a dtype."""
     whole, worst = TOLERANCE[dtype]
     return error.whole <= whole and error.worst <= worst

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from unittest import mock
 
@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as torch_flex
 
-from tritoncp.api.attention import flex_attention
 from tritoncp.perf.records.history import OURS
-from tritoncp.perf.suite.baselines import Inputs, split
+from tritoncp.perf.suite.baselines import Contender, Inputs, inputs, one_device, split
 from tritoncp.perf.suite.timing import Run
 from tritoncp.planning.problem import Problem
 
@@ -73,60 +72,50 @@ def make_contenders(problem: Problem, operation: str) -> Makers:
     operation: "attend" (a forward pass), "compile" (one with COMPILE), "train" (both passes)
     """
     train, compile = operation == "train", operation == "compile"
-    score, closed, seq = problem.score_mod(CPU), problem.closed_form(), problem.seq
+    x = inputs(problem, CPU)
+    if not train:  # calls without gradients
+        x = Inputs(*(tensor.detach() for tensor in (x.q, x.k, x.v, x.dout)))
+    ours = partial(one_device, problem, x)
+    if problem.world > 1:
+        contenders = {OURS: split(problem, x), "one-device": ours()}
+    else:
+        contenders = {OURS: ours({"COMPILE": True} if compile else None)}
+        leaves = x.q, x.k, x.v
+        for name, call in _torch_calls(problem, leaves, compile, train).items():
+            contenders[name] = Contender(call, leaves, x.dout)
+    return {name: partial(_execution, contender, train) for name, contender in contenders.items()}
+
+
+def _execution(contender: Contender, train: bool) -> Run:
+    """Return a function that runs a forward pass, with ``train`` both passes."""
+    if not train:
+        return contender.call
+    return lambda: torch.autograd.grad(contender.call(), contender.leaves, contender.dout)
+
+
+def _torch_calls(
+    problem: Problem, leaves: tuple[Tensor, ...], compile: bool, train: bool
+) -> dict[str, Callable[[], Tensor]]:
+    """Return calls of torch's attention for a problem, by contender."""
+    score, seq = problem.score_mod(CPU), problem.seq
     plain: Any = problem.plain_mod(CPU)
-    ours: Any = flex_attention
     sdpa: Any = F.scaled_dot_product_attention
     flex: Any = torch_flex.flex_attention
-    sizes = [(problem.heads, problem.dim), (problem.kv_heads, problem.dim), (problem.kv_heads, problem.v_dim)]
-    leaves = [torch.randn(1, heads, seq, dim, requires_grad=train) for heads, dim in sizes]
-    start = torch.randn(1, problem.heads, seq, problem.v_dim)
-    options = {"COMPILE": True} if compile else None
-    functions: dict[str, Callable[[], Tensor]] = {
-        OURS: lambda: ours(*leaves, score, closed, enable_gqa=True, kernel_options=options)
-    }
-    if problem.world > 1:
-        one_device = _maker(functions[OURS], leaves, start if train else None)
-        return {OURS: _simulated(problem, leaves, start, train), "one-device": one_device}
+    calls: dict[str, Callable[[], Tensor]] = {}
     if score is None and seq <= LARGEST_DENSE:
         dense = _dense_mask(plain, seq)
-        functions["sdpa-dense"] = lambda: sdpa(*leaves, attn_mask=dense, enable_gqa=True)
+        calls["sdpa-dense"] = lambda: sdpa(*leaves, attn_mask=dense, enable_gqa=True)
     if problem.mask == "causal":
-        functions["sdpa-causal"] = lambda: sdpa(*leaves, is_causal=True, enable_gqa=True)
+        calls["sdpa-causal"] = lambda: sdpa(*leaves, is_causal=True, enable_gqa=True)
     if not train and seq in (*SIZES_COMPILED, 1024):
-        lists = None
-        if plain is not None:
-            lists = torch_flex.create_block_mask(plain, None, None, seq, seq, device="cpu")
+        lists = plain and torch_flex.create_block_mask(plain, None, None, seq, seq, device="cpu")
         arguments: dict[str, Any] = {"score_mod": score, "block_mask": lists, "enable_gqa": True}
         if seq in SIZES_COMPILED and (compile or score is None):
             torch.compiler.reset()  # past Dynamo's limit of recompilations flex attention would run eagerly
-            functions["flex-compiled"] = lambda: _compiled_flex()(*leaves, **arguments)
+            calls["flex-compiled"] = lambda: _compiled_flex()(*leaves, **arguments)
         if seq <= LARGEST_EAGER and not compile:
-            functions["flex-eager"] = lambda: flex(*leaves, **arguments)
-    return {name: _maker(function, leaves, start if train else None) for name, function in functions.items()}
-
-
-def _simulated(problem: Problem, leaves: list[Tensor], start: Tensor, train: bool) -> Callable[[], Run]:
-    """Return a function that prepares one execution of all ranks of a simulated world."""
-    q, k, v = (x.detach() for x in leaves)
-    contender = split(problem, Inputs(q, k, v, start))
-    call: Any = contender.call
-
-    def run() -> Any:
-        outs = call()
-        return torch.autograd.grad(outs, contender.leaves, contender.dout) if train else outs
-
-    return lambda: run
-
-
-def _maker(function: Callable[[], Tensor], leaves: list[Tensor], start: Tensor | None) -> Callable[[], Run]:
-    """Return a function that prepares one execution; with ``start`` it includes the backward pass."""
-
-    def run() -> Any:
-        out = function()
-        return out if start is None else torch.autograd.grad(out, leaves, start)
-
-    return lambda: run
+            calls["flex-eager"] = lambda: flex(*leaves, **arguments)
+    return calls
 
 
 def _dense_mask(plain: Callable[..., Tensor] | None, seq: int) -> Tensor:

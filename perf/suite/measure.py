@@ -26,7 +26,7 @@ from tritoncp.perf.suite.timing import (
     WallClock,
     time_interleaved,
 )
-from tritoncp.perf.suite.work import Work, of_plan
+from tritoncp.perf.suite.work import UsefulWork, of_plan
 from tritoncp.planning.build import build
 
 THOROUGH = ["flex prescale tma", "flex max-autotune"]  # flex variants that compile for a minute
@@ -259,11 +259,11 @@ def prepare_pass(contender: Contender, direction: str) -> Run:
     return partial(contender.run, lambda: torch.autograd.grad(out, contender.leaves, contender.dout))
 
 
-def work_of(case: Case) -> Work:
+def work_of(case: Case) -> UsefulWork:
     """Compute the useful work of a case on its busiest rank; of all ranks, if one device simulates them."""
     problem, mask = case.problem, case.problem.block_mask()
     if problem.world == 1 or problem.together:
         return of_plan(build(mask), problem, case.which)
     plan = build(mask, problem.world, schedule=problem.schedule)
     per_rank = [of_plan(plan.for_rank(rank), problem, case.which) for rank in range(problem.world)]
-    return Work(*map(max, zip(*((work.flops, work.wire) for work in per_rank))))
+    return UsefulWork(*map(max, zip(*((work.flops, work.wire) for work in per_rank))))

@@ -10,7 +10,7 @@ from tritoncp.planning.problem import Problem
 
 
 @dataclass(frozen=True)
-class Work:
+class UsefulWork:
     """Useful work of a rank. flops: multiplications and additions of visible pairs; wire: bytes that the rank
     sends."""
 
@@ -18,7 +18,7 @@ class Work:
     wire: int
 
 
-def of_plan(plan: Plan, problem: Problem, direction: str) -> Work:
+def of_plan(plan: Plan, problem: Problem, direction: str) -> UsefulWork:
     """Compute one rank's work in one pass, "forward" or "backward" (counted as five matrix products)."""
     forward = direction == "forward"
     d, e = problem.dim, problem.v_dim
@@ -27,4 +27,4 @@ def of_plan(plan: Plan, problem: Problem, direction: str) -> Work:
     send["itemsize"] = problem.torch_dtype.itemsize
     forward_bytes, total_bytes = (plan.bytes_sent(**send, backward=backward) for backward in (False, True))
     wire = forward_bytes if forward else total_bytes - forward_bytes
-    return Work(flops, wire)
+    return UsefulWork(flops, wire)

@@ -88,24 +88,6 @@ def test_an_exchange_goes_ahead_of_computation_that_it_does_not_need():
     assert "as written: 4.5e+05 ms" in str(result) and str(result).count("communication |") == 2
 
 
-def test_writes_stay_between_the_readers_before_and_after_them():
-    b = Builder()
-    x = b.input("x", 100)
-    y = b.call(ATEN.neg.default, x)
-    early = b.call(ATEN.cat.default, [y, x])
-    view = b.call(ATEN.view.default, y, [10, 10])
-    b.call(ATEN.neg_.default, view)
-    sent = b.wait(b.send(y))
-    b.call(ATEN.zero_.default, y)
-    late = b.call(ATEN.neg.default, y)
-    gm = b.module(early, sent, late)
-    order(gm, UNIT)
-    order_of = names(gm).index
-    chain = ["neg_default", "cat_default", "neg__default", "all_to_all_single_default", "wait_tensor_default"]
-    places = [order_of(name) for name in [*chain, "zero__default", "neg_default_1"]]
-    assert places == sorted(places)
-
-
 def test_random_numbers_are_drawn_in_the_order_as_written():
     b = Builder()
     x = b.input("x", 100, dtype=torch.float32)

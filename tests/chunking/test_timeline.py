@@ -18,57 +18,57 @@ from tritoncp.chunking import Timeline, simulate
 from tritoncp.planning.cost import NVLINK
 
 
-def test_a_chain_takes_the_bytes_that_its_nodes_read_and_write():
-    b = Builder()
+def chain(b: Builder) -> list:
     x = b.input("x", 100)
     y = b.call(ATEN.neg.default, x)  # reads 100, writes 100
-    z = b.call(ATEN.cat.default, [y, y, x])  # reads each input once: 200, writes 300
-    timeline = simulate(b.module(z), UNIT)
-    assert (timeline.makespan, timeline.compute, timeline.exposed) == (700, 700, 0)
-    assert [(span.name, span.kind, span.seconds) for span in timeline.spans] == [
-        ("neg_default", "memory", 200),
-        ("cat_default", "memory", 500),
-    ]
+    return [b.call(ATEN.cat.default, [y, y, x])]  # reads each input once: 200, writes 300
 
 
-def test_a_message_travels_while_other_nodes_compute_and_the_wait_blocks_for_the_rest():
-    b = Builder()
+def under_computation(b: Builder) -> list:
     x = b.input("x", 100)
-    sent = b.send(x)  # 0 to 50
-    y = b.call(ATEN.neg.default, b.call(ATEN.slice.Tensor, x, 0, 0, 10))  # 20 bytes: 0 to 20
-    arrived = b.wait(sent)  # at 50
-    z = b.call(ATEN.neg.default, arrived)  # 200 bytes: 50 to 250
-    timeline = simulate(b.module(y, z), UNIT)
-    assert (timeline.makespan, timeline.compute, timeline.communication) == (250, 220, 50)
-    assert timeline.exposed == 30
-    assert [(span.kind, span.start, span.end) for span in timeline.spans if span.kind != "memory"] == [
-        ("message", 0, 50),
-        ("wait", 20, 50),
-    ]
+    sent = b.send(x)
+    y = b.call(ATEN.neg.default, b.call(ATEN.slice.Tensor, x, 0, 0, 10))  # 20 bytes
+    return [y, b.call(ATEN.neg.default, b.wait(sent))]  # 200 bytes
 
 
-def test_messages_travel_one_after_another_and_start_after_the_computation_before_them():
-    b = Builder()
-    x = b.input("x", 100)
-    y = b.call(ATEN.neg.default, x)  # 0 to 200
-    sent = [b.send(y), b.send(y)]  # 200 to 250, 250 to 300
-    timeline = simulate(b.module(*map(b.wait, sent)), UNIT)
-    messages = [(span.start, span.end) for span in timeline.spans if span.kind == "message"]
-    assert messages == [(200, 250), (250, 300)] and timeline.exposed == 100
+def two_messages(b: Builder) -> list:
+    y = b.call(ATEN.neg.default, b.input("x", 100))
+    return [b.wait(sent) for sent in [b.send(y), b.send(y)]]
 
 
-def test_a_message_without_a_wait_counts_to_the_end():
-    b = Builder()
-    sent = b.send(b.input("x", 100))
-    timeline = simulate(b.module(sent), UNIT)
-    assert (timeline.makespan, timeline.exposed) == (50, 50)
+GRAPHS = {  # the graph, and the kind, start and end of each span
+    "a chain": (chain, [("memory", 0, 200), ("memory", 200, 700)]),
+    "the wait blocks for the rest of a message": (
+        under_computation,
+        [("message", 0, 50), ("memory", 0, 20), ("wait", 20, 50), ("memory", 50, 250)],
+    ),
+    "messages travel one after another, after the computation before them": (
+        two_messages,
+        [
+            ("memory", 0, 200),
+            ("message", 200, 250),
+            ("message", 250, 300),
+            ("wait", 200, 250),
+            ("wait", 250, 300),
+        ],
+    ),
+    "a message without a wait": (lambda b: [b.send(b.input("x", 100))], [("message", 0, 50)]),
+    "a node that reads a message without a wait": (
+        lambda b: [b.call(ATEN.neg.default, b.send(b.input("x", 100)))],
+        [("message", 0, 50), ("wait", 0, 50), ("memory", 50, 250)],
+    ),
+}
 
 
-def test_a_node_that_reads_a_message_without_a_wait_is_blocked_like_one():
-    b = Builder()
-    y = b.call(ATEN.neg.default, b.send(b.input("x", 100)))
-    timeline = simulate(b.module(y), UNIT)
-    assert (timeline.makespan, timeline.exposed) == (250, 50)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_spans_are_those_worked_out_by_hand(name):
+    (build, spans), b = GRAPHS[name], Builder()
+    timeline = simulate(b.module(*build(b)), UNIT)
+    assert [(span.kind, span.start, span.end) for span in timeline.spans] == spans
+    lengths = {kind: sum(end - start for each, start, end in spans if each == kind) for kind, _, _ in spans}
+    assert timeline.makespan == max(end for _, _, end in spans)
+    assert (timeline.compute, timeline.communication) == (lengths.get("memory", 0), lengths.get("message", 0))
+    assert timeline.exposed == timeline.makespan - timeline.compute
 
 
 @pytest.mark.parametrize(
@@ -148,19 +148,6 @@ def test_bytes_alive_are_those_of_a_run(seed, count):
         meter.ignore([real])
         torch.fx.Interpreter(gm).run(real)
     assert simulate(gm, UNIT).peak == meter.peak + real.nbytes
-
-
-def test_a_storage_lives_until_its_last_user():
-    b = Builder()
-    x = b.input("x", 100)
-    y = b.call(ATEN.neg.default, x)  # 100 more
-    part = b.call(ATEN.select.int, b.call(ATEN.view.default, y, [10, 10]), 0, 3)
-    z = b.call(ATEN.cat.default, [x, x, x])  # x, y and 300 more: 500
-    end = b.call(ATEN.neg.default, part)  # x, y, z and 10 more: 510; y is free after it
-    last = b.call(ATEN.neg.default, x)  # x, z, end, last: 510
-    timeline = simulate(b.module(z, end, last), UNIT)
-    assert (timeline.peak, timeline.peak_node) == (510, "neg_default_1")
-    assert [span.live for span in timeline.spans] == [200, 500, 510, 510]
 
 
 def test_the_input_of_a_message_lives_until_its_wait():

@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from tritoncp import causal, flex_attention
 from tritoncp.chunking import Eager, chunk, mark, order
 from tritoncp.demo.corpus import IGNORE, window, windows
-from tritoncp.demo.model import Shape, Transformer
+from tritoncp.demo.model import ModelShape, Transformer
 from tritoncp.masks.named import alibi
 from tritoncp.ops import engine_factory
 from tritoncp.planning.cost import hardware_of
 
 ROWS = 64
-SHAPE = Shape(width=32, heads=4, kv_heads=2, head_dim=8, hidden=32)
+SHAPE = ModelShape(width=32, heads=4, kv_heads=2, head_dim=8, hidden=32)
 BIAS = alibi(torch.tensor([0.5, 0.25, 0.125, 0.0625]))
 
 

@@ -5,8 +5,6 @@ The tests record the calls to streams; CPU memory stands in for the device's.
 
 from __future__ import annotations
 
-import pickle
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -139,23 +137,6 @@ def test_each_stream_waits_once_for_each_copy_before_it_reads_it(uses: Uses) -> 
         assert len(recorder.count("copy")) == len(recorder.count("event")) == len(copies)
 
 
-def test_threads_that_share_a_stream_wait_once(recorder: Recorder) -> None:
-    copy, together = DeviceCopy([torch.ones(2)], CPU, lambda x: x), threading.Barrier(8)
-    recorder.stream = 1
-
-    def use() -> None:
-        together.wait()
-        memory = storage(copy.on_current_stream())
-        assert (memory, 1) in recorder.ready
-
-    threads = [threading.Thread(target=use) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [kind for kind, *_ in recorder.calls] == ["copy", "event", "wait", "use"]
-
-
 def test_tensors_of_any_type_and_layout_travel_in_one_copy(recorder: Recorder) -> None:
     tensors = [
         torch.arange(5, dtype=torch.int32),
@@ -171,16 +152,6 @@ def test_tensors_of_any_type_and_layout_travel_in_one_copy(recorder: Recorder) -
         assert copy.dtype == tensor.dtype and torch.equal(copy, tensor) and not copy.requires_grad
         assert copy.data_ptr() % 16 == recorder.memory[storage(copy)].data_ptr() % 16
     assert len(recorder.pinned_memory) == len(recorder.count("copy")) == 1
-
-
-def test_devices_without_streams_get_plain_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoStreams(upload.Streams):
-        current = is_capturing = pinned = copy = record_event = wait = record_use = None
-
-    monkeypatch.setattr(upload, "STREAMS", NoStreams())
-    x = torch.ones(2)
-    assert DeviceCopy([x], CPU, lambda x: x).on_current_stream() is x
-    assert upload.upload([x], CPU)[0] is x
 
 
 # -- whole calls ------------------------------------------------------------------------------------------
@@ -298,15 +269,6 @@ def test_a_capture_uses_the_copies_of_an_earlier_call(recorder: Recorder) -> Non
     recorder.capturing = False  # what was captured did not run: the stream has not waited yet
     tritoncp.flex_attention(q, q, q, plan)
     assert {call[0] for call in recorder.calls[len(before) :]} == {"wait", "use"}
-
-
-def test_a_plan_whose_tables_were_copied_is_pickled(recorder: Recorder) -> None:
-    mask = create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=BLOCK)
-    q, plan = torch.randn(1, 2, S, 8), tritoncp.make_plan(mask)
-    want, copies = tritoncp.flex_attention(q, q, q, plan), len(recorder.count("event"))
-    loaded = pickle.loads(pickle.dumps(plan))
-    assert torch.equal(tritoncp.flex_attention(q, q, q, loaded), want)
-    assert len(recorder.count("event")) == 2 * copies > 0
 
 
 def test_every_stream_records_its_use_of_a_cached_permutation(recorder: Recorder) -> None:

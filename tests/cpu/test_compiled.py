@@ -52,7 +52,7 @@ def test_without_a_compiler_the_call_runs_uncompiled_with_one_warning(cpu_engine
     want = answers()
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
     compiled._has_compiler.cache_clear()
-    with pytest.warns(UserWarning, match="COMPILE is asked for, .* no C\\+\\+ compiler"):
+    with pytest.warns(UserWarning, match="COMPILE is requested, .* no C\\+\\+ compiler"):
         got = answers(COMPILE=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

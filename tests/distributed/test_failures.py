@@ -137,16 +137,6 @@ def skip_bad_batches(group: Any, schedule: str, name: str, faulty: int) -> list[
     return [*results, attempt(lambda: train(again, plan, 9))]
 
 
-def check(results_by_rank: list[list[Any]], name: str, faulty: int) -> None:
-    said = FAULTS[name][1]
-    for rank, (first, second, bad, *later, new) in enumerate(results_by_rank):
-        assert first is second is new is True
-        assert bad.startswith(said) if rank == faulty else bad.startswith("PeerLost"), bad
-        for error in (*later, *([] if rank == faulty else [bad])):
-            assert f"of rank {faulty} failed: {said}" in error and "torch.distributed.new_group" in error
-        assert all(error.startswith("GroupClosed: group") for error in later)
-
-
 SAMPLE = [
     ("allgather", "length", 1), ("ring", "length", 0), ("fetch", "length", 2), ("ulysses", "length", 1),
     ("ring", "dtypes", 2), ("fetch", "option", 0), ("allgather", "score_mod", 1), ("ring", "forward", 2),
@@ -154,20 +144,22 @@ SAMPLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("schedule", "name", "faulty"), SAMPLE)
-def test_a_rank_that_fails_alone_closes_the_group_and_is_named(
-    schedule: str, name: str, faulty: int
-) -> None:  # fmt: skip
-    check(run(3, skip_bad_batches, schedule, name, faulty), name, faulty)
-
-
-REST = [row for row in itertools.product(SCHEDULES, FAULTS, range(3)) if row not in SAMPLE]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("schedule", "name", "faulty"), REST)
-def test_the_rest_of_the_faults(schedule: str, name: str, faulty: int) -> None:
-    check(run(3, skip_bad_batches, schedule, name, faulty), name, faulty)
+@pytest.mark.parametrize(
+    ("schedule", "name", "faulty"),
+    [
+        pytest.param(*row, marks=[] if row in SAMPLE else [pytest.mark.long])
+        for row in itertools.product(SCHEDULES, FAULTS, range(3))
+    ],
+)
+def test_a_rank_that_fails_alone_closes_the_group_and_is_named(schedule: str, name: str, faulty: int) -> None:
+    said = FAULTS[name][1]
+    results_by_rank = run(3, skip_bad_batches, schedule, name, faulty)
+    for rank, (first, second, bad, *later, new) in enumerate(results_by_rank):
+        assert first is second is new is True
+        assert bad.startswith(said) if rank == faulty else bad.startswith("PeerLost"), bad
+        for error in (*later, *([] if rank == faulty else [bad])):
+            assert f"of rank {faulty} failed: {said}" in error and "torch.distributed.new_group" in error
+        assert all(error.startswith("GroupClosed: group") for error in later)
 
 
 # -- other calls -------------------------------------------------------------------------------------------

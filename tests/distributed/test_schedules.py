@@ -1,6 +1,5 @@
-"""The all-gather schedule: the order of its messages, its cached launches, and head groups of any size."""
+"""Schedules: what they send and keep, the memory order of their results, and head groups of any size."""
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +14,7 @@ import tritoncp
 from tests.kernels.support.harness import (
     F32,
     F64,
-    QKV,
     agree,
-    close,
     cotangents,
     oracle,
     over_ranks,
@@ -25,15 +22,13 @@ from tests.kernels.support.harness import (
     same,
 )
 from tests.multiprocess.ranks import run as on_ranks
-from tritoncp.cpu.engine import CpuEngine
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Wait
-from tritoncp.distributed.schedules import SCHEDULES, allgather, schedule_of
+from tritoncp.distributed.schedules import SCHEDULES
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document
 from tritoncp.ops import engine_factory
 from tritoncp.planning import traffic
 from tritoncp.planning.build import build
-from tritoncp.planning.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")  # unless a test asks for kernels
 MASK = create_block_mask(and_masks(causal(), document(lengths=[9, 15])), None, None, 24, 24, BLOCK_SIZE=8)
@@ -61,123 +56,51 @@ def test_head_groups_are_every_head_once_in_few_pieces(kv_heads: int, group: int
         assert set(keys[0].tolist()) == set(reading[0].tolist())
 
 
+# -- messages -----------------------------------------------------------------------------------------
+
+
+def record_requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Record the requests of the first rank of simulated worlds."""
+    requests: list[Any] = []
+    run_turn = collectives._run_turn
+    monkeypatch.setattr(collectives, "_run_turn", lambda turn: requests.append(turn[0]) or run_turn(turn))
+    return requests
+
+
+@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, F64], ids=str)
+def test_keys_are_sent_as_they_are_and_gradients_in_float32_at_least(
+    dtype: torch.dtype, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = record_requests(monkeypatch)
+    x, plan = qkv(24, heads=3, dtype=dtype, dim=4, v_dim=6), build(MASK, 3, schedule=schedule)
+    over_ranks(x, plan, start=cotangents(x))
+    sums = torch.promote_types(dtype, F32)
+    messages = [request for request in requests if not isinstance(request, Wait)]
+    assert {x.dtype for request in messages for _, x in collectives._buffers(request)} == {dtype, sums}
+    reduced = [request.x for request in requests if isinstance(request, ReduceScatter)]
+    assert all(x.dtype == sums and x.shape[0] == 3 * plan.kv.s_max for x in reduced)
+
+
 @pytest.mark.parametrize("small", [0, 1 << 20])
 def test_few_bytes_are_gathered_at_once(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "SMALL", small)
-    gathers: list[tuple[int, ...]] = []
-
-    def watched(x: Tensor) -> collectives.AllGather:
-        gathers.append(tuple(x.shape))
-        return collectives.AllGather(x)
-
-    monkeypatch.setattr(allgather, "AllGather", watched)
+    requests = record_requests(monkeypatch)
     x, mask = qkv(24, heads=6, kv_heads=3, dim=4, dtype=F64), per_head(6)
     start = cotangents(x)
     agree(over_ranks(x, build(mask, 3), start=start), oracle(x, mask, start=start), 1e-10)
-    group_sizes = [3] if small else [2, 1]
-    assert [
-        heads for _, _, heads, _ in gathers[::3]
-    ] == group_sizes * 2  # of the first rank: forward, then backward
-
-
-# -- order of messages --------------------------------------------------------------------------------
-
-
-class Told(CpuEngine):
-    """An engine that records its steps."""
-
-    def __init__(self, said: list[Any]) -> None:
-        super().__init__(0.5)
-        object.__setattr__(self, "said", said)
-
-    def forward(self, *args: Any, **kw: Any) -> Any:
-        return self._saying(super().forward(*args, **kw))
-
-    def dkdv(self, *args: Any, **kw: Any) -> Any:
-        return self._saying(super().dkdv(*args, **kw))
-
-    def _saying(self, step: Any) -> Any:
-        return lambda: (self.said.append("compute"), step())
-
-
-def story(schedule: collectives.Schedule[Any], world_size: int, said: list[str]) -> Any:
-    """Drive one rank whose neighbours send zeros; record its requests."""
-    answer: Any = None
-    while True:
-        try:
-            request = schedule.send(answer)
-        except StopIteration as stop:
-            return stop.value
-        if isinstance(request, Wait):
-            said.append(f"wait {request.ticket.works[0]}")
-            answer = request.ticket.result
-            continue
-        number = Counter(type(a).__name__ for a in said if not isinstance(a, str))[type(request).__name__]
-        said.append(request)
-        x = request.x
-        gather = isinstance(request, AllGather)
-        result = torch.cat([x, x.new_zeros((world_size - 1) * x.shape[0], *x.shape[1:])]) if gather else x
-        answer = collectives.Ticket(
-            result if gather else x[: x.shape[0] // world_size], [f"{type(request).__name__} {number}"]
-        )
-
-
-def names(said: list[Any]) -> list[str]:
-    return [one if isinstance(one, str) else type(one).__name__ for one in said]
-
-
-def rank_zero(x: QKV, plan: Plan) -> QKV:
-    return QKV(*(tritoncp.shard(t, plan, dim=2) for t in x))
-
-
-def test_the_next_heads_fly_while_these_are_computed() -> None:
-    plan = build(MASK, 2)
-    x = rank_zero(qkv(24, heads=4, dtype=F64), plan)
-    said: list[Any] = []
-    engine = Told(said)
-    out, lse, _ = story(allgather.forward(plan, engine, *x, False), 2, said)
-    first, second = ["AllGather", "wait AllGather 0", "AllGather", "compute"], ["wait AllGather 1", "compute"]
-    assert names(said) == first + second
-    said.clear()
-    story(allgather.backward(plan, engine, *x, torch.ones_like(out), lse, torch.zeros_like(lse)), 2, said)
-    home = ["wait ReduceScatter 0", "wait ReduceScatter 1"]  # gradients fly until the end
-    assert names(said) == [*first, "ReduceScatter", *second, "ReduceScatter", *home]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, F32, F64], ids=str)
-def test_keys_travel_as_they_are_and_gradients_in_float32(dtype: torch.dtype) -> None:
-    plan = build(MASK, 3)
-    x = rank_zero(qkv(24, heads=3, dtype=dtype, dim=4, v_dim=6), plan)
-    said: list[Any] = []
-    out, lse, _ = story(allgather.forward(plan, CpuEngine(0.5), *x, False), 3, said)
-    grads = story(allgather.backward(plan, CpuEngine(0.5), *x, out, lse, torch.zeros_like(lse)), 3, said)
-    sums = F64 if dtype == F64 else F32
-    for request in said:
-        if isinstance(request, AllGather):
-            assert (
-                request.x.dtype == dtype and request.x.shape[0] == plan.kv.s_max and request.x.shape[3] == 10
-            )
-        if isinstance(request, ReduceScatter):
-            assert request.x.dtype == sums and request.x.shape[0] == 3 * plan.kv.s_max
-    heads = [one.x.shape[2] for one in said if isinstance(one, AllGather)]
-    assert heads == [2, 1, 2, 1]
-    assert [g.dtype for g in grads] == [sums] * 3  # rounded once, by the op
-    assert [g.shape for g in grads] == [t.shape for t in x]
+    gathered = [request.x.shape[2] for request in requests if isinstance(request, AllGather)]
+    assert gathered == ([3] if small else [2, 1]) * 2  # forward, then backward
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_rank_sends_nothing(schedule: str) -> None:
+def test_one_rank_sends_nothing(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = record_requests(monkeypatch)
     x = qkv(24, heads=4, dtype=F64)
-    said: list[Any] = []
-    plan = build(MASK, schedule=schedule)
-    out, lse, top = story(schedule_of(plan).forward(plan, CpuEngine(0.25), *x, True), 1, said)
-    grads = story(
-        schedule_of(plan).backward(plan, CpuEngine(0.25), *x, out, lse, (out * out).sum(3)), 1, said
-    )
-    assert said == []
-    want = oracle(x, MASK, start=(out, lse * 0), scale=0.25)
-    for a, b, name in zip((out, lse, top, *grads), (*want[:3], *want.grads), ("out", "lse", "top", *"qkv")):
-        close(a, b, name)
+    start = cotangents(x)
+    agree(over_ranks(x, build(MASK, schedule=schedule), start=start), oracle(x, MASK, start=start), 1e-10)
+    assert not requests
 
 
 # -- results ------------------------------------------------------------------------------------------

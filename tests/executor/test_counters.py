@@ -1,5 +1,7 @@
 """Counts of accesses whose cost is known: wavefronts of shared memory, sectors of global memory."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -23,6 +25,12 @@ def counted(body: str, shared: int = 0, threads: int = 32) -> LaunchCounts:
     return launch.counts
 
 
+def traffic(counts: LaunchCounts, space: str) -> Counter[str]:
+    """The sums of the only instruction that accesses a space."""
+    (sums,) = [x for (where, _), x in counts.memory.items() if where == space]
+    return sums
+
+
 @pytest.mark.parametrize(
     ("address", "load", "wavefronts", "least"),
     [
@@ -41,8 +49,8 @@ def test_bank_conflicts(address: str, load: str, wavefronts: int, least: int) ->
     register = {"b32": "%r5", "b16": "%h1", "v4.b32": "{%r5, %r6, %r7, %r8}", "v2.b32": "{%r5, %r6}"}[load]
     step = address.split(" ")[0]
     body = f"mul.lo.u32 %r2, %r1, {step}; st.shared.{load} [%r2], {register};\n"
-    ((_, _, access),) = counted(body, shared=8192).accesses("shared")
-    assert (access.requests, access.units, access.least) == (1, wavefronts, least)
+    access = traffic(counted(body, shared=8192), "shared")
+    assert (access["requests"], access["units"], access["least"]) == (1, wavefronts, least)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +67,8 @@ def test_coalescing(step: int, offset: int, load: str, sectors: int, least: int)
     register = "%r5" if load == "b32" else "{%r5, %r6, %r7, %r8}"
     body = f"mad.wide.u32 %d2, %r1, {step}, %d1; ld.global.{load} {register}, [%d2+{offset}];\n"
     counts = counted(body)
-    ((_, _, access),) = counts.accesses("global")
-    assert (access.requests, access.units, access.least) == (1, sectors, least)
+    access = traffic(counts, "global")
+    assert (access["requests"], access["units"], access["least"]) == (1, sectors, least)
     assert counts.totals()["distinct sectors read"] == sectors
 
 

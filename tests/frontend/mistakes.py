@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 import tritoncp
-from tritoncp import causal
+from tritoncp import causal, document
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import positions, shard, unshard
@@ -48,10 +48,25 @@ def learned_mask():
     return torch_block_mask(lambda b, h, q, kv: weight[q] >= weight[kv].detach(), 1, 1, S, S, device="cpu")
 
 
+def lower():
+    return torch_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
+
+
 def sliced():
-    return torch_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)[:, :, 0]
+    return lower()[:, :, 0]
 
 
+def shards(mask, q):
+    return tritoncp.simulate(2).flex_attention([q] * 2, [q] * 2, [q] * 2, block_mask=mask)
+
+
+def exchanged(name, heads, rows):
+    """The message and the remedy of a tensor [B, S, H, D]."""
+    message = f"{name} has {heads} heads and {rows} rows, and the mask is for {heads} rows: "
+    return message + r"\[batch, heads, sequence, head dim\]", rf"pass {name}\.transpose\(1, 2\)$"
+
+
+NO_LENGTHS = "has no lengths, and a plan needs Q_LEN and KV_LEN"
 TYPE_ERRORS = {
     "no tensor": (lambda: call(q=[1.0]), "query is a list", r"\[batch, heads, sequence"),
     "a scale in words": (lambda: call(scale="0.5"), "scale='0.5'", "a number is needed"),
@@ -86,6 +101,14 @@ TYPE_ERRORS = {
     "a simulated fraction": (lambda: tritoncp.simulate("2"), "world_size='2'", "an int is needed"),
     "positions as a list": (lambda: call(None, None, None, whole(), positions=list(range(S))),
         "positions is a list", r"positions\(plan\)"),
+    "plan of a closed form": (lambda: make_plan(causal(), world_size=2),
+        rf"causal\(\) {NO_LENGTHS}", r"create_block_mask\(causal\(\), None, None, Q_LEN, KV_LEN\), mesh\)$"),
+    "plan of documents": (lambda: make_plan({"layer": causal() & document(lengths=[3, 5])}, world_size=2),
+        "its document mask is for 8 tokens: Q_LEN = KV_LEN = 8", r"None, None, 8, 8\), mesh\)$"),
+    "plan of a function": (lambda: make_plan(lambda b, h, q, kv: q >= kv, world_size=2),
+        f"mask_mod {NO_LENGTHS}", r"create_block_mask\(mask_mod, None, None, Q_LEN, KV_LEN\), mesh\)$"),
+    "plan of None": (lambda: make_plan(None, world_size=2),
+        "None has no lengths", r"full_mask\(Q_LEN, KV_LEN"),
     "documents": (lambda: positions(plan(), [3]), r"got \[3\]", r"a tensor .* or document\("),
 }  # fmt: skip
 VALUE_ERRORS = {
@@ -112,6 +135,19 @@ VALUE_ERRORS = {
     "sparse": (lambda: call(x().to_sparse(), x(), x()), "torch.sparse_coo", r"query\.to_dense\(\)"),
     "a flag in words": (lambda: call(kernel_options={"deterministic": "no"}),
         "deterministic='no'", "True or False is needed"),
+    "exchanged": (lambda: call(x(1, S, 2, 16), None, None, whole()), *exchanged("query", 32, 2)),
+    "exchanged, torch's mask": (lambda: call(x(1, S, 2, 16), block_mask=lower()),
+        *exchanged("query", 32, 2)),
+    "exchanged keys": (lambda: call(x(), x(1, S, 2, 16), None, whole()), *exchanged("key", 32, 2)),
+    "exchanged shards of a plan": (lambda: shards(plan(), x(1, S // 2, 4, 16)), *exchanged("query", 16, 4)),
+    "exchanged shards": (lambda: shards(whole(), x(1, S // 2, 4, 16)), *exchanged("query", 16, 4)),
+    "as many heads as rows": (lambda: shards(plan(), x(1, S // 2, S, 16)), "32 rows", "it was not sharded"),
+    "a whole sequence each": (lambda: shards(whole(), x(1, S // 2, S, 16)),
+        "32, 32", "every rank holds the whole sequence"),
+    "another length": (lambda: call(x(1, 4, 16, 16), None, None, whole()),
+        "16 rows, the mask is for 32", "make the mask for this length"),
+    "as many rows as shared heads": (lambda: call(x(1, S, 16, 16), x(1, 8, 16, 16), None, whole()),
+        "32 query heads and 8 key heads without enable_gqa", "enable_gqa=True"),
     "longer mask": (lambda: call(None, None, None, whole(length=48)),
         "32 rows, the mask is for 48", "make the mask for this length, or pass mesh="),
     "batch of the mask": (lambda: call(x(2, 2, S, 16), None, None, whole(batch=3)),

@@ -70,6 +70,8 @@ def test_valid_calls_pass():
     assert torch.equal(out, flex_attention(q, both, both, whole(), enable_gqa=True))
     assert torch.equal(out, flex_attention(q, both, both, None, whole(), enable_gqa=True))
     assert torch.equal(out, flex_attention(q, both, both, causal(), enable_gqa=True))
+    heads_as_rows = torch.randn(1, S, S, 16)
+    assert flex_attention(heads_as_rows, heads_as_rows, heads_as_rows, whole()).shape == heads_as_rows.shape
     same = flex_attention(q, both, both, whole(), enable_gqa=True, positions=torch.arange(S))
     assert torch.equal(out, same)
     score = flex_attention(q, both, both, lambda s, b, h, q, kv, scale=1: s * scale, whole(), enable_gqa=True)

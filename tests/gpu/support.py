@@ -219,7 +219,7 @@ def check_forward(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: S
 
 
 def equal(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-    """Return whether tensors are equal bit for bit."""
+    """Assert that tensors are equal bit for bit."""
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
 
@@ -233,5 +233,4 @@ def close(name: str, got: Tensor, want: Tensor, other: Tensor) -> None:
 
 def same(got: Results, want: Results) -> None:
     """Assert that tensors are equal bit for bit."""
-    for name, a, b in zip(Results._fields, got[:6], want[:6]):
-        assert torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7)), name
+    equal(got[:6], want[:6])

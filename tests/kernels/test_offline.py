@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tritoncp.analysis import resource_table
-from tritoncp.analysis.compile_pool import compile_all
+from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import KERNELS, Job, step_job
 from tritoncp.kernels.tile_rules import Config, family
 
@@ -177,10 +177,13 @@ def test_float32_fits_without_matrix_instructions(arch: str) -> None:
 def test_a_compiler_that_fails_or_hangs_is_reported_and_replaced() -> None:
     good, bad = step_job("delta", "sm_90", 64), step_job("forward", "sm_90", 100_000)
     odd = step_job("forward", "sm_90", 20, config=Config(64, 64, USE_TMA=True))  # 40 bytes of channels
-    reports = dict(compile_all([bad, odd, good], 1))
+    with Compilers(1) as compilers:
+        reports = dict(compilers.compile_jobs([bad, odd, good]))
     assert (
         "failed" in reports[bad]
         and "descriptors" in reports[odd]["failed"]
         and reports[good]["registers"] > 0
     )
-    assert dict(compile_all([good], 1, timeout=0.01)) == {good: {"failed": "took more than 0.01 s"}}
+    with Compilers(1, timeout=0.01) as compilers:
+        late = dict(compilers.compile_jobs([good]))
+    assert late == {good: {"failed": "took more than 0.01 s"}}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
@@ -129,8 +130,8 @@ def one_by_one(x: Packed, docs: Docs, causal: bool, window: tuple[int, int]) -> 
             continue
         leaves = [t[s].double().detach().requires_grad_() for t, s in zip(x[:3], (rows, cols, cols))]
         visible = level(queries, keys, causal, window)
-        results = dense_attention(*(t.transpose(0, 1)[None] for t in leaves), visible[None, None])
-        out, lse, top = (t[0].transpose(0, 1) for t in results)
+        results = dense_attention(*(rearrange(t, "t h d -> 1 h t d") for t in leaves), visible[None, None])
+        out, lse, top = (rearrange(t, "1 h t ... -> t h ...") for t in results)
         for buffer, part in zip(want[:3], (out, lse, top)):
             buffer[rows] = part.detach()
         loss = (out * x.dout[rows]).sum() + (lse * x.dlse[rows])[lse != -math.inf].sum()

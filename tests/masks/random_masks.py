@@ -1,6 +1,7 @@
 """Random maps of blocks, lengths and mask_mods, and the visible pairs by definition, for tests of masks."""
 
 import torch
+from einops import reduce, repeat
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -50,11 +51,25 @@ def make_mask_mod(seed: int, q_len: int, kv_len: int):
     ][seed % 5]
 
 
+def kinds_of_pairs(visible: Tensor, q_block: int, kv_block: int) -> Tensor:
+    """Return the kinds of blocks of visible pairs [B, H, Q, KV]; one that the end cuts is not full."""
+    pad = 0, -visible.shape[3] % kv_block, 0, -visible.shape[2] % q_block
+    padded = torch.nn.functional.pad(visible, pad).long()
+    count = reduce(padded, "b h (r i) (c j) -> b h r c", "sum", i=q_block, j=kv_block)
+    kinds = torch.where(count == 0, ABSENT, torch.where(count == q_block * kv_block, Kind.FULL, Kind.MASKED))
+    return kinds.to(torch.uint8)
+
+
+def at_pairs(blocks: Tensor, mask: Mask) -> Tensor:
+    """Return the value of each pair's block: [B, H, q_len, kv_len] of [B, H, rows, cols]."""
+    pairs = repeat(blocks, "b h r c -> b h (r i) (c j)", i=mask.q_block, j=mask.kv_block)
+    return pairs[:, :, : mask.q_len, : mask.kv_len]
+
+
 def visible_by_definition(mod, kinds: Tensor, mask: Mask) -> Tensor:
     """Return the pairs that are listed and not hidden by the mask_mod in a MASKED block: bool, dense."""
     b, h = kinds.shape[:2]
-    fine = kinds.repeat_interleave(mask.q_block, 2).repeat_interleave(mask.kv_block, 3)
-    fine = fine[:, :, : mask.q_len, : mask.kv_len]
+    fine = at_pairs(kinds, mask)
     visible = flex.create_mask(mod, b, h, mask.q_len, mask.kv_len, device="cpu")
     return (fine == Kind.FULL) | (fine == Kind.BOUNDED) | (fine == Kind.MASKED) & visible
 

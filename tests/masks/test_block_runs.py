@@ -12,6 +12,7 @@ from tests.masks.random_masks import (
     LAWS,
     geometries,
     kinds_maps,
+    kinds_of_pairs,
 )
 from tritoncp.masks import (
     ABSENT,
@@ -109,11 +110,8 @@ def test_intervals_list_the_blocks_they_touch(geometry, seed: int, longest: int)
     hi = (lo + torch.randint(0, longest + 1, lo.shape, generator=g)).clamp(max=kv_len)
     kv = torch.arange(kv_len)
     visible = (lo[..., None] <= kv) & (kv < hi[..., None])
-    pad = (0, -kv_len % kv_block, 0, -q_len % q_block)
-    tiles = torch.nn.functional.pad(visible, pad).unflatten(3, (-1, kv_block)).unflatten(2, (-1, q_block))
-    count = tiles.sum((3, 5))
-    kinds = torch.where(count == 0, ABSENT, torch.where(count == q_block * kv_block, Kind.FULL, Kind.MASKED))
-    assert Runs.from_intervals(lo, hi, q_block, kv_block, kv_len) == Runs.from_kinds(kinds.to(torch.uint8))
+    kinds = kinds_of_pairs(visible, q_block, kv_block)
+    assert Runs.from_intervals(lo, hi, q_block, kv_block, kv_len) == Runs.from_kinds(kinds)
 
 
 def test_runs_are_equal_by_value() -> None:
@@ -135,7 +133,7 @@ def test_transpose_of_half_a_million_rows_costs_what_its_runs_cost() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda r: r.take(torch.tensor([[0, 2]])), r"rows must lie in \[-1, 2\)"),
+        (lambda r: r.take(torch.tensor([[0, 2]])), r"rows must be in \[-1, 2\)"),
         (lambda r: r.take(torch.tensor([0, 1])), "rows must be int64"),
         (lambda r: r.take(torch.zeros(3, 1, dtype=torch.int64)), "3 batch rows, the mask has 2"),
         (lambda r: r.remap(torch.tensor([[0, 1]])), r"first must be int64 \[B, 4\]"),

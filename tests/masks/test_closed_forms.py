@@ -234,5 +234,5 @@ def test_numbers_of_tokens_are_whole(call, message: str) -> None:
 
 
 def test_only_mask_mods_combine() -> None:
-    with pytest.raises(TypeError, match=r"or_masks takes mask_mods .* got Tensor"):
+    with pytest.raises(TypeError, match=r"or_masks combines mask_mods .* got Tensor"):
         or_masks(causal(), torch.ones(3))

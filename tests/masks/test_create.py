@@ -98,11 +98,6 @@ def test_a_bar_appears_only_past_two_seconds(monkeypatch, capsys) -> None:
     assert not out and "mask of 8 x 8" in err  # stdout belongs to the caller
 
 
-def test_a_mask_mod_must_return_bool() -> None:
-    with pytest.raises(TypeError, match="must return bool"):
-        tritoncp.create_block_mask(lambda b, h, q, kv: q - kv, None, None, 64, 64)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -1,6 +1,5 @@
 """Mask expressions are the masks they name, nothing in them is run, and mistakes point at the place."""
 
-import json
 import re
 
 import pytest
@@ -130,10 +129,6 @@ def test_counts() -> None:
     for text in ("", "K", "1.0001K", "-3", "1e6", "1T"):
         with pytest.raises(ValueError, match="no whole number of tokens"):
             count(text)
-
-
-def test_json_round_trip() -> None:
-    assert lengths(json.dumps([4096, 8192])) == [4096, 8192]
 
 
 @pytest.mark.parametrize("text", sorted(set(LEAVES) - {"document(40, 8)"}))

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from tests.masks.random_masks import (
     FEW,
+    at_pairs,
     geometries,
+    kinds_of_pairs,
     make_mask_mod,
 )
 from tritoncp.masks import (
-    ABSENT,
     Kind,
     Mask,
     Runs,
@@ -48,8 +49,7 @@ def test_rows_of_a_mask_have_the_same_visible_pairs(geometry, seed: int, data: s
     if part.interval is not None:
         lo, hi = (t[..., None] for t in part.interval)
         inside = (lo <= torch.arange(kv_len)) & (torch.arange(kv_len) < hi)
-        masked = (part.runs.to_kinds() == Kind.MASKED).repeat_interleave(block[0], 2)
-        masked = masked.repeat_interleave(block[1], 3)[:, :, : stop - start, :kv_len]
+        masked = at_pairs(part.runs.to_kinds() == Kind.MASKED, part)
         assert torch.equal(part.to_dense() & masked, inside & masked)
 
 
@@ -84,17 +84,7 @@ def test_masks_combine_as_their_pairs_do(geometry, seed: int, listed: list[bool]
     one, other = (mask.to_dense(B=2) for mask in parts)
     combined, want = (parts[0] & parts[1], one & other) if both else (parts[0] | parts[1], one | other)
     assert torch.equal(combined.to_dense(), want)
-    pad = -q_len % block[0], -kv_len % block[1]
-    tiles = (
-        torch.nn.functional.pad(want, (0, pad[1], 0, pad[0]))
-        .unflatten(3, (-1, block[1]))
-        .unflatten(2, (-1, block[0]))
-    )
-    count = tiles.sum((3, 5))
-    kinds = torch.where(
-        count == 0, ABSENT, torch.where(count == block[0] * block[1], int(Kind.FULL), int(Kind.MASKED))
-    )
-    assert torch.equal(combined.runs.to_kinds().long(), kinds)
+    assert torch.equal(combined.runs.to_kinds(), kinds_of_pairs(want, *block))
 
 
 def test_masks_of_other_geometry_do_not_combine() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from einops import rearrange
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -113,13 +114,13 @@ def in_a_world(x: Packed, plan: tritoncp.Plan) -> Answer:
     sides = ("q", "kv", "kv", "q", "q")
     shards = [world.shard(t, plan, dim=0, side=side, batch_dim=None, pad=NAN) for t, side in zip(x, sides)]
     leaves = [[t.detach().requires_grad_() for t in some] for some in shards[:3]]
-    heads_first = [[t.transpose(0, 1)[None] for t in some] for some in leaves]
+    heads_first = [[rearrange(t, "t h d -> 1 h t d") for t in some] for some in leaves]
     outs, aux = world.flex_attention(*heads_first, plan, enable_gqa=True, return_aux=AUX)
-    down = [[t.transpose(0, 1)[None] for t in some] for some in shards[3:]]
+    down = [[rearrange(t, "t h ... -> 1 h t ...") for t in some] for some in shards[3:]]
     flat = [t for some in leaves for t in some]
     grads = torch.autograd.grad([*outs, *aux.lse], flat, [*down[0], *down[1]])
     n = plan.world_size
-    rows = [[t[0].transpose(0, 1) for t in some] for some in (outs, aux.lse, aux.max_scores)]
+    rows = [[rearrange(t, "1 h t ... -> t h ...") for t in some] for some in (outs, aux.lse, aux.max_scores)]
     rows += [grads[:n], grads[n : 2 * n], grads[2 * n :]]
     for some, side in zip(rows, ("q", "q", "q", "q", "kv", "kv")):
         for rank, t in enumerate(some):
@@ -214,12 +215,12 @@ def test_scores_scale_and_sinks_go_through() -> None:
     got, lse = varlen_attention(
         *x[:3], **docs.arguments, causal=True, score_mod=score, scale=0.3, sinks=sinks, return_lse=True
     )
-    q, k, v = (t.transpose(0, 1)[None] for t in x[:3])
+    q, k, v = (rearrange(t, "t h d -> 1 h t d") for t in x[:3])
     seen = whole(docs, True, (-1, -1))
     out, bare, _ = dense_attention(q, k, v, seen[None, None], score, scale=0.3)
     torch.testing.assert_close(lse, torch.logaddexp(bare, sinks[:, None])[0].T, atol=1e-10, rtol=0)
     share = torch.sigmoid(bare - sinks[:, None])[..., None]
-    torch.testing.assert_close(got, (out * share)[0].transpose(0, 1), atol=1e-10, rtol=0)
+    torch.testing.assert_close(got, rearrange(out * share, "1 h t e -> t h e"), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]], ids=str)

@@ -131,12 +131,7 @@ def _end(rank: int, world_size: int, folder: Path, fn: Callable[[Any], Any], tim
     signal.alarm(120)  # an orphan ends by itself
     status, start = 0, time.monotonic()
     try:
-        use_loopback_interface()
-        torch.set_num_threads(1)
-        store = dist.FileStore(str(folder / "store"), world_size)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-        )
+        _join(rank, world_size, folder / "store", 60)
         dist.barrier()
         group = dist.new_group(timeout=timedelta(seconds=timeout))
         dist.barrier()
@@ -169,28 +164,23 @@ def _collect(pipes: dict[Connection, int], world_size: int, deadline: float) -> 
     return [results[rank] for rank in range(world_size)]
 
 
+def _join(rank: int, world_size: int, path: Path, timeout: float) -> None:
+    """Make the gloo world of forked ranks, whose store is a file."""
+    use_loopback_interface()
+    torch.set_num_threads(1)  # a forked process cannot use the threads of its parent
+    store, limit = dist.FileStore(str(path), world_size), timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
 def _child(
-    rank: int,
-    world_size: int,
-    store: Path,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    pipe: Connection,
+    rank: int, world_size: int, store: Path, fn: Callable[..., Any], args: tuple[Any, ...], pipe: Connection,
     timeout: float,
-) -> None:
+) -> None:  # fmt: skip
     """Run one rank; never returns."""
     signal.alarm(int(timeout) + 10)  # an orphan ends by itself
     faulthandler.dump_traceback_later(0.9 * timeout, file=sys.__stderr__)  # of a rank that hangs
     try:
-        use_loopback_interface()
-        torch.set_num_threads(1)  # a forked process cannot use the threads of its parent
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(str(store), world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-        )
+        _join(rank, world_size, store, timeout)
         message = _packed(True, fn(dist.group.WORLD, *args), "")
     except BaseException as error:
         message = _packed(False, error, traceback.format_exc())

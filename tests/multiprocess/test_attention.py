@@ -75,24 +75,15 @@ PRODUCT = [
     *itertools.product(["causal"], (1, 8), (512, 2048), BALANCERS),
     *itertools.product(["documents"], (2, 4, 8), (512, 2048), BALANCERS),
 ]
+MARKS = pytest.mark.long, pytest.mark.nightly  # by the time of interpreted kernels
 FAST = [("causal", 1, 512, "head_tail"), ("documents", 2, 512, "ptrr")]
-
-
-@pytest.mark.parametrize(("kind", "batch", "length", "balancer"), FAST)
-def test_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | None) -> None:
-    check(kind, batch, length, balancer)
-
-
-def when(row: tuple[str, int, int, str | None]) -> Any:
-    """Mark a row of the matrix by the time that interpreted kernels take for it."""
-    return pytest.mark.nightly if row[1] * row[2] > 4096 else pytest.mark.long
 
 
 @pytest.mark.parametrize(
     ("kind", "batch", "length", "balancer"),
-    [pytest.param(*row, marks=when(row)) for row in PRODUCT if row not in FAST],
+    [pytest.param(*row, marks=[] if row in FAST else [MARKS[row[1] * row[2] > 4096]]) for row in PRODUCT],
 )
-def test_the_rest_of_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | None) -> None:
+def test_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | None) -> None:
     check(kind, batch, length, balancer)
 
 
@@ -111,9 +102,3 @@ CASES = {
 @pytest.mark.parametrize(("name", "dtype"), zip(CASES, (torch.bfloat16, F64, torch.float32)), ids=str)
 def test_processes_answer_as_the_oracle(name: str, dtype: torch.dtype, schedule: str) -> None:
     check_ranks(replace(CASES[name], schedule=schedule, dtype=dtype))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_kernels_in_processes_answer_as_the_oracle(schedule: str) -> None:
-    check_ranks(replace(CASES["documents"], schedule=schedule, dtype=torch.bfloat16, group=1))

@@ -6,7 +6,6 @@ the table of docs/troubleshooting.md.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
@@ -95,7 +94,10 @@ def stage(group: Any, what: str, fault: Any) -> None:
     call()
 
 
-def check(what: str, name: str) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("what", WORK)
+def test_a_fault_of_one_rank_ends_the_others_in_time(what: str, name: str) -> None:
     ends = outcomes(3, lambda group: stage(group, what, FAULTS[name]), TIMEOUT, TIMEOUT + MORE + 10, 1)
     assert ends[1].status == {"SIGKILL": -9, "exception": 1}.get(name, ends[1].status)
     for end in (ends[0], ends[2]):
@@ -104,29 +106,6 @@ def check(what: str, name: str) -> None:
         other = COMPARED if is_compared else r"PeerLost: .*ranks made different calls: .*rank 1 .*make_plan"
         said = other if name == "other order" else f"PeerLost: {WORK[what]}"
         assert re.search(said, end.said, re.DOTALL), end.said
-
-
-TABLE = list(itertools.product(WORK, FAULTS))
-SAMPLE = [
-    ("first plan", "SIGSTOP"),
-    ("later plan", "SIGKILL"),
-    ("first forward", "exception"),
-    ("later forward", "SIGSTOP"),
-    ("backward", "missing rank"),
-    ("first forward", "other order"),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("what", "name"), SAMPLE)
-def test_a_fault_of_one_rank_ends_the_others_in_time(what: str, name: str) -> None:
-    check(what, name)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("what", "name"), [row for row in TABLE if row not in SAMPLE])
-def test_the_rest_of_the_table_of_faults(what: str, name: str) -> None:
-    check(what, name)
 
 
 # -- the table of docs/troubleshooting.md --------------------------------------------------------------------

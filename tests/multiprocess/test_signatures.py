@@ -177,20 +177,6 @@ def test_lengths_and_captures_may_differ_or_change_after_one_comparison() -> Non
     torch.testing.assert_close(torch.cat([first, second], 2), expected, atol=2e-6, rtol=1e-5)
 
 
-def test_a_signature_that_some_ranks_meet_ends_in_a_message_that_names_the_call() -> None:
-    def work(group: Any) -> str:
-        few = dist.new_group(timeout=timedelta(seconds=2))
-        plan = tritoncp.make_plan(mask_of(), few)
-        tritoncp.flex_attention(*shards(), plan, few)
-        score = softcap if group.rank() == 1 else None  # rank 0 goes on to its data
-        return message(lambda: tritoncp.flex_attention(*shards(), score, plan, mesh=few))
-
-    first, second = run(2, work)
-    for text in (first, second):
-        assert "ranks made different calls: rank" in text
-        assert "rank 1 waited at flex_attention of query [1, 2, 16, 16]" in text or "rank 1 at flex" in text
-
-
 # -- values ------------------------------------------------------------------------------------------------
 
 

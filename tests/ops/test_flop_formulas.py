@@ -78,16 +78,12 @@ def test_visible_pairs_count(name, fake):
         assert count(lambda: attend(*x, mask)) == expected(pairs)
 
 
-def test_a_closed_form_counts_at_the_calls_lengths():
+def test_closed_forms_count_at_the_calls_lengths_and_every_pair_counts_where_a_mask_has_no_values():
     pairs = BATCH * HEADS * S * (S + 1) // 2
     assert count(lambda: attend(*qkv(), causal())) == expected(pairs)
     x = [t.detach().to("meta").requires_grad_() for t in qkv()]
     assert count(lambda: attend(*x, causal())) == expected(pairs)
-
-
-def test_every_pair_counts_where_a_mask_has_no_values():
     lists = torch_block_mask(MODS["causal"], 1, 1, S, S, "cpu").to("meta")
-    x = [t.detach().to("meta").requires_grad_() for t in qkv()]
     assert count(lambda: attend(*x, lists)) == expected(BATCH * HEADS * S * S)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -16,7 +14,6 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 import tritoncp
 from tritoncp import mods
 from tritoncp.api.plans import make_plan
-from tritoncp.core import log_lines
 from tritoncp.ops import call_mods
 from tritoncp.ops.call_mods import mask_of
 from tritoncp.ops.mask_bitmap import bitmask
@@ -25,11 +22,12 @@ from tritoncp.reference.dense import dense_attention
 S = 44  # neither the q block nor the kv block divides it
 BLOCK = (16, 12)  # a kv block that is no multiple of 8 bits
 IDS = torch.arange(S).fmod(7).sort().values
+SUMS = torch.cumsum(IDS, 0)
 NOISE = torch.rand(2, 4, S, generator=torch.Generator().manual_seed(3))
 
 
-def by_cumsum(b, h, q, kv):
-    return (torch.cumsum(IDS, 0).msort()[q] - torch.cumsum(IDS, 0).msort()[kv]) % 3 != 1
+def by_sort(b, h, q, kv):
+    return (SUMS.sort().values[q] - SUMS.sort().values[kv]) % 3 != 1
 
 
 def by_batch_and_head(b, h, q, kv):
@@ -69,13 +67,13 @@ def test_a_mask_listed_for_one_head_is_evaluated_for_every_head_and_batch_row(en
 
 
 def test_bits_of_own_blocks_equal_the_mask():
-    plan = make_plan(block_mask(by_cumsum), world_size=3, rank=1)
-    bits = bitmask(plan, [1], 1, 1, by_cumsum)
+    plan = make_plan(block_mask(by_sort), world_size=3, rank=1)
+    bits = bitmask(plan, [1], 1, 1, by_sort)
     queries = []
 
     def watched(b, h, q, kv):
         queries.append(q)
-        return by_cumsum(b, h, q, kv)
+        return by_sort(b, h, q, kv)
 
     bitmask(plan, [1], 1, 1, watched)
     q, kv = torch.meshgrid(torch.arange(S), torch.arange(S), indexing="ij")
@@ -85,7 +83,7 @@ def test_bits_of_own_blocks_equal_the_mask():
     assert torch.equal(own, listed) and own.any()
     at = own.nonzero(as_tuple=True)
     zero = torch.zeros_like(at[0])
-    assert torch.equal(bits.mask_mod()(zero, zero, *at), by_cumsum(zero, zero, *at))
+    assert torch.equal(bits.mask_mod()(zero, zero, *at), by_sort(zero, zero, *at))
     assert len(bits.bits) == len(torch.unique(rows[at] * 100 + cols[at]))
 
 
@@ -93,7 +91,7 @@ def test_bits_of_own_blocks_equal_the_mask():
 def test_bits_are_made_once_for_a_plan(monkeypatch):
     evaluations = []
     monkeypatch.setattr(call_mods, "bitmask", lambda *args: evaluations.append(args) or bitmask(*args))
-    plan = make_plan(block_mask(by_cumsum), world_size=1)
+    plan = make_plan(block_mask(by_sort), world_size=1)
     q, k, v = inputs()
     first = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
     second = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
@@ -104,7 +102,7 @@ def test_bits_are_made_once_for_a_plan(monkeypatch):
 @pytest.mark.usefixtures("cpu_engine")
 def test_all_ranks_of_a_simulated_world_have_bits_though_rank_0_needs_none():
     def late(b, h, q, kv):
-        return (q < 16) | (torch.cumsum(IDS, 0).msort()[q] % 5 > torch.cumsum(IDS, 0).msort()[kv] % 4)
+        return (q < 16) | (SUMS.sort().values[q] % 5 > SUMS.sort().values[kv] % 4)
 
     agree(block_mask(late), 3, None)
 
@@ -118,17 +116,6 @@ def test_an_untranslatable_score_mod_names_operation_line_and_the_way_out():
     message = rf"aten\.sort.* at {re.escape(__file__)}:{line} .*\n.*@triton\.jit.*from_triton"
     with pytest.raises(mods.Untranslatable, match=message):
         tritoncp.flex_attention(q, k, v, bias, enable_gqa=True)
-
-
-@pytest.mark.usefixtures("cpu_engine")
-def test_the_cpu_engine_is_logged_once_and_not_warned_of(caplog):
-    log_lines.forget_decisions()
-    q, k, v = inputs()
-    with warnings.catch_warnings(), caplog.at_level(logging.INFO, "tritoncp"):
-        warnings.simplefilter("error")
-        for _ in range(2):
-            tritoncp.flex_attention(q, k, v, enable_gqa=True).sum().backward()
-    assert caplog.text.count("set TRITON_INTERPRET=1 before Python starts") == 1
 
 
 @triton.jit

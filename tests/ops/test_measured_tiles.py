@@ -1,4 +1,4 @@
-"""Tests of calls that use measured tile shapes and routes, and of ranks that agree on rank 0's table."""
+"""Tests of calls that use measured tile shapes and routes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.multiprocess.ranks import run as on_ranks
 from tests.ops.measured_tiles import CPU, attend, configs, entry, launched, places, put
-from tritoncp import causal, create_block_mask, flex_attention, make_plan
+from tritoncp import causal, create_block_mask, flex_attention
 from tritoncp.analysis.jobs import VARIANT_OF_KIND, VARIANTS
 from tritoncp.kernels import engine
 from tritoncp.kernels.tile_rules import Config
@@ -127,51 +126,6 @@ def test_few_rows_use_their_entry_for_every_mask(places):
 def test_the_rule_serves_where_nothing_was_measured(launched):
     attend(causal())
     assert dict(launched)["forward"] == 128
-
-
-def test_rank_0_chooses_for_all(places, launched, monkeypatch):
-    """Ranks have different files, rank 2 none; every rank launches rank 0's tiles."""
-    for rank, block in enumerate((16, 64)):
-        put(places / str(rank), block, CPU)
-        put(places / str(rank), 32, CPU, triton="0.0", kernel="dq")
-
-    def work(group):
-        monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(places / str(group.rank())))
-        mask = create_block_mask(causal(), 1, 1, 48, 48, BLOCK_SIZE=16)
-        plan = make_plan(mask, group)
-        x = torch.randn(1, 1, plan.s_local, 16, requires_grad=True)
-        flex_attention(x, x, x, plan, group).sum().backward()
-        own = tile_lookup.local_table(torch.device("cpu"))
-        return (
-            own,
-            tile_lookup.table_text(torch.device("cpu"), group),
-            {m for kernel, m in launched if kernel == "forward"},
-        )
-
-    results = on_ranks(3, work)
-    own, used, forward = zip(*results)
-    assert len(set(own)) == 3 and set(used) == {own[0]}
-    assert set().union(*forward) == {16}
-
-
-def test_ranks_that_have_the_same_send_nothing(places, monkeypatch):
-    """Digests are part of an exchange that happens anyway; only different tables cost another exchange."""
-    put(places / "given", 16, CPU)
-    put(places / "other", 32, CPU)
-
-    def work(group, differ):
-        if differ and group.rank():
-            monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(places / "other"))
-        count = []
-        original = tile_lookup.collectives.exchange
-        monkeypatch.setattr(
-            tile_lookup.collectives, "exchange", lambda *words: count.append(1) or original(*words)
-        )
-        mask = create_block_mask(causal(), 1, 1, 48, 48, BLOCK_SIZE=16)
-        return [make_plan(mask, group) and len(count) for _ in range(2)]
-
-    assert on_ranks(2, work, False) == [[1, 2]] * 2
-    assert on_ranks(2, work, True) == [[2, 3]] * 2
 
 
 def test_written_kinds_equal_looked_up_kinds() -> None:

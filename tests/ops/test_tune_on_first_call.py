@@ -11,10 +11,10 @@ import torch
 from click.testing import CliRunner
 
 from tests.multiprocess.ranks import run as on_ranks
-from tests.ops.measured_tiles import CPU, attend, launched, places, put
+from tests.ops.measured_tiles import CPU, attend, launched, places
 from tritoncp import causal, create_block_mask, flex_attention, make_plan, plan_cache_clear, sliding_window
 from tritoncp.cli import main
-from tritoncp.ops import tile_lookup, tile_tables, tune_on_first_call
+from tritoncp.ops import tile_tables, tune_on_first_call
 from tritoncp.ops.tile_lookup import TileKey
 from tritoncp.planning.problem import MEASURED_KINDS
 
@@ -118,84 +118,18 @@ def test_tuning_that_fails_costs_a_call_nothing_but_time(places, stub, launched,
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("how", ["", "fail"])
-def test_rank_0_tunes_for_all_if_requested_there(places, stub, launched, monkeypatch, how):
-    """Only rank 0's environment decides; the ranks' folders and files differ."""
-    monkeypatch.setenv("STUB", how)
-    put(places / "1", 64, CPU)
+@pytest.mark.parametrize("together", [False, True])
+def test_processes_of_one_machine_tune_once(stub, launched, together):
+    """One tunes and the rest use its result: independent processes, as in data parallel training, and ranks
+    of a group."""
 
     def work(group):
-        rank = group.rank()
-        monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(places / str(rank)))
-        if rank:
-            monkeypatch.delenv("TRITONCP_AUTOTUNE")
-        for mask in (causal(), causal(), sliding_window(8)):
-            plan = make_plan(create_block_mask(mask, 1, 1, 64, 64, BLOCK_SIZE=32), group)
-            x = torch.randn(1, 1, plan.s_local, 16, requires_grad=True)
-            flex_attention(x, x, x, plan, group).sum().backward()
-        return {tile for kernel, tile in launched if kernel in ("forward", "dq")}, tile_lookup.table_text(
-            CPU, group
-        )
-
-    used, texts = zip(*on_ranks(2, work))
-    assert len(stub()) == 2 and texts[0] == texts[1]
-    assert used == (({16},) * 2 if how == "" else ({32},) * 2)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_warning_that_is_an_error_is_one_on_rank_0_alone(stub, monkeypatch):
-    """An exception on rank 0, as after Ctrl-C, does not leave the other ranks waiting."""
-
-    def work(group):
-        plan = make_plan(
-            create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16), group, schedule="allgather"
-        )
+        if not together:
+            attend(causal())
+            return dict(launched)["forward"]
+        plan = make_plan(create_block_mask(causal(), 1, 1, 96, 96, BLOCK_SIZE=16), group)
         x = torch.randn(1, 1, plan.s_local, 16)
-        try:
-            tune_on_first_call.tune_if_requested(
-                x.device, group, TileKey.of(x.dtype, (16, 16), "causal"), (1, 1, 32)
-            )
-        except UserWarning as error:
-            return str(error)
-
-    said, nothing = on_ranks(2, work)
-    assert "could not be measured" in said and nothing is None and stub() == []
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_ranks_tune_together_though_only_one_has_masked_blocks(places, stub):
-    """Only the rank with masked blocks looks up kind "mod"; all ranks must decide the same."""
-    put(places / "given", 16, CPU, mask="mod")
-
-    def work(group):
-        make_plan(create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16), group)
-        x, kind = torch.empty(1, 1, 32, 16), ("mod", "interval")[group.rank()]
-        call = TileKey.of(x.dtype, (16, 16), kind)
-        tune_on_first_call.tune_if_requested(x.device, group, call, (1, 1, 32))
-        return tile_lookup.measured_options(x.device, call, group) != {}
-
-    assert on_ranks(2, work) == [True] * 2 and len(stub()) == 1
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_group_with_plans_of_another_process_does_not_tune(stub):
-    """Such a group has no agreement about tuning."""
-
-    def work(group):
-        mask = create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16)
-        plan = make_plan(mask, world_size=2, rank=group.rank())
-        x = torch.randn(1, 1, plan.s_local, 16)
-        return flex_attention(x, x, x, plan, group).isfinite().all().item()
-
-    assert on_ranks(2, work) == [True] * 2 and stub() == []
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_processes_of_one_machine_tune_once(stub, launched):
-    """Of independent processes, as in data parallel training, one tunes and the rest use its result."""
-
-    def work(group):
-        attend(causal())
+        flex_attention(x, x, x, plan, group)
         return dict(launched)["forward"]
 
     assert on_ranks(3, work) == [16] * 3 and len(stub()) == 1

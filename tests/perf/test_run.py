@@ -8,7 +8,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tritoncp.ops import engine_factory
 from tritoncp.perf.records import history
 from tritoncp.perf.run import main, show
 from tritoncp.perf.suite import baselines, measure, timing
@@ -67,12 +66,6 @@ def test_a_second_run_is_appended_and_json_equals_the_file(tmp_path):
     assert printed == lines_of(tmp_path)
     assert len({line["run"] for line in lines_of(tmp_path)}) == 2
     assert not [line for line in lines_of(tmp_path) if "-bwd" in line.get("case", "")]
-
-
-def test_nothing_is_started_after_the_budget(tmp_path):
-    result = CliRunner().invoke(main, [*QUICK, "--budget", "0", "--out", str(tmp_path)])
-    assert result.exit_code == 3 and "nothing was measured" in result.output
-    assert [line["kind"] for line in lines_of(tmp_path)] == ["left out"] * len(select("core"))
 
 
 @pytest.mark.usefixtures("cpu_engine")
@@ -138,19 +131,6 @@ def test_warming_runs_the_named_contenders_and_writes_nothing(tmp_path):
     result = CliRunner().invoke(main, [*QUICK, *options, "--contenders", "tritoncp BLOCK_N=64"])
     assert result.exit_code == 0 and result.output.count("right") == 1
     assert "tritoncp BLOCK_N=64" in result.output and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("words", [["--warm"], []])
-def test_functions_are_hashed_in_one_order_so_that_kernels_of_a_warm_cache_are_found(
-    words, monkeypatch, tmp_path
-):
-    """The key of a kernel in Triton's cache depends on the functions that its process has hashed before."""
-    calls = []
-    monkeypatch.setattr(engine_factory, "name_functions", lambda: calls.append("hash"))
-    monkeypatch.setattr(measure.Bench, "warm", lambda self, cases: calls.append("run"))
-    monkeypatch.setattr(measure.Bench, "run", lambda self, cases: calls.append("run"))
-    CliRunner().invoke(main, [*QUICK, "--tier", "smoke", "--out", str(tmp_path), *words])
-    assert calls == ["hash", "run"]
 
 
 @pytest.mark.usefixtures("cpu_engine")

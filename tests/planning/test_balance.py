@@ -1,4 +1,4 @@
-"""Tests of balancers: every block is dealt once, evenly; PTRR equals torch's; locality sends few rows."""
+"""Tests of balancers: every block is assigned once, evenly; PTRR equals torch's; locality sends few rows."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
 
 from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
-from tritoncp.planning.balance import balancers, contiguous, deal, head_tail, locality, per_document, ptrr
+from tritoncp.planning.balance import (
+    assign_blocks,
+    balancers,
+    contiguous,
+    head_tail,
+    locality,
+    per_document,
+    ptrr,
+)
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem, corpus_lengths, document_lengths
@@ -71,7 +79,7 @@ def fetched_share(plan: Plan) -> float:
 # -- every balancer -----------------------------------------------------------------------------------
 
 
-def assert_dealt(ranks: list[list[int]], n: int) -> None:
+def assert_assigned(ranks: list[list[int]], n: int) -> None:
     """Assert that every block is on one rank, in order, and that numbers of blocks differ by one at most."""
     assert sorted(chain(*ranks)) == list(range(n))
     assert all(rank == sorted(rank) for rank in ranks)
@@ -82,16 +90,16 @@ def assert_dealt(ranks: list[list[int]], n: int) -> None:
 def test_every_block_once_in_order_and_evenly(costs: list[int], world_size: int, name: str) -> None:
     ranks = balancers[name](Work(torch.tensor(costs, dtype=torch.int64), world_size))
     assert len(ranks) == world_size
-    assert_dealt(ranks, len(costs))
+    assert_assigned(ranks, len(costs))
     assert name != "contiguous" or list(chain(*ranks)) == list(range(len(costs)))
 
 
 @given(masks(), st.integers(1, 12), st.sampled_from(EVEN_COUNTS), st.sampled_from(["q", "kv"]))
 def test_of_any_mask_too_and_always_the_same(mask: Mask, world_size: int, name: str, side: str) -> None:
     for work in work_of_rows([mask], world_size, side):
-        ranks = deal(balancers[name], work)
-        assert_dealt(ranks, len(work.costs))
-        assert ranks == deal(balancers[name], work)
+        ranks = assign_blocks(balancers[name], work)
+        assert_assigned(ranks, len(work.costs))
+        assert ranks == assign_blocks(balancers[name], work)
 
 
 def test_mistakes_say_what_to_do() -> None:
@@ -141,7 +149,7 @@ def test_unweighted_ptrr_places_every_token_as_torch(name: str, world_size: int)
 
 
 @given(masks(), st.integers(2, 6))
-def test_unweighted_ptrr_deals_listed_blocks(mask: Mask, world_size: int) -> None:
+def test_unweighted_ptrr_balances_listed_blocks(mask: Mask, world_size: int) -> None:
     """Of several heads their sum; the counts of any two ranks differ by at most the largest."""
     for row, work in enumerate(work_of_rows([mask], world_size)):
         listed = (mask.runs.to_kinds() != 3).sum((1, 3))[row]
@@ -197,7 +205,7 @@ def test_of_several_masks_each_counts_for_one_layer() -> None:
 
 
 def deal_by_parity(work: Work) -> list[range]:
-    """Deal even blocks to rank 0, odd ones to rank 1, and none to ranks 2 and 3."""
+    """Assign even blocks to rank 0, odd ones to rank 1, and none to ranks 2 and 3."""
     n = len(work.costs)
     return [range(0, n, 2), range(1, n, 2), range(0), range(0)]
 
@@ -264,9 +272,9 @@ def test_documents_of_any_length_are_cut_only_where_they_must(lengths: list[int]
 
 @pytest.mark.parametrize("name", ZOO)
 def test_locality_and_ptrr_are_even_and_locality_sends_little(name: str) -> None:
-    near, dealt = zoo_plan(name, "locality"), zoo_plan(name, "ptrr")
-    assert near.imbalance <= 1.02 and dealt.imbalance <= 1.02
-    assert fetched_share(near) <= MOST[name] and fetched_share(near) < 0.8 * fetched_share(dealt)
+    near, even = zoo_plan(name, "locality"), zoo_plan(name, "ptrr")
+    assert near.imbalance <= 1.02 and even.imbalance <= 1.02
+    assert fetched_share(near) <= MOST[name] and fetched_share(near) < 0.8 * fetched_share(even)
 
 
 @pytest.mark.parametrize("world_size", [3, 8, 16])
@@ -290,7 +298,7 @@ def test_locality_weighs_the_bytes_of_all_masks() -> None:
 
 
 def test_remote_keys_are_placed_near_their_readers() -> None:
-    """In cross attention key blocks are dealt separately, in the same order of ranks."""
+    """In cross attention key blocks are assigned separately, in the same order of ranks."""
     mod = document(ids=torch.arange(512) // 128)
     wide = create_block_mask(lambda b, h, q, kv: mod(b, h, q, kv // 2), None, None, 512, 1024, BLOCK_SIZE=16)
     plan = build(wide, 4, balancer="locality", schedule="fetch")

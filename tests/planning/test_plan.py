@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -254,31 +253,11 @@ def test_copies_refuse_edited_sources_too(clone: Callable[[Plan], Plan]) -> None
         tritoncp.flex_attention(x, x, x, plan)
 
 
-def test_views_are_frozen_and_shared() -> None:
-    plan = build(full_mask(8, 8, block=4), 2)
-    with pytest.raises(AttributeError):
-        plan.rank = 1
-    assert plan.for_rank(0) is plan
-
-
 def test_every_plan_that_a_user_holds_is_known_to_compiled_graphs() -> None:
     plan = tritoncp.make_plan(full_mask(8, 8, block=4), world_size=2)
     for other in (plan.for_rank(1), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
         assert other.handle is not plan.handle
         assert str(object_of(other.handle)) == str(other)
-
-
-def test_tables_that_ranks_share_are_computed_once() -> None:
-    mod = and_masks(causal(), document(lengths=[100, 300, 112]))
-    plan = build(create_block_mask(mod, None, None, 512, 512, BLOCK_SIZE=16), 8, schedule="allgather")
-    for rank, schedule in product(range(8), SCHEDULES):
-        view = replace(plan.for_rank(rank), schedule=schedule)
-        assert view.derived is plan.derived
-        for name in ("ring", "fetch", "traffic"):
-            assert getattr(view, name) is getattr(plan.for_rank(rank), name)
-        for buffer in ("gathered", 0):
-            assert view.tables(buffer=buffer).kv_slots is plan.tables(buffer=buffer).kv_slots
-        assert view.rows(2, 8).derived is plan.rows(2, 8).derived
 
 
 # -- bytes --------------------------------------------------------------------------------------------

@@ -2,11 +2,9 @@
 above them, and masks of the gallery give the dense answers."""
 
 import importlib.util
-import os
 import re
 import runpy
 import shlex
-import socket
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +13,6 @@ from typing import Any
 import click
 import pytest
 import torch
-import torch.distributed as dist
-from click.testing import CliRunner
 from torch import Tensor
 
 import tritoncp
@@ -81,25 +77,16 @@ def test_blocks_of_a_page_run_as_printed(page: str, tmp_path: Path) -> None:
 def test_a_program_of_a_page_runs_as_printed_on_two_ranks(page: str, name: str, tmp_path: Path) -> None:
     (text,) = [block.code for block in read_blocks(page) if block.code.split("\n")[0].endswith(f" {name}")]
     (tmp_path / name).write_text(text)
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
 
-    def run(group: dist.ProcessGroup) -> None:
-        """Run the program as torchrun starts a rank, but forked, which takes a tenth of the time."""
-        rank = group.rank()
-        dist.destroy_process_group()
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost"}
-        os.environ.update({key: str(value) for key, value in (variables | {"MASTER_PORT": port}).items()})
-        names = runpy.run_path(str(tmp_path / name))
+    def compare(names: dict[str, Any], output: str) -> None:
         if name == "two_ranks.py":
             assert names["error"] < 5e-5  # float32 gradients: sums of up to 1000 terms, in another order
         if name == "moved.py":
-            expected = dense_attention(
-                *names["whole"].double(), names["mask"], tritoncp.alibi(names["H"])
-            ).out
+            exact = (x.double() for x in names["whole"])
+            expected = dense_attention(*exact, names["mask"], tritoncp.alibi(names["H"])).out
             torch.testing.assert_close(names["result"], expected.float(), atol=1e-5, rtol=1e-5)
 
-    ranks.run(2, run)
+    ranks.run_program(2, tmp_path / name, compare)
 
 
 def shell_commands(text: str) -> list[list[str]]:
@@ -131,19 +118,6 @@ def test_commands_of_a_page_exist(page: str) -> None:
             assert not wrong_options(words[words.index("tritoncp") + 1 :]), words
         for module in [after for word, after in pairwise(words) if word == "-m" and "." in after]:
             assert importlib.util.find_spec(module) is not None, words
-
-
-def test_one_command_draws_the_pictures_of_a_page(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```python\nB, H, S = 1, 1, 32\n```\n\n```python\ndef mask_mod(b, h, q, kv):\n    return q >= kv\n"
-    )
-    page.write_text(page.read_text() + "```\n\n![Causal](pictures/causal.svg)\n")
-    result = CliRunner().invoke(gallery.main, [str(page)])
-    assert result.exit_code == 0, result.output
-    assert "<image" in (tmp_path / "pictures/causal.svg").read_text()
-    page.write_text("```python\nx = 1\n```\n\n![Nothing](pictures/x.svg)\n")
-    assert "defines none of mask_mod" in str(CliRunner().invoke(gallery.main, [str(page)]).exception)
 
 
 @pytest.fixture(scope="module")

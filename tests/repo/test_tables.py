@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from tritoncp import causal, create_block_mask
 from tritoncp.masks import Kind
@@ -45,20 +44,3 @@ def test_contiguous_causal_pieces_see_all_before_them() -> None:
 def test_documents_fill_the_sequence(seq: int) -> None:
     lengths = corpus_lengths(seq)
     assert sum(lengths) == seq and min(lengths) >= 1 and lengths == corpus_lengths(seq)
-
-
-def test_tables_have_a_row_for_each_plan_and_one_command_writes_them(tmp_path, monkeypatch) -> None:
-    text = tables.format_balance((2048,), (2,))
-    assert text.count("| 2K | 2 |") == len(tables.STUDIED) == text.count("## ")
-    scaled = tables.format_scale([(16384, 4)])
-    assert all(f"| {mask} | {name} |" in scaled for mask in tables.SCALED for name in balancers)
-    page = tmp_path / "docs/scaling.md"
-    page.parent.mkdir()
-    page.write_text(f"Text.\n{tables.BEGIN}\nold\n{tables.END}\nMore.\n")
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "SCALES", ((16384, 4),))
-    assert CliRunner().invoke(tables.main, ["scaling", "--write"]).exit_code == 0
-    text = page.read_text()
-    assert (
-        text.startswith("Text.\n") and text.endswith("More.\n") and "old" not in text and "| ptrr |" in text
-    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.tuning.stand_ins import TileTimes
+from tests.tuning.stand_ins import tile_times
 from tritoncp.ops import tile_tables
 from tritoncp.tuning import command, search_run
 
@@ -10,7 +10,7 @@ from tritoncp.tuning import command, search_run
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU whose times are a formula."""
-    bench = TileTimes()
+    bench = tile_times()
     monkeypatch.setattr(command, "choose_device", lambda *words: tile_tables.Device("sm_90", "NVIDIA H200"))
     monkeypatch.setattr(search_run, "_device_bench", lambda: bench)
     return bench

@@ -6,7 +6,7 @@ import torch
 
 from tritoncp.kernels.tile_rules import default
 from tritoncp.planning.problem import Problem
-from tritoncp.tuning.journal import Journal
+from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.search import Tuner
 from tritoncp.tuning.targets import Target
 
@@ -22,10 +22,11 @@ def cost(config):
 
 
 class Formula:
-    """Milliseconds of a config: its cost, times a drift common to all configs; wrong answers by request."""
+    """Milliseconds of a config: its cost, times a drift common to all configs; wrong answers by request, and
+    Ctrl-C at the ``interrupt``-th sample."""
 
-    def __init__(self, cost, wrong=(), interrupt=None) -> None:
-        self.cost, self.bad, self.interrupt = cost, set(wrong), interrupt
+    def __init__(self, cost, wrong=(), drift=0.001) -> None:
+        self.cost, self.bad, self.drift, self.interrupt = cost, set(wrong), drift, None
         self.samples, self.checks = [], []
 
     def wrong(self, target, config):
@@ -36,7 +37,7 @@ class Formula:
         self.samples.append(config)
         if len(self.samples) == self.interrupt:
             raise KeyboardInterrupt
-        return self.cost(config) * (1 + 0.001 * len(self.samples))  # the device warms up
+        return self.cost(config) * (1 + self.drift * len(self.samples))  # the device warms up
 
 
 class Compiler:
@@ -66,21 +67,10 @@ class Ticks:
 def tuner(path, compiler=None, resume=False, deadline=1e9, now=None, choices=None):
     """A tuner with a journal in ``path``; ``choices``: a dict that gets each target's choice."""
     keep = choices.__setitem__ if choices is not None else lambda target, choice: None
-    journal = Journal(path / "journal.jsonl", CONDITIONS, resume)
+    journal = TuningJournal(path / "journal.jsonl", CONDITIONS, resume)
     return Tuner("sm_90", journal, compiler or Compiler(), deadline, keep, now or Ticks())
 
 
-class TileTimes:
-    """Tiles of 64 rows take half the time of others; Ctrl-C at the n-th sample."""
-
-    def __init__(self, interrupt=None) -> None:
-        self.interrupt, self.samples = interrupt, 0
-
-    def wrong(self, target, config):
-        return None
-
-    def milliseconds(self, target, config):
-        self.samples += 1
-        if self.samples == self.interrupt:
-            raise KeyboardInterrupt
-        return 1.0 if config.BLOCK_M == 64 else 2.0
+def tile_times():
+    """A device on which tiles of 64 rows take half the time of others."""
+    return Formula(lambda config: 1.0 if config.BLOCK_M == 64 else 2.0, drift=0.0)

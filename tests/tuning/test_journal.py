@@ -3,83 +3,41 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections import Counter
 
 import pytest
 
 from tests.tuning.stand_ins import BEST, TARGET, Compiler, Formula, cost, tuner
-from tritoncp.tuning.journal import Journal
-from tritoncp.tuning.search import MAX_TIMED, ROUNDS
+from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.targets import candidates
 
-# The n-th step of a stage at which a run is killed; "times", "halving": samples before and after a halving.
-KILLED = {"compile": 7, "steps": 5, "check": 3, "time": 2, "times": 30, "halving": 200}
+
+def run(path, resume=False):
+    """Run the search, and close its journal. Returns its choice, the compiler and the device."""
+    compiler, device = Compiler(), Formula(cost)
+    search = tuner(path, compiler, resume)
+    choice = search.run([TARGET], device)[TARGET]
+    search.journal.close()
+    return choice, compiler, device
 
 
-def kill_run(path, stage):
-    """Start a run in a process of its own, which kills itself at its n-th step of a stage, as in KILLED."""
-    count = 0
-
-    def die(at):
-        nonlocal count
-        count += at == stage
-        if count == KILLED[stage]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    class Dies(Compiler):
-        def __call__(self, jobs):
-            for job, report in super().__call__(jobs):
-                die("steps" if job.variant else "compile")
-                yield job, report
-
-    class Device(Formula):
-        def wrong(self, target, config):
-            die("check")
-            return super().wrong(target, config)
-
-        def milliseconds(self, target, config):
-            die("times")
-            die("halving")
-            return super().milliseconds(target, config)
-
-    process = os.fork()
-    if not process:
-        try:
-            search = tuner(path, Dies())
-            add = search.journal.add
-
-            def written(at, *rest):
-                die("time" if at == "time" else "")
-                add(at, *rest)
-
-            search.journal.add = written
-            search.run([TARGET], Device(cost))
-        finally:
-            os._exit(1)
-    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
-
-
-@pytest.mark.parametrize("stage", KILLED)
-def test_a_killed_run_is_resumed_at_every_stage(tmp_path, stage):
-    """After kill -9 during compilation, checks, measurements or writing, a resumed run repeats no finding and
-    makes the choice of an undisturbed run."""
-    kill_run(tmp_path, stage)
-    done = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
-    stages = Counter(line["finding"][0] for line in done[1:])
-    if stage in stages:
-        assert stages[stage] == KILLED[stage] - 1
-    rest, second_bench = Compiler(), Formula(cost)
-    search = tuner(tmp_path, rest, resume=True)
-    assert search.run([TARGET], second_bench)[TARGET].config == BEST
-    whole, plain = Compiler(), Formula(cost)
-    tuner(tmp_path / "plain", whole).run([TARGET], plain)
+@pytest.mark.parametrize("part", [0.02, 0.3, 0.7, 0.8, 0.9, 0.99, 1.0])
+def test_a_run_that_ends_anywhere_is_resumed(tmp_path, part):
+    """Whatever line the journal ends in, a resumed run repeats no finding, and makes the choice of an
+    undisturbed run."""
+    path = tmp_path / "journal.jsonl"
+    choice, whole, device = run(tmp_path)
+    lines = path.read_text().splitlines()
+    kept = [json.loads(line) for line in lines[: int(part * len(lines))]]
+    path.write_text("\n".join([*map(json.dumps, kept), lines[-1][:9]]))
+    stages = Counter(line["finding"][0] for line in kept[1:])
+    resumed, rest, second_device = run(tmp_path, resume=True)
+    assert resumed.config == choice.config == BEST
     assert len(rest.asked) == len(whole.asked) - stages["compile"]
     assert len(rest.steps) == len(whole.steps) - stages["steps"]
-    assert len(second_bench.checks) == len(plain.checks) - stages["check"]
-    again = MAX_TIMED * (ROUNDS + 1) if stage == "halving" else 0  # a halving that was over is not repeated
-    assert len(second_bench.samples) == len(plain.samples) - again
+    assert len(second_device.checks) == len(device.checks) - stages["check"]
+    left = 0 if part == 1 else len(device.samples)  # a halving that was not over is repeated
+    assert len(second_device.samples) <= left
 
 
 def test_two_runs_do_not_write_to_one_journal(tmp_path):
@@ -91,28 +49,23 @@ def test_two_runs_do_not_write_to_one_journal(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["17", '{"finding": ', "[" * 100_000, "\udcff", ""])
-def test_a_line_that_is_cut_off_costs_that_line_alone(tmp_path, line):
+def test_a_malformed_line_costs_that_line_alone(tmp_path, line):
     """In place of the finding about the first candidate, and as the last line, without an end."""
     path = tmp_path / "journal.jsonl"
-    search = tuner(tmp_path)
-    search.run([TARGET], Formula(cost))
-    search.journal.close()
+    run(tmp_path)
     first, _, *rest = path.read_text().splitlines()
     path.write_text("\n".join([first, line, *rest, line]), errors="surrogateescape")
-    second_compiler = Compiler()
-    assert tuner(tmp_path, second_compiler, resume=True).run([TARGET], Formula(cost))[TARGET].config == BEST
-    assert len(second_compiler.asked) == 1
+    choice, compiler, _ = run(tmp_path, resume=True)
+    assert choice.config == BEST and len(compiler.asked) == 1
 
 
 @pytest.mark.parametrize("other", ["conditions", "no resume"])
 def test_findings_of_other_conditions_or_an_older_run_are_not_taken_over(tmp_path, other):
-    search = tuner(tmp_path)
-    search.run([TARGET], Formula(cost))
-    search.journal.close()
+    run(tmp_path)
     compiler = Compiler()
-    second_search = tuner(tmp_path, compiler)
+    search = tuner(tmp_path, compiler)
     if other == "conditions":
-        second_search.journal.close()
-        second_search.journal = Journal(tmp_path / "journal.jsonl", {"device": "another"}, resume=True)
-    second_search.select(TARGET, 1e9)
+        search.journal.close()
+        search.journal = TuningJournal(tmp_path / "journal.jsonl", {"device": "another"}, resume=True)
+    search.select(TARGET, 1e9)
     assert len(compiler.asked) == len(candidates(TARGET, "sm_90"))

@@ -12,24 +12,13 @@ from tritoncp.core.environment import OFFLINE_LOG
 from tritoncp.core.worker_pool import Lost, WorkerPool
 
 
-def compile_all(
-    jobs: Iterable[Job], processes: int | None = None, timeout: float = 300.0, question: str = "report"
-) -> Generator[tuple[Job, dict[str, Any]]]:
-    """Compile jobs in processes. Yields each job and its report, in the order of completion.
+class Compilers(WorkerPool):
+    """Compiler processes, reused from one list of jobs to the next, since they take seconds to start.
 
     processes: how many compile at a time; default: one for each core
     timeout:   seconds for one job
     question:  "report"; "digest" for the digest alone, which compiles no kernel
-
-    A report is the result of :func:`tritoncp.analysis.kernel_report.report_kernel`, or ``{"failed": why}``: a
-    compiler that raises, dies or takes too long does not affect other jobs.
     """
-    with Compilers(processes, timeout, question) as compilers:
-        yield from compilers.compile_jobs(jobs)
-
-
-class Compilers(WorkerPool):
-    """Compiler processes, reused from one list of jobs to the next, since they take seconds to start."""
 
     def __init__(
         self, processes: int | None = None, timeout: float = 300.0, question: str = "report"
@@ -38,7 +27,9 @@ class Compilers(WorkerPool):
         super().__init__(answer, processes, setup=set_up, timeout=timeout, without="TRITON_INTERPRET")
 
     def compile_jobs(self, jobs: Iterable[Job]) -> Generator[tuple[Job, dict[str, Any]]]:
-        """Compile jobs as :func:`compile_all` does. Closing the generator ends the jobs in work."""
+        """Yield each job and its report, in the order of completion. Closing the generator ends the jobs in
+        work. A report is the result of :func:`tritoncp.analysis.kernel_report.report_kernel`, or
+        ``{"failed": why}``: a compiler that raises, dies or takes too long does not affect other jobs."""
         for job, answer in self.run([job] for job in jobs):
             yield job, {"failed": answer.why} if isinstance(answer, Lost) else answer
 

@@ -25,6 +25,7 @@ from tritoncp.analysis.kernel_report import read_nvidia
 from tritoncp.analysis.launches import CallTensors
 from tritoncp.analysis.torch_templates import TemplateJob, candidates, write_source
 from tritoncp.masks.mask import Mask
+from tritoncp.perf.suite.baselines import inputs
 from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import dense_attention
 
@@ -33,7 +34,7 @@ LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class Row:
+class ExecutedCounts:
     """Counts of one pass, of all its kernels, for each query row and head.
 
     who:          "tritoncp", "torch" (its default tile), "torch autotuned" (one of its other candidates)
@@ -58,7 +59,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Call:
+class ExecutedCall:
     """Inputs of a call and its results in float64."""
 
     problem: Problem
@@ -69,28 +70,18 @@ class Call:
     grads: tuple[Tensor, ...]  # dq, dk, dv
 
 
-def make_call(problem: Problem, mask: Mask | None = None, seed: int = 0) -> Call:
+def make_call(problem: Problem, mask: Mask | None = None, seed: int = 0) -> ExecutedCall:
     """Draw inputs, and compute the call in float64."""
     mask = problem.block_mask() if mask is None else mask
-    generator = torch.Generator().manual_seed(seed)
-    h, g, s, n, d, e = (
-        problem.heads,
-        problem.kv_heads,
-        problem.rows,
-        problem.seq,
-        problem.dim,
-        problem.v_dim,
-    )
-    shapes = ((h, s, d), (g, n, d), (g, n, e), (h, s, e))
-    drawn = (torch.randn(1, *shape, generator=generator).to(problem.torch_dtype) for shape in shapes)
-    tensors = tuple(drawn)
-    q, k, v = leaves = [x.double().requires_grad_() for x in tensors[:3]]
+    x = inputs(problem, torch.device("cpu"), seed)
+    tensors = tuple(tensor.detach() for tensor in (x.q, x.k, x.v, x.dout))
+    q, k, v = leaves = [tensor.double().requires_grad_() for tensor in tensors[:3]]
     out, lse, _ = dense_attention(q, k, v, mask, problem.score_mod(torch.device("cpu")))
     grads = torch.autograd.grad(out, leaves, tensors[3].double())
-    return Call(problem, mask, tensors, out.detach(), lse.detach(), grads)
+    return ExecutedCall(problem, mask, tensors, out.detach(), lse.detach(), grads)
 
 
-def count_own(call: Call, arch: str, which: str) -> Row:
+def count_own(call: ExecutedCall, arch: str, which: str) -> ExecutedCounts:
     """Count tritoncp's kernels of a pass: "forward" or "backward"."""
     tensors = CallTensors(call.problem, torch.device("cpu"), call.tensors, call.mask)
     kernels = ("forward",) if which == "forward" else ("delta", "dq", "dkdv")
@@ -100,14 +91,14 @@ def count_own(call: Call, arch: str, which: str) -> Row:
     launches = [tensors.launch(kernel, None, arch) for kernel in kernels]
     own = [launch for kernel, launch in zip(kernels, launches) if kernel in PASSES[which]]
     named = ", ".join(_tiles_of(launch) for launch in own)
-    counts = _execute(lambda: [launch() for launch in launches], arch, skip="delta_kernel")
+    counts = _execute(lambda: [launch() for launch in launches], arch, call.problem, skip="delta_kernel")
     results = {key: x for kernel in PASSES[which] for key, x in tensors.results(kernel).items()}
     wanted = {"out": call.out, **dict(zip(("dq", "dk", "dv"), call.grads))}
     error = max(_error(x, wanted[key]) for key, x in results.items())
-    return _row("tritoncp", named, error, counts, call.problem)
+    return ExecutedCounts("tritoncp", named, error, **counts)
 
 
-def count_torch(call: Call, job: TemplateJob) -> Row:
+def count_torch(call: ExecutedCall, job: TemplateJob) -> ExecutedCounts:
     """Count torch's template for the pass of a job."""
     tensors = _template_tensors(call, job)
     with tempfile.TemporaryDirectory() as folder:
@@ -117,18 +108,16 @@ def count_torch(call: Call, job: TemplateJob) -> Row:
         assert spec and spec.loader
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
         arguments = [tensors[name] for name in (*job.tensors, "OUT")]
-        counts = _execute(
-            lambda: module.flex[job.grid](*arguments, num_warps=job.warps, num_stages=job.stages), job.arch
-        )
-    results = (
-        (tensors["DQ"], tensors["OUT"], tensors["DV"]) if job.template == "backward" else [tensors["OUT"]]
-    )
-    wanted = call.grads if job.template == "backward" else [call.out]
+        options = {"num_warps": job.warps, "num_stages": job.stages}
+        counts = _execute(lambda: module.flex[job.grid](*arguments, **options), job.arch, call.problem)
+    backward = job.template == "backward"
+    results = [tensors[name] for name in (("DQ", "OUT", "DV") if backward else ("OUT",))]
+    wanted = call.grads if backward else [call.out]
     error = max(map(_error, results, wanted))
-    return _row("torch" if job.default else "torch autotuned", job.name, error, counts, call.problem)
+    return ExecutedCounts("torch" if job.default else "torch autotuned", job.name, error, **counts)
 
 
-def compare(call: Call, arch: str, which: str, against: str = "") -> Iterator[Row]:
+def compare(call: ExecutedCall, arch: str, which: str, against: str = "") -> Iterator[ExecutedCounts]:
     """Yield tritoncp's row, and torch's at its default tile (against "torch") or at every candidate of
     autotuning that fits and does not spill ("autotuned")."""
     yield count_own(call, arch, which)
@@ -139,18 +128,9 @@ def compare(call: Call, arch: str, which: str, against: str = "") -> Iterator[Ro
                 yield row
 
 
-@dataclass(frozen=True)
-class _Executed:
-    """Sums over launches, and the resources of the largest kernel."""
-
-    totals: Counter[str]
-    registers: int
-    spill_bytes: int
-    seconds: float
-
-
-def _execute(run: Callable[[], Any], arch: str, skip: str = "") -> _Executed:
-    """Run launches on the executor."""
+def _execute(run: Callable[[], Any], arch: str, problem: Problem, skip: str = "") -> dict[str, Any]:
+    """Run launches on the executor. Returns the fields of a row that are counted, summed over the launches,
+    and the resources of the largest kernel."""
     from triton import knobs
 
     from tritoncp.executor import compiled_kernels
@@ -172,25 +152,16 @@ def _execute(run: Callable[[], Any], arch: str, skip: str = "") -> _Executed:
         if record.kernel != skip and record.counts is not None:
             totals.update(record.counts.totals())
     resources = [read_nvidia(path.read_bytes()) for name, path in cubins.items() if name != skip]
-    registers, spilled = (max(x[name] for x in resources) for name in ("registers", "spill_bytes"))
-    return _Executed(totals, registers, spilled, time.monotonic() - start)
-
-
-def _row(who: str, tiles: str, error: float, done: _Executed, problem: Problem) -> Row:
-    totals, rows = done.totals, problem.heads * problem.rows
-    return Row(
-        who,
-        tiles,
-        error,
-        instructions=totals["instructions"] / rows,
-        flops=totals["flops"] / rows,
-        special=totals["mufu"] / rows,
-        wavefronts=(totals["shared units"] + totals["operand bytes"] / 128) / rows,
-        sectors=totals["global units"] / rows,
-        registers=done.registers,
-        spill_bytes=done.spill_bytes,
-        seconds=done.seconds,
-    )
+    rows = problem.heads * problem.rows
+    return {
+        "instructions": totals["instructions"] / rows,
+        "flops": totals["flops"] / rows,
+        "special": totals["mufu"] / rows,
+        "wavefronts": (totals["shared units"] + totals["operand bytes"] / 128) / rows,
+        "sectors": totals["global units"] / rows,
+        **{name: max(x[name] for x in resources) for name in ("registers", "spill_bytes")},
+        "seconds": time.monotonic() - start,
+    }
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:
@@ -202,7 +173,7 @@ def _tiles_of(launch: Any) -> str:
     return f"{config.BLOCK_M}×{config.BLOCK_N} {config.num_warps}/{config.num_stages}"
 
 
-def _template_tensors(call: Call, job: TemplateJob) -> dict[str, Tensor]:
+def _template_tensors(call: ExecutedCall, job: TemplateJob) -> dict[str, Tensor]:
     """The tensors of a template by name, with float64's out and lse for a backward pass."""
     (q, k, v, dout), problem = call.tensors, call.problem
     found = {"Q": q, "K": k, "V": v, "DO": dout, "MAX": torch.zeros(1)} | _block_lists(call)
@@ -222,7 +193,7 @@ def _template_tensors(call: Call, job: TemplateJob) -> dict[str, Tensor]:
     return found
 
 
-def _block_lists(call: Call) -> dict[str, Tensor]:
+def _block_lists(call: ExecutedCall) -> dict[str, Tensor]:
     """The lists of a BlockMask, as torch makes them."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -241,7 +212,7 @@ def _block_lists(call: Call) -> dict[str, Tensor]:
     return {name: getattr(made, field).contiguous().to(torch.int32) for name, field in pairs}
 
 
-def show(rows: Sequence[Row], title: str, console: Any) -> None:
+def show(rows: Sequence[ExecutedCounts], title: str, console: Any) -> None:
     """Print rows as a table: counts for each query row and head, in brackets tritoncp's over the row's."""
     from rich.table import Table
 

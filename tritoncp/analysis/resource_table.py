@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tritoncp.analysis.compile_pool import compile_all
+from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import KERNELS, VARIANT_OF_KIND, Job, step_job
 from tritoncp.kernels.tile_rules import Config, copies, family, fuses, widest_route
 from tritoncp.ops import tile_tables
@@ -99,8 +98,8 @@ def key(row: Row) -> tuple[Any, ...]:
 def inspect_jobs(jobs: Sequence[Job], processes: int | None, timeout: float) -> Generator[Row]:
     """Compile jobs and yield a row for each as it is done; ``failed`` has the error of a failed
     compilation."""
-    with closing(compile_all(jobs, processes, timeout)) as done:
-        for job, row in done:
+    with Compilers(processes, timeout) as compilers:
+        for job, row in compilers.compile_jobs(jobs):
             yield job.identity | row
 
 
@@ -118,8 +117,8 @@ def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:
     """List the jobs whose rows in the table are missing, or were made from other kernels, tiles or another
     Triton."""
     before = read_table()
-    with closing(compile_all(jobs, processes, 60.0, "digest")) as done:
-        current = {job: row.get("digest") for job, row in done}
+    with Compilers(processes, 60.0, "digest") as compilers:
+        current = {job: row.get("digest") for job, row in compilers.compile_jobs(jobs)}
     recorded = {job: before.get(key(job.identity), {}).get("digest") for job in jobs}
     return [job for job in jobs if current[job] is None or current[job] != recorded[job]]
 

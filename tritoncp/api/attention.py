@@ -10,8 +10,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry
-from tritoncp.frontend.arguments import Options, sort_arguments
-from tritoncp.frontend.call import attend
+from tritoncp.frontend.call import Options, attend, sort_arguments
 from tritoncp.frontend.group_call import group_call
 
 
@@ -88,9 +87,9 @@ def flex_attention(
     ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of
     captures of score_mod are bitwise equal in every run; all other results always are.
 
-    Few rows (up to about a hundred) against many keys: query heads that share keys lie in one tile and
-    several programs share a row's keys, in numbers that fill the device. ``kernel_options``: ``"PACK_GQA"``,
-    True or False, and ``"SPLIT_KV"``, the number of programs; with ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and
+    Few rows (up to about a hundred) against many keys: query heads that share keys form one tile and
+    several CTAs share a row's keys, in numbers that fill the device. ``kernel_options``: ``"PACK_GQA"``,
+    True or False, and ``"SPLIT_KV"``, the number of CTAs; with ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and
     tiles that are given too, rows cut off at a block boundary have the bits that they have in the whole.
 
     >>> import torch

@@ -27,7 +27,7 @@ def create_block_mask(
     share one. device: of the tensors that mask_mod captures; None: it is read from them. ``_compile`` is
     accepted for compatibility with torch and ignored.
 
-    A closed form (``causal()``, ``document(...)``, ...) takes arithmetic alone. Any other mask_mod is
+    A closed form (``causal()``, ``document(...)``, ...) needs arithmetic alone. Any other mask_mod is
     traced and bounded over ever smaller tiles; only where that decides nothing is it evaluated, a few million
     pairs at a time: in torch on the CPU, by a Triton kernel on a GPU. The result is on the CPU and can be
     passed as block_mask; ``.to_block_mask()`` converts it to torch's. After two seconds a progress bar

@@ -78,8 +78,8 @@ def unshard(
             f"computes the same loss); got grad={grad!r}"
         )
     rows = lengthen(x, dim, placement.s_max).movedim(dim, 0).contiguous()
-    whole = Gather.apply(rows, group, grad == "sum").movedim(0, dim)
-    return take(whole, placement.inverse, dim, batch_dim, 0)
+    whole = rows if group is None else Gather.apply(rows, group, grad == "sum")
+    return take(whole.movedim(0, dim), placement.inverse, dim, batch_dim, 0)
 
 
 def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) -> tuple[Placement, int]:
@@ -91,7 +91,7 @@ def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) ->
 
 
 class Gather(torch.autograd.Function):
-    """All-gather along dim 0; the backward pass sums over ranks or takes the own slice."""
+    """All-gather along dim 0; the backward pass sums over ranks, or returns the own slice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, add: bool) -> Tensor:
@@ -101,8 +101,6 @@ class Gather(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.group is None:
-            return dx, None, None
         if ctx.add:
             with failures.closing(ctx.group):
                 return _collect(collectives.ReduceScatter(dx.contiguous()), ctx.group), None, None
@@ -114,7 +112,7 @@ def _collect(collective: collectives.Collective, group: Any) -> Tensor:
         return (yield collectives.Wait((yield collective)))
 
     consistency.compare_kind(group, f"unshard, by {type(collective).__name__}")
-    return collectives.lockstep([schedule()])[0] if group is None else collectives.run(schedule(), group)
+    return collectives.run(schedule(), group)
 
 
 @graph_entry
@@ -122,7 +120,7 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
     """Return the global position of each local token, -1 at padding: int64 [B or 1, S_local].
 
     documents: number of each global token's document, [N] or [B, N], or the ``document(...)`` mask: positions
-    then start at 0 in every document, as rotary embeddings of packed sequences want them.
+    then start at 0 in every document, as rotary embeddings of packed sequences need them.
 
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)

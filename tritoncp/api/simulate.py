@@ -19,8 +19,7 @@ from tritoncp.api import plans, shards
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.frontend import plan_cache, shard_checks, validate
-from tritoncp.frontend.arguments import Options, sort_arguments
-from tritoncp.frontend.call import make_call
+from tritoncp.frontend.call import Options, make_call, sort_arguments
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops.call_modes import cast_for_autocast

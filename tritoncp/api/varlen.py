@@ -244,16 +244,16 @@ def _compute_route(
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The messages that permute rows across ranks: ``x[order]`` has ``sends[r]`` rows for each rank r, which
-    sends ``takes[r]`` rows; the received rows, indexed by ``[arrange]``, are the result."""
+    """The messages that permute rows across ranks: ``x[order]`` has ``sends[r]`` rows for each rank r, from
+    which ``receives[r]`` rows come; these, indexed by ``[arrange]``, are the result."""
 
     order: Tensor
     sends: list[int]
-    takes: list[int]
+    receives: list[int]
     arrange: Tensor
 
     def back(self) -> Route:
-        return Route(self.arrange.argsort(), self.takes, self.sends, self.order.argsort())
+        return Route(self.arrange.argsort(), self.receives, self.sends, self.order.argsort())
 
 
 def route(source: Tensor, target: Tensor, rank: int) -> Route:
@@ -262,7 +262,7 @@ def route(source: Tensor, target: Tensor, rank: int) -> Route:
     source, target: int64 [W, n], rows of the whole buffer that each rank holds before and after.
 
     >>> route(torch.tensor([[0, 3], [1, 2]]), torch.tensor([[0, 1], [2, 3]]), 0)
-    Route(order=tensor([0, 1]), sends=[1, 1], takes=[1, 1], arrange=tensor([0, 1]))
+    Route(order=tensor([0, 1]), sends=[1, 1], receives=[1, 1], arrange=tensor([0, 1]))
     """
     world, n = source.shape
     total = world * n
@@ -273,12 +273,12 @@ def route(source: Tensor, target: Tensor, rank: int) -> Route:
     to, came_from = owners(target)[source[rank]], owners(source)[target[rank]]
     order = (to * total + source[rank]).argsort()
     arrival = (came_from * total + target[rank]).argsort()
-    sends, takes = (torch.bincount(peers, minlength=world).tolist() for peers in (to, came_from))
-    return Route(order, sends, takes, arrival.argsort())
+    sends, receives = (torch.bincount(peers, minlength=world).tolist() for peers in (to, came_from))
+    return Route(order, sends, receives, arrival.argsort())
 
 
 class Move(torch.autograd.Function):
-    """Permutation of rows along dim 0 by a route; the backward pass takes the inverse route."""
+    """Permutation of rows along dim 0 by a route; the backward pass uses the inverse route."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, route_copy: DeviceCopy[Route], group: Any) -> Tensor:
@@ -294,5 +294,5 @@ class Move(torch.autograd.Function):
 
 
 def _exchange_rows(x: Tensor, route_copy: Route) -> collectives.Schedule[Tensor]:
-    flight = yield collectives.AllToAll(x[route_copy.order], route_copy.sends, route_copy.takes)
+    flight = yield collectives.AllToAll(x[route_copy.order], route_copy.sends, route_copy.receives)
     return (yield collectives.Wait(flight))[route_copy.arrange]

@@ -59,7 +59,7 @@ class Cut:
         self._check_passes(region)
         calls = [node for node in self.inside if attention.is_attention(node)]
         live_ins = [x for x in self._live_ins() if isinstance(x.meta.get("val"), Tensor)]
-        queries = [attention.query_of(node) for node in calls]
+        queries = [attention.argument(node, "q") for node in calls]
         size = cut_symbol(dim, queries, live_ins, graph)
         fake_mode = next(
             x.meta["val"].fake_mode for x in graph.nodes if hasattr(x.meta.get("val"), "fake_mode")
@@ -244,7 +244,7 @@ class Cut:
     def _op_fault(self, node: Node) -> str:
         name = op_name(node) or str(node.target)
         if attention.is_attention(node):
-            return attention.fault(node, self, self.repeat)
+            return attention.fault(node, self)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return "is a higher-order op, which cannot be cut: call tritoncp.flex_attention in the region"
         if any(part in name for part in TORCH_ATTENTION) and self.dim == "seq":

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tritoncp.chunking.regions import op_name
 from tritoncp.chunking.report import ChunkingError
 from tritoncp.chunking.sizes import hint_of
+from tritoncp.core.bounded_cache import computed_once
 from tritoncp.core.handles import object_of
 from tritoncp.distributed.schedules import shared_keys
 from tritoncp.frontend.dynamo import block_mask_op, part_op, plan_op, view_op
@@ -47,17 +48,9 @@ def argument(node: Node, name: str) -> Any:
     return node.args[places(node)[name]]
 
 
-def query_of(node: Node) -> Node:
-    return argument(node, "q")
-
-
 def keys_of(node: Node) -> tuple[Node, Node]:
     """Return the nodes of the key and the value of an attention."""
     return argument(node, "k"), argument(node, "v")
-
-
-def plan_of(node: Node) -> Node:
-    return argument(node, "plan")
 
 
 def whole_inputs(node: Node) -> set[Node]:
@@ -66,13 +59,13 @@ def whole_inputs(node: Node) -> set[Node]:
     if not is_attention(node):
         return set()
     lists = argument(node, "captures"), argument(node, "ints")
-    return {x for values in lists for x in values if isinstance(x, Node)} | {plan_of(node)}
+    return {x for values in lists for x in values if isinstance(x, Node)} | {argument(node, "plan")}
 
 
-def fault(node: Node, cut: Any, repeat: bool) -> str:
+def fault(node: Node, cut: Any) -> str:
     """Return the reason to refuse an attention, "" if there is none."""
     spec = decode_spec(argument(node, "spec"))
-    if spec.world and cut.dim == "seq" and not repeat and not shares_keys(node, cut, repeat):
+    if spec.world and cut.dim == "seq" and not cut.repeat and not shares_keys(node, cut):
         return f"exchanges keys between ranks{_sharing_fault(node, cut)}"
     captures = argument(node, "captures")
     if any(cut.carries(captures[i]) for i in spec.wants):
@@ -82,10 +75,10 @@ def fault(node: Node, cut: Any, repeat: bool) -> str:
     return ""
 
 
-def shares_keys(node: Node, cut: Any, repeat: bool) -> bool:
+def shares_keys(node: Node, cut: Any) -> bool:
     """Return whether the chunks of an attention share one exchange of keys between ranks: if they are cut by
     sequence, and the graph shows that the schedule sends keys to the queries as they are."""
-    if cut.dim != "seq" or repeat or not all(map(cut.carries, keys_of(node))):
+    if cut.dim != "seq" or cut.repeat or not all(map(cut.carries, keys_of(node))):
         return False
     plan = plan_between_ranks(node)
     return plan is not None and plan.world_size > 1 and plan.schedule in shared_keys.SCHEDULES
@@ -97,7 +90,7 @@ def plan_between_ranks(node: Node) -> Plan | None:
     if not decode_spec(argument(node, "spec")).world:
         return None
     with unset_fake_temporarily(), _disable_current_modes():
-        return known_plan(plan_of(node))
+        return known_plan(argument(node, "plan"))
 
 
 def _sharing_fault(node: Node, cut: Any) -> str:
@@ -134,8 +127,6 @@ class Keys:
 
     def __init__(self, cut: Any, needs: Tensor | None) -> None:
         self.cut, self.chunks = cut, cut.sizes.chunks
-        self._counts: dict[Node, tuple[int, ...]] = {}
-        self._shared: dict[Node, bool] = {}
         if needs is not None and tuple(needs.shape) != (self.chunks, self.chunks):
             raise ChunkingError(
                 f"needs has the shape {tuple(needs.shape)}; pass plan.needs({self.chunks}), of "
@@ -146,21 +137,21 @@ class Keys:
 
     def counts(self, node: Node) -> tuple[int, ...]:
         """Return the number of chunks of keys that each chunk of an attention reads."""
-        handle = plan_of(node)
-        if handle not in self._counts:
-            counts = self.common
-            if counts is None and self.cut.dim == "seq":
-                with unset_fake_temporarily(), _disable_current_modes():
-                    plan = known_plan(handle)
-                    counts = None if plan is None else prefixes(plan.needs(self.chunks), self.chunks)
-            self._counts[handle] = counts or (self.chunks,) * self.chunks
-        return self._counts[handle]
+        return self._counts_of(argument(node, "plan"))
 
+    @computed_once
+    def _counts_of(self, handle: Node) -> tuple[int, ...]:
+        counts = self.common
+        if counts is None and self.cut.dim == "seq":
+            with unset_fake_temporarily(), _disable_current_modes():
+                plan = known_plan(handle)
+                counts = None if plan is None else prefixes(plan.needs(self.chunks), self.chunks)
+        return counts or (self.chunks,) * self.chunks
+
+    @computed_once
     def are_shared(self, node: Node) -> bool:
         """Return whether the chunks of an attention share one exchange of keys between ranks."""
-        if node not in self._shared:
-            self._shared[node] = shares_keys(node, self.cut, self.cut.repeat)
-        return self._shared[node]
+        return shares_keys(node, self.cut)
 
     def are_cut(self, node: Node) -> bool:
         """Return whether the keys of an attention are cut along with its queries, by sequence."""
@@ -218,7 +209,7 @@ def known_plan(handle: Node) -> Plan | None:
         if structure == HANDLE and isinstance(plan := object_of(tensors[0]), Plan):
             return plan
         if world:
-            return None  # other ranks would be asked
+            return None  # evaluating it would communicate
         rest = [shape, structure, world, *rest]
         return object_of(plan_op(list(tensors), list(ints), list(rest[0]), *rest[1:]))
     except _Unknown:

@@ -12,8 +12,7 @@ from tritoncp.chunking.attention import prefixes
 from tritoncp.chunking.report import ChunkingError
 from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache
-from tritoncp.frontend.arguments import Options
-from tritoncp.frontend.call import attend, substitute_calls
+from tritoncp.frontend.call import Options, attend, substitute_calls
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.planning.plan import Plan
 
@@ -52,32 +51,19 @@ class Eager(nn.Module):
                 f"{x.shape[axis]} rows of dimension {axis} are no multiple of {self.chunks} chunks; pad them"
             )
         calls, results = Calls(self.chunks, self.dim), []
-        splits = tree_map(lambda value: self._split(value, x), (x, args, kwargs))
         for index in range(self.chunks):
             own, others, named = tree_map(
-                lambda value, index=index: value.parts[index] if isinstance(value, Split) else value, splits
+                lambda value, index=index: self._piece(value, x, index), (x, args, kwargs)
             )
             calls.begin(index)
             with substitute_calls(calls.attend):
                 results.append(self.module(own, *others, **named))
         return concatenate(results, axis)
 
-    def _split(self, value: Any, x: Tensor) -> Any:
-        """Return a tensor that has the size of x that is cut as a Split, else the value."""
-        if not isinstance(value, Tensor):
-            return value
-        axis = split_axis(value, x, self.dim)
-        if axis is None:
-            return value
-        rows = value.shape[axis] // self.chunks
-        return Split([piece.contiguous() for piece in value.split(rows, axis)])
-
-
-class Split:
-    """The chunks of one tensor."""
-
-    def __init__(self, parts: list[Tensor]) -> None:
-        self.parts = parts
+    def _piece(self, value: Any, x: Tensor, index: int) -> Any:
+        """Return a chunk of a tensor that has the size of x that is cut, else the value."""
+        axis = split_axis(value, x, self.dim) if isinstance(value, Tensor) else None
+        return value if axis is None else value.chunk(self.chunks, axis)[index].contiguous()
 
 
 def split_axis(value: Tensor, x: Tensor, dim: str) -> int | None:

@@ -59,20 +59,17 @@ class Report:
     def __str__(self) -> str:
         rows = "" if self.rows is None else f" of {self.rows // self.chunks} of {self.rows} rows"
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.live_outs.items() if count) or "none"
-        lines = [
-            ("chunks", f"{self.chunks} by {self.dim}{rows}"),
-            ("regions", ", ".join(self.regions)),
+        lines = [("chunks", f"{self.chunks} by {self.dim}{rows}"), ("regions", ", ".join(self.regions))]
+        if self.keys:
+            waits = " (the first waits for all)" if self.waits_for_all_keys else ""
+            lines.append(("chunks of keys", f"{', '.join(map(str, self.keys))}{waits}"))
+        if self.exchanges:
+            lines.append(("keys between ranks", f"one exchange for all chunks, in {self.exchanges} passes"))
+        lines += [
             ("values cut", str(self.live_ins)),
             ("values joined", kinds),
             ("nodes of chunks", f"{self.copied} in each, {self.shared} shared"),
             ("nodes", f"{self.nodes_before} before, {self.nodes_after} after"),
         ]
-        if self.exchanges:
-            lines.insert(
-                2, ("keys between ranks", f"one exchange for all chunks, in {self.exchanges} passes")
-            )
-        if self.keys:
-            waits = " (the first waits for all)" if self.waits_for_all_keys else ""
-            lines.insert(2, ("chunks of keys", f"{', '.join(map(str, self.keys))}{waits}"))
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)

@@ -16,8 +16,8 @@ from tritoncp.chunking.added_nodes import AddedNodes
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.report import ChunkingError, Report, describe
-from tritoncp.chunking.schedule import JOIN, KEEP, RETURN, SEND, Routes, Schedule, Step
 from tritoncp.chunking.sizes import Symbols, expression
+from tritoncp.chunking.step_graph import JOIN, KEEP, RETURN, SEND, Step, StepGraph
 from tritoncp.core.log_lines import area_logger
 from tritoncp.frontend.dynamo import part_op
 
@@ -56,8 +56,8 @@ def chunk(
         raise ChunkingError(f'dim={dim!r}, chunks={chunks}: pass dim="batch" or "seq", and 2 chunks or more')
     cut = Cut(graph, region, dim, chunks, early, repeat)
     keys = attention.Keys(cut, needs)
-    steps, report = Schedule(cut, keys).steps, _report(cut, keys)
-    Rewrite(cut, keys).run(steps)
+    report = _report(cut, keys)
+    Rewrite(cut, keys).run()
     owner = graph.owning_module
     if isinstance(owner, GraphModule) and owner.graph is graph:
         owner.recompile()
@@ -93,18 +93,18 @@ class Rewrite(AddedNodes):
 
     def __init__(self, cut: Cut, keys: attention.Keys) -> None:
         super().__init__(cut)
-        self.keys, self.routes = keys, Routes(cut, keys)
+        self.keys, self.routes = keys, StepGraph(cut, keys)
         self.values: dict[Step, Node] = {}
         self.fresh: list[Symbols] = [{} for _ in range(self.sizes.chunks)]
 
-    def run(self, steps: list[Step]) -> None:
+    def run(self) -> None:
         """Add the nodes of all steps, connect the nodes that stay to them, and remove the originals."""
         links: list[tuple[Node, Any, Any]] = []
         try:
             if self.cut.source is None:
                 self._make_source()
             self.sizes.declare_divisible()
-            for node, c in steps:
+            for node, c in self.routes.steps:
                 if c == KEEP:
                     links.append((node, *map_arg((node.args, node.kwargs), self.whole_node)))
                     self.order.append(node)
@@ -244,7 +244,7 @@ class Rewrite(AddedNodes):
 
     def _part(self, node: Node, c: int) -> Node:
         """Return the handle of the plan of a chunk."""
-        handle = attention.plan_of(node)
+        handle = attention.argument(node, "plan")
         count = self.keys.counts(node)[c] if self.keys.are_cut(node) else self.sizes.chunks
         keys = None if count == self.sizes.chunks else count
         args = (self.whole_node(handle), c, self.sizes.chunks, self.cut.dim, keys)

@@ -14,8 +14,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import SequenceKey
 
 from tritoncp.chunking import attention
-from tritoncp.chunking.schedule import RETURN, SEND
 from tritoncp.chunking.sizes import expression
+from tritoncp.chunking.step_graph import RETURN, SEND
 from tritoncp.ops.graph.key_exchange import (
     backward_part_op,
     forward_part_op,
@@ -33,8 +33,8 @@ def send(rewrite: Any, node: Node) -> Node:
     backward = node.target is attention.backward_op
     args = (k, v, backward, *_call(rewrite, node))
     one, other = (x.meta["val"] for x in attention.keys_of(node))
-    value, bindings = _message(rewrite, node, one.shape[1], one.shape[3] + other.shape[3], one.dtype)
-    return _exchange(rewrite, node, send_keys_op, args, value, bindings)
+    shape = one.shape[1], one.shape[3] + other.shape[3]
+    return _exchange(rewrite, node, send_keys_op, args, shape, one.dtype)
 
 
 def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
@@ -46,7 +46,7 @@ def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
     own: Any = node.args
     chunks = rewrite.sizes.chunks
     rest = c, chunks, *_call(rewrite, node)
-    q, buffer = chunk(attention.query_of(node)), rewrite.values[node, SEND]
+    q, buffer = chunk(attention.argument(node, "q")), rewrite.values[node, SEND]
     if node.target is attention.forward_op:
         return forward_part_op, (q, buffer, *rest)
     dout, dlse, _, _, _, out, lse, *_ = own
@@ -58,7 +58,7 @@ def gradient_values(rewrite: Any, node: Node) -> list[Tensor]:
     """Return the values of what a chunk adds to the gradients of the rows of the buffer."""
     own: Any = node.args
     buffer, dtype = rewrite.values[node, SEND].meta["val"], own[6].meta["val"].dtype
-    d = attention.query_of(node).meta["val"].shape[3]
+    d = attention.argument(node, "q").meta["val"].shape[3]
     sizes = d, buffer.shape[2] - d
     rows, heads = buffer.shape[:2]
     return [_empty(rewrite, (rows, heads, size), dtype, buffer.device) for size in sizes]
@@ -76,13 +76,11 @@ def return_gradients(rewrite: Any, node: Node) -> Node:
         for item, value in enumerate(values, 1)
     ]
     k, v = _keys(rewrite, node)
-    handle, spec = _handle(rewrite, node), attention.argument(node, "spec")
-    heads, width, dtype = values[0].shape[1], sum(x.shape[2] for x in values), values[0].dtype
-    value, bindings = _message(rewrite, node, heads, width, dtype)
-    returned = _exchange(rewrite, node, send_gradients_op, (*parts, k, handle, spec), value, bindings)
-    landed = node.meta["val"][1:3]
-    call = rewrite.add_call(land_gradients_op, (returned, k, v, handle), list(landed), _stage(node))
-    return call
+    handle, spec = rewrite.whole_node(attention.argument(node, "plan")), attention.argument(node, "spec")
+    shape = values[0].shape[1], sum(x.shape[2] for x in values)
+    returned = _exchange(rewrite, node, send_gradients_op, (*parts, k, handle, spec), shape, values[0].dtype)
+    landed = list(node.meta["val"][1:3])
+    return rewrite.add_call(land_gradients_op, (returned, k, v, handle), landed, _stage(node))
 
 
 def landed_chunks(rewrite: Any, node: Node, item: int) -> list[Node]:
@@ -108,10 +106,6 @@ def _call(rewrite: Any, node: Node) -> tuple[Any, ...]:
     return map_arg(own[attention.places(node)["captures"] :], rewrite.whole_node)
 
 
-def _handle(rewrite: Any, node: Node) -> Node:
-    return rewrite.whole_node(attention.plan_of(node))
-
-
 def _stage(node: Node) -> dict[str, Any]:
     """Return the metadata of an attention that hold for its exchanges: all but those of its value."""
     own = "val", "tensor_meta", "eager_input_vals", "unbacked_bindings"
@@ -119,31 +113,29 @@ def _stage(node: Node) -> dict[str, Any]:
 
 
 def _exchange(
-    rewrite: Any, node: Node, op: Any, args: tuple[Any, ...], value: Tensor, bindings: dict[Any, Any]
+    rewrite: Any, node: Node, op: Any, args: tuple[Any, ...], shape: tuple[Any, Any], dtype: Any
 ) -> Node:
-    """Add a message and the wait for it, which stay in their pass: partitioners keep a wait, and with it the
-    message, in each pass that could run it."""
-    tag = "must_be_in_backward" if node.target is attention.backward_op else "must_be_in_forward"
-    stage = _stage(node) | {"partitioner_tag": tag}
-    message = rewrite.add_call(op, args, value, stage)
-    message.meta["unbacked_bindings"] = bindings
-    return rewrite.add_call(wait_op, (message,), value, stage)
+    """Add a message [n, heads, width], whose rows n only a run tells, and the wait for it. Both stay in their
+    pass: partitioners keep a wait, and with it the message, in each pass that could run it.
 
-
-def _message(rewrite: Any, node: Node, heads: Any, width: Any, dtype: Any) -> tuple[Tensor, dict[Any, Any]]:
-    """Return the value of a message [n, heads, width], whose rows only a run tells, and the symbol of n."""
+    shape: (heads, width)
+    """
     env, sizes = rewrite.sizes.env, rewrite.sizes
     with env.ignore_fresh_unbacked_symbols():
         rows = env.create_unbacked_symint()
     symbol = rows.node.expr
     torch.fx.experimental.symbolic_shapes._constrain_range_for_size(rows)
-    q = attention.query_of(node).meta["val"]
+    q = attention.argument(node, "q").meta["val"]
     plan = attention.plan_between_ranks(node)
     local, batch = sizes.rows, sizes.hint(expression(q.shape[0]))
     if plan is not None and local and batch:
         env.var_to_hint_override[symbol] = plan.world_size * local * batch
-    value = _empty(rewrite, (rows, heads, width), dtype, q.device)
-    return value, {symbol: (CallMethodKey("size"), SequenceKey(0))}
+    value = _empty(rewrite, (rows, *shape), dtype, q.device)
+    tag = "must_be_in_backward" if node.target is attention.backward_op else "must_be_in_forward"
+    stage = _stage(node) | {"partitioner_tag": tag}
+    message = rewrite.add_call(op, args, value, stage)
+    message.meta["unbacked_bindings"] = {symbol: (CallMethodKey("size"), SequenceKey(0))}
+    return rewrite.add_call(wait_op, (message,), value, stage)
 
 
 def _empty(rewrite: Any, shape: tuple[Any, ...], dtype: Any, device: Any) -> Tensor:

@@ -37,12 +37,12 @@ def parse_seconds(text: str) -> float:
     """
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
     try:
-        number = float(text[:-1]) * unit if unit else float(text)
-    except ValueError as error:
-        raise ValueError(f"budget {text!r} is no time: 90s, 15m, 1.5h") from error
-    if not 0 < number < math.inf:
-        raise ValueError(f"budget {text!r} is no time to work in")
-    return number
+        seconds = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"budget {text!r} is no time to work in: 90s, 15m, 1.5h")
+    return seconds
 
 
 def parse_budget(text: str) -> float:
@@ -51,9 +51,10 @@ def parse_budget(text: str) -> float:
     >>> parse_budget("0"), parse_budget("1"), parse_budget("5m")
     (0.0, 60.0, 300.0)
     """
-    if text.strip().lower() in (*ON, *OFF):
+    try:
         return TUNING_SECONDS if parse_switch(text) else 0.0
-    return parse_seconds(text)
+    except ValueError:
+        return parse_seconds(text)
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,15 @@ class Variable:
     def read(self) -> Any:
         """Return the value of the variable. Text that is not accepted causes a warning and counts as not
         set."""
-        if fault := self.fault():
-            warnings.warn(f"{fault} The default is used", stacklevel=2)
-            return self.default
-        text = os.environ.get(self.name)
-        return self.parse(text) if text else self.default
-
-    def fault(self) -> str | None:
-        """Return what is wrong with the value that is set; None if nothing is."""
         text = os.environ.get(self.name, "")
         try:
-            _ = text and self.parse(text)
+            return self.parse(text) if text else self.default
         except ValueError:
-            return f"{self.name}={text!r} is not understood; accepted: {self.values}."
-        return None
+            warnings.warn(f"{self.describe_fault(text)} The default is used", stacklevel=2)
+            return self.default
+
+    def describe_fault(self, text: str) -> str:
+        return f"{self.name}={text!r} is not understood; accepted: {self.values}."
 
 
 AUTOTUNE = Variable("TRITONCP_AUTOTUNE", parse_budget, "0, 1 (a minute) or a time as 90s, 5m, 1h", 0.0)
@@ -114,9 +110,12 @@ def set_variables() -> dict[str, str]:
 
 def faults() -> Iterator[str]:
     """Yield a line for each variable that is set to a value that is not accepted, or that nothing reads."""
-    for variable in VARIABLES.values():
-        if fault := variable.fault():
-            yield fault
-    for name in sorted(os.environ):
-        if name.startswith(PREFIX) and name not in VARIABLES:
+    for name, text in sorted(os.environ.items()):
+        variable = VARIABLES.get(name)
+        if variable is not None:
+            try:
+                _ = text and variable.parse(text)
+            except ValueError:
+                yield variable.describe_fault(text)
+        elif name.startswith(PREFIX):
             yield f"{name} is set, and nothing reads it; the variables are {', '.join(VARIABLES)}"

@@ -14,10 +14,10 @@ from tritoncp.core.environment import CPU_COMPILE
 MAX_GRAPHS = 64  # compilations of one function, each for other score_mods; torch's limit is 8
 
 
-def wanted(option: bool | None) -> bool:
+def compiles_scores(option: bool | None) -> bool:
     """Return whether a call compiles: as its option COMPILE says, else as the environment variable says."""
-    asked = CPU_COMPILE.read() if option is None else option
-    return asked and _has_compiler()
+    is_requested = CPU_COMPILE.read() if option is None else option
+    return is_requested and _has_compiler()
 
 
 @cache
@@ -29,7 +29,7 @@ def _has_compiler() -> bool:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler:
         warnings.warn(
-            "COMPILE is asked for, and torch.compile has no C++ compiler here: the CPU engine runs "
+            "COMPILE is requested, and torch.compile has no C++ compiler here: the CPU engine runs "
             "uncompiled. Install g++ or clang++, or name one in the environment variable CXX",
             stacklevel=2,
         )

@@ -37,7 +37,7 @@ class CpuEngine:
     """One attention call.
 
     mask:     the user's function over (b, h, q_idx, kv_idx)
-    score:    from the captures that want gradients to the user's function over (score, b, h, q_idx, kv_idx)
+    score:    from the captures that require gradients to the score_mod over (score, b, h, q_idx, kv_idx)
     captures: these tensors, at least as wide as their gradients' sums; ``grads`` are buffers for the sums
     first_row: batch row of the whole that row 0 of the tensors is, for the indices of masks and mods
     compile:  whether torch.compile runs the score_mod of tiles
@@ -187,13 +187,8 @@ class CpuEngine:
         return Scores(self.scale, self.score, step.indices(group, tiles), visible)
 
     def _run(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of :class:`Scores`, compiled if the call wants that."""
+        """Return a method of :class:`Scores`, compiled if the call requests that."""
         return compiled(method) if self.compile else method
-
-    @staticmethod
-    def _bias(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Return what the flash kernel adds to the scores of tiles."""
-        return None if visible is None else flash.hide(visible, dtype)
 
     def _forward_tiles(
         self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, q: Tensor, k: Tensor,
@@ -203,14 +198,14 @@ class CpuEngine:
         rows = gather(q[group.heads], tiles.rows, tiles.height)
         keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
         if use_flash:
-            bias = self._bias(visible, rows.dtype)
+            bias = flash.hide(visible, rows.dtype)
             return flash.forward(rows, keys, values, bias, tiles.kind == "causal", self.scale)
         scores = self._scores(step, group, tiles, visible)
         return self._run(Scores.forward)(scores, rows, keys, values, self.captures)
 
     def _add_largest(self, step: Step, q: Tensor, k: Tensor, max_scores: Tensor, add: bool) -> None:
         """Write the largest scores of rows, or raise those of earlier steps. The other results are computed
-        apart, and do not depend on whether these are wanted."""
+        apart, and do not depend on whether these are requested."""
         top = q.new_full(q.shape[:2], -torch.inf)
         if add:
             top = step.q.pack(max_scores[..., None], q.dtype)[..., 0]
@@ -236,7 +231,7 @@ class CpuEngine:
         )
         keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
         if out is not None:
-            bias, causal = self._bias(visible, rows.dtype), tiles.kind == "causal"
+            bias, causal = flash.hide(visible, rows.dtype), tiles.kind == "causal"
             outs = gather(out[group.heads], tiles.rows, tiles.height)
             return flash.backward(rows, keys, values, outs, lses, douts, bias, causal, self.scale)
         scores = self._scores(step, group, tiles, visible)

@@ -86,7 +86,10 @@ def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1).amax()
 
 
-def hide(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 for visible pairs, -inf for hidden ones; for one tile if all tiles have the same."""
+def hide(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return 0 for visible pairs, -inf for hidden ones; for one tile if all tiles have the same; None where
+    all pairs are visible."""
+    if visible is None:
+        return None
     visible = visible[:1] if visible.stride(0) == 0 else visible
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)

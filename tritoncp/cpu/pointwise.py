@@ -22,7 +22,7 @@ _PAIR = (0, None, None, 0, 0)
 class Scores:
     """The scores of a batch of tiles.
 
-    score:   from the captures that want gradients to the user's function, or None
+    score:   from the captures that require gradients to the user's function, or None
     indices: b [n], h [H], q_idx [n, height], kv_idx [n, width]
     visible: bool [n, 1 or H, height, width], None for all pairs
     """

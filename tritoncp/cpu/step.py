@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ class HeadGroup:
 class Step:
     """The tables of a step for tensors of one shape.
 
-    mask: the user's function over (b, h, q_idx, kv_idx), if masked tiles ask it
+    mask: the user's function over (b, h, q_idx, kv_idx), if masked tiles call it
     """
 
     q: Packing
@@ -64,13 +64,8 @@ class Step:
                 Packing.of(tables.kv_slots, q.shape[0], k.shape[2]),
             )
             step = cls(*packings, tables.window, first_row, first_head, None)
-            step = step._with_groups(tuple(_head_groups(step, tables, q, k, flash)))
-            steps.put(key, step)
-        asked = mask if tables.mask == "mod" else None
-        return cls(step.q, step.kv, step.window, first_row, first_head, asked, step.groups)
-
-    def _with_groups(self, groups: tuple[HeadGroup, ...]) -> Step:
-        return Step(self.q, self.kv, self.window, self.first_row, self.first_head, self.mask, groups)
+            step = steps.put(key, replace(step, groups=tuple(_head_groups(step, tables, q, k, flash))))
+        return replace(step, mask=mask) if tables.mask == "mod" else step
 
     @property
     def hides(self) -> bool:
@@ -179,7 +174,7 @@ def _head_groups(step: Step, tables: Tables, q: Tensor, k: Tensor, flash: bool) 
             ptr = _of_head(tables.row_ptr, b, head + step.first_head)
             slots = slot_rows(ptr, runs, step.q.edges[b], step.kv.edges[b])
             tiles += tiles_of(slots, b, flash, step.decision(group))
-        groups.append(HeadGroup(part, kv_part, lo, hi, tuple(batches_of(tiles))))
+        groups.append(replace(group, batches=tuple(batches_of(tiles))))
     return groups
 
 

@@ -54,9 +54,9 @@ def demo(steps: int, seq_len: int, world_size: int | None, out: Path, engine: st
     from rich.console import Console
 
     from tritoncp.demo.run import run
-    from tritoncp.demo.train import Config
+    from tritoncp.demo.train import TrainingConfig
 
-    report = run(Config(seq_len, steps), world_size, out, Console(stderr=as_json))
+    report = run(TrainingConfig(seq_len, steps), world_size, out, Console(stderr=as_json))
     text = json.dumps(asdict(report), indent=2)
     (out / "losses.json").write_text(text + "\n")
     if as_json:

@@ -12,7 +12,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Sizes of the model. Every query head has its own ALiBi slope; two of them share a KV head."""
 
     vocabulary: int = 256  # bytes
@@ -25,7 +25,7 @@ class Shape:
 
 
 class Layer(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: ModelShape):
         super().__init__()
         self.shape = shape
         heads = shape.heads + 2 * shape.kv_heads
@@ -53,7 +53,7 @@ class Transformer(nn.Module):
     """Logits of the next byte. A shard is a batch like any other: only `positions` and `attend` depend on
     it."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: ModelShape):
         super().__init__()
         self.shape = shape
         self.embed = nn.Embedding(shape.vocabulary, shape.width)

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessException
 
 from tritoncp.core.process_environment import interpret_without_gpu, use_loopback_interface
-from tritoncp.demo.train import Config, Step, train
+from tritoncp.demo.train import TrainingConfig, TrainingStep, train
 
 TIMEOUT = timedelta(minutes=5)  # far more than one step takes
 
@@ -39,9 +39,9 @@ class LocalRanks:
     """`world_size` processes that train together, beside this one. `poll` calls `on_step` with the new steps
     of rank 0; leaving the `with` block stops all ranks that still run."""
 
-    def __init__(self, config: Config, world_size: int, on_step: Callable[[Step], None]):
+    def __init__(self, config: TrainingConfig, world_size: int, on_step: Callable[[TrainingStep], None]):
         self.config, self.world_size, self.on_step = config, world_size, on_step
-        self.steps: list[Step] = []
+        self.steps: list[TrainingStep] = []
 
     def __enter__(self) -> "LocalRanks":
         use_loopback_interface()
@@ -68,14 +68,14 @@ class LocalRanks:
             self.on_step(self.steps[-1])
         return ended
 
-    def result(self) -> list[Step]:
+    def result(self) -> list[TrainingStep]:
         """Wait for the ranks, and return the steps of rank 0."""
         while not self.poll(0.1):
             pass
         return self.steps
 
 
-def train_rank(rank: int, world_size: int, port: int, config: Config, queue: Any) -> None:
+def train_rank(rank: int, world_size: int, port: int, config: TrainingConfig, queue: Any) -> None:
     """Train as one rank; rank 0 puts its steps into the queue."""
     interpret_without_gpu()
     device = device_of(rank)

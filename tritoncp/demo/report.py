@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tritoncp.demo.corpus import window, windows
-from tritoncp.demo.train import Config, Step, plan_of
+from tritoncp.demo.train import TrainingConfig, TrainingStep, plan_of
 
 # Both runs do the same float32 arithmetic in another order. Losses of 2 to 6 lie on a grid of 2.4e-7 or
 # 4.8e-7, and AdamW carries differences in the last bits on: over 20 steps they stayed below 1e-6. The mildest
@@ -26,7 +26,7 @@ OUTPUT_TOLERANCE = 1e-5  # of one attention call by two engines in float32; they
 
 
 @dataclass(frozen=True)
-class Report:
+class DemoReport:
     """The results of the demo; `--json` prints them unchanged."""
 
     world_size: int
@@ -47,7 +47,7 @@ class Report:
     picture: str
 
 
-def plans_of(config: Config, world_size: int) -> list[Any]:
+def plans_of(config: TrainingConfig, world_size: int) -> list[Any]:
     """Every step's plan as rank 0 has it, made without a process group."""
     texts = windows(config.seq_len, config.steps)
     return [plan_of(window(text).lengths, world_size=world_size, rank=0) for text in texts.unbind()]
@@ -68,7 +68,7 @@ def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
 @contextlib.contextmanager
 def show_progress(
     console: Console, steps: int, names: Sequence[str]
-) -> Iterator[Callable[[str, Step], None]]:
+) -> Iterator[Callable[[str, TrainingStep], None]]:
     """Show a progress bar for each run on a terminal, a line a step where there is none. Yields a function
     that takes the name of a run and its last step."""
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -77,7 +77,7 @@ def show_progress(
     )
     tasks = {name: bars.add_task(name, total=steps, loss="") for name in names}
 
-    def show_step(name: str, step: Step) -> None:
+    def show_step(name: str, step: TrainingStep) -> None:
         bars.update(tasks[name], completed=step.number, loss=f"loss {step.loss:.4f}")
         if not console.is_terminal:
             line = f"{name}: step {step.number}/{steps} loss {step.loss:.4f} ({step.seconds:.1f} s)"
@@ -87,7 +87,7 @@ def show_progress(
         yield show_step
 
 
-def show(console: Console, report: Report) -> None:
+def show(console: Console, report: DemoReport) -> None:
     table = Table("step", f"{report.world_size} ranks", "1 rank", "difference", title="loss")
     for number, (a, b) in enumerate(zip(report.losses, report.losses_on_one_rank), 1):
         table.add_row(str(number), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
@@ -100,7 +100,7 @@ def show(console: Console, report: Report) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def format_summary(report: Report) -> list[str]:
+def format_summary(report: DemoReport) -> list[str]:
     """Format the last six lines, in rich's markup."""
     kernels = "Triton kernels, interpreted" if report.device == "cpu" else "Triton kernels"
     engine = kernels if report.engine == "kernels" else "the CPU engine (plain torch)"

@@ -20,22 +20,22 @@ from tritoncp.demo.corpus import window, windows
 from tritoncp.demo.report import (
     OUTPUT_TOLERANCE,
     TOLERANCE,
-    Report,
+    DemoReport,
     difference,
     plans_of,
     show,
     show_progress,
 )
-from tritoncp.demo.train import Config, Step, bias_of, plan_of, train
+from tritoncp.demo.train import TrainingConfig, TrainingStep, bias_of, plan_of, train
 from tritoncp.ops.engine_factory import uses_triton
 
 MAX_RANKS = 64  # local processes
 MAX_BYTES = 1 << 24  # of text, in all steps together
 INTERPRETED_TOKENS = 1024  # at most, of the attention call by interpreted kernels: a second or two
-Losses = tuple[list[Step], list[Step]]  # of many ranks, of one
+Losses = tuple[list[TrainingStep], list[TrainingStep]]  # of many ranks, of one
 
 
-def run(config: Config, world_size: int | None, out: Path, console: Console) -> Report:
+def run(config: TrainingConfig, world_size: int | None, out: Path, console: Console) -> DemoReport:
     """Train on many ranks and on one, show both, and compare.
 
     Raises ranks.RankFailed with a rank's error, and ValueError under torchrun, or for more ranks or text than
@@ -70,10 +70,10 @@ def default_world_size() -> int:
     return gpus if gpus > 1 else 4
 
 
-OnStep = Callable[[Step], None]
+OnStep = Callable[[TrainingStep], None]
 
 
-def side_by_side(config: Config, world_size: int, on_many: OnStep, on_one: OnStep) -> Losses:
+def side_by_side(config: TrainingConfig, world_size: int, on_many: OnStep, on_one: OnStep) -> Losses:
     """Train with local ranks in processes of their own, and alone in this one, at the same time."""
     alone = []
     with ranks.LocalRanks(config, world_size, on_many) as local_ranks:
@@ -84,7 +84,7 @@ def side_by_side(config: Config, world_size: int, on_many: OnStep, on_one: OnSte
         return local_ranks.result(), alone
 
 
-def compare_engines(config: Config, world_size: int) -> float:
+def compare_engines(config: TrainingConfig, world_size: int) -> float:
     """Run one attention call by the CPU engine, and by interpreted kernels in another process, since Triton
     reads once whether it interprets. Returns the largest difference of their outputs."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -96,7 +96,7 @@ def compare_engines(config: Config, world_size: int) -> float:
         return difference(outputs.result(), attend_once(config, world_size))
 
 
-def attend_once(config: Config, world_size: int) -> list[float]:
+def attend_once(config: TrainingConfig, world_size: int) -> list[float]:
     """Attend on simulated ranks, with a plan of the demo and unit-normal inputs in float32. Returns the
     elements of all outputs."""
     shape, size = config.shape, min(config.seq_len, INTERPRETED_TOKENS)
@@ -112,7 +112,7 @@ def attend_once(config: Config, world_size: int) -> list[float]:
     return torch.cat(outputs, 2).flatten().tolist()
 
 
-def introduce(config: Config, world_size: int, out: Path, console: Console) -> None:
+def introduce(config: TrainingConfig, world_size: int, out: Path, console: Console) -> None:
     """Print the plan of the first step, and draw it to plan.png."""
     plan = plans_of(config, world_size)[0]
     console.print(f"step 1 of {config.steps}; every step has other documents", highlight=False)
@@ -124,15 +124,20 @@ def introduce(config: Config, world_size: int, out: Path, console: Console) -> N
 
 
 def summary(
-    config: Config, world_size: int, out: Path, losses: Losses, output_gap: float | None, seconds: float
-) -> Report:
+    config: TrainingConfig,
+    world_size: int,
+    out: Path,
+    losses: Losses,
+    output_gap: float | None,
+    seconds: float,
+) -> DemoReport:
     plans, shape = plans_of(config, world_size), config.shape
     sent = plans[0].bytes_sent(batch=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim, itemsize=4)
     work = [sum(blocks) for blocks in zip(*(plan.work for plan in plans))]
     together, alone = ([step.loss for step in run] for run in losses)
     gap = difference(together, alone)
     device = ranks.device_of(0)
-    return Report(
+    return DemoReport(
         world_size=world_size,
         device=device.type,
         engine="kernels" if uses_triton(device) else "cpu",

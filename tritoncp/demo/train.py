@@ -15,23 +15,23 @@ from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import positions, shard
 from tritoncp.demo.corpus import IGNORE, window, windows
-from tritoncp.demo.model import Shape, Transformer
+from tritoncp.demo.model import ModelShape, Transformer
 from tritoncp.masks.closed_forms import causal, document
 from tritoncp.masks.mask_mod import and_masks
 from tritoncp.masks.named import alibi
 
 
 @dataclass(frozen=True)
-class Config:
+class TrainingConfig:
     """Settings that both runs share."""
 
     seq_len: int = 1024
     steps: int = 12
     learning_rate: float = 3e-3
-    shape: Shape = field(default_factory=Shape)
+    shape: ModelShape = field(default_factory=ModelShape)
 
 
-class Step(NamedTuple):
+class TrainingStep(NamedTuple):
     number: int
     loss: float  # mean over the tokens of all ranks
     seconds: float
@@ -52,7 +52,9 @@ def bias_of(heads: int, device: torch.device | None = None) -> Any:
     return alibi(2.0 ** -torch.arange(1, heads + 1, device=device))
 
 
-def train(config: Config, group: dist.ProcessGroup | None, device: torch.device) -> Iterator[Step]:
+def train(
+    config: TrainingConfig, group: dist.ProcessGroup | None, device: torch.device
+) -> Iterator[TrainingStep]:
     """Train and yield each step's number, loss and time. Data, initial weights and order are fixed."""
     texts = windows(config.seq_len, config.steps).to(device)
     if group is not None:
@@ -70,7 +72,7 @@ def train(config: Config, group: dist.ProcessGroup | None, device: torch.device)
         optimizer.step()
         total = loss.detach()
         add_up([total], group)
-        yield Step(number, total.item(), time.perf_counter() - began)
+        yield TrainingStep(number, total.item(), time.perf_counter() - began)
 
 
 def loss_of(model: Transformer, text: Tensor, bias: Any, group: dist.ProcessGroup | None) -> Tensor:

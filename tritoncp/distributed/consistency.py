@@ -117,12 +117,6 @@ def digest_word(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
 
 
-def _exchange_texts(text: str, group: Any, purpose: str) -> list[str]:
-    """Gather the first TEXT bytes of every rank's text."""
-    parts = collectives.exchange_bytes(text.encode(), TEXT, group, purpose)
-    return [part.rstrip(b"\0").decode(errors="ignore") for part in parts]
-
-
 def _check_facts(facts: Facts, rows: list[list[int]], group: Any, purpose: str) -> None:
     """Raise Disagreement, with the values of each rank, where one of the facts differs."""
     columns = {name: [row[NUMBERS + at] for row in rows] for at, name in enumerate(REMEDIES)}
@@ -134,7 +128,8 @@ def _check_facts(facts: Facts, rows: list[list[int]], group: Any, purpose: str) 
     for rank, digest in enumerate(columns[name]):
         ranks_by_digest.setdefault(digest, []).append(rank)
     own = _read(facts[name][0]) if name in facts else "none"
-    texts = _exchange_texts(own, group, purpose)
+    parts = collectives.exchange_bytes(own.encode(), TEXT, group, purpose)
+    texts = [part.rstrip(b"\0").decode(errors="ignore") for part in parts]
     descriptions = {digest: texts[ranks[0]] for digest, ranks in ranks_by_digest.items()}
     if len(set(descriptions.values())) < len(descriptions):  # different digests have the same text
         descriptions = {digest: f"{text} (digest {digest & 0xFFFFFFFF:08x})"

@@ -75,7 +75,7 @@ class Record:
     stopped:  the failure of the last call; "" where calls may go on
     closed:   the error of all further calls; "" while all ranks may have failed alike
     entries:  of the group's log, as far as this rank has read it
-    told:     messages at the last entry about another group
+    noticed:  messages at the last entry about another group
     has_store: False once the store has not answered, as its host may be the rank that died
     control:  the control communicator on the host, a ProcessGroupGloo, once it is made
     """
@@ -86,7 +86,7 @@ class Record:
     stopped: str = ""
     closed: str = ""
     entries: list[Entry] = field(default_factory=list)
-    told: int = 0
+    noticed: int = 0
     has_store: bool = True
     control: Any = None
 
@@ -134,7 +134,7 @@ def stop(group: Any, error: BaseException) -> None:
     if record.closed or getattr(error, "is_shared", False):
         return
     if record.stopped and getattr(error, "stopped_at", None) == record.messages:
-        return  # an inner call has told it
+        return  # an inner call has appended it
     if record.stopped:
         try:
             _reopen(group, record)
@@ -171,8 +171,8 @@ def _tell_other_groups(group: Any, text: str) -> None:
     """Tell the ranks of this rank's other groups, who may wait for it, why it may not come."""
     for other, record in _RECORDS.items():
         is_open = record.messages and not record.stopped
-        if other is not group and is_open and record.told < record.messages and _has_others(other):
-            record.told = record.messages
+        if other is not group and is_open and record.noticed < record.messages and _has_others(other):
+            record.noticed = record.messages
             _append(other, Entry(other.rank(), record.messages, ELSEWHERE, f"in another group, {text}"))
 
 
@@ -348,7 +348,7 @@ def _read(group: Any, record: Record) -> bool:
 
 def _ask_store(group: Any, work: Callable[[dist.Store], None]) -> bool:
     """Call a function with the group's store, which has no timeout. A store that fails or does not answer is
-    not asked again. Returns False where it failed."""
+    not used again. Returns False where it failed."""
     record = _RECORDS.of(group)
     if not record.has_store:
         return True

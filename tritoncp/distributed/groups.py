@@ -29,22 +29,24 @@ def _name_own_rank() -> str:
 log_lines.name_rank_by(_name_own_rank)
 
 
-# Communicators that accompany a group. Registered ones are kept by name: torch alone owns them, so that
-# destroy_process_group() ends their threads.
-_COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
+# Data communicators of groups, by name: torch alone owns them, so that destroy_process_group() ends their
+# threads.
+_COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 _CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # with data communicators
 CONTROL_NAME, DATA_NAME = "tritoncp control", "tritoncp data"
 
 
 def control_communicator(group: dist.ProcessGroup, purpose: str = "a first call") -> Any:
     """Return the control communicator of a group, which carries integers. It is made at its first use: a gloo
-    communicator on the host, which waits for no GPU, or a companion where torch has no gloo.
+    communicator on the host, which waits for no GPU.
 
     Integers sent over the group itself could meet another rank's keys and values in one collective and come
     back as garbage, without an error.
     """
     if not dist.is_gloo_available():
-        return _companion(group, CONTROL_NAME, None, purpose)
+        raise RuntimeError(
+            "torch was built without gloo, by which ranks compare calls: install a build with it"
+        )
     record = failures.record_of(group)
     if record.control is None:
         store = dist.PrefixStore(CONTROL_NAME, group.get_group_store())
@@ -66,13 +68,10 @@ def data_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.Pr
     """
     if device.type != "cuda":
         return group
-    name = _COMPANIONS.get(group, {}).get(DATA_NAME)
-    if name is not None:
-        return group_by_name(name)
-    if not _has_normal_priority(group):
+    name = _COMPANIONS.get(group)
+    if name is None and not _has_normal_priority(group):
         return group
-    purpose = "making the communicator of keys and values"
-    return _companion(group, DATA_NAME, "nccl", purpose, high_priority=True)
+    return group_by_name(name or _COMPANIONS.setdefault(group, _make_companion(group)))
 
 
 def connect_data(group: dist.ProcessGroup, device: torch.device | None = None) -> None:
@@ -117,37 +116,29 @@ def _nccl_of(group: dist.ProcessGroup) -> Any:
     return backend if backend.name() == "nccl" else None
 
 
-def _companion(
-    group: dist.ProcessGroup, name: str, backend: str | None, purpose: str, high_priority: bool = False
-) -> dist.ProcessGroup:
-    """Return a group's companion communicator of this name, which all ranks of the group make at its first
-    use.
+def _make_companion(group: dist.ProcessGroup) -> str:
+    """Make a group's companion for NCCL with a high-priority stream, whose blocks start before those of other
+    streams: together on all ranks of the group. Returns its name.
 
     It is made as by torch's new_group, but under a fixed name: the name that new_group chooses without all of
     the world's ranks depends on the number of groups of a rank, which may differ between the ranks.
-
-    high_priority: run NCCL on a high-priority stream, whose blocks start before those of other streams
     """
-    companions = _COMPANIONS.setdefault(group, {})
-    if name not in companions:
-        store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
-        torchs: Any = dist.distributed_c10d
+    store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
+    torchs: Any = dist.distributed_c10d
 
-        def connect() -> str:
-            options = None
-            if high_priority:
-                options = torchs.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-                options._timeout = timeout(group)
-            with _without_split(torchs._get_default_group()):
-                companion, _ = torchs._new_process_group_helper(
-                    len(ranks), group.rank(), ranks, dist.Backend(backend or dist.get_backend(group)), store,
-                    f"{group.group_name} {name}", options, timeout(group), group_desc=name,
-                )  # fmt: skip
-            torchs._world.pg_group_ranks[companion] = {rank: index for index, rank in enumerate(ranks)}
-            return companion.group_name
+    def connect() -> str:
+        options = torchs.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout(group)
+        with _without_split(torchs._get_default_group()):
+            companion, _ = torchs._new_process_group_helper(
+                len(ranks), group.rank(), ranks, dist.Backend("nccl"), store,
+                f"{group.group_name} {DATA_NAME}", options, timeout(group), group_desc=DATA_NAME,
+            )  # fmt: skip
+        torchs._world.pg_group_ranks[companion] = {rank: index for index, rank in enumerate(ranks)}
+        return companion.group_name
 
-        companions[name] = _connect(group, dist.PrefixStore(name, store), purpose, connect)
-    return group_by_name(companions[name])
+    purpose = "making the communicator of keys and values"
+    return _connect(group, dist.PrefixStore(DATA_NAME, store), purpose, connect)
 
 
 @contextlib.contextmanager
@@ -195,9 +186,9 @@ def is_dry_run(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "fake"
 
 
-def device_of(group: dist.ProcessGroup, channel: Any = None) -> torch.device:
-    """Return the device of a group's tensors, or of the integers on its control communicator ``channel``."""
-    nccl = "nccl" in dist.get_backend(group) and (channel is None or isinstance(channel, dist.ProcessGroup))
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return the device of a group's tensors."""
+    nccl = "nccl" in dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 

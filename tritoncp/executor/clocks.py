@@ -127,3 +127,14 @@ class Clocks:
             return f"warp {agent}"
         names = {self.tensor: "tcgen05.mma", self.copy: "a TMA load", self.bulk: "a TMA store"}
         return names.get(agent, f"wgmma of warpgroup {agent - self.group}")
+
+
+def note_readers(reader: Array, reader2: Array, cells: Any, tag: Array) -> None:
+    """Tag cells with their last reader; one of another agent before it stays known as the second one."""
+    before = reader[cells]
+    reader[cells] = tag
+    now = reader[cells]
+    for other in (before, tag):  # several agents may read one cell at once
+        lost = (other != 0) & ((other ^ now) & AGENTS != 0)
+        if lost.any():
+            reader2[cells] = np.where(lost, other, reader2[cells])

@@ -13,7 +13,7 @@ u4 = np.uint32
 
 
 class Ctas:
-    """`n` CTAs of a launch, with `count` threads in all; `machine.build_ctas` adds their memories and units.
+    """`n` CTAs of a launch, with `count` threads in all; `launch.build_ctas` adds their memories and units.
 
     program:  number of each thread's program, from 1
     progress: grows when something happens that a waiting thread may wait for

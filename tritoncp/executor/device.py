@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import triton
-from triton import knobs
 from triton.runtime.driver import driver as drivers
 
 from tritoncp.core.cpu_target import execute_for
@@ -82,7 +80,7 @@ def compiled_kernels(
             "never compiled. Run this in a process that does not set it."
         )
     capability = int(re.sub(r"\D", "", architecture))
-    new = ExecutorDriver(capability, seed, count, raise_faults, check, code_folder())
+    new = ExecutorDriver(capability, seed, count, raise_faults, check)
     before = drivers._active
     device = Device(architecture, new)
     new.start()
@@ -93,8 +91,3 @@ def compiled_kernels(
     finally:
         drivers._active = before
         new.stop()
-
-
-def code_folder() -> Path:
-    """Where code written for kernels is kept: beside Triton's own cache."""
-    return Path(knobs.cache.dir) / "tritoncp_executor"

@@ -214,10 +214,9 @@ class ExecutorDriver(DriverBase):
         count: bool,
         raise_faults: bool,
         check: bool,
-        cache: Path | None,
     ) -> None:
         self.capability, self.seed, self.count = capability, seed, count
-        self.raise_faults, self.check, self.cache = raise_faults, check, cache
+        self.raise_faults, self.check = raise_faults, check
         self.utils, self.launcher_cls = Utilities(self), Launcher
         self.files: dict[str, str] = {}
         self.launches: list[LaunchRecord] = []
@@ -258,17 +257,11 @@ class ExecutorDriver(DriverBase):
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def get_device_interface(self) -> Any:
-        return torch.cpu
-
-    def get_benchmarker(self) -> Any:
+    def refuse_timing(self, *_: Any) -> Any:
         raise NotImplementedError("the executor has no clock of a GPU: nothing can be timed on it")
 
-    def get_empty_cache_for_benchmark(self) -> Any:
-        raise NotImplementedError("the executor has no clock of a GPU: nothing can be timed on it")
-
-    def clear_cache(self, cache: Any) -> None:
-        raise NotImplementedError("the executor has no clock of a GPU: nothing can be timed on it")
+    get_device_interface = get_benchmarker = refuse_timing
+    get_empty_cache_for_benchmark = clear_cache = refuse_timing
 
     def execute(
         self,
@@ -280,7 +273,7 @@ class ExecutorDriver(DriverBase):
     ) -> None:
         """Run a launch, and raise its faults if the device does."""
         if function.program is None:
-            function.program = load_program(function.ptx, self.cache)
+            function.program = load_program(function.ptx)
         started = time.perf_counter()
         launch = Launch(
             function.program, grid, warps * 32, function.shared, extents, self.check, self.seed, self.count

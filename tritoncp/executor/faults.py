@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tritoncp.executor.ptx.instruction import Instruction
 
@@ -82,32 +83,12 @@ class FaultLog:
     def faults(self) -> list[Fault]:
         return list(self.by_place.values())
 
-    def add(
-        self,
-        kind: str,
-        site: int | Instruction | None,
-        count: int = 1,
-        program: tuple[int, ...] | None = None,
-        threads: tuple[int, ...] = (),
-        address: int | None = None,
-        tensor: str | None = None,
-        text: str = "",
-    ) -> None:
+    def add(self, kind: str, site: int | Instruction | None, count: int = 1, **details: Any) -> None:
+        """Note a fault of an instruction; details are fields of `Fault`, kept of the first time."""
         i = self.sites[site] if isinstance(site, int) else site
         key = kind, i.line if i else 0
         if key in self.by_place:
             self.by_place[key].count += count
-            return
-        self.by_place[key] = Fault(
-            kind,
-            self.kernel,
-            i.source if i else "",
-            str(i) if i else "",
-            i.line if i else 0,
-            count,
-            program,
-            threads,
-            address,
-            tensor,
-            text,
-        )
+        else:
+            place = (i.source, str(i), i.line) if i else ("", "", 0)
+            self.by_place[key] = Fault(kind, self.kernel, *place, count, **details)

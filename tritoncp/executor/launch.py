@@ -8,14 +8,21 @@ from typing import Any
 import numpy as np
 
 from tritoncp.executor.counters import LaunchCounts
+from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue, FaultLog
-from tritoncp.executor.machine import build_ctas, finish
+from tritoncp.executor.memory.async_copies import AsyncCopies
+from tritoncp.executor.memory.generic_memory import GenericMemory, LocalMemory
 from tritoncp.executor.memory.global_memory import GlobalMemory
 from tritoncp.executor.memory.regions import Extent
+from tritoncp.executor.memory.shared_memory import SharedMemory
 from tritoncp.executor.program import Program
 from tritoncp.executor.ptx.instruction import WIDTHS
 from tritoncp.executor.scheduler import Scheduler
-from tritoncp.executor.units.tma import TensorMap
+from tritoncp.executor.units.mbarriers import Mbarriers
+from tritoncp.executor.units.tcgen05 import Tcgen05
+from tritoncp.executor.units.tensor_memory import TensorMemory
+from tritoncp.executor.units.tma import TensorMap, Tma
+from tritoncp.executor.units.wgmma import Wgmma
 
 Array = np.ndarray[Any, Any]
 THREADS_AT_ONCE = 8192  # so many that NumPy's calls cost little beside their work
@@ -58,9 +65,7 @@ class Launch:
         ]
         self.memory = GlobalMemory([*extents, *constants], smallest_access(opcodes, "global"), check)
         self.log = FaultLog(program.kernel.name, program.sites)
-        self.counts = (
-            LaunchCounts(program, grid, self.threads, self.shared_bytes, self.memory) if count else None
-        )
+        self.counts = LaunchCounts(program) if count else None
         self.tensor_maps: dict[int, TensorMap] = {}
         self.parameter_maps: dict[int, TensorMap] = {}
         self.random = None if seed is None else np.random.default_rng(seed)
@@ -102,9 +107,9 @@ class Launch:
                 except CannotContinue as e:
                     self.log.add(e.kind, e.site, text=e.text)
                     raise
-                finish(ctas)
-                if self.counts is not None:
-                    self.counts.finish(ctas)
+                if self.check:
+                    for unit in (ctas.tma, ctas.wgmma, ctas.tensor, ctas.tcgen05):
+                        unit.finish_program()
 
 
 def smallest_access(opcodes: list[str], space: str) -> int:
@@ -118,3 +123,19 @@ def smallest_access(opcodes: list[str], space: str) -> int:
             vector = next((int(p[1:]) for p in parts if p in ("v2", "v4", "v8")), 1)
             smallest = min(smallest, WIDTHS[parts[-1]] // 8 * vector)
     return smallest
+
+
+def build_ctas(launch: Launch, programs: Array) -> Ctas:
+    """Make CTAs for programs of these numbers."""
+    ctas = Ctas(launch, programs)
+    ctas.globals = launch.memory
+    ctas.shared = SharedMemory(ctas, launch.shared_bytes, launch.granule)
+    ctas.local = LocalMemory(ctas, launch.local_bytes)
+    ctas.generic = GenericMemory(ctas)
+    ctas.async_copies = AsyncCopies(ctas)
+    ctas.mbarriers = Mbarriers(ctas)
+    ctas.tma = Tma(ctas)
+    ctas.wgmma = Wgmma(ctas)
+    ctas.tensor = TensorMemory(ctas)
+    ctas.tcgen05 = Tcgen05(ctas)
+    return ctas

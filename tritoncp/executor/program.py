@@ -1,24 +1,23 @@
-"""A kernel as Python functions, one a basic block, kept on disk by the hash of its PTX."""
+"""A kernel as Python functions, one a basic block, kept in Triton's cache by the hash of its PTX."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import marshal
-import os
 import pickle
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from triton.runtime.cache import get_cache_manager
 
 from tritoncp.executor import forms
-from tritoncp.executor.arithmetic import conversions, floating, integers, warps
-from tritoncp.executor.memory.address_space import PARAMETER
+from tritoncp.executor.arithmetic import floating, integers, warps
+from tritoncp.executor.memory.regions import PARAMETER
 from tritoncp.executor.ptx.block_writer import OF_WIDTH, BlockWriter, Names
 from tritoncp.executor.ptx.control_flow import liveness, meeting_order
 from tritoncp.executor.ptx.in_flight import early_uses
@@ -67,7 +66,7 @@ class Program:
 
     def functions(self, addresses: dict[str, int]) -> list[Callable[..., Any]]:
         """The functions of the blocks, where global constants lie at these addresses."""
-        space: dict[str, Any] = {"np": np, "F": floating, "I": integers, "C": conversions, "W": warps}
+        space: dict[str, Any] = {"np": np, "F": floating, "I": integers, "W": warps}
         for name, t, value in self.code.constants:
             raw = addresses[value[0]] + value[1] if isinstance(value, tuple) else value
             space[name] = constant(raw, t)
@@ -81,26 +80,15 @@ def constant(raw: int, t: str) -> Any:
     return np.array([raw], dtype=f"u{t[1]}").view(t)[0]
 
 
-def load_program(ptx: str, folder: Path | None = None) -> Program:
-    """Write the code of a PTX module, or take it from a folder of code written before."""
-    if folder is None:
-        return Program(write_code(ptx))
-    path = folder / f"{hashlib.sha256((fingerprint() + ptx).encode()).hexdigest()}.code"
-    if path.exists():
-        code, compiled = pickle.loads(path.read_bytes())
+def load_program(ptx: str) -> Program:
+    """Write the code of a PTX module, or take it from Triton's cache."""
+    cache = get_cache_manager(hashlib.sha256((fingerprint() + ptx).encode()).hexdigest())
+    if path := cache.get_file("executor.code"):
+        code, compiled = pickle.loads(Path(path).read_bytes())
         return Program(code, marshal.loads(compiled))
     program = Program(write_code(ptx))
-    save(path, pickle.dumps((program.code, marshal.dumps(program.compiled))))
+    cache.put(pickle.dumps((program.code, marshal.dumps(program.compiled))), "executor.code")
     return program
-
-
-def save(path: Path, data: bytes) -> None:
-    """Write a file whole: readers and other writers never see a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-    os.replace(name, path)
 
 
 @functools.cache
@@ -118,9 +106,9 @@ def write_code(ptx: str) -> Code:
     kernel.registers[CARRY] = 1
     symbols = {name: start for name, (start, _) in kernel.shared.items()}
     symbols |= {name: start for name, (start, _) in kernel.local.items()}
-    for name, p in kernel.parameters.items():
-        symbols["parameter " + name] = p.position
-        symbols[name] = PARAMETER | p.position << 16
+    for position, name in enumerate(kernel.parameters):
+        symbols["parameter " + name] = position
+        symbols[name] = PARAMETER | position << 16
     names = Names(kernel.registers, symbols, set(kernel.constants))
     live_in, live_out = liveness(kernel)
     functions, borders = [], []

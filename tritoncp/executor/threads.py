@@ -159,4 +159,13 @@ class Access:
         near = at[threads.cta[at] == threads.cta[first]][:4]
         program = tuple(int(x[first]) for x in (threads.ctaid_x, threads.ctaid_y, threads.ctaid_z))
         names = tuple(dict.fromkeys(int(x) for x in threads.tid_x[near]))
-        self.ctas.launch.log.add(kind, self.site, len(at), program, names, address, tensor, text)
+        self.ctas.launch.log.add(
+            kind,
+            self.site,
+            len(at),
+            program=program,
+            threads=names,
+            address=address,
+            tensor=tensor,
+            text=text,
+        )

@@ -15,7 +15,6 @@ from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of, object_of
 from tritoncp.distributed import failures, groups
 from tritoncp.frontend import plan_cache, validate
-from tritoncp.frontend.arguments import Options
 from tritoncp.frontend.group_call import group_name
 from tritoncp.kernels.options import check_options
 from tritoncp.masks.create import create_on_device
@@ -29,11 +28,12 @@ from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask: Any, mesh: Any, options: Options
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask: Any, mesh: Any, options: Any
 ) -> list[Tensor]:
     """Run one layer for this rank, traced or on tensors without values; return out, lse, max_scores.
 
-    Raises Uncapturable for a mod or mask that a graph cannot carry.
+    options: :class:`tritoncp.frontend.call.Options`. Raises Uncapturable for a mod or mask that no graph can
+    carry.
     """
     world, is_misfit, refusal, scale = group_name(mesh), False, "", 1.0
     try:

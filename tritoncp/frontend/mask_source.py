@@ -23,7 +23,7 @@ from tritoncp.core.user_code import describe
 from tritoncp.frontend import validate
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.closed_forms import is_closed_form
-from tritoncp.masks.from_torch import from_block_mask, has_no_lengths, with_intervals, with_lengths
+from tritoncp.masks.from_torch import from_block_mask, has_no_lengths, with_intervals
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.mods.captures import TensorReplacement, with_tensors
@@ -117,9 +117,8 @@ class Sources:
         if isinstance(mask, Mask):
             return mask if opaque or self._is_constant() else self._with_intervals(mask)
         listed = replace_lists(mask, self.on_host(self.lists))
-        if has_no_lengths(mask):
-            listed = with_lengths(listed, q_len, kv_len)
-        compacted = from_block_mask(listed, search=False)
+        lengths = (q_len, kv_len) if has_no_lengths(mask) else None
+        compacted = from_block_mask(listed, search=False, lengths=lengths)
         return compacted if opaque or compacted.mask_mod is None else self._with_intervals(compacted)
 
     def _is_constant(self) -> bool:

@@ -32,7 +32,7 @@ from tritoncp.frontend.mask_source import RawMask, Sources
 from tritoncp.frontend.validate import check_lengths, check_plannable
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
-from tritoncp.ops import signatures, tile_lookup
+from tritoncp.ops import signatures
 from tritoncp.planning.balance import resolve_balancer
 from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.build import build_all
@@ -84,7 +84,8 @@ def plan_of_rows(
     check: Callable[[], None] = _pass_check,
     batch_offset: int | None = None,
 ) -> Plan:
-    """Return the plan of a call, checked against its shards: the plan that was passed, or that of a raw mask.
+    """Return the plan of a call, checked against its shards: the plan that was passed, whose mask's state is
+    read, or that of a raw mask, which is found by its state or made from it.
 
     call_key: :func:`validate.call_key` of the call: a plan that served a call of this key needs no check
     check: raises for wrong inputs, before a plan is made
@@ -96,7 +97,9 @@ def plan_of_rows(
         whole = plan_of_rows(mask, whole_q, whole_k, group, call_key, check)
         return whole.batch_rows(batch_offset, q.shape[0])
     if isinstance(mask, Plan):
-        return _check_call(mask, q, k, group, call_key, check)
+        _check_call(mask, q, k, group, call_key, check)
+        mask.check_sources()
+        return mask
     return plan_for(mask, q, k, group, call_key, check)
 
 
@@ -187,19 +190,17 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
             return result, {}, ()
         mask_fact = fact(lambda: signatures.mask_text(result.mask), digest)
         facts = {"call": fact(call, b"building"), "mask": mask_fact}
-        return result, facts, tile_lookup.table_summary()
+        return result, facts, ()
 
-    result, tiles = consistency.together(group, call, build)
-    _connect(group, [result], tiles)
+    result, _ = consistency.together(group, call, build)
+    _connect(group, [result])
     return result
 
 
-def _connect(group: Any, plans: Iterable[Plan], tiles: Sequence[Sequence[int]]) -> None:
-    """Agree on measured tile shapes (rank 0's; ``tiles``: the summary of each rank) and make the
-    communicator of the group's data: once for new plans, on every rank."""
+def _connect(group: Any, plans: Iterable[Plan]) -> None:
+    """Record that the ranks compared new plans, and make the communicator of the group's data."""
     if group is None:
         return
-    tile_lookup.share_table(group, tiles)
     table = signatures.table_of(group)
     for one in plans:
         table.note_plan(one)
@@ -299,9 +300,9 @@ def make(
             "mask": fact(lambda: "; ".join(map(signatures.mask_text, compact)), b"".join(digests)),
             "placement": fact(f"balancer={chosen!r}", b"".join(one.digest for one in built)),
         }
-        return plans, facts, tile_lookup.table_summary()
+        return plans, facts, ()
 
     call = "make_plan"
-    plans, tiles = consistency.together(group, call, build)
-    _connect(group, plans.values(), tiles)
+    plans, _ = consistency.together(group, call, build)
+    _connect(group, plans.values())
     return plans

@@ -157,7 +157,7 @@ def check_aux(return_lse: bool, return_aux: Any) -> None:
         )
     if return_lse and return_aux is not None:
         raise ValueError(
-            "return_lse and return_aux are both given; ask return_aux=AuxRequest(lse=True) alone"
+            "return_lse and return_aux are both given; pass return_aux=AuxRequest(lse=True) alone"
         )
 
 
@@ -304,7 +304,7 @@ def check_positions(plan: Plan, positions: Tensor) -> None:
 
 def check_order(plan: Plan, positions: Tensor | None = None) -> None:
     """Compare the positions of a shard's rows with the plan's. Without positions, warn, once per plan, that
-    it deals blocks out of order, if its order was never read.
+    its blocks are out of order, if its order was never read.
 
     A tensor does not show the order of its rows; but a program that shards by a plan has called `shard` or
     `positions` with it. The order of an unpickled plan, as from a data loader's worker, may have been read in

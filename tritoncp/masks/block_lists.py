@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp.core.host_copy import is_remote, to_host
 from tritoncp.core.tracing import reads_batch_or_head
 from tritoncp.masks.block_runs import ABSENT, Kind
 from tritoncp.masks.mask_mod import MaskFn, MaskMod
@@ -72,10 +73,8 @@ def kinds_from_lists(bm: BlockMask, rows: int, cols: int) -> Tensor:
     parts = [bm.kv_num_blocks, bm.kv_indices]
     if bm.full_kv_num_blocks is not None and bm.full_kv_indices is not None:
         parts += [bm.full_kv_num_blocks, bm.full_kv_indices]
-    if any(t.device.type != "cpu" for t in parts):
-        sizes = [t.numel() for t in parts]
-        flat = torch.split(torch.cat([t.reshape(-1) for t in parts]).cpu(), sizes)  # one copy
-        parts = [new.view(old.shape) for new, old in zip(flat, parts, strict=True)]
+    if any(map(is_remote, parts)):
+        parts = to_host(parts)
     if parts[0].shape[-1] != rows:
         raise ValueError(
             f"the BlockMask lists {parts[0].shape[-1]} rows of blocks, but its q_len={bm.seq_lengths[0]} has "

@@ -54,7 +54,7 @@ class BlockMaskInterface:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Return the object itself, whatever the device or dtype.
+        """Return the object itself, for any device and dtype.
 
         Its tensors stay on the CPU; a call copies what it needs to the device of its query, once. Tensors
         that a mask_mod captures stay where they are, as with torch's ``BlockMask.to``. It has no dtype.
@@ -98,7 +98,7 @@ def _numbers(part: Any, size: int, dimension: str) -> tuple[int, ...] | None:
             is_fraction = index.is_complex() or (index.is_floating_point() and index.numel() > 0)
             if is_fraction or index.ndim > 1 or (is_bool and index.ndim == 0):
                 raise TypeError
-            index = index if is_bool else index.long()  # torch takes uint8 for a bool mask
+            index = index if is_bool else index.long()  # torch reads uint8 as a bool mask
             numbers = torch.arange(size)[index].flatten().tolist()
     except (TypeError, ValueError, RuntimeError):  # torch raises all three for what is no tensor
         kind = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__

@@ -111,10 +111,8 @@ class Runs:
         chunk = max(1, (1 << 18) // q_block)
         parts = [
             _interval_runs(lo[i : i + chunk], hi[i : i + chunk], kv_block, cols, i)
-            for i in range(0, len(lo), chunk)
+            for i in range(0, max(1, len(lo)), chunk)
         ]
-        if not parts:
-            parts = [(torch.zeros(0, dtype=torch.int64),) * 4]
         row, start, end, kind = (torch.cat(p) for p in zip(*parts, strict=True))
         return cls._pack((b, h, rows), cols, row, start, end, kind)
 
@@ -126,7 +124,7 @@ class Runs:
             raise ValueError(f"rows must be int64 [B, n], got {rows.dtype} {tuple(rows.shape)}")
         b, _, r, _ = self.shape
         if rows.numel() and not (int(rows.min()) >= -1 and int(rows.max()) < r):
-            raise ValueError(f"rows must lie in [-1, {r}), got {int(rows.min())} to {int(rows.max())}")
+            raise ValueError(f"rows must be in [-1, {r}), got {int(rows.min())} to {int(rows.max())}")
         batch = _broadcast("rows", len(rows), b)
         ptr = torch.nn.functional.pad(self.ptr.expand(batch, -1, -1, -1), (0, 0, 1, 0))  # first an empty row
         return self._gather(ptr[torch.arange(batch)[:, None], :, rows + 1].transpose(1, 2))  # [B, H, n, 3]
@@ -189,21 +187,6 @@ class Runs:
         torch.cumsum((self.runs[:, 1] - self.runs[:, 0]).long(), 0, out=total[1:])
         begin, mid, end = total[self.ptr.long()].unbind(-1)
         return mid - begin, end - mid
-
-    def columns(self) -> Tensor:
-        """Return the columns that at least one row of a head lists: bool [B, C].
-
-        >>> Runs.from_kinds(torch.tensor([[[[3, 0, 1, 3]]]], dtype=torch.uint8)).columns().tolist()
-        [[False, True, True, False]]
-        """
-        b, h, r, c = self.shape
-        row, start, end, _ = self._flat()
-        first = row.div(max(h * r, 1), rounding_mode="floor") * (c + 1)
-        edges = torch.zeros(b * (c + 1), dtype=torch.int64)
-        edges.index_add_(0, first + start, torch.ones_like(row)).index_add_(
-            0, first + end, -torch.ones_like(row)
-        )
-        return edges.view(b, c + 1).cumsum(1)[:, :c] > 0
 
     # -- how runs are stored ----------------------------------------------------------------------
 
@@ -268,7 +251,7 @@ def _interval_runs(lo: Tensor, hi: Tensor, kv_block: int, cols: int, row0: int) 
     row, i = opens[:, :-1].nonzero(as_tuple=True)
     j = opens[:, 1:].nonzero()[:, 1]
     start, end = begin[row, i].long(), reach[row, j].long()
-    # Cut the full run out of it; where there is none, everything lies left of the cut.
+    # Cut the full run out of it; where there is none, everything is left of the cut.
     has_full = full_to > full_from
     cut_from, cut_to = torch.where(has_full, full_from, cols)[row], torch.where(has_full, full_to, cols)[row]
     full = has_full.nonzero()[:, 0]

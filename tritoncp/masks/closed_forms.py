@@ -1,7 +1,7 @@
 """Closed forms: ready-made mask_mods that know which interval of keys each query row sees.
 
 torch's flex_attention and create_block_mask take them as ordinary mask_mods. A Mask of one is built from
-interval arithmetic: a mask of a million tokens takes a fraction of a second.
+interval arithmetic: of a million tokens in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class QuerySlice(_View):
         return self.part(b, h, q_idx + self.start, kv_idx)
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        whole = self.form and self.form.intervals(self.start + q_len, kv_len)
+        whole = None if self.form is None else self.form.intervals(self.start + q_len, kv_len)
         return whole and (whole[0][..., self.start :], whole[1][..., self.start :])
 
     def __repr__(self) -> str:
@@ -189,7 +189,7 @@ class Transpose(_View):
 
     @property
     def window(self) -> tuple[int, int] | None:
-        window = self.form and self.form.window
+        window = None if self.form is None else self.form.window
         return window and (window[1], window[0])
 
     def __repr__(self) -> str:
@@ -210,17 +210,17 @@ class Selection(_View):
         return self.part(_look_up(self.rows, b), _look_up(self.heads, h), q_idx, kv_idx)
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        whole = self.form and self.form.intervals(q_len, kv_len)
+        whole = None if self.form is None else self.form.intervals(q_len, kv_len)
         if whole is None or self.rows is None or len(whole[0]) == 1:
             return whole
         return whole[0][list(self.rows)], whole[1][list(self.rows)]
 
     def tokens(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor] | None:
-        return self.form and self.form.tokens(q_len, kv_len)
+        return None if self.form is None else self.form.tokens(q_len, kv_len)
 
     @property
     def window(self) -> tuple[int, int] | None:
-        return self.form and self.form.window
+        return None if self.form is None else self.form.window
 
     @property
     def batch(self) -> int:

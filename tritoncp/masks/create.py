@@ -30,13 +30,14 @@ def create_on_device(
     block = tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, tuple | list) else (BLOCK_SIZE, BLOCK_SIZE)
     if len(block) != 2:
         raise ValueError(f"create_block_mask: BLOCK_SIZE={BLOCK_SIZE}; an int or a pair (q, kv) is needed")
-    names = "B", "H", "Q_LEN", "KV_LEN", "BLOCK_SIZE", "BLOCK_SIZE"
-    sizes = (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN, *block)
-    *sizes, q_block, kv_block = (as_int(f"create_block_mask: {n}", x) for n, x in zip(names, sizes))
+    lengths = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    b, h, q_len, kv_len = (as_int(f"create_block_mask: {name}", size) for name, size in lengths.items())
+    q_block, kv_block = (as_int("create_block_mask: BLOCK_SIZE", size) for size in block)
     place = torch.device(device) if device is not None else _capture_device(mask_mod)
     on_gpu = None if place.type == "cpu" else _triton_evaluator(mask_mod, place)
     with progress_bar(f"create_block_mask {Q_LEN} x {KV_LEN}") as show:
-        return create_block_mask(mask_mod, *sizes, place, (q_block, kv_block), evaluate=on_gpu, progress=show)
+        size = b, h, q_len, kv_len, place, (q_block, kv_block)
+        return create_block_mask(mask_mod, *size, evaluate=on_gpu, progress=show)
 
 
 def _check_function(mask_mod: Any) -> None:

@@ -133,7 +133,7 @@ prefix, prefix_lm, sliding_window, window
     plain = re.sub(r"\b(\d+)([KMGkmg])\b", r"\2\1", text)  # 4K as a name of the same length: K4
     try:
         tree = ast.parse(plain, mode="eval")
-        return _Reader(text, documents).mask(tree.body)
+        return _MaskBuilder(text, documents).mask(tree.body)
     except SyntaxError as error:
         start = max(0, (error.offset or 1) - 1)
         message = "this is no mask expression, as causal & window(1024)"
@@ -264,12 +264,12 @@ def _operands(node: ast.BinOp | ast.BoolOp) -> list[ast.expr]:
     """List the operands of ``a & b & c``, which Python parses as two nested operations."""
     if isinstance(node, ast.BoolOp):
         return node.values
-    left = node.left
-    is_chain = isinstance(left, ast.BinOp) and type(left.op) is type(node.op)
-    return [*(_operands(left) if is_chain else [left]), node.right]
+    if isinstance(node.left, ast.BinOp) and type(node.left.op) is type(node.op):
+        return [*_operands(node.left), node.right]
+    return [node.left, node.right]
 
 
-class _Reader:
+class _MaskBuilder:
     """Builds a mask_mod from a syntax tree."""
 
     def __init__(self, text: str, documents: Lengths | None) -> None:

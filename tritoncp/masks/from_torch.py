@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
-from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from tritoncp.core.host_copy import on_host
@@ -31,25 +30,13 @@ def has_no_lengths(mask: object) -> TypeGuard[BlockMask]:
     return isinstance(mask, BlockMask) and tuple(mask.BLOCK_SIZE) == (ANY_LENGTH, ANY_LENGTH)
 
 
-def with_lengths(mask: BlockMask, q_len: int, kv_len: int, block: int = 128) -> BlockMask:
-    """Return a BlockMask for any lengths as one for these, with CPU lists."""
-    rows, cols = -(-q_len // block), -(-kv_len // block)
-
-    def lists(count: Tensor | None) -> tuple[Any, Any]:
-        if count is None:
-            return None, None
-        shape = *count.shape[:2], rows
-        index = torch.arange(cols, dtype=torch.int32).expand(*shape, cols)
-        return (count > 0).to(torch.int32).mul(cols).expand(shape), index
-
-    return BlockMask.from_kv_blocks(
-        *lists(mask.kv_num_blocks), *lists(mask.full_kv_num_blocks), BLOCK_SIZE=block, mask_mod=mask.mask_mod,
-        seq_lengths=(q_len, kv_len), compute_q_blocks=False,
-    )  # fmt: skip
-
-
 @on_host
-def from_block_mask(bm: BlockMask, evaluate: MaskFn | None = None, search: bool = True) -> Mask:
+def from_block_mask(
+    bm: BlockMask,
+    evaluate: MaskFn | None = None,
+    search: bool = True,
+    lengths: tuple[int, int] | None = None,
+) -> Mask:
     """Return torch's BlockMask as a compact Mask: same blocks and mask_mod, and row intervals if it has any.
 
     Without a mask_mod (noop_mask) partial blocks become full ones.
@@ -59,10 +46,14 @@ def from_block_mask(bm: BlockMask, evaluate: MaskFn | None = None, search: bool 
     called for partial blocks only.
     search: False if the mask_mod cannot be called on the CPU. There are then no row intervals, and kernels
     evaluate the mask_mod in every partial block.
+    lengths: of queries and keys, for a mask of any lengths.
     """
-    q_block, kv_block = bm.BLOCK_SIZE
-    q_len, kv_len = bm.seq_lengths
-    kinds = kinds_from_lists(bm, -(-q_len // q_block), -(-kv_len // kv_block))
+    (q_block, kv_block), (q_len, kv_len) = bm.BLOCK_SIZE, lengths or bm.seq_lengths
+    if has_no_lengths(bm):  # its one block stands for all
+        q_block = kv_block = 128
+        kinds = kinds_from_lists(bm, 1, 1).repeat(1, 1, -(-q_len // q_block), -(-kv_len // kv_block))
+    else:
+        kinds = kinds_from_lists(bm, -(-q_len // q_block), -(-kv_len // kv_block))
     mod = None if bm.mask_mod is noop_mask else bm.mask_mod
     if mod is None:
         kinds[kinds == Kind.MASKED] = int(Kind.FULL)

@@ -197,8 +197,7 @@ class Mask(BlockMaskInterface):
         return Mask(*size, self.runs.take(blocks[None]), mod, None, interval, self.reads, tokens)  # type: ignore[arg-type]
 
     def listed_rows(self, first: int, count: int) -> Mask:
-        """Return the mask of ``count`` batch rows from ``first`` on. Its mask_mod still takes b of the whole
-        batch."""
+        """Return the mask of ``count`` batch rows from ``first`` on; its mask_mod counts b of the whole."""
         if self.B == 1:  # lists serve every batch row, intervals perhaps only the first
             interval = self.interval_for(first + count, self.H)
             return self if interval is self.interval else replace(self, interval=interval)
@@ -207,7 +206,7 @@ class Mask(BlockMaskInterface):
         return replace(self, runs=self.runs.select(rows), interval=interval)
 
     def head_range(self, first: int, count: int) -> Mask:
-        """Return the mask of ``count`` heads from ``first`` on, whose mask_mod takes h of these heads."""
+        """Return the mask of ``count`` heads from ``first`` on; h of its mask_mod counts these."""
         heads = tuple(range(first, first + count))
         if self.H > 1:
             return self if count == self.H else self._select(None, heads)
@@ -245,11 +244,12 @@ class Mask(BlockMaskInterface):
         if batch is None and heads is None:
             return self
         rows, cols = list(batch or range(self.B)), list(heads or range(self.H))
-        interval = self.interval and tuple(bound[rows][:, cols] for bound in self.interval)
+        lo, hi = self.interval or (None, None)
+        interval = None if lo is None or hi is None else (lo[rows][:, cols], hi[rows][:, cols])
         mod = None if self.mask_mod is None else Selection(self.mask_mod, batch, heads)
-        reads = tuple(r and (s is None or len(s) > 1) for r, s in zip(self.reads, (batch, heads)))
+        b, h = (read and (part is None or len(part) > 1) for read, part in zip(self.reads, (batch, heads)))
         runs = self.runs.select(rows, cols)
-        return replace(self, runs=runs, mask_mod=mod, interval=interval, reads=reads)
+        return replace(self, runs=runs, mask_mod=mod, interval=interval, reads=(b, h))
 
     @on_host
     def transpose(self) -> Mask:
@@ -400,7 +400,7 @@ def create_block_mask(
 ) -> Mask:
     """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact Mask on the CPU.
 
-    A closed form takes arithmetic alone. Any other mask_mod is traced and bounded over ever smaller tiles;
+    A closed form needs arithmetic alone. Any other mask_mod is traced and bounded over ever smaller tiles;
     where that decides nothing it is evaluated, on ``device``, a few million pairs at a time.
 
     evaluate: evaluates pairs in place of torch, see `classify.PairEvaluator`. progress: called with the

@@ -208,7 +208,7 @@ def _check_callable(name: str, masks: tuple[MaskFn, ...]) -> tuple[MaskFn, ...]:
         raise ValueError(f"{name} needs at least one mask_mod")
     for mask in masks:
         if not callable(mask):
-            message = f"{name} takes mask_mods (b, h, q_idx, kv_idx) -> bool, got {type(mask).__name__}"
+            message = f"{name} combines mask_mods (b, h, q_idx, kv_idx) -> bool, got {type(mask).__name__}"
             raise TypeError(message)
     return masks
 

@@ -40,7 +40,7 @@ def alibi(heads: int | Tensor, device: torch.device | str | None = None) -> Mod:
     device: of the slopes that are computed for a number of heads; None: torch's default.
 
     For a power of two the slopes are 2^(-8 i / H), i = 1 .. H (Press et al. 2021, arXiv 2108.12409, section
-    3). Any other H takes the slopes of the power of two below it, then every other slope of the power of two
+    3). Any other H has the slopes of the power of two below it, then every other slope of the power of two
     above it, as the authors' code does. Raises ValueError for fewer than one head, and for slopes of another
     shape or dtype; TypeError for other types.
 

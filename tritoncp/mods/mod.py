@@ -298,17 +298,17 @@ def _build(trace: ModTrace) -> Mod:
 
 
 def _build_kernels(trace: ModTrace) -> Mod:
-    from tritoncp.mods.translate.emit import count_load_axes, emit_source  # loads Dynamo
+    from tritoncp.mods.translate.emit import emit_source  # loads Dynamo
 
-    source = emit_source(trace)
+    source, loads = emit_source(trace)
     module = source_cache.load(source)
     fn = module.score_mod if trace.is_score else module.mask_mod
     grad = module.score_grad if trace.is_score else None
     score_only = replace(trace, joint=trace.back, wants=())
-    back = source_cache.load(emit_source(score_only)).score_grad if trace.wants else grad
+    back = source_cache.load(emit_source(score_only)[0]).score_grad if trace.wants else grad
     digest = source_cache.digest_of(f"{source}\n{trace.forward.code}")  # one source, several torch forms
     captures = trace.tensors, trace.numbers, trace.wants
-    return Mod(digest, source, fn, grad, *captures, trace.forward, back, count_load_axes(trace))
+    return Mod(digest, source, fn, grad, *captures, trace.forward, back, loads)
 
 
 def _tensor_sources(trace: ModTrace, state_tensors: Sequence[Tensor]) -> tuple[int | Tensor, ...] | None:

@@ -76,10 +76,12 @@ def record(
 
     None where it cannot run on 0-d tensors.
     """
+    # The caller's hooks for saved tensors, as for offloaded activations, must not see the recording.
+    hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     for index in (0, 1):  # a function may divide by an index, or read a table of one entry
         recorder = _Recorder()
         try:
-            with torch.inference_mode(False), torch.set_grad_enabled(is_score), _without_hooks():
+            with torch.inference_mode(False), torch.set_grad_enabled(is_score), hooks:
                 arguments = [torch.full((), index, dtype=torch.int64, device=device) for _ in range(4)]
                 if is_score:
                     arguments.insert(0, torch.ones((), dtype=dtype, device=device, requires_grad=True))
@@ -88,11 +90,6 @@ def record(
             continue
         return tuple(recorder.operations), recorder.captured
     return None
-
-
-def _without_hooks() -> saved_tensors_hooks:
-    """Keep the caller's hooks for saved tensors, as for offloaded activations, out of a recording."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _run(fn: Callable[..., Any], arguments: list[Tensor], recorder: _Recorder) -> None:

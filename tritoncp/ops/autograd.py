@@ -145,6 +145,7 @@ def _backward_body(*args: Any) -> list[Tensor]:
     inputs, written = BackwardInputs(*args[:7]), OpArguments(*args[7:]).with_leaves()
     with failures.closing(written.group):
         call = written.decode(inputs.q)
+        call.plan.check_sources()
         dq, dk, dv, *sums = backward_pass(call, inputs)
         return [dq, dk, dv, *written.order_sums(call, sums)]
 

@@ -101,12 +101,12 @@ class OpArguments(NamedTuple):
         return self
 
     def decode(self, x: Tensor) -> Call:
-        """Read the call, for the batch rows of x, after a check that the plan's mask has not changed."""
+        """Read the call, for the batch rows of x. The state of its mask is read here for a :class:`Call`,
+        which a traced module keeps; in a graph the op that looks up the plan has read it."""
         named, spec, score = object_of(self.plan), decode_spec(self.spec), None
         if isinstance(named, Call):
             named.plan.check_sources()
             return named.with_captures(self.captures)
-        named.check_sources()
         if spec.graph_score is not None:
             from tritoncp.ops.graph import inputs  # loads Dynamo, which plans do without
 

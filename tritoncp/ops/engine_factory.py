@@ -87,15 +87,14 @@ def engine_of(
 
 
 def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) -> Executable:
-    """Make the executable of a call. If tuning is requested, all ranks may measure tiles together: the
-    decision does not depend on properties that differ between ranks."""
+    """Make the executable of a call, after its tiles are measured if TRITONCP_AUTOTUNE requests it."""
     from tritoncp.kernels.engine import TritonEngine
 
-    plan, score, group = call.plan, call.score, call.group
+    plan, score = call.plan, call.score
     if score and score.graph is None and any(grad.dtype is torch.int64 for grad in grads):
         raise ValueError(
             "this score_mod is hand-written @triton.jit code whose gradient adds floats with atomics, and "
-            "deterministic results are asked for; write it in Python, or pass captures that need no gradient"
+            "deterministic results are requested; write it in Python, or pass captures that need no gradient"
         )
     if dict(call.options).get("COMPILE"):
         raise ValueError(
@@ -108,13 +107,13 @@ def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) 
     properties = tile_lookup.TileKey.of(
         v.dtype, (d, e), tile_lookup.kind_of(plan.mask, mask is not None), score_kind(score)
     )
-    tune_on_first_call.tune_if_requested(device, group, properties, (heads, v.shape[1], rows))
+    tune_on_first_call.tune_if_requested(device, call.group, properties, (heads, v.shape[1], rows))
     if call.options:  # options of a compiled call are not checked before
         check_options(dict(call.options), architecture(device))
     by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
     # Hand-written mods get one head at a time (h is a scalar), so GQA heads cannot be packed.
     unpacked = {"PACK_GQA": False} if by_hand else {}
-    options = {**tile_lookup.measured_options(device, properties, group), **unpacked, **dict(call.options)}
+    options = {**tile_lookup.measured_options(device, properties), **unpacked, **dict(call.options)}
     mods, launches = kernel_mods(mask, score, device, grads), BoundedCache[Any, Any](MAX_LAUNCHES)
     engine = TritonEngine(mods, call.scale, options, first_row=plan.first_row, launches=launches)
     _log_triton_engine(engine, device, properties)
@@ -142,7 +141,7 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
             inner[index] = tensor
         return lambda *indices: run(*indices, *inner, *score.numbers)
 
-    settings["compile"] = compiled.wanted(dict(call.options).get("COMPILE"))
+    settings["compile"] = compiled.compiles_scores(dict(call.options).get("COMPILE"))
     return CpuEngine(call.scale, _check_torch_form(mask), bind, targets, grads, **settings)
 
 

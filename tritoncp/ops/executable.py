@@ -20,7 +20,6 @@ that was not used for longest, as an lru_cache does, and state "of" a plan, grou
     ops.graph.layouts._CONSTANTS, ops.graph.layouts._NUMBERS: 32768; an object that compiled graphs name
     ops.tile_tables.device_of: 64; a device
     ops.tile_tables.table: 16; device, TRITONCP_CONFIG_DIR
-    ops.tile_lookup._SHARED_TABLES: of a group, one text
     ops.tile_lookup.choose_tiles: 256; text of a table, dtype, dims, mask, score
     planning.derived: of a plan, a result for each rank, buffer and device, and 64 plans of batch rows
     distributed.schedules.head_exchange._EXCHANGES: of a plan, 64; rank, schedule, degree, heads, each with

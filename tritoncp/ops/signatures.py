@@ -9,11 +9,8 @@ process made, as a data loader's worker, is compared at its first use.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import hashlib
-import inspect
-import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,14 +26,12 @@ from tritoncp.distributed.consistency import Facts, fact
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.mods import Mod
-from tritoncp.mods.attributes import ABSENT
-from tritoncp.mods.bytecode import code_reads
-from tritoncp.mods.fingerprint import root_of
+from tritoncp.mods.snapshot import captured_state
 from tritoncp.ops.call import Call
 from tritoncp.ops.executable import caches_of
 from tritoncp.planning.plan import Plan
 
-MAX_SIGNATURES = 1024  # signatures, structures and plans per group
+MAX_SIGNATURES = 1024  # signatures and plans per group
 MAX_SCALES = 16  # values of scale that are compared per signature; further values are not
 CALL = "flex_attention"
 
@@ -45,21 +40,18 @@ class Table:
     """The signatures that a group's ranks compared: equal on every rank, as all make the same calls in one
     order.
 
-    scales:     scales that were compared, by signature
-    structures: structures of the compared plans
-    plans:      identities of plans that were compared
+    scales: scales that were compared, by signature
+    plans:  identities of plans that were compared
     """
 
     def __init__(self) -> None:
         self.scales: BoundedCache[Any, set[float]] = BoundedCache(MAX_SIGNATURES)
-        self.structures: BoundedCache[Any, bool] = BoundedCache(MAX_SIGNATURES)
         self.plans: BoundedCache[Any, bool] = BoundedCache(MAX_SIGNATURES)
 
     def note(self, signature: Any, scale: float, plan: Plan) -> None:
         """Record that the ranks compared this call."""
         scales = self.scales.get(signature)
         (self.scales.put(signature, set()) if scales is None else scales).add(scale)
-        self.structures.put(structure_of(plan), True)
         self.note_plan(plan)
 
     def note_plan(self, plan: Plan) -> None:
@@ -193,26 +185,17 @@ def mask_text(mask: Any) -> str:
 
 
 def mod_text(mod: Any) -> str:
-    """Format a mask_mod with the plain values that it reads from closures, globals, and their attributes."""
+    """Format a mask_mod with the numbers and tensors that it reads from closures, globals and attributes."""
     if mod is None:
         return "every pair"
-    if isinstance(mod, MaskMod):
-        return repr(mod) + "".join(f", {tensor_text(x)}" for x in _tensors(mod))
-    while isinstance(mod, functools.partial):
-        mod = mod.func
-    if not isinstance(mod, types.FunctionType):
-        return describe(mod)
-    values = [f"{name} = {text}" for name, text in dict(_values(mod)).items()]
-    return f"{describe(mod)} ({origin(mod)})" + (f" with {', '.join(values)}" if values else "")
-
-
-def _tensors(mod: MaskMod) -> Iterator[Tensor]:
-    """Yield the tensors of a closed form and of those that it combines."""
-    for part in _fields(mod):
-        if isinstance(part, Tensor):
-            yield part
-        elif isinstance(part, MaskMod):
-            yield from _tensors(part)
+    state = captured_state(mod)
+    values = [tensor_text(x) for x in state.tensors]
+    for part in state.key if isinstance(state.key, tuple) else ():
+        match part:
+            case (str(path), (str(), str(number))):
+                values.append(f"{path} = {number}")
+    name = repr(mod) if isinstance(mod, MaskMod) else f"{describe(mod)} ({origin(mod)})"
+    return ", ".join([name, *dict.fromkeys(values)])
 
 
 def _fields(mod: MaskMod) -> Iterator[Any]:
@@ -221,26 +204,6 @@ def _fields(mod: MaskMod) -> Iterator[Any]:
     for field in fields:
         value = getattr(mod, field.name)
         yield from value if isinstance(value, tuple | list) else (value,)
-
-
-def _values(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each plain value that a function reads from its closure, globals, and their
-    attributes."""
-    for chain in code_reads(fn.__code__).chains:
-        name, value = chain.name, root_of(chain, fn, None)
-        if _value_text(value) is None and chain.steps:
-            attribute = str(chain.steps[0][1])
-            name, value = f"{name}.{attribute}", inspect.getattr_static(value, attribute, ABSENT)
-        if (text := _value_text(value)) is not None:
-            yield name, text
-
-
-def _value_text(value: Any) -> str | None:
-    """Format a plain value or tensor, for messages; None for anything else."""
-    if isinstance(value, Tensor):
-        return tensor_text(value)
-    plain = bool, int, float, complex, str, bytes, type(None), enum.Enum, tuple, list, dict
-    return repr(value)[:100] if isinstance(value, plain) else None
 
 
 def tensor_text(x: Tensor) -> str:

@@ -1,7 +1,7 @@
-"""The look-up of measured tiles for a call, and the agreement of a group's ranks on one table.
+"""The look-up of measured tiles for a call, in the table of its device.
 
-A table is text: JSON rows of a key (:func:`tritoncp.ops.tile_tables.entry_key`) and a config, for one device.
-Rank 0's table serves the whole group, so that all ranks launch the same tiles.
+A table is text: JSON rows of a key (:func:`tritoncp.ops.tile_tables.entry_key`) and a config. Every rank
+reads the files of its host: tiles change neither messages nor results beyond rounding.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ import itertools
 import json
 import logging
 import warnings
-import weakref
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from tritoncp.core import environment
 from tritoncp.core.log_lines import area_logger, log_decision
-from tritoncp.distributed import collectives
-from tritoncp.distributed.consistency import digest_word
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import KINDS, PASSES
 from tritoncp.masks.mask import Mask
@@ -71,68 +68,6 @@ def local_table(device: torch.device) -> str:
     return tile_tables.table(tile_tables.device_of(device), environment.CONFIG_DIR.read())
 
 
-BUDGET_KEY = "autotune"  # of the table row with the tuning budget in seconds
-
-
-def tuning_budget() -> float:
-    """Return the seconds that this process may spend tuning one kind of call: TRITONCP_AUTOTUNE, where 1
-    means a minute; 0 if it is not set."""
-    return 0.0 if environment.CONFIG_DIR.read() == "-" else float(environment.AUTOTUNE.read())
-
-
-_SHARED_TABLES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # rank 0's, by group
-
-
-def table_summary() -> tuple[int, int]:
-    """Return digest and length in bytes of this rank's table, which ranks compare while they make a plan."""
-    content = _own_table().encode()
-    return digest_word(content), len(content)
-
-
-def share_table(group: Any, summaries: Sequence[Sequence[int]]) -> None:
-    """Distribute rank 0's table to every rank, once per group; all ranks call this together.
-
-    summaries: of all ranks' tables. If they are equal, nothing is sent.
-    """
-    if group in _SHARED_TABLES:
-        return
-    text = _own_table()
-    if any(summary != summaries[0] for summary in summaries):
-        content = text.encode() if group.rank() == 0 else b""
-        text = collectives.exchange_bytes(content, summaries[0][1], group)[0].decode()
-    _SHARED_TABLES[group] = text
-    tile_tables.forget()
-
-
-def reread_tables(group: Any) -> None:
-    """Reread the files after they were written, and distribute rank 0's table again."""
-    tile_tables.forget()
-    if group is not None:
-        del _SHARED_TABLES[group]
-        share_table(group, collectives.exchange(table_summary(), group))
-
-
-def group_budget(group: Any) -> float:
-    """Return rank 0's :func:`tuning_budget` from the group's table; 0 if the group made no plan together."""
-    rows: list[list[Any]] = json.loads(_SHARED_TABLES.get(group, "[]"))
-    return next((float(row[1]) for row in rows if row[0] == BUDGET_KEY), 0.0)
-
-
-def _own_table() -> str:
-    """Return the table for this process's GPU, with a row for its tuning budget if it has one."""
-    gpu = torch.cuda.is_available()
-    text = local_table(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
-    seconds = tuning_budget()
-    return json.dumps([*json.loads(text), [BUDGET_KEY, seconds]]) if seconds else text
-
-
-def table_text(device: torch.device, group: Any) -> str:
-    """Return the table that calls of a group use: rank 0's, or this rank's own if the group made no plan
-    together."""
-    shared = _SHARED_TABLES.get(group) if group is not None else None
-    return local_table(device) if shared is None else shared
-
-
 @functools.lru_cache(maxsize=256)
 def choose_tiles(text: str, dtype: str, dims: tuple[int, int], mask: str, score: int) -> tuple[Any, ...]:
     """Choose measured tiles for one call from a table: (kernel, items of its config) of each kernel.
@@ -161,11 +96,11 @@ def choose_tiles(text: str, dtype: str, dims: tuple[int, int], mask: str, score:
     return tuple(tiles_by_kernel.items())
 
 
-def measured_options(device: torch.device, call: TileKey, group: Any = None) -> dict[str, Any]:
+def measured_options(device: torch.device, call: TileKey) -> dict[str, Any]:
     """Return the engine's options for one call: CONFIGS, or none if no measured tiles apply."""
-    tiles = choose_tiles(table_text(device, group), *call)
+    tiles = choose_tiles(local_table(device), *call)
     if not has_pass_tiles(tiles):
-        _warn_untuned(device, group)
+        _warn_untuned(device)
     _log_tiles(device, call, tiles)
     return {"CONFIGS": tiles} if tiles else {}
 
@@ -187,12 +122,12 @@ def has_pass_tiles(tiles: tuple[Any, ...]) -> bool:
 WARNED_DEVICES: set[Device] = set()
 
 
-def _warn_untuned(device: torch.device, group: Any) -> None:
-    """Warn once per GPU, on one rank, that no tiles were measured for it, and how to measure them."""
+def _warn_untuned(device: torch.device) -> None:
+    """Warn once per GPU model, on rank 0, that no tiles were measured for it, and how to measure them."""
     if device.type == "cpu" or environment.CONFIG_DIR.read() == "-":
         return
     model = tile_tables.device_of(device)
-    if model in WARNED_DEVICES or (group is not None and group.rank()):
+    if model in WARNED_DEVICES or (dist.is_initialized() and dist.get_rank()):
         return
     WARNED_DEVICES.add(model)
     warnings.warn(

@@ -10,12 +10,11 @@ import subprocess
 import sys
 import time
 import warnings
-import weakref
 from typing import Any
 
 import torch
 
-from tritoncp.core.environment import AUTOTUNE
+from tritoncp.core.environment import AUTOTUNE, CONFIG_DIR
 from tritoncp.distributed import groups
 from tritoncp.ops import tile_lookup, tile_tables
 from tritoncp.ops.tile_lookup import TileKey
@@ -25,42 +24,39 @@ COMMAND = (sys.executable, "-m", "tritoncp", "autotune")
 MEASURED = {kind: mask for mask, kind in MEASURED_KINDS.items()}
 # Shortest and longest sequence that is measured; the call's length is clamped to them.
 LENGTHS = (1024, 16384)
-_ATTEMPTS: set[tuple[weakref.ref[Any] | None, TileKey]] = set()  # groups and calls: tuned, or it failed
+_ATTEMPTS: set[TileKey] = set()  # calls that were tuned, or whose tuning failed
 
 
 def tune_if_requested(device: torch.device, group: Any, call: TileKey, shape: tuple[int, int, int]) -> None:
     """Tune once for a kind of call without measured tiles, if TRITONCP_AUTOTUNE is set; shape: query heads,
     key heads and rows of the call.
 
-    All ranks of a group call this together and decide by rank 0's table and budget, which they share.  A
-    group that made no plan together (if a data loader makes its plans) never tunes.
+    Every process decides by itself: one of a machine measures at a time, and the next one uses its results.
+    Ranks of other machines wait for their messages meanwhile, well within the group's timeout.
     """
     if call.mask == "mod":  # ranks without masked blocks have kind "interval"
         call = call._replace(mask="interval")
-    if call.score == 2 or _is_tuned(tile_lookup.table_text(device, group), call):
+    if call.score == 2 or _is_tuned(device, call):
         return  # the measured stand-in for a score_mod loads no value for each score
-    attempt = None if group is None else weakref.ref(group), call
-    if group is None:
-        allowed = tile_lookup.tuning_budget()
-    else:  # other ranks wait up to twice as long, within the group's timeout
-        allowed = min(tile_lookup.group_budget(group), groups.timeout(group).total_seconds() / 4)
-    if not allowed or attempt in _ATTEMPTS or not _tunable(device):
+    allowed = 0.0 if CONFIG_DIR.read() == "-" else float(AUTOTUNE.read())
+    if group is not None:  # tuning takes up to twice as long
+        allowed = min(allowed, groups.timeout(group).total_seconds() / 4)
+    if not allowed or call in _ATTEMPTS or not _tunable(device):
         return
-    _ATTEMPTS.add(attempt)
+    _ATTEMPTS.add(call)
     try:
-        if group is None or group.rank() == 0:
-            _tune(device, call, shape, allowed)
+        _tune(device, call, shape, allowed)
     except Exception as error:  # the call continues with tiles of the rule
         outcome = "could not be measured, and are those of a rule"
         warnings.warn(f"tile shapes for calls like this one {outcome}: {error}", stacklevel=2)
-    finally:  # warnings may be errors, and the other ranks wait
+    finally:  # warnings may be errors
         tile_lookup.WARNED_DEVICES.add(tile_tables.device_of(device))
-        tile_lookup.reread_tables(group)
+        tile_tables.forget()
 
 
-def _is_tuned(table: str, call: TileKey) -> bool:
-    """Return whether a table has tiles for a call's pass over many rows."""
-    return tile_lookup.has_pass_tiles(tile_lookup.choose_tiles(table, *call))
+def _is_tuned(device: torch.device, call: TileKey) -> bool:
+    """Return whether the device's table has tiles for a call's pass over many rows."""
+    return tile_lookup.has_pass_tiles(tile_lookup.choose_tiles(tile_lookup.local_table(device), *call))
 
 
 def _tunable(device: torch.device) -> bool:
@@ -79,7 +75,7 @@ def _tune(device: torch.device, call: TileKey, shape: tuple[int, int, int], allo
     path = tile_tables.path_in(folder, tile_tables.device_of(device)).with_suffix(".tuning")
     with tile_tables.locked(path, max(0.0, deadline - time.monotonic())):
         tile_tables.forget()
-        if _is_tuned(tile_lookup.local_table(device), call):
+        if _is_tuned(device, call):
             return
         arguments = _command_arguments(call, shape, allowed)
         warnings.warn(
@@ -99,7 +95,7 @@ def _tune(device: torch.device, call: TileKey, shape: tuple[int, int, int], allo
         except subprocess.TimeoutExpired:
             failure = f"the command had not ended after {remaining:.0f} s"
         tile_tables.forget()
-        if not _is_tuned(tile_lookup.local_table(device), call):
+        if not _is_tuned(device, call):
             raise RuntimeError(failure)
 
 

@@ -5,7 +5,7 @@ the name of a balancer of this module, or a function of your own:
 
 >>> def odd_and_even(work):
 ...     return [list(range(rank, len(work.costs), work.world_size)) for rank in range(work.world_size)]
->>> deal(odd_and_even, Work(torch.ones(5), 2))
+>>> assign_blocks(odd_and_even, Work(torch.ones(5), 2))
 [[0, 2, 4], [1, 3]]
 
 The balancers of this module give ranks equal numbers of blocks to within one, also where there are fewer
@@ -15,7 +15,7 @@ maps the names to the functions:
 - "contiguous": even pieces in natural order: the fewest remote keys of windows, uneven work of causal masks
 - "head_tail": a piece from the front and one from the back: even for causal masks
 - "per_document": small documents whole, large ones in pairs of pieces; nearly even work, without a bound
-- "ptrr": blocks by descending work in zig-zag, as torch deals them: even work, most keys travel
+- "ptrr": blocks by descending work in zig-zag, as torch assigns them: even work, most keys travel
 - "locality": even work (max/mean at most 1.02 where blocks allow it) with the fewest remote keys; the slowest
   to compute
 - "auto" is no entry: `make_plan` then weighs all entries, and natural order, by predicted time
@@ -56,7 +56,7 @@ def head_tail(work: Work) -> list[list[int]]:
 
 
 def ptrr(work: Work) -> list[list[int]]:
-    """Deal blocks in zig-zag order, the costliest first: processing-time round-robin.
+    """Assign blocks in zig-zag order, the costliest first: processing-time round-robin.
 
     The order and the ties are those of torch's ``_PTRRLoadBalancer``, but a masked block costs
     ``work.MASKED_BLOCK_COST`` (1.25) full ones, as its kernels take longer. Where rows of blocks mix both
@@ -71,7 +71,7 @@ def ptrr(work: Work) -> list[list[int]]:
 
 
 def ptrr_unweighted(work: Work) -> list[list[int]]:
-    """Deal blocks as :func:`ptrr`, with masked and full blocks counted alike: the placement of torch's
+    """Assign blocks as :func:`ptrr`, with masked and full blocks counted alike: the placement of torch's
     ``_PTRRLoadBalancer``, for plans that have to agree with torch's.
 
     With :func:`ptrr`, the works of two ranks, as plans count them, differ by one block row's at most. Without
@@ -81,13 +81,13 @@ def ptrr_unweighted(work: Work) -> list[list[int]]:
 
 
 def _zig_zag(costs: torch.Tensor, world_size: int) -> list[list[int]]:
-    """Deal blocks in zig-zag order, the costliest first, equal ones in their order."""
+    """Assign blocks in zig-zag order, the costliest first, equal ones in their order."""
     n = len(costs)
     order = costs.cpu().sort(descending=True, stable=True).indices
     rounds = -(-n // world_size)
-    dealt = torch.cat([order, torch.arange(n, rounds * world_size)]).view(rounds, world_size)
-    dealt[1::2] = dealt[1::2].flip(1)
-    return [[block for block in rank if block < n] for rank in dealt.T.sort(dim=1).values.tolist()]
+    rounds_of_ranks = torch.cat([order, torch.arange(n, rounds * world_size)]).view(rounds, world_size)
+    rounds_of_ranks[1::2] = rounds_of_ranks[1::2].flip(1)
+    return [[block for block in rank if block < n] for rank in rounds_of_ranks.T.sort(dim=1).values.tolist()]
 
 
 def per_document(work: Work) -> list[list[int]]:
@@ -96,7 +96,7 @@ def per_document(work: Work) -> list[list[int]]:
     max/mean: whole documents with equal numbers of blocks need not have equal work.
 
     Document boundaries are the positions across which the mask shows no pair; documents have any length. A
-    group that no rank has room for is dealt block by block.
+    group that no rank has room for is assigned block by block.
 
     >>> from tritoncp.masks import and_masks, causal, create_block_mask, document
     >>> mod = and_masks(causal(), document(lengths=[16, 4, 4, 4, 4]))
@@ -156,7 +156,7 @@ def resolve_balancer(balancer: str | Balancer) -> tuple[str, Balancer]:
     return balancer, balancers[balancer]
 
 
-def deal(balancer: Balancer, work: Work) -> list[list[int]]:
+def assign_blocks(balancer: Balancer, work: Work) -> list[list[int]]:
     """Return the blocks that the balancer gives each rank, ascending. Raises ValueError if they are not a
     placement."""
     name, result = resolve_balancer(balancer)[0], balancer(work)

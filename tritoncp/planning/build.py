@@ -11,7 +11,7 @@ import torch
 from tritoncp.core.host_copy import on_host
 from tritoncp.masks.mask import Mask
 from tritoncp.planning import SCHEDULES, cost
-from tritoncp.planning.balance import balancers, deal, resolve_balancer
+from tritoncp.planning.balance import assign_blocks, balancers, resolve_balancer
 from tritoncp.planning.placement import Placement, by_blocks, natural, recut, without_padding
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer, work_of_rows
@@ -60,10 +60,12 @@ def build_all(
     if world_size == 1:
         return plans
     hardware = cost.hardware_of(world_size)
-    return [
-        replace(plan, schedule=costs[0].schedule, reason=cost.format_reason(costs, hardware))
-        for plan, costs in zip(plans, _estimate(plans, hardware))
-    ]
+    chosen = []
+    for plan, costs in zip(plans, _estimate(plans, hardware)):
+        times = ", ".join(f"{one.schedule} {one.total * 1e3:.3g}" for one in costs)
+        reason = f"predicted ms a layer on {hardware.name}: {times}"
+        chosen.append(replace(plan, schedule=costs[0].schedule, reason=reason))
+    return chosen
 
 
 class Placed(NamedTuple):
@@ -199,10 +201,10 @@ def _place(masks: Sequence[Mask], world_size: int, balancer: str | Balancer) -> 
     """Place queries and keys by a balancer, by the work of all masks."""
     name, function = resolve_balancer(balancer)
     mask = masks[0]
-    owners = [deal(function, work) for work in work_of_rows(masks, world_size)]
+    owners = [assign_blocks(function, work) for work in work_of_rows(masks, world_size)]
     q = kv = by_blocks(mask.q_len, mask.q_block, owners)
     if mask.kv_len != mask.q_len:
-        owners = [deal(function, work) for work in work_of_rows(masks, world_size, side="kv")]
+        owners = [assign_blocks(function, work) for work in work_of_rows(masks, world_size, side="kv")]
         kv = by_blocks(mask.kv_len, mask.kv_block, owners)
     elif mask.kv_block != mask.q_block:  # same tokens, other blocks: cut the same placement at KV blocks
         kv = recut(q, mask.kv_block)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,12 +177,6 @@ def _ulysses(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
     return Cost("ulysses", inner.forward + forward_exchange, backward)
 
 
-def format_reason(estimates: Sequence[Cost], hardware: Hardware) -> str:
-    """Format the predicted times of all schedules as one line, the reason of the choice."""
-    times = ", ".join(f"{cost.schedule} {cost.total * 1e3:.3g}" for cost in estimates)
-    return f"predicted ms a layer on {hardware.name}: {times}"
-
-
 def bytes_under(plan: PlanData, schedule: str, shape: Shape) -> list[int]:
     """Return the bytes that each rank would send in a forward and a backward pass of one layer under a
     schedule that need not be the plan's."""
@@ -191,9 +184,9 @@ def bytes_under(plan: PlanData, schedule: str, shape: Shape) -> list[int]:
     return [bytes_sent(other.seen_by(rank), shape) for rank in range(plan.world_size)]
 
 
-class Metrics(NamedTuple):
-    """Figures of a plan for a layer, each of the rank that has the most. For extra bytes and times, of 16
-    evenly spaced ranks in larger worlds.
+def plan_metrics(plan: PlanData, shape: Shape, time: Cost) -> dict[str, float]:
+    """Return figures of a plan for a layer, each of the rank that has the most. For extra bytes and times, of
+    16 evenly spaced ranks in larger worlds. time: of the plan's own schedule
 
     world_size:           number of ranks
     imbalance:            largest work of a rank over the mean; 1.0 is even
@@ -208,42 +201,25 @@ class Metrics(NamedTuple):
     forward_ms, backward_ms: predicted milliseconds of a pass, by the cost model that ranks schedules: to
                           compare plans, not to compare with a clock
     """
-
-    world_size: int
-    imbalance: float
-    remote_share: float
-    forward_sent_bytes: int
-    backward_sent_bytes: int
-    shard_bytes: int
-    gradient_bytes: int
-    forward_extra_bytes: int
-    backward_extra_bytes: int
-    forward_peak_bytes: int
-    backward_peak_bytes: int
-    forward_ms: float
-    backward_ms: float
-
-    @classmethod
-    def of(cls, plan: PlanData, shape: Shape, time: Cost) -> Metrics:
-        views = [plan.seen_by(rank) for rank in range(plan.world_size)]
-        forward = [bytes_sent(view, shape, backward=False) for view in views]
-        backward = [bytes_sent(view, shape) - sent for view, sent in zip(views, forward)]
-        read, stays = int(plan.traffic.sum()), int(plan.traffic.trace())
-        size = Sizes.padded_rows(plan, shape)
-        gradients = size.q + size.o + size.kv
-        extra = peak_under(plan, plan.schedule, sample(plan.world_size), shape)
-        return cls(
-            world_size=plan.world_size,
-            imbalance=plan.imbalance,
-            remote_share=(read - stays) / read if read else 0.0,
-            forward_sent_bytes=max(forward),
-            backward_sent_bytes=max(backward),
-            shard_bytes=size.shards,
-            gradient_bytes=gradients,
-            forward_extra_bytes=extra.forward,
-            backward_extra_bytes=extra.backward,
-            forward_peak_bytes=size.shards + extra.forward,
-            backward_peak_bytes=size.shards + gradients + extra.backward,
-            forward_ms=time.forward * 1e3,
-            backward_ms=time.backward * 1e3,
-        )
+    views = [plan.seen_by(rank) for rank in range(plan.world_size)]
+    forward = [bytes_sent(view, shape, backward=False) for view in views]
+    backward = [bytes_sent(view, shape) - sent for view, sent in zip(views, forward)]
+    read, stays = int(plan.traffic.sum()), int(plan.traffic.trace())
+    size = Sizes.of(plan, shape, padded=True)
+    gradients = size.q + size.o + size.kv
+    extra = peak_under(plan, plan.schedule, sample(plan.world_size), shape)
+    return {
+        "world_size": plan.world_size,
+        "imbalance": plan.imbalance,
+        "remote_share": (read - stays) / read if read else 0.0,
+        "forward_sent_bytes": max(forward),
+        "backward_sent_bytes": max(backward),
+        "shard_bytes": size.shards,
+        "gradient_bytes": gradients,
+        "forward_extra_bytes": extra.forward,
+        "backward_extra_bytes": extra.backward,
+        "forward_peak_bytes": size.shards + extra.forward,
+        "backward_peak_bytes": size.shards + gradients + extra.backward,
+        "forward_ms": time.forward * 1e3,
+        "backward_ms": time.backward * 1e3,
+    }

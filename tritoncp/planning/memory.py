@@ -88,18 +88,13 @@ class Sizes(NamedTuple):
     stat: int
 
     @classmethod
-    def of(cls, plan: PlanData, shape: Shape) -> Sizes:
-        return cls._of(shape, plan.s_local, plan.kv.lengths[plan.rank], plan.kv.s_max)
-
-    @classmethod
-    def padded_rows(cls, plan: PlanData, shape: Shape) -> Sizes:
-        """Bytes of a shard of the longest one's rows."""
-        return cls._of(shape, plan.q.s_max, plan.kv.s_max, plan.kv.s_max)
-
-    @classmethod
-    def _of(cls, shape: Shape, q_rows: int, kv_rows: int, most_kv_rows: int) -> Sizes:
+    def of(cls, plan: PlanData, shape: Shape, padded: bool = False) -> Sizes:
+        """Return the sizes of this rank's shard. padded: with the rows of the longest shard"""
+        q_rows, kv_rows = plan.s_local, plan.kv.lengths[plan.rank]
+        if padded:
+            q_rows, kv_rows = plan.q.s_max, plan.kv.s_max
         item, wide = shape.itemsize, max(4, shape.itemsize)
-        keys, longest = kv_rows * shape.row, most_kv_rows * shape.row
+        keys, longest = kv_rows * shape.row, plan.kv.s_max * shape.row
         rows = q_rows * shape.batch * shape.heads
         q, o = rows * shape.head_dim, rows * shape.v_head_dim
         return cls(
@@ -199,7 +194,7 @@ def _ulysses(plan: PlanData, shape: Shape) -> Peak:
     inner = peak(replace(rows, schedule=between_rows(plan.schedule), handle=None), own)
     size = Sizes.of(plan, shape)  # of this rank's rows
     # What it sends of them: the rows of the longest shard, each KV head for each of its readers.
-    sends = Sizes.padded_rows(plan, replace(shape, kv_heads=sum(map(len, kv_heads))))
+    sends = Sizes.of(plan, replace(shape, kv_heads=sum(map(len, kv_heads))), padded=True)
     whole = Sizes.of(rows, own)  # of this rank's heads: all tokens of its row of ranks
     # Queries and keys of equally many rows, and keys and values of equally many channels, travel together.
     one_rows, one_dim = plan.q.s_max == plan.kv.s_max, shape.head_dim == shape.v_head_dim

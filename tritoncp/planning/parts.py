@@ -33,10 +33,7 @@ def rows_of_placement(placement: Placement, rows: list[range]) -> Placement:
     >>> part.slots[0].tolist(), part.positions(0).tolist()
     ([[[0, 2, 2], [2, 4, 2]]], [[2, 3, 4, 5]])
     """
-    slots = tuple(map(_cut_slots, placement.slots, rows))
-    part = Placement(placement.length, placement.block, slots, tuple(map(len, rows)))
-    object.__setattr__(part, "order_is_read", placement.order_is_read)
-    return part
+    return placement.part(tuple(map(_cut_slots, placement.slots, rows)), tuple(map(len, rows)))
 
 
 def _cut_slots(slots: Tensor, rows: range) -> Tensor:

@@ -113,8 +113,11 @@ class Placement:
         """Return the placement of ``count`` batch rows from ``first`` on; all share one if ``batch`` is 1."""
         if self.batch == 1:
             return self
-        slots = tuple(part[first : first + count].contiguous() for part in self.slots)
-        part = Placement(self.length, self.block, slots, self.lengths)
+        return self.part(tuple(part[first : first + count].contiguous() for part in self.slots), self.lengths)
+
+    def part(self, slots: tuple[Tensor, ...], lengths: tuple[int, ...]) -> "Placement":
+        """Return the placement of a part of the tokens, in the order of this one."""
+        part = Placement(self.length, self.block, slots, lengths)
         object.__setattr__(part, "order_is_read", self.order_is_read)
         return part
 

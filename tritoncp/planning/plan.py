@@ -134,7 +134,7 @@ class Plan(PlanData, BlockMaskInterface):
     @on_host
     def metrics(self, hardware: Hardware | None = None, **shape: int) -> dict[str, float]:
         """Predict evenness, bytes sent, memory and time of a layer: a flat dict of numbers, whose keys
-        :class:`tritoncp.planning.cost.Metrics` describes.
+        :func:`tritoncp.planning.cost.plan_metrics` describes.
 
         shape: as for :meth:`explain`. "Does it fit?" is ``backward_peak_bytes`` plus what the model's other
         layers keep, at least their ``shard_bytes``. To log it, with Weights & Biases or with TensorBoard::
@@ -148,7 +148,7 @@ class Plan(PlanData, BlockMaskInterface):
         >>> metrics["forward_extra_bytes"] >> 20, metrics["backward_peak_bytes"] >> 20
         (386, 1730)
         """
-        return Facts.of(self, hardware, **shape).metrics._asdict()
+        return Facts.of(self, hardware, **shape).metrics
 
     @on_host
     def plot(self, path: str | Path | None = None, hardware: Hardware | None = None, **shape: int) -> Figure:

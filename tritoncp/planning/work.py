@@ -23,10 +23,10 @@ class Work:
     """The input of a balancer: the query blocks of one batch row.
 
     costs:      work of each block [blocks], summed over heads and masks
-    world_size: ranks to deal them to
+    world_size: ranks to assign them to
     runs:       the key blocks that the query blocks see: Runs [1, H, blocks, columns of keys] for each mask
     together:   whether the keys of block i are on the rank of its queries. If the numbers of keys and queries
-                differ, keys are dealt separately, and columns are blocks of the other side
+                differ, keys are assigned separately, and columns are blocks of the other side
 
     >>> Work(torch.ones(4), 2).sees
     ()

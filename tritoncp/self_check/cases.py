@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ PERIOD = 61  # entries of the score_mod's table: with many, the largest error va
 DRAWS = 4  # random inputs per problem: the largest error of eager attention on one small tensor varies a lot
 
 
-class Case(NamedTuple):
+class CheckCase(NamedTuple):
     """The name of one pass of a schedule over a mask, in one dtype. A case holds no
     :class:`~tritoncp.planning.problem.Problem`, whose sizes depend on the device and the number of ranks."""
 
@@ -46,7 +47,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """
-        >>> Case("ring", "window", "float32", "backward").name
+        >>> CheckCase("ring", "window", "float32", "backward").name
         'ring-window-float32-backward'
         """
         return "-".join(self)
@@ -62,7 +63,7 @@ class Result:
     why:   the reason why there is no error to report
     """
 
-    case: Case
+    case: CheckCase
     tensor: str | None = None
     error: float | None = None
     allowed: float | None = None
@@ -115,22 +116,24 @@ def choose_degree(world_size: int, heads: int) -> int | None:
     return next(divisors, None)
 
 
-def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[Case]:
-    """List the cases that fit the world and match ``only``; cases that share kernels are adjacent."""
+def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[CheckCase]:
+    """List the cases that fit the world and match ``only``; cases that share kernels are adjacent. Raises
+    ValueError where there are none."""
     fitting = [ONE_DEVICE]
     if world_size > 1:
         fitting += [name for name in SCHEDULES if name != "ulysses+ring"]
     if choose_degree(world_size, choose_sizes(device, world_size).heads):
         fitting.append("ulysses+ring")
     names = (str(dtype).removeprefix("torch.") for dtype in choose_dtypes(device))
-    cases = (
-        Case(schedule, mask, dtype, direction)
-        for dtype in names
-        for mask in MASKS
-        for schedule in fitting
-        for direction in PASSES
-    )
-    return [case for case in cases if fnmatch(case.name, only)]
+    cases = [
+        CheckCase(schedule, mask, dtype, direction)
+        for dtype, mask, schedule, direction in itertools.product(names, MASKS, fitting, PASSES)
+    ]
+    if not (chosen := [case for case in cases if fnmatch(case.name, only)]):
+        raise ValueError(
+            f"--only {only!r} matches no case of {world_size} ranks; a case's name is, say, {cases[-1].name}"
+        )
+    return chosen
 
 
 # -- problems and their exact answers ---------------------------------------------------------------------
@@ -167,7 +170,7 @@ def make_score_mod(bias: Tensor) -> Callable[..., Tensor]:
     return score_mod
 
 
-def make_problem(case: Case, device: torch.device, world_size: int) -> Answers:
+def make_problem(case: CheckCase, device: torch.device, world_size: int) -> Answers:
     """Draw the problem of a case; its allowed errors are the largest over DRAWS random inputs."""
     sizes = replace(choose_sizes(device, world_size), mask=MASKS[case.mask], dtype=case.dtype)
     problem, *redraws = (draw_problem(case.mask, sizes, device, seed) for seed in range(DRAWS))
@@ -204,14 +207,15 @@ def compute_exact(problem: Answers) -> dict[str, Tensor]:
     """Compute dense attention and its gradients in float64. A sink adds one term to the denominator of the
     softmax."""
     p = problem
-    wide = [None if x is None else x.double().requires_grad_() for x in (p.q, p.k, p.v, p.bias, p.sinks)]
-    q, k, v, bias, sinks = wide
-    assert q is not None and k is not None and v is not None
-    out, lse, _ = dense_attention(q, k, v, p.mask, None if bias is None else make_score_mod(bias))
-    if sinks is not None:
-        total = torch.logaddexp(lse, sinks[:, None])
+    inputs = dict(zip(TENSORS["backward"], (p.q, p.k, p.v, p.bias, p.sinks)))
+    wide = {name: x.double().requires_grad_() for name, x in inputs.items() if x is not None}
+    score = make_score_mod(wide["dbias"]) if "dbias" in wide else None
+    out, lse, _ = dense_attention(wide["dq"], wide["dk"], wide["dv"], p.mask, score)
+    if "dsinks" in wide:
+        total = torch.logaddexp(lse, wide["dsinks"][:, None])
         out, lse = out * torch.exp(lse - total)[..., None], total
-    return differentiate(out, lse, p.dout.double(), p.dlse.double(), wide)
+    grads = torch.autograd.grad([out, lse], list(wide.values()), [p.dout.double(), p.dlse.double()])
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wide, grads))}
 
 
 def compute_eager(problem: Answers) -> dict[str, Tensor]:
@@ -225,7 +229,7 @@ def compute_eager(problem: Answers) -> dict[str, Tensor]:
         if p.sinks is None:
             return p.dout, p.dlse
         leaves = [x.detach().requires_grad_() for x in (out, lse, p.sinks)]
-        ends["out"], ends["lse"] = (x for x in with_sinks(*leaves))
+        ends["out"], ends["lse"] = with_sinks(*leaves)
         dout, dlse, ends["dsinks"] = torch.autograd.grad((ends["out"], ends["lse"]), leaves, (p.dout, p.dlse))
         return dout, dlse
 
@@ -236,13 +240,3 @@ def compute_eager(problem: Answers) -> dict[str, Tensor]:
     if captured:
         ends["dbias"] = eager.captured[0]
     return {name: x.detach() for name, x in ends.items()}
-
-
-def differentiate(
-    out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor, leaves: Sequence[Tensor | None]
-) -> dict[str, Tensor]:
-    """Compute the gradients of the leaves (q, k, v, bias, sinks) that are not None. Returns them and the
-    outputs by name."""
-    leaves_by_name = {name: x for name, x in zip(TENSORS["backward"], leaves) if x is not None}
-    grads = torch.autograd.grad([out, lse], list(leaves_by_name.values()), [dout, dlse])
-    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves_by_name, grads))}

@@ -69,11 +69,11 @@ def check(
         )
     interpret_without_gpu()  # before Triton is imported
     require_engine()
-    from tritoncp.self_check.attempts import Request
+    from tritoncp.self_check.attempts import CheckRequest
     from tritoncp.self_check.run import main
 
     strict = strict or budget is not None
-    sys.exit(main(Request(only, jobs, world_size or 4, budget or BUDGET, timeout, strict), as_json))
+    sys.exit(main(CheckRequest(only, jobs, world_size or 4, budget or BUDGET, timeout, strict), as_json))
 
 
 def require_engine() -> None:

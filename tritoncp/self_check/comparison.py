@@ -24,7 +24,7 @@ from tritoncp.self_check.cases import (
     ONE_DEVICE,
     REPLICATED,
     Answers,
-    Case,
+    CheckCase,
     Result,
     choose_degree,
     make_score_mod,
@@ -89,7 +89,7 @@ class Ranks:
         return [pickle.loads(padded[:size]) for padded, size in zip(texts, sizes)]
 
 
-class Errors(NamedTuple):
+class PassErrors(NamedTuple):
     """Errors of one pass, as far as one process can compute them.
 
     errors: by rank and tensor
@@ -109,7 +109,9 @@ def shard_tensor(x: Tensor, name: str, plan: Plan | None, ranks: Sequence[int]) 
     return [shard(x, plan.for_rank(rank), dim=2, side=side, pad=pad) for rank in ranks]
 
 
-def run_passes(ranks: Ranks, problem: Answers, schedule: str, wait: Callable[[], None]) -> Iterator[Errors]:
+def run_passes(
+    ranks: Ranks, problem: Answers, schedule: str, wait: Callable[[], None]
+) -> Iterator[PassErrors]:
     """Run the forward pass, then the backward pass, and yield the errors of each. ``wait`` blocks until the
     device has finished its work."""
     p = problem
@@ -126,7 +128,7 @@ def run_passes(ranks: Ranks, problem: Answers, schedule: str, wait: Callable[[],
     outs, lses = ranks.attend(plan, p, qkv, None if bias is None else make_score_mod(bias), sinks)
     wait()
     results = {"out": [x.detach() for x in outs], "lse": [x.detach() for x in lses]}
-    yield Errors(compare_results(p, results, plan, members), {})
+    yield PassErrors(compare_results(p, results, plan, members), {})
 
     replicated = {name: x for name, x in zip(REPLICATED, (bias, sinks)) if x is not None}
     inputs = [*qkv[0], *qkv[1], *qkv[2], *replicated.values()]
@@ -139,7 +141,7 @@ def run_passes(ranks: Ranks, problem: Answers, schedule: str, wait: Callable[[],
     if plan is None:  # each rank has computed the full gradients: nothing to sum
         errors |= {(ranks.own, name): largest_error(x, p.exact[name]) for name, x in sums.items()}
         sums = {}
-    yield Errors(errors, {name: x.double().cpu() for name, x in sums.items()})
+    yield PassErrors(errors, {name: x.double().cpu() for name, x in sums.items()})
 
 
 def compare_results(
@@ -155,7 +157,7 @@ def compare_results(
     return errors
 
 
-def judge_case(case: Case, problem: Answers, processes: Sequence[Errors]) -> Result:
+def judge_case(case: CheckCase, problem: Answers, processes: Sequence[PassErrors]) -> Result:
     """Judge a case by the errors of every process."""
     errors: dict[tuple[int | None, str], float]  # by rank, None for sums, and tensor
     errors = {key: error for part in processes for key, error in part.errors.items()}

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from tritoncp.doctor import examine, summary_rows
 from tritoncp.perf.suite import machine
-from tritoncp.self_check.attempts import Request
-from tritoncp.self_check.cases import Case, Result, choose_dtypes
+from tritoncp.self_check.attempts import CheckRequest
+from tritoncp.self_check.cases import CheckCase, Result, choose_dtypes
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """The result of a check.
 
     results: a result for each case, in the order of the cases
@@ -25,7 +25,7 @@ class Report:
     absent:  the ranks that were lost
     """
 
-    request: Request
+    request: CheckRequest
     facts: dict[str, Any]
     results: Sequence[Result]
     seconds: float
@@ -45,17 +45,9 @@ class Report:
     @property
     def untested(self) -> list[str]:
         """The schedules and passes without a case that ran."""
-        schedules_and_passes = {part: False for result in self.results for part in result.case[::3]}
-        schedules_and_passes |= {
-            part: True for result in self.results if result.ran for part in result.case[::3]
-        }
-        return [part for part, tested in schedules_and_passes.items() if not tested]
-
-    @property
-    def worst(self) -> Result | None:
-        """The worst failing case: one without an error to show first."""
-        wrong = [result for result in self.results if result.ran and not result.right]
-        return max(wrong, key=lambda result: result.excess, default=None)
+        tested = {part for result in self.results if result.ran for part in result.case[::3]}
+        listed = dict.fromkeys(part for result in self.results for part in result.case[::3])
+        return [part for part in listed if part not in tested]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -94,11 +86,37 @@ def list_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield from ((label, text) for text in facts[key])
 
 
-def format_line(result: Result) -> str:
-    """Format a case as a row of the table."""
-    schedule, mask, dtype, direction = result.case
-    verdict = "right" if result.right else "WRONG"
-    return f"{verdict}  {schedule:12} {mask:9} {dtype:8} {direction:8}  {describe(result)}"
+class Display:
+    """Prints a numbered line for each case when it ends."""
+
+    def __init__(self, console: Console, enabled: bool):
+        self.console, self.enabled = console, enabled
+        self.shown: set[CheckCase] = set()
+
+    def show(self, result: Result, total: int) -> None:
+        """Print the row of a case: its number, verdict, name and error."""
+        self.shown.add(result.case)
+        number, verdict = f"{len(self.shown):{len(str(total))}}/{total}", "right" if result.right else "WRONG"
+        schedule, mask, dtype, direction = result.case
+        line = f"{number} {verdict}  {schedule:12} {mask:9} {dtype:8} {direction:8}  {describe(result)}"
+        self.print(line, "" if result.right else "red")
+
+    def print(self, line: str, style: str = "") -> None:
+        if self.enabled:
+            self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+            self.console.file.flush()  # so that a file has the line even if this process is killed
+
+    def show_report(self, report: CheckReport) -> None:
+        """Print the cases that were not shown, facts and verdict."""
+        if not self.enabled:  # the rank that showed the cases is lost
+            self.enabled, self.shown = True, set()
+        for result in report.results:
+            if result.ran and result.case not in self.shown:
+                self.show(result, len(report.results))
+        for label, text in list_facts(report.facts):
+            self.print(f"{label:<16} " + text.replace("\n", "\n" + " " * 17))
+        for line in format_verdict(report):
+            self.print(line, "green" if report.right else "red")
 
 
 def describe(result: Result) -> str:
@@ -111,64 +129,26 @@ def describe(result: Result) -> str:
     return f"{result.tensor} {numbers}, {place}{f' (also {also})' if also else ''}"
 
 
-class Display:
-    """Prints a numbered line for each case when it ends."""
-
-    def __init__(self, console: Console, enabled: bool):
-        self.console, self.enabled = console, enabled
-        self.total = 0  # of the cases
-        self.shown: set[Case] = set()
-
-    def show(self, result: Result) -> None:
-        self.shown.add(result.case)
-        number = f"{len(self.shown):{len(str(self.total))}}/{self.total}"
-        self.print(f"{number} {format_line(result)}", "" if result.right else "red")
-
-    def print(self, line: str, style: str = "") -> None:
-        if self.enabled:
-            self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-            self.console.file.flush()  # so that a file has the line even if this process is killed
-
-    def show_report(self, report: Report) -> None:
-        """Print the cases that were not shown, facts and verdict."""
-        if not self.enabled:  # the rank that showed the cases is lost
-            self.enabled, self.shown = True, set()
-        for result in report.results:
-            if result.ran and result.case not in self.shown:
-                self.show(result)
-        for label, text in list_facts(report.facts):
-            self.print(f"{label:<16} " + text.replace("\n", "\n" + " " * 17))
-        for line in format_verdict(report):
-            self.print(line, "green" if report.right else "red")
-
-
-def format_verdict(report: Report) -> Iterator[str]:
+def format_verdict(report: CheckReport) -> Iterator[str]:
     """Format the last lines: counts, cases that did not run, the worst case, and a line for a bug report."""
     ran = [result for result in report.results if result.ran]
-    right = sum(result.right for result in ran)
-    yield f"{right} of {len(ran)} cases are right, {report.seconds:.1f} s"
+    wrong = [result for result in ran if not result.right]
+    yield f"{len(ran) - len(wrong)} of {len(ran)} cases are right, {report.seconds:.1f} s"
     if left_out := [result.case for result in report.results if not result.ran]:
-        yield f"not run: {len(left_out)} more, of {format_cases(left_out)}: {report.stopped}"
+        kinds = ", ".join(dict.fromkeys(f"{case.mask} {case.dtype}" for case in left_out))
+        yield f"not run: {len(left_out)} more, of {kinds}: {report.stopped}"
     elif report.stopped:
         yield f"stopped: {report.stopped}"
     if report.untested and report.stopped == report.request.late:
         yield f"no case ran of {', '.join(report.untested)}: --budget gives the check more seconds"
-    if worst := report.worst:
+    if wrong:
+        worst = max(wrong, key=lambda result: result.excess)  # one without an error to show first
         yield f"worst: {worst.case.name}: {describe(worst)}"
-        yield f"for a report: {format_report_line(report, worst)}"
+        yield f"for a report: {format_report_line(report.facts, worst)}"
 
 
-def format_cases(cases: Sequence[Case]) -> str:
-    """Format many cases by mask, dtype and schedules."""
-    schedules: dict[str, dict[str, None]] = {}
-    for case in cases:
-        schedules.setdefault(f"{case.mask} {case.dtype}", {})[case.schedule] = None
-    return "; ".join(f"{key} ({', '.join(names)})" for key, names in schedules.items())
-
-
-def format_report_line(report: Report, worst: Result) -> str:
+def format_report_line(facts: dict[str, Any], worst: Result) -> str:
     """Format one line with versions, device and the worst case, to paste into a bug report."""
-    facts = report.facts
     parts = [
         *(f"{name} {facts['versions'][name]}" for name in ("tritoncp", "torch", "triton")),
         facts["device"],

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,26 +19,26 @@ from rich.console import Console
 
 from tritoncp.core.process_environment import torchrun_world_size, use_loopback_interface
 from tritoncp.core.worker_pool import Lost, WorkerPool, count_cores
-from tritoncp.distributed import failures
+from tritoncp.distributed.failures import GroupClosed
 from tritoncp.ops.engine_factory import name_functions
-from tritoncp.self_check.attempts import Limits, Request, Stopped, run_cases
-from tritoncp.self_check.cases import ONE_DEVICE, Case, Result, choose_degree, choose_sizes, list_cases
+from tritoncp.self_check.attempts import CheckRequest, Stopped, run_cases
+from tritoncp.self_check.cases import ONE_DEVICE, CheckCase, Result, choose_degree, choose_sizes, list_cases
 from tritoncp.self_check.comparison import Ranks
-from tritoncp.self_check.report import Display, Report, collect_facts
+from tritoncp.self_check.report import CheckReport, Display, collect_facts
 
 GRACE = 5.0  # extra seconds, after a message has timed out, for ranks to exchange their results
 LINGER = 2.0  # seconds that a rank waits after a loss before it exits: slower ranks may still need it
 SHORT = (ONE_DEVICE, "allgather", "ulysses")  # schedules that share kernels; the others share about as many
 
 
-def main(request: Request, as_json: bool) -> int:
+def main(request: CheckRequest, as_json: bool) -> int:
     """Run the check, print its report, and return the exit code. Exits the process where a rank is lost."""
-    limits, world_size = Limits(request), torchrun_world_size() or 1
+    world_size = torchrun_world_size() or 1
     many = world_size > 1
     rank = int(os.environ["RANK"]) if many else 0
     display = Display(Console(stderr=as_json), enabled=rank == 0)
-    with limits.listening():
-        report = (check_group if many else check_alone)(request, limits, display)
+    with request.record_signals():
+        report = (check_group if many else check_alone)(request, display)
     if rank == min(set(range(world_size)) - set(report.absent)):  # the first one that is not lost
         display.show_report(report)
         if as_json:
@@ -54,50 +53,40 @@ def main(request: Request, as_json: bool) -> int:
     return code
 
 
-def select_cases(request: Request, world_size: int, device: torch.device) -> list[Case]:
-    """List the cases that the command asks for. Raises ValueError where there are none."""
-    cases = list_cases(world_size, device, request.only)
-    if not cases:
-        example = list_cases(world_size, device)[-1].name
-        raise ValueError(
-            f"--only {request.only!r} matches no case of {world_size} ranks; a case's name is, say, {example}"
-        )
-    return cases
-
-
 def collect_results(
-    outcomes: Iterable[Result], cases: Sequence[Case], display: Display
-) -> tuple[list[Result], Any]:
-    """Take the results as they come, in any order. Returns one for each case, in the order of the cases, and
-    the Stopped that ended the check early, or None."""
-    results, stop = {}, None
-    display.total = len(cases)
+    outcomes: Iterable[Result], cases: Sequence[CheckCase], display: Display
+) -> tuple[list[Result], Stopped | GroupClosed | None]:
+    """Show the results as they come, in any order. Returns one for each case, in the order of the cases, and
+    the error that ended the check early, or None."""
+    results: dict[CheckCase, Result] = {}
+    stop: Stopped | GroupClosed | None = None
     try:
         for result in outcomes:
             results[result.case] = result
-            display.show(result)
-    except (Stopped, failures.GroupClosed) as error:
+            display.show(result, len(cases))
+    except (Stopped, GroupClosed) as error:
         stop = error
     return [results.get(case) or Result(case, why=f"not run: {stop}") for case in cases], stop
 
 
-def check_alone(request: Request, limits: Limits, display: Display) -> Report:
+def check_alone(request: CheckRequest, display: Display) -> CheckReport:
     """Run every case in a simulated world on one device; worker processes compile its kernels."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    cases = select_cases(request, request.world_size, device)
+    cases = list_cases(request.world_size, device, request.only)
     facts = collect_facts(device, f"{request.world_size} simulated ranks on {device}")
     parts = split_into_parts(cases)
-    jobs = min(len(parts), request.jobs or count_cores())
-    outcomes = run_in_processes(parts, Ranks(device, request.world_size), jobs, limits)
+    outcomes = run_in_processes(
+        parts, Ranks(device, request.world_size), request.jobs or count_cores(), request
+    )
     results, stop = collect_results(outcomes, cases, display)
-    return Report(request, facts, results, limits.seconds, stop and str(stop))
+    return CheckReport(request, facts, results, request.seconds, str(stop) if stop else None)
 
 
-def split_into_parts(cases: Sequence[Case]) -> list[list[Case]]:
+def split_into_parts(cases: Sequence[CheckCase]) -> list[list[CheckCase]]:
     """Split cases into parts that share kernels, in their order: one dtype and mask each (sinks go with the
     causal mask, whose kernels they use), in two halves by schedule."""
-    parts: dict[tuple[str, str, bool], list[Case]] = {}
+    parts: dict[tuple[str, str, bool], list[CheckCase]] = {}
     for case in cases:
         key = case.dtype, case.mask.replace("sinks", "causal"), case.schedule in SHORT
         parts.setdefault(key, []).append(case)
@@ -105,22 +94,22 @@ def split_into_parts(cases: Sequence[Case]) -> list[list[Case]]:
 
 
 def run_in_processes(
-    parts: Sequence[Sequence[Case]], ranks: Ranks, jobs: int, limits: Limits
+    parts: Sequence[Sequence[CheckCase]], ranks: Ranks, jobs: int, request: CheckRequest
 ) -> Iterator[Result]:
     """Run parts in up to ``jobs`` processes that share a device, because compiling (on a GPU) or Python (on a
     CPU) takes most time. A case during which its process dies has failed. Raises Stopped where a limit is
     reached."""
     method = "fork" if ranks.device.type == "cpu" else "spawn"
-    work, set_up = partial(run_part, ranks, limits), partial(set_up_process, ranks.device)
+    work, set_up = partial(run_part, ranks, request), partial(set_up_process, ranks.device)
     with WorkerPool(work, jobs, setup=set_up, method=method) as pool:
-        for case, result in pool.run(parts, limits.check):
+        for case, result in pool.run(parts, request.check_limits):
             yield Result(case, why=result.why) if isinstance(result, Lost) else result
 
 
-def run_part(ranks: Ranks, limits: Limits, cases: Sequence[Case]) -> Iterator[Result]:
+def run_part(ranks: Ranks, request: CheckRequest, cases: Sequence[CheckCase]) -> Iterator[Result]:
     """Run cases in a worker process, up to one after which its device cannot be used."""
     with contextlib.suppress(Stopped):
-        yield from run_cases(cases, ranks, limits)
+        yield from run_cases(cases, ranks, request)
 
 
 def set_up_process(device: torch.device) -> None:
@@ -135,21 +124,19 @@ def set_up_process(device: torch.device) -> None:
 # -- the ranks of torchrun --------------------------------------------------------------------------------
 
 
-def check_group(request: Request, limits: Limits, display: Display) -> Report:
+def check_group(request: CheckRequest, display: Display) -> CheckReport:
     """Run every case on the ranks that torchrun started. Ranks that are not lost return the same report."""
     device = select_device()
-    cases = select_cases(request, int(os.environ["WORLD_SIZE"]), device)
-    budget = timedelta(seconds=request.budget)
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=budget)))
+    world_size = int(os.environ["WORLD_SIZE"])
+    cases = list_cases(world_size, device, request.only)
+    ranks = join_groups(request, device, world_size)
     if device.type == "cuda":
-        compile_share(cases, device, limits)
-        await_compilers(store, rank, world_size, budget)
+        compile_share(cases, ranks, request)
     set_up_process(device)
-    ranks = join_groups(request, device, store, rank, world_size)
     facts = collect_facts(device, f"{world_size} ranks, {dist.get_backend()}")
 
     def outcomes() -> Iterator[Result]:
-        yield from run_cases(cases, ranks, limits)
+        yield from run_cases(cases, ranks, request)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         own = {"host": platform.node(), "device": str(device), "name": name, "pid": os.getpid()}
         facts["ranks"] = ranks.gather(own)
@@ -157,8 +144,8 @@ def check_group(request: Request, limits: Limits, display: Display) -> Report:
     results, stop = collect_results(outcomes(), cases, display)
     if stop is None:
         dist.destroy_process_group()
-        return Report(request, facts, results, limits.seconds)
-    return Report(request, facts, results, limits.seconds, str(stop), stop.absent)
+        return CheckReport(request, facts, results, request.seconds)
+    return CheckReport(request, facts, results, request.seconds, str(stop), stop.absent)
 
 
 def select_device() -> torch.device:
@@ -177,21 +164,20 @@ def select_device() -> torch.device:
     return device
 
 
-def join_groups(
-    request: Request, device: torch.device, store: dist.Store, rank: int, world_size: int
-) -> Ranks:
+def join_groups(request: CheckRequest, device: torch.device, world_size: int) -> Ranks:
     """Make the process groups, for tensors and for results on the host. NCCL's timeout is longer than this
     process waits for the GPU, because NCCL kills a process whose messages time out."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         use_loopback_interface()
+    budget = timedelta(seconds=request.budget)
+    store, rank, _ = next(iter(dist.rendezvous("env://", timeout=budget)))  # ranks may start late
     gpu = device.type == "cuda"
-    seconds = 3 * (request.timeout + GRACE) + 30 if gpu else request.timeout
     dist.init_process_group(
         "nccl" if gpu else "gloo",
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=seconds),
+        timeout=timedelta(seconds=3 * (request.timeout + GRACE) + 30 if gpu else request.timeout),
         device_id=device if gpu else None,
     )
     host = dist.new_group(backend="gloo", timeout=timedelta(seconds=request.timeout + GRACE))
@@ -202,26 +188,14 @@ def join_groups(
     return Ranks(device, world_size, dist.group.WORLD, mesh, host)
 
 
-def compile_share(cases: Sequence[Case], device: torch.device, limits: Limits) -> None:
+def compile_share(cases: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> None:
     """Compile this rank's share of the kernels into Triton's cache on disk, by running its share of the cases
-    in a simulated world on its GPU. Their results are dropped: only the run on real ranks counts."""
-    local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    parts = split_into_parts(cases)[local::ranks]
-    jobs = limits.request.jobs or max(1, count_cores() // ranks)
-    ranks_of_gpu = Ranks(device, int(os.environ["WORLD_SIZE"]))
+    in a simulated world on its GPU, and wait for the other ranks. Results are dropped: only the run on real
+    ranks counts. Raises RuntimeError, which names the ranks that have not compiled theirs in time."""
+    local, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    jobs = request.jobs or max(1, count_cores() // local_size)
     with contextlib.suppress(Stopped):  # the real run ends for the same reason
-        for _ in run_in_processes(parts, ranks_of_gpu, jobs, limits):
+        parts = split_into_parts(cases)[local::local_size]
+        for _ in run_in_processes(parts, Ranks(ranks.device, ranks.world_size), jobs, request):
             pass
-
-
-def await_compilers(store: dist.Store, rank: int, world_size: int, budget: timedelta) -> None:
-    """Wait until every rank has compiled its share. Raises RuntimeError, which names the missing ranks."""
-    keys = [f"tritoncp/compiled/{other}" for other in range(world_size)]
-    store.set(keys[rank], "")
-    try:
-        store.wait(keys, budget)
-    except RuntimeError as error:
-        absent = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise RuntimeError(
-            f"ranks {absent} have not compiled their share of the kernels within {budget.total_seconds():g} s"
-        ) from error
+    dist.monitored_barrier(ranks.host, timedelta(seconds=request.budget), wait_all_ranks=True)

@@ -16,7 +16,7 @@ from tritoncp.perf.console import make_console
 
 if TYPE_CHECKING:
     from tritoncp.ops.tile_tables import Device
-    from tritoncp.tuning.search_run import Request, TuningResult
+    from tritoncp.tuning.search_run import TuningRequest, TuningResult
     from tritoncp.tuning.targets import Target
 
 ASSUMED = "sm_90"  # the architecture of --dry-run on a machine without a GPU
@@ -116,7 +116,7 @@ def autotune(
         show_candidates(selection, device, as_json)
         return
     folder = out or search_run.output_folder()
-    request = search_run.Request(tuple(selection), device, seconds, resume, folder, jobs, timeout)
+    request = search_run.TuningRequest(tuple(selection), device, seconds, resume, folder, jobs, timeout)
     result = search_run.autotune(request, make_console(stderr=True))
     show_result(request, result, as_json)
     sys.exit(130 if result.interrupted else 0 if result.rows else 1)
@@ -157,7 +157,7 @@ def show_candidates(selection: Sequence[Target], device: Device, as_json: bool) 
         click.echo(f"{row['kernel']}: {row['candidates']} candidates")
 
 
-def show_result(request: Request, result: TuningResult, as_json: bool) -> None:
+def show_result(request: TuningRequest, result: TuningResult, as_json: bool) -> None:
     """Print the rows of a run, as a table or in JSON, and what the run did not get to."""
     from tritoncp.tuning import search_run
 

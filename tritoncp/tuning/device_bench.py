@@ -80,7 +80,7 @@ class ReferenceProblem:
                 return f"{name} is off by {errors.whole:.3g}, its worst rows by {errors.worst:.3g}"
         return None
 
-    def _errors(self, name: str, tensor: Tensor) -> tuple[check.Errors, torch.dtype]:
+    def _errors(self, name: str, tensor: Tensor) -> tuple[check.RelativeErrors, torch.dtype]:
         """Errors of a result and the dtype that sets its tolerance. lse, which the gradients are computed
         from, is compared with the lse of the loops and then replaced by it."""
         if name != "lse":

@@ -18,7 +18,7 @@ from tritoncp.kernels.tile_rules import Config
 from tritoncp.tuning.targets import Target
 
 
-class Journal:
+class TuningJournal:
     """A file of findings. With ``resume`` those of the last run are valid if it had the same ``conditions``;
     otherwise the file begins anew.
 

@@ -21,7 +21,7 @@ from tritoncp.analysis.resource_table import SHARED_BYTES
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config, family
 from tritoncp.ops.tile_tables import MIN_SPEEDUP
-from tritoncp.tuning.journal import Journal
+from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.progress import Tally
 from tritoncp.tuning.targets import Target, candidates
 
@@ -30,7 +30,7 @@ ROUNDS = 4  # of the first halving
 REPORTED = ("spill_bytes", "shared_bytes", "failed")
 
 
-class Bench(Protocol):
+class LaunchBench(Protocol):
     """Measurements that need the device."""
 
     def wrong(self, target: Target, config: Config) -> str | None:
@@ -59,13 +59,13 @@ Compile = Callable[[list[Job]], Generator[tuple[Job, dict[str, Any]]]]
 class Tuner:
     """One tuning run.
 
-    compile_jobs: yields jobs with their reports, as :func:`tritoncp.analysis.compile_pool.compile_all`
+    compile_jobs: yields jobs with their reports, see :class:`tritoncp.analysis.compile_pool.Compilers`
     now:          a clock in seconds; no work is started after ``deadline``
     keep:         called with each target's choice at once
     """
 
     arch: str
-    journal: Journal
+    journal: TuningJournal
     compile_jobs: Compile
     deadline: float
     keep: Callable[[Target, Choice], None] = lambda target, choice: None
@@ -136,7 +136,7 @@ class Tuner:
             return f"{report['shared_bytes']} bytes of shared memory, there are {limit}"
         return f"spills {report['spill_bytes']} bytes" if report["spill_bytes"] else ""
 
-    def choose(self, target: Target, bench: Bench, until: float) -> Choice | None:
+    def choose(self, target: Target, bench: LaunchBench, until: float) -> Choice | None:
         """Choose the fastest right candidate, if it beats the rule; else the rule. None without a measurement
         of both.  An interrupt is passed on after the best choice so far was written down."""
         rule, *rivals = self.candidates(target)
@@ -169,7 +169,7 @@ class Tuner:
                 self.keep(target, best)
         return best
 
-    def _right(self, target: Target, config: Config, bench: Bench, until: float) -> bool:
+    def _right(self, target: Target, config: Config, bench: LaunchBench, until: float) -> bool:
         """Whether a candidate's results are right; False if time is up before the check."""
         finding = self.journal.finding("check", target, config)
         if finding is None:
@@ -184,7 +184,7 @@ class Tuner:
         return finding["wrong"] is None
 
     def _times(
-        self, target: Target, alive: Sequence[Config], bench: Bench, rounds: int, until: float
+        self, target: Target, alive: Sequence[Config], bench: LaunchBench, rounds: int, until: float
     ) -> dict[Config, float] | None:
         """Medians over ``rounds`` rounds. A round runs each candidate once, beginning with the next one; None
         if time is up before."""
@@ -210,7 +210,7 @@ class Tuner:
         winner = fastest if times[rule] / times[fastest] > MIN_SPEEDUP else rule
         return Choice(winner, times[winner], times[rule])
 
-    def run(self, requested: Sequence[Target], bench: Bench) -> dict[Target, Choice]:
+    def run(self, requested: Sequence[Target], bench: LaunchBench) -> dict[Target, Choice]:
         """Tune every target in turn; each may use its share of the time that is left."""
         for i, target in enumerate(requested):
             left = self.deadline - self.now()

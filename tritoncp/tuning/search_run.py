@@ -14,21 +14,14 @@ import torch
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.core import environment
 from tritoncp.ops import tile_tables
-from tritoncp.tuning.journal import Journal
+from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.progress import Tally
-from tritoncp.tuning.search import Bench, Choice, Tuner
+from tritoncp.tuning.search import Choice, LaunchBench, Tuner
 from tritoncp.tuning.targets import Target, candidates
 
 
-def entry_of(target: Target, choice: Choice) -> dict[str, Any]:
-    """Make the file entry of a choice. A rule that no candidate beats is an entry too: it has been
-    measured."""
-    times = {"ms": round(choice.ms, 5), "rule_ms": round(choice.rule_ms, 5)}
-    return {**target.entry, "config": asdict(choice.config), **times}
-
-
 @dataclass(frozen=True)
-class Request:
+class TuningRequest:
     """The command's request. folder: where choices and the journal are written."""
 
     targets: tuple[Target, ...]
@@ -85,14 +78,16 @@ class TuningResult(NamedTuple):
     interrupted: bool
 
 
-def autotune(request: Request, console: Any, bench: Bench | None = None) -> TuningResult:
+def autotune(request: TuningRequest, console: Any, bench: LaunchBench | None = None) -> TuningResult:
     """Tune the requested targets, writing each choice when it is made: an interrupt loses none."""
     arch, conditions = request.device.arch, request.conditions
-    journal = Journal(request.journal, conditions, request.resume)
+    journal = TuningJournal(request.journal, conditions, request.resume)
     rows: list[dict[str, Any]] = []
 
     def keep(target: Target, choice: Choice) -> None:
-        entry = entry_of(target, choice)
+        """Write a choice; the rule too, where no candidate beats it: it has been measured."""
+        times = {"ms": round(choice.ms, 5), "rule_ms": round(choice.rule_ms, 5)}
+        entry = {**target.entry, "config": asdict(choice.config), **times}
         rows.append(entry | {"gain": round(choice.gain, 3)})
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         facts = {"code": conditions["code"], "time": now}
@@ -109,7 +104,7 @@ def autotune(request: Request, console: Any, bench: Bench | None = None) -> Tuni
     return TuningResult(rows, tally, interrupted)
 
 
-def _device_bench() -> Bench:
+def _device_bench() -> LaunchBench:
     from tritoncp.tuning.device_bench import DeviceBench
 
     return DeviceBench(torch.device("cuda", torch.cuda.current_device()))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.perf.synthetic_history import ENV, H100, line, noisy, tags
+from tests.perf.synthetic_history import ENV, H100, line, tags
 from tritoncp.perf.dashboard.page import page as dashboard
 from tritoncp.perf.records.history import History
 
@@ -127,17 +127,4 @@ def test_it_fits_its_window_and_the_worst_is_on_the_first_screen(scheme, width, 
     row = page.locator(".slick-row").first.evaluate("(x) => getComputedStyle(x).backgroundColor")
     assert row == paper, "tables are in the colours of the page"
     assert page.errors == []
-    page.context.close()
-
-
-def test_it_is_quick_with_two_hundred_cases_of_five_hundred_runs(browser, tmp_path):
-    points = [
-        p for seed in range(200) for p in line(f"case-{seed}", noisy(seed, 500), tags=tags(MASKS[seed % 3]))
-    ]
-    path = tmp_path / "big.html"
-    path.write_text(dashboard(History(points, [])))
-    assert path.stat().st_size < 8_000_000
-    page = open_page(browser, path.as_uri())
-    page.get_by_label("Mask").select_option("window")
-    expect(page.locator("#count")).to_have_text("66 of 200 cases", timeout=5_000)
     page.context.close()

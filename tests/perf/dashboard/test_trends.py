@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.perf.synthetic_history import ENV, line
+from tests.perf.synthetic_history import ENV, line, noisy
 from tritoncp.perf.dashboard.trends import (
     NEAR,
     Cause,
@@ -18,30 +18,21 @@ from tritoncp.perf.dashboard.trends import (
 SEEDS = range(100)
 
 
-def draw_times(seed: int, points: int = 120, step: float = 0.0, at: int = 0) -> np.ndarray:
-    """Draw times with 1 % log-normal noise, 2 % of points 10 to 30 % too slow, and a step."""
-    random = np.random.default_rng(seed)
-    times = 2.5 * random.lognormal(0, 0.01, points)
-    times *= np.where(random.random(points) < 0.02, random.uniform(1.1, 1.3, points), 1)
-    times[at:] *= 1 + step
-    return times
-
-
 @pytest.mark.parametrize("step", [0.03, -0.03])
 def test_a_step_of_three_per_cent_is_found_within_three_points_and_nothing_besides(step):
-    changes = [find_changes(draw_times(seed, step=step, at=10 + seed)) for seed in SEEDS]
+    changes = [find_changes(noisy(seed, step=step, at=10 + seed)) for seed in SEEDS]
     assert sum(any(abs(c.at - 10 - seed) <= 3 for c in changes[seed]) for seed in SEEDS) >= 95
     assert sum(len(one) == 1 for one in changes) >= 95
 
 
 @pytest.mark.parametrize("points", [120, 500])
 def test_flat_series_have_no_change(points):
-    assert sum(bool(find_changes(draw_times(seed, points))) for seed in SEEDS) <= 2
+    assert sum(bool(find_changes(noisy(seed, points))) for seed in SEEDS) <= 2
 
 
 def test_changes_of_scaled_and_reversed_series_are_the_same_changes():
     """A law: the unit does not matter, and time reversed has the same levels in reverse order."""
-    times = draw_times(3, 300)
+    times = noisy(3, 300)
     times[100:] *= 1.05
     times[200:] *= 0.93
     changes = find_changes(times)
@@ -67,8 +58,8 @@ def test_the_newest_point_has_few_false_alarms_and_few_misses(count, alarms, hit
     """With 1 % noise, a few outliers before the newest point neither hide it nor raise an alarm."""
     slower = {"flat": 0, "slow": 0}
     for seed in range(200):
-        times = draw_times(2000 + seed, count + 1)
-        times[-1] = 2.5 * np.random.default_rng(seed).lognormal(0, 0.01)
+        times = noisy(2000 + seed, count + 1)
+        times[-1] = np.random.default_rng(seed).lognormal(0, 0.01)
         slower["flat"] += compare_newest(times).status == "slower"
         times[-1] *= 1.15
         slower["slow"] += compare_newest(times).status == "slower"

@@ -9,7 +9,6 @@ import tritoncp
 from tritoncp import and_masks, causal, create_block_mask, document, prefix_lm, sliding_window
 from tritoncp.distributed import collectives
 from tritoncp.masks import full_mask
-from tritoncp.masks.visible_keys import count_visible_keys
 from tritoncp.perf.suite.cases import CASES
 from tritoncp.perf.suite.work import of_plan
 from tritoncp.planning.problem import Problem
@@ -32,17 +31,6 @@ def mask_of(name: str):
         return full_mask(N, N, block=32)
     heads = 4 if name == "code" else 1
     return create_block_mask(MODS[name], 2 if "batch" in name else 1, heads, N, N, BLOCK_SIZE=(32, 64))
-
-
-@pytest.mark.parametrize("name", [*MODS, "full"])
-def test_visible_keys_are_those_of_the_dense_mask(name):
-    mask = mask_of(name)
-    assert torch.equal(count_visible_keys(mask, 2, 4).expand(2, 4, -1), mask.to_dense(2, 4).sum(-1))
-
-
-def test_a_mask_listed_for_one_head_is_evaluated_for_every_head():
-    mask = create_block_mask(lambda b, h, q, kv: q + h >= kv, 1, 1, N, N, BLOCK_SIZE=64)
-    assert torch.equal(count_visible_keys(mask, 2, 4), mask.to_dense(2, 4).sum(-1))
 
 
 @pytest.mark.parametrize("world", [1, 3])

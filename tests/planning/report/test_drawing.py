@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from tests.planning.report.test_rasters import document_plan
@@ -50,6 +51,9 @@ def test_every_plan_has_a_picture_of_one_size(name: str, tmp_path: Path) -> None
     assert saved.size == (1500, 1220) and figure._repr_png_()[:4] == b"\x89PNG", "a notebook shows it"
     bars = [patch.get_height() for patch in figure.axes[3].patches]
     assert bars == PLANS[name].work
+    remote, own = (torch.as_tensor(image.get_array().filled(-1)) for image in figure.axes[4].images)
+    reads = Facts.of(PLANS[name]).reads.double().fill_diagonal_(0)
+    assert torch.equal(remote, torch.where(reads > 0, reads, -1)) and own.add(1).equal(torch.eye(len(own)))
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -89,7 +89,7 @@ def test_plain_words_have_the_figures_of_the_plan():
     assert "each of the 4 ranks" in who and "2K tokens" in who and who.endswith("at 0-2K.")
     wait = 100 * (1 - 1 / drawn.imbalance)
     assert drawn.imbalance > 1.1 and "even: no" in even and f"wait {wait:.2g} %" in even
-    assert f"{100 * facts.metrics.remote_share:.3g} % of the keys" in travels
+    assert f"{100 * facts.metrics['remote_share']:.3g} % of the keys" in travels
     sent = max(facts.bytes_sent[drawn.schedule])  # the number in the table of schedules
     assert drawn.schedule in how and f"at most {format_bytes(sent)} sent by a rank" in how
     words = " ".join(str(drawn).split())

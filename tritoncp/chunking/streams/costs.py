@@ -5,7 +5,6 @@ Every figure is a function of the graph and of numbers that all ranks share, so 
 
 from __future__ import annotations
 
-import enum
 import math
 import operator
 from typing import Any, NamedTuple
@@ -36,21 +35,14 @@ LOOKUPS = {f"aten::{name}" for name in ("embedding", "gather", "index", "index_s
 PART_PLACES = {forward_part_op: (0, 2, 7), backward_part_op: (2, 6, 11)}
 
 
-class NodeKind(enum.Enum):
-    """The quantity that a node's time is predicted from."""
-
-    NOTHING = "nothing"  # inputs, views, sizes, allocations, handles
-    PRODUCT = "product"
-    ATTENTION = "attention"
-    MEMORY = "memory"  # bytes read and written
-    MESSAGE = "message"
-    WAIT = "wait"
-
-
 class NodeCost(NamedTuple):
-    """Predicted seconds of one node, and the quantity behind them."""
+    """Predicted seconds of one node, and the quantity that they are predicted from.
 
-    kind: NodeKind
+    kind: "product", "attention", "memory" (bytes read and written), "message", "wait", or "nothing": inputs,
+        views, sizes, allocations and handles
+    """
+
+    kind: str
     seconds: float
 
 
@@ -62,17 +54,17 @@ def node_costs(gm: GraphModule, hardware: Hardware) -> dict[Node, NodeCost]:
 
 def _cost(node: Node, hardware: Hardware) -> NodeCost:
     if is_wait(node):
-        return NodeCost(NodeKind.WAIT, 0.0)
+        return NodeCost("wait", 0.0)
     if is_collective(node):
-        return NodeCost(NodeKind.MESSAGE, _message_seconds(node, hardware))
+        return NodeCost("message", _message_seconds(node, hardware))
     if attention.is_attention(node) or node.target in PART_PLACES:
-        return NodeCost(NodeKind.ATTENTION, _attention_flops(node) / hardware.flops)
+        return NodeCost("attention", _attention_flops(node) / hardware.flops)
     if _computes_nothing(node):
-        return NodeCost(NodeKind.NOTHING, 0.0)
+        return NodeCost("nothing", 0.0)
     seconds, flops = _traffic(node) / hardware.memory, _product_flops(node)
     if flops:
-        return NodeCost(NodeKind.PRODUCT, max(flops / hardware.flops, seconds))
-    return NodeCost(NodeKind.MEMORY, seconds)
+        return NodeCost("product", max(flops / hardware.flops, seconds))
+    return NodeCost("memory", seconds)
 
 
 def _computes_nothing(node: Node) -> bool:
@@ -133,7 +125,7 @@ def _attention_flops(node: Node) -> int:
     else:
         q, value = (attention.argument(node, name).meta["val"] for name in ("q", "v"))
         v_dim, keys = value.shape[3], hint(value.shape[2])
-        plan = _plan_of(attention.plan_of(node))
+        plan = _plan_of(attention.argument(node, "plan"))
     batch, heads, rows, dim = map(hint, q.shape)
     pairs = rows * keys if plan is None else _pairs(plan)
     forward = node.target in (attention.forward_op, forward_part_op)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from tritoncp.chunking.streams.costs import NodeKind, node_costs
+from tritoncp.chunking.streams.costs import node_costs
 from tritoncp.chunking.streams.storages import LiveBytes, Storages, dependencies_of
 from tritoncp.chunking.streams.timeline import LEGEND, Clock, Timeline, replay
 from tritoncp.planning.cost import Hardware
@@ -67,7 +67,7 @@ class CostedGraph:
             behind = self.followers[node]
             self.way[node] = self.costs[node].seconds + max((self.way[x] for x in behind), default=0.0)
             self.exchange[node] = min((self.exchange[x] for x in behind), default=far)
-            if self.costs[node].kind is NodeKind.MESSAGE:
+            if self.costs[node].kind == "message":
                 self.exchange[node] = -self.way[node], self.place[node]
 
 
@@ -157,7 +157,7 @@ class ListSchedule:
 
     def _admit(self, node: Node) -> None:
         """Enter a node whose dependencies have run."""
-        if self.graph.costs[node].kind is NodeKind.NOTHING and not self.graph.storages.new_bytes[node]:
+        if self.graph.costs[node].kind == "nothing" and not self.graph.storages.new_bytes[node]:
             heapq.heappush(self.free, self.graph.place[node])
         else:
             self.ready[node] = None
@@ -179,11 +179,11 @@ class ListSchedule:
                 alive = self.bytes
                 return min(nodes, key=lambda node: (alive.after(node), alive.during(node), place[node]))
             nodes = fitting
-        messages = [node for node in nodes if costs[node].kind is NodeKind.MESSAGE]
+        messages = [node for node in nodes if costs[node].kind == "message"]
         if messages:
             return min(messages, key=lambda node: (-way[node], place[node]))
         starts = {node: self.clock.start_of(node) for node in nodes}
         first = min(starts.values())
         now = [node for node in nodes if starts[node] <= first]
-        waits = [node for node in now if costs[node].kind is NodeKind.WAIT]
+        waits = [node for node in now if costs[node].kind == "wait"]
         return min(waits or now, key=lambda node: (self.graph.exchange[node], place[node]))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from tritoncp.chunking.streams.costs import NodeCost, NodeKind, node_costs
+from tritoncp.chunking.streams.costs import NodeCost, node_costs
 from tritoncp.chunking.streams.storages import LiveBytes, Storages
 from tritoncp.planning.cost import Hardware
 
@@ -136,9 +136,9 @@ class Clock:
     def start_of(self, node: Node) -> float:
         """Return when a node would start if it were issued now."""
         kind = self.costs[node].kind
-        if kind is NodeKind.MESSAGE:
+        if kind == "message":
             return max(self.compute, self.communication, self._arrival(node))
-        if kind is NodeKind.NOTHING:
+        if kind == "nothing":
             return self.compute
         return max(self.compute, self._arrival(node))
 
@@ -151,7 +151,7 @@ class Clock:
         """Issue a node, and return its start and end."""
         start = self.start_of(node)
         end = start + self.costs[node].seconds
-        if self.costs[node].kind is NodeKind.MESSAGE:
+        if self.costs[node].kind == "message":
             self.communication = end
             for number in self.storages.of[node]:
                 self.pending[number] = end
@@ -179,10 +179,10 @@ def replay(
         free, kind, chunk = clock.compute, costs[node].kind, chunk_of(node)
         start, end = clock.run(node)
         memory.run(node)
-        if kind is not NodeKind.MESSAGE and start > free:
+        if kind != "message" and start > free:
             spans.append(Span(node.name, "wait", free, start, chunk, memory.step))
         if end > start:
-            spans.append(Span(node.name, kind.value, start, end, chunk, memory.step))
+            spans.append(Span(node.name, kind, start, end, chunk, memory.step))
     return Timeline(tuple(spans), memory.peak, memory.peak_node, hardware)
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
-f4, f8, u2, u4, u8 = np.float32, np.float64, np.uint16, np.uint32, np.uint64
+f4, f8, u1, u2, u4, u8 = np.float32, np.float64, np.uint8, np.uint16, np.uint32, np.uint64
 Array = np.ndarray[Any, Any]
 SMALLEST = f4(np.finfo(f4).tiny)
 SMALLEST_BITS = u4(0x7F800000)
@@ -194,17 +195,11 @@ def extremum16(operation: str, t: str, a: Array, b: Array, nan: bool) -> Array:
     return narrow(t, choose(widen(t, a.view(u2)), widen(t, b.view(u2)), nan)).view(a.dtype)
 
 
-def to_tf32(x: Array) -> Array:
-    """float32 to tf32, to nearest, ties away from zero."""
+def to_tf32(x: Array, ties: str) -> Array:
+    """float32 to tf32, to nearest, ties away from zero ("rna") or to even ("rn")."""
     bits = x.view(u4)
-    out = (bits + u4(0x1000)) & u4(0xFFFFE000)
-    return np.where(np.isfinite(x), out, np.where(np.isnan(x), NAN32, bits))
-
-
-def to_tf32_nearest_even(x: Array) -> Array:
-    bits = x.view(u4)
-    out = (bits + u4(0xFFF) + ((bits >> u4(13)) & u4(1))) & u4(0xFFFFE000)
-    return np.where(np.isfinite(x), out, np.where(np.isnan(x), NAN32, bits))
+    half = u4(0x1000) if ties == "rna" else u4(0xFFF) + ((bits >> u4(13)) & u4(1))
+    return np.where(np.isfinite(x), (bits + half) & u4(0xFFFFE000), np.where(np.isnan(x), NAN32, bits))
 
 
 def tf32_of(bits: Array) -> Array:
@@ -213,10 +208,6 @@ def tf32_of(bits: Array) -> Array:
 
 
 # approximations: computed to the last bit or so, within the errors that PTX documents
-
-
-def tanh(x: Array) -> Array:
-    return np.tanh(x)
 
 
 def rsqrt(x: Array) -> Array:
@@ -236,11 +227,12 @@ UNARY: dict[str, Callable[[Array], Array]] = {
     "rsqrt": rsqrt,
     "sin": np.sin,
     "cos": np.cos,
-    "tanh": tanh,
+    "tanh": np.tanh,
 }
 
 # conversions
 
+FP8 = {"e4m3x2": (torch.float8_e4m3fn, 448.0), "e5m2x2": (torch.float8_e5m2, 57344.0)}
 ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
@@ -261,3 +253,38 @@ def to_integer(x: Array, mode: str, t: str) -> Array:
         else np.dtype(t).type(0)
     )
     return np.where(lost, unknown, out)
+
+
+def saturated(x: Array, t: str) -> Array:
+    """An integer clamped to the range of another type."""
+    info, given = np.iinfo(t), np.iinfo(x.dtype)
+    low, high = max(info.min, given.min), min(info.max, given.max)
+    return np.clip(x, x.dtype.type(low), x.dtype.type(high)).astype(t)
+
+
+def integer_to_16(t: str, x: Array) -> Array:
+    """An integer to float16 or bfloat16, rounded once."""
+    wide = x.astype(np.float64)
+    if x.dtype.itemsize == 8:  # rounded to odd, as numbers past 2^53 are not exact
+        low = (x & x.dtype.type(0x7FF)).astype(bool)
+        cut = (x & ~x.dtype.type(0x7FF)) | np.where(low, x.dtype.type(0x800), x.dtype.type(0))
+        large = np.abs(wide) >= 2.0**53
+        wide = np.where(large, cut.astype(np.float64), wide)
+    return narrow64(t, wide)
+
+
+def to_fp8(t: str, high: Array, low: Array) -> Array:
+    """Two float32 arrays to pairs of 8-bit floats, to nearest even; what is too large becomes the largest."""
+    dtype, most = FP8[t]
+    bytes_ = []
+    for x in (low, high):
+        clamped = torch.from_numpy(np.where(np.isnan(x), x, np.clip(x, -most, most)))
+        code = clamped.to(dtype).view(torch.uint8).numpy()
+        bytes_.append(np.where(np.isnan(x), u1(0x7F), code))
+    return np.stack(bytes_, 1).reshape(-1).view(u2)
+
+
+def of_fp8(t: str, pairs: Array) -> Array:
+    """Pairs of 8-bit floats to pairs of float16, exactly."""
+    codes = torch.from_numpy(np.ascontiguousarray(pairs).view(u1).copy())
+    return codes.view(FP8[t][0]).to(torch.float16).view(torch.int16).numpy().view(u4)

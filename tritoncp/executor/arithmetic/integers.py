@@ -51,12 +51,16 @@ def remainder(a: Array, b: Array) -> Array:
 def shift_left(a: Array, b: Array) -> Array:
     """Shifts by the width or more give zero."""
     bits = u4(8 * a.dtype.itemsize)
+    if np.ndim(b) == 0:
+        return a << a.dtype.type(b) if b < bits else np.zeros_like(a)
     return np.where(b < bits, a << np.minimum(b, bits - u4(1)).astype(a.dtype), a.dtype.type(0))
 
 
 def shift_right(a: Array, b: Array) -> Array:
     """Shifts by the width or more give zero, or the sign in every bit."""
     bits = u4(8 * a.dtype.itemsize)
+    if np.ndim(b) == 0 and b < bits:
+        return a >> a.dtype.type(b)
     out = a >> np.minimum(b, bits - u4(1)).astype(a.dtype)
     return out if a.dtype.kind == "i" else np.where(b < bits, out, a.dtype.type(0))
 
@@ -91,37 +95,29 @@ def reverse_bits(x: Array) -> Array:
     return np.packbits(flipped, axis=1, bitorder="little").reshape(-1).view(x.dtype)
 
 
+def low_bits(count: Array, t: np.dtype[Any]) -> Array:
+    """Numbers whose lowest bits are set, so many."""
+    return ~shift_left(np.full(len(count), ~t.type(0)), count)
+
+
 def extract_field(x: Array, position: Array, count: Array) -> Array:
     """`bfe`: a field of bits, extended by zeros or by its sign."""
-    t, bits = x.dtype, 8 * x.dtype.itemsize
-    unsigned = np.dtype(f"u{t.itemsize}")
-    p, n = (np.minimum(v & u4(255), u4(bits)).astype(np.int64) for v in (position, count))
-    mask = np.where(
-        n >= bits,
-        ~unsigned.type(0),
-        (unsigned.type(1) << np.minimum(n, bits - 1).astype(unsigned)) - unsigned.type(1),
-    )
-    wide = x.view(unsigned)
-    field = np.where(p >= bits, unsigned.type(0), wide >> np.minimum(p, bits - 1).astype(unsigned)) & mask
-    if t.kind == "u":
+    bits = u4(8 * x.dtype.itemsize)
+    p, n = (np.minimum(v & u4(255), bits) for v in (position, count))
+    wide = x.view(f"u{x.dtype.itemsize}")
+    mask = low_bits(np.minimum(n, bits - p), wide.dtype)
+    field = shift_right(wide, p) & mask
+    if x.dtype.kind == "u":
         return field
-    top = np.clip(np.minimum(p + n - 1, bits - 1), 0, bits - 1).astype(unsigned)
-    sign = ((wide >> top) & unsigned.type(1)).astype(bool) & (n > 0)
-    kept = np.clip(np.minimum(n, bits - p), 0, bits)
-    above = np.where(
-        kept >= bits, unsigned.type(0), ~unsigned.type(0) << np.minimum(kept, bits - 1).astype(unsigned)
-    )
-    return np.where(sign, field | above, field).view(t)
+    sign = shift_right(wide, np.minimum(p + np.maximum(n, u4(1)) - u4(1), bits - u4(1))) & wide.dtype.type(1)
+    return np.where((sign != 0) & (n > 0), field | ~mask, field).view(x.dtype)
 
 
 def insert_field(field: Array, x: Array, position: Array, count: Array) -> Array:
     """`bfi`: x with a field of bits replaced."""
-    t, bits = x.dtype, 8 * x.dtype.itemsize
-    p, n = (np.minimum(v & u4(255), u4(bits)).astype(np.int64) for v in (position, count))
-    ones = np.where(n >= bits, ~t.type(0), (t.type(1) << np.minimum(n, bits - 1).astype(t)) - t.type(1))
-    at = np.minimum(p, bits - 1).astype(t)
-    mask = np.where(p >= bits, t.type(0), ones << at)
-    return ((field << at) & mask) | (x & ~mask)
+    p, n = (np.minimum(v & u4(255), u4(8 * x.dtype.itemsize)) for v in (position, count))
+    mask = shift_left(low_bits(n, x.dtype), p)
+    return (shift_left(field, p) & mask) | (x & ~mask)
 
 
 def permute_bytes(a: Array, b: Array, selector: Array) -> Array:

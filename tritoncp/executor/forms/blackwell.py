@@ -4,48 +4,21 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.forms.memory import items_of
+from tritoncp.executor.forms.formulas import effect, immediate, items_of
 from tritoncp.executor.ptx.block_writer import BlockWriter
 from tritoncp.executor.ptx.instruction import Address, Instruction, Operand
 from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 
-
-@form("tcgen05.fence::<when:before_thread_sync|after_thread_sync>", writes="none")
-def fence(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """Nothing to do: barriers, and mbarriers that release and acquire, order tcgen05 without it. PTX needs it
-    beside relaxed arrivals and waits, which have no form."""
-
-
-@form("tcgen05.wait::<what:ld|st>.sync.aligned", writes="none")
-def wait(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    if i.predicate:
-        raise UnsupportedInstruction("a predicate")
-    w.line(f"S.tensor.wait(T, '{m['what']}')")
-
-
-@form("tcgen05.alloc.cta_group::1.sync.aligned[.<space:shared::cta>].b32", writes="none")
-def allocate(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    at, columns = w.address(i.operands[0], "u8"), columns_of(w, i.operands[1])
-    w.line(f"S.tensor.allocate({w.access(i)}, {at}, {columns})")
-
-
-@form("tcgen05.dealloc.cta_group::1.sync.aligned.b32", writes="none")
-def free(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    base, columns = w.array(i.operands[0], "u4"), columns_of(w, i.operands[1])
-    w.line(f"S.tensor.free({w.access(i)}, {base}, {columns})")
-
-
-def columns_of(w: BlockWriter, operand: Operand) -> int:
-    if w.is_register(operand):
-        raise UnsupportedInstruction("a number of columns in a register")
-    return int(str(operand), 0)
-
-
-@form("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned", writes="none")
-def relinquish(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    w.line(f"S.tensor.relinquish({w.access(i)})")
-
-
+# Barriers, and mbarriers that release and acquire, order tcgen05 without a fence. PTX needs it beside relaxed
+# arrivals and waits, which have no form.
+effect("", "tcgen05.fence::<when:before_thread_sync|after_thread_sync>")
+effect("S.tensor.wait(T, '{what}')", "tcgen05.wait::<what:ld|st>.sync.aligned")
+ALLOCATE = "tcgen05.alloc.cta_group::1.sync.aligned[.<space:shared::cta>].b32"
+effect("S.tensor.allocate({access}, {A}, {b})", ALLOCATE)
+effect("S.tensor.free({access}, {A}, {b})", "tcgen05.dealloc.cta_group::1.sync.aligned.b32")
+effect("S.tensor.relinquish({access})", "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned")
+COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one[.<space:shared::cluster>].b64"
+effect("S.tcgen05.commit({access}, {A})", COMMIT, of="u64")
 COUNTS = "|".join(f"x{1 << n}" for n in range(8))
 ACCESS = f"sync.aligned.<shape:32x32b|16x32bx2>.<count:{COUNTS}>"
 
@@ -73,7 +46,7 @@ def store(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
 def cells(w: BlockWriter, i: Instruction, m: re.Match[str], at: Operand, split: list[Operand], n: int) -> str:
     if n != int(m["count"][1:]):
         raise UnsupportedInstruction(f"{n} registers")
-    apart = int(str(split[0]), 0) if split else 0
+    apart = immediate(w, split[0]) if split else 0
     return f"{w.address(at, 'u4')}, '{m['shape']}', {n}, {apart}"
 
 
@@ -88,10 +61,3 @@ def multiply(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     operands = f"{w.address(d, 'u4')}, {left}, {in_tensor_memory}, {w.array(b, 'u8')}"
     call = f"{w.access(i)}, {operands}, {w.array(description, 'u4')}, {keep}, '{m['kind']}'"
     w.line(f"S.tcgen05.multiply({call})")
-
-
-@form("tcgen05.commit.cta_group::1.mbarrier::arrive::one[.<space:shared::cluster>].b64", writes="none")
-def commit(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    at = i.operands[0]
-    where = w.address(at, "u8") if isinstance(at, Address) else w.array(at, "u8")
-    w.line(f"S.tcgen05.commit({w.access(i)}, {where})")

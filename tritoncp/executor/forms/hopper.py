@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.forms.memory import items_of, unguarded
+from tritoncp.executor.forms.formulas import effect, immediate, items_of, unguarded
 from tritoncp.executor.ptx.block_writer import BlockWriter
 from tritoncp.executor.ptx.instruction import Address, Instruction, Vector
 from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
@@ -12,18 +12,8 @@ from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 SHARED = "<space:shared|shared::cta>"
 
 
-@form(f"mbarrier.init.{SHARED}.b64", writes="none")
-def initialise(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    at, count = w.address(i.operands[0], "u8"), w.array(i.operands[1], "u4")
-    w.line(f"S.mbarriers.initialise({w.access(i)}, {at}, {count})")
-
-
-@form(f"mbarrier.inval.{SHARED}.b64", writes="none")
-def invalidate(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    at = w.address(i.operands[0], "u8")
-    w.line(f"S.mbarriers.invalidate({w.access(i)}, {at})")
-
-
+effect("S.mbarriers.initialise({access}, {A}, {B})", f"mbarrier.init.{SHARED}.b64")
+effect("S.mbarriers.invalidate({access}, {A})", f"mbarrier.inval.{SHARED}.b64")
 ARRIVE = f"[.release][.<scope:cta|cluster>].{SHARED}.b64"
 
 
@@ -84,16 +74,8 @@ def store_box(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     w.line(f"S.tma.store({w.access(i)}, {at}, {operation!r})")
 
 
-@form("cp.async.bulk.commit_group", writes="none")
-def commit_bulk(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    w.line(f"S.tma.commit({w.access(i)})")
-
-
-@form("cp.async.bulk.wait_group[.read]", writes="none")
-def wait_bulk(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    w.line(f"S.tma.wait({w.access(i)}, {int(str(i.operands[0]), 0)})")
-
-
+effect("S.tma.commit({access})", "cp.async.bulk.commit_group")
+effect("S.tma.wait({access}, {a})", "cp.async.bulk.wait_group[.read]")
 FIELDS = "global_address|rank|box_dim|global_dim|global_stride|element_stride|elemtype|interleave_layout"
 
 
@@ -103,37 +85,16 @@ FIELDS = "global_address|rank|box_dim|global_dim|global_stride|element_stride|el
 )
 def replace_field(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     at, *value = i.operands
-    dimension = int(str(value[0]), 0) if len(value) == 2 else 0
+    dimension = immediate(w, value[0]) if len(value) == 2 else 0
     new = w.array(value[-1], "u8" if m["type"] == "b64" else "u4")
     w.line(f"S.tma.replace({w.access(i)}, {w.address(at, 'u8')}, '{m['field']}', {dimension}, {new})")
 
 
-@form(
-    "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.<scope:gpu|cta|sys>.sync.aligned",
-    writes="none",
-)
-def publish_descriptor(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    at = f"{w.address(i.operands[0], 'u8')}, {w.address(i.operands[1], 'u8')}"
-    w.line(f"S.tma.publish({w.access(i)}, {at})")
-
-
-@form("wgmma.fence.sync.aligned", writes="none")
-def fence_registers(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """Registers are read when the product is issued."""
-
-
-@form("wgmma.commit_group.sync.aligned", writes="none")
-def commit_products(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    unguarded(i)
-    w.line("S.wgmma.commit(T)")
-
-
-@form("wgmma.wait_group.sync.aligned", writes="none")
-def wait_products(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    unguarded(i)
-    w.line(f"S.wgmma.wait(T, {int(str(i.operands[0]), 0)})")
-
-
+PUBLISH = "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release"
+effect("S.tma.publish({access}, {A}, {B})", f"{PUBLISH}.<scope:gpu|cta|sys>.sync.aligned")
+effect("", "wgmma.fence.sync.aligned")  # registers are read when the product is issued
+effect("S.wgmma.commit(T)", "wgmma.commit_group.sync.aligned")
+effect("S.wgmma.wait(T, {a})", "wgmma.wait_group.sync.aligned")
 WIDTHS = "|".join(f"m64n{n}k{k}" for k in (8, 16, 32) for n in range(8, 257, 8))
 DEPTH = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32, "s8": 32, "u8": 32}
 
@@ -149,7 +110,7 @@ def multiply(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     d, a, b, scale, *rest = i.operands
     if i.predicate or DEPTH[m["a"]] != k or DEPTH[m["b"]] != k or not isinstance(d, Vector):
         raise UnsupportedInstruction(i.opcode)
-    flags = [int(str(x), 0) for x in rest]
+    flags = [immediate(w, x) for x in rest]
     if m["to"] != "s32" and [flags.pop(0), flags.pop(0)] != [1, 1]:
         raise UnsupportedInstruction("a negated operand")
     if isinstance(a, Vector):
@@ -170,7 +131,7 @@ def multiply(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
 @form("setmaxnreg.<way:inc|dec>.sync.aligned.u32", writes="none")
 def set_registers(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     unguarded(i)
-    count = int(str(i.operands[0]), 0)
+    count = immediate(w, i.operands[0])
     if count % 8 or not 24 <= count <= 256:
         raise UnsupportedInstruction(f"{count} registers")
     w.line(f"S.wgmma.set_registers({w.access(i)}, {count})")

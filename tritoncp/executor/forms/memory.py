@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from tritoncp.executor.forms.formulas import effect, immediate, items_of, unguarded
 from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter, bits_of, unsigned
-from tritoncp.executor.ptx.instruction import Address, Instruction, Operand, Vector
+from tritoncp.executor.ptx.instruction import Address, Instruction, Operand
 from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 
 ORDER = "[.<order:weak|volatile>]"
@@ -25,10 +26,6 @@ ATTRIBUTES |= {"local": "local"}
 def memory_of(m: re.Match[str]) -> str:
     """The object that holds a space; without a space the address tells it."""
     return ATTRIBUTES[m["space"]] if m["space"] else "generic"
-
-
-def items_of(operand: Operand) -> tuple[Operand, ...]:
-    return operand.items if isinstance(operand, Vector) else (operand,)
 
 
 @form("ld.param[.<vector:v2|v4>].<type:b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64>")
@@ -98,7 +95,7 @@ def write_atomic(
     """An update for each element of a vector; cas has the expected value and the new one. Sums of float32 in
     global memory flush subnormal numbers."""
     kind = m["type"]
-    t = NUMPY[kind] if kind not in ("f16", "bf16") else "u2"
+    t = NUMPY[kind]
     if kind == "f32" and memory_of(m) != "shared":
         kind = "f32 flushed"
     assert isinstance(at, Address)
@@ -119,8 +116,7 @@ MATRIX_SPACE = "[.<space:shared|shared::cta>]"
 
 @form(f"ldmatrix.sync.aligned.m8n8.{COUNT}[.trans]{MATRIX_SPACE}.b16")
 def load_matrix(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    if i.predicate:
-        raise UnsupportedInstruction("a predicate")
+    unguarded(i)
     registers = items_of(i.operands[0])
     call = f"{w.access(i)}, {w.address(i.operands[1], 'u8')}, {len(registers)}, {'trans' in i.parts}"
     out = w.temporary(f"S.shared.load_matrices({call})")
@@ -130,8 +126,7 @@ def load_matrix(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
 
 @form(f"stmatrix.sync.aligned.m8n8.{COUNT}[.trans]{MATRIX_SPACE}.b16", writes="none")
 def store_matrix(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    if i.predicate:
-        raise UnsupportedInstruction("a predicate")
+    unguarded(i)
     values = ", ".join(w.array(x, "u4") for x in items_of(i.operands[1]))
     address = w.address(i.operands[0], "u8")
     w.line(f"S.shared.store_matrices({w.access(i)}, {address}, ({values},), {'trans' in i.parts})")
@@ -143,7 +138,7 @@ HINT = "[.L2::cache_hint][.<prefetch:L2::64B|L2::128B|L2::256B>]"
 @form(f"cp.async.<cache:ca|cg>.<to:shared|shared::cta>.global{HINT}", writes="none")
 def copy_async(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     to, of, count, *size = i.operands
-    n = int(str(count), 0)
+    n = immediate(w, count)
     if n not in ((16,) if m["cache"] == "cg" else (4, 8, 16)):
         raise UnsupportedInstruction(f"{n} bytes")
     if size and "L2::cache_hint" in i.parts:
@@ -153,48 +148,24 @@ def copy_async(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     w.line(f"S.async_copies.copy({w.access(i)}, {addresses}, {n}, {taken})")
 
 
-@form("cp.async.commit_group", writes="none")
-def commit_copies(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    unguarded(i)
-    w.line("S.async_copies.commit(T)")
-
-
-@form("cp.async.wait_group", "cp.async.wait_all", writes="none")
-def wait_copies(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    unguarded(i)
-    if "wait_all" in i.parts:
-        w.line("S.async_copies.commit(T)")
-    left = int(str(i.operands[0]), 0) if i.operands else 0
-    w.line(f"S.async_copies.wait(T, {left})")
-
-
-def unguarded(i: Instruction) -> None:
-    if i.predicate:
-        raise UnsupportedInstruction(f"{i} with a predicate")
-
-
-@form("bar.warp.sync", writes="none")
-def meet_warp(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    unguarded(i)
-    w.line("T.need_warps('bar.warp.sync')")
-
-
-@form("membar.<scope:cta|gl|sys>", f"fence.<order:sc|acq_rel|acquire|release>.{SCOPE}", writes="none")
-@form("fence.mbarrier_init.release.cluster", writes="none")
-def fence(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """Orders memory of other programs, which the executor runs in order."""
-
-
-@form("fence.proxy.async", "fence.proxy.async.<space:shared::cta|shared::cluster|global>", writes="none")
-def fence_proxy(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    unguarded(i)
-    if i.parts[-1] != "global":
-        w.line("S.shared.fence_proxy(T)")
-
-
-@form(f"fence.proxy.tensormap::generic.<way:acquire|release>.{SCOPE}", writes="none")
-def fence_descriptor(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """Descriptors in memory are read as they are."""
+effect("S.async_copies.commit(T)", "cp.async.commit_group")
+effect("S.async_copies.wait(T, {a})", "cp.async.wait_group")
+effect("S.async_copies.commit(T); S.async_copies.wait(T, 0)", "cp.async.wait_all")
+effect("T.need_warps('bar.warp.sync')", "bar.warp.sync")
+# Programs run in order, and descriptors in memory are read as they are
+effect("", "membar.<scope:cta|gl|sys>", f"fence.<order:sc|acq_rel|acquire|release>.{SCOPE}")
+effect(
+    "", "fence.mbarrier_init.release.cluster", f"fence.proxy.tensormap::generic.<way:acquire|release>.{SCOPE}"
+)
+effect("", "fence.proxy.async.<space:global>")
+effect("S.shared.fence_proxy(T)", "fence.proxy.async[.<space:shared::cta|shared::cluster>]")
+# Without effect on results
+effect(
+    "",
+    "prefetch[.<space:global|local>].<level:L1|L2>",
+    "prefetch.global.<level:L2::evict_last|L2::evict_normal>",
+)
+effect("", "nanosleep.u32", "griddepcontrol.<what:launch_dependents|wait>")
 
 
 @form(
@@ -203,13 +174,3 @@ def fence_descriptor(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
 def cache_policy(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     """A hint: its value has no meaning here."""
     w.write(i.operands[0], "u8", f"T.full({w.constant(0, 'u8')})", i)
-
-
-@form(
-    "prefetch[.<space:global|local>].<level:L1|L2>",
-    "prefetch.global.<level:L2::evict_last|L2::evict_normal>",
-    writes="none",
-)
-@form("nanosleep.u32", "griddepcontrol.<what:launch_dependents|wait>", writes="none")
-def hint(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """Without effect on results."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from tritoncp.executor.forms.formulas import items_of, unguarded
 from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter
 from tritoncp.executor.ptx.instruction import Instruction, Operand, Vector
 from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
@@ -73,12 +74,13 @@ def multiply(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     mixed = len(types) > 1 and not types <= {"e4m3", "e5m2"} and not types <= {"s8", "u8"}
     if mixed or m["a"] not in SHAPES[m["shape"]] or i.predicate:
         raise UnsupportedInstruction(i.opcode)
-    d, a, b, c = (x.items if isinstance(x, Vector) else (x,) for x in i.operands)
+    d, a, b, c = map(items_of, i.operands)
     t = {"f32": "f4", "s32": "i4", "f16": "u4"}[m["to"]]
     left, right = fragment(w, "a", a, m["a"]), fragment(w, "b", b, m["b"])
     summands = ", ".join(w.array(x, t) for x in c)
     to = "s32 saturated" if "satfinite" in i.parts else m["to"]
-    out = w.temporary(f"W.multiply(T, '{to}', {left}, {right}, ({summands},))")
+    w.line("T.need_warps('mma')")
+    out = w.temporary(f"W.add_to_result(np.matmul({left}, {right}), '{to}', ({summands},))")
     for j, register in enumerate(d):
         w.write(register, t, f"{out}[{j}]", i)
 
@@ -86,15 +88,15 @@ def multiply(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
 def fragment(w: BlockWriter, which: str, registers: tuple[Operand, ...], t: str) -> str:
     """Several products share a fragment: it is laid out once."""
     values = ", ".join(w.array(x, "u4") for x in registers)
-    return w.once((which, t), list(registers), f"W.fragment_{which}(T, ({values},), '{t}')")
+    return w.once((which, t), list(registers), f"W.fragment_{which}(({values},), '{t}')")
 
 
 @form("mma.sync.aligned.<shape:m8n8k4|m16n8k4|m16n8k8|m16n8k16>.row.col.f64.f64.f64.f64")
 def multiply64(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    if i.predicate:
-        raise UnsupportedInstruction("a predicate")
-    d, a, b, c = (x.items if isinstance(x, Vector) else (x,) for x in i.operands)
+    unguarded(i)
+    d, a, b, c = map(items_of, i.operands)
     sources = ", ".join(f"({', '.join(w.array(x, 'f8') for x in part)},)" for part in (a, b, c))
-    out = w.temporary(f"W.multiply64(T, {sources})")
+    w.line("T.need_warps('mma')")
+    out = w.temporary(f"W.multiply64({sources})")
     for j, register in enumerate(d):
         w.write(register, "f8", f"{out}[{j}]", i)

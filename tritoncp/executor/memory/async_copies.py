@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tritoncp.executor.ctas import Ctas
+from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.memory.regions import UNSIGNED
 from tritoncp.executor.memory.shared_memory import WRITTEN
 from tritoncp.executor.threads import Access, Threads
@@ -15,21 +15,18 @@ from tritoncp.executor.threads import Access, Threads
 Array = np.ndarray[Any, Any]
 
 
-@dataclass
-class Copies:
+class Copies(NamedTuple):
     """Copies of one instruction, a row for each thread: its lane, place in shared memory, data and group, and
     whether a fence.proxy.async of the thread followed."""
 
     lanes: Array
     idx: Array
     data: Array
-    nbytes: int
     group: Array
     fenced: Array
 
     def rows(self, keep: Array) -> Copies:
-        rows = (x[keep] for x in (self.group, self.fenced))
-        return Copies(self.lanes[keep], self.idx[keep], self.data[keep], self.nbytes, *rows)
+        return Copies(*(x[keep] for x in self))
 
 
 class AsyncCopies:
@@ -41,7 +38,7 @@ class AsyncCopies:
         self.pending: list[Copies] = []
 
     def copy(self, access: Access, to: Array, of: Array, nbytes: int, taken: Array | None) -> None:
-        """taken: bytes of each thread that are copied, the others become zero."""
+        """taken: bytes of each thread that are copied, all or none: then zeros."""
         counts, shared = self.ctas.counts, self.ctas.shared
         if counts is not None:
             live = access if taken is None else access.some(np.flatnonzero(access.pick(taken)))
@@ -55,27 +52,18 @@ class AsyncCopies:
         shared.check_busy(access, "cp.async", idx, nbytes)
         shared.expect_copy(idx, nbytes, access.tags[:, None])
         unfenced = np.zeros(len(access), bool)
-        self.pending.append(Copies(access.lanes, idx, data, nbytes, self.commits[access.lanes], unfenced))
+        self.pending.append(Copies(access.lanes, idx, data, self.commits[access.lanes], unfenced))
 
     def read(self, access: Access, of: Array, nbytes: int, taken: Array | None) -> Array:
         """The data of the threads; `of` and `taken` are theirs."""
         data, memory = np.zeros(len(access), UNSIGNED[nbytes]), self.ctas.globals
-        sizes = np.full(len(access), nbytes) if taken is None else taken
-        if (sizes > nbytes).any():
-            access.fault(f"cp.async of {nbytes} bytes with a larger source", np.flatnonzero(sizes > nbytes))
-        for size in np.unique(sizes[sizes > 0]):
-            some = np.flatnonzero(sizes == size)
-            step = nbytes if size >= nbytes else 1
-            for part in range(0, min(int(size), nbytes), step):
-                address = of[some] + np.uint64(part)
-                for region, rows, idx in memory.locate(access.some(some), address, step, "cp.async"):
-                    here = some if rows is None else some[rows]
-                    values = region.views[step].take(idx)
-                    if step == nbytes:
-                        data[here] = values
-                        memory.observe(access.some(here), region, idx, nbytes)
-                    else:
-                        data.view(np.uint8).reshape(-1, nbytes)[here, part] = values
+        some = np.arange(len(access)) if taken is None else np.flatnonzero(taken)
+        if taken is not None and (taken[some] != nbytes).any():
+            raise CannotContinue(f"cp.async of {nbytes} bytes from a source of another size", access.site)
+        for region, rows, idx in memory.locate(access.some(some), of[some], nbytes, "cp.async"):
+            here = some if rows is None else some[rows]
+            data[here] = region.views[nbytes].take(idx)
+            memory.observe(access.some(here), region, idx, nbytes)
         return data
 
     def commit(self, threads: Threads) -> None:
@@ -86,7 +74,7 @@ class AsyncCopies:
         wait, and CUTLASS multiplies what cp.async wrote with wgmma without any (its
         sm90_mma_multistage_gmma_ss_warpspecialized), so that hardware does not need one behind the wait."""
         for copies in self.pending:
-            copies.fenced |= np.isin(copies.lanes, threads.lanes)
+            copies.fenced[np.isin(copies.lanes, threads.lanes)] = True
 
     def wait(self, threads: Threads, left: int) -> None:
         """Until at most `left` of the newest groups of each thread are under way."""
@@ -104,9 +92,9 @@ class AsyncCopies:
         self.pending = keep
 
     def finish(self, copies: Copies) -> None:
-        shared, clocks = self.ctas.shared, self.ctas.clocks
-        shared.views[copies.nbytes][copies.idx] = copies.data
-        shared.mark(copies.idx[copies.fenced], copies.nbytes, WRITTEN)
-        shared.mark(copies.idx[~copies.fenced], copies.nbytes, shared.by_threads)
+        shared, clocks, nbytes = self.ctas.shared, self.ctas.clocks, copies.data.itemsize
+        shared.views[nbytes][copies.idx] = copies.data
+        shared.mark(copies.idx[copies.fenced], nbytes, WRITTEN)
+        shared.mark(copies.idx[~copies.fenced], nbytes, shared.by_threads)
         tags = clocks.own_tags(self.ctas.cta[copies.lanes], self.ctas.warp[copies.lanes])
-        shared.note_writer(copies.idx, copies.nbytes, tags[:, None])
+        shared.note_writer(copies.idx, nbytes, tags[:, None])

@@ -7,9 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.memory.address_space import PLACE_MASK, REGION_MASK, REGION_SHIFT, tagged
 from tritoncp.executor.memory.atomics import update
-from tritoncp.executor.memory.regions import UNSIGNED, Extent, Region, regions_of
+from tritoncp.executor.memory.regions import (
+    PLACE_MASK,
+    REGION_MASK,
+    REGION_SHIFT,
+    UNSIGNED,
+    Extent,
+    Region,
+    holds,
+    regions_of,
+    tagged,
+)
 from tritoncp.executor.threads import Access
 
 Array = np.ndarray[Any, Any]
@@ -169,7 +178,7 @@ class GlobalMemory:
         late = access.ctas.clocks.unordered(tags, access.cta, access.warp)
         if late is None:
             return
-        bad = late.any(1) if data is None else late.any(1) & self.differ(region, idx, nbytes, data)
+        bad = late.any(1) if data is None else late.any(1) & ~holds(region.views, idx, nbytes, data)
         if bad.any():
             self.race(access, "two warps", np.flatnonzero(bad), region, data)
 
@@ -178,12 +187,6 @@ class GlobalMemory:
     ) -> None:
         kind = f"race of {whose} on global memory: {'read' if data is None else 'write'}"
         access.fault(kind, rows, None, region.label, text)
-
-    def differ(self, region: Region, idx: Array, nbytes: int, data: Array) -> Array:
-        """Whether each access would find other data than these."""
-        if nbytes < 16:
-            return region.views[nbytes][idx] != data
-        return (region.views[8].reshape(-1, 2)[idx] != data.view(u8).reshape(-1, 2)).any(1)
 
     # threads
 
@@ -224,7 +227,7 @@ class GlobalMemory:
             part, given = access.some(rows), data if rows is None else data[rows]
             self.observe(part, region, idx, nbytes, given)
             region.views[nbytes][idx] = given
-            if self.check and (lost := self.differ(region, idx, nbytes, given)).any():
+            if self.check and (lost := ~holds(region.views, idx, nbytes, given)).any():
                 kind = "race on global memory: several threads write different values to one address"
                 part.fault(kind, np.flatnonzero(lost), None, region.label)
 

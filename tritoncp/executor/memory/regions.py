@@ -9,14 +9,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.memory.address_space import REGION_MASK
 from tritoncp.executor.memory.uninitialised import pattern_of
 
 if TYPE_CHECKING:
     import torch
 
 Array = np.ndarray[Any, Any]
+# How a 64-bit address tells its space, and its tensor: bits 47 to 58 of a global address number the region
+# of memory, from 1, that the address was derived from. One that leaves its tensor is seen though it lands in
+# another one. 0 is an address that came out of memory.
+REGION_SHIFT = 47
+REGION_MASK = 0xFFF
+PLACE_MASK = (1 << REGION_SHIFT) - 1  # of the address within the process
+SHARED, PARAMETER, LOCAL = 1 << 59, 1 << 60, 1 << 61
 UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # of a number of bytes; complex holds sixteen
+
+
+def tagged(address: int, region: int) -> int:
+    """An address in the region of a number."""
+    return address | (region + 1) << REGION_SHIFT
+
+
+def holds(views: dict[int, Array], idx: Array, nbytes: int, data: Array) -> Array:
+    """Whether memory has these data at each index of units of nbytes."""
+    if nbytes < 16:
+        return views[nbytes][idx] == data
+    return (views[8].reshape(-1, 2)[idx] == data.view(np.uint64).reshape(-1, 2)).all(1)
 
 
 @dataclass

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.clocks import SHIFT
+from tritoncp.executor.clocks import SHIFT, note_readers
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.memory.atomics import update
 from tritoncp.executor.memory.global_memory import joined, split
-from tritoncp.executor.memory.regions import UNSIGNED
+from tritoncp.executor.memory.regions import UNSIGNED, holds
 from tritoncp.executor.threads import Access, Threads
 
 Array = np.ndarray[Any, Any]
@@ -113,17 +113,7 @@ class SharedMemory:
             self.report_state(access, kind, self.state.reshape(-1, nbytes)[idx], idx, nbytes, BUSY)
 
     def note_readers(self, idx: Array, nbytes: int, tag: Array) -> None:
-        reader, reader2 = self.rows(self.reader, nbytes), self.rows(self.reader2, nbytes)
-        before = reader[idx]
-        reader[idx] = tag
-        many = (before != 0) & (before != tag) & ((before ^ tag) & 63 != 0)
-        if many.any():
-            i, j = np.nonzero(many)
-            reader2[idx[i], j] = before[i, j]
-        lost = reader[idx] != tag  # several warps read one cell at once
-        if lost.any():
-            i, j = np.nonzero(lost)
-            reader2[idx[i], j] = np.broadcast_to(tag, lost.shape)[i, j]
+        note_readers(self.rows(self.reader, nbytes), self.rows(self.reader2, nbytes), idx, tag)
 
     def race(self, access: Access, kind: str, tags: Array, late: Array, idx: Array, nbytes: int) -> None:
         bad = np.flatnonzero(late.any(1))
@@ -148,7 +138,7 @@ class SharedMemory:
         writer = self.rows(self.writer, nbytes)[idx]
         late = clocks.unordered(writer, access.cta, access.warp, agent)
         if late is not None and data is not None:
-            late &= ~self.same(idx, nbytes, data)[:, None]
+            late &= ~holds(self.views, idx, nbytes, data)[:, None]
         if late is not None and late.any():
             self.race(access, f"{kind} after the write of", writer, late, idx, nbytes)
         for shadow in (self.reader, self.reader2):
@@ -157,11 +147,6 @@ class SharedMemory:
             if late is not None:
                 self.race(access, f"{kind} after the read of", reader, late, idx, nbytes)
                 break
-
-    def same(self, idx: Array, nbytes: int, data: Array) -> Array:
-        if nbytes < 16:
-            return self.views[nbytes][idx] == data
-        return (self.views[8].reshape(-1, 2)[idx] == data.view(u8).reshape(-1, 2)).all(1)
 
     def note_writer(self, idx: Array, nbytes: int, tag: Array) -> None:
         if self.check and nbytes >= self.granule:
@@ -208,7 +193,7 @@ class SharedMemory:
         self.check_busy(access, kind, idx, nbytes)
         self.views[nbytes][idx] = data
         self.ctas.progress += 1
-        if self.check and not (same := self.same(idx, nbytes, data)).all():
+        if self.check and not (same := holds(self.views, idx, nbytes, data)).all():
             kind = "race on shared memory: several threads write different values to one address"
             self.fault(access, kind, np.flatnonzero(~same), idx, nbytes)
         self.note_writer(idx, nbytes, access.tags[:, None])
@@ -285,13 +270,16 @@ class SharedMemory:
 
     def report_unfenced(self, access: Access, kind: str, idx: Array) -> bool:
         """Report 16-byte units that threads wrote without a fence for the asynchronous proxy."""
-        rows = np.flatnonzero((self.state.reshape(-1, 16)[idx] == BY_THREADS).any(1))
-        writer = self.rows(self.writer, 16)[idx[rows]]
-        bad = rows[self.ctas.clocks.unfenced(writer, access.cta[rows], access.warp[rows]).any(1)]
+        by_threads = self.state.reshape(-1, 16 // self.granule, self.granule)[idx] == BY_THREADS
+        rows = np.flatnonzero(by_threads.any((1, 2)))
+        unfenced = self.ctas.clocks.unfenced(
+            self.rows(self.writer, 16)[idx[rows]], access.cta[rows], access.warp[rows]
+        )
+        bad = rows[(unfenced & by_threads[rows].any(2)).any(1)]
         if len(bad):
             self.fault(access, f"{kind} of shared memory written without fence.proxy.async", bad, idx, 16)
         return len(bad) > 0
 
-    def note_async_reader(self, idx: Array, clock: Array, agent: int) -> None:
+    def note_async_reader(self, idx: Array, clock: Array, agent: Array | int) -> None:
         """Tag 16-byte units with a unit that reads them; a reader before it stays known as the second one."""
         self.note_readers(idx, 16, ((clock << SHIFT) | agent).astype(np.int32)[:, None])

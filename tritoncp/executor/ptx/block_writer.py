@@ -9,9 +9,10 @@ from tritoncp.executor.ptx.instruction import Address, Instruction, Operand
 from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form_of
 
 NUMPY = {
-    **{"u8": "u1", "b8": "u1", "s8": "i1", "u16": "u2", "b16": "u2", "s16": "i2", "f16": "f2", "bf16": "u2"},
+    **{"u8": "u1", "b8": "u1", "s8": "i1", "u16": "u2", "b16": "u2", "s16": "i2", "f16": "u2", "bf16": "u2"},
     **{"u32": "u4", "b32": "u4", "s32": "i4", "f32": "f4", "f16x2": "u4", "bf16x2": "u4", "tf32": "u4"},
     **{"u64": "u8", "b64": "u8", "s64": "i8", "f64": "f8", "f32x2": "u8", "pred": "b"},
+    **{"e4m3x2": "u2", "e5m2x2": "u2"},
 }  # types of arrays by types of PTX
 OF_WIDTH = {1: "b", 8: "u1", 16: "u2", 32: "u4", 64: "u8"}  # types of registers between blocks
 SPECIAL = {f"{name}_{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"}
@@ -149,8 +150,6 @@ class BlockWriter:
         return self.constant(value, t)
 
     def float_bits(self, value: int, given: str, t: str) -> str:
-        if (given == "f8" and t == "f4") or (given == "f4" and t == "f8"):
-            raise UnsupportedInstruction(f"an immediate {given} as {t}")
         if bits_of(t) != bits_of(given):
             raise UnsupportedInstruction(f"an immediate {given} as {t}")
         return self.names.constant(value, t)

@@ -111,13 +111,6 @@ class Block:
 
 
 @dataclass(slots=True)
-class Parameter:
-    position: int
-    type: str
-    nbytes: int
-
-
-@dataclass(slots=True)
 class Kernel:
     """The entry of a PTX module, with its calls inlined.
 
@@ -129,7 +122,7 @@ class Kernel:
     """
 
     name: str
-    parameters: dict[str, Parameter]
+    parameters: list[str]
     registers: dict[str, int]
     blocks: list[Block]
     shared: dict[str, tuple[int, int]]

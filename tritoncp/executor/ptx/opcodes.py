@@ -27,27 +27,25 @@ class Form(NamedTuple):
     """How an opcode is executed.
 
     writes: "first", the first operand; "none"; "accumulator", the first operand, which it reads too
-    carry:  "", "reads", "writes" or "both": the carry flag
     """
 
     pattern: re.Pattern[str]
     emit: Emit
     writes: str
-    carry: str
 
 
 FORMS: dict[str, list[Form]] = {}
 TOKEN = re.compile(r"<(?P<name>\w+):(?P<choices>[^>]*)>|(?P<open>\[)|(?P<close>\])|(?P<text>[^<\[\]]+)")
 
 
-def form(*templates: str, writes: str = "first", carry: str = "") -> Callable[[Emit], Emit]:
+def form(*templates: str, writes: str = "first") -> Callable[[Emit], Emit]:
     """Register a function that writes the code of opcodes."""
 
     def register(emit: Emit) -> Emit:
         for template in templates:
             operation = re.match(r"\w+", template)
             assert operation, template
-            FORMS.setdefault(operation[0], []).append(Form(pattern_of(template), emit, writes, carry))
+            FORMS.setdefault(operation[0], []).append(Form(pattern_of(template), emit, writes))
         return emit
 
     return register
@@ -100,10 +98,10 @@ def reads_and_writes(i: Instruction, registers: dict[str, int]) -> tuple[list[st
     reads = [r for operand in rest for r in registers_of(operand, registers)]
     if i.predicate:
         reads.append(i.predicate)
-    if entry.carry in ("reads", "both"):
+    if i.parts[0] in ("addc", "subc", "madc"):
         reads.append(CARRY)
     if i.predicate or entry.writes == "accumulator":
         reads += writes
-    if entry.carry in ("writes", "both"):
+    if "cc" in i.parts:
         writes = [*writes, CARRY]
     return reads, writes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tritoncp.executor.ptx.instruction import (
     WIDTHS,
@@ -16,7 +16,6 @@ from tritoncp.executor.ptx.instruction import (
     Jump,
     Kernel,
     Operand,
-    Parameter,
     Return,
     Switch,
     Vector,
@@ -27,8 +26,10 @@ class PtxSyntaxError(SyntaxError):
     """A statement of PTX that the executor does not know."""
 
 
-LABEL = re.compile(r"([\w$.%]+):(?!:)")
-LINE_DIRECTIVE = re.compile(r"\.(loc|file|pragma)\s")
+TOKEN = re.compile(
+    r"(?P<space>[\s;]+)|(?P<open>\{)|(?P<close>\})|(?P<label>[\w$.%]+):(?!:)"
+    r"|(?P<directive>\.(?:loc|file|pragma)\s[^\n]*)|(?P<statement>[^;]*);"
+)
 STATEMENT = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([\w.:]+)\s*(.*)$", re.S)
 FUNCTION = re.compile(r"\.(entry|func)\s*(?:\(([^)]*)\)\s*)?([\w$]+)\s*(?:\(([^)]*)\))?([^;{]*)([;{])", re.S)
 SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]")
@@ -36,7 +37,9 @@ CONSTANT = re.compile(
     r"\.(?:global|const)\s+(?:\.attribute\([^)]*\)\s+)?\.align\s+(\d+)\s+\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?"
     r"(?:\s*=\s*(?:\{([^}]*)\}|([^;]*)))?;"
 )
+BARRIER = re.compile(r"(bar|barrier)(\.cta)?\.sync$|barrier(\.cta)?\.sync\.aligned$")
 LOCAL = re.compile(r"\.local\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]")
+REGISTERS = re.compile(r"\.(?:reg|param)\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(.*)$", re.S)
 ADDRESS = re.compile(r"([%\w$.]+)\s*(?:\+\s*(-?\w+))?$")
 FORMAL = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\s.*?)?([\w$]+)(?:\[(\d+)\])?$", re.S)
 
@@ -48,19 +51,18 @@ def parse_ptx(text: str) -> Kernel:
     debug = (n for n, line in enumerate(lines) if line.lstrip().startswith(".section"))
     text = "\n".join(lines[: next(debug, len(lines))])
     files = {int(m[1]): m[2] for m in re.finditer(r'\.file\s+(\d+)\s+"([^"]*)"', "\n".join(lines))}
-    functions = {f.name: f for f in functions_of(text)}
+    functions = {m[3]: Function.of(m) for m in FUNCTION.finditer(text) if m[6] == "{"}
     entries = [f for f in functions.values() if f.kind == "entry"]
     if len(entries) != 1:
         raise PtxSyntaxError(f"a module with {len(entries)} entries, the executor runs modules with one")
     entry = entries[0]
     body = Body(text, functions, files)
-    body.read(entry, prefix="")
-    parameters = {name: Parameter(n, kind, size) for n, (name, kind, size) in enumerate(entry.formals)}
+    body.read(entry)
     threads = re.search(r"\.reqntid\s+(\d+)", entry.directives)
     head = text[: min(f.start for f in functions.values())]
     return Kernel(
         entry.name,
-        parameters,
+        [name for name, _ in entry.formals],
         body.registers,
         blocks_of(body.statements, body.tables),
         shared_of(head),
@@ -70,38 +72,30 @@ def parse_ptx(text: str) -> Kernel:
     )
 
 
-@dataclass
-class Function:
-    """A function's text: where its body lies, its formals (name, type, bytes) and results."""
+class Function(NamedTuple):
+    """A function's text, its formals and results: names and types."""
 
     kind: str
     name: str
     start: int
     body: int
-    formals: list[tuple[str, str, int]]
-    results: list[tuple[str, str, int]]
+    formals: list[tuple[str, str]]
+    results: list[tuple[str, str]]
     directives: str
 
-
-def functions_of(text: str) -> list[Function]:
-    """List the functions of a module that have a body."""
-    functions = []
-    for m in FUNCTION.finditer(text):
-        kind, results, name, formals, directives, end = m.groups()
-        if end == "{":
-            functions.append(
-                Function(kind, name, m.start(), m.end(), formals_of(formals), formals_of(results), directives)
-            )
-    return functions
+    @classmethod
+    def of(cls, m: re.Match[str]) -> Function:
+        kind, results, name, formals, directives, _ = m.groups()
+        return cls(kind, name, m.start(), m.end(), formals_of(formals), formals_of(results), directives)
 
 
-def formals_of(text: str | None) -> list[tuple[str, str, int]]:
+def formals_of(text: str | None) -> list[tuple[str, str]]:
     formals = []
     for part in split_operands(text or ""):
         m = FORMAL.match(part)
         if not m:
             raise PtxSyntaxError(part)
-        formals.append((m[2], m[1], WIDTHS[m[1]] // 8 * int(m[3] or 1)))
+        formals.append((m[2], m[1]))
     return formals
 
 
@@ -142,7 +136,10 @@ class Label(str):
 
 
 class Body:
-    """The statements of an entry and of the functions that it calls, each call with names of its own."""
+    """The statements of an entry and of the functions that it calls, each call with names of its own.
+
+    scopes: names of registers, labels and local variables within braces, and what is unique in their place
+    """
 
     def __init__(self, text: str, functions: dict[str, Function], files: dict[int, str]) -> None:
         self.text, self.functions, self.files = text, functions, files
@@ -151,51 +148,41 @@ class Body:
         self.statements: list[Label | Instruction] = []
         self.tables: dict[str, list[str]] = {}
         self.scopes: list[dict[str, str]] = []
-        self.labels: list[dict[str, str]] = []
         self.names = 0  # given so far
         self.calls: list[str] = []
         self.source = ""
         self.used_bytes: int | None = None
 
-    def read(self, function: Function, prefix: str, end: Label | None = None) -> None:
+    def read(self, function: Function, end: Label | None = None) -> None:
         """Append a function's statements; `ret` jumps to `end` where there is one."""
         if function.name in self.calls:
             raise PtxSyntaxError(f"{function.name} calls itself")
         self.calls.append(function.name)
-        above, self.scopes, self.labels = (self.scopes, self.labels), [{}], [{}]
-        if prefix:
-            for name, kind, _ in (*function.formals, *function.results):
+        above, self.scopes = self.scopes, [{}]
+        if end is not None:
+            for name, kind in (*function.formals, *function.results):
                 self.declare(name, WIDTHS[kind])
-        position, line = function.body, self.text.count("\n", 0, function.body) + 1
-        while self.scopes:
-            position, line = self.step(position, line, end)
-        self.scopes, self.labels = above
+        line = self.text.count("\n", 0, function.body) + 1
+        for m in TOKEN.finditer(self.text, function.body):
+            self.step(m, line, end)
+            line += m[0].count("\n")
+            if not self.scopes:
+                break
+        self.scopes = above
         self.calls.pop()
 
-    def step(self, position: int, line: int, end: Label | None) -> tuple[int, int]:
-        """Read one statement, label, brace or space."""
-        c = self.text[position]
-        if c.isspace() or c == ";":
-            return position + 1, line + (c == "\n")
-        if c == "{":
-            self.scopes.append({})
-            self.labels.append({})
-            return position + 1, line
-        if c == "}":
-            self.scopes.pop()
-            self.labels.pop()
-            return position + 1, line
-        if m := LABEL.match(self.text, position):
-            self.statements.append(Label(self.label(m[1])))
-            return m.end(), line
-        if LINE_DIRECTIVE.match(self.text, position):
-            stop = self.text.find("\n", position)
-            self.directive(self.text[position:stop])
-            return stop, line
-        stop = self.text.index(";", position)
-        statement = self.text[position:stop]
-        self.statement(statement.strip(), line, end)
-        return stop + 1, line + statement.count("\n")
+    def step(self, m: re.Match[str], line: int, end: Label | None) -> None:
+        match m.lastgroup:
+            case "open":
+                self.scopes.append({})
+            case "close":
+                self.scopes.pop()
+            case "label":
+                self.statements.append(Label(self.label(m["label"])))
+            case "directive":
+                self.directive(m[0])
+            case "statement":
+                self.statement(m["statement"].strip(), line, end)
 
     def directive(self, text: str) -> None:
         if m := re.search(r"used_bytes_mask\s+(\w+)", text):
@@ -204,47 +191,37 @@ class Body:
             fields = text.replace(",", " ").split()
             self.source = f"{self.files.get(int(fields[1]), fields[1])}:{fields[2]}"
 
+    def unique(self, name: str) -> str:
+        self.names += 1
+        return f"{name}@{self.names}"
+
     def declare(self, name: str, width: int) -> None:
         """Give a register of the innermost scope a name of its own."""
-        if len(self.calls) == 1 and len(self.scopes) == 1:
-            unique = name
-        else:
-            self.names += 1
-            unique = f"%u{self.names}"
-        self.scopes[-1][name] = unique
+        outermost = len(self.calls) == 1 and len(self.scopes) == 1
+        self.scopes[-1][name] = unique = name if outermost else self.unique("%u")
         self.registers[unique] = width
-
-    def label(self, name: str) -> str:
-        """The name of a label for the innermost scope that has one, known or still to come."""
-        for labels in reversed(self.labels):
-            if name in labels:
-                return labels[name]
-        depth = 0 if name.startswith("$") else len(self.labels) - 1
-        self.names += 1
-        self.labels[depth][name] = f"{name}@{self.names}"
-        return self.labels[depth][name]
 
     def resolve(self, name: str) -> str:
         if name.startswith("!"):
             return "!" + self.resolve(name[1:])
-        for scope in reversed(self.scopes):
-            if name in scope:
-                return scope[name]
-        return name
+        return next((scope[name] for scope in reversed(self.scopes) if name in scope), name)
+
+    def label(self, name: str) -> str:
+        """The name of a label for the innermost scope that has one, known or still to come."""
+        if self.resolve(name) == name:
+            self.scopes[0 if name.startswith("$") else -1][name] = self.unique(name)
+        return self.resolve(name)
 
     def operand(self, text: str) -> Operand:
         text = text.strip()
         if text.startswith("{"):
-            return Vector(tuple(self.operand(part) for part in split_operands(text[1:-1])))
+            return Vector(tuple(map(self.operand, split_operands(text[1:-1]))))
         if text.startswith("["):
-            inner = split_operands(text[1:-1])
-            m = ADDRESS.match(inner[0])
-            if not m or len(inner) > 2:
+            first, *coordinates = split_operands(text[1:-1])
+            m, vector = ADDRESS.match(first), [self.operand(x) for x in coordinates]
+            if not m or len(vector) > 1 or not all(isinstance(x, Vector) for x in vector):
                 raise PtxSyntaxError(text)
-            coordinates = self.operand(inner[1]) if len(inner) == 2 else None
-            if coordinates is not None and not isinstance(coordinates, Vector):
-                raise PtxSyntaxError(text)
-            return Address(self.resolve(m[1]), int(m[2], 0) if m[2] else 0, coordinates)
+            return Address(self.resolve(m[1]), int(m[2] or "0", 0), *vector)  # type: ignore[arg-type]
         if "|" in text:
             return Vector(tuple(self.resolve(part.strip()) for part in text.split("|")))
         return self.resolve(text)
@@ -252,59 +229,41 @@ class Body:
     def statement(self, text: str, line: int, end: Label | None) -> None:
         if text.startswith((".reg", ".param")):
             self.declare_registers(text)
-        elif text.startswith(".local"):
-            self.declare_local(text)
+        elif m := LOCAL.match(text):
+            start = max((-(-(a + n) // 16) * 16 for a, n in self.local.values()), default=0)
+            self.scopes[-1][m[2]] = self.unique(m[2])
+            self.local[self.resolve(m[2])] = start, int(m[3])
         elif text.startswith(".branchtargets"):
-            self.tables[str(self.statements[-1])] = [
-                self.label(x.strip()) for x in text.removeprefix(".branchtargets").split(",")
-            ]
-        elif text.startswith("."):
-            raise PtxSyntaxError(f"line {line}: {text}")
+            names = text.removeprefix(".branchtargets").split(",")
+            self.tables[str(self.statements[-1])] = [self.label(x.strip()) for x in names]
+        elif (m := STATEMENT.match(text)) and not text.startswith("."):
+            self.instruction(m, line, end)
         else:
-            self.instruction(text, line, end)
+            raise PtxSyntaxError(f"line {line}: {text}")
 
     def declare_registers(self, text: str) -> None:
-        m = re.match(r"\.(?:reg|param)\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(.*)$", text, re.S)
+        m = REGISTERS.match(text)
         if not m or m[1] not in WIDTHS:
             raise PtxSyntaxError(text)
         for name in (x.strip() for x in m[2].split(",")):
             several = re.match(r"([%\w$]+)<(\d+)>$", name)
-            if several:
-                for n in range(int(several[2])):
-                    self.declare(f"{several[1]}{n}", WIDTHS[m[1]])
-            elif "[" in name:
+            if "[" in name:
                 raise PtxSyntaxError(f"a parameter of a call that is a structure: {text}")
-            else:
-                self.declare(name, WIDTHS[m[1]])
+            for x in [f"{several[1]}{n}" for n in range(int(several[2]))] if several else [name]:
+                self.declare(x, WIDTHS[m[1]])
 
-    def declare_local(self, text: str) -> None:
-        m = LOCAL.match(text)
-        if not m:
-            raise PtxSyntaxError(text)
-        start = max((-(-(a + n) // 16) * 16 for a, n in self.local.values()), default=0)
-        self.names += 1
-        unique = f"{m[2]}@{self.names}"
-        self.scopes[-1][m[2]] = unique
-        self.local[unique] = start, int(m[3])
-
-    def instruction(self, text: str, line: int, end: Label | None) -> None:
-        m = STATEMENT.match(text)
-        if not m:
-            raise PtxSyntaxError(f"line {line}: {text}")
-        guard = self.resolve(m[2]) if m[2] else None
-        opcode, negated = m[3], bool(m[1])
-        operation = opcode.split(".")[0]
+    def instruction(self, m: re.Match[str], line: int, end: Label | None) -> None:
+        negated, guard, opcode, rest = m.groups()
+        guard, operation = self.resolve(guard) if guard else None, opcode.split(".")[0]
         if operation == "call":
-            self.call(m[4], line, guard)
+            self.call(rest, line, guard)
             return
+        operands: list[Operand] = [self.operand(part) for part in split_operands(rest)]
         if operation in ("bra", "brx"):
-            parts = split_operands(m[4])
-            operands: list[Operand] = [*map(self.resolve, parts[:-1]), self.label(parts[-1])]
-        else:
-            operands = [self.operand(part) for part in split_operands(m[4])]
+            operands[-1] = self.label(split_operands(rest)[-1])
         if operation == "ret" and end is not None:
             opcode, operands = "bra", [str(end)]
-        new = Instruction(opcode, operands, guard, negated, line, self.source, self.used_bytes)
+        new = Instruction(opcode, operands, guard, bool(negated), line, self.source, self.used_bytes)
         self.used_bytes = None
         self.statements.append(self.parameter_move(new))
 
@@ -330,79 +289,58 @@ class Body:
         function = self.functions.get(name)
         if guard or function is None or parts:
             raise PtxSyntaxError(f"line {line}: call {text}, of a function that the module does not define")
-        outside = [self.resolve(x) for x in (*actuals, *results)]
-        self.names += 1
-        end = Label(f"end@{self.names}")
-        first, before = self.names + 1, len(self.statements)
-        formals = (*function.formals, *function.results)  # declared first, in this order
-        inside = [f"%u{first + n}" for n in range(len(formals))]
-        source = self.source
-        self.read(function, f"{name}@{self.names}", end)
+        end, source, before = Label(self.unique("end")), self.source, len(self.statements)
+        inside = [f"%u@{self.names + 1 + n}" for n in range(len(actuals) + len(results))]  # declared first
+        kinds = [kind for _, kind in (*function.formals, *function.results)]
         moves = [
-            Instruction(f"mov.b{WIDTHS[kind]}", [a, b], None, False, line, source)
-            for (_, kind, _), a, b in zip(formals, inside, outside, strict=True)
+            Instruction(f"mov.b{WIDTHS[kind]}", [a, self.resolve(b)], None, False, line, source)
+            for kind, a, b in zip(kinds, inside, (*actuals, *results), strict=True)
         ]
-        taken = len(function.formals)
-        self.statements[before:before] = moves[:taken]
-        self.source = source
-        self.statements.append(end)
-        for move in moves[taken:]:
+        for move in moves[len(actuals) :]:
             move.operands.reverse()
-            self.statements.append(move)
+        self.read(function, end)
+        self.source = source
+        self.statements[before:before] = moves[: len(actuals)]
+        self.statements += [end, *moves[len(actuals) :]]
 
 
 def blocks_of(statements: list[Label | Instruction], tables: dict[str, list[str]]) -> list[Block]:
     """Cut statements into blocks at branches, barriers and the labels that branches name."""
     targets = {str(s.operands[0]) for s in statements if isinstance(s, Instruction) and s.parts[0] == "bra"}
     targets |= {name for table in tables.values() for name in table}
-    blocks, numbers = [Block(0)], {}
+    blocks, ends, numbers = [Block(0)], [], {}
     for s in statements:
-        block = blocks[-1]
         if isinstance(s, Label):
             if s in targets:
-                if block.size:
-                    block = Block(len(blocks))
-                    blocks.append(block)
-                numbers[str(s)] = block.number
+                if blocks[-1].size:
+                    blocks.append(Block(len(blocks)))
+                numbers[str(s)] = blocks[-1].number
             continue
-        block.size += 1
-        if ends_block(s):
-            block.end = s  # type: ignore[assignment]  # resolved below, when every label has a number
+        blocks[-1].size += 1
+        if s.parts[0] in ("bra", "brx", "ret", "exit") or BARRIER.match(s.opcode):
+            ends.append((blocks[-1], s))
             blocks.append(Block(len(blocks)))
         else:
-            block.instructions.append(s)
-    for block in blocks:
-        if isinstance(block.end, Instruction):
-            block.end = terminator(block.end, numbers, tables)
+            blocks[-1].instructions.append(s)
+    for block, s in ends:
+        block.end = terminator(s, numbers, tables)
     if isinstance(blocks[-1].end, FallThrough):
         blocks[-1].end = Return()
     return blocks
 
 
-def ends_block(i: Instruction) -> bool:
-    return i.parts[0] in ("bra", "brx", "ret", "exit") or i.opcode in (
-        "bar.sync",
-        "barrier.sync",
-        "barrier.sync.aligned",
-        "bar.cta.sync",
-        "barrier.cta.sync",
-        "barrier.cta.sync.aligned",
-    )
-
-
 def terminator(
     i: Instruction, numbers: dict[str, int], tables: dict[str, list[str]]
 ) -> Jump | Branch | Switch | Return | Barrier:
-    if i.opcode in ("bra", "bra.uni"):
-        target = numbers[str(i.operands[0])]
-        return Branch(i.predicate, i.negated, target) if i.predicate else Jump(target)
-    if i.opcode in ("ret", "exit", "ret.uni"):
-        return Return(i.predicate, i.negated)
-    if i.predicate:
-        raise PtxSyntaxError(f"line {i.line}: {i}")
-    if i.opcode in ("brx.idx", "brx.idx.uni"):
-        return Switch(str(i.operands[0]), tuple(numbers[x] for x in tables[str(i.operands[1])]))
-    if i.parts[0] in ("bar", "barrier"):
-        number, *count = map(str, i.operands)
-        return Barrier(number, count[0] if count else None, i)
+    operands = list(map(str, i.operands))
+    match i.opcode:
+        case "bra" | "bra.uni":
+            target = numbers[operands[0]]
+            return Branch(i.predicate, i.negated, target) if i.predicate else Jump(target)
+        case "ret" | "exit" | "ret.uni":
+            return Return(i.predicate, i.negated)
+        case "brx.idx" | "brx.idx.uni" if not i.predicate:
+            return Switch(operands[0], tuple(numbers[x] for x in tables[operands[1]]))
+        case opcode if BARRIER.match(opcode) and not i.predicate:
+            return Barrier(operands[0], operands[1] if operands[1:] else None, i)
     raise PtxSyntaxError(f"line {i.line}: {i}")

@@ -65,11 +65,15 @@ class Mbarriers:
             nothing = np.zeros_like(clocks.rows[0, 0])
             now = int(clocks.last[key[0], warp])
             self.barriers[key] = Mbarrier(n, n, (warp, now), nothing, nothing.copy())
-            self.mark(key, MBARRIER)
+            self.write(part, key, MBARRIER)
 
-    def mark(self, key: Key, value: int) -> None:
-        start = key[0] * self.ctas.shared.size + key[1]
-        self.ctas.shared.state[start : start + 8] = value
+    def write(self, access: Access, key: Key, state: int) -> None:
+        """Note that a thread writes the memory of a barrier."""
+        shared = self.ctas.shared
+        idx = np.full(1, (key[0] * shared.size + key[1]) // 8)
+        shared.check_write(access, idx, 8, None, "mbarrier")
+        shared.note_writer(idx, 8, access.tags[:1, None])
+        shared.mark(idx, 8, state)
 
     def check_offset(self, access: Access, key: Key) -> None:
         if key[1] % 8:
@@ -85,7 +89,7 @@ class Mbarriers:
                 part.fault("mbarrier invalidated that is not initialised", None, key[1])
             if b is None:
                 continue
-            self.mark(key, UNWRITTEN)
+            self.write(part, key, UNWRITTEN)
             if self.is_awaited(key):
                 part.fault("mbarrier invalidated while asynchronous work will arrive at it", None, key[1])
             warp = int(part.warp[0])

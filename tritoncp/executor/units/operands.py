@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.arithmetic.matrices import NBYTES, decode
+from tritoncp.executor.arithmetic.warps import NBYTES, decode
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.memory.shared_memory import SharedMemory
+from tritoncp.executor.threads import Access
 
 Array = np.ndarray[Any, Any]
 u8 = np.uint64
@@ -48,9 +48,40 @@ def unit_offsets(descriptor: Array, swizzle: int, rows: int, k: int, t: str, tra
     return swizzled(start + offset, swizzle)
 
 
-def read_units(shared: SharedMemory, units: Array, rows: int, k: int, t: str, transposed: bool) -> Array:
-    """[n, rows, k] float32 of the units at these indices."""
-    n, nbytes = len(units), NBYTES[t]
+def read_operand(
+    readers: list[Access],
+    descriptor: Array,
+    swizzle: int,
+    rows: int,
+    k: int,
+    t: str,
+    transposed: bool,
+    what: str,
+    clock: Array,
+    agent: Array | int,
+) -> Array:
+    """[n, rows, k] float32 of operands in shared memory, a row of the arrays for each.
+
+    readers: the threads that must know of the writes of what is read
+    agent:   that reads, and its clock, see `Clocks`
+    """
+    access, n, nbytes = readers[0], len(descriptor), NBYTES[t]
+    shared = access.ctas.shared
+    if access.ctas.counts is not None:
+        access.ctas.counts.operand(n * rows * k * nbytes)
+    offset = unit_offsets(descriptor, swizzle, rows, k, t, transposed)
+    if offset.max() + 16 > shared.used:
+        bad = np.flatnonzero((offset.reshape(n, -1) + 16 > shared.used).any(1))
+        text = f"{shared.used} bytes are allocated"
+        access.fault(f"out of bounds shared {what}", bad, int(offset.max()), None, text)
+        offset = np.clip(offset, 0, shared.used // 16 * 16 - 16)
+    units = (offset + access.pick(access.threads.shared_base)[:, None, None]) // 16
+    if shared.check:
+        flat, row = units.reshape(-1), np.repeat(np.arange(n), units[0].size)
+        for reader in readers:
+            if shared.check_async_read(reader.some(row), flat, what):
+                break
+        shared.note_async_reader(flat, clock[row], np.broadcast_to(agent, n)[row])
     raw = shared.views[16][units].view(f"u{nbytes}")
     if transposed:
         per = 16 // nbytes

@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tritoncp.executor.arithmetic.matrices import NBYTES, decode
-from tritoncp.executor.clocks import SHIFT
+from tritoncp.executor.arithmetic.warps import NBYTES, decode
+from tritoncp.executor.clocks import SHIFT, note_readers
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.threads import Access
 from tritoncp.executor.units.mbarriers import Key
-from tritoncp.executor.units.operands import read_units, unit_offsets
+from tritoncp.executor.units.operands import read_operand
 from tritoncp.executor.units.tensor_memory import COLUMNS, LOADING, STORING, WRITTEN
-from tritoncp.executor.units.wgmma import units_of
 
 Array = np.ndarray[Any, Any]
 u8 = np.uint64
@@ -176,11 +175,8 @@ class Tcgen05:
             if (state & STORING).any():
                 access.fault("operand A of tcgen05.mma before tcgen05.wait::st")
             self.check(access, cells, tensor.writer, "operand A")
-            reader, reader2 = tensor.columns(tensor.reader), tensor.columns(tensor.reader2)
             tags = self.tags(access.cta)[:, None, None, None]
-            before = reader[cells]
-            reader2[cells] = np.where((before != 0) & (before != tags), before, reader2[cells])
-            reader[cells] = tags
+            note_readers(tensor.columns(tensor.reader), tensor.columns(tensor.reader2), cells, tags)
         raw = np.ascontiguousarray(tensor.columns(tensor.data)[cells])
         return decode(shape.a, raw.reshape(-1).view(f"u{nbytes}")).reshape(-1, shape.m, shape.k)
 
@@ -189,16 +185,8 @@ class Tcgen05:
         high = int(d[0] >> u8(46))
         if high & 7 != 1 or high >> 3 & 7 or high >> 6 & 0x1FF or high >> 15 not in SWIZZLES:
             raise CannotContinue(f"a tcgen05 descriptor {int(d[0]):#x}", access.site)
-        shared = self.ctas.shared
-        offset = unit_offsets(d, SWIZZLES[high >> 15], rows, k, t, transposed)
-        units = units_of(access, shared, offset, "tcgen05.mma")
-        if self.ctas.counts is not None:
-            self.ctas.counts.operand(len(d) * rows * k * NBYTES[t])
-        if self.ctas.launch.check:
-            flat, who = units.reshape(-1), np.repeat(np.arange(len(d)), units[0].size)
-            shared.check_async_read(access.some(who), flat, "tcgen05.mma")
-            shared.note_async_reader(flat, self.opened[access.cta][who], self.ctas.clocks.tensor)
-        return read_units(shared, units, rows, k, t, transposed)
+        clock, agent, swizzle = self.opened[access.cta], self.ctas.clocks.tensor, SWIZZLES[high >> 15]
+        return read_operand([access], d, swizzle, rows, k, t, transposed, "tcgen05.mma", clock, agent)
 
     # completion
 

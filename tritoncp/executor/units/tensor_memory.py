@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tritoncp.executor.clocks import note_readers
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.memory.shared_memory import WRITTEN as SHARED_WRITTEN
@@ -223,10 +224,7 @@ class TensorMemory:
                 self.writer[done] = tags[:, None]
             else:
                 self.state[done] &= ~LOADING
-                before = self.reader[done]
-                other = (before ^ tags[:, None]) & 63 != 0
-                self.reader2[done] = np.where(other & (before != 0), before, self.reader2[done])
-                self.reader[done] = tags[:, None]
+                note_readers(self.reader, self.reader2, done, tags[:, None])
             if not mine.all():
                 keep.append((lanes[~mine], idx[~mine]))
         operations[:] = keep

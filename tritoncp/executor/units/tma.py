@@ -11,9 +11,8 @@ import numpy as np
 from tritoncp.executor.clocks import SHIFT
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.memory.address_space import PARAMETER
 from tritoncp.executor.memory.atomics import update
-from tritoncp.executor.memory.regions import UNSIGNED, Region
+from tritoncp.executor.memory.regions import PARAMETER, UNSIGNED, Region
 from tritoncp.executor.memory.shared_memory import WRITTEN
 from tritoncp.executor.threads import Access
 from tritoncp.executor.units.mbarriers import Key, Mbarrier

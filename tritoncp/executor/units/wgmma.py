@@ -6,25 +6,22 @@ writes to the operands by the clocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tritoncp.executor.arithmetic import matrices
+from tritoncp.executor.arithmetic import warps
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.memory.shared_memory import SharedMemory
 from tritoncp.executor.threads import Access, Threads
-from tritoncp.executor.units.operands import read_units, unit_offsets
+from tritoncp.executor.units.operands import read_operand
 
 Array = np.ndarray[Any, Any]
 u8 = np.uint64
 SWIZZLES = {0: 0, 1: 3, 2: 2, 3: 1}  # of a descriptor's mode
 
 
-@dataclass
-class Products:
+class Products(NamedTuple):
     """Products of one instruction, a row for each warpgroup: CTA, number there, group of commits, clock."""
 
     lane: Array
@@ -34,7 +31,7 @@ class Products:
     clock: Array
 
     def rows(self, keep: Array) -> Products:
-        return Products(*(x[keep] for x in (self.lane, self.cta, self.number, self.group, self.clock)))
+        return Products(*(x[keep] for x in self))
 
 
 class Wgmma:
@@ -91,18 +88,18 @@ class Wgmma:
         lane, cta, number = access.lanes[::128], access.cta[::128], access.warp[::128] // 4
         clock = self.ctas.clocks.start(cta, self.ctas.clocks.group + number)
         if isinstance(a, tuple):
-            left = matrices.fragment_a(a, ta).reshape(len(cta), 64, k)
+            left = warps.fragment_a(a, ta).reshape(len(cta), 64, k)
         else:
             left = self.operand(access, a, 64, k, ta, bool(flip_a), clock)
         right = self.operand(access, b, n, k, tb, bool(flip_b), clock)
         product = np.matmul(left, right.transpose(0, 2, 1)).reshape(-1, 16, n)
         self.pending.append(Products(lane, cta, number, self.commits[lane], clock))
         if keep is False or (keep is not True and not keep.any()):
-            return matrices.add_to_result(product, to, None)
-        total = matrices.add_to_result(product, to, accumulator)
+            return warps.add_to_result(product, to, None)
+        total = warps.add_to_result(product, to, accumulator)
         if keep is True or keep.all():
             return total
-        alone = matrices.add_to_result(product, to, None)
+        alone = warps.add_to_result(product, to, None)
         return [np.where(keep, x, y) for x, y in zip(total, alone)]
 
     def operand(
@@ -123,28 +120,10 @@ class Wgmma:
         modes = np.unique(d >> u8(62))
         if ((d >> u8(49)) & u8(7)).any() or len(modes) > 1:
             raise CannotContinue("a wgmma descriptor with a base offset, or of several swizzles", access.site)
-        if self.ctas.counts is not None:
-            self.ctas.counts.operand(len(d) * rows * k * matrices.NBYTES[t])
-        shared = self.ctas.shared
-        offset = unit_offsets(d, SWIZZLES[int(modes[0])], rows, k, t, transposed)
-        units = units_of(access.some(np.arange(0, len(access), 128)), shared, offset, "wgmma")
-        if self.ctas.launch.check:
-            self.check(access, units, clock)
-        return read_units(shared, units, rows, k, t, transposed)
-
-    def check(self, access: Access, units: Array, clock: Array) -> None:
-        """Races of a read by all four warps; note the reader."""
-        shared, clocks = self.ctas.shared, self.ctas.clocks
-        per = units[0].size
-        for warp in range(4):
-            part = access.some(np.repeat(np.arange(32 * warp, len(access), 128), per))
-            if shared.check_async_read(part, units.reshape(-1), "wgmma"):
-                break
-        number = access.warp[::128] // 4
-        for g in np.unique(number):
-            mine = number == g
-            tags = np.repeat(clock[mine], per)
-            shared.note_async_reader(units[mine].reshape(-1), tags, clocks.group + int(g))
+        readers = [access.some(np.arange(32 * warp, len(access), 128)) for warp in range(4)]
+        agent = self.ctas.clocks.group + readers[0].warp // 4
+        swizzle = SWIZZLES[int(modes[0])]
+        return read_operand(readers, d, swizzle, rows, k, t, transposed, "wgmma", clock, agent)
 
     def commit(self, threads: Threads) -> None:
         threads.need_groups("wgmma.commit_group")
@@ -169,13 +148,3 @@ class Wgmma:
         self.pending = waiting
         if changed:
             clocks.lower_floor()
-
-
-def units_of(access: Access, shared: SharedMemory, offset: Array, what: str) -> Array:
-    """Indices of 16-byte units at offsets [n, ...]; those out of bounds are reported and moved inside."""
-    if offset.max() + 16 > shared.used:
-        bad = np.flatnonzero((offset.reshape(len(offset), -1) + 16 > shared.used).any(1))
-        text = f"{shared.used} bytes are allocated"
-        access.fault(f"out of bounds shared {what}", bad, int(offset.max()), None, text)
-        offset = np.clip(offset, 0, shared.used // 16 * 16 - 16)
-    return (offset + access.pick(access.threads.shared_base)[:, None, None]) // 16

@@ -92,7 +92,7 @@ def attend(
 
 
 def _refuse(dropout: float, position_bias: Tensor | None) -> None:
-    """Raise ValueError for what this attention does not have."""
+    """Raise ValueError for unsupported arguments: dropout in training, and a position bias."""
     if dropout > 0:
         raise ValueError(
             f"attention dropout of {dropout} in training: tritoncp has none; set the dropout of the config "

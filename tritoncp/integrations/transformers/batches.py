@@ -49,7 +49,7 @@ def shard_batch(
     tensors [B, S, ...] are sharded too, everything else is passed on.
     config: of the model. Its layers' kinds (``layer_types``, ``sliding_window``, chunks) get a plan each, of
     one placement. mesh: as for :func:`tritoncp.make_plan`, which has ``balancer`` and ``schedule``; None:
-    this process alone, the same call without communication. BLOCK_SIZE: tokens of the blocks that are dealt.
+    this process alone, the same call without communication. BLOCK_SIZE: tokens of a block of the placement.
 
     Returns a dict for ``model(**batch)``: tensors [B, S_local], equally long on all ranks; ``shift_labels``,
     shifted before sharding (``labels`` only make the model compute its loss); ``num_items_in_batch``, the

@@ -14,8 +14,8 @@ from tritoncp.planning.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class ContextParallelPlan:
-    """The plans of one batch and their mesh, which travel together, as a keyword argument of a model's call,
-    to every attention.
+    """The plans of one batch and their mesh, which are passed together, as a keyword argument of a model's
+    call, to every attention.
 
     plans:        a plan for each kind of layer, all with one placement
     mesh:         the mesh of the ranks; None: one process

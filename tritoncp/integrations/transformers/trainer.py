@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
@@ -28,7 +29,7 @@ class ContextParallelTrainer(Trainer):
     sharding: keyword arguments of :func:`shard_batch`: balancer, schedule, BLOCK_SIZE
 
     The loss of a step is the mean over the labels of all ranks, and gradients are those of the sum over ranks
-    of each rank's part: the scale that undoes the average of DDP and FSDP is in the loss. The sampler deals
+    of each rank's part: the scale that undoes the average of DDP and FSDP is in the loss. The sampler assigns
     documents to data-parallel ranks only, and batch sizes count those. Batches are [B, S] on the ranks'
     devices, as the collator returns them: padded with an attention_mask, or packed with position_ids.
 
@@ -86,7 +87,7 @@ class ContextParallelTrainer(Trainer):
             )
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
-                f"{type(self.model).__name__}.forward takes no **kwargs, and plans travel in them"
+                f"{type(self.model).__name__}.forward has no **kwargs, through which plans are passed"
             )
 
     def get_cp_size(self) -> int:
@@ -102,7 +103,7 @@ class ContextParallelTrainer(Trainer):
         dispatch = self.accelerator.dispatch_batches
         if dispatch or (dispatch is None and isinstance(dataset, IterableDataset)):
             raise ValueError(
-                "rank 0 would read the data and deal other documents to each rank: set "
+                "rank 0 would read the data and send other documents to each rank: set "
                 'accelerator_config={"dispatch_batches": False} in TrainingArguments'
             )
         own = [self.args.process_index in ranks for ranks in self._replicas]
@@ -139,7 +140,8 @@ class ContextParallelTrainer(Trainer):
 
     def _gather_losses(self, losses: Tensor) -> Tensor:
         """Return the mean over the ranks of each replica, one replica after the other: [replicas * n]."""
-        every = self.accelerator.gather(losses).view(self.args.world_size, -1)
+        gathered = self.accelerator.gather(losses)
+        every = rearrange(gathered, "(rank n) -> rank n", rank=self.args.world_size)
         means = torch.cat([every[ranks].mean(0) for ranks in self._replicas])
         state = self.accelerator.gradient_state
         if state.end_of_dataloader and state.remainder > 0:  # documents that fill the last batch

@@ -1,8 +1,8 @@
 """Interval arithmetic on torch's element-wise operations (R. E. Moore, "Interval Analysis", 1966).
 
-A Span bounds one element in each of n tiles. A rule gives the Span of an operation's result from those of its
-operands. Floats are bounded in their own type, where rounding is monotone: the bounds of a sum are the sums
-of the bounds. Integers of every type are bounded exactly, in float64, as long as they stay below 2^51.
+A ValueRange bounds one element in each of n tiles. A rule gives the ValueRange of an operation's result from
+those of its operands. Floats are bounded in their own type, where rounding is monotone: the bounds of a sum
+are the sums of the bounds. Integers of every type are bounded exactly, in float64, below 2^51.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 MAX_EXACT = 1 << 51  # below it, float64 also divides integers exactly: floor(a / b) is the integer quotient
 
 
-class Span(NamedTuple):
+class ValueRange(NamedTuple):
     """Bounds lo <= value <= hi of one element in each of n tiles; NaN where there is no bound.
 
     lo, hi:    [n] or []; bool for bools, float64 for integers, else of ``dtype``
@@ -30,7 +30,7 @@ class Span(NamedTuple):
     magnitude: int = 0
 
 
-Rule = Callable[..., Span | None]  # (type of the result, *operands)
+Rule = Callable[..., ValueRange | None]  # (type of the result, *operands)
 
 
 def is_integer(dtype: torch.dtype) -> bool:
@@ -38,12 +38,12 @@ def is_integer(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool
 
 
-def unknown_span(dtype: torch.dtype) -> Span:
-    """Return the Span of a value without bounds: False to True for bools, else NaN."""
+def unknown_range(dtype: torch.dtype) -> ValueRange:
+    """Return the ValueRange of a value without bounds: False to True for bools, else NaN."""
     if dtype is torch.bool:
-        return Span(torch.tensor(False), torch.tensor(True), dtype)
+        return ValueRange(torch.tensor(False), torch.tensor(True), dtype)
     nan = torch.tensor(float("nan"), dtype=torch.float64 if is_integer(dtype) else dtype)
-    return Span(nan, nan, dtype)
+    return ValueRange(nan, nan, dtype)
 
 
 def tensor_min(a: Tensor, b: Tensor) -> Tensor:
@@ -56,46 +56,46 @@ def tensor_max(a: Tensor, b: Tensor) -> Tensor:
     return a | b if a.dtype is torch.bool else torch.maximum(a, b)
 
 
-def _hull(dtype: torch.dtype, magnitude: int, *corners: Tensor) -> Span:
-    """Return the Span from the least to the greatest of several tensors."""
+def _hull(dtype: torch.dtype, magnitude: int, *corners: Tensor) -> ValueRange:
+    """Return the ValueRange from the least to the greatest of several tensors."""
     lo = hi = corners[0]
     for corner in corners[1:]:
         lo, hi = torch.minimum(lo, corner), torch.maximum(hi, corner)
-    return Span(lo, hi, dtype, magnitude)
+    return ValueRange(lo, hi, dtype, magnitude)
 
 
-def limit_span(span: Span | None, dtype: torch.dtype) -> Span:
-    """Return a result's span in its type; unknown for an integer that may wrap or exceed MAX_EXACT."""
+def limit_range(value: ValueRange | None, dtype: torch.dtype) -> ValueRange:
+    """Return a result's range in its type; unknown for an integer that may wrap or exceed MAX_EXACT."""
     limit = torch.iinfo(dtype).max if is_integer(dtype) else MAX_EXACT
-    if span is None or span.magnitude >= MAX_EXACT or span.magnitude > limit:
-        return unknown_span(dtype)
+    if value is None or value.magnitude >= MAX_EXACT or value.magnitude > limit:
+        return unknown_range(dtype)
     if dtype is torch.uint8:
-        lo, hi = (end.masked_fill(span.lo < 0, torch.nan) for end in (span.lo, span.hi))
-        return Span(lo, hi, dtype, span.magnitude)
-    return span._replace(dtype=dtype)
+        lo, hi = (end.masked_fill(value.lo < 0, torch.nan) for end in (value.lo, value.hi))
+        return ValueRange(lo, hi, dtype, value.magnitude)
+    return value._replace(dtype=dtype)
 
 
-def cast_span(x: Span, dtype: torch.dtype) -> Span:
-    """Return the span of ``value.to(dtype)``. Conversion is monotone between any two types."""
+def cast_range(x: ValueRange, dtype: torch.dtype) -> ValueRange:
+    """Return the range of ``value.to(dtype)``. Conversion is monotone between any two types."""
     if dtype == x.dtype:
         return x
     if dtype is torch.bool:
-        return Span((x.lo > 0) | (x.hi < 0), ~((x.lo == 0) & (x.hi == 0)), dtype)
+        return ValueRange((x.lo > 0) | (x.hi < 0), ~((x.lo == 0) & (x.hi == 0)), dtype)
     if not is_integer(dtype):
-        return Span(x.lo.to(dtype), x.hi.to(dtype), dtype)
+        return ValueRange(x.lo.to(dtype), x.hi.to(dtype), dtype)
     if x.dtype is torch.bool or is_integer(x.dtype):
-        return limit_span(Span(x.lo.double(), x.hi.double(), dtype, max(x.magnitude, 1)), dtype)
+        return limit_range(ValueRange(x.lo.double(), x.hi.double(), dtype, max(x.magnitude, 1)), dtype)
     limit = min(torch.iinfo(dtype).max, MAX_EXACT - 1)
     ends = (end.double().trunc() for end in (x.lo, x.hi))
     lo, hi = (end.masked_fill(~(end.abs() <= limit), torch.nan) for end in ends)
     most = max((int(end.nan_to_num().abs().max()) for end in (lo, hi) if end.numel()), default=0)
-    return limit_span(Span(lo, hi, dtype, most), dtype)
+    return limit_range(ValueRange(lo, hi, dtype, most), dtype)
 
 
-# -- rules: (result type, *operands in the type the operation computes in) -> span; None: unknown ---------
+# -- rules: (result type, *operands in the type the operation computes in) -> range; None: unknown ---------
 
 
-def _require_finite(x: Span) -> Span:
+def _require_finite(x: ValueRange) -> ValueRange:
     """Drop bounds of floats that may be infinite: inf - inf and 0 * inf are NaN, which no bounds enclose."""
     if not x.dtype.is_floating_point:
         return x
@@ -103,66 +103,66 @@ def _require_finite(x: Span) -> Span:
     return x._replace(lo=x.lo.masked_fill(infinite, torch.nan), hi=x.hi.masked_fill(infinite, torch.nan))
 
 
-def _add(dtype: torch.dtype, a: Span, b: Span) -> Span:
-    return _require_finite(Span(a.lo + b.lo, a.hi + b.hi, dtype, a.magnitude + b.magnitude))
+def _add(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
+    return _require_finite(ValueRange(a.lo + b.lo, a.hi + b.hi, dtype, a.magnitude + b.magnitude))
 
 
-def _sub(dtype: torch.dtype, a: Span, b: Span) -> Span:
-    return _require_finite(Span(a.lo - b.hi, a.hi - b.lo, dtype, a.magnitude + b.magnitude))
+def _sub(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
+    return _require_finite(ValueRange(a.lo - b.hi, a.hi - b.lo, dtype, a.magnitude + b.magnitude))
 
 
-def _mul(dtype: torch.dtype, a: Span, b: Span) -> Span:
+def _mul(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
     corners = a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi
     return _require_finite(_hull(dtype, a.magnitude * b.magnitude, *corners))
 
 
-def _square(dtype: torch.dtype, a: Span) -> Span:
+def _square(dtype: torch.dtype, a: ValueRange) -> ValueRange:
     size = _abs(dtype, a)
-    return Span(size.lo * size.lo, size.hi * size.hi, dtype, a.magnitude**2)
+    return ValueRange(size.lo * size.lo, size.hi * size.hi, dtype, a.magnitude**2)
 
 
-def _neg(dtype: torch.dtype, a: Span) -> Span:
-    return Span(-a.hi, -a.lo, dtype, a.magnitude)
+def _neg(dtype: torch.dtype, a: ValueRange) -> ValueRange:
+    return ValueRange(-a.hi, -a.lo, dtype, a.magnitude)
 
 
-def _abs(dtype: torch.dtype, a: Span) -> Span:
+def _abs(dtype: torch.dtype, a: ValueRange) -> ValueRange:
     least = torch.maximum(torch.maximum(a.lo, -a.hi), torch.zeros_like(a.lo))
-    return Span(least, torch.maximum(-a.lo, a.hi), dtype, a.magnitude)
+    return ValueRange(least, torch.maximum(-a.lo, a.hi), dtype, a.magnitude)
 
 
-def _sign(dtype: torch.dtype, a: Span) -> Span:
+def _sign(dtype: torch.dtype, a: ValueRange) -> ValueRange:
     if dtype is torch.bool:
         return a
-    return Span(a.lo.sign() + 0 * a.lo, a.hi.sign() + 0 * a.hi, dtype, 1)  # the sign of NaN is 0
+    return ValueRange(a.lo.sign() + 0 * a.lo, a.hi.sign() + 0 * a.hi, dtype, 1)  # the sign of NaN is 0
 
 
 def _monotone(op: Callable[..., Tensor]) -> Rule:
     """Return the rule of an operation that never falls where an operand rises."""
 
-    def rule(dtype: torch.dtype, *spans: Span) -> Span:
-        lo, hi = op(*(span.lo for span in spans)), op(*(span.hi for span in spans))
-        return Span(lo, hi, dtype, max(span.magnitude for span in spans))
+    def rule(dtype: torch.dtype, *operands: ValueRange) -> ValueRange:
+        lo, hi = op(*(x.lo for x in operands)), op(*(x.hi for x in operands))
+        return ValueRange(lo, hi, dtype, max(x.magnitude for x in operands))
 
     return rule
 
 
-def _divide(dtype: torch.dtype, a: Span, b: Span) -> Span:
+def _divide(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
     """True division: the hull of the corners' quotients; unknown if the divisor may be zero."""
     zero = ~((b.lo > 0) | (b.hi < 0))
     lo, hi = b.lo.masked_fill(zero, torch.nan), b.hi.masked_fill(zero, torch.nan)
     return _hull(dtype, a.magnitude, a.lo / lo, a.lo / hi, a.hi / lo, a.hi / hi)
 
 
-def _floor_divide(dtype: torch.dtype, a: Span, b: Span) -> Span | None:
+def _floor_divide(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange | None:
     """Floor division of integers. torch's floor division of floats is not the floor of the quotient."""
     return _monotone(torch.floor)(torch.float64, _divide(dtype, a, b)) if is_integer(dtype) else None
 
 
-def _trunc_divide(dtype: torch.dtype, a: Span, b: Span) -> Span | None:
+def _trunc_divide(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange | None:
     return _monotone(torch.trunc)(torch.float64, _divide(dtype, a, b)) if is_integer(dtype) else None
 
 
-def _remainder(dtype: torch.dtype, a: Span, b: Span) -> Span | None:
+def _remainder(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange | None:
     """Remainder of integers by a positive divisor: exact within one period, else from 0 to divisor - 1."""
     if not is_integer(dtype):
         return None
@@ -171,29 +171,29 @@ def _remainder(dtype: torch.dtype, a: Span, b: Span) -> Span | None:
     period = constant & (first == last)
     lo = torch.where(period, a.lo - first * b.lo, 0 * b.lo).masked_fill(~positive, torch.nan)
     hi = torch.where(period, a.hi - first * b.lo, b.hi - 1).masked_fill(~positive, torch.nan)
-    return Span(lo + 0 * a.lo, hi + 0 * a.hi, dtype, b.magnitude)
+    return ValueRange(lo + 0 * a.lo, hi + 0 * a.hi, dtype, b.magnitude)
 
 
-def _shift_right(dtype: torch.dtype, a: Span, b: Span) -> Span | None:
+def _shift_right(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange | None:
     return _floor_divide(dtype, a, _power_of_two(b))
 
 
-def _shift_left(dtype: torch.dtype, a: Span, b: Span) -> Span:
+def _shift_left(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
     return _mul(dtype, a, _power_of_two(b))
 
 
-def _power_of_two(b: Span) -> Span:
-    """Return the span of 2 ** b, unknown unless 0 <= b < 51."""
+def _power_of_two(b: ValueRange) -> ValueRange:
+    """Return the range of 2 ** b, unknown unless 0 <= b < 51."""
     in_range = (b.lo >= 0) & (b.hi < 51)
     lo, hi = (torch.exp2(end).masked_fill(~in_range, torch.nan) for end in (b.lo, b.hi))
-    return Span(lo, hi, b.dtype, 1 << min(b.magnitude, 51))
+    return ValueRange(lo, hi, b.dtype, 1 << min(b.magnitude, 51))
 
 
-def _bits(op: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Span]:
+def _bits(op: Callable[[Tensor, Tensor], Tensor]) -> Rule:
     """Return the rule of an integer's & | or ^: exact for constant operands; for non-negative ones the result
     has no more bits than the longer operand."""
 
-    def rule(dtype: torch.dtype, a: Span, b: Span) -> Span:
+    def rule(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
         constant = (a.lo == a.hi) & (b.lo == b.hi)
         a_value, b_value = (torch.where(constant, x.lo, 0).long() for x in (a, b))
         exact = op(a_value, b_value).double()
@@ -202,7 +202,7 @@ def _bits(op: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Span]:
         magnitude = 1 << bits  # negative operands reach it: -5 ^ 3 = -8
         lo = torch.where(constant, exact, torch.where(positive, 0.0, torch.nan))
         longest = torch.minimum(a.hi, b.hi) if op is torch.bitwise_and else torch.full_like(lo, magnitude)
-        return Span(
+        return ValueRange(
             lo, torch.where(constant, exact, torch.where(positive, longest, torch.nan)), dtype, magnitude
         )
 
@@ -212,39 +212,39 @@ def _bits(op: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Span]:
 _and, _or = _monotone(torch.logical_and), _monotone(torch.logical_or)
 
 
-def _xor(dtype: torch.dtype, a: Span, b: Span) -> Span:
+def _xor(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
     constant = (a.lo == a.hi) & (b.lo == b.hi)
-    return Span(constant & (a.lo ^ b.lo), ~constant | (a.lo ^ b.lo), dtype)
+    return ValueRange(constant & (a.lo ^ b.lo), ~constant | (a.lo ^ b.lo), dtype)
 
 
-def _not(dtype: torch.dtype, a: Span) -> Span:
+def _not(dtype: torch.dtype, a: ValueRange) -> ValueRange:
     if dtype is torch.bool:
-        return Span(~a.hi, ~a.lo, dtype)
-    return Span(-a.hi - 1, -a.lo - 1, dtype, a.magnitude + 1)
+        return ValueRange(~a.hi, ~a.lo, dtype)
+    return ValueRange(-a.hi - 1, -a.lo - 1, dtype, a.magnitude + 1)
 
 
-def _by_type(logical: Callable[..., Span], op: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Span]:
+def _by_type(logical: Rule, op: Callable[[Tensor, Tensor], Tensor]) -> Rule:
     """Return the rule of & | or ^: ``logical`` for bools, the rule of ``op`` on bits for integers."""
     integer = _bits(op)
     return lambda dtype, a, b: (logical if dtype is torch.bool else integer)(dtype, a, b)
 
 
-def _less(dtype: torch.dtype, a: Span, b: Span) -> Span:
-    return Span(a.hi < b.lo, ~(a.lo >= b.hi), dtype)
+def _less(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
+    return ValueRange(a.hi < b.lo, ~(a.lo >= b.hi), dtype)
 
 
-def _at_most(dtype: torch.dtype, a: Span, b: Span) -> Span:
-    return Span(a.hi <= b.lo, ~(a.lo > b.hi), dtype)
+def _at_most(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
+    return ValueRange(a.hi <= b.lo, ~(a.lo > b.hi), dtype)
 
 
-def _equal(dtype: torch.dtype, a: Span, b: Span) -> Span:
-    return Span((a.lo == b.hi) & (a.hi == b.lo), ~((a.hi < b.lo) | (a.lo > b.hi)), dtype)
+def _equal(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
+    return ValueRange((a.lo == b.hi) & (a.hi == b.lo), ~((a.hi < b.lo) | (a.lo > b.hi)), dtype)
 
 
-def _where(dtype: torch.dtype, condition: Span, a: Span, b: Span) -> Span:
+def _where(dtype: torch.dtype, condition: ValueRange, a: ValueRange, b: ValueRange) -> ValueRange:
     lo = torch.where(condition.lo, a.lo, torch.where(condition.hi, tensor_min(a.lo, b.lo), b.lo))
     hi = torch.where(condition.lo, a.hi, torch.where(condition.hi, tensor_max(a.hi, b.hi), b.hi))
-    return Span(lo, hi, dtype, max(a.magnitude, b.magnitude))
+    return ValueRange(lo, hi, dtype, max(a.magnitude, b.magnitude))
 
 
 COPIES = ("_to_copy", "clone", "detach", "alias", "lift_fresh_copy")

@@ -22,13 +22,13 @@ from tritoncp.masks.classification.interval_arithmetic import (
     OPERAND_RULES,
     RESULT_RULES,
     Rule,
-    Span,
-    cast_span,
+    ValueRange,
+    cast_range,
     is_integer,
-    limit_span,
+    limit_range,
     tensor_max,
     tensor_min,
-    unknown_span,
+    unknown_range,
 )
 
 SUPPORTED_TYPES = (  # values of other types have no bounds
@@ -42,11 +42,11 @@ class PartialIndex(NamedTuple):
     """A captured tensor indexed in its first dimensions only: ``table[b]`` of ``table[b][q_idx]``."""
 
     table: Tensor
-    indices: tuple[Span, ...]
+    indices: tuple[ValueRange, ...]
     varies: tuple[bool, ...]  # for each index, whether it varies inside a tile
 
 
-Value = Tensor | Span | PartialIndex | None  # None: a tensor with dimensions and without bounds
+Value = Tensor | ValueRange | PartialIndex | None  # None: a tensor with dimensions and without bounds
 
 
 class Bounds:
@@ -62,7 +62,7 @@ class Bounds:
     def __init__(self, graph: fx.GraphModule, output: fx.Node) -> None:
         self._output = output
         self._constants: dict[fx.Node, Value] = {}  # results that do not depend on the tile
-        self._steps: list[tuple[fx.Node, Step | None]] = []  # operations that depend on the tile
+        self._steps: list[tuple[fx.Node, RuledOperation | None]] = []  # operations that depend on the tile
         self._varies: dict[fx.Node, bool] = {}  # whether a result varies inside a tile
         self._tables: dict[tuple[int, tuple[bool, ...]], _Pyramid] = {}
         self._indices = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -95,7 +95,7 @@ class Bounds:
         if not scalar_bool or random or not tensors_only:  # torch.cond captures graphs
             return None
         bounds = cls(graph, output)
-        mutates = any(_is_mutation(node) for node, _ in bounds._steps)  # spans of aliases would be stale
+        mutates = any(_is_mutation(node) for node, _ in bounds._steps)  # ranges of aliases would be stale
         return None if mutates else bounds
 
     def __call__(
@@ -107,10 +107,10 @@ class Bounds:
         """
         values: dict[fx.Node, Value] = dict(self._constants)
         for node, lo, hi in zip(self._indices, (b, h, q0, k0), (b, h, q1 - 1, k1 - 1), strict=True):
-            values[node] = Span(lo.double(), hi.double(), torch.int64, int(hi.max()) if len(hi) else 0)
+            values[node] = ValueRange(lo.double(), hi.double(), torch.int64, int(hi.max()) if len(hi) else 0)
         for node, step in self._steps:
             values[node] = self._value(node, step, values)
-        visible = self._span(self._output, values, torch.bool) or unknown_span(torch.bool)
+        visible = self._range(self._output, values, torch.bool) or unknown_range(torch.bool)
         return visible.hi.expand(len(b)), visible.lo.expand(len(b))
 
     def _fold(self, node: fx.Node) -> None:
@@ -130,7 +130,7 @@ class Bounds:
         on_cpu = {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
         self._constants[node] = node.target(*args, **{**kwargs, **on_cpu})  # type: ignore[operator]
 
-    def _value(self, node: fx.Node, step: Step | None, values: dict[fx.Node, Value]) -> Value:
+    def _value(self, node: fx.Node, step: RuledOperation | None, values: dict[fx.Node, Value]) -> Value:
         """Bound the result of one operation. values: of the operations before it."""
         val = node.meta["val"]
         if not isinstance(val, Tensor) or val.dtype not in SUPPORTED_TYPES:  # several results, or no bounds
@@ -140,36 +140,36 @@ class Bounds:
             return self._gather(node, values)
         if val.ndim:
             return None
-        spans = [self._span(arg, values, kind) for arg, kind in step.operands] if step else [None]
-        if any(span is None for span in spans):
-            return unknown_span(dtype)
-        return limit_span(step.rule(dtype, *spans), dtype)  # type: ignore[union-attr]
+        ranges = [self._range(arg, values, kind) for arg, kind in step.operands] if step else [None]
+        if any(x is None for x in ranges):
+            return unknown_range(dtype)
+        return limit_range(step.rule(dtype, *ranges), dtype)  # type: ignore[union-attr]
 
-    def _span(self, arg: Any, values: dict[fx.Node, Value], dtype: torch.dtype) -> Span | None:
-        """Return an operand's span in the type the operation computes in; None unless it is one element."""
+    def _range(self, arg: Any, values: dict[fx.Node, Value], dtype: torch.dtype) -> ValueRange | None:
+        """Return an operand's range in the type the operation computes in; None unless it is one element."""
         value = values[arg] if isinstance(arg, fx.Node) else _number_tensor(arg)
         if isinstance(value, Tensor) and not value.ndim:
             bound = value.double() if is_integer(value.dtype) else value
-            value = Span(bound, bound, value.dtype, abs(int(value)) if is_integer(value.dtype) else 0)
-        return cast_span(value, dtype) if isinstance(value, Span) else None
+            value = ValueRange(bound, bound, value.dtype, abs(int(value)) if is_integer(value.dtype) else 0)
+        return cast_range(value, dtype) if isinstance(value, ValueRange) else None
 
-    def _index(self, arg: Any, values: dict[fx.Node, Value]) -> Span | None:
-        """Return the span of an index; None for a slice and for a boolean mask."""
+    def _index(self, arg: Any, values: dict[fx.Node, Value]) -> ValueRange | None:
+        """Return the range of an index; None for a slice and for a boolean mask."""
         selects = isinstance(arg, fx.Node) and _dtype(arg) in (torch.bool, torch.uint8)
-        return None if arg is None or selects else self._span(arg, values, torch.int64)
+        return None if arg is None or selects else self._range(arg, values, torch.int64)
 
     def _gather(self, node: fx.Node, values: dict[fx.Node, Value]) -> Value:
         """Bound ``table[index, ...]``: a PartialIndex until every dimension of the table has an index."""
         source, indices = values[node.args[0]], node.args[1]  # type: ignore[index]
         if _op_name(node) == "select":
             indices = [node.args[2]] if indices == 0 else [None]
-        spans = [self._index(i, values) for i in indices]  # type: ignore[union-attr]
+        ranges = [self._index(i, values) for i in indices]  # type: ignore[union-attr]
         if isinstance(source, Tensor):
             source = PartialIndex(source, (), ())
-        if not isinstance(source, PartialIndex) or not source.table.numel() or None in spans:
-            return None if node.meta["val"].ndim else unknown_span(node.meta["val"].dtype)
+        if not isinstance(source, PartialIndex) or not source.table.numel() or None in ranges:
+            return None if node.meta["val"].ndim else unknown_range(node.meta["val"].dtype)
         varies = (isinstance(i, fx.Node) and self._varies[i] for i in indices)  # type: ignore[union-attr]
-        part = PartialIndex(source.table, (*source.indices, *spans), (*source.varies, *varies))  # type: ignore[arg-type]
+        part = PartialIndex(source.table, (*source.indices, *ranges), (*source.varies, *varies))  # type: ignore[arg-type]
         if len(part.indices) < part.table.ndim:
             return part
         key = id(part.table), part.varies  # self._constants keeps the table alive
@@ -203,8 +203,8 @@ class _Pyramid:
         ends = (int(los[-1].min()), int(his[-1].max())) if is_integer(self.dtype) else (0,)
         self.magnitude = max(map(abs, ends))
 
-    def __call__(self, indices: Sequence[Span]) -> Span:
-        """Bound table[i, j, ...] for indices anywhere in their spans; unknown if one may be out of range."""
+    def __call__(self, indices: Sequence[ValueRange]) -> ValueRange:
+        """Bound table[i, j, ...] for indices anywhere in their ranges; unknown if one may be out of range."""
         boxes = [_wrap_index(indices[d], size) for d, size in zip(self.order, self.sizes, strict=True)]
         valid = torch.tensor(True)
         level = torch.tensor(0)
@@ -226,15 +226,15 @@ class _Pyramid:
             lo, hi = tensor_min(lo, self.lo[cell]), tensor_max(hi, self.hi[cell])
         if is_integer(self.dtype):
             lo, hi = lo.double(), hi.double()
-        unknown = unknown_span(self.dtype)
+        unknown = unknown_range(self.dtype)
         lo, hi = torch.where(valid, lo, unknown.lo), torch.where(valid, hi, unknown.hi)
-        return Span(lo, hi, self.dtype, self.magnitude) if self.magnitude < MAX_EXACT else unknown
+        return ValueRange(lo, hi, self.dtype, self.magnitude) if self.magnitude < MAX_EXACT else unknown
 
 
-def _wrap_index(index: Span, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first and last index of a span, int64, and whether both are in range.
+def _wrap_index(index: ValueRange, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first and last index of a range, int64, and whether both are in range.
 
-    Negative indices count from the end. A span from negative to non-negative is not in range.
+    Negative indices count from the end. A range from negative to non-negative is not in range.
     """
     bounded = ~(index.lo.isnan() | index.hi.isnan())
     lo, hi = (torch.where(bounded, end, 0).long() for end in (index.lo, index.hi))
@@ -265,14 +265,14 @@ def _number_tensor(arg: Any) -> Tensor | None:
 GATHERS = ("index", "_unsafe_index", "select")
 
 
-class Step(NamedTuple):
-    """A rule, and each operand with the type that the rule takes it in."""
+class RuledOperation(NamedTuple):
+    """An operation that can be bounded: its rule, and each operand with the type in which it is passed."""
 
     rule: Rule
     operands: list[tuple[Any, torch.dtype]]
 
 
-def _plan_step(node: fx.Node) -> Step | None:
+def _plan_step(node: fx.Node) -> RuledOperation | None:
     """Return the rule and operands that bound one operation; None if there is no rule for it."""
     name, args = _op_name(node), list(node.args)
     if not isinstance(node.meta["val"], Tensor) or (name == "rsub" and len(args) > 2):  # its alpha
@@ -296,7 +296,7 @@ def _plan_step(node: fx.Node) -> Step | None:
         return None
     if any(t in HALF_TYPES for t in types) and name not in COPIES:
         return None
-    return Step(rule, list(zip(args, types, strict=True)))
+    return RuledOperation(rule, list(zip(args, types, strict=True)))
 
 
 def _is_mutation(node: fx.Node) -> bool:

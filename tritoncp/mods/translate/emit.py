@@ -26,32 +26,17 @@ from tritoncp.mods.translate.symbolic import (
 from tritoncp.mods.translate.trace import ModTrace
 
 
-def emit_source(trace: ModTrace) -> str:
-    """Emit the source of a module with `mask_mod`, or with `score_mod` and `score_grad`."""
-    if trace.is_score:
-        assert trace.joint is not None
-        parts = [
-            _emit_function("score_mod", "score, b, h, q_idx, kv_idx, caps", _emit_forward(trace)),
-            _emit_function(
-                "score_grad",
-                "dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps",
-                _emit_backward(trace, trace.joint),
-            ),
-        ]
-    else:
-        parts = [_emit_function("mask_mod", "b, h, q_idx, kv_idx, caps", _emit_forward(trace))]
-    body = "\n\n\n".join(parts) + "\n"
-    return _emit_header(trace, body) + body
-
-
-def count_load_axes(trace: ModTrace) -> int:
-    """Count the axes of a score tile with which the mod's loads vary.
-
-    0 where their addresses depend on b and h alone, 2 where each score has its own address.
-    """
+def emit_source(trace: ModTrace) -> tuple[str, int]:
+    """Emit the source of a module with `mask_mod`, or with `score_mod` and `score_grad`; count the axes of a
+    score tile with which its loads vary, see `Mod.loads`."""
     writer = GraphWriter(trace)
-    writer.run(trace.forward.graph)
-    return writer.load_axes
+    name, arguments = ("score_mod", "score, ") if trace.is_score else ("mask_mod", "")
+    parts = [_emit_function(name, f"{arguments}b, h, q_idx, kv_idx, caps", _emit_forward(trace, writer))]
+    if trace.joint is not None:
+        arguments = "dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps"
+        parts.append(_emit_function("score_grad", arguments, _emit_backward(trace, trace.joint)))
+    body = "\n\n\n".join(parts) + "\n"
+    return _emit_header(trace, body) + body, writer.load_axes
 
 
 def _emit_function(name: str, arguments: str, lines: list[str]) -> str:
@@ -83,8 +68,7 @@ def _emit_header(trace: ModTrace, body: str) -> str:
     return "\n".join([*lines, '"""', "", *triton, *imports, "", "", ""])
 
 
-def _emit_forward(trace: ModTrace) -> list[str]:
-    writer = GraphWriter(trace)
+def _emit_forward(trace: ModTrace, writer: GraphWriter) -> list[str]:
     (out,) = writer.run(trace.forward.graph)
     dtype = trace.dtype if trace.is_score else torch.bool
     value = writer.block.convert(_scalar(out), dtype)
@@ -109,13 +93,8 @@ def _emit_backward(trace: ModTrace, joint: fx.GraphModule) -> list[str]:
 
 def _drop_unused_captures(lines: list[str]) -> list[str]:
     """Remove the lines that unpack unused captures."""
-    text = "\n".join(line for line in lines if " = caps[" not in line)
-    return [line for line in lines if " = caps[" not in line or _names_appear(line, text)]
-
-
-def _names_appear(line: str, text: str) -> bool:
-    names = line.split(" = ")[0].split(", ")
-    return any(re.search(rf"\b{name}\b", text) for name in names)
+    used = set(re.findall(r"\w+", "\n".join(line for line in lines if " = caps[" not in line)))
+    return [line for line in lines if " = caps[" not in line or used & {*line.split(" = ")[0].split(", ")}]
 
 
 def _scalar(value: Value | None) -> Scalar:

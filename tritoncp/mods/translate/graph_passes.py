@@ -26,11 +26,6 @@ from tritoncp.mods.translate.view_ops import op_base_name
 aten = torch.ops.aten
 
 
-def node_line(node: fx.Node, default: str) -> str:
-    """Return file:line of the user's code behind a node; `default` for backward nodes, which have none."""
-    return node.stack_trace or default
-
-
 def remove_score_detach(graph: fx.GraphModule) -> None:
     """Remove detach operations on graph inputs, so that the torch form can be differentiated.
 
@@ -68,7 +63,7 @@ def _replace_edit(graph: fx.Graph, node: fx.Node, origin: str) -> None:
     packet = getattr(aten, target.overloadpacket.__name__.removesuffix("_"), None)
     pure = getattr(packet, target._overloadname, None)
     if pure is None:
-        raise Untranslatable(str(target), node_line(node, origin), "there is no rule for it")
+        raise Untranslatable(str(target), node.stack_trace or origin, "there is no rule for it")
     node.target = pure
     result = node.meta["val"]
     operands: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args[:2]]
@@ -135,17 +130,19 @@ def _insert_input(previous: fx.Node, name: str, **meta: Any) -> fx.Node:
 # -- outputs ---------------------------------------------------------------------------------------------
 
 
-def split_outputs(graph: fx.Graph, is_score: bool, order: Sequence[int]) -> list[fx.GraphModule | None]:
+def split_outputs(
+    graph: fx.Graph, is_score: bool, order: Sequence[int]
+) -> tuple[fx.GraphModule, fx.GraphModule | None, fx.GraphModule | None]:
     """Split a graph of (out, dscore, *gradients) into one of out, one of dscore and the gradients, and one of
     dscore alone. A mask has the first.
 
     order: positions of the gradients that the second graph gives
     """
     if not is_score:
-        return [_graph_module(graph), None, None]
+        return _graph_module(graph), None, None
     (outputs,) = next(n for n in graph.nodes if n.op == "output").args
     out, dscore, *grads = outputs
-    parts: list[fx.GraphModule | None] = []
+    parts: list[fx.GraphModule] = []
     for result in (out, (dscore, *(grads[i] for i in order)), (dscore,)):
         part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         part.graph_copy(graph, copies)
@@ -154,7 +151,7 @@ def split_outputs(graph: fx.Graph, is_score: bool, order: Sequence[int]) -> list
         if result is out:
             part.erase_node(next(node for node in part.nodes if node.name == "dscore"))
         parts.append(_graph_module(part))
-    return parts
+    return parts[0], parts[1], parts[2]
 
 
 def _graph_module(graph: fx.Graph) -> fx.GraphModule:
@@ -280,7 +277,7 @@ def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:
         values = [mode.from_tensor(v) if mode and not isinstance(v, FakeTensor) else v for v in values]
         with _disable_current_modes(), torch.no_grad(), torch.inference_mode(False):
             module = make_fx(call, table, "fake", _allow_non_fake_inputs=True)(*values)
-        make_pure(module, node_line(node, ""))
+        make_pure(module, node.stack_trace or "")
         release_source(module)
         for part in module.graph.nodes:
             part.stack_trace = node.stack_trace

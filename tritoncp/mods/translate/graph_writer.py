@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.translate import gradient
-from tritoncp.mods.translate.graph_passes import decompose, node_line
+from tritoncp.mods.translate.graph_passes import decompose
 from tritoncp.mods.translate.index_maps import TooLong, broadcast, element_address, element_at
 from tritoncp.mods.translate.integer_ranges import INDEX, Interval, dtype_interval
 from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, where
@@ -142,7 +142,7 @@ class GraphWriter:
             return self._operation(node)
         except (NotImplementedError, KeyError, AssertionError) as error:
             reason = str(error) if isinstance(error, NotImplementedError) else "there is no rule for it"
-            line = node_line(node, self.trace.origin)
+            line = node.stack_trace or self.trace.origin  # nodes of the backward pass have none
             remedy = (error.remedy,) if isinstance(error, TooLong) else ()
             raise Untranslatable(str(node.target), line, reason, *remedy) from error
 

@@ -19,12 +19,11 @@ _NUMBER_OPS = frozenset(
     | {"bitwise_and", "bitwise_or", "bitwise_xor"}
 )
 
-Number = int | float
 Place = tuple[int, int]  # (node, argument), both counted from 0
 
 
 def number_places(
-    graph: fx.GraphModule, captured: Sequence[Number], read: Sequence[Number]
+    graph: fx.GraphModule, captured: Sequence[int | float], read: Sequence[int | float]
 ) -> dict[Place, int]:
     """Map places of constants to the positions in `[*captured, *read]` of the numbers that they equal.
 
@@ -62,7 +61,7 @@ def _address_nodes(graph: fx.GraphModule) -> set[fx.Node]:
     return nodes
 
 
-def _takes_number(node: fx.Node, key: int, number: Number) -> bool:
+def _takes_number(node: fx.Node, key: int, number: int | float) -> bool:
     """Whether a kernel may compute this argument of an operation from a number that it is given."""
     packet = getattr(node.target, "overloadpacket", None)
     name = getattr(packet, "__name__", "").rstrip("_")

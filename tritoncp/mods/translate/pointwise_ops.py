@@ -211,7 +211,7 @@ BINARY: dict[str, Rule] = {
         "rest", "remainder({a}, {b})", integer_ranges.remainder, "floor_mod({a}, {b})", naturals="{x} % {y}"
     ),
     "fmod": _two_operands(
-        "rest", "libdevice.fmod({a}, {b})", integer_ranges.fmod, "trunc_mod({a}, {b})", naturals="{x} % {y}"
+        "rest", "fmod({a}, {b})", integer_ranges.fmod, "trunc_mod({a}, {b})", naturals="{x} % {y}"
     ),
     "maximum": _MAXIMUM,
     "minimum": _MINIMUM,
@@ -323,11 +323,11 @@ UNARY: dict[str, Rule] = {
     "reciprocal": lambda block, dtype, a: _divide(block, dtype, constant(1.0, dtype), a),
     "exp": _function_rule("tl.exp({})", "exp"),
     "exp2": _function_rule("tl.exp2({})", "exp2"),
-    "expm1": _function_rule("libdevice.expm1({})", "grown"),
+    "expm1": _function_rule("expm1({})", "grown"),
     "log": _function_rule("tl.log({})", "log"),
     "log2": _function_rule("tl.log2({})", "log2"),
     "log10": _function_rule("tl.log2({}) * 0.30102999566398120", "log10"),
-    "log1p": _function_rule("libdevice.log1p({})", "log_one_plus"),
+    "log1p": _function_rule("log1p({})", "log_one_plus"),
     "sqrt": _function_rule("tl.sqrt({})", "root", "tl.sqrt_rn({})"),
     "rsqrt": _function_rule("tl.rsqrt({})", "inverse_root"),
     "sin": _function_rule("tl.sin({})", "sine"),

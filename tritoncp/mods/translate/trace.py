@@ -105,10 +105,12 @@ def trace_mod(
     rename_inputs(run.graph.graph, (("dscore", "score") if is_score else ()) + INDEX_NAMES)
     tensors, arguments = lift_captures(run.graph, [*numbers, *state.numbers], places)
     grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(run.leaves) if leaf is t}
-    graphs = split_outputs(run.graph.graph, is_score, list(grads.values()))
+    forward, joint, back = split_outputs(run.graph.graph, is_score, list(grads.values()))
     constants = tuple(i for i, t in enumerate(tensors) if not any(t is c for c in run.captures))
     names = describe(fn), origin(fn)
-    return ModTrace(*names, is_score, dtype, *graphs, tensors, arguments, tuple(grads), constants)  # type: ignore[arg-type]
+    return ModTrace(
+        *names, is_score, dtype, forward, joint, back, tensors, arguments, tuple(grads), constants
+    )
 
 
 class _Run(NamedTuple):

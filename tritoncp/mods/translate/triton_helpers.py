@@ -49,16 +49,27 @@ def floor_div(a, b):
 
 
 @triton.jit
+def fmod(a, b):
+    """a - trunc(a / b) * b of floats, with the sign of a; exact for float32 and quotients below 2^29."""
+    x, y = tl.broadcast(a.to(tl.float64), b.to(tl.float64))
+    step = tl.where(x < 0, -tl.abs(y), tl.abs(y))
+    r = x - libdevice.trunc(x / y) * y
+    r = tl.where((r != 0) & ((r < 0) != (x < 0)), r + step, r)  # the quotient was rounded up to an integer
+    r = tl.where(tl.abs(r) >= tl.abs(y), r - step, r)
+    return r.to(a.dtype)
+
+
+@triton.jit
 def remainder(a, b):
     """torch.remainder of floats; the result has the sign of b."""
-    r = libdevice.fmod(a, b)
+    r = fmod(a, b)
     return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
 
 
 @triton.jit
 def float_floor_div(a, b):
     """torch.floor_divide of floats, computed from the remainder as in Python and torch."""
-    r = libdevice.fmod(a, b)
+    r = fmod(a, b)
     quotient = (a - r) / b - tl.where((r != 0) & ((r < 0) != (b < 0)), 1.0, 0.0).to(a.dtype)
     down = tl.floor(quotient)
     whole = tl.where(quotient - down > 0.5, down + 1, down)
@@ -89,6 +100,23 @@ def tanh(x):
 def sigmoid(x):
     """1 / (1 + exp(-x))."""
     return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) without losing small x (Kahan)."""
+    u = 1 + x
+    safe = tl.where((u == 1) | (u == float("inf")), 2.0, u).to(x.dtype)
+    return tl.where(u == 1, x, tl.where(u == float("inf"), u, tl.log(safe) * (x / (safe - 1))))
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 without losing small x (Kahan)."""
+    u = tl.exp(x)
+    plain = (u == 1) | (u < 1e-6) | (u > 1e6) | (u != u)
+    safe = tl.where(plain, 2.0, u).to(x.dtype)
+    return tl.where(u == 1, x, tl.where(plain, u - 1, (safe - 1) * (x / tl.log(safe))))
 
 
 @triton.jit

@@ -64,7 +64,12 @@ def collect_facts(
     expression = " ".join(text.split())
     if lengths is not None and len(lengths) <= 40 and not Path(lengths).is_file():
         expression += f", documents of {' '.join(lengths.split())}"
-    layer = {"batch": batch or len(rows), "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    layer: dict[str, Any] = {
+        "batch": batch or len(rows),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+    }
     layer |= {"v_head_dim": v_head_dim or head_dim, "itemsize": getattr(torch, dtype).itemsize}
     return replace(Facts.of(plan, **layer), expression=expression)
 

@@ -14,6 +14,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tritoncp.planning.report import rasters
 from tritoncp.planning.report.facts import Facts
 from tritoncp.planning.report.rasters import colours
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 100  # pixels an inch; sizes below are in pixels
-INK, GREY, DEEP = "#212529", "#6c757d", "#084ea0"
+INK, GREY, DEEP, OWN = "#212529", "#6c757d", "#084ea0", "#f0be50"
 STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "text.parse_math": False,
     "axes.edgecolor": GREY, "axes.labelcolor": GREY, "axes.titlesize": 12, "axes.titlelocation": "left",
@@ -215,11 +217,18 @@ def _draw_work(axes: Axes, facts: Facts) -> None:
 
 
 def _draw_reads(axes: Axes, facts: Facts) -> None:
-    """Draw the table of key traffic and its totals."""
-    world_size = facts.plan.world_size
-    _draw_raster(axes, rasters.reads_pixels(facts), world_size, world_size)
+    """Draw the bytes that each rank's queries (down) read of each rank's keys (across), and their totals."""
+    from matplotlib.colors import ListedColormap
+
+    world_size, reads = facts.plan.world_size, facts.reads.double()
+    own = torch.eye(world_size, dtype=torch.bool)
+    remote = reads.masked_fill(own, 0)
+    extent = (0, world_size, world_size, 0)
+    shown = remote.masked_fill(remote == 0, torch.nan)
+    axes.imshow(shown.numpy(), "Blues", vmin=-0.1 * float(remote.max()), extent=extent, interpolation="none")
+    diagonal = torch.where(own, 0, torch.nan).numpy()
+    axes.imshow(diagonal, ListedColormap([OWN]), extent=extent, interpolation="none")
     axes.set_aspect("equal", anchor="NW")
-    remote = facts.reads.clone().fill_diagonal_(0)
     most, total = format_bytes(int(remote.max())), format_bytes(int(remote.sum()))
     note = f"keys and values; strongest blue: {most} a pair, all {total}; yellow: own"
     _set_title(axes, "Whose keys each rank reads", note)

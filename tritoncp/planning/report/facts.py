@@ -69,9 +69,9 @@ class Facts:
         return estimates[0].schedule if estimates else self.plan.schedule
 
     @cached_property
-    def metrics(self) -> cost.Metrics:
+    def metrics(self) -> dict[str, float]:
         """Figures of the plan's own schedule."""
-        return cost.Metrics.of(self.plan, self.shape, self.own_cost)
+        return cost.plan_metrics(self.plan, self.shape, self.own_cost)
 
     @property
     def shard_bytes(self) -> int:
@@ -104,7 +104,7 @@ class Facts:
             "work": plan.work,
             "imbalance": plan.imbalance,
             "shard_bytes": self.shard_bytes,
-            "metrics": self.metrics._asdict(),
+            "metrics": self.metrics,
             "schedules": {
                 estimate.schedule: {
                     "forward_ms": estimate.forward * 1e3,

@@ -1,4 +1,4 @@
-"""Rasters of a plan: the mask in its owners' colours, the owners of queries, the key traffic between ranks.
+"""Rasters of a plan: the mask in its owners' colours, and the owners of queries.
 
 A raster is a uint8 tensor [y, x, 4] of red, green, blue and opacity, to be drawn on paper of any colour.
 """
@@ -13,14 +13,12 @@ from torch import Tensor
 from tritoncp.masks.block_runs import Kind
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.plan_data import PlanData
-from tritoncp.planning.report.facts import Facts, owner_shares
+from tritoncp.planning.report.facts import owner_shares
 
 SIDE = 720  # most pixels across the mask
 STRIPS = 256  # most ranks that have a line of their own in the strips
 STRIP_WIDTH = 500  # most pixels of a strip
 NO_OWNER = (222, 226, 230)
-OWN = (240, 190, 80)
-REMOTE = (8, 78, 160)
 FULL, MASKED = 1.0, 0.55  # opacity of the owner's colour
 SOME = 0.4  # least opacity of a pixel that stands for many blocks, any of them listed
 CELLS = 1 << 22  # (run, pixel column) cells at a time
@@ -64,17 +62,6 @@ def strip_pixels(plan: PlanData) -> Tensor:
     first = -(-torch.arange(len(share)) * plan.world_size // len(share))
     paint = torch.tensor(colours(plan.world_size), dtype=torch.float32)[first, None]
     return _raster(paint, torch.where(share > 0, SOME + (FULL - SOME) * share, 0))
-
-
-def reads_pixels(facts: Facts) -> Tensor:
-    """Draw the bytes that each rank's queries (down) read of each rank's keys (across), stronger for more."""
-    reads = facts.reads.double()
-    own = torch.eye(len(reads), dtype=torch.bool)
-    remote = reads.masked_fill(own, 0)
-    share = remote / remote.max().clamp(min=1)
-    pixels = _raster(torch.tensor(REMOTE), torch.where(share > 0, 0.08 + 0.92 * share, 0))
-    pixels[own] = torch.tensor([*OWN, 255], dtype=torch.uint8)
-    return pixels
 
 
 def _raster(colour: Tensor, opacity: Tensor) -> Tensor:

@@ -50,10 +50,10 @@ def format_lines(facts: Facts) -> list[Line]:
 
 def format_memory(facts: Facts) -> str:
     """Format the memory of a layer as one line."""
-    metrics = facts.metrics
+    forward, backward = (_mib(facts.metrics[f"{name}_peak_bytes"]) for name in ("forward", "backward"))
     return (
         f"MiB of a rank: shard (q, k, v, out, lse) {_mib(facts.shard_bytes)}; at most in a pass: forward "
-        f"{_mib(metrics.forward_peak_bytes)}, backward with gradients {_mib(metrics.backward_peak_bytes)}"
+        f"{forward}, backward with gradients {backward}"
     )
 
 
@@ -68,7 +68,7 @@ def format_meaning(facts: Facts) -> list[str]:
         f"Who computes what: {_format_pieces(plan)}.",
         f"Is it even: {word}, the busiest rank has {100 * (plan.imbalance - 1):.2g} % more work than the "
         f"mean, so ranks wait {100 * (1 - 1 / plan.imbalance):.2g} % of the time in attention.",
-        f"What travels: {100 * facts.metrics.remote_share:.3g} % of the keys that queries see are kept by "
+        f"What travels: {100 * facts.metrics['remote_share']:.3g} % of the keys that queries see are kept by "
         "another rank (remote share).",
         f"How it travels: {plan.schedule}: {MESSAGES[plan.schedule]}; at most "
         f"{format_bytes(max(facts.bytes_sent[plan.schedule]))} sent by a rank, forward and backward.",

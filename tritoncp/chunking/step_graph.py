@@ -18,11 +18,18 @@ Step = tuple[Node, int]
 KEEP, JOIN, SEND, RETURN = -1, -2, -3, -4
 
 
-class Routes:
-    """The steps that a step of the rewritten graph reads."""
+class StepGraph:
+    """The steps of the rewritten graph and the steps that each reads.
+
+    steps: in their order: those of a region chunk after chunk, backward the last chunk first, and each step
+    after the steps that it reads
+    """
 
     def __init__(self, cut: Cut, keys: attention.Keys) -> None:
         self.cut, self.keys = cut, keys
+        self.steps: list[Step] = []
+        self._done: set[Step] = set()
+        self._place()
 
     def inputs(self, step: Step) -> list[Step]:
         """List the steps that a step reads."""
@@ -69,17 +76,6 @@ class Routes:
         if x in self.cut.chained and c > 0:
             return self.cut.chained[x], c - 1
         return self.whole(x)
-
-
-class Schedule(Routes):
-    """The steps of the rewritten graph in their order: those of a region chunk after chunk, backward the last
-    chunk first, and each step after the steps that it reads."""
-
-    def __init__(self, cut: Cut, keys: attention.Keys) -> None:
-        super().__init__(cut, keys)
-        self.steps: list[Step] = []
-        self._done: set[Step] = set()
-        self._place()
 
     def _place(self) -> None:
         pending: list[Node] = []
