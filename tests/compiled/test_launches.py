@@ -12,6 +12,8 @@ import tritoncp
 from tests.conftest import COMPILED
 from tests.kernels.support.harness import QKV, Results, agree, cotangents, oracle, qkv, run
 from tritoncp.executor import compiled_kernels
+from tritoncp.kernels.engine import TritonEngine
+from tritoncp.kernels.operands import Mods
 
 BF16 = torch.bfloat16
 TOLERANCE = 0.02  # of bfloat16 results
@@ -81,3 +83,13 @@ def test_results_do_not_depend_on_the_order_of_execution() -> None:
 
 def _tensors(result: Results) -> list[Tensor]:
     return [*result[:3], *result.grads]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("channels", [4, 8, 16])
+def test_delta_of_few_channels_has_one_value_a_row(dtype: torch.dtype, channels: int) -> None:
+    """Threads that hold copies of a row's sum store the same bits, else the executor reports a race."""
+    out, dout = (torch.randn(1, 2, 70, channels, dtype=dtype) for _ in range(2))
+    dlse, delta = torch.randn(1, 2, 70, dtype=dtype), torch.full((1, 2, 70), float("nan"), dtype=dtype)
+    TritonEngine(Mods(), 1.0).delta(out, dout, dlse, delta)()
+    torch.testing.assert_close(delta.double(), (out.double() * dout.double()).sum(-1) - dlse.double())
