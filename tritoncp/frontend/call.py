@@ -169,6 +169,7 @@ def _attend_on_host(
         with substitute_calls(None):
             return substitute(query, key, value, score_mod, mask, mesh, options)
     if call_modes.is_traced(query):
+        check_options(options.kernel_options or {}, _local_architecture(query))
         with call_modes.fake_mode_of(query):
             return dynamo.attend(query, key, value, score_mod, mask, mesh, options)
     group, mask = groups.group_of(mesh), plain_mask(mask)
@@ -204,3 +205,14 @@ def substitute_calls(call: Attend | None) -> Iterator[None]:
         yield
     finally:
         _SUBSTITUTE.reset(token)
+
+
+def _local_architecture(x: Tensor) -> str | None:
+    """Return the architecture of a tensor's device; None if this machine does not have it, as a fake or meta
+    tensor's."""
+    if x.device.type not in ("cpu", "cuda"):
+        return None
+    try:
+        return architecture(x.device)
+    except (AssertionError, RuntimeError):  # of torch without CUDA, or without a GPU
+        return None
