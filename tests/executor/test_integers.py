@@ -148,19 +148,28 @@ def test_bits(text: str, function: Function) -> None:
 
 def test_carries_make_sums_and_products_of_128_bits() -> None:
     lines = "ld.param.b64 %d1, [p0]; ld.param.b64 %d2, [p1]; mov.u32 %r1, %tid.x;\n"
-    lines += "mad.wide.u32 %d3, %r1, 32, %d1; mad.wide.u32 %d4, %r1, 48, %d2;\n"
+    lines += "mad.wide.u32 %d3, %r1, 32, %d1; mad.wide.u32 %d4, %r1, 64, %d2;\n"
     lines += "ld.global.v2.b64 {%d5, %d6}, [%d3]; ld.global.v2.b64 {%d7, %d8}, [%d3+16];\n"
     lines += "add.cc.u64 %d10, %d5, %d7; addc.u64 %d11, %d6, %d8; st.global.v2.b64 [%d4], {%d10, %d11};\n"
     lines += "sub.cc.u64 %d10, %d5, %d7; subc.u64 %d11, %d6, %d8; st.global.v2.b64 [%d4+16], {%d10, %d11};\n"
     lines += "mad.lo.cc.u64 %d10, %d5, %d7, %d6; madc.hi.u64 %d11, %d5, %d7, %d8;\n"
-    lines += "st.global.v2.b64 [%d4+32], {%d10, %d11}; ret;"
+    lines += "st.global.v2.b64 [%d4+32], {%d10, %d11};\n"
+    lines += "mad.lo.cc.u64 %d10, %d5, %d7, %d6; madc.hi.cc.u64 %d11, %d5, %d7, %d8;\n"
+    lines += "addc.u64 %d11, %d11, 0;\n"
+    lines += "st.global.v2.b64 [%d4+48], {%d10, %d11}; ret;"
     x = np.array(numbers(64, 107, 1)[:128], "u8").reshape(32, 4)
-    out = np.zeros((32, 6), "u8")
+    out = np.zeros((32, 8), "u8")
     assert not run_module(module(lines, 2), x, out)
     for (a0, a1, b0, b1), row in zip(x.tolist(), out.tolist(), strict=True):
         a, b, whole = a0 | a1 << 64, b0 | b1 << 64, 1 << 128
-        want = [(a + b) % whole, (a - b) % whole, (a0 * b0 + a1 + (b1 << 64)) % whole]
-        assert [row[n] | row[n + 1] << 64 for n in (0, 2, 4)] == want
+        product = a0 * b0 + a1 + (b1 << 64)
+        want = [
+            (a + b) % whole,
+            (a - b) % whole,
+            product % whole,
+            (product + (product // whole << 64)) % whole,
+        ]
+        assert [row[n] | row[n + 1] << 64 for n in (0, 2, 4, 6)] == want
 
 
 ORDERS: dict[str, Callable[[float, float], bool]] = {

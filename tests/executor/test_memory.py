@@ -254,3 +254,15 @@ def test_generic_addresses_find_their_space() -> None:
     body = body.replace("cvta.shared.u64 %d5, smem;", "mov.u64 %d7, smem; cvta.shared.u64 %d5, %d7;")
     assert not run(body, x, y, shared=256)
     assert y.tolist() == [100 * n + 7 for n in range(16)] + list(range(16, 32))
+
+
+@pytest.mark.parametrize("writer", [16, 32])
+def test_every_reader_of_one_access_is_remembered(writer: int) -> None:
+    """Both warps read one cell at once; then a thread of either writes it, without a barrier."""
+    body = f"""
+    mov.u32 %r7, 0; st.shared.b32 [smem], %r7; bar.sync 0;
+    ld.shared.b32 %r8, [smem];
+    setp.eq.u32 %p1, %r1, {writer};
+    @%p1 st.shared.b32 [smem], %r8;"""
+    faults = run(START + body, *two(), shared=256, threads=64)
+    assert any("write after the read of another warp" in f for f in faults), faults

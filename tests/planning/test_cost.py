@@ -68,7 +68,7 @@ def test_times_of_a_small_case_are_those_worked_out_by_hand(
 def test_the_reason_and_the_table_name_every_schedule() -> None:
     plan = make_plan(create_block_mask(sliding_window(1024), 1, 1, S, S), world_size=5, rank=0)
     assert plan.schedule in plan.reason and "predicted" in plan.reason
-    assert make_plan(plan.mask, world_size=5, rank=0, schedule="ring").reason == "asked for"
+    assert make_plan(plan.mask, world_size=5, rank=0, schedule="ring").reason == "requested"
     text = plan.explain(heads=64, kv_heads=4, head_dim=64, v_head_dim=64)
     assert "64:4 heads of 64" in text and "datasheets" in text
     assert all(schedule in text for schedule in ("allgather", "ring", "fetch", "ulysses"))

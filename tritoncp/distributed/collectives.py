@@ -353,7 +353,7 @@ def exchange(
     record = failures.record_of(group)
     record.messages += 1
     channel = groups.control_communicator(group, purpose)
-    row = torch.tensor(list(numbers), dtype=torch.int64)
+    row = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
     rows = row.repeat(group.size(), 1)
     work = channel.allgather([list(rows)], [row])
     message = Message(record.messages, "exchange", lambda: purpose, groups.timeout)

@@ -136,5 +136,10 @@ def note_readers(reader: Array, reader2: Array, cells: Any, tag: Array) -> None:
     now = reader[cells]
     for other in (before, tag):  # several agents may read one cell at once
         lost = (other != 0) & ((other ^ now) & AGENTS != 0)
-        if lost.any():
-            reader2[cells] = np.where(lost, other, reader2[cells])
+        if not lost.any():
+            continue
+        at, tags = np.nonzero(lost), np.broadcast_to(other, lost.shape)
+        if isinstance(cells, tuple):  # of slices
+            reader2[cells][at] = tags[at]
+        else:  # an index of which cells may come twice
+            reader2[(cells[at[: cells.ndim]], *at[cells.ndim :])] = tags[at]

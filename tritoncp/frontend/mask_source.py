@@ -8,6 +8,7 @@ import hashlib
 import types
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -105,7 +106,7 @@ class Sources:
         if mask is None:
             return full_mask(q_len, kv_len)
         if isinstance(mask, MaskMod):
-            with TensorReplacement(self.host_copies):
+            with self._host_captures():
                 compacted = create_block_mask(mask, batch if mask.reads[0] else 1, 1, q_len, kv_len)
             return replace(compacted, mask_mod=mask)  # whose state is that of its own tensors
         if getattr(self.mod, "__name__", "") == "_sliced_mask_mod_error":
@@ -128,7 +129,15 @@ class Sources:
         closed = isinstance(self.mod, MaskMod) and not self.captures
         return closed and self.mod.intervals(0, 0) is not None
 
+    def _host_captures(self) -> AbstractContextManager[Any]:
+        """Compute with host copies in place of remote tensors."""
+        return TensorReplacement(self.host_copies) if self.host_copies else nullcontext()
+
     def _with_intervals(self, mask: Mask) -> Mask:
+        if isinstance(self.mod, MaskMod):
+            with self._host_captures():
+                compacted = with_intervals(mask, self.mod)
+            return replace(compacted, mask_mod=mask.mask_mod)
         try:
             return with_intervals(mask, self.evaluate)
         except RuntimeError:

@@ -46,8 +46,14 @@ def from_block_mask(
     called for partial blocks only.
     search: False if the mask_mod cannot be called on the CPU. There are then no row intervals, and kernels
     evaluate the mask_mod in every partial block.
-    lengths: of queries and keys, for a mask of any lengths.
+    lengths: of queries and keys, for a mask of any lengths; ValueError for another, and without them.
     """
+    if has_no_lengths(bm) != (lengths is not None):
+        given = "any lengths" if lengths is None else bm.seq_lengths
+        raise ValueError(
+            f"lengths={lengths} for a BlockMask of {given}; pass lengths=(q_len, kv_len) for a mask of any "
+            "lengths, and for no other"
+        )
     (q_block, kv_block), (q_len, kv_len) = bm.BLOCK_SIZE, lengths or bm.seq_lengths
     if has_no_lengths(bm):  # its one block stands for all
         q_block = kv_block = 128

@@ -120,6 +120,8 @@ def _find_reads(code: types.CodeType, scope: dict[str, str]) -> Iterator[Chain |
         if index < end:
             continue
         roots = list(_roots(instruction, scope))
+        if operation == "IMPORT_NAME":  # a dot for each level of a relative import
+            roots = [(IMPORT, "." * instructions[index - 2].argval + argument)]
         for i, (kind, name) in enumerate(roots, start=1):  # the last of them is on top of the stack
             steps, end = _steps(instructions, index + 1) if i == len(roots) else ((), end)
             yield Chain(kind, name, steps, _path(kind, name, steps))
@@ -153,12 +155,10 @@ def _steps(instructions: list[dis.Instruction], index: int) -> tuple[tuple[Step,
 
 
 def _roots(instruction: dis.Instruction, scope: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """The kinds and names of the variables that an instruction loads, and of the module that it imports."""
+    """The kinds and names of the variables that an instruction loads."""
     operation = instruction.opname
     if operation in _GLOBALS:
         yield GLOBAL, instruction.argval
-    elif operation == "IMPORT_NAME":
-        yield IMPORT, instruction.argval
     elif operation in _CELLS or operation.startswith("LOAD_FAST"):
         for name in _names(instruction):
             if name in scope:

@@ -306,7 +306,7 @@ def root_of(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
 def _refuse_impure(path: str, names: Any) -> None:
     for name in sorted(names):
         if _IMPURE_TORCH.fullmatch(name):
-            raise Incomparable(f"{path} is asked for {name}, which contents of tensors or settings decide")
+            raise Incomparable(f"{path} calls {name}, which contents of tensors or settings decide")
 
 
 def _is_torch_function(obj: Any) -> bool:

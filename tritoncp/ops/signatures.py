@@ -194,6 +194,8 @@ def mod_text(mod: Any) -> str:
         match part:
             case (str(path), (str(), str(number))):
                 values.append(f"{path} = {number}")
+            case (str(path), (type(), value)):
+                values.append(f"{path} = {repr(value)[:100]}")
     name = repr(mod) if isinstance(mod, MaskMod) else f"{describe(mod)} ({origin(mod)})"
     return ", ".join([name, *dict.fromkeys(values)])
 

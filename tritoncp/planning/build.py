@@ -56,7 +56,7 @@ def build_all(
         placed = _place(masks, world_size, balancer)
     plans = _make_plans(masks, placed, rank, schedule, degree)
     if schedule != "auto":
-        return [replace(plan, reason="asked for") for plan in plans]
+        return [replace(plan, reason="requested") for plan in plans]
     if world_size == 1:
         return plans
     hardware = cost.hardware_of(world_size)

@@ -188,7 +188,7 @@ class PlanData:
         """
         if first < 0 or count < 1 or not (self.batch == 1 or first + count <= self.batch):
             raise ValueError(
-                f"rows {first} to {first + count - 1} of a batch are asked for, and the plan's mask has "
+                f"rows {first} to {first + count - 1} of a batch are requested, and the plan's mask has "
                 f"{self.batch} (one that has 1 serves any): pass where the query's rows begin in its batch"
             )
         return self._part_once((first, count), lambda: self._rows_of_batch(first, count))

@@ -44,6 +44,7 @@ OF_SCORES: dict[str, Callable[..., Any]] = {
         s * torch.cat([A.detach()[q], B.detach()[k]])[(q + k) % 16]
     ),
     "cumulated": lambda s, b, h, q, k: torch.stack([s, s * s, TABLE[h, q]]).cumsum(0)[1],
+    "cumulated bools": lambda s, b, h, q, k: s * torch.stack([q > 1, q > 3, q > 5]).cumsum(0)[2],
     "cumulated by an index": lambda s, b, h, q, k: torch.stack([s, s * s, TABLE[h, q]]).cumprod(0)[k % 3],
     "arguments": lambda s, b, h, q, k: s * torch.stack([s, 0.1 - s, -s]).argmax(),
 }

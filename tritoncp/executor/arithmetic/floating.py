@@ -15,7 +15,6 @@ import torch
 f4, f8, u1, u2, u4, u8 = np.float32, np.float64, np.uint8, np.uint16, np.uint32, np.uint64
 Array = np.ndarray[Any, Any]
 SMALLEST = f4(np.finfo(f4).tiny)
-SMALLEST_BITS = u4(0x7F800000)
 MIDPOINT_MASK, MIDPOINT = u8(0x1FFFFFFF), u8(0x10000000)  # of float32 numbers in float64
 NAN32, NAN16 = u4(0x7FFFFFFF), {"bf16": u2(0x7FFF), "f16": u2(0x7FFF)}
 

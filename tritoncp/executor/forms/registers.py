@@ -62,7 +62,8 @@ CARRIED = "<type:u32|s32|b32|u64|s64|b64>"
 
 
 @form(*(f"{name}{c}.{CARRIED}" for name in ("add", "sub") for c in (".cc", "c.cc", "c")))
-@form("mad[c].<half:lo|hi>.cc.<type:u32|s32|u64|s64>", "madc.<half:lo|hi>.<type:u32|s32|u64|s64>")
+@form("mad.<half:lo|hi>.cc.<type:u32|s32|u64|s64>")
+@form("madc.<half:lo|hi>[.cc].<type:u32|s32|u64|s64>")
 def carried(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     """A sum or difference with the carry of one before, or for one behind."""
     d, a, b, *summand = i.operands

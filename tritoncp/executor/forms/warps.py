@@ -76,10 +76,10 @@ def multiply(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
         raise UnsupportedInstruction(i.opcode)
     d, a, b, c = map(items_of, i.operands)
     t = {"f32": "f4", "s32": "i4", "f16": "u4"}[m["to"]]
+    w.line("T.need_warps('mma')")
     left, right = fragment(w, "a", a, m["a"]), fragment(w, "b", b, m["b"])
     summands = ", ".join(w.array(x, t) for x in c)
     to = "s32 saturated" if "satfinite" in i.parts else m["to"]
-    w.line("T.need_warps('mma')")
     out = w.temporary(f"W.add_to_result(np.matmul({left}, {right}), '{to}', ({summands},))")
     for j, register in enumerate(d):
         w.write(register, t, f"{out}[{j}]", i)

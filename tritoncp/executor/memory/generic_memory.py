@@ -43,9 +43,10 @@ class LocalMemory:
     def store(self, access: Access, address: Array, t: str, values: tuple[Array, ...]) -> None:
         data = np.stack(values, 1).view(np.uint8)
         access, rows, columns = self.locate(access, address, data.shape[1])
-        self.data[rows, columns] = access.pick(data)
+        new = access.pick(data)
+        access.ctas.progress += not np.array_equal(self.data[rows, columns], new)
+        self.data[rows, columns] = new
         self.written[rows, columns] = True
-        access.ctas.progress += 1
 
 
 class GenericMemory:

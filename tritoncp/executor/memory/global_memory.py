@@ -222,10 +222,10 @@ class GlobalMemory:
         if access.ctas.counts is not None:
             access.ctas.counts.global_access(access, address, nbytes, "write")
         data = access.pick(joined(values))
-        access.ctas.progress += 1
         for region, rows, idx in self.locate(access, access.pick(address), nbytes, "store"):
             part, given = access.some(rows), data if rows is None else data[rows]
             self.observe(part, region, idx, nbytes, given)
+            access.ctas.progress += not holds(region.views, idx, nbytes, given).all()
             region.views[nbytes][idx] = given
             if self.check and (lost := ~holds(region.views, idx, nbytes, given)).any():
                 kind = "race on global memory: several threads write different values to one address"

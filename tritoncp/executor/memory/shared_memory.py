@@ -191,8 +191,8 @@ class SharedMemory:
             return
         self.check_write(access, idx, nbytes, data, kind)
         self.check_busy(access, kind, idx, nbytes)
+        self.ctas.progress += not holds(self.views, idx, nbytes, data).all()
         self.views[nbytes][idx] = data
-        self.ctas.progress += 1
         if self.check and not (same := holds(self.views, idx, nbytes, data)).all():
             kind = "race on shared memory: several threads write different values to one address"
             self.fault(access, kind, np.flatnonzero(~same), idx, nbytes)

@@ -159,7 +159,7 @@ class BlockWriter:
         if t == "b":
             return self.names.constant(int(value != 0), t)
         if t[0] == "f":
-            code = {"f2": "e", "f4": "f", "f8": "d"}[t]
+            code = {"f4": "f", "f8": "d"}[t]
             value = int.from_bytes(struct.pack("<" + code, value), "little")
         return self.names.constant(value & ((1 << bits_of(t)) - 1), t)
 

@@ -168,6 +168,8 @@ class Body:
             line += m[0].count("\n")
             if not self.scopes:
                 break
+        else:
+            raise PtxSyntaxError(f"{function.name} does not end")
         self.scopes = above
         self.calls.pop()
 

@@ -194,13 +194,14 @@ def find_intervals(evaluator: TileEvaluator, runs: Runs, grid: Grid) -> tuple[Te
     extents, masked = _Extents(runs, grid), masked_blocks(runs)
     if len(masked):
         evaluator.check()
-    first, rest = masked[:_FIRST_BLOCKS], masked[_FIRST_BLOCKS:]
-    for blocks in (first, *rest.split(_BLOCKS)):
+    added, next_check = 0, _FIRST_BLOCKS
+    for blocks in (masked[:_FIRST_BLOCKS], *masked[_FIRST_BLOCKS:].split(_BLOCKS)):
         extents.add(evaluator, blocks)
-        if blocks is first and not extents.are_intervals(first):
-            return None
-    if not extents.are_intervals(masked):
-        return None
+        added += len(blocks)
+        if added >= next_check or added == len(masked):
+            if not extents.are_intervals(masked[:added]):
+                return None
+            next_check = 2 * added
     b, h, _, _ = runs.shape
     bounds = torch.where(extents.hi > 0, extents.lo, 0), extents.hi
     lo, hi = (t.view(b, h, -1)[..., : grid.q_len].contiguous().expand(B, H, -1) for t in bounds)

@@ -212,13 +212,15 @@ def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _cumulate(step: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
-    """The sums or products of the first elements along a dimension, in float32 for half precisions."""
+    """The sums or products of the first elements along a dimension: of integers in int64, as torch has them,
+    and in float32 for half precisions."""
+    dtype = dtype or (x.dtype if x.is_floating_point() else torch.int64)
     if not x.ndim:
-        return x.clone()
+        return x.to(dtype, copy=True)
     check_length(x.shape[dim])
-    wide = torch.float32 if x.is_floating_point() and x.itemsize == 2 else x.dtype
-    parts = itertools.accumulate(x.to(dtype or wide).unbind(dim), step)
-    return torch.stack(list(parts), dim).to(dtype or x.dtype)
+    wide = torch.float32 if dtype.is_floating_point and dtype.itemsize == 2 else dtype
+    parts = itertools.accumulate(x.to(wide).unbind(dim), step)
+    return torch.stack(list(parts), dim).to(dtype)
 
 
 def _along(x: Tensor, dim: int, index: Tensor) -> tuple[Tensor, ...]:

@@ -36,7 +36,7 @@ from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod, attributes
 from tritoncp.mods.attributes import ABSENT, Getter, Incomparable, attribute_of, in_class, item_of
-from tritoncp.mods.bytecode import ARGUMENT, CELL, ITEM, Step, code_reads
+from tritoncp.mods.bytecode import ARGUMENT, CELL, GLOBAL, ITEM, Step, code_reads
 from tritoncp.mods.captures import cell_value, empty_function, fill_function, take_apart
 from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.planning.plan import Plan
@@ -216,6 +216,8 @@ class _Reads:
         if reads.obstacle or (owner is not None and "__class__" in fn.__code__.co_freevars):
             raise Uncapturable(f"{fn.__qualname__} {reads.obstacle or 'calls super()'}")
         for chain in reads.chains:
+            if chain.kind == GLOBAL and chain.name in ("getattr", "hasattr"):
+                raise Uncapturable(f"{fn.__qualname__} calls {chain.name}()")
             if chain.kind == CELL and (node := cells.get(chain.name)) is not None:
                 self._follow(node, chain.steps)
             elif chain.kind == ARGUMENT and owner is not None:
