@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -16,6 +18,7 @@ import torch
 import tritoncp
 from tests.mods.forms import FORMS, RECORDED, Form, make_form
 from tritoncp import causal, create_block_mask, make_plan
+from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.reference import dense
 
 S = 16
@@ -340,3 +343,20 @@ def test_one_placement_of_several_plans_is_read_by_all() -> None:
         warnings.filterwarnings("ignore", message=".*plain torch.*")
         for plan in plans.values():
             world.flex_attention(x, x, x, plan)
+
+
+def test_a_module_beside_the_mod_is_not_taken_for_pythons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`from .math import SCALE` inside of a mod reads state; `import math` does not."""
+    (tmp_path / "pairs").mkdir()
+    (tmp_path / "pairs/__init__.py").write_text("")
+    (tmp_path / "pairs/math.py").write_text("SCALE = 1.0")
+    (tmp_path / "pairs/mods.py").write_text(
+        "def near(s, b, h, q, k):\n    from .math import SCALE\n    return s * SCALE\n"
+        "def far(s, b, h, q, k):\n    import math\n    return s * math.pi\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("pairs.mods")
+    assert Fingerprint(module.near).key is None
+    assert Fingerprint(module.far).key is not None
