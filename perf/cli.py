@@ -23,6 +23,7 @@ from tritoncp.perf.exit_codes import (
     InputError,
     NothingMeasured,
     PerfCommand,
+    input_errors,
 )
 from tritoncp.perf.records.history import BrokenLine, Point, read
 from tritoncp.perf.run import main as run
@@ -140,7 +141,8 @@ def compare(
             _print_first_run(devices, gate.check_first_run(sides[1], required), markdown, as_json)
         if last is not None:
             sides = [comparing.newest(points, last) for points in sides]
-        result = gate.judge(_compare_sides(sides, baseline), fail_over, allow_missing, required)
+        with input_errors():
+            result = gate.judge(_compare_sides(sides, baseline), fail_over, allow_missing, required)
     except (InputError, NothingMeasured) as error:
         if as_json:
             word = gate.VERDICTS[error.exit_code]

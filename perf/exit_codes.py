@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -37,14 +39,21 @@ class PerfCommand(click.Command):
         super().__init__(*args, **{"epilog": EPILOG} | options)
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with input_errors():
             return super().invoke(ctx)
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader closed the pipe: click exits without a message
-                raise
-            raise InputError(str(error)) from error
-        except ImportError as error:
-            if (error.name or "").split(".")[0] not in PAGE_PACKAGES:
-                raise
-            packages = " ".join(PAGE_PACKAGES)
-            raise InputError(f"{error}. Pages and comparisons need: pip install {packages}") from error
+
+
+@contextmanager
+def input_errors() -> Iterator[None]:
+    """Turn errors of the file system and missing packages into input errors."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # the reader closed the pipe: click exits without a message
+            raise
+        raise InputError(str(error)) from error
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in PAGE_PACKAGES:
+            raise
+        packages = " ".join(PAGE_PACKAGES)
+        raise InputError(f"{error}. Pages and comparisons need: pip install {packages}") from error

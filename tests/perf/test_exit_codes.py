@@ -192,3 +192,12 @@ def test_ctrl_c_is_no_regression(files, tmp_path):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous_handler)
     assert code == 130 and "interrupted" in output
+
+
+def test_json_of_a_comparison_without_its_packages_is_a_verdict(files, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
+
+    monkeypatch.setattr("tritoncp.perf.cli._compare_sides", refuse)
+    code, output = perf("compare", files["base"], files["less"], "--json")
+    assert code == 2 and '"verdict": "bad input"' in output and "pip install" in output
