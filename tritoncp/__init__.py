@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tritoncp.api.shards import shard as shard
     from tritoncp.api.shards import unshard as unshard
     from tritoncp.api.simulate import simulate as simulate
+    from tritoncp.api.trees import pack_trajectories as pack_trajectories
+    from tritoncp.api.trees import tree_edges as tree_edges
     from tritoncp.api.varlen import contiguous_to_dual_chunk as contiguous_to_dual_chunk
     from tritoncp.api.varlen import dual_chunk_to_contiguous as dual_chunk_to_contiguous
     from tritoncp.api.varlen import varlen_attention as varlen_attention
@@ -82,6 +84,7 @@ _WHERE = {
     "masks.closed_forms": ("causal", "document", "prefix_lm", "sliding_window"),
     "masks.from_torch": ("from_block_mask",),
     "masks.named": ("alibi", "softcap"),
+    "api.trees": ("pack_trajectories", "tree_edges"),
     "api.varlen": ("contiguous_to_dual_chunk", "dual_chunk_to_contiguous", "varlen_attention"),
     "api.parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
     "planning.plan": ("Plan",),
