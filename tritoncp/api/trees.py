@@ -120,8 +120,8 @@ def _sources(depth: Tensor) -> Tensor:
 class PackedTree(NamedTuple):
     """Trajectories packed into a prefix tree of N tokens in n segments.
 
-    Its mask_mod is ``tree(packed.parent, packed.lengths)``. paths has the positions of each trajectory's tokens in the buffer: tokens[paths[j]] is trajectory j. Its
-    edges are those whose targets are paths[j][1:].
+    Its mask_mod is ``tree(packed.parent, packed.lengths)``. ``paths`` has the positions of each trajectory's
+    tokens in the buffer: trajectory j is tokens[paths[j]], and its edges have the targets paths[j][1:].
     """
 
     tokens: Tensor  # int64 [N], the buffer

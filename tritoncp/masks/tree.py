@@ -37,17 +37,30 @@ class Tree(MaskMod):
             return visible
         return visible & (self.depth[(*row, q_idx)] - self.depth[(*row, kv_idx)] <= self.left)
 
+    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        depth = self._rows(self.depth, q_len, kv_len)[..., :q_len]
+        q = torch.arange(q_len)
+        reach = depth if self.left == UNBOUNDED else depth.clamp(max=self.left)
+        first = q - reach
+        if bool((depth.gather(2, first) != depth - reach).any()):  # a path leaves out tokens of the buffer
+            return None
+        return clip_intervals(first, (q + 1).expand_as(first), kv_len)
+
     def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        tokens = self.leave.shape[-1]
+        leave = self._rows(self.leave, q_len, kv_len)[..., :kv_len]
+        if self.left != UNBOUNDED:  # the queries that are near enough lie in several branches
+            return None
+        return clip_intervals(torch.arange(kv_len).expand_as(leave), leave, q_len)
+
+    def _rows(self, x: Tensor, q_len: int, kv_len: int) -> Tensor:
+        """Return a tensor of the tokens as int64 [B or 1, 1, N]; raise ValueError if the mask needs more."""
+        tokens = x.shape[-1]
         if tokens < max(q_len, kv_len):
             raise ValueError(
                 f"the segments of the tree have {tokens} tokens, the mask needs {max(q_len, kv_len)} "
                 f"(q_len={q_len}, kv_len={kv_len}): append the padding as a root of its own"
             )
-        if self.left != UNBOUNDED:  # queries at the right depth lie in several branches
-            return None
-        leave = self.leave.detach().cpu().long().view(-1, 1, tokens)[..., :kv_len]
-        return clip_intervals(torch.arange(kv_len).expand_as(leave), leave, q_len)
+        return x.detach().cpu().long().view(-1, 1, tokens)
 
     @property
     def batch(self) -> int:
