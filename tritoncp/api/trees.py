@@ -125,7 +125,7 @@ class PackedTree(NamedTuple):
     """
 
     tokens: Tensor  # int64 [N], the buffer
-    weights: Tensor  # float32 [N]: the sum, over the trajectories through a token, of their weights for it
+    weights: Tensor  # floats [N]: the sum, over the trajectories through a token, of their weights for it
     parent: Tensor  # int64 [n]
     lengths: Tensor  # int64 [n]
     paths: list[Tensor]  # int64 [tokens of the trajectory]
@@ -141,6 +141,7 @@ class PackedTree(NamedTuple):
         return list(values[index].split([len(path) for path in self.paths]))
 
 
+@host_only
 @on_host
 def pack_trajectories(
     trajectories: Sequence[Sequence[int] | Tensor], weights: Sequence[Sequence[float] | Tensor] | None = None
@@ -217,15 +218,16 @@ def _segments(source: dict[int, int], size: int) -> tuple[Tensor, Tensor]:
 
 
 def _sum_weights(paths: list[Tensor], weights: Any, size: int) -> Tensor:
-    """Return the sum over trajectories of each token's weights: float32 [size]."""
-    given = (
-        [torch.ones(len(path)) for path in paths] if weights is None else list(map(torch.as_tensor, weights))
-    )
+    """Return the sum over trajectories of each token's weights: floats [size]."""
+    if weights is None:
+        weights = [torch.ones(len(path)) for path in paths]
+    given = [torch.as_tensor(x).detach().cpu() for x in weights]
     if [list(x.shape) for x in given] != [[len(path)] for path in paths]:
         shapes = [list(x.shape) for x in given[:8]]
         raise ValueError(
             f"pack_trajectories: weights [tokens] for each of {len(paths)} trajectories are needed, got "
             f"{len(given)} of shapes {shapes}"
         )
-    each = torch.cat([x.detach().cpu().double() for x in given])
-    return torch.zeros(size, dtype=torch.float64).index_add_(0, torch.cat(paths), each).float()
+    each = torch.cat(given)
+    total = torch.zeros(size, dtype=torch.float64).index_add_(0, torch.cat(paths), each.double())
+    return total.to(torch.promote_types(each.dtype, torch.float32))

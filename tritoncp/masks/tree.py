@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritoncp.core.host_copy import normal_tensors
+from tritoncp.core.dynamo_boundary import host_only
+from tritoncp.core.host_copy import host
 from tritoncp.masks.block_runs import ramps
 from tritoncp.masks.mask_mod import UNBOUNDED, Intervals, MaskMod, check_window, clip_intervals
 
@@ -75,6 +76,7 @@ class Tree(MaskMod):
         return f"tree(tokens={list(self.leave.shape)}{window})"
 
 
+@host_only
 def tree(
     parent: Sequence[int] | Sequence[Sequence[int]] | Tensor,
     lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor,
@@ -88,7 +90,8 @@ def tree(
     The result's ``depth``, int32 [N] or [B, N], has the number of tokens before each token on its path.
 
     parent: segment that segment i continues, less than i; -1 where i is a root: integers [n], or [B, n] for
-    a tree per batch row. lengths: tokens of each segment, of the same shape; 0 is allowed.
+    a tree per batch row. lengths: tokens of each segment, of the same shape; 0 is allowed. Where it is a
+    tensor, the mask_mod's tensors are on its device.
     window: (left, right), as of :func:`varlen_mask` with ``causal=True``: ``left`` is the most tokens before
     it on its path that a query sees, -1 = all; ``right`` hides nothing, since no query sees a later token.
 
@@ -107,10 +110,9 @@ def tree(
     [0, 1, 2, 2, 3]
     """
     left, _ = check_window(window)
-    with normal_tensors():
-        parents, sizes = (torch.as_tensor(x) for x in (parent, lengths))
-        device = sizes.device
-        parents, sizes = (x.detach().cpu() for x in (parents, sizes))
+    device = lengths.device if isinstance(lengths, Tensor) else torch.get_default_device()
+    with host():
+        parents, sizes = (torch.as_tensor(x).detach().cpu() for x in (parent, lengths))
         _check_segments(parents, sizes)
         n = sizes.shape[-1]
         rows = [_layout(*row) for row in zip(parents.reshape(-1, n).tolist(), sizes.reshape(-1, n).long())]
