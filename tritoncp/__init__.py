@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from tritoncp.masks.mask_mod import or_masks as or_masks
     from tritoncp.masks.named import alibi as alibi
     from tritoncp.masks.named import softcap as softcap
-    from tritoncp.masks.tree import tree as tree
+    from tritoncp.masks.prefix_tree import tree as tree
     from tritoncp.masks.varlen import varlen_mask as varlen_mask
     from tritoncp.planning.balance import balancers as balancers
     from tritoncp.planning.plan import Plan as Plan
@@ -89,7 +89,7 @@ _WHERE = {
     "api.parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
     "planning.plan": ("Plan",),
     "frontend.plan_cache": ("plan_cache_clear", "plan_cache_info"),
-    "masks.tree": ("tree",),
+    "masks.prefix_tree": ("tree",),
     "masks.varlen": ("varlen_mask",),
     "api.simulate": ("simulate",),
 }

@@ -17,7 +17,7 @@ from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.masks.tree import Tree
+from tritoncp.masks.prefix_tree import Tree
 from tritoncp.planning.placement import Placement, lengthen, take
 from tritoncp.planning.plan import Plan
 

@@ -14,7 +14,7 @@ from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import upload
 from tritoncp.masks.block_runs import content
-from tritoncp.masks.tree import Tree
+from tritoncp.masks.prefix_tree import Tree
 from tritoncp.planning.plan import Plan
 
 

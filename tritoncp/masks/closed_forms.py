@@ -27,7 +27,7 @@ from tritoncp.masks.mask_mod import (
     name_of,
     num_batch_rows,
 )
-from tritoncp.masks.tree import Tree
+from tritoncp.masks.prefix_tree import Tree
 
 
 @dataclass(frozen=True, repr=False)
