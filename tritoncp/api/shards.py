@@ -16,8 +16,8 @@ from tritoncp.frontend.group_call import group_call
 from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
-from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.masks.prefix_tree import Tree
+from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.planning.placement import Placement, lengthen, take
 from tritoncp.planning.plan import Plan
 
