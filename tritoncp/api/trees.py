@@ -146,7 +146,7 @@ class PackedTree(NamedTuple):
 def pack_trajectories(
     trajectories: Sequence[Sequence[int] | Tensor], weights: Sequence[Sequence[float] | Tensor] | None = None
 ) -> PackedTree:
-    """Pack trajectories into a prefix tree, in which tokens that several have at their beginning are stored once.
+    """Pack trajectories into a prefix tree, which stores a beginning that several share once.
 
     trajectories: the tokens of each, integers, a list or a tensor [L_j] on any device; they may be equal,
     empty, or end inside another. weights: of each token of each trajectory as a label, floats [L_j], as 0 for
