@@ -110,7 +110,7 @@ def test_more_programs_than_a_dimension_of_a_grid_holds() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int16])
 def test_float64_behind_a_table_of_few_bits(dtype: torch.dtype) -> None:
-    """Triton lays out products by the narrowest load behind them; its float64 products know no other width."""
+    """Triton chooses the layout of a product by the narrowest load behind it, and fails for float64."""
     table = (torch.rand(40, 40) < 0.5).to(dtype)
     mask = tritoncp.create_block_mask(lambda b, h, q, kv: table[q, kv] != 0, 1, 1, 40, 40, BLOCK_SIZE=16)
     x = qkv(40, dim=16, dtype=torch.float64)

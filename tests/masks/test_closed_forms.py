@@ -25,7 +25,7 @@ from tritoncp.masks import (
     sliding_window,
     tree,
 )
-from tritoncp.masks.closed_forms import QuerySlice, Selection, Transpose
+from tritoncp.masks.closed_forms import QuerySlice, Selection
 from tritoncp.reference.dense import dense_attention
 
 N = 48  # tokens every drawn closed form covers
@@ -103,14 +103,13 @@ def test_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
 @LAWS
 @given(forms(), lengths, lengths)
 def test_query_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
-    """They are the intervals of the transposed mask, also of its slices and selections."""
+    """A key is seen by one interval of queries, also in slices and selections."""
     for part, visible in (
         (mod, dense(mod, q_len, kv_len)),
         (QuerySlice(mod, 2), dense(mod, N, kv_len)[:, :, 2 : 2 + q_len]),
         (Selection(mod, (1,), None), dense(mod, q_len, kv_len)[1:]),
     ):
         intervals = part.query_intervals(visible.shape[2], kv_len)
-        assert (intervals is None) == (Transpose(part).intervals(kv_len, visible.shape[2]) is None)
         if intervals is not None:
             lo, hi = intervals
             q = torch.arange(visible.shape[2])[:, None]
@@ -274,3 +273,12 @@ def test_numbers_of_tokens_are_whole(call, message: str) -> None:
 def test_only_mask_mods_combine() -> None:
     with pytest.raises(TypeError, match=r"or_masks combines mask_mods .* got Tensor"):
         or_masks(causal(), torch.ones(3))
+
+
+def test_closed_forms_combine_with_operators() -> None:
+    ids = torch.tensor([0] * 10 + [1] * 22)
+    near = (causal() & sliding_window(4, 4)) | ~document(ids=ids)
+    q, kv = torch.arange(32)[:, None], torch.arange(32)
+    want = ((q >= kv) & (q - kv <= 4)) | (ids[q] != ids[kv])
+    assert torch.equal(near(None, None, q, kv), want)
+    assert torch.equal(create_block_mask(near, None, None, 32, 32, BLOCK_SIZE=8).to_dense()[0, 0], want)

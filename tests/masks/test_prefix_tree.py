@@ -44,6 +44,7 @@ def test_the_permutation_of_the_error_brings_segments_into_order(case) -> None:
         index = torch.arange(sum(lengths))
         seen = mask_mod(None, None, index[:, None], index).sum(1)
         assert torch.equal(seen, mask_mod.depth + 1)  # a token sees its whole path
+        assert mask_mod.query_intervals(len(index), len(index)) is not None
 
 
 @pytest.mark.parametrize(

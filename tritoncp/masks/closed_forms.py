@@ -155,7 +155,7 @@ class PrefixLM(MaskMod):
 
 @dataclass(frozen=True, repr=False)
 class _View(MaskMod):
-    """Base class: the mask_mod of a part, or of another order, of a mask."""
+    """Base class: the mask_mod of a part of a mask."""
 
     part: MaskFn
 
@@ -192,28 +192,6 @@ class QuerySlice(_View):
 
     def __repr__(self) -> str:
         return f"{name_of(self.part)} from query {self.start}"
-
-
-@dataclass(frozen=True, repr=False)
-class Transpose(_View):
-    """The mask_mod of a transposed mask: queries and keys exchanged."""
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.part(b, h, kv_idx, q_idx)
-
-    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        return None if self.form is None else self.form.query_intervals(kv_len, q_len)
-
-    def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        return None if self.form is None else self.form.intervals(kv_len, q_len)
-
-    @property
-    def window(self) -> tuple[int, int] | None:
-        window = None if self.form is None else self.form.window
-        return window and (window[1], window[0])
-
-    def __repr__(self) -> str:
-        return f"{name_of(self.part)} transposed"
 
 
 @dataclass(frozen=True, repr=False)
@@ -354,7 +332,7 @@ def is_closed_form(mask: Any) -> bool:
     """
     if type(mask) in (SlidingWindow, Document, PrefixLM, Tree):
         return True
-    combination = type(mask) in (And, Or, Not, QuerySlice, Selection, Transpose)
+    combination = type(mask) in (And, Or, Not, QuerySlice, Selection)
     return combination and all(map(is_closed_form, getattr(mask, "parts", None) or (mask.part,)))
 
 
