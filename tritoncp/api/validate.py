@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from tritoncp.core.caller import warn_caller
-from tritoncp.masks.closed_forms import is_closed_form, num_document_tokens
+from tritoncp.masks.closed_forms import is_closed_form
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod, name_of
 from tritoncp.planning.plan import Plan
@@ -363,11 +363,8 @@ def check_plannable(masks: Mapping[Any, Any]) -> None:
         is_plain = callable(mask) and not isinstance(mask, BlockMask | Mask | Plan)
         if isinstance(mask, MaskMod) or is_plain:
             name = name_of(mask) if name_of(mask) != "<lambda>" else "mask_mod"
-            tokens = num_document_tokens(mask)
-            lengths = f"; its document mask is for {tokens} tokens: Q_LEN = KV_LEN = {tokens}" * (tokens > 0)
             raise TypeError(
                 f"{name} has no lengths, and a plan needs Q_LEN and KV_LEN, the numbers of queries and keys "
-                f"of the whole sequence{lengths}. Make the mask with create_block_mask(mask_mod, B, H, "
-                f"Q_LEN, KV_LEN): make_plan(create_block_mask({name}, None, None, {tokens or 'Q_LEN'}, "
-                f"{tokens or 'KV_LEN'}), mesh)"
+                "of the whole sequence. Make the mask with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN): "
+                f"make_plan(create_block_mask({name}, None, None, Q_LEN, KV_LEN), mesh)"
             )
