@@ -261,13 +261,14 @@ def _attend_on_host(
         check_options(options.kernel_options or {}, _local_architecture(query))
         with dispatch.fake_mode_of(query):
             return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
-    group, mask = groups.group_of(mesh), plain_mask(block_mask)
+    group = groups.group_of(mesh)
+    block_mask = plain_mask(block_mask)
     call_key = validate.call_key(query, key, value, group, options)
     if call_key is None:  # the shards may be no tensors of four dimensions
-        options.check(query, key, value, mask)
+        options.check(query, key, value, block_mask)
     plan = plan_cache.plan_of_rows(
-        mask, validate.ShardSizes.of(query, key), group, call_key,
-        lambda: options.check(query, key, value, mask), options.batch_offset,
+        block_mask, validate.ShardSizes.of(query, key), group, call_key,
+        lambda: options.check(query, key, value, block_mask), options.batch_offset,
     )  # fmt: skip
     validate.check_order(plan, options.positions)
     key, value = validate.shared_batch(query, key, value)
