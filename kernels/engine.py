@@ -177,12 +177,14 @@ class TritonEngine:
                 "n_s": s,
                 "E": e,
                 "BLOCK_M": 64,
-                # Below 16 channels copies of a row's sum in several threads differ in their last bits.
-                "BLOCK_E": max(16, 1 << (e - 1).bit_length()),
+                "BLOCK_E": triton.next_power_of_2(e),
                 "HAS_DLSE": dlse is not None,
                 "ACC": accumulator_dtype(out),
             }
-            return Recipe((-(-s // 64), h, b), args, Config(64, 0, 4, 1))
+            # Where two threads add their products, fma rounds one product in each thread, not the same one:
+            # the copies of a row's sum would differ in their last bits.
+            unfused = {"enable_fp_fusion": False}
+            return Recipe((-(-s // 64), h, b), args, Config(64, 0, 4, 1), options=unfused)
 
         tensors = {"out": out, "dout": dout, "dlse": dlse, "delta": delta}
         key = (

@@ -104,12 +104,14 @@ class Recipe(NamedTuple):
 
     args:        arguments by name, except those that change from launch to launch
     descriptors: (argument, tensor, fields) of the tiles that are copied by descriptor
+    options:     compiler options beside those of the config
     """
 
     grid: tuple[int, ...]
     args: Mapping[str, Any]
     config: Config
     descriptors: Sequence[tuple[str, str, dict[str, Any]]] = ()
+    options: Mapping[str, Any] = {}
 
 
 class LaunchTemplate(NamedTuple):
@@ -149,7 +151,7 @@ class LaunchTemplate(NamedTuple):
         )
         for at in places:
             values[at] = None  # set at every launch
-        launch = Launch(kernel, recipe.grid, values, recipe.config, [])
+        launch = Launch(kernel, recipe.grid, values, recipe.config, [], recipe.options)
         layouts = layouts_of(tensors, scalars) if CHECKED else ()
         return cls(launch, tensor_places, descriptor_places, scalar_places, layouts)
 
@@ -178,7 +180,7 @@ def prepare_launch(
         values[at] = descriptor_at(descriptor_fields, tensors[name])
     for at, name in entry.scalars:
         values[at] = scalars[name]
-    return Launch(kernel, template.grid, values, template.config, template.compiled)
+    return template._replace(values=values)
 
 
 def layouts_of(tensors: Tensors, scalars: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -86,11 +86,33 @@ def _tensors(result: Results) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("channels", [4, 8, 16])
-def test_delta_of_few_channels_has_one_value_a_row(dtype: torch.dtype, channels: int) -> None:
+@pytest.mark.parametrize("layout", [lambda x: x, rows_inside], ids=["rows apart", "rows inside"])
+@pytest.mark.parametrize("channels", [4, 16, 24])
+def test_delta_has_one_value_a_row(
+    dtype: torch.dtype, layout: Callable[[Tensor], Tensor], channels: int
+) -> None:
     """Threads that hold copies of a row's sum store the same bits, else the executor reports a race."""
-    out, dout = (torch.randn(1, 2, 70, channels, dtype=dtype) for _ in range(2))
+    out, dout = (layout(torch.randn(1, 2, 70, channels, dtype=dtype)) for _ in range(2))
     dlse, delta = torch.randn(1, 2, 70, dtype=dtype), torch.full((1, 2, 70), float("nan"), dtype=dtype)
     TritonEngine(Mods(), 1.0).delta(out, dout, dlse, delta)()
     want = (out.double() * dout.double()).sum(-1) - dlse.double()
     torch.testing.assert_close(delta.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.nightly
+def test_more_programs_than_a_dimension_of_a_grid_holds() -> None:
+    """65,537 tiles of queries: the second dimension of a CUDA grid ends at 65,535."""
+    q, (k, v) = torch.randn(1, 1, 16 * 65_537, 16, dtype=BF16), torch.randn(2, 1, 1, 16, 16, dtype=BF16)
+    out = tritoncp.flex_attention(q, k, v, None, tritoncp.full_mask(q.shape[2], 16, block=16))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(out, want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16])
+def test_float64_behind_a_table_of_few_bits(dtype: torch.dtype) -> None:
+    """Triton chooses the layout of a product by the narrowest load behind it, and fails for float64."""
+    table = (torch.rand(40, 40) < 0.5).to(dtype)
+    mask = tritoncp.create_block_mask(lambda b, h, q, kv: table[q, kv] != 0, 1, 1, 40, 40, BLOCK_SIZE=16)
+    x = qkv(40, dim=16, dtype=torch.float64)
+    start = cotangents(x)
+    agree(run(x, mask, start=start), oracle(x, mask, start=start))

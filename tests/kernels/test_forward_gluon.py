@@ -84,6 +84,7 @@ def test_what_is_in_the_way_is_named(name: str) -> None:
     assert why(tensors(512), CAUSAL) == []
 
 
+@pytest.mark.interpreted  # it names another architecture than the device has
 def test_a_step_that_cannot_go_this_way_goes_by_loops_and_says_so() -> None:
     x = tensors(256, v_dim=80)
     engine = replace(engine_of(x), options={"ROUTE": "gluon"}, arch="sm_90")
@@ -101,6 +102,7 @@ def test_a_step_that_cannot_go_this_way_goes_by_loops_and_says_so() -> None:
     assert isinstance(launch, Launch) and launch.kernel is forward_gluon.gluon_forward_kernel
 
 
+@pytest.mark.interpreted
 def test_it_is_not_for_a_cpu() -> None:
     with pytest.raises(ValueError, match="cannot be interpreted"):
         tritoncp.flex_attention(*qkv(), kernel_options={"ROUTE": "gluon"})

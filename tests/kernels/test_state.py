@@ -222,6 +222,7 @@ def test_queries_in_chunks_give_the_same_bits(name: str, dtype: torch.dtype) -> 
         close(a, b, "dkv", 1e-6)
 
 
+@pytest.mark.interpreted
 def test_tiles_added_one_by_one_give_the_same_bits() -> None:
     """Chunks of one tile: the float32 accumulators add up dK and dV in the order the loop would.
     (A scale that is a power of two: it is applied before the adding.)"""

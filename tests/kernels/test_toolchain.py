@@ -98,6 +98,7 @@ def test_an_affected_option_is_refused_by_the_call_and_by_the_engine(arch, versi
             assert len(say) < 300 and "\n" not in say, "a benchmark keeps one short line"
 
 
+@pytest.mark.interpreted
 def test_options_of_the_cpu_engine_need_no_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     check_options({"FUSED_BACKWARD": True, "FLIP": True}, architecture(torch.device("cpu")))

@@ -51,4 +51,4 @@ def compile_launch(launch: Any, arch: str) -> Any:
     from triton.runtime.driver import driver
 
     driver.set_active(DriverStub(target_of(arch)))
-    return launch.kernel.warmup(grid=launch.grid, **launch.args, **launch.config.compiler())
+    return launch.kernel.warmup(grid=launch.grid, **(launch.config.compiler() | launch.args))
