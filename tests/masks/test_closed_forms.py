@@ -262,17 +262,12 @@ def test_mistakes_say_what_to_do(call, message: str) -> None:
         (lambda: sliding_window(2.5), "sliding_window: left=2.5; a number of tokens"),
         (lambda: sliding_window(2, "4K"), "sliding_window: right='4K'; a number of tokens"),
         (lambda: prefix_lm(2.5), "prefix_lm: prefix=2.5; a number of tokens"),
+        (lambda: or_masks(causal(), torch.ones(3)), r"or_masks combines mask_mods .* got Tensor"),
     ],
 )
-def test_numbers_of_tokens_are_whole(call, message: str) -> None:
-    """Blocks of a fraction would be those of the number below it, unlike the function itself."""
+def test_arguments_of_another_type_are_refused(call, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         call()
-
-
-def test_only_mask_mods_combine() -> None:
-    with pytest.raises(TypeError, match=r"or_masks combines mask_mods .* got Tensor"):
-        or_masks(causal(), torch.ones(3))
 
 
 def test_closed_forms_combine_with_operators() -> None:

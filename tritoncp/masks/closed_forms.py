@@ -336,18 +336,6 @@ def is_closed_form(mask: Any) -> bool:
     return combination and all(map(is_closed_form, getattr(mask, "parts", None) or (mask.part,)))
 
 
-def num_document_tokens(mask: Any) -> int:
-    """Return the number of tokens that the document masks inside a mask_mod are for; 0 if there are none.
-
-    >>> num_document_tokens(causal() & document(lengths=[2, 6]))
-    8
-    """
-    if isinstance(mask, Document):
-        return mask.ids.shape[-1]
-    parts = getattr(mask, "parts", ()) if isinstance(mask, MaskMod) else ()
-    return max(map(num_document_tokens, parts), default=0)
-
-
 def _ids_from_lengths(lengths: Tensor) -> Tensor:
     """Return the document number of each token, int32 [N] or [B, N], from document lengths [n] or [B, n]."""
     if lengths.ndim not in (1, 2) or lengths.is_floating_point() or bool((lengths < 0).any()):

@@ -23,7 +23,7 @@ from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_num
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs
 from tritoncp.masks.classification import classify
 from tritoncp.masks.classification.classify import Grid
-from tritoncp.masks.closed_forms import QuerySlice, Selection, is_closed_form
+from tritoncp.masks.closed_forms import QuerySlice, Selection, as_int, is_closed_form
 from tritoncp.masks.mask_mod import Intervals, MaskFn, MaskMod
 from tritoncp.mods.recording import State
 from tritoncp.mods.snapshot import Snapshot
@@ -349,7 +349,8 @@ def create_block_mask(
     >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
     [[[1, 1, 3]]]
     """
-    B, H, device = 1 if B is None else B, 1 if H is None else H, device or "cpu"
+    sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    B, H, Q_LEN, KV_LEN = (as_int(f"create_block_mask: {name}", size) for name, size in sizes.items())
     check_lengths(Q_LEN, KV_LEN)
     if min(B, H) < 1 or min(Q_LEN, KV_LEN) < 0:
         raise ValueError(f"create_block_mask of B={B}, H={H}, {Q_LEN} x {KV_LEN}: B and H are at least 1")
@@ -367,7 +368,7 @@ def create_block_mask(
         runs = Runs.from_intervals(*by_key, kv_block, q_block, Q_LEN).transpose().expand(B, H)
         return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, None, None, mask_mod.reads)
     grid = Grid(Q_LEN, KV_LEN, q_block, kv_block)
-    evaluator = classify.TileEvaluator.of_mask_mod(mask_mod, device, evaluate)
+    evaluator = classify.TileEvaluator.of_mask_mod(mask_mod, device or "cpu", evaluate)
     runs = classify.find_runs(evaluator, B, H, grid, progress)
     return Mask(*grid, runs, mask_mod, None, None, evaluator.reads)
 
@@ -389,8 +390,12 @@ def _check_batch_rows(mod: MaskMod, rows: int, B: int) -> None:
 
 
 def _block_size(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (q_block, kv_block) of a BLOCK_SIZE argument; raise ValueError unless both are positive."""
-    q_block, kv_block = (size, size) if isinstance(size, int) else size
+    """Return (q_block, kv_block) of a BLOCK_SIZE argument. Raises TypeError or ValueError unless it is
+    one or two positive ints."""
+    block = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(block) != 2:
+        raise ValueError(f"create_block_mask: BLOCK_SIZE={size}; an int or a pair (q, kv) is needed")
+    q_block, kv_block = (as_int("create_block_mask: BLOCK_SIZE", number) for number in block)
     if q_block < 1 or kv_block < 1:
         raise ValueError(f"BLOCK_SIZE must be a positive int or (q, kv) pair of them, got {size}")
     return q_block, kv_block
