@@ -70,7 +70,7 @@ def contiguous(view: View) -> Tensor:
 
 
 def shared_in_turn(view: View) -> Tensor | None:
-    """Assign shared blocks to the ranks in turn, the others in even pieces in natural order: the owner of each.
+    """Assign shared blocks to the ranks in turn, and the others in even pieces: the owner of each block.
 
     Shared are blocks whose keys more than half of all blocks see, as those of a common prefix. None if there
     are none, or more than a third of all blocks are.
