@@ -169,7 +169,6 @@ def test_options_that_make_no_sense_are_refused_in_a_message(command, words, sai
     ("command", "words"),
     [
         ("plan", [SMALL, "--png", "/proc/x.png"]),
-        ("plan", [SMALL, "--html", "/proc/x.html"]),
         ("plan", [SMALL, "--png", f"{'a' * 300}.png"]),
         ("demo", ["--steps=1", SMALL, "--out", "/proc/x"]),
     ],
