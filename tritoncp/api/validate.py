@@ -38,9 +38,10 @@ class ShardSizes(NamedTuple):
         return cls(*query.shape, key.shape[1], key.shape[2])
 
 
-def call_key(q: Any, k: Any, v: Any, sinks: Any, group: Any, *flags: Any) -> Any:
+def call_key(q: Any, k: Any, v: Any, group: Any, options: Any) -> Any:
     """Return the key of a call under one plan: calls of equal keys pass or fail the same checks. None if
-    sizes may be symbols, which cannot be part of a key."""
+    sizes may be symbols, which cannot be part of a key. options: :class:`tritoncp.api.attention.Options`"""
+    sinks = options.sinks
     for x in (q, k, v):
         if type(x) is not Tensor or x.is_nested or x.layout != torch.strided or x.ndim != 4:
             return None
@@ -48,7 +49,9 @@ def call_key(q: Any, k: Any, v: Any, sinks: Any, group: Any, *flags: Any) -> Any
         return None
     logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
     tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-    return tensors, logits, None if group is None else (group.size(), group.rank()), flags
+    flags = bool(options.enable_gqa), bool(options.return_lse), type(options.return_aux)
+    ranks = None if group is None else (group.size(), group.rank())
+    return tensors, logits, ranks, flags, options.batch_offset
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any = None) -> None:

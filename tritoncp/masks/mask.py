@@ -362,6 +362,11 @@ def create_block_mask(
         window, reads = mask_mod.window, mask_mod.reads
         tokens = mask_mod.tokens(Q_LEN, KV_LEN)
         return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, window, interval, reads, tokens)
+    by_key = mask_mod.query_intervals(Q_LEN, KV_LEN) if isinstance(mask_mod, MaskMod) else None
+    if isinstance(mask_mod, MaskMod) and by_key is not None:
+        _check_batch_rows(mask_mod, len(by_key[0]), B)
+        runs = Runs.from_intervals(*by_key, kv_block, q_block, Q_LEN).transpose().expand(B, H)
+        return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, None, None, mask_mod.reads)
     grid = Grid(Q_LEN, KV_LEN, q_block, kv_block)
     evaluator = classify.TileEvaluator.of_mask_mod(mask_mod, device or "cpu", evaluate)
     runs = classify.find_runs(evaluator, B, H, grid, progress)
@@ -373,11 +378,15 @@ def expand_intervals(mod: MaskMod, intervals: Intervals, B: int, H: int) -> Inte
 
     Raises ValueError if ``mod`` has intervals for another number of batch rows than B.
     """
-    rows = intervals[0].shape[0]
-    if rows not in (1, B):
-        raise ValueError(f"{mod} differs between {rows} batch rows, but the mask has B={B}: give B={rows}")
+    _check_batch_rows(mod, len(intervals[0]), B)
     lo, hi = (t.int().expand(B, H, -1) for t in intervals)
     return lo, hi
+
+
+def _check_batch_rows(mod: MaskMod, rows: int, B: int) -> None:
+    """Raise ValueError if a closed form has intervals for another number of batch rows than B."""
+    if rows not in (1, B):
+        raise ValueError(f"{mod} differs between {rows} batch rows, but the mask has B={B}: give B={rows}")
 
 
 def _block_size(size: int | tuple[int, int]) -> tuple[int, int]:
