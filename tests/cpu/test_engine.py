@@ -188,3 +188,35 @@ def test_keys_in_any_order_of_steps_have_one_sum() -> None:
         want = dense_attention(*(x.double() for x in (q, k, v)), torch.ones(1, 1, 64, 96).bool(), scale=1.0)
         torch.testing.assert_close(out.double(), want.out, rtol=0, atol=2e-5)
         torch.testing.assert_close(lse.double(), want.lse, rtol=1e-6, atol=0)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * grad
+
+
+def test_gradients_of_a_score_mod_stop_where_it_stops_them() -> None:
+    q, k, v = (torch.randn(1, 1, 8, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def gated(score: Tensor, *_: Any) -> Tensor:
+        with torch.no_grad():
+            gate = torch.tanh(score)
+        return score * gate
+
+    def rounded(score: Tensor, *_: Any) -> Tensor:
+        return _Rounded.apply(score)
+
+    out = tritoncp.flex_attention(q, k, v, gated)
+    want = gated(q @ k.mT / 2).softmax(-1) @ v
+    grads, wants = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, want))
+    for got, expected in zip(grads, wants, strict=True):
+        torch.testing.assert_close(got, expected)
+    with pytest.warns(UserWarning, match="is run again at every call"):
+        out = tritoncp.flex_attention(q, k, v, rounded)
+    with pytest.raises(NotImplementedError, match=r"_Rounded, an autograd.Function.*detach"):
+        out.sum().backward()

@@ -295,3 +295,31 @@ def reads_batch_or_head(mask_mod: Mod, device: str | torch.device = "cpu") -> tu
         return True, True
     b, h = [node for node in graph.graph.nodes if node.op == "placeholder"][:2]
     return is_read(b), is_read(h)
+
+
+class _RefusedGradient(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, names: str) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.names = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(
+            f"score_mod calls {ctx.names}, an autograd.Function: the CPU engine differentiates torch's own "
+            "operations only. Write a gradient of your own with detach(), as x + (f(x) - x).detach(), or run "
+            "on a GPU"
+        )
+
+
+def refuse_gradient(run: Callable[..., Tensor], names: str, *arguments: Tensor) -> Tensor:
+    """Call a score_mod's graph, whose autograd.Functions ``names`` it does not show: backward raises."""
+    out: Tensor = _RefusedGradient.apply(run(*arguments), names)
+    return out

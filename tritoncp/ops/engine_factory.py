@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.cpu_target import cpu_target
 from tritoncp.core.log_lines import area_logger, log_decision
-from tritoncp.core.tracing import WideGradients
+from tritoncp.core.tracing import WideGradients, refuse_gradient
 from tritoncp.core.upload import upload
 from tritoncp.core.versions import warn_untested
 from tritoncp.cpu.engine import CpuEngine
@@ -128,6 +129,8 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
     if any(x.dtype.itemsize < wide.itemsize for x in targets):
         run = WideGradients(run, wide).run
         targets = [x.to(torch.promote_types(x.dtype, wide)) for x in targets]
+    if own := score.graph.meta.get("own_gradients"):
+        run = partial(refuse_gradient, run, ", ".join(own))
 
     def bind(captures: Sequence[Tensor]) -> Any:
         inner = list(score.tensors)

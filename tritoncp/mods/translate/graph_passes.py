@@ -38,6 +38,22 @@ def remove_score_detach(graph: fx.GraphModule) -> None:
             graph.graph.erase_node(node)
 
 
+def detach_without_grad(graph: fx.Graph) -> None:
+    """Detach what the function computed under torch.no_grad, so that the torch form has its gradient."""
+    for node in list(graph.nodes):
+        if (
+            node.op == "call_function"
+            and node.meta.get("custom", {}).get("no_grad")
+            and node.target is not aten.index.Tensor
+        ):
+            with graph.inserting_after(node):
+                detached = graph.call_function(aten.detach.default)
+            detached.meta = dict(node.meta)
+            node.replace_all_uses_with(detached)
+            detached.args = (node,)
+    graph.owning_module.recompile()
+
+
 def make_pure(graph: fx.GraphModule, origin: str) -> None:
     """Turn `torch.tensor(3)` inside the function into scalar_tensor, and edits in place into pure operations.
 

@@ -42,6 +42,7 @@ from tritoncp.mods.captures import captured_numbers
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.recording import State, read_state
 from tritoncp.mods.translate.graph_passes import (
+    detach_without_grad,
     lift_captures,
     make_pure,
     release_source,
@@ -96,6 +97,9 @@ def trace_mod(
     tensors, arguments = lift_captures(run.graph, [*numbers, *state.numbers], places)
     grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(run.leaves) if leaf is t}
     forward, joint, back = split_outputs(run.graph.graph, is_score, list(grads.values()))
+    forward.meta["own_gradients"] = run.own_gradients
+    if not run.own_gradients:
+        detach_without_grad(forward.graph)
     constants = tuple(i for i, t in enumerate(tensors) if not any(t is c for c in run.captures))
     names = describe(fn), origin(fn)
     return ModTrace(
@@ -108,11 +112,13 @@ class _Run(NamedTuple):
 
     leaves: captured tensors that require gradients, in the order of the graph's gradients
     captures: captured tensors in order of first use
+    own_gradients: names of the user's autograd.Functions that compute the result
     """
 
     graph: fx.GraphModule
     leaves: tuple[Tensor, ...]
     captures: tuple[Tensor, ...]
+    own_gradients: tuple[str, ...]
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
@@ -127,6 +133,7 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
     indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDEX_NAMES]
     scores = [torch.zeros((), dtype=dtype, device=device) for _ in range(2)]
     leaves: list[Tensor] = []
+    own_gradients: list[str] = []
 
     def call(*args: Tensor) -> Tensor:
         gather = TensorIndexing(lambda x, indices: x[indices])
@@ -143,6 +150,7 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
         with torch.enable_grad():
             out = call(score.clone(), *rest).to(dtype)  # a copy: the function may edit it in place
         leaves.extend(t for t in checks.captures if t.requires_grad and t.is_floating_point())
+        own_gradients.extend(_own_gradients(out))
         if not out.requires_grad:
             return out, torch.zeros_like(score), *(None for _ in leaves)
         grads = torch.autograd.grad(out, [score, *leaves], dscore, allow_unused=True)
@@ -168,7 +176,19 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
     release_source(graph)
     remove_score_detach(graph)
     make_pure(graph, origin(fn))
-    return _Run(graph, tuple(leaves), tuple(checks.captures))
+    return _Run(graph, tuple(leaves), tuple(checks.captures), tuple(own_gradients))
+
+
+def _own_gradients(out: Tensor) -> list[str]:
+    """Names of the user's autograd.Functions behind a tensor."""
+    nodes, names = [out.grad_fn], dict[Any, str]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in names:
+            own = isinstance(node, torch.autograd.function.BackwardCFunction)
+            names[node] = type(node).__name__.removesuffix("Backward") if own else ""
+            nodes += [parent for parent, _ in node.next_functions]
+    return sorted({name for name in names.values() if name and name != "ModIndex"})  # of torch's x[index]
 
 
 def _as_tensor(out: Any, fn: Callable[..., Any], argument: Tensor) -> Tensor:
@@ -206,6 +226,7 @@ class _OperationChecks(TorchDispatchMode):
             for tensor in tensors:
                 self._collect(tensor, func)
         fx.traceback.set_stack_trace([user_line()])
+        fx.traceback.current_meta["custom"] = {"no_grad": not torch.is_grad_enabled()}
         out = func(*args, **kwargs)
         if _is_view(func):
             self._views += [*tensors, *(t for t in tree_leaves(out) if isinstance(t, Tensor))]
