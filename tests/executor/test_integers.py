@@ -64,6 +64,19 @@ def test_two_operands(name: str, function: Function, sign: str, bits: int) -> No
 
 
 @pytest.mark.parametrize("sign", ["u", "s"])
+@pytest.mark.parametrize(("name", "function"), [("add", lambda a, b: a + b), ("min", min), ("max", max)])
+def test_pairs_of_16_bits(name: str, function: Function, sign: str) -> None:
+    def of_pairs(a: int, b: int) -> int:
+        halves = [(x & 0xFFFF, x >> 16) for x in (a, b)]
+        if sign == "s":
+            halves = [(signed(low, 16), signed(high, 16)) for low, high in halves]
+        low, high = (function(x, y) & 0xFFFF for x, y in zip(*halves, strict=True))
+        return low | high << 16
+
+    check(f"{name}.{sign}16x2", of_pairs, (32, 32), 32, False)
+
+
+@pytest.mark.parametrize("sign", ["u", "s"])
 @pytest.mark.parametrize("bits", [16, 32, 64])
 def test_products(sign: str, bits: int) -> None:
     is_signed = sign == "s"

@@ -18,6 +18,13 @@ COMBINE: dict[str, np.ufunc] = {  # of reductions over a warp, and of atomic upd
 }
 
 
+def combine_pairs(operation: str, kind: str, a: Array, b: Array) -> Array:
+    """Combine both 16-bit integers of each word; kind: "s16x2" or "u16x2"."""
+    half = np.int16 if kind[0] == "s" else np.uint16
+    x, y = (np.ascontiguousarray(words).view(half) for words in (a, b))
+    return np.asarray(COMBINE[operation](x, y)).view(u4)
+
+
 def multiply_high(a: Array, b: Array) -> Array:
     """The upper half of products."""
     size = a.dtype.itemsize
