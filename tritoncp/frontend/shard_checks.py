@@ -11,8 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
-from tritoncp.planning.build import pieces
-from tritoncp.planning.placement import Placement, natural
+from tritoncp.planning.placement import Placement, in_order
 from tritoncp.planning.plan import Plan
 
 
@@ -60,7 +59,7 @@ def placement_of(
             f"a Plan or a mask is needed; got a {type(plan_or_mask).__name__}. make_plan(block_mask, mesh) "
             "makes a plan, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) a mask"
         )
-    return natural(pieces(length, world_size), max(1, length)), rank
+    return in_order(length, world_size), rank
 
 
 def check_gathered(plan_or_mask: Any, world_size: int) -> None:
