@@ -19,6 +19,7 @@ from tests.masks.packed_documents import cumulative
 from tests.multiprocess import ranks
 from tests.planning.test_placement import random_mask
 from tritoncp import reshard, shard, unshard
+from tritoncp.core import log_lines
 from tritoncp.distributed import collectives
 from tritoncp.masks.mask import full_mask
 from tritoncp.planning import moves
@@ -163,6 +164,8 @@ def one_rank(group: Any, x: Tensor, y: Tensor, mesh_shape: tuple[int, ...]) -> t
                 assert torch.equal(other, out)
                 (same,) = torch.autograd.grad(other, part, shard(y, target, mesh, dim=1))
                 torch.testing.assert_close(same, grad)
+            signs = reshard(part > 0, source, target, mesh, dim=1)
+            assert torch.equal(signs, shard(x > 0, target, mesh, dim=1))
             results[-1] += [out.detach(), grad]
     assert all(map(torch.equal, *results))
     assert counter.frame_count <= len(views)  # one for each combination of plans and None, and sizes
@@ -207,3 +210,13 @@ def test_mistakes_say_what_is_needed() -> None:
     for x, args, options, kind, message in cases:
         with pytest.raises(kind, match=message):
             reshard(x, *args, **{"dim": 0, **options})
+
+
+def test_messages_log_their_bytes_once(caplog: pytest.LogCaptureFixture) -> None:
+    log_lines.forget_decisions()
+    world, plan = tritoncp.simulate(2), build(full_mask(16, 16, block=4), 2, balancer="head_tail")
+    shards = world.shard(torch.zeros(16, 3), plan, dim=0)
+    with caplog.at_level("INFO", "tritoncp.messages"):
+        for _ in range(2):
+            reshard(shards, plan, None, world, dim=0)
+    assert caplog.messages == [f"reshard, rank {r}: sends 4 of 8 rows, 48 bytes" for r in (0, 1)]

@@ -25,8 +25,9 @@ def checkpoint_policy(
 ) -> Callable[..., CheckpointPolicy | bool]:
     """Return a policy for selective activation checkpointing under which recomputation never communicates.
 
-    It saves attention's out and lse, whose recomputation would send K and V again, and results of reshard. ``otherwise`` decides
-    about every other op: a policy of yours, a list of ops to save, or None, which recomputes them.
+    It saves attention's out and lse, whose recomputation would send K and V again, and what ``reshard``
+    returns. ``otherwise`` decides about every other op: a policy of yours, a list of ops to save, or None,
+    which recomputes them.
 
     >>> from functools import partial
     >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts

@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
+from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.distributed import collectives, consistency, failures, groups
 from tritoncp.frontend import shard_checks, validate
 from tritoncp.frontend.group_call import group_call
@@ -19,6 +20,8 @@ from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.planning.placement import Placement, lengthen, take
 from tritoncp.planning.plan import Plan
+
+messages_log = area_logger("messages")
 
 
 @graph_entry
@@ -96,6 +99,9 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, add: bool) -> Tensor:
         ctx.group, ctx.add = group, add
+        log_decision(
+            messages_log, "unshard: %d bytes go to each of %d other ranks", x.nbytes, group.size() - 1
+        )
         return _collect(collectives.AllGather(x), group)
 
     @staticmethod
