@@ -25,15 +25,13 @@ TAPS = 4  # a token's convolution reads 3 tokens before it
 def with_halo(x: Tensor, mesh: dist.ProcessGroup | None) -> Tensor:
     """Put the last TAPS - 1 tokens of the previous rank in front of x [B, S_local, C]; zeros on rank 0."""
     rank, size = (0, 1) if mesh is None else (mesh.rank(), mesh.size())
-    zeros = x.new_zeros(TAPS - 1, len(x), WIDTH)
-    if size == 1:
-        return torch.cat([zeros.movedim(0, 1), x], 1)
-    sends, receives = (
-        [(TAPS - 1) * (peer == other) for peer in range(size)] for other in (rank + 1, rank - 1)
-    )
-    tail = x[:, x.shape[1] - sum(sends) :].movedim(1, 0).contiguous()  # the last rank sends nothing
-    halo = collectives.all_to_all_single_autograd(tail, receives, sends, mesh)  # gradients return
-    return torch.cat([(halo if rank else zeros).movedim(0, 1), x], 1)
+    sends, receives = ([(TAPS - 1) * (r == peer) for r in range(size)] for peer in (rank + 1, rank - 1))
+    halo = x[:, x.shape[1] - sum(sends) :].movedim(1, 0).contiguous()  # the last rank sends nothing
+    if mesh is not None:
+        halo = collectives.all_to_all_single_autograd(halo, receives, sends, mesh)  # gradients return
+    zeros = x.new_zeros(len(x), TAPS - 1 - sum(receives), WIDTH)
+    # Rank 0's halo is empty, and part of its graph: every rank takes part in the backward all-to-all.
+    return torch.cat([zeros, halo.movedim(0, 1), x], 1)
 
 
 class Convolution(nn.Module):
