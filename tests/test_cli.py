@@ -135,7 +135,6 @@ REFUSED = {
         ([*DRY, "--score-mod", "os:system"], "os:system takes (command)"),
         ([*DRY, "--score-mod", "my_mods:near"], "takes (b, h, q, kv)"),
         ([*DRY, "--budget", "nan"], "no time to work in"),
-        ([*DRY, "--timeout", "nan"], "no number of seconds"),
         ([*DRY, "--out", "my_mods.py"], "is a file"),
     ],
     "demo": [

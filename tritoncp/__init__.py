@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tritoncp.api.parallel import SAVE_OPS as SAVE_OPS
     from tritoncp.api.parallel import ContextParallel as ContextParallel
     from tritoncp.api.parallel import checkpoint_policy as checkpoint_policy
+    from tritoncp.api.plan_cache import plan_cache_clear as plan_cache_clear
+    from tritoncp.api.plan_cache import plan_cache_info as plan_cache_info
     from tritoncp.api.plans import make_plan as make_plan
     from tritoncp.api.reshard import reshard as reshard
     from tritoncp.api.shards import positions as positions
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from tritoncp.api.varlen import contiguous_to_dual_chunk as contiguous_to_dual_chunk
     from tritoncp.api.varlen import dual_chunk_to_contiguous as dual_chunk_to_contiguous
     from tritoncp.api.varlen import varlen_attention as varlen_attention
-    from tritoncp.frontend.plan_cache import plan_cache_clear as plan_cache_clear
-    from tritoncp.frontend.plan_cache import plan_cache_info as plan_cache_info
     from tritoncp.masks.closed_forms import causal as causal
     from tritoncp.masks.closed_forms import document as document
     from tritoncp.masks.closed_forms import prefix_lm as prefix_lm
@@ -86,7 +86,7 @@ _WHERE = {
     "api.varlen": ("contiguous_to_dual_chunk", "dual_chunk_to_contiguous", "varlen_attention"),
     "api.parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
     "planning.plan": ("Plan",),
-    "frontend.plan_cache": ("plan_cache_clear", "plan_cache_info"),
+    "api.plan_cache": ("plan_cache_clear", "plan_cache_info"),
     "masks.varlen": ("varlen_mask",),
     "api.simulate": ("simulate",),
 }

@@ -34,7 +34,7 @@ class Group(click.Group):
 
 
 HEADS = click.IntRange(1, 1 << 16)
-HEAD_DIM = click.IntRange(1, 256)  # as tritoncp.frontend.validate.MAX_HEAD_DIM, which would import torch here
+HEAD_DIM = click.IntRange(1, 256)  # as tritoncp.api.validate.MAX_HEAD_DIM, which would import torch here
 
 
 @click.group("tritoncp", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -236,3 +236,12 @@ def test_numbers_of_tokens_are_whole(call, message: str) -> None:
 def test_only_mask_mods_combine() -> None:
     with pytest.raises(TypeError, match=r"or_masks combines mask_mods .* got Tensor"):
         or_masks(causal(), torch.ones(3))
+
+
+def test_closed_forms_combine_with_operators() -> None:
+    ids = torch.tensor([0] * 10 + [1] * 22)
+    near = (causal() & sliding_window(4, 4)) | ~document(ids=ids)
+    q, kv = torch.arange(32)[:, None], torch.arange(32)
+    want = ((q >= kv) & (q - kv <= 4)) | (ids[q] != ids[kv])
+    assert torch.equal(near(None, None, q, kv), want)
+    assert torch.equal(create_block_mask(near, None, None, 32, 32, BLOCK_SIZE=8).to_dense()[0, 0], want)

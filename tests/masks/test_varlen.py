@@ -32,7 +32,7 @@ from tests.masks.packed_documents import (
     whole_call,
 )
 from tritoncp import simulate, varlen_attention, varlen_mask
-from tritoncp.frontend import mask_source
+from tritoncp.api import mask_source
 from tritoncp.masks.varlen import Varlen
 from tritoncp.reference.dense import dense_attention
 

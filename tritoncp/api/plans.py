@@ -8,10 +8,10 @@ from typing import Any, overload
 
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp.api import plan_cache
+from tritoncp.api.group_call import group_call
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.distributed import groups
-from tritoncp.frontend import plan_cache
-from tritoncp.frontend.group_call import group_call
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import plain_mask

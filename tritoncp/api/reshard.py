@@ -7,11 +7,11 @@ from typing import Any, overload
 
 from torch import Tensor
 
+from tritoncp.api import shards, validate
+from tritoncp.api.group_call import group_call
 from tritoncp.api.simulate import World
 from tritoncp.core.dynamo_boundary import constant_result, graph_entry
 from tritoncp.distributed import groups
-from tritoncp.frontend import shard_checks, validate
-from tritoncp.frontend.group_call import group_call
 from tritoncp.ops.reshard import Reshard, move_rows
 from tritoncp.planning.placement import pieces
 from tritoncp.planning.plan import Plan
@@ -73,9 +73,9 @@ def reshard(
         return x
     before, after = (_lengths(*pair, side, world_size) for pair in ((source, target), (target, source)))
     for rank, one in zip(ranks, xs):
-        shard_checks.check_dim(one, dim)
-        shard_checks.check_length(one, dim, before[rank], f"rank {rank}'s shard by source")
-        shard_checks.check_pad(one, pad)
+        shards.check_dim(one, dim)
+        shards.check_length(one, dim, before[rank], f"rank {rank}'s shard by source")
+        shards.check_pad(one, pad)
     handles = [None if plan is None else plan.pinned().handle for plan in (source, target)]
     dims = dim % xs[0].ndim, None if batch_dim is None else batch_dim % xs[0].ndim
     results = move_rows(Reshard(*handles, side, *dims, after[ranks[0]], pad, world), xs)
@@ -98,12 +98,10 @@ def _check_plan(plan: Any, world_size: int, rank: int | None) -> None:
 
 def _lengths(plan: Any, other: Any, side: str, world_size: int) -> Sequence[int]:
     """Return the rows of each rank's shard by a plan; by None, in natural order, of the other's sequence."""
-    if plan is None:
-        return pieces(shard_checks.side_of(other, side).length, world_size)
-    placement = shard_checks.side_of(plan, side)
-    if other is not None and shard_checks.side_of(other, side).length != placement.length:
+    length = (plan or other).side(side).length
+    if other is not None and other.side(side).length != length:
         raise ValueError(
-            f"a plan places {placement.length} tokens, the other {shard_checks.side_of(other, side).length}; "
-            "source and target are plans of one sequence"
+            f"a plan places {length} tokens, the other {other.side(side).length}; source and target are "
+            "plans of one sequence"
         )
-    return placement.lengths
+    return pieces(length, world_size) if plan is None else plan.side(side).lengths

@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp.api import validate
+from tritoncp.api.group_call import group_call
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.distributed import collectives, consistency, failures, groups
-from tritoncp.frontend import shard_checks, validate
-from tritoncp.frontend.group_call import group_call
 from tritoncp.masks.closed_forms import Document, document
+from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.planning.placement import Placement, lengthen, take
+from tritoncp.planning.placement import Placement, check_side, in_order, lengthen, take
 from tritoncp.planning.plan import Plan
 
 messages_log = area_logger("messages")
@@ -48,8 +49,8 @@ def shard(
     tensor([2, 3, 4, 5])
     """
     placement, rank = _placement(x, plain_mask(plan_or_mask), groups.group_of(mesh), dim, side)
-    shard_checks.check_length(x, dim, placement.length, "a global tensor")
-    shard_checks.check_pad(x, pad)
+    check_length(x, dim, placement.length, "a global tensor")
+    check_pad(x, pad)
     return take(x, placement.positions(rank), dim, batch_dim, pad)
 
 
@@ -72,9 +73,9 @@ def unshard(
     """
     group = groups.group_of(mesh)
     plan_or_mask = plain_mask(plan_or_mask)
-    shard_checks.check_gathered(plan_or_mask, 1 if group is None else group.size())
+    _check_gathered(plan_or_mask, 1 if group is None else group.size())
     placement, rank = _placement(x, plan_or_mask, group, dim, side)
-    shard_checks.check_length(x, dim, placement.lengths[rank], "this rank's shard")
+    check_length(x, dim, placement.lengths[rank], "this rank's shard")
     if x.requires_grad and grad not in ("sum", "slice"):
         raise ValueError(
             "x requires grad: say grad='sum' (the loss is summed over ranks) or grad='slice' (every rank "
@@ -87,10 +88,10 @@ def unshard(
 
 def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) -> tuple[Placement, int]:
     world_size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    shard_checks.check_dim(x, dim)
+    check_dim(x, dim)
     if group is not None and isinstance(plan_or_mask, Plan):
         validate.check_ranks(plan_or_mask, group)
-    return shard_checks.placement_of(plan_or_mask, world_size, rank, side, x.shape[dim])
+    return _placement_of(plan_or_mask, world_size, rank, side, x.shape[dim])
 
 
 class Gather(torch.autograd.Function):
@@ -155,3 +156,67 @@ def _document_starts(documents: Any, length: int) -> Tensor:
             "a document comes in several pieces; positions within documents need each in one piece"
         )
     return intervals[0][:, 0]
+
+
+# -- checks of the arguments -------------------------------------------------------------------------------
+
+
+def check_dim(x: Tensor, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a tensor with a dimension of the sequence is needed; got a {type(x).__name__}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"the tensor {tuple(x.shape)} has no dimension {dim}; dim= is that of its sequence")
+
+
+def check_pad(x: Tensor, pad: float) -> None:
+    """Refuse a padding value that x's dtype would change: -100 in uint8 is 156."""
+    if not pad or x.is_floating_point() or x.is_complex():
+        return
+    limits = None if x.dtype == torch.bool else torch.iinfo(x.dtype)
+    lowest, highest = (0, 1) if limits is None else (limits.min, limits.max)
+    if not lowest <= pad <= highest or pad != int(pad):
+        raise ValueError(
+            f"pad={pad} is no value of {x.dtype}, the dtype of x; convert x before it is cut, as "
+            f"shard(x.long(), plan, dim=..., pad=-100)"
+        )
+
+
+def check_length(x: Tensor, dim: int, length: int, what: str) -> None:
+    if x.shape[dim] != length:
+        raise ValueError(f"{what} is needed: {length} rows along dimension {dim}; got {tuple(x.shape)}")
+
+
+def _placement_of(
+    plan_or_mask: Any, world_size: int, rank: int, side: str, length: int
+) -> tuple[Placement, int]:
+    """Return the placement of tokens and this rank: a Plan's own, or natural order for a raw mask.
+
+    length: of the global sequence, for closed forms, which have no length.
+    """
+    if isinstance(plan_or_mask, Plan):
+        return plan_or_mask.side(side), plan_or_mask.rank
+    check_side(side)
+    if isinstance(plan_or_mask, BlockMask) and not has_no_lengths(plan_or_mask):
+        length = plan_or_mask.seq_lengths[side == "kv"]
+    elif isinstance(plan_or_mask, Mask):
+        length = plan_or_mask.q_len if side == "q" else plan_or_mask.kv_len
+    elif plan_or_mask is not None and not isinstance(plan_or_mask, BlockMask | MaskMod):
+        raise TypeError(
+            f"a Plan or a mask is needed; got a {type(plan_or_mask).__name__}. make_plan(block_mask, mesh) "
+            "makes a plan, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) a mask"
+        )
+    return in_order(length, world_size), rank
+
+
+def _check_gathered(plan_or_mask: Any, world_size: int) -> None:
+    """Check the plan or mask argument of unshard."""
+    if isinstance(plan_or_mask, MaskMod) or plan_or_mask is None or has_no_lengths(plan_or_mask):
+        raise TypeError(
+            f"{plan_or_mask!r} does not say how long the whole sequence is; pass the Plan or "
+            "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+        )
+    if isinstance(plan_or_mask, Plan) and plan_or_mask.world_size != world_size:
+        raise ValueError(
+            f"the plan is for {plan_or_mask.world_size} ranks, the mesh has {world_size}; pass the mesh it "
+            "was made with, unshard(x, plan, mesh, dim=...)"
+        )

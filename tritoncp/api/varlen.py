@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp.api.attention import flex_attention
+from tritoncp.api.group_call import group_call
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.core.handles import handle_of
 from tritoncp.core.host_copy import host, to_host
 from tritoncp.distributed import groups
-from tritoncp.frontend.group_call import group_call
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.varlen import Varlen, dual_chunks, varlen
 from tritoncp.ops.reshard import Reshard, move_rows

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from tritoncp.api.dynamo import part_op
 from tritoncp.chunking import attention, shared_attention
 from tritoncp.chunking.added_nodes import AddedNodes
 from tritoncp.chunking.analysis import Cut
@@ -19,7 +20,6 @@ from tritoncp.chunking.report import ChunkingError, Report, describe
 from tritoncp.chunking.sizes import Symbols, expression
 from tritoncp.chunking.step_graph import JOIN, KEEP, RETURN, SEND, Step, StepGraph
 from tritoncp.core.log_lines import area_logger
-from tritoncp.frontend.dynamo import part_op
 
 log = area_logger("chunking")
 aten = torch.ops.aten

@@ -142,7 +142,7 @@ class PrefixLM(MaskMod):
 
 @dataclass(frozen=True, repr=False)
 class _View(MaskMod):
-    """Base class: the mask_mod of a part, or of another order, of a mask."""
+    """Base class: the mask_mod of a part of a mask."""
 
     part: MaskFn
 
@@ -175,25 +175,6 @@ class QuerySlice(_View):
 
     def __repr__(self) -> str:
         return f"{name_of(self.part)} from query {self.start}"
-
-
-@dataclass(frozen=True, repr=False)
-class Transpose(_View):
-    """The mask_mod of a transposed mask: queries and keys exchanged."""
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.part(b, h, kv_idx, q_idx)
-
-    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        return None if self.window is None else SlidingWindow(*self.window).intervals(q_len, kv_len)
-
-    @property
-    def window(self) -> tuple[int, int] | None:
-        window = None if self.form is None else self.form.window
-        return window and (window[1], window[0])
-
-    def __repr__(self) -> str:
-        return f"{name_of(self.part)} transposed"
 
 
 @dataclass(frozen=True, repr=False)
@@ -329,7 +310,7 @@ def is_closed_form(mask: Any) -> bool:
     """
     if type(mask) in (SlidingWindow, Document, PrefixLM):
         return True
-    combination = type(mask) in (And, Or, Not, QuerySlice, Selection, Transpose)
+    combination = type(mask) in (And, Or, Not, QuerySlice, Selection)
     return combination and all(map(is_closed_form, getattr(mask, "parts", None) or (mask.part,)))
 
 

@@ -24,9 +24,15 @@ from tritoncp.distributed.schedules import schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
 from tritoncp.ops import signatures
 from tritoncp.ops.call import CALL_SCHEMA, Call, OpArguments, decode_spec
-from tritoncp.ops.dispatch import call_body, call_op, needs_dispatcher, register_op
+from tritoncp.ops.dispatch import (
+    call_body,
+    call_op,
+    needs_dispatcher,
+    refuse_transform,
+    refuse_transforms,
+    register_op,
+)
 from tritoncp.ops.engine_factory import engine_of, gradient_buffers, sum_gradients
-from tritoncp.ops.transforms import refuse_transform, refuse_transforms
 
 _NO_CONTEXT = nullcontext()
 

@@ -6,10 +6,10 @@ that was not used for longest, as an lru_cache does, and state "of" a plan, grou
 
     core.log_lines._LOGGED: 4096; the lines that were logged at INFO
     core.versions.warn_untested: once; the versions of this process
-    frontend.mask_source._CONSTANT_SOURCES: one of a mask; the mask
-    frontend.plan_cache._CACHES: of a group, 64 plans, 1 GiB; code, plain values, lengths, tensors of a mask
-    frontend.plan_cache._CHECKED: of a plan, 1024 calls; rank, shapes, dtypes, devices, flags
-    frontend.dynamo._MASKS: 8; code, plain values and tensors of the mask_mod, sizes
+    api.mask_source._CONSTANT_SOURCES: one of a mask; the mask
+    api.plan_cache._CACHES: of a group, 64 plans, 1 GiB; code, plain values, lengths, tensors of a mask
+    api.plan_cache._CHECKED: of a plan, 1024 calls; rank, shapes, dtypes, devices, flags
+    api.dynamo._MASKS: 8; code, plain values and tensors of the mask_mod, sizes
     mods.mod._TRANSLATIONS: 256; code and plain values of a function, dtype
     mods.bytecode._READS: 4096; a code object
     mods.translate.graph_passes.decompositions: one table

@@ -51,7 +51,7 @@ class Reshard(NamedTuple):
     def placements(self) -> tuple[Placement, Placement]:
         """Return the placements of source and target."""
         named = [None if x is None else object_of(x) for x in (self.source, self.target)]
-        sides = [getattr(x, self.side) if isinstance(x, Plan) else x for x in named]
+        sides = [x.side(self.side) if isinstance(x, Plan) else x for x in named]
         like = sides[0] or sides[1]
         source, target = (x or in_order(like.length, like.world_size) for x in sides)
         return source, target

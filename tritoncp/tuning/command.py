@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import click
 
 from tritoncp.analysis.cross_compile import TARGETS, check_target
-from tritoncp.command_base import JOBS, Command, Seconds
+from tritoncp.command_base import JOBS, Command
 from tritoncp.perf.console import make_console
 
 if TYPE_CHECKING:
     from tritoncp.ops.tile_tables import Device
-    from tritoncp.tuning.search_run import TuningRequest, TuningResult
+    from tritoncp.tuning.search_run import TuningResult
     from tritoncp.tuning.targets import Target
 
 ASSUMED = "sm_90"  # the architecture of --dry-run on a machine without a GPU
@@ -67,9 +67,6 @@ ASSUMED = "sm_90"  # the architecture of --dry-run on a machine without a GPU
     "$TRITONCP_CONFIG_DIR, else the user's]",
 )
 @click.option("--jobs", type=JOBS, help="Kernels compiled at a time. [default: one a core]")
-@click.option(
-    "--timeout", type=Seconds(), default=60.0, show_default=True, help="Seconds to compile one kernel."
-)
 @click.option("--json", "as_json", is_flag=True, help="A list of rows on stdout, the rest on stderr.")
 def autotune(
     presets: tuple[str, ...],
@@ -84,7 +81,6 @@ def autotune(
     arch: str | None,
     out: Path | None,
     jobs: int | None,
-    timeout: float,
     as_json: bool,
 ) -> None:
     """Measure tile shapes on this machine's GPU, and write down the shapes that beat the rule by 2 %.
@@ -116,9 +112,9 @@ def autotune(
         show_candidates(selection, device, as_json)
         return
     folder = out or search_run.output_folder()
-    request = search_run.TuningRequest(tuple(selection), device, seconds, resume, folder, jobs, timeout)
-    result = search_run.autotune(request, make_console(stderr=True))
-    show_result(request, result, as_json)
+    console = make_console(stderr=True)
+    result = search_run.autotune(selection, device, seconds, resume, folder, jobs, console)
+    show_result(result, as_json)
     sys.exit(130 if result.interrupted else 0 if result.rows else 1)
 
 
@@ -157,7 +153,7 @@ def show_candidates(selection: Sequence[Target], device: Device, as_json: bool) 
         click.echo(f"{row['kernel']}: {row['candidates']} candidates")
 
 
-def show_result(request: TuningRequest, result: TuningResult, as_json: bool) -> None:
+def show_result(result: TuningResult, as_json: bool) -> None:
     """Print the rows of a run, as a table or in JSON, and what the run did not get to."""
     from tritoncp.tuning import search_run
 
@@ -165,7 +161,7 @@ def show_result(request: TuningRequest, result: TuningResult, as_json: bool) -> 
         click.echo(json.dumps(result.rows, indent=1))
     elif result.rows:
         search_run.show(result, make_console())
-    more = f"the journal is {request.journal}; --resume goes on from there"
+    more = f"the journal is {result.journal}; --resume goes on from there"
     if result.interrupted:
         kept = "what is shown is kept" if result.rows else "the table is empty, since nothing was chosen yet"
         click.echo(f"interrupted: {kept}; {more}", err=True)

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import tritoncp
-from tests.frontend.compiled_calls import Compiled
+from tests.api.compiled_calls import Compiled
 from tritoncp import causal, create_block_mask, flex_attention, make_plan, shard, simulate, unshard
 
 pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")  # compiled code is outside the kernels
@@ -74,7 +74,7 @@ def test_one_mask_for_layers_batches_and_heads():
 
 
 def test_a_mask_is_made_once_for_the_same_documents(monkeypatch):
-    from tritoncp.frontend import dynamo
+    from tritoncp.api import dynamo
 
     made, make = [], dynamo.create_on_device
     monkeypatch.setattr(dynamo, "create_on_device", lambda *args: made.append(args) or make(*args))

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp.api import validate
+from tritoncp.api.mask_source import RawMask, Sources
+from tritoncp.api.validate import ShardSizes, check_lengths, check_plannable
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState, TensorCache
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
@@ -27,9 +28,6 @@ from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.user_code import describe
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
-from tritoncp.frontend import validate
-from tritoncp.frontend.mask_source import RawMask, Sources
-from tritoncp.frontend.validate import check_lengths, check_plannable
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.ops import signatures
@@ -77,10 +75,9 @@ def _pass_check() -> None:
 
 def plan_of_rows(
     mask: RawMask | Plan,
-    q: Tensor,
-    k: Tensor,
+    sizes: ShardSizes,
     group: Any,
-    call_key: Any,
+    call_key: Any = None,
     check: Callable[[], None] = _pass_check,
     batch_offset: int | None = None,
 ) -> Plan:
@@ -92,55 +89,49 @@ def plan_of_rows(
     batch_offset: batch row of the mask that is the shards' row 0 (None: they have all rows)
     """
     if batch_offset is not None:
-        rows = validate.whole_batch(mask, q.shape[0], batch_offset)
-        whole_q, whole_k = (torch.empty(rows, *x.shape[1:], device="meta") for x in (q, k))
-        whole = plan_of_rows(mask, whole_q, whole_k, group, call_key, check)
-        return whole.batch_rows(batch_offset, q.shape[0])
+        rows = validate.whole_batch(mask, sizes.batch, batch_offset)
+        whole = plan_of_rows(mask, sizes._replace(batch=rows), group, call_key, check)
+        return whole.batch_rows(batch_offset, sizes.batch)
     if isinstance(mask, Plan):
-        _check_call(mask, q, k, group, call_key, check)
+        _check_call(mask, sizes, group, call_key, check)
         mask.check_sources()
         return mask
-    return plan_for(mask, q, k, group, call_key, check)
+    return plan_for(mask, sizes, group, call_key, check)
 
 
-def _check_call(
-    plan: Plan, q: Tensor, k: Tensor, group: Any, call_key: Any, check: Callable[[], None]
-) -> Plan:
-    """Check a call, and its shards against its plan, unless a call of its key passed; return the plan."""
+def _check_call(plan: Plan, sizes: ShardSizes, group: Any, call_key: Any, check: Callable[[], None]) -> None:
+    """Check a call, and its shards against its plan, unless a call of its key passed."""
     checked, key = _CHECKED.of(plan.derived), (plan.rank, call_key)
     if checked.get(key) is None:
         check()
         validate.check_ranks(plan, group)
-        validate.check_shapes(plan, q, k)
+        validate.check_sizes(plan, sizes)
         if call_key is not None:
             checked.put(key, True)
-    return plan
 
 
 @on_host
 def plan_for(
-    mask: RawMask, q: Tensor, k: Tensor, group: Any, call_key: Any = None,
+    mask: RawMask, sizes: ShardSizes, group: Any, call_key: Any = None,
     check: Callable[[], None] = _pass_check,
 ) -> Plan:  # fmt: skip
     """Return the natural-order plan of a raw mask for the call's shards, from the cache or new, see
     :func:`plan_of_rows`."""
     sources, cache = Sources.of(mask), _CACHES.of(group)
-    if call_key is None:  # the shards may be no tensors of four dimensions
-        check()
-        check = _pass_check
-    tensors, key = (*sources.lists, *sources.captures), (sources.key, q.shape[2], k.shape[2], q.shape[0])
+    tensors, key = (*sources.lists, *sources.captures), (sources.key, sizes.rows, sizes.kv_rows, sizes.batch)
     plan = cache.find(key, tensors)
     _COUNTS["misses" if plan is None else "hits"] += 1
     _log_look_up(sources, plan is not None)
     if plan is None:
         check()
         check = _pass_check
-        plan = _make(sources, q, k, group)
+        plan = _make(sources, sizes, group)
         if sources.key is None:
             sources.warn_incomparable()
         else:
             cache.keep(key, tensors, plan)
-    return _check_call(plan, q, k, group, call_key, check)
+    _check_call(plan, sizes, group, call_key, check)
+    return plan
 
 
 def plan_cache_info() -> CacheInfo:
@@ -170,13 +161,14 @@ def plan_cache_clear() -> None:
     _COUNTS.update(hits=0, misses=0)
 
 
-def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
+def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
     """Make the plan of a raw mask from the lengths of all ranks' shards. All ranks of the group call it."""
     call = "flex_attention, which makes the plan of a raw mask"
 
     def compare_shapes() -> tuple[None, consistency.Facts, Sequence[int]]:
-        same = {"call": fact(call), "versions": consistency.versions(), **signatures.shape_facts(q, k)}
-        return None, same, (q.shape[2], k.shape[2])
+        shape = signatures.shape_facts(sizes.batch, sizes.heads, sizes.kv_heads, sizes.dim)
+        same = {"call": fact(call), "versions": consistency.versions(), **shape}
+        return None, same, (sizes.rows, sizes.kv_rows)
 
     _, rows = consistency.together(group, call, compare_shapes)
     lengths, kv_lengths = ([row[i] for row in rows] for i in (0, 1))
@@ -184,8 +176,8 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
 
     def build() -> tuple[Plan, consistency.Facts, Sequence[int]]:
         digest = sources.digest() if group else b""
-        heads = q.shape[1], k.shape[1]
-        result = _build_natural(sources, q.shape[0], lengths, kv_lengths, rank, digest, heads)
+        heads = sizes.heads, sizes.kv_heads
+        result = _build_natural(sources, sizes.batch, lengths, kv_lengths, rank, digest, heads)
         if not group:
             return result, {}, ()
         mask_fact = fact(lambda: signatures.mask_text(result.mask), digest)
