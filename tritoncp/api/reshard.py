@@ -10,7 +10,7 @@ from torch import Tensor
 from tritoncp.api import shards, validate
 from tritoncp.api.group_call import group_call
 from tritoncp.api.simulate import World
-from tritoncp.core.dynamo_boundary import constant_result, graph_entry
+from tritoncp.core.dynamo_boundary import constant_result, graph_entry, host_only
 from tritoncp.distributed import groups
 from tritoncp.ops.reshard import Reshard, move_rows
 from tritoncp.planning.placement import pieces
@@ -61,25 +61,43 @@ def reshard(
     >>> balanced, reshard(balanced, plan, None, world, dim=0)
     ([tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])], [tensor([0, 1, 2, 3]), tensor([4, 5, 6, 7])])
     """
-    is_simulated = isinstance(mesh, World)
-    world, world_size, own = ("", mesh.world_size, None) if is_simulated else _place_in_group(mesh)
-    xs = list(x) if is_simulated else [x]
-    ranks = range(world_size) if is_simulated else range(own, own + 1)
-    if len(xs) != len(ranks):
-        raise ValueError(f"a list of {world_size} shards, one a rank, is needed; got {len(xs)}")
+    if isinstance(mesh, World):
+        return _reshard_in_world(x, source, target, mesh, dim, side, batch_dim, pad)
+    world, world_size, rank = _place_in_group(mesh)
     for plan in (source, target):
-        _check_plan(plan, world_size, own if world else None)
+        _check_plan(plan, world_size, rank if world else None)
+    return _move([x], rank, source, target, world, world_size, dim, side, batch_dim, pad)[0]
+
+
+@host_only
+def _reshard_in_world(
+    xs: Sequence[Tensor], source: Any, target: Any, world: World, *options: Any
+) -> list[Tensor]:
+    """Move the shards of all ranks of a simulated world."""
+    size = world.world_size
+    if len(xs) != size:
+        raise ValueError(f"a list of {size} shards, one a rank, is needed; got {len(xs)}")
+    for plan in (source, target):
+        _check_plan(plan, size, None)
+    return _move(xs, 0, source, target, "", size, *options)
+
+
+def _move(
+    xs: Sequence[Tensor], first_rank: int, source: Any, target: Any, world: str, world_size: int, dim: int,
+    side: str, batch_dim: int | None, pad: float,
+) -> list[Tensor]:  # fmt: skip
+    """Move the shards ``xs`` of ranks from ``first_rank`` on, after checks."""
     if source is None and target is None:
-        return x
+        return list(xs)
     before, after = (_lengths(*pair, side, world_size) for pair in ((source, target), (target, source)))
-    for rank, one in zip(ranks, xs):
-        shards.check_dim(one, dim)
-        shards.check_length(one, dim, before[rank], f"rank {rank}'s shard by source")
-        shards.check_pad(one, pad)
+    for rank, x in enumerate(xs, first_rank):
+        shards.check_dim(x, dim)
+        shards.check_length(x, dim, before[rank], f"rank {rank}'s shard by source")
+        shards.check_pad(x, pad)
     handles = [None if plan is None else plan.pinned().handle for plan in (source, target)]
-    dims = dim % xs[0].ndim, None if batch_dim is None else batch_dim % xs[0].ndim
-    results = move_rows(Reshard(*handles, side, *dims, after[ranks[0]], pad, world), xs)
-    return results if is_simulated else results[0]
+    dim, batch_dim = dim % xs[0].ndim, None if batch_dim is None else batch_dim % xs[0].ndim
+    call = Reshard(handles[0], handles[1], side, dim, batch_dim, after[first_rank], pad, world)
+    return move_rows(call, xs)
 
 
 @constant_result
@@ -98,7 +116,7 @@ def _check_plan(plan: Any, world_size: int, rank: int | None) -> None:
 
 def _lengths(plan: Any, other: Any, side: str, world_size: int) -> Sequence[int]:
     """Return the rows of each rank's shard by a plan; by None, in natural order, of the other's sequence."""
-    length = (plan or other).side(side).length
+    length = (other if plan is None else plan).side(side).length
     if other is not None and other.side(side).length != length:
         raise ValueError(
             f"a plan places {length} tokens, the other {other.side(side).length}; source and target are "

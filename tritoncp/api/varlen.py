@@ -203,9 +203,9 @@ def _reorder(
             f"x is {tuple(x.shape)}, {x.shape[dim]} rows along dimension {dim}; by cu_seqlens {whose} "
             f"{dual.s_max}: pass the cu_seqlens of the whole buffer's rows, padding included"
         )
-    ends = (None, handle) if to_dual else (handle, None)
+    source, target = (None, handle) if to_dual else (handle, None)
     name = "" if group is None else group.group_name
-    return move_rows(Reshard(*ends, "q", dim % x.ndim, None, dual.s_max, 0, name), [x])[0]
+    return move_rows(Reshard(source, target, "q", dim % x.ndim, None, dual.s_max, 0, name), [x])[0]
 
 
 _PLACEMENTS = TensorCache(64)

@@ -52,8 +52,8 @@ class Reshard(NamedTuple):
         """Return the placements of source and target."""
         named = [None if x is None else object_of(x) for x in (self.source, self.target)]
         sides = [x.side(self.side) if isinstance(x, Plan) else x for x in named]
-        like = sides[0] or sides[1]
-        source, target = (x or in_order(like.length, like.world_size) for x in sides)
+        like: Any = sides[1] if sides[0] is None else sides[0]
+        source, target = (in_order(like.length, like.world_size) if x is None else x for x in sides)
         return source, target
 
 
@@ -146,7 +146,7 @@ class MoveRows(torch.autograd.Function):
 
 def _autograd(x: Tensor, *arguments: Any) -> Tensor:
     """The Autograd kernel of the op."""
-    return MoveRows.apply(Reshard(*arguments), x)[0]  # type: ignore[no-any-return]
+    return MoveRows.apply(Reshard(*arguments), x)[0]
 
 
 def move_rows(call: Reshard, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -46,34 +46,28 @@ def moves_between(source: Placement, target: Placement, rank: int) -> Moves:
     >>> moves.sent.tolist(), moves.kept.tolist(), moves.arrivals.tolist(), moves.counts
     ([[1]], [[0]], [[1]], [0, 1])
     """
-    batch = max(source.batch, target.batch)
-    sent, kept = _split(*_rows_and_peers(source, target, rank, batch), rank)
-    arrivals, kept_at = _split(*_rows_and_peers(target, source, rank, batch), rank)
-    others = rows_between(source, target).fill_diagonal_(0)
-    is_full = kept_at.shape[1] + arrivals.shape[1] == batch * target.lengths[rank]
+    owners = _owners(source), _owners(target)
+    sent, kept = _leaving_and_staying(source, owners[1], rank)
+    arrivals, kept_at = _leaving_and_staying(target, owners[0], rank)
+    others = _count_pairs(*owners, source.world_size).fill_diagonal_(0)
+    rows = max(source.batch, target.batch) * target.lengths[rank]
+    is_full = kept_at.shape[1] + arrivals.shape[1] == rows
     counts, sources = others[rank].tolist(), others[:, rank].tolist()
     return Moves(sent, kept, kept_at, arrivals, counts, sources, is_full, not bool(others.any()))
 
 
-def _rows_and_peers(
-    held: Placement, other: Placement, rank: int, batch: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows of a rank's buffer that both placements hold: the number of each one's batch row and
-    position [n], which orders rows alike on both sides of a message; their indices, see :class:`Moves`; and
-    the rank that has each under ``other`` [n]."""
-    position = held.positions(rank).expand(batch, -1)
-    peer = _owners(other).expand(batch, -1).gather(1, position.clamp(min=0))
+def _leaving_and_staying(placement: Placement, owners: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the indices, see :class:`Moves`, of a rank's rows that another rank has by ``owners`` [Bp,
+    length], and of those that it has itself, both by that rank, then by batch row and position."""
+    position = placement.positions(rank)
+    batch = max(len(position), len(owners))
+    position = position.expand(batch, -1)
+    peer = owners.expand(batch, -1).gather(1, position.clamp(min=0))
     index = ((position >= 0) & (peer >= 0)).nonzero().T
-    number = index[0] * held.length + position[tuple(index)]
-    return number, index if batch > 1 else index[1:], peer[tuple(index)]
-
-
-def _split(number: Tensor, index: Tensor, peer: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Split rows into those of other ranks, by rank and number, and those of this rank, by number."""
-    order = number.argsort()
-    order = order[peer[order].argsort(stable=True)]
-    is_own = peer[order] == rank
-    return index[:, order[~is_own]], index[:, order[is_own]]
+    peer, position = peer[tuple(index)], position[tuple(index)]
+    order = ((peer * batch + index[0]) * placement.length + position).argsort()
+    index, is_own = (index if batch > 1 else index[1:])[:, order], peer[order] == rank
+    return index[:, ~is_own], index[:, is_own]
 
 
 def _owners(placement: Placement) -> Tensor:
@@ -90,8 +84,11 @@ def rows_between(source: Placement, target: Placement) -> Tensor:
     tensor([[1, 1],
             [1, 1]])
     """
-    world = source.world_size
-    before, after = torch.broadcast_tensors(_owners(source), _owners(target))
+    return _count_pairs(_owners(source), _owners(target), source.world_size)
+
+
+def _count_pairs(before: Tensor, after: Tensor, world_size: int) -> Tensor:
+    before, after = torch.broadcast_tensors(before, after)
     held = (before >= 0) & (after >= 0)
-    codes = before[held] * world + after[held]
-    return torch.bincount(codes, minlength=world * world).view(world, world)
+    codes = before[held] * world_size + after[held]
+    return torch.bincount(codes, minlength=world_size**2).view(world_size, world_size)
