@@ -110,6 +110,14 @@ def test_documents_padding_that_a_plan_leaves_out_is_pad() -> None:
         assert torch.equal(whole, torch.where(tokens, x, -100))
 
 
+def test_dual_chunk_order_is_a_plan_where_chunks_are_whole_blocks() -> None:
+    world, x = tritoncp.simulate(4), torch.arange(64)
+    mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64, BLOCK_SIZE=8)
+    plan = world.make_plan(mask, balancer="head_tail")
+    dual = tritoncp.contiguous_to_dual_chunk(x, torch.tensor([0, 64]), world_size=4)
+    assert torch.equal(torch.cat(reshard(x.chunk(4), None, plan, world, dim=0)), dual)
+
+
 def test_moves_are_computed_once_for_a_pair() -> None:
     world = tritoncp.simulate(4)
     plan = world.make_plan(tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64, BLOCK_SIZE=4))
