@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 import tritoncp
-from tritoncp import causal, document
+from tritoncp import causal
 from tritoncp.api import validate
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.plan_cache import in_order
@@ -104,8 +104,6 @@ TYPE_ERRORS = {
         "positions is a list", r"positions\(plan\)"),
     "plan of a closed form": (lambda: make_plan(causal(), world_size=2),
         rf"causal\(\) {NO_LENGTHS}", r"create_block_mask\(causal\(\), None, None, Q_LEN, KV_LEN\), mesh\)$"),
-    "plan of documents": (lambda: make_plan({"layer": causal() & document(lengths=[3, 5])}, world_size=2),
-        "its document mask is for 8 tokens: Q_LEN = KV_LEN = 8", r"None, None, 8, 8\), mesh\)$"),
     "plan of a function": (lambda: make_plan(lambda b, h, q, kv: q >= kv, world_size=2),
         f"mask_mod {NO_LENGTHS}", r"create_block_mask\(mask_mod, None, None, Q_LEN, KV_LEN\), mesh\)$"),
     "plan of None": (lambda: make_plan(None, world_size=2),

@@ -83,15 +83,6 @@ def test_torch_builds_the_same_mask_from_the_mask_mod() -> None:
     assert all(map(torch.equal, tritoncp.from_block_mask(mask.to_block_mask()).tokens, mask.tokens))
 
 
-def test_self_attention_needs_the_lengths_once() -> None:
-    lengths, padded = cumulative([3, 4], torch.int64), cumulative([4, 6])
-    once = varlen_mask(lengths, causal=True, cu_seqlens_q_padded=padded)
-    twice = varlen_mask(
-        lengths, lengths, causal=True, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
-    )
-    assert torch.equal(once.to_dense(), twice.to_dense())
-
-
 def test_a_million_tokens_in_ten_thousand_documents() -> None:
     """Nothing is done for each document, and nothing of the size of the dense mask is made."""
     tokens = torch.randint(0, 200, (10_000,), generator=torch.Generator().manual_seed(1))

@@ -67,11 +67,6 @@ class Options(NamedTuple):
         validate.check_tensors(query, key, value, self.enable_gqa, mask)
         validate.check_sinks(query, self.sinks)
 
-    def check_key(self, query: Tensor, key: Tensor, value: Tensor, group: Any) -> Any:
-        """Return the key of the checks: calls of equal keys under one plan pass or fail the same ones."""
-        flags = bool(self.enable_gqa), bool(self.return_lse), type(self.return_aux)
-        return validate.call_key(query, key, value, self.sinks, group, *flags, self.batch_offset)
-
     def results(self, outs: Sequence[Tensor]) -> Any:
         """Return the requested results, sinks included: out, (out, lse) or (out, AuxOutput)."""
         out, lse, *tops = outs
@@ -266,13 +261,14 @@ def _attend_on_host(
         check_options(options.kernel_options or {}, _local_architecture(query))
         with dispatch.fake_mode_of(query):
             return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
-    group, mask = groups.group_of(mesh), plain_mask(block_mask)
-    call_key = options.check_key(query, key, value, group)
+    group = groups.group_of(mesh)
+    block_mask = plain_mask(block_mask)
+    call_key = validate.call_key(query, key, value, group, options)
     if call_key is None:  # the shards may be no tensors of four dimensions
-        options.check(query, key, value, mask)
+        options.check(query, key, value, block_mask)
     plan = plan_cache.plan_of_rows(
-        mask, validate.ShardSizes.of(query, key), group, call_key,
-        lambda: options.check(query, key, value, mask), options.batch_offset,
+        block_mask, validate.ShardSizes.of(query, key), group, call_key,
+        lambda: options.check(query, key, value, block_mask), options.batch_offset,
     )  # fmt: skip
     validate.check_order(plan, options.positions)
     key, value = validate.shared_batch(query, key, value)
@@ -285,7 +281,8 @@ def make_call(query: Tensor, plan: Plan, score_mod: Any, group: Any, options: Op
     if options.kernel_options:
         check_options(options.kernel_options, architecture(query.device))
         kernel_options = tuple(sorted(options.kernel_options.items()))
-    score, scale = call_mods.score_of(score_mod, query), options.scale_for(query)
+    score = None if score_mod is None else call_mods.score_of(score_mod, query)
+    scale = options.scale_for(query)
     return Call(plan.of_batch(query.shape[0]), score, scale, group, kernel_options, options.returns)
 
 

@@ -12,15 +12,13 @@ placements, which are equal on every rank: all ranks reuse a plan, or all make o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch.nn.attention.flex_attention import BlockMask
-
 from tritoncp.api import validate
 from tritoncp.api.mask_source import RawMask, Sources
-from tritoncp.api.validate import ShardSizes, check_lengths, check_plannable
+from tritoncp.api.validate import ShardSizes, check_lengths
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState, TensorCache
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
@@ -28,15 +26,10 @@ from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.user_code import describe
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
-from tritoncp.masks.from_torch import has_no_lengths
-from tritoncp.masks.mask import Mask
 from tritoncp.ops import signatures
-from tritoncp.planning.balance import resolve_balancer
 from tritoncp.planning.build import build as build_plan
-from tritoncp.planning.build import build_all
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.report.text import format_title, strip_addresses
-from tritoncp.planning.work import Balancer
 
 MAX_PLANS = 64  # plans per group, or of calls without a group
 MAX_BYTES = 1 << 30  # bytes of their masks and placements
@@ -185,11 +178,11 @@ def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
         return result, facts, ()
 
     result, _ = consistency.together(group, call, build)
-    _connect(group, [result])
+    connect_new_plans(group, [result])
     return result
 
 
-def _connect(group: Any, plans: Iterable[Plan]) -> None:
+def connect_new_plans(group: Any, plans: Iterable[Plan]) -> None:
     """Record that the ranks compared new plans, and make the communicator of the group's data."""
     if group is None:
         return
@@ -216,7 +209,7 @@ def _build_natural(
     check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, heads)
     natural_plan = build_plan(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
     _warn_uneven(sources, natural_plan)
-    _log_plan(sources, natural_plan)
+    log_plan(sources, natural_plan)
     return replace(natural_plan, evaluators=sources.evaluators, mask_digest=digest).pinned()
 
 
@@ -227,7 +220,7 @@ def _log_look_up(sources: Sources, is_hit: bool) -> None:
         cache_log.debug(line) if is_hit else log_decision(cache_log, line)
 
 
-def _log_plan(sources: Sources, plan: Plan) -> None:
+def log_plan(sources: Sources, plan: Plan) -> None:
     """Log the decisions of a new plan."""
     if plan_log.isEnabledFor(logging.INFO):
         title = format_title(plan).removeprefix("Plan: ")
@@ -254,47 +247,3 @@ def _warn_uneven(sources: Sources, natural: Plan) -> None:
         "    q, k, v = (tritoncp.shard(x, plan, dim=2) for x in (q, k, v))  # of the global tensors\n"
         "and flex_attention(q, k, v, plan, mesh) in place of the mask."
     )
-
-
-@on_host
-def make(
-    masks: Mapping[str, BlockMask | Mask],
-    group: Any,
-    world_size: int,
-    rank: int,
-    balancer: str | Balancer | None,
-    schedule: str,
-    degree: int = 0,
-) -> dict[str, Plan]:
-    """Make one placement for all these masks, and a plan for each."""
-
-    def build() -> tuple[dict[str, Plan], consistency.Facts, Sequence[int]]:
-        check_plannable({name: None if has_no_lengths(mask) else mask for name, mask in masks.items()})
-        sources = {name: Sources.of(mask) for name, mask in masks.items()}
-        compact = [source.compact(1, 0, 0) for source in sources.values()]
-        built = build_all(compact, world_size, rank, balancer=balancer, schedule=schedule, degree=degree)
-        for source, one in zip(sources.values(), built, strict=True):
-            _log_plan(source, one)
-        # Also without a group: a data loader's worker may pass the plan to one.
-        digests = [source.digest() if world_size > 1 else b"" for source in sources.values()]
-        plans = {
-            name: replace(one, evaluators=source.evaluators, mask_digest=digest).pinned()
-            for (name, source), one, digest in zip(sources.items(), built, digests, strict=True)
-        }
-        if not group:
-            return plans, {}, ()
-        chosen = resolve_balancer(balancer)[0] if callable(balancer) else balancer
-        options = f"balancer={chosen!r}, schedule={schedule!r}, degree {degree}, masks {list(masks)}"
-        facts = {
-            "call": fact(call),
-            "versions": consistency.versions(),
-            "options": fact(options),
-            "mask": fact(lambda: "; ".join(map(signatures.mask_text, compact)), b"".join(digests)),
-            "placement": fact(f"balancer={chosen!r}", b"".join(one.digest for one in built)),
-        }
-        return plans, facts, ()
-
-    call = "make_plan"
-    plans, _ = consistency.together(group, call, build)
-    _connect(group, plans.values())
-    return plans

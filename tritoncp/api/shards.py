@@ -18,6 +18,7 @@ from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.planning.placement import Placement, check_side, in_order, lengthen, take
 from tritoncp.planning.plan import Plan
@@ -127,35 +128,40 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
     """Return the global position of each local token, -1 at padding: int64 [B or 1, S_local].
 
     documents: number of each global token's document, [N] or [B, N], or the ``document(...)`` mask: positions
-    then start at 0 in every document, as rotary embeddings of packed sequences need them.
+    then start at 0 in every document, as rotary embeddings of packed sequences need them. Or the
+    ``tree(...)`` mask: positions are depths, the numbers of tokens before a token on its path.
 
-    >>> from tritoncp import causal, create_block_mask, make_plan
+    >>> from tritoncp import causal, create_block_mask, make_plan, tree
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
     >>> positions(plan).tolist(), positions(plan, torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])).tolist()
     ([[2, 3, 4, 5]], [[2, 0, 1, 2]])
+    >>> positions(plan, tree([-1, 0, 0], [3, 2, 3])).tolist()
+    [[2, 3, 4, 3]]
     """
     at = plan.positions
     if documents is None:
         return at
-    first = _document_starts(documents, plan.q.length)  # [B or 1, N]
-    batch = max(len(first), len(at))
-    within = at - first.expand(batch, -1).gather(1, at.clamp(min=0).expand(batch, -1))
-    return within.masked_fill(at < 0, -1)
+    within = _positions_within(documents, plan.q.length)  # [B or 1, N]
+    batch = max(len(within), len(at))
+    local = within.expand(batch, -1).gather(1, at.clamp(min=0).expand(batch, -1))
+    return local.masked_fill(at < 0, -1)
 
 
-def _document_starts(documents: Any, length: int) -> Tensor:
-    """Return the position of the first token of each token's document: int64 [B or 1, length]."""
+def _positions_within(documents: Any, length: int) -> Tensor:
+    """Return the position of each token in its document, or in its path of a tree: int64 [B or 1, length]."""
     mask = document(ids=documents) if isinstance(documents, Tensor) else documents
+    if isinstance(mask, Tree):
+        return mask.depth.detach().cpu().long().view(-1, mask.depth.shape[-1])[:, :length]
     if not isinstance(mask, Document):
         raise TypeError(
-            f"documents is a tensor with the document of each token, or document(...); got {mask!r}"
+            f"documents is a tensor with the document of each token, document(...) or tree(...); got {mask!r}"
         )
     intervals = mask.intervals(length, length)
     if intervals is None:
         raise ValueError(
             "a document comes in several pieces; positions within documents need each in one piece"
         )
-    return intervals[0][:, 0]
+    return torch.arange(length) - intervals[0][:, 0]
 
 
 # -- checks of the arguments -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from tritoncp.core.caller import warn_caller
-from tritoncp.masks.closed_forms import is_closed_form, num_document_tokens
+from tritoncp.masks.closed_forms import is_closed_form
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod, name_of
 from tritoncp.planning.plan import Plan
@@ -38,9 +38,10 @@ class ShardSizes(NamedTuple):
         return cls(*query.shape, key.shape[1], key.shape[2])
 
 
-def call_key(q: Any, k: Any, v: Any, sinks: Any, group: Any, *flags: Any) -> Any:
+def call_key(q: Any, k: Any, v: Any, group: Any, options: Any) -> Any:
     """Return the key of a call under one plan: calls of equal keys pass or fail the same checks. None if
-    sizes may be symbols, which cannot be part of a key."""
+    sizes may be symbols, which cannot be part of a key. options: :class:`tritoncp.api.attention.Options`"""
+    sinks = options.sinks
     for x in (q, k, v):
         if type(x) is not Tensor or x.is_nested or x.layout != torch.strided or x.ndim != 4:
             return None
@@ -48,7 +49,9 @@ def call_key(q: Any, k: Any, v: Any, sinks: Any, group: Any, *flags: Any) -> Any
         return None
     logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
     tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-    return tensors, logits, None if group is None else (group.size(), group.rank()), flags
+    flags = bool(options.enable_gqa), bool(options.return_lse), type(options.return_aux)
+    ranks = None if group is None else (group.size(), group.rank())
+    return tensors, logits, ranks, flags, options.batch_offset
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any = None) -> None:
@@ -365,11 +368,8 @@ def check_plannable(masks: Mapping[Any, Any]) -> None:
         is_plain = callable(mask) and not isinstance(mask, BlockMask | Mask | Plan)
         if isinstance(mask, MaskMod) or is_plain:
             name = name_of(mask) if name_of(mask) != "<lambda>" else "mask_mod"
-            tokens = num_document_tokens(mask)
-            lengths = f"; its document mask is for {tokens} tokens: Q_LEN = KV_LEN = {tokens}" * (tokens > 0)
             raise TypeError(
                 f"{name} has no lengths, and a plan needs Q_LEN and KV_LEN, the numbers of queries and keys "
-                f"of the whole sequence{lengths}. Make the mask with create_block_mask(mask_mod, B, H, "
-                f"Q_LEN, KV_LEN): make_plan(create_block_mask({name}, None, None, {tokens or 'Q_LEN'}, "
-                f"{tokens or 'KV_LEN'}), mesh)"
+                "of the whole sequence. Make the mask with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN): "
+                f"make_plan(create_block_mask({name}, None, None, Q_LEN, KV_LEN), mesh)"
             )

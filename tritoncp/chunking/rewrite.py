@@ -67,23 +67,14 @@ def chunk(
 
 def _report(cut: Cut, keys: attention.Keys) -> Report:
     calls = [node for node in cut.inside if attention.is_attention(node) and keys.are_cut(node)]
-    live_ins = {
-        x
-        for node in cut.copied
-        for x in node.all_input_nodes
-        if x not in cut.copied and isinstance(x.meta.get("val"), Tensor) and cut.carries(x)
-    }
     return Report(
         dim=cut.dim,
         chunks=cut.sizes.chunks,
         rows=cut.sizes.rows,
         regions=tuple(dict.fromkeys(cut.inside.values())),
-        live_ins=len(live_ins),
         live_outs=dict(Counter(cut.joined.values())),
         keys=max((keys.counts(node) for node in calls), default=()),
         exchanges=sum(map(keys.are_shared, calls)),
-        copied=len(cut.copied),
-        shared=sum(node not in cut.copied for node in cut.inside),
         nodes_before=len(cut.graph.nodes),
     )
 

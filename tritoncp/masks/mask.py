@@ -23,7 +23,7 @@ from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_num
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs
 from tritoncp.masks.classification import classify
 from tritoncp.masks.classification.classify import Grid
-from tritoncp.masks.closed_forms import QuerySlice, Selection, is_closed_form
+from tritoncp.masks.closed_forms import QuerySlice, Selection, as_int, is_closed_form
 from tritoncp.masks.mask_mod import Intervals, MaskFn, MaskMod
 from tritoncp.mods.recording import State
 from tritoncp.mods.snapshot import Snapshot
@@ -349,7 +349,8 @@ def create_block_mask(
     >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
     [[[1, 1, 3]]]
     """
-    B, H, device = 1 if B is None else B, 1 if H is None else H, device or "cpu"
+    sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    B, H, Q_LEN, KV_LEN = (as_int(f"create_block_mask: {name}", size) for name, size in sizes.items())
     check_lengths(Q_LEN, KV_LEN)
     if min(B, H) < 1 or min(Q_LEN, KV_LEN) < 0:
         raise ValueError(f"create_block_mask of B={B}, H={H}, {Q_LEN} x {KV_LEN}: B and H are at least 1")
@@ -361,8 +362,13 @@ def create_block_mask(
         window, reads = mask_mod.window, mask_mod.reads
         tokens = mask_mod.tokens(Q_LEN, KV_LEN)
         return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, window, interval, reads, tokens)
+    by_key = mask_mod.query_intervals(Q_LEN, KV_LEN) if isinstance(mask_mod, MaskMod) else None
+    if isinstance(mask_mod, MaskMod) and by_key is not None:
+        _check_batch_rows(mask_mod, len(by_key[0]), B)
+        runs = Runs.from_intervals(*by_key, kv_block, q_block, Q_LEN).transpose().expand(B, H)
+        return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, None, None, mask_mod.reads)
     grid = Grid(Q_LEN, KV_LEN, q_block, kv_block)
-    evaluator = classify.TileEvaluator.of_mask_mod(mask_mod, device, evaluate)
+    evaluator = classify.TileEvaluator.of_mask_mod(mask_mod, device or "cpu", evaluate)
     runs = classify.find_runs(evaluator, B, H, grid, progress)
     return Mask(*grid, runs, mask_mod, None, None, evaluator.reads)
 
@@ -372,16 +378,24 @@ def expand_intervals(mod: MaskMod, intervals: Intervals, B: int, H: int) -> Inte
 
     Raises ValueError if ``mod`` has intervals for another number of batch rows than B.
     """
-    rows = intervals[0].shape[0]
-    if rows not in (1, B):
-        raise ValueError(f"{mod} differs between {rows} batch rows, but the mask has B={B}: give B={rows}")
+    _check_batch_rows(mod, len(intervals[0]), B)
     lo, hi = (t.int().expand(B, H, -1) for t in intervals)
     return lo, hi
 
 
+def _check_batch_rows(mod: MaskMod, rows: int, B: int) -> None:
+    """Raise ValueError if a closed form has intervals for another number of batch rows than B."""
+    if rows not in (1, B):
+        raise ValueError(f"{mod} differs between {rows} batch rows, but the mask has B={B}: give B={rows}")
+
+
 def _block_size(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (q_block, kv_block) of a BLOCK_SIZE argument; raise ValueError unless both are positive."""
-    q_block, kv_block = (size, size) if isinstance(size, int) else size
+    """Return (q_block, kv_block) of a BLOCK_SIZE argument. Raises TypeError or ValueError unless it is
+    one or two positive ints."""
+    block = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(block) != 2:
+        raise ValueError(f"create_block_mask: BLOCK_SIZE={size}; an int or a pair (q, kv) is needed")
+    q_block, kv_block = (as_int("create_block_mask: BLOCK_SIZE", number) for number in block)
     if q_block < 1 or kv_block < 1:
         raise ValueError(f"BLOCK_SIZE must be a positive int or (q, kv) pair of them, got {size}")
     return q_block, kv_block

@@ -56,18 +56,6 @@ def call_op(op: Any, *args: Any) -> Any:
         return op(*args)
 
 
-def call_body(body: Callable[..., Any], *args: Any) -> Any:
-    """Call the body of an op without gradients, where nothing needs the dispatcher
-    (:func:`needs_dispatcher`), which takes a third of a call."""
-    if not torch.is_grad_enabled():
-        return body(*args)
-    torch._C._set_grad_enabled(False)  # as no_grad() does, in a fifth of the time
-    try:
-        return body(*args)
-    finally:
-        torch._C._set_grad_enabled(True)
-
-
 DISPATCH_MODES = (  # functions that return a true value while a mode, functorch, autocast, ... is active
     torch._C._len_torch_dispatch_stack,
     has_default_device,

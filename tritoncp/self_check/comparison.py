@@ -115,8 +115,8 @@ def run_passes(
     results = {"out": [x.detach() for x in outs], "lse": [x.detach() for x in lses]}
     yield compare_results(p, results, plan, members)
 
-    parts = dict(zip(GRADIENTS, (*qkv, [bias], [sinks])))
-    parts = {name: xs for name, xs in parts.items() if xs[0] is not None}
+    tensors: list[list[Any]] = [*qkv, [bias], [sinks]]
+    parts = {name: xs for name, xs in zip(GRADIENTS, tensors) if xs[0] is not None}
     leaves = [x for xs in parts.values() for x in xs]
     grads = iter(torch.autograd.grad([*outs, *lses], leaves, starts))
     results = {name: [next(grads).detach() for _ in xs] for name, xs in parts.items()}
