@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tritoncp.api.plan_cache import plan_cache_clear as plan_cache_clear
     from tritoncp.api.plan_cache import plan_cache_info as plan_cache_info
     from tritoncp.api.plans import make_plan as make_plan
+    from tritoncp.api.reshard import reshard as reshard
     from tritoncp.api.shards import positions as positions
     from tritoncp.api.shards import shard as shard
     from tritoncp.api.shards import unshard as unshard
@@ -76,6 +77,7 @@ _find_kernels()
 _WHERE = {
     "api.attention": ("flex_attention",),
     "api.plans": ("make_plan",),
+    "api.reshard": ("reshard",),
     "api.shards": ("positions", "shard", "unshard"),
     "planning.balance": ("balancers",),
     "api.masks": ("create_block_mask",),

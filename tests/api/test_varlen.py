@@ -17,9 +17,8 @@ from tests.multiprocess import ranks
 from tritoncp import contiguous_to_dual_chunk, dual_chunk_to_contiguous, varlen_attention, varlen_mask
 from tritoncp.api import varlen
 from tritoncp.distributed import collectives
-from tritoncp.masks.varlen import dual_chunk_rows
 from tritoncp.ops import engine_factory
-from tritoncp.planning.build import pieces
+from tritoncp.planning.placement import pieces
 
 # -- Megatron's order -----------------------------------------------------------------------------------
 
@@ -46,7 +45,8 @@ def rows_of_rank(rank: int, world: int, lengths: list[int]) -> list[int]:
 def test_dual_chunk_order_is_the_loop_over_documents(case) -> None:
     world, lengths = case
     want = [rows_of_rank(rank, world, lengths) for rank in range(world)]
-    assert dual_chunk_rows(cumulative(lengths), world).tolist() == want
+    placement = varlen.dual_chunk_placement(cumulative(lengths), world)
+    assert [placement.positions(rank)[0].tolist() for rank in range(world)] == want
 
 
 @given(chunked(), st.integers(0, 2))
@@ -58,19 +58,6 @@ def test_there_and_back(case, dim: int) -> None:
     order = [row for rank in range(world) for row in rows_of_rank(rank, world, lengths)]
     assert torch.equal(dual, x.index_select(dim, torch.tensor(order, dtype=torch.int64)))
     assert torch.equal(dual_chunk_to_contiguous(dual, edges, world_size=world, dim=dim), x)
-
-
-@given(chunked())
-def test_routes_of_all_ranks_are_the_permutation(case) -> None:
-    world, lengths = case
-    dual = dual_chunk_rows(cumulative(lengths), world)
-    whole = torch.arange(dual.numel()).view_as(dual)
-    for source, target in ((dual, whole), (whole, dual)):
-        ways = [varlen.route(source, target, rank) for rank in range(world)]
-        moved = collectives.lockstep([varlen._exchange_rows(x, way) for x, way in zip(source, ways)])
-        assert torch.equal(torch.stack(moved), target)
-        back = collectives.lockstep([varlen._exchange_rows(x, way.back()) for x, way in zip(moved, ways)])
-        assert torch.equal(torch.stack(back), source)
 
 
 def test_the_order_is_copied_from_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:

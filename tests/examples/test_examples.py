@@ -22,7 +22,7 @@ from tritoncp.core.process_environment import use_loopback_interface
 ROOT = Path(__file__).parents[2]
 INTEGRATIONS = ("transformers", "torchtitan")  # first words of examples that tests/integrations runs
 EXAMPLES = [p for p in sorted((ROOT / "examples").glob("*.py")) if not p.stem.startswith(INTEGRATIONS)]
-RANKS = {"fsdp2_cp_tp": 8}  # 2 for other examples
+RANKS = {"fsdp2_cp_tp": 8, "hybrid_layers": 3}  # 2 for other examples
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,15 @@ def check_close(actual: list[Tensor], expected: list[Tensor], limit: float = 3e-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
-    ["train_loop", "packed_documents", "hybrid_window_full", "custom_balancer", "varlen_thd", "fsdp2_cp_tp"],
+    [
+        "train_loop",
+        "packed_documents",
+        "hybrid_window_full",
+        "hybrid_layers",
+        "custom_balancer",
+        "varlen_thd",
+        "fsdp2_cp_tp",
+    ],
 )
 def test_an_example_has_the_losses_and_gradients_of_one_process(name: str) -> None:
     train = load(name).train

@@ -71,6 +71,9 @@ def test_the_figures_are_those_of_the_rank_that_has_the_most(schedule: str) -> N
     forward = [view.bytes_sent(**layer, backward=False) for view in views]
     assert metrics["forward_sent_bytes"] == max(forward)
     assert metrics["backward_sent_bytes"] == max(v.bytes_sent(**layer) - f for v, f in zip(views, forward))
+    owners = plan.q.inverse[0] // plan.q.s_max  # of each token
+    leaves = owners[owners != torch.arange(N) * 4 // N].bincount(minlength=4)
+    assert metrics["reshard_sent_bytes"] == int(leaves.max()) * 4 * 128 * 2
     assert metrics["imbalance"] == plan.imbalance
     remote = 1 - int(plan.traffic.trace()) / int(plan.traffic.sum())
     assert metrics["remote_share"] == pytest.approx(remote) and 0 < remote < 0.5

@@ -58,6 +58,15 @@ expected = torch.cat([attend(*x, is_causal=True) for x in documents], 1).transpo
 expected = expected.chunk(2)[int(os.environ["RANK"])]
 torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
 """,
+    "docs/recipes.md two_orders.py": """
+exact = whole.double().requires_grad_()
+q = exact.unflatten(2, (4, 16)).transpose(1, 2)
+expected = attend(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+expected.square().sum().backward()
+for result, want in ((y, expected), (x.grad, exact.grad)):
+    want = want.float().chunk(2, 1)[int(os.environ["RANK"])]
+    torch.testing.assert_close(result, want, atol=1e-5, rtol=1e-5)
+""",
     "docs/state.md state.py": """
 def expected(slope):
     rule = lambda score, b, h, q_idx, kv_idx: score - slope * (q_idx - kv_idx)

@@ -15,8 +15,9 @@ from tritoncp.api import dynamo
 from tritoncp.api.inner_attention import LAYOUTS, OPTIONS, Signature, attend
 from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.graph.key_exchange import send_keys_op
+from tritoncp.ops.reshard import reshard_op
 
-SAVE_OPS = (forward_op, dynamo.plan_op, dynamo.part_op, send_keys_op)
+SAVE_OPS = (forward_op, dynamo.plan_op, dynamo.part_op, send_keys_op, reshard_op)
 
 
 def checkpoint_policy(
@@ -24,8 +25,9 @@ def checkpoint_policy(
 ) -> Callable[..., CheckpointPolicy | bool]:
     """Return a policy for selective activation checkpointing under which recomputation never communicates.
 
-    It saves attention's out and lse, whose recomputation would send K and V again. ``otherwise`` decides
-    about every other op: a policy of yours, a list of ops to save, or None, which recomputes them.
+    It saves attention's out and lse, whose recomputation would send K and V again, and what ``reshard``
+    returns. ``otherwise`` decides about every other op: a policy of yours, a list of ops to save, or None,
+    which recomputes them.
 
     >>> from functools import partial
     >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts

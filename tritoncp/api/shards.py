@@ -12,6 +12,7 @@ from tritoncp.api import validate
 from tritoncp.api.group_call import group_call
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
+from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.distributed import collectives, consistency, failures, groups
 from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.from_torch import has_no_lengths
@@ -19,9 +20,10 @@ from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.planning.build import pieces
-from tritoncp.planning.placement import Placement, check_side, lengthen, natural, take
+from tritoncp.planning.placement import Placement, check_side, in_order, lengthen, take
 from tritoncp.planning.plan import Plan
+
+messages_log = area_logger("messages")
 
 
 @graph_entry
@@ -49,7 +51,7 @@ def shard(
     """
     placement, rank = _placement(x, plain_mask(plan_or_mask), groups.group_of(mesh), dim, side)
     check_length(x, dim, placement.length, "a global tensor")
-    _check_pad(x, pad)
+    check_pad(x, pad)
     return take(x, placement.positions(rank), dim, batch_dim, pad)
 
 
@@ -87,7 +89,7 @@ def unshard(
 
 def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) -> tuple[Placement, int]:
     world_size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    _check_dim(x, dim)
+    check_dim(x, dim)
     if group is not None and isinstance(plan_or_mask, Plan):
         validate.check_ranks(plan_or_mask, group)
     return _placement_of(plan_or_mask, world_size, rank, side, x.shape[dim])
@@ -99,6 +101,9 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, add: bool) -> Tensor:
         ctx.group, ctx.add = group, add
+        log_decision(
+            messages_log, "unshard: %d bytes go to each of %d other ranks", x.nbytes, group.size() - 1
+        )
         return _collect(collectives.AllGather(x), group)
 
     @staticmethod
@@ -162,14 +167,14 @@ def _positions_within(documents: Any, length: int) -> Tensor:
 # -- checks of the arguments -------------------------------------------------------------------------------
 
 
-def _check_dim(x: Tensor, dim: int) -> None:
+def check_dim(x: Tensor, dim: int) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"a tensor with a dimension of the sequence is needed; got a {type(x).__name__}")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"the tensor {tuple(x.shape)} has no dimension {dim}; dim= is that of its sequence")
 
 
-def _check_pad(x: Tensor, pad: float) -> None:
+def check_pad(x: Tensor, pad: float) -> None:
     """Refuse a padding value that x's dtype would change: -100 in uint8 is 156."""
     if not pad or x.is_floating_point() or x.is_complex():
         return
@@ -206,7 +211,7 @@ def _placement_of(
             f"a Plan or a mask is needed; got a {type(plan_or_mask).__name__}. make_plan(block_mask, mesh) "
             "makes a plan, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) a mask"
         )
-    return natural(pieces(length, world_size), max(1, length)), rank
+    return in_order(length, world_size), rank
 
 
 def _check_gathered(plan_or_mask: Any, world_size: int) -> None:

@@ -219,14 +219,16 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
 
 def check_ranks(plan: Plan, group: Any) -> None:
     """Check that a plan is for this group's ranks, and for this one of them."""
-    world = 1 if group is None else group.size()
-    if plan.world_size != world:
-        missing = "; pass the mesh it was made with" if group is None else "; make the plan with this mesh"
-        raise ValueError(f"the plan is for {plan.world_size} ranks, the mesh has {world}{missing}")
-    if group is not None and plan.rank != group.rank():
-        raise ValueError(
-            f"the plan is rank {plan.rank}'s, this is rank {group.rank()}; use plan.for_rank({group.rank()})"
-        )
+    check_place(plan, *((1, None) if group is None else (group.size(), group.rank())))
+
+
+def check_place(plan: Plan, world_size: int, rank: int | None) -> None:
+    """Check that a plan is for this many ranks, and for this one of them. rank: None without a group."""
+    if plan.world_size != world_size:
+        missing = "; pass the mesh it was made with" if rank is None else "; make the plan with this mesh"
+        raise ValueError(f"the plan is for {plan.world_size} ranks, the mesh has {world_size}{missing}")
+    if rank is not None and plan.rank != rank:
+        raise ValueError(f"the plan is rank {plan.rank}'s, this is rank {rank}; use plan.for_rank({rank})")
 
 
 def check_sizes(plan: Plan, sizes: ShardSizes) -> None:

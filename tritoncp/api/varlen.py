@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
 import torch
@@ -13,12 +12,14 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.group_call import group_call
 from tritoncp.core.bounded_cache import TensorCache
-from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
-from tritoncp.core.host_copy import to_host
-from tritoncp.core.upload import DeviceCopy
-from tritoncp.distributed import collectives, failures, groups
+from tritoncp.core.dynamo_boundary import graph_entry, host_only
+from tritoncp.core.handles import handle_of
+from tritoncp.core.host_copy import host, to_host
+from tritoncp.distributed import groups
 from tritoncp.masks.mask import Mask
-from tritoncp.masks.varlen import Varlen, dual_chunk_rows, varlen
+from tritoncp.masks.varlen import Varlen, dual_chunks, varlen
+from tritoncp.ops.reshard import Reshard, move_rows
+from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan
 
 EVERYTHING = (-1, -1)
@@ -195,104 +196,43 @@ def _reorder(
             "give either mesh= (x is this rank's shard) or world_size= (x is all shards, one after the other)"
         )
     world = world_size or 1 if group is None else group.size()
-    rank = None if group is None else group.rank()
-    route_copy = _cached_route(cu_seqlens, (world, rank, to_dual, x.device))
-    own = route_copy.on_current_stream()
-    rows = len(own.order)
-    if x.shape[dim] != rows:
+    dual, handle = _cached_placement(cu_seqlens, world, group is None)
+    if x.shape[dim] != dual.s_max:
         whose = "the shards of all ranks have" if group is None else "each rank's shard has"
         raise ValueError(
             f"x is {tuple(x.shape)}, {x.shape[dim]} rows along dimension {dim}; by cu_seqlens {whose} "
-            f"{rows}: pass the cu_seqlens of the whole buffer's rows, padding included"
+            f"{dual.s_max}: pass the cu_seqlens of the whole buffer's rows, padding included"
         )
-    if group is None:
-        return x.index_select(dim, own.order[own.arrange])
-    return Move.apply(x.movedim(dim, 0), route_copy, group).movedim(0, dim)
+    source, target = (None, handle) if to_dual else (handle, None)
+    name = "" if group is None else group.group_name
+    return move_rows(Reshard(source, target, "q", dim % x.ndim, None, dual.s_max, 0, name), [x])[0]
 
 
-_ROUTES = TensorCache(64)
+_PLACEMENTS = TensorCache(64)
 
 
-def _cached_route(
-    cu_seqlens: Tensor, route_key: tuple[int, int | None, bool, torch.device]
-) -> DeviceCopy[Route]:
-    """Return the cached route for this tensor object, if it was not edited; else compute one, which needs a
-    copy to the host."""
-    key = id(cu_seqlens), *route_key
-    route_copy: DeviceCopy[Route] | None = _ROUTES.find(key, [cu_seqlens])
-    if route_copy is None:
-        route_copy = _compute_route(to_host([cu_seqlens])[0], *route_key)
-        _ROUTES.keep(key, [cu_seqlens], route_copy)
-    return route_copy
+def _cached_placement(cu_seqlens: Tensor, world: int, is_merged: bool) -> tuple[Placement, Tensor]:
+    """Return the placement of dual-chunk order and its handle: cached for this tensor object, if it was not
+    edited; else computed, which needs a copy to the host. is_merged: one process holds all ranks' shards."""
+    key = id(cu_seqlens), world, is_merged
+    cached: tuple[Placement, Tensor] | None = _PLACEMENTS.find(key, [cu_seqlens])
+    if cached is None:
+        with host():
+            placement = dual_chunk_placement(to_host([cu_seqlens])[0], world)
+            placement = placement.merged(world) if is_merged else placement
+        cached = placement, handle_of(placement)
+        _PLACEMENTS.keep(key, [cu_seqlens], cached)
+    return cached
 
 
-@torch.inference_mode(False)  # the result is cached, and autograd saves it
-def _compute_route(
-    cu_seqlens: Tensor, world: int, rank: int | None, to_dual: bool, device: torch.device
-) -> DeviceCopy[Route]:
-    """Compute one rank's messages between dual-chunk order and the buffer's. rank: None for one process that
-    holds the shards of all ranks."""
-    dual = dual_chunk_rows(cu_seqlens, world)
-    dual = dual.view(1, -1) if rank is None else dual
-    positions = torch.arange(dual.numel()).view_as(dual)
-    source, target = (positions, dual) if to_dual else (dual, positions)
-    host = route(source, target, rank or 0)
-    return DeviceCopy(
-        [host.order, host.arrange], device, lambda order, arrange: replace(host, order=order, arrange=arrange)
-    )
+def dual_chunk_placement(cu_seqlens: Tensor, world: int) -> Placement:
+    """Place the rows of a packed buffer in dual-chunk order.
 
-
-@dataclass(frozen=True, eq=False)
-class Route:
-    """The messages that permute rows across ranks: ``x[order]`` has ``sends[r]`` rows for each rank r, from
-    which ``receives[r]`` rows come; these, indexed by ``[arrange]``, are the result."""
-
-    order: Tensor
-    sends: list[int]
-    receives: list[int]
-    arrange: Tensor
-
-    def back(self) -> Route:
-        return Route(self.arrange.argsort(), self.receives, self.sends, self.order.argsort())
-
-
-def route(source: Tensor, target: Tensor, rank: int) -> Route:
-    """Compute one rank's messages from one order to another.
-
-    source, target: int64 [W, n], rows of the whole buffer that each rank holds before and after.
-
-    >>> route(torch.tensor([[0, 3], [1, 2]]), torch.tensor([[0, 1], [2, 3]]), 0)
-    Route(order=tensor([0, 1]), sends=[1, 1], receives=[1, 1], arrange=tensor([0, 1]))
+    >>> placement = dual_chunk_placement(torch.tensor([0, 4, 12]), 2)
+    >>> [placement.positions(rank).tolist() for rank in (0, 1)]
+    [[[0, 3, 4, 5, 10, 11]], [[1, 2, 6, 7, 8, 9]]]
     """
-    world, n = source.shape
-    total = world * n
-
-    def owners(rows: Tensor) -> Tensor:
-        return torch.empty(total, dtype=torch.int64).scatter_(0, rows.flatten(), torch.arange(total) // n)
-
-    to, came_from = owners(target)[source[rank]], owners(source)[target[rank]]
-    order = (to * total + source[rank]).argsort()
-    arrival = (came_from * total + target[rank]).argsort()
-    sends, receives = (torch.bincount(peers, minlength=world).tolist() for peers in (to, came_from))
-    return Route(order, sends, receives, arrival.argsort())
-
-
-class Move(torch.autograd.Function):
-    """Permutation of rows along dim 0 by a route; the backward pass uses the inverse route."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, route_copy: DeviceCopy[Route], group: Any) -> Tensor:
-        ctx.route_copy, ctx.group = route_copy, group
-        return collectives.run(_exchange_rows(x, route_copy.on_current_stream()), group)
-
-    @staticmethod
-    @untraced
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        with failures.closing(ctx.group):
-            route_back = ctx.route_copy.on_current_stream().back()
-            return collectives.run(_exchange_rows(dx, route_back), ctx.group), None, None
-
-
-def _exchange_rows(x: Tensor, route_copy: Route) -> collectives.Schedule[Tensor]:
-    flight = yield collectives.AllToAll(x[route_copy.order], route_copy.sends, route_copy.receives)
-    return (yield collectives.Wait(flight))[route_copy.arrange]
+    first, rows = dual_chunks(cu_seqlens, world)
+    slots = torch.stack([rows.cumsum(1) - rows, first, rows], -1).int()[:, None]
+    local = rows.sum(1).tolist()
+    return Placement(sum(local), max(1, sum(local)), tuple(slots), tuple(local))

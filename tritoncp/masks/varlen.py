@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import ramps
 from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.masks.mask_mod import UNBOUNDED, Intervals, MaskMod, check_window
 
@@ -219,14 +218,16 @@ def varlen_mask(
     return create_block_mask(mod, 1, 1, int(mod.q_padded[-1]), int(mod.kv_padded[-1]), BLOCK_SIZE=BLOCK_SIZE)
 
 
-def dual_chunk_rows(cu_seqlens: Tensor, world_size: int) -> Tensor:
-    """Return the buffer row of each row of each rank's shard in dual-chunk order: int64 [W, t / W], on CPU.
+def dual_chunks(cu_seqlens: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
+    """Return the first row of each rank's chunks in dual-chunk order, and its number of rows: int64 [W, 2 n]
+    for n documents, on the CPU.
 
     Every document is cut into 2 W chunks; rank r holds chunks r and 2 W - 1 - r.
 
-    >>> dual_chunk_rows(torch.tensor([0, 4, 12]), 2)
-    tensor([[ 0,  3,  4,  5, 10, 11],
-            [ 1,  2,  6,  7,  8,  9]])
+    >>> dual_chunks(torch.tensor([0, 4, 12]), 2)
+    (tensor([[ 0,  3,  4, 10],
+            [ 1,  2,  6,  8]]), tensor([[1, 1, 2, 2],
+            [1, 1, 2, 2]]))
     """
     documents = Documents.of("cu_seqlens", cu_seqlens, cu_seqlens)
     chunks = 2 * world_size
@@ -239,7 +240,6 @@ def dual_chunk_rows(cu_seqlens: Tensor, world_size: int) -> Tensor:
         )
     rank = torch.arange(world_size)[:, None]
     chunk = torch.stack([rank, chunks - 1 - rank], -1)  # [W, 1, 2]
-    length = documents.rows // chunks
-    start = (documents.first[:, None] + chunk * length[:, None]).flatten()  # [W * n * 2]
-    length = length[:, None].expand(world_size, -1, 2).flatten()
-    return ramps(start, length).view(world_size, -1)
+    length = documents.rows[:, None] // chunks
+    first = (documents.first[:, None] + chunk * length).flatten(1)
+    return first, length.expand(world_size, -1, 2).flatten(1)

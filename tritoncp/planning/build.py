@@ -12,7 +12,7 @@ from tritoncp.core.host_copy import on_host
 from tritoncp.masks.mask import Mask
 from tritoncp.planning import SCHEDULES, cost
 from tritoncp.planning.balance import assign_blocks, balancers, resolve_balancer
-from tritoncp.planning.placement import Placement, by_blocks, natural, recut, without_padding
+from tritoncp.planning.placement import Placement, by_blocks, natural, pieces, recut, without_padding
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer, work_of_rows
 
@@ -173,15 +173,6 @@ def _without_padding(mask: Mask, placed: Placed) -> Placed:
     sides, close_up = (placed.q, placed.kv), placed.name != "natural"
     q, kv = (without_padding(side, tokens, close_up) for side, tokens in zip(sides, mask.tokens))
     return Placed(placed.name, q, kv)
-
-
-def pieces(total: int, world_size: int) -> list[int]:
-    """Return the lengths of natural-order pieces that differ by at most one token.
-
-    >>> pieces(10, 4)
-    [3, 3, 2, 2]
-    """
-    return [total // world_size + (rank < total % world_size) for rank in range(world_size)]
 
 
 def _check_lengths(side: str, lengths: Sequence[int] | None, total: int, world_size: int) -> Sequence[int]:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tritoncp.planning import traffic
 from tritoncp.planning.memory import Shape, Sizes, bytes_sent, peak_under
+from tritoncp.planning.moves import rows_between
+from tritoncp.planning.placement import in_order
 from tritoncp.planning.plan_data import PlanData
 
 BACKWARD_RATIO = 2.5  # time of the backward pass in units of the forward pass: five matrix products for two
@@ -184,6 +186,14 @@ def bytes_under(plan: PlanData, schedule: str, shape: Shape) -> list[int]:
     return [bytes_sent(other.seen_by(rank), shape) for rank in range(plan.world_size)]
 
 
+def reshard_bytes(plan: PlanData, shape: Shape) -> int:
+    """Count the bytes that a rank sends, at most, where out is brought from the plan's order to natural
+    order."""
+    rows = rows_between(plan.q, in_order(plan.q.length, plan.world_size)).fill_diagonal_(0)
+    batch = 1 if plan.q.batch > 1 else shape.batch
+    return int(rows.sum(1).max()) * batch * shape.heads * shape.v_head_dim * shape.itemsize
+
+
 def plan_metrics(plan: PlanData, shape: Shape, time: Cost) -> dict[str, float]:
     """Return figures of a plan for a layer, each of the rank that has the most. For extra bytes and times, of
     16 evenly spaced ranks in larger worlds. time: of the plan's own schedule
@@ -192,6 +202,7 @@ def plan_metrics(plan: PlanData, shape: Shape, time: Cost) -> dict[str, float]:
     imbalance:            largest work of a rank over the mean; 1.0 is even
     remote_share:         share of the keys read by all ranks that other ranks hold, from 0 to 1
     forward_sent_bytes, backward_sent_bytes: sent to other ranks in a pass
+    reshard_sent_bytes:   sent to other ranks by ``reshard`` of out to natural order
     shard_bytes:          queries, keys, values, out and lse: kept from the forward to the backward pass
     gradient_bytes:       gradients of out, queries, keys and values
     forward_extra_bytes, backward_extra_bytes: most that a pass allocates beyond these: messages, gathered or
@@ -214,6 +225,7 @@ def plan_metrics(plan: PlanData, shape: Shape, time: Cost) -> dict[str, float]:
         "remote_share": (read - stays) / read if read else 0.0,
         "forward_sent_bytes": max(forward),
         "backward_sent_bytes": max(backward),
+        "reshard_sent_bytes": reshard_bytes(plan, shape),
         "shard_bytes": size.shards,
         "gradient_bytes": gradients,
         "forward_extra_bytes": extra.forward,

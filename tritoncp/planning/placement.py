@@ -7,7 +7,7 @@ tokens)``, sorted by position.  Permutation, inverse and validity follow from th
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -161,6 +161,26 @@ def natural(lengths: Sequence[int], block: int) -> Placement:
     ends = list(itertools.accumulate(lengths))
     slots = tuple(torch.tensor([[[0, end - rows, rows]]]) for end, rows in zip(ends, lengths))
     return recut(Placement(ends[-1], block, slots, tuple(lengths)), block)
+
+
+def pieces(total: int, world_size: int) -> list[int]:
+    """Return the lengths of natural-order pieces that differ by at most one token.
+
+    >>> pieces(10, 4)
+    [3, 3, 2, 2]
+    """
+    return [total // world_size + (rank < total % world_size) for rank in range(world_size)]
+
+
+@lru_cache(maxsize=64)
+@on_host
+def in_order(length: int, world_size: int) -> Placement:
+    """Place even pieces in order, of one block.
+
+    >>> in_order(5, 2).positions(1).tolist()
+    [[3, 4]]
+    """
+    return natural(pieces(length, world_size), max(1, length))
 
 
 def without_padding(placement: Placement, tokens: Tensor, close_up: bool) -> Placement:

@@ -1,0 +1,230 @@
+"""Tests of reshard: between all kinds of plans, in simulated worlds, on real ranks and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tritoncp
+from tests.masks.packed_documents import cumulative
+from tests.multiprocess import ranks
+from tests.planning.test_placement import random_mask
+from tritoncp import reshard, shard, unshard
+from tritoncp.core import log_lines
+from tritoncp.distributed import collectives
+from tritoncp.masks.mask import full_mask
+from tritoncp.planning import moves
+from tritoncp.planning.build import build
+from tritoncp.planning.plan import Plan
+
+
+@st.composite
+def pairs(draw: Callable) -> tuple[int, Plan | None, Plan | None]:
+    """Draw a number of ranks and two placements of one sequence: of any balancer and block, padded or in
+    pieces of any length, with common or separate batch rows, or natural order, but not twice."""
+    world, length = draw(st.integers(1, 8)), draw(st.integers(1, 30))
+
+    def one() -> Plan:
+        block = draw(st.integers(1, 5))
+        rows = -(-length // block)
+        mask = random_mask(
+            draw(st.sampled_from([1, 2])), rows, rows * block - length, block, draw(st.integers(0, 99))
+        )
+        balancer = draw(st.sampled_from(["ptrr", "head_tail", "contiguous", None, "lengths"]))
+        if balancer != "lengths":
+            return build(mask, world, balancer=balancer)
+        cuts = sorted(draw(st.lists(st.integers(0, length), min_size=world - 1, max_size=world - 1)))
+        return build(mask, world, lengths=[b - a for a, b in zip([0, *cuts], [*cuts, length])])
+
+    pair = [one(), draw(st.sampled_from([one, lambda: None]))()]
+    return world, *(pair if draw(st.booleans()) else pair[::-1])
+
+
+def cut(world: Any, x: Tensor, plan: Plan | None, pad: float = 0) -> list[Tensor]:
+    """Shard [S, 3, 2 batch rows] by a plan, or in even pieces."""
+    if plan is not None:
+        return world.shard(x, plan, dim=0, batch_dim=2, pad=pad)
+    return list(x.split([len(part) for part in x.tensor_split(world.world_size)]))
+
+
+WHERE = {"dim": -3, "batch_dim": 2}
+
+
+@given(pairs(), st.sampled_from([torch.float64, torch.int64, torch.bool]))
+@settings(max_examples=150)
+def test_reshard_is_unshard_then_shard_there_and_back(case, dtype: torch.dtype) -> None:
+    size, source, target = case
+    world, length = tritoncp.simulate(size), (source or target).q.length
+    x = torch.arange(1, 1 + length * 6).view(length, 3, 2).to(dtype)
+    before, after = cut(world, x, source, 1), cut(world, x, target, 1)
+    with mock.patch.object(collectives, "_run_all_to_alls", wraps=collectives._run_all_to_alls) as sends:
+        moved = reshard(before, source, target, world, **WHERE, pad=1)
+        back = reshard(moved, target, source, world, **WHERE, pad=1)
+    assert all(map(torch.equal, moved, after)) and all(map(torch.equal, back, before))
+    owners = torch.full((2, 2, length), -1)
+    for at, plan in enumerate((source, target)):
+        numbers = torch.arange(length)[:, None, None].expand(length, 3, 2)
+        for rank, part in enumerate(cut(world, numbers, plan, -1)):
+            for row in (0, 1):
+                owners[at, row, part[:, 0, row][part[:, 0, row] >= 0]] = rank
+    separate = any(plan is not None and plan.q.batch > 1 for plan in (source, target))
+    changes = int((owners[0] != owners[1])[: 1 + separate].sum())
+    rows = [sum(len(request.x) for request in call.args[0]) for call in sends.call_args_list]
+    assert rows == ([changes] * 2 if changes else [])  # no message where no row changes ranks
+
+
+@given(pairs())
+def test_gradients_move_back(case) -> None:
+    size, source, target = case
+    world, length = tritoncp.simulate(size), (source or target).q.length
+    x, y = torch.randn(2, length, 3, 2, dtype=torch.float64)
+    leaves = [part.clone().requires_grad_() for part in cut(world, x, source)]
+    moved = reshard(leaves, source, target, world, **WHERE)
+    grads = torch.autograd.grad(moved, leaves, cut(world, y, target, 5.0), create_graph=True)
+    assert all(map(torch.equal, grads, cut(world, y, source)))
+    seeds = [torch.randn_like(part).requires_grad_() for part in moved]  # linear: grad of the grad is reshard
+    (first, *_) = grads = torch.autograd.grad(moved, leaves, seeds, create_graph=True)
+    again = torch.autograd.grad(grads, seeds, [part.detach() for part in leaves])
+    assert all(map(torch.equal, again, moved)) and first.shape == leaves[0].shape
+
+
+def test_documents_padding_that_a_plan_leaves_out_is_pad() -> None:
+    """A plan of padded documents has no row for their padding; its keys are placed apart from queries."""
+    world = tritoncp.simulate(2)
+    padded = {"cu_seqlens_q_padded": cumulative([8, 8]), "cu_seqlens_kv_padded": cumulative([16, 4])}
+    mask = tritoncp.varlen_mask(cumulative([5, 8]), cumulative([9, 4]), causal=True, **padded, BLOCK_SIZE=4)
+    plan = world.make_plan(mask)
+    for side, length, tokens in (("q", 16, mask.tokens[0]), ("kv", 20, mask.tokens[1])):
+        x = torch.arange(length)
+        shards = world.shard(x, plan, dim=0, side=side, pad=-100)
+        whole = torch.cat(reshard(shards, plan, None, world, dim=0, side=side, pad=-100))
+        assert torch.equal(whole, torch.where(tokens, x, -100))
+
+
+def test_dual_chunk_order_is_a_plan_where_chunks_are_whole_blocks() -> None:
+    world, x = tritoncp.simulate(4), torch.arange(64)
+    mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64, BLOCK_SIZE=8)
+    plan = world.make_plan(mask, balancer="head_tail")
+    dual = tritoncp.contiguous_to_dual_chunk(x, torch.tensor([0, 64]), world_size=4)
+    assert torch.equal(torch.cat(reshard(x.chunk(4), None, plan, world, dim=0)), dual)
+
+
+def test_moves_are_computed_once_for_a_pair() -> None:
+    world = tritoncp.simulate(4)
+    plan = world.make_plan(tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64, BLOCK_SIZE=4))
+    shards = world.shard(torch.randn(64), plan, dim=0)
+    with mock.patch("tritoncp.ops.reshard.moves_between", wraps=moves.moves_between) as computed:
+        for _ in range(3):
+            reshard([x.clone() for x in shards], plan, None, world, dim=0)
+            reshard(shards, plan.for_rank(2), None, world, dim=0)
+    assert computed.call_count == 4
+
+
+# -- real ranks, and graphs -------------------------------------------------------------------------------
+
+S = 44
+
+
+def plans_of_ranks(size: int) -> list[Plan | None]:
+    """Plans that place rows alike or apart, with and without padding, and natural order."""
+    return [
+        build(random_mask(1, 11, 0, 4, 3), size),
+        None,
+        build(random_mask(2, 6, 4, 8, 5), size),
+        build(full_mask(S, S, block=4), size, lengths=[S - 3 * (size - 1)] + [3] * (size - 1)),
+        build(random_mask(2, 15, 1, 3, 8), size, balancer="head_tail"),
+    ]
+
+
+def one_rank(group: Any, x: Tensor, y: Tensor, mesh_shape: tuple[int, ...]) -> tuple[list[Tensor], int]:
+    """Reshard between all neighbours of a list of plans, by plain and compiled calls; return the results of
+    the last round, and the number of graphs."""
+    size, rank = group.size(), group.rank()
+    mesh: Any = group
+    if len(mesh_shape) == 2:
+        mesh = dist.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ring", "ulysses"))
+    views = [None if p is None else p.pinned().for_rank(rank) for p in plans_of_ranks(size)]
+    counter, results = CompileCounterWithBackend("aot_eager"), []
+
+    def call(part: Tensor, source: Plan | None, target: Plan | None) -> Tensor:
+        return reshard(part * 2, source, target, mesh, dim=1) + 1
+
+    for function in (call, torch.compile(call, backend=counter, fullgraph=True)):
+        results.append([])
+        for source, target in zip(views, [*views[1:], views[0]]):
+            part = shard(x, source, mesh, dim=1).requires_grad_()
+            out = function(part, source, target)
+            assert torch.equal(out.detach(), shard(2 * x, target, mesh, dim=1) + 1)
+            (grad,) = torch.autograd.grad(out, part, shard(y, target, mesh, dim=1))
+            assert torch.equal(grad, shard(2 * y, source, mesh, dim=1))
+            whole = unshard(part, views[2], mesh, dim=1, grad="sum") if source is views[2] else None
+            if whole is not None:  # the two ways have equal gradients
+                other = shard(2 * whole, target, mesh, dim=1) + 1
+                assert torch.equal(other, out)
+                (same,) = torch.autograd.grad(other, part, shard(y, target, mesh, dim=1))
+                torch.testing.assert_close(same, grad)
+            signs = reshard(part > 0, source, target, mesh, dim=1)
+            assert torch.equal(signs, shard(x > 0, target, mesh, dim=1))
+            results[-1] += [out.detach(), grad]
+    assert all(map(torch.equal, *results))
+    assert counter.frame_count <= len(views)  # one for each combination of plans and None, and sizes
+    return results[1], counter.frame_count
+
+
+@pytest.mark.parametrize(
+    "mesh_shape", [(2,), (2, 2), *(pytest.param(shape, marks=pytest.mark.long) for shape in ((3,), (4, 2)))]
+)
+def test_real_ranks_plain_and_compiled(mesh_shape: tuple[int, ...]) -> None:
+    x, y = torch.randn(2, 2, S, 3, dtype=torch.float64)
+    ranks.run(torch.Size(mesh_shape).numel(), one_rank, x, y, mesh_shape)
+
+
+def test_one_graph_serves_all_plans_of_a_size() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(lambda x, plan: reshard(x * 2, plan, None, dim=0), backend=counter, fullgraph=True)
+    x = torch.randn(60, requires_grad=True)
+    for seed in range(4):
+        plan = build(random_mask(1, 15, 0, 4, seed), 1).pinned()
+        torch.testing.assert_close(fast(x, plan), 2 * x)
+    assert counter.frame_count == 1
+
+
+# -- mistakes -----------------------------------------------------------------------------------------------
+
+
+def test_mistakes_say_what_is_needed() -> None:
+    world, plan, longer = tritoncp.simulate(2), *(build(full_mask(n, n, block=4), 2) for n in (16, 20))
+    shards = world.shard(torch.zeros(16), plan, dim=0)
+    by_row = build(random_mask(2, 4, 0, 4, 1), 2)
+    cases: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+        (shards, (plan, longer, world), {}, ValueError, "places 16 .* other 20"),
+        (shards, (plan, tritoncp.causal(), world), {}, TypeError, "Plans, or None for natural order"),
+        (shards[:1], (plan, None, world), {}, ValueError, "2 shards, one a rank, is needed; got 1"),
+        (shards[0], (plan, None), {}, ValueError, "for 2 ranks, the mesh has 1; pass the mesh"),
+        ([x[1:] for x in shards], (plan, None, world), {}, ValueError, "8 rows along dimension 0"),
+        (shards, (plan, None, world), {"side": "k"}, ValueError, "side='k'"),
+        ([x.byte() for x in shards], (plan, None, world), {"pad": -1}, ValueError, "pad=-1 is no value"),
+        (shards, (plan, by_row, world), {"batch_dim": None}, ValueError, "2 batch rows differently"),
+    ]  # fmt: skip
+    for x, args, options, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            reshard(x, *args, **{"dim": 0, **options})
+
+
+def test_messages_log_their_bytes_once(caplog: pytest.LogCaptureFixture) -> None:
+    log_lines.forget_decisions()
+    world, plan = tritoncp.simulate(2), build(full_mask(16, 16, block=4), 2, balancer="head_tail")
+    shards = world.shard(torch.zeros(16, 3), plan, dim=0)
+    with caplog.at_level("INFO", "tritoncp.messages"):
+        for _ in range(2):
+            reshard(shards, plan, None, world, dim=0)
+    assert caplog.messages == [f"reshard, rank {r}: sends 4 of 8 rows, 48 bytes" for r in (0, 1)]

@@ -1,0 +1,125 @@
+"""Shards in one order to shards in another: between the placements of two plans, or natural order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+from torch import Tensor
+
+from tritoncp.api import shards, validate
+from tritoncp.api.group_call import group_call
+from tritoncp.api.simulate import World
+from tritoncp.core.dynamo_boundary import constant_result, graph_entry, host_only
+from tritoncp.distributed import groups
+from tritoncp.ops.reshard import Reshard, move_rows
+from tritoncp.planning.placement import pieces
+from tritoncp.planning.plan import Plan
+
+
+@overload
+def reshard(
+    x: Tensor, source: Plan | None, target: Plan | None, mesh: Any = ..., *, dim: int, side: str = ...,
+    batch_dim: int | None = ..., pad: float | int | bool = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def reshard(
+    x: Sequence[Tensor], source: Plan | None, target: Plan | None, mesh: World, *, dim: int, side: str = ...,
+    batch_dim: int | None = ..., pad: float | int | bool = ...,
+) -> list[Tensor]: ...  # fmt: skip
+@graph_entry
+@group_call
+def reshard(
+    x: Any,
+    source: Plan | None,
+    target: Plan | None,
+    mesh: Any = None,
+    *,
+    dim: int,
+    side: str = "q",
+    batch_dim: int | None = 0,
+    pad: float | int | bool = 0,
+) -> Any:
+    """Move a sharded tensor from the order of one plan to that of another: this rank's shard in, its shard
+    out.
+
+    x: this rank's shard by ``source``, any tensor with the shard's rows along ``dim``; in a simulated world,
+    the list of all ranks' shards, and a list comes back. source, target: plans for the same ranks and a
+    sequence of the same length, or None for natural order, in even pieces, as :func:`shard` has it.
+    batch_dim: dimension of the batch, needed where a plan places batch rows differently. ``pad`` fills rows
+    of the result that no rank holds in ``source``: padding.
+
+    Exactly the rows that change ranks are sent, in one all-to-all, and every rank has to call. Which rows
+    these are is computed once for each pair of plans. Differentiable: gradients move back, those of padding
+    are 0. In a compiled graph it is one op. Raises ValueError for shards and plans that do not fit together.
+
+    >>> import torch
+    >>> from tritoncp import causal, create_block_mask, reshard, simulate
+    >>> world = simulate(2)
+    >>> plan = world.make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2))
+    >>> balanced = world.shard(torch.arange(8), plan, dim=0)
+    >>> balanced, reshard(balanced, plan, None, world, dim=0)
+    ([tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])], [tensor([0, 1, 2, 3]), tensor([4, 5, 6, 7])])
+    """
+    if isinstance(mesh, World):
+        return _reshard_in_world(x, source, target, mesh, dim, side, batch_dim, pad)
+    world, world_size, rank = _place_in_group(mesh)
+    for plan in (source, target):
+        _check_plan(plan, world_size, rank if world else None)
+    return _move([x], rank, source, target, world, world_size, dim, side, batch_dim, pad)[0]
+
+
+@host_only
+def _reshard_in_world(
+    xs: Sequence[Tensor], source: Any, target: Any, world: World, *options: Any
+) -> list[Tensor]:
+    """Move the shards of all ranks of a simulated world."""
+    size = world.world_size
+    if len(xs) != size:
+        raise ValueError(f"a list of {size} shards, one a rank, is needed; got {len(xs)}")
+    for plan in (source, target):
+        _check_plan(plan, size, None)
+    return _move(xs, 0, source, target, "", size, *options)
+
+
+def _move(
+    xs: Sequence[Tensor], first_rank: int, source: Any, target: Any, world: str, world_size: int, dim: int,
+    side: str, batch_dim: int | None, pad: float,
+) -> list[Tensor]:  # fmt: skip
+    """Move the shards ``xs`` of ranks from ``first_rank`` on, after checks."""
+    if source is None and target is None:
+        return list(xs)
+    before, after = (_lengths(*pair, side, world_size) for pair in ((source, target), (target, source)))
+    for rank, x in enumerate(xs, first_rank):
+        shards.check_dim(x, dim)
+        shards.check_length(x, dim, before[rank], f"rank {rank}'s shard by source")
+        shards.check_pad(x, pad)
+    handles = [None if plan is None else plan.pinned().handle for plan in (source, target)]
+    dim, batch_dim = dim % xs[0].ndim, None if batch_dim is None else batch_dim % xs[0].ndim
+    call = Reshard(handles[0], handles[1], side, dim, batch_dim, after[first_rank], pad, world)
+    return move_rows(call, xs)
+
+
+@constant_result
+def _place_in_group(mesh: Any) -> tuple[str, int, int]:
+    """Return the name of a mesh's group, its number of ranks and this rank: constants of a graph."""
+    group = groups.group_of(mesh)
+    return ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())
+
+
+def _check_plan(plan: Any, world_size: int, rank: int | None) -> None:
+    if isinstance(plan, Plan):
+        validate.check_place(plan, world_size, rank)
+    elif plan is not None:
+        raise TypeError(f"source and target are Plans, or None for natural order; got {plan!r}")
+
+
+def _lengths(plan: Any, other: Any, side: str, world_size: int) -> Sequence[int]:
+    """Return the rows of each rank's shard by a plan; by None, in natural order, of the other's sequence."""
+    length = (other if plan is None else plan).side(side).length
+    if other is not None and other.side(side).length != length:
+        raise ValueError(
+            f"a plan places {length} tokens, the other {other.side(side).length}; source and target are "
+            "plans of one sequence"
+        )
+    return pieces(length, world_size) if plan is None else plan.side(side).lengths

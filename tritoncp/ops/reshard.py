@@ -1,0 +1,161 @@
+"""The op that moves rows of a sharded tensor from one placement to another, and its autograd node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.bounded_cache import TensorCache
+from tritoncp.core.dynamo_boundary import untraced
+from tritoncp.core.handles import object_of
+from tritoncp.core.log_lines import area_logger, log_decision
+from tritoncp.core.tracing import fresh_dispatch
+from tritoncp.core.upload import DeviceCopy
+from tritoncp.distributed import collectives, consistency, failures, groups
+from tritoncp.ops.dispatch import call_op, register_op
+from tritoncp.planning.moves import Moves, moves_between
+from tritoncp.planning.placement import Placement, in_order
+from tritoncp.planning.plan import Plan
+
+messages_log = area_logger("messages")
+
+
+class Reshard(NamedTuple):
+    """The arguments of the op besides its tensor.
+
+    source, target: handles of a Plan or of a Placement; None: natural order, for one of them
+    side:      of the plans: "q" or "kv"
+    dim:       dimension of the sequence; batch_dim: of the batch, None if the tensor has none
+    rows:      rows of the result along ``dim``
+    pad:       value of its rows that have no row in the source
+    world:     name of the process group; "": one process
+    """
+
+    source: Tensor | None
+    target: Tensor | None
+    side: str
+    dim: int
+    batch_dim: int | None
+    rows: int
+    pad: float
+    world: str
+
+    def back(self, rows: int) -> Reshard:
+        """Return the arguments of the backward pass, of gradients of this many rows."""
+        return self._replace(source=self.target, target=self.source, rows=rows, pad=0)
+
+    def placements(self) -> tuple[Placement, Placement]:
+        """Return the placements of source and target."""
+        named = [None if x is None else object_of(x) for x in (self.source, self.target)]
+        sides = [x.side(self.side) if isinstance(x, Plan) else x for x in named]
+        like: Any = sides[1] if sides[0] is None else sides[0]
+        source, target = (in_order(like.length, like.world_size) if x is None else x for x in sides)
+        return source, target
+
+
+_MOVES = TensorCache(64)
+
+
+@torch.inference_mode(False)
+def _moves_of(source: Placement, target: Placement, rank: int, device: torch.device) -> Moves:
+    """Return a rank's moves between two placements on a device, computed once."""
+    slots = source.slots[0], target.slots[0]  # made for one placement, and not edited
+    key = *map(id, slots), source.lengths, target.lengths, rank, device
+    copy: DeviceCopy[Moves] | None = _MOVES.find(key, slots)
+    if copy is None:
+        host = moves_between(source, target, rank)
+        names = "sent", "kept", "kept_at", "arrivals"
+        copy = DeviceCopy(
+            [getattr(host, name) for name in names], device, lambda *x: replace(host, **dict(zip(names, x)))
+        )
+        _MOVES.keep(key, slots, copy)
+    return copy.on_current_stream()
+
+
+def exchange_rows(x: Tensor, call: Reshard, rank: int) -> collectives.Schedule[Tensor]:
+    """Move the rows of one rank's shard: those of other ranks in one all-to-all, while those that stay are
+    copied."""
+    source, target = call.placements()
+    moves, rows = _moves_of(source, target, rank, x.device), target.lengths[rank]
+    shape = [*x.shape[: call.dim], rows, *x.shape[call.dim + 1 :]]
+    out = x.new_empty(shape) if moves.is_full else x.new_full(shape, call.pad)
+    before, after = (_rows_first(t, call, max(source.batch, target.batch)) for t in (x, out))
+    flight = None
+    if not moves.is_local:
+        message = before[moves.sent.unbind()].contiguous()
+        log_decision(
+            messages_log, "reshard, rank %d: sends %d of %d rows, %d bytes",
+            rank, len(message), before.shape[: len(moves.sent)].numel(), message.nbytes,
+        )  # fmt: skip
+        flight = yield collectives.AllToAll(message, moves.counts, moves.sources)
+    after[moves.kept_at.unbind()] = before[moves.kept.unbind()]
+    if flight is not None:
+        after[moves.arrivals.unbind()] = yield collectives.Wait(flight)
+    return out
+
+
+def _rows_first(x: Tensor, call: Reshard, batch: int) -> Tensor:
+    """View a tensor as [rows, ...], or as [batch, rows, ...] where batch rows are placed differently."""
+    if batch == 1:
+        return x.movedim(call.dim, 0)
+    if call.batch_dim is None or x.shape[call.batch_dim] != batch:
+        raise ValueError(
+            f"the plans place {batch} batch rows differently; pass batch_dim=, the dimension of the tensor "
+            f"{tuple(x.shape)} that has them, not {call.batch_dim}"
+        )
+    return x.movedim((call.batch_dim, call.dim), (0, 1))
+
+
+def _body(x: Tensor, *arguments: Any) -> Tensor:
+    call = Reshard(*arguments)
+    group = groups.group_by_name(call.world) if call.world else None
+    with failures.closing(group):
+        consistency.compare_kind(group, "reshard")
+        schedule = exchange_rows(x, call, 0 if group is None else group.rank())
+        if group is None:
+            return collectives.lockstep([schedule])[0]
+        return collectives.run(schedule, group, "reshard")
+
+
+def _fake(x: Tensor, *arguments: Any) -> Tensor:
+    call = Reshard(*arguments)
+    return x.new_empty([*x.shape[: call.dim], call.rows, *x.shape[call.dim + 1 :]])
+
+
+class MoveRows(torch.autograd.Function):
+    """The autograd node of the op, or of all ranks of a simulated world, whose tensors are their shards. The
+    backward pass moves the rows back."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Reshard, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.rows = call, xs[0].shape[call.dim]
+        if len(xs) == 1:
+            return (call_op(reshard_op, xs[0], *call),)
+        with fresh_dispatch():
+            return tuple(collectives.lockstep([exchange_rows(x, call, rank) for rank, x in enumerate(xs)]))
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, *MoveRows.apply(ctx.call.back(ctx.rows), *grads)
+
+
+def _autograd(x: Tensor, *arguments: Any) -> Tensor:
+    """The Autograd kernel of the op."""
+    return MoveRows.apply(Reshard(*arguments), x)[0]
+
+
+def move_rows(call: Reshard, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Move the rows of one rank's shard, or those of all ranks of a simulated world."""
+    return [reshard_op(xs[0], *call)] if len(xs) == 1 else list(MoveRows.apply(call, *xs))
+
+
+SCHEMA = (
+    "(Tensor x, Tensor? source, Tensor? target, str side, int dim, int? batch_dim, SymInt rows, Scalar pad, "
+    "str world) -> Tensor"
+)
+reshard_op = register_op("reshard", _body, _fake, _autograd, SCHEMA)

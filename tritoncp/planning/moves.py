@@ -1,0 +1,94 @@
+"""Moves of rows from one placement of a sequence to another: which rows each rank keeps, sends and receives.
+
+Both sides know both placements, so that no rank has to tell another which rows it sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritoncp.planning.placement import Placement
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """One rank's rows that leave, stay and arrive. A row is named by its index in the buffer, int64 [1, n],
+    and where batch rows are placed differently by its batch row and that index, int64 [2, n].
+
+    sent:      rows of the source's buffer for other ranks, by rank, then by batch row and position
+    counts:    the number of them for each rank
+    kept:      rows of the source's buffer that stay, and ``kept_at`` their rows in the target's buffer
+    arrivals:  rows of the target's buffer that come from other ranks, in the order in which they come
+    sources:   the number of them from each rank
+    is_full:   whether kept rows and arrivals are all rows of the target's buffer
+    is_local:  whether no row of any rank changes ranks
+    """
+
+    sent: Tensor
+    kept: Tensor
+    kept_at: Tensor
+    arrivals: Tensor
+    counts: list[int]
+    sources: list[int]
+    is_full: bool
+    is_local: bool
+
+
+def moves_between(source: Placement, target: Placement, rank: int) -> Moves:
+    """Compute one rank's moves of rows from the buffers of ``source`` to those of ``target``, two placements
+    of one sequence on equally many ranks.
+
+    >>> from tritoncp.planning.placement import by_blocks, in_order
+    >>> moves = moves_between(by_blocks(4, 1, [[[0, 3], [1, 2]]]), in_order(4, 2), 0)
+    >>> moves.sent.tolist(), moves.kept.tolist(), moves.arrivals.tolist(), moves.counts
+    ([[1]], [[0]], [[1]], [0, 1])
+    """
+    owners = _owners(source), _owners(target)
+    sent, kept = _leaving_and_staying(source, owners[1], rank)
+    arrivals, kept_at = _leaving_and_staying(target, owners[0], rank)
+    others = _count_pairs(*owners, source.world_size).fill_diagonal_(0)
+    rows = max(source.batch, target.batch) * target.lengths[rank]
+    is_full = kept_at.shape[1] + arrivals.shape[1] == rows
+    counts, sources = others[rank].tolist(), others[:, rank].tolist()
+    return Moves(sent, kept, kept_at, arrivals, counts, sources, is_full, not bool(others.any()))
+
+
+def _leaving_and_staying(placement: Placement, owners: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the indices, see :class:`Moves`, of a rank's rows that another rank has by ``owners`` [Bp,
+    length], and of those that it has itself, both by that rank, then by batch row and position."""
+    position = placement.positions(rank)
+    batch = max(len(position), len(owners))
+    position = position.expand(batch, -1)
+    peer = owners.expand(batch, -1).gather(1, position.clamp(min=0))
+    index = ((position >= 0) & (peer >= 0)).nonzero().T
+    peer, position = peer[tuple(index)], position[tuple(index)]
+    order = ((peer * batch + index[0]) * placement.length + position).argsort()
+    index, is_own = (index if batch > 1 else index[1:])[:, order], peer[order] == rank
+    return index[:, ~is_own], index[:, is_own]
+
+
+def _owners(placement: Placement) -> Tensor:
+    """Return the rank that holds each position, -1 where none does: int64 [Bp, length]."""
+    return placement.inverse.div(max(1, placement.s_max), rounding_mode="floor")
+
+
+def rows_between(source: Placement, target: Placement) -> Tensor:
+    """Count the rows that rank s has under ``source`` and rank t under ``target``, at [s, t]: int64 [W, W],
+    summed over the batch rows if these are placed differently.
+
+    >>> from tritoncp.planning.placement import by_blocks, in_order
+    >>> rows_between(by_blocks(4, 1, [[[0, 3], [1, 2]]]), in_order(4, 2))
+    tensor([[1, 1],
+            [1, 1]])
+    """
+    return _count_pairs(_owners(source), _owners(target), source.world_size)
+
+
+def _count_pairs(before: Tensor, after: Tensor, world_size: int) -> Tensor:
+    before, after = torch.broadcast_tensors(before, after)
+    held = (before >= 0) & (after >= 0)
+    codes = before[held] * world_size + after[held]
+    return torch.bincount(codes, minlength=world_size**2).view(world_size, world_size)
