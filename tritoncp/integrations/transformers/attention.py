@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -32,8 +33,8 @@ def register(name: str = "tritoncp") -> None:
     and CPUs; out is [B, S, Hq, E]. The model runs on one process like any other, and on the ranks of a mesh
     with the batches of :func:`shard_batch`. A second call changes nothing.
 
-    A model raises ValueError for attention dropout in training, a position bias (T5), and a float mask of
-    pairs; a shard without its plan raises ValueError too.
+    A model raises ValueError for attention dropout in training and a position bias (T5); a shard without its
+    plan raises ValueError too. One that computes attention itself does so as with "eager".
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,26 +65,33 @@ def attend(
     """Attend as transformers' attention interface says.
 
     query: [B, Hq, S, D]; key: [B, Hkv, S_kv, D]; value: [B, Hkv, S_kv, E]. attention_mask: of
-    :func:`tritoncp.integrations.transformers.masks.create_mask`, or a bool mask [B or 1, 1, S, S_kv]. s_aux:
-    [Hq], sinks. context_parallel: of :func:`shard_batch`, then tensors are shards. Other keyword arguments of
-    a model reach every implementation, and are not of this one. Returns out [B, S, Hq, E], and no weights.
+    :func:`tritoncp.integrations.transformers.masks.create_mask`, or of pairs: bool [B or 1, 1, S, S_kv], or
+    float [B or 1, 1 or Hq, S, S_kv], added to the scores. s_aux: [Hq], sinks. context_parallel: of
+    :func:`shard_batch`, then tensors are shards. Other keyword arguments of a model reach every
+    implementation, and are not of this one. Returns out [B, S, Hq, E], and no weights.
     """
     _refuse(dropout, position_bias)
-    mesh = None
+    mesh, bias = None, None
     if context_parallel is not None:
         context_parallel.check_positions(position_ids)
         mask, mesh = context_parallel.plan_of(attention_mask), context_parallel.mesh
     else:
+        if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
+            bias, attention_mask = attention_mask, None
         refuse_local_positions(attention_mask, position_ids, query.shape[2] == key.shape[2])
-        if query.shape[2] == 1:
+        if query.shape[2] == 1 and bias is None:
             row = _visible_keys(attention_mask)
             out = attend_one_query(query, key, value, row, scaling, softcap, s_aux)
             return out.transpose(1, 2), None
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
-        default = _default_mask(is_causal, sliding_window)
+        default = (
+            _default_mask(is_causal, sliding_window) if bias is None else SlidingWindow(UNBOUNDED, UNBOUNDED)
+        )
         mask = _mask_of(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
     score_mod = None if softcap is None else _softcap(softcap)
+    if bias is not None:
+        score_mod = _add_bias(bias, score_mod)
     out = flex_attention(
         query, key, value, score_mod, mask, scaling, enable_gqa=True, kernel_options=kernel_options,
         mesh=mesh, sinks=s_aux,
@@ -103,6 +111,21 @@ def _refuse(dropout: float, position_bias: Tensor | None) -> None:
 
 
 _softcap = cache(softcap_mod)  # one function for each cap
+
+
+def _add_bias(bias: Tensor, inner: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """Return a score_mod that adds a mask of pairs, float [B or 1, 1 or Hq, S, S_kv], to the scores."""
+    if bias.ndim != 4:
+        raise ValueError(
+            f"attention_mask is {list(bias.shape)}; a float mask [batch, heads, queries, keys] is needed"
+        )
+    rows, heads = bias.shape[:2]
+
+    def add(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        score = score if inner is None else inner(score, b, h, q_idx, kv_idx)
+        return score + bias[b if rows > 1 else 0, h if heads > 1 else 0, q_idx, kv_idx]
+
+    return add
 
 
 def _default_mask(is_causal: bool, window: int | None) -> SlidingWindow:
@@ -161,6 +184,6 @@ def _check_dense(mask: Any) -> None:
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.dtype != torch.bool:
         kind = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"attention_mask is {kind}; padding [batch, tokens], a bool mask [batch, 1, queries, keys], or "
-            "a mask of tritoncp is needed: compare a float mask with 0, attention_mask == 0"
+            f"attention_mask is {kind}; padding [batch, tokens], a mask [batch, 1, queries, keys] of bool or "
+            "float, or a mask of tritoncp is needed"
         )

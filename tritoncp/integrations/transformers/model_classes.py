@@ -1,0 +1,82 @@
+"""Questions about the classes of a model, which transformers keeps in a module beside that of its config."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name by which models look up their attention
+CACHES = ("cache_params", "past_key_values")  # arguments of the modules that mix tokens
+
+
+def modeling_of(config: PreTrainedConfig) -> Any:
+    """Return the module of transformers with the models of a config; None for other code."""
+    return _import_modeling(type(config).__module__)
+
+
+@cache
+def _import_modeling(module: str) -> Any:
+    package, _, name = module.rpartition(".configuration_")
+    if not package.startswith("transformers.models."):
+        return None
+    try:
+        return importlib.import_module(f"{package}.modeling_{name}")
+    except ImportError:
+        return None
+
+
+def computes_attention_itself(config: PreTrainedConfig) -> bool:
+    """Return whether the models of a config do without transformers' attention interface."""
+    modeling = modeling_of(config)
+    return modeling is not None and (
+        getattr(modeling, INTERFACE, None) is not modeling_utils.ALL_ATTENTION_FUNCTIONS
+    )
+
+
+@cache
+def _source_of(module: Any) -> str:
+    return "" if module is None else inspect.getsource(module)
+
+
+def counts_from_padding(config: PreTrainedConfig) -> bool:
+    """Return whether positions of the models of a config begin behind the id of padding, as RoBERTa's."""
+    return "def create_position_ids_from_input_ids(" in _source_of(modeling_of(config))
+
+
+def may_be_recurrent(config: PreTrainedConfig) -> bool:
+    """Return whether models of a config may have state-space layers, by the classes beside them."""
+    classes = vars(modeling_of(config) or object).values()
+    return any(
+        inspect.isclass(one) and issubclass(one, nn.Module) and "cache_params" in _parameters(one)
+        for one in classes
+    )
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Return whether a module mixes tokens, and none of its parts does, without computing attention: it takes
+    a cache of earlier tokens."""
+    if not _takes_cache(type(module)) or isinstance(module, PreTrainedModel | GradientCheckpointingLayer):
+        return False
+    parts = list(module.modules())[1:]
+    return not any(_takes_cache(type(part)) for part in parts) and not _computes_attention(type(module))
+
+
+def _takes_cache(cls: type[nn.Module]) -> bool:
+    return not _parameters(cls).isdisjoint(CACHES)
+
+
+@cache
+def _parameters(cls: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(cls.forward).parameters)
+
+
+@cache
+def _computes_attention(cls: type[nn.Module]) -> bool:
+    code = inspect.getsource(cls)
+    return INTERFACE in code or "softmax" in code
