@@ -1,0 +1,290 @@
+"""`python -m tests.integrations.families --write`: the table of docs/models.md.
+
+Builds a small model of every family of transformers that reads tokens, and compares loss and gradients with
+transformers' eager attention: in one process, on two ranks, and on two ranks with packed documents. Each
+family has a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from transformers.models.auto import modeling_auto
+
+from tests.multiprocess import ranks
+from tritoncp.integrations.transformers import register, shard_batch
+
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+HEADS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+LENGTH, VOCABULARY, LIMIT, SECONDS = 64, 97, 1e-4, 150
+MOST_WEIGHTS = 20_000_000
+
+# Sizes of small models, by the name of the attribute of a config.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("embedding_size", "hidden_dim", "mm_hidden_size", "out_hidden_size", "encoder_width"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("shared_expert_intermediate_size", "intermediate_size_mlp", "mlp_hidden_size"), 48),
+    **dict.fromkeys(("shared_intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "num_decoder_layers", "depth", "vision_layers", "num_encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "num_attention_heads_per_layer"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "kv_channels", "d_kv", "attention_head_dim", "swa_head_dim", "global_head_dim"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "rotary_dim"), 8),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_nextn_predict_layers", "n_shared_experts", "num_hash_layers"), 1),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 128),
+    **dict.fromkeys(("vocab_size", "text_vocab_size", "char_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("sliding_window", "attention_window_size", "window_size"), 20),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_chunk_size", "chunk_size"), 16),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(("lru_width", "mamba_d_ssm", "mamba_ssm_dim"), 64),
+    **dict.fromkeys(("image_size", "patch_size"), 16),
+    **dict.fromkeys(("hidden_size_per_layer_input", "embedding_dim", "projection_dim"), 16),
+    **{"attention_chunk_size": 16, "index_topk": 16, "index_n_heads": 2, "n_mamba_groups": 1, "mamba_n_groups": 1},
+    **{"mamba_expand": 2, "first_k_dense_replace": 1, "n_groups": 1, "time_step_rank": 4, "mamba_dt_rank": 4},
+    **{"attn_layer_period": 2, "attn_layer_offset": 1, "attn_layer_indices": [1], "laurel_rank": 4},
+    **{"num_kv_shared_layers": 0, "initializer_range": 0.02, "use_cache": False, "layerdrop": 0.0},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2},
+    **{"pretraining_tp": 1, "use_mambapy": False, "output_router_logits": False, "use_kernels": False},
+}
+# What single families need besides.
+OPTIONS: dict[str, dict[str, Any]] = {}
+
+
+class Row(NamedTuple):
+    """The result of one family: "yes", or a message."""
+
+    family: str
+    one: str
+    ranks: str
+    packed: str
+
+
+def list_families() -> dict[str, str]:
+    """Return the class that is built of each family with a head over tokens, by model type."""
+    heads: dict[str, str] = {}
+    for mapping in HEADS:
+        for family, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
+            heads.setdefault(family, names if isinstance(names, str) else names[0])
+    return dict(sorted(heads.items()))
+
+
+def build(family: str, head: str, attention: str) -> Any:
+    """Build the small model of a family, with fixed weights, large enough that attention matters."""
+    config = shrink(transformers.CONFIG_MAPPING[family], OPTIONS.get(family, {}))
+    config._attn_implementation = attention
+    cls = getattr(transformers, head)
+    with torch.device("meta"):
+        weights = sum(x.numel() for x in cls(config).parameters())
+    if weights > MOST_WEIGHTS:
+        raise ValueError(f"the small model has {weights} weights")
+    torch.manual_seed(0)
+    model = cls(config).float()
+    for x in model.parameters():
+        if x.ndim > 1:
+            torch.nn.init.normal_(x.data, std=x.shape[-1] ** -0.5)
+    return model.train()
+
+
+def shrink(cls: Any, options: dict[str, Any]) -> Any:
+    """Return a config with small sizes, without dropout, and with two layers of each kind."""
+    probe = cls()
+    small = {name: shrink(type(part), {}) for name in cls.sub_configs if (part := getattr(probe, name, None))}
+    for name, value in vars(probe).items():
+        if name in SIZES and (value is not None or name in ("sliding_window",)):
+            small[name] = SIZES[name]
+        elif "drop" in name and isinstance(value, float):
+            small[name] = 0.0
+    for alias, name in cls.attribute_map.items():
+        if alias in SIZES and name not in small and isinstance(getattr(probe, name, None), int):
+            small[name] = SIZES[alias]
+    if kinds := getattr(probe, "layer_types", None):
+        small["layer_types"] = list(dict.fromkeys(kinds)) * (1 if len(set(kinds)) > 1 else 2)
+        small["num_hidden_layers"] = len(small["layer_types"])
+    last = None
+    for without in ((), ("layer_types",), ("num_key_value_heads",), ("layer_types", "num_key_value_heads")):
+        try:
+            return cls(**{name: x for name, x in small.items() if name not in without} | options)
+        except Exception as error:  # noqa: BLE001 - of any check of a config
+            last = last or error
+    raise last
+
+
+def make_batch(packed: bool) -> dict[str, Tensor]:
+    """Return tokens and labels, [2, LENGTH], of one text a row or of three documents."""
+    tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    if packed:
+        row = torch.cat([torch.arange(n) for n in (23, 7, 34)])
+        batch["position_ids"] = row.expand(2, -1)
+    return batch
+
+
+def train(model: Any, batch: dict[str, Any], labels: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the loss of a model, its own or that of labels of the same tokens, and its gradients."""
+    model.zero_grad()
+    out = model(**batch)
+    if labels is None:
+        loss = out.loss
+    else:
+        loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = loss / (2 * LENGTH)
+    loss.backward()
+    gradients = {name: w.grad for name, w in model.named_parameters() if w.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def train_on_ranks(group: Any, family: str, head: str, batch: dict[str, Tensor]) -> Any:
+    """Return the sums over ranks of loss and gradients; of the loss of logits where the model sees all."""
+    model, labels = build(family, head, "tritoncp"), None
+    try:
+        result = train(model, shard_batch(batch, model, group, BLOCK_SIZE=16))
+    except ValueError as error:
+        if "leave labels out" not in str(error):
+            raise
+        rest = {name: x for name, x in batch.items() if name != "labels"}
+        local = shard_batch({**rest, "targets": batch["labels"]}, model, group, BLOCK_SIZE=16)
+        labels = local.pop("targets").masked_fill(~local["context_parallel"].plan.valid, -100)
+        result = train(model, local, labels)
+    names = sorted(name for name, _ in model.named_parameters())
+    for name, weight in zip(names, (dict(model.named_parameters())[name] for name in names), strict=True):
+        result.setdefault(name, torch.zeros_like(weight))
+        dist.all_reduce(result[name])
+    dist.all_reduce(result["loss"])
+    return result, labels is not None
+
+
+def compare(result: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
+    """Return "yes", or the largest difference, relative to the largest gradient."""
+    largest = max(x.abs().max().item() for x in expected.values())
+    zero = torch.zeros(())
+    worst = max((result.get(name, zero) - x).abs().max().item() for name, x in expected.items()) / largest
+    return "yes" if worst < LIMIT else f"differs by {worst:.1g}"
+
+
+def check(family: str, head: str) -> Row:
+    """Try a family, in this process."""
+    try:
+        with torch.device("meta"):
+            pass
+        build(family, head, "eager")
+    except Exception as error:  # noqa: BLE001
+        return Row(family, *(f"not built: {message_of(error)}",) * 3)
+    text, packed = make_batch(False), make_batch(True)
+    several: list[Any] = []
+    for batch in (text, packed):
+        several.append(attempt(lambda batch=batch: ranks.run(2, train_on_ranks, family, head, batch, timeout=60)[0]))
+
+    def labels_of(i: int) -> tuple[dict[str, Tensor], Tensor | None]:
+        batch, own_loss = (text, packed)[i], isinstance(several[i], tuple) and several[i][1]
+        if not own_loss:
+            return batch, None
+        return {name: x for name, x in batch.items() if name != "labels"}, batch["labels"]
+
+    expected = attempt(lambda: train(build(family, head, "eager"), *labels_of(0)))
+    if isinstance(expected, str):
+        return Row(family, *(f"eager fails: {expected}",) * 3)
+    alone = attempt(lambda: train(build(family, head, "tritoncp"), *labels_of(0)))
+
+    def reference() -> dict[str, Tensor]:
+        model, (batch, labels) = build(family, head, "tritoncp"), labels_of(1)
+        return train(model, shard_batch(batch, model, BLOCK_SIZE=16), labels)
+
+    one = alone if isinstance(alone, str) else compare(alone, expected)
+    two = several[0] if isinstance(several[0], str) else compare(several[0][0], expected)
+    documents = several[1]
+    if not isinstance(documents, str):
+        whole = attempt(reference)
+        documents = whole if isinstance(whole, str) else compare(documents[0], whole)
+    return Row(family, one, two, documents)
+
+
+def attempt(work: Callable[[], Any]) -> Any:
+    """Return the result of a call, or the message of its error."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001
+        if os.environ.get("VERBOSE"):
+            traceback.print_exc()
+        return message_of(error)
+
+
+def message_of(error: BaseException) -> str:
+    """Return an error as a cell of a table."""
+    text = re.sub(r"\s+", " ", str(error)).replace("|", "/").strip()
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def check_in_child(family: str, head: str) -> Row:
+    """Try a family in a process of its own, which may die or take too long."""
+    receiver, sender = Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException), contextlib.redirect_stdout(io.StringIO()):
+            os.setpgid(0, 0)
+            sender.send(check(family, head))
+        os._exit(0)
+    sender.close()
+    try:
+        if receiver.poll(SECONDS):
+            return receiver.recv()
+        return Row(family, *(f"no result after {SECONDS} s",) * 3)
+    except EOFError:
+        return Row(family, *("the process died",) * 3)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        receiver.close()
+
+
+def prepare() -> None:
+    """Set up the process that forks the others."""
+    torch.set_num_threads(1)
+    register()
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.set_verbosity(50)
+
+
+@click.command()
+@click.argument("families", nargs=-1)
+@click.option("--write", is_flag=True, help="Write the table into docs/models.md.")
+def main(families: tuple[str, ...], write: bool) -> None:
+    """Try FAMILIES of transformers, all unless named."""
+    prepare()
+    heads = list_families()
+    rows = []
+    for family in families or heads:
+        rows.append(check_in_child(family, heads[family]))
+        print("\t".join(rows[-1]), flush=True)
+    if write:
+        print(len(rows))
+
+
+if __name__ == "__main__":
+    main()
