@@ -16,6 +16,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,9 +160,16 @@ def train(model: Any, batch: dict[str, Any], labels: Tensor | None = None) -> di
     return {"loss": loss.detach(), **gradients}
 
 
-def train_on_ranks(group: Any, family: str, head: str, batch: dict[str, Tensor]) -> Any:
-    """Return the sums over ranks of loss and gradients; of the loss of logits where the model sees all."""
-    model, labels = build(family, head, "tritoncp"), None
+def train_on_ranks(group: Any, family: str, head: str) -> list[Any]:
+    """Return the sums over ranks of loss and gradients, of one text a row and of packed documents, and
+    whether the loss is that of the logits; or messages."""
+    model = build(family, head, "tritoncp")
+    return [attempt(partial(sum_over_ranks, group, model, make_batch(packed))) for packed in (False, True)]
+
+
+def sum_over_ranks(group: Any, model: Any, batch: dict[str, Tensor]) -> Any:
+    """Train on this rank's shard; sum over ranks."""
+    labels = None
     try:
         result = train(model, shard_batch(batch, model, group, BLOCK_SIZE=16))
     except ValueError as error:
@@ -171,16 +179,18 @@ def train_on_ranks(group: Any, family: str, head: str, batch: dict[str, Tensor])
         local = shard_batch({**rest, "targets": batch["labels"]}, model, group, BLOCK_SIZE=16)
         labels = local.pop("targets").masked_fill(~local["context_parallel"].plan.valid, -100)
         result = train(model, local, labels)
-    names = sorted(name for name, _ in model.named_parameters())
-    for name, weight in zip(names, (dict(model.named_parameters())[name] for name in names), strict=True):
-        result.setdefault(name, torch.zeros_like(weight))
-        dist.all_reduce(result[name])
+    for name, weight in model.named_parameters():
+        dist.all_reduce(result.setdefault(name, torch.zeros_like(weight)))
     dist.all_reduce(result["loss"])
     return result, labels is not None
 
 
-def compare(result: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    """Return "yes", or the largest difference, relative to the largest gradient."""
+def compare(result: Any, expected: Any) -> str:
+    """Return "yes", the largest difference, relative to the largest gradient, or a message."""
+    for one in (result, expected):
+        if isinstance(one, str):
+            return one
+    result = result[0] if isinstance(result, tuple) else result
     largest = max(x.abs().max().item() for x in expected.values())
     zero = torch.zeros(())
     worst = max((result.get(name, zero) - x).abs().max().item() for name, x in expected.items()) / largest
@@ -189,39 +199,32 @@ def compare(result: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
 
 def check(family: str, head: str) -> Row:
     """Try a family, in this process."""
-    try:
-        with torch.device("meta"):
-            pass
-        build(family, head, "eager")
-    except Exception as error:  # noqa: BLE001
-        return Row(family, *(f"not built: {message_of(error)}",) * 3)
-    text, packed = make_batch(False), make_batch(True)
-    several: list[Any] = []
-    for batch in (text, packed):
-        several.append(attempt(lambda batch=batch: ranks.run(2, train_on_ranks, family, head, batch, timeout=60)[0]))
-
-    def labels_of(i: int) -> tuple[dict[str, Tensor], Tensor | None]:
-        batch, own_loss = (text, packed)[i], isinstance(several[i], tuple) and several[i][1]
-        if not own_loss:
-            return batch, None
-        return {name: x for name, x in batch.items() if name != "labels"}, batch["labels"]
-
-    expected = attempt(lambda: train(build(family, head, "eager"), *labels_of(0)))
+    batches = [make_batch(packed) for packed in (False, True)]
+    eager = attempt(lambda: build(family, head, "eager"))
+    if isinstance(eager, str):
+        return Row(family, *(f"not built: {eager}",) * 3)
+    several = attempt(lambda: ranks.run(2, train_on_ranks, family, head, timeout=100)[0])
+    several = [several] * 2 if isinstance(several, str) else several
+    labels = None
+    if any(not isinstance(one, str) and one[1] for one in several):  # the loss is that of the logits
+        labels = batches[0]["labels"]
+        batches = [{name: x for name, x in batch.items() if name != "labels"} for batch in batches]
+    expected = attempt(lambda: train(eager, batches[0], labels))
     if isinstance(expected, str):
         return Row(family, *(f"eager fails: {expected}",) * 3)
-    alone = attempt(lambda: train(build(family, head, "tritoncp"), *labels_of(0)))
-
-    def reference() -> dict[str, Tensor]:
-        model, (batch, labels) = build(family, head, "tritoncp"), labels_of(1)
-        return train(model, shard_batch(batch, model, BLOCK_SIZE=16), labels)
-
-    one = alone if isinstance(alone, str) else compare(alone, expected)
-    two = several[0] if isinstance(several[0], str) else compare(several[0][0], expected)
-    documents = several[1]
-    if not isinstance(documents, str):
-        whole = attempt(reference)
-        documents = whole if isinstance(whole, str) else compare(documents[0], whole)
-    return Row(family, one, two, documents)
+    model = attempt(lambda: build(family, head, "tritoncp"))
+    if isinstance(model, str):
+        return Row(family, model, model, model)
+    alone = attempt(lambda: train(model, batches[0], labels))
+    whole = several[1]
+    if not isinstance(whole, str):
+        whole = attempt(lambda: train(model, shard_batch(batches[1], model, BLOCK_SIZE=16), labels))
+    return Row(
+        family,
+        compare(alone, expected),
+        compare(several[0], expected),
+        compare(several[1], whole),
+    )
 
 
 def attempt(work: Callable[[], Any]) -> Any:
