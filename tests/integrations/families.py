@@ -12,7 +12,6 @@ import io
 import os
 import re
 import signal
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -34,29 +33,48 @@ from tritoncp.integrations.transformers import register, shard_batch
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 HEADS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+NULLABLE = ("pad_token_id", "head_dim", "sliding_window")
 LENGTH, VOCABULARY, LIMIT, SECONDS = 64, 97, 1e-4, 150
 MOST_WEIGHTS = 20_000_000
 
 # Sizes of small models, by the name of the attribute of a config.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "word_embed_proj_dim"), 32),
-    **dict.fromkeys(("embedding_size", "hidden_dim", "mm_hidden_size", "out_hidden_size", "encoder_width"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(
+        ("embedding_size", "hidden_dim", "mm_hidden_size", "out_hidden_size", "encoder_width"), 32
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 48
+    ),
     **dict.fromkeys(("shared_expert_intermediate_size", "intermediate_size_mlp", "mlp_hidden_size"), 48),
     **dict.fromkeys(("shared_intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size"), 16),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers"), 2),
-    **dict.fromkeys(("decoder_layers", "num_decoder_layers", "depth", "vision_layers", "num_encoder_layers"), 2),
+    **dict.fromkeys(
+        ("decoder_layers", "num_decoder_layers", "depth", "vision_layers", "num_encoder_layers"), 2
+    ),
     **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "num_attention_heads_per_layer"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "kv_channels", "d_kv", "attention_head_dim", "swa_head_dim", "global_head_dim"), 8),
+    **dict.fromkeys(
+        ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads"), 2
+    ),
+    **dict.fromkeys(
+        ("head_dim", "kv_channels", "d_kv", "attention_head_dim", "swa_head_dim", "global_head_dim"), 8
+    ),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "rotary_dim"), 8),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_nextn_predict_layers", "n_shared_experts", "num_hash_layers"), 1),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 128),
-    **dict.fromkeys(("vocab_size", "text_vocab_size", "char_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2
+    ),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "num_nextn_predict_layers", "n_shared_experts", "num_hash_layers"), 1
+    ),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 128
+    ),
+    **dict.fromkeys(
+        ("vocab_size", "text_vocab_size", "char_vocab_size", "vocab_size_per_layer_input"), VOCABULARY
+    ),
     **dict.fromkeys(("sliding_window", "attention_window_size", "window_size"), 20),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_chunk_size", "chunk_size"), 16),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4),
@@ -66,15 +84,40 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("lru_width", "mamba_d_ssm", "mamba_ssm_dim"), 64),
     **dict.fromkeys(("image_size", "patch_size"), 16),
     **dict.fromkeys(("hidden_size_per_layer_input", "embedding_dim", "projection_dim"), 16),
-    **{"attention_chunk_size": 16, "index_topk": 16, "index_n_heads": 2, "n_mamba_groups": 1, "mamba_n_groups": 1},
+    **{
+        "attention_chunk_size": 16,
+        "index_topk": 16,
+        "index_n_heads": 2,
+        "n_mamba_groups": 1,
+        "mamba_n_groups": 1,
+    },
     **{"mamba_expand": 2, "first_k_dense_replace": 1, "n_groups": 1, "time_step_rank": 4, "mamba_dt_rank": 4},
     **{"attn_layer_period": 2, "attn_layer_offset": 1, "attn_layer_indices": [1], "laurel_rank": 4},
     **{"num_kv_shared_layers": 0, "initializer_range": 0.02, "use_cache": False, "layerdrop": 0.0},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2},
+    **{
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+        "sep_token_id": 2,
+    },
     **{"pretraining_tp": 1, "use_mambapy": False, "output_router_logits": False, "use_kernels": False},
 }
+# Other sizes, tried in this order where a model does not run with those above.
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"head_dim": 16},
+    {"head_dim": None, "num_attention_heads": 2},
+    {"hidden_size": 256, "head_dim": 64},
+    {"hidden_size": 512, "head_dim": 128, "vision_config": {"hidden_size": 32}},
+    {"moe_intermediate_size": None, "patch_size": None, "image_size": None, "sliding_window": None},
+)
 # What single families need besides.
-OPTIONS: dict[str, dict[str, Any]] = {}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "esm": {"vocab_size": VOCABULARY},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+}
 
 
 class Row(NamedTuple):
@@ -95,9 +138,9 @@ def list_families() -> dict[str, str]:
     return dict(sorted(heads.items()))
 
 
-def build(family: str, head: str, attention: str) -> Any:
+def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> Any:
     """Build the small model of a family, with fixed weights, large enough that attention matters."""
-    config = shrink(transformers.CONFIG_MAPPING[family], OPTIONS.get(family, {}))
+    config = shrink(transformers.CONFIG_MAPPING[family], SIZES | variant, OPTIONS.get(family, {}))
     config._attn_implementation = attention
     cls = getattr(transformers, head)
     with torch.device("meta"):
@@ -112,28 +155,48 @@ def build(family: str, head: str, attention: str) -> Any:
     return model.train()
 
 
-def shrink(cls: Any, options: dict[str, Any]) -> Any:
-    """Return a config with small sizes, without dropout, and with two layers of each kind."""
+def shrink(cls: Any, sizes: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Return a config with small sizes, without dropout, and with a layer or two of each kind."""
     probe = cls()
-    small = {name: shrink(type(part), {}) for name in cls.sub_configs if (part := getattr(probe, name, None))}
-    for name, value in vars(probe).items():
-        if name in SIZES and (value is not None or name in ("sliding_window",)):
-            small[name] = SIZES[name]
+    small = {
+        name: shrink(type(part), sizes, {})
+        for name in cls.sub_configs
+        if (part := getattr(probe, name, None))
+    }
+    probe.allow_global_per_layer_attributes = True
+    values = {
+        name: attempt(partial(getattr, probe, name, None)) for name in (*vars(probe), *cls.attribute_map)
+    }
+    for name, value in values.items():
+        size = sizes.get(name)
+        if size is not None and (type(value) is type(size) or (value is None and name in NULLABLE)):
+            small[name] = size
         elif "drop" in name and isinstance(value, float):
             small[name] = 0.0
     for alias, name in cls.attribute_map.items():
-        if alias in SIZES and name not in small and isinstance(getattr(probe, name, None), int):
-            small[name] = SIZES[alias]
+        if alias in small and name in small:
+            del small[alias]
     if kinds := getattr(probe, "layer_types", None):
         small["layer_types"] = list(dict.fromkeys(kinds)) * (1 if len(set(kinds)) > 1 else 2)
         small["num_hidden_layers"] = len(small["layer_types"])
     last = None
-    for without in ((), ("layer_types",), ("num_key_value_heads",), ("layer_types", "num_key_value_heads")):
+    for without in ((), ("layer_types",)):
         try:
             return cls(**{name: x for name, x in small.items() if name not in without} | options)
-        except Exception as error:  # noqa: BLE001 - of any check of a config
+        except Exception as error:
             last = last or error
     raise last
+
+
+def find_variant(family: str, head: str) -> tuple[dict[str, Any], str]:
+    """Return the sizes with which a model trains with eager attention, and the first error if none do."""
+    first = ""
+    for variant in VARIANTS:
+        error = attempt(lambda v=variant: bool(train(build(family, head, "eager", v), make_batch(False))))
+        if error is True:
+            return variant, ""
+        first = first or error
+    return {}, first
 
 
 def make_batch(packed: bool) -> dict[str, Tensor]:
@@ -160,10 +223,10 @@ def train(model: Any, batch: dict[str, Any], labels: Tensor | None = None) -> di
     return {"loss": loss.detach(), **gradients}
 
 
-def train_on_ranks(group: Any, family: str, head: str) -> list[Any]:
+def train_on_ranks(group: Any, family: str, head: str, variant: dict[str, Any]) -> list[Any]:
     """Return the sums over ranks of loss and gradients, of one text a row and of packed documents, and
     whether the loss is that of the logits; or messages."""
-    model = build(family, head, "tritoncp")
+    model = build(family, head, "tritoncp", variant)
     return [attempt(partial(sum_over_ranks, group, model, make_batch(packed))) for packed in (False, True)]
 
 
@@ -200,19 +263,17 @@ def compare(result: Any, expected: Any) -> str:
 def check(family: str, head: str) -> Row:
     """Try a family, in this process."""
     batches = [make_batch(packed) for packed in (False, True)]
-    eager = attempt(lambda: build(family, head, "eager"))
-    if isinstance(eager, str):
-        return Row(family, *(f"not built: {eager}",) * 3)
-    several = attempt(lambda: ranks.run(2, train_on_ranks, family, head, timeout=100)[0])
+    variant, error = find_variant(family, head)
+    if error:
+        return Row(family, *(f"not built: {error}",) * 3)
+    several = attempt(lambda: ranks.run(2, train_on_ranks, family, head, variant, timeout=100)[0])
     several = [several] * 2 if isinstance(several, str) else several
     labels = None
     if any(not isinstance(one, str) and one[1] for one in several):  # the loss is that of the logits
         labels = batches[0]["labels"]
         batches = [{name: x for name, x in batch.items() if name != "labels"} for batch in batches]
-    expected = attempt(lambda: train(eager, batches[0], labels))
-    if isinstance(expected, str):
-        return Row(family, *(f"eager fails: {expected}",) * 3)
-    model = attempt(lambda: build(family, head, "tritoncp"))
+    expected = train(build(family, head, "eager", variant), batches[0], labels)
+    model = attempt(lambda: build(family, head, "tritoncp", variant))
     if isinstance(model, str):
         return Row(family, model, model, model)
     alone = attempt(lambda: train(model, batches[0], labels))
@@ -231,7 +292,7 @@ def attempt(work: Callable[[], Any]) -> Any:
     """Return the result of a call, or the message of its error."""
     try:
         return work()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         if os.environ.get("VERBOSE"):
             traceback.print_exc()
         return message_of(error)

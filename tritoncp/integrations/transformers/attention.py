@@ -33,8 +33,8 @@ def register(name: str = "tritoncp") -> None:
     and CPUs; out is [B, S, Hq, E]. The model runs on one process like any other, and on the ranks of a mesh
     with the batches of :func:`shard_batch`. A second call changes nothing.
 
-    A model raises ValueError for attention dropout in training and a position bias (T5); a shard without its
-    plan raises ValueError too. One that computes attention itself does so as with "eager".
+    A model raises ValueError for attention dropout in training; a shard without its plan raises ValueError
+    too. One that computes attention itself does so as with "eager".
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -59,25 +59,40 @@ def attend(
     s_aux: Tensor | None = None, position_bias: Tensor | None = None, is_causal: bool | None = None,
     sliding_window: int | None = None, position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
-    context_parallel: ContextParallelPlan | None = None, kernel_options: dict[str, Any] | None = None,
-    **kwargs: Any,
+    indices: Tensor | None = None, context_parallel: ContextParallelPlan | None = None,
+    kernel_options: dict[str, Any] | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend as transformers' attention interface says.
 
     query: [B, Hq, S, D]; key: [B, Hkv, S_kv, D]; value: [B, Hkv, S_kv, E]. attention_mask: of
     :func:`tritoncp.integrations.transformers.masks.create_mask`, or of pairs: bool [B or 1, 1, S, S_kv], or
-    float [B or 1, 1 or Hq, S, S_kv], added to the scores. s_aux: [Hq], sinks. context_parallel: of
-    :func:`shard_batch`, then tensors are shards. Other keyword arguments of a model reach every
-    implementation, and are not of this one. Returns out [B, S, Hq, E], and no weights.
+    float [B or 1, 1 or Hq, S, S_kv], added to the scores. s_aux: [Hq], sinks. indices: [B, S, n], the keys
+    that each query may see. context_parallel: of :func:`shard_batch`, then tensors are shards. Other keyword
+    arguments of a model reach every implementation, and are not of this one. Returns out [B, S, Hq, E], and
+    no weights.
     """
-    _refuse(dropout, position_bias)
-    mesh, bias = None, None
+    if dropout > 0:
+        raise ValueError(
+            f"attention dropout of {dropout} in training: tritoncp has none; set the dropout of the config "
+            "to 0, as attention_dropout=0.0, or call model.eval()"
+        )
+    mesh, bias = None, position_bias
+    if indices is not None:
+        hidden = query.new_full((len(query), 1, query.shape[2], key.shape[2]), -torch.inf)
+        selected = hidden.scatter(-1, indices.long()[:, None], 0.0)
+        bias = selected if bias is None else bias + selected
     if context_parallel is not None:
         context_parallel.check_positions(position_ids)
+        if bias is not None:
+            raise ValueError(
+                "a position bias, as T5's, or indices of keys, made of the tokens of a shard: run this "
+                "model on whole sequences, without shard_batch"
+            )
         mask, mesh = context_parallel.plan_of(attention_mask), context_parallel.mesh
     else:
         if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
-            bias, attention_mask = attention_mask, None
+            bias = attention_mask if bias is None else bias + attention_mask
+            attention_mask, is_causal, sliding_window = None, False, None
         refuse_local_positions(attention_mask, position_ids, query.shape[2] == key.shape[2])
         if query.shape[2] == 1 and bias is None:
             row = _visible_keys(attention_mask)
@@ -85,9 +100,12 @@ def attend(
             return out.transpose(1, 2), None
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
-        default = (
-            _default_mask(is_causal, sliding_window) if bias is None else SlidingWindow(UNBOUNDED, UNBOUNDED)
-        )
+        if isinstance(attention_mask, ModelMask) and attention_mask.kv_len != key.shape[2]:
+            raise ValueError(
+                f"attention over {key.shape[2]} keys, and the mask is for {attention_mask.kv_len}: this "
+                'model adds keys itself; load it with attn_implementation="eager", on one process'
+            )
+        default = _default_mask(is_causal and query.shape[2] > 1, sliding_window)
         mask = _mask_of(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
     score_mod = None if softcap is None else _softcap(softcap)
     if bias is not None:
@@ -97,17 +115,6 @@ def attend(
         mesh=mesh, sinks=s_aux,
     )  # fmt: skip
     return out.transpose(1, 2), None
-
-
-def _refuse(dropout: float, position_bias: Tensor | None) -> None:
-    """Raise ValueError for unsupported arguments: dropout in training, and a position bias."""
-    if dropout > 0:
-        raise ValueError(
-            f"attention dropout of {dropout} in training: tritoncp has none; set the dropout of the config "
-            "to 0, as attention_dropout=0.0, or call model.eval()"
-        )
-    if position_bias is not None:
-        raise ValueError("a position bias, as T5's, is not supported: take another attn_implementation")
 
 
 _softcap = cache(softcap_mod)  # one function for each cap

@@ -17,13 +17,17 @@ from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import Facts, Text, fact, together
 from tritoncp.frontend.group_call import group_call
 from tritoncp.integrations.transformers.attention import is_registered
-from tritoncp.integrations.transformers.masks import ModelMask
+from tritoncp.integrations.transformers.masks import ModelMask, create_mask
 from tritoncp.integrations.transformers.model_classes import (
+    SPARSE_LAYERS,
     computes_attention_itself,
     counts_from_padding,
+    has_loss_of_its_own,
+    has_sparse_layers,
     may_be_recurrent,
 )
-from tritoncp.integrations.transformers.plans import BatchMasks, ContextParallelPlan
+from tritoncp.integrations.transformers.plans import OWN_LOSS, BatchMasks, ContextParallelPlan
+from tritoncp.integrations.transformers.positions import SHARDS
 from tritoncp.integrations.transformers.whole_sequences import run_recurrent_layers_whole
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.varlen import Documents
@@ -80,7 +84,7 @@ def shard_batch(
     model = config if isinstance(config, nn.Module) else None
     config = config if model is None else model.config
     group = groups.group_of(mesh)
-    read = partial(_read_batch, batch, config, model is None, compare=group is not None)
+    read = partial(_read_batch, batch, config, model, group)
     (kinds, position_ids), _ = together(group, "shard_batch", read)
     if model is not None:
         run_recurrent_layers_whole(model)
@@ -99,19 +103,26 @@ def shard_batch(
     own = ContextParallelPlan(
         plans, mesh, local["position_ids"], masks, schedule, described, shifted and group is not None
     )
+    if group is not None and group.size() > 1:
+        SHARDS.add(own)
     return {**local, "use_cache": False, "context_parallel": own}
 
 
 def _read_batch(
-    batch: Mapping[str, Any], config: PreTrainedConfig, only_config: bool, *, compare: bool
+    batch: Mapping[str, Any], config: PreTrainedConfig, model: nn.Module | None, group: Any
 ) -> tuple[tuple[dict[str, ModelMask], Tensor], Facts, tuple[int, ...]]:
     """Return the mask of each kind of layer and the position_ids [B, S], and the facts for ranks to
     compare."""
-    text, tokens = _check_config(config, only_config), _tokens(batch)
+    text, tokens = _check_config(config, model is None), _tokens(batch)
+    if group is not None and batch.get("labels") is not None and has_loss_of_its_own(config, model):
+        raise ValueError(
+            f"the model of {type(config).__name__} computes its loss itself, which a rank would do of its "
+            f"shard alone: {OWN_LOSS}"
+        )
     shape, device = tokens.shape[:2], tokens.device
     documents, position_ids = _positions(batch, text, shape, device)
     masks = _kinds(text, batch.get("attention_mask"), documents, shape, device)
-    facts = {"call": fact("shard_batch"), "batch": _fact_of(tokens)} if compare else {}
+    facts = {"call": fact("shard_batch"), "batch": _fact_of(tokens)} if group is not None else {}
     return (masks, position_ids.expand(shape)), facts, ()
 
 
@@ -158,6 +169,12 @@ def _check_config(config: PreTrainedConfig, only_config: bool) -> PreTrainedConf
             f"the models of {type(text).__name__} compute attention themselves, without transformers' "
             "attention interface, and would attend within a shard: run them on whole sequences, without "
             "shard_batch"
+        )
+    if has_sparse_layers(text):
+        raise ValueError(
+            f"layers of {type(text).__name__} select keys by scores of the whole sequence "
+            f"({', '.join(sorted(SPARSE_LAYERS.intersection(text.layer_types)))}), which a rank would select "
+            "within its shard: run the model on whole sequences, without shard_batch"
         )
     if getattr(text, "output_router_logits", False):
         raise ValueError(
@@ -248,8 +265,9 @@ def _kinds(
     requests = masking_utils.create_masks_for_generate(**arguments)
     requests = requests.values() if isinstance(requests, dict) else [requests]
     kinds = {one.kind: one for one in requests if isinstance(one, ModelMask) and one.kind is not None}
-    if not kinds:  # layers that are no attention alone, or of kinds that transformers has no masks for
+    if not kinds:  # layers that are no attention, or of kinds that transformers has no masks for
         one = masking_utils.create_causal_mask(**arguments)
+        one = one if isinstance(one, ModelMask) else create_mask(*shape, shape[1])
         kinds = {one.kind: one}
     return dict(sorted(kinds.items()))  # transformers lists a set, in another order in each process
 

@@ -12,6 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name by which models look up their attention
+# Kinds of layers that combine the mask with an index of their own.
+SPARSE_LAYERS = frozenset(
+    ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
+)
 CACHES = ("cache_params", "past_key_values")  # arguments of the modules that mix tokens
 
 
@@ -37,6 +41,31 @@ def computes_attention_itself(config: PreTrainedConfig) -> bool:
     return modeling is not None and (
         getattr(modeling, INTERFACE, None) is not modeling_utils.ALL_ATTENTION_FUNCTIONS
     )
+
+
+def has_sparse_layers(config: PreTrainedConfig) -> bool:
+    """Return whether layers of a config select keys by scores of their own, from a mask as a tensor."""
+    return not SPARSE_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def has_loss_of_its_own(config: PreTrainedConfig, model: nn.Module | None) -> bool:
+    """Return whether a model computes its loss from ``labels`` itself, not by transformers' loss function,
+    which reads ``shift_labels``. Without the model: whether the generating model of the config does."""
+    if model is not None:
+        base = getattr(model, "get_base_model", lambda: model)()
+        return not _calls_loss_function(type(base))
+    classes = vars(modeling_of(config) or object).items()
+    return any(
+        name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))
+        and not _calls_loss_function(cls)
+        for name, cls in classes
+        if inspect.isclass(cls)
+    )
+
+
+@cache
+def _calls_loss_function(cls: type) -> bool:
+    return "loss_function" in inspect.getsource(cls.forward)
 
 
 @cache

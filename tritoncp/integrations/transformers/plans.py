@@ -20,6 +20,11 @@ from tritoncp.masks.mask import Mask
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Work
 
+OWN_LOSS = (
+    "leave labels out and compute the loss from the logits of each rank, with the labels that "
+    "tritoncp.shard(labels, batch['context_parallel'].plan, dim=1, pad=-100) cuts"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class BatchMasks:
@@ -93,7 +98,7 @@ class ContextParallelPlan:
                 f"a layer has {kind}, made of the tokens of a shard: this model cannot be context parallel; "
                 "run it on whole sequences, without shard_batch"
             )
-        if attention_mask.attention_mask is not None:
+        if self._is_padded(attention_mask.attention_mask):
             raise ValueError(
                 "an attention_mask beside the batch of shard_batch: its plan has the padding already; put "
                 "the mask into the batch before it is sharded"
@@ -106,15 +111,22 @@ class ContextParallelPlan:
             )
         if self.labels and pattern.window[1] != 0:
             raise ValueError(
-                "a layer sees later tokens, and the batch has labels of next tokens: leave labels out and "
-                "compute the loss from the logits, with labels that tritoncp.shard(labels, "
-                "batch['context_parallel'].plan, dim=1, pad=-100) cuts; or pass shift_labels beside labels, "
-                "if the loss of the model reads them"
+                f"a layer sees later tokens, and the batch has labels of next tokens: {OWN_LOSS}; or pass "
+                "shift_labels beside labels, if the loss of the model reads them"
             )
         self._warn_of_documents(pattern)
         if pattern.kind not in self.plans:
             self.plans[pattern.kind] = self._plan_alike(pattern)
         return self.plans[pattern.kind]
+
+    def _is_padded(self, mask: Tensor | None) -> bool:
+        """Return whether a padding mask of local tokens hides any; some models make one that does not."""
+        if mask is None or mask in self._checked:
+            return False
+        if not bool(mask.all()):
+            return True
+        self._checked.add(mask)
+        return False
 
     def _plan_alike(self, pattern: Pattern) -> Plan:
         """Make the plan of another kind of layer, with the placement of the others."""

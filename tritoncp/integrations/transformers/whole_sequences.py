@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
 
 from tritoncp.api.shards import shard, unshard
 from tritoncp.integrations.transformers.model_classes import is_recurrent
@@ -26,11 +25,12 @@ _PREPARED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 class _Current:
     """The plan of the call of a model that is running, for modules that do not get it as an argument."""
 
-    plan: ContextParallelPlan | None = None
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.plan = weakref.ref(model), None
 
     def set(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if "context_parallel" in kwargs or isinstance(module, PreTrainedModel):
-            self.plan = kwargs.get("context_parallel")
+        if "context_parallel" in kwargs or module is self.model():
+            self.plan: ContextParallelPlan | None = kwargs.get("context_parallel")
 
 
 def run_recurrent_layers_whole(model: nn.Module) -> None:
@@ -39,7 +39,7 @@ def run_recurrent_layers_whole(model: nn.Module) -> None:
     if model in _PREPARED:
         return
     _PREPARED.add(model)
-    current = _Current()
+    current = _Current(model)
     for module in model.modules():
         if is_recurrent(module):
             module.register_forward_pre_hook(partial(_gather_input, current), with_kwargs=True)
