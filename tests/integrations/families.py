@@ -35,6 +35,7 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 HEADS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 NULLABLE = ("pad_token_id", "head_dim", "sliding_window")
 LENGTH, VOCABULARY, LIMIT, SECONDS = 64, 97, 1e-4, 150
+NOT_TRIED = "not tried: "
 MOST_WEIGHTS = 20_000_000
 
 # Sizes of small models, by the name of the attribute of a config.
@@ -265,7 +266,7 @@ def check(family: str, head: str) -> Row:
     batches = [make_batch(packed) for packed in (False, True)]
     variant, error = find_variant(family, head)
     if error:
-        return Row(family, *(f"not built: {error}",) * 3)
+        return Row(family, *(NOT_TRIED + error,) * 3)
     several = attempt(lambda: ranks.run(2, train_on_ranks, family, head, variant, timeout=100)[0])
     several = [several] * 2 if isinstance(several, str) else several
     labels = None
@@ -335,19 +336,50 @@ def prepare() -> None:
     transformers.utils.logging.set_verbosity(50)
 
 
+def cells_of(row: Row) -> list[str]:
+    """Return the cells of a row: yes or no for each way, and the reason of the first no."""
+    ways = [one if one in ("yes", "–") else "no" for one in row[1:]]
+    if row.one.startswith(NOT_TRIED):
+        ways = ["–"] * 3
+    reason = next((one for one in row[1:] if one not in ("yes", "–")), "")
+    return [row.family, *ways, reason]
+
+
+def read_table() -> dict[str, list[str]]:
+    """Return the rows of the page, by family."""
+    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
+    return {row[0].strip("`"): [row[0].strip("`"), *row[1:4], row[4] if len(row) > 4 else ""] for row in rows}
+
+
+def write_table(rows: dict[str, list[str]]) -> None:
+    """Write the rows of all families into the page."""
+    heads = ["family", "one process", "several ranks", "packed documents", "reason"]
+    count = [sum(row[i] == "yes" for row in rows.values()) for i in (1, 2, 3)]
+    lines = [
+        f"transformers {transformers.__version__}: of {len(rows)} families {count[0]} work on one process, "
+        f"{count[1]} on several ranks, {count[2]} with packed documents on several ranks.",
+        "",
+        *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * 5)),
+        *(f"| `{row[0]}` | {' | '.join(row[1:])} |" for _, row in sorted(rows.items())),
+    ]
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest.partition(END)[2]}")
+
+
 @click.command()
 @click.argument("families", nargs=-1)
-@click.option("--write", is_flag=True, help="Write the table into docs/models.md.")
+@click.option("--write", is_flag=True, help="Write the rows into docs/models.md.")
 def main(families: tuple[str, ...], write: bool) -> None:
     """Try FAMILIES of transformers, all unless named."""
     prepare()
-    heads = list_families()
-    rows = []
+    heads, rows = list_families(), read_table()
     for family in families or heads:
-        rows.append(check_in_child(family, heads[family]))
-        print("\t".join(rows[-1]), flush=True)
+        row = check_in_child(family, heads[family])
+        click.echo("\t".join(row))
+        rows[family] = cells_of(row)
     if write:
-        print(len(rows))
+        write_table({family: rows[family] for family in heads})
 
 
 if __name__ == "__main__":

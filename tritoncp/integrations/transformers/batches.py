@@ -25,6 +25,7 @@ from tritoncp.integrations.transformers.model_classes import (
     has_loss_of_its_own,
     has_sparse_layers,
     may_be_recurrent,
+    takes_positions,
 )
 from tritoncp.integrations.transformers.plans import OWN_LOSS, BatchMasks, ContextParallelPlan
 from tritoncp.integrations.transformers.positions import SHARDS
@@ -114,6 +115,11 @@ def _read_batch(
     """Return the mask of each kind of layer and the position_ids [B, S], and the facts for ranks to
     compare."""
     text, tokens = _check_config(config, model is None), _tokens(batch)
+    if group is not None and not (may_be_recurrent(text) or takes_positions(text, model)):
+        raise ValueError(
+            f"the models of {type(text).__name__} take no position_ids, and would count positions within a "
+            "shard: run them on whole sequences, without shard_batch"
+        )
     if group is not None and batch.get("labels") is not None and has_loss_of_its_own(config, model):
         raise ValueError(
             f"the model of {type(config).__name__} computes its loss itself, which a rank would do of its "

@@ -48,6 +48,18 @@ def has_sparse_layers(config: PreTrainedConfig) -> bool:
     return not SPARSE_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
+def takes_positions(config: PreTrainedConfig, model: nn.Module | None) -> bool:
+    """Return whether a model takes ``position_ids``; without it, whether any model of the config does."""
+    if model is None:
+        modeling = modeling_of(config)
+        classes = [one for one in vars(modeling or object).values() if inspect.isclass(one)]
+    else:
+        modeling, classes = model, [type(part) for part in model.modules()]
+    return modeling is None or any(
+        "position_ids" in _parameters(one) for one in classes if issubclass(one, PreTrainedModel)
+    )
+
+
 def has_loss_of_its_own(config: PreTrainedConfig, model: nn.Module | None) -> bool:
     """Return whether a model computes its loss from ``labels`` itself, not by transformers' loss function,
     which reads ``shift_labels``. Without the model: whether the generating model of the config does."""
