@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MORE_MODELS: dict[str, dict[str, Any]] = {
+    "OPT": {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32},
     "Gemma3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     "Olmo2": {},
     "Phi3": {"sliding_window": WINDOW},

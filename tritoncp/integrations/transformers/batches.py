@@ -21,6 +21,7 @@ from tritoncp.integrations.transformers.masks import ModelMask, create_mask
 from tritoncp.integrations.transformers.model_classes import (
     SPARSE_LAYERS,
     computes_attention_itself,
+    counts_by_padding_mask,
     counts_from_padding,
     has_loss_of_its_own,
     has_sparse_layers,
@@ -223,7 +224,11 @@ def _positions(
 def _default_positions(
     batch: Mapping[str, Any], config: PreTrainedConfig, shape: torch.Size, device: torch.device
 ) -> Tensor:
-    """Return the positions that a model makes itself, [B, S]: RoBERTa's begin behind the id of padding."""
+    """Return the positions that a model makes itself, [B, S]: RoBERTa's begin behind the id of padding, OPT's
+    leave padding out."""
+    mask = batch.get("attention_mask")
+    if mask is not None and counts_by_padding_mask(config):
+        return mask.long().cumsum(1) * mask.long() - 1
     tokens, padding = batch.get("input_ids"), config.pad_token_id
     if tokens is not None and padding is not None and counts_from_padding(config):
         is_token = tokens != padding

@@ -90,6 +90,14 @@ def counts_from_padding(config: PreTrainedConfig) -> bool:
     return "def create_position_ids_from_input_ids(" in _source_of(modeling_of(config))
 
 
+def counts_by_padding_mask(config: PreTrainedConfig) -> bool:
+    """Return whether positions of the models of a config count the tokens of the attention_mask, as OPT's."""
+    code = _source_of(modeling_of(config))
+    return (
+        "position_ids = torch.cumsum(attention_mask" in code or "torch.cumsum(position_attention_mask" in code
+    )
+
+
 def may_be_recurrent(config: PreTrainedConfig) -> bool:
     """Return whether models of a config may have state-space layers, by the classes beside them."""
     classes = vars(modeling_of(config) or object).values()
