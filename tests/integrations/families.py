@@ -109,6 +109,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"num_key_value_heads": 4},
     {"head_dim": 16},
+    {"num_experts_per_tok": 1},
     {"head_dim": None, "num_attention_heads": 2},
     {"hidden_size": 256, "head_dim": 64},
     {"hidden_size": 512, "head_dim": 128, "vision_config": {"hidden_size": 32}},
@@ -172,7 +173,7 @@ def shrink(cls: Any, sizes: dict[str, Any], options: dict[str, Any]) -> Any:
         size = sizes.get(name)
         if size is not None and (type(value) is type(size) or (value is None and name in NULLABLE)):
             small[name] = size
-        elif "drop" in name and isinstance(value, float):
+        elif ("drop" in name or "jitter" in name) and isinstance(value, float):
             small[name] = 0.0
     for alias, name in cls.attribute_map.items():
         if alias in small and name in small:
@@ -181,9 +182,13 @@ def shrink(cls: Any, sizes: dict[str, Any], options: dict[str, Any]) -> Any:
         small["layer_types"] = list(dict.fromkeys(kinds)) * (1 if len(set(kinds)) > 1 else 2)
         small["num_hidden_layers"] = len(small["layer_types"])
     last = None
-    for without in ((), ("layer_types",)):
+    for without in ((), ("layer_types",), cls.attribute_map, ("layer_types", *cls.attribute_map)):
         try:
-            return cls(**{name: x for name, x in small.items() if name not in without} | options)
+            config = cls(**{name: x for name, x in small.items() if name not in without} | options)
+            for name in ("decoder_start_token_id", "pad_token_id"):
+                if getattr(config, name, None) is None:
+                    setattr(config, name, SIZES[name])
+            return config
         except Exception as error:
             last = last or error
     raise last

@@ -81,6 +81,7 @@ def attend(
         hidden = query.new_full((len(query), 1, query.shape[2], key.shape[2]), -torch.inf)
         selected = hidden.scatter(-1, indices.long()[:, None], 0.0)
         bias = selected if bias is None else bias + selected
+    pairs = query.shape[2], key.shape[2]
     if context_parallel is not None:
         context_parallel.check_positions(position_ids)
         if bias is not None:
@@ -109,7 +110,7 @@ def attend(
         mask = _mask_of(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
     score_mod = None if softcap is None else _softcap(softcap)
     if bias is not None:
-        score_mod = _add_bias(bias, score_mod)
+        score_mod = _add_bias(bias.expand(-1, -1, *pairs), score_mod)
     out = flex_attention(
         query, key, value, score_mod, mask, scaling, enable_gqa=True, kernel_options=kernel_options,
         mesh=mesh, sinks=s_aux,
