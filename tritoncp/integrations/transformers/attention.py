@@ -59,14 +59,14 @@ def attend(
     s_aux: Tensor | None = None, position_bias: Tensor | None = None, is_causal: bool | None = None,
     sliding_window: int | None = None, position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
-    indices: Tensor | None = None, context_parallel: ContextParallelPlan | None = None,
+    sinks: Any = None, indices: Tensor | None = None, context_parallel: ContextParallelPlan | None = None,
     kernel_options: dict[str, Any] | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend as transformers' attention interface says.
 
     query: [B, Hq, S, D]; key: [B, Hkv, S_kv, D]; value: [B, Hkv, S_kv, E]. attention_mask: of
-    :func:`tritoncp.integrations.transformers.masks.create_mask`, or of pairs: bool [B or 1, 1, S, S_kv], or
-    float [B or 1, 1 or Hq, S, S_kv], added to the scores. s_aux: [Hq], sinks. indices: [B, S, n], the keys
+    :func:`tritoncp.integrations.transformers.masks.create_mask`, or of pairs, [B or 1, 1 or Hq, S, S_kv]:
+    bool, or float, added to the scores. s_aux: [Hq], sinks. indices: [B, S, n], the keys
     that each query may see. context_parallel: of :func:`shard_batch`, then tensors are shards. Other keyword
     arguments of a model reach every implementation, and are not of this one. Returns out [B, S, Hq, E], and
     no weights.
@@ -81,6 +81,11 @@ def attend(
         hidden = query.new_full((len(query), 1, query.shape[2], key.shape[2]), -torch.inf)
         selected = hidden.scatter(-1, indices.long()[:, None], 0.0)
         bias = selected if bias is None else bias + selected
+    if sinks is not None:
+        raise ValueError(
+            "sinks of each query, made of its tokens, are not supported, only one a head: load this model "
+            'with attn_implementation="eager"'
+        )
     pairs = query.shape[2], key.shape[2]
     if context_parallel is not None:
         context_parallel.check_positions(position_ids)
@@ -91,6 +96,8 @@ def attend(
             )
         mask, mesh = context_parallel.plan_of(attention_mask), context_parallel.mesh
     else:
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+            attention_mask = attention_mask.expand(-1, -1, *pairs)
         if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
             bias = attention_mask if bias is None else bias + attention_mask
             attention_mask, is_causal, sliding_window = None, False, None
@@ -156,9 +163,10 @@ def _mask_of(
         return attention_mask
     _check_dense(attention_mask)
     dense = attention_mask
+    rows, heads = dense.shape[:2]
 
     def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return dense[b if len(dense) > 1 else 0, 0, q_idx, kv_idx]
+        return dense[b if rows > 1 else 0, h if heads > 1 else 0, q_idx, kv_idx]
 
     return and_masks(visible)
 

@@ -26,6 +26,7 @@ from tritoncp.integrations.transformers.model_classes import (
     has_loss_of_its_own,
     has_sparse_layers,
     may_be_recurrent,
+    may_convolve,
     takes_positions,
 )
 from tritoncp.integrations.transformers.plans import OWN_LOSS, BatchMasks, ContextParallelPlan
@@ -165,10 +166,10 @@ def _check_config(config: PreTrainedConfig, only_config: bool) -> PreTrainedConf
             "whole sequences, without shard_batch"
         )
     other_kinds = set(getattr(text, "layer_types", None) or ()) & OTHER_LAYERS
-    if only_config and (other_kinds or may_be_recurrent(text)):
+    if only_config and (other_kinds or may_be_recurrent(text) or may_convolve(text)):
         raise ValueError(
             f"{type(text).__name__} is of models with layers that are no attention "
-            f"({', '.join(sorted(other_kinds)) or 'state spaces'}), which have to run on whole sequences: "
+            f"({', '.join(sorted(other_kinds)) or 'recurrence or convolution'}), which run on whole sequences: "
             "pass the model itself, shard_batch(batch, model, mesh)"
         )
     if computes_attention_itself(text) and not may_be_recurrent(text):

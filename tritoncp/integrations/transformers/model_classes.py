@@ -107,13 +107,22 @@ def may_be_recurrent(config: PreTrainedConfig) -> bool:
     )
 
 
+def may_convolve(config: PreTrainedConfig) -> bool:
+    """Return whether models of a config may convolve tokens, by the code beside them."""
+    return "nn.Conv1d(" in _source_of(modeling_of(config))
+
+
 def is_recurrent(module: nn.Module) -> bool:
-    """Return whether a module mixes tokens, and none of its parts does, without computing attention: it takes
-    a cache of earlier tokens."""
-    if not _takes_cache(type(module)) or isinstance(module, PreTrainedModel | GradientCheckpointingLayer):
+    """Return whether a module mixes tokens without computing attention, and none of its parts does: it takes
+    a cache of earlier tokens, or convolves."""
+    if not _mixes_tokens(module) or isinstance(module, PreTrainedModel | GradientCheckpointingLayer):
         return False
     parts = list(module.modules())[1:]
-    return not any(_takes_cache(type(part)) for part in parts) and not _computes_attention(type(module))
+    return not any(_mixes_tokens(part) for part in parts) and not _computes_attention(type(module))
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    return _takes_cache(type(module)) or any(isinstance(part, nn.Conv1d) for part in module.children())
 
 
 def _takes_cache(cls: type[nn.Module]) -> bool:
