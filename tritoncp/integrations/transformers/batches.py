@@ -168,8 +168,8 @@ def _check_config(config: PreTrainedConfig, only_config: bool) -> PreTrainedConf
     other_kinds = set(getattr(text, "layer_types", None) or ()) & OTHER_LAYERS
     if only_config and (other_kinds or may_be_recurrent(text) or may_convolve(text)):
         raise ValueError(
-            f"{type(text).__name__} is of models with layers that are no attention "
-            f"({', '.join(sorted(other_kinds)) or 'recurrence or convolution'}), which run on whole sequences: "
+            f"models of {type(text).__name__} have layers that are no attention "
+            f"({', '.join(sorted(other_kinds)) or 'recurrent or convolutional'}) and run on whole sequences: "
             "pass the model itself, shard_batch(batch, model, mesh)"
         )
     if computes_attention_itself(text) and not may_be_recurrent(text):
