@@ -44,11 +44,9 @@ STUDIED = {
     "prefix-LM": ("prefix", "Causal, and all see the first quarter."),
     "shared question": (
         "shared-question",
-        "All see the first quarter, and behind it only their own answer; causal. No closed "
-        "form: the mask is asked about every pair, so only the short lengths are here.",
+        "A tree: all see the first quarter, and behind it only their own answer; causal.",
     ),
 }
-MAX_TRACED_SIZE = {"shared question": 1 << 16}  # tokens, by mask without a closed form
 EVEN = 1.02
 
 
@@ -95,8 +93,6 @@ def format_balance(sizes: Sequence[int], worlds: Sequence[int]) -> str:
     for name, (mask_name, note) in STUDIED.items():
         rows = []
         for size in sizes:
-            if size > MAX_TRACED_SIZE.get(name, size):
-                continue
             mask = Problem(mask_name, size).block_mask()
             for world_size in worlds:
                 cells = [_format_cell(measure_quality(mask, world_size, balancer)) for balancer in balancers]

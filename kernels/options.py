@@ -26,8 +26,7 @@ _ALLOWED: dict[str, Any] = {
 }
 _SWITCH = (False, True)  # valid values of all other fields of Config
 # Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here).
-# COMPILE is for the CPU engine.
-OWN = ("COMPILE", "FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
+OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 WRONG_ROUTE = "its results are not those of 'loops'"  # result of `route_check.verify_route`
 ROUTES = ("loops", "gluon")  # of the forward pass; the first is the default
@@ -98,7 +97,7 @@ def check_options(options: dict[str, Any], arch: str | None = None) -> None:
             raise ValueError(
                 f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
             )
-    for option in ("COMPILE", "FUSED_BACKWARD", "PACK_GQA", "deterministic"):
+    for option in ("FUSED_BACKWARD", "PACK_GQA", "deterministic"):
         if not isinstance(flag := options.get(option, False), bool):
             raise ValueError(f"kernel option {option}={flag!r}; True or False is needed")
     splits = options.get("SPLIT_KV", 1)

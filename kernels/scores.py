@@ -77,12 +77,21 @@ def scale_pieces(b_x, factor):
 
 
 @triton.jit
+def _first(x, y):
+    return x
+
+
+@triton.jit
 def dot(b_a, b_b, PRECISION: tl.constexpr):
     """a @ b in float32 (float64 for float64 operands)."""
     if INTERPRETED and b_a.dtype != tl.float64:
         b_a = b_a.to(tl.float32)
         b_b = b_b.to(tl.float32)
     if b_a.dtype == tl.float64:
+        if not INTERPRETED:
+            # Triton lays out an operand by the narrowest load behind it, such as a mask's, and fails to
+            # compile float64 where that has 8 or 16 bits (3.7.1; sm_80, sm_90).  A reduction ends its search.
+            b_a = tl.reduce(tl.expand_dims(b_a, 2), 2, _first)
         return tl.dot(b_a, b_b, out_dtype=tl.float64)
     else:
         return tl.dot(b_a, b_b, input_precision=PRECISION)

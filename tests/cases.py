@@ -194,11 +194,7 @@ def dense(
     """Return out, lse and max_scores of dense attention, whose pairs do not come from tritoncp."""
     mod = case.score_mod(learned)
     score = mod and (lambda s, b, *rest: mod(s, b + case.first_row, *rest))
-    out, lse, top = dense_attention(q, k, v, case.visible(), score, scale=case.scale)
-    if sinks is None:
-        return [out, lse, top]
-    total = torch.logaddexp(lse, sinks[:, None])
-    return [out * (lse - total).exp()[..., None], total, top]
+    return [*dense_attention(q, k, v, case.visible(), score, scale=case.scale, sinks=sinks)]
 
 
 def answers(case: Case, leaves: dict[str, Tensor], function: Callable[..., Sequence[Tensor]]) -> Answers:

@@ -91,7 +91,7 @@ def mods(tmp_path, monkeypatch):
 
 
 NINES = "9" * 30
-SMALL, DRY = "--seq-len=256", ("--target=sm_90", "--dry-run")
+SMALL = "--seq-len=256"
 REFUSED = {
     "plan": [
         (["--mask", "causal & cusal"], "^^^^^"),
@@ -132,11 +132,10 @@ REFUSED = {
         (["--timeout", "nan"], "no number of seconds"),
     ],
     "autotune": [
-        ([*DRY, "--score-mod", "os:system"], "os:system takes (command)"),
-        ([*DRY, "--score-mod", "my_mods:near"], "takes (b, h, q, kv)"),
-        ([*DRY, "--budget", "nan"], "no time to work in"),
-        ([*DRY, "--timeout", "nan"], "no number of seconds"),
-        ([*DRY, "--out", "my_mods.py"], "is a file"),
+        (["--score-mod", "os:system"], "os:system takes (command)"),
+        (["--score-mod", "my_mods:near"], "takes (b, h, q, kv)"),
+        (["--budget", "nan"], "no time to work in"),
+        (["--out", "my_mods.py"], "is a file"),
     ],
     "demo": [
         (["--seq-len", "0"], "not in the range"),
@@ -170,7 +169,6 @@ def test_options_that_make_no_sense_are_refused_in_a_message(command, words, sai
     ("command", "words"),
     [
         ("plan", [SMALL, "--png", "/proc/x.png"]),
-        ("plan", [SMALL, "--html", "/proc/x.html"]),
         ("plan", [SMALL, "--png", f"{'a' * 300}.png"]),
         ("demo", ["--steps=1", SMALL, "--out", "/proc/x"]),
     ],

@@ -4,10 +4,12 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from tritoncp.cli import main
 from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, window, windows
 from tritoncp.demo.model import ModelShape
-from tritoncp.demo.ranks import LocalRanks, RankFailed
+from tritoncp.demo.ranks import RankFailed, train_on_ranks
 from tritoncp.demo.report import OUTPUT_TOLERANCE, difference, show_progress
 from tritoncp.demo.train import TrainingConfig, TrainingStep, train
 
@@ -116,19 +118,20 @@ def test_torchrun_is_refused(monkeypatch, tmp_path):
 
 def test_an_error_of_a_rank_is_reported_once_with_its_number():
     impossible = TrainingConfig(seq_len=256, steps=1, shape=ModelShape(heads=3, kv_heads=2, layers=1))
-    with LocalRanks(impossible, 2, lambda step: None) as ranks, pytest.raises(RankFailed) as failed:
-        ranks.result()
+    with pytest.raises(RankFailed) as failed:
+        list(train_on_ranks(impossible, 2))
     said = str(failed.value)
     assert said.startswith(("rank 0 of 2 failed:", "rank 1 of 2 failed:"))
     assert said.count("Traceback (most recent call last)") == 1
-    assert not any(process.is_alive() for process in ranks.context.processes)
+    assert not multiprocessing.active_children()
 
 
 def test_a_rank_that_is_killed_is_noticed():
-    with LocalRanks(SMALL, 2, lambda step: None) as ranks:
-        os.kill(ranks.context.processes[1].pid, signal.SIGKILL)
-        with pytest.raises(RankFailed, match=r"rank 1 of 2 failed: .*SIGKILL"):
-            ranks.result()
+    steps = train_on_ranks(replace(SMALL, steps=1000), 2)
+    next(steps)
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+    with pytest.raises(RankFailed, match=r"rank [01] of 2 failed: .*SIGKILL"):
+        list(steps)
 
 
 # verdict and display
@@ -139,14 +142,13 @@ def test_a_rank_that_is_killed_is_noticed():
     [([2.0, 1.5], 0.0), ([2.0, float("nan")], 0.0), ([2.0], 0.0), ([2.0, 1.0], 0.1), ([2.0, 1.0], math.inf)],
 )
 def test_a_disagreement_is_shown_and_fails(second, gap, monkeypatch, tmp_path):
-    def doctored(config, world_size, on_many, on_one):
-        return [TrainingStep(1, 2.0, 0.1), TrainingStep(2, 1.0, 0.1)], [
-            TrainingStep(i, x, 0.1) for i, x in enumerate(second, 1)
-        ]
+    def steps(losses):
+        return lambda *arguments: [TrainingStep(i, x, 0.1) for i, x in enumerate(losses, 1)]
 
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # the command sets it
     monkeypatch.setattr(demo_run, "uses_triton", lambda device: False)
-    monkeypatch.setattr(demo_run, "side_by_side", doctored)
+    monkeypatch.setattr(demo_run.ranks, "train_on_ranks", steps([2.0, 1.0]))
+    monkeypatch.setattr(demo_run, "train", steps(second))
     monkeypatch.setattr(demo_run, "compare_engines", lambda config, world_size: gap)
     done = CliRunner().invoke(main, ["demo", "--steps=2", "--seq-len=256", f"--out={tmp_path}"])
     assert done.exit_code == 1

@@ -85,6 +85,33 @@ def causal_documents_of_rows(sizes: Sizes, number: int) -> Rule:
     return Rule(mod, lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv), by_row=True)
 
 
+def trees(sizes: Sizes, number: int) -> Rule:
+    """A forest for each batch row, of up to 11 segments, some of length 0; two in three have a window."""
+    g, n = generator(number), number % 11 + 1
+    cuts = torch.randint(0, sizes.longest + 1, (sizes.batch, n - 1), generator=g).sort(1).values
+    ends = torch.nn.functional.pad(cuts, (0, 1), value=sizes.longest)
+    lengths = ends.diff(dim=1, prepend=torch.zeros(sizes.batch, 1, dtype=torch.int64))
+    left = (-1, number % 29, 2)[number % 3]
+    parents, tables = [], []
+    for ending in ends:
+        path, above, parent = [], [], []  # segments above a segment, itself included
+        for i in range(n):
+            path = path[: int(torch.randint(0, len(path) + 1, (), generator=g))]
+            parent.append(path[-1] if path else -1)
+            path = [*path, i]
+            above.append(path)
+        table = torch.zeros(sizes.longest, sizes.longest, dtype=torch.bool)
+        for q in range(sizes.longest):
+            segment = torch.searchsorted(ending, torch.arange(q + 1), right=True)
+            (keys,) = torch.isin(segment, torch.tensor(above[segment[q]])).nonzero(as_tuple=True)
+            table[q, keys if left == -1 else keys[-left - 1 :]] = True
+        parents.append(parent)
+        tables.append(table)
+    visible = torch.stack(tables)
+    mod = tritoncp.tree(parents, lengths, window=(left, -1))
+    return Rule(mod, lambda b, h, q, kv: visible[b, q, kv], by_row=True)
+
+
 def bits(sizes: Sizes, number: int) -> Rule:
     table = torch.rand(sizes, generator=generator(number)) < (0.3, 0.05, 0.6)[number % 3]
     return python_rule(lambda b, h, q, kv: table[b, h, q, kv], by_row=True, by_head=True)
@@ -208,6 +235,7 @@ MASKS: dict[str, Callable[[Sizes, int], Rule]] = {  # by the sizes of a call and
     "prefix": prefix,
     "documents": documents,
     "causal documents of rows": causal_documents_of_rows,
+    "trees": trees,
     "everything": lambda s, n: python_rule(lambda b, h, q, kv: q >= 0),
     "dilated": lambda s, n: python_rule(lambda b, h, q, kv: (q >= kv) & ((q - kv) % (n % 4 + 2) <= n % 3)),
     "first keys and window": lambda s, n: python_rule(

@@ -29,16 +29,18 @@ if TYPE_CHECKING:
     from tritoncp.api.parallel import SAVE_OPS as SAVE_OPS
     from tritoncp.api.parallel import ContextParallel as ContextParallel
     from tritoncp.api.parallel import checkpoint_policy as checkpoint_policy
+    from tritoncp.api.plan_cache import plan_cache_clear as plan_cache_clear
+    from tritoncp.api.plan_cache import plan_cache_info as plan_cache_info
     from tritoncp.api.plans import make_plan as make_plan
     from tritoncp.api.shards import positions as positions
     from tritoncp.api.shards import shard as shard
     from tritoncp.api.shards import unshard as unshard
     from tritoncp.api.simulate import simulate as simulate
+    from tritoncp.api.trees import pack_trajectories as pack_trajectories
+    from tritoncp.api.trees import tree_edges as tree_edges
     from tritoncp.api.varlen import contiguous_to_dual_chunk as contiguous_to_dual_chunk
     from tritoncp.api.varlen import dual_chunk_to_contiguous as dual_chunk_to_contiguous
     from tritoncp.api.varlen import varlen_attention as varlen_attention
-    from tritoncp.frontend.plan_cache import plan_cache_clear as plan_cache_clear
-    from tritoncp.frontend.plan_cache import plan_cache_info as plan_cache_info
     from tritoncp.masks.closed_forms import causal as causal
     from tritoncp.masks.closed_forms import document as document
     from tritoncp.masks.closed_forms import prefix_lm as prefix_lm
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from tritoncp.masks.mask_mod import or_masks as or_masks
     from tritoncp.masks.named import alibi as alibi
     from tritoncp.masks.named import softcap as softcap
+    from tritoncp.masks.prefix_tree import tree as tree
     from tritoncp.masks.varlen import varlen_mask as varlen_mask
     from tritoncp.planning.balance import balancers as balancers
     from tritoncp.planning.plan import Plan as Plan
@@ -87,10 +90,12 @@ _WHERE = {
     "masks.closed_forms": ("causal", "document", "prefix_lm", "sliding_window"),
     "masks.from_torch": ("from_block_mask",),
     "masks.named": ("alibi", "softcap"),
+    "api.trees": ("pack_trajectories", "tree_edges"),
     "api.varlen": ("contiguous_to_dual_chunk", "dual_chunk_to_contiguous", "varlen_attention"),
     "api.parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
     "planning.plan": ("Plan",),
-    "frontend.plan_cache": ("plan_cache_clear", "plan_cache_info"),
+    "api.plan_cache": ("plan_cache_clear", "plan_cache_info"),
+    "masks.prefix_tree": ("tree",),
     "masks.varlen": ("varlen_mask",),
     "api.simulate": ("simulate",),
 }

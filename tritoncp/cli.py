@@ -34,7 +34,7 @@ class Group(click.Group):
 
 
 HEADS = click.IntRange(1, 1 << 16)
-HEAD_DIM = click.IntRange(1, 256)  # as tritoncp.frontend.validate.MAX_HEAD_DIM, which would import torch here
+HEAD_DIM = click.IntRange(1, 256)  # as tritoncp.api.validate.MAX_HEAD_DIM, which would import torch here
 
 
 @click.group("tritoncp", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -116,16 +116,13 @@ BALANCERS = (
     "--block-size", type=click.IntRange(1, 1 << 20), default=128, show_default=True, help="Tokens of a block."
 )
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Where the picture goes.")
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Where a page with all of it goes."
-)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
-def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> None:
+def plan(png: Path | None, as_json: bool, **options: Any) -> None:
     """Show how the blocks of a mask would be assigned to ranks, and at which cost: no GPU is needed.
 
     \b
     Examples:
-      tritoncp plan --lengths 4096,8192,53248 --world-size 4 --png plan.png --html plan.html
+      tritoncp plan --lengths 4096,8192,53248 --world-size 4 --png plan.png
       tritoncp plan --mask "causal & window(4K)" --seq-len 1M --world-size 64
       tritoncp plan --balancer locality --schedule fetch --json
 
@@ -135,14 +132,12 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
     from tritoncp.planning.report.command import collect_facts, print_facts
     from tritoncp.planning.report.drawing import write_drawing
 
-    for path, suffix in ((png, ".png"), (html, ".html")):
-        if path is not None and path.suffix != suffix:
-            raise click.UsageError(f"--{suffix[1:]} {str(path)!r}: the file has to be called *{suffix}")
+    if png is not None and png.suffix != ".png":
+        raise click.UsageError(f"--png {str(png)!r}: the file has to be called *.png")
     with contextlib.redirect_stdout(sys.stderr):  # of a mask_mod that prints
         facts = collect_facts(**options)
-        for path in (png, html):
-            if path is not None:
-                write_drawing(facts, path)
+        if png is not None:
+            write_drawing(facts, png)
         text = json.dumps(facts.as_json()) if as_json else ""
     click.echo(text) if as_json else print_facts(facts)
 

@@ -45,15 +45,6 @@ def collect_points(
     return {"run": runs} | {name: np.array(values, np.float32) for name, values in columns.items()}
 
 
-def select_points(
-    columns: Mapping[str, Any], texts: Mapping[str, Sequence[str]], count: int
-) -> dict[str, Any]:
-    """Select the points of the first case, with the texts of their runs, as the page's script does of any."""
-    selected = {name: values[:count] for name, values in columns.items()}
-    by_point = {name: [values[run] for run in selected["run"]] for name, values in texts.items()}
-    return selected | by_point | {"x": list(range(count))}
-
-
 def find_levels(trend: Trend) -> list[float]:
     """Return the level at each point: the median of the points between two changes."""
     times = np.array([point.ms or math.nan for point in trend.points])

@@ -68,8 +68,8 @@ def page(history: History, repository: str = "") -> str:
     numbers = {run: i for i, run in enumerate(runs)}
     points = ColumnDataSource(charts.collect_points(all_trends, numbers, families))
     texts_of_runs = {name: [getattr(run, name) for run in runs.values()] for name in Run._fields}
-    first = charts.select_points(points.data, texts_of_runs, len(all_trends[0].points))
-    shown = ColumnDataSource(first, name="shown")
+    # The points of the case that is shown: the page's script fills them.
+    shown = ColumnDataSource({name: [] for name in (*points.data, *Run._fields, "x")}, name="shown")
     filters = _make_filters(all_trends)
     models = {"cases": cases, "times": charts.make_time_chart(shown), **filters}
     if families:

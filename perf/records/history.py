@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from tritoncp.core.checked_json import parse_json
 from tritoncp.perf.exit_codes import InputError
-from tritoncp.perf.records.schema import check_measurement
 
 VERSION = 1
 OURS = "tritoncp"
@@ -268,7 +267,6 @@ def _parse_line(text: bytes) -> dict[str, Any] | str:
     if line.get("v") != VERSION:
         return f"written in version {line.get('v')!r} of the format; this tritoncp reads version {VERSION}"
     try:
-        check_measurement(line)
         point_of(line)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         return f"not a measurement: {type(error).__name__}: {error}"
@@ -276,7 +274,18 @@ def _parse_line(text: bytes) -> dict[str, Any] | str:
 
 
 def point_of(line: dict[str, Any]) -> Point:
-    """Make a point from a line of kind "case". Raises KeyError or TypeError if fields are missing."""
+    """Make a point from a line of kind "case". Raises KeyError, TypeError, ValueError or AttributeError for a
+    line that is no measurement."""
+    for kind, names in ((str, ("run", "time", "case")), (dict, ("env", "tags", "work", "state", "goal"))):
+        for name in names:
+            if not isinstance(line[name] if kind is str else line.get(name, {}), kind):
+                raise TypeError(f"{name} is no {'text' if kind is str else 'object'}")
+    for name, figures in line["contenders"].items():
+        times = [figures[key] for key in ("ms", "low", "high") if key in figures]
+        if not times and not isinstance(figures.get("why"), str):
+            raise KeyError(f"{name} has neither ms nor why")
+        if not all(type(x) in (int, float) and x > 0 for x in [*times, *figures.get("samples", ())]):
+            raise ValueError(f"the times of {name} are not positive")
     fields = {name: line[name] for name in Point.__dataclass_fields__ if name in line}
     return Point(**{"env": {}} | fields | {"series": Series(**line["series"])})
 

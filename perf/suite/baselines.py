@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,6 @@ from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard, unshard
 from tritoncp.api.simulate import simulate
-from tritoncp.core.environment import UNSAFE_FUSED
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.perf.records.history import variant
 from tritoncp.planning.problem import MASKS, Problem, document_lengths
@@ -64,7 +62,6 @@ class Contender:
     to_bhsd: converts out, dq, dk or dv (or the list of the ranks' parts) to [batch, heads, seq, dim]
     repeat: the number of copies of each key head in the leaves
     passes: the passes to time, which the contender's options change
-    environment: variables that are set only while this contender runs
     """
 
     call: Callable[[], Any]
@@ -73,28 +70,16 @@ class Contender:
     to_bhsd: Callable[[Any], Tensor] = lambda x: x
     repeat: int = 1
     passes: tuple[str, ...] = PASSES
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Run a call in the environment of this contender."""
-        previous = {name: os.environ.get(name) for name in self.environment}
-        os.environ.update(self.environment)
-        try:
-            return call()
-        finally:
-            for name, value in previous.items():
-                os.environ.pop(name)
-                os.environ.update({} if value is None else {name: value})
 
     def forward(self) -> Tensor:
         """Return out [batch, heads, seq, v_dim], detached."""
-        out = self.run(self.call)
+        out = self.call()
         with torch.no_grad():
             return self.to_bhsd(out).detach()
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv in the layout of the problem's q, k, v."""
-        grads = self.run(lambda: torch.autograd.grad(self.call(), self.leaves, self.dout))
+        grads = torch.autograd.grad(self.call(), self.leaves, self.dout)
         ranks = len(grads) // 3
         with torch.no_grad():
             per_tensor = (
@@ -124,8 +109,7 @@ def inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
 
 
 def one_device(problem: Problem, tensors: Inputs, options: dict[str, Any] | None = None) -> Contender:
-    """Prepare tritoncp on one device, with the mask in closed form. The fused backward pass may run where it
-    is refused as unsafe, because answers are compared with the reference before they are timed."""
+    """Prepare tritoncp on one device, with the mask in closed form."""
     mask, device = problem.closed_form(), tensors.q.device
     score, sinks = problem.score_mod(device), problem.sinks(device)
     leaves = tensors.q, tensors.k, tensors.v
@@ -133,23 +117,19 @@ def one_device(problem: Problem, tensors: Inputs, options: dict[str, Any] | None
     def call() -> Tensor:
         return flex_attention(*leaves, score, mask, enable_gqa=True, kernel_options=options, sinks=sinks)
 
-    return Contender(call, leaves, tensors.dout, **_contender_options(options))
+    return Contender(call, leaves, tensors.dout, passes=_passes_of(options))
 
 
-def _contender_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the passes that kernel options change and the environment variables that they need.
+def _passes_of(options: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the passes that kernel options change.
 
-    >>> _contender_options({"ROUTE": "gluon", "fwd_BLOCK_N": 64})
-    {'passes': ('forward',), 'environment': {}}
-    >>> _contender_options({"num_warps": 8})["passes"]
-    ('forward', 'backward')
+    >>> _passes_of({"ROUTE": "gluon", "fwd_BLOCK_N": 64}), _passes_of({"num_warps": 8})
+    (('forward',), ('forward', 'backward'))
     """
     names = [*(options or {})]
-    passes = tuple(
+    return tuple(
         p for p in PASSES if not names or not all(name.startswith(_IRRELEVANT_PREFIXES[p]) for name in names)
     )
-    unsafe = {UNSAFE_FUSED.name: "1"} if (options or {}).get("FUSED_BACKWARD") else {}
-    return {"passes": passes, "environment": unsafe}
 
 
 def split(
@@ -176,7 +156,7 @@ def split(
     attend: Callable[[], Any] = partial(world.flex_attention, qs, ks, vs, score, plan, **options)
     leaves = (*qs, *ks, *vs)
     to_bhsd = partial(world.unshard, plan=plan, dim=2)
-    return Contender(attend, leaves, douts, to_bhsd, **_contender_options(kernel_options))
+    return Contender(attend, leaves, douts, to_bhsd, passes=_passes_of(kernel_options))
 
 
 def torch_split(problem: Problem, tensors: Inputs, group: Any) -> Contender:

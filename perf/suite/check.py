@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from tritoncp.core.tracing import Mod, vmapped
 from tritoncp.perf.suite.baselines import Inputs
 from tritoncp.planning.problem import Problem
+from tritoncp.reference.dense import dense_attention
 
 # Allowed ‖actual − reference‖ / ‖reference‖: of a whole tensor, and of its worst 128 rows of a head.
 # A correct kernel is near the rounding of its inputs' dtype; one wrong tile is far outside.
@@ -20,7 +21,7 @@ TOLERANCE = {
     torch.float32: (2e-5, 2e-4),
 }
 ROWS = 128
-_CHUNK = 1 << 28  # scores in memory at a time
+_CHUNK = 1 << 26  # scores in memory at a time
 
 
 class Answer(NamedTuple):
@@ -51,52 +52,32 @@ def reference(problem: Problem, tensors: Inputs) -> Answer:
     answer = Answer(torch.empty_like(dout), *(torch.zeros_like(x) for x in (q, k, v)))
     group = problem.heads // problem.kv_heads
     rows = max(1, min(problem.seq, _CHUNK // (group * problem.seq)))
-    for b in range(problem.batch):
-        for head in range(problem.kv_heads):
-            group_heads = slice(head * group, (head + 1) * group)
-            key, value = (x[b, head].clone().requires_grad_() for x in (k, v))
-            for start in range(0, problem.rows, rows):
-                at = slice(start, min(start + rows, problem.rows))
-                query = q[b, group_heads, at].clone().requires_grad_()
-                logits = None if sinks is None else sinks[group_heads].to(wide_dtype)
-                out = _attend(query, key, value, mod, score, b, group_heads.start, start, logits)
-                grads = torch.autograd.grad(out, (query, key, value), dout[b, group_heads, at])
-                answer.out[b, group_heads, at], answer.dq[b, group_heads, at] = out.detach(), grads[0]
-                answer.dk[b, head] += grads[1]
-                answer.dv[b, head] += grads[2]
+    keys, zero = torch.arange(problem.seq, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    for b, head in itertools.product(range(problem.batch), range(problem.kv_heads)):
+        heads = slice(head * group, (head + 1) * group)
+        key, value = (x[b : b + 1, head : head + 1].clone().requires_grad_() for x in (k, v))
+        for start in range(0, problem.rows, rows):
+            at = slice(start, min(start + rows, problem.rows))
+            visible = None
+            if mod is not None:  # [rows, S]; no mask reads h
+                visible = vmapped(mod, (None, None, None, 0), (None, None, 0, None))(
+                    zero + b, zero, keys[at], keys
+                )
+            query = q[b : b + 1, heads, at].clone().requires_grad_()
+            out = dense_attention(
+                query, key, value, visible, score and _shifted(score, b, heads.start, start),
+                sinks=None if sinks is None else sinks[heads].to(wide_dtype),
+            ).out  # fmt: skip
+            grads = torch.autograd.grad(out, (query, key, value), dout[b : b + 1, heads, at])
+            answer.out[b, heads, at], answer.dq[b, heads, at] = out.detach()[0], grads[0][0]
+            answer.dk[b, head] += grads[1][0, 0]
+            answer.dv[b, head] += grads[2][0, 0]
     return answer
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mod: Mod | None,
-    score: Mod | None,
-    b: int,
-    h: int,
-    start: int,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attend q [G, rows, D], from head h and row start on, to k [S, D] and v [S, E]; sinks [G]."""
-    scores = q @ k.T / math.sqrt(q.shape[-1])
-    device = q.device
-    index = (
-        torch.tensor(b, device=device),
-        torch.arange(h, h + q.shape[0], device=device),
-        torch.arange(start, start + q.shape[1], device=device),
-        torch.arange(k.shape[0], device=device),
-    )
-    over = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None))
-    if score is not None:
-        scores = vmapped(score, *((0, *level) for level in over))(scores, *index)
-    if mod is not None:
-        visible = vmapped(mod, *over[:2])(index[0], index[1][0], *index[2:])  # [rows, S]; no mask reads h
-        scores = scores.masked_fill(~visible, -math.inf)
-    if sinks is not None:  # one more key, whose value is zero
-        extra = sinks[:, None, None].expand(-1, q.shape[1], 1)
-        return torch.cat([scores, extra], -1).softmax(-1)[..., :-1] @ v
-    return scores.softmax(-1) @ v
+def _shifted(score: Mod, b: int, h: int, row: int) -> Mod:
+    """Return a score_mod for a part of a tensor that begins at these indices."""
+    return lambda x, _, head, q_idx, kv_idx: score(x, torch.full_like(head, b), head + h, q_idx + row, kv_idx)
 
 
 def errors(actual: Tensor, expected: Tensor) -> RelativeErrors:

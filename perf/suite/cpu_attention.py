@@ -54,11 +54,8 @@ def goal_of(operation: str, problem: Problem) -> dict[str, float]:
         return {}
     if problem.world > 1:
         return {"one-device": round(1 / 1.3, 3)}
-    compiled = {"flex-compiled": 0.5}
-    if operation == "compile":
-        return compiled
-    scored = bool(problem.score_mod(CPU))
-    return GOALS.get(problem.mask, {}) | (compiled if operation == "attend" and not scored else {})
+    is_compared = operation == "attend" and not problem.score_mod(CPU)
+    return GOALS.get(problem.mask, {}) | ({"flex-compiled": 0.5} if is_compared else {})
 
 
 def rounds_of(problem: Problem) -> int:
@@ -69,9 +66,9 @@ def rounds_of(problem: Problem) -> int:
 def make_contenders(problem: Problem, operation: str) -> Makers:
     """Return functions that prepare one execution, by contender.
 
-    operation: "attend" (a forward pass), "compile" (one with COMPILE), "train" (both passes)
+    operation: "attend" (a forward pass), "train" (both passes)
     """
-    train, compile = operation == "train", operation == "compile"
+    train = operation == "train"
     x = inputs(problem, CPU)
     if not train:  # calls without gradients
         x = Inputs(*(tensor.detach() for tensor in (x.q, x.k, x.v, x.dout)))
@@ -79,9 +76,9 @@ def make_contenders(problem: Problem, operation: str) -> Makers:
     if problem.world > 1:
         contenders = {OURS: split(problem, x), "one-device": ours()}
     else:
-        contenders = {OURS: ours({"COMPILE": True} if compile else None)}
+        contenders = {OURS: ours()}
         leaves = x.q, x.k, x.v
-        for name, call in _torch_calls(problem, leaves, compile, train).items():
+        for name, call in _torch_calls(problem, leaves, train).items():
             contenders[name] = Contender(call, leaves, x.dout)
     return {name: partial(_execution, contender, train) for name, contender in contenders.items()}
 
@@ -94,7 +91,7 @@ def _execution(contender: Contender, train: bool) -> Run:
 
 
 def _torch_calls(
-    problem: Problem, leaves: tuple[Tensor, ...], compile: bool, train: bool
+    problem: Problem, leaves: tuple[Tensor, ...], train: bool
 ) -> dict[str, Callable[[], Tensor]]:
     """Return calls of torch's attention for a problem, by contender."""
     score, seq = problem.score_mod(CPU), problem.seq
@@ -110,10 +107,10 @@ def _torch_calls(
     if not train and seq in (*SIZES_COMPILED, 1024):
         lists = plain and torch_flex.create_block_mask(plain, None, None, seq, seq, device="cpu")
         arguments: dict[str, Any] = {"score_mod": score, "block_mask": lists, "enable_gqa": True}
-        if seq in SIZES_COMPILED and (compile or score is None):
+        if seq in SIZES_COMPILED and score is None:
             torch.compiler.reset()  # past Dynamo's limit of recompilations flex attention would run eagerly
             calls["flex-compiled"] = lambda: _compiled_flex()(*leaves, **arguments)
-        if seq <= LARGEST_EAGER and not compile:
+        if seq <= LARGEST_EAGER:
             calls["flex-eager"] = lambda: flex(*leaves, **arguments)
     return calls
 

@@ -29,7 +29,7 @@ from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
 # Operations of the CPU engine, with the end of a case's name
-CPU_PASSES = {"attend": "fwd", "train": "fwd-bwd", "compile": "fwd-compiled"}
+CPU_PASSES = {"attend": "fwd", "train": "fwd-bwd"}
 Makers = dict[str, Callable[[], Run]]
 
 
@@ -39,7 +39,7 @@ class HostCase:
 
     operation: "mask" (build it), "plan" (balance it and list a rank's steps), "forward" or "backward" (a call
                whose launches do nothing, of all ranks in lockstep in this process), "attend" (a forward pass
-               of the CPU engine), "train" (both passes), "compile" (a forward pass with COMPILE)
+               of the CPU engine), "train" (both passes)
     """
 
     operation: str
@@ -65,11 +65,8 @@ class HostCase:
     def tags(self) -> dict[str, str]:
         problem = self.problem
         ranks = {"ranks": f"{problem.world} ranks, {problem.schedule}"} if problem.world > 1 else {}
-        kinds = {name: f"call {name}" for name in PASS_SUFFIXES} | {
-            "attend": "cpu forward",
-            "train": "cpu both",
-            "compile": "cpu forward, compiled",
-        }
+        kinds = {name: f"call {name}" for name in PASS_SUFFIXES}
+        kinds |= {"attend": "cpu forward", "train": "cpu both"}
         kind = kinds.get(self.operation, self.operation)
         return {"mask": problem.mask, "pass": kind, "dtype": "", "shape": f"{problem.seq} tokens"} | ranks
 
@@ -93,11 +90,9 @@ def _plan(mask: str, seq: int, world: int, schedule: str, tier: str = "core") ->
     return HostCase("plan", Problem(mask, seq, world=world, schedule=schedule), tier)
 
 
-def _cpu_passes(
-    mask: str, seq: int, tier: str = "core", operations: Sequence[str] = ("attend", "train"), **ranks: Any
-) -> list[HostCase]:
+def _cpu_passes(mask: str, seq: int, tier: str = "core", **ranks: Any) -> list[HostCase]:
     problem = Problem(mask, seq, 8, 2, 64, 64, dtype="float32", **ranks)
-    return [HostCase(operation, problem, tier) for operation in operations]
+    return [HostCase(operation, problem, tier) for operation in CPU_PASSES]
 
 
 CASES: tuple[HostCase, ...] = (
@@ -135,7 +130,6 @@ CASES: tuple[HostCase, ...] = (
         for case in _cpu_passes("causal", 16384, "full", world=8, schedule=schedule, together=True)
     ),
     *(case for mask in ("window", "document", "prefix") for case in _cpu_passes(mask, 16384, "full")),
-    *(case for mask in ("alibi", "softcap") for case in _cpu_passes(mask, 2048, "full", ["compile"])),
     HostCase("mask", Problem("document", 8 << 20), "full"),
     _plan("document", 8 << 20, 1024, "fetch", "full"),
 )  # fmt: skip

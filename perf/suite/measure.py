@@ -254,9 +254,9 @@ def _summarize_error(error: Exception) -> str:
 def prepare_pass(contender: Contender, direction: str) -> Run:
     """Prepare one execution of a pass for timing."""
     if direction == "forward":
-        return partial(contender.run, contender.call)
-    out = contender.run(contender.call)
-    return partial(contender.run, lambda: torch.autograd.grad(out, contender.leaves, contender.dout))
+        return contender.call
+    out = contender.call()
+    return lambda: torch.autograd.grad(out, contender.leaves, contender.dout)
 
 
 def work_of(case: Case) -> UsefulWork:

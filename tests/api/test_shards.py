@@ -8,7 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tritoncp
 from tritoncp import causal, document, make_plan, positions, shard, unshard
-from tritoncp.frontend import shard_checks
+from tritoncp.api import shards
 
 S = 32
 
@@ -26,7 +26,7 @@ def test_shards_of_a_raw_mask_are_pieces_in_order():
     for mask in (mask_of(causal()), causal(), torch_block_mask(causal(), 1, 1, S, S, device="cpu"), None):
         pieces = []
         for rank in range(3):
-            placement, at = shard_checks.placement_of(mask, 3, rank, "q", 32)
+            placement, at = shards._placement_of(mask, 3, rank, "q", 32)
             pieces.append(tokens[placement.positions(at)[0]])
         assert torch.equal(torch.cat(pieces), tokens) and [len(p) for p in pieces] == [11, 11, 10]
     assert torch.equal(shard(tokens, mask_of(causal()), dim=0), tokens)

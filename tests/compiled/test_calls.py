@@ -21,6 +21,7 @@ ONE_STEP = {
     "everything": replace(CALL, mask=("everything", 0), score="softcap", dims=(128, 128), dtype=F16),
     "documents": replace(CALL, mask=("causal documents of rows", 5), score="alibi", batch=2, group=1),
     "window": replace(CALL, mask=("window", 31), dims=(80, 96), layout="heads inside"),
+    "trees": replace(CALL, mask=("trees", 30), batch=2, group=1),
     "bits": replace(CALL, mask=("bits", 3), dtype=F32, own_lists=(False, True), block=64),
     "hidden rows": replace(CALL, mask=("hidden rows", 2), score="hides", sinks=True),
     "wide": replace(CALL, dims=(192, 128), score="slopes", scale=-0.2),

@@ -106,3 +106,13 @@ def test_more_programs_than_a_dimension_of_a_grid_holds() -> None:
     out = tritoncp.flex_attention(q, k, v, None, tritoncp.full_mask(q.shape[2], 16, block=16))
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(out, want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16])
+def test_float64_behind_a_table_of_few_bits(dtype: torch.dtype) -> None:
+    """Triton chooses the layout of a product by the narrowest load behind it, and fails for float64."""
+    table = (torch.rand(40, 40) < 0.5).to(dtype)
+    mask = tritoncp.create_block_mask(lambda b, h, q, kv: table[q, kv] != 0, 1, 1, 40, 40, BLOCK_SIZE=16)
+    x = qkv(40, dim=16, dtype=torch.float64)
+    start = cotangents(x)
+    agree(run(x, mask, start=start), oracle(x, mask, start=start))

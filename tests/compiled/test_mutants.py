@@ -18,9 +18,9 @@ from tests.cases import check
 from tests.compiled.test_calls import CALL, ONE_STEP
 from tests.conftest import COMPILED
 from tritoncp.executor import ExecutionFault, compiled_kernels
-from tritoncp.executor.driver import ExecutorDriver, Function
+from tritoncp.executor.driver import ExecutorDriver, LoadedKernel
 from tritoncp.executor.memory.shared_memory import BY_THREADS
-from tritoncp.executor.program import Program, write_code
+from tritoncp.executor.program import PtxProgram, write_code
 from tritoncp.executor.threads import Access
 from tritoncp.executor.units.mbarriers import Mbarriers
 from tritoncp.kernels.toolchain import fences_async_copies
@@ -238,7 +238,7 @@ def test_copies_of_a_loop_are_fenced_before_the_tensor_cores() -> None:
     assert all("without fence.proxy.async" in fault.kind for fault in device.faults)
 
 
-Launches = dict[str, tuple[Function, Any]]
+Launches = dict[str, tuple[LoadedKernel, Any]]
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     last: Launches = {}
     execute = ExecutorDriver.execute
 
-    def record(self: ExecutorDriver, function: Function, *rest: Any) -> None:
+    def record(self: ExecutorDriver, function: LoadedKernel, *rest: Any) -> None:
         last[function.name] = function, rest
         execute(self, function, *rest)
 
@@ -255,10 +255,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return last
 
 
-def verdict(run: Run, function: Function, text: str) -> str:
+def verdict(run: Run, function: LoadedKernel, text: str) -> str:
     """Return how a mutant is noticed, in the usual order of warps and in others: by a "fault", a "wrong"
     result or "nothing"."""
-    function.program = Program(write_code(text))
+    function.program = PtxProgram(write_code(text))
     for seed in SEEDS:
         with compiled_kernels(COMPILED, seed, raise_faults=False) as device:
             try:
@@ -272,7 +272,7 @@ def verdict(run: Run, function: Function, text: str) -> str:
     return "nothing"
 
 
-def unnoticed(run: Run, function: Function, edits: Iterable[str]) -> dict[str, set[int]]:
+def unnoticed(run: Run, function: LoadedKernel, edits: Iterable[str]) -> dict[str, set[int]]:
     """Numbers of the mutants by edit of which nothing is noticed."""
     ptx, original, missed = function.ptx, function.program, {}
     for edit in edits:
@@ -291,7 +291,7 @@ of_triton_37 = pytest.mark.skipif(
 )
 
 
-def check_mutants(run: Run, kernel: str, function: Function, edits: Iterable[str]) -> None:
+def check_mutants(run: Run, kernel: str, function: LoadedKernel, edits: Iterable[str]) -> None:
     redundant = REDUNDANT.get((COMPILED, kernel), {})
     expected = {edit: set().union(*parts.values()) for edit, parts in redundant.items()}
     assert unnoticed(run, function, edits) == expected

@@ -49,7 +49,7 @@ def test_accepted_values(monkeypatch, name, text, value):
     ("name", "text", "accepted"),
     [
         ("TRITONCP_DEBUG", "2", "0 or 1"),
-        ("TRITONCP_CPU_COMPILE", "please", "0 or 1"),
+        ("TRITONCP_DEBUG", "please", "0 or 1"),
         ("TRITONCP_AUTOTUNE", "soon", "0, 1 (a minute) or a time as 90s, 5m, 1h"),
         ("TRITONCP_AUTOTUNE", "-1m", "0, 1 (a minute) or a time"),
     ],
@@ -78,12 +78,12 @@ def test_ranks_are_compared_as_the_variable_says_and_a_typing_error_is_reported(
 
 
 def test_doctor_shows_the_variables_that_are_set_and_those_that_are_wrong(tmp_path):
-    wrong = {"TRITONCP_CPU_COMPILE": "maybe", "TRITONCP_CHEK": "1"}
+    wrong = {"TRITONCP_DEBUG": "maybe", "TRITONCP_CHEK": "1"}
     run = command("doctor", "--json", TRITONCP_CACHE_DIR=str(tmp_path), WORLD_SIZE="2", **wrong)
     report = json.loads(run.stdout)
     assert report["problems"] == [] and run.returncode == 0
     shown = {"TRITONCP_CACHE_DIR": str(tmp_path), "WORLD_SIZE": "2"} | wrong
     assert shown.items() <= report["environment"].items()
     advice = "\n".join(report["advice"])
-    assert "TRITONCP_CPU_COMPILE='maybe' is not understood; accepted: 0 or 1" in advice
+    assert "TRITONCP_DEBUG='maybe' is not understood; accepted: 0 or 1" in advice
     assert "TRITONCP_CHEK is set, and nothing reads it" in advice

@@ -37,7 +37,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU engine, and slices in which ranks learn of a failure sooner than users' ranks."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     monkeypatch.setattr(failures, "SLICE", 0.2)
-    monkeypatch.setattr(failures, "PATIENCE", 1.0)
 
 
 def mask_of() -> tritoncp.Mask:
@@ -241,31 +240,6 @@ def test_ranks_that_make_different_calls_learn_it_before_the_timeout() -> None:
 
 
 # -- several groups ----------------------------------------------------------------------------------------
-
-
-def test_ranks_of_two_groups() -> None:
-    """Rank 1 fails in one: the other goes on as long as it comes to it, else that one's rank learns why."""
-
-    def work(group: Any) -> list[Any]:
-        members = {"a": (0, 1), "b": (1, 2)}
-        made = {name: dist.new_group(ranks, timeout=timedelta(seconds=30)) for name, ranks in members.items()}
-        own = {name: made[name] for name, ranks in members.items() if group.rank() in ranks}
-        plans = {name: tritoncp.make_plan(mask_of(), one, schedule="ring") for name, one in own.items()}
-        results = []
-        for step in range(4):
-            for name, one in own.items():
-                fault = shorten if (step, name, group.rank()) == (1, "a", 1) else None
-                result = attempt(lambda i=step, n=name, g=one, f=fault: train(g, plans[n], i, f))
-                results.append(result)
-                if step > 1 and result is not True:
-                    break  # the batch is skipped, in both groups
-        return results
-
-    first, second, third = run(3, work)
-    assert first[0] is second[0] is second[1] is third[0] is True
-    assert second[2].startswith("ValueError") and second[3] is third[1] is True
-    assert second[4].startswith("GroupClosed") and "call 3 of rank 1 failed" in first[1]
-    assert "in another group, call 3 of rank 1 failed: ValueError" in third[2], third
 
 
 def test_one_rank_evaluates_and_fails_alone_without_a_mesh() -> None:

@@ -172,8 +172,7 @@ def peer(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[T
     """Compute attention as torch's eager flex attention does; tests/gpu/test_torch.py compares the two."""
     (q, k, v), caught = leaves(x, captured, None)
     mod = score.of and score.of(*caught)
-    start = lambda out, lse: (x.dout, x.dlse)  # noqa: E731
-    return Results(*eager_attention(q, k, v, mask, start, mod, caught, scale=scale))
+    return Results(*eager_attention(q, k, v, mask, x.dout, x.dlse, mod, caught, scale=scale))
 
 
 # -- the rule -------------------------------------------------------------------------------------------

@@ -117,6 +117,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 )
 # What single families need besides.
 OPTIONS: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "esm": {"vocab_size": VOCABULARY},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
 }
@@ -142,9 +143,10 @@ def list_families() -> dict[str, str]:
 
 def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> Any:
     """Build the small model of a family, with fixed weights, large enough that attention matters."""
-    config = shrink(transformers.CONFIG_MAPPING[family], SIZES | variant, OPTIONS.get(family, {}))
-    config._attn_implementation = attention
     cls = getattr(transformers, head)
+    config_class = cls.config_class or transformers.CONFIG_MAPPING[family]
+    config = shrink(config_class, SIZES | variant, OPTIONS.get(family, {}))
+    config._attn_implementation = attention
     with torch.device("meta"):
         weights = sum(x.numel() for x in cls(config).parameters())
     if weights > MOST_WEIGHTS:
@@ -317,7 +319,8 @@ def check_in_child(family: str, head: str) -> Row:
     if child == 0:
         with contextlib.suppress(BaseException), contextlib.redirect_stdout(io.StringIO()):
             os.setpgid(0, 0)
-            sender.send(check(family, head))
+            row = attempt(partial(check, family, head))
+            sender.send(Row(family, *(NOT_TRIED + row,) * 3) if isinstance(row, str) else row)
         os._exit(0)
     sender.close()
     try:

@@ -1,25 +1,22 @@
 """Known faults of Triton's compiler and of ptxas: refused options, avoided tiles, messages."""
 
 import itertools
-import json
 import sys
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritoncp
-from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import check_options, choose
 from tritoncp.kernels.tile_rules import Config, architecture, default
 from tritoncp.kernels.toolchain import BUNDLED, bundled_ptxas, multiplies_transposed, ptxas_faults, ptxas_for
 from tritoncp.planning.problem import Problem
-from tritoncp.tuning.targets import Target, candidates
+from tritoncp.tuning.targets import Target, candidates, targets, without_faults
 
 VERSIONS = {"3.6.0": False, "3.7.0": False, "3.7.0+git5": False, "3.7.1": True, "3.7.1+git12": True}
 VERSIONS |= {"3.8.0": True, "3.10.0": True, "4.0.0": True}
@@ -176,23 +173,18 @@ def test_a_fused_launch_is_refused_for_an_engine_without_an_architecture(arch, v
     assert not refusal(lambda: tiles("dkdv", arch, {}))
 
 
-def autotune(arch: str, *words: str):
-    shape = "8x2,64,4096", "--mask", "full", "--dry-run", "--json"
-    return CliRunner().invoke(main, ["autotune", "--target", arch, "--shapes", *shape, *words])
-
-
 @pytest.mark.parametrize(("arch", "version"), PAIRS)
-def test_the_tuner_leaves_out_the_fused_kernel_with_a_message(arch, version, pretend, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path))
+def test_the_tuner_leaves_out_the_fused_kernel_with_a_message(arch, version, pretend, monkeypatch):
     affected = pretend(arch, version)
-    done = autotune(arch, "--ops", "bwd,fused")
-    assert done.exit_code == 0, done.output
-    kernels = [row["kernel"].split()[0] for row in json.loads(done.stdout)]
-    assert kernels == ["dq", "dkdv", *([] if affected else ["fused"])]
-    assert ("fused is left out: Triton" in done.stderr and "triton 3.7.1" in done.stderr) is affected
-    assert autotune(arch, "--ops", "fused").exit_code == (2 if affected else 0)
+    whole, fused = (
+        targets(["8x2,64,4096"], ["full"], ops, "bfloat16") for ops in (["bwd", "fused"], ["fused"])
+    )
+    selection, fault = without_faults(whole, arch)
+    assert [target.kernel for target in selection] == ["dq", "dkdv", *([] if affected else ["fused"])]
+    assert ("fused is left out: Triton" in fault and "triton 3.7.1" in fault) is affected
+    assert bool(refusal(lambda: without_faults(fused, arch))) is affected
     monkeypatch.setenv("TRITONCP_UNSAFE_FUSED", "1")
-    assert len(json.loads(autotune(arch, "--ops", "fused").stdout)) == 1
+    assert without_faults(fused, arch) == (fused, "")
 
 
 @pytest.mark.parametrize(("arch", "version"), PAIRS)

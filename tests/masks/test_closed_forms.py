@@ -23,12 +23,30 @@ from tritoncp.masks import (
     or_masks,
     prefix_lm,
     sliding_window,
+    tree,
 )
+from tritoncp.masks.closed_forms import QuerySlice, Selection
 from tritoncp.reference.dense import dense_attention
 
 N = 48  # tokens every drawn closed form covers
 LAWS = settings(max_examples=40, deadline=None)
 FEW = settings(max_examples=15, deadline=None)
+
+
+def draw_tree(seed: int, segments: int, batch: int) -> MaskMod:
+    """A tree for each batch row, of segments of any length; without a window, a wide or a narrow one."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, N + 1, (batch, segments + 1), generator=g).sort(1).values.diff(dim=1)
+    lengths[:, -1] += N - lengths.sum(1)
+    parent = torch.full_like(lengths, -1)
+    for row in parent:
+        path = [-1]  # the segments above
+        for i in range(segments):
+            path = path[: int(torch.randint(1, len(path) + 1, (), generator=g))]
+            row[i] = path[-1]
+            path.append(i)
+    left = (-1, 20, 3)[seed % 3]
+    return tree(parent, lengths, window=(left, -1)) if batch > 1 else tree(parent[0], lengths[0])
 
 
 @st.composite
@@ -47,6 +65,8 @@ def simple_forms(draw: st.DrawFn) -> MaskMod:
                 document(lengths=[seed % (N + 1), 0, N - seed % (N + 1)]),
                 prefix_lm(seed % N),
                 prefix_lm(torch.tensor([seed % N, seed // 3 % N])),
+                draw_tree(seed, 1 + seed % 12, 1),
+                draw_tree(seed, 1 + seed % 12, 2),
             ]
         )
     )
@@ -78,6 +98,23 @@ def test_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
         assert torch.equal((lo[..., None] <= kv) & (kv < hi[..., None]), dense(mod, q_len, kv_len)[: len(lo)])
         assert len(lo) == 2 or torch.equal(*dense(mod, q_len, kv_len))
         assert bool((((lo >= 0) & (lo < hi) & (hi <= kv_len)) | ((lo == 0) & (hi == 0))).all())
+
+
+@LAWS
+@given(forms(), lengths, lengths)
+def test_query_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
+    """A key is seen by one interval of queries, also in slices and selections."""
+    for part, visible in (
+        (mod, dense(mod, q_len, kv_len)),
+        (QuerySlice(mod, 2), dense(mod, N, kv_len)[:, :, 2 : 2 + q_len]),
+        (Selection(mod, (1,), None), dense(mod, q_len, kv_len)[1:]),
+    ):
+        intervals = part.query_intervals(visible.shape[2], kv_len)
+        if intervals is not None:
+            lo, hi = intervals
+            q = torch.arange(visible.shape[2])[:, None]
+            assert lo.shape[1:] == hi.shape[1:] == (1, kv_len)
+            assert torch.equal(((lo[..., None, :] <= q) & (q < hi[..., None, :])).expand_as(visible), visible)
 
 
 @LAWS
@@ -225,14 +262,18 @@ def test_mistakes_say_what_to_do(call, message: str) -> None:
         (lambda: sliding_window(2.5), "sliding_window: left=2.5; a number of tokens"),
         (lambda: sliding_window(2, "4K"), "sliding_window: right='4K'; a number of tokens"),
         (lambda: prefix_lm(2.5), "prefix_lm: prefix=2.5; a number of tokens"),
+        (lambda: or_masks(causal(), torch.ones(3)), r"or_masks combines mask_mods .* got Tensor"),
     ],
 )
-def test_numbers_of_tokens_are_whole(call, message: str) -> None:
-    """Blocks of a fraction would be those of the number below it, unlike the function itself."""
+def test_arguments_of_another_type_are_refused(call, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         call()
 
 
-def test_only_mask_mods_combine() -> None:
-    with pytest.raises(TypeError, match=r"or_masks combines mask_mods .* got Tensor"):
-        or_masks(causal(), torch.ones(3))
+def test_closed_forms_combine_with_operators() -> None:
+    ids = torch.tensor([0] * 10 + [1] * 22)
+    near = (causal() & sliding_window(4, 4)) | ~document(ids=ids)
+    q, kv = torch.arange(32)[:, None], torch.arange(32)
+    want = ((q >= kv) & (q - kv <= 4)) | (ids[q] != ids[kv])
+    assert torch.equal(near(None, None, q, kv), want)
+    assert torch.equal(create_block_mask(near, None, None, 32, 32, BLOCK_SIZE=8).to_dense()[0, 0], want)

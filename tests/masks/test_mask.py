@@ -301,3 +301,29 @@ def test_expanded_tensors_count_once_in_nbytes() -> None:
     intervals = 2 * 4 * 256
     assert one.nbytes == one.runs.ptr.nbytes + one.runs.runs.nbytes + intervals
     assert many.nbytes == many.runs.ptr.nbytes + many.runs.runs.nbytes + intervals
+
+
+@FEW
+@given(geometries(), st.integers(0, 999), st.data())
+def test_rows_of_a_mask_have_the_same_visible_pairs(geometry, seed: int, data: st.DataObject) -> None:
+    q_len, kv_len, *block = geometry
+    mod = data.draw(st.sampled_from([make_mask_mod(seed, q_len, kv_len), causal(), sliding_window(3, 2)]))
+    mask = create_block_mask(mod, 2, 1, q_len, kv_len, BLOCK_SIZE=tuple(block))
+    start = data.draw(st.integers(0, (q_len - 1) // block[0])) * block[0]
+    stop = data.draw(st.integers(start + 1, q_len))
+    part = mask.rows(start, stop)
+    assert torch.equal(part.to_dense(), mask.to_dense()[:, :, start:stop])
+    rebuilt = create_block_mask(part.mask_mod, 2, 1, stop - start, kv_len, BLOCK_SIZE=tuple(block))
+    assert torch.equal(part.to_dense(), rebuilt.to_dense())
+    if stop == q_len or stop % block[0] == 0:
+        assert part.runs == rebuilt.runs
+    if part.interval is not None:
+        lo, hi = (t[..., None] for t in part.interval)
+        inside = (lo <= torch.arange(kv_len)) & (torch.arange(kv_len) < hi)
+        masked = at_pairs(part.runs.to_kinds() == Kind.MASKED, part)
+        assert torch.equal(part.to_dense() & masked, inside & masked)
+
+
+def test_rows_start_at_a_block() -> None:
+    with pytest.raises(ValueError, match=r"rows\(4, 16\).*multiple of 8"):
+        create_block_mask(causal(), None, None, 16, 16, BLOCK_SIZE=8).rows(4, 16)

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask as torchs_mask
-from torch.nn.attention.flex_attention import create_mask
 from torch.nn.attention.flex_attention import flex_attention as torchs_attention
 
 import tritoncp
@@ -51,13 +50,6 @@ def test_alibi_has_the_slopes_of_the_paper(heads):
     assert got == pytest.approx([-slope for slope in slopes(heads)])
 
 
-def test_alibi_favours_near_keys_by_the_slope_of_each_head():
-    mod = alibi(torch.tensor([0.5, 0.25]))
-    index = torch.tensor
-    assert mod(ZERO, index(0), index(1), index(9), index(5)) == -1.0
-    assert mod(ZERO, index(0), index(0), index(9), index(9)) == 0.0
-
-
 @pytest.mark.parametrize("heads", [0, -2, torch.zeros(2, 2), torch.tensor([1, 2])])
 def test_alibi_refuses_heads_and_slopes_without_a_meaning(heads):
     with pytest.raises(ValueError, match="alibi"):
@@ -84,13 +76,3 @@ def test_attention_is_that_of_torchs_flex_attention(mod):
     out = tritoncp.flex_attention(q, k, v, mod, tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64))
     mask = torchs_mask(tritoncp.causal(), 1, 1, 64, 64, device="cpu")
     torch.testing.assert_close(out, torchs_attention(q, k, v, mod, mask), atol=1e-4, rtol=1e-4)
-
-
-def test_hugging_faces_sliding_window_counts_the_query():
-    window = 3  # transformers: kv_idx > q_idx - sliding_window, and causal
-    mask = tritoncp.create_block_mask(tritoncp.sliding_window(left=window - 1), 1, 1, 16, 16, BLOCK_SIZE=4)
-    theirs = torchs_mask(
-        lambda b, h, q, kv: (kv > q - window) & (kv <= q), 1, 1, 16, 16, device="cpu", BLOCK_SIZE=4
-    )
-    assert torch.equal(mask.to_dense(), create_mask(theirs.mask_mod, 1, 1, 16, 16, device="cpu"))
-    assert mask.to_dense()[0, 0].sum(1).max() == window

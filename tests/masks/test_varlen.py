@@ -32,7 +32,7 @@ from tests.masks.packed_documents import (
     whole_call,
 )
 from tritoncp import simulate, varlen_attention, varlen_mask
-from tritoncp.frontend import mask_source
+from tritoncp.api import mask_source
 from tritoncp.masks.varlen import Varlen
 from tritoncp.reference.dense import dense_attention
 
@@ -81,15 +81,6 @@ def test_torch_builds_the_same_mask_from_the_mask_mod() -> None:
     theirs = flex.create_block_mask(mask.mask_mod, None, None, *docs.lengths, device="cpu", BLOCK_SIZE=8)
     assert torch.equal(tritoncp.from_block_mask(theirs).to_dense(), mask.to_dense())
     assert all(map(torch.equal, tritoncp.from_block_mask(mask.to_block_mask()).tokens, mask.tokens))
-
-
-def test_self_attention_needs_the_lengths_once() -> None:
-    lengths, padded = cumulative([3, 4], torch.int64), cumulative([4, 6])
-    once = varlen_mask(lengths, causal=True, cu_seqlens_q_padded=padded)
-    twice = varlen_mask(
-        lengths, lengths, causal=True, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
-    )
-    assert torch.equal(once.to_dense(), twice.to_dense())
 
 
 def test_a_million_tokens_in_ten_thousand_documents() -> None:

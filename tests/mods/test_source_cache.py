@@ -87,19 +87,3 @@ print(ref() is None, source_cache.load({JITTED.format(1)!r}).add.cache_key == ke
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert run.stdout.split() == ["True", "True"]
-
-
-def test_many_ranks_write_at_the_same_time(tmp_path: Path) -> None:
-    code = """
-import sys, warnings
-warnings.simplefilter("error")
-from tritoncp.mods import source_cache
-for number in range(40):
-    assert source_cache.load(f"VALUE = {number}").VALUE == number
-"""
-    env = os.environ | {"TRITONCP_CACHE_DIR": str(tmp_path)}
-    workers = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(3)]
-    assert [worker.wait(60) for worker in workers] == [0, 0, 0]
-    files = {path.name: path.read_text() for path in (tmp_path / "mods").iterdir()}
-    assert files == {f"{source_cache.digest_of(text)}.py": text for text in files.values()}
-    assert len(files) == 40

@@ -23,7 +23,7 @@ from tests.multiprocess.ranks import outcomes, run
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.ops import engine_factory
 
-S, TIMEOUT, MORE = 24, 2.0, 5.0  # seconds of the group, and how many more a rank may take to end
+S, TIMEOUT = 24, 2.0  # rows, and seconds of the group
 PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
 
 
@@ -41,71 +41,20 @@ def attend(plan: tritoncp.Plan, group: Any) -> Tensor:
     return tritoncp.flex_attention(x, x, x, plan, group)
 
 
-def stop(group: Any, call: Any, other: Any) -> None:
+def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def die(group: Any, call: Any, other: Any) -> None:
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail(group: Any, call: Any, other: Any) -> None:
+def fail() -> None:
     raise ArithmeticError("of rank 1 alone")
 
 
-def stay_away(group: Any, call: Any, other: Any) -> None:
+def stay_away() -> None:
     signal.pause()
-
-
-def do_something_else(group: Any, call: Any, other: Any) -> None:
-    other()
-    signal.pause()
-
-
-FAULTS = {
-    "SIGSTOP": stop,
-    "SIGKILL": die,
-    "exception": fail,
-    "missing rank": stay_away,
-    "other order": do_something_else,
-}
-WORK = {  # earlier stages, the stage, and the errors of the survivors
-    "first plan": r"rank (0|2) of 3 was at make_plan, and rank 1 did not come",
-    "later plan": r"rank (0|2) of 3 was at make_plan, and rank 1 did not come",
-    "first forward": r"rank (0|2) of 3 was at flex_attention of query \[1, 3, 8, 8\].* rank 1 did not come",
-    "later forward": r"rank (0|2) of 3 was at turn \d+ of a layer's schedule, \w+ .*rank 1 did not come",
-    "backward": r"rank (0|2) of 3 was at turn \d+ of a layer's schedule, \w+ .*rank 1 did not come",
-}
-COMPARED = r"Disagreement: the ranks differ in (call|mask).*rank 1"  # where the other call is compared too
-
-
-def stage(group: Any, what: str, fault: Any) -> None:
-    """Run the earlier stages on all ranks; then the fault on rank 1 and this stage on the other ranks."""
-    plan, out = None, None
-    if what != "first plan":
-        plan = tritoncp.make_plan(mask_of(), group, schedule="allgather")
-    if what in ("later forward", "backward"):
-        out = attend(plan, group)
-    calls = {"plan": lambda: tritoncp.make_plan(mask_of(10), group), "forward": lambda: attend(plan, group)}
-    call = calls.get(what.split()[-1]) or (lambda: out.sum().backward())
-    other = calls["forward"] if what == "later plan" else lambda: tritoncp.make_plan(mask_of(11), group)
-    if group.rank() == 1:
-        fault(group, call, other)
-    call()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("what", WORK)
-def test_a_fault_of_one_rank_ends_the_others_in_time(what: str, name: str) -> None:
-    ends = outcomes(3, lambda group: stage(group, what, FAULTS[name]), TIMEOUT, TIMEOUT + MORE + 10, 1)
-    assert ends[1].status == {"SIGKILL": -9, "exception": 1}.get(name, ends[1].status)
-    for end in (ends[0], ends[2]):
-        assert end.status == 1 and end.seconds <= TIMEOUT + MORE, end
-        is_compared = what in ("first plan", "later plan", "first forward")
-        other = COMPARED if is_compared else r"PeerLost: .*ranks made different calls: .*rank 1 .*make_plan"
-        said = other if name == "other order" else f"PeerLost: {WORK[what]}"
-        assert re.search(said, end.said, re.DOTALL), end.said
 
 
 # -- the table of docs/troubleshooting.md --------------------------------------------------------------------
@@ -138,7 +87,7 @@ def lead(group: Any, fault: str) -> None:
     elif is_bad and fault.startswith("no memory"):
         plant("forward", MemoryError)
     elif is_bad and fault in PLACES:
-        PLACES[fault](group, None, None)
+        PLACES[fault]()
     elif is_bad and not fault.startswith("a score_mod"):
         x = x[:, :, 1:]
     tritoncp.flex_attention(

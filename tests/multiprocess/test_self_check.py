@@ -169,4 +169,4 @@ def test_all_ranks_report_an_exception_of_one_rank(tmp_path: Path) -> None:
     report = json.loads(end.stdout[0])
     failed = next(case for case in report["cases"] if not case["right"])
     assert failed["rank"] == 1 and failed["why"].startswith("rank 1: ArithmeticError: of rank 1 alone")
-    assert report["stopped"].startswith("a rank failed alone in ")
+    assert report["stopped"].startswith("allgather-causal-float32-forward failed, and ")

@@ -1,8 +1,6 @@
 """Synthetic histories with specified noise, steps and failures."""
 
 import datetime
-import random
-from typing import Any
 
 import numpy as np
 
@@ -47,26 +45,3 @@ def tags(
     mask: str = "causal", which: str = "forward", dtype: str = "bfloat16", **more: str
 ) -> dict[str, str]:
     return {"mask": mask, "pass": which, "dtype": dtype, "shape": "1×16384, 32/8 heads of 128", **more}
-
-
-# Values that may be anywhere in JSON from another writer.
-ODD = (
-    *(None, True, 0, -1, 1, 1e308, 1e-300, 10**400, float("nan"), float("inf")),
-    *("", " ", "x", "[/]", "../../x", "/tmp/x"),
-    *([], {}, [1], [None], {"a": 1}, ["x"] * 3, {"ms": 1.0}, {"stage": "begin"}),
-)
-
-
-def mutated(value: Any, draw: random.Random) -> Any:
-    """Return JSON in which one part, at any depth, is replaced, removed or added."""
-    if not isinstance(value, dict | list) or not value or draw.random() < 0.15:
-        return draw.choice(ODD)
-    if isinstance(value, list):
-        at = draw.randrange(len(value))
-        return [*value[:at], mutated(value[at], draw), *value[at + 1 :]]
-    key, kind = draw.choice(list(value)), draw.random()
-    if kind < 0.1:
-        return {name: part for name, part in value.items() if name != key}
-    if kind < 0.2:
-        return value | {draw.choice(("x", "", " ", "ms", "low", "samples")): draw.choice(ODD)}
-    return value | {key: mutated(value[key], draw)}

@@ -1,7 +1,6 @@
 """Benchmark runs on a CPU: lines, their order, time budgets, failures, resuming."""
 
 import json
-import os
 import time
 
 import pytest
@@ -103,27 +102,6 @@ def test_kernel_options_are_measured_only_in_the_pass_that_they_change(monkeypat
     assert forward == {"tritoncp", "tritoncp fwd_BLOCK_N=32", "tritoncp num_stages=2"}
     assert backward == {"tritoncp", "tritoncp bwd_BLOCK_M2=32", "tritoncp num_stages=2"}
     assert all("ms" in figures for point in journal.points for figures in point.contenders.values())
-
-
-def test_the_unsafe_backward_pass_is_allowed_for_its_contender_alone(monkeypatch, tmp_path):
-    """Elsewhere it is refused; for its contender it is compared with the reference, then timed."""
-    values = set()
-    attention = baselines.flex_attention
-
-    def watched(*args, kernel_options=None, **more):
-        values.add((str(kernel_options), os.environ.get("TRITONCP_UNSAFE_FUSED")))
-        return attention(*args, kernel_options=kernel_options, **more)
-
-    monkeypatch.setattr(baselines, "flex_attention", watched)
-    monkeypatch.delenv("TRITONCP_UNSAFE_FUSED", raising=False)
-    runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
-    runner.options, runner.patterns = [{"FUSED_BACKWARD": True}], ["tritoncp*"]
-    runner.run([Case(Problem("causal", 16384), "backward").shrunk()])
-    assert values == {("None", None), ("{'FUSED_BACKWARD': True}", "1")}
-    assert "TRITONCP_UNSAFE_FUSED" not in os.environ
-    (point,) = journal.points
-    fused = point.contenders["tritoncp FUSED_BACKWARD=True"]
-    assert set(fused["errors"]) == {"dq", "dk", "dv"} and fused["ms"] == 1.0
 
 
 def test_warming_runs_the_named_contenders_and_writes_nothing(tmp_path):

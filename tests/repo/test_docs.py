@@ -81,6 +81,8 @@ def test_a_program_of_a_page_runs_as_printed_on_two_ranks(page: str, name: str, 
     def compare(names: dict[str, Any], output: str) -> None:
         if name == "two_ranks.py":
             assert names["error"] < 5e-5  # float32 gradients: sums of up to 1000 terms, in another order
+        if name == "tree_step.py":
+            assert names["error"] < 5e-5
         if name == "moved.py":
             exact = (x.double() for x in names["whole"])
             expected = dense_attention(*exact, names["mask"], tritoncp.alibi(names["H"])).out

@@ -46,7 +46,6 @@ SPINE = {
     "reference",
     "cpu",
     "ops",
-    "frontend",
     "api",
 }
 LAYERS = {
@@ -59,9 +58,8 @@ LAYERS = {
     "reference": Layer({"reference"}, {"core", "masks"}, {"torch"}, NO_RANKS),
     "executor": Layer({"executor"}, {"core"}, {"torch", "triton", "numpy"}, NO_RANKS),
     "cpu": Layer({"cpu"}, {"core", "masks", "planning"}, {"torch"}, NO_RANKS),
-    "ops": Layer({"ops"}, SPINE - {"frontend", "api"}, {"torch", "filelock", "platformdirs", "rich"}),
-    "frontend": Layer({"frontend"}, SPINE - {"api"}, {"torch", "rich"}),
-    "api": Layer({"api"}, SPINE, {"torch"}),
+    "ops": Layer({"ops"}, SPINE - {"api"}, {"torch", "filelock", "platformdirs", "rich"}),
+    "api": Layer({"api"}, SPINE, {"torch", "rich"}),
     "chunking": Layer({"chunking"}, SPINE, {"torch", "sympy"}),
     "perf": Layer(
         {"perf"},

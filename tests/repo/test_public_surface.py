@@ -19,8 +19,8 @@ from click.testing import CliRunner
 
 import tritoncp
 from tritoncp import chunking, masks
+from tritoncp.api import dynamo
 from tritoncp.cli import main
-from tritoncp.frontend import dynamo
 from tritoncp.integrations import transformers
 from tritoncp.ops import autograd
 from tritoncp.perf import exit_codes

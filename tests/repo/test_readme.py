@@ -112,7 +112,7 @@ def test_a_program_of_a_page_runs_as_printed_on_two_ranks(place, tmp_path, monke
         exec(CHECKS[place], variables | {"attend": F.scaled_dot_product_attention, "os": os})
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*deals blocks.*")
+        warnings.filterwarnings("error", message=".*places blocks.*")
         ranks.run_program(2, tmp_path / "program.py", compare)
 
 

@@ -11,6 +11,6 @@ from tritoncp.tuning import command, search_run
 def gpu(monkeypatch):
     """A GPU whose times are a formula."""
     bench = tile_times()
-    monkeypatch.setattr(command, "choose_device", lambda *words: tile_tables.Device("sm_90", "NVIDIA H200"))
+    monkeypatch.setattr(command, "find_device", lambda: tile_tables.Device("sm_90", "NVIDIA H200"))
     monkeypatch.setattr(search_run, "_device_bench", lambda: bench)
     return bench

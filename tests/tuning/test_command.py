@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 
 import pytest
@@ -13,7 +12,9 @@ from click.testing import CliRunner
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.cli import main
 from tritoncp.ops import tile_tables
+from tritoncp.planning.problem import Problem
 from tritoncp.tuning import search, search_run
+from tritoncp.tuning.targets import Target, candidates
 
 REPORT = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "tma": 0}
 ONE = ["--shapes", "8x8,128,4096", "--mask", "causal", "--ops", "fwd"]
@@ -32,15 +33,6 @@ def home(monkeypatch, tmp_path):
     monkeypatch.setattr(Compilers, "compile_jobs", lambda self, jobs: ((job, REPORT) for job in jobs))
     yield tmp_path / "configs"
     tile_tables.forget()
-
-
-def test_a_dry_run_lists_candidates_and_writes_no_file(home):
-    words = ["--dry-run", "--target", "sm_90"]
-    done = invoke(*words, "--preset", "llama3-8b", "--mask", "causal", "--ops", "bwd")
-    assert done.exit_code == 0 and not home.exists()
-    assert "dq causal 32x8 d128 16384 bfloat16: " in done.output and "dkdv causal" in done.output
-    rows = json.loads(invoke(*words, "--json").stdout)
-    assert len(rows) == 12 and all(row["candidates"] > 16 for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -65,24 +57,13 @@ def test_a_dry_run_lists_candidates_and_writes_no_file(home):
     ],
 )
 def test_refusals_name_valid_values(words, said):
-    for dry in ([], ["--dry-run"], ["--dry-run", "--target", "sm_90"]):
-        done = invoke(*dry, *words)
-        assert done.exit_code == 2 and said in done.output, "also on a machine without a GPU"
+    done = invoke(*words)
+    assert done.exit_code == 2 and said in done.output, "also on a machine without a GPU"
 
 
-def test_without_a_gpu_the_error_names_the_option_that_needs_none():
+def test_without_a_gpu_the_error_says_so(home):
     done = invoke("--preset", "llama3-8b")
-    assert done.exit_code == 1 and "--dry-run lists the candidates without one" in done.output
-    assert "--target is for --dry-run" in invoke("--target", "sm_90").output
-    done = invoke("--dry-run", "--target", "h100")
-    assert done.exit_code == 2 and "known: sm_80, sm_86" in done.output
-
-
-def test_a_dry_run_needs_no_gpu(home):
-    done = invoke("--dry-run", *ONE)
-    assert done.exit_code == 0 and "forward causal 8x8 d128 4096 bfloat16: " in done.stdout
-    assert "candidates for sm_90; --target names another" in done.stderr and not home.exists()
-    assert json.loads(invoke("--dry-run", "--json", *ONE).stdout)[0]["candidates"] > 16
+    assert done.exit_code == 1 and "torch finds no GPU here" in done.output and not home.exists()
 
 
 @pytest.mark.parametrize(("budget", "left_out"), [("1s", "all"), ("200s", "some"), ("100000s", "none")])
@@ -93,7 +74,7 @@ def test_candidates_without_time_are_counted(budget, left_out, monkeypatch, home
     tuner = functools.partial(search.Tuner, now=lambda: next(clock))
     monkeypatch.setattr(search_run, "Tuner", tuner)
     words = [*ONE, "--mask", "full"]
-    total = sum(row["candidates"] for row in json.loads(invoke("--dry-run", "--json", *words).stdout))
+    total = 2 * len(candidates(Target("forward", Problem("causal", 4096, 8, 8)), "sm_90"))
     done = invoke(*words, "--budget", budget, "--out", tmp_path / "out")
     match = re.search(r"the budget left out (\d+) of (\d+) candidates: give more --budget", done.stderr)
     count, of = map(int, match.groups()) if match else (0, total)

@@ -16,7 +16,6 @@ import torch
 import triton
 from click.testing import CliRunner
 
-from tests.tuning.stand_ins import Formula, tile_times
 from tritoncp.analysis import launches
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import Routed
@@ -98,7 +97,7 @@ def compile_nothing(monkeypatch):
 def request(home):
     selection = targets.targets(["32x8,128,4096"], ["causal", "full"], ["fwd"], "bfloat16")
     device = tile_tables.Device("sm_90", "NVIDIA H200")
-    return search_run.TuningRequest(tuple(selection), device, 60.0, False, home, 1, 60.0)
+    return selection, device, 60.0, False, home, 1
 
 
 def measured(home):
@@ -108,10 +107,10 @@ def measured(home):
     }
 
 
-def test_choices_are_written_where_calls_look_for_them(compile_nothing, home):
+def test_choices_are_written_where_calls_look_for_them(compile_nothing, gpu, home):
     from rich.console import Console
 
-    outcome = search_run.autotune(request(home), Console(stderr=True), tile_times())
+    outcome = search_run.autotune(*request(home), Console(stderr=True))
     assert [row["gain"] for row in outcome.rows] == [2.0, 2.0] and not outcome.interrupted
     assert measured(home) == {("forward", "causal"): 64, ("forward", "full"): 64}
     search_run.show(outcome, Console())
@@ -136,20 +135,21 @@ def test_ctrl_c_ends_the_command_with_the_choices_so_far(compile_nothing, gpu, h
     assert invoke(*words, "--resume").exit_code == 0 and len(tile_tables.entries_of(path)) == 3
 
 
-def test_a_terminal_gets_a_bar_that_counts(compile_nothing, home):
+def test_a_terminal_gets_a_bar_that_counts(compile_nothing, gpu, home):
     from rich.console import Console
 
     output = io.StringIO()
-    search_run.autotune(request(home), Console(file=output, force_terminal=True, width=200), tile_times())
+    search_run.autotune(*request(home), Console(file=output, force_terminal=True, width=200))
     last = re.sub(r"\x1b\[[\d;?]*\w", "", output.getvalue()).splitlines()[-1]
     assert re.search(r"forward full .*tried \d+, pruned \d+, failed 0, best 2.00x of the rule", last)
 
 
-def test_a_tuned_rule_is_an_answer_too(compile_nothing, home):
+def test_a_tuned_rule_is_an_answer_too(compile_nothing, gpu, home):
     """A rule that no candidate beats is written to the file, so that calls do not advise to tune again."""
     from rich.console import Console
 
-    outcome = search_run.autotune(request(home), Console(stderr=True), Formula(lambda config: 1.0, drift=0.0))
+    gpu.cost = lambda config: 1.0
+    outcome = search_run.autotune(*request(home), Console(stderr=True))
     own = targets.default("forward", "sm_90", 128, torch.bfloat16)
     assert [row["config"] for row in outcome.rows] == [asdict(own)] * 2 and len(measured(home)) == 2
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import click
 
 from tritoncp.command_base import JOBS, Command, Seconds
+from tritoncp.perf.console import make_console
 
 
 @click.command(cls=Command)
@@ -119,11 +120,9 @@ def count(
     import json
     from dataclasses import asdict
 
-    from rich.console import Console
-
     from tritoncp.analysis.executed import check_against, compare, make_call, problem_of, show
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = make_console()
     which = "backward" if backward else "forward"
     printed = []
     for mask in masks or ("causal",):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
@@ -18,8 +17,7 @@ from tritoncp.analysis.resource_table import (
     stale,
     write,
 )
-
-WIDE = 160  # characters of a line where no terminal says how many it has
+from tritoncp.perf.console import make_console
 
 # Heading of a column -> its value for a row.
 COLUMNS: dict[str, Callable[[Row], Any]] = {
@@ -47,11 +45,9 @@ def run(
 ) -> list[str]:
     """Compile and show rows; ``check`` compares them with the table, ``update`` writes the stale ones (with
     both, all).  Returns a line for each fault."""
-    from rich.console import Console
-
     if update and not check:
         jobs = stale(jobs, processes)
-    log = Console(stderr=True)
+    log = make_console(stderr=True)
     rows = compile_rows(jobs, processes, timeout, log)
     order = {key(job.identity): i for i, job in enumerate(jobs)}
     rows.sort(key=lambda row: order[key(row)])
@@ -64,7 +60,7 @@ def run(
     if as_json:
         print(json.dumps(rows, indent=1))
     else:
-        show(rows, Console(width=None if sys.stdout.isatty() else WIDE))
+        show(rows, make_console())
     if update:
         write(row for row in rows if "failed" not in row)
     return faults

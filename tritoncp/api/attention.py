@@ -1,17 +1,80 @@
-"""The public `flex_attention`."""
+"""The public `flex_attention`: sorts and checks arguments, finds the plan, runs the forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, overload
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FunctionType
+from typing import Any, Literal, NamedTuple, overload
 
+import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from tritoncp.api import dynamo, plan_cache, validate
+from tritoncp.api.group_call import group_call, group_name, stop_traced_call
 from tritoncp.api.plans import MaskLike
-from tritoncp.core.dynamo_boundary import graph_entry
-from tritoncp.frontend.call import Options, attend, sort_arguments
-from tritoncp.frontend.group_call import group_call
+from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
+from tritoncp.distributed import groups
+from tritoncp.kernels.options import check_options
+from tritoncp.kernels.tile_rules import architecture
+from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.traced_mask import TracedMask, plain_mask
+from tritoncp.ops import autograd, call_mods, dispatch
+from tritoncp.ops.call import Call
+from tritoncp.ops.graph.layouts import Uncapturable
+from tritoncp.ops.sinks import with_sinks
+from tritoncp.planning.plan import Plan
+
+MASKS = (BlockMask, Mask, MaskMod, Plan, TracedMask)
+
+
+class Options(NamedTuple):
+    """The arguments of one call besides query, key, value, score_mod, mask and mesh, as they were passed."""
+
+    scale: float | None
+    enable_gqa: bool
+    return_lse: bool
+    kernel_options: dict[str, Any] | None
+    return_aux: AuxRequest | None
+    positions: Tensor | None
+    sinks: Tensor | None
+    batch_offset: int | None
+
+    @property
+    def returns(self) -> tuple[str, ...]:
+        """All requested results besides out."""
+        aux, sinks = self.return_aux, ("sinks",) * (self.sinks is not None)
+        if aux is None:
+            return ("lse", *sinks) if self.return_lse else sinks
+        return ("lse",) * (self.return_lse or aux.lse) + ("max_scores",) * aux.max_scores + sinks
+
+    def scale_for(self, query: Tensor) -> float:
+        """Return the scale of scores; torch's if none is passed."""
+        if self.scale is None:
+            return 1 / math.sqrt(query.shape[3])
+        validate.check_scale(self.scale)
+        return float(self.scale)
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
+        """Check all that does not depend on the plan. mask: of the call, whose lengths may explain an
+        error."""
+        validate.check_aux(self.return_lse, self.return_aux)
+        validate.check_tensors(query, key, value, self.enable_gqa, mask)
+        validate.check_sinks(query, self.sinks)
+
+    def results(self, outs: Sequence[Tensor]) -> Any:
+        """Return the requested results, sinks included: out, (out, lse) or (out, AuxOutput)."""
+        out, lse, *tops = outs
+        if self.sinks is not None:
+            out, lse = with_sinks(out, lse, self.sinks)
+        if (aux := self.return_aux) is not None:
+            return out, AuxOutput(lse=lse if aux.lse else None, max_scores=tops[0] if tops else None)
+        return (out, lse) if self.return_lse else out
 
 
 @overload
@@ -98,10 +161,152 @@ def flex_attention(
     >>> flex_attention(q, k, v, causal()).shape
     torch.Size([1, 2, 256, 32])
     """
-    score, mask, mesh = sort_arguments(score_mod, block_mask, mesh)
+    score_mod, block_mask, mesh = sort_arguments(score_mod, block_mask, mesh)
     options = Options(
         scale, enable_gqa, return_lse, kernel_options, return_aux, positions, sinks, batch_offset
     )
     results: Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
-    results = options.results(attend(query, key, value, score, mask, mesh, options))
+    results = options.results(attend(query, key, value, score_mod, block_mask, mesh, options))
     return results
+
+
+def sort_arguments(score_mod: Any, block_mask: Any, mesh: Any) -> tuple[Any, Any, Any]:
+    """Return (score_mod, block_mask, mesh) from the fourth and fifth argument and mesh=, of either call
+    shape."""
+    if type(score_mod) is not FunctionType and isinstance(score_mod, MASKS):
+        if block_mask is not None and mesh is not None:
+            raise TypeError(
+                "two meshes: the fifth argument and mesh=; with a mask in fourth place give one of them"
+            )
+        if isinstance(block_mask, MASKS):
+            raise TypeError("two masks: the fourth and the fifth argument; a score_mod goes in fourth place")
+        return None, score_mod, mesh if block_mask is None else block_mask
+    if callable(score_mod):
+        _check_score_mod(score_mod)
+    elif score_mod is not None:
+        raise TypeError(
+            "the fourth argument is a score_mod, a mask or a Plan; got a "
+            f"{type(score_mod).__name__}{_dense_mask_hint(score_mod)}"
+        )
+    if block_mask is None or isinstance(block_mask, MASKS):
+        return score_mod, block_mask, mesh
+    if callable(block_mask):
+        raise TypeError(
+            "block_mask is a mask, not a function; make it with create_block_mask(mask_mod, B, H, Q_LEN, "
+            "KV_LEN)"
+        )
+    if isinstance(block_mask, Tensor):
+        raise TypeError(f"block_mask is a mask or a Plan; got a Tensor{_dense_mask_hint(block_mask)}")
+    if score_mod is not None:
+        raise TypeError(
+            f"after a score_mod comes a mask or a Plan; got a {type(block_mask).__name__}; pass mesh= by name"
+        )
+    return None, None, block_mask
+
+
+def _dense_mask_hint(argument: Any) -> str:
+    if not isinstance(argument, Tensor):
+        return ""
+    return "; a dense mask becomes one by create_block_mask(lambda b, h, q, kv: mask[q, kv], ...)"
+
+
+def _check_score_mod(fn: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return  # inspecting the signature would recompile for every function; translation checks it too
+    plain = type(fn) is FunctionType and not fn.__dict__  # else it may wrap another function
+    if plain and fn.__code__.co_argcount - len(fn.__defaults__ or ()) != 4:
+        return  # inspect.signature takes longer than a kernel launch
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return  # a jit function or a builtin: its own translation checks it
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.kind in places and p.default is inspect.Parameter.empty]
+    if len(needed) == 4 and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        raise TypeError(
+            "this is a mask_mod (four arguments), and a callable in fourth place is a score_mod; make the "
+            "mask with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) and pass that"
+        )
+
+
+@untraced
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, mesh: Any, options: Options
+) -> list[Tensor]:
+    """Run one call, in the graph that Dynamo traces or on the host; return out, lse, max_scores."""
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = dispatch.cast_for_autocast(query, key, value)
+    dispatch.refuse_transforms()
+    if mesh is not None:
+        validate.check_mesh(block_mask, groups.degree_of(mesh))
+    if torch.compiler.is_dynamo_compiling():
+        try:
+            return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
+        except Uncapturable as error:
+            reason = error.args[0]
+            stop_traced_call(group_name(mesh), "a graph break")
+        torch._dynamo.graph_break(msg=reason)
+    return _attend_on_host(query, key, value, score_mod, block_mask, mesh, options)
+
+
+@host_only
+def _attend_on_host(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, mesh: Any, options: Options
+) -> list[Tensor]:
+    """Run a call outside of a graph that Dynamo traces."""
+    if (substitute := _SUBSTITUTE.get()) is not None:
+        with substitute_calls(None):
+            return substitute(query, key, value, score_mod, block_mask, mesh, options)
+    if dispatch.is_traced(query):
+        check_options(options.kernel_options or {}, _local_architecture(query))
+        with dispatch.fake_mode_of(query):
+            return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
+    group = groups.group_of(mesh)
+    block_mask = plain_mask(block_mask)
+    call_key = validate.call_key(query, key, value, group, options)
+    if call_key is None:  # the shards may be no tensors of four dimensions
+        options.check(query, key, value, block_mask)
+    plan = plan_cache.plan_of_rows(
+        block_mask, validate.ShardSizes.of(query, key), group, call_key,
+        lambda: options.check(query, key, value, block_mask), options.batch_offset,
+    )  # fmt: skip
+    validate.check_order(plan, options.positions)
+    key, value = validate.shared_batch(query, key, value)
+    return autograd.forward(make_call(query, plan, score_mod, group, options), query, key, value)
+
+
+def make_call(query: Tensor, plan: Plan, score_mod: Any, group: Any, options: Options) -> Call:
+    """Make the record of a call from its checked plan, its score_mod and its options, which are checked."""
+    kernel_options: tuple[tuple[str, Any], ...] = ()
+    if options.kernel_options:
+        check_options(options.kernel_options, architecture(query.device))
+        kernel_options = tuple(sorted(options.kernel_options.items()))
+    score = None if score_mod is None else call_mods.score_of(score_mod, query)
+    scale = options.scale_for(query)
+    return Call(plan.of_batch(query.shape[0]), score, scale, group, kernel_options, options.returns)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Any, Any, Any, Options], list[Tensor]]
+_SUBSTITUTE: ContextVar[Attend | None] = ContextVar("substitute", default=None)
+
+
+@contextmanager
+def substitute_calls(call: Attend | None) -> Iterator[None]:
+    """Have another function answer the calls of `flex_attention` in this context, with the arguments of
+    :func:`attend`; None: none."""
+    token = _SUBSTITUTE.set(call)
+    try:
+        yield
+    finally:
+        _SUBSTITUTE.reset(token)
+
+
+def _local_architecture(x: Tensor) -> str | None:
+    """Return the architecture of a tensor's device; None if this machine does not have it, as a fake or meta
+    tensor's."""
+    if x.device.type not in ("cpu", "cuda"):
+        return None
+    try:
+        return architecture(x.device)
+    except (AssertionError, RuntimeError):  # of torch without CUDA, or without a GPU
+        return None

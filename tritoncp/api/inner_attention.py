@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp.api import dynamo
 from tritoncp.api.attention import flex_attention
 from tritoncp.core.dynamo_boundary import constant_result
-from tritoncp.frontend import dynamo
 from tritoncp.masks.closed_forms import causal
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod

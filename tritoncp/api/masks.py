@@ -42,7 +42,7 @@ def create_block_mask(
     99.6 % of 8192 x 8192 blocks are empty
     """
     if torch.compiler.is_dynamo_compiling():
-        from tritoncp.frontend import dynamo  # loads every layer, which masks do without
+        from tritoncp.api import dynamo  # loads every layer, which masks do without
 
         try:
             return dynamo.trace_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)  # type: ignore

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy
 
+from tritoncp.api import dynamo
 from tritoncp.api.inner_attention import LAYOUTS, OPTIONS, Signature, attend
-from tritoncp.frontend import dynamo
 from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.graph.key_exchange import send_keys_op
 

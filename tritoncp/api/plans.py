@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, overload
 
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp.api import plan_cache
+from tritoncp.api.group_call import group_call
+from tritoncp.api.mask_source import Sources
+from tritoncp.api.validate import check_plannable
 from tritoncp.core.dynamo_boundary import host_only
-from tritoncp.distributed import groups
-from tritoncp.frontend import plan_cache
-from tritoncp.frontend.group_call import group_call
+from tritoncp.core.host_copy import on_host
+from tritoncp.distributed import consistency, groups
+from tritoncp.distributed.consistency import fact
+from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import plain_mask
+from tritoncp.ops import signatures
+from tritoncp.planning.balance import resolve_balancer
+from tritoncp.planning.build import build_all
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer
 
@@ -76,8 +86,42 @@ def make_plan(
             raise TypeError(f"{name}={number!r}; an int is needed")
     masks = block_mask if isinstance(block_mask, Mapping) else {"": block_mask}
     masks = {name: plain_mask(mask) for name, mask in masks.items()}
-    degree = groups.degree_of(mesh)
-    plans = plan_cache.make(
-        masks, group, 1 if world_size is None else world_size, rank or 0, balancer, schedule, degree
-    )
+    world_size, rank = 1 if world_size is None else int(world_size), int(rank or 0)
+    options = {"balancer": balancer, "schedule": schedule, "degree": groups.degree_of(mesh)}
+    work = functools.partial(_make_plans, masks, group, world_size, rank, options)
+    plans, _ = consistency.together(group, "make_plan", work)
+    plan_cache.connect_new_plans(group, plans.values())
     return plans if isinstance(block_mask, Mapping) else plans[""]
+
+
+@on_host
+def _make_plans(
+    masks: Mapping[str, Any], group: Any, world_size: int, rank: int, options: dict[str, Any]
+) -> tuple[dict[str, Plan], consistency.Facts, Sequence[int]]:
+    """Make one placement for all these masks, and a plan for each; return them with the facts that ranks
+    compare."""
+    check_plannable({name: None if has_no_lengths(mask) else mask for name, mask in masks.items()})
+    sources = {name: Sources.of(mask) for name, mask in masks.items()}
+    compact = [source.compact(1, 0, 0) for source in sources.values()]
+    built = build_all(compact, world_size, rank, **options)
+    for source, one in zip(sources.values(), built, strict=True):
+        plan_cache.log_plan(source, one)
+    # Also without a group: a data loader's worker may pass the plan to one.
+    digests = [source.digest() if world_size > 1 else b"" for source in sources.values()]
+    plans = {
+        name: replace(one, evaluators=source.evaluators, mask_digest=digest).pinned()
+        for (name, source), one, digest in zip(sources.items(), built, digests, strict=True)
+    }
+    if not group:
+        return plans, {}, ()
+    balancer = options["balancer"]
+    balancer = resolve_balancer(balancer)[0] if callable(balancer) else balancer
+    rest = f"schedule={options['schedule']!r}, degree {options['degree']}, masks {list(masks)}"
+    facts = {
+        "call": fact("make_plan"),
+        "versions": consistency.versions(),
+        "options": fact(f"balancer={balancer!r}, {rest}"),
+        "mask": fact(lambda: "; ".join(map(signatures.mask_text, compact)), b"".join(digests)),
+        "placement": fact(f"balancer={balancer!r}", b"".join(one.digest for one in built)),
+    }
+    return plans, facts, ()

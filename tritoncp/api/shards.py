@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp.api import validate
+from tritoncp.api.group_call import group_call
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.distributed import collectives, consistency, failures, groups
-from tritoncp.frontend import shard_checks, validate
-from tritoncp.frontend.group_call import group_call
 from tritoncp.masks.closed_forms import Document, document
+from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.planning.placement import Placement, lengthen, take
+from tritoncp.planning.build import pieces
+from tritoncp.planning.placement import Placement, check_side, lengthen, natural, take
 from tritoncp.planning.plan import Plan
 
 
@@ -45,8 +48,8 @@ def shard(
     tensor([2, 3, 4, 5])
     """
     placement, rank = _placement(x, plain_mask(plan_or_mask), groups.group_of(mesh), dim, side)
-    shard_checks.check_length(x, dim, placement.length, "a global tensor")
-    shard_checks.check_pad(x, pad)
+    check_length(x, dim, placement.length, "a global tensor")
+    _check_pad(x, pad)
     return take(x, placement.positions(rank), dim, batch_dim, pad)
 
 
@@ -69,9 +72,9 @@ def unshard(
     """
     group = groups.group_of(mesh)
     plan_or_mask = plain_mask(plan_or_mask)
-    shard_checks.check_gathered(plan_or_mask, 1 if group is None else group.size())
+    _check_gathered(plan_or_mask, 1 if group is None else group.size())
     placement, rank = _placement(x, plan_or_mask, group, dim, side)
-    shard_checks.check_length(x, dim, placement.lengths[rank], "this rank's shard")
+    check_length(x, dim, placement.lengths[rank], "this rank's shard")
     if x.requires_grad and grad not in ("sum", "slice"):
         raise ValueError(
             "x requires grad: say grad='sum' (the loss is summed over ranks) or grad='slice' (every rank "
@@ -84,10 +87,10 @@ def unshard(
 
 def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) -> tuple[Placement, int]:
     world_size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    shard_checks.check_dim(x, dim)
+    _check_dim(x, dim)
     if group is not None and isinstance(plan_or_mask, Plan):
         validate.check_ranks(plan_or_mask, group)
-    return shard_checks.placement_of(plan_or_mask, world_size, rank, side, x.shape[dim])
+    return _placement_of(plan_or_mask, world_size, rank, side, x.shape[dim])
 
 
 class Gather(torch.autograd.Function):
@@ -120,32 +123,101 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
     """Return the global position of each local token, -1 at padding: int64 [B or 1, S_local].
 
     documents: number of each global token's document, [N] or [B, N], or the ``document(...)`` mask: positions
-    then start at 0 in every document, as rotary embeddings of packed sequences need them.
+    then start at 0 in every document, as rotary embeddings of packed sequences need them. Or the
+    ``tree(...)`` mask: positions are depths, the numbers of tokens before a token on its path.
 
-    >>> from tritoncp import causal, create_block_mask, make_plan
+    >>> from tritoncp import causal, create_block_mask, make_plan, tree
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
     >>> positions(plan).tolist(), positions(plan, torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])).tolist()
     ([[2, 3, 4, 5]], [[2, 0, 1, 2]])
+    >>> positions(plan, tree([-1, 0, 0], [3, 2, 3])).tolist()
+    [[2, 3, 4, 3]]
     """
     at = plan.positions
     if documents is None:
         return at
-    first = _document_starts(documents, plan.q.length)  # [B or 1, N]
-    batch = max(len(first), len(at))
-    within = at - first.expand(batch, -1).gather(1, at.clamp(min=0).expand(batch, -1))
-    return within.masked_fill(at < 0, -1)
+    within = _positions_within(documents, plan.q.length)  # [B or 1, N]
+    batch = max(len(within), len(at))
+    local = within.expand(batch, -1).gather(1, at.clamp(min=0).expand(batch, -1))
+    return local.masked_fill(at < 0, -1)
 
 
-def _document_starts(documents: Any, length: int) -> Tensor:
-    """Return the position of the first token of each token's document: int64 [B or 1, length]."""
+def _positions_within(documents: Any, length: int) -> Tensor:
+    """Return the position of each token in its document, or in its path of a tree: int64 [B or 1, length]."""
     mask = document(ids=documents) if isinstance(documents, Tensor) else documents
+    if isinstance(mask, Tree):
+        return mask.depth.detach().cpu().long().view(-1, mask.depth.shape[-1])[:, :length]
     if not isinstance(mask, Document):
         raise TypeError(
-            f"documents is a tensor with the document of each token, or document(...); got {mask!r}"
+            f"documents is a tensor with the document of each token, document(...) or tree(...); got {mask!r}"
         )
     intervals = mask.intervals(length, length)
     if intervals is None:
         raise ValueError(
             "a document comes in several pieces; positions within documents need each in one piece"
         )
-    return intervals[0][:, 0]
+    return torch.arange(length) - intervals[0][:, 0]
+
+
+# -- checks of the arguments -------------------------------------------------------------------------------
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a tensor with a dimension of the sequence is needed; got a {type(x).__name__}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"the tensor {tuple(x.shape)} has no dimension {dim}; dim= is that of its sequence")
+
+
+def _check_pad(x: Tensor, pad: float) -> None:
+    """Refuse a padding value that x's dtype would change: -100 in uint8 is 156."""
+    if not pad or x.is_floating_point() or x.is_complex():
+        return
+    limits = None if x.dtype == torch.bool else torch.iinfo(x.dtype)
+    lowest, highest = (0, 1) if limits is None else (limits.min, limits.max)
+    if not lowest <= pad <= highest or pad != int(pad):
+        raise ValueError(
+            f"pad={pad} is no value of {x.dtype}, the dtype of x; convert x before it is cut, as "
+            f"shard(x.long(), plan, dim=..., pad=-100)"
+        )
+
+
+def check_length(x: Tensor, dim: int, length: int, what: str) -> None:
+    if x.shape[dim] != length:
+        raise ValueError(f"{what} is needed: {length} rows along dimension {dim}; got {tuple(x.shape)}")
+
+
+def _placement_of(
+    plan_or_mask: Any, world_size: int, rank: int, side: str, length: int
+) -> tuple[Placement, int]:
+    """Return the placement of tokens and this rank: a Plan's own, or natural order for a raw mask.
+
+    length: of the global sequence, for closed forms, which have no length.
+    """
+    if isinstance(plan_or_mask, Plan):
+        return plan_or_mask.side(side), plan_or_mask.rank
+    check_side(side)
+    if isinstance(plan_or_mask, BlockMask) and not has_no_lengths(plan_or_mask):
+        length = plan_or_mask.seq_lengths[side == "kv"]
+    elif isinstance(plan_or_mask, Mask):
+        length = plan_or_mask.q_len if side == "q" else plan_or_mask.kv_len
+    elif plan_or_mask is not None and not isinstance(plan_or_mask, BlockMask | MaskMod):
+        raise TypeError(
+            f"a Plan or a mask is needed; got a {type(plan_or_mask).__name__}. make_plan(block_mask, mesh) "
+            "makes a plan, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) a mask"
+        )
+    return natural(pieces(length, world_size), max(1, length)), rank
+
+
+def _check_gathered(plan_or_mask: Any, world_size: int) -> None:
+    """Check the plan or mask argument of unshard."""
+    if isinstance(plan_or_mask, MaskMod) or plan_or_mask is None or has_no_lengths(plan_or_mask):
+        raise TypeError(
+            f"{plan_or_mask!r} does not say how long the whole sequence is; pass the Plan or "
+            "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+        )
+    if isinstance(plan_or_mask, Plan) and plan_or_mask.world_size != world_size:
+        raise ValueError(
+            f"the plan is for {plan_or_mask.world_size} ranks, the mesh has {world_size}; pass the mesh it "
+            "was made with, unshard(x, plan, mesh, dim=...)"
+        )

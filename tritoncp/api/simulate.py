@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from tritoncp.api import plans, shards
+from tritoncp.api import plan_cache, plans, shards, validate
+from tritoncp.api.attention import Options, make_call, sort_arguments
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import host_only
-from tritoncp.frontend import plan_cache, shard_checks, validate
-from tritoncp.frontend.call import Options, make_call, sort_arguments
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.ops.call_modes import cast_for_autocast
+from tritoncp.ops import dispatch
 from tritoncp.ops.lockstep import attend_in_lockstep
-from tritoncp.ops.transforms import refuse_transforms
 from tritoncp.planning.placement import lengthen, take
 from tritoncp.planning.plan import Plan
 
@@ -67,9 +65,9 @@ class World:
         """Return the global tensor of all ranks' shards. Differentiable: each shard gets its part."""
         self._check(plan)
         self._count(xs)
-        placement = shard_checks.side_of(plan, side)
+        placement = plan.side(side)
         for rank, x in enumerate(xs):
-            shard_checks.check_length(x, dim, placement.lengths[rank], f"rank {rank}'s shard")
+            shards.check_length(x, dim, placement.lengths[rank], f"rank {rank}'s shard")
         whole = torch.cat([lengthen(x, dim, placement.s_max) for x in xs], dim)
         return take(whole, placement.inverse, dim, batch_dim, 0)
 
@@ -134,12 +132,12 @@ class World:
         >>> [out.shape for out in world.flex_attention(x, x, x, plan)]
         [torch.Size([1, 2, 256, 16]), torch.Size([1, 2, 256, 16])]
         """
-        refuse_transforms()
-        score, mask, _ = sort_arguments(score_mod, block_mask, None)
-        mask = plain_mask(mask)
+        dispatch.refuse_transforms()
+        score_mod, block_mask, _ = sort_arguments(score_mod, block_mask, None)
+        mask = plain_mask(block_mask)
         for xs in (queries, keys, values):
             self._count(xs)
-        queries, keys, values = (list(cast_for_autocast(*xs)) for xs in (queries, keys, values))
+        queries, keys, values = (list(dispatch.cast_for_autocast(*xs)) for xs in (queries, keys, values))
         if isinstance(mask, Plan):
             self._check(mask)
             mask.check_sources()
@@ -151,7 +149,7 @@ class World:
         plan = self._plan_of(mask, queries, keys, batch_offset)
         validate.check_order(plan)
         keys, values = zip(*map(validate.shared_batch, queries, keys, values))
-        call = make_call(queries[0], plan, score, None, options)
+        call = make_call(queries[0], plan, score_mod, None, options)
         calls = [call._replace(plan=call.plan.seen_by(rank)) for rank in range(self.world_size)]
         results = [options.results(one) for one in attend_in_lockstep(calls, queries, keys, values)]
         if return_aux is not None:
@@ -175,7 +173,7 @@ class World:
         self._check(plan)
         plan = plan if batch_offset is None else plan.batch_rows(batch_offset, rows)
         for rank, (q, k) in enumerate(zip(queries, keys)):
-            validate.check_shapes(plan.seen_by(rank), q, k)
+            validate.check_sizes(plan.seen_by(rank), validate.ShardSizes.of(q, k))
         return plan
 
     def _check(self, plan: Plan) -> None:

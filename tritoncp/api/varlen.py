@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp.api.attention import flex_attention
+from tritoncp.api.group_call import group_call
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.core.host_copy import to_host
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed import collectives, failures, groups
-from tritoncp.frontend.group_call import group_call
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.varlen import Varlen, dual_chunk_rows, varlen
 from tritoncp.planning.plan import Plan

@@ -12,13 +12,13 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tritoncp.api.dynamo import block_mask_op, part_op, plan_op, view_op
 from tritoncp.chunking.regions import op_name
 from tritoncp.chunking.report import ChunkingError
 from tritoncp.chunking.sizes import hint_of
 from tritoncp.core.bounded_cache import computed_once
 from tritoncp.core.handles import object_of
 from tritoncp.distributed.schedules import shared_keys
-from tritoncp.frontend.dynamo import block_mask_op, part_op, plan_op, view_op
 from tritoncp.ops.autograd import backward_op, forward_op
 from tritoncp.ops.call import decode_spec
 from tritoncp.planning.plan import Plan

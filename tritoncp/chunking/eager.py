@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from tritoncp.api import plan_cache
+from tritoncp.api.attention import Options, attend, substitute_calls
+from tritoncp.api.validate import ShardSizes
 from tritoncp.chunking.attention import prefixes
 from tritoncp.chunking.report import ChunkingError
 from tritoncp.distributed import groups
-from tritoncp.frontend import plan_cache
-from tritoncp.frontend.call import Options, attend, substitute_calls
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.planning.plan import Plan
 
@@ -107,7 +108,7 @@ class Calls:
         self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, mesh: Any,
         options: Options,
     ) -> list[Tensor]:  # fmt: skip
-        """Run attention of one chunk, with the arguments and results of `frontend.call.attend`."""
+        """Run attention of one chunk, with the arguments and results of `api.attention.attend`."""
         number, self.number = self.number, self.number + 1
         plan = self._plan(query, key, plain_mask(mask), mesh)
         if self.dim == "batch":
@@ -136,9 +137,9 @@ class Calls:
 
     def _plan(self, query: Tensor, key: Tensor, mask: Any, mesh: Any) -> Plan:
         """Return the plan of the whole call."""
-        axis = 0 if self.dim == "batch" else 2
-        shapes = [list(x.shape) for x in (query, key)]
-        for shape in shapes:
-            shape[axis] *= self.chunks
-        q, k = (torch.empty(shape, device="meta") for shape in shapes)
-        return plan_cache.plan_of_rows(mask, q, k, groups.group_of(mesh), None)
+        sizes, n = ShardSizes.of(query, key), self.chunks
+        if self.dim == "batch":
+            sizes = sizes._replace(batch=sizes.batch * n)
+        else:
+            sizes = sizes._replace(rows=sizes.rows * n, kv_rows=sizes.kv_rows * n)
+        return plan_cache.plan_of_rows(mask, sizes, groups.group_of(mesh))

@@ -31,22 +31,19 @@ class Report:
     """Numbers of the regions, values and messages of a graph that :func:`tritoncp.chunking.chunk` cut.
 
     regions: paths of the regions that were cut; rows: of the whole, None if the graph has no hint
-    live_ins: values that were cut; live_outs: values that were joined, by kind: "cat", "sum" (gradients) and
-    "chain" (new values of inputs). keys: chunks of keys that each chunk of queries reads by its mask, if
-    attention was cut by sequence. exchanges: passes of attention whose chunks share one exchange of keys
-    between ranks. nodes_before, nodes_after: of the graph; copied: nodes that each chunk has of its own
+    live_outs: values that were joined, by kind: "cat", "sum" (gradients) and "chain" (new values of inputs)
+    keys: chunks of keys that each chunk of queries reads by its mask, if attention was cut by sequence
+    exchanges: passes of attention whose chunks share one exchange of keys between ranks
+    nodes_before, nodes_after: of the graph
     """
 
     dim: str
     chunks: int
     rows: int | None = None
     regions: tuple[str, ...] = ()
-    live_ins: int = 0
     live_outs: dict[str, int] = field(default_factory=dict)
     keys: tuple[int, ...] = ()
     exchanges: int = 0
-    copied: int = 0
-    shared: int = 0
     nodes_before: int = 0
     nodes_after: int = 0
 
@@ -66,9 +63,7 @@ class Report:
         if self.exchanges:
             lines.append(("keys between ranks", f"one exchange for all chunks, in {self.exchanges} passes"))
         lines += [
-            ("values cut", str(self.live_ins)),
             ("values joined", kinds),
-            ("nodes of chunks", f"{self.copied} in each, {self.shared} shared"),
             ("nodes", f"{self.nodes_before} before, {self.nodes_after} after"),
         ]
         width = max(len(name) for name, _ in lines)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from tritoncp.api.dynamo import part_op
 from tritoncp.chunking import attention, shared_attention
 from tritoncp.chunking.added_nodes import AddedNodes
 from tritoncp.chunking.analysis import Cut
@@ -19,7 +20,6 @@ from tritoncp.chunking.report import ChunkingError, Report, describe
 from tritoncp.chunking.sizes import Symbols, expression
 from tritoncp.chunking.step_graph import JOIN, KEEP, RETURN, SEND, Step, StepGraph
 from tritoncp.core.log_lines import area_logger
-from tritoncp.frontend.dynamo import part_op
 
 log = area_logger("chunking")
 aten = torch.ops.aten
@@ -67,23 +67,14 @@ def chunk(
 
 def _report(cut: Cut, keys: attention.Keys) -> Report:
     calls = [node for node in cut.inside if attention.is_attention(node) and keys.are_cut(node)]
-    live_ins = {
-        x
-        for node in cut.copied
-        for x in node.all_input_nodes
-        if x not in cut.copied and isinstance(x.meta.get("val"), Tensor) and cut.carries(x)
-    }
     return Report(
         dim=cut.dim,
         chunks=cut.sizes.chunks,
         rows=cut.sizes.rows,
         regions=tuple(dict.fromkeys(cut.inside.values())),
-        live_ins=len(live_ins),
         live_outs=dict(Counter(cut.joined.values())),
         keys=max((keys.counts(node) for node in calls), default=()),
         exchanges=sum(map(keys.are_shared, calls)),
-        copied=len(cut.copied),
-        shared=sum(node not in cut.copied for node in cut.inside),
         nodes_before=len(cut.graph.nodes),
     )
 

@@ -89,16 +89,14 @@ AUTOTUNE = Variable("TRITONCP_AUTOTUNE", parse_budget, "0, 1 (a minute) or a tim
 CACHE_DIR = Variable("TRITONCP_CACHE_DIR", str, "a folder", None)
 CHECK = Variable("TRITONCP_CHECK")
 CONFIG_DIR = Variable("TRITONCP_CONFIG_DIR", str, "a folder, or - for none", None)
-CPU_COMPILE = Variable("TRITONCP_CPU_COMPILE")
 DEBUG = Variable("TRITONCP_DEBUG")
 OFFLINE_LOG = Variable("TRITONCP_OFFLINE_LOG")
 UNSAFE_FUSED = Variable("TRITONCP_UNSAFE_FUSED")
 VARIABLES = {
-    one.name: one
-    for one in (AUTOTUNE, CACHE_DIR, CHECK, CONFIG_DIR, CPU_COMPILE, DEBUG, OFFLINE_LOG, UNSAFE_FUSED)
+    one.name: one for one in (AUTOTUNE, CACHE_DIR, CHECK, CONFIG_DIR, DEBUG, OFFLINE_LOG, UNSAFE_FUSED)
 }
 # Of other packages, beside those of Triton, torch and NCCL.
-OF_OTHERS = ("GLOO_SOCKET_IFNAME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CXX")
+OF_OTHERS = ("GLOO_SOCKET_IFNAME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def set_variables() -> dict[str, str]:

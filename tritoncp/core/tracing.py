@@ -7,7 +7,7 @@ to.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -198,6 +198,7 @@ class HostDispatchMode(TorchDispatchMode):
 class GraphRecorder(HostDispatchMode):
     """Dispatch mode that records the operations of a function as a torch.fx graph of aten operations.
 
+    graph: the operations; its output are the results. root: the module of the tensors that the graph reads.
     `node.meta["val"]` is the result without data, on the device "meta"; tensors that are neither arguments
     nor results are attributes of the graph's module. The graph is that of torch's `make_fx`, which loads
     Dynamo and Inductor and takes a second for that.
@@ -210,15 +211,14 @@ class GraphRecorder(HostDispatchMode):
         self._tensors: list[Tensor] = []  # keeps the ids in use
         self._constants: set[torch.fx.Node] = set()  # made of Python numbers and captures
 
-    def record(self, fn: Mod, arguments: tuple[Tensor, ...]) -> torch.fx.GraphModule:
-        """Run ``fn`` and return its graph. Raises what ``fn`` raises, and RuntimeError where a Python value
-        depends on a tensor of the graph."""
+    def record(self, fn: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
+        """Run ``fn`` once. Raises what ``fn`` raises, and RuntimeError where a Python value depends on a
+        tensor of the graph."""
         for index, argument in enumerate(arguments):
             self._note(argument, self.graph.placeholder(f"arg{index}_1"))
         with self:
             out = fn(*arguments)
         self.graph.output(tree_map_only(Tensor, self._node, out))
-        return torch.fx.GraphModule(self.root, self.graph)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -271,11 +271,12 @@ def graph_of(mask_mod: Mod, device: str | torch.device = "cpu") -> torch.fx.Grap
     scalars = tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
     try:
         with torch.no_grad(), TensorIndexing():
-            graph = GraphRecorder().record(mask_mod, scalars)
+            recorder = GraphRecorder()
+            recorder.record(mask_mod, scalars)
     except Exception:  # any error of the user's code: the mask_mod can still be evaluated pair by pair
         return None
-    graph.graph.eliminate_dead_code()
-    return graph
+    recorder.graph.eliminate_dead_code()
+    return torch.fx.GraphModule(recorder.root, recorder.graph)
 
 
 def is_read(index: torch.fx.Node) -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.cpu import flash
-from tritoncp.cpu.compiled import compiled
 from tritoncp.cpu.packing import Total, even_step, gather, scatter
 from tritoncp.cpu.pointwise import Scores
 from tritoncp.cpu.step import HeadGroup, Step
@@ -40,7 +39,6 @@ class CpuEngine:
     score:    from the captures that require gradients to the score_mod over (score, b, h, q_idx, kv_idx)
     captures: these tensors, at least as wide as their gradients' sums; ``grads`` are buffers for the sums
     first_row: batch row of the whole that row 0 of the tensors is, for the indices of masks and mods
-    compile:  whether torch.compile runs the score_mod of tiles
     steps:    steps of earlier calls, see :meth:`Step.of`
     """
 
@@ -50,7 +48,6 @@ class CpuEngine:
     captures: Sequence[Tensor] = ()
     grads: Sequence[Tensor] = ()
     first_row: int = 0
-    compile: bool = False
     steps: BoundedCache[Any, Step] = field(default_factory=lambda: BoundedCache(64))
 
     @property
@@ -186,10 +183,6 @@ class CpuEngine:
     def _scores(self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None) -> Scores:
         return Scores(self.scale, self.score, step.indices(group, tiles), visible)
 
-    def _run(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of :class:`Scores`, compiled if the call requests that."""
-        return compiled(method) if self.compile else method
-
     def _forward_tiles(
         self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, q: Tensor, k: Tensor,
         v: Tensor, use_flash: bool,
@@ -201,7 +194,7 @@ class CpuEngine:
             bias = flash.hide(visible, rows.dtype)
             return flash.forward(rows, keys, values, bias, tiles.kind == "causal", self.scale)
         scores = self._scores(step, group, tiles, visible)
-        return self._run(Scores.forward)(scores, rows, keys, values, self.captures)
+        return scores.forward(rows, keys, values, self.captures)
 
     def _add_largest(self, step: Step, q: Tensor, k: Tensor, max_scores: Tensor, add: bool) -> None:
         """Write the largest scores of rows, or raise those of earlier steps. The other results are computed
@@ -235,8 +228,7 @@ class CpuEngine:
             outs = gather(out[group.heads], tiles.rows, tiles.height)
             return flash.backward(rows, keys, values, outs, lses, douts, bias, causal, self.scale)
         scores = self._scores(step, group, tiles, visible)
-        inputs = rows, keys, values, douts, lses, deltas
-        *grads, captured = self._run(Scores.backward)(scores, *inputs, self.captures)
+        *grads, captured = scores.backward(rows, keys, values, douts, lses, deltas, self.captures)
         for buffer, grad in zip(self.grads, captured):
             buffer += grad
         return grads[0], grads[1], grads[2]

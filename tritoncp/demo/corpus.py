@@ -26,8 +26,7 @@ class Window(NamedTuple):
 
 
 def windows(seq_len: int, steps: int) -> Tensor:
-    """Bytes and document numbers of every step: int64 [steps, 2, seq_len]. One tensor, so that it can be
-    broadcast: hosts may have different Pythons, and so different texts.
+    """Draw bytes and document numbers of every step: int64 [steps, 2, seq_len].
 
     >>> windows(64, 3).shape
     torch.Size([3, 2, 64])

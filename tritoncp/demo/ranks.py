@@ -4,7 +4,7 @@ One GPU a process and NCCL where there are enough of them; gloo otherwise.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -35,44 +35,26 @@ def backend(world_size: int) -> str:
     return "nccl" if enough and dist.is_nccl_available() else "gloo"
 
 
-class LocalRanks:
-    """`world_size` processes that train together, beside this one. `poll` calls `on_step` with the new steps
-    of rank 0; leaving the `with` block stops all ranks that still run."""
-
-    def __init__(self, config: TrainingConfig, world_size: int, on_step: Callable[[TrainingStep], None]):
-        self.config, self.world_size, self.on_step = config, world_size, on_step
-        self.steps: list[TrainingStep] = []
-
-    def __enter__(self) -> "LocalRanks":
-        use_loopback_interface()
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.queue = mp.get_context("spawn").SimpleQueue()  # CUDA cannot follow a fork
-        arguments = (self.world_size, self.store.port, self.config, self.queue)
-        self.context = mp.start_processes(train_rank, arguments, self.world_size, join=False, daemon=True)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for process in self.context.processes:
+def train_on_ranks(config: TrainingConfig, world_size: int) -> Iterator[TrainingStep]:
+    """Train in ``world_size`` processes, and yield the steps of rank 0. Raises RankFailed with the first
+    failure. All processes have ended when the iterator has, or is closed."""
+    use_loopback_interface()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    queue = mp.get_context("spawn").SimpleQueue()  # CUDA cannot follow a fork
+    arguments = world_size, store.port, config, queue
+    context = mp.start_processes(train_rank, arguments, world_size, join=False, daemon=True)
+    ended = False
+    try:
+        while not ended:
+            ended = context.join(0.1)
+            while not queue.empty():
+                yield queue.get()
+    except ProcessException as error:
+        raise RankFailed(f"rank {error.error_index} of {world_size} failed: {error}") from error
+    finally:
+        for process in context.processes:
             process.kill()
             process.join()
-
-    def poll(self, timeout: float = 0) -> bool:
-        """Wait up to ``timeout`` seconds for the ranks to end. Returns whether they have; raises RankFailed
-        with the first failure."""
-        try:
-            ended = self.context.join(timeout)
-        except ProcessException as error:
-            raise RankFailed(f"rank {error.error_index} of {self.world_size} failed: {error}") from error
-        while not self.queue.empty():
-            self.steps.append(self.queue.get())
-            self.on_step(self.steps[-1])
-        return ended
-
-    def result(self) -> list[TrainingStep]:
-        """Wait for the ranks, and return the steps of rank 0."""
-        while not self.poll(0.1):
-            pass
-        return self.steps
 
 
 def train_rank(rank: int, world_size: int, port: int, config: TrainingConfig, queue: Any) -> None:

@@ -3,9 +3,7 @@
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,13 +24,12 @@ from tritoncp.demo.report import (
     show,
     show_progress,
 )
-from tritoncp.demo.train import TrainingConfig, TrainingStep, bias_of, plan_of, train
+from tritoncp.demo.train import TrainingConfig, bias_of, plan_of, train
 from tritoncp.ops.engine_factory import uses_triton
 
 MAX_RANKS = 64  # local processes
 MAX_BYTES = 1 << 24  # of text, in all steps together
 INTERPRETED_TOKENS = 1024  # at most, of the attention call by interpreted kernels: a second or two
-Losses = tuple[list[TrainingStep], list[TrainingStep]]  # of many ranks, of one
 
 
 def run(config: TrainingConfig, world_size: int | None, out: Path, console: Console) -> DemoReport:
@@ -55,9 +52,17 @@ def run(config: TrainingConfig, world_size: int | None, out: Path, console: Cons
         raise ValueError(f"--world-size {world_size}: the demo starts {MAX_RANKS} local ranks at most")
     world_size = world_size or default_world_size()
     introduce(config, world_size, out, console)
-    many, one = f"{world_size} ranks", "1 rank"
-    with show_progress(console, config.steps, (many, one)) as show_step:
-        losses = side_by_side(config, world_size, partial(show_step, many), partial(show_step, one))
+    runs = {
+        f"{world_size} ranks": ranks.train_on_ranks(config, world_size),
+        "1 rank": train(config, None, ranks.device_of(0)),
+    }
+    losses: list[list[float]] = []
+    with show_progress(console, config.steps, [*runs]) as show_step:
+        for name, steps in runs.items():
+            losses.append([])
+            for step in steps:
+                show_step(name, step)
+                losses[-1].append(step.loss)
     gap = None if uses_triton(ranks.device_of(0)) else compare_engines(config, world_size)
     report = summary(config, world_size, out, losses, gap, time.perf_counter() - began)
     show(console, report)
@@ -68,20 +73,6 @@ def default_world_size() -> int:
     """A rank for each GPU; with fewer than two, four ranks that share the device."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return gpus if gpus > 1 else 4
-
-
-OnStep = Callable[[TrainingStep], None]
-
-
-def side_by_side(config: TrainingConfig, world_size: int, on_many: OnStep, on_one: OnStep) -> Losses:
-    """Train with local ranks in processes of their own, and alone in this one, at the same time."""
-    alone = []
-    with ranks.LocalRanks(config, world_size, on_many) as local_ranks:
-        for step in train(config, None, ranks.device_of(0)):
-            local_ranks.poll()
-            alone.append(step)
-            on_one(step)
-        return local_ranks.result(), alone
 
 
 def compare_engines(config: TrainingConfig, world_size: int) -> float:
@@ -127,14 +118,14 @@ def summary(
     config: TrainingConfig,
     world_size: int,
     out: Path,
-    losses: Losses,
+    losses: list[list[float]],
     output_gap: float | None,
     seconds: float,
 ) -> DemoReport:
     plans, shape = plans_of(config, world_size), config.shape
     sent = plans[0].bytes_sent(batch=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim, itemsize=4)
     work = [sum(blocks) for blocks in zip(*(plan.work for plan in plans))]
-    together, alone = ([step.loss for step in run] for run in losses)
+    together, alone = losses
     gap = difference(together, alone)
     device = ranks.device_of(0)
     return DemoReport(

@@ -57,8 +57,6 @@ def train(
 ) -> Iterator[TrainingStep]:
     """Train and yield each step's number, loss and time. Data, initial weights and order are fixed."""
     texts = windows(config.seq_len, config.steps).to(device)
-    if group is not None:
-        dist.broadcast(texts, group_src=0, group=group)
     torch.manual_seed(0)
     model = Transformer(config.shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))

@@ -99,7 +99,7 @@ def run(schedule: Schedule[T], group: dist.ProcessGroup, name: str = "exchange",
         try:
             request = schedule.send(answer)
         except StopIteration as stop:
-            record.end_call()
+            record.calls += 1
             return stop.value
         collective = request.ticket.source if isinstance(request, Wait) else request
         try:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from tritoncp.core.bounded_cache import OwnedState
@@ -28,11 +27,9 @@ from tritoncp.core.log_lines import area_logger
 
 SLICE = 1.0  # seconds of a wait before the log is read
 AGREEMENT = 5.0  # seconds in which all ranks fail, if they fail alike
-PATIENCE = 5.0  # seconds to wait for a rank for which another group was closed
 STORE_TIMEOUT = 2.0  # seconds to wait for a store's answer
 MAX_LINE = 500  # characters of an error
-ROLL = 1  # tag of the messages of a roll call
-FAILED, CLOSED, WAITED, ELSEWHERE = "failed", "closed", "waited", "elsewhere"
+FAILED, CLOSED, WAITED = "failed", "closed", "waited"
 REMEDY = "End the job, or make a new group on all ranks (torch.distributed.new_group) and pass that"
 log = area_logger("ranks")
 
@@ -56,7 +53,7 @@ class Entry(NamedTuple):
 
     messages: that the rank had started
     kind:     FAILED: a call of the rank raised, perhaps as on all ranks; CLOSED: it will not come back;
-              WAITED: nor will this one, which waited in vain; ELSEWHERE: another group was closed for it
+              WAITED: nor will this one, which waited in vain
     """
 
     rank: int
@@ -71,28 +68,20 @@ class Record:
 
     messages: that this rank has started
     calls:    that have ended
-    arrived:  messages after which all ranks had come, at the end of the last call
     stopped:  the failure of the last call; "" where calls may go on
     closed:   the error of all further calls; "" while all ranks may have failed alike
     entries:  of the group's log, as far as this rank has read it
-    noticed:  messages at the last entry about another group
     has_store: False once the store has not answered, as its host may be the rank that died
     control:  the control communicator on the host, a ProcessGroupGloo, once it is made
     """
 
     messages: int = 0
     calls: int = 0
-    arrived: int = 0
     stopped: str = ""
     closed: str = ""
     entries: list[Entry] = field(default_factory=list)
-    noticed: int = 0
     has_store: bool = True
     control: Any = None
-
-    def end_call(self) -> None:
-        self.calls += 1
-        self.arrived = self.messages
 
     def stops(self, size: int) -> list[Entry]:
         """List the entries of ranks that stopped, without those where all ranks stopped alike."""
@@ -145,7 +134,6 @@ def stop(group: Any, error: BaseException) -> None:
     error.stopped_at = record.messages  # type: ignore[attr-defined]
     log.error("%s; group %r is closed, unless all ranks failed", record.stopped, group.group_name)
     _append(group, Entry(group.rank(), record.messages, FAILED, record.stopped))
-    _tell_other_groups(group, record.stopped)
 
 
 def _has_others(group: Any) -> bool:
@@ -165,15 +153,6 @@ def close(group: Any, record: Record, text: str, kind: str = CLOSED) -> None:
         f"one of another rank. {REMEDY}"
     )
     _append(group, Entry(group.rank(), record.messages, kind, text))
-
-
-def _tell_other_groups(group: Any, text: str) -> None:
-    """Tell the ranks of this rank's other groups, who may wait for it, why it may not come."""
-    for other, record in _RECORDS.items():
-        is_open = record.messages and not record.stopped
-        if other is not group and is_open and record.noticed < record.messages and _has_others(other):
-            record.noticed = record.messages
-            _append(other, Entry(other.rank(), record.messages, ELSEWHERE, f"in another group, {text}"))
 
 
 def _reopen(group: Any, record: Record) -> None:
@@ -198,7 +177,6 @@ def _reopen(group: Any, record: Record) -> None:
             close(group, record, record.stopped)
         else:
             time.sleep(0.02)
-    _tell_other_groups(group, record.stopped)
     raise GroupClosed(record.closed)
 
 
@@ -236,10 +214,7 @@ def check(group: Any, record: Record, message: Message, waited: float, error: ob
     if not _read(group, record):
         raise peer_lost(group, record, message, "the store of the group has lost its host")
     for stop in record.stops(group.size()):
-        is_in_vain = stop.rank != group.rank() and stop.messages < message.number
-        if stop.kind == ELSEWHERE:
-            is_in_vain = is_in_vain and stop.messages >= record.arrived and waited >= PATIENCE
-        if is_in_vain:
+        if stop.rank != group.rank() and stop.messages < message.number:
             raise peer_lost(group, record, message, error)
     other = _other_wait(group, message)
     if other is not None:
@@ -275,20 +250,22 @@ def peer_lost(group: Any, record: Record, message: Message, error: object) -> Pe
     while True:
         _read(group, record)
         stops = [x for x in record.stops(size) if x.rank != own]
-        roots = [x for kind in (FAILED, CLOSED, ELSEWHERE) for x in stops if x.kind == kind]
+        roots = [x for kind in (FAILED, CLOSED) for x in stops if x.kind == kind]
         heard = {x.rank for x in stops} | {own}
         if roots or len(heard) == size or time.monotonic() > deadline or not record.has_store:
             break
         time.sleep(0.05)
     here, seconds = f"rank {own} of {size} was at {purpose}", f"{message.timeout(group).total_seconds():g} s"
     absent = [rank for rank in range(size) if rank not in heard]
-    if not roots and not record.has_store:
-        absent = _call_roll(record, own, size)
     if roots:
         why, absent = roots[0].text, [roots[0].rank]
         record.closed = record.closed.replace(record.stopped, why)
-        if roots[0].kind != ELSEWHERE:
-            _tell_other_groups(group, why)
+    elif not record.has_store:
+        why = (
+            "the group's store does not answer, so that nothing is known of the others: the rank or the host "
+            f"that keeps it (rank 0, or torchrun) has probably died. Look at its output first ({error})"
+        )
+        absent = []
     elif absent:
         why = (
             f"{name_ranks(absent)} did not come within {seconds} or ended the connection: died, stalled or "
@@ -298,27 +275,6 @@ def peer_lost(group: Any, record: Record, message: Message, error: object) -> Pe
         others = "; ".join([stop.text for stop in stops[:8]])
         why = f"the message did not end within {seconds} ({error}), nor did those of the others: {others}"
     return PeerLost(f"{here}, and {why}. {REMEDY}", absent)
-
-
-def _call_roll(record: Record, own: int, size: int) -> list[int]:
-    """List the ranks that do not answer over the control communicator, where the store cannot tell. The other
-    ranks, which wait in vain as this one does, answer."""
-    if record.control is None:
-        return []
-    absent, works = set(), []
-    for peer in set(range(size)) - {own}:
-        try:
-            works.append((peer, record.control.recv([torch.zeros(1)], peer, ROLL)))
-            works.append((peer, record.control.send([torch.zeros(1)], peer, ROLL)))
-        except RuntimeError:  # the connection has ended
-            absent.add(peer)
-    deadline = time.monotonic() + 3 * SLICE
-    for peer, work in works:
-        try:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError:
-            absent.add(peer)
-    return sorted(absent)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -3,14 +3,14 @@
 It knows nothing of attention: any Triton kernel runs, on CPU tensors, as its compiler's output says.
 """
 
-from tritoncp.executor.device import Device, compiled_kernels
+from tritoncp.executor.device import ExecutorDevice, compiled_kernels
 from tritoncp.executor.driver import LaunchRecord
 from tritoncp.executor.faults import ExecutionFault, Fault
 from tritoncp.executor.ptx.opcodes import UnsupportedInstruction
 
 __all__ = [
-    "Device",
     "ExecutionFault",
+    "ExecutorDevice",
     "Fault",
     "LaunchRecord",
     "UnsupportedInstruction",

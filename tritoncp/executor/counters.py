@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.program import Program
+from tritoncp.executor.program import PtxProgram
 from tritoncp.executor.ptx.instruction import Barrier, FallThrough, Instruction
 from tritoncp.executor.threads import Access, Threads
 
@@ -80,7 +80,7 @@ class LaunchCounts:
     operand_bytes: of shared memory that tensor cores read by descriptors
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: PtxProgram) -> None:
         self.program = program
         blocks = len(program.kernel.blocks)
         self.warps, self.lanes = [0] * blocks, [0] * blocks

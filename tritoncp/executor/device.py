@@ -17,7 +17,7 @@ from tritoncp.executor.memory.uninitialised import filled_allocations
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
 
 
-class Device:
+class ExecutorDevice:
     """The records of launches and their faults.
 
     launches: records, in order
@@ -37,7 +37,7 @@ def compiled_kernels(
     count: bool = False,
     raise_faults: bool = True,
     check: bool = True,
-) -> Iterator[Device]:
+) -> Iterator[ExecutorDevice]:
     """Run Triton kernels on CPU tensors as they are compiled for a GPU, instruction by instruction.
 
     Triton specialises, compiles and launches as it does with a GPU; the PTX is executed with NumPy, one
@@ -82,7 +82,7 @@ def compiled_kernels(
     capability = int(re.sub(r"\D", "", architecture))
     new = ExecutorDriver(capability, seed, count, raise_faults, check)
     before = drivers._active
-    device = Device(architecture, new)
+    device = ExecutorDevice(architecture, new)
     new.start()
     drivers.set_active(new)
     try:

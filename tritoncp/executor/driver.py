@@ -17,10 +17,10 @@ from triton.backends.driver import DriverBase
 
 from tritoncp.executor.counters import LaunchCounts
 from tritoncp.executor.faults import CannotContinue, ExecutionFault, Fault
-from tritoncp.executor.launch import Launch
+from tritoncp.executor.launch import GridExecution
 from tritoncp.executor.memory.global_memory import GlobalMemory
 from tritoncp.executor.memory.regions import Extent, extent_of
-from tritoncp.executor.program import Program, load_program
+from tritoncp.executor.program import PtxProgram, load_program
 from tritoncp.executor.units.tma import ELEMENTS, TensorMap
 
 SHARED_BYTES = {
@@ -54,13 +54,13 @@ class LaunchRecord:
 
 
 @dataclass
-class Function:
+class LoadedKernel:
     """A loaded kernel; `program` is written at its first launch."""
 
     name: str
     ptx: str
     shared: int
-    program: Program | None = None
+    program: PtxProgram | None = None
 
 
 class Utilities:
@@ -82,7 +82,7 @@ class Utilities:
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
         ptx = Path(self.driver.files[name + ".ptx"]).read_text()
-        return 0, Function(name, ptx, shared), 0, 0, 1024  # module, function, registers, spills, threads
+        return 0, LoadedKernel(name, ptx, shared), 0, 0, 1024  # module, function, registers, spills, threads
 
     def unload_module(self, module: Any) -> None:
         pass
@@ -102,7 +102,7 @@ class Launcher:
         y: int,
         z: int,
         stream: int,
-        function: Function,
+        function: LoadedKernel,
         packed: Any,
         launch_metadata: Any,
         enter: Any,
@@ -265,7 +265,7 @@ class ExecutorDriver(DriverBase):
 
     def execute(
         self,
-        function: Function,
+        function: LoadedKernel,
         grid: tuple[int, int, int],
         warps: int,
         values: Sequence[tuple[str, Any]],
@@ -275,7 +275,7 @@ class ExecutorDriver(DriverBase):
         if function.program is None:
             function.program = load_program(function.ptx)
         started = time.perf_counter()
-        launch = Launch(
+        launch = GridExecution(
             function.program, grid, warps * 32, function.shared, extents, self.check, self.seed, self.count
         )
         stopped = None

@@ -15,7 +15,7 @@ from tritoncp.executor.memory.generic_memory import GenericMemory, LocalMemory
 from tritoncp.executor.memory.global_memory import GlobalMemory
 from tritoncp.executor.memory.regions import Extent
 from tritoncp.executor.memory.shared_memory import SharedMemory
-from tritoncp.executor.program import Program
+from tritoncp.executor.program import PtxProgram
 from tritoncp.executor.ptx.instruction import WIDTHS
 from tritoncp.executor.scheduler import Scheduler
 from tritoncp.executor.units.mbarriers import Mbarriers
@@ -29,7 +29,7 @@ THREADS_AT_ONCE = 8192  # so many that NumPy's calls cost little beside their wo
 SHARED_AT_ONCE = 16 << 20  # bytes
 
 
-class Launch:
+class GridExecution:
     """Executes a program on a grid.
 
     elected_lane: that `elect.sync` names
@@ -39,7 +39,7 @@ class Launch:
 
     def __init__(
         self,
-        program: Program,
+        program: PtxProgram,
         grid: tuple[int, int, int],
         threads: int,
         dynamic_shared: int,
@@ -125,7 +125,7 @@ def smallest_access(opcodes: list[str], space: str) -> int:
     return smallest
 
 
-def build_ctas(launch: Launch, programs: Array) -> Ctas:
+def build_ctas(launch: GridExecution, programs: Array) -> Ctas:
     """Make CTAs for programs of these numbers."""
     ctas = Ctas(launch, programs)
     ctas.globals = launch.memory

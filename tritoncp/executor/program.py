@@ -25,7 +25,7 @@ from tritoncp.executor.ptx.instruction import Branch, Instruction, Kernel, Retur
 from tritoncp.executor.ptx.opcodes import CARRY, reads_and_writes
 from tritoncp.executor.ptx.parse import parse_ptx
 
-__all__ = ["Program", "load_program"]
+__all__ = ["PtxProgram", "load_program"]
 assert forms  # its import fills the table of instructions
 
 
@@ -50,7 +50,7 @@ class Code:
     early: list[tuple[Instruction, str]]
 
 
-class Program:
+class PtxProgram:
     """Code that can run: functions of its blocks, and its constants in memory."""
 
     def __init__(self, code: Code, compiled: Any = None) -> None:
@@ -80,13 +80,13 @@ def constant(raw: int, t: str) -> Any:
     return np.array([raw], dtype=f"u{t[1]}").view(t)[0]
 
 
-def load_program(ptx: str) -> Program:
+def load_program(ptx: str) -> PtxProgram:
     """Write the code of a PTX module, or take it from Triton's cache."""
     cache = get_cache_manager(hashlib.sha256((fingerprint() + ptx).encode()).hexdigest())
     if path := cache.get_file("executor.code"):
         code, compiled = pickle.loads(Path(path).read_bytes())
-        return Program(code, marshal.loads(compiled))
-    program = Program(write_code(ptx))
+        return PtxProgram(code, marshal.loads(compiled))
+    program = PtxProgram(write_code(ptx))
     cache.put(pickle.dumps((program.code, marshal.dumps(program.compiled))), "executor.code")
     return program
 

@@ -1,46 +1,15 @@
-"""Dense block kinds, uint8 [B, H, rows, cols]: from and to the index lists of torch's BlockMask, and as a
-mask_mod."""
+"""Dense block kinds, uint8 [B, H, rows, cols], from and to the index lists of torch's BlockMask."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.host_copy import is_remote, to_host
-from tritoncp.core.tracing import reads_batch_or_head
 from tritoncp.masks.block_runs import ABSENT, Kind
-from tritoncp.masks.mask_mod import MaskFn, MaskMod
 
 MAX_ENTRIES = 1 << 22  # index list entries read at a time: their int64 positions are 32 MiB
-
-
-@dataclass(frozen=True, eq=False)
-class BlockListMod(MaskMod):
-    """The mask_mod of a mask whose block lists are authoritative: full blocks are
-    visible, absent ones hidden.
-
-    kinds: uint8 [B, H, rows, cols]. mask_mod: evaluated in MASKED blocks; None: they are hidden.
-    """
-
-    kinds: Tensor
-    mask_mod: MaskFn | None
-    q_block: int
-    kv_block: int
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        batch, head = b if self.kinds.shape[0] > 1 else 0, h if self.kinds.shape[1] > 1 else 0
-        kind = self.kinds[batch, head, q_idx // self.q_block, kv_idx // self.kv_block]
-        full = (kind == Kind.FULL) | (kind == Kind.BOUNDED)
-        if self.mask_mod is None:
-            return full
-        return full | ((kind == Kind.MASKED) & self.mask_mod(b, h, q_idx, kv_idx))
-
-    @property
-    def reads(self) -> tuple[bool, bool]:
-        return reads_batch_or_head(self.__call__)
 
 
 def bound_ragged_blocks(kinds: Tensor, q_cut: int, kv_cut: int) -> Tensor:

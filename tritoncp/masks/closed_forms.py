@@ -27,6 +27,7 @@ from tritoncp.masks.mask_mod import (
     name_of,
     num_batch_rows,
 )
+from tritoncp.masks.prefix_tree import Tree
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,6 +58,9 @@ class SlidingWindow(MaskMod):
         lo = torch.zeros_like(q) if self.left == UNBOUNDED else q - self.left
         hi = torch.full_like(q, kv_len) if self.right == UNBOUNDED else q + self.right + 1
         return clip_intervals(lo, hi, kv_len)
+
+    def query_intervals(self, q_len: int, kv_len: int) -> Intervals:
+        return SlidingWindow(self.right, self.left).intervals(kv_len, q_len)
 
     @property
     def window(self) -> tuple[int, int]:
@@ -98,6 +102,9 @@ class Document(MaskMod):
         hi = torch.where(torch.cat([change, edge], 1), position + 1, n).flip(1).cummin(1).values.flip(1)
         return clip_intervals(lo[:, None, :q_len], hi[:, None, :q_len], kv_len)
 
+    def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        return self.intervals(kv_len, q_len)  # symmetric
+
     @property
     def batch(self) -> int:
         return self.ids.shape[0] if self.ids.ndim == 2 else 1
@@ -127,6 +134,12 @@ class PrefixLM(MaskMod):
         hi = torch.maximum(torch.arange(1, q_len + 1), prefix)
         return clip_intervals(torch.zeros_like(hi), hi, kv_len)
 
+    def query_intervals(self, q_len: int, kv_len: int) -> Intervals:
+        prefix = torch.as_tensor(self.prefix).detach().cpu().long().reshape(-1, 1, 1)
+        kv = torch.arange(kv_len)
+        lo = torch.where(kv < prefix, 0, kv)
+        return clip_intervals(lo, torch.full_like(lo, q_len), q_len)
+
     @property
     def batch(self) -> int:
         return len(self.prefix) if isinstance(self.prefix, Tensor) and self.prefix.ndim == 1 else 1
@@ -142,7 +155,7 @@ class PrefixLM(MaskMod):
 
 @dataclass(frozen=True, repr=False)
 class _View(MaskMod):
-    """Base class: the mask_mod of a part, or of another order, of a mask."""
+    """Base class: the mask_mod of a part of a mask."""
 
     part: MaskFn
 
@@ -173,27 +186,12 @@ class QuerySlice(_View):
         whole = None if self.form is None else self.form.intervals(self.start + q_len, kv_len)
         return whole and (whole[0][..., self.start :], whole[1][..., self.start :])
 
+    def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        whole = None if self.form is None else self.form.query_intervals(self.start + q_len, kv_len)
+        return whole and clip_intervals(whole[0] - self.start, whole[1] - self.start, q_len)
+
     def __repr__(self) -> str:
         return f"{name_of(self.part)} from query {self.start}"
-
-
-@dataclass(frozen=True, repr=False)
-class Transpose(_View):
-    """The mask_mod of a transposed mask: queries and keys exchanged."""
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.part(b, h, kv_idx, q_idx)
-
-    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        return None if self.window is None else SlidingWindow(*self.window).intervals(q_len, kv_len)
-
-    @property
-    def window(self) -> tuple[int, int] | None:
-        window = None if self.form is None else self.form.window
-        return window and (window[1], window[0])
-
-    def __repr__(self) -> str:
-        return f"{name_of(self.part)} transposed"
 
 
 @dataclass(frozen=True, repr=False)
@@ -210,7 +208,12 @@ class Selection(_View):
         return self.part(_look_up(self.rows, b), _look_up(self.heads, h), q_idx, kv_idx)
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        whole = None if self.form is None else self.form.intervals(q_len, kv_len)
+        return self._select(None if self.form is None else self.form.intervals(q_len, kv_len))
+
+    def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        return self._select(None if self.form is None else self.form.query_intervals(q_len, kv_len))
+
+    def _select(self, whole: Intervals | None) -> Intervals | None:
         if whole is None or self.rows is None or len(whole[0]) == 1:
             return whole
         return whole[0][list(self.rows)], whole[1][list(self.rows)]
@@ -327,22 +330,10 @@ def is_closed_form(mask: Any) -> bool:
     >>> is_closed_form(causal() & (lambda b, h, q, kv: q != kv))
     False
     """
-    if type(mask) in (SlidingWindow, Document, PrefixLM):
+    if type(mask) in (SlidingWindow, Document, PrefixLM, Tree):
         return True
-    combination = type(mask) in (And, Or, Not, QuerySlice, Selection, Transpose)
+    combination = type(mask) in (And, Or, Not, QuerySlice, Selection)
     return combination and all(map(is_closed_form, getattr(mask, "parts", None) or (mask.part,)))
-
-
-def num_document_tokens(mask: Any) -> int:
-    """Return the number of tokens that the document masks inside a mask_mod are for; 0 if there are none.
-
-    >>> num_document_tokens(causal() & document(lengths=[2, 6]))
-    8
-    """
-    if isinstance(mask, Document):
-        return mask.ids.shape[-1]
-    parts = getattr(mask, "parts", ()) if isinstance(mask, MaskMod) else ()
-    return max(map(num_document_tokens, parts), default=0)
 
 
 def _ids_from_lengths(lengths: Tensor) -> Tensor:

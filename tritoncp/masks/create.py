@@ -13,7 +13,6 @@ from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.tracing import graph_of
 from tritoncp.core.upload import upload
 from tritoncp.masks.classification.classify import PairEvaluator
-from tritoncp.masks.closed_forms import as_int
 from tritoncp.masks.mask import Device, Mask, create_block_mask
 from tritoncp.masks.mask_mod import MaskFn
 
@@ -27,16 +26,10 @@ def create_on_device(
 ) -> Mask:  # fmt: skip
     """Make a mask, evaluated on ``device`` (None: that of the captured tensors), with a progress bar."""
     _check_function(mask_mod)
-    block = tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, tuple | list) else (BLOCK_SIZE, BLOCK_SIZE)
-    if len(block) != 2:
-        raise ValueError(f"create_block_mask: BLOCK_SIZE={BLOCK_SIZE}; an int or a pair (q, kv) is needed")
-    lengths = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
-    b, h, q_len, kv_len = (as_int(f"create_block_mask: {name}", size) for name, size in lengths.items())
-    q_block, kv_block = (as_int("create_block_mask: BLOCK_SIZE", size) for size in block)
     place = torch.device(device) if device is not None else _capture_device(mask_mod)
     on_gpu = None if place.type == "cpu" else _triton_evaluator(mask_mod, place)
     with progress_bar(f"create_block_mask {Q_LEN} x {KV_LEN}") as show:
-        size = b, h, q_len, kv_len, place, (q_block, kv_block)
+        size = B, H, Q_LEN, KV_LEN, place, BLOCK_SIZE
         return create_block_mask(mask_mod, *size, evaluate=on_gpu, progress=show)
 
 

@@ -38,7 +38,6 @@ OPERATORS = {ast.BitAnd: and_masks, ast.BitOr: or_masks, ast.And: and_masks, ast
 Lengths = Sequence[int] | Sequence[Sequence[int]]
 MAX_TOKENS = 1 << 40  # of any number of tokens: far from the end of int64, and no sequence is as long
 MAX_DOCUMENT_TOKENS = 1 << 27  # tokens: a mask of documents holds a number for each
-MAX_DEPTH = 50  # masks within each other in an expression
 MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
 
@@ -130,9 +129,9 @@ prefix, prefix_lm, sliding_window, window
     text = re.sub(r"\s", " ", text.strip())
     if is_module_function(text):
         return import_function(text, MASK_ARGUMENTS, "bool")
-    plain = re.sub(r"\b(\d+)([KMGkmg])\b", r"\2\1", text)  # 4K as a name of the same length: K4
+    text = re.sub(r"\b\d+[KMGkmg]\b", lambda number: str(count(number[0])), text)
     try:
-        tree = ast.parse(plain, mode="eval")
+        tree = ast.parse(text, mode="eval")
         return _MaskBuilder(text, documents).mask(tree.body)
     except SyntaxError as error:
         start = max(0, (error.offset or 1) - 1)
@@ -285,17 +284,12 @@ class _MaskBuilder:
             "window": (sliding_window, "(left, right=0)"),
         }
 
-    def mask(self, node: ast.AST, depth: int = 0) -> MaskFn:
-        """Build the mask_mod of a syntax tree; raise if masks are nested too deeply.
-
-        depth: of the tree's root in the whole expression
-        """
-        if depth > MAX_DEPTH:
-            raise self._error(f"masks are nested more than {MAX_DEPTH} deep", node)
+    def mask(self, node: ast.AST) -> MaskFn:
+        """Build the mask_mod of a syntax tree."""
         if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](*[self.mask(part, depth + 1) for part in _operands(node)])
+            return OPERATORS[type(node.op)](*map(self.mask, _operands(node)))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert | ast.Not):
-            return not_(self.mask(node.operand, depth + 1))
+            return not_(self.mask(node.operand))
         if isinstance(node, ast.Name):
             return self._call(node, node, (), {})
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -329,21 +323,17 @@ class _MaskBuilder:
             return document(lengths=list(documents))
         raise ValueError("document needs to know the documents: --lengths, or document(4096, 8192, ...)")
 
-    def _number(self, node: ast.AST) -> int:
-        """Read a whole number, with a sign or a unit."""
-        sign = 1
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            sign, node = -1, node.operand
-        value: int | None = None
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            value = node.value
-        elif isinstance(node, ast.Name) and re.fullmatch(r"[KMGkmg]\d{1,40}", node.id):
-            value = int(node.id[1:]) * UNITS[node.id[0].upper()]
-        if value is None:
+    def _number(self, node: ast.expr) -> int:
+        """Read a whole number."""
+        try:
+            value = ast.literal_eval(node)
+        except (TypeError, ValueError):
+            value = None
+        if type(value) is not int:
             raise self._error("this has to be a whole number, as 1024 or 4K", node)
         if value > MAX_TOKENS:
             raise self._error("this is more tokens than any sequence has; -1 leaves a window open", node)
-        return sign * value
+        return value
 
     def _error(self, message: str, node: Any) -> ExpressionError:
         """Make an error that marks the text of ``node``."""

@@ -18,13 +18,13 @@ from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.handles import handle_of
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.user_code import describe
-from tritoncp.masks.block_lists import BlockListMod, bound_ragged_blocks, lists_from_blocks
+from tritoncp.masks.block_lists import bound_ragged_blocks, lists_from_blocks
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs
 from tritoncp.masks.classification import classify
 from tritoncp.masks.classification.classify import Grid
-from tritoncp.masks.closed_forms import QuerySlice, Selection, Transpose, is_closed_form
-from tritoncp.masks.mask_mod import Intervals, MaskFn, MaskMod, and_masks, or_masks
+from tritoncp.masks.closed_forms import QuerySlice, Selection, as_int, is_closed_form
+from tritoncp.masks.mask_mod import Intervals, MaskFn, MaskMod
 from tritoncp.mods.recording import State
 from tritoncp.mods.snapshot import Snapshot
 
@@ -186,15 +186,15 @@ class Mask(BlockMaskInterface):
                 f"0 <= start < stop <= {self.q_len}, start a multiple of {self.q_block}"
             )
         self.check_state()
-        if stop < self.q_len and stop % self.q_block:  # stop cuts the last block: classify again
-            part = QuerySlice(_mod_with_lists(self, self.B, self.H), start)
-            return _classify_mod(part, self.grid._replace(q_len=stop - start), self.B, self.H)
         blocks = torch.arange(start // self.q_block, -(-stop // self.q_block))
+        runs = self.runs.take(blocks[None])
+        if stop < self.q_len and stop % self.q_block:  # stop cuts the last row of blocks
+            runs = Runs.from_kinds(bound_ragged_blocks(runs.to_kinds(), stop % self.q_block, 0))
         interval = None if self.interval is None else tuple(t[..., start:stop] for t in self.interval)
         tokens = None if self.tokens is None else (self.tokens[0][start:stop], self.tokens[1])
         mod = None if self.mask_mod is None else QuerySlice(self.mask_mod, start)
         size = stop - start, self.kv_len, self.q_block, self.kv_block
-        return Mask(*size, self.runs.take(blocks[None]), mod, None, interval, self.reads, tokens)  # type: ignore[arg-type]
+        return Mask(*size, runs, mod, None, interval, self.reads, tokens)  # type: ignore[arg-type]
 
     def listed_rows(self, first: int, count: int) -> Mask:
         """Return the mask of ``count`` batch rows from ``first`` on; its mask_mod counts b of the whole."""
@@ -252,34 +252,6 @@ class Mask(BlockMaskInterface):
         return replace(self, runs=runs, mask_mod=mod, interval=interval, reads=(b, h))
 
     @on_host
-    def transpose(self) -> Mask:
-        """Return the mask with queries and keys exchanged.
-
-        >>> from tritoncp.masks import causal
-        >>> print(create_block_mask(causal(), None, None, 512, 512).transpose().draw())
-        ▒███
-        ·▒██
-        ··▒█
-        ···▒
-        """
-        self.check_state()
-        mod = None if self.mask_mod is None else Transpose(self.mask_mod)
-        window = None if self.window is None else self.window[::-1]
-        tokens = None if self.tokens is None else self.tokens[::-1]
-        size = self.kv_len, self.q_len, self.kv_block, self.q_block
-        return Mask(*size, self.runs.transpose(), mod, window, None, self.reads, tokens)
-
-    @on_host
-    def __and__(self, other: Mask) -> Mask:
-        """Return the mask of the pairs visible in both masks; both must have the same lengths and blocks."""
-        return _combine(and_masks, self, other)
-
-    @on_host
-    def __or__(self, other: Mask) -> Mask:
-        """Return the mask of the pairs visible in either mask; both must have the same lengths and blocks."""
-        return _combine(or_masks, self, other)
-
-    @on_host
     def to_block_mask(self) -> BlockMask:
         """Return the mask as torch's BlockMask. Its index lists take 16 bytes per pair of blocks."""
         self.check_state()
@@ -322,38 +294,6 @@ class Mask(BlockMaskInterface):
     def __str__(self) -> str:
         more = "" if self.B * self.H == 1 else f"\n(b=0, h=0 of {self.B} x {self.H})"
         return f"{self!r}\n{self.draw()}{more}"
-
-
-def _mod_with_lists(mask: Mask, B: int, H: int) -> MaskFn:
-    """Return a mask_mod that gives the mask's blocks: its own if it does, else a BlockListMod."""
-    mod = mask.mask_mod
-    if mod is not None and _classify_mod(mod, mask.grid, B, H).runs == mask.runs.expand(B, H):
-        return mod
-    return BlockListMod(mask.runs.to_kinds(), mod, mask.q_block, mask.kv_block)
-
-
-def _combine(operator: Callable[..., MaskMod], left: Mask, right: Mask) -> Mask:
-    """Return and_masks or or_masks of two masks' pairs, its blocks classified again."""
-    if not isinstance(right, Mask):
-        raise TypeError(
-            f"a Mask combines with a Mask; got {right!r}: make it one with create_block_mask(mask_mod, B, H, "
-            f"{left.q_len}, {left.kv_len}, BLOCK_SIZE={left.BLOCK_SIZE})"
-        )
-    left.check_state()
-    right.check_state()
-    sizes = [(mask.B, mask.H) for mask in (left, right)]
-    if left.grid != right.grid or any(1 not in {a, b} and a != b for a, b in zip(*sizes, strict=True)):
-        raise ValueError(
-            f"{left!r} and {right!r} do not combine: make them for the same lengths and BLOCK_SIZE"
-        )
-    B, H = (max(pair) for pair in zip(*sizes, strict=True))
-    mods = (_mod_with_lists(mask, B, H) for mask in (left, right))
-    return _classify_mod(operator(*mods), left.grid, B, H)
-
-
-def _classify_mod(mod: MaskFn, grid: Grid, B: int, H: int) -> Mask:
-    """Return create_block_mask of a grid's lengths and block sizes."""
-    return create_block_mask(mod, B, H, *grid[:2], BLOCK_SIZE=grid[2:])
 
 
 def check_lengths(q_len: int, kv_len: int) -> None:
@@ -409,7 +349,8 @@ def create_block_mask(
     >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
     [[[1, 1, 3]]]
     """
-    B, H, device = 1 if B is None else B, 1 if H is None else H, device or "cpu"
+    sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    B, H, Q_LEN, KV_LEN = (as_int(f"create_block_mask: {name}", size) for name, size in sizes.items())
     check_lengths(Q_LEN, KV_LEN)
     if min(B, H) < 1 or min(Q_LEN, KV_LEN) < 0:
         raise ValueError(f"create_block_mask of B={B}, H={H}, {Q_LEN} x {KV_LEN}: B and H are at least 1")
@@ -421,8 +362,13 @@ def create_block_mask(
         window, reads = mask_mod.window, mask_mod.reads
         tokens = mask_mod.tokens(Q_LEN, KV_LEN)
         return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, window, interval, reads, tokens)
+    by_key = mask_mod.query_intervals(Q_LEN, KV_LEN) if isinstance(mask_mod, MaskMod) else None
+    if isinstance(mask_mod, MaskMod) and by_key is not None:
+        _check_batch_rows(mask_mod, len(by_key[0]), B)
+        runs = Runs.from_intervals(*by_key, kv_block, q_block, Q_LEN).transpose().expand(B, H)
+        return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, None, None, mask_mod.reads)
     grid = Grid(Q_LEN, KV_LEN, q_block, kv_block)
-    evaluator = classify.TileEvaluator.of_mask_mod(mask_mod, device, evaluate)
+    evaluator = classify.TileEvaluator.of_mask_mod(mask_mod, device or "cpu", evaluate)
     runs = classify.find_runs(evaluator, B, H, grid, progress)
     return Mask(*grid, runs, mask_mod, None, None, evaluator.reads)
 
@@ -432,16 +378,24 @@ def expand_intervals(mod: MaskMod, intervals: Intervals, B: int, H: int) -> Inte
 
     Raises ValueError if ``mod`` has intervals for another number of batch rows than B.
     """
-    rows = intervals[0].shape[0]
-    if rows not in (1, B):
-        raise ValueError(f"{mod} differs between {rows} batch rows, but the mask has B={B}: give B={rows}")
+    _check_batch_rows(mod, len(intervals[0]), B)
     lo, hi = (t.int().expand(B, H, -1) for t in intervals)
     return lo, hi
 
 
+def _check_batch_rows(mod: MaskMod, rows: int, B: int) -> None:
+    """Raise ValueError if a closed form has intervals for another number of batch rows than B."""
+    if rows not in (1, B):
+        raise ValueError(f"{mod} differs between {rows} batch rows, but the mask has B={B}: give B={rows}")
+
+
 def _block_size(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (q_block, kv_block) of a BLOCK_SIZE argument; raise ValueError unless both are positive."""
-    q_block, kv_block = (size, size) if isinstance(size, int) else size
+    """Return (q_block, kv_block) of a BLOCK_SIZE argument. Raises TypeError or ValueError unless it is
+    one or two positive ints."""
+    block = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(block) != 2:
+        raise ValueError(f"create_block_mask: BLOCK_SIZE={size}; an int or a pair (q, kv) is needed")
+    q_block, kv_block = (as_int("create_block_mask: BLOCK_SIZE", number) for number in block)
     if q_block < 1 or kv_block < 1:
         raise ValueError(f"BLOCK_SIZE must be a positive int or (q, kv) pair of them, got {size}")
     return q_block, kv_block

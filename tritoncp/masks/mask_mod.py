@@ -44,6 +44,13 @@ class MaskMod(ABC):
         """
         return None
 
+    def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        """Return (lo, hi), int64 [B or 1, 1, kv_len] on the CPU: key kv is seen by exactly lo <= q < hi.
+
+        A key that no query sees has lo = hi = 0. None if the queries of some key are not one interval.
+        """
+        return None
+
     def tokens(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor] | None:
         """Return which queries and which keys are tokens, not padding: bool [q_len] and [kv_len] on the CPU.
 
@@ -127,12 +134,19 @@ class _Join(_Combination):
         return visible
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        return self._join_all(lambda part: part.intervals(q_len, kv_len))
+
+    def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        return self._join_all(lambda part: part.query_intervals(q_len, kv_len))
+
+    def _join_all(self, intervals_of: Callable[[MaskMod], Intervals | None]) -> Intervals | None:
+        """The intervals of all parts together; None if a part has none."""
         parts = [part for part in self.parts if isinstance(part, MaskMod)]
         if len(parts) < len(self.parts):
             return None
-        joined = parts[0].intervals(q_len, kv_len)
+        joined = intervals_of(parts[0])
         for part in parts[1:]:
-            intervals = joined and part.intervals(q_len, kv_len)
+            intervals = joined and intervals_of(part)
             joined = joined and intervals and self._join_intervals(joined, intervals)
         return joined
 
@@ -233,8 +247,19 @@ def _intersect_bounds(bounds: tuple[int, ...]) -> int:
     return min((bound for bound in bounds if bound != UNBOUNDED), default=UNBOUNDED)
 
 
-def clip_intervals(lo: Tensor, hi: Tensor, kv_len: int) -> Intervals:
-    """Clip intervals to [0, kv_len); empty rows become (0, 0)."""
-    lo, hi = lo.clamp(min=0), hi.clamp(max=kv_len)
+def clip_intervals(lo: Tensor, hi: Tensor, length: int) -> Intervals:
+    """Clip intervals to [0, length); empty ones become (0, 0)."""
+    lo, hi = lo.clamp(min=0), hi.clamp(max=length)
     nonempty = hi > lo
     return torch.where(nonempty, lo, 0), torch.where(nonempty, hi, 0)
+
+
+def check_window(window: tuple[int, int]) -> tuple[int, int]:
+    """Return (left, right) of a window argument; raise ValueError unless both are at least -1."""
+    sides = tuple(window) if isinstance(window, tuple | list) else ()
+    if len(sides) != 2 or not all(isinstance(side, int) and side >= UNBOUNDED for side in sides):
+        raise ValueError(
+            f"window is {window!r}; (left, right) is needed, each the number of keys seen to that side, "
+            "or -1 for all of them"
+        )
+    return sides[0], sides[1]

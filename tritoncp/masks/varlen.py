@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tritoncp.masks.block_runs import ramps
 from tritoncp.masks.mask import Mask, create_block_mask
-from tritoncp.masks.mask_mod import UNBOUNDED, Intervals, MaskMod
+from tritoncp.masks.mask_mod import UNBOUNDED, Intervals, MaskMod, check_window
 
 
 class Documents(NamedTuple):
@@ -156,7 +156,7 @@ def varlen(
     kv_padded = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
     sides = cu_seqlens_q, cu_seqlens_kv, q_padded, kv_padded
     _check_types(sides)
-    left, right = _check_window(window)
+    left, right = check_window(window)
     return Varlen(*sides, left, 0 if causal else right)
 
 
@@ -178,17 +178,6 @@ def _check_types(sides: tuple[Tensor, ...]) -> None:
             f"numbers of documents differ: {listing}; queries and keys of a document go together, so give a "
             "document without one of them length 0 there"
         )
-
-
-def _check_window(window: tuple[int, int]) -> tuple[int, int]:
-    """Return (left, right) of a window argument; raise ValueError unless both are at least -1."""
-    sides = tuple(window) if isinstance(window, tuple | list) else ()
-    if len(sides) != 2 or not all(isinstance(side, int) and side >= UNBOUNDED for side in sides):
-        raise ValueError(
-            f"window is {window!r}; (left, right) is needed, each the number of keys seen to that side, "
-            "or -1 for all of them"
-        )
-    return sides[0], sides[1]
 
 
 def varlen_mask(

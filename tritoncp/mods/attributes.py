@@ -1,16 +1,14 @@
 """Python's attribute and item lookup without running user code.
 
-`attribute_of` follows the language's rules for plain objects, modules and classes: data descriptors, the
-instance's dictionary, its class along the MRO. Where code decides instead (``__getattr__``, descriptors), it
-raises `Incomparable`.
+Where code of the user would decide (``__getattr__``, descriptors), `Incomparable` is raised; of a property,
+the function is returned.
 """
 
 from __future__ import annotations
 
-import collections
 import enum
-import functools
 import types
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +37,6 @@ class Getter(NamedTuple):
 
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 HEAP_TYPE = 1 << 9  # of a class's __flags__; not set for static types, which are written in C
-_NAMED_TUPLE_FIELD = type(collections.namedtuple("Pair", "field").__dict__["field"])
-_C_DESCRIPTORS = (
-    types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodDescriptorType,
-    types.WrapperDescriptorType, types.ClassMethodDescriptorType, _NAMED_TUPLE_FIELD,
-)  # fmt: skip
 
 
 def in_class(cls: type, name: str) -> Any:
@@ -63,22 +56,10 @@ def fields_of(obj: Any) -> dict[str, Any]:
     return {**held, **getattr(obj, "__dict__", {})}
 
 
-# `__getattribute__` of types that look attributes up by Python's rules; that of a proxy does not.
-_STANDARD_LOOKUPS = {
-    in_class(kind, "__getattribute__")
-    for kind in (
-        object, type, dict, list, tuple, set, frozenset, str, bytes, int, float, complex, property,
-        collections.deque, collections.OrderedDict, collections.defaultdict, types.SimpleNamespace,
-        types.FunctionType,
-        types.MethodType, types.BuiltinFunctionType, functools.partial,
-    )
-}  # fmt: skip
-
-
 def attribute_of(obj: Any, name: str) -> Any:
     """The value of ``obj.name``, ABSENT, or the Getter of a property.
 
-    Raises Incomparable where user code computes it.
+    Raises Incomparable where other code of the user computes it.
 
     >>> class Point:
     ...     x = 3
@@ -87,25 +68,31 @@ def attribute_of(obj: Any, name: str) -> Any:
     (3, absent, 'Getter')
     """
     kind = type(obj)
-    if isinstance(obj, types.ModuleType):
-        return _module_attribute(obj, name)
     if isinstance(obj, enum.EnumMeta) and name in obj.__members__:
         return obj.__members__[name]
     if isinstance(obj, enum.Enum) and name in ("value", "name") and not _is_overridden(kind, name):
-        return obj._value_ if name == "value" else obj._name_
-    if in_class(kind, "__getattribute__") not in _STANDARD_LOOKUPS:
+        return getattr(obj, name)
+    if kind in weakref.ProxyTypes or type(in_class(kind, "__getattribute__")) is types.FunctionType:
         raise Incomparable(f"is read by the __getattribute__ of {kind.__qualname__}")
-    class_attr = in_class(kind, name)
-    if class_attr is not ABSENT and _type_defines(class_attr, "__get__") and _is_data_descriptor(class_attr):
-        return _bind(class_attr, obj, kind, name)
-    instance_attr = in_class(obj, name) if isinstance(obj, type) else _instance_attribute(obj, name)
-    if instance_attr is not ABSENT:
-        return _bind(instance_attr, None, obj, name) if isinstance(obj, type) else instance_attr
-    if class_attr is not ABSENT:
-        return _bind(class_attr, obj, kind, name)
-    if in_class(kind, "__getattr__") not in (ABSENT, torch.nn.Module.__getattr__):
-        raise Incomparable(f"is read by the __getattr__ of {kind.__qualname__}")
-    return ABSENT
+    in_type = in_class(kind, name)
+    is_data = in_class(type(in_type), "__set__") is not ABSENT
+    own = in_class(obj, name) if isinstance(obj, type) else getattr(obj, "__dict__", {}).get(name, ABSENT)
+    if own is not ABSENT and not is_data and not isinstance(obj, type):
+        return own
+    raw = in_type if own is ABSENT or is_data else own
+    if type(raw) is property and raw is in_type and type(raw.fget) is types.FunctionType:
+        return Getter(raw.fget, obj)
+    if type(in_class(type(raw), "__get__")) is types.FunctionType:
+        raise Incomparable(f"is computed by a {type(raw).__qualname__}")
+    if raw is ABSENT and isinstance(obj, torch.nn.Module):
+        for table in MODULE_TABLES:
+            if name in vars(obj)[table]:
+                return vars(obj)[table][name]
+    fallback = vars(obj).get("__getattr__") if isinstance(obj, types.ModuleType) else None
+    fallback = fallback or getattr(kind, "__getattr__", None)
+    if raw is ABSENT and fallback not in (None, torch.nn.Module.__getattr__):
+        raise Incomparable(f"is read by the __getattr__ of {getattr(obj, '__name__', kind.__qualname__)}")
+    return getattr(obj, name, ABSENT)
 
 
 def item_of(obj: Any, key: Any) -> Any:
@@ -131,53 +118,6 @@ def item_of(obj: Any, key: Any) -> Any:
 _MODULE_SUBSCRIPTS = (
     torch.nn.ModuleList.__getitem__, torch.nn.Sequential.__getitem__, torch.nn.ModuleDict.__getitem__,
 )  # fmt: skip
-
-
-def _module_attribute(module: types.ModuleType, name: str) -> Any:
-    if type(module) is not types.ModuleType:
-        raise Incomparable(f"is an attribute of a {type(module).__qualname__}")
-    fields = vars(module)
-    if name not in fields and ("__getattr__" in fields or hasattr(types.ModuleType, name)):
-        raise Incomparable(f"is computed by the module {module.__name__}")
-    return fields.get(name, ABSENT)
-
-
-def _instance_attribute(obj: Any, name: str) -> Any:
-    fields = getattr(obj, "__dict__", None)
-    if fields is None:
-        return ABSENT
-    if name not in fields and isinstance(obj, torch.nn.Module):
-        fields = next((f for s in MODULE_TABLES if name in (f := fields.get(s, ()))), fields)
-    return fields.get(name, ABSENT)
-
-
-def _bind(raw: Any, obj: Any, cls: type, name: str) -> Any:
-    """A class's attribute as read from an instance, or from the class where obj is None."""
-    kind = type(raw)
-    if kind is types.FunctionType:
-        return raw if obj is None else types.MethodType(raw, obj)
-    if kind is staticmethod:
-        return raw.__func__
-    if kind is classmethod and type(raw.__func__) is types.FunctionType:
-        return types.MethodType(raw.__func__, cls)
-    if kind is property and obj is not None and type(raw.fget) is types.FunctionType:
-        return Getter(raw.fget, obj)
-    if not _type_defines(raw, "__get__"):
-        return raw
-    if kind not in _C_DESCRIPTORS:
-        raise Incomparable(f"is computed by a {kind.__qualname__}")
-    try:
-        return getattr(cls if obj is None else obj, name)
-    except AttributeError:
-        return ABSENT
-
-
-def _type_defines(raw: Any, name: str) -> bool:
-    return in_class(type(raw), name) is not ABSENT
-
-
-def _is_data_descriptor(raw: Any) -> bool:
-    return _type_defines(raw, "__set__") or _type_defines(raw, "__delete__")
 
 
 def _is_overridden(kind: type, name: str) -> bool:

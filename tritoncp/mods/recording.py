@@ -1,22 +1,22 @@
 """Recording of a function's operations, to compare functions whose state cannot be compared.
 
-The function runs once on 0-d tensors while a dispatch mode notes each operation, forward and backward, with
-its constants and the tensors it takes. Equal recordings are equal graphs, however the states differ. It
-takes about a millisecond where a fingerprint takes microseconds, and needs no translation to Triton.
+The function and its gradient run once on 0-d tensors while `core.tracing.GraphRecorder` records their graph.
+Functions with equal graphs are the same, however their states differ. It takes about a millisecond where a
+fingerprint takes microseconds, and needs no translation to Triton.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
-from tritoncp.core.tracing import HostDispatchMode, TensorIndexing
+from tritoncp.core.tracing import GraphRecorder, TensorIndexing
 from tritoncp.core.user_code import describe, origin
 from tritoncp.mods.fingerprint import Fingerprint
 
@@ -79,68 +79,40 @@ def record(
     # The caller's hooks for saved tensors, as for offloaded activations, must not see the recording.
     hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     for index in (0, 1):  # a function may divide by an index, or read a table of one entry
-        recorder = _Recorder()
+        recorder = GraphRecorder()
         try:
-            with torch.inference_mode(False), torch.set_grad_enabled(is_score), hooks:
+            with torch.inference_mode(False), torch.set_grad_enabled(is_score), hooks, TensorIndexing():
                 arguments = [torch.full((), index, dtype=torch.int64, device=device) for _ in range(4)]
                 if is_score:
                     arguments.insert(0, torch.ones((), dtype=dtype, device=device, requires_grad=True))
-                _run(fn, arguments, recorder)
+                recorder.record(partial(_call_and_differentiate, fn, recorder), arguments)
         except Exception:  # of the user's code; a translation, if one is needed, raises it again
             continue
-        return tuple(recorder.operations), recorder.captured
+        return _describe(recorder)
     return None
 
 
-def _run(fn: Callable[..., Any], arguments: list[Tensor], recorder: _Recorder) -> None:
-    recorder.number(arguments)
-    scores = [x for x in arguments if x.requires_grad]
-    with recorder, TensorIndexing():
-        # A copy of the score: the function may edit it in place.
-        out = fn(*[x.clone() if x.requires_grad else x for x in arguments])
-    recorder.operations.append(("result", *map(recorder.describe, tree_leaves(out))))
-    if isinstance(out, Tensor) and out.requires_grad:
-        inputs = [*scores, *(t for t in recorder.captured if t.requires_grad)]
-        with recorder:
-            torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
-
-
-class _Recorder(HostDispatchMode):
-    """Dispatch mode that records each operation with its constants and the origins of its tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Any] = []
-        self.captured: list[Tensor] = []  # in order of first use
-        self._numbers: dict[int, int] = {}
-        self._references: list[Tensor] = []
-
-    def number(self, tensors: Sequence[Any]) -> None:
-        """Number these tensors, so that later operations refer to them."""
-        for tensor in tensors:
-            self._numbers[id(tensor)] = len(self._references)
-            self._references.append(tensor)
-
-    def describe(self, leaf: Any) -> Any:
-        """A hashable form of an argument or result."""
-        if not isinstance(leaf, Tensor):
-            return type(leaf).__name__, repr(leaf)
-        if id(leaf) in self._numbers:
-            return "value", self._numbers[id(leaf)]
-        place = next((i for i, tensor in enumerate(self.captured) if tensor is leaf), len(self.captured))
-        if place == len(self.captured):
-            self.captured.append(leaf)
-        return "captured", place, leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = tree_leaves((args, kwargs or {}))
-        if func is torch.ops.aten.lift_fresh.default:  # a tensor of Python numbers, inside the function
-            arguments: list[Any] = [("constant", args[0].dtype, args[0].shape, repr(args[0].tolist()))]
-        else:
-            arguments = [*map(self.describe, leaves)]
-        out = func(*args, **(kwargs or {}))
-        results = tree_leaves(out)
-        self.number([result for result in results if isinstance(result, Tensor)])
-        constants = [self.describe(result) for result in results if not isinstance(result, Tensor)]
-        self.operations.append((str(func), tuple(arguments), tuple(constants)))
+def _call_and_differentiate(fn: Callable[..., Any], recorder: GraphRecorder, *arguments: Tensor) -> Any:
+    """Return fn's result and its gradients by the score and by the captured tensors."""
+    # A copy of the score: the function may edit it in place.
+    out = fn(*[x.clone() if x.requires_grad else x for x in arguments])
+    if not isinstance(out, Tensor) or not out.requires_grad:
         return out
+    inputs = [x for x in (*arguments, *recorder.root.buffers()) if x.requires_grad]
+    return out, torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
+
+
+def _describe(recorder: GraphRecorder) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """A hashable form of a recorded graph, and the captured tensors in order of first use."""
+    lines: list[Any] = []
+    captured: list[Tensor] = []
+    for node in recorder.graph.nodes:
+        lines.append((node.op, str(node.target), repr(node.args), repr(node.kwargs)))
+        if node.op == "get_attr":
+            tensor = recorder.root.get_buffer(str(node.target))
+            lines.append((tensor.dtype, tensor.shape, tensor.requires_grad, tensor.device))
+            if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
+                lines.append(repr(tensor.tolist()))  # a tensor of Python numbers, inside the function
+            else:
+                captured.append(tensor)
+    return tuple(lines), captured

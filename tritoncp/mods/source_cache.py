@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
-import os
 import sys
-import tempfile
 import threading
 import warnings
 import weakref
@@ -80,10 +78,7 @@ def _file_name(digest: str, source: str) -> str:
         path = Path(folder) / "mods" / f"{digest}.py"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-                file.write(source)
-            os.replace(temporary, path)  # several ranks may write the same file
+            path.write_text(source, encoding="utf-8", newline="")  # several ranks may write the same text
             return str(path)
         except OSError as error:
             message = f"no copy of a translated mod in TRITONCP_CACHE_DIR={folder}: {error}"

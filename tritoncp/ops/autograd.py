@@ -24,9 +24,14 @@ from tritoncp.distributed.schedules import schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
 from tritoncp.ops import signatures
 from tritoncp.ops.call import CALL_SCHEMA, Call, OpArguments, decode_spec
-from tritoncp.ops.dispatch import call_body, call_op, needs_dispatcher, register_op
+from tritoncp.ops.dispatch import (
+    call_op,
+    needs_dispatcher,
+    refuse_transform,
+    refuse_transforms,
+    register_op,
+)
 from tritoncp.ops.engine_factory import engine_of, gradient_buffers, sum_gradients
-from tritoncp.ops.transforms import refuse_transform, refuse_transforms
 
 _NO_CONTEXT = nullcontext()
 
@@ -144,8 +149,7 @@ def _backward_body(*args: Any) -> list[Tensor]:
     """Run :func:`backward_pass` of a call: :class:`BackwardInputs`, then :class:`OpArguments`."""
     inputs, written = BackwardInputs(*args[:7]), OpArguments(*args[7:]).with_leaves()
     with failures.closing(written.group):
-        call = written.decode(inputs.q)
-        call.plan.check_sources()
+        call = written.decode(inputs.q, is_backward=True)
         dq, dk, dv, *sums = backward_pass(call, inputs)
         return [dq, dk, dv, *written.order_sums(call, sums)]
 
@@ -235,8 +239,8 @@ def _run_forward(call: Call | OpArguments, *tensors: Tensor) -> list[Tensor]:
     if needs_dispatcher(tensors):
         return list(call_op(forward_op, *tensors[:3], *call.as_arguments()))
     if isinstance(call, Call):
-        return list(call_body(forward_pass, call, *tensors[:3]))
-    return list(call_body(_forward_body, *tensors[:3], *call))
+        return forward_pass(call, *tensors[:3])
+    return _forward_body(*tensors[:3], *call)
 
 
 def backward(call: Call | OpArguments, inputs: BackwardInputs) -> list[Tensor]:
@@ -247,10 +251,10 @@ def backward(call: Call | OpArguments, inputs: BackwardInputs) -> list[Tensor]:
         if needs_dispatcher(present):
             return list(call_op(backward_op, *inputs, *call.as_arguments()))
         if isinstance(call, OpArguments):
-            return list(call_body(_backward_body, *inputs, *call))
+            return _backward_body(*inputs, *call)
         groups.group_of(call.group)  # raises for one that was destroyed since
         call.plan.check_sources()
-        return list(call_body(backward_pass, call, inputs))
+        return backward_pass(call, inputs)
 
     return refuse_second_derivative(compute, present)
 

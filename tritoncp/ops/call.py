@@ -100,12 +100,14 @@ class OpArguments(NamedTuple):
     def as_arguments(self) -> OpArguments:
         return self
 
-    def decode(self, x: Tensor) -> Call:
-        """Read the call, for the batch rows of x. The state of its mask is read here for a :class:`Call`,
-        which a traced module keeps; in a graph the op that looks up the plan has read it."""
+    def decode(self, x: Tensor, is_backward: bool = False) -> Call:
+        """Read the call, for the batch rows of x. The state of its mask is read here, but in the forward pass
+        of a graph, where the op that looks up the plan has read it. A traced module keeps a :class:`Call`."""
         named, spec, score = object_of(self.plan), decode_spec(self.spec), None
-        if isinstance(named, Call):
-            named.plan.check_sources()
+        is_call = isinstance(named, Call)
+        if is_call or is_backward:
+            (named.plan if is_call else named).check_sources()
+        if is_call:
             return named.with_captures(self.captures)
         if spec.graph_score is not None:
             from tritoncp.ops.graph import inputs  # loads Dynamo, which plans do without

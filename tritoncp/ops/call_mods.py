@@ -20,12 +20,10 @@ from tritoncp.ops.mask_bitmap import bitmask
 from tritoncp.planning.plan import Plan
 
 
-def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
+def score_of(score_mod: Callable[..., Any], q: Tensor) -> Mod:
     """Translate the score_mod, for the CPU engine alone if there is no translation to Triton. Its tensors
     have to be on the queries' device: they may be edited between calls and may require gradients, so that a
     cached copy would be wrong."""
-    if score_mod is None:
-        return None
     mod = _translate_score(score_mod, stats_dtype(q), kernels=False)
     for tensor in mod.tensors:
         if tensor.ndim and tensor.device != q.device:

@@ -1,21 +1,29 @@
-"""Registration of the ops ``tritoncp::*``, and calls of an op below autograd.
+"""The ops ``tritoncp::*`` and torch's modes: registration of ops, autocast, tracing, fake tensors, and the
+transforms of torch.func, which are refused.
 
-Registered directly: torch.library.custom_op and register_autograd search every list of tensors for nested
-tensors, at each call and for each derivative, which takes longer than the rest of a call.
+Ops are registered directly: torch.library.custom_op and register_autograd search every list of tensors for
+nested tensors, at each call and for each derivative, which takes longer than the rest of a call. A call that
+is traced, or whose tensors have shapes and no values, runs as in a compiled graph: the plan is made by an op,
+which has a fake, so that nothing reads values before they exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from tritoncp.core.host_copy import has_default_device
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.ops import flop_formulas
-from tritoncp.ops.transforms import refuse_vmap
 
 _OPS = torch.library.Library("tritoncp", "FRAGMENT")
 
@@ -48,18 +56,6 @@ def call_op(op: Any, *args: Any) -> Any:
         return op(*args)
 
 
-def call_body(body: Callable[..., Any], *args: Any) -> Any:
-    """Call the body of an op without gradients, where nothing needs the dispatcher
-    (:func:`needs_dispatcher`), which takes a third of a call."""
-    if not torch.is_grad_enabled():
-        return body(*args)
-    torch._C._set_grad_enabled(False)  # as no_grad() does, in a fifth of the time
-    try:
-        return body(*args)
-    finally:
-        torch._C._set_grad_enabled(True)
-
-
 DISPATCH_MODES = (  # functions that return a true value while a mode, functorch, autocast, ... is active
     torch._C._len_torch_dispatch_stack,
     has_default_device,
@@ -83,3 +79,111 @@ def needs_dispatcher(tensors: Iterable[Tensor]) -> bool:
         if type(x) not in PLAIN_TYPES or x.is_neg() or x._is_zerotensor() or x.is_meta:
             return True
     return False
+
+
+# -- autocast, tracing, fake tensors -------------------------------------------------------------------------
+
+
+_Key = torch._C._TorchDispatchModeKey
+
+
+def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Cast floating-point tensors to the autocast dtype of their device, if autocast is on for it; float64
+    stays, as in torch's own attention.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     [x.dtype for x in cast_for_autocast(torch.zeros(1), torch.zeros(1, dtype=torch.float64))]
+    [torch.bfloat16, torch.float64]
+    """
+    return tuple([_cast(x) if isinstance(x, Tensor) else x for x in tensors])
+
+
+def _cast(x: Tensor) -> Tensor:
+    device = x.device.type
+    if device == "meta" or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def is_traced(q: Any) -> bool:
+    """Return whether a call is recorded in a graph, or its query has no values: inside torch.compile, under
+    tracing and fake tensor modes, on fake and on meta tensors."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACING)):
+        return True
+    if type(q) in PLAIN_TYPES:
+        return q.is_meta
+    return isinstance(q, FakeTensor | FunctionalTensor)
+
+
+_TRACING = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
+
+
+def fake_mode_of(q: Tensor) -> AbstractContextManager[Any]:
+    """Return the fake tensor mode of a fake query, to run in it also after the program has left that mode."""
+    if isinstance(q, FakeTensor) and torch._C._get_dispatch_mode(_Key.FAKE) is None:
+        return q.fake_mode
+    return nullcontext()
+
+
+def as_inputs(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors as inputs of an op: in a fake tensor mode, those with values become fake ones, and
+    constants of the graph that a tracer records."""
+    if torch.compiler.is_dynamo_compiling() or torch._C._get_dispatch_mode(_Key.FAKE) is None:
+        return list(tensors)
+    return [torch.ops.aten.lift_fresh(x) if type(x) in PLAIN_TYPES else x for x in tensors]
+
+
+def run_on_values(op: Any, tensors: Sequence[Tensor], ints: Sequence[Any], *args: Any) -> Tensor:
+    """Run an op that returns a handle. In a fake tensor mode that no tracer uses it runs on values, if all
+    its inputs have some: its checks apply, and its result is known."""
+    if torch.compiler.is_dynamo_compiling():
+        return op(tensors, ints, *args)
+    others = map(torch._C._get_dispatch_mode, (_Key.PROXY, _Key.FUNCTIONAL))
+    is_fake = isinstance(torch._C._get_dispatch_mode(_Key.FAKE), FakeTensorMode) and not any(others)
+    leaves = tree_leaves((tensors, ints, args))
+    is_symbolic = any(isinstance(x, torch.SymInt | Tensor) and type(x) not in PLAIN_TYPES for x in leaves)
+    if is_fake and not is_symbolic:
+        with _disable_current_modes():
+            handle = op(tensors, ints, *args)
+        return as_inputs([handle])[0]
+    return op(as_inputs(tensors), ints, *args)
+
+
+# -- transforms of torch.func --------------------------------------------------------------------------------
+
+
+_CALLERS = {
+    TransformType.Grad: "torch.func.grad, vjp, jacrev or hessian",
+    TransformType.Vmap: "torch.vmap, jacrev or jacfwd",
+    TransformType.Jvp: "forward-mode AD, as torch.func.jvp, jacfwd or linearize",
+}
+_REMEDIES = {
+    TransformType.Grad: "call torch.autograd.grad or backward(), which it supports once",
+    TransformType.Vmap: "fold the mapped dimension into the batch dimension",
+    TransformType.Jvp: "use reverse mode, torch.autograd.grad",
+}
+
+
+def refuse_transforms() -> None:
+    """Raise RuntimeError under a transform of torch.func other than functionalize."""
+    if peek_interpreter_stack() is None or torch.compiler.is_dynamo_compiling():
+        return
+    for interpreter in reversed(get_interpreter_stack() or []):
+        refuse_transform(interpreter.key())
+
+
+def refuse_transform(kind: Any) -> None:
+    """Raise RuntimeError for a kind of transform that attention does not support."""
+    if kind in _CALLERS:
+        raise RuntimeError(
+            f"tritoncp.flex_attention was called under {_CALLERS[kind]}, which it does not support: "
+            f"{_REMEDIES[kind]}"
+        )
+
+
+def refuse_vmap(*args: Any) -> NoReturn:
+    """Raise RuntimeError, as the vmap kernel of every op."""
+    refuse_transform(TransformType.Vmap)
+    raise AssertionError

@@ -16,7 +16,6 @@ from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.tracing import WideGradients
 from tritoncp.core.upload import upload
 from tritoncp.core.versions import warn_untested
-from tritoncp.cpu import compiled
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.kernels.options import ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
@@ -96,11 +95,6 @@ def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) 
             "this score_mod is hand-written @triton.jit code whose gradient adds floats with atomics, and "
             "deterministic results are requested; write it in Python, or pass captures that need no gradient"
         )
-    if dict(call.options).get("COMPILE"):
-        raise ValueError(
-            "kernel option COMPILE=True is for the CPU engine, and this call runs Triton kernels: leave the "
-            "option out, or pass tensors on the CPU without TRITON_INTERPRET=1"
-        )
     (_, heads, rows, d), e, device = q.shape, v.shape[3], v.device
     copy = call_mods.mask_of(plan, q)
     mask = None if copy is None else copy.on_current_stream()
@@ -141,7 +135,6 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
             inner[index] = tensor
         return lambda *indices: run(*indices, *inner, *score.numbers)
 
-    settings["compile"] = compiled.compiles_scores(dict(call.options).get("COMPILE"))
     return CpuEngine(call.scale, _check_torch_form(mask), bind, targets, grads, **settings)
 
 

@@ -1,41 +1,7 @@
 """The executable of a call: its engine, its mask_mod on the device and its launches, found by one look-up.
 
-All caches of the process are listed here, with bound and key. Two rules hold: a full cache evicts the entry
-that was not used for longest, as an lru_cache does, and state "of" a plan, group or mask is freed with it
-(:mod:`tritoncp.core.bounded_cache`). A plan stands for ``plan.derived``, which all ranks' views share.
-
-    core.log_lines._LOGGED: 4096; the lines that were logged at INFO
-    core.versions.warn_untested: once; the versions of this process
-    frontend.mask_source._CONSTANT_SOURCES: one of a mask; the mask
-    frontend.plan_cache._CACHES: of a group, 64 plans, 1 GiB; code, plain values, lengths, tensors of a mask
-    frontend.plan_cache._CHECKED: of a plan, 1024 calls; rank, shapes, dtypes, devices, flags
-    frontend.dynamo._MASKS: 8; code, plain values and tensors of the mask_mod, sizes
-    mods.mod._TRANSLATIONS: 256; code and plain values of a function, dtype
-    mods.bytecode._READS: 4096; a code object
-    mods.translate.graph_passes.decompositions: one table
-    ops.executable._CACHES: of a plan, see :class:`PlanCaches`
-    ops.signatures._TABLES: of a group, 1024 signatures with 16 scales each, 1024 plans; what ranks share
-    ops.call.encode_spec, ops.call.decode_spec: 256; the fields of a spec, its text
-    ops.graph.inputs._parsed: 256; the text of a structure
-    ops.graph.layouts._CONSTANTS, ops.graph.layouts._NUMBERS: 32768; an object that compiled graphs name
-    ops.tile_tables.device_of: 64; a device
-    ops.tile_tables.table: 16; device, TRITONCP_CONFIG_DIR
-    ops.tile_lookup.choose_tiles: 256; text of a table, dtype, dims, mask, score
-    planning.derived: of a plan, a result for each rank, buffer and device, and 64 plans of batch rows
-    distributed.schedules.head_exchange._EXCHANGES: of a plan, 64; rank, schedule, degree, heads, each with
-        64 layouts of messages by batch rows, channels and dtypes
-    distributed.schedules.ulysses.stretches: 256; heads of a rank, size of a group
-    api.varlen._ROUTES: 64; a tensor of lengths, ranks, device
-    kernels.options._chosen: 1024; kernel, architecture, options
-    kernels.options.option_names: passes, of which few exist
-    kernels.toolchain._version, kernels.toolchain._numbers: 128; a compiler
-    kernels.route_check._VERDICTS: 256, the oldest is evicted; kernels, dtypes, flags of a step
-
-Not caches, but registers, whose entries live as long as what they name:
-
-    core.handles._HELD: objects, by the tensors that name them
-    distributed.failures._RECORDS, distributed.groups._COMPANIONS, distributed.groups._CONNECTED: of a group
-    mods.mod._STRUCTURES, mods.source_cache._MODULES: structures of mods and their modules, by digest
+State "of" a plan is freed with it (:mod:`tritoncp.core.bounded_cache`); a plan stands for ``plan.derived``,
+which the views of all ranks share.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 from tritoncp.core.dynamo_boundary import untraced
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.distributed import collectives
-from tritoncp.ops import autograd, call_modes
+from tritoncp.ops import autograd, dispatch
 from tritoncp.ops.autograd import BackwardInputs, backward_schedule, forward_schedule
 from tritoncp.ops.call import Call
 from tritoncp.ops.engine_factory import gradient_buffers, sum_gradients
@@ -26,7 +26,7 @@ def attend_in_lockstep(
     A rank's tensors without values go through the op by themselves, as shapes send no messages.
     """
     shards = list(zip(q, k, v, strict=True))
-    if call_modes.is_traced(q[0]):
+    if dispatch.is_traced(q[0]):
         return [_run_op(call, *shard) for call, shard in zip(calls, shards, strict=True)]
     flat = Lockstep.apply(calls, *[x for shard in shards for x in shard], *calls[0].captures)
     return _cut(list(flat), len(flat) // len(calls))
@@ -34,7 +34,7 @@ def attend_in_lockstep(
 
 def _run_op(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     arguments = call.as_arguments()
-    (plan,), captures = call_modes.as_inputs([arguments.plan]), call_modes.as_inputs(arguments.captures)
+    (plan,), captures = dispatch.as_inputs([arguments.plan]), dispatch.as_inputs(arguments.captures)
     results: list[Tensor] = autograd.forward_op(q, k, v, *arguments._replace(plan=plan, captures=captures))
     return results
 

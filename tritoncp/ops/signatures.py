@@ -113,12 +113,12 @@ def purpose_of(q: Tensor, k: Tensor, v: Tensor) -> str:
     )
 
 
-def shape_facts(q: Tensor, k: Tensor) -> dict[str, tuple[consistency.Text, bytes]]:
+def shape_facts(batch: int, heads: int, kv_heads: int, head_dim: int) -> Facts:
     """Return the facts about shards that do not depend on their lengths."""
     return {
-        "batch": fact(f"batch {q.shape[0]}"),
-        "heads": fact(f"{q.shape[1]} query heads and {k.shape[1]} key heads"),
-        "head dims": fact(f"head dim {q.shape[3]}"),
+        "batch": fact(f"batch {batch}"),
+        "heads": fact(f"{heads} query heads and {kv_heads} key heads"),
+        "head dims": fact(f"head dim {head_dim}"),
     }
 
 
@@ -130,7 +130,7 @@ def _facts(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Facts:
         "versions": consistency.versions(),
         "device": fact(q.device.type),
         "dtype": fact(dtype_name(q)),
-        **shape_facts(q, k),
+        **shape_facts(*q.shape[:2], k.shape[1], q.shape[3]),
         "batch": fact(f"batch {q.shape[0]}" + f" from row {plan.first_row} on" * bool(plan.first_row)),
         "head dims": fact(f"head dims {q.shape[3]} and {v.shape[3]}"),
         "lengths": fact(f"{mask.q_len} queries and {mask.kv_len} keys"),

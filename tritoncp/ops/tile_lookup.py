@@ -10,7 +10,6 @@ import functools
 import itertools
 import json
 import logging
-import os
 import warnings
 from typing import Any, NamedTuple
 
@@ -124,13 +123,13 @@ WARNED_DEVICES: set[Device] = set()
 
 
 def _warn_untuned(device: torch.device) -> None:
-    """Warn once per GPU model, on the first rank of a host, that no tiles were measured for it, and how to
-    measure them."""
+    """Warn once per GPU model, on the first rank, that no tiles were measured for it, and how to measure
+    them."""
     if device.type == "cpu" or environment.CONFIG_DIR.read() == "-":
         return
     model = tile_tables.device_of(device)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if model in WARNED_DEVICES or int(os.environ.get("LOCAL_RANK", rank)):
+    if model in WARNED_DEVICES or rank:
         return
     WARNED_DEVICES.add(model)
     warnings.warn(

@@ -272,3 +272,9 @@ def lengthen(x: Tensor, dim: int, rows: int) -> Tensor:
     missing = list(x.shape)
     missing[dim] = rows - x.shape[dim]
     return torch.cat([x, x.new_zeros(missing)], dim) if missing[dim] else x
+
+
+def check_side(side: str) -> None:
+    """Raise ValueError for a side other than "q" and "kv"."""
+    if side not in ("q", "kv"):
+        raise ValueError(f'side={side!r} is not known; it is "q" for queries or "kv" for keys and values')

@@ -155,16 +155,13 @@ class Plan(PlanData, BlockMaskInterface):
         """Draw the plan: the mask in its owners' colours, the work of each rank, the keys that ranks read of
         each other, and the cost of a layer under each schedule. Needs Matplotlib: pip install matplotlib.
 
-        path: a file to save the picture to: .png, or .html for a self-contained page. shape: as for
+        path: a file to save the picture to, in a format of Matplotlib (.png, .svg, .pdf). shape: as for
         :meth:`explain`. Returns a Matplotlib figure, which a notebook shows.
         """
-        facts, target = Facts.of(self, hardware, **shape), None if path is None else Path(path)
-        if target is not None and target.suffix not in (".png", ".html"):
-            raise ValueError(f"path {str(path)!r}: the picture is a .png, the page an .html")
-        figure = draw_figure(facts)
-        if target is not None:
-            write_drawing(facts, target)
-        return figure
+        facts = Facts.of(self, hardware, **shape)
+        if path is not None:
+            write_drawing(facts, Path(path))
+        return draw_figure(facts)
 
     @on_host
     def __str__(self) -> str:

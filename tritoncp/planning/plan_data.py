@@ -23,7 +23,7 @@ from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskFn
 from tritoncp.planning import traffic as key_traffic
 from tritoncp.planning.derived import DerivedTables
-from tritoncp.planning.placement import Placement
+from tritoncp.planning.placement import Placement, check_side
 from tritoncp.planning.step_tables import Tables
 from tritoncp.planning.work import block_costs
 
@@ -81,6 +81,11 @@ class PlanData:
     def s_local(self) -> int:
         """Rows of this rank's query shard, padding included."""
         return self.q.lengths[self.rank]
+
+    def side(self, side: str) -> Placement:
+        """Return the placement of queries ("q"), or of keys and values ("kv")."""
+        check_side(side)
+        return self.q if side == "q" else self.kv
 
     @property
     def positions(self) -> Tensor:

@@ -18,6 +18,7 @@ from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_win
 from tritoncp.masks.expressions import score_of
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskFn, and_masks
+from tritoncp.masks.prefix_tree import tree
 
 
 @dataclass(frozen=True)
@@ -179,16 +180,9 @@ def _few_documents(seq: int) -> MaskFn:
 
 
 def _shared_question(seq: int) -> MaskFn:
-    """Build a causal mask over several answers to one question, the first quarter of the sequence. Answers do
-    not see each other."""
-    answers = [length for length in document_lengths(seq - seq // 4) if length]
-    ids = torch.arange(len(answers)).repeat_interleave(torch.tensor(answers))
-    ids = torch.cat([torch.full((seq // 4,), -1), ids])
-
-    def question(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return kv < seq // 4
-
-    return and_masks(causal(), lambda b, h, q, kv: (ids[q] == ids[kv]) | question(b, h, q, kv))
+    """Build the tree of several answers to one question, the first quarter of the sequence."""
+    answers = document_lengths(seq - seq // 4)
+    return tree([-1] + [0] * len(answers), [seq // 4, *answers])
 
 
 def _dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:

@@ -23,7 +23,8 @@ class Dense(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Results of a forward and a backward pass; ``captured``: gradients of the score_mod's captures."""
+    """Results of a forward and a backward pass; ``captured``: gradients of the score_mod's captures, then of
+    the sinks if there are any."""
 
     out: Tensor
     lse: Tensor
@@ -42,13 +43,15 @@ def dense_attention(
     score_mod: Callable[..., Tensor] | None = None,
     *,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Dense:
     """Compute attention in plain differentiable torch, in the inputs' dtype. O(Q * KV) memory.
 
     q: [B, Hq, Q, D]; k: [B or 1, Hkv, KV, D]; v: [B or 1, Hkv, KV, Dv]; Hq a multiple of Hkv.
     mask: a Mask (block lists first), or bool, broadcast to [B, Hq, Q, KV]; None = all queries see all keys.
     score_mod: (score, b, h, q_idx, kv_idx) -> score, called on visible pairs only; captured
-    tensors get gradients. A row that sees nothing: out 0, lse -inf, gradients 0. max_scores has no gradient.
+    tensors get gradients. sinks: [Hq], logits of one more key for each head, whose value is zero. A row that
+    sees nothing: out 0, lse -inf (the sink), gradients 0. max_scores has no gradient.
 
     >>> x = torch.ones(1, 1, 2, 4, dtype=torch.float64)
     >>> out, lse, _ = dense_attention(x, x, x, torch.tensor([[True, False], [False, False]]))
@@ -67,7 +70,7 @@ def dense_attention(
     empty = total == 0
     total = torch.where(empty, 1, total)
     lse = torch.where(empty, -math.inf, m + torch.log(total))
-    return Dense(p @ v / total[..., None], lse, max_scores)
+    return Dense(*_add_sinks(p @ v / total[..., None], lse, sinks), max_scores)
 
 
 def eager_attention(
@@ -75,17 +78,20 @@ def eager_attention(
     k: Tensor,
     v: Tensor,
     mask: Mask | Tensor | None,
-    gradients: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    dout: Tensor,
+    dlse: Tensor,
     score_mod: Callable[..., Tensor] | None = None,
     captured: Sequence[Tensor] = (),
     *,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Training:
     """Compute both passes with the rounding of torch's eager flex attention: scores and softmax in float32;
-    P, dS, out and the sums over a group's heads in the inputs' dtype; delta from the rounded out.
+    P, dS, out and the sums over a group's heads in the inputs' dtype; delta from the rounded out. Sinks
+    rescale that output, as users of flex attention apply them.
 
-    gradients: (out, lse) -> the gradients of both, from which the backward pass starts
-    captured:  leaves that ``score_mod`` reads and that require gradients
+    dout, dlse: gradients of out and lse, from which the backward pass starts
+    captured:   leaves that ``score_mod`` reads and that require gradients
     """
     q, k, v = (x.detach() for x in (q, k, v))
     group, dtype = q.shape[1] // k.shape[1], q.dtype
@@ -100,7 +106,11 @@ def eager_attention(
     lse = logits.logsumexp(-1)
     p = torch.where(lse[..., None] == -math.inf, 0, torch.exp(logits - lse[..., None]))
     out = p.to(dtype) @ v
-    dout, dlse = gradients(out, lse)
+    ends, dsinks = (out, lse), []
+    if sinks is not None:
+        leaves = [x.detach().requires_grad_() for x in (out, lse, sinks)]
+        ends = _add_sinks(leaves[0], leaves[1], leaves[2])
+        dout, dlse, *dsinks = torch.autograd.grad(ends, leaves, (dout, dlse))
     delta = (out.float() * dout.float()).sum(-1) - dlse
     ds = p * (dout.float() @ v.float().mT - delta[..., None])
     leaves = [scores, *captured]
@@ -108,7 +118,8 @@ def eager_attention(
     dscores, *dcaptured = (torch.zeros_like(x) if dx is None else dx for dx, x in zip(grads, leaves))
     back = (dscores * factor).to(dtype)
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (back.mT @ q, p.to(dtype).mT @ dout))
-    return Training(out, lse, logits.amax(-1), back @ k, dk, dv, tuple(dcaptured))
+    out, lse = (x.detach() for x in ends)
+    return Training(out, lse, logits.amax(-1), back @ k, dk, dv, (*dcaptured, *dsinks))
 
 
 def largest_error(result: Tensor, exact: Tensor) -> float:
@@ -139,6 +150,14 @@ def allowed_error(eager: Tensor, exact: Tensor) -> float:
     limits = torch.finfo(eager.dtype)
     largest = max(float(exact.abs().max()), limits.tiny)
     return 2 * largest_error(eager, exact) + 2 * limits.eps * 2.0 ** math.floor(math.log2(largest))
+
+
+def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add exp(sink) to the sums of exponentials behind out and lse."""
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return (out * torch.exp(lse - total)[..., None]).to(out.dtype), total
 
 
 def _visible(mask: Mask | Tensor | None, scores: Tensor) -> Tensor:

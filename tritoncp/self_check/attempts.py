@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncp.distributed.failures import GroupClosed
-from tritoncp.self_check.cases import ONE_DEVICE, PASSES, Answers, CheckCase, Result, make_problem
+from tritoncp.self_check.cases import PASSES, CheckCase, CheckProblem, Result, make_problem
 from tritoncp.self_check.comparison import PassErrors, Ranks, judge_case, run_passes
 
 
@@ -36,27 +35,9 @@ class CheckRequest:
     began: float = field(default_factory=time.monotonic)
     signal_name: str = ""
 
-    @contextlib.contextmanager
-    def record_signals(self) -> Iterator[None]:
-        """Record SIGTERM, which torchrun sends when another rank has died, and SIGINT: the check then ends in
-        order. A second SIGINT interrupts at once."""
-
-        def record(number: int, frame: Any) -> None:
-            if self.signal_name == "SIGINT" == signal.Signals(number).name:
-                raise KeyboardInterrupt
-            self.signal_name = signal.Signals(number).name
-
-        previous = {number: signal.signal(number, record) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the check began."""
-        return time.monotonic() - self.began
+    def record_signal(self, number: int, frame: Any) -> None:
+        """Handle SIGTERM, which torchrun sends when another rank has died: the check then ends in order."""
+        self.signal_name = signal.Signals(number).name
 
     @property
     def late(self) -> str:
@@ -67,7 +48,7 @@ class CheckRequest:
         """Return the reason to stop now, or None."""
         if self.signal_name:
             return f"{self.signal_name} came: this process was asked to end, or another rank died"
-        return self.late if self.seconds > self.budget else None
+        return self.late if time.monotonic() - self.began > self.budget else None
 
     def check_limits(self) -> None:
         """Raise Stopped where a limit is reached."""
@@ -75,109 +56,87 @@ class CheckRequest:
             raise Stopped(reason)
 
 
-class Stopped(Exception):
+class Stopped(GroupClosed):
     """Raised where the check cannot go on. absent: the lost ranks that could be identified."""
 
-    def __init__(self, why: str, absent: Sequence[int] = ()):
-        super().__init__(why)
-        self.absent = tuple(absent)
 
+class Attempt(NamedTuple):
+    """A run of a schedule in one process.
 
-class Stalled(RuntimeError):
-    """Raised where the device does not finish its work in time."""
+    errors: of the passes that ended
+    why:    the reason why the next pass failed, "" if none did
+    waited: whether that was a wait in vain for another rank or for the device
+    """
 
-
-class Failure(NamedTuple):
-    """The failure of a run. ``fatal``: the process group or the device can no longer be used."""
-
-    why: str
-    fatal: bool
+    errors: list[PassErrors]
+    why: str = ""
+    waited: bool = False
 
 
 def run_cases(cases: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> Iterator[Result]:
     """Run cases in turn; the passes of a schedule are one run. Raises Stopped where the rest cannot run."""
-    for _, group in groupby(cases, lambda case: (case.mask, case.dtype)):
-        problem: list[Answers] = []  # filled by the first run, so that an exception there fails its case
-        for _, passes in groupby(group, lambda case: case.schedule):
-            yield from run_schedule(list(passes), problem, ranks, request)
+    for _, passes in groupby(cases, lambda case: case[:3]):
+        yield from run_schedule(list(passes), ranks, request)
 
 
-def run_schedule(
-    cases: Sequence[CheckCase], problem: list[Answers], ranks: Ranks, request: CheckRequest
-) -> Iterator[Result]:
+def run_schedule(cases: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> Iterator[Result]:
     """Run the passes of one schedule on all ranks, and yield a result for each case."""
-    own = attempt_passes(cases, problem, ranks, request)
+    own = attempt_passes(cases, ranks, request)
     try:
-        outcomes, reasons = zip(*ranks.gather((own, request.stop_reason())))
+        attempts, reasons = zip(*ranks.gather((own, request.stop_reason())))
     except GroupClosed as error:
         rank = error.absent[0] if error.absent else None
         yield from (Result(case, rank=rank, ranks=error.absent, why=str(error)) for case in cases)
         lost = ", ".join(map(str, error.absent)) or "unknown"
         raise Stopped(f"lost while {cases[0].name} ran: rank {lost}", error.absent) from error
-    failures: dict[int, Failure] = {}
     for case in cases:
-        parts = [passes[PASSES.index(case.direction)] for passes in outcomes]
-        failures = {rank: part for rank, part in enumerate(parts) if isinstance(part, Failure)}
+        index = PASSES.index(case.direction)
+        failures = {rank: x for rank, x in enumerate(attempts) if x.why and len(x.errors) <= index}
         if failures:
-            yield describe_failure(case, failures, len(parts))
+            yield describe_failure(case, failures, len(attempts))
         else:
-            yield judge_case(case, problem[0], parts)
-    own_failures = sum(not failure.fatal for failure in failures.values())  # others wait in vain for these
-    if cases[0].schedule != ONE_DEVICE and 0 < own_failures < len(outcomes):
-        raise Stopped(f"a rank failed alone in {cases[0].name}, which closes the group of all ranks")
-    if any(failure.fatal for failure in failures.values()):
-        raise Stopped(f"a rank or a device was lost in {cases[0].name}")
+            yield judge_case(case, problem_of(case, ranks).allowed, [x.errors[index] for x in attempts])
+    if any(x.why for x in attempts):  # the group is closed, or the device may be unusable
+        raise Stopped(f"{cases[0].name} failed, and its process or its group with it")
     if reason := next(filter(None, reasons), None):
         raise Stopped(reason)
 
 
-def attempt_passes(
-    cases: Sequence[CheckCase], problem: list[Answers], ranks: Ranks, request: CheckRequest
-) -> list[PassErrors | Failure]:
-    """Run the passes of a schedule up to the last one among the cases. Returns the errors of each, from a
-    failure on that failure. ``problem`` is filled by the first run."""
-    outcomes: list[PassErrors | Failure] = []
+def attempt_passes(cases: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> Attempt:
+    """Run the passes of a schedule up to the last one among the cases."""
+    errors: list[PassErrors] = []
     try:
-        if not problem:
-            problem.append(make_problem(cases[0], ranks.device, ranks.world_size))
-        passes = run_passes(
-            ranks, problem[0], cases[0].schedule, lambda: wait_for_device(ranks.device, request)
-        )
+        problem = problem_of(cases[0], ranks)
+        passes = run_passes(ranks, problem, cases[0].schedule, lambda: wait_for_device(ranks.device, request))
         for _ in PASSES[: PASSES.index(cases[-1].direction) + 1]:
-            outcomes.append(next(passes))
+            errors.append(next(passes))
     except Exception as error:
-        lost = isinstance(error, GroupClosed | Stalled | dist.DistError) or not is_usable(ranks.device)
+        waited = isinstance(error, GroupClosed | TimeoutError | dist.DistError)
         line = (str(error).strip().splitlines() or [""])[0][:500]
-        outcomes += [Failure(f"{type(error).__name__}: {line}", lost)] * (len(PASSES) - len(outcomes))
-    return outcomes
+        return Attempt(errors, f"{type(error).__name__}: {line}", waited)
+    return Attempt(errors)
 
 
-def is_usable(device: torch.device) -> bool:
-    """Return whether a device still works: after an illegal memory access every CUDA call fails."""
-    try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
+def problem_of(case: CheckCase, ranks: Ranks) -> CheckProblem:
+    return make_problem(case.mask, case.dtype, ranks.device, ranks.world_size)
 
 
-def describe_failure(case: CheckCase, failures: dict[int, Failure], world_size: int) -> Result:
+def describe_failure(case: CheckCase, failures: dict[int, Attempt], world_size: int) -> Result:
     """Make the result of a case whose run failed. It names the rank that failed on its own, before ranks that
     only timed out waiting for it."""
-    rank = min(failures, key=lambda rank: (failures[rank].fatal, rank))
+    rank = min(failures, key=lambda rank: (failures[rank].waited, rank))
     why = failures[rank].why if world_size == 1 else f"rank {rank}: {failures[rank].why}"
     return Result(case, rank=rank, ranks=tuple(sorted(failures)), why=why)
 
 
 def wait_for_device(device: torch.device, request: CheckRequest) -> None:
-    """Wait until a GPU has finished its queued work. Raises Stalled after the timeout: a kernel that hangs
-    never ends, and neither does a message from a lost rank."""
+    """Wait until a GPU has finished its queued work. Raises TimeoutError after the timeout: a kernel that
+    hangs never ends, and neither does a message from a lost rank."""
     if device.type != "cuda":
         return
     event, end = torch.cuda.Event(), time.monotonic() + request.timeout
     event.record(torch.cuda.current_stream(device))
     while not event.query():
         if request.signal_name or time.monotonic() > end:
-            raise Stalled(f"the GPU did not finish its work within {request.timeout:g} s")
+            raise TimeoutError(f"the GPU did not finish its work within {request.timeout:g} s")
         time.sleep(0)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tritoncp.masks.mask import Mask
 from tritoncp.ops import engine_factory
-from tritoncp.ops.sinks import with_sinks
 from tritoncp.planning import SCHEDULES
 from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention
@@ -29,8 +28,7 @@ MASKS = {
     "sinks": "causal",
 }
 PASSES = ("forward", "backward")
-TENSORS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dbias", "dsinks")}
-REPLICATED = ("dbias", "dsinks")  # gradients of replicated parameters: the sum over ranks is compared
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")  # of the last two, the sum over ranks is compared
 PERIOD = 61  # entries of the score_mod's table: with many, the largest error varies little between draws
 DRAWS = 4  # random inputs per problem: the largest error of eager attention on one small tensor varies a lot
 
@@ -75,11 +73,6 @@ class Result:
     @property
     def ran(self) -> bool:
         return not (self.why or "").startswith("not run")
-
-    @property
-    def excess(self) -> float:
-        """The error divided by the allowed error."""
-        return math.inf if self.error is None or self.allowed is None else self.error / self.allowed
 
     def as_json(self) -> dict[str, Any]:
         schedule, mask, dtype, direction = self.case
@@ -136,16 +129,16 @@ def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[C
     return chosen
 
 
-# -- problems and their exact answers ---------------------------------------------------------------------
+# -- problems and their exact results ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Unsharded tensors of one problem with their exact results, identical on every rank.
+class CheckProblem:
+    """Unsharded tensors with their exact results, identical on every rank.
 
     bias:    [H, PERIOD], captured by the score_mod, or None
     sinks:   [H], or None
-    exact:   float64 results, by the names of TENSORS
+    exact:   float64 results: "out", "lse" and GRADIENTS
     allowed: the allowed error of each
     """
 
@@ -161,82 +154,54 @@ class Answers:
     allowed: dict[str, float]
 
 
-def make_score_mod(bias: Tensor) -> Callable[..., Tensor]:
+def make_score_mod(bias: Tensor | None) -> Callable[..., Tensor] | None:
     """Make a score_mod that adds a learned bias for each head and for the distance modulo PERIOD."""
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        assert bias is not None
         return score + bias[h, (q_idx - kv_idx) % PERIOD]
 
-    return score_mod
+    return None if bias is None else score_mod
 
 
-def make_problem(case: CheckCase, device: torch.device, world_size: int) -> Answers:
-    """Draw the problem of a case; its allowed errors are the largest over DRAWS random inputs."""
-    sizes = replace(choose_sizes(device, world_size), mask=MASKS[case.mask], dtype=case.dtype)
-    problem, *redraws = (draw_problem(case.mask, sizes, device, seed) for seed in range(DRAWS))
+@lru_cache(1)  # adjacent cases have one problem
+def make_problem(mask: str, dtype: str, device: torch.device, world_size: int) -> CheckProblem:
+    """Draw the problem of a mask and a dtype; its allowed errors are the largest over DRAWS random inputs."""
+    sizes = replace(choose_sizes(device, world_size), mask=MASKS[mask], dtype=dtype)
+    problem, *redraws = (draw_problem(mask, sizes, device, seed) for seed in range(DRAWS))
     allowed = {key: max(draw.allowed[key] for draw in (problem, *redraws)) for key in problem.exact}
     return replace(problem, allowed=allowed)
 
 
-def draw_problem(name: str, sizes: Problem, device: torch.device, seed: int) -> Answers:
+def draw_problem(name: str, sizes: Problem, device: torch.device, seed: int) -> CheckProblem:
     """Draw unit-normal inputs, and compute their exact results and allowed errors."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int, dtype: torch.dtype = sizes.torch_dtype) -> Tensor:
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    block = 128 if device.type == "cuda" else 64
     n, d, heads, kv_heads = sizes.seq, sizes.dim, sizes.heads, sizes.kv_heads
-    q, dout, k, v = (normal(1, count, n, d) for count in (heads, heads, kv_heads, kv_heads))
-    dlse, bias, sinks = (
-        normal(*shape, dtype=torch.float32) for shape in ((1, heads, n), (heads, PERIOD), (heads,))
+    q, dout, k, v = (
+        normal(1, count, n, d, dtype=sizes.torch_dtype) for count in (heads, heads, kv_heads, kv_heads)
     )
-    problem = Answers(
-        sizes.block_mask(str(device), block), q, k, v, dout, dlse, bias if name == "score_mod" else None,
-        sinks if name == "sinks" else None, {}, {},
-    )  # fmt: skip
-    problem.exact.update(compute_exact(problem))
-    eager = compute_eager(problem)
-    problem.allowed.update({key: allowed_error(eager[key], x) for key, x in problem.exact.items()})
+    dlse, bias, sinks = (normal(*shape) for shape in ((1, heads, n), (heads, PERIOD), (heads,)))
+    mask = sizes.block_mask(str(device), 128 if device.type == "cuda" else 64)
+    leaves = {"dq": q, "dk": k, "dv": v}  # by the names of their gradients
+    leaves |= {"score_mod": {"dbias": bias}, "sinks": {"dsinks": sinks}}.get(name, {})
+
+    wide = {key: x.double().requires_grad_() for key, x in leaves.items()}
+    score_mod = make_score_mod(wide.get("dbias"))
+    qkv = wide["dq"], wide["dk"], wide["dv"]
+    out, lse, _ = dense_attention(*qkv, mask, score_mod, sinks=wide.get("dsinks"))
+    grads = torch.autograd.grad([out, lse], [*wide.values()], [dout.double(), dlse.double()])
+    exact = {"out": out.detach(), "lse": lse.detach(), **dict(zip(wide, grads))}
+
+    captured = [leaves["dbias"].clone().requires_grad_()] if "dbias" in leaves else []
+    score_mod = make_score_mod(*captured) if captured else None
+    eager = eager_attention(q, k, v, mask, dout, dlse, score_mod, captured, sinks=leaves.get("dsinks"))
+    results = eager.out, eager.lse, eager.dq, eager.dk, eager.dv, *eager.captured
+    allowed = {key: allowed_error(result, exact[key]) for key, result in zip(exact, results)}
     # lse is float32 for every dtype; this is the tolerance of tests/gpu.
-    problem.allowed["lse"] = 1e-4 + 1e-5 * float(problem.exact["lse"].abs().max())
-    return problem
-
-
-def compute_exact(problem: Answers) -> dict[str, Tensor]:
-    """Compute dense attention and its gradients in float64. A sink adds one term to the denominator of the
-    softmax."""
-    p = problem
-    inputs = dict(zip(TENSORS["backward"], (p.q, p.k, p.v, p.bias, p.sinks)))
-    wide = {name: x.double().requires_grad_() for name, x in inputs.items() if x is not None}
-    score = make_score_mod(wide["dbias"]) if "dbias" in wide else None
-    out, lse, _ = dense_attention(wide["dq"], wide["dk"], wide["dv"], p.mask, score)
-    if "dsinks" in wide:
-        total = torch.logaddexp(lse, wide["dsinks"][:, None])
-        out, lse = out * torch.exp(lse - total)[..., None], total
-    grads = torch.autograd.grad([out, lse], list(wide.values()), [p.dout.double(), p.dlse.double()])
-    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wide, grads))}
-
-
-def compute_eager(problem: Answers) -> dict[str, Tensor]:
-    """Compute attention and its gradients as torch's eager flex attention does, in the problem's dtype; sinks
-    rescale its output, as users of flex attention apply them."""
-    p = problem
-    ends: dict[str, Tensor] = {}
-
-    def gradients(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        ends.update(out=out, lse=lse)
-        if p.sinks is None:
-            return p.dout, p.dlse
-        leaves = [x.detach().requires_grad_() for x in (out, lse, p.sinks)]
-        ends["out"], ends["lse"] = with_sinks(*leaves)
-        dout, dlse, ends["dsinks"] = torch.autograd.grad((ends["out"], ends["lse"]), leaves, (p.dout, p.dlse))
-        return dout, dlse
-
-    captured = [] if p.bias is None else [p.bias.detach().requires_grad_()]
-    mod = make_score_mod(captured[0]) if captured else None
-    eager = eager_attention(p.q, p.k, p.v, p.mask, gradients, mod, captured)
-    ends |= {"dq": eager.dq, "dk": eager.dk, "dv": eager.dv}
-    if captured:
-        ends["dbias"] = eager.captured[0]
-    return {name: x.detach() for name, x in ends.items()}
+    allowed["lse"] = 1e-4 + 1e-5 * float(exact["lse"].abs().max())
+    learned = leaves.get("dbias"), leaves.get("dsinks")
+    return CheckProblem(mask, q, k, v, dout, dlse, *learned, exact, allowed)

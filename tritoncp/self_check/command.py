@@ -25,7 +25,6 @@ BUDGET = 60.0
 )
 @click.option(
     "--budget",
-    "--seconds",
     type=Seconds(),
     help="Seconds for the whole check, and --strict.  [default: 60, not strict]",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from rich.console import Console
 from tritoncp.doctor import examine, summary_rows
 from tritoncp.perf.suite import machine
 from tritoncp.self_check.attempts import CheckRequest
-from tritoncp.self_check.cases import CheckCase, Result, choose_dtypes
+from tritoncp.self_check.cases import Result, choose_dtypes
 
 
 @dataclass(frozen=True)
@@ -75,45 +76,40 @@ def collect_facts(device: torch.device, world: str) -> dict[str, Any]:
     }
 
 
-def list_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """List the facts as labels and texts."""
-    yield from summary_rows(facts)
-    for name in ("device", "driver", "world"):
-        yield name, facts[name] or "-"
-    for i, rank in enumerate(facts["ranks"] or ()):
-        yield f"rank {i}", f"{rank['host']} {rank['device']} {rank['name']}"
-    for label, key in (("note", "notes"), ("problem", "problems"), ("advice", "advice")):
-        yield from ((label, text) for text in facts[key])
-
-
 class Display:
-    """Prints a numbered line for each case when it ends."""
+    """Prints a numbered line for each case when it ends. Ranks that are not enabled keep their lines."""
 
     def __init__(self, console: Console, enabled: bool):
         self.console, self.enabled = console, enabled
-        self.shown: set[CheckCase] = set()
+        self.kept: list[tuple[str, str]] = []
+        self.count = 0
 
     def show(self, result: Result, total: int) -> None:
         """Print the row of a case: its number, verdict, name and error."""
-        self.shown.add(result.case)
-        number, verdict = f"{len(self.shown):{len(str(total))}}/{total}", "right" if result.right else "WRONG"
+        self.count += 1
+        number, verdict = f"{self.count:{len(str(total))}}/{total}", "right" if result.right else "WRONG"
         schedule, mask, dtype, direction = result.case
         line = f"{number} {verdict}  {schedule:12} {mask:9} {dtype:8} {direction:8}  {describe(result)}"
         self.print(line, "" if result.right else "red")
 
     def print(self, line: str, style: str = "") -> None:
-        if self.enabled:
-            self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-            self.console.file.flush()  # so that a file has the line even if this process is killed
+        if not self.enabled:
+            self.kept.append((line, style))
+            return
+        self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        self.console.file.flush()  # so that a file has the line even if this process is killed
 
     def show_report(self, report: CheckReport) -> None:
-        """Print the cases that were not shown, facts and verdict."""
-        if not self.enabled:  # the rank that showed the cases is lost
-            self.enabled, self.shown = True, set()
-        for result in report.results:
-            if result.ran and result.case not in self.shown:
-                self.show(result, len(report.results))
-        for label, text in list_facts(report.facts):
+        """Print the rows that are kept, if the rank that showed them is lost; then facts and verdict."""
+        self.enabled = True
+        for line, style in self.kept:
+            self.print(line, style)
+        facts = report.facts
+        rows = [*summary_rows(facts), *((name, facts[name] or "-") for name in ("device", "driver", "world"))]
+        rows += [(f"rank {i}", " ".join(rank.values())) for i, rank in enumerate(facts["ranks"] or ())]
+        for label in ("note", "problem", "advice"):
+            rows += [(label, text) for text in facts[label if label == "advice" else f"{label}s"]]
+        for label, text in rows:
             self.print(f"{label:<16} " + text.replace("\n", "\n" + " " * 17))
         for line in format_verdict(report):
             self.print(line, "green" if report.right else "red")
@@ -142,21 +138,18 @@ def format_verdict(report: CheckReport) -> Iterator[str]:
     if report.untested and report.stopped == report.request.late:
         yield f"no case ran of {', '.join(report.untested)}: --budget gives the check more seconds"
     if wrong:
-        worst = max(wrong, key=lambda result: result.excess)  # one without an error to show first
+        # A case without an error to show comes first.
+        worst = max(wrong, key=lambda x: math.inf if x.error is None else x.error / (x.allowed or 1.0))
         yield f"worst: {worst.case.name}: {describe(worst)}"
-        yield f"for a report: {format_report_line(report.facts, worst)}"
+        yield f"for a report: {format_facts(report.facts)}, {worst.case.name}: {describe(worst)}"
 
 
-def format_report_line(facts: dict[str, Any], worst: Result) -> str:
-    """Format one line with versions, device and the worst case, to paste into a bug report."""
-    parts = [
-        *(f"{name} {facts['versions'][name]}" for name in ("tritoncp", "torch", "triton")),
-        facts["device"],
-        *(gpu["architecture"] for gpu in facts["devices"][:1]),
-        f"driver {facts['driver']}" if facts["driver"] else "",
-        *(f"{label} {value}".replace("\n", "; ") for label, value in summary_rows(facts) if "ptxas" in label),
-        f"NCCL {facts['nccl']}" if facts["nccl"] else "",
-        facts["world"],
-        f"{worst.case.name}: {describe(worst)}",
-    ]
-    return ", ".join(part for part in parts if part)
+def format_facts(facts: dict[str, Any]) -> str:
+    """Format versions and device in one line, to paste into a bug report."""
+    rows = dict(summary_rows(facts))
+    parts = [f"{name} {facts['versions'][name]}" for name in ("tritoncp", "torch", "triton")]
+    parts += [facts["device"], *(gpu["architecture"] for gpu in facts["devices"][:1])]
+    parts += [f"driver {facts['driver']}"] if facts["driver"] else []
+    parts += ["ptxas " + rows["ptxas"].replace("\n", "; ")]
+    parts += [f"NCCL {facts['nccl']}"] if facts["nccl"] else []
+    return ", ".join([*parts, facts["world"]])

@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -22,23 +24,22 @@ from tritoncp.core.worker_pool import Lost, WorkerPool, count_cores
 from tritoncp.distributed.failures import GroupClosed
 from tritoncp.ops.engine_factory import name_functions
 from tritoncp.self_check.attempts import CheckRequest, Stopped, run_cases
-from tritoncp.self_check.cases import ONE_DEVICE, CheckCase, Result, choose_degree, choose_sizes, list_cases
+from tritoncp.self_check.cases import CheckCase, Result, choose_degree, choose_sizes, list_cases
 from tritoncp.self_check.comparison import Ranks
 from tritoncp.self_check.report import CheckReport, Display, collect_facts
 
 GRACE = 5.0  # extra seconds, after a message has timed out, for ranks to exchange their results
 LINGER = 2.0  # seconds that a rank waits after a loss before it exits: slower ranks may still need it
-SHORT = (ONE_DEVICE, "allgather", "ulysses")  # schedules that share kernels; the others share about as many
 
 
 def main(request: CheckRequest, as_json: bool) -> int:
     """Run the check, print its report, and return the exit code. Exits the process where a rank is lost."""
-    world_size = torchrun_world_size() or 1
-    many = world_size > 1
-    rank = int(os.environ["RANK"]) if many else 0
+    many = (torchrun_world_size() or 1) > 1
+    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if many else (0, 1)
     display = Display(Console(stderr=as_json), enabled=rank == 0)
-    with request.record_signals():
-        report = (check_group if many else check_alone)(request, display)
+    if many:
+        signal.signal(signal.SIGTERM, request.record_signal)
+    report = run_check(request, display, many)
     if rank == min(set(range(world_size)) - set(report.absent)):  # the first one that is not lost
         display.show_report(report)
         if as_json:
@@ -53,44 +54,41 @@ def main(request: CheckRequest, as_json: bool) -> int:
     return code
 
 
-def collect_results(
-    outcomes: Iterable[Result], cases: Sequence[CheckCase], display: Display
-) -> tuple[list[Result], Stopped | GroupClosed | None]:
-    """Show the results as they come, in any order. Returns one for each case, in the order of the cases, and
-    the error that ended the check early, or None."""
+def run_check(request: CheckRequest, display: Display, many: bool) -> CheckReport:
+    """Run every case: in a simulated world on one device, or, with ``many``, on the ranks of torchrun, where
+    those that are not lost return the same report."""
+    device = select_device(many)
+    world_size = int(os.environ["WORLD_SIZE"]) if many else request.world_size
+    cases = list_cases(world_size, device, request.only)
+    ranks = join_groups(request, device, world_size) if many else Ranks(device, world_size)
+    kind = f"ranks, {dist.get_backend()}" if many else f"simulated ranks on {device}"
+    facts = collect_facts(device, f"{world_size} {kind}")
+    if many:
+        compile_share(cases, ranks, request)
+        set_up_process(device)
+        outcomes = run_cases(cases, ranks, request)
+    else:
+        outcomes = run_in_processes(split_into_parts(cases), ranks, request.jobs or count_cores(), request)
     results: dict[CheckCase, Result] = {}
-    stop: Stopped | GroupClosed | None = None
+    stop: GroupClosed | None = None
     try:
         for result in outcomes:
             results[result.case] = result
             display.show(result, len(cases))
-    except (Stopped, GroupClosed) as error:
+        if many:
+            own = {"host": platform.node(), "device": str(device), "name": facts["device"]}
+            facts["ranks"] = ranks.gather(own)
+            dist.destroy_process_group()
+    except GroupClosed as error:
         stop = error
-    return [results.get(case) or Result(case, why=f"not run: {stop}") for case in cases], stop
-
-
-def check_alone(request: CheckRequest, display: Display) -> CheckReport:
-    """Run every case in a simulated world on one device; worker processes compile its kernels."""
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    cases = list_cases(request.world_size, device, request.only)
-    facts = collect_facts(device, f"{request.world_size} simulated ranks on {device}")
-    parts = split_into_parts(cases)
-    outcomes = run_in_processes(
-        parts, Ranks(device, request.world_size), request.jobs or count_cores(), request
-    )
-    results, stop = collect_results(outcomes, cases, display)
-    return CheckReport(request, facts, results, request.seconds, str(stop) if stop else None)
+    listed = [results.get(case) or Result(case, why=f"not run: {stop}") for case in cases]
+    seconds, why = time.monotonic() - request.began, str(stop) if stop else None
+    return CheckReport(request, facts, listed, seconds, why, stop.absent if stop else ())
 
 
 def split_into_parts(cases: Sequence[CheckCase]) -> list[list[CheckCase]]:
-    """Split cases into parts that share kernels, in their order: one dtype and mask each (sinks go with the
-    causal mask, whose kernels they use), in two halves by schedule."""
-    parts: dict[tuple[str, str, bool], list[CheckCase]] = {}
-    for case in cases:
-        key = case.dtype, case.mask.replace("sinks", "causal"), case.schedule in SHORT
-        parts.setdefault(key, []).append(case)
-    return list(parts.values())
+    """Split cases into parts that share kernels, in their order: one dtype and mask each."""
+    return [list(part) for _, part in groupby(cases, lambda case: (case.dtype, case.mask))]
 
 
 def run_in_processes(
@@ -121,47 +119,23 @@ def set_up_process(device: torch.device) -> None:
         name_functions()
 
 
-# -- the ranks of torchrun --------------------------------------------------------------------------------
-
-
-def check_group(request: CheckRequest, display: Display) -> CheckReport:
-    """Run every case on the ranks that torchrun started. Ranks that are not lost return the same report."""
-    device = select_device()
-    world_size = int(os.environ["WORLD_SIZE"])
-    cases = list_cases(world_size, device, request.only)
-    ranks = join_groups(request, device, world_size)
-    if device.type == "cuda":
-        compile_share(cases, ranks, request)
-    set_up_process(device)
-    facts = collect_facts(device, f"{world_size} ranks, {dist.get_backend()}")
-
-    def outcomes() -> Iterator[Result]:
-        yield from run_cases(cases, ranks, request)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        own = {"host": platform.node(), "device": str(device), "name": name, "pid": os.getpid()}
-        facts["ranks"] = ranks.gather(own)
-
-    results, stop = collect_results(outcomes(), cases, display)
-    if stop is None:
-        dist.destroy_process_group()
-        return CheckReport(request, facts, results, request.seconds)
-    return CheckReport(request, facts, results, request.seconds, str(stop), stop.absent)
-
-
-def select_device() -> torch.device:
-    """Select the GPU with this rank's local number, or the CPU on a machine without GPUs. Raises ValueError
-    where a machine has fewer GPUs than ranks."""
+def select_device(many: bool) -> torch.device:
+    """Select the CPU on a machine without GPUs, else the present GPU, or the one with this rank's local
+    number. Raises ValueError where a machine has fewer GPUs than ranks."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if gpus < ranks:
-        raise ValueError(
-            f"torchrun started {ranks} ranks on a machine with {gpus} GPUs; start one rank for each, or run "
-            "`tritoncp check` without torchrun, which simulates ranks on one GPU"
-        )
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
+    if many:
+        ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if gpus < ranks:
+            raise ValueError(
+                f"torchrun started {ranks} ranks on a machine with {gpus} GPUs; start one rank for each, or "
+                "run `tritoncp check` without torchrun, which simulates ranks on one GPU"
+            )
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+# -- the ranks of torchrun --------------------------------------------------------------------------------
 
 
 def join_groups(request: CheckRequest, device: torch.device, world_size: int) -> Ranks:
@@ -189,9 +163,11 @@ def join_groups(request: CheckRequest, device: torch.device, world_size: int) ->
 
 
 def compile_share(cases: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> None:
-    """Compile this rank's share of the kernels into Triton's cache on disk, by running its share of the cases
-    in a simulated world on its GPU, and wait for the other ranks. Results are dropped: only the run on real
-    ranks counts. Raises RuntimeError, which names the ranks that have not compiled theirs in time."""
+    """Compile this rank's share of a GPU's kernels into Triton's cache on disk, by running its share of the
+    cases in a simulated world, and wait for the other ranks. Results are dropped: only the run on real ranks
+    counts. Raises RuntimeError, which names the ranks that have not compiled theirs in time."""
+    if ranks.device.type != "cuda":
+        return
     local, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     jobs = request.jobs or max(1, count_cores() // local_size)
     with contextlib.suppress(Stopped):  # the real run ends for the same reason

@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tritoncp.analysis.cross_compile import TARGETS, check_target
-from tritoncp.command_base import JOBS, Command, Seconds
+from tritoncp.command_base import JOBS, Command
 from tritoncp.perf.console import make_console
 
 if TYPE_CHECKING:
     from tritoncp.ops.tile_tables import Device
-    from tritoncp.tuning.search_run import TuningRequest, TuningResult
+    from tritoncp.tuning.search_run import TuningResult
     from tritoncp.tuning.targets import Target
-
-ASSUMED = "sm_90"  # the architecture of --dry-run on a machine without a GPU
 
 
 @click.command(cls=Command)
@@ -53,13 +50,6 @@ ASSUMED = "sm_90"  # the architecture of --dry-run on a machine without a GPU
 )
 @click.option("--budget", default="15m", show_default=True, help="Time for all of it: 90s, 15m, 1h.")
 @click.option("--resume", is_flag=True, help="Take over what the last run found before it ended.")
-@click.option("--dry-run", is_flag=True, help="List what would be tried, and do nothing. Needs no GPU.")
-@click.option(
-    "--target",
-    "arch",
-    metavar="ARCH",
-    help=f"Of --dry-run: an architecture other than this machine's, of {', '.join(TARGETS)}.",
-)
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -67,9 +57,6 @@ ASSUMED = "sm_90"  # the architecture of --dry-run on a machine without a GPU
     "$TRITONCP_CONFIG_DIR, else the user's]",
 )
 @click.option("--jobs", type=JOBS, help="Kernels compiled at a time. [default: one a core]")
-@click.option(
-    "--timeout", type=Seconds(), default=60.0, show_default=True, help="Seconds to compile one kernel."
-)
 @click.option("--json", "as_json", is_flag=True, help="A list of rows on stdout, the rest on stderr.")
 def autotune(
     presets: tuple[str, ...],
@@ -80,11 +67,8 @@ def autotune(
     dtype: str,
     budget: str,
     resume: bool,
-    dry_run: bool,
-    arch: str | None,
     out: Path | None,
     jobs: int | None,
-    timeout: float,
     as_json: bool,
 ) -> None:
     """Measure tile shapes on this machine's GPU, and write down the shapes that beat the rule by 2 %.
@@ -96,68 +80,42 @@ def autotune(
     \b
     Examples:
       tritoncp autotune --budget 15m
-      tritoncp autotune --mask causal --target sm_90 --dry-run
+      tritoncp autotune --preset llama3-70b --mask causal --ops fwd,bwd,few
     """
     from tritoncp.core.environment import parse_seconds
     from tritoncp.tuning import search_run, targets
 
-    if arch and not dry_run:
-        raise click.UsageError("--target is for --dry-run: only a GPU can say how fast a kernel is")
     seconds = parse_seconds(budget)
     # Mistakes in the request are reported on machines without a GPU, too.
     named_shapes = [*shapes, *(shape for name in presets for shape in targets.preset(name))]
     named_shapes, kinds = named_shapes or [*targets.preset("llama3-8b")], masks or (*targets.MEASURED_KINDS,)
     selection: Sequence[Target] = targets.targets(named_shapes, kinds, ops.split(","), dtype, score)
-    device = choose_device(arch, dry_run)
-    selection, faults = targets.without_faults(selection, device.arch)
-    for line in faults:
-        click.echo(line, err=True)
-    if dry_run:
-        show_candidates(selection, device, as_json)
-        return
+    device = find_device()
+    selection, fault = targets.without_faults(selection, device.arch)
+    if fault:
+        click.echo(fault, err=True)
     folder = out or search_run.output_folder()
-    request = search_run.TuningRequest(tuple(selection), device, seconds, resume, folder, jobs, timeout)
-    result = search_run.autotune(request, make_console(stderr=True))
-    show_result(request, result, as_json)
+    console = make_console(stderr=True)
+    result = search_run.autotune(selection, device, seconds, resume, folder, jobs, console)
+    show_result(result, as_json)
     sys.exit(130 if result.interrupted else 0 if result.rows else 1)
 
 
-def choose_device(arch: str | None, dry_run: bool) -> Device:
-    """Return the device to tune for: this process's GPU; in a dry run without a GPU an architecture. Raises
-    RuntimeError without either, ValueError for an unknown architecture."""
+def find_device() -> Device:
+    """Return this process's GPU. Raises RuntimeError where there is none."""
     import torch
 
-    from tritoncp.ops.tile_tables import Device, device_of
+    from tritoncp.ops.tile_tables import device_of
 
-    if arch is None and torch.cuda.is_available():
-        return device_of(torch.device("cuda", torch.cuda.current_device()))
-    if not dry_run:
+    if not torch.cuda.is_available():
         raise RuntimeError(
-            "torch finds no GPU here, and only a GPU can say how fast a kernel is; --dry-run lists the "
-            "candidates without one"
+            "torch finds no GPU here, and only a GPU can say how fast a kernel is: run this on the machine "
+            "whose tiles you want to measure; tritoncp inspect compiles kernels for absent GPUs"
         )
-    if arch is None:
-        known = ", ".join(TARGETS)
-        click.echo(f"no GPU here: candidates for {ASSUMED}; --target names another of {known}", err=True)
-    check_target(arch or ASSUMED)
-    return Device(arch or ASSUMED, "offline")
+    return device_of(torch.device("cuda", torch.cuda.current_device()))
 
 
-def show_candidates(selection: Sequence[Target], device: Device, as_json: bool) -> None:
-    """Print the number of candidates of each target, for --dry-run."""
-    from tritoncp.tuning.targets import candidates
-
-    rows = [
-        {"kernel": target.name, "candidates": len(candidates(target, device.arch))} for target in selection
-    ]
-    if as_json:
-        click.echo(json.dumps(rows, indent=1))
-        return
-    for row in rows:
-        click.echo(f"{row['kernel']}: {row['candidates']} candidates")
-
-
-def show_result(request: TuningRequest, result: TuningResult, as_json: bool) -> None:
+def show_result(result: TuningResult, as_json: bool) -> None:
     """Print the rows of a run, as a table or in JSON, and what the run did not get to."""
     from tritoncp.tuning import search_run
 
@@ -165,7 +123,7 @@ def show_result(request: TuningRequest, result: TuningResult, as_json: bool) -> 
         click.echo(json.dumps(result.rows, indent=1))
     elif result.rows:
         search_run.show(result, make_console())
-    more = f"the journal is {request.journal}; --resume goes on from there"
+    more = f"the journal is {result.journal}; --resume goes on from there"
     if result.interrupted:
         kept = "what is shown is kept" if result.rows else "the table is empty, since nothing was chosen yet"
         click.echo(f"interrupted: {kept}; {more}", err=True)

@@ -2,9 +2,9 @@
 rest by successive halving.
 
 Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): all candidates in turn within a round, twice
-the rounds for the better half, the rule's own config always among them. A winner must beat the rule by 2 %. A
-stage may take half of the time that is left, the candidates most like the rule first, so that even a short
-run compares some of them with the rule.  Routes are compared with the best tiles of loops.
+the rounds for the better half, the rule's own config always among them. A winner must be at least 2 % faster
+than the rule. A stage may take half of the time that is left, the candidates most like the rule first, so
+that even a short run compares some of them with the rule.  Routes are compared with the best tiles of loops.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tritoncp.analysis.jobs import Job, Routed
 from tritoncp.analysis.resource_table import SHARED_BYTES
@@ -25,19 +25,11 @@ from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.progress import Tally
 from tritoncp.tuning.targets import Target, candidates
 
+if TYPE_CHECKING:
+    from tritoncp.tuning.device_bench import DeviceBench
+
 MAX_TIMED = 24  # candidates at most: those most like the rule
 ROUNDS = 4  # of the first halving
-REPORTED = ("spill_bytes", "shared_bytes", "failed")
-
-
-class LaunchBench(Protocol):
-    """Measurements that need the device."""
-
-    def wrong(self, target: Target, config: Config) -> str | None:
-        """The reason why the results are not right, or None."""
-
-    def milliseconds(self, target: Target, config: Config) -> float:
-        """Time one execution."""
 
 
 class Choice(NamedTuple):
@@ -79,56 +71,53 @@ class Tuner:
         return candidates(target, self.arch, *([loops.config] if loops and target.kernel == "route" else []))
 
     def select(self, target: Target, until: float) -> list[Config]:
-        """Select the candidates that compile, fit and do not spill, also as steps of a schedule; the rule's
-        own first."""
+        """Select the rule's config, and the candidates most like it that compile, fit and do not spill, as a
+        call on one device and as a step of a schedule."""
         self.tally.target = target.name
-        rule, *_ = listed = self.candidates(target)
-        reports = {}
-        for config, report in self._compile("compile", target, listed, self._half(until), rule):
-            reports[config] = report
-            self.tally.count(tried=1, failed="failed" in report, why=report.get("failed"))
-        rivals = [
-            config
-            for config in listed
-            if config != rule and config in reports and not self._why(reports[config])
-        ][: MAX_TIMED - 1]
-        steps = dict(self._compile("steps", target, rivals, until))
-        waiting = len(rivals) - len(steps)
-        alive = [config for config in rivals if config in steps and not self._why(steps[config])]
-        if rule in reports and "failed" not in reports[rule]:
-            alive = [rule, *alive]
-        left_out = len(listed) - len(reports) + waiting
-        self.tally.count(pruned=len(reports) - len(alive) - waiting, left_out=left_out)
-        return alive
+        rule, *rivals = listed = self.candidates(target)
+        faults: dict[Config, str] = {}
+        with closing(self._find_faults(target, listed)) as findings:
+            for config, finding in findings:
+                faults[config] = finding["fault"]
+                failed = finding["failed"]
+                self.tally.count(tried=1, failed=failed, why=finding["fault"] if failed else None)
+                if self.now() > until or sum(not fault for fault in faults.values()) >= MAX_TIMED:
+                    break
+        alive = [config for config in rivals if faults.get(config) == ""][: MAX_TIMED - 1]
+        missing = len(listed) - len(faults)
+        late = missing if self.now() > until else 0
+        self.tally.count(pruned=len(listed) - len(alive) - 1 - late, left_out=late)
+        return [rule, *alive]
 
     def _half(self, until: float) -> float:
         now = self.now()
         return now + (until - now) / 2
 
-    def _compile(
-        self, stage: str, target: Target, configs: Sequence[Config], until: float, least: Config | None = None
+    def _find_faults(
+        self, target: Target, configs: Sequence[Config]
     ) -> Generator[tuple[Config, dict[str, Any]]]:
-        """Yield the journal's findings about these configs, then compile the rest until time is up; ``least``
-        is compiled in any case, since the rest cannot be compared without it."""
-        jobs = {}
+        """Yield the faults of configs, "" for none: those of the journal, then, in order of completion, those
+        of configs that are compiled now."""
+        jobs: dict[Job, Config] = {}
         for config in configs:
-            finding = self.journal.finding(stage, target, config)
-            if finding is not None:
+            if finding := self._finding("compile", target, config):
                 yield config, finding
             else:
-                job = target.job(self.arch, config) if stage == "compile" else target.step(self.arch, config)
-                jobs[job] = config
+                for job in (target.job(self.arch, config), target.step(self.arch, config)):
+                    jobs[job] = config
+        reports: dict[Config, list[dict[str, Any]]] = {}
         with closing(self.compile_jobs(list(jobs))) as done:
             for job, report in done:
-                finding = {name: report[name] for name in REPORTED if name in report}
-                config = jobs.pop(job)
-                self.journal.add(stage, target, config, finding)
-                yield config, finding
-                if self.now() > until and least not in jobs.values():
-                    break
+                own = reports.setdefault(jobs[job], [])
+                own.append(report)
+                if len(own) == 2:
+                    fault = next(filter(None, map(self._fault, own)), "")
+                    finding = {"fault": fault, "failed": any("failed" in report for report in own)}
+                    self._add(finding, "compile", target, jobs[job])
+                    yield jobs[job], finding
 
-    def _why(self, report: dict[str, Any]) -> str:
-        """The reason why a candidate is not worth a measurement; "" if it is."""
+    def _fault(self, report: dict[str, Any]) -> str:
+        """Return the reason why a candidate is not worth a measurement; "" if it is."""
         if "failed" in report:
             return report["failed"]
         limit = SHARED_BYTES[family(self.arch)]
@@ -136,7 +125,15 @@ class Tuner:
             return f"{report['shared_bytes']} bytes of shared memory, there are {limit}"
         return f"spills {report['spill_bytes']} bytes" if report["spill_bytes"] else ""
 
-    def choose(self, target: Target, bench: LaunchBench, until: float) -> Choice | None:
+    def _finding(self, stage: str, target: Target, config: Config, rounds: int = 0) -> dict[str, Any] | None:
+        return self.journal.finding(stage, target.name, asdict(config), rounds)
+
+    def _add(
+        self, finding: dict[str, Any], stage: str, target: Target, config: Config, rounds: int = 0
+    ) -> None:
+        self.journal.add(finding, stage, target.name, asdict(config), rounds)
+
+    def choose(self, target: Target, bench: DeviceBench, until: float) -> Choice | None:
         """Choose the fastest right candidate, if it beats the rule; else the rule. None without a measurement
         of both.  An interrupt is passed on after the best choice so far was written down."""
         rule, *rivals = self.candidates(target)
@@ -154,7 +151,9 @@ class Tuner:
                 times = self._times(target, alive, bench, rounds, until)
                 if times is None:
                     break
-                best = self._best(times, rule)
+                winner = min(times, key=times.__getitem__)
+                winner = winner if times[rule] / times[winner] > MIN_SPEEDUP else rule
+                best = Choice(winner, times[winner], times[rule])
                 self.tally.best = f"{best.gain:.2f}x of the rule"
                 self.tally.count()
                 if len(alive) <= 2:
@@ -169,48 +168,44 @@ class Tuner:
                 self.keep(target, best)
         return best
 
-    def _right(self, target: Target, config: Config, bench: LaunchBench, until: float) -> bool:
+    def _right(self, target: Target, config: Config, bench: DeviceBench, until: float) -> bool:
         """Whether a candidate's results are right; False if time is up before the check."""
-        finding = self.journal.finding("check", target, config)
+        finding = self._finding("check", target, config)
         if finding is None:
             if self.now() > until:
                 self.tally.count(left_out=1)
                 return False
             if isinstance(config, Routed) and config.ROUTE in ROUTES[1:]:  # one that never ends is tried once
-                self.journal.add("check", target, config, {"wrong": "was being checked when a run ended"})
+                self._add({"wrong": "was being checked when a run ended"}, "check", target, config)
             finding = {"wrong": bench.wrong(target, config)}
-            self.journal.add("check", target, config, finding)
+            self._add(finding, "check", target, config)
         self.tally.count(failed=finding["wrong"] is not None, why=finding["wrong"])
         return finding["wrong"] is None
 
     def _times(
-        self, target: Target, alive: Sequence[Config], bench: LaunchBench, rounds: int, until: float
+        self, target: Target, alive: Sequence[Config], bench: DeviceBench, rounds: int, until: float
     ) -> dict[Config, float] | None:
         """Medians over ``rounds`` rounds. A round runs each candidate once, beginning with the next one; None
-        if time is up before."""
-        missing = [c for c in alive if self.journal.finding("time", target, c, rounds) is None]
-        if missing:  # an incomplete set of rounds is repeated as a whole
-            samples: dict[Config, list[float]] = {config: [] for config in alive}
-            for config in alive:
-                bench.milliseconds(target, config)  # warm
-            for turn in range(rounds):
-                first = turn % len(alive)
-                for config in [*alive[first:], *alive[:first]]:
-                    if self.now() > until:
-                        return None
-                    samples[config].append(bench.milliseconds(target, config))
-            for config, config_samples in samples.items():
-                self.journal.add("time", target, config, {"ms": statistics.median(config_samples)}, rounds)
-        findings = {config: self.journal.finding("time", target, config, rounds) for config in alive}
-        return {config: entry["ms"] for config, entry in findings.items() if entry is not None}
+        if time is up before. An incomplete set of rounds is repeated as a whole."""
+        findings = [self._finding("time", target, config, rounds) for config in alive]
+        known = {config: finding["ms"] for config, finding in zip(alive, findings) if finding}
+        if len(known) == len(alive):
+            return known
+        samples: dict[Config, list[float]] = {config: [] for config in alive}
+        for config in alive:
+            bench.milliseconds(target, config)  # warm
+        for turn in range(rounds):
+            first = turn % len(alive)
+            for config in [*alive[first:], *alive[:first]]:
+                if self.now() > until:
+                    return None
+                samples[config].append(bench.milliseconds(target, config))
+        times = {config: statistics.median(own) for config, own in samples.items()}
+        for config, ms in times.items():
+            self._add({"ms": ms}, "time", target, config, rounds)
+        return times
 
-    @staticmethod
-    def _best(times: dict[Config, float], rule: Config) -> Choice:
-        fastest = min(times, key=times.__getitem__)
-        winner = fastest if times[rule] / times[fastest] > MIN_SPEEDUP else rule
-        return Choice(winner, times[winner], times[rule])
-
-    def run(self, requested: Sequence[Target], bench: LaunchBench) -> dict[Target, Choice]:
+    def run(self, requested: Sequence[Target], bench: DeviceBench) -> dict[Target, Choice]:
         """Tune every target in turn; each may use its share of the time that is left."""
         for i, target in enumerate(requested):
             left = self.deadline - self.now()

@@ -1,54 +1,30 @@
-"""A run of `tritoncp autotune`: its request, its display, its results."""
+"""A run of `tritoncp autotune`: its files and its results."""
 
 from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.core import environment
 from tritoncp.ops import tile_tables
+from tritoncp.ops.tile_tables import Device
+from tritoncp.perf.suite import machine
+from tritoncp.tuning.device_bench import DeviceBench
 from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.progress import Tally
-from tritoncp.tuning.search import Choice, LaunchBench, Tuner
+from tritoncp.tuning.search import Choice, Tuner
 from tritoncp.tuning.targets import Target, candidates
 
-
-@dataclass(frozen=True)
-class TuningRequest:
-    """The command's request. folder: where choices and the journal are written."""
-
-    targets: tuple[Target, ...]
-    device: tile_tables.Device
-    budget: float
-    resume: bool
-    folder: Path
-    jobs: int | None
-    timeout: float
-
-    @property
-    def journal(self) -> Path:
-        return tile_tables.path_in(self.folder, self.device).with_suffix(".jsonl")
-
-    @property
-    def conditions(self) -> dict[str, Any]:
-        """The conditions under which findings are valid."""
-        import triton
-
-        from tritoncp.perf.suite.machine import sources
-
-        return {
-            "device": self.device.name,
-            "arch": self.device.arch,
-            "triton": triton.__version__,
-            "code": sources(tile_tables.PACKAGE),
-        }
+COMPILE_TIMEOUT = 60.0  # seconds for one kernel
 
 
 def output_folder() -> Path:
@@ -71,17 +47,24 @@ def output_folder() -> Path:
 
 
 class TuningResult(NamedTuple):
-    """The entry of each target's choice, the counts, and whether Ctrl-C ended the run."""
+    """The entry of each target's choice, the counts, the journal, and whether Ctrl-C ended the run."""
 
     rows: list[dict[str, Any]]
     tally: Tally
+    journal: Path
     interrupted: bool
 
 
-def autotune(request: TuningRequest, console: Any, bench: LaunchBench | None = None) -> TuningResult:
-    """Tune the requested targets, writing each choice when it is made: an interrupt loses none."""
-    arch, conditions = request.device.arch, request.conditions
-    journal = TuningJournal(request.journal, conditions, request.resume)
+def autotune(
+    targets: Sequence[Target], device: Device, budget: float, resume: bool, folder: Path, jobs: int | None,
+    console: Any,
+) -> TuningResult:  # fmt: skip
+    """Tune targets within ``budget`` seconds. Choices and the journal are written to ``folder``, each choice
+    when it is made: an interrupt loses none."""
+    path = tile_tables.path_in(folder, device).with_suffix(".jsonl")
+    code = machine.sources(tile_tables.PACKAGE)
+    conditions = {"device": device.name, "arch": device.arch, "triton": triton.__version__, "code": code}
+    journal = TuningJournal(path, conditions, resume)
     rows: list[dict[str, Any]] = []
 
     def keep(target: Target, choice: Choice) -> None:
@@ -90,23 +73,20 @@ def autotune(request: TuningRequest, console: Any, bench: LaunchBench | None = N
         entry = {**target.entry, "config": asdict(choice.config), **times}
         rows.append(entry | {"gain": round(choice.gain, 3)})
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        facts = {"code": conditions["code"], "time": now}
-        tile_tables.write(request.folder, request.device, [entry], facts)
+        tile_tables.write(folder, device, [entry], {"code": code, "time": now})
 
-    total = sum(len(candidates(target, arch)) for target in request.targets)
-    deadline, interrupted = time.monotonic() + request.budget, False
-    with Tally(total, console) as tally, closing(journal), Compilers(request.jobs, request.timeout) as pool:
-        tuner = Tuner(arch, journal, pool.compile_jobs, deadline, keep, tally=tally)
+    total = sum(len(candidates(target, device.arch)) for target in targets)
+    deadline, interrupted = time.monotonic() + budget, False
+    with Tally(total, console) as tally, closing(journal), Compilers(jobs, COMPILE_TIMEOUT) as pool:
+        tuner = Tuner(device.arch, journal, pool.compile_jobs, deadline, keep, tally=tally)
         try:
-            tuner.run(request.targets, bench or _device_bench())
+            tuner.run(targets, _device_bench())
         except KeyboardInterrupt:
             interrupted = True
-    return TuningResult(rows, tally, interrupted)
+    return TuningResult(rows, tally, path, interrupted)
 
 
-def _device_bench() -> LaunchBench:
-    from tritoncp.tuning.device_bench import DeviceBench
-
+def _device_bench() -> DeviceBench:
     return DeviceBench(torch.device("cuda", torch.cuda.current_device()))
 
 

@@ -119,17 +119,17 @@ def targets(
     return list(targets_by_key.values())
 
 
-def without_faults(requested: Sequence[Target], arch: str) -> tuple[list[Target], list[str]]:
+def without_faults(requested: Sequence[Target], arch: str) -> tuple[list[Target], str]:
     """Select the targets that this Triton compiles right for ``arch``. Returns them, and a line with the
-    reason for each kind that is left out. Raises ValueError where no target remains."""
+    reason if some are left out, else "". Raises ValueError where no target remains."""
     why = fused_fault(arch)
     right = [target for target in requested if target.kernel != "fused" or why is None]
     if len(right) == len(requested):
-        return right, []
+        return right, ""
     line = f"fused is left out: {why}, or leave it out of --ops; {UNSAFE_FUSED.name}=1 tunes it"
     if not right:
         raise ValueError(line)
-    return right, [line]
+    return right, line
 
 
 def _check(score: str, heads: int) -> None:

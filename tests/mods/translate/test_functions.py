@@ -134,25 +134,13 @@ def values_of(fn: Callable[..., Tensor], pairs: list[tuple[float, float]], dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize("name", UNARY + BINARY)
 def test_special_values(name: str, dtype: torch.dtype) -> None:
-    fn = getattr(torch, name)
-    x = torch.tensor(SPECIAL, dtype=dtype)
-    expected = fn(x).to(dtype)
-    actual = values_of(lambda a, b: fn(a), [(v, v) for v in SPECIAL], dtype)
-    assert same(actual, expected), list(zip(SPECIAL, actual.tolist(), expected.tolist()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", BINARY)
-def test_special_pairs(name: str, dtype: torch.dtype) -> None:
-    fn = getattr(torch, name)
-    pairs = [(a, b) for a in SPECIAL for b in SPECIAL]
-    expected = fn(*torch.tensor(pairs, dtype=dtype).T)
-    actual = values_of(fn, pairs, dtype)
-    assert same(actual, expected), [
-        z for z in zip(pairs, actual.tolist(), expected.tolist()) if not same(*torch.tensor(z[1:])[:, None])
-    ]
+    fn, others = getattr(torch, name), SPECIAL if name in BINARY else [0.0]
+    pairs = [(a, b) for a in SPECIAL for b in others]
+    call = fn if name in BINARY else lambda a, b: fn(a)
+    expected, actual = call(*torch.tensor(pairs, dtype=dtype).T), values_of(call, pairs, dtype)
+    assert same(actual, expected.to(dtype)), [*zip(pairs, actual.tolist(), expected.tolist())]
 
 
 @hypothesis.settings(max_examples=25, deadline=None)

@@ -15,11 +15,11 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from tritoncp.api.dynamo import part_op
 from tritoncp.chunking import attention
 from tritoncp.chunking.regions import op_name
 from tritoncp.chunking.streams.storages import bytes_of, hint, is_collective, is_view, is_wait, tensors_of
 from tritoncp.core.tracing import fresh_dispatch
-from tritoncp.frontend.dynamo import part_op
 from tritoncp.ops.flop_formulas import count_flops
 from tritoncp.ops.graph.key_exchange import backward_part_op, forward_part_op
 from tritoncp.planning.cost import Hardware

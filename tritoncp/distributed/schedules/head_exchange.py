@@ -46,14 +46,6 @@ class Side:
         """Whether several ranks of the row have the same head."""
         return traffic.share(self.heads)
 
-    @functools.cached_property
-    def readers(self) -> int:
-        """Number of neighbours that have the same heads, if it is equal for all heads; else 0."""
-        ranks, n = len(self.heads), len(self.heads[0])
-        readers = self.heads.count(self.heads[0])
-        groups = [range(i // readers * n, (i // readers + 1) * n) for i in range(ranks)]
-        return readers if self.heads == groups and ranks % readers == 0 else 0
-
 
 # A tensor by sequence is [B, H, S, D]: all heads of this rank's tokens. By heads it is [B, this rank's heads,
 # degree * rows, D]: all tokens of the row.
@@ -86,30 +78,14 @@ class Message:
     head_sizes: list[int]
 
     @functools.cached_property
-    def readers(self) -> int:
-        """Largest :attr:`Side.readers` of its tensors; 0 if that of any tensor is 0."""
-        readers = [side.readers for side in self.sides]
-        return max(readers) if all(readers) else 0
-
-    def by_ranks(self, x: Tensor, index: int) -> Tensor:
-        """View the message's tensor with this index [B, H, S, D] in message order, [degree // readers,
-        readers, S, B, heads, D], in one operation."""
-        n, readers, shared = self.own_counts[index], self.readers, self.sides[index].shared
-        b, head, row, channel = x.stride()
-        ranks = (n * head, 0) if shared else (n * head * readers, n * head)
-        shape = (self.degree // readers, readers, x.shape[2], self.batch, n, self.channels)
-        return x.as_strided(shape, (*ranks, row, b, head, channel))
-
-    def parts(self, flat: Tensor) -> Sequence[Tensor]:
-        """Split a flat message by tensors: views, each in the order of :meth:`by_ranks`."""
-        ranks = self.degree // self.readers, self.readers
-        view = flat.view(*ranks, self.rows, self.batch, sum(self.own_counts), self.channels)
-        return _cut(view, self.own_counts, 4)
+    def is_even(self) -> bool:
+        """Whether the ranks of the row have equally many heads of each tensor, and no head twice."""
+        return all(not side.shared and len(set(side.counts)) == 1 for side in self.sides)
 
     def by_tokens(self, flat: Tensor) -> Sequence[Tensor]:
         """Split a flat message of this rank's heads by tensors: views [B, heads, degree * rows, D]."""
         view = flat.view(self.degree * self.rows, self.batch, sum(self.own_counts), self.channels)
-        return _cut(view.permute(1, 2, 0, 3), self.own_counts, 1)
+        return view.permute(1, 2, 0, 3).split_with_sizes(self.own_counts, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,14 +170,11 @@ class HeadExchange:
 
     def _pack(self, message: Message, xs: list[Tensor]) -> Tensor:
         """Copy tensors by sequence [B, H, S, D] into a flat message, one rank of the row after the other."""
-        full = all(x.shape[2] == message.rows for x in xs)
-        if message.readers and full:
-            return _flat(torch.cat([message.by_ranks(x, index) for index, x in enumerate(xs)], 4))
         sent = xs[0].new_empty(sum(message.token_sizes))
-        if not full:
+        if any(x.shape[2] < message.rows for x in xs):
             sent.zero_()
-        for target, source, _ in self._part_pairs(message, sent, xs, message.readers > 0):
-            target.copy_(source)
+        for part, heads, _ in self._part_pairs(message, sent, xs):
+            part.copy_(heads)
         return sent
 
     def to_sequence(self, *fields: Returned) -> Schedule[None]:
@@ -225,30 +198,29 @@ class HeadExchange:
         for x, side in zip(xs, message.sides, strict=True):
             if side.shared:
                 x.zero_()
-        for source, target, side in self._part_pairs(message, received, xs, message.readers == 1):
-            target.add_(source) if side.shared else target.copy_(source)
+        for part, heads, side in self._part_pairs(message, received, xs):
+            heads.add_(part) if side.shared else heads.copy_(part)
 
     def _part_pairs(
-        self, message: Message, flat: Tensor, xs: list[Tensor], whole_row: bool
+        self, message: Message, flat: Tensor, xs: list[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor, Side]]:
         """Pair the parts of a flat message of this rank's tokens with their places in tensors [B, H, S, D].
-        Yields (view of the message, view of the tensor, side).
-
-        whole_row: yield one pair of views a tensor, for all ranks of the row, else one for each rank
-        """
-        if whole_row:
-            for index, (x, part) in enumerate(zip(xs, message.parts(flat), strict=True)):
-                part = part if x.shape[2] == message.rows else part[:, :, : x.shape[2]]
-                yield part, message.by_ranks(x, index), message.sides[index]
+        Yields (view of the message, view of the tensor, side): of each tensor and rank, or for all ranks at
+        once where their heads are even."""
+        sides, counts = message.sides, message.own_counts
+        if message.is_even:
+            ranks = flat.view(self.degree, message.rows, message.batch, sum(counts), message.channels)
+            for x, side, part in zip(xs, sides, ranks.split(counts, 3), strict=True):
+                heads = x.unflatten(1, (self.degree, len(side.heads[0])))
+                yield part[:, : x.shape[2]], heads.permute(1, 3, 0, 2, 4), side
             return
-        counts = message.token_sizes[self._first_rank : self._first_rank + self.degree]
-        for rank, chunk in enumerate(flat.split_with_sizes(counts)):
-            sizes = [side.counts[rank] for side in message.sides]
-            view = chunk.view(message.rows, message.batch, sum(sizes), message.channels)
-            parts = view.permute(1, 2, 0, 3).split(sizes, 1)
-            for x, side, part in zip(xs, message.sides, parts, strict=True):
+        sizes = message.token_sizes[self._first_rank : self._first_rank + self.degree]
+        for rank, chunk in enumerate(flat.split_with_sizes(sizes)):
+            counts = [side.counts[rank] for side in sides]
+            view = chunk.view(message.rows, message.batch, sum(counts), message.channels)
+            for x, side, part in zip(xs, sides, view.split(counts, 2), strict=True):
                 heads = x[:, side.heads[rank].start : side.heads[rank].stop]
-                yield part[:, :, : x.shape[2]], heads, side
+                yield part[: x.shape[2]], heads.permute(2, 0, 1, 3), side
 
     def statistic_request(self, x: Tensor) -> AllToAll:
         """Make the request that returns a statistic by heads [B, this rank's heads, degree * rows], such as
@@ -313,11 +285,6 @@ def _flat(x: Tensor) -> Tensor:
     """Flatten x into contiguous memory; ``reshape`` alone may return a view with gaps, which process groups
     refuse."""
     return x.reshape(-1).contiguous()
-
-
-def _cut(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
-    """Split x along ``dim`` into views of these sizes; one size is x itself, without an operation."""
-    return x.split_with_sizes(sizes, dim) if len(sizes) > 1 else (x,)
 
 
 def _warn_uneven_heads(heads: int, world: int, degree: int) -> None:

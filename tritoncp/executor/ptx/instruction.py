@@ -101,7 +101,7 @@ Terminator: TypeAlias = FallThrough | Jump | Branch | Switch | Return | Barrier
 
 
 @dataclass(slots=True)
-class Block:
+class BasicBlock:
     """Instructions without a branch between them, and how they end."""
 
     number: int
@@ -124,7 +124,7 @@ class Kernel:
     name: str
     parameters: list[str]
     registers: dict[str, int]
-    blocks: list[Block]
+    blocks: list[BasicBlock]
     shared: dict[str, tuple[int, int]]
     constants: dict[str, tuple[int, bytes]]
     local: dict[str, tuple[int, int]]

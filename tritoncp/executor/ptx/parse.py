@@ -9,7 +9,7 @@ from tritoncp.executor.ptx.instruction import (
     WIDTHS,
     Address,
     Barrier,
-    Block,
+    BasicBlock,
     Branch,
     FallThrough,
     Instruction,
@@ -51,7 +51,7 @@ def parse_ptx(text: str) -> Kernel:
     debug = (n for n, line in enumerate(lines) if line.lstrip().startswith(".section"))
     text = "\n".join(lines[: next(debug, len(lines))])
     files = {int(m[1]): m[2] for m in re.finditer(r'\.file\s+(\d+)\s+"([^"]*)"', "\n".join(lines))}
-    functions = {m[3]: Function.of(m) for m in FUNCTION.finditer(text) if m[6] == "{"}
+    functions = {m[3]: PtxFunction.of(m) for m in FUNCTION.finditer(text) if m[6] == "{"}
     entries = [f for f in functions.values() if f.kind == "entry"]
     if len(entries) != 1:
         raise PtxSyntaxError(f"a module with {len(entries)} entries, the executor runs modules with one")
@@ -72,7 +72,7 @@ def parse_ptx(text: str) -> Kernel:
     )
 
 
-class Function(NamedTuple):
+class PtxFunction(NamedTuple):
     """A function's text, its formals and results: names and types."""
 
     kind: str
@@ -84,7 +84,7 @@ class Function(NamedTuple):
     directives: str
 
     @classmethod
-    def of(cls, m: re.Match[str]) -> Function:
+    def of(cls, m: re.Match[str]) -> PtxFunction:
         kind, results, name, formals, directives, _ = m.groups()
         return cls(kind, name, m.start(), m.end(), formals_of(formals), formals_of(results), directives)
 
@@ -141,7 +141,7 @@ class Body:
     scopes: names of registers, labels and local variables within braces, and what is unique in their place
     """
 
-    def __init__(self, text: str, functions: dict[str, Function], files: dict[int, str]) -> None:
+    def __init__(self, text: str, functions: dict[str, PtxFunction], files: dict[int, str]) -> None:
         self.text, self.functions, self.files = text, functions, files
         self.registers: dict[str, int] = {}
         self.local: dict[str, tuple[int, int]] = {}
@@ -153,7 +153,7 @@ class Body:
         self.source = ""
         self.used_bytes: int | None = None
 
-    def read(self, function: Function, end: Label | None = None) -> None:
+    def read(self, function: PtxFunction, end: Label | None = None) -> None:
         """Append a function's statements; `ret` jumps to `end` where there is one."""
         if function.name in self.calls:
             raise PtxSyntaxError(f"{function.name} calls itself")
@@ -306,22 +306,22 @@ class Body:
         self.statements += [end, *moves[len(actuals) :]]
 
 
-def blocks_of(statements: list[Label | Instruction], tables: dict[str, list[str]]) -> list[Block]:
+def blocks_of(statements: list[Label | Instruction], tables: dict[str, list[str]]) -> list[BasicBlock]:
     """Cut statements into blocks at branches, barriers and the labels that branches name."""
     targets = {str(s.operands[0]) for s in statements if isinstance(s, Instruction) and s.parts[0] == "bra"}
     targets |= {name for table in tables.values() for name in table}
-    blocks, ends, numbers = [Block(0)], [], {}
+    blocks, ends, numbers = [BasicBlock(0)], [], {}
     for s in statements:
         if isinstance(s, Label):
             if s in targets:
                 if blocks[-1].size:
-                    blocks.append(Block(len(blocks)))
+                    blocks.append(BasicBlock(len(blocks)))
                 numbers[str(s)] = blocks[-1].number
             continue
         blocks[-1].size += 1
         if s.parts[0] in ("bra", "brx", "ret", "exit") or BARRIER.match(s.opcode):
             ends.append((blocks[-1], s))
-            blocks.append(Block(len(blocks)))
+            blocks.append(BasicBlock(len(blocks)))
         else:
             blocks[-1].instructions.append(s)
     for block, s in ends:

@@ -29,7 +29,7 @@ TYPES = {
 SWIZZLES = {0: 0, 2: 3, 4: 2, 6: 1}  # of a matrix descriptor's mode
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """An instruction descriptor."""
 
     m: int
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     half_result: bool  # float16 in the lower halves of columns, else float32
 
 
-def shape_of(descriptor: int, kind: str, site: int) -> Shape:
+def shape_of(descriptor: int, kind: str, site: int) -> ProductShape:
     def bits(low: int, n: int) -> int:
         return descriptor >> low & ((1 << n) - 1)
 
@@ -57,7 +57,7 @@ def shape_of(descriptor: int, kind: str, site: int) -> Shape:
     half = bits(4, 2) == 0
     if half and (kind == "tf32" or "bf16" in (a, b)):
         raise CannotContinue(f"tcgen05.mma of {a} with a float16 result", site)
-    return Shape(m, n, 32 // NBYTES[a], a, b, bool(bits(15, 1)), bool(bits(16, 1)), half)
+    return ProductShape(m, n, 32 // NBYTES[a], a, b, bool(bits(15, 1)), bool(bits(16, 1)), half)
 
 
 class Tcgen05:
@@ -99,7 +99,9 @@ class Tcgen05:
             shape = shape_of(int(one[2]), kind, access.site)
             self.product(access.some(here), int(one[0]), left, b[here], shape, bool(one[3]))
 
-    def product(self, access: Access, d: int, a: int | Array, b: Array, shape: Shape, keep: bool) -> None:
+    def product(
+        self, access: Access, d: int, a: int | Array, b: Array, shape: ProductShape, keep: bool
+    ) -> None:
         cta, tensor = access.cta, self.ctas.tensor
         fresh = cta[self.opened[cta] == 0]
         if len(fresh):
@@ -160,7 +162,7 @@ class Tcgen05:
             kind = f"race on tensor memory: {what} of tcgen05.mma after another warp's access"
             access.fault(kind, np.flatnonzero(late.any(1)), text=clocks.agent_name(int(tags[late][0])))
 
-    def stored_operand(self, access: Access, a: int, d: int, shape: Shape) -> Array:
+    def stored_operand(self, access: Access, a: int, d: int, shape: ProductShape) -> Array:
         """[CTAs, M, K] of operand A in tensor memory."""
         if shape.flip_a:
             raise CannotContinue("a transposed operand in tensor memory", access.site)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, masking_utils
 
+from tritoncp.api.group_call import group_call
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard
 from tritoncp.core.host_copy import to_host
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import Facts, Text, fact, together
-from tritoncp.frontend.group_call import group_call
 from tritoncp.integrations.transformers.attention import is_registered
 from tritoncp.integrations.transformers.masks import ModelMask, create_mask
 from tritoncp.integrations.transformers.model_classes import (

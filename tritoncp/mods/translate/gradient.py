@@ -25,7 +25,7 @@ from tritoncp.mods.translate.index_maps import (
     shift,
     wrap,
 )
-from tritoncp.mods.translate.pointwise_ops import BINARY, UNARY, where
+from tritoncp.mods.translate.pointwise_ops import BINARY, where
 from tritoncp.mods.translate.symbolic import (
     Block,
     Dim,
@@ -215,12 +215,6 @@ def _add(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     return Sparse(a.shape, node.meta["val"].dtype, a.entries + b.entries)
 
 
-def _sub(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    b = as_sparse(inputs[1])
-    negated = (Entry(e.indices, UNARY["neg"](scope.block, b.dtype, e.value)) for e in b.entries)
-    return _add(scope, node, [inputs[0], Sparse(b.shape, b.dtype, tuple(negated))])
-
-
 def _pointwise(scope: GradientScope, node: fx.Node, name: str, inputs: list[Any]) -> Sparse:
     """Apply an operation to the entries alone, with the elements of dense operands at their indices."""
     rule, operands = scope.pointwise(node, name, inputs, node.meta["val"])
@@ -302,7 +296,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "select_backward": _select_backward,
     "slice_backward": _slice_backward,
     "add": _add,
-    "sub": _sub,
     "sum": _sum,
     "permute": _permute,
     "transpose": _permute,

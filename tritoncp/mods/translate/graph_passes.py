@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
+import math
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -192,6 +193,12 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.gather.default: lambda x, dim, index, sparse_grad=False: x[_along(x, dim, index)],
         aten.scatter.src: _scatter,
         aten.scatter.value: _scatter,
+        aten.split.Tensor: lambda x, size, dim=0: [
+            x.narrow(dim, i, min(size, x.shape[dim] - i)) for i in range(0, x.shape[dim], size)
+        ],
+        aten.split_with_sizes.default: _split,
+        aten.mean.default: _mean,
+        aten.mean.dim: _mean,
         aten.var.correction: _variance,
         aten.std.correction: lambda *args, **kwargs: _variance(*args, **kwargs).sqrt(),
         aten.var_mean.correction: lambda x, dim=None, *, correction=1, keepdim=False: (
@@ -241,18 +248,25 @@ def _scatter(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Tenso
     return torch.where(index == torch.arange(x.shape[dim], device=x.device).view(shape), value, x)
 
 
-def _mean(x: Tensor, dim: Any, keepdim: bool) -> Tensor:
-    return x.mean(dim if dim else list(range(x.ndim)), keepdim)
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The mean of x, computed in float32 for half precisions."""
+    dims, dtype = list(dim) if dim else list(range(x.ndim)), dtype or x.dtype
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    return (x.sum(dims, keepdim, dtype=wide) / math.prod(x.shape[d] for d in dims)).to(dtype)
 
 
 def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
     """The variance of x, computed in float32 for half precisions."""
     wide = x.float() if x.itemsize == 2 else x
     dims = list(dim) if dim else list(range(x.ndim))
-    count = functools.reduce(lambda n, d: n * x.shape[d], dims, 1)
+    count = math.prod(x.shape[d] for d in dims)
     correction = 1 if correction is None else correction
     squares = (wide - _mean(wide, dims, True)).square()
     return (squares.sum(dims, keepdim) / max(count - correction, 0)).to(x.dtype)
+
+
+def _split(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    return [x.narrow(dim, end - size, size) for size, end in zip(sizes, itertools.accumulate(sizes))]
 
 
 def _shrink_backward(grad: Tensor, x: Tensor, bound: float) -> Tensor:

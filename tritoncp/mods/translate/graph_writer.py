@@ -53,7 +53,7 @@ _FILL_VALUES = {
     **dict.fromkeys(("ones", "new_ones", "ones_like"), 1),
 }
 _FILL_POSITIONS = {"scalar_tensor": 0, "full": 1, "full_like": 1, "new_full": 2}  # of the argument
-_RULED = frozenset(["arange", "where", "masked_fill", "clamp", "copy", "to"]).union(
+_RULED = frozenset(["arange", "where", "clamp", "copy", "to"]).union(
     _FILL_POSITIONS, _IDENTITIES, _FILL_VALUES, UNARY, BINARY, COMPARE, VIEWS, SHORT_TENSORS, gradient.RULES
 )
 
@@ -248,8 +248,6 @@ class GraphWriter:
             return (lambda a, b: COMPARE[name](block, common, a, b)), inputs
         if name == "where":
             return (lambda c, a, b: where(block, dtype, c, a, b)), inputs
-        if name == "masked_fill":
-            return (lambda a, m, v: where(block, dtype, m, v, a)), inputs
         if name == "copy":
             return (lambda a, b: block.convert(b, dtype)), inputs[:2]
         if name in ("_to_copy", "to", "convert_element_type"):
@@ -274,8 +272,6 @@ class GraphWriter:
         def scale(x: Scalar) -> Scalar:
             return BINARY["mul"](block, dtype, x, weak_scalar(alpha))
 
-        if name == "rsub":
-            return (lambda a, b: BINARY[name](block, dtype, scale(a), b)), inputs[:2]
         return (lambda a, b: BINARY[name](block, dtype, a, scale(b))), inputs[:2]
 
     def _clamp(self, dtype: torch.dtype, inputs: list[Any]) -> tuple[Callable[..., Scalar], list[Any]]:

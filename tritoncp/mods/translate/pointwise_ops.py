@@ -195,7 +195,6 @@ _FLOOR_DIVIDE = _two_operands(
 BINARY: dict[str, Rule] = {
     "add": _two_operands("total", "{x} + {y}", integer_ranges.add, bools="{a} | {b}"),
     "sub": _two_operands("diff", "{x} - {y}", integer_ranges.sub),
-    "rsub": lambda block, dtype, a, b: BINARY["sub"](block, dtype, b, a),
     "mul": _two_operands("product", "{x} * {y}", integer_ranges.mul, bools="{a} & {b}"),
     "div": _divide,
     "div_floor": _FLOOR_DIVIDE,
@@ -319,7 +318,6 @@ UNARY: dict[str, Rule] = {
     "bitwise_not": _invert,
     "logical_not": lambda block, dtype, a: _invert(block, torch.bool, truth(block, a)),
     "relu": lambda block, dtype, a: BINARY["maximum"](block, dtype, a, constant(0, dtype)),
-    "square": lambda block, dtype, a: _power_by_products(block, dtype, a, 2),
     "reciprocal": lambda block, dtype, a: _divide(block, dtype, constant(1.0, dtype), a),
     "exp": _function_rule("tl.exp({})", "exp"),
     "exp2": _function_rule("tl.exp2({})", "exp2"),

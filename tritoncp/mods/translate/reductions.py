@@ -1,4 +1,4 @@
-"""Concatenations, splits and reductions of short tensors, unrolled into operations on their elements.
+"""Concatenations and reductions of short tensors, unrolled into operations on their elements.
 
 A kernel computes a score_mod at every pair of query and key: there is no axis to reduce over. `a[i] * b[j]`
 with rows of 64 elements therefore becomes 64 products, and its sum 63 additions. MAX_UNROLLED bounds the
@@ -10,18 +10,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from tritoncp.mods.translate.index_maps import check_length, constant_index, remap, shift
+from tritoncp.mods.translate.index_maps import check_length, constant_index
 from tritoncp.mods.translate.integer_ranges import Interval
 from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, where
 from tritoncp.mods.translate.symbolic import (
     Block,
-    Dim,
     Index,
     Indices,
     Lazy,
@@ -30,7 +29,6 @@ from tritoncp.mods.translate.symbolic import (
     as_rep,
     constant,
     fixed_dim,
-    weak_scalar,
 )
 
 Fold = Callable[[Block, torch.dtype, list[Scalar]], Scalar]
@@ -48,12 +46,6 @@ def _fold(step: Callable[[Block, torch.dtype, Scalar, Scalar], Scalar], exact: b
         return block.convert(functools.reduce(lambda a, b: step(block, wide, a, b), values), dtype)
 
     return fold
-
-
-def _mean(block: Block, dtype: torch.dtype, elements: list[Scalar]) -> Scalar:
-    wide = torch.float32 if dtype.itemsize == 2 else dtype
-    total = _SUM(block, wide, [block.convert(e, wide) for e in elements])
-    return block.convert(BINARY["div"](block, wide, total, weak_scalar(len(elements))), dtype)
 
 
 def _position_fold(comparison: str) -> Fold:
@@ -75,10 +67,8 @@ def _position_fold(comparison: str) -> Fold:
     return fold
 
 
-_SUM = _fold(lambda *a: BINARY["add"](*a))
 _FOLDS: dict[str, Fold] = {
-    "sum": _SUM,
-    "mean": _mean,
+    "sum": _fold(lambda *a: BINARY["add"](*a)),
     "prod": _fold(lambda *a: BINARY["mul"](*a)),
     "amax": _fold(lambda *a: BINARY["maximum"](*a), exact=True),
     "amin": _fold(lambda *a: BINARY["minimum"](*a), exact=True),
@@ -133,7 +123,7 @@ def _dims_and_keep(node: fx.Node) -> tuple[list[int], bool]:
     return [dims] if isinstance(dims, int) else list(dims or ()), bool(arguments.get("keepdim", False))
 
 
-# -- concatenations and splits ---------------------------------------------------------------------------
+# -- concatenations ---------------------------------------------------------------------------
 
 
 def _cat(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
@@ -178,22 +168,7 @@ def _dim(node: fx.Node, rank: int) -> int:
     return int(dim) % rank
 
 
-def _split(block: Block, node: fx.Node, inputs: list[Any], results: Sequence[Tensor]) -> Any:
-    source = inputs[0]
-    dim = int(node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(source.shape)  # type: ignore
-    sizes = [result.shape[dim] for result in results]
-
-    def part(start: int, size: int) -> Value:
-        shape: tuple[Dim, ...] = (*source.shape[:dim], fixed_dim(size), *source.shape[dim + 1 :])
-        return remap(source, shape, lambda r: (*r[:dim], shift(block, r[dim], start, 1), *r[dim + 1 :]))
-
-    starts = itertools.accumulate(sizes, initial=0)
-    return tuple(part(start, size) for start, size in zip(starts, sizes))
-
-
 SHORT_TENSORS: dict[str, Callable[..., Any]] = {
     **{name: _reduction_rule(name) for name in _FOLDS},
     "cat": _cat,
-    "split": _split,
-    "split_with_sizes": _split,
 }

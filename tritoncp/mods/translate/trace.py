@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._decomp import get_decompositions
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -55,15 +54,6 @@ from tritoncp.mods.translate.symbolic import TRITON_NAME
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
-
-_DECOMPOSITIONS = (
-    aten.silu, aten.silu_backward, aten.gelu, aten.gelu_backward, aten.softplus, aten.softplus_backward,
-    aten.leaky_relu, aten.leaky_relu_backward, aten.elu, aten.elu_backward, aten.hardtanh, aten.relu6,
-    aten.hardtanh_backward, aten.hardsigmoid, aten.hardswish, aten.mish, aten.log_sigmoid_forward,
-    aten.log_sigmoid_backward, aten.addcmul, aten.addcdiv, aten.lerp, aten.logit, aten.tanh_backward,
-    aten.sigmoid_backward, aten.threshold, aten.threshold_backward, aten.frac, aten.xlogy, aten.logaddexp,
-    aten.deg2rad, aten.heaviside, aten.sinc,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -160,7 +150,6 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
 
     tracer = make_fx(
         joint if is_score else mask,
-        decomposition_table=get_decompositions(_DECOMPOSITIONS),  # type: ignore[arg-type]
         tracing_mode="fake",
         _allow_non_fake_inputs=True,
     )

@@ -1,4 +1,4 @@
-"""The drawing of a plan by Matplotlib: mask, owners, work, traffic and costs, as a PNG or in an HTML page.
+"""The drawing of a plan by Matplotlib: mask, owners, work, traffic and costs.
 
 Matplotlib is imported when the first plan is drawn.
 """
@@ -6,11 +6,9 @@ Matplotlib is imported when the first plan is drawn.
 from __future__ import annotations
 
 import io
-import re
 import textwrap
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +17,7 @@ import torch
 from tritoncp.planning.report import rasters
 from tritoncp.planning.report.facts import Facts
 from tritoncp.planning.report.rasters import colours
-from tritoncp.planning.report.text import (
-    format_choice,
-    format_headline,
-    format_meaning,
-)
+from tritoncp.planning.report.text import format_choice, format_headline, format_meaning
 from tritoncp.planning.report.units import format_bytes, format_tokens, shorten
 
 if TYPE_CHECKING:
@@ -36,17 +30,8 @@ STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "text.parse_math": False,
     "axes.edgecolor": GREY, "axes.labelcolor": GREY, "axes.titlesize": 12, "axes.titlelocation": "left",
     "axes.facecolor": "none", "xtick.color": GREY, "ytick.color": GREY, "xtick.labelsize": 8,
-    "ytick.labelsize": 8, "svg.fonttype": "none", "svg.hashsalt": "tritoncp",
+    "ytick.labelsize": 8, "svg.fonttype": "none",
 }  # fmt: skip
-# A page that shows one SVG, in the colours of light or dark pages by the name of each colour in the drawing.
-PAGE = """<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>
-:root {{ --ink: #212529; --grey: #5c636a; --deep: #084ea0; --paper: #fff; color-scheme: light dark }}
-@media (prefers-color-scheme: dark) {{
-:root {{ --ink: #e6e8ea; --grey: #a9b0b7; --deep: #7eb6ff; --paper: #181b1f }}
-}}
-body {{ background: var(--paper); margin: 0 }} svg {{ width: 100%; height: auto }}
-</style>{svg}</html>
-"""
 
 
 def draw_figure(facts: Facts) -> Figure:
@@ -72,28 +57,13 @@ def draw_figure(facts: Facts) -> Figure:
     return figure
 
 
-def format_page(facts: Facts) -> str:
-    """Format the picture as an HTML page: one file that fetches nothing, whose text is text. Raises
-    RuntimeError without Matplotlib."""
-    svg = io.StringIO()
-    with _style():
-        draw_figure(facts).savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-    text = re.sub(
-        r"(?s)^.*?(?=<svg )|<metadata>.*?</metadata>| xmlns(:xlink)?=\"[^\"]*\"", "", svg.getvalue()
-    )
-    for colour, name in ((INK, "ink"), (GREY, "grey"), (DEEP, "deep")):
-        text = text.replace(colour, f"var(--{name})")
-    return PAGE.format(title=escape(format_headline(facts)[0]), svg=text)
-
-
 def write_drawing(facts: Facts, path: Path) -> None:
-    """Write the page (.html) or the picture to ``path``. Raises OSError if it cannot be written."""
+    """Write the picture to ``path``, in a format of Matplotlib (.png, .svg, .pdf). Raises OSError if that
+    fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".html":
-            path.write_text(format_page(facts))
-        else:
-            draw_figure(facts).savefig(path, pil_kwargs={"optimize": True})
+        with _style():
+            draw_figure(facts).savefig(path)
     except OSError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritoncp
-from tests.frontend.compiled_calls import Compiled, attend, x_of
+from tests.api.compiled_calls import Compiled, attend, x_of
 
 pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")  # compiled code is outside the kernels
 

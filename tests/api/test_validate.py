@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
-from tests.frontend.mistakes import MISTAKES, TYPE_ERRORS, S, whole, x
+from tests.api.mistakes import MISTAKES, TYPE_ERRORS, S, whole, x
 from tritoncp import causal
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
@@ -81,7 +81,7 @@ def test_valid_calls_pass():
 def test_the_warning_about_order_shows_the_line_of_the_call():
     world, mask = tritoncp.simulate(2), tritoncp.create_block_mask(causal(), 1, 1, 512, 512)
     x = [torch.ones(1, 1, 256, 16)] * 2
-    with pytest.warns(UserWarning, match="deals blocks in ptrr order") as record:
+    with pytest.warns(UserWarning, match="places blocks in ptrr order") as record:
         world.flex_attention(x, x, x, world.make_plan(mask))
-    (warning,) = [warning for warning in record if "deals blocks" in str(warning.message)]
+    (warning,) = [warning for warning in record if "places blocks" in str(warning.message)]
     assert warning.filename == __file__

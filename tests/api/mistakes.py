@@ -8,15 +8,16 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 import tritoncp
-from tritoncp import causal, document
+from tritoncp import causal
+from tritoncp.api import validate
 from tritoncp.api.attention import flex_attention
+from tritoncp.api.plan_cache import in_order
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import positions, shard, unshard
 from tritoncp.distributed import groups
-from tritoncp.frontend import validate
-from tritoncp.frontend.plan_cache import in_order
 
 S = 32
+sizes = validate.ShardSizes.of
 
 
 def x(*shape, **options):
@@ -103,8 +104,6 @@ TYPE_ERRORS = {
         "positions is a list", r"positions\(plan\)"),
     "plan of a closed form": (lambda: make_plan(causal(), world_size=2),
         rf"causal\(\) {NO_LENGTHS}", r"create_block_mask\(causal\(\), None, None, Q_LEN, KV_LEN\), mesh\)$"),
-    "plan of documents": (lambda: make_plan({"layer": causal() & document(lengths=[3, 5])}, world_size=2),
-        "its document mask is for 8 tokens: Q_LEN = KV_LEN = 8", r"None, None, 8, 8\), mesh\)$"),
     "plan of a function": (lambda: make_plan(lambda b, h, q, kv: q >= kv, world_size=2),
         f"mask_mod {NO_LENGTHS}", r"create_block_mask\(mask_mod, None, None, Q_LEN, KV_LEN\), mesh\)$"),
     "plan of None": (lambda: make_plan(None, world_size=2),
@@ -161,15 +160,15 @@ VALUE_ERRORS = {
         r"one rank's local mask, or every rank holds the whole.*shard\(query, mask, mesh"),
     "key lengths": (lambda: in_order(whole(), 1, [16, 16], [16, 8], 0),
         r"key shards.*\[16, 8\].*24", "r-th piece"),
-    "unsharded": (lambda: validate.check_shapes(plan(), x(), x()),
+    "unsharded": (lambda: validate.check_sizes(plan(), sizes(x(), x())),
         r"query has 32 rows \(that is all of them: it was not sharded\); rank 0's shard has 16",
         r"shard\(query, plan, dim=2, side='q'\).*global mask, not a local one"),
-    "wrong shard": (lambda: validate.check_shapes(plan(), x(1, 2, 16, 16), x(1, 2, 8, 16)),
+    "wrong shard": (lambda: validate.check_sizes(plan(), sizes(x(1, 2, 16, 16), x(1, 2, 8, 16))),
         "key has 8 rows", r"shard\(key, plan, dim=2, side='kv'\)"),
     "no mesh": (lambda: call(x(1, 2, 16, 16), None, None, plan()),
         "for 2 ranks, the mesh has 1", "pass the mesh it was made with"),
-    "placed rows": (lambda: validate.check_shapes(plan(mod=lambda b, h, q, kv: q >= kv * b, batch=3),
-        x(2, 2, 16, 16), x(2, 2, 16, 16)),
+    "placed rows": (lambda: validate.check_sizes(plan(mod=lambda b, h, q, kv: q >= kv * b, batch=3),
+        sizes(x(2, 2, 16, 16), x(2, 2, 16, 16))),
         "the mask is for batch 3", "1 or equal"),
     "order": (lambda: validate.check_positions(plan(4), torch.arange(8)[None]),
         r"positions is \(1, 8\).*\[1, 16\]", r"positions\(plan\)"),

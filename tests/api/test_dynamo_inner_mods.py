@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks
 
 import tritoncp
-from tests.frontend.compiled_calls import Compiled, S, attend, x_of
+from tests.api.compiled_calls import Compiled, S, attend, x_of
 
 pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")  # compiled code is outside the kernels
 

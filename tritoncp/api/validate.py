@@ -6,15 +6,14 @@ Each message names the argument that was passed, the requirement and the remedy.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from tritoncp.core.caller import warn_caller
-from tritoncp.frontend.shard_checks import side_of
-from tritoncp.masks.closed_forms import is_closed_form, num_document_tokens
+from tritoncp.masks.closed_forms import is_closed_form
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod, name_of
 from tritoncp.planning.plan import Plan
@@ -24,9 +23,25 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DEVICES = ("cuda", "cpu", "meta")  # meta: shapes only
 
 
-def call_key(q: Any, k: Any, v: Any, sinks: Any, group: Any, *flags: Any) -> Any:
+class ShardSizes(NamedTuple):
+    """The sizes of a rank's query [batch, heads, rows, dim] and key [.., kv_heads, kv_rows, dim]."""
+
+    batch: int
+    heads: int
+    rows: int
+    dim: int
+    kv_heads: int
+    kv_rows: int
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor) -> ShardSizes:
+        return cls(*query.shape, key.shape[1], key.shape[2])
+
+
+def call_key(q: Any, k: Any, v: Any, group: Any, options: Any) -> Any:
     """Return the key of a call under one plan: calls of equal keys pass or fail the same checks. None if
-    sizes may be symbols, which cannot be part of a key."""
+    sizes may be symbols, which cannot be part of a key. options: :class:`tritoncp.api.attention.Options`"""
+    sinks = options.sinks
     for x in (q, k, v):
         if type(x) is not Tensor or x.is_nested or x.layout != torch.strided or x.ndim != 4:
             return None
@@ -34,7 +49,9 @@ def call_key(q: Any, k: Any, v: Any, sinks: Any, group: Any, *flags: Any) -> Any
         return None
     logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
     tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-    return tensors, logits, None if group is None else (group.size(), group.rank()), flags
+    flags = bool(options.enable_gqa), bool(options.return_lse), type(options.return_aux)
+    ranks = None if group is None else (group.size(), group.rank())
+    return tensors, logits, ranks, flags, options.batch_offset
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any = None) -> None:
@@ -69,7 +86,7 @@ def _rows_of(mask: Any, side: str) -> int | None:
     """Return the rows of queries or keys that a mask is for, of a Plan those of its rank; None if it has no
     lengths."""
     if isinstance(mask, Plan):
-        return side_of(mask, side).lengths[mask.rank]
+        return mask.side(side).lengths[mask.rank]
     if isinstance(mask, BlockMask | Mask):
         return int(mask.shape[-2 if side == "q" else -1])
     return None
@@ -211,29 +228,31 @@ def check_ranks(plan: Plan, group: Any) -> None:
         )
 
 
-def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:
-    """Check a call's shards against the plan: their lengths, batch and heads."""
-    for name, x, placement, side in (("query", q, plan.q, "q"), ("key", k, plan.kv, "kv")):
-        if x.shape[2] != placement.lengths[plan.rank]:
-            if x.shape[1] == placement.lengths[plan.rank] and x.shape[2] != placement.length:
-                raise ValueError(_exchanged(name, x.shape[2], x.shape[1]))
-            whole = " (that is all of them: it was not sharded)" if x.shape[2] == placement.length else ""
+def check_sizes(plan: Plan, sizes: ShardSizes) -> None:
+    """Check the sizes of a call's shards against the plan: their lengths, batch and heads."""
+    query, key = (sizes.rows, sizes.heads), (sizes.kv_rows, sizes.kv_heads)
+    for name, (rows, num_heads), side in (("query", query, "q"), ("key", key, "kv")):
+        placement = plan.side(side)
+        own = placement.lengths[plan.rank]
+        if rows != own:
+            if num_heads == own and rows != placement.length:
+                raise ValueError(_exchanged(name, rows, num_heads))
+            whole = " (that is all of them: it was not sharded)" if rows == placement.length else ""
             raise ValueError(
-                f"{name} has {x.shape[2]} rows{whole}; rank {plan.rank}'s shard has "
-                f"{placement.lengths[plan.rank]} of the mask's {placement.length}: pass shard({name}, plan, "
-                f"dim=2, side={side!r}), and make the plan from the global mask, not a local one"
+                f"{name} has {rows} rows{whole}; rank {plan.rank}'s shard has {own} of the mask's "
+                f"{placement.length}: pass shard({name}, plan, dim=2, side={side!r}), and make the plan from "
+                "the global mask, not a local one"
             )
     batch, heads = plan.mask.runs.shape[:2]
-    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
+    if batch not in (1, sizes.batch) or heads not in (1, sizes.heads):
         raise ValueError(
-            f"the mask is for batch {batch} and {heads} heads, the query has {q.shape[0]} and {q.shape[1]}; "
-            "each must be 1 or equal: make the mask with B and H of the query, or None"
+            f"the mask is for batch {batch} and {heads} heads, the query has {sizes.batch} and "
+            f"{sizes.heads}; each must be 1 or equal: make the mask with B and H of the query, or None"
         )
-    placed = plan.q.slots[plan.rank].shape[0]
-    if placed not in (1, q.shape[0]):
+    if plan.q.batch not in (1, sizes.batch):
         raise ValueError(
-            f"the plan places {placed} batch rows, the query has {q.shape[0]}; make the plan from this "
-            "batch's mask"
+            f"the plan places {plan.q.batch} batch rows, the query has {sizes.batch}; make the plan from "
+            "this batch's mask"
         )
 
 
@@ -317,7 +336,7 @@ def check_order(plan: Plan, positions: Tensor | None = None) -> None:
         return
     plan.positions  # noqa: B018 - marks the order as read
     warn_caller(
-        f"this plan deals blocks in {plan.balancer} order, and neither shard(x, plan, dim=...) nor "
+        f"this plan places blocks in {plan.balancer} order, and neither shard(x, plan, dim=...) nor "
         "positions(plan) was called for it: shards in natural order give wrong answers without an error. "
         "Shard every tensor with the plan, and pass positions=positions(plan) to have the order checked; or "
         "pass the mask in place of the plan, if rank r holds the r-th piece"
@@ -347,11 +366,8 @@ def check_plannable(masks: Mapping[Any, Any]) -> None:
         is_plain = callable(mask) and not isinstance(mask, BlockMask | Mask | Plan)
         if isinstance(mask, MaskMod) or is_plain:
             name = name_of(mask) if name_of(mask) != "<lambda>" else "mask_mod"
-            tokens = num_document_tokens(mask)
-            lengths = f"; its document mask is for {tokens} tokens: Q_LEN = KV_LEN = {tokens}" * (tokens > 0)
             raise TypeError(
                 f"{name} has no lengths, and a plan needs Q_LEN and KV_LEN, the numbers of queries and keys "
-                f"of the whole sequence{lengths}. Make the mask with create_block_mask(mask_mod, B, H, "
-                f"Q_LEN, KV_LEN): make_plan(create_block_mask({name}, None, None, {tokens or 'Q_LEN'}, "
-                f"{tokens or 'KV_LEN'}), mesh)"
+                "of the whole sequence. Make the mask with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN): "
+                f"make_plan(create_block_mask({name}, None, None, Q_LEN, KV_LEN), mesh)"
             )

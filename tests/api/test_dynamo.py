@@ -11,8 +11,8 @@ from torch.nn.attention import flex_attention as torch_flex
 import tritoncp
 from tritoncp import causal, create_block_mask, document, make_plan
 from tritoncp import mods as tritoncp_mods
+from tritoncp.api import dynamo, plan_cache
 from tritoncp.core.bounded_cache import BoundedCache
-from tritoncp.frontend import dynamo, plan_cache
 from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 from tritoncp.reference.dense import dense_attention
 

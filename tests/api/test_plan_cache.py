@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritoncp
 from tritoncp import and_masks, causal, document, sliding_window
+from tritoncp.api import mask_source, plan_cache
 from tritoncp.api.attention import flex_attention
+from tritoncp.api.plan_cache import in_order
 from tritoncp.api.plans import make_plan
-from tritoncp.frontend import mask_source, plan_cache
-from tritoncp.frontend.plan_cache import in_order
+from tritoncp.api.validate import ShardSizes
 from tritoncp.mods import recording
 from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
@@ -57,7 +58,7 @@ def block_mask(mod=lower, **options):
 
 
 def plan(mask, q=Q):
-    return plan_cache.plan_for(mask, q, q, None)
+    return plan_cache.plan_for(mask, ShardSizes.of(q, q), None)
 
 
 # -- found again -----------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from tritoncp import mods
+from tritoncp.api import validate
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import is_remote, to_host
 from tritoncp.core.user_code import describe
-from tritoncp.frontend import validate
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.closed_forms import is_closed_form
 from tritoncp.masks.from_torch import from_block_mask, has_no_lengths, with_intervals

@@ -12,14 +12,13 @@ placements, which are equal on every rank: all ranks reuse a plan, or all make o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
-
+from tritoncp.api import validate
+from tritoncp.api.mask_source import RawMask, Sources
+from tritoncp.api.validate import ShardSizes, check_lengths
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState, TensorCache
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
@@ -27,18 +26,10 @@ from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.user_code import describe
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
-from tritoncp.frontend import validate
-from tritoncp.frontend.mask_source import RawMask, Sources
-from tritoncp.frontend.validate import check_lengths, check_plannable
-from tritoncp.masks.from_torch import has_no_lengths
-from tritoncp.masks.mask import Mask
 from tritoncp.ops import signatures
-from tritoncp.planning.balance import resolve_balancer
 from tritoncp.planning.build import build as build_plan
-from tritoncp.planning.build import build_all
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.report.text import format_title, strip_addresses
-from tritoncp.planning.work import Balancer
 
 MAX_PLANS = 64  # plans per group, or of calls without a group
 MAX_BYTES = 1 << 30  # bytes of their masks and placements
@@ -77,10 +68,9 @@ def _pass_check() -> None:
 
 def plan_of_rows(
     mask: RawMask | Plan,
-    q: Tensor,
-    k: Tensor,
+    sizes: ShardSizes,
     group: Any,
-    call_key: Any,
+    call_key: Any = None,
     check: Callable[[], None] = _pass_check,
     batch_offset: int | None = None,
 ) -> Plan:
@@ -92,55 +82,49 @@ def plan_of_rows(
     batch_offset: batch row of the mask that is the shards' row 0 (None: they have all rows)
     """
     if batch_offset is not None:
-        rows = validate.whole_batch(mask, q.shape[0], batch_offset)
-        whole_q, whole_k = (torch.empty(rows, *x.shape[1:], device="meta") for x in (q, k))
-        whole = plan_of_rows(mask, whole_q, whole_k, group, call_key, check)
-        return whole.batch_rows(batch_offset, q.shape[0])
+        rows = validate.whole_batch(mask, sizes.batch, batch_offset)
+        whole = plan_of_rows(mask, sizes._replace(batch=rows), group, call_key, check)
+        return whole.batch_rows(batch_offset, sizes.batch)
     if isinstance(mask, Plan):
-        _check_call(mask, q, k, group, call_key, check)
+        _check_call(mask, sizes, group, call_key, check)
         mask.check_sources()
         return mask
-    return plan_for(mask, q, k, group, call_key, check)
+    return plan_for(mask, sizes, group, call_key, check)
 
 
-def _check_call(
-    plan: Plan, q: Tensor, k: Tensor, group: Any, call_key: Any, check: Callable[[], None]
-) -> Plan:
-    """Check a call, and its shards against its plan, unless a call of its key passed; return the plan."""
+def _check_call(plan: Plan, sizes: ShardSizes, group: Any, call_key: Any, check: Callable[[], None]) -> None:
+    """Check a call, and its shards against its plan, unless a call of its key passed."""
     checked, key = _CHECKED.of(plan.derived), (plan.rank, call_key)
     if checked.get(key) is None:
         check()
         validate.check_ranks(plan, group)
-        validate.check_shapes(plan, q, k)
+        validate.check_sizes(plan, sizes)
         if call_key is not None:
             checked.put(key, True)
-    return plan
 
 
 @on_host
 def plan_for(
-    mask: RawMask, q: Tensor, k: Tensor, group: Any, call_key: Any = None,
+    mask: RawMask, sizes: ShardSizes, group: Any, call_key: Any = None,
     check: Callable[[], None] = _pass_check,
 ) -> Plan:  # fmt: skip
     """Return the natural-order plan of a raw mask for the call's shards, from the cache or new, see
     :func:`plan_of_rows`."""
     sources, cache = Sources.of(mask), _CACHES.of(group)
-    if call_key is None:  # the shards may be no tensors of four dimensions
-        check()
-        check = _pass_check
-    tensors, key = (*sources.lists, *sources.captures), (sources.key, q.shape[2], k.shape[2], q.shape[0])
+    tensors, key = (*sources.lists, *sources.captures), (sources.key, sizes.rows, sizes.kv_rows, sizes.batch)
     plan = cache.find(key, tensors)
     _COUNTS["misses" if plan is None else "hits"] += 1
     _log_look_up(sources, plan is not None)
     if plan is None:
         check()
         check = _pass_check
-        plan = _make(sources, q, k, group)
+        plan = _make(sources, sizes, group)
         if sources.key is None:
             sources.warn_incomparable()
         else:
             cache.keep(key, tensors, plan)
-    return _check_call(plan, q, k, group, call_key, check)
+    _check_call(plan, sizes, group, call_key, check)
+    return plan
 
 
 def plan_cache_info() -> CacheInfo:
@@ -170,13 +154,14 @@ def plan_cache_clear() -> None:
     _COUNTS.update(hits=0, misses=0)
 
 
-def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
+def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
     """Make the plan of a raw mask from the lengths of all ranks' shards. All ranks of the group call it."""
     call = "flex_attention, which makes the plan of a raw mask"
 
     def compare_shapes() -> tuple[None, consistency.Facts, Sequence[int]]:
-        same = {"call": fact(call), "versions": consistency.versions(), **signatures.shape_facts(q, k)}
-        return None, same, (q.shape[2], k.shape[2])
+        shape = signatures.shape_facts(sizes.batch, sizes.heads, sizes.kv_heads, sizes.dim)
+        same = {"call": fact(call), "versions": consistency.versions(), **shape}
+        return None, same, (sizes.rows, sizes.kv_rows)
 
     _, rows = consistency.together(group, call, compare_shapes)
     lengths, kv_lengths = ([row[i] for row in rows] for i in (0, 1))
@@ -184,8 +169,8 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
 
     def build() -> tuple[Plan, consistency.Facts, Sequence[int]]:
         digest = sources.digest() if group else b""
-        heads = q.shape[1], k.shape[1]
-        result = _build_natural(sources, q.shape[0], lengths, kv_lengths, rank, digest, heads)
+        heads = sizes.heads, sizes.kv_heads
+        result = _build_natural(sources, sizes.batch, lengths, kv_lengths, rank, digest, heads)
         if not group:
             return result, {}, ()
         mask_fact = fact(lambda: signatures.mask_text(result.mask), digest)
@@ -193,11 +178,11 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
         return result, facts, ()
 
     result, _ = consistency.together(group, call, build)
-    _connect(group, [result])
+    connect_new_plans(group, [result])
     return result
 
 
-def _connect(group: Any, plans: Iterable[Plan]) -> None:
+def connect_new_plans(group: Any, plans: Iterable[Plan]) -> None:
     """Record that the ranks compared new plans, and make the communicator of the group's data."""
     if group is None:
         return
@@ -224,7 +209,7 @@ def _build_natural(
     check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, heads)
     natural_plan = build_plan(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
     _warn_uneven(sources, natural_plan)
-    _log_plan(sources, natural_plan)
+    log_plan(sources, natural_plan)
     return replace(natural_plan, evaluators=sources.evaluators, mask_digest=digest).pinned()
 
 
@@ -235,7 +220,7 @@ def _log_look_up(sources: Sources, is_hit: bool) -> None:
         cache_log.debug(line) if is_hit else log_decision(cache_log, line)
 
 
-def _log_plan(sources: Sources, plan: Plan) -> None:
+def log_plan(sources: Sources, plan: Plan) -> None:
     """Log the decisions of a new plan."""
     if plan_log.isEnabledFor(logging.INFO):
         title = format_title(plan).removeprefix("Plan: ")
@@ -262,47 +247,3 @@ def _warn_uneven(sources: Sources, natural: Plan) -> None:
         "    q, k, v = (tritoncp.shard(x, plan, dim=2) for x in (q, k, v))  # of the global tensors\n"
         "and flex_attention(q, k, v, plan, mesh) in place of the mask."
     )
-
-
-@on_host
-def make(
-    masks: Mapping[str, BlockMask | Mask],
-    group: Any,
-    world_size: int,
-    rank: int,
-    balancer: str | Balancer | None,
-    schedule: str,
-    degree: int = 0,
-) -> dict[str, Plan]:
-    """Make one placement for all these masks, and a plan for each."""
-
-    def build() -> tuple[dict[str, Plan], consistency.Facts, Sequence[int]]:
-        check_plannable({name: None if has_no_lengths(mask) else mask for name, mask in masks.items()})
-        sources = {name: Sources.of(mask) for name, mask in masks.items()}
-        compact = [source.compact(1, 0, 0) for source in sources.values()]
-        built = build_all(compact, world_size, rank, balancer=balancer, schedule=schedule, degree=degree)
-        for source, one in zip(sources.values(), built, strict=True):
-            _log_plan(source, one)
-        # Also without a group: a data loader's worker may pass the plan to one.
-        digests = [source.digest() if world_size > 1 else b"" for source in sources.values()]
-        plans = {
-            name: replace(one, evaluators=source.evaluators, mask_digest=digest).pinned()
-            for (name, source), one, digest in zip(sources.items(), built, digests, strict=True)
-        }
-        if not group:
-            return plans, {}, ()
-        chosen = resolve_balancer(balancer)[0] if callable(balancer) else balancer
-        options = f"balancer={chosen!r}, schedule={schedule!r}, degree {degree}, masks {list(masks)}"
-        facts = {
-            "call": fact(call),
-            "versions": consistency.versions(),
-            "options": fact(options),
-            "mask": fact(lambda: "; ".join(map(signatures.mask_text, compact)), b"".join(digests)),
-            "placement": fact(f"balancer={chosen!r}", b"".join(one.digest for one in built)),
-        }
-        return plans, facts, ()
-
-    call = "make_plan"
-    plans, _ = consistency.together(group, call, build)
-    _connect(group, plans.values())
-    return plans

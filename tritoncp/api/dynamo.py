@@ -10,61 +10,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncp.api import plan_cache, validate
+from tritoncp.api.group_call import group_name
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of, object_of
 from tritoncp.distributed import failures, groups
-from tritoncp.frontend import plan_cache, validate
-from tritoncp.frontend.group_call import group_name
 from tritoncp.kernels.options import check_options
 from tritoncp.masks.create import create_on_device
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods.snapshot import captured_state
-from tritoncp.ops import call_modes
+from tritoncp.ops import dispatch
 from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.call import encode_spec
 from tritoncp.ops.dispatch import register_op
 from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask: Any, mesh: Any, options: Any
+def attend_in_graph(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, mesh: Any, options: Any
 ) -> list[Tensor]:
     """Run one layer for this rank, traced or on tensors without values; return out, lse, max_scores.
 
-    options: :class:`tritoncp.frontend.call.Options`. Raises Uncapturable for a mod or mask that no graph can
+    options: :class:`tritoncp.api.attention.Options`. Raises Uncapturable for a mod or mask that no graph can
     carry.
     """
     world, is_misfit, refusal, scale = group_name(mesh), False, "", 1.0
     try:
-        options.check(q, k, v, mask)
-        k, v = validate.shared_batch(q, k, v)
+        options.check(query, key, value, block_mask)
+        key, value = validate.shared_batch(query, key, value)
     except (TypeError, ValueError):  # with symbols in its text
         if not world:
             raise
         is_misfit = True
     try:
         check_options(options.kernel_options or {})
-        scale = 1.0 if is_misfit else options.scale_for(q)
+        scale = 1.0 if is_misfit else options.scale_for(query)
     except (TypeError, ValueError) as error:
         if not world:
             raise
         refusal = error.args[0]
     if is_misfit or refusal:  # raised when the graph runs, so that the other ranks learn of it
-        return refuse_op([q, k, v], options.sinks, options.enable_gqa, refusal, world)
+        return refuse_op([query, key, value], options.sinks, options.enable_gqa, refusal, world)
     captures: list[Tensor] = []
     numbers: list[int] = []
     score = None if score_mod is None else flatten_callable(score_mod, captures, numbers)
     tensors: list[Tensor] = []
     ints: list[int] = []
-    structure = flatten_callable(mask, tensors, ints)
-    shape = [*q.shape, k.shape[1], k.shape[2]]
-    options_of_plan = shape, structure, world, options.positions, options.batch_offset
-    plan = call_modes.run_on_values(plan_op, tensors, ints, *options_of_plan)
+    structure = flatten_callable(block_mask, tensors, ints)
+    sizes = [*validate.ShardSizes.of(query, key)]
+    options_of_plan = sizes, structure, world, options.positions, options.batch_offset
+    plan = dispatch.run_on_values(plan_op, tensors, ints, *options_of_plan)
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
     spec = _spec(score, wants, world, options.kernel_options or {}, options.returns)
-    captures = call_modes.as_inputs(captures)
-    return forward_op(q, k, v, captures, numbers, scale, plan, spec)
+    captures = dispatch.as_inputs(captures)
+    return forward_op(query, key, value, captures, numbers, scale, plan, spec)
 
 
 @constant_result
@@ -86,16 +86,14 @@ def _plan(
     """A handle of the plan for a Plan or mask that :func:`flatten_callable` took apart, checked against the
     shards.
 
-    shape: batch, query heads, rows of the query's shard, head dim, key heads, rows of the key's shard
+    shape: :class:`validate.ShardSizes`
     """
     group = groups.group_by_name(world) if world else None
     with failures.closing(group):
         mask = rebuild(structure, tensors, ints)
-        batch, heads, rows, dim, kv_heads, kv_rows = shape
-        q = torch.empty(batch, heads, rows, dim, device="meta")
-        k = torch.empty(batch, kv_heads, kv_rows, dim, device="meta")
-        call_key = validate.call_key(q, k, k, None, group, batch_offset)
-        plan = plan_cache.plan_of_rows(mask, q, k, group, call_key, batch_offset=batch_offset)
+        call_key = *shape, group and (group.size(), group.rank()), batch_offset
+        sizes = validate.ShardSizes(*shape)
+        plan = plan_cache.plan_of_rows(mask, sizes, group, call_key, batch_offset=batch_offset)
         validate.check_order(plan, positions)
         return handle_of(plan)
 

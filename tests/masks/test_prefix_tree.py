@@ -1,0 +1,76 @@
+"""Prefix trees: segments in any order are refused with the permutation that mends them, and sizes stay small.
+
+That the mask, its intervals and its blocks agree is tested for all closed forms in test_closed_forms.py;
+attention with it for the masks of tests/zoo.py.
+"""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tritoncp import tree
+from tritoncp.masks import create_block_mask
+
+segments = st.integers(1, 9).flatmap(
+    lambda n: st.tuples(
+        st.tuples(*(st.integers(-1, i - 1) for i in range(n))),
+        st.lists(st.integers(0, 4), min_size=n, max_size=n),
+        st.permutations(range(n)),
+    )
+)
+
+
+@given(segments)
+def test_the_permutation_of_the_error_brings_segments_into_order(case) -> None:
+    parent, lengths, shuffle = case
+    places = {segment: place for place, segment in enumerate(shuffle)}
+    shuffled = [parent[segment] for segment in shuffle]
+    parent = [places[above] if above >= 0 else -1 for above in shuffled]
+    try:
+        tree(parent, lengths)
+        order = list(range(len(parent)))
+    except ValueError as error:
+        order = [int(i) for i in re.search(r"permutation \[([\d, ]+)\]", str(error))[1].split(",")]
+        assert order != sorted(order)
+    assert sorted(order) == list(range(len(parent)))
+    place = {segment: i for i, segment in enumerate(order)}
+    ordered = [place[parent[i]] if parent[i] >= 0 else -1 for i in order]
+    mask_mod = tree(ordered, [lengths[i] for i in order])
+    assert all(above < i for i, above in enumerate(ordered))
+    if sum(lengths):
+        index = torch.arange(sum(lengths))
+        seen = mask_mod(None, None, index[:, None], index).sum(1)
+        assert torch.equal(seen, mask_mod.depth + 1)  # a token sees its whole path
+        assert mask_mod.query_intervals(len(index), len(index)) is not None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tree([-1, 0], [1]), r"are \[2\] and \[1\]; give both for every segment"),
+        (lambda: tree([-1, 0], [1.0, 2.0]), r"lengths must be integers \[n\] or \[B, n\], got torch.float32"),
+        (lambda: tree([-1, 0], [1, -2]), "lengths must be at least 0, got -2"),
+        (lambda: tree([-1, 7], [1, 2]), r"parent\[1\] is 7"),
+        (lambda: tree([1, 0, -1], [1, 1, 1]), "2 of 3 segments are on no path from a root"),
+        (lambda: tree([[-1, 0], [-1, 0]], [[1, 2], [2, 2]]), r"must add up to the same, got \[3, 4\]"),
+        (lambda: tree([-1], [3], window=(-2, 0)), r"window is \(-2, 0\)"),
+        (lambda: create_block_mask(tree([-1], [3]), 1, 1, 4, 4), "have 3 tokens, the mask needs 4"),
+        (lambda: create_block_mask(tree([[-1]] * 2, [[3]] * 2), 3, 1, 3, 3), "differs between 2 batch rows"),
+    ],
+)
+def test_mistakes_say_what_to_do(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_mask_of_a_million_tokens_is_small() -> None:
+    """1,000 prompts with 9 answers each, as a forest: the mask and its tensors take less than 16 MiB."""
+    parent = (torch.arange(10_000) // 10 * 10).where(torch.arange(10_000) % 10 > 0, -1)
+    lengths = torch.arange(10_000) % 97 + 56
+    lengths[-1] += 2**20 - lengths.sum()
+    mask = create_block_mask(tree(parent, lengths), 1, 1, 2**20, 2**20)
+    captured = mask.mask_mod.leave.nbytes + mask.mask_mod.depth.nbytes
+    assert mask.nbytes + captured < 16 << 20

@@ -1,0 +1,233 @@
+"""Prefix trees in training: packing of trajectories, and their labels as edges of the tree."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.dynamo_boundary import host_only
+from tritoncp.core.host_copy import on_host
+from tritoncp.core.upload import upload
+from tritoncp.masks.block_runs import content
+from tritoncp.masks.prefix_tree import Tree
+from tritoncp.planning.plan import Plan
+
+
+class TreeEdges(NamedTuple):
+    """The labels of one rank's rows: an edge leads from a token to one that follows it on some path.
+
+    ``(logits.logsumexp(-1)[rows] - logits[rows, labels]) * weights``, summed over edges and ranks, is the
+    loss; logits: [S_local, vocabulary], or [B * S_local, vocabulary]. Every rank has as many edges as the
+    rank with the most, or none if it holds no rows. Padding comes last: row, label and weight 0, target -1.
+    """
+
+    rows: Tensor  # int64 [E]: local row b * S_local + i of the edge's source
+    labels: Tensor  # integers [E]: token at the edge's target, of the dtype of ``tokens``
+    weights: Tensor  # floats [E]
+    targets: Tensor  # int64 [E]: global position b * N + i of the edge's target
+
+
+@host_only
+def tree_edges(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor | None = None) -> TreeEdges:
+    """Return the edges of a prefix tree whose sources this rank holds, without communication.
+
+    Every token but the first of a root is the target of one edge, from the token before it on its path. A
+    token with several children has several labels.
+
+    plan: of a mask of the whole buffer; ``plan.for_rank(r)`` for another rank's edges.
+    tokens: ids of the whole buffer, integers [N] or [B, N]. The results are on their device.
+    weights: weight of each token as a label, floats [N] or [B, N]; None: 1. If it is the sum of the token's
+    weights in all trajectories (``PackedTree.weights``), a loss that is linear in log-probabilities is that
+    of the trajectories. Raises ValueError where tokens, weights, tree and plan differ in length or batch
+    rows.
+
+    >>> from tritoncp import create_block_mask, make_plan, tree
+    >>> answers = tree([-1, 0, 0], [2, 1, 2])       # a prompt of 2 tokens with answers of 1 and 2
+    >>> plan = make_plan(create_block_mask(answers, 1, 1, 5, 5, BLOCK_SIZE=2), world_size=2, balancer=None)
+    >>> [tree_edges(plan.for_rank(r), answers, torch.arange(10, 15))[:2] for r in (0, 1)]
+    [(tensor([0, 1, 1]), tensor([11, 12, 13])), (tensor([0, 0, 0]), tensor([14,  0,  0]))]
+    """
+    if not isinstance(tree, Tree):
+        raise TypeError(f"tree is a {type(tree).__name__}; tritoncp.tree(parent, lengths) is needed")
+    weights = torch.ones(tokens.shape, device=tokens.device) if weights is None else weights
+    batch = _check_batch(plan, tree, tokens, weights)
+    rows, targets = _local_edges(plan, tree, batch)
+    rows, targets = upload([rows, targets], tokens.device)
+    real = targets >= 0
+    labels, weight = (x.expand(batch, -1).flatten()[targets.clamp(min=0)] for x in (tokens, weights))
+    return TreeEdges(rows, labels * real, weight * real, targets)
+
+
+def _check_batch(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor) -> int:
+    """Return the number of batch rows; raise ValueError unless all are for the same tokens."""
+    length = plan.q.length
+    shapes = {"tokens": tokens.shape, "weights": weights.shape, "tree": tree.leave.shape}
+    rows = {name: shape[0] if len(shape) == 2 else 1 for name, shape in shapes.items()}
+    rows["plan"] = plan.q.batch
+    batch = max(rows.values())
+    if not all(shape and len(shape) <= 2 and shape[-1] == length for shape in shapes.values()) or not all(
+        count in (1, batch) for count in rows.values()
+    ):
+        text = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"tree_edges: the plan is of {length} tokens, and places {plan.q.batch} batch rows; got {text}, "
+            f"[{length}] or [B, {length}] is needed"
+        )
+    return batch
+
+
+@on_host
+def _local_edges(plan: Plan, tree: Tree, batch: int) -> tuple[Tensor, Tensor]:
+    """Return rows and targets of this rank's edges, sorted by row and padded: int64 [E] each."""
+    depth = tree.depth.detach().cpu().long().view(-1, plan.q.length)
+    source = torch.stack([_sources(row) for row in depth]).expand(batch, -1)
+    place = plan.q.inverse.expand(batch, -1).gather(1, source.clamp(min=0))  # in the gathered buffer
+    owner = torch.where(source >= 0, place // plan.q.s_max, -1)
+    counts = torch.bincount(owner[owner >= 0], minlength=1)
+    b, target = (owner == plan.rank).nonzero(as_tuple=True)
+    rows = b * plan.q.lengths[plan.rank] + place[b, target] % plan.q.s_max
+    rows, order = rows.sort(stable=True)
+    has_rows = plan.q.lengths[plan.rank] > 0  # row 0 stands for padding
+    padding = (0, int(counts.max()) - len(rows) if has_rows else 0)
+    targets = (b * plan.q.length + target)[order]
+    return torch.nn.functional.pad(rows, padding), torch.nn.functional.pad(targets, padding, value=-1)
+
+
+def _sources(depth: Tensor) -> Tensor:
+    """Return the token before each one on its path, -1 for a root's first, from depths in depth-first order:
+    the last token before it that is one less deep. int64 [N].
+
+    >>> _sources(torch.tensor([0, 1, 2, 2, 3, 0])).tolist()
+    [-1, 0, 1, 1, 3, -1]
+    """
+    n = len(depth)
+    source = torch.arange(n) - 1
+    source[depth == 0] = -1
+    jump = (depth[1:] != depth[:-1] + 1) & (depth[1:] > 0)  # first tokens of second and later children
+    (target,) = torch.nn.functional.pad(jump, (1, 0)).nonzero(as_tuple=True)
+    if len(target):
+        by_depth = (depth * n + torch.arange(n)).sort().values
+        before = torch.searchsorted(by_depth, (depth[target] - 1) * n + target) - 1
+        source[target] = by_depth[before] % n
+    return source
+
+
+class PackedTree(NamedTuple):
+    """Trajectories packed into a prefix tree of N tokens in n segments.
+
+    Its mask_mod is ``tree(packed.parent, packed.lengths)``. ``paths`` has the positions of each trajectory's
+    tokens in the buffer: trajectory j is tokens[paths[j]], and its edges have the targets paths[j][1:].
+    """
+
+    tokens: Tensor  # int64 [N], the buffer
+    weights: Tensor  # floats [N]: the sum, over the trajectories through a token, of their weights for it
+    parent: Tensor  # int64 [n]
+    lengths: Tensor  # int64 [n]
+    paths: list[Tensor]  # int64 [tokens of the trajectory]
+
+    def unpack(self, values: Tensor) -> list[Tensor]:
+        """Return each trajectory's values, [its tokens, ...], from the buffer's: values [N, ...].
+
+        Differentiable: a token's gradient is the sum over the trajectories through it.
+        """
+        if values.shape[:1] != self.tokens.shape:
+            raise ValueError(f"unpack: values [{len(self.tokens)}, ...] are needed, got {list(values.shape)}")
+        (index,) = upload([torch.cat(self.paths)], values.device)
+        return list(values[index].split([len(path) for path in self.paths]))
+
+
+@host_only
+@on_host
+def pack_trajectories(
+    trajectories: Sequence[Sequence[int] | Tensor], weights: Sequence[Sequence[float] | Tensor] | None = None
+) -> PackedTree:
+    """Pack trajectories into a prefix tree, which stores a beginning that several share once.
+
+    trajectories: the tokens of each, integers, a list or a tensor [L_j] on any device; they may be equal,
+    empty, or end inside another. weights: of each token of each trajectory as a label, floats [L_j], as 0 for
+    prompts; None: 1. Results are on the CPU, and the same on every rank that packs the same.
+    Raises ValueError for trajectories that are not integers [L_j], for weights of other lengths, and if there
+    is no token.
+
+    >>> packed = pack_trajectories([[7, 8, 1], [7, 8, 2, 3], [7, 8, 1]])
+    >>> packed.tokens.tolist(), packed.weights.tolist()
+    ([7, 8, 1, 2, 3], [3.0, 3.0, 2.0, 1.0, 1.0])
+    >>> packed.parent.tolist(), packed.lengths.tolist()
+    ([-1, 0, 0], [2, 1, 2])
+    >>> [values.tolist() for values in packed.unpack(packed.tokens)]
+    [[7, 8, 1], [7, 8, 2, 3], [7, 8, 1]]
+    """
+    sequences = [_token_ids(j, x) for j, x in enumerate(trajectories)]
+    if not any(map(len, sequences)):
+        raise ValueError(
+            f"pack_trajectories: {len(sequences)} trajectories without a token; give at least one"
+        )
+    order = sorted(range(len(sequences)), key=[content(x) for x in sequences].__getitem__)
+    none = torch.empty(0, dtype=torch.int64)
+    suffixes: list[Tensor] = []
+    paths = [none] * len(sequences)
+    source = {}  # the token before each suffix on its path
+    size, last, path = 0, none, none
+    for j in order:  # neighbours share the longest beginnings
+        shared = _common_length(last, sequences[j])
+        last, suffix = sequences[j], sequences[j][shared:]
+        if len(suffix):
+            source[size] = int(path[shared - 1]) if shared else -1
+        path = paths[j] = torch.cat([path[:shared], torch.arange(size, size + len(suffix))])
+        suffixes.append(suffix)
+        size += len(suffix)
+    parent, lengths = _segments(source, size)
+    return PackedTree(torch.cat(suffixes), _sum_weights(paths, weights, size), parent, lengths, paths)
+
+
+def _token_ids(j: int, x: Any) -> Tensor:
+    """Return the tokens of trajectory j as int64 [L] on the CPU."""
+    ids = torch.as_tensor(x).detach().cpu()
+    is_integer = not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
+    if ids.ndim != 1 or (len(ids) and not is_integer):
+        raise ValueError(
+            f"pack_trajectories: trajectory {j} must be integers [tokens], got {ids.dtype} {list(ids.shape)}"
+        )
+    return ids.long()
+
+
+def _common_length(one: Tensor, two: Tensor) -> int:
+    """Return the number of tokens with which both begin."""
+    n = min(len(one), len(two))
+    differs = (one[:n] != two[:n]).nonzero()
+    return int(differs[0]) if len(differs) else n
+
+
+def _segments(source: dict[int, int], size: int) -> tuple[Tensor, Tensor]:
+    """Return parent and lengths, int64 [n] each, from the token before each suffix in the buffer.
+
+    A segment begins where a suffix does, and behind every token from which another suffix branches off.
+
+    >>> _segments({0: -1, 5: 1}, 6)     # the suffix at 5 continues token 1
+    (tensor([-1,  0,  0]), tensor([2, 3, 1]))
+    """
+    first = sorted({*source, *(token + 1 for token in source.values())} - {size})
+    token_before = [source.get(start, start - 1) for start in first]
+    parent = [bisect_right(first, token) - 1 for token in token_before]
+    return torch.tensor(parent), torch.tensor([end - start for start, end in pairwise([*first, size])])
+
+
+def _sum_weights(paths: list[Tensor], weights: Any, size: int) -> Tensor:
+    """Return the sum over trajectories of each token's weights: floats [size]."""
+    if weights is None:
+        weights = [torch.ones(len(path)) for path in paths]
+    given = [torch.as_tensor(x).detach().cpu() for x in weights]
+    if [list(x.shape) for x in given] != [[len(path)] for path in paths]:
+        shapes = [list(x.shape) for x in given[:8]]
+        raise ValueError(
+            f"pack_trajectories: weights [tokens] for each of {len(paths)} trajectories are needed, got "
+            f"{len(given)} of shapes {shapes}"
+        )
+    each = torch.cat(given)
+    total = torch.zeros(size, dtype=torch.float64).index_add_(0, torch.cat(paths), each.double())
+    return total.to(torch.promote_types(each.dtype, torch.float32))

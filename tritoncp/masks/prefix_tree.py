@@ -1,0 +1,181 @@
+"""Prefix trees: sequences that share beginnings, each shared token once in the buffer.
+
+The buffer holds the segments of the tree in depth-first order, so that the descendants of a token follow it
+without a gap: a key is seen by one interval of queries, which ends where its segment's last descendant ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.dynamo_boundary import host_only
+from tritoncp.core.host_copy import host
+from tritoncp.masks.block_runs import ramps
+from tritoncp.masks.mask_mod import UNBOUNDED, Intervals, MaskMod, check_window, clip_intervals
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tree(MaskMod):
+    """Mask of a prefix tree: a query sees itself and the tokens before it on its path from the root.
+
+    leave: position after the last descendant of each token, int32 [N] or [B, N]
+    depth: number of tokens before each token on its path, int32 [N] or [B, N]
+    left:  the most tokens before it on its path that a query sees; -1 = all
+    """
+
+    leave: Tensor
+    depth: Tensor
+    left: int
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        row = () if self.leave.ndim == 1 else (b,)
+        visible = (kv_idx <= q_idx) & (q_idx < self.leave[(*row, kv_idx)])
+        if self.left == UNBOUNDED:
+            return visible
+        return visible & (self.depth[(*row, q_idx)] - self.depth[(*row, kv_idx)] <= self.left)
+
+    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        depth = self._rows(self.depth, q_len, kv_len)[..., :q_len]
+        q = torch.arange(q_len)
+        reach = depth if self.left == UNBOUNDED else depth.clamp(max=self.left)
+        first = q - reach
+        if bool((depth.gather(2, first) != depth - reach).any()):  # a path leaves out tokens of the buffer
+            return None
+        return clip_intervals(first, (q + 1).expand_as(first), kv_len)
+
+    def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        leave = self._rows(self.leave, q_len, kv_len)[..., :kv_len]
+        if self.left != UNBOUNDED:  # the queries that are near enough lie in several branches
+            return None
+        return clip_intervals(torch.arange(kv_len).expand_as(leave), leave, q_len)
+
+    def _rows(self, x: Tensor, q_len: int, kv_len: int) -> Tensor:
+        """Return a tensor of the tokens as int64 [B or 1, 1, N]; raise ValueError if the mask needs more."""
+        tokens = x.shape[-1]
+        if tokens < max(q_len, kv_len):
+            raise ValueError(
+                f"the segments of the tree have {tokens} tokens, the mask needs {max(q_len, kv_len)} "
+                f"(q_len={q_len}, kv_len={kv_len}): append the padding as a root of its own"
+            )
+        return x.detach().cpu().long().view(-1, 1, tokens)
+
+    @property
+    def batch(self) -> int:
+        return self.leave.shape[0] if self.leave.ndim == 2 else 1
+
+    @property
+    def reads(self) -> tuple[bool, bool]:
+        return self.leave.ndim == 2, False
+
+    def __repr__(self) -> str:
+        window = "" if self.left == UNBOUNDED else f", left={self.left}"
+        return f"tree(tokens={list(self.leave.shape)}{window})"
+
+
+@host_only
+def tree(
+    parent: Sequence[int] | Sequence[Sequence[int]] | Tensor,
+    lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor,
+    *,
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
+) -> Tree:
+    """Return the mask_mod of a prefix tree: a token sees itself and all tokens before it on its path.
+
+    The buffer holds the tree's segments one after the other, in depth-first order: after a segment come its
+    first child with all descendants, then the next child. Several roots are several trees in one buffer.
+    The result's ``depth``, int32 [N] or [B, N], has the number of tokens before each token on its path.
+
+    parent: segment that segment i continues, less than i; -1 where i is a root: integers [n], or [B, n] for
+    a tree per batch row. lengths: tokens of each segment, of the same shape; 0 is allowed. Where it is a
+    tensor, the mask_mod's tensors are on its device.
+    window: (left, right), as of :func:`varlen_mask` with ``causal=True``: ``left`` is the most tokens before
+    it on its path that a query sees, -1 = all; ``right`` hides nothing, since no query sees a later token.
+
+    Raises ValueError for segments in another order, with the permutation that brings them into depth-first
+    order, and for parents or lengths of another shape, dtype or range.
+
+    >>> answers = tree([-1, 0, 0], [2, 1, 2])        # a prompt of 2 tokens with answers of 1 and 2
+    >>> index = torch.arange(5)
+    >>> answers(None, None, index[:, None], index).int()
+    tensor([[1, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0],
+            [1, 1, 1, 0, 0],
+            [1, 1, 0, 1, 0],
+            [1, 1, 0, 1, 1]], dtype=torch.int32)
+    >>> answers.depth.tolist()
+    [0, 1, 2, 2, 3]
+    """
+    left, _ = check_window(window)
+    device = lengths.device if isinstance(lengths, Tensor) else torch.get_default_device()
+    with host():
+        parents, sizes = (torch.as_tensor(x).detach().cpu() for x in (parent, lengths))
+        _check_segments(parents, sizes)
+        n = sizes.shape[-1]
+        rows = [_layout(*row) for row in zip(parents.reshape(-1, n).tolist(), sizes.reshape(-1, n).long())]
+        totals = [len(leave) for leave, _ in rows]
+        if len(set(totals)) > 1:
+            raise ValueError(
+                f"tree: the lengths of every batch row must add up to the same, got {totals}: append the "
+                "padding as a root of its own"
+            )
+        leave, depth = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
+        leave, depth = (x if sizes.ndim == 2 else x[0] for x in (leave, depth))
+        return Tree(leave.to(device), depth.to(device), left)
+
+
+def _check_segments(parent: Tensor, lengths: Tensor) -> None:
+    """Raise ValueError unless both are integers of one shape, [n] or [B, n], and lengths at least 0."""
+    for name, x in (("parent", parent), ("lengths", lengths)):
+        if x.ndim not in (1, 2) or not x.numel() or x.is_floating_point() or x.dtype == torch.bool:
+            raise ValueError(f"tree: {name} must be integers [n] or [B, n], got {x.dtype} {list(x.shape)}")
+    if parent.shape != lengths.shape:
+        shapes = f"{list(parent.shape)} and {list(lengths.shape)}"
+        raise ValueError(f"tree: parent and lengths are {shapes}; give both for every segment")
+    if bool((lengths < 0).any()):
+        raise ValueError(f"tree: lengths must be at least 0, got {int(lengths.min())}")
+
+
+def _layout(parent: list[int], lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return leave and depth of each token of one buffer, int32 [N] each. lengths: int64 [n]."""
+    _check_order(parent)
+    n, length = len(parent), lengths.tolist()
+    first_depth, end = [0] * n, list(range(1, n + 1))  # end: segment after the last descendant
+    for i, above in enumerate(parent):
+        if above >= 0:
+            first_depth[i] = first_depth[above] + length[above]
+    for i in reversed(range(n)):
+        if parent[i] >= 0:
+            end[parent[i]] = max(end[parent[i]], end[i])
+    first = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    leave = first[torch.tensor(end)].repeat_interleave(lengths)
+    return leave.int(), ramps(torch.tensor(first_depth), lengths).int()
+
+
+def _check_order(parent: list[int]) -> None:
+    """Raise ValueError unless the segments are in depth-first order."""
+    n = len(parent)
+    if not all(-1 <= above < n for above in parent):
+        wrong = next(i for i, above in enumerate(parent) if not -1 <= above < n)
+        raise ValueError(
+            f"tree: parent[{wrong}] is {parent[wrong]}; the number of one of the {n} segments is needed, or "
+            "-1 for a root"
+        )
+    children: dict[int, list[int]] = {}
+    for i in reversed(range(n)):
+        children.setdefault(parent[i], []).append(i)
+    order, stack = [], children.get(-1, [])
+    while stack:
+        order.append(stack.pop())
+        stack += children.get(order[-1], [])
+    if len(order) < n:
+        raise ValueError(f"tree: {n - len(order)} of {n} segments are on no path from a root, parent -1")
+    if order != list(range(n)):
+        raise ValueError(
+            f"tree: the segments are not in depth-first order; the permutation {order} brings them into it: "
+            "put segment permutation[i] of the buffer, of lengths and of parent at place i, and number "
+            "parents by their new places"
+        )
