@@ -99,10 +99,12 @@ _WHERE = {
     "masks.varlen": ("varlen_mask",),
     "api.simulate": ("simulate",),
 }
-_TORCH = "torch.nn.attention.flex_attention"  # names of torch that a replaced import line takes from here
 _MODULE_OF = {name: f"tritoncp.{module}" for module, names in _WHERE.items() for name in names}
-_MODULE_OF |= dict.fromkeys(("AuxOutput", "AuxRequest", "BlockMask", "create_mask", "noop_mask"), _TORCH)
 __all__ = sorted(_MODULE_OF)
+# torch's own objects, for an import line of which tritoncp takes the place.
+_MODULE_OF |= dict.fromkeys(
+    ("AuxOutput", "AuxRequest", "BlockMask", "create_mask", "noop_mask"), "torch.nn.attention.flex_attention"
+)
 
 
 def __getattr__(name: str) -> Any:
