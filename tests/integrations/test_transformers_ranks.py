@@ -59,10 +59,17 @@ def policy() -> Any:
     "checkpointing",
     [{}, pytest.param({"use_reentrant": False, "context_fn": policy}, marks=pytest.mark.integrations)],
 )
-def test_plans_survive_the_recomputation_of_checkpoints(checkpointing: dict[str, Any]) -> None:
-    batch = models.packed_batch()
-    for result in ranks.run(2, models.on_ranks, "Gemma2", batch, checkpointing):
-        models.assert_equal(result, expected_of("Gemma2", batch))
+@pytest.mark.parametrize("name", ["Gemma2", "Qwen3Next"])
+def test_plans_survive_the_recomputation_of_checkpoints(name: str, checkpointing: dict[str, Any]) -> None:
+    batch = models.padded_batch()
+    for result in ranks.run(2, models.on_ranks, name, batch, checkpointing):
+        models.assert_equal(result, expected_of(name, batch))
+
+
+def test_the_config_of_a_model_with_recurrent_layers_is_not_enough() -> None:
+    model, batch = models.build_model("Qwen3Next"), models.text_batch()
+    with pytest.raises(ValueError, match=r"pass the model itself, shard_batch\(batch, model, mesh\)"):
+        shard_batch(batch, model.config)
 
 
 @pytest.mark.integrations
