@@ -94,7 +94,7 @@ def shard_batch(
     order = None if group is None or group.size() == 1 else balancer
     masks = BatchMasks(next(iter(kinds.values())), BLOCK_SIZE)
     plans = make_plan(
-        {kind: masks.create(request.pattern) for kind, request in kinds.items()},
+        {kind: masks.create(request) for kind, request in kinds.items()},
         mesh, balancer=order, schedule=schedule,
     )  # fmt: skip
     whole = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}
@@ -174,9 +174,9 @@ def _check_config(config: PreTrainedConfig, only_config: bool) -> PreTrainedConf
         )
     if computes_attention_itself(text) and not may_be_recurrent(text):
         raise ValueError(
-            f"the models of {type(text).__name__} compute attention themselves, without transformers' "
-            "attention interface, and would attend within a shard: run them on whole sequences, without "
-            "shard_batch"
+            f"the models of {type(text).__name__} compute attention (or what replaces it) themselves, without "
+            "transformers' attention interface, and would attend within a shard: run them on whole sequences, "
+            "without shard_batch"
         )
     if has_sparse_layers(text):
         raise ValueError(
@@ -276,11 +276,11 @@ def _kinds(
     }
     requests = masking_utils.create_masks_for_generate(**arguments)
     requests = requests.values() if isinstance(requests, dict) else [requests]
-    kinds = {one.kind: one for one in requests if isinstance(one, ModelMask) and one.kind is not None}
+    kinds = {one.kind: one for one in requests if isinstance(one, ModelMask) and one.kind}
     if not kinds:  # layers that are no attention, or of kinds that transformers has no masks for
         one = masking_utils.create_causal_mask(**arguments)
-        one = one if isinstance(one, ModelMask) else create_mask(*shape, shape[1])
-        kinds = {one.kind: one}
+        one = one if isinstance(one, ModelMask) else create_mask(shape[0], shape[1], shape[1])
+        kinds = {str(one.kind): one}
     return dict(sorted(kinds.items()))  # transformers lists a set, in another order in each process
 
 

@@ -76,7 +76,7 @@ def has_loss_of_its_own(config: PreTrainedConfig, model: nn.Module | None) -> bo
 
 
 @cache
-def _calls_loss_function(cls: type) -> bool:
+def _calls_loss_function(cls: Any) -> bool:
     return "loss_function" in inspect.getsource(cls.forward)
 
 
@@ -125,16 +125,16 @@ def _mixes_tokens(module: nn.Module) -> bool:
     return _takes_cache(type(module)) or any(isinstance(part, nn.Conv1d) for part in module.children())
 
 
-def _takes_cache(cls: type[nn.Module]) -> bool:
+def _takes_cache(cls: Any) -> bool:
     return not _parameters(cls).isdisjoint(CACHES)
 
 
 @cache
-def _parameters(cls: type[nn.Module]) -> frozenset[str]:
+def _parameters(cls: Any) -> frozenset[str]:
     return frozenset(inspect.signature(cls.forward).parameters)
 
 
 @cache
-def _computes_attention(cls: type[nn.Module]) -> bool:
+def _computes_attention(cls: Any) -> bool:
     code = inspect.getsource(cls)
     return INTERFACE in code or "softmax" in code

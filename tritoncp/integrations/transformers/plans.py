@@ -37,8 +37,9 @@ class BatchMasks:
     request: ModelMask
     block: int | tuple[int, int]
 
-    def create(self, pattern: Pattern) -> Mask:
-        """Return the mask of the layers of a kind: with the documents and the padding of the batch."""
+    def create(self, layer: ModelMask) -> Mask:
+        """Return the mask of layers of the kind of one: with the documents and the padding of the batch."""
+        pattern = layer.pattern or Pattern()
         padding = self.request.attention_mask
         left = None if padding is None else (padding.cumsum(-1) == 0).sum(-1)
         base = self.request.pattern or Pattern()
@@ -116,7 +117,7 @@ class ContextParallelPlan:
             )
         self._warn_of_documents(pattern)
         if pattern.kind not in self.plans:
-            self.plans[pattern.kind] = self._plan_alike(pattern)
+            self.plans[pattern.kind] = self._plan_alike(attention_mask)
         return self.plans[pattern.kind]
 
     def _is_padded(self, mask: Tensor | None) -> bool:
@@ -128,7 +129,7 @@ class ContextParallelPlan:
         self._checked.add(mask)
         return False
 
-    def _plan_alike(self, pattern: Pattern) -> Plan:
+    def _plan_alike(self, layer: ModelMask) -> Plan:
         """Make the plan of another kind of layer, with the placement of the others."""
         rows = iter(self.plan.owners)
 
@@ -137,10 +138,10 @@ class ContextParallelPlan:
             return [(owners == rank).nonzero()[:, 0].tolist() for rank in range(work.world_size)]
 
         balancer = None if self.plan.balancer == "natural" else same_placement
-        plan = make_plan(self.masks.create(pattern), self.mesh, balancer=balancer, schedule=self.schedule)
+        plan = make_plan(self.masks.create(layer), self.mesh, balancer=balancer, schedule=self.schedule)
         if not torch.equal(plan.positions, self.plan.positions):
             raise ValueError(
-                f"layers of the kind {pattern.kind} cannot have the placement of the others: pass "
+                f"layers of the kind {layer.kind} cannot have the placement of the others: pass "
                 "balancer=None to shard_batch"
             )
         return plan

@@ -26,11 +26,12 @@ class _Current:
     """The plan of the call of a model that is running, for modules that do not get it as an argument."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.plan = weakref.ref(model), None
+        self.model = weakref.ref(model)
+        self.plan: ContextParallelPlan | None = None
 
     def set(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if "context_parallel" in kwargs or module is self.model():
-            self.plan: ContextParallelPlan | None = kwargs.get("context_parallel")
+            self.plan = kwargs.get("context_parallel")
 
 
 def run_recurrent_layers_whole(model: nn.Module) -> None:
