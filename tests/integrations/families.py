@@ -35,6 +35,7 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 HEADS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 NULLABLE = ("pad_token_id", "head_dim", "sliding_window")
 LENGTH, VOCABULARY, LIMIT, SECONDS = 64, 97, 1e-4, 150
+register()
 NOT_TRIED = "not tried: "
 MOST_WEIGHTS = 20_000_000
 
@@ -339,7 +340,6 @@ def check_in_child(family: str, head: str) -> Row:
 def prepare() -> None:
     """Set up the process that forks the others."""
     torch.set_num_threads(1)
-    register()
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity(50)
 

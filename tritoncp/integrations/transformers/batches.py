@@ -174,9 +174,9 @@ def _check_config(config: PreTrainedConfig, only_config: bool) -> PreTrainedConf
         )
     if computes_attention_itself(text) and not may_be_recurrent(text):
         raise ValueError(
-            f"the models of {type(text).__name__} compute attention (or what replaces it) themselves, without "
-            "transformers' attention interface, and would attend within a shard: run them on whole sequences, "
-            "without shard_batch"
+            f"the models of {type(text).__name__} compute attention (or what replaces it) themselves, "
+            "without transformers' attention interface, and would attend within a shard: run them on whole "
+            "sequences, without shard_batch"
         )
     if has_sparse_layers(text):
         raise ValueError(
