@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
@@ -17,6 +18,14 @@ SPARSE_LAYERS = frozenset(
     ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
 )
 CACHES = ("cache_params", "past_key_values")  # arguments of the modules that mix tokens
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _once_a_class(function: F) -> F:
+    """Return functools.cache of a function of a class, which mypy does not take for hashable."""
+    return cast(F, cache(function))
 
 
 def modeling_of(config: PreTrainedConfig) -> Any:
@@ -75,7 +84,7 @@ def has_loss_of_its_own(config: PreTrainedConfig, model: nn.Module | None) -> bo
     )
 
 
-@cache
+@_once_a_class
 def _calls_loss_function(cls: Any) -> bool:
     return "loss_function" in inspect.getsource(cls.forward)
 
@@ -129,12 +138,12 @@ def _takes_cache(cls: Any) -> bool:
     return not _parameters(cls).isdisjoint(CACHES)
 
 
-@cache
+@_once_a_class
 def _parameters(cls: Any) -> frozenset[str]:
     return frozenset(inspect.signature(cls.forward).parameters)
 
 
-@cache
+@_once_a_class
 def _computes_attention(cls: Any) -> bool:
     code = inspect.getsource(cls)
     return INTERFACE in code or "softmax" in code
