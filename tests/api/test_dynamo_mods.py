@@ -266,6 +266,17 @@ def with_hooks(x):
     return attend(x, HOOKED_MOD)
 
 
+NAME = "cap"
+
+
+def by_name(s, b, h, i, j):
+    return s * getattr(Config, NAME)
+
+
+def with_getattr(x):
+    return attend(x, by_name)
+
+
 OUTSIDE = "outside the compiled function"
 
 
@@ -278,6 +289,7 @@ OUTSIDE = "outside the compiled function"
         (of_a_global, 2, r"reads a tensor \(2,\) that requires grad from a global"),
         (with_state, 2, "edits state"),
         (with_hooks, 2, "hooks"),
+        (with_getattr, 2, r"calls getattr\(\)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

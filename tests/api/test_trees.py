@@ -1,4 +1,4 @@
-"""Training on prefix trees: packed trajectories over ranks give what one dense forward a trajectory gives."""
+"""Training on prefix trees: logits, losses and gradients of one dense forward pass per trajectory."""
 
 from __future__ import annotations
 

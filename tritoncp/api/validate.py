@@ -35,7 +35,8 @@ class ShardSizes(NamedTuple):
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor) -> ShardSizes:
-        return cls(*query.shape, key.shape[1], key.shape[2])
+        batch, heads, rows, dim = query.shape
+        return cls(batch, heads, rows, dim, key.shape[1], key.shape[2])
 
 
 def call_key(q: Any, k: Any, v: Any, group: Any, options: Any) -> Any:

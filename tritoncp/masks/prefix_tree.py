@@ -40,28 +40,29 @@ class Tree(MaskMod):
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
         depth = self._rows(self.depth, q_len, kv_len)[..., :q_len]
-        q = torch.arange(q_len)
-        reach = depth if self.left == UNBOUNDED else depth.clamp(max=self.left)
-        first = q - reach
-        if bool((depth.gather(2, first) != depth - reach).any()):  # a path leaves out tokens of the buffer
+        branches = (depth[..., 1:] > 0) & (depth[..., 1:] != depth[..., :-1] + 1)
+        if self.left != 0 and bool(branches.any()):  # these tokens do not see the one before them
             return None
+        q = torch.arange(q_len)
+        first = q - (depth if self.left == UNBOUNDED else depth.clamp(max=self.left))
         return clip_intervals(first, (q + 1).expand_as(first), kv_len)
 
     def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        leave = self._rows(self.leave, q_len, kv_len)[..., :kv_len]
+        leave = self._rows(self.leave, q_len, kv_len)[..., :kv_len].long()
         if self.left != UNBOUNDED:  # the queries that are near enough lie in several branches
             return None
         return clip_intervals(torch.arange(kv_len).expand_as(leave), leave, q_len)
 
     def _rows(self, x: Tensor, q_len: int, kv_len: int) -> Tensor:
-        """Return a tensor of the tokens as int64 [B or 1, 1, N]; raise ValueError if the mask needs more."""
+        """Return leave or depth as int32 [B or 1, 1, N] on the CPU; raise ValueError if the mask needs more
+        tokens."""
         tokens = x.shape[-1]
         if tokens < max(q_len, kv_len):
             raise ValueError(
                 f"the segments of the tree have {tokens} tokens, the mask needs {max(q_len, kv_len)} "
                 f"(q_len={q_len}, kv_len={kv_len}): append the padding as a root of its own"
             )
-        return x.detach().cpu().long().view(-1, 1, tokens)
+        return x.detach().cpu().view(-1, 1, tokens)
 
     @property
     def batch(self) -> int:
@@ -150,9 +151,9 @@ def _layout(parent: list[int], lengths: Tensor) -> tuple[Tensor, Tensor]:
     for i in reversed(range(n)):
         if parent[i] >= 0:
             end[parent[i]] = max(end[parent[i]], end[i])
-    first = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    first = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     leave = first[torch.tensor(end)].repeat_interleave(lengths)
-    return leave.int(), ramps(torch.tensor(first_depth), lengths).int()
+    return leave, ramps(torch.tensor(first_depth), lengths).int()
 
 
 def _check_order(parent: list[int]) -> None:

@@ -130,7 +130,7 @@ def _facts(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Facts:
         "versions": consistency.versions(),
         "device": fact(q.device.type),
         "dtype": fact(dtype_name(q)),
-        **shape_facts(*q.shape[:2], k.shape[1], q.shape[3]),
+        **shape_facts(q.shape[0], q.shape[1], k.shape[1], q.shape[3]),
         "batch": fact(f"batch {q.shape[0]}" + f" from row {plan.first_row} on" * bool(plan.first_row)),
         "head dims": fact(f"head dims {q.shape[3]} and {v.shape[3]}"),
         "lengths": fact(f"{mask.q_len} queries and {mask.kv_len} keys"),

@@ -85,10 +85,10 @@ def run_schedule(cases: Sequence[CheckCase], ranks: Ranks, request: CheckRequest
     try:
         attempts, reasons = zip(*ranks.gather((own, request.stop_reason())))
     except GroupClosed as error:
-        rank = error.absent[0] if error.absent else None
-        yield from (Result(case, rank=rank, ranks=error.absent, why=str(error)) for case in cases)
-        lost = ", ".join(map(str, error.absent)) or "unknown"
-        raise Stopped(f"lost while {cases[0].name} ran: rank {lost}", error.absent) from error
+        absent = error.absent or (0,)  # none is known where the store is lost, which rank 0 or torchrun keeps
+        yield from (Result(case, rank=absent[0], ranks=absent, why=str(error)) for case in cases)
+        lost = ", ".join(map(str, absent))
+        raise Stopped(f"lost while {cases[0].name} ran: rank {lost}", absent) from error
     for case in cases:
         index = PASSES.index(case.direction)
         failures = {rank: x for rank, x in enumerate(attempts) if x.why and len(x.errors) <= index}

@@ -70,10 +70,10 @@ def contiguous(view: View) -> Tensor:
 
 
 def shared_in_turn(view: View) -> Tensor | None:
-    """Return the owner of each block where ranks take turns with the shared blocks, whose keys more than half
-    of all blocks see, as those of a common prefix, and hold even pieces of the others in natural order.
+    """Assign shared blocks to the ranks in turn, and the others in even pieces: the owner of each block.
 
-    None if no block is shared or more than a third of them are.
+    Shared are blocks whose keys more than half of all blocks see, as those of a common prefix. None if there
+    are none, or more than a third of all blocks are.
     """
     column, first, last = view.readers
     readers = torch.zeros(view.masks * view.width, dtype=torch.int64).index_add_(0, column, last - first)
