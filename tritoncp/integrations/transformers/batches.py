@@ -85,6 +85,7 @@ def shard_batch(
     ([[1, 2, 3, 4, 5, -100]], 5)
     """
     model = config if isinstance(config, nn.Module) else None
+    model = getattr(model, "module", model)  # of DistributedDataParallel
     config = config if model is None else model.config
     group = groups.group_of(mesh)
     read = partial(_read_batch, batch, config, model, group)
