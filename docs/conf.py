@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import logging
 
 ROOT = Path(__file__).parents[1]
@@ -144,7 +145,16 @@ def is_well_formed(address: str) -> bool:
     return parts.scheme == "https" and host and not re.search(r"[\s<>]", address)
 
 
+def leave_out_overloads(app: Sphinx, *args: Any) -> None:
+    """Have the API page begin functions with one signature and the description, not with all overloads."""
+    for module in ("attention", "plans", "varlen"):
+        analyzer = ModuleAnalyzer.for_module(f"tritoncp.api.{module}")
+        analyzer.analyze()
+        analyzer.overloads.clear()
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("env-before-read-docs", leave_out_overloads)
     app.connect("source-read", link_pages)
     app.connect("source-read", leave_out_parts)
     app.connect("autodoc-process-docstring", mark_parameters)

@@ -171,7 +171,7 @@ def of_plan(plan: Plan) -> list[Panel]:
     return [
         Panel(blocks, "queries down, keys across", ranks),
         Panel(work, f"work: most {float(work.max() / work.mean()):.2f} of the mean", ranks),
-        Panel(level, "keys read: reader down, owner across", LOWER),
+        Panel(level, "keys: reader down, owner across", LOWER),
     ]
 
 

@@ -18,6 +18,12 @@ from typing import TYPE_CHECKING, Any
 from tritoncp._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxOutput as AuxOutput
+    from torch.nn.attention.flex_attention import AuxRequest as AuxRequest
+    from torch.nn.attention.flex_attention import BlockMask as BlockMask
+    from torch.nn.attention.flex_attention import create_mask as create_mask
+    from torch.nn.attention.flex_attention import noop_mask as noop_mask
+
     from tritoncp.api.attention import flex_attention as flex_attention
     from tritoncp.api.masks import create_block_mask as create_block_mask
     from tritoncp.api.parallel import SAVE_OPS as SAVE_OPS
@@ -95,14 +101,18 @@ _WHERE = {
     "masks.varlen": ("varlen_mask",),
     "api.simulate": ("simulate",),
 }
-_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
+_MODULE_OF = {name: f"tritoncp.{module}" for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_MODULE_OF)
+# torch's own objects, for an import line of which tritoncp takes the place.
+_MODULE_OF |= dict.fromkeys(
+    ("AuxOutput", "AuxRequest", "BlockMask", "create_mask", "noop_mask"), "torch.nn.attention.flex_attention"
+)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'tritoncp' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(f"tritoncp.{_MODULE_OF[name]}"), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value  # the next look-up does not come here
     return value
 

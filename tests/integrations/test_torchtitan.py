@@ -112,6 +112,11 @@ def test_a_model_that_calls_scaled_dot_product_attention(folder, balancer):
     assert_same_training(run(2, folder, adapter=True, **settings), reference(folder, attn="sdpa"))
 
 
+def test_a_model_with_sinks_and_windows(folder):
+    settings = {"cp": 2, "backend": "partial_dtensor", "model": "gpt_oss", "checkpointing": "selective"}
+    assert_same_training(run(2, folder, adapter=True, **settings), reference(folder, model="gpt_oss"))
+
+
 # -- inputs ----------------------------------------------------------------------------------------------
 
 

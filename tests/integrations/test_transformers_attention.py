@@ -84,22 +84,30 @@ def test_masks_of_pairs_and_of_functions_are_attended() -> None:
     model = models.build_model("Llama")
     skip_thirds = tritoncp.causal() & (lambda b, h, q, kv: (q - kv) % 3 < 2)
     block = tritoncp.create_block_mask(skip_thirds, None, None, models.SIZE, models.SIZE)
-    for mask in (dense, block, block.to_block_mask()):
+    for mask in (dense, torch.where(dense, 0.0, -torch.inf), block, block.to_block_mask()):
         torch.testing.assert_close(model(tokens, mask).logits, expected, rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="compare a float mask with 0"):
-        model(tokens, torch.where(dense, 0.0, -torch.inf))
 
 
-def test_dropout_and_position_biases_are_refused() -> None:
+def test_dropout_is_refused_in_training() -> None:
     model = models.build_model("Llama", attention_dropout=0.1)
     tokens = models.text_batch()["input_ids"]
     assert model.eval()(tokens).logits.shape == (2, models.SIZE, models.VOCABULARY)
     with pytest.raises(ValueError, match="attention dropout of 0\\.1"):
         model.train()(tokens)
-    function = AttentionInterface()["tritoncp"]
-    x = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="position bias"):
-        function(torch.nn.Module(), x, x, x, None, position_bias=torch.zeros(1, 2, 4, 4))
+
+
+def test_biases_of_positions_and_selected_keys_are_added_to_the_scores() -> None:
+    attend = AttentionInterface()["tritoncp"]
+    q, k, v = torch.randn(3, 2, 2, 40, 8)
+    bias = torch.randn(1, 2, 40, 40, requires_grad=True)
+    keys = torch.stack([torch.randperm(40)[:7] for _ in range(80)]).view(2, 40, 7)
+    selected = torch.full((2, 1, 40, 40), -torch.inf).scatter(-1, keys[:, None], 0.0)
+    out, _ = attend(torch.nn.Module(), q, k, v, None, position_bias=bias, indices=keys, is_causal=False)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias + selected).transpose(1, 2)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    weight = torch.randn_like(out)
+    gradients = (torch.autograd.grad((x * weight).sum(), bias)[0] for x in (out, expected))
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-5)
 
 
 def test_a_module_without_a_mask_has_the_window_of_its_call() -> None:
@@ -136,7 +144,7 @@ def test_batches_that_contradict_themselves_are_refused() -> None:
     for options, message in (
         ({"attention": "sdpa"}, "the attention of the config is 'sdpa'"),
         ({"output_router_logits": True}, "output_router_logits=True"),
-        ({"layer_types": ["linear_attention"]}, "layers of the kind 'linear_attention'"),
+        ({"layer_types": ["linear_attention"]}, "pass the model itself"),
     ):
         model = models.build_model("Llama", **SMALL)
         if options.pop("attention", None):

@@ -21,10 +21,10 @@ EVERY = list(models.MODELS | models.MORE_MODELS)
 
 
 def expected_of(name: str, batch: dict[str, Any]) -> Any:
-    """Return loss and gradients of one process: by transformers' eager attention, for packed documents of
-    gpt-oss, which transformers does not separate, by this one."""
+    """Return loss and gradients of one process: by transformers' eager attention, for packed documents that
+    transformers does not separate, by this one."""
     model = models.build_model(name, "eager")
-    if name == "GptOss" and "position_ids" in batch:
+    if name in ("GptOss", "OPT") and "position_ids" in batch:
         model = models.build_model(name)
         batch = shard_batch(batch, model.config)
     return models.loss_and_gradients(model, batch)
@@ -59,10 +59,17 @@ def policy() -> Any:
     "checkpointing",
     [{}, pytest.param({"use_reentrant": False, "context_fn": policy}, marks=pytest.mark.integrations)],
 )
-def test_plans_survive_the_recomputation_of_checkpoints(checkpointing: dict[str, Any]) -> None:
-    batch = models.packed_batch()
-    for result in ranks.run(2, models.on_ranks, "Gemma2", batch, checkpointing):
-        models.assert_equal(result, expected_of("Gemma2", batch))
+@pytest.mark.parametrize("name", ["Gemma2", "Qwen3Next"])
+def test_plans_survive_the_recomputation_of_checkpoints(name: str, checkpointing: dict[str, Any]) -> None:
+    batch = models.padded_batch()
+    for result in ranks.run(2, models.on_ranks, name, batch, checkpointing):
+        models.assert_equal(result, expected_of(name, batch))
+
+
+def test_the_config_of_a_model_with_recurrent_layers_is_not_enough() -> None:
+    model, batch = models.build_model("Qwen3Next"), models.text_batch()
+    with pytest.raises(ValueError, match=r"pass the model itself, shard_batch\(batch, model, mesh\)"):
+        shard_batch(batch, model.config)
 
 
 @pytest.mark.integrations
@@ -128,7 +135,7 @@ def test_a_shard_without_its_plan_and_positions_of_another_batch_raise() -> None
             {**local, "context_parallel": None},
             {**natural, "context_parallel": None},
             {**local, "position_ids": packed["position_ids"]},
-            {**local, "attention_mask": torch.ones_like(local["input_ids"])},
+            {**local, "attention_mask": (torch.arange(local["input_ids"].shape[1]) > 0).expand(2, -1)},
         ):
             try:
                 model(**wrong)
@@ -151,6 +158,23 @@ def test_a_shard_without_its_plan_and_positions_of_another_batch_raise() -> None
         for messages in (first, second):
             assert "position_ids are not those of the plan" in messages[2]
             assert "an attention_mask beside the batch" in messages[3]
+
+
+def test_a_model_whose_masks_know_no_positions_separates_documents_and_knows_its_shards() -> None:
+    batch = models.packed_batch()
+
+    def train(group: Any) -> Any:
+        with pytest.warns(UserWarning, match="Compare losses with shard_batch"):
+            result = models.on_ranks(group, "OPT", batch)
+        model = models.build_model("OPT")
+        local = shard_batch(batch, model.config, group, BLOCK_SIZE=16)
+        with pytest.raises(ValueError, match="called without its plan"):
+            model(**{**local, "context_parallel": None})
+        return result
+
+    model = models.build_model("OPT")
+    expected = models.loss_and_gradients(model, shard_batch(batch, model.config))
+    models.assert_equal(ranks.run(2, train)[0], expected)
 
 
 def test_ranks_with_different_batches_raise() -> None:

@@ -1,5 +1,6 @@
-"""torchtitan's own Trainer on CPU ranks, for tests: its Llama-3 debug model on random packed documents."""
+"""torchtitan's own Trainer on CPU ranks, for tests: its debug models on random packed documents."""
 
+import importlib
 import os
 import types
 import zlib
@@ -35,7 +36,6 @@ from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torch.nn.attention import flex_attention as flex  # noqa: E402
 from torch.nn.attention.flex_attention import AuxOutput  # noqa: E402
-from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 from torchtitan import trainer  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
@@ -44,7 +44,6 @@ from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.config.override import OverrideConfig  # noqa: E402
 from torchtitan.distributed import activation_checkpoint as ac  # noqa: E402
-from torchtitan.models import llama3  # noqa: E402
 from torchtitan.models.common import attention  # noqa: E402
 
 SEQ_LEN, BATCH, VOCAB = 256, 2, 2048
@@ -100,13 +99,15 @@ class RandomDocuments(BaseDataLoader):
         pass
 
 
-def config(adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn="flex", tp=1):
-    """Return the configuration of the debug model in float32, two steps."""
+def config(adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn="flex", tp=1,
+           model="llama3"):  # fmt: skip
+    """Return the configuration of a debug model in float32, two steps."""
     by_patch = attn == "sdpa" or (backend == "partial_dtensor" and tp == 1)  # apply_cp_to_forward is enough
     overrides = [] if by_patch else [OURS + "flex_attention"]
     overrides += [OURS + "selective_ac"] if checkpointing == "selective" else []
     policy = CHECKPOINTING[checkpointing]
-    model_spec = llama3.model_registry("debugmodel")
+    options = {} if attn == "sdpa" else {"attn_backend": attn}
+    model_spec = importlib.import_module(f"torchtitan.models.{model}").model_registry("debugmodel", **options)
     if attn == "sdpa":
         for layer in model_spec.model.layers:
             layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
@@ -134,7 +135,7 @@ def config(adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, 
 
 def train(
     group, folder, *, adapter, patched=False, backend="spmd_types", cp=1, dp=1, checkpointing="none",
-    balancer="ptrr", compiled=False, batch=BATCH, attn="flex", tp=1,
+    balancer="ptrr", compiled=False, batch=BATCH, attn="flex", tp=1, model="llama3",
 ):  # fmt: skip
     """Train two steps on this rank; return the losses, and the gradients of each step by name.
 
@@ -143,8 +144,7 @@ def train(
     """
     os.environ.update(RANK=str(group.rank()), LOCAL_RANK=str(group.rank()), WORLD_SIZE=str(group.size()))
     if adapter and not patched:
-        from torchtitan.models.llama3 import parallelize
-
+        parallelize = importlib.import_module(f"torchtitan.models.{model}.parallelize")
         from tritoncp.integrations import torchtitan as patches
 
         trainer.prepare_context_parallel_input = patches.prepare_context_parallel_input
@@ -152,7 +152,10 @@ def train(
     # torchtitan's own attention, to compare with: Inductor has no backward pass of it on CPUs.
     attention.FlexAttention._compiled_flex_attn = staticmethod(dense_flex_attention)
     attention._compiled_create_block_mask = flex.create_block_mask
-    run = config(adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn, tp).build()
+    torch.Tensor.bfloat16 = torch.Tensor.float  # experts of gpt_oss: rounding would hide small errors
+    run = config(
+        adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn, tp, model
+    ).build()
     for module in run.model_parts[0].modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
@@ -171,12 +174,13 @@ def train(
 def dense_flex_attention(
     q, k, v, *, score_mod, block_mask, scale, enable_gqa, return_aux, kernel_options
 ):  # fmt: skip
-    """flex_attention in dense, differentiable torch: the part of it that the debug model calls."""
-    assert score_mod is None and not return_aux.lse
-    pairs = q.shape[0], None, q.shape[2], k.shape[2]
-    visible = flex.create_mask(block_mask.mask_mod, *pairs, device=q.device)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=enable_gqa)
-    return out, AuxOutput()
+    """flex_attention in dense, differentiable torch: the part of it that the debug models call."""
+    assert score_mod is None
+    visible = flex.create_mask(block_mask.mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device=q.device)
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = (q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)).masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1) @ v, AuxOutput(lse=scores.logsumexp(-1))
 
 
 def set_weights(model):

@@ -45,8 +45,20 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MORE_MODELS: dict[str, dict[str, Any]] = {
+    "OPT": {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32},
     "Gemma3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     "Olmo2": {},
+    "Qwen3Next": {  # three layers of linear attention and one of attention
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
     "Phi3": {"sliding_window": WINDOW},
     "Qwen2": {},
 }
@@ -112,7 +124,7 @@ def on_ranks(
     model = build_model(name).train()
     if checkpointing is not None:
         model.activation_checkpointing_enable(checkpointing)
-    local = shard_batch(batch, model.config, group, **{"BLOCK_SIZE": 16, **options})
+    local = shard_batch(batch, model, group, **{"BLOCK_SIZE": 16, **options})
     loss, gradients = loss_and_gradients(model, local)
     total = torch.tensor(loss, dtype=torch.float64)
     for x in (total, *gradients.values()):

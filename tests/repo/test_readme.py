@@ -107,7 +107,7 @@ def test_every_python_block_is_a_program_that_is_checked():
     programs = find_programs()
     assert programs.keys() == CHECKS.keys() | elsewhere
     lines = programs["README.md five_lines.py"].splitlines()
-    assert len(lines) == 6 and lines[-1] == "out = tritoncp.flex_attention(q, k, v, block_mask, mesh)"
+    assert len(lines) == 7 and lines[-2] == "out = tritoncp.flex_attention(q, k, v, block_mask, mesh)"
     code = [line for line in programs["docs/recipes.md drop_in.py"].splitlines() if line.strip()]
     assert len(code) <= 20, "the drop-in fits a screen"
 

@@ -140,7 +140,8 @@ def apply_cp_to_forward(attention_modules: Sequence[nn.Module], cp_mesh: DeviceM
     for module in attention_modules:
         if isinstance(module, attention.VarlenAttention):
             raise NotImplementedError(
-                "VarlenAttention is not context parallel here: use FlexAttention, whose masks know documents"
+                "VarlenAttention is not context parallel here: use FlexAttention, which knows documents, by "
+                'attn_backend="flex" of the model (as --config gpt_oss_debugmodel_flex)'
             )
         if isinstance(module, FlexAttention):
             module.set_context_mesh(cp_mesh)

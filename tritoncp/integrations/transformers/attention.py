@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -32,8 +33,8 @@ def register(name: str = "tritoncp") -> None:
     and CPUs; out is [B, S, Hq, E]. The model runs on one process like any other, and on the ranks of a mesh
     with the batches of :func:`shard_batch`. A second call changes nothing.
 
-    A model raises ValueError for attention dropout in training, a position bias (T5), and a float mask of
-    pairs; a shard without its plan raises ValueError too.
+    A model raises ValueError for attention dropout in training; a shard without its plan raises ValueError
+    too. One that computes attention itself does so as with "eager".
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -58,32 +59,65 @@ def attend(
     s_aux: Tensor | None = None, position_bias: Tensor | None = None, is_causal: bool | None = None,
     sliding_window: int | None = None, position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
-    context_parallel: ContextParallelPlan | None = None, kernel_options: dict[str, Any] | None = None,
-    **kwargs: Any,
+    sinks: Any = None, indices: Tensor | None = None, context_parallel: ContextParallelPlan | None = None,
+    kernel_options: dict[str, Any] | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend as transformers' attention interface says.
 
     query: [B, Hq, S, D]; key: [B, Hkv, S_kv, D]; value: [B, Hkv, S_kv, E]. attention_mask: of
-    :func:`tritoncp.integrations.transformers.masks.create_mask`, or a bool mask [B or 1, 1, S, S_kv]. s_aux:
-    [Hq], sinks. context_parallel: of :func:`shard_batch`, then tensors are shards. Other keyword arguments of
-    a model reach every implementation, and are not of this one. Returns out [B, S, Hq, E], and no weights.
+    :func:`tritoncp.integrations.transformers.masks.create_mask`, or of pairs, [B or 1, 1 or Hq, S, S_kv]:
+    bool, or float, added to the scores. s_aux: [Hq], sinks. indices: [B, S, n], the keys
+    that each query may see. context_parallel: of :func:`shard_batch`, then tensors are shards. Other keyword
+    arguments of a model reach every implementation, and are not of this one. Returns out [B, S, Hq, E], and
+    no weights.
     """
-    _refuse(dropout, position_bias)
-    mesh = None
+    if dropout > 0:
+        raise ValueError(
+            f"attention dropout of {dropout} in training: tritoncp has none; set the dropout of the config "
+            "to 0, as attention_dropout=0.0, or call model.eval()"
+        )
+    mesh, bias = None, position_bias
+    if indices is not None:
+        hidden = query.new_full((len(query), 1, query.shape[2], key.shape[2]), -torch.inf)
+        selected = hidden.scatter(-1, indices.long()[:, None], 0.0)
+        bias = selected if bias is None else bias + selected
+    if sinks is not None:
+        raise ValueError(
+            "sinks of each query, made of its tokens, are not supported, only one a head: load this model "
+            'with attn_implementation="eager"'
+        )
+    pairs = query.shape[2], key.shape[2]
     if context_parallel is not None:
         context_parallel.check_positions(position_ids)
+        if bias is not None:
+            raise ValueError(
+                "a position bias, as T5's, or indices of keys, made of the tokens of a shard: run this "
+                "model on whole sequences, without shard_batch"
+            )
         mask, mesh = context_parallel.plan_of(attention_mask), context_parallel.mesh
     else:
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+            attention_mask = attention_mask.expand(-1, -1, *pairs)
+        if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
+            bias = attention_mask if bias is None else bias + attention_mask
+            attention_mask, is_causal, sliding_window = None, False, None
         refuse_local_positions(attention_mask, position_ids, query.shape[2] == key.shape[2])
-        if query.shape[2] == 1:
+        if query.shape[2] == 1 and bias is None:
             row = _visible_keys(attention_mask)
             out = attend_one_query(query, key, value, row, scaling, softcap, s_aux)
             return out.transpose(1, 2), None
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
-        default = _default_mask(is_causal, sliding_window)
+        if isinstance(attention_mask, ModelMask) and attention_mask.kv_len != key.shape[2]:
+            raise ValueError(
+                f"attention over {key.shape[2]} keys, and the mask is for {attention_mask.kv_len}: this "
+                'model adds keys itself; load it with attn_implementation="eager", on one process'
+            )
+        default = _default_mask(is_causal and query.shape[2] > 1, sliding_window)
         mask = _mask_of(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
     score_mod = None if softcap is None else _softcap(softcap)
+    if bias is not None:
+        score_mod = _add_bias(bias.expand(-1, -1, *pairs), score_mod)
     out = flex_attention(
         query, key, value, score_mod, mask, scaling, enable_gqa=True, kernel_options=kernel_options,
         mesh=mesh, sinks=s_aux,
@@ -91,18 +125,22 @@ def attend(
     return out.transpose(1, 2), None
 
 
-def _refuse(dropout: float, position_bias: Tensor | None) -> None:
-    """Raise ValueError for unsupported arguments: dropout in training, and a position bias."""
-    if dropout > 0:
-        raise ValueError(
-            f"attention dropout of {dropout} in training: tritoncp has none; set the dropout of the config "
-            "to 0, as attention_dropout=0.0, or call model.eval()"
-        )
-    if position_bias is not None:
-        raise ValueError("a position bias, as T5's, is not supported: take another attn_implementation")
-
-
 _softcap = cache(softcap_mod)  # one function for each cap
+
+
+def _add_bias(bias: Tensor, inner: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """Return a score_mod that adds a mask of pairs, float [B or 1, 1 or Hq, S, S_kv], to the scores."""
+    if bias.ndim != 4:
+        raise ValueError(
+            f"attention_mask is {list(bias.shape)}; a float mask [batch, heads, queries, keys] is needed"
+        )
+    rows, heads = bias.shape[:2]
+
+    def add(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        score = score if inner is None else inner(score, b, h, q_idx, kv_idx)
+        return score + bias[b if rows > 1 else 0, h if heads > 1 else 0, q_idx, kv_idx]
+
+    return add
 
 
 def _default_mask(is_causal: bool, window: int | None) -> SlidingWindow:
@@ -125,9 +163,10 @@ def _mask_of(
         return attention_mask
     _check_dense(attention_mask)
     dense = attention_mask
+    rows, heads = dense.shape[:2]
 
     def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return dense[b if len(dense) > 1 else 0, 0, q_idx, kv_idx]
+        return dense[b if rows > 1 else 0, h if heads > 1 else 0, q_idx, kv_idx]
 
     return and_masks(visible)
 
@@ -161,6 +200,6 @@ def _check_dense(mask: Any) -> None:
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.dtype != torch.bool:
         kind = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"attention_mask is {kind}; padding [batch, tokens], a bool mask [batch, 1, queries, keys], or "
-            "a mask of tritoncp is needed: compare a float mask with 0, attention_mask == 0"
+            f"attention_mask is {kind}; padding [batch, tokens], a mask [batch, 1, queries, keys] of bool or "
+            "float, or a mask of tritoncp is needed"
         )

@@ -7,26 +7,39 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, masking_utils
 
 from tritoncp.api.group_call import group_call
-from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard
 from tritoncp.core.host_copy import to_host
 from tritoncp.distributed import groups
 from tritoncp.distributed.consistency import Facts, Text, fact, together
 from tritoncp.integrations.transformers.attention import is_registered
-from tritoncp.integrations.transformers.masks import ModelMask
-from tritoncp.integrations.transformers.plans import ContextParallelPlan
+from tritoncp.integrations.transformers.masks import ModelMask, create_mask
+from tritoncp.integrations.transformers.model_classes import (
+    SPARSE_LAYERS,
+    computes_attention_itself,
+    counts_by_padding_mask,
+    counts_from_padding,
+    has_loss_of_its_own,
+    has_sparse_layers,
+    may_be_recurrent,
+    may_convolve,
+    takes_positions,
+)
+from tritoncp.integrations.transformers.plans import OWN_LOSS, BatchMasks, ContextParallelPlan
+from tritoncp.integrations.transformers.positions import SHARDS
+from tritoncp.integrations.transformers.whole_sequences import run_recurrent_layers_whole
 from tritoncp.masks.block_runs import content
-from tritoncp.masks.mask import Mask
 from tritoncp.masks.varlen import Documents
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer
 
 IGNORED = -100  # the label that transformers' losses leave out
+# Kinds of layers that are no attention, or have another part beside it.
+OTHER_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 # Consumed by the plan: they describe the whole sequence.
 CONSUMED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -34,7 +47,7 @@ CONSUMED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", 
 @group_call
 def shard_batch(
     batch: Mapping[str, Any],
-    config: PreTrainedConfig,
+    config: PreTrainedConfig | nn.Module,
     mesh: Any = None,
     *,
     balancer: str | Balancer | None = "ptrr",
@@ -47,9 +60,11 @@ def shard_batch(
     ``labels`` [B, S], not shifted; ``position_ids`` [B or 1, S], which restart at 0 in each packed document;
     or ``cu_seq_lens_q`` [documents + 1] for one row; or ``attention_mask`` [B, S], 0 at padding. Other
     tensors [B, S, ...] are sharded too, everything else is passed on.
-    config: of the model. Its layers' kinds (``layer_types``, ``sliding_window``, chunks) get a plan each, of
-    one placement. mesh: as for :func:`tritoncp.make_plan`, which has ``balancer`` and ``schedule``; None:
-    this process alone, the same call without communication. BLOCK_SIZE: tokens of a block of the placement.
+    config: of the model, or the model itself, which one with recurrent or convolutional layers (Mamba, gated
+    delta nets) needs: hooks then run these on whole sequences, gathered and cut again. The kinds of layers
+    (``layer_types``, ``sliding_window``, chunks, bidirectional) get a plan each, of one placement.
+    mesh: as for :func:`tritoncp.make_plan`, which has ``balancer`` and ``schedule``; None: this process
+    alone, the same call without communication. BLOCK_SIZE: tokens of a block of the placement.
 
     Returns a dict for ``model(**batch)``: tensors [B, S_local], equally long on all ranks; ``shift_labels``,
     shifted before sharding (``labels`` only make the model compute its loss); ``num_items_in_batch``, the
@@ -57,8 +72,8 @@ def shard_batch(
     to it, and gradients are those of the sum. ``context_parallel`` holds plans and mesh.
 
     Raises ValueError for tensors that do not fit, an attention_mask together with restarting position_ids, a
-    config that is not set to this attention, and layers that are no attention; RuntimeError on all ranks if
-    one of them fails, or their token ids differ.
+    config that is not set to this attention, models that compute attention themselves, and the config alone
+    of one with recurrent layers; RuntimeError on all ranks if one of them fails, or their token ids differ.
 
     >>> from transformers import LlamaConfig
     >>> from tritoncp.integrations.transformers import register
@@ -69,28 +84,54 @@ def shard_batch(
     >>> batch["shift_labels"].tolist(), int(batch["num_items_in_batch"])
     ([[1, 2, 3, 4, 5, -100]], 5)
     """
+    model = config if isinstance(config, nn.Module) else None
+    model = getattr(model, "module", model)  # of DistributedDataParallel
+    config = config if model is None else model.config
     group = groups.group_of(mesh)
-    read = partial(_read_batch, batch, config, BLOCK_SIZE, compare=group is not None)
-    (masks, position_ids), _ = together(group, "shard_batch", read)
+    read = partial(_read_batch, batch, config, model, group)
+    (kinds, position_ids), _ = together(group, "shard_batch", read)
+    if model is not None:
+        run_recurrent_layers_whole(model)
     order = None if group is None or group.size() == 1 else balancer
-    plans = make_plan(masks, mesh, balancer=order, schedule=schedule)
+    masks = BatchMasks(next(iter(kinds.values())), BLOCK_SIZE)
+    plans = make_plan(
+        {kind: masks.create(request) for kind, request in kinds.items()},
+        mesh, balancer=order, schedule=schedule,
+    )  # fmt: skip
     whole = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}
     whole |= {"position_ids": position_ids, **_labels(batch)}
     plan = next(iter(plans.values()))
     local = {name: _shard(name, x, plan, position_ids.shape) for name, x in whole.items()}
-    own = ContextParallelPlan(plans, mesh, local["position_ids"])
+    described = {"attention_mask": None, **{name: batch[name] for name in CONSUMED if name in batch}}
+    shifted = batch.get("labels") is not None and batch.get("shift_labels") is None
+    own = ContextParallelPlan(
+        plans, mesh, local["position_ids"], masks, schedule, described, shifted and group is not None
+    )
+    if group is not None and group.size() > 1:
+        SHARDS.add(own)
     return {**local, "use_cache": False, "context_parallel": own}
 
 
 def _read_batch(
-    batch: Mapping[str, Any], config: PreTrainedConfig, block: int | tuple[int, int], *, compare: bool
-) -> tuple[tuple[dict[str, Mask], Tensor], Facts, tuple[int, ...]]:
-    """Return the masks of the layers and the position_ids [B, S], and the facts for ranks to compare."""
-    text, tokens = _check_config(config), _tokens(batch)
+    batch: Mapping[str, Any], config: PreTrainedConfig, model: nn.Module | None, group: Any
+) -> tuple[tuple[dict[str, ModelMask], Tensor], Facts, tuple[int, ...]]:
+    """Return the mask of each kind of layer and the position_ids [B, S], and the facts for ranks to
+    compare."""
+    text, tokens = _check_config(config, model is None), _tokens(batch)
+    if group is not None and not (may_be_recurrent(text) or takes_positions(text, model)):
+        raise ValueError(
+            f"the models of {type(text).__name__} take no position_ids, and would count positions within a "
+            "shard: run them on whole sequences, without shard_batch"
+        )
+    if group is not None and batch.get("labels") is not None and has_loss_of_its_own(config, model):
+        raise ValueError(
+            f"the model of {type(config).__name__} computes its loss itself, which a rank would do of its "
+            f"shard alone: {OWN_LOSS}"
+        )
     shape, device = tokens.shape[:2], tokens.device
-    documents, position_ids = _positions(batch, shape, device)
-    masks = _masks(text, batch.get("attention_mask"), documents, shape, device, block)
-    facts = {"call": fact("shard_batch"), "batch": _fact_of(tokens)} if compare else {}
+    documents, position_ids = _positions(batch, text, shape, device)
+    masks = _kinds(text, batch.get("attention_mask"), documents, shape, device)
+    facts = {"call": fact("shard_batch"), "batch": _fact_of(tokens)} if group is not None else {}
     return (masks, position_ids.expand(shape)), facts, ()
 
 
@@ -112,8 +153,8 @@ def _fact_of(tokens: Tensor) -> tuple[Text, bytes]:
     return fact(text, size.encode() + content(ids))
 
 
-def _check_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the text model, if its attention can be context parallel."""
+def _check_config(config: PreTrainedConfig, only_config: bool) -> PreTrainedConfig:
+    """Return the config of the text model, if its models can be context parallel."""
     text = config.get_text_config()
     if not is_registered(text._attn_implementation):
         raise ValueError(
@@ -121,7 +162,29 @@ def _check_config(config: PreTrainedConfig) -> PreTrainedConfig:
             'model with attn_implementation="tritoncp", or model.set_attn_implementation("tritoncp")'
         )
     if config.is_encoder_decoder:
-        raise ValueError("encoder-decoder models are not supported: queries and keys have two lengths")
+        raise ValueError(
+            "encoder-decoder models are not supported, for queries and keys have two lengths: run them on "
+            "whole sequences, without shard_batch"
+        )
+    other_kinds = set(getattr(text, "layer_types", None) or ()) & OTHER_LAYERS
+    if only_config and (other_kinds or may_be_recurrent(text) or may_convolve(text)):
+        raise ValueError(
+            f"models of {type(text).__name__} have layers that are no attention "
+            f"({', '.join(sorted(other_kinds)) or 'recurrent or convolutional'}) and run on whole sequences: "
+            "pass the model itself, shard_batch(batch, model, mesh)"
+        )
+    if computes_attention_itself(text) and not may_be_recurrent(text):
+        raise ValueError(
+            f"the models of {type(text).__name__} compute attention (or what replaces it) themselves, "
+            "without transformers' attention interface, and would attend within a shard: run them on whole "
+            "sequences, without shard_batch"
+        )
+    if has_sparse_layers(text):
+        raise ValueError(
+            f"layers of {type(text).__name__} select keys by scores of the whole sequence "
+            f"({', '.join(sorted(SPARSE_LAYERS.intersection(text.layer_types)))}), which a rank would select "
+            "within its shard: run the model on whole sequences, without shard_batch"
+        )
     if getattr(text, "output_router_logits", False):
         raise ValueError(
             "output_router_logits=True adds a loss of the experts' load, which a rank would compute of its "
@@ -131,7 +194,7 @@ def _check_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _positions(
-    batch: Mapping[str, Any], shape: torch.Size, device: torch.device
+    batch: Mapping[str, Any], config: PreTrainedConfig, shape: torch.Size, device: torch.device
 ) -> tuple[Tensor | None, Tensor]:
     """Return the positions that separate documents, None if there are none, and those of the embeddings:
     [B, S].
@@ -145,7 +208,7 @@ def _positions(
     if packed is not None:
         return packed, packed if ids is None else ids
     if ids is None:
-        return None, torch.arange(shape[1], device=device).expand(shape)
+        return None, _default_positions(batch, config, shape, device)
     ids = ids.expand(shape)
     if mask is not None and mask.ndim == 2:
         tokens = mask.bool()
@@ -158,6 +221,21 @@ def _positions(
             )
         return None, ids
     return ids, ids
+
+
+def _default_positions(
+    batch: Mapping[str, Any], config: PreTrainedConfig, shape: torch.Size, device: torch.device
+) -> Tensor:
+    """Return the positions that a model makes itself, [B, S]: RoBERTa's begin behind the id of padding, OPT's
+    leave padding out."""
+    mask = batch.get("attention_mask")
+    if mask is not None and counts_by_padding_mask(config):
+        return mask.long().cumsum(1) * mask.long() - 1
+    tokens, padding = batch.get("input_ids"), config.pad_token_id
+    if tokens is not None and padding is not None and counts_from_padding(config):
+        is_token = tokens != padding
+        return is_token.cumsum(1) * is_token + padding
+    return torch.arange(shape[1], device=device).expand(shape)
 
 
 def _packed_positions(batch: Mapping[str, Any], shape: torch.Size, device: torch.device) -> Tensor | None:
@@ -177,41 +255,34 @@ def _packed_positions(batch: Mapping[str, Any], shape: torch.Size, device: torch
     return Documents.of("cu_seq_lens_q", cu, cu, shape[1]).of_rows()[1][None].to(device)
 
 
-def _masks(
+def _kinds(
     config: PreTrainedConfig,
     attention_mask: Tensor | None,
     documents: Tensor | None,
     shape: torch.Size,
     device: torch.device,
-    block: int | tuple[int, int],
-) -> dict[str, Mask]:
+) -> dict[str, ModelMask]:
     """Return the global mask of each kind of layer: transformers says what kinds there are."""
     if attention_mask is not None and attention_mask.shape != shape:
         raise ValueError(
             f"attention_mask is {list(attention_mask.shape)}; padding [B, S] is needed, here {list(shape)}: "
             "for a mask of pairs, make a plan of your own and call tritoncp.flex_attention"
         )
-    requests = masking_utils.create_masks_for_generate(
-        config=config,
-        inputs_embeds=torch.empty(*shape, 0, device=device),
-        attention_mask=attention_mask,
-        past_key_values=None,
-        position_ids=documents,
-    )
-    requests = requests if isinstance(requests, dict) else {"": requests}
-    masks: dict[str, Mask] = {}
-    for name, request in requests.items():
-        kind = request.kind if isinstance(request, ModelMask) else None
-        if kind is None:
-            raise ValueError(
-                f"layers of the kind {name!r} are not supported: context parallelism is for layers of "
-                "attention with a causal or bidirectional mask, a window, or chunks"
-            )
-        if kind not in masks:
-            mod = request.mask_mod
-            batch = shape[0] if mod.reads[0] else None
-            masks[kind] = create_block_mask(mod, batch, None, shape[1], shape[1], BLOCK_SIZE=block)
-    return dict(sorted(masks.items()))  # transformers lists a set, in another order in each process
+    arguments = {
+        "config": config,
+        "inputs_embeds": torch.empty(*shape, 0, device=device),
+        "attention_mask": attention_mask,
+        "past_key_values": None,
+        "position_ids": documents,
+    }
+    requests = masking_utils.create_masks_for_generate(**arguments)
+    requests = requests.values() if isinstance(requests, dict) else [requests]
+    kinds = {one.kind: one for one in requests if isinstance(one, ModelMask) and one.kind}
+    if not kinds:  # layers that are no attention, or of kinds that transformers has no masks for
+        one = masking_utils.create_causal_mask(**arguments)
+        one = one if isinstance(one, ModelMask) else create_mask(shape[0], shape[1], shape[1])
+        kinds = {str(one.kind): one}
+    return dict(sorted(kinds.items()))  # transformers lists a set, in another order in each process
 
 
 def _labels(batch: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 
 from tritoncp.integrations.transformers.mask_functions import Pattern, read_pattern
+from tritoncp.integrations.transformers.model_classes import computes_attention_itself, has_sparse_layers
 from tritoncp.masks.block_mask_interface import BlockMaskInterface
 from tritoncp.masks.closed_forms import QuerySlice, SlidingWindow, document
 from tritoncp.masks.mask import Mask
@@ -39,6 +40,17 @@ class ModelMask(BlockMaskInterface):
     q_offset: int | Tensor
     kv_offset: int | Tensor
     attention_mask: Tensor | None
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise ValueError: a model computes with the mask as if it were a tensor."""
+        raise ValueError(
+            f"the mask of this attention is used as a tensor, in {getattr(function, '__name__', function)}: "
+            'this model computes attention itself; load it with attn_implementation="eager", on one process'
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        self.__torch_function__(self.__getitem__, ())
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -122,7 +134,13 @@ def create_mask(
     or None for all. This is transformers' mask interface; it calls it once for each kind of layer.
 
     attention_mask: bool [B, tokens], False at padding, or a mask that was made before, which is returned.
+    A model that computes attention itself, or selects keys, gets transformers' own dense mask.
     """
+    config = options.get("config")
+    if config is not None and (computes_attention_itself(config) or has_sparse_layers(config)):
+        return masking_utils.eager_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options
+        )
     if isinstance(attention_mask, ModelMask | Mask | Plan | MaskMod | BlockMask):
         return attention_mask
     if q_length == 1:  # a decoded token: one row, that torch evaluates as it is

@@ -16,6 +16,12 @@ from torch import Tensor
 
 from tritoncp.integrations.transformers.masks import ModelMask
 
+NO_PLAN = (
+    "this looks like a shard, called without its plan. Pass all of shard_batch(batch, model.config, mesh) to "
+    "the model, model(**batch); a model that does not pass keyword arguments on to its attention cannot be "
+    "context parallel"
+)
+
 
 class CheckedTensors:
     """Tensors that passed a check, until they are edited or freed: all layers of a model get one tensor."""
@@ -37,6 +43,7 @@ def _version(tensor: Tensor) -> int:
 
 
 _WHOLE = CheckedTensors()
+SHARDS: weakref.WeakSet[Any] = weakref.WeakSet()  # objects with the position_ids of a shard on several ranks
 
 
 def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: bool) -> None:
@@ -49,6 +56,11 @@ def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: b
         return
     if position_ids is None and isinstance(mask, ModelMask) and mask.pattern is not None:
         position_ids = mask.pattern.positions
+    if position_ids is None and isinstance(mask, ModelMask) and from_start:
+        shape = mask.batch, mask.q_len
+        if any(one.position_ids.shape == shape for one in SHARDS):
+            raise ValueError(f"tokens {list(shape)} without position_ids: {NO_PLAN}")
+        return
     unpadded = isinstance(mask, ModelMask) and mask.padding is None
     if position_ids is None or position_ids.ndim != 2 or not (unpadded and from_start):
         return
@@ -60,8 +72,6 @@ def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: b
         row, column = (int(i) for i in elsewhere.nonzero()[0])
         raise ValueError(
             f"position_ids of row {row} go on at {int(position_ids[row, column])} in column {column}, and "
-            "documents begin at 0: this looks like a shard, called without its plan. Pass all of "
-            "shard_batch(batch, model.config, mesh) to the model, model(**batch); a model that does not pass "
-            "keyword arguments on to its attention cannot be context parallel"
+            f"documents begin at 0: {NO_PLAN}"
         )
     _WHOLE.add(position_ids)

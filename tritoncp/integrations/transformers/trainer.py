@@ -123,8 +123,7 @@ class ContextParallelTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Shard the batch and return this rank's part of the loss, times the ranks that average it."""
-        config = self.model.config
-        local = shard_batch(inputs, config, self.context_mesh, **self.sharding)
+        local = shard_batch(inputs, self.model, self.context_mesh, **self.sharding)
         if num_items_in_batch is None:
             raise ValueError(f"the batch has no labels to train or evaluate on; it has {', '.join(inputs)}")
         return super().compute_loss(model, local, return_outputs, num_items_in_batch)

@@ -1,0 +1,394 @@
+"""`python -m tests.integrations.families --write`: the table of docs/models.md.
+
+Builds a small model of every family of transformers that reads tokens, and compares loss and gradients with
+transformers' eager attention: in one process, on two ranks, and on two ranks with packed documents. Each
+family has a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from transformers.models.auto import modeling_auto
+
+from tests.multiprocess import ranks
+from tritoncp.integrations.transformers import register, shard_batch
+
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+HEADS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+NULLABLE = ("pad_token_id", "head_dim", "sliding_window")
+LENGTH, VOCABULARY, LIMIT, SECONDS = 64, 97, 1e-4, 150
+register()
+NOT_TRIED = "not tried: "
+MOST_WEIGHTS = 20_000_000
+
+# Sizes of small models, by the name of the attribute of a config.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(
+        ("embedding_size", "hidden_dim", "mm_hidden_size", "out_hidden_size", "encoder_width"), 32
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 48
+    ),
+    **dict.fromkeys(("shared_expert_intermediate_size", "intermediate_size_mlp", "mlp_hidden_size"), 48),
+    **dict.fromkeys(("shared_intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers"), 2),
+    **dict.fromkeys(
+        ("decoder_layers", "num_decoder_layers", "depth", "vision_layers", "num_encoder_layers"), 2
+    ),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "num_attention_heads_per_layer"), 4),
+    **dict.fromkeys(
+        ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads"), 2
+    ),
+    **dict.fromkeys(
+        ("head_dim", "kv_channels", "d_kv", "attention_head_dim", "swa_head_dim", "global_head_dim"), 8
+    ),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "rotary_dim"), 8),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2
+    ),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "num_nextn_predict_layers", "n_shared_experts", "num_hash_layers"), 1
+    ),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 128
+    ),
+    **dict.fromkeys(
+        ("vocab_size", "text_vocab_size", "char_vocab_size", "vocab_size_per_layer_input"), VOCABULARY
+    ),
+    **dict.fromkeys(("sliding_window", "attention_window_size", "window_size"), 20),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_chunk_size", "chunk_size"), 16),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(("lru_width", "mamba_d_ssm", "mamba_ssm_dim"), 64),
+    **dict.fromkeys(("image_size", "patch_size"), 16),
+    **dict.fromkeys(("hidden_size_per_layer_input", "embedding_dim", "projection_dim"), 16),
+    **{
+        "attention_chunk_size": 16,
+        "index_topk": 16,
+        "index_n_heads": 2,
+        "n_mamba_groups": 1,
+        "mamba_n_groups": 1,
+    },
+    **{"mamba_expand": 2, "first_k_dense_replace": 1, "n_groups": 1, "time_step_rank": 4, "mamba_dt_rank": 4},
+    **{"attn_layer_period": 2, "attn_layer_offset": 1, "attn_layer_indices": [1], "laurel_rank": 4},
+    **{"num_kv_shared_layers": 0, "initializer_range": 0.02, "use_cache": False, "layerdrop": 0.0},
+    **{
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+        "sep_token_id": 2,
+    },
+    **{"pretraining_tp": 1, "use_mambapy": False, "output_router_logits": False, "use_kernels": False},
+}
+# Other sizes, tried in this order where a model does not run with those above.
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"head_dim": 16},
+    {"num_experts_per_tok": 1},
+    {"head_dim": None, "num_attention_heads": 2},
+    {"hidden_size": 256, "head_dim": 64},
+    {"hidden_size": 512, "head_dim": 128, "vision_config": {"hidden_size": 32}},
+    {"moe_intermediate_size": None, "patch_size": None, "image_size": None, "sliding_window": None},
+)
+# What single families need besides.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "esm": {"vocab_size": VOCABULARY},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+}
+
+
+class Row(NamedTuple):
+    """The result of one family: "yes", or a message."""
+
+    family: str
+    one: str
+    ranks: str
+    packed: str
+
+
+def list_families() -> dict[str, str]:
+    """Return the class that is built of each family with a head over tokens, by model type."""
+    heads: dict[str, str] = {}
+    for mapping in HEADS:
+        for family, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
+            heads.setdefault(family, names if isinstance(names, str) else names[0])
+    return dict(sorted(heads.items()))
+
+
+def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> Any:
+    """Build the small model of a family, with fixed weights, large enough that attention matters."""
+    cls = getattr(transformers, head)
+    config_class = cls.config_class or transformers.CONFIG_MAPPING[family]
+    config = shrink(config_class, SIZES | variant, OPTIONS.get(family, {}))
+    config._attn_implementation = attention
+    with torch.device("meta"):
+        weights = sum(x.numel() for x in cls(config).parameters())
+    if weights > MOST_WEIGHTS:
+        raise ValueError(f"the small model has {weights} weights")
+    torch.manual_seed(0)
+    model = cls(config).float()
+    for x in model.parameters():
+        if x.ndim > 1:
+            torch.nn.init.normal_(x.data, std=x.shape[-1] ** -0.5)
+    return model.train()
+
+
+def shrink(cls: Any, sizes: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Return a config with small sizes, without dropout, and with a layer or two of each kind."""
+    probe = cls()
+    small = {
+        name: shrink(type(part), sizes, {})
+        for name in cls.sub_configs
+        if (part := getattr(probe, name, None))
+    }
+    probe.allow_global_per_layer_attributes = True
+    values = {
+        name: attempt(partial(getattr, probe, name, None)) for name in (*vars(probe), *cls.attribute_map)
+    }
+    for name, value in values.items():
+        size = sizes.get(name)
+        if size is not None and (type(value) is type(size) or (value is None and name in NULLABLE)):
+            small[name] = size
+        elif ("drop" in name or "jitter" in name) and isinstance(value, float):
+            small[name] = 0.0
+    for alias, name in cls.attribute_map.items():
+        if alias in small and name in small:
+            del small[alias]
+    if kinds := getattr(probe, "layer_types", None):
+        small["layer_types"] = list(dict.fromkeys(kinds)) * (1 if len(set(kinds)) > 1 else 2)
+        small["num_hidden_layers"] = len(small["layer_types"])
+    last = None
+    for without in ((), ("layer_types",), cls.attribute_map, ("layer_types", *cls.attribute_map)):
+        try:
+            config = cls(**{name: x for name, x in small.items() if name not in without} | options)
+            for name in ("decoder_start_token_id", "pad_token_id"):
+                if getattr(config, name, None) is None:
+                    setattr(config, name, SIZES[name])
+            return config
+        except Exception as error:
+            last = last or error
+    raise last
+
+
+def find_variant(family: str, head: str) -> tuple[dict[str, Any], str]:
+    """Return the sizes with which a model trains with eager attention, and the first error if none do."""
+    first = ""
+    for variant in VARIANTS:
+        error = attempt(lambda v=variant: bool(train(build(family, head, "eager", v), make_batch(False))))
+        if error is True:
+            return variant, ""
+        first = first or error
+    return {}, first
+
+
+def make_batch(packed: bool) -> dict[str, Tensor]:
+    """Return tokens and labels, [2, LENGTH], of one text a row or of three documents."""
+    tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    if packed:
+        row = torch.cat([torch.arange(n) for n in (23, 7, 34)])
+        batch["position_ids"] = row.expand(2, -1)
+    return batch
+
+
+def train(model: Any, batch: dict[str, Any], labels: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the loss of a model, its own or that of labels of the same tokens, and its gradients."""
+    model.zero_grad()
+    out = model(**batch)
+    if labels is None:
+        loss = out.loss
+    else:
+        loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = loss / (2 * LENGTH)
+    loss.backward()
+    gradients = {name: w.grad for name, w in model.named_parameters() if w.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def train_on_ranks(group: Any, family: str, head: str, variant: dict[str, Any]) -> list[Any]:
+    """Return the sums over ranks of loss and gradients, of one text a row and of packed documents, and
+    whether the loss is that of the logits; or messages."""
+    model = build(family, head, "tritoncp", variant)
+    return [attempt(partial(sum_over_ranks, group, model, make_batch(packed))) for packed in (False, True)]
+
+
+def sum_over_ranks(group: Any, model: Any, batch: dict[str, Tensor]) -> Any:
+    """Train on this rank's shard; sum over ranks."""
+    labels = None
+    try:
+        result = train(model, shard_batch(batch, model, group, BLOCK_SIZE=16))
+    except ValueError as error:
+        if "leave labels out" not in str(error):
+            raise
+        rest = {name: x for name, x in batch.items() if name != "labels"}
+        local = shard_batch({**rest, "targets": batch["labels"]}, model, group, BLOCK_SIZE=16)
+        labels = local.pop("targets").masked_fill(~local["context_parallel"].plan.valid, -100)
+        result = train(model, local, labels)
+    for name, weight in model.named_parameters():
+        dist.all_reduce(result.setdefault(name, torch.zeros_like(weight)))
+    dist.all_reduce(result["loss"])
+    return result, labels is not None
+
+
+def compare(result: Any, expected: Any) -> str:
+    """Return "yes", the largest difference, relative to the largest gradient, or a message."""
+    for one in (result, expected):
+        if isinstance(one, str):
+            return one
+    result = result[0] if isinstance(result, tuple) else result
+    largest = max(x.abs().max().item() for x in expected.values())
+    zero = torch.zeros(())
+    worst = max((result.get(name, zero) - x).abs().max().item() for name, x in expected.items()) / largest
+    return "yes" if worst < LIMIT else f"differs by {worst:.1g}"
+
+
+def check(family: str, head: str) -> Row:
+    """Try a family, in this process."""
+    batches = [make_batch(packed) for packed in (False, True)]
+    variant, error = find_variant(family, head)
+    if error:
+        return Row(family, *(NOT_TRIED + error,) * 3)
+    several = attempt(lambda: ranks.run(2, train_on_ranks, family, head, variant, timeout=100)[0])
+    several = [several] * 2 if isinstance(several, str) else several
+    labels = None
+    if any(not isinstance(one, str) and one[1] for one in several):  # the loss is that of the logits
+        labels = batches[0]["labels"]
+        batches = [{name: x for name, x in batch.items() if name != "labels"} for batch in batches]
+    expected = train(build(family, head, "eager", variant), batches[0], labels)
+    model = attempt(lambda: build(family, head, "tritoncp", variant))
+    if isinstance(model, str):
+        return Row(family, model, model, model)
+    alone = attempt(lambda: train(model, batches[0], labels))
+    whole = several[1]
+    if not isinstance(whole, str):
+        whole = attempt(lambda: train(model, shard_batch(batches[1], model, BLOCK_SIZE=16), labels))
+    return Row(
+        family,
+        compare(alone, expected),
+        compare(several[0], expected),
+        compare(several[1], whole),
+    )
+
+
+def attempt(work: Callable[[], Any]) -> Any:
+    """Return the result of a call, or the message of its error."""
+    try:
+        return work()
+    except Exception as error:
+        if os.environ.get("VERBOSE"):
+            traceback.print_exc()
+        return message_of(error)
+
+
+def message_of(error: BaseException) -> str:
+    """Return an error as a cell of a table."""
+    text = re.sub(r"\s+", " ", str(error)).replace("|", "/").strip()
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def check_in_child(family: str, head: str) -> Row:
+    """Try a family in a process of its own, which may die or take too long."""
+    receiver, sender = Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException), contextlib.redirect_stdout(io.StringIO()):
+            os.setpgid(0, 0)
+            row = attempt(partial(check, family, head))
+            sender.send(Row(family, *(NOT_TRIED + row,) * 3) if isinstance(row, str) else row)
+        os._exit(0)
+    sender.close()
+    try:
+        if receiver.poll(SECONDS):
+            return receiver.recv()
+        return Row(family, *(f"no result after {SECONDS} s",) * 3)
+    except EOFError:
+        return Row(family, *("the process died",) * 3)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        receiver.close()
+
+
+def prepare() -> None:
+    """Set up the process that forks the others."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.set_verbosity(50)
+
+
+def cells_of(row: Row) -> list[str]:
+    """Return the cells of a row: yes or no for each way, and the reason of the first no."""
+    ways = [one if one in ("yes", "–") else "no" for one in row[1:]]
+    if row.one.startswith(NOT_TRIED):
+        ways = ["–"] * 3
+    reason = next((one for one in row[1:] if one not in ("yes", "–")), "")
+    return [row.family, *ways, reason]
+
+
+def read_table() -> dict[str, list[str]]:
+    """Return the rows of the page, by family."""
+    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
+    return {row[0].strip("`"): [row[0].strip("`"), *row[1:4], row[4] if len(row) > 4 else ""] for row in rows}
+
+
+def write_table(rows: dict[str, list[str]]) -> None:
+    """Write the rows of all families into the page."""
+    heads = ["family", "one process", "several ranks", "packed documents", "reason"]
+    count = [sum(row[i] == "yes" for row in rows.values()) for i in (1, 2, 3)]
+    lines = [
+        f"transformers {transformers.__version__}: of {len(rows)} families {count[0]} work on one process, "
+        f"{count[1]} on several ranks, {count[2]} with packed documents on several ranks.",
+        "",
+        *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * 5)),
+        *(f"| `{row[0]}` | {' | '.join(row[1:])} |" for _, row in sorted(rows.items())),
+    ]
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest.partition(END)[2]}")
+
+
+@click.command()
+@click.argument("families", nargs=-1)
+@click.option("--write", is_flag=True, help="Write the rows into docs/models.md.")
+def main(families: tuple[str, ...], write: bool) -> None:
+    """Try FAMILIES of transformers, all unless named."""
+    prepare()
+    heads, rows = list_families(), read_table()
+    for family in families or heads:
+        row = check_in_child(family, heads[family])
+        click.echo("\t".join(row))
+        rows[family] = cells_of(row)
+    if write:
+        write_table({family: rows[family] for family in heads})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Questions about the classes of a model, which transformers keeps in a module beside that of its config."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name by which models look up their attention
+# Kinds of layers that combine the mask with an index of their own.
+SPARSE_LAYERS = frozenset(
+    ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
+)
+CACHES = ("cache_params", "past_key_values")  # arguments of the modules that mix tokens
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _once_a_class(function: F) -> F:
+    """Return functools.cache of a function of a class, which mypy does not take for hashable."""
+    return cast(F, cache(function))
+
+
+def modeling_of(config: PreTrainedConfig) -> Any:
+    """Return the module of transformers with the models of a config; None for other code."""
+    return _import_modeling(type(config).__module__)
+
+
+@cache
+def _import_modeling(module: str) -> Any:
+    package, _, name = module.rpartition(".configuration_")
+    if not package.startswith("transformers.models."):
+        return None
+    try:
+        return importlib.import_module(f"{package}.modeling_{name}")
+    except ImportError:
+        return None
+
+
+def computes_attention_itself(config: PreTrainedConfig) -> bool:
+    """Return whether the models of a config do without transformers' attention interface."""
+    modeling = modeling_of(config)
+    return modeling is not None and (
+        getattr(modeling, INTERFACE, None) is not modeling_utils.ALL_ATTENTION_FUNCTIONS
+    )
+
+
+def has_sparse_layers(config: PreTrainedConfig) -> bool:
+    """Return whether layers of a config select keys by scores of their own, from a mask as a tensor."""
+    return not SPARSE_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def takes_positions(config: PreTrainedConfig, model: nn.Module | None) -> bool:
+    """Return whether a model takes ``position_ids``; without it, whether any model of the config does."""
+    if model is None:
+        modeling = modeling_of(config)
+        classes = [one for one in vars(modeling or object).values() if inspect.isclass(one)]
+    else:
+        modeling, classes = model, [type(part) for part in model.modules()]
+    return modeling is None or any(
+        "position_ids" in _parameters(one) for one in classes if issubclass(one, PreTrainedModel)
+    )
+
+
+def has_loss_of_its_own(config: PreTrainedConfig, model: nn.Module | None) -> bool:
+    """Return whether a model computes its loss from ``labels`` itself, not by transformers' loss function,
+    which reads ``shift_labels``. Without the model: whether the generating model of the config does."""
+    if model is not None:
+        base = getattr(model, "get_base_model", lambda: model)()
+        return not _calls_loss_function(type(base))
+    classes = vars(modeling_of(config) or object).items()
+    return any(
+        name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))
+        and not _calls_loss_function(cls)
+        for name, cls in classes
+        if inspect.isclass(cls)
+    )
+
+
+@_once_a_class
+def _calls_loss_function(cls: Any) -> bool:
+    return "loss_function" in inspect.getsource(cls.forward)
+
+
+@cache
+def _source_of(module: Any) -> str:
+    return "" if module is None else inspect.getsource(module)
+
+
+def counts_from_padding(config: PreTrainedConfig) -> bool:
+    """Return whether positions of the models of a config begin behind the id of padding, as RoBERTa's."""
+    return "def create_position_ids_from_input_ids(" in _source_of(modeling_of(config))
+
+
+def counts_by_padding_mask(config: PreTrainedConfig) -> bool:
+    """Return whether positions of the models of a config count the tokens of the attention_mask, as OPT's."""
+    code = _source_of(modeling_of(config))
+    return (
+        "position_ids = torch.cumsum(attention_mask" in code or "torch.cumsum(position_attention_mask" in code
+    )
+
+
+def may_be_recurrent(config: PreTrainedConfig) -> bool:
+    """Return whether models of a config may have state-space layers, by the classes beside them."""
+    classes = vars(modeling_of(config) or object).values()
+    return any(
+        inspect.isclass(one) and issubclass(one, nn.Module) and "cache_params" in _parameters(one)
+        for one in classes
+    )
+
+
+def may_convolve(config: PreTrainedConfig) -> bool:
+    """Return whether models of a config may convolve tokens, by the code beside them."""
+    return "nn.Conv1d(" in _source_of(modeling_of(config))
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Return whether a module mixes tokens without computing attention, and none of its parts does: it takes
+    a cache of earlier tokens, or convolves."""
+    if not _mixes_tokens(module) or isinstance(module, PreTrainedModel | GradientCheckpointingLayer):
+        return False
+    parts = list(module.modules())[1:]
+    return not any(_mixes_tokens(part) for part in parts) and not _computes_attention(type(module))
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    return _takes_cache(type(module)) or any(isinstance(part, nn.Conv1d) for part in module.children())
+
+
+def _takes_cache(cls: Any) -> bool:
+    return not _parameters(cls).isdisjoint(CACHES)
+
+
+@_once_a_class
+def _parameters(cls: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(cls.forward).parameters)
+
+
+@_once_a_class
+def _computes_attention(cls: Any) -> bool:
+    code = inspect.getsource(cls)
+    return INTERFACE in code or "softmax" in code
