@@ -126,11 +126,12 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
         return CpuEngine(call.scale, _check_torch_form(mask), **settings)
     wide, targets = torch.promote_types(dtype, torch.float32), [score.tensors[i] for i in score.wants]
     run: Any = score.graph
+    own_gradients = ", ".join(run.meta.get("own_gradients", ()))
     if any(x.dtype.itemsize < wide.itemsize for x in targets):
         run = WideGradients(run, wide).run
         targets = [x.to(torch.promote_types(x.dtype, wide)) for x in targets]
-    if own := score.graph.meta.get("own_gradients"):
-        run = partial(refuse_gradient, run, ", ".join(own))
+    if own_gradients:
+        run = partial(refuse_gradient, run, own_gradients)
 
     def bind(captures: Sequence[Tensor]) -> Any:
         inner = list(score.tensors)

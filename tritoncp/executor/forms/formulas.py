@@ -122,8 +122,8 @@ for name in ("add", "sub"):  # of 16 bits and 32
     formula(mixed, f"{name}[.rn][.sat].f32.<type:f16|bf16>", of="{type} f32", to="f32")
     clamped = f"np.clip({{a}}.astype('i8') {SIGNS[name]} {{b}}, -2147483648, 2147483647).astype('i4')"
     formula(clamped, f"{name}.sat.s32")
-pairs = [f"{name}.<type:u16x2|s16x2>" for name in ("add", "min", "max")]
-formula("I.combine_pairs('{op}', '{type}', {A}, {B})", *pairs, of="b32", to="b32")
+of_pairs = [f"{name}.<type:u16x2|s16x2>" for name in ("add", "min", "max")]
+formula("I.combine_pairs('{op}', '{type}', {A}, {B})", *of_pairs, of="b32", to="b32")
 formula("{a} / {b}", "div.<mode:rn|full|approx>[.ftz].f32", "div.rn.f64")
 formula("I.divide({A}, {B})", f"div.<type:{INTEGERS}>")
 formula("I.remainder({A}, {B})", f"rem.<type:{INTEGERS}>")

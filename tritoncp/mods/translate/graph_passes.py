@@ -38,8 +38,9 @@ def remove_score_detach(graph: fx.GraphModule) -> None:
             graph.graph.erase_node(node)
 
 
-def detach_without_grad(graph: fx.Graph) -> None:
+def detach_without_grad(module: fx.GraphModule) -> None:
     """Detach what the function computed under torch.no_grad, so that the torch form has its gradient."""
+    graph = module.graph
     for node in list(graph.nodes):
         if (
             node.op == "call_function"
@@ -51,7 +52,8 @@ def detach_without_grad(graph: fx.Graph) -> None:
             detached.meta = dict(node.meta)
             node.replace_all_uses_with(detached)
             detached.args = (node,)
-    graph.owning_module.recompile()
+    module.recompile()
+    release_source(module)
 
 
 def make_pure(graph: fx.GraphModule, origin: str) -> None:

@@ -99,7 +99,7 @@ def trace_mod(
     forward, joint, back = split_outputs(run.graph.graph, is_score, list(grads.values()))
     forward.meta["own_gradients"] = run.own_gradients
     if not run.own_gradients:
-        detach_without_grad(forward.graph)
+        detach_without_grad(forward)
     constants = tuple(i for i, t in enumerate(tensors) if not any(t is c for c in run.captures))
     names = describe(fn), origin(fn)
     return ModTrace(
