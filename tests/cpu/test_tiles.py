@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tritoncp.cpu.tiles import Decision, SlotRow, Tile, TileBatch, batches_of, tiles_of
+from tritoncp.cpu.tiles import Decision, PackedTile, SlotRow, TileBatch, batches_of, tiles_of
 
 UNDECIDED = Decision(lambda tiles: [False] * len(tiles), lambda slots, keys: False, uniform=False)
 KEYS = 2048
@@ -37,7 +37,7 @@ def slot_tables(draw: st.DrawFn) -> list[SlotRow]:
     return slots
 
 
-def counts(tiles: list[Tile], rows: int) -> Tensor:
+def counts(tiles: list[PackedTile], rows: int) -> Tensor:
     """Count the tiles of each pair."""
     table = torch.zeros(rows, KEYS, dtype=torch.int32)
     for tile in tiles:
@@ -99,23 +99,23 @@ def test_parts_of_batches_cover_the_same_pairs(slots: list[SlotRow], count: int,
     torch.testing.assert_close(pieces, counts(tiles, rows), rtol=0, atol=0)
 
 
-def stairs(*widths: int) -> list[Tile]:
+def stairs(*widths: int) -> list[PackedTile]:
     """Return the tiles of slots of 128 rows, each with the first ``width`` keys."""
     slots = [SlotRow((128 * i, 128 * i + 128), [(0, width)], []) for i, width in enumerate(widths)]
     return tiles_of(slots, 0, True, UNDECIDED)
 
 
 def test_slots_that_list_the_same_keys_are_one_tile() -> None:
-    assert stairs(*[640] * 9) == [Tile("full", 0, 0, 9 * 128, 0, 640)]
+    assert stairs(*[640] * 9) == [PackedTile("full", 0, 0, 9 * 128, 0, 640)]
 
 
 @pytest.mark.parametrize("shared", [128, 1024])
 def test_keys_that_rows_share_are_a_tile_where_they_are_worth_a_merge(shared: int) -> None:
     """1024 rows are enough for torch's largest products, half of them are not."""
     tiles = stairs(*(shared + 128 * i for i in range(8)))
-    assert (Tile("full", 0, 0, 1024, 0, shared) in tiles) == (shared == 1024)
+    assert (PackedTile("full", 0, 0, 1024, 0, shared) in tiles) == (shared == 1024)
 
 
 def test_batches_take_tiles_by_number() -> None:
-    a, b, c = (Tile("full", 0, 128 * i, 128, 0, 64) for i in range(3))
+    a, b, c = (PackedTile("full", 0, 128 * i, 128, 0, 64) for i in range(3))
     assert TileBatch((a, b, c), first=True).take([2, 0]) == TileBatch((c, a), first=True)

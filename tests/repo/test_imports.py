@@ -306,3 +306,16 @@ def test_another_library_is_imported_by_its_adapter_alone():
         for library in ("accelerate", "torchtitan", "transformers"):
             if any(reaches(name, {library}) for name in names):
                 assert module.startswith(f"integrations.{library}"), f"tritoncp.{module} imports {library}"
+
+
+def test_a_class_name_stands_for_one_class():
+    """Of tritoncp with its kernels and perf, at the top level of modules."""
+    homes: dict[str, list[str]] = {}
+    for path in sorted(
+        [*(ROOT / "tritoncp").rglob("*.py"), *(ROOT / "kernels").glob("*.py"), *(ROOT / "perf").rglob("*.py")]
+    ):
+        if not any(parent.is_symlink() for parent in path.parents):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from tritoncp.chunking import attention
 from tritoncp.chunking.regions import is_backward, op_name, regions_of
 from tritoncp.chunking.report import ChunkingError, describe
-from tritoncp.chunking.sizes import Sizes, cut_symbol, expression, free_symbols, input_symbols
+from tritoncp.chunking.sizes import CutSymbol, cut_symbol, expression, free_symbols, input_symbols
 from tritoncp.core.log_lines import area_logger
 
 log = area_logger("chunking")
@@ -64,7 +64,7 @@ class Cut:
         fake_mode = next(
             x.meta["val"].fake_mode for x in graph.nodes if hasattr(x.meta.get("val"), "fake_mode")
         )
-        self.sizes = Sizes(expression(size), chunks, size, fake_mode)
+        self.sizes = CutSymbol(expression(size), chunks, size, fake_mode)
         self.pure_symbols = input_symbols(graph)
         self.outputs = list(self._outputs())
         self.chained = self._new_values()

@@ -119,7 +119,7 @@ def as_number(expr: Any, env: Any, like: Any = None) -> Any:
     return env.create_symintnode(expr, hint=hint_of(expr, env))
 
 
-class Sizes:
+class CutSymbol:
     """The symbol of a graph that chunks cut.
 
     symbol: the size; part: the size of one chunk; chunks: their number

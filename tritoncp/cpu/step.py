@@ -13,7 +13,16 @@ from torch import Tensor
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import vmapped
 from tritoncp.cpu.packing import Packing, row_index
-from tritoncp.cpu.tiles import Decision, Range, SlotRow, Tile, TileBatch, batches_of, slot_rows, tiles_of
+from tritoncp.cpu.tiles import (
+    Decision,
+    PackedTile,
+    Range,
+    SlotRow,
+    TileBatch,
+    batches_of,
+    slot_rows,
+    tiles_of,
+)
 from tritoncp.planning.step_tables import Tables
 
 PAIRS = 1 << 21  # that a mask is evaluated for at once
@@ -137,7 +146,7 @@ class Step:
         distance = self.q.positions[batch.rows] - self.kv.positions[batch.cols]
         return bool((distance == distance[0]).all())
 
-    def diagonal(self, group: HeadGroup, tiles: Sequence[Tile]) -> list[bool]:
+    def diagonal(self, group: HeadGroup, tiles: Sequence[PackedTile]) -> list[bool]:
         """Return which square masked tiles hide exactly the keys above their diagonals; never for a
         mask_mod."""
         if self.window is None and group.lo is None:
@@ -169,7 +178,7 @@ def _head_groups(step: Step, tables: Tables, q: Tensor, k: Tensor, flash: bool) 
         kv_part = slice(head // per_group, head // per_group + 1) if differs else slice(0, k.shape[1])
         lo, hi = (_packed_bounds(step.q, x, head + step.first_head, batch) for x in (tables.lo, tables.hi))
         group = HeadGroup(part, kv_part, lo, hi, ())
-        tiles: list[Tile] = []
+        tiles: list[PackedTile] = []
         for b in range(batch):
             ptr = _of_head(tables.row_ptr, b, head + step.first_head)
             slots = slot_rows(ptr, runs, step.q.edges[b], step.kv.edges[b])

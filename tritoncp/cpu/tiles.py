@@ -29,10 +29,10 @@ PAIR_TIMES = (768, 1.0), (192, 1.1), (0, 1.3)
 MERGE_TIME = 55  # of merging the results of a row, in pairs of a large tile
 
 Range = tuple[int, int]
-Diagonal = Callable[[Sequence["Tile"]], list[bool]]
+Diagonal = Callable[[Sequence["PackedTile"]], list[bool]]
 
 
-class Tile(NamedTuple):
+class PackedTile(NamedTuple):
     """A rectangle of packed rows [row, row + height) and packed keys [col, col + width) of one batch row.
 
     kind: "full", "causal" (key j <= row i, counted from the corner) or "masked"
@@ -55,7 +55,7 @@ class TileBatch:
     first: whether no earlier batch has any of these rows
     """
 
-    tiles: tuple[Tile, ...]
+    tiles: tuple[PackedTile, ...]
     first: bool
 
     @property
@@ -148,10 +148,10 @@ class Decision:
     uniform: bool
 
 
-def tiles_of(slots: Sequence[SlotRow], batch: int, flash: bool, decision: Decision) -> list[Tile]:
+def tiles_of(slots: Sequence[SlotRow], batch: int, flash: bool, decision: Decision) -> list[PackedTile]:
     """Cut what the slots of a batch row list into tiles: large ones for the flash kernel, else ones whose
     scores fit into the cache."""
-    tiles: list[Tile] = []
+    tiles: list[PackedTile] = []
     if flash:
         slots = _take_triangles(slots, batch, decision.diagonal, tiles, large=True)
         slots = _take_bands(slots, batch, decision, tiles)
@@ -173,9 +173,9 @@ def tiles_of(slots: Sequence[SlotRow], batch: int, flash: bool, decision: Decisi
     return tiles
 
 
-def batches_of(tiles: Sequence[Tile]) -> list[TileBatch]:
+def batches_of(tiles: Sequence[PackedTile]) -> list[TileBatch]:
     """Group tiles of equal kind and shape whose rows are disjoint; the largest batch comes first."""
-    groups: dict[tuple[str, int, int, int], list[Tile]] = {}
+    groups: dict[tuple[str, int, int, int], list[PackedTile]] = {}
     ends: dict[tuple[str, int, int, int], int] = {}
     for tile in sorted(tiles, key=lambda tile: (tile.row, tile.col)):
         level = 0
@@ -193,11 +193,11 @@ def batches_of(tiles: Sequence[Tile]) -> list[TileBatch]:
     return batches
 
 
-def _tile(kind: str, batch: int, rows: Range, keys: Range, full: Range = (0, 0)) -> Tile:
-    return Tile(kind, batch, rows[0], rows[1] - rows[0], keys[0], keys[1] - keys[0], full)
+def _tile(kind: str, batch: int, rows: Range, keys: Range, full: Range = (0, 0)) -> PackedTile:
+    return PackedTile(kind, batch, rows[0], rows[1] - rows[0], keys[0], keys[1] - keys[0], full)
 
 
-def _short_tile(slot: SlotRow, batch: int) -> Tile | None:
+def _short_tile(slot: SlotRow, batch: int) -> PackedTile | None:
     """Return one masked tile for all keys of a slot, if they are few, contiguous and have one full range."""
     merged = _merge([*slot.full, *slot.masked])
     if not slot.masked or len(merged) != 1 or len(slot.full) > 1:
@@ -219,7 +219,9 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
     return [(first, last) for first, last, _ in joined]
 
 
-def _take_bands(slots: Sequence[SlotRow], batch: int, decision: Decision, tiles: list[Tile]) -> list[SlotRow]:
+def _take_bands(
+    slots: Sequence[SlotRow], batch: int, decision: Decision, tiles: list[PackedTile]
+) -> list[SlotRow]:
     """Move the slots that bands hold to ``tiles``, and return the others."""
     rest, i = [], 0
     while i < len(slots):
@@ -240,7 +242,7 @@ def _take_bands(slots: Sequence[SlotRow], batch: int, decision: Decision, tiles:
     return rest
 
 
-def _band(slots: Sequence[SlotRow], batch: int, decision: Decision) -> Tile | None:
+def _band(slots: Sequence[SlotRow], batch: int, decision: Decision) -> PackedTile | None:
     """Return one masked tile for all keys of some slots; None if most of them are hidden or too many, or none
     are."""
     adjacent = all(a.rows[1] == b.rows[0] for a, b in pairwise(slots))
@@ -258,7 +260,7 @@ def _band(slots: Sequence[SlotRow], batch: int, decision: Decision) -> Tile | No
 
 
 def _take_triangles(
-    slots: Sequence[SlotRow], batch: int, diagonal: Diagonal, tiles: list[Tile], large: bool = False
+    slots: Sequence[SlotRow], batch: int, diagonal: Diagonal, tiles: list[PackedTile], large: bool = False
 ) -> list[SlotRow]:
     """Move causal triangles from the slots to ``tiles``, and return the slots with what is left; ``large``:
     only large ones whose slots list no other masked keys."""
@@ -303,7 +305,7 @@ def _continues(before: SlotRow, slot: SlotRow, first: int, corner: Range, next_c
     return adjacent and any(a <= first and next_corner[0] <= b for a, b in slot.full)
 
 
-def _stack(slots: Sequence[SlotRow], batch: int, tiles: list[Tile]) -> None:
+def _stack(slots: Sequence[SlotRow], batch: int, tiles: list[PackedTile]) -> None:
     """Add full tiles: the keys that all slots see, if one tile of them is worth a merge of its rows, then
     those that each half sees besides."""
     slots = [slot for slot in slots if slot.full]

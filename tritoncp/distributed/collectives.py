@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tritoncp.distributed import failures, groups
-from tritoncp.distributed.failures import GroupClosed, Message, Record
+from tritoncp.distributed.failures import AwaitedMessage, GroupClosed, Record
 from tritoncp.distributed.profiler_ranges import message_range
 
 T = TypeVar("T")
@@ -132,9 +132,9 @@ def _describe(request: Any, group: dist.ProcessGroup, turn: int = 1) -> str:
     return f"{name} with ranks {[rank for rank in range(group.size()) if rank != group.rank()]}"
 
 
-def _message(ticket: Ticket, group: dist.ProcessGroup, turn: int = 1) -> Message:
+def _message(ticket: Ticket, group: dist.ProcessGroup, turn: int = 1) -> AwaitedMessage:
     """Describe the message of a ticket."""
-    return Message(
+    return AwaitedMessage(
         ticket.number, "tensors", lambda: _describe(ticket.source, group, turn), groups.timeout
     )  # fmt: skip
 
@@ -356,7 +356,7 @@ def exchange(
     row = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
     rows = row.repeat(group.size(), 1)
     work = channel.allgather([list(rows)], [row])
-    message = Message(record.messages, "exchange", lambda: purpose, groups.timeout)
+    message = AwaitedMessage(record.messages, "exchange", lambda: purpose, groups.timeout)
     failures.wait(work, group, record, lambda: message)
     return rows.tolist()
 

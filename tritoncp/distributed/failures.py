@@ -48,7 +48,7 @@ class PeerLost(GroupClosed):
     took longer than the group's timeout."""
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """An entry of a group's log.
 
     messages: that the rank had started
@@ -79,11 +79,11 @@ class Record:
     calls: int = 0
     stopped: str = ""
     closed: str = ""
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LogEntry] = field(default_factory=list)
     has_store: bool = True
     control: Any = None
 
-    def stops(self, size: int) -> list[Entry]:
+    def stops(self, size: int) -> list[LogEntry]:
         """List the entries of ranks that stopped, without those where all ranks stopped alike."""
         ranks: dict[int, set[int]] = {}
         for entry in self.entries:
@@ -133,7 +133,7 @@ def stop(group: Any, error: BaseException) -> None:
     record.stopped = f"call {record.calls + 1} of rank {group.rank()} failed: {line}"
     error.stopped_at = record.messages  # type: ignore[attr-defined]
     log.error("%s; group %r is closed, unless all ranks failed", record.stopped, group.group_name)
-    _append(group, Entry(group.rank(), record.messages, FAILED, record.stopped))
+    _append(group, LogEntry(group.rank(), record.messages, FAILED, record.stopped))
 
 
 def _has_others(group: Any) -> bool:
@@ -152,7 +152,7 @@ def close(group: Any, record: Record, text: str, kind: str = CLOSED) -> None:
         f"group {group.group_name!r} is closed in this process: {text}. A further call could meet an older "
         f"one of another rank. {REMEDY}"
     )
-    _append(group, Entry(group.rank(), record.messages, kind, text))
+    _append(group, LogEntry(group.rank(), record.messages, kind, text))
 
 
 def _reopen(group: Any, record: Record) -> None:
@@ -161,7 +161,7 @@ def _reopen(group: Any, record: Record) -> None:
     while not record.closed:
         _read(group, record)
         stops = record.stops(group.size())
-        own = Entry(group.rank(), record.messages, FAILED, record.stopped)
+        own = LogEntry(group.rank(), record.messages, FAILED, record.stopped)
         if own in record.entries and own not in stops:
             record.messages += 1  # so that this failure is older than all to come
             record.stopped = ""
@@ -180,7 +180,7 @@ def _reopen(group: Any, record: Record) -> None:
     raise GroupClosed(record.closed)
 
 
-class Message(NamedTuple):
+class AwaitedMessage(NamedTuple):
     """A message that a rank waits for.
 
     number:  it is the group's number-th that this rank has started
@@ -194,7 +194,7 @@ class Message(NamedTuple):
     timeout: Callable[[Any], timedelta]
 
 
-def wait(work: Any, group: Any, record: Record, describe: Callable[[], Message]) -> None:
+def wait(work: Any, group: Any, record: Record, describe: Callable[[], AwaitedMessage]) -> None:
     """Wait for a message between hosts, in slices, between which the log is read. Raises PeerLost."""
     start = time.monotonic()
     while True:
@@ -209,7 +209,7 @@ def wait(work: Any, group: Any, record: Record, describe: Callable[[], Message])
         check(group, record, describe(), time.monotonic() - start, error)
 
 
-def check(group: Any, record: Record, message: Message, waited: float, error: object) -> None:
+def check(group: Any, record: Record, message: AwaitedMessage, waited: float, error: object) -> None:
     """Raise PeerLost if this rank, which has waited for ``waited`` seconds, waits in vain."""
     if not _read(group, record):
         raise peer_lost(group, record, message, "the store of the group has lost its host")
@@ -227,7 +227,7 @@ def check(group: Any, record: Record, message: Message, waited: float, error: ob
         raise peer_lost(group, record, message, error)
 
 
-def _other_wait(group: Any, message: Message) -> str | None:
+def _other_wait(group: Any, message: AwaitedMessage) -> str | None:
     """Compare a message with that of the same number for which another rank was the first to wait. Returns
     its text if that went another way."""
     answers: list[str] = []
@@ -241,7 +241,7 @@ def _other_wait(group: Any, message: Message) -> str | None:
     return None if channel == message.channel else text
 
 
-def peer_lost(group: Any, record: Record, message: Message, error: object) -> PeerLost:
+def peer_lost(group: Any, record: Record, message: AwaitedMessage, error: object) -> PeerLost:
     """Close the group, as a message will not come, and return the error. It names the rank that failed first,
     else those from which nothing is heard while the others report that they wait."""
     own, size, purpose = group.rank(), group.size(), message.purpose()
@@ -283,7 +283,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {text}"
 
 
-def _append(group: Any, entry: Entry) -> None:
+def _append(group: Any, entry: LogEntry) -> None:
     """Append an entry to the group's log."""
 
     def write(store: dist.Store) -> None:
@@ -297,7 +297,7 @@ def _read(group: Any, record: Record) -> bool:
 
     def read(store: dist.Store) -> None:
         while store.check([key := f"entry {len(record.entries) + 1}"]):
-            record.entries.append(Entry(*json.loads(store.get(key))))
+            record.entries.append(LogEntry(*json.loads(store.get(key))))
 
     return _ask_store(group, read)
 

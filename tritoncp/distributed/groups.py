@@ -163,7 +163,7 @@ def _connect(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect:
     if store.add("present", 1) == group.size():
         store.set("complete", "yes")
     record, start = failures.record_of(group), time.monotonic()
-    message = failures.Message(record.messages, "exchange", lambda: purpose, timeout)
+    message = failures.AwaitedMessage(record.messages, "exchange", lambda: purpose, timeout)
     while True:
         try:
             store.wait(["complete"], timedelta(seconds=failures.SLICE))

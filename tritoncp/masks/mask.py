@@ -25,7 +25,7 @@ from tritoncp.masks.classification import classify
 from tritoncp.masks.classification.classify import Grid
 from tritoncp.masks.closed_forms import QuerySlice, Selection, as_int, is_closed_form
 from tritoncp.masks.mask_mod import Intervals, MaskFn, MaskMod
-from tritoncp.mods.recording import State
+from tritoncp.mods.recording import ModState
 from tritoncp.mods.snapshot import Snapshot
 
 Device = str | torch.device
@@ -77,7 +77,7 @@ class Mask(BlockMaskInterface):
         vars(copy).update(vars(self))
         object.__setattr__(self, "handle", handle_of(copy))
 
-    def check_state(self, state: State | None = None, user: str = "mask") -> None:
+    def check_state(self, state: ModState | None = None, user: str = "mask") -> None:
         """Raise RuntimeError if state that the mask_mod reads has changed since the mask was made.
 
         state: the mask_mod's present state, if the caller has it. user: "mask" or "plan", for the message.

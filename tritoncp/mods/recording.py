@@ -21,7 +21,7 @@ from tritoncp.core.user_code import describe, origin
 from tritoncp.mods.fingerprint import Fingerprint
 
 
-class State(NamedTuple):
+class ModState(NamedTuple):
     """The state of a mask_mod or score_mod at one moment.
 
     key: hashable; equal keys mean equal graphs. None where the function can neither be compared nor recorded
@@ -36,21 +36,21 @@ class State(NamedTuple):
     incomparable: str = ""
 
 
-def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torch.float32) -> State:
+def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torch.float32) -> ModState:
     """Read the fingerprint of a function, or record the function where it reads incomparable state.
 
     Warns once, naming that state, since a recording takes a hundred times as long.
     """
     fingerprint = Fingerprint(fn)
     if fingerprint.key is not None:
-        return State(fingerprint.key, fingerprint.tensors, fingerprint.numbers)
+        return ModState(fingerprint.key, fingerprint.tensors, fingerprint.numbers)
     _warn_incomparable(fn, fingerprint.reason)
     device = next((t.device for t in fingerprint.tensors if t.ndim), torch.device("cpu"))
     recording = record(fn, is_score, dtype, device)
     if recording is None:
-        return State(None, fingerprint.tensors, (), fingerprint.reason)
+        return ModState(None, fingerprint.tensors, (), fingerprint.reason)
     operations, tensors = recording
-    return State(("recording", operations), tensors, (), fingerprint.reason)
+    return ModState(("recording", operations), tensors, (), fingerprint.reason)
 
 
 _WARNED: set[tuple[str, str]] = set()

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tritoncp.mods.fingerprint import Identity
-from tritoncp.mods.recording import State, read_state
+from tritoncp.mods.recording import ModState, read_state
 
 
 class Snapshot:
@@ -34,7 +34,7 @@ class Snapshot:
         self._tensors = [weakref.ref(tensor) for tensor in state.tensors]
         self._versions = [_version(tensor) for tensor in state.tensors]
 
-    def difference(self, mask_mod: Callable[..., Any], state: State | None = None) -> str:
+    def difference(self, mask_mod: Callable[..., Any], state: ModState | None = None) -> str:
         """Describe the state that has changed since the snapshot; empty if none has.
 
         state: the current one; read if it is not passed.
@@ -47,7 +47,7 @@ class Snapshot:
                 return f"a captured tensor of shape {tuple(tensor.shape)} was edited in place"
         return ""
 
-    def _key_difference(self, state: State) -> str:
+    def _key_difference(self, state: ModState) -> str:
         if state.key != self._key:
             if state.incomparable or self._key is None or self._key[0] == "recording":
                 return f"the operations of the mask_mod changed ({state.incomparable or 'with its state'})"
@@ -77,16 +77,16 @@ def _text(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def captured_state(mask_mod: Any) -> State:
+def captured_state(mask_mod: Any) -> ModState:
     """Return the state of a mask_mod, also of a translated one or None."""
     if mask_mod is None:
-        return State((), (), ())
+        return ModState((), (), ())
     if not _is_translated(mask_mod):
         return read_state(mask_mod, is_score=False)
     if not hasattr(mask_mod, "digest"):  # @triton.jit code
-        return State(Identity(mask_mod), (), ())
+        return ModState(Identity(mask_mod), (), ())
     facts = [(t.dtype, tuple(t.shape), t.device) for t in mask_mod.tensors]
-    return State((mask_mod.digest, tuple(map(repr, mask_mod.numbers)), tuple(facts)), mask_mod.tensors, ())
+    return ModState((mask_mod.digest, tuple(map(repr, mask_mod.numbers)), tuple(facts)), mask_mod.tensors, ())
 
 
 def _is_translated(mask_mod: Any) -> bool:

@@ -75,7 +75,7 @@ class OpArguments(NamedTuple):
     ints: numbers that a score_mod captures, in a graph
     plan: handle of the plan, in a graph, which serves all plans as the handle's value is an input of it; else
           of the :class:`Call`, without captures. See :mod:`tritoncp.core.handles`
-    spec: text of a :class:`Spec`
+    spec: text of a :class:`CallConstants`
     """
 
     captures: list[Tensor]
@@ -91,7 +91,7 @@ class OpArguments(NamedTuple):
 
     @property
     def group(self) -> Any:
-        """See :attr:`Spec.group`."""
+        """See :attr:`CallConstants.group`."""
         return decode_spec(self.spec).group
 
     def with_captures(self, captures: Sequence[Tensor]) -> OpArguments:
@@ -128,7 +128,7 @@ class OpArguments(NamedTuple):
         return [sums[places[id(x)]] if id(x) in places else torch.zeros_like(x) for x in targets]
 
 
-class Spec(NamedTuple):
+class CallConstants(NamedTuple):
     """The constant part of a call in a graph, which registered ops take as text.
 
     graph_score: structure of the score_mod, see ops/graph/inputs.py; None: there is none
@@ -155,12 +155,12 @@ class Spec(NamedTuple):
 
 @lru_cache(256)
 def encode_spec(*fields: Any) -> str:
-    """Write a :class:`Spec` with these fields as text."""
+    """Write a :class:`CallConstants` with these fields as text."""
     return json.dumps(fields)
 
 
 @lru_cache(256)
-def decode_spec(text: str) -> Spec:
+def decode_spec(text: str) -> CallConstants:
     """Read the text of :func:`encode_spec`."""
     graph_score, wants, world, options, returns = json.loads(text)
-    return Spec(graph_score, tuple(wants), world, tuple(map(tuple, options)), tuple(returns))
+    return CallConstants(graph_score, tuple(wants), world, tuple(map(tuple, options)), tuple(returns))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.planning import traffic
-from tritoncp.planning.memory import Shape, Sizes, bytes_sent, peak_under
+from tritoncp.planning.memory import Shape, TensorBytes, bytes_sent, peak_under
 from tritoncp.planning.moves import rows_between
 from tritoncp.planning.placement import in_order
 from tritoncp.planning.plan_data import PlanData
@@ -216,7 +216,7 @@ def plan_metrics(plan: PlanData, shape: Shape, time: Cost) -> dict[str, float]:
     forward = [bytes_sent(view, shape, backward=False) for view in views]
     backward = [bytes_sent(view, shape) - sent for view, sent in zip(views, forward)]
     read, stays = int(plan.traffic.sum()), int(plan.traffic.trace())
-    size = Sizes.of(plan, shape, padded=True)
+    size = TensorBytes.of(plan, shape, padded=True)
     gradients = size.q + size.o + size.kv
     extra = peak_under(plan, plan.schedule, sample(plan.world_size), shape)
     return {

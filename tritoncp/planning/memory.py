@@ -70,7 +70,7 @@ class Peak(NamedTuple):
     start: int = 0
 
 
-class Sizes(NamedTuple):
+class TensorBytes(NamedTuple):
     """Bytes of a rank's tensors. "Wide" is float32, or float64 for float64 tensors.
 
     kv, wide_kv: K and V of this rank's rows; padded: of the longest shard's rows
@@ -88,7 +88,7 @@ class Sizes(NamedTuple):
     stat: int
 
     @classmethod
-    def of(cls, plan: PlanData, shape: Shape, padded: bool = False) -> Sizes:
+    def of(cls, plan: PlanData, shape: Shape, padded: bool = False) -> TensorBytes:
         """Return the sizes of this rank's shard. padded: with the rows of the longest shard"""
         q_rows, kv_rows = plan.s_local, plan.kv.lengths[plan.rank]
         if padded:
@@ -127,7 +127,7 @@ class Sizes(NamedTuple):
 def peak(plan: PlanData, shape: Shape) -> Peak:
     """Predict the peak of this rank under the plan's schedule."""
     if plan.world_size == 1:
-        return Peak(0, Sizes.of(plan, shape).stat)
+        return Peak(0, TensorBytes.of(plan, shape).stat)
     schedule = plan.schedule.partition("+")[0]
     return {"allgather": _allgather, "ring": _ring, "fetch": _fetch, "ulysses": _ulysses}[schedule](
         plan, shape
@@ -142,7 +142,7 @@ def peak_under(plan: PlanData, schedule: str, ranks: Sequence[int], shape: Shape
 
 
 def _allgather(plan: PlanData, shape: Shape) -> Peak:
-    size, world = Sizes.of(plan, shape), plan.world_size
+    size, world = TensorBytes.of(plan, shape), plan.world_size
     groups = traffic.head_groups(shape.kv_heads, size.padded)
     last = size.padded * groups[-1] // shape.kv_heads
     both = size.padded * (world + 1)  # messages and gathered buffers of two head groups
@@ -156,7 +156,7 @@ def _allgather(plan: PlanData, shape: Shape) -> Peak:
 
 
 def _ring(plan: PlanData, shape: Shape) -> Peak:
-    size, hops = Sizes.of(plan, shape), plan.ring
+    size, hops = TensorBytes.of(plan, shape), plan.ring
     last = max((turn for turn, hop in enumerate(hops) if hop.previous is not None), default=-1)
     buffers = size.padded * (1 if last < 0 else 2)
     moments, kept = [], 0  # gradients that the last message keeps: what it sent, and what it received
@@ -170,7 +170,7 @@ def _ring(plan: PlanData, shape: Shape) -> Peak:
 
 
 def _fetch(plan: PlanData, shape: Shape) -> Peak:
-    size = Sizes.of(plan, shape)
+    size = TensorBytes.of(plan, shape)
     width = shape.row // (shape.batch if plan.batched else 1)
     remote = plan.traffic.clone().fill_diagonal_(0)
     sends, takes = remote[:, plan.rank], remote[plan.rank]
@@ -192,10 +192,10 @@ def _ulysses(plan: PlanData, shape: Shape) -> Peak:
     q_heads, kv_heads = traffic.trade(shape.heads, shape.kv_heads, degree)
     own = replace(shape, heads=len(q_heads[at]), kv_heads=len(kv_heads[at]))
     inner = peak(replace(rows, schedule=between_rows(plan.schedule), handle=None), own)
-    size = Sizes.of(plan, shape)  # of this rank's rows
+    size = TensorBytes.of(plan, shape)  # of this rank's rows
     # What it sends of them: the rows of the longest shard, each KV head for each of its readers.
-    sends = Sizes.of(plan, replace(shape, kv_heads=sum(map(len, kv_heads))), padded=True)
-    whole = Sizes.of(rows, own)  # of this rank's heads: all tokens of its row of ranks
+    sends = TensorBytes.of(plan, replace(shape, kv_heads=sum(map(len, kv_heads))), padded=True)
+    whole = TensorBytes.of(rows, own)  # of this rank's heads: all tokens of its row of ranks
     # Queries and keys of equally many rows, and keys and values of equally many channels, travel together.
     one_rows, one_dim = plan.q.s_max == plan.kv.s_max, shape.head_dim == shape.v_head_dim
     summed = rows.world_size > 1 or traffic.share(kv_heads)  # dK and dV are sums over ranks, and wide

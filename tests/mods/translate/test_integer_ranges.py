@@ -10,12 +10,12 @@ import torch
 from hypothesis import strategies as st
 
 from tritoncp.mods.translate import integer_ranges
-from tritoncp.mods.translate.integer_ranges import Interval
+from tritoncp.mods.translate.integer_ranges import IntegerRange
 
 ENDS = st.integers(-40, 40)
-INTERVALS = st.tuples(ENDS, ENDS).map(lambda ab: Interval(min(ab), max(ab)))
+INTERVALS = st.tuples(ENDS, ENDS).map(lambda ab: IntegerRange(min(ab), max(ab)))
 
-RULES: dict[str, tuple[Callable[..., Interval], Callable[..., torch.Tensor]]] = {
+RULES: dict[str, tuple[Callable[..., IntegerRange], Callable[..., torch.Tensor]]] = {
     "add": (integer_ranges.add, torch.add),
     "sub": (integer_ranges.sub, torch.sub),
     "mul": (integer_ranges.mul, torch.mul),
@@ -36,7 +36,7 @@ RULES: dict[str, tuple[Callable[..., Interval], Callable[..., torch.Tensor]]] = 
 
 @pytest.mark.parametrize("name", RULES)
 @hypothesis.given(INTERVALS, INTERVALS)
-def test_an_interval_holds_every_result(name: str, a: Interval, b: Interval) -> None:
+def test_an_interval_holds_every_result(name: str, a: IntegerRange, b: IntegerRange) -> None:
     bound, operation = RULES[name]
     left, right = (torch.arange(i.lo, i.hi + 1) for i in (a, b))
     if name in ("floor_div", "trunc_div", "remainder", "fmod"):
@@ -49,7 +49,7 @@ def test_an_interval_holds_every_result(name: str, a: Interval, b: Interval) -> 
 
 
 @hypothesis.given(INTERVALS, st.integers(0, 20))
-def test_shifts(a: Interval, amount: int) -> None:
+def test_shifts(a: IntegerRange, amount: int) -> None:
     for bound, move in (
         (integer_ranges.shift_left, int.__lshift__),
         (integer_ranges.shift_right, int.__rshift__),
@@ -59,7 +59,9 @@ def test_shifts(a: Interval, amount: int) -> None:
 
 
 def test_a_result_that_wraps_has_the_interval_of_its_dtype() -> None:
-    assert integer_ranges.wrap_interval(Interval(0, 2**31), torch.int32) == Interval(-(2**31), 2**31 - 1)
-    assert integer_ranges.wrap_interval(Interval(-5, 5), torch.uint8) == Interval(0, 255)
-    assert integer_ranges.wrap_interval(Interval(-5, 5), torch.int8) == Interval(-5, 5)
+    assert integer_ranges.wrap_interval(IntegerRange(0, 2**31), torch.int32) == IntegerRange(
+        -(2**31), 2**31 - 1
+    )
+    assert integer_ranges.wrap_interval(IntegerRange(-5, 5), torch.uint8) == IntegerRange(0, 255)
+    assert integer_ranges.wrap_interval(IntegerRange(-5, 5), torch.int8) == IntegerRange(-5, 5)
     assert integer_ranges.dtype_interval(torch.float32) is None

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from tritoncp.chunking.streams.costs import node_costs
 from tritoncp.chunking.streams.storages import LiveBytes, Storages, dependencies_of
-from tritoncp.chunking.streams.timeline import LEGEND, Clock, Timeline, replay
+from tritoncp.chunking.streams.timeline import LEGEND, StreamClock, Timeline, replay
 from tritoncp.planning.cost import Hardware
 
 # A schedule may have to exceed its limit where no ready node fits; one with a lower limit then fits.
@@ -134,7 +134,7 @@ class ListSchedule:
 
     def __init__(self, graph: CostedGraph, memory: int | None, boxed: bool) -> None:
         self.graph, self.memory = graph, memory
-        self.clock = Clock(graph.costs, graph.storages)
+        self.clock = StreamClock(graph.costs, graph.storages)
         self.bytes = LiveBytes(graph.storages, boxed)
         self.missing = {node: len(needs) for node, needs in graph.needs.items()}
         self.free: list[int] = []  # places of nodes that are ready and take no time, a heap

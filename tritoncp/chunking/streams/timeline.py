@@ -125,7 +125,7 @@ def _chunk_sign(span: Span) -> str:
     return "." if span.chunk is None else f"{span.chunk[1] % 10}"
 
 
-class Clock:
+class StreamClock:
     """The time of both streams while nodes are issued one after another."""
 
     def __init__(self, costs: dict[Node, NodeCost], storages: Storages) -> None:
@@ -174,7 +174,7 @@ def replay(
     nodes: list[Node], costs: dict[Node, NodeCost], storages: Storages, hardware: Hardware, boxed: bool
 ) -> Timeline:
     """Predict the run of a graph's nodes in some order, from their costs and storages."""
-    clock, memory, spans = Clock(costs, storages), LiveBytes(storages, boxed), []
+    clock, memory, spans = StreamClock(costs, storages), LiveBytes(storages, boxed), []
     for node in nodes:
         free, kind, chunk = clock.compute, costs[node].kind, chunk_of(node)
         start, end = clock.run(node)

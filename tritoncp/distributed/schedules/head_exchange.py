@@ -54,7 +54,7 @@ Returned = tuple[Tensor, Side, Tensor]  # a tensor by heads, its side, and a buf
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
+class MessageLayout:
     """The layout of one message of an exchange. It carries tensors with equally many tokens and channels, as
     [tokens, B, heads, channels] for each rank.
 
@@ -109,7 +109,9 @@ class HeadExchange:
     q: Side
     kv: Side
     group: int
-    _messages: BoundedCache[Any, list[Message]] = field(default_factory=lambda: BoundedCache(MAX_EXCHANGES))
+    _messages: BoundedCache[Any, list[MessageLayout]] = field(
+        default_factory=lambda: BoundedCache(MAX_EXCHANGES)
+    )
 
     @classmethod
     def of(cls, plan: Plan, q: Tensor, k: Tensor) -> HeadExchange:
@@ -129,13 +131,15 @@ class HeadExchange:
         rows = plan.rows(degree, heads)
         return cls(rows, plan.rank % degree, degree, plan.world_size, *sides, heads // kv_heads)
 
-    def messages(self, fields: Sequence[Field | Returned]) -> list[Message]:
+    def messages(self, fields: Sequence[Field | Returned]) -> list[MessageLayout]:
         """Return the layouts of the messages that carry these tensors."""
         batch, kinds = fields[0][0].shape[0], tuple([(side, x.shape[3], x.dtype) for x, side, *_ in fields])
         messages = self._messages.get((batch, kinds))
         return messages or self._messages.put((batch, kinds), self._build_messages(batch, kinds))
 
-    def _build_messages(self, batch: int, kinds: tuple[tuple[Side, int, torch.dtype], ...]) -> list[Message]:
+    def _build_messages(
+        self, batch: int, kinds: tuple[tuple[Side, int, torch.dtype], ...]
+    ) -> list[MessageLayout]:
         """Group tensors, each (side, channels, dtype), that can share a message."""
         groups: dict[Any, list[int]] = {}
         for index, (side, channels, dtype) in enumerate(kinds):
@@ -150,7 +154,7 @@ class HeadExchange:
             head_sizes = self._spread_row([chunk_sizes[self.rank]] * self.degree)
             own_counts = [side.counts[self.rank] for side in sides]
             messages.append(
-                Message(
+                MessageLayout(
                     indices, sides, own_counts, self.degree, rows, batch, channels, token_sizes, head_sizes
                 )
             )
@@ -168,7 +172,7 @@ class HeadExchange:
                 tensors[index] = x
         return tensors
 
-    def _pack(self, message: Message, xs: list[Tensor]) -> Tensor:
+    def _pack(self, message: MessageLayout, xs: list[Tensor]) -> Tensor:
         """Copy tensors by sequence [B, H, S, D] into a flat message, one rank of the row after the other."""
         sent = xs[0].new_empty(sum(message.token_sizes))
         if any(x.shape[2] < message.rows for x in xs):
@@ -193,7 +197,7 @@ class HeadExchange:
         for message, flight in zip(messages, flights, strict=True):
             self._unpack(message, (yield Wait(flight)), [fields[index][2] for index in message.indices])
 
-    def _unpack(self, message: Message, received: Tensor, xs: list[Tensor]) -> None:
+    def _unpack(self, message: MessageLayout, received: Tensor, xs: list[Tensor]) -> None:
         """Copy a received message into tensors by sequence [B, H, S, D]; sum heads that ranks share."""
         for x, side in zip(xs, message.sides, strict=True):
             if side.shared:
@@ -202,7 +206,7 @@ class HeadExchange:
             heads.add_(part) if side.shared else heads.copy_(part)
 
     def _part_pairs(
-        self, message: Message, flat: Tensor, xs: list[Tensor]
+        self, message: MessageLayout, flat: Tensor, xs: list[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor, Side]]:
         """Pair the parts of a flat message of this rank's tokens with their places in tensors [B, H, S, D].
         Yields (view of the message, view of the tensor, side): of each tensor and rank, or for all ranks at

@@ -29,7 +29,7 @@ from tritoncp.mods.translate.pointwise_ops import BINARY, where
 from tritoncp.mods.translate.symbolic import (
     Block,
     Dim,
-    Entry,
+    GradientEntry,
     Index,
     Indices,
     Lazy,
@@ -92,7 +92,9 @@ def emit_operation(scope: GradientScope, node: fx.Node, name: str, inputs: list[
 
 
 def _map_indices(value: Sparse, shape: tuple[Dim, ...], change: Callable[[Any], Any]) -> Sparse:
-    return Sparse(shape, value.dtype, tuple(Entry(tuple(change(e.indices)), e.value) for e in value.entries))
+    return Sparse(
+        shape, value.dtype, tuple(GradientEntry(tuple(change(e.indices)), e.value) for e in value.entries)
+    )
 
 
 # -- entries -------------------------------------------------------------------------------------------
@@ -112,11 +114,11 @@ def as_sparse(value: Scalar | Sparse | Lazy) -> Sparse:
     Each element of a short dense gradient is an entry. Raises TooLong for others.
     """
     if isinstance(value, Scalar):
-        return Sparse((), value.dtype, (Entry((), value),))
+        return Sparse((), value.dtype, (GradientEntry((), value),))
     if isinstance(value, Lazy):
         if value.fill == 0:
             return Sparse(value.shape, value.dtype, ())
-        entries = (Entry(indices, value.at(indices)) for indices in _all_indices(value.shape))
+        entries = (GradientEntry(indices, value.at(indices)) for indices in _all_indices(value.shape))
         return Sparse(value.shape, value.dtype, tuple(entries))
     return value
 
@@ -226,11 +228,11 @@ def _pointwise(scope: GradientScope, node: fx.Node, name: str, inputs: list[Any]
     if name == "mul":  # the gradient is written first
         operands.sort(key=lambda operand: operand is not value)
 
-    def element(entry: Entry) -> Scalar:
+    def element(entry: GradientEntry) -> Scalar:
         dense = (o if o is value else element_at(o, entry.indices, len(value.shape)) for o in operands)
         return rule(*(entry.value if o is value else o for o in dense))
 
-    entries = tuple(Entry(entry.indices, element(entry)) for entry in value.entries)
+    entries = tuple(GradientEntry(entry.indices, element(entry)) for entry in value.entries)
     return Sparse(value.shape, node.meta["val"].dtype, entries)
 
 

@@ -16,7 +16,7 @@ from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.translate import gradient
 from tritoncp.mods.translate.graph_passes import decompose
 from tritoncp.mods.translate.index_maps import TooLong, broadcast, element_address, element_at
-from tritoncp.mods.translate.integer_ranges import INDEX, Interval, dtype_interval
+from tritoncp.mods.translate.integer_ranges import INDEX, IntegerRange, dtype_interval
 from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, where
 from tritoncp.mods.translate.reductions import SHORT_TENSORS
 from tritoncp.mods.translate.symbolic import (
@@ -107,7 +107,7 @@ class GraphWriter:
         if isinstance(number, float):
             text = self.block.name(f"tl.cast(caps[{place}], tl.float32)", name)
             return Scalar(text, torch.float32, "float32", weak=True)
-        bits = 32 if Interval(number, number).fits(32) else 64
+        bits = 32 if IntegerRange(number, number).fits(32) else 64
         text = self.block.name(f"tl.cast(caps[{place}], tl.int{bits})", name)
         interval = dtype_interval(torch.int32 if bits == 32 else torch.int64)
         return Scalar(text, torch.int64, f"int{bits}", interval, weak=True)
@@ -218,7 +218,7 @@ class GraphWriter:
             (index,) = indices
             if index.at.const is not None:
                 return constant(start + step * int(index.at.const), result.dtype)
-            reach = Interval(-(2**62) if index.valid else 0, 2**62)  # an index out of range has any value
+            reach = IntegerRange(-(2**62) if index.valid else 0, 2**62)  # an index out of range has any value
             text = as_rep(index.at, "int64")
             position = Scalar(text, torch.int64, "int64", reach, None, index.at.axes)
             scaled = BINARY["mul"](self.block, torch.int64, position, weak_scalar(step))

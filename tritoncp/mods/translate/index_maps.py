@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tritoncp.mods.translate.integer_ranges import Interval
+from tritoncp.mods.translate.integer_ranges import IntegerRange
 from tritoncp.mods.translate.symbolic import (
     Block,
     Dim,
@@ -28,7 +28,7 @@ from tritoncp.mods.translate.symbolic import (
 # gradient compile for sm_90 in 4 s for 16 elements, 19 s for 64, 117 s for 128 (tiles of 32 x 32).
 MAX_UNROLLED = 64
 ZERO = Index(constant(0, torch.int64), None)
-_ANY = Interval(0, 2**63 - 1)
+_ANY = IntegerRange(0, 2**63 - 1)
 
 
 class TooLong(NotImplementedError):

@@ -1,8 +1,8 @@
-"""Interval analysis over integers: which int64 values of torch may live in 32-bit registers.
+"""Ranges of integers: which int64 values of torch may live in 32-bit registers.
 
-An `Interval` holds every value that an expression can take, in exact Python integers. b, h, q_idx and kv_idx
-lie in [0, 2^30); captured integer tensors span their dtype; arithmetic gives the intervals of results. A
-result that can leave its torch dtype wraps around, so its interval becomes that of the dtype.
+An `IntegerRange` holds every value that an expression can take, in exact Python integers. b, h, q_idx and
+kv_idx lie in [0, 2^30); captured integer tensors span their dtype; arithmetic gives the intervals of results.
+A result that can leave its torch dtype wraps around, so its interval becomes that of the dtype.
 
 >>> add(INDEX, INDEX).fits(32), mul(INDEX, INDEX).fits(32)
 (True, False)
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 
-class Interval(NamedTuple):
+class IntegerRange(NamedTuple):
     """Every integer from lo to hi, both included."""
 
     lo: int
@@ -25,65 +25,65 @@ class Interval(NamedTuple):
         """Whether a signed integer of this many bits holds every value."""
         return -(1 << (bits - 1)) <= self.lo and self.hi < 1 << (bits - 1)
 
-    def within(self, other: Interval) -> bool:
+    def within(self, other: IntegerRange) -> bool:
         return other.lo <= self.lo and self.hi <= other.hi
 
 
-INDEX = Interval(0, 2**30 - 1)
+INDEX = IntegerRange(0, 2**30 - 1)
 
 
-def dtype_interval(dtype: torch.dtype) -> Interval | None:
+def dtype_interval(dtype: torch.dtype) -> IntegerRange | None:
     """All values of an integer dtype; None for floating point."""
     if dtype is torch.bool or dtype.is_floating_point:
-        return Interval(0, 1) if dtype is torch.bool else None
-    return Interval(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        return IntegerRange(0, 1) if dtype is torch.bool else None
+    return IntegerRange(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
-def wrap_interval(exact: Interval, dtype: torch.dtype) -> Interval:
+def wrap_interval(exact: IntegerRange, dtype: torch.dtype) -> IntegerRange:
     """The interval of a result that wraps to `dtype`; `exact`: its interval before that."""
     limits = dtype_interval(dtype)
     assert limits is not None, f"{dtype} is no integer type"
     return exact if exact.within(limits) else limits
 
 
-def _hull(*corners: int) -> Interval:
+def _hull(*corners: int) -> IntegerRange:
     """The smallest interval that holds all corners."""
-    return Interval(min(corners), max(corners))
+    return IntegerRange(min(corners), max(corners))
 
 
-def add(a: Interval, b: Interval) -> Interval:
-    return Interval(a.lo + b.lo, a.hi + b.hi)
+def add(a: IntegerRange, b: IntegerRange) -> IntegerRange:
+    return IntegerRange(a.lo + b.lo, a.hi + b.hi)
 
 
-def sub(a: Interval, b: Interval) -> Interval:
-    return Interval(a.lo - b.hi, a.hi - b.lo)
+def sub(a: IntegerRange, b: IntegerRange) -> IntegerRange:
+    return IntegerRange(a.lo - b.hi, a.hi - b.lo)
 
 
-def mul(a: Interval, b: Interval) -> Interval:
+def mul(a: IntegerRange, b: IntegerRange) -> IntegerRange:
     return _hull(a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi)
 
 
-def neg(a: Interval) -> Interval:
-    return Interval(-a.hi, -a.lo)
+def neg(a: IntegerRange) -> IntegerRange:
+    return IntegerRange(-a.hi, -a.lo)
 
 
-def absolute(a: Interval) -> Interval:
-    return a if a.lo >= 0 else neg(a) if a.hi <= 0 else Interval(0, max(-a.lo, a.hi))
+def absolute(a: IntegerRange) -> IntegerRange:
+    return a if a.lo >= 0 else neg(a) if a.hi <= 0 else IntegerRange(0, max(-a.lo, a.hi))
 
 
-def maximum(a: Interval, b: Interval) -> Interval:
-    return Interval(max(a.lo, b.lo), max(a.hi, b.hi))
+def maximum(a: IntegerRange, b: IntegerRange) -> IntegerRange:
+    return IntegerRange(max(a.lo, b.lo), max(a.hi, b.hi))
 
 
-def minimum(a: Interval, b: Interval) -> Interval:
-    return Interval(min(a.lo, b.lo), min(a.hi, b.hi))
+def minimum(a: IntegerRange, b: IntegerRange) -> IntegerRange:
+    return IntegerRange(min(a.lo, b.lo), min(a.hi, b.hi))
 
 
-def union(a: Interval, b: Interval) -> Interval:
+def union(a: IntegerRange, b: IntegerRange) -> IntegerRange:
     return _hull(*a, *b)
 
 
-def floor_div(a: Interval, b: Interval) -> Interval:
+def floor_div(a: IntegerRange, b: IntegerRange) -> IntegerRange:
     """The interval of floor(a / b); a division by zero gives the dividend, as helpers then divide by one."""
     divisors = [d for d in (b.lo, b.hi, -1, 1) if d and b.lo <= d <= b.hi]
     if b.lo <= 0 <= b.hi:
@@ -91,37 +91,37 @@ def floor_div(a: Interval, b: Interval) -> Interval:
     return _hull(*(n // d for n in a for d in divisors))
 
 
-def trunc_div(a: Interval, b: Interval) -> Interval:
+def trunc_div(a: IntegerRange, b: IntegerRange) -> IntegerRange:
     bound = max(abs(a.lo), abs(a.hi))
     if a.lo >= 0 and b.lo >= 0:
-        return Interval(a.lo // max(b.hi, 1), a.hi // max(b.lo, 1))
-    return Interval(-bound, bound)
+        return IntegerRange(a.lo // max(b.hi, 1), a.hi // max(b.lo, 1))
+    return IntegerRange(-bound, bound)
 
 
-def remainder(a: Interval, b: Interval) -> Interval:
+def remainder(a: IntegerRange, b: IntegerRange) -> IntegerRange:
     """The interval of a - floor(a / b) * b, which has the sign of b."""
     if b.lo > 0 and a.lo >= 0:
-        return Interval(0, min(a.hi, b.hi - 1))
-    return Interval(min(b.lo + 1, 0), max(b.hi - 1, 0))
+        return IntegerRange(0, min(a.hi, b.hi - 1))
+    return IntegerRange(min(b.lo + 1, 0), max(b.hi - 1, 0))
 
 
-def fmod(a: Interval, b: Interval) -> Interval:
+def fmod(a: IntegerRange, b: IntegerRange) -> IntegerRange:
     """The interval of a - trunc(a / b) * b, which has the sign of a."""
     bound = max(abs(b.lo), abs(b.hi), 1) - 1
-    return Interval(max(min(a.lo, 0), -bound), min(max(a.hi, 0), bound))
+    return IntegerRange(max(min(a.lo, 0), -bound), min(max(a.hi, 0), bound))
 
 
-def bits(a: Interval, b: Interval) -> Interval:
+def bits(a: IntegerRange, b: IntegerRange) -> IntegerRange:
     """The interval of a & b, a | b and a ^ b: as many bits as the wider operand."""
     if a.lo >= 0 and b.lo >= 0:
-        return Interval(0, (1 << max(a.hi.bit_length(), b.hi.bit_length())) - 1)
+        return IntegerRange(0, (1 << max(a.hi.bit_length(), b.hi.bit_length())) - 1)
     width = max(v.bit_length() for v in (a.lo, a.hi, b.lo, b.hi)) + 1
-    return Interval(-(1 << width), (1 << width) - 1)
+    return IntegerRange(-(1 << width), (1 << width) - 1)
 
 
-def shift_left(a: Interval, amount: int) -> Interval:
-    return Interval(a.lo << amount, a.hi << amount)
+def shift_left(a: IntegerRange, amount: int) -> IntegerRange:
+    return IntegerRange(a.lo << amount, a.hi << amount)
 
 
-def shift_right(a: Interval, amount: int) -> Interval:
-    return Interval(a.lo >> amount, a.hi >> amount)
+def shift_right(a: IntegerRange, amount: int) -> IntegerRange:
+    return IntegerRange(a.lo >> amount, a.hi >> amount)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from tritoncp.mods.translate import integer_ranges
-from tritoncp.mods.translate.integer_ranges import Interval, dtype_interval, wrap_interval
+from tritoncp.mods.translate.integer_ranges import IntegerRange, dtype_interval, wrap_interval
 from tritoncp.mods.translate.symbolic import TRITON_NAME, Block, Scalar, as_rep, constant, opmath, spell
 
 # fn(block, dtype, *operands): `dtype` is the result's (for comparisons: the type compared in)
@@ -18,8 +18,8 @@ Rule = Callable[..., Scalar]
 
 
 def _integer_type(
-    block: Block, dtype: torch.dtype, exact: Interval | None, *operands: Scalar
-) -> tuple[str, Interval]:
+    block: Block, dtype: torch.dtype, exact: IntegerRange | None, *operands: Scalar
+) -> tuple[str, IntegerRange]:
     """The Triton type in which an integer operation is exact, and the interval of its result."""
     interval = wrap_interval(exact, dtype) if exact is not None else dtype_interval(dtype)
     assert interval is not None
@@ -47,7 +47,7 @@ def _operand(value: Scalar, rep: str, other: Scalar | None = None) -> str:
 _LITERAL_TYPES = ("int32", "int64", "float32", "float64")
 
 
-Intervals = Callable[[Interval, Interval], Interval]
+Intervals = Callable[[IntegerRange, IntegerRange], IntegerRange]
 
 
 def _two_operands(
@@ -266,7 +266,7 @@ def _rounding_rule(template: str, hint: str) -> Rule:
     return lambda block, dtype, a: call(block, dtype, a) if dtype.is_floating_point else a
 
 
-def _signed_rule(template: str, hint: str, interval: Callable[[Interval], Interval]) -> Rule:
+def _signed_rule(template: str, hint: str, interval: Callable[[IntegerRange], IntegerRange]) -> Rule:
     """The rule of a function of floats and integers."""
 
     def rule(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
@@ -282,7 +282,7 @@ def _signed_rule(template: str, hint: str, interval: Callable[[Interval], Interv
 def _invert(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
     if dtype is torch.bool:
         return block.scalar(f"~{as_rep(a, 'int1')}", "negation", dtype, "int1", dtype_interval(dtype), a)
-    complement = integer_ranges.sub(Interval(-1, -1), a.range)  # type: ignore[arg-type]
+    complement = integer_ranges.sub(IntegerRange(-1, -1), a.range)  # type: ignore[arg-type]
     result = complement if dtype is not torch.uint8 else dtype_interval(dtype)
     return block.scalar(f"~{as_rep(a, a.rep)}", "negation", dtype, a.rep, result, a)
 
@@ -308,7 +308,7 @@ LIBDEVICE = (
     "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "erfinv", "lgamma",
 )  # fmt: skip
 
-_SIGN = _signed_rule("sign({})", "sign_of", lambda a: Interval(-1, 1))
+_SIGN = _signed_rule("sign({})", "sign_of", lambda a: IntegerRange(-1, 1))
 
 UNARY: dict[str, Rule] = {
     "neg": _signed_rule("-{}", "negated", integer_ranges.neg),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from tritoncp.mods.translate.index_maps import check_length, constant_index
-from tritoncp.mods.translate.integer_ranges import Interval
+from tritoncp.mods.translate.integer_ranges import IntegerRange
 from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, where
 from tritoncp.mods.translate.symbolic import (
     Block,
@@ -159,7 +159,7 @@ def _shift_back(block: Block, index: Index, start: int, size: int) -> Index:
         return Index(constant(int(index.at.const) - start, torch.int64), index.valid)
     text = as_rep(index.at, "int64")
     name = block.name(f"{text} - {start}" if start else text, "moved")
-    place = Scalar(name, torch.int64, "int64", Interval(0, 2**63 - 1), None, index.at.axes)
+    place = Scalar(name, torch.int64, "int64", IntegerRange(0, 2**63 - 1), None, index.at.axes)
     return Index(place, " & ".join(filter(None, [index.valid, f"inside({name}, {size})"])))
 
 

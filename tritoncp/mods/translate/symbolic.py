@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from tritoncp.mods.translate.integer_ranges import Interval, dtype_interval, wrap_interval
+from tritoncp.mods.translate.integer_ranges import IntegerRange, dtype_interval, wrap_interval
 
 Number = bool | int | float
 
@@ -42,7 +42,7 @@ class Scalar(NamedTuple):
     text: str
     dtype: torch.dtype
     rep: str
-    range: Interval | None = None
+    range: IntegerRange | None = None
     const: Number | None = None
     axes: frozenset[str] = NO_AXES
     weak: bool = False
@@ -74,7 +74,7 @@ class Lazy(NamedTuple):
     fill: Number | None = None
 
 
-class Entry(NamedTuple):
+class GradientEntry(NamedTuple):
     """An addend of a gradient, and the index of the element that it belongs to."""
 
     indices: Indices
@@ -86,7 +86,7 @@ class Sparse(NamedTuple):
 
     shape: tuple[Dim, ...]
     dtype: torch.dtype
-    entries: tuple[Entry, ...]
+    entries: tuple[GradientEntry, ...]
 
 
 Value = Scalar | Lazy | Sparse
@@ -129,7 +129,7 @@ def constant(value: Number, dtype: torch.dtype) -> Scalar:
     if isinstance(value, float) or dtype is torch.bool:
         value = torch.tensor(value, dtype=torch.float64).to(dtype).item()
     value = int(value) if dtype is not torch.bool and not dtype.is_floating_point else value
-    interval = None if dtype.is_floating_point else Interval(int(value), int(value))
+    interval = None if dtype.is_floating_point else IntegerRange(int(value), int(value))
     rep = TRITON_NAME[dtype]
     if dtype is torch.int64 and interval is not None and interval.fits(32):
         rep = "int32"
@@ -193,7 +193,7 @@ class Block:
         hint: str,
         dtype: torch.dtype,
         rep: str,
-        range: Interval | None,
+        range: IntegerRange | None,
         *parents: Scalar,
     ) -> Scalar:
         """Emit an operation; its result varies with the axes of all operands."""

@@ -40,7 +40,7 @@ from tritoncp.core.user_code import (
 )
 from tritoncp.mods.captures import captured_numbers
 from tritoncp.mods.errors import Untranslatable
-from tritoncp.mods.recording import State, read_state
+from tritoncp.mods.recording import ModState, read_state
 from tritoncp.mods.translate.graph_passes import (
     detach_without_grad,
     lift_captures,
@@ -85,7 +85,7 @@ class ModTrace:
 
 
 def trace_mod(
-    fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: State | None = None
+    fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState | None = None
 ) -> ModTrace:
     """Trace `fn`, and find the captured numbers among the graph's constants."""
     state = state or read_state(fn, is_score, dtype)

@@ -19,7 +19,7 @@ from tritoncp.mods.translate.index_maps import (
     shift,
     wrap,
 )
-from tritoncp.mods.translate.integer_ranges import Interval
+from tritoncp.mods.translate.integer_ranges import IntegerRange
 from tritoncp.mods.translate.symbolic import Block, Index, Lazy, Scalar, Value, as_rep, fixed_dim, weak_scalar
 
 
@@ -112,7 +112,9 @@ def _flip(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Val
         if index.at.const is not None and source.shape[i].text.isdigit():
             return constant_index(source.shape[i].size - 1 - int(index.at.const))
         text = block.name(f"{source.shape[i].text} - 1 - {as_rep(index.at, 'int64')}", "flipped")
-        return Index(Scalar(text, torch.int64, "int64", Interval(0, 2**62), None, index.at.axes), index.valid)
+        return Index(
+            Scalar(text, torch.int64, "int64", IntegerRange(0, 2**62), None, index.at.axes), index.valid
+        )
 
     return remap(
         source, source.shape, lambda r: tuple(flip_index(i, x) if i in dims else x for i, x in enumerate(r))

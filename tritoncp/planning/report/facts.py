@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritoncp.masks.expressions import format_mask
 from tritoncp.planning import cost
-from tritoncp.planning.memory import Sizes
+from tritoncp.planning.memory import TensorBytes
 from tritoncp.planning.plan_data import PlanData
 
 
@@ -76,7 +76,7 @@ class Facts:
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's queries, keys, values, outputs and lse."""
-        return Sizes.of(self.plan, self.shape).shards
+        return TensorBytes.of(self.plan, self.shape).shards
 
     @property
     def reads(self) -> Tensor:
