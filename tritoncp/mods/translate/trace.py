@@ -226,7 +226,9 @@ class _OperationChecks(TorchDispatchMode):
             for tensor in tensors:
                 self._collect(tensor, func)
         fx.traceback.set_stack_trace([user_line()])
-        fx.traceback.current_meta["custom"] = {"no_grad": not torch.is_grad_enabled()}
+        # An edit in place keeps the gradient of what it edits: torch.cosine_similarity bounds its norms so.
+        is_edit = getattr(func, "_schema", None) is not None and func._schema.is_mutable
+        fx.traceback.current_meta["custom"] = {"no_grad": not torch.is_grad_enabled() and not is_edit}
         out = func(*args, **kwargs)
         if _is_view(func):
             self._views += [*tensors, *(t for t in tree_leaves(out) if isinstance(t, Tensor))]
