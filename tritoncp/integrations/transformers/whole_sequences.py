@@ -8,10 +8,12 @@ the output.
 from __future__ import annotations
 
 import inspect
-import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -19,39 +21,102 @@ from tritoncp.api.shards import shard, unshard
 from tritoncp.integrations.transformers.model_classes import is_recurrent
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 
-_PREPARED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+CURRENT = "_tritoncp_current_plan"  # the attribute of a model that has the hooks
+# Attributes of modules that hold torch's checkpoint: of transformers' layers, and of torch's CheckpointWrapper.
+CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
-class _Current:
-    """The plan of the call of a model that is running, for modules that do not get it as an argument."""
+class CurrentPlan:
+    """The plan of the call of a model that is running, for modules that do not get it as an argument. A copy
+    of the model starts without one."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = weakref.ref(model)
-        self.plan: ContextParallelPlan | None = None
+    def __init__(self) -> None:
+        self.calls: list[tuple[nn.Module | None, ContextParallelPlan | None]] = []  # the innermost is last
+        self.had_plan = False
 
-    def set(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if "context_parallel" in kwargs or module is self.model():
-            self.plan = kwargs.get("context_parallel")
+    def __reduce__(self) -> Any:
+        return CurrentPlan, ()
+
+    def of(self, kwargs: dict[str, Any]) -> ContextParallelPlan | None:
+        """Return the plan of a call: its argument, or that of the call around it."""
+        if "context_parallel" in kwargs:
+            return kwargs["context_parallel"]
+        if self.calls:
+            return self.calls[-1][1]
+        if self.had_plan and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "a recurrent layer is recomputed in backward by a checkpoint that does not tell which batch it "
+                "is of: use model.gradient_checkpointing_enable(), or torch's checkpoint_wrapper"
+            )
+        return None
+
+    def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any], *, is_top: bool) -> None:
+        """Begin the call of a module, which has the plan as an argument, or is the model itself."""
+        if not is_top and "context_parallel" not in kwargs:
+            return
+        plan = kwargs.get("context_parallel")
+        self.had_plan |= plan is not None
+        self.calls.append((module, plan))
+        for part in module.modules():
+            for name in CHECKPOINTS:
+                function = vars(part).get(name)
+                if function is not None and not self._is_kept_by(function):
+                    setattr(part, name, CheckpointWithPlan(self, function))
+
+    def leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        """End the call of a module, also one that raised."""
+        if self.calls and self.calls[-1][0] is module:
+            self.calls.pop()
+
+    def _is_kept_by(self, function: Any) -> bool:
+        while isinstance(function, CheckpointWithPlan):
+            if function.current is self:
+                return True
+            function = function.checkpoint
+        return False
+
+
+@dataclass
+class CheckpointWithPlan:
+    """A checkpoint function whose recomputation has the plan of its forward call."""
+
+    current: CurrentPlan
+    checkpoint: Callable[..., Any]
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.checkpoint(function, *args, **kwargs)
+        plan = self.current.of({})
+
+        def with_plan(*args: Any, **kwargs: Any) -> Any:
+            self.current.calls.append((None, plan))
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.current.calls.pop()
+
+        return self.checkpoint(with_plan, *args, **kwargs)
 
 
 def run_recurrent_layers_whole(model: nn.Module) -> None:
     """Have the recurrent layers of a model run on whole sequences where a call has a plan, by hooks. A second
     call changes nothing."""
-    if model in _PREPARED:
+    if CURRENT in vars(model):
         return
-    _PREPARED.add(model)
-    current = _Current(model)
+    current = CurrentPlan()
+    setattr(model, CURRENT, current)
     for module in model.modules():
         if is_recurrent(module):
             module.register_forward_pre_hook(partial(_gather_input, current), with_kwargs=True)
             module.register_forward_hook(partial(_shard_output, current), with_kwargs=True)
         elif any(is_recurrent(part) for part in module.modules()):
-            module.register_forward_pre_hook(current.set, with_kwargs=True)
+            module.register_forward_pre_hook(partial(current.enter, is_top=module is model), with_kwargs=True)
+            module.register_forward_hook(current.leave, always_call=True)
 
 
-def _gather_input(current: _Current, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+def _gather_input(current: CurrentPlan, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Replace shards among the arguments by whole tensors, and a mask by the padding of the whole batch."""
-    plan = kwargs.get("context_parallel", current.plan)
+    plan = current.of(kwargs)
     if plan is None:
         return None
 
@@ -70,9 +135,11 @@ def _gather_input(current: _Current, module: nn.Module, args: Any, kwargs: dict[
     return call.args, call.kwargs
 
 
-def _shard_output(current: _Current, module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+def _shard_output(
+    current: CurrentPlan, module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any
+) -> Any:
     """Replace whole tensors of the output by this rank's shards."""
-    plan = kwargs.get("context_parallel", current.plan)
+    plan = current.of(kwargs)
     if plan is None:
         return None
     shape = (len(plan.position_ids), plan.plan.q.length)

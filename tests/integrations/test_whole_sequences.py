@@ -1,0 +1,105 @@
+"""Recurrent layers have the plan of their own call: also when a checkpoint recomputes them, and not later."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.utils.checkpoint import checkpoint
+from transformers import MambaConfig, MambaForCausalLM
+from transformers.models.mamba.modeling_mamba import MambaBlock
+
+from tritoncp.integrations.transformers import register, shard_batch
+
+pytestmark = pytest.mark.usefixtures("cpu_engine")
+TOKENS = torch.randint(3, 61, (2, 32), generator=torch.Generator().manual_seed(0))
+
+
+def build() -> Any:
+    register()
+    torch.manual_seed(0)
+    return MambaForCausalLM(
+        MambaConfig(
+            vocab_size=61, hidden_size=16, state_size=4, num_hidden_layers=2, attn_implementation="tritoncp"
+        )
+    ).train()
+
+
+def batch(row: int) -> dict[str, torch.Tensor]:
+    """Return a batch with padding on the left of one row."""
+    mask = torch.ones_like(TOKENS)
+    mask[row, : 9 + row] = 0
+    return {"input_ids": TOKENS, "labels": TOKENS, "attention_mask": mask}
+
+
+def loss(model: Any, row: int) -> torch.Tensor:
+    return model(**shard_batch(batch(row), model, BLOCK_SIZE=8)).loss
+
+
+def gradients(model: Any, total: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(total, list(model.parameters())))
+
+
+def wrap(model: Any, kind: str) -> None:
+    if kind == "wrapper":
+        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, MambaBlock))
+    else:
+        model.activation_checkpointing_enable({"use_reentrant": kind == "reentrant"})
+
+
+@pytest.mark.parametrize("kind", ["own", "reentrant", "wrapper"])
+def test_recomputation_has_the_plan_of_its_forward_call(kind: str) -> None:
+    model = build()
+    if kind != "wrapper":
+        wrap(model, kind)
+        shard_batch(batch(0), model)
+    else:
+        shard_batch(batch(0), model)
+        wrap(model, kind)  # after the hooks
+    model.zero_grad()
+    total = loss(model, 0) + loss(model, 1)
+    with torch.no_grad():
+        model(TOKENS)
+    total.backward()
+    result = [x.grad for x in model.parameters()]
+    plain = build()
+    expected = gradients(plain, loss(plain, 0) + loss(plain, 1))
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
+
+
+def test_recomputation_by_another_checkpoint_is_refused() -> None:
+    model = build()
+    for block in model.backbone.layers:
+        forward = block.forward
+        block.forward = lambda *args, _call=forward, **kw: checkpoint(_call, *args, **kw, use_reentrant=False)
+    with pytest.raises(RuntimeError, match=r"use model.gradient_checkpointing_enable\(\)"):
+        loss(model, 0).backward()
+
+
+def test_a_plan_ends_with_its_call() -> None:
+    model = build().eval()
+    with torch.no_grad():
+        expected = model.backbone(TOKENS)[0]
+        loss(model, 0)
+        torch.testing.assert_close(model.backbone(TOKENS)[0], expected, rtol=0, atol=0)
+        with pytest.raises(ValueError, match="exactly one of input_ids"):
+            model.backbone(**shard_batch(batch(0), model), inputs_embeds=torch.ones(2, 7, 16))
+        torch.testing.assert_close(model.backbone(TOKENS)[0], expected, rtol=0, atol=0)
+
+
+def test_a_model_with_hooks_is_copied_and_saved_without_its_plan() -> None:
+    model = build().eval()
+    with torch.no_grad():
+        expected, padded = model(TOKENS).logits, loss(model, 0)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            hooks = [len(part._forward_pre_hooks) for part in other.modules()]
+            torch.testing.assert_close(other(TOKENS).logits, expected, rtol=0, atol=0)
+            torch.testing.assert_close(loss(other, 0), padded, rtol=0, atol=0)
+            assert hooks == [len(part._forward_pre_hooks) for part in other.modules()]
