@@ -141,10 +141,16 @@ def test_batches_that_contradict_themselves_are_refused() -> None:
             shard_batch({**batch, **wrong}, config)
     with pytest.raises(ValueError, match="accounts for 128 rows, the buffer has 100"):
         shard_batch({"input_ids": torch.zeros(1, 100).long(), "cu_seq_lens_q": cu}, config)
+    plan = shard_batch(batch, config)["context_parallel"]
+    with pytest.raises(
+        ValueError, match=r"position_ids is \[3, 2, 128\]: the model makes positions of several axes"
+    ):
+        plan.check_positions(plan.position_ids.expand(3, -1, -1))
     for options, message in (
         ({"attention": "sdpa"}, "the attention of the config is 'sdpa'"),
         ({"output_router_logits": True}, "output_router_logits=True"),
         ({"layer_types": ["linear_attention"]}, "pass the model itself"),
+        ({"per_layer_config": {0: {"sliding_window": 9}}}, "values of sliding_window of their own"),
     ):
         model = models.build_model("Llama", **SMALL)
         if options.pop("attention", None):

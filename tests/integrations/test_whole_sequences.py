@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import MambaConfig, MambaForCausalLM
 from transformers.models.mamba.modeling_mamba import MambaBlock
 
+from tests.multiprocess import ranks
 from tritoncp.integrations.transformers import register, shard_batch
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
@@ -69,6 +70,17 @@ def test_recomputation_has_the_plan_of_its_forward_call(kind: str) -> None:
     plain = build()
     expected = gradients(plain, loss(plain, 0) + loss(plain, 1))
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
+
+
+def test_recomputation_that_ends_early_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    def work(group: Any) -> list[str]:
+        model = build()
+        wrap(model, "own")
+        caplog.clear()
+        model(**shard_batch(batch(0), model, group, BLOCK_SIZE=8)).loss.backward()
+        return [record.getMessage() for record in caplog.records]
+
+    assert ranks.run(2, work) == [[], []]
 
 
 def test_recomputation_by_another_checkpoint_is_refused() -> None:

@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.utils.checkpoint import _StopRecomputationError
 
 from tritoncp.core.bounded_cache import OwnedState
 from tritoncp.core.log_lines import area_logger
@@ -116,11 +117,12 @@ def closing(group: Any) -> Iterator[None]:
 
 def stop(group: Any, error: BaseException) -> None:
     """Close a group, whose call raised ``error`` on this rank, unless all ranks fail alike; tell the other
-    ranks. An error that all ranks raise together, as its attribute ``is_shared`` says, closes nothing."""
+    ranks. An error that all ranks raise together, as its attribute ``is_shared`` says, closes nothing, nor
+    does the exception by which torch's checkpoint ends a recomputation early."""
     if group is None or not _has_others(group):
         return
     record = _RECORDS.of(group)
-    if record.closed or getattr(error, "is_shared", False):
+    if record.closed or getattr(error, "is_shared", False) or isinstance(error, _StopRecomputationError):
         return
     if record.stopped and getattr(error, "stopped_at", None) == record.messages:
         return  # an inner call has appended it

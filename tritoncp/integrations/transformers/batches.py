@@ -28,6 +28,7 @@ from tritoncp.integrations.transformers.model_classes import (
     may_be_recurrent,
     may_convolve,
     takes_positions,
+    unwrap_model,
 )
 from tritoncp.integrations.transformers.plans import OWN_LOSS, BatchMasks, ContextParallelPlan
 from tritoncp.integrations.transformers.positions import SHARDS
@@ -84,15 +85,20 @@ def shard_batch(
     >>> batch["shift_labels"].tolist(), int(batch["num_items_in_batch"])
     ([[1, 2, 3, 4, 5, -100]], 5)
     """
-    model = config if isinstance(config, nn.Module) else None
-    model = getattr(model, "module", model)  # of DistributedDataParallel
-    config = config if model is None else model.config
+    model = unwrap_model(config) if isinstance(config, nn.Module) else None
+    config = config if model is None else getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        wrong = type(config if model is None else model).__name__
+        raise TypeError(
+            f"shard_batch has a {wrong} for the model: pass the model of transformers, or its config"
+        )
     group = groups.group_of(mesh)
     read = partial(_read_batch, batch, config, model, group)
     (kinds, position_ids), _ = together(group, "shard_batch", read)
     if model is not None:
         run_recurrent_layers_whole(model)
-    order = None if group is None or group.size() == 1 else balancer
+    several = group is not None and group.size() > 1
+    order = balancer if several else None
     masks = BatchMasks(next(iter(kinds.values())), BLOCK_SIZE)
     plans = make_plan(
         {kind: masks.create(request) for kind, request in kinds.items()},
@@ -105,9 +111,9 @@ def shard_batch(
     described = {"attention_mask": None, **{name: batch[name] for name in CONSUMED if name in batch}}
     shifted = batch.get("labels") is not None and batch.get("shift_labels") is None
     own = ContextParallelPlan(
-        plans, mesh, local["position_ids"], masks, schedule, described, shifted and group is not None
+        plans, mesh, local["position_ids"], masks, schedule, described, shifted and several
     )
-    if group is not None and group.size() > 1:
+    if several:
         SHARDS.add(own)
     return {**local, "use_cache": False, "context_parallel": own}
 
@@ -118,12 +124,13 @@ def _read_batch(
     """Return the mask of each kind of layer and the position_ids [B, S], and the facts for ranks to
     compare."""
     text, tokens = _check_config(config, model is None), _tokens(batch)
-    if group is not None and not (may_be_recurrent(text) or takes_positions(text, model)):
+    several = group is not None and group.size() > 1
+    if several and not (may_be_recurrent(text) or takes_positions(text, model)):
         raise ValueError(
             f"the models of {type(text).__name__} take no position_ids, and would count positions within a "
             "shard: run them on whole sequences, without shard_batch"
         )
-    if group is not None and batch.get("labels") is not None and has_loss_of_its_own(config, model):
+    if several and batch.get("labels") is not None and has_loss_of_its_own(config, model):
         raise ValueError(
             f"the model of {type(config).__name__} computes its loss itself, which a rank would do of its "
             f"shard alone: {OWN_LOSS}"
@@ -184,6 +191,14 @@ def _check_config(config: PreTrainedConfig, only_config: bool) -> PreTrainedConf
             f"layers of {type(text).__name__} select keys by scores of the whole sequence "
             f"({', '.join(sorted(SPARSE_LAYERS.intersection(text.layer_types)))}), which a rank would select "
             "within its shard: run the model on whole sequences, without shard_batch"
+        )
+    own = {"sliding_window", "attention_chunk_size"}.intersection(
+        getattr(text, "per_layer_attributes", None) or ()
+    )
+    if own and not text.allow_global_per_layer_attribute_access:
+        raise ValueError(
+            f"the layers of {type(text).__name__} have values of {' and '.join(sorted(own))} of their own, "
+            "from which transformers makes no masks of a whole batch: run the model without shard_batch"
         )
     if getattr(text, "output_router_logits", False):
         raise ValueError(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -57,6 +58,16 @@ def has_sparse_layers(config: PreTrainedConfig) -> bool:
     return not SPARSE_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the model of transformers within DistributedDataParallel and torch.compile."""
+    while not isinstance(model, PreTrainedModel):
+        inner = getattr(model, "_orig_mod", getattr(model, "module", None))
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return model
+
+
 def takes_positions(config: PreTrainedConfig, model: nn.Module | None) -> bool:
     """Return whether a model takes ``position_ids``; without it, whether any model of the config does."""
     if model is None:
@@ -74,19 +85,51 @@ def has_loss_of_its_own(config: PreTrainedConfig, model: nn.Module | None) -> bo
     which reads ``shift_labels``. Without the model: whether the generating model of the config does."""
     if model is not None:
         base = getattr(model, "get_base_model", lambda: model)()
-        return not _calls_loss_function(type(base))
-    classes = vars(modeling_of(config) or object).items()
+        if _takes_labels(type(base)):
+            return not _calls_loss_function(type(base))
+        classes = {type(part) for part in base.modules() if isinstance(part, PreTrainedModel)}
+        return any(_takes_labels(cls) and not _calls_loss_function(cls) for cls in classes)
+    members = vars(modeling_of(config) or object).items()
     return any(
         name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))
         and not _calls_loss_function(cls)
-        for name, cls in classes
+        for name, cls in members
         if inspect.isclass(cls)
     )
 
 
+def _forwards_of(cls: Any) -> Iterator[Any]:
+    """Yield the forward method of a class, and those of its bases that it calls by super()."""
+    for one in cls.__mro__:
+        forward = inspect.unwrap(vars(one).get("forward", None))
+        if inspect.isfunction(forward):
+            yield forward
+            if "super" not in _names_in(forward.__code__):
+                return
+
+
+@_once_a_class
+def _takes_labels(cls: Any) -> bool:
+    return any("labels" in inspect.signature(one).parameters for one in _forwards_of(cls))
+
+
 @_once_a_class
 def _calls_loss_function(cls: Any) -> bool:
-    return "loss_function" in inspect.getsource(cls.forward)
+    for forward in _forwards_of(cls):
+        names = _names_in(forward.__code__)
+        if "loss_function" in names:
+            return True
+        lower = {name.lower() for name in names - {"loss"}}
+        if any("loss" in name or "entropy" in name for name in lower):  # around the forward of a base
+            return False
+    return False
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in compiled code, also that of functions within it: classes
+    made by exec, or by FSDP, have no source."""
+    inner = [_names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 @cache
@@ -145,5 +188,9 @@ def _parameters(cls: Any) -> frozenset[str]:
 
 @_once_a_class
 def _computes_attention(cls: Any) -> bool:
-    code = inspect.getsource(cls)
-    return INTERFACE in code or "softmax" in code
+    """Return whether a method of a class, or of a base below nn.Module, looks up attention or has a
+    softmax."""
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    methods = [inspect.unwrap(x) for one in bases for x in vars(one).values() if inspect.isfunction(x)]
+    names = set().union(*(_names_in(x.__code__) for x in methods))
+    return INTERFACE in names or any("softmax" in name for name in names)

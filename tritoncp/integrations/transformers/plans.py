@@ -164,6 +164,12 @@ class ContextParallelPlan:
         own = self.position_ids
         if position_ids is None or position_ids is own or position_ids in self._checked:
             return
+        if position_ids.ndim == 3:
+            raise ValueError(
+                f"position_ids is {list(position_ids.shape)}: the model makes positions of several axes (of "
+                "images and video) itself, and counts them within a shard: run it on whole sequences, "
+                "without shard_batch"
+            )
         valid = self.plan.valid.to(own.device)
         same = position_ids.shape[-1] == own.shape[-1] and position_ids.ndim == 2
         if not same or bool(((position_ids != own) & valid).any()):

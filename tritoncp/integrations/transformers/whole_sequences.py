@@ -22,7 +22,7 @@ from tritoncp.integrations.transformers.model_classes import is_recurrent
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 
 CURRENT = "_tritoncp_current_plan"  # the attribute of a model that has the hooks
-# Attributes of modules that hold torch's checkpoint: of transformers' layers, and of torch's CheckpointWrapper.
+# Attributes that hold torch's checkpoint: of transformers' layers, and of torch's CheckpointWrapper.
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
@@ -45,8 +45,8 @@ class CurrentPlan:
             return self.calls[-1][1]
         if self.had_plan and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                "a recurrent layer is recomputed in backward by a checkpoint that does not tell which batch it "
-                "is of: use model.gradient_checkpointing_enable(), or torch's checkpoint_wrapper"
+                "a recurrent layer is recomputed in backward by a checkpoint that does not tell the batch: "
+                "use model.gradient_checkpointing_enable(), or torch's checkpoint_wrapper"
             )
         return None
 

@@ -1,0 +1,97 @@
+"""Models in wrappers, subclasses, and classes without source are what the model within is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BartConfig, BartForCausalLM, LlamaForCausalLM
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from tests.integrations import transformers_models as models
+from tests.multiprocess import ranks
+from tritoncp.integrations.transformers import model_classes, shard_batch
+from tritoncp.integrations.transformers.model_classes import has_loss_of_its_own, is_recurrent
+
+pytestmark = pytest.mark.usefixtures("cpu_engine")
+
+
+class CallsSuper(LlamaForCausalLM):
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return super().forward(*args, **options)
+
+
+class HasLoss(LlamaForCausalLM):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
+        out = super().forward(input_ids, **options)
+        return nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+
+def without_source(cls: type) -> Any:
+    """Return a subclass made by exec, with a forward method of its own."""
+    names: dict[str, Any] = {"Base": cls}
+    lines = (
+        "class Made(Base):",
+        "  def forward(self, *args, **options):",
+        "    return super().forward(*args, **options)",
+    )
+    exec("\n".join(lines), names)
+    return names["Made"]
+
+
+def test_wrapped_models_and_subclasses_take_labels_on_ranks() -> None:
+    def work(group: Any) -> None:
+        model = models.build_model("Llama", num_hidden_layers=1)
+        of_classes = [cls(model.config) for cls in (CallsSuper, without_source(LlamaForCausalLM))]
+        for one in (torch.compile(model, backend="eager"), *of_classes, model.model):
+            assert "shift_labels" in shard_batch(models.text_batch(), one, group)
+        with pytest.raises(ValueError, match="computes its loss itself"):
+            shard_batch(models.text_batch(), HasLoss(model.config), group)
+
+    ranks.run(2, work)
+
+
+def test_a_wrapper_without_a_config_is_refused() -> None:
+    with pytest.raises(TypeError, match="a Wrapper for the model: pass the model of transformers"):
+        shard_batch(models.text_batch(), Wrapper(models.build_model("Llama", num_hidden_layers=1)))
+
+
+def test_a_loss_of_an_inner_model_is_one_of_the_model() -> None:
+    model = models.build_model("Llama", num_hidden_layers=1)
+    outer = model.model  # takes no labels itself
+    outer.layers.append(HasLoss(model.config))
+    assert has_loss_of_its_own(model.config, outer)
+    assert not has_loss_of_its_own(model.config, model)
+
+
+def test_classes_without_source_are_recurrent_as_their_bases() -> None:
+    model = models.build_model("Qwen3Next")
+    kinds = [is_recurrent(part) for part in model.modules()]
+    assert any(kinds)
+    for part in list(model.modules()):
+        part.__class__ = without_source(type(part))
+    assert [is_recurrent(part) for part in model.modules()] == kinds
+    assert not model_classes._computes_attention(without_source(Qwen3NextGatedDeltaNet))
+
+
+def test_a_mesh_of_one_rank_is_one_process() -> None:
+    config = BartConfig(
+        vocab_size=61, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16,
+        is_decoder=True, is_encoder_decoder=False, attn_implementation="tritoncp", dropout=0.0,
+    )  # fmt: skip
+
+    def work(group: Any) -> tuple[float, float]:
+        model, batch = BartForCausalLM(config).eval(), models.text_batch()
+        with torch.no_grad():
+            return tuple(model(**shard_batch(batch, model, mesh)).loss.item() for mesh in (group, None))
+
+    first, second = ranks.run(1, work)[0]
+    assert first == second
