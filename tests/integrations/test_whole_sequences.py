@@ -88,7 +88,7 @@ def test_recomputation_by_another_checkpoint_is_refused() -> None:
     for block in model.backbone.layers:
         forward = block.forward
         block.forward = lambda *args, _call=forward, **kw: checkpoint(_call, *args, **kw, use_reentrant=False)
-    with pytest.raises(RuntimeError, match=r"use model.gradient_checkpointing_enable\(\)"):
+    with pytest.raises(RuntimeError, match=r"use model.activation_checkpointing_enable\(\)"):
         loss(model, 0).backward()
 
 

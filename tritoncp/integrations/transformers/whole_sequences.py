@@ -46,7 +46,7 @@ class CurrentPlan:
         if self.had_plan and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "a recurrent layer is recomputed in backward by a checkpoint that does not tell the batch: "
-                "use model.gradient_checkpointing_enable(), or torch's checkpoint_wrapper"
+                "use model.activation_checkpointing_enable(), or torch's checkpoint_wrapper"
             )
         return None
 
