@@ -295,6 +295,17 @@ def test_mistakes_of_packing_say_what_to_do(call, message: str) -> None:
         call()
 
 
+@pytest.mark.parametrize("first", [torch.nan, torch.inf])
+def test_padding_has_weight_0_whatever_the_first_token_weighs(first: float) -> None:
+    mask_mod = tritoncp.tree([-1, 0, 0], [2, 1, 2])
+    mask = tritoncp.create_block_mask(mask_mod, 1, 1, 5, 5, BLOCK_SIZE=2)
+    plan = tritoncp.make_plan(mask, world_size=2, rank=1, balancer=None)
+    weights = torch.tensor([first, 1, 1, 1, 1])
+    edges = tritoncp.tree_edges(plan, mask_mod, torch.arange(10, 15, dtype=torch.int32), weights)
+    assert edges.weights.tolist() == [1, 0, 0] and edges.labels.tolist() == [14, 0, 0]
+    assert edges.labels.dtype == torch.int32 and edges.targets.tolist() == [4, -1, -1]
+
+
 def test_edges_are_of_the_tokens_of_plan_and_tree() -> None:
     mask_mod = tritoncp.tree([-1, 0, 0], [2, 3, 3])
     plan = tritoncp.make_plan(tritoncp.create_block_mask(mask_mod, 1, 1, 8, 8, BLOCK_SIZE=4), world_size=2)

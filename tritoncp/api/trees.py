@@ -60,7 +60,7 @@ def tree_edges(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor | None = 
     rows, targets = upload([rows, targets], tokens.device)
     real = targets >= 0
     labels, weight = (x.expand(batch, -1).flatten()[targets.clamp(min=0)] for x in (tokens, weights))
-    return TreeEdges(rows, labels * real, weight * real, targets)
+    return TreeEdges(rows, labels.masked_fill(~real, 0), weight.masked_fill(~real, 0), targets)
 
 
 def _check_batch(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor) -> int:
