@@ -22,7 +22,7 @@ from tests.multiprocess import ranks
 from tests.planning.test_placement import random_mask
 from tritoncp import reshard, shard, unshard
 from tritoncp.core import log_lines
-from tritoncp.distributed import collectives
+from tritoncp.distributed import collectives, consistency
 from tritoncp.masks.mask import full_mask
 from tritoncp.planning import moves
 from tritoncp.planning.build import build
@@ -213,14 +213,17 @@ def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
             except Exception as error:
                 results.append((pattern, f"{type(error).__name__}: {error}"))
         few, counts = dist.new_group(timeout=timedelta(seconds=20)), []
+        pairs = [(None, one), (None, one), (one, None), (None, None), (None, one), (None, None)]
         with mock.patch.object(collectives, "exchange", wraps=collectives.exchange) as exchange:
-            for pair in [(None, one), (None, one), (one, None), (None, None), (None, one), (None, None)]:
-                reshard(x, *pair, few, dim=0)
-                counts.append(exchange.call_count)
+            for is_checked in (False, True):  # TRITONCP_CHECK
+                with mock.patch.object(consistency, "CHECKED", is_checked):
+                    for pair in pairs:
+                        reshard(x, *pair, few, dim=0)
+                        counts.append(exchange.call_count)
         return [*results, counts]
 
     for *results, counts in ranks.run(2, answers, timeout=120):
-        assert counts == [1, 1, 2, 3, 3, 3]
+        assert counts == [1, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 9]
         for pattern, text in results:
             assert re.match(f"Disagreement: the ranks differ in {pattern}", text), text
 
