@@ -1,6 +1,6 @@
 """Train a model of convolutions, attention, and a recurrence that cannot be cut, in two orders of the tokens.
 
-    torchrun --nproc-per-node 2 examples/hybrid_layers.py
+    torchrun --nproc-per-node 3 examples/hybrid_layers.py
 
 A convolution wants contiguous tokens: each rank has a piece of the text, and the last tokens of the piece
 before it, the halo, come from the neighbour. Attention wants balanced work: a plan assigns blocks of tokens.

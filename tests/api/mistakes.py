@@ -108,7 +108,7 @@ TYPE_ERRORS = {
         f"mask_mod {NO_LENGTHS}", r"create_block_mask\(mask_mod, None, None, Q_LEN, KV_LEN\), mesh\)$"),
     "plan of None": (lambda: make_plan(None, world_size=2),
         "None has no lengths", r"full_mask\(Q_LEN, KV_LEN"),
-    "documents": (lambda: positions(plan(), [3]), r"got \[3\]", r"a tensor .* or document\("),
+    "documents": (lambda: positions(plan(), [3]), r"got \[3\]", r"a tensor .* document\("),
 }  # fmt: skip
 VALUE_ERRORS = {
     "three dimensions": (lambda: call(x(2, S, 16)), r"query is \(2, 32, 16\)", "unsqueeze"),

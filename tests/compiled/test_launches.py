@@ -116,3 +116,14 @@ def test_float64_behind_a_table_of_few_bits(dtype: torch.dtype) -> None:
     x = qkv(40, dim=16, dtype=torch.float64)
     start = cotangents(x)
     agree(run(x, mask, start=start), oracle(x, mask, start=start))
+
+
+def test_a_score_that_differs_between_heads_alone() -> None:
+    x, table = qkv(40, heads=2, kv_heads=1, dim=16), [torch.randn(2)]
+    mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 40, 40, BLOCK_SIZE=16)
+    start = cotangents(x)
+
+    def score_of(values: Tensor) -> Callable[..., Tensor]:
+        return lambda score, b, h, q, kv: values[h]
+
+    agree(run(x, mask, score_of, table, start=start), oracle(x, mask, score_of, table, start=start))

@@ -200,6 +200,7 @@ class _Rounded(torch.autograd.Function):
         return 3 * grad
 
 
+@pytest.mark.filterwarnings("ignore:.*is run again at every call")
 def test_gradients_of_a_score_mod_stop_where_it_stops_them() -> None:
     q, k, v = (torch.randn(1, 1, 8, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
 
@@ -211,12 +212,13 @@ def test_gradients_of_a_score_mod_stop_where_it_stops_them() -> None:
     def rounded(score: Tensor, *_: Any) -> Tensor:
         return _Rounded.apply(score)
 
-    out = tritoncp.flex_attention(q, k, v, gated)
-    want = gated(q @ k.mT / 2).softmax(-1) @ v
-    grads, wants = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, want))
-    for got, expected in zip(grads, wants, strict=True):
-        torch.testing.assert_close(got, expected)
-    with pytest.warns(UserWarning, match="is run again at every call"):
-        out = tritoncp.flex_attention(q, k, v, rounded)
+    slope = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    for score_mod in (gated, rounded):
+        out = tritoncp.flex_attention(q, k, v, score_mod)
+        want = score_mod(q @ k.mT / 2).softmax(-1) @ v
+        grads, wants = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, want))
+        for got, expected in zip(grads, wants, strict=True):
+            torch.testing.assert_close(got, expected)
+    out = tritoncp.flex_attention(q, k, v, lambda score, *_: rounded(score) * slope)
     with pytest.raises(NotImplementedError, match=r"_Rounded, an autograd.Function.*detach"):
         out.sum().backward()

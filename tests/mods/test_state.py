@@ -14,11 +14,13 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from torch import Tensor
 
 import tritoncp
 from tests.mods.forms import FORMS, RECORDED, Form, make_form
 from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.mods.fingerprint import Fingerprint
+from tritoncp.mods.recording import read_state
 from tritoncp.reference import dense
 
 S = 16
@@ -360,3 +362,21 @@ def test_a_module_beside_the_mod_is_not_taken_for_pythons(
     module = importlib.import_module("pairs.mods")
     assert Fingerprint(module.near).key is None
     assert Fingerprint(module.far).key is not None
+
+
+def test_the_value_before_an_edit_in_place_is_state() -> None:
+    class Config:
+        def __getattr__(self, name: str) -> float:
+            return self.__dict__["values"][name]
+
+    def scaled(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        factor = torch.tensor(config.c)
+        factor *= q
+        return score + factor
+
+    config = Config()
+    keys = []
+    for c in (1.0, 3.0):
+        config.__dict__["values"] = {"c": c}
+        keys.append(read_state(scaled, True).key)
+    assert keys[0] != keys[1]

@@ -232,6 +232,8 @@ class GraphRecorder(HostDispatchMode):
         if torch.Tag.data_dependent_output in func.tags and not is_constant:
             raise RuntimeError(f"{func} reads a value of the graph")
         out = func(*args, **kwargs)
+        if func is aten.lift_fresh.default:
+            args = (args[0].clone(),)  # edits in place of the result change the tensor itself
         if torch.Tag.data_dependent_output in func.tags:
             return out
         if func is aten.detach.default:
@@ -297,29 +299,38 @@ def reads_batch_or_head(mask_mod: Mod, device: str | torch.device = "cpu") -> tu
     return is_read(b), is_read(h)
 
 
-class _RefusedGradient(torch.autograd.Function):
-    """The identity, whose backward pass raises."""
+class _OwnGradient(torch.autograd.Function):
+    """A score_mod's graph, with the graph of its derivative; None: the backward pass raises."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, names: str) -> Tensor:
-        return x.clone()
+    def forward(run: Callable[..., Tensor], names: str, back: Any, *arguments: Tensor) -> Tensor:
+        return run(*arguments).clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.names = inputs[1]
+        _, ctx.names, ctx.back, *arguments = inputs
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in arguments]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError(
-            f"score_mod calls {ctx.names}, an autograd.Function: the CPU engine differentiates torch's own "
-            "operations only. Write a gradient of your own with detach(), as x + (f(x) - x).detach(), or run "
-            "on a GPU"
-        )
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.back is None:
+            raise NotImplementedError(
+                f"score_mod calls {ctx.names}, an autograd.Function, and captures a tensor that requires a "
+                "gradient, which the CPU engine computes by torch's own derivatives alone. Write a gradient "
+                "of your own with detach(), as x + (f(x) - x).detach(), or run on a GPU"
+            )
+        arguments = [n if x is None else x for x, n in zip(ctx.saved_tensors, ctx.numbers, strict=True)]
+        (dscore,) = ctx.back(grad, *arguments)
+        return None, None, None, dscore, *(None for _ in arguments[1:])
 
 
-def refuse_gradient(run: Callable[..., Tensor], names: str, *arguments: Tensor) -> Tensor:
-    """Call a score_mod's graph, whose autograd.Functions ``names`` it does not show: backward raises."""
-    out: Tensor = _RefusedGradient.apply(run(*arguments), names)
+def own_gradient(run: Callable[..., Tensor], names: str, back: Any, *arguments: Any) -> Tensor:
+    """Call a score_mod's graph that does not show the autograd.Functions ``names`` of the user.
+
+    back: from (gradient of the result, *arguments) to (gradient of the score,); None: it cannot be computed.
+    """
+    out: Tensor = _OwnGradient.apply(run, names, back, *arguments)
     return out

@@ -75,16 +75,18 @@ def attribute_of(obj: Any, name: str) -> Any:
     if kind in weakref.ProxyTypes or type(in_class(kind, "__getattribute__")) is types.FunctionType:
         raise Incomparable(f"is read by the __getattribute__ of {kind.__qualname__}")
     in_type = in_class(kind, name)
-    is_data = in_class(type(in_type), "__set__") is not ABSENT
+    is_data = any(in_class(type(in_type), part) is not ABSENT for part in ("__set__", "__delete__"))
     own = in_class(obj, name) if isinstance(obj, type) else getattr(obj, "__dict__", {}).get(name, ABSENT)
     if own is not ABSENT and not is_data and not isinstance(obj, type):
         return own
     raw = in_type if own is ABSENT or is_data else own
-    if type(raw) is property and raw is in_type and type(raw.fget) is types.FunctionType:
-        return Getter(raw.fget, obj)
+    if isinstance(raw, property):
+        if type(raw) is property and raw is in_type and type(raw.fget) is types.FunctionType:
+            return Getter(raw.fget, obj)
+        raise Incomparable(f"is computed by a {type(raw).__qualname__}")
     if type(in_class(type(raw), "__get__")) is types.FunctionType:
         raise Incomparable(f"is computed by a {type(raw).__qualname__}")
-    if raw is ABSENT and isinstance(obj, torch.nn.Module):
+    if raw is ABSENT and getattr(kind, "__getattr__", None) is torch.nn.Module.__getattr__:
         for table in MODULE_TABLES:
             if name in vars(obj)[table]:
                 return vars(obj)[table][name]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import os
 import sys
 import threading
 import warnings
@@ -78,7 +79,9 @@ def _file_name(digest: str, source: str) -> str:
         path = Path(folder) / "mods" / f"{digest}.py"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(source, encoding="utf-8", newline="")  # several ranks may write the same text
+            unfinished = path.with_suffix(f".{os.getpid()}")  # another rank may write or read the same file
+            unfinished.write_text(source, encoding="utf-8", newline="")
+            unfinished.replace(path)
             return str(path)
         except OSError as error:
             message = f"no copy of a translated mod in TRITONCP_CACHE_DIR={folder}: {error}"

@@ -14,7 +14,7 @@ from torch import Tensor
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.cpu_target import cpu_target
 from tritoncp.core.log_lines import area_logger, log_decision
-from tritoncp.core.tracing import WideGradients, refuse_gradient
+from tritoncp.core.tracing import WideGradients, own_gradient
 from tritoncp.core.upload import upload
 from tritoncp.core.versions import warn_untested
 from tritoncp.cpu.engine import CpuEngine
@@ -126,12 +126,12 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
         return CpuEngine(call.scale, _check_torch_form(mask), **settings)
     wide, targets = torch.promote_types(dtype, torch.float32), [score.tensors[i] for i in score.wants]
     run: Any = score.graph
-    own_gradients = ", ".join(run.meta.get("own_gradients", ()))
+    own_gradients, back = run.meta.get("own_gradients", ((), None))
     if any(x.dtype.itemsize < wide.itemsize for x in targets):
         run = WideGradients(run, wide).run
         targets = [x.to(torch.promote_types(x.dtype, wide)) for x in targets]
     if own_gradients:
-        run = partial(refuse_gradient, run, own_gradients)
+        run = partial(own_gradient, run, ", ".join(own_gradients), None if score.wants else back)
 
     def bind(captures: Sequence[Tensor]) -> Any:
         inner = list(score.tensors)

@@ -123,7 +123,7 @@ WARNED_DEVICES: set[Device] = set()
 
 
 def _warn_untuned(device: torch.device) -> None:
-    """Warn once per GPU model, on the first rank, that no tiles were measured for it, and how to measure
+    """Warn once per GPU model, on rank 0 of the job, that no tiles were measured for it, and how to measure
     them."""
     if device.type == "cpu" or environment.CONFIG_DIR.read() == "-":
         return

@@ -188,3 +188,13 @@ def test_mods_of_one_source_keep_their_torch_forms(engine: str) -> None:
         out = tritoncp.flex_attention(x, x, x, score_mod=mod)
         expected = dense_attention(x, x, x, scale=0.25).out  # a constant of a row changes nothing
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_mask_of_several_results_is_translated() -> None:
+    bounds = torch.tensor([[0, 3], [1, 4]])
+
+    def between(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        low, high = bounds[q % 2].unbind(-1)
+        return (low <= kv) & (kv < high)
+
+    assert "between" in mask_mod(between).source

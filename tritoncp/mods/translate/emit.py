@@ -72,7 +72,10 @@ def _emit_forward(trace: ModTrace, writer: GraphWriter) -> list[str]:
     (out,) = writer.run(trace.forward.graph)
     dtype = trace.dtype if trace.is_score else torch.bool
     value = writer.block.convert(_scalar(out), dtype)
-    return [*writer.block.lines, f"return {as_rep(value, TRITON_NAME[dtype])}"]
+    text = as_rep(value, TRITON_NAME[dtype])
+    if trace.is_score and not {"q", "kv"} <= value.axes:  # kernels need the score of every pair
+        text = f"tl.broadcast_to({text}, score.shape)"
+    return [*writer.block.lines, f"return {text}"]
 
 
 def _emit_backward(trace: ModTrace, joint: fx.GraphModule) -> list[str]:

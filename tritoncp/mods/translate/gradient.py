@@ -238,10 +238,9 @@ def _pointwise(scope: GradientScope, node: fx.Node, name: str, inputs: list[Any]
 
 def _keeps_zero(node: fx.Node, name: str, operands: list[Any], place: int) -> bool:
     """Whether an operation gives zero wherever the operand at `place` is zero."""
-    if name in ("where", "masked_fill"):
-        condition = 0 if name == "where" else 1
-        others = [o for i, o in enumerate(operands) if i not in (condition, place)]
-        return place != condition and all((o.const if isinstance(o, Scalar) else o.fill) == 0 for o in others)
+    if name == "where":
+        others = [o for i, o in enumerate(operands) if i not in (0, place)]
+        return place != 0 and all((o.const if isinstance(o, Scalar) else o.fill) == 0 for o in others)
     if name == "div":
         return place == 0 and not node.kwargs.get("rounding_mode")
     return name in ("mul", "neg", "_to_copy", "convert_element_type")

@@ -42,11 +42,9 @@ def detach_without_grad(module: fx.GraphModule) -> None:
     """Detach what the function computed under torch.no_grad, so that the torch form has its gradient."""
     graph = module.graph
     for node in list(graph.nodes):
-        if (
-            node.op == "call_function"
-            and node.meta.get("custom", {}).get("no_grad")
-            and node.target is not aten.index.Tensor
-        ):
+        without_grad = node.meta.get("custom", {}).get("no_grad") and node.target is not aten.index.Tensor
+        value = node.meta.get("val")
+        if without_grad and isinstance(value, torch.Tensor) and value.is_floating_point():
             with graph.inserting_after(node):
                 detached = graph.call_function(aten.detach.default)
             detached.meta = dict(node.meta)

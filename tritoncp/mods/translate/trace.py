@@ -97,8 +97,8 @@ def trace_mod(
     tensors, arguments = lift_captures(run.graph, [*numbers, *state.numbers], places)
     grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(run.leaves) if leaf is t}
     forward, joint, back = split_outputs(run.graph.graph, is_score, list(grads.values()))
-    forward.meta["own_gradients"] = run.own_gradients
-    if not run.own_gradients:
+    forward.meta["own_gradients"] = run.own_gradients, back
+    if is_score and not run.own_gradients:
         detach_without_grad(forward)
     constants = tuple(i for i, t in enumerate(tensors) if not any(t is c for c in run.captures))
     names = describe(fn), origin(fn)
@@ -135,8 +135,13 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
     leaves: list[Tensor] = []
     own_gradients: list[str] = []
 
+    def index(
+        x: Tensor, indices: Any
+    ) -> Tensor:  # by torch's ModIndex, which computes without gradients itself
+        return (x.detach() if is_score and not torch.is_grad_enabled() else x)[indices]
+
     def call(*args: Tensor) -> Tensor:
-        gather = TensorIndexing(lambda x, indices: x[indices])
+        gather = TensorIndexing(index)
         with checks, _ValueChecks(), TransformGetItemToIndex(), gather, fx.traceback.preserve_node_meta():
             return _as_tensor(fn(*args), fn, args[0])
 
@@ -150,7 +155,7 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
         with torch.enable_grad():
             out = call(score.clone(), *rest).to(dtype)  # a copy: the function may edit it in place
         leaves.extend(t for t in checks.captures if t.requires_grad and t.is_floating_point())
-        own_gradients.extend(_own_gradients(out))
+        own_gradients.extend(_own_gradients(out, checks.captures))
         if not out.requires_grad:
             return out, torch.zeros_like(score), *(None for _ in leaves)
         grads = torch.autograd.grad(out, [score, *leaves], dscore, allow_unused=True)
@@ -179,9 +184,9 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
     return _Run(graph, tuple(leaves), tuple(checks.captures), tuple(own_gradients))
 
 
-def _own_gradients(out: Tensor) -> list[str]:
-    """Names of the user's autograd.Functions behind a tensor."""
-    nodes, names = [out.grad_fn], dict[Any, str]()
+def _own_gradients(out: Tensor, captures: Sequence[Tensor]) -> list[str]:
+    """Names of the user's autograd.Functions between captured tensors and a result."""
+    nodes, names = [out.grad_fn], {capture.grad_fn: "" for capture in captures}
     while nodes:
         node = nodes.pop()
         if node is not None and node not in names:
