@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -20,7 +22,7 @@ from tests.multiprocess import ranks
 from tests.planning.test_placement import random_mask
 from tritoncp import reshard, shard, unshard
 from tritoncp.core import log_lines
-from tritoncp.distributed import collectives
+from tritoncp.distributed import collectives, consistency
 from tritoncp.masks.mask import full_mask
 from tritoncp.planning import moves
 from tritoncp.planning.build import build
@@ -188,6 +190,44 @@ def test_real_ranks_plain_and_compiled(mesh_shape: tuple[int, ...]) -> None:
     ranks.run(torch.Size(mesh_shape).numel(), one_rank, x, y, mesh_shape)
 
 
+def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
+    """Each in a group of its own; equal calls exchange facts once for a pair of plans and a shape."""
+
+    def answers(group: Any) -> list[Any]:
+        first = group.rank() == 0
+        x, mask = torch.arange(32.0), full_mask(64, 64, block=4)
+        one, other = (build(mask, 2, balancer=name).for_rank(group.rank()) for name in ("head_tail", None))
+        calls = {
+            "plans: rank 0 .*natural order to plan": (x, None, one if first else other),
+            "plans: rank 0 against": (x, *((one, None) if first else (None, one))),
+            "plans.*natural order to natural order": (x, None, one if first else None),
+            "dtype.*float32.*float64": (x if first else x.double(), None, one),
+            r"shape.*\[rows, 2\].*\[rows, 3\]": (x[:, None].repeat(1, 2 if first else 3), None, one),
+        }
+        results = []
+        for pattern, (part, source, target) in calls.items():
+            few = dist.new_group(timeout=timedelta(seconds=20))
+            try:
+                reshard(part, source, target, few, dim=0)
+                results.append((pattern, "nothing"))
+            except Exception as error:
+                results.append((pattern, f"{type(error).__name__}: {error}"))
+        few, counts = dist.new_group(timeout=timedelta(seconds=20)), []
+        pairs = [(None, one), (None, one), (one, None), (None, None), (None, one), (None, None)]
+        with mock.patch.object(collectives, "exchange", wraps=collectives.exchange) as exchange:
+            for is_checked in (False, True):  # TRITONCP_CHECK
+                with mock.patch.object(consistency, "CHECKED", is_checked):
+                    for pair in pairs:
+                        reshard(x, *pair, few, dim=0)
+                        counts.append(exchange.call_count)
+        return [*results, counts]
+
+    for *results, counts in ranks.run(2, answers, timeout=120):
+        assert counts == [1, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 9]
+        for pattern, text in results:
+            assert re.match(f"Disagreement: the ranks differ in {pattern}", text), text
+
+
 def test_one_graph_serves_all_plans_of_a_size() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     fast = torch.compile(lambda x, plan: reshard(x * 2, plan, None, dim=0), backend=counter, fullgraph=True)
@@ -214,10 +254,16 @@ def test_mistakes_say_what_is_needed() -> None:
         (shards, (plan, None, world), {"side": "k"}, ValueError, "side='k'"),
         ([x.byte() for x in shards], (plan, None, world), {"pad": -1}, ValueError, "pad=-1 is no value"),
         (shards, (plan, by_row, world), {"batch_dim": None}, ValueError, "2 batch rows differently"),
+        (shards, (plan, None, world), {"batch_dim": 1}, ValueError, r"\(8,\) has no dimension 1; batch_dim="),
+        (shards, (None, None, world), {"dim": 9}, ValueError, r"\(8,\) has no dimension 9"),
+        (shards[0], (None, None), {"side": "k"}, ValueError, "side='k'"),
     ]  # fmt: skip
     for x, args, options, kind, message in cases:
         with pytest.raises(kind, match=message):
             reshard(x, *args, **{"dim": 0, **options})
+    alone = build(full_mask(16, 16, block=4), 1)
+    with pytest.raises(RuntimeError, match=r"tritoncp\.reshard was called under torch.vmap"):
+        torch.vmap(lambda x: reshard(x, alone, None, dim=0))(torch.zeros(2, 16))
 
 
 def test_messages_log_their_bytes_once(caplog: pytest.LogCaptureFixture) -> None:

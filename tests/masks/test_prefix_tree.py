@@ -58,6 +58,16 @@ def test_the_permutation_of_the_error_brings_segments_into_order(case) -> None:
         (lambda: tree([[-1, 0], [-1, 0]], [[1, 2], [2, 2]]), r"must add up to the same, got \[3, 4\]"),
         (lambda: tree([-1], [3], window=(-2, 0)), r"window is \(-2, 0\)"),
         (lambda: create_block_mask(tree([-1], [3]), 1, 1, 4, 4), "have 3 tokens, the mask needs 4"),
+        (lambda: tree([-1], [2**31 + 5]), "add up to 2147483653 tokens; a mask has up to 1073741824"),
+        (lambda: tree([-1] * 4, [2**62] * 4), "add up to 18446744073709551616 tokens"),
+        (
+            lambda: create_block_mask(tree([-1], [3]) | (lambda b, h, q, kv: q == kv), 1, 1, 4, 4),
+            "have 3 tokens, the mask needs 4",
+        ),
+        (
+            lambda: create_block_mask(~tree([-1], [3], window=(1, -1)), 1, 1, 4, 4),
+            "have 3 tokens, the mask needs 4",
+        ),
         (lambda: create_block_mask(tree([[-1]] * 2, [[3]] * 2), 3, 1, 3, 3), "differs between 2 batch rows"),
     ],
 )

@@ -12,8 +12,9 @@ from tritoncp.api.group_call import group_call
 from tritoncp.api.simulate import World
 from tritoncp.core.dynamo_boundary import constant_result, graph_entry, host_only
 from tritoncp.distributed import groups
-from tritoncp.ops.reshard import Reshard, move_rows
-from tritoncp.planning.placement import pieces
+from tritoncp.ops.dispatch import is_traced
+from tritoncp.ops.reshard import Reshard, compare_reshard, move_rows
+from tritoncp.planning.placement import check_side, pieces
 from tritoncp.planning.plan import Plan
 
 
@@ -50,7 +51,9 @@ def reshard(
     of the result that no rank holds in ``source``: padding.
 
     Exactly the rows that change ranks are sent, in one all-to-all, and every rank has to call. Which rows
-    these are is computed once for each pair of plans. Differentiable: gradients move back, those of padding
+    these are is computed once for each pair of plans. At the first call with a pair of plans, a shape or a
+    dtype, and at every call under ``TRITONCP_CHECK=1``, the ranks compare these, and all raise Disagreement
+    where they differ. Differentiable: gradients move back, those of padding
     are 0. In a compiled graph it is one op. Raises ValueError for shards and plans that do not fit together.
 
     >>> import torch
@@ -87,17 +90,31 @@ def _move(
     side: str, batch_dim: int | None, pad: float,
 ) -> list[Tensor]:  # fmt: skip
     """Move the shards ``xs`` of ranks from ``first_rank`` on, after checks."""
+    check_side(side)
+    for x in xs:
+        shards.check_dim(x, dim)
+        _check_batch_dim(x, batch_dim)
+        shards.check_pad(x, pad)
+    dim, batch_dim = dim % xs[0].ndim, None if batch_dim is None else batch_dim % xs[0].ndim
     if source is None and target is None:
+        if world and not is_traced(xs[0]):  # no op of a graph
+            call = Reshard(None, None, side, dim, batch_dim, xs[0].shape[dim], pad, world)
+            compare_reshard(call, groups.group_by_name(world), xs[0])
         return list(xs)
     before, after = (_lengths(*pair, side, world_size) for pair in ((source, target), (target, source)))
     for rank, x in enumerate(xs, first_rank):
-        shards.check_dim(x, dim)
         shards.check_length(x, dim, before[rank], f"rank {rank}'s shard by source")
-        shards.check_pad(x, pad)
     handles = [None if plan is None else plan.pinned().handle for plan in (source, target)]
-    dim, batch_dim = dim % xs[0].ndim, None if batch_dim is None else batch_dim % xs[0].ndim
     call = Reshard(handles[0], handles[1], side, dim, batch_dim, after[first_rank], pad, world)
     return move_rows(call, xs)
+
+
+def _check_batch_dim(x: Tensor, batch_dim: int | None) -> None:
+    if batch_dim is not None and not -x.ndim <= batch_dim < x.ndim:
+        raise ValueError(
+            f"the tensor {tuple(x.shape)} has no dimension {batch_dim}; batch_dim= is that of its batch, or "
+            "None"
+        )
 
 
 @constant_result

@@ -151,7 +151,7 @@ def _positions_within(documents: Any, length: int) -> Tensor:
     """Return the position of each token in its document, or in its path of a tree: int64 [B or 1, length]."""
     mask = document(ids=documents) if isinstance(documents, Tensor) else documents
     if isinstance(mask, Tree):
-        return mask.depth.detach().cpu().long().view(-1, mask.depth.shape[-1])[:, :length]
+        return mask.positions(length)
     if not isinstance(mask, Document):
         raise TypeError(
             f"documents is a tensor with the document of each token, document(...) or tree(...); got {mask!r}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import upload
 from tritoncp.masks.block_runs import content
+from tritoncp.masks.classification.interval_arithmetic import is_integer
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.planning.plan import Plan
 
@@ -44,7 +45,7 @@ def tree_edges(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor | None = 
     weights: weight of each token as a label, floats [N] or [B, N]; None: 1. If it is the sum of the token's
     weights in all trajectories (``PackedTree.weights``), a loss that is linear in log-probabilities is that
     of the trajectories. Raises ValueError where tokens, weights, tree and plan differ in length or batch
-    rows.
+    rows, and TypeError for what is no tensor or no tree, and for tokens that are no integers.
 
     >>> from tritoncp import create_block_mask, make_plan, tree
     >>> answers = tree([-1, 0, 0], [2, 1, 2])       # a prompt of 2 tokens with answers of 1 and 2
@@ -54,13 +55,23 @@ def tree_edges(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor | None = 
     """
     if not isinstance(tree, Tree):
         raise TypeError(f"tree is a {type(tree).__name__}; tritoncp.tree(parent, lengths) is needed")
+    _check_types(tokens, weights)
     weights = torch.ones(tokens.shape, device=tokens.device) if weights is None else weights
     batch = _check_batch(plan, tree, tokens, weights)
     rows, targets = _local_edges(plan, tree, batch)
     rows, targets = upload([rows, targets], tokens.device)
     real = targets >= 0
     labels, weight = (x.expand(batch, -1).flatten()[targets.clamp(min=0)] for x in (tokens, weights))
-    return TreeEdges(rows, labels * real, weight * real, targets)
+    return TreeEdges(rows, labels.masked_fill(~real, 0), weight.masked_fill(~real, 0), targets)
+
+
+def _check_types(tokens: Any, weights: Any) -> None:
+    """Raise TypeError unless tokens are a tensor of integers, and weights a tensor or None."""
+    for name, x in (("tokens", tokens), ("weights", weights)):
+        if not isinstance(x, Tensor) and (x is not None or name == "tokens"):
+            raise TypeError(f"tree_edges: {name} is a {type(x).__name__}; a tensor [N] or [B, N] is needed")
+    if not is_integer(tokens.dtype):
+        raise TypeError(f"tree_edges: tokens are {tokens.dtype}; ids are integers: tokens.long()")
 
 
 def _check_batch(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor) -> int:
@@ -152,7 +163,7 @@ def pack_trajectories(
     empty, or end inside another. weights: of each token of each trajectory as a label, floats [L_j], as 0 for
     prompts; None: 1. Results are on the CPU, and the same on every rank that packs the same.
     Raises ValueError for trajectories that are not integers [L_j], for weights of other lengths, and if there
-    is no token.
+    is no token; TypeError for trajectories or weights that are no lists of numbers or tensors.
 
     >>> packed = pack_trajectories([[7, 8, 1], [7, 8, 2, 3], [7, 8, 1]])
     >>> packed.tokens.tolist(), packed.weights.tolist()
@@ -162,6 +173,7 @@ def pack_trajectories(
     >>> [values.tolist() for values in packed.unpack(packed.tokens)]
     [[7, 8, 1], [7, 8, 2, 3], [7, 8, 1]]
     """
+    _check_lists("trajectories", trajectories)
     sequences = [_token_ids(j, x) for j, x in enumerate(trajectories)]
     if not any(map(len, sequences)):
         raise ValueError(
@@ -187,13 +199,32 @@ def pack_trajectories(
 
 def _token_ids(j: int, x: Any) -> Tensor:
     """Return the tokens of trajectory j as int64 [L] on the CPU."""
-    ids = torch.as_tensor(x).detach().cpu()
-    is_integer = not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
-    if ids.ndim != 1 or (len(ids) and not is_integer):
+    ids = _as_tensor(f"trajectory {j}", x)
+    if ids.ndim != 1 or (len(ids) and not is_integer(ids.dtype)):
         raise ValueError(
             f"pack_trajectories: trajectory {j} must be integers [tokens], got {ids.dtype} {list(ids.shape)}"
         )
     return ids.long()
+
+
+def _check_lists(name: str, x: Any) -> None:
+    """Raise TypeError for trajectories or weights that are text or a mapping, or not iterable."""
+    if isinstance(x, str | bytes | Mapping) or not isinstance(x, Iterable):
+        raise TypeError(
+            f"pack_trajectories: {name} is a {type(x).__name__}; a list with a list or tensor for each "
+            "trajectory is needed"
+        )
+
+
+def _as_tensor(name: str, x: Any) -> Tensor:
+    """Return a list of numbers, or a tensor, as a tensor on the CPU; raise TypeError for anything else."""
+    try:
+        return torch.as_tensor(x).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"pack_trajectories: {name} is the {type(x).__name__} {repr(x)[:80]}; a list of numbers or a "
+            f"tensor [tokens] is needed ({error})"
+        ) from error
 
 
 def _common_length(one: Tensor, two: Tensor) -> int:
@@ -221,7 +252,8 @@ def _sum_weights(paths: list[Tensor], weights: Any, size: int) -> Tensor:
     """Return the sum over trajectories of each token's weights: floats [size]."""
     if weights is None:
         weights = [torch.ones(len(path)) for path in paths]
-    given = [torch.as_tensor(x).detach().cpu() for x in weights]
+    _check_lists("weights", weights)
+    given = [_as_tensor(f"weights[{j}]", x) for j, x in enumerate(weights)]
     if [list(x.shape) for x in given] != [[len(path)] for path in paths]:
         shapes = [list(x.shape) for x in given[:8]]
         raise ValueError(

@@ -25,9 +25,11 @@ TEXT = 1024  # bytes of a rank's text, exchanged once ranks differ
 CHECKED = CHECK.read()  # every call
 REMEDIES = {  # the facts that ranks compare, in this order, and the remedy where they differ
     "call": "All ranks of a mesh must make the same calls in the same order.",
+    "plans": "Pass the same source, target and side on every rank.",
     "versions": "Install the same on every host.",
     "device": "Put the tensors of every rank on the same kind of device.",
     "dtype": "Give every rank tensors of one dtype.",
+    "shape": "Shards may differ along dim= only: give every rank the same other sizes, dim= and batch_dim=.",
     "batch": "Shards may differ in length only: give every rank the same batch.",
     "heads": "Shards may differ in length only: give every rank all heads.",
     "head dims": "Shards may differ in length only: give every rank the same head dims.",

@@ -24,12 +24,11 @@ from tritoncp.masks.block_runs import ABSENT, Kind, Runs
 from tritoncp.masks.classification import classify
 from tritoncp.masks.classification.classify import Grid
 from tritoncp.masks.closed_forms import QuerySlice, Selection, as_int, is_closed_form
-from tritoncp.masks.mask_mod import Intervals, MaskFn, MaskMod
+from tritoncp.masks.mask_mod import MAX_TOKENS, Intervals, MaskFn, MaskMod
 from tritoncp.mods.recording import ModState
 from tritoncp.mods.snapshot import Snapshot
 
 Device = str | torch.device
-MAX_TOKENS = 1 << 30  # tokens: kernels count in 32 bits, sums and differences of positions included
 
 
 @dataclass(frozen=True, eq=False)

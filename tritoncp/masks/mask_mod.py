@@ -20,6 +20,7 @@ from tritoncp.core.user_code import check_result
 
 MaskFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Intervals = tuple[Tensor, Tensor]  # (lo, hi), see MaskMod.intervals
+MAX_TOKENS = 1 << 30  # tokens: kernels count in 32 bits, sums and differences of positions included
 UNBOUNDED = -1  # a side of a window without a limit
 
 
@@ -141,12 +142,12 @@ class _Join(_Combination):
 
     def _join_all(self, intervals_of: Callable[[MaskMod], Intervals | None]) -> Intervals | None:
         """The intervals of all parts together; None if a part has none."""
-        parts = [part for part in self.parts if isinstance(part, MaskMod)]
+        # Of every part, as each raises an error for more tokens than it has.
+        parts = [intervals_of(part) for part in self.parts if isinstance(part, MaskMod)]
         if len(parts) < len(self.parts):
             return None
-        joined = intervals_of(parts[0])
-        for part in parts[1:]:
-            intervals = joined and intervals_of(part)
+        joined = parts[0]
+        for intervals in parts[1:]:
             joined = joined and intervals and self._join_intervals(joined, intervals)
         return joined
 
@@ -188,6 +189,11 @@ class Or(_Join):
 
 class Not(_Combination):
     """Complement: a pair is visible if the part hides it."""
+
+    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        if isinstance(self.parts[0], MaskMod):
+            self.parts[0].intervals(q_len, kv_len)  # raises an error for more tokens than it has
+        return None
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return ~self._part_visible(0, b, h, q_idx, kv_idx)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import host
 from tritoncp.masks.block_runs import ramps
-from tritoncp.masks.mask_mod import UNBOUNDED, Intervals, MaskMod, check_window, clip_intervals
+from tritoncp.masks.mask_mod import MAX_TOKENS, UNBOUNDED, Intervals, MaskMod, check_window, clip_intervals
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,6 +52,10 @@ class Tree(MaskMod):
         if self.left != UNBOUNDED:  # the queries that are near enough lie in several branches
             return None
         return clip_intervals(torch.arange(kv_len).expand_as(leave), leave, q_len)
+
+    def positions(self, length: int) -> Tensor:
+        """Return the depth of each token of a sequence of ``length``, int64 [B or 1, length] on the CPU."""
+        return self._rows(self.depth, length, length)[:, 0, :length].long()
 
     def _rows(self, x: Tensor, q_len: int, kv_len: int) -> Tensor:
         """Return leave or depth as int32 [B or 1, 1, N] on the CPU; raise ValueError if the mask needs more
@@ -138,6 +142,9 @@ def _check_segments(parent: Tensor, lengths: Tensor) -> None:
         raise ValueError(f"tree: parent and lengths are {shapes}; give both for every segment")
     if bool((lengths < 0).any()):
         raise ValueError(f"tree: lengths must be at least 0, got {int(lengths.min())}")
+    most = int(lengths.double().sum(-1).max())
+    if most > MAX_TOKENS:
+        raise ValueError(f"tree: the lengths add up to {most} tokens; a mask has up to {MAX_TOKENS}")
 
 
 def _layout(parent: list[int], lengths: Tensor) -> tuple[Tensor, Tensor]:

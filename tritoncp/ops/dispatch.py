@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +30,10 @@ _OPS = torch.library.Library("tritoncp", "FRAGMENT")
 
 def register_op(
     name: str, body: Callable[..., Any], fake: Callable[..., Any], autograd_kernel: Any = None,
-    schema: str = "",
+    schema: str = "", caller: str = "flex_attention",
 ) -> Any:  # fmt: skip
     """Register the op ``tritoncp::name``: its body, its fake, and its Autograd kernel. schema: by default
-    that of the body's annotations."""
+    that of the body's annotations. caller: the public function that calls it, for messages."""
 
     def run_body(*args: Any) -> Any:
         with fresh_dispatch():
@@ -42,7 +42,7 @@ def register_op(
     schema = schema or torch.library.infer_schema(body, mutates_args=())
     _OPS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _OPS.impl(name, run_body, "CompositeExplicitAutograd")
-    _OPS.impl(name, refuse_vmap, "FuncTorchBatched")
+    _OPS.impl(name, lambda *args: refuse_transform(TransformType.Vmap, caller), "FuncTorchBatched")
     if autograd_kernel is not None:
         _OPS.impl(name, autograd_kernel, "Autograd")
     torch.library.register_fake(f"tritoncp::{name}", fake, lib=_OPS)
@@ -174,16 +174,10 @@ def refuse_transforms() -> None:
         refuse_transform(interpreter.key())
 
 
-def refuse_transform(kind: Any) -> None:
-    """Raise RuntimeError for a kind of transform that attention does not support."""
+def refuse_transform(kind: Any, caller: str = "flex_attention") -> None:
+    """Raise RuntimeError for a kind of transform that attention, or another caller, does not support."""
     if kind in _CALLERS:
         raise RuntimeError(
-            f"tritoncp.flex_attention was called under {_CALLERS[kind]}, which it does not support: "
+            f"tritoncp.{caller} was called under {_CALLERS[kind]}, which it does not support: "
             f"{_REMEDIES[kind]}"
         )
-
-
-def refuse_vmap(*args: Any) -> NoReturn:
-    """Raise RuntimeError, as the vmap kernel of every op."""
-    refuse_transform(TransformType.Vmap)
-    raise AssertionError

@@ -16,7 +16,10 @@ from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed import collectives, consistency, failures, groups
+from tritoncp.distributed.collectives import dtype_name
+from tritoncp.distributed.consistency import fact
 from tritoncp.ops.dispatch import call_op, register_op
+from tritoncp.ops.signatures import table_of
 from tritoncp.planning.moves import Moves, moves_between
 from tritoncp.planning.placement import Placement, in_order
 from tritoncp.planning.plan import Plan
@@ -27,7 +30,7 @@ messages_log = area_logger("messages")
 class Reshard(NamedTuple):
     """The arguments of the op besides its tensor.
 
-    source, target: handles of a Plan or of a Placement; None: natural order, for one of them
+    source, target: handles of a Plan or of a Placement; None: natural order
     side:      of the plans: "q" or "kv"
     dim:       dimension of the sequence; batch_dim: of the batch, None if the tensor has none
     rows:      rows of the result along ``dim``
@@ -55,6 +58,23 @@ class Reshard(NamedTuple):
         like: Any = sides[1] if sides[0] is None else sides[0]
         source, target = (in_order(like.length, like.world_size) if x is None else x for x in sides)
         return source, target
+
+    def facts(self, x: Tensor) -> consistency.Facts:
+        """Return the facts of a call that all ranks must share. x: a rank's shard."""
+        ends = [None if end is None else object_of(end) for end in (self.source, self.target)]
+        places = (None, None) if ends == [None, None] else self.placements()
+        digests = [b"" if place is None else place.digest for place in places]
+        source, target = (
+            "natural order" if end is None else f"plan {digest.hex()[:8]}"
+            for end, digest in zip(ends, digests)
+        )
+        sizes = ", ".join(map(str, [*x.shape[: self.dim], "rows", *x.shape[self.dim + 1 :]]))
+        return {
+            "plans": fact(f"{source} to {target}, side={self.side!r}", b" to ".join(digests)),
+            "device": fact(x.device.type),
+            "dtype": fact(dtype_name(x)),
+            "shape": fact(f"[{sizes}] with dim={self.dim}, batch_dim={self.batch_dim}"),
+        }
 
 
 _MOVES = TensorCache(64)
@@ -110,11 +130,31 @@ def _rows_first(x: Tensor, call: Reshard, batch: int) -> Tensor:
     return x.movedim((call.batch_dim, call.dim), (0, 1))
 
 
+def compare_reshard(call: Reshard, group: Any, x: Tensor) -> None:
+    """Compare a call across the ranks, if its placements or its tensor's shape and dtype are new to the
+    group, or if TRITONCP_CHECK=1.
+
+    Raises Disagreement on every rank where the ranks differ. Under CUDA-graph capture nothing is compared.
+    """
+    is_capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if group is None or group.size() == 1 or is_capturing:
+        return
+    facts, moves = call.facts(x), table_of(group).moves
+    placed = facts["plans"][1]
+    kind = tuple(facts[name][1] for name in ("device", "dtype", "shape"))
+    if moves.get(placed) and moves.get(kind) and not consistency.CHECKED:
+        return
+    purpose = f"reshard of {list(x.shape)} in {dtype_name(x)}"
+    facts = {"call": fact(purpose, b"reshard"), **facts}
+    consistency.together(group, purpose, lambda: (None, facts, ()))
+    moves[placed] = moves[kind] = True
+
+
 def _body(x: Tensor, *arguments: Any) -> Tensor:
     call = Reshard(*arguments)
     group = groups.group_by_name(call.world) if call.world else None
     with failures.closing(group):
-        consistency.compare_kind(group, "reshard")
+        compare_reshard(call, group, x)
         schedule = exchange_rows(x, call, 0 if group is None else group.rank())
         if group is None:
             return collectives.lockstep([schedule])[0]
@@ -158,4 +198,4 @@ SCHEMA = (
     "(Tensor x, Tensor? source, Tensor? target, str side, int dim, int? batch_dim, SymInt rows, Scalar pad, "
     "str world) -> Tensor"
 )
-reshard_op = register_op("reshard", _body, _fake, _autograd, SCHEMA)
+reshard_op = register_op("reshard", _body, _fake, _autograd, SCHEMA, "reshard")

@@ -42,11 +42,13 @@ class Table:
 
     scales: scales that were compared, by signature
     plans:  identities of plans that were compared
+    moves:  pairs of placements, and shapes of tensors, that were compared for reshard
     """
 
     def __init__(self) -> None:
         self.scales: BoundedCache[Any, set[float]] = BoundedCache(MAX_SIGNATURES)
         self.plans: BoundedCache[Any, bool] = BoundedCache(MAX_SIGNATURES)
+        self.moves: BoundedCache[Any, bool] = BoundedCache(MAX_SIGNATURES)
 
     def note(self, signature: Any, scale: float, plan: Plan) -> None:
         """Record that the ranks compared this call."""

@@ -4,6 +4,7 @@ A placement is a list of slots per rank: ``(first row in the rank's buffer, glob
 tokens)``, sorted by position.  Permutation, inverse and validity follow from the slots.
 """
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tritoncp.core.bounded_cache import computed_once
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import upload
-from tritoncp.masks.block_runs import ramps
+from tritoncp.masks.block_runs import content, ramps
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +72,12 @@ class Placement:
     @computed_once
     def _row_positions(self, rank: int) -> Tensor:
         return row_positions(self.slots[rank], self.lengths[rank])
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Digest of the places of all tokens: equal for equal placements, on every rank."""
+        sizes = self.length, self.lengths, [tuple(part.shape) for part in self.slots]
+        return hashlib.sha256(repr(sizes).encode() + b"".join(map(content, self.slots))).digest()
 
     @computed_once
     def is_filled(self, rank: int) -> bool:
