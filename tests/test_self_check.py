@@ -1,5 +1,6 @@
 """`tritoncp check` in one process: its cases, its output, and its verdict on planted faults."""
 
+import functools
 import itertools
 import json
 import os
@@ -153,6 +154,7 @@ def test_ctrl_c_ends_a_check_and_its_processes():
     with subprocess.Popen(
         [*command, "--only=*-causal-*"], cwd=ROOT, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TRITON_INTERPRET": "1"},
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
     ) as process:  # fmt: skip
         first = process.stderr.readline()
         os.killpg(process.pid, signal.SIGINT)
