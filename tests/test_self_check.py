@@ -154,7 +154,7 @@ def test_ctrl_c_ends_a_check_and_its_processes():
     with subprocess.Popen(
         [*command, "--only=*-causal-*"], cwd=ROOT, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TRITON_INTERPRET": "1"},
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # also in the background
     ) as process:  # fmt: skip
         first = process.stderr.readline()
         os.killpg(process.pid, signal.SIGINT)
