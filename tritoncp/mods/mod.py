@@ -289,9 +289,8 @@ def _build(trace: ModTrace) -> Mod:
     try:
         return _build_kernels(trace)
     except Untranslatable as error:
-        kinds = [(tensor.dtype, tensor.ndim) for tensor in trace.tensors]
-        captures = kinds, trace.wants, trace.dtype, _own_gradients(trace)
-        source = f"# {error.operation} is not translated\n{trace.forward.code}\n# {captures}"
+        captures = [(tensor.dtype, tensor.ndim) for tensor in trace.tensors], trace.wants, trace.dtype
+        source = f"# {error.operation} is not translated\n{_torch_form(trace)}\n# {captures}"
         names = _ARGUMENTS[6 if trace.is_score else 5].split(", ")
         refusal = Refusal(tuple(names), error)
         numbers, digest = trace.numbers, source_cache.digest_of(source)
@@ -307,20 +306,19 @@ def _build_kernels(trace: ModTrace) -> Mod:
     grad = module.score_grad if trace.is_score else None
     score_only = replace(trace, joint=trace.back, wants=())
     back = source_cache.load(emit_source(score_only)[0]).score_grad if trace.wants else grad
-    torch_form = f"{trace.forward.code}\n{_own_gradients(trace)}"  # one source may have several
-    digest = source_cache.digest_of(f"{source}\n{torch_form}")
+    digest = source_cache.digest_of(f"{source}\n{_torch_form(trace)}")  # one source, several torch forms
     captures = trace.tensors, trace.numbers, trace.wants
     return Mod(digest, source, fn, grad, *captures, trace.forward, back, loads)
 
 
-def _own_gradients(trace: ModTrace) -> str:
-    """What the torch form's code does not show: its autograd.Functions, and the derivative with them."""
+def _torch_form(trace: ModTrace) -> str:
+    """Return the code of the torch form, with that of its derivative where autograd.Functions decide it."""
     names, back = trace.forward.meta["own_gradients"]
-    return f"{names}\n{back.code}" if names else ""
+    return f"{trace.forward.code}\n{names}\n{back.code}" if names else trace.forward.code
 
 
 def _tensor_sources(trace: ModTrace, state_tensors: Sequence[Tensor]) -> tuple[int | Tensor, ...] | None:
-    """Return for each captured tensor its position in `State.tensors`, or the tensor if the function makes
+    """Return for each captured tensor its position in `ModState.tensors`, or the tensor if the function makes
     it; None if the trace captured another tensor."""
     sources: list[int | Tensor] = []
     for i, tensor in enumerate(trace.tensors):
