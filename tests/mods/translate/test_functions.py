@@ -15,7 +15,6 @@ from torch import Tensor
 import tritoncp
 from tests.mods.harness import N, eager_mask, run_mask, run_score
 from tritoncp.mods import mask_mod, score_mod
-from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 
 F = torch.nn.functional
@@ -54,13 +53,6 @@ FUNCTIONS: dict[str, tuple[Function, float, float]] = {
     "entr": (torch.special.entr, 0.1, 3),
     "edit in place": (lambda s: F.mish((s * 2).sinc_(), inplace=True), -2, 2),
 }
-
-
-@pytest.fixture(params=["interpreted kernels", "plain torch"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "plain torch":
-        monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-    return request.param
 
 
 def check_attention(

@@ -12,7 +12,6 @@ from torch import Tensor
 import tritoncp
 from tests.mods.harness import N, eager_score, run_score
 from tests.mods.translate.test_functions import check_attention
-from tests.mods.translate.test_functions import engine as engine
 from tritoncp.core.tracing import vmapped
 from tritoncp.mods import Untranslatable, score_mod
 from tritoncp.ops import engine_factory

@@ -92,24 +92,6 @@ def test_bools_are_constants() -> None:
 # -- edits of captures -----------------------------------------------------------------------------------
 
 
-def test_an_edited_attribute_is_seen() -> None:
-    class Model:
-        def __init__(self) -> None:
-            self.width, self.ids, self.nested = 3, IDS, {"deep": [2]}
-
-        def mod(self, b: Any, h: Any, q: Any, k: Any) -> Any:
-            return (q - k <= self.width) & (self.ids[b, q] - self.ids[b, k] < self.nested["deep"][0])
-
-    model = Model()
-    for edit in (lambda: None, lambda: setattr(model, "width", 1), lambda: model.nested["deep"].append(0)):
-        edit()
-        assert torch.equal(run_mask(mask_mod(model.mod)), eager_mask(model.mod))
-    model.nested["deep"][0] = 1
-    assert torch.equal(run_mask(mask_mod(model.mod)), eager_mask(model.mod))
-    model.ids = IDS.flip(1)
-    assert mask_mod(model.mod).tensors[0] is model.ids
-
-
 def test_an_unchanged_closure_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = []
     monkeypatch.setattr(
