@@ -58,12 +58,16 @@ def named(cases: list[Case]) -> list[Any]:
 
 
 PAIRS = [case_of(row, seed) for seed, row in enumerate(pairs(FACTORS))]
-SMALL = FACTORS | {  # for interpreted kernels
-    "world": (2, 1, 3),
-    "lengths": ((24, 24), (19, 30), (30, 19)),
-    "heads, group": ((2, 1), (1, 3)),
-    "batch, first_row": ((1, 0), (2, 0), (2, 1)),
-}
+SMALL = (
+    FACTORS
+    | {  # for interpreted kernels
+        "world": (2, 1, 3),
+        "lengths": ((24, 24), (19, 30), (30, 19)),
+        "heads, group": ((2, 1), (1, 3)),
+        "batch, first_row": ((1, 0), (2, 0), (2, 1)),
+        "loss": PASSES[1:],  # tests/kernels has calls without a backward pass
+    }
+)
 EACH = [  # every value of each factor
     case_of({name: values[i % len(values)] for name, values in SMALL.items()}, i) for i in range(len(MASKS))
 ]

@@ -8,6 +8,7 @@ import torch
 import tritoncp
 from tests.kernels.support.harness import (
     F64,
+    MASKS,
     QKV,
     agree,
     check,
@@ -21,19 +22,7 @@ from tests.kernels.support.harness import (
     single,
 )
 from tritoncp.kernels.tiles import copyable, descriptors
-from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
-
-MASKS = {
-    "full": lambda n: full_mask(n, n, block=32),
-    "causal": lambda n: create_block_mask(causal(), None, None, n, n, BLOCK_SIZE=32),
-    "window": lambda n: create_block_mask(sliding_window(9, 3), None, None, n, n, BLOCK_SIZE=32),
-    "intervals": lambda n: create_block_mask(
-        and_masks(causal(), document(lengths=[n // 3, n - n // 3])), None, None, n, n, BLOCK_SIZE=32
-    ),
-    "mask_mod": lambda n: create_block_mask(
-        lambda b, h, q, kv: (q * kv) % 3 != 1, None, None, n, n, BLOCK_SIZE=32
-    ),
-}
+from tritoncp.masks import Mask, causal, create_block_mask
 
 
 def copied(x: QKV, mask: Mask) -> dict[str, bool]:

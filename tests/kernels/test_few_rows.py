@@ -8,19 +8,23 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tests.kernels.support.harness import (
     F32,
     F64,
     QKV,
+    Results,
+    agree,
     close,
     engine_of,
     forward,
     keys_between,
     new_state,
+    oracle,
+    over_ranks,
     qkv,
+    run,
     same,
     single,
 )
@@ -61,19 +65,12 @@ def relative(table: Tensor, slopes: Tensor):
     return lambda s, b, h, q, kv: s * slopes[b, h] + table[h, (q - kv) % 5]
 
 
-def answers(x: QKV, mask: Any, score: Any = None, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and max_scores by the public call."""
-    want = AuxRequest(lse=True, max_scores=True)
-    out, aux = tritoncp.flex_attention(
-        *x, score, mask, enable_gqa=True, kernel_options=options, return_aux=want
-    )
-    return out, aux.lse, aux.max_scores
+def answers(x: QKV, mask: Any, score: Any = None, **options: Any) -> Results:
+    return run(x, mask, score and (lambda: score), start=None, **options)
 
 
-def right(got: tuple[Tensor, ...], x: QKV, mask: Any, score: Any = None) -> None:
-    want = dense_attention(*(t.to(F64) for t in x), mask, score)
-    for name, a, b in zip(("out", "lse", "max_scores"), got, want, strict=True):
-        close(a, b, name)
+def right(got: Results, x: QKV, mask: Any, score: Any = None) -> None:
+    agree(got, oracle(x, mask, score and (lambda: score), start=None))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -153,7 +150,7 @@ def test_any_strides_and_wide_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_keys_and_no_queries() -> None:
-    out, lse, top = answers(qkv(3, 0, heads=2, kv_heads=1), full_mask(3, 0), PACK_GQA=True, SPLIT_KV=2)
+    out, lse, top, _ = answers(qkv(3, 0, heads=2, kv_heads=1), full_mask(3, 0), PACK_GQA=True, SPLIT_KV=2)
     assert bool((out == 0).all() and (lse == -math.inf).all() and (top == -math.inf).all())
     assert answers(qkv(0, 9), full_mask(0, 9), SPLIT_KV=2)[0].shape == (1, 1, 0, 16)
 
@@ -166,7 +163,7 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
     errors = []
     plain: dict[str, Any] = {}
     for options in (plain, {"PACK_GQA": True, "SPLIT_KV": 4}):
-        out, lse, _ = answers(x, mask, **options, **TILE)
+        out, lse, *_ = answers(x, mask, **options, **TILE)
         assert out.dtype == dtype
         close(lse, want.lse, "lse")
         errors.append((out.to(F64) - want.out).abs().max().item())
@@ -202,18 +199,8 @@ def test_over_ranks(schedule: str) -> None:
     mask = create_block_mask(
         and_masks(sliding_window(30, 25), document(lengths=[15, 25])), 1, 1, 20, 40, BLOCK_SIZE=16
     )
-    world = tritoncp.simulate(2)
-    plan = world.make_plan(mask, schedule=schedule)
-    shards = [world.shard(t, plan, dim=2, side=side) for t, side in zip(x, ("q", "kv", "kv"))]
-    outs, lses = world.flex_attention(
-        *shards, plan, enable_gqa=True, return_lse=True, kernel_options={"PACK_GQA": True, "SPLIT_KV": 2}
-    )
-    for rank, (out, lse) in enumerate(zip(outs, lses)):
-        padding = (~plan.for_rank(rank).valid)[0]
-        assert bool((out[:, :, padding] == 0).all() and (lse[:, :, padding] == -math.inf).all())
-    want = dense_attention(*(t.to(F64) for t in x), mask)
-    close(world.unshard(outs, plan, dim=2), want.out, "out")
-    close(world.unshard(lses, plan, dim=2), want.lse, "lse")
+    plan = tritoncp.make_plan(mask, world_size=2, schedule=schedule)
+    right(over_ranks(x, plan, start=None, PACK_GQA=True, SPLIT_KV=2), x, mask)
 
 
 # -- choice of tiles and splits -----------------------------------------------------------------------
@@ -311,13 +298,3 @@ def test_programs_fill_the_device(
 def test_the_interpreter_does_only_what_it_is_asked() -> None:
     prepared = launch(1, 32, 8, arch="interpreter")
     assert prepared.args["PACK"] == 1 and prepared.args["splits"] is None and prepared.config.BLOCK_M == 128
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "needed"),
-    [("SPLIT_KV", 0, "1 or more"), ("SPLIT_KV", True, "1 or more"), ("SPLIT_KV", "4", "1 or more"),
-     ("PACK_GQA", 1, "True or False")],
-)  # fmt: skip
-def test_impossible_values_are_refused(option: str, value: Any, needed: str) -> None:
-    with pytest.raises(ValueError, match=f"kernel option {option}={value!r}; .*{needed}"):
-        TritonEngine(Mods(), 1.0, {option: value})

@@ -11,9 +11,9 @@ from torch.nn.attention.flex_attention import AuxRequest
 import tritoncp
 from tests.kernels.support.harness import F64, agree, check, close, cotangents, qkv, run, same
 from tritoncp.masks.block_runs import Runs
-from tritoncp.masks.closed_forms import causal, document, sliding_window
+from tritoncp.masks.closed_forms import causal, sliding_window
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
-from tritoncp.masks.mask_mod import and_masks, not_, or_masks
+from tritoncp.masks.mask_mod import not_
 
 TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_M1": 16, "BLOCK_N1": 16, "BLOCK_M2": 16, "BLOCK_N2": 16}
 
@@ -84,15 +84,6 @@ def test_large_scores_do_not_overflow() -> None:
     assert got.max_scores.max() > 1000
 
 
-def test_scores_see_the_indices_of_the_call() -> None:
-    """b, h, q_idx and kv_idx of every pair of a ragged shape, through GQA."""
-
-    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return s * (b + 1) - 0.3 * h + torch.sin(q.to(F64)) + torch.cos(kv.to(F64))
-
-    check(qkv(21, 17, batch=2, heads=4, kv_heads=2, dtype=F64), full_mask(21, 17, block=32), lambda: score)
-
-
 # -- masks that differ between batch rows and heads ---------------------------------------------------
 
 FACTORS = {"shared": (1, 1), "by batch row": (2, 1), "by head": (1, 2), "by both": (2, 2)}
@@ -111,22 +102,6 @@ def test_masks_by_batch_row_and_head(reads: str, listed: str) -> None:
         qkv(28, batch=2, heads=2, kv_heads=1),
         create_block_mask(mask_mod, B, H, 28, 28, BLOCK_SIZE=16),
     )
-
-
-def test_a_random_bitmask_by_batch_row_and_head() -> None:
-    bits = torch.rand(2, 2, 40, 40) < 0.4
-    mask = create_block_mask(lambda b, h, q, kv: bits[b, h, q, kv], 2, 2, 40, 40, BLOCK_SIZE=16)
-    assert mask.interval is None
-    check(qkv(40, batch=2, heads=2), mask)
-
-
-def test_documents_by_batch_row() -> None:
-    ids = torch.tensor([[0] * 10 + [1] * 30, [0] * 25 + [1] * 15])
-    mod = and_masks(causal(), document(ids=ids))
-    x = qkv(40, batch=2, heads=2)
-    start = cotangents(x)
-    want = check(x, create_block_mask(mod, 2, None, 40, 40), start=start)
-    same(run(x, mod, start=start), want)  # a closed form in the mask's place
 
 
 # -- routes -------------------------------------------------------------------------------------------
@@ -180,14 +155,6 @@ def test_routes_agree_at_ragged_ends(name: str, lengths: tuple[int, int]) -> Non
     by_table = run(x, routed["interval"], start=start, **TILE)
     agree(by_table, want)
     same(run(x, routed["mod"], start=start, **TILE), by_table)
-
-
-def test_unions_of_intervals_take_the_mask_mod() -> None:
-    """A row that sees two intervals has none: sinks and a window."""
-    mod = or_masks(and_masks(causal(), lambda b, h, q, kv: kv < 4), sliding_window(6))
-    mask = create_block_mask(mod, None, None, 48, 48, BLOCK_SIZE=16)
-    assert decided(mask)[0] == "mod"
-    check(qkv(48), mask)
 
 
 def test_block_lists_have_the_last_word() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 import tritoncp
 from tests.kernels.support.harness import (
     F64,
+    MASKS,
     QKV,
     agree,
     check,
@@ -18,18 +19,6 @@ from tests.kernels.support.harness import (
     run,
     same,
 )
-from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
-
-MASKS = {
-    "full": lambda n: full_mask(n, n, block=32),
-    "window": lambda n: create_block_mask(sliding_window(9, 3), None, None, n, n, BLOCK_SIZE=32),
-    "intervals": lambda n: create_block_mask(
-        and_masks(causal(), document(lengths=[n // 3, n - n // 3])), None, None, n, n, BLOCK_SIZE=32
-    ),
-    "mask_mod": lambda n: create_block_mask(
-        lambda b, h, q, kv: (q * kv) % 3 == 1, None, None, n, n, BLOCK_SIZE=32
-    ),
-}
 
 
 def bias(table: Tensor):
@@ -67,11 +56,6 @@ def test_deterministic_has_the_last_word() -> None:
         for fused in (False, True)
     )
     same(fused_run, plain)
-
-
-def test_only_yes_or_no() -> None:
-    with pytest.raises(ValueError, match="FUSED_BACKWARD=2; True or False"):
-        engine_of(qkv(), FUSED_BACKWARD=2)
 
 
 def test_keys_behind_the_end_add_nothing() -> None:

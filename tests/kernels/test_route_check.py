@@ -4,6 +4,7 @@ by the loops.  The interpreter runs no other route: the loops stand in for one, 
 import ast
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 from triton.compiler.errors import CompilationError
 
 import tritoncp
+from tests.kernels.support import harness
 from tests.kernels.support.harness import close, cotangents, over_ranks, qkv, run, same
 from tritoncp.kernels import engine, options, route_check
 from tritoncp.kernels.launch import Launches
-from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.masks import Mask, create_block_mask
 from tritoncp.planning import traffic
 
 PLACE = ast.parse("x = 1").body[0]
@@ -30,11 +32,7 @@ def blocks(mod: Callable[..., torch.Tensor], n: int, batch: int = 1, heads: int 
 
 
 MASKS: dict[str, Callable[[int], Mask]] = {
-    "full": lambda n: full_mask(n, n, block=16),
-    "causal": lambda n: blocks(causal(), n),
-    "window": lambda n: blocks(sliding_window(33, 1), n),
-    "intervals": lambda n: blocks(and_masks(causal(), document(lengths=[n // 4, n - n // 4])), n),
-    "mask_mod": lambda n: blocks(lambda b, h, q, kv: (kv < 16) | ((q * kv) % 3 == 1), n),
+    **{name: partial(of_tokens, block=16) for name, of_tokens in harness.MASKS.items()},
     "of batch rows and heads": lambda n: blocks(lambda b, h, q, kv: q + 8 * b >= kv + 16 * h, n, 2, 2),
     "rows that see nothing": lambda n: blocks(lambda b, h, q, kv: (q >= 16) & (q != 20) & (kv < 32), n),
 }

@@ -55,14 +55,6 @@ def test_tiles_do_not_change_the_answer(block: int | tuple, tile: int) -> None:
     check(x, create_block_mask(causal(), None, None, 70, 90, BLOCK_SIZE=block), **dict.fromkeys(names, tile))
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["window", "table"])
-def test_query_heads_share_keys(kv_heads: int, kind: str) -> None:
-    mod = causal() if kind == "window" else and_masks(causal(), document(lengths=[12, 13]))
-    x = qkv(25, heads=4, kv_heads=kv_heads)
-    check(x, create_block_mask(mod, None, None, 25, 25, BLOCK_SIZE=16))
-
-
 def channels_apart(x: Tensor) -> Tensor:
     """The same values, neighbours in the last dimension three elements apart."""
     wide = torch.full((*x.shape, 3), torch.nan, dtype=x.dtype)
@@ -83,9 +75,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_strides_do_not_matter(layout: str) -> None:
-    """Bit for bit the answer of contiguous tensors: q, k, v and the gradient of out in any layout. Where
-    channels are not neighbours, compiled threads sum out * dout in another order."""
+def test_strides_do_not_matter(layout: str, engine: str) -> None:
+    """The answer of contiguous tensors, in kernels bit for bit: q, k, v and the gradient of out in any
+    layout. Where channels are not neighbours, compiled threads sum out * dout in another order."""
     x = qkv(20, 30, batch=2, heads=2, kv_heads=1, dim=24, v_dim=40)
     mask = create_block_mask(causal(), None, None, 20, 30, BLOCK_SIZE=16)
     dout, dlse = cotangents(x)
@@ -93,7 +85,7 @@ def test_strides_do_not_matter(layout: str) -> None:
     moved = QKV(*(move(t) for t in x))
     assert not moved.q.is_contiguous() or layout == "off by one element"
     got, want = run(moved, mask, start=(move(dout), dlse)), run(x, mask, start=(dout, dlse))
-    (agree if layout == "channels before rows" else same)(got, want)
+    (agree if layout == "channels before rows" or engine == "cpu" else same)(got, want)
 
 
 def test_expanded_tensors_are_read_in_place() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import tritoncp
+from tests.kernels.support import harness
 from tests.kernels.support.harness import (
     F32,
     F64,
@@ -28,29 +29,17 @@ from tests.kernels.support.harness import (
 )
 from tritoncp.kernels.tile_runs import BOUNDED_KIND
 from tritoncp.masks import Kind
-from tritoncp.masks.closed_forms import causal, document, sliding_window
+from tritoncp.masks.closed_forms import causal
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
-from tritoncp.masks.mask_mod import and_masks
 from tritoncp.planning.build import build
-
-
-def scattered(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return (q * 7 + kv * 5 + h) % 11 < 4
 
 
 def alibi(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return s - 0.1 * (q - kv).abs()
 
 
-MASKS: dict[str, Mask] = {
-    "causal": create_block_mask(causal(), None, None, 48, 48, BLOCK_SIZE=16),
-    "window": create_block_mask(sliding_window(9, 4), None, None, 48, 48, BLOCK_SIZE=16),
-    "documents": create_block_mask(
-        and_masks(causal(), document(lengths=[13, 35])), None, None, 48, 48, BLOCK_SIZE=16
-    ),
-    "scattered": create_block_mask(scattered, None, None, 48, 48, BLOCK_SIZE=16),
-    "full, ragged": full_mask(41, 41, block=16),
-}
+MASKS: dict[str, Mask] = {name: make_mask(48, block=16) for name, make_mask in harness.MASKS.items()}
+MASKS["full, ragged"] = full_mask(41, 41, block=16)
 CUTS = {"at a block": [0, 32], "inside a block": [0, 21], "three": [0, 16, 37]}
 
 
@@ -87,7 +76,7 @@ def test_keys_in_steps_equal_keys_at_once(name: str, cuts: str) -> None:
 
 
 def test_steps_come_in_any_order() -> None:
-    mask = MASKS["documents"]
+    mask = MASKS["intervals"]
     x = tensors(mask, dtype=F64)
     want = forward(engine_of(x), x, single(mask))
     for order in permutations(range(3)):
@@ -164,7 +153,7 @@ def test_gradients_added_up_over_steps_are_those_of_one(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 def test_the_same_call_twice_gives_the_same_bits(dtype: torch.dtype) -> None:
-    mask = MASKS["documents"]
+    mask = MASKS["intervals"]
     x = tensors(mask, dtype=dtype)
     start = cotangents(x)
     plan = tritoncp.make_plan(mask)
@@ -174,8 +163,8 @@ def test_the_same_call_twice_gives_the_same_bits(dtype: torch.dtype) -> None:
 
 def test_the_same_world_twice_gives_the_same_bits() -> None:
     world = tritoncp.simulate(3)
-    plan = world.make_plan(MASKS["documents"])
-    x = tensors(MASKS["documents"])
+    plan = world.make_plan(MASKS["intervals"])
+    x = tensors(MASKS["intervals"])
 
     def once() -> list[Tensor]:
         leaves = [t.detach().clone().requires_grad_() for t in x]

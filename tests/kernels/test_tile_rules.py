@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import FlexKernelOptions
 from triton.runtime.errors import OutOfResources
 
 import tritoncp
-from tests.kernels.support.harness import cotangents, qkv, run, same
+from tests.kernels.support.harness import check, cotangents, qkv, run, same
 from tritoncp.kernels import tiles
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
@@ -58,8 +58,8 @@ def test_products_are_not_transposed_where_triton_gets_them_wrong(monkeypatch: p
             assert config == Config(64, 64, 8, 1, USE_TMA=tma)
 
 
-def test_names_that_torch_knows_are_known() -> None:
-    plain = set(FlexKernelOptions.__annotations__)
+def test_names_that_torch_knows_are_known(engine: str) -> None:
+    x, plain = qkv(24), set(FlexKernelOptions.__annotations__)
     values = {
         name: 64 if name.startswith("BLOCK") else 4 if name.startswith("num") else True for name in plain
     }
@@ -71,7 +71,7 @@ def test_names_that_torch_knows_are_known() -> None:
             options = {
                 name: value for name, value in options.items() if name not in ("bwd_BLOCK_M", "bwd_BLOCK_N")
             }
-        TritonEngine(Mods(), 1.0, options)
+        check(x, **options)
 
 
 def test_hints_change_nothing() -> None:
@@ -140,8 +140,10 @@ def test_tiles_divide_the_masks_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["BLOCK_Q", "block_m", "fwd_BLOCK_M1", "bwd_BLOCK_N", "fwd_PRECISION", "TMA"]
-)
+    "name",
+    ["BLOCK_Q", "block_m", "fwd_BLOCK_M1", "bwd_BLOCK_N", "fwd_PRECISION", "TMA", "num_consumer_groups",
+     "num_buffers_warp_spec", "FLOAT32_PRECISION"],
+)  # fmt: skip
 def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match=f"unknown kernel option '{name}'") as error:
         TritonEngine(Mods(), 1.0, {name: 64})
@@ -161,6 +163,11 @@ def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
         ("bwd_num_stages", 0, "1, 2, 3"),
         ("PRECISION", "bf16", "ieee, tf32, tf32x3"),
         ("PRECISION", True, "ieee, tf32, tf32x3"),
+        ("SPLIT_KV", 0, "1 or more"),
+        ("SPLIT_KV", True, "1 or more"),
+        ("SPLIT_KV", "4", "1 or more"),
+        ("PACK_GQA", 1, "True or False"),
+        ("FUSED_BACKWARD", 2, "True or False"),
     ],
 )
 def test_impossible_values_are_refused_with_the_possible_ones(option: str, value: Any, needed: str) -> None:

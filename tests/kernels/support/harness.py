@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,15 +17,29 @@ from tritoncp import mods
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import State
 from tritoncp.kernels.operands import Mods
-from tritoncp.masks.mask import Mask
+from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan
 from tritoncp.reference.dense import dense_attention
 
 F32, F64 = torch.float32, torch.float64
 ScoreOf = Callable[..., Callable[..., Tensor]]  # captured tensors -> score_mod
+Start = tuple[Tensor, Tensor] | None  # gradients of out and lse to start from; None: no backward pass
 # Largest error over the largest magnitude; float32 as PyTorch's own context-parallel suite (2e-6 + 1e-5).
 TOLERANCE = {F32: 1e-5, F64: 1e-12}
+
+
+def blocks_of(mod_of: Callable[[int], Any]) -> Callable[..., Mask]:
+    return lambda n, block=32: create_block_mask(mod_of(n), None, None, n, n, BLOCK_SIZE=block)
+
+
+MASKS: dict[str, Callable[..., Mask]] = {  # of n tokens in blocks, by each route
+    "full": lambda n, block=32: full_mask(n, n, block=block),
+    "causal": blocks_of(lambda n: causal()),
+    "window": blocks_of(lambda n: sliding_window(9, 3)),
+    "intervals": blocks_of(lambda n: and_masks(causal(), document(lengths=[n // 3, n - n // 3]))),
+    "mask_mod": blocks_of(lambda n: lambda b, h, q, kv: (q * kv) % 3 != 1),
+}
 
 
 class Results(NamedTuple):
@@ -56,29 +71,29 @@ def cotangents(x: QKV, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor
 
 
 def run(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequence[Tensor] = (), *,
-        start: tuple[Tensor, Tensor], scale: float | None = None, **options: Any) -> Results:  # fmt: skip
+        start: Start, scale: float | None = None, **options: Any) -> Results:  # fmt: skip
     """Run the public call, with tritoncp's engine of this device."""
-    leaves, own = _leaves(x, captured)
+    leaves, own = _leaves(x, captured, start)
     out, aux = tritoncp.flex_attention(
         *leaves, score and score(*own), mask, scale, enable_gqa=True, kernel_options=options,
         return_aux=AuxRequest(lse=True, max_scores=True),
     )  # fmt: skip
-    return _results(out, aux.lse, aux.max_scores, [*leaves, *own], start)
+    return _results(out, aux.lse, aux.max_scores, leaves, own, start)
 
 
 def oracle(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequence[Tensor] = (), *,
-           start: tuple[Tensor, Tensor], scale: float | None = None) -> Results:  # fmt: skip
+           start: Start, scale: float | None = None) -> Results:  # fmt: skip
     """Run the same call in dense float64."""
-    leaves, own = _leaves(QKV(*(t.to(F64) for t in x)), [t.to(F64) for t in captured])
+    captured = [t.to(F64) if t.is_floating_point() else t for t in captured]
+    leaves, own = _leaves(QKV(*(t.to(F64) for t in x)), captured, start)
     got = dense_attention(*leaves, mask, score and score(*own), scale=scale)
-    return _results(*got, [*leaves, *own], tuple(t.to(F64) for t in start))
+    return _results(*got, leaves, own, start and (start[0].to(F64), start[1].to(F64)))
 
 
 def over_ranks(x: QKV, plan: Plan, score: ScoreOf | None = None, captured: Sequence[Tensor] = (), *,
-               start: tuple[Tensor, Tensor], scale: float | None = None,
-               **options: Any) -> Results:  # fmt: skip
+               start: Start, scale: float | None = None, **options: Any) -> Results:  # fmt: skip
     """The global answer of all ranks of a simulated world, sharded and gathered by the plan."""
-    leaves, own = _leaves(x, captured)
+    leaves, own = _leaves(x, captured, start)
     world = tritoncp.simulate(plan.world_size)
     shards = [world.shard(t, plan, dim=2, side=side) for t, side in zip(leaves, ("q", "kv", "kv"))]
     outs, aux = world.flex_attention(
@@ -89,7 +104,7 @@ def over_ranks(x: QKV, plan: Plan, score: ScoreOf | None = None, captured: Seque
         padding = (~plan.for_rank(rank).valid)[:, None].expand(out.shape[0], out.shape[1], -1)
         assert bool((out[padding] == 0).all() and (lse[padding] == -math.inf).all())
     out, lse, top = (world.unshard(t, plan, dim=2) for t in (outs, aux.lse, aux.max_scores))
-    return _results(out, lse, top, [*leaves, *own], start)
+    return _results(out, lse, top, leaves, own, start)
 
 
 def agree(got: Results, want: Results, tolerance: float | None = None) -> None:
@@ -99,22 +114,26 @@ def agree(got: Results, want: Results, tolerance: float | None = None) -> None:
         close(a, b, name, tolerance)
 
 
-def _leaves(x: QKV, captured: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Leaves that require grad, strides kept."""
-    return [t.detach().requires_grad_() for t in x], [t.detach().clone().requires_grad_() for t in captured]
+def _leaves(x: QKV, captured: Sequence[Tensor], start: Start) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves, strides kept; they require grad where there is a gradient to start from."""
+    leaves = [t.detach() for t in x], [t.detach().clone() for t in captured]
+    for t in itertools.chain(*leaves):
+        t.requires_grad_(start is not None and t.is_floating_point())
+    return leaves
 
 
 def _results(
-    out: Tensor, lse: Tensor, top: Tensor, wrt: list[Tensor], start: tuple[Tensor, Tensor]
+    out: Tensor, lse: Tensor, top: Tensor, leaves: list[Tensor], own: list[Tensor], start: Start
 ) -> Results:
-    grads = torch.autograd.grad([out, lse], wrt, start, allow_unused=True)
-    grads = tuple(torch.zeros_like(t) if g is None else g for g, t in zip(grads, wrt))
+    if start is None:
+        return Results(out, lse, top, ())
+    leaves = [*leaves, *(t for t in own if t.requires_grad)]
+    grads = torch.autograd.grad([out, lse], leaves, start, materialize_grads=True)
     return Results(out.detach(), lse.detach(), top.detach(), grads)
 
 
 def check(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequence[Tensor] = (), *,
-          scale: float | None = None, start: tuple[Tensor, Tensor] | None = None,
-          **options: Any) -> Results:  # fmt: skip
+          scale: float | None = None, start: Start = None, **options: Any) -> Results:  # fmt: skip
     """Kernels and oracle agree on out, lse, max_scores and every gradient."""
     start = start or cotangents(x)
     got = run(x, mask, score, captured, start=start, scale=scale, **options)
@@ -209,16 +228,12 @@ def backward(
     *,
     into: Grads | None = None,
     add: bool = False,
-    split: int = 1,
 ) -> Grads:
     """dq, dk, dv of one step over poisoned memory, or added to ``into``."""
     delta = torch.empty_like(lse)
     engine.delta(out, dout, None, delta)()
-    got = into or Grads(
-        torch.empty_like(x.q, dtype=lse.dtype),
-        *(torch.empty(t.shape[0], t.shape[1] * split, *t.shape[2:], dtype=lse.dtype) for t in (x.k, x.v)),
-    )
+    got = into or Grads(*(torch.empty_like(t, dtype=lse.dtype) for t in x))
     args = (*x, dout, lse, delta, plan.tables("cpu", *x.q.shape[:2]))
     engine.dq(*args, dq=got.dq, add=add)()
-    engine.dkdv(*args, dk=got.dk, dv=got.dv, add=add, split=split)()
+    engine.dkdv(*args, dk=got.dk, dv=got.dv, add=add, split=1)()
     return got
