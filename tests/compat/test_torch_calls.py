@@ -1,12 +1,10 @@
-"""Cases of torch's flex attention tests beside the table: layouts, results on request, several calls, paged
-keys, tensor subclasses."""
+"""Cases of torch's flex attention tests beside the table: results on request, several calls, paged keys,
+tensor subclasses, masks and mods of unusual origin."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -17,15 +15,17 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils import _pytree as pytree
 
 import tritoncp
-from tests.compat.dense import F16, F32, F64, Answer, agree, answer, attend, check, exact
-from tests.compat.torch_mods import BUILTIN, MASKS, Dims, alibi, causal_score, normal, relative_score
+from tests.compat.torch_cases import F32, F64, TOLERANCE, visible_pairs
+from tests.compat.torch_mods import BUILTIN, MASKS, Dims, Mod, normal
+from tests.kernels.support.harness import QKV, close, cotangents, oracle
+from tritoncp.reference.dense import dense_attention
 
 ON_ENGINES = [*(("cpu", name) for name in BUILTIN), ("kernels", "squared"), ("kernels", "relative causal")]
 pytestmark = pytest.mark.usefixtures("cpu_engine")  # unless a test asks for "engine"
 
 
-def tensors(dims: Dims, dtype: torch.dtype = F32) -> list[Tensor]:
-    return [torch.randn(shape, dtype=F64).to(dtype).requires_grad_() for shape in dims.shapes()]
+def tensors(dims: Dims, dtype: torch.dtype = F32) -> QKV:
+    return QKV(*(torch.randn(shape, dtype=F64).to(dtype).requires_grad_() for shape in dims.shapes()))
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -35,56 +35,19 @@ def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 attend_with_lse = functools.partial(tritoncp.flex_attention, return_lse=True)
 
 
-# -- layouts --------------------------------------------------------------------------------------------
-
-
-def laid_out(
-    shape: tuple[int, ...], strides: tuple[int, ...], offset: int, dtype: torch.dtype = F32
-) -> Tensor:
-    size = offset + 1 + sum(stride * (n - 1) for stride, n in zip(strides, shape))
-    return torch.randn(size, dtype=F64).to(dtype).as_strided(shape, strides, offset)
-
-
-B, H, S, D = 2, 2, 32, 16
-STRIDES = {
-    "offset": ((H * S * D, S * D, D, 1), 97),
-    "transposed": ((H * D, D, B * H * D, 1), 49),
-    "heads after rows": ((H * S * D, D, H * D, 1), 0),
-    "padded rows": ((S * (D + 1), B * S * (D + 1), D + 1, 1), 29),
-}
-KEYS = [("offset", "transposed"), ("heads after rows", "padded rows"), ("padded rows", "offset")]
-LAYOUTS = [*product(list(STRIDES)[:2], KEYS, list(STRIDES)[:3])]
-BOTH = [*(("cpu", *layouts) for layouts in LAYOUTS), *(("kernels", *layouts) for layouts in LAYOUTS[::9])]
-
-
-@pytest.mark.parametrize(
-    ("engine", "q_layout", "kv_layout", "grad_layout"), BOTH, indirect=["engine"], ids=str
-)
-def test_strided_inputs(engine: str, q_layout: str, kv_layout: tuple[str, str], grad_layout: str) -> None:
-    q_shape, kv_shape = (B, H, S // 2, D), (B, H, S, D)
-    q = laid_out(q_shape, *STRIDES[q_layout])
-    k, v = (laid_out(kv_shape, *STRIDES[layout]) for layout in kv_layout)
-    x = [t.requires_grad_() for t in (q, k, v)]
-    start = [laid_out(q_shape, *STRIDES[grad_layout]), torch.randn(q_shape[:3])]
-    out, lse = tritoncp.flex_attention(*x, alibi(8), return_lse=True)
-    agree(answer(out, lse, x, start), exact(x, lambda: alibi(8), [], None, start), F32)
-
-
-@pytest.mark.parametrize("length", [16, 33])
-@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
-def test_columns_before_rows(dtype: torch.dtype, length: int, engine: str) -> None:
-    x = [t.detach().mT.contiguous().mT.requires_grad_() for t in tensors(Dims(2, 2, length), dtype)]
-    assert all(t.stride(-1) != 1 for t in x)
-    check(attend_with_lse, x)
-
-
-def test_gradients_reach_tensors_through_slices(engine: str) -> None:
-    q, k, v = tensors(Dims(1, 2, 64))
-    out, lse = attend_with_lse(q, k[:, :, :-16], v[:, :, :-16])
-    start = [torch.randn_like(out), torch.randn_like(lse)]
-    exact_q, exact_k, exact_v = (t.detach().to(F64).requires_grad_() for t in (q, k, v))
-    want = attend(exact_q, exact_k[:, :, :-16], exact_v[:, :, :-16])
-    agree(answer(out, lse, [q, k, v], start), answer(*want, [exact_q, exact_k, exact_v], start), F32)
+def check(
+    call: Callable[..., tuple[Tensor, Tensor]],
+    x: QKV,
+    bind: Callable[..., Mod] | None = None,
+    mask_mod: Mod | None = None,
+) -> None:
+    """Assert that ``call`` of q, k and v returns (out, lse) of dense attention, and that gradients agree."""
+    start = cotangents(x)
+    want = oracle(x, visible_pairs(mask_mod, x), bind, start=start)
+    out, lse = call(*x)
+    grads = torch.autograd.grad([out, lse], x, start)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), (*want[:2], *want.grads)):
+        close(a.detach(), b, name, TOLERANCE[x.q.dtype])
 
 
 # -- results on request ---------------------------------------------------------------------------------
@@ -106,25 +69,27 @@ def test_log_sums_of_two_masks_merge_into_the_whole(engine: str) -> None:
 
 
 def test_only_the_bias_needs_gradients(engine: str) -> None:
-    q, k, v = (t.detach() for t in tensors(Dims(2, 2, 37)))
-    table = normal(74).to(F32).requires_grad_()
+    x = QKV(*(t.detach() for t in tensors(Dims(2, 2, 37))))
+    table, start = normal(74).to(F32).requires_grad_(), cotangents(x)
 
     def bind(t: Tensor) -> Callable[..., Tensor]:
         return lambda s, b, h, i, j: s + t[torch.abs(i - j)]
 
-    out, lse = attend_with_lse(q, k, v, bind(table))
-    start = [torch.randn_like(out), torch.randn_like(lse)]
-    want = exact([q, k, v], bind, [table], None, start)
-    agree(answer(out, lse, [table], start), want._replace(grads=want.grads[3:]), F32)
+    want = oracle(x, None, bind, [table], start=start)
+    grad = torch.autograd.grad(attend_with_lse(*x, bind(table)), table, start)[0]
+    close(grad, want.grads[3], "table", TOLERANCE[F32])
 
 
 # -- several calls --------------------------------------------------------------------------------------
 
 
-def chain(x: list[Tensor], calls: int, attention: Callable[..., Tensor]) -> Tensor:
+IN_TURN = [BUILTIN[name].bind() for name in ("relative", "causal")]
+
+
+def chain(x: QKV, calls: int, attention: Callable[..., Tensor]) -> Tensor:
     q, k, v = x
     for i in range(calls):
-        q = attention(q, k, v, (relative_score, causal_score)[i % 2])
+        q = attention(q, k, v, IN_TURN[i % 2])
     return q
 
 
@@ -132,7 +97,7 @@ def chain(x: list[Tensor], calls: int, attention: Callable[..., Tensor]) -> Tens
 def test_multiple_score_mod_calls(calls: int, engine: str) -> None:
     x = tensors(Dims(1, 2, 48), F64)
     out = chain(x, calls, tritoncp.flex_attention)
-    want = chain(x, calls, lambda q, k, v, score: attend(q, k, v, score)[0])
+    want = chain(x, calls, lambda q, k, v, score: dense_attention(q, k, v, None, score).out)
     torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
     start = torch.randn_like(out)
     torch.testing.assert_close(
@@ -166,12 +131,14 @@ def paged(k: Tensor, v: Tensor, mask: BlockMask, score: Any) -> tuple[Tensor, Te
 @pytest.mark.parametrize("mask_name", ["causal", "noop"])
 def test_paged_builtin_score_mods(mask_name: str, engine: str, name: str) -> None:
     dims = Dims(2, 2, 32, 16)
-    q, k, v = (t.detach() for t in tensors(dims))
+    q, k, v = x = QKV(*(t.detach() for t in tensors(dims)))
     mod = MASKS[mask_name](dims)
     mask = create_block_mask(mod, 2, 1, 32, 32, device="cpu", BLOCK_SIZE=PAGE)
     k_cache, v_cache, converted, score = paged(k, v, mask, BUILTIN[name].bind())
     out, lse = tritoncp.flex_attention(q, k_cache, v_cache, score, converted, return_lse=True)
-    agree(Answer(out, lse), exact([q, k, v], BUILTIN[name].bind, [], mod, None), F32)
+    want = oracle(x, visible_pairs(mod, x), BUILTIN[name].bind, start=None)
+    close(out, want.out, "out", TOLERANCE[F32])
+    close(lse, want.lse, "lse", TOLERANCE[F32])
 
 
 # -- tensor subclasses and caches -----------------------------------------------------------------------
@@ -214,12 +181,40 @@ def test_one_query_against_a_cache_at_an_offset(engine: str) -> None:
     part.mask_mod = lambda b, h, i, j: causal(b, h, i + offset, j)
     part.seq_lengths = (1, length)
     out = tritoncp.flex_attention(q, k, v, block_mask=part)
-    want, _ = attend(*(x.to(F64) for x in (q, k[:, :, : position + 1], v[:, :, : position + 1])))
-    torch.testing.assert_close(out.to(F64), want, rtol=1e-5, atol=1e-5)
+    want = dense_attention(*(x.to(F64) for x in (q, k[:, :, : position + 1], v[:, :, : position + 1])))
+    close(out.detach(), want.out, "out")
 
 
-def test_one_key_and_no_key(engine: str) -> None:
-    q, k, v = tensors(Dims(1, 1, 5, kv=1))
-    torch.testing.assert_close(tritoncp.flex_attention(q, k, v), v.expand(1, 1, 5, 16))
-    out, lse = tritoncp.flex_attention(q, k[:, :, :0], v[:, :, :0], return_lse=True)
-    assert bool((out == 0).all()) and bool((lse == -math.inf).all())
+# -- masks and mods of unusual origin -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "has_lists_by_key"), [(64, False), (70, True), (100, True)])
+def test_a_cropped_mask_and_one_without_lists_by_key_are_taken(
+    length: int, has_lists_by_key: bool, engine: str
+) -> None:
+    whole = create_block_mask(causal, None, None, 128, 128, device="cpu", BLOCK_SIZE=32)
+    mask = whole._adjust(length, length)
+    if not has_lists_by_key:
+        mask.q_num_blocks = mask.q_indices = mask.full_q_num_blocks = mask.full_q_indices = None
+    x = tensors(Dims(1, 1, length))
+    check(functools.partial(attend_with_lse, block_mask=mask), x, mask_mod=causal)
+
+
+def test_an_autograd_function_is_part_of_a_score_mod(engine: str) -> None:
+    class Hide(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(score: Tensor, visible: Tensor) -> Tensor:
+            return torch.where(visible, score, -torch.inf)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.mark_non_differentiable(inputs[1])
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return grad, None
+
+    call = functools.partial(attend_with_lse, score_mod=lambda s, b, h, q, kv: Hide.apply(s, q <= kv))
+    check(call, tensors(Dims(1, 2, 33)), mask_mod=lambda b, h, q, kv: q <= kv)

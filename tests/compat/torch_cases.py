@@ -5,12 +5,18 @@ Sizes are small; what differs between cases is what differs between torch's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 
-from tests.compat.dense import BF16, F16, F32, F64
-from tests.compat.torch_mods import BUILTIN, CAPTURING, LEARNED, Dims
+from tests.compat.torch_mods import BUILTIN, CAPTURING, LEARNED, Dims, Mod
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+# Largest error over the largest value: a few units of the dtype's precision.
+TOLERANCE = {F16: 4e-3, BF16: 3e-2, F32: 2e-5, F64: 1e-11}
 
 
 class Case(NamedTuple):
@@ -22,7 +28,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = F32
     block: int | tuple[int, int] = 32
     lists: tuple[int | None, int | None] = (1, 1)
-    learned: bool = False  # captured tensors have the dtype of q, and get gradients
+    learned: bool = False  # captured tensors have the dtype of q
     passes: str = "training"  # or "inference"
 
     @property
@@ -106,6 +112,11 @@ CASES = [
         for length, dtype in ((37, F32), (64, BF16), (69, F16))
     ),
 ]
+
+
+def visible_pairs(mask_mod: Mod | None, x: Sequence[Tensor]) -> Tensor | None:
+    """Evaluate a mask_mod at every pair of q and k as torch does."""
+    return mask_mod and create_mask(mask_mod, *x[0].shape[:3], x[1].shape[2], device="cpu")
 
 
 def first_of_each(cases: list[Case]) -> list[Case]:
