@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import tritoncp
-from tests.multiprocess.ranks import run
+from tests.multiprocess.ranks import attempt, run
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.distributed import consistency, failures
-from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 
 S, STEPS, BAD = 24, 5, 2  # rows, batches, and the batch with the fault
@@ -32,10 +31,12 @@ SCHEDULES = ("allgather", "ring", "fetch", "ulysses")
 Fault = Callable[[dict[str, Any]], None]  # changes the arguments of the bad call, or plants an error
 
 
+pytestmark = pytest.mark.usefixtures("cpu_engine")
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU engine, and slices in which ranks learn of a failure sooner than users' ranks."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    """Slices in which ranks learn of a failure sooner than users' ranks."""
     monkeypatch.setattr(failures, "SLICE", 0.2)
 
 
@@ -61,14 +62,6 @@ def train(group: Any, plan: tritoncp.Plan, step: int, fault: Fault | None = None
     expected = whole.detach(), *torch.autograd.grad(whole.square().sum(), leaves)
     parts = [tritoncp.shard(x, plan, dim=2) for x in expected]
     return all(torch.allclose(x, y, atol=1e-8) for x, y in zip((out.detach(), *grads), parts, strict=True))
-
-
-def attempt(call: Callable[[], Any]) -> Any:
-    """The result of a call, or its error as text."""
-    try:
-        return call()
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def fresh_group() -> Any:

@@ -39,8 +39,7 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 24
         The first rank that raises ends all: its exception is raised here with a note of its rank and
         traceback. A rank that dies, or ``timeout`` seconds, raise RankFailed.
 
-    fn may be a closure. To compare the errors of all ranks of a failing call, catch them in fn and return
-    them.
+    fn may be a closure; :func:`attempt` in it returns the errors of all ranks of a failing call.
     """
     with tempfile.TemporaryDirectory() as folder:
         children, pipes = {}, {}
@@ -68,16 +67,29 @@ def run_program(world_size: int, path: Path, result: Callable[[dict[str, Any], s
         port = server.getsockname()[1]
 
     def run_rank(group: Any) -> Any:
-        rank = group.rank()
-        dist.destroy_process_group()
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in (ranks | address).items()})
+        leave_for_torchrun(group, port)
         with contextlib.redirect_stdout(io.StringIO()) as output:
             variables = runpy.run_path(str(path), run_name="__main__")
         return result(variables, output.getvalue())
 
     return run(world_size, run_rank)
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or its error as text, for a comparison of the errors of all ranks."""
+    try:
+        return call()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def leave_for_torchrun(group: Any, port: int) -> None:
+    """Destroy a rank's group, and set the variables by which torchrun has ranks meet at a port."""
+    rank, world_size = group.rank(), group.size()
+    dist.destroy_process_group()
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in (ranks | address).items()})
 
 
 class Outcome(NamedTuple):

@@ -19,17 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tritoncp
-from tests.multiprocess.ranks import outcomes, run
+from tests.multiprocess.ranks import attempt, outcomes, run
 from tritoncp.cpu.engine import CpuEngine
-from tritoncp.ops import engine_factory
 
 S, TIMEOUT = 24, 2.0  # rows, and seconds of the group
 PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 
 def mask_of(window: int = 9) -> tritoncp.Mask:
@@ -130,24 +127,16 @@ def test_a_row_of_the_table_of_faults(fault: str) -> None:
             assert end.seconds <= seconds + 1, end  # forked ranks share few cores
 
 
-def raised(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def calls_with(mesh: Any) -> list[str]:
     """The errors of every public call with a mesh."""
     x, mask = torch.ones(1, 2, S // 2, 8), mask_of()
     plan = tritoncp.make_plan(mask, world_size=2, rank=0)
     return [
-        raised(lambda: tritoncp.make_plan(mask, mesh)),
-        raised(lambda: tritoncp.flex_attention(x, x, x, mask, mesh)),
-        raised(lambda: tritoncp.flex_attention(x, x, x, plan, mesh=mesh)),
-        raised(lambda: tritoncp.shard(torch.ones(S), mask, mesh, dim=0)),
-        raised(lambda: tritoncp.unshard(torch.ones(S // 2), plan, mesh, dim=0)),
+        attempt(lambda: tritoncp.make_plan(mask, mesh)),
+        attempt(lambda: tritoncp.flex_attention(x, x, x, mask, mesh)),
+        attempt(lambda: tritoncp.flex_attention(x, x, x, plan, mesh=mesh)),
+        attempt(lambda: tritoncp.shard(torch.ones(S), mask, mesh, dim=0)),
+        attempt(lambda: tritoncp.unshard(torch.ones(S // 2), plan, mesh, dim=0)),
     ]
 
 
@@ -160,7 +149,7 @@ def test_a_destroyed_group_and_one_of_other_ranks_are_refused_before_anything_is
         x = torch.ones(1, 2, plan.s_local, 8, requires_grad=True)
         out = tritoncp.flex_attention(x, x, x, plan, late)
         dist.destroy_process_group(late)
-        return calls_with(late), calls_with(first), calls_with(alone), raised(lambda: out.sum().backward())
+        return calls_with(late), calls_with(first), calls_with(alone), attempt(lambda: out.sum().backward())
 
     for rank, (destroyed, other, mesh, backward) in enumerate(run(2, work)):
         for said in (*destroyed, backward):

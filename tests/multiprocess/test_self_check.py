@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch.distributed as dist
 
-from tests.multiprocess.ranks import Outcome, outcomes
+from tests.multiprocess.ranks import Outcome, leave_for_torchrun, outcomes
 from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.self_check import comparison
@@ -54,10 +53,8 @@ def check(
 
     def run(group: Any) -> None:
         rank = group.rank()
-        dist.destroy_process_group()
-        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        where |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "a test"}
-        os.environ.update({key: str(value) for key, value in where.items()})
+        leave_for_torchrun(group, port)
+        os.environ["TORCHELASTIC_RUN_ID"] = "a test"
         signal.alarm(0)
         sys.stdout = (folder / f"stdout {rank}").open("w")
         plant(rank)

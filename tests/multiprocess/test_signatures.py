@@ -13,18 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tritoncp
-from tests.multiprocess.ranks import run
+from tests.multiprocess.ranks import attempt, run
 from tritoncp.distributed import collectives, consistency
 from tritoncp.masks import MaskMod
-from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 
 S = 32
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 
 def mask_of(mod: Any = None) -> tritoncp.Mask:
@@ -33,15 +30,6 @@ def mask_of(mod: Any = None) -> tritoncp.Mask:
 
 def shards(heads: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32, batch: int = 1) -> list[Tensor]:
     return [torch.ones(batch, heads, S // 2, dim, dtype=dtype) for _ in range(3)]
-
-
-def message(call: Any) -> str:
-    """The error that a call raises on this rank, as text."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def count_exchanges(call: Any) -> int:
@@ -72,9 +60,8 @@ def halved(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return s / 2
 
 
-DIFFERENCES: dict[
-    str, tuple[str, Any, tuple[str, str]]
-] = {  # case: the field in the message, call, both values
+# By case: the field in the message, the call, both values.
+DIFFERENCES: dict[str, tuple[str, Any, tuple[str, str]]] = {
     "bf16 and fp16": (
         "dtype",
         lambda rank, go: go(shards(dtype=[torch.bfloat16, torch.float16][rank])),
@@ -112,7 +99,7 @@ def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
             few = dist.new_group(timeout=timedelta(seconds=20))
             for mask in (tritoncp.make_plan(mask_of(), few), mask_of()):
                 go = functools.partial(attend, mask, few)
-                said.append((name, message(functools.partial(call, group.rank(), go))))
+                said.append((name, attempt(functools.partial(call, group.rank(), go))))
         return said
 
     for said in run(2, work, timeout=120):
@@ -128,7 +115,7 @@ def test_a_compiled_call_is_compared_too() -> None:
         plan = tritoncp.make_plan(mask_of(), group)
         fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
         score = [softcap, halved][group.rank()]
-        return message(lambda: fast(*shards(), score, plan, mesh=group))
+        return attempt(lambda: fast(*shards(), score, plan, mesh=group))
 
     for text in run(2, work, timeout=120):
         assert "the ranks differ in score_mod: rank 0 against rank 1" in text
@@ -195,10 +182,10 @@ def test_captured_values_are_compared_where_asked_for(kind: str, monkeypatch: py
             }
             tritoncp.flex_attention(*shards(), mods[kind], plan, mesh=group)
 
-        return message(lambda: call(0)), message(lambda: call(group.rank()))
+        return attempt(lambda: call(0)), attempt(lambda: call(group.rank()))
 
     for same, differing in run(2, work):
-        assert same == "nothing"
+        assert same is None
         assert "the ranks differ in captures: rank 0 against rank 1" in differing
         assert kind == "tensor" or ("Rank 0 has 0.5. Rank 1 has 1.5" in differing)
 
@@ -216,7 +203,7 @@ def test_plans_of_data_loaders_are_compared_at_their_first_use() -> None:
         call = lambda plan: tritoncp.flex_attention(*shards(), plan, group)  # noqa: E731
         counts = [count_exchanges(lambda i=i: call(plans[i])) for i in (0, 0, 1, 0, 1)]
         odd = shipped(group, 11 + group.rank())
-        return counts, message(lambda: call(odd))
+        return counts, attempt(lambda: call(odd))
 
     for counts, text in run(2, work):
         assert counts == [1, 0, 1, 0, 0]
