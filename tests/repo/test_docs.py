@@ -2,13 +2,16 @@
 above them, and masks of the gallery give the dense answers."""
 
 import importlib.util
+import logging
 import re
 import runpy
 import shlex
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import pytest
@@ -34,6 +37,17 @@ PICTURES = {
 }
 MARKED_FRAGMENT = re.compile(r"<!-- fragment: [^>]+-->\n```python\n.*?^```\n", re.M | re.S)
 PROGRAM = re.compile(r"# torchrun --nproc-per-node 2 (\w+\.py)\n")
+
+
+@pytest.fixture(autouse=True)
+def programs_of_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stand in for wandb and tensorboard, and restore the level of the package's logger."""
+    for name in ("wandb", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, mock.MagicMock())
+    log = logging.getLogger("tritoncp")
+    level = log.level
+    yield
+    log.setLevel(level)
 
 
 def read_blocks(page: str) -> list[Any]:
