@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 import pytest  # noqa: E402
 
 # Imported now: a test that changes the variable would fix the kind of their functions for the whole process.
+from tritoncp.api import mask_source  # noqa: E402
 from tritoncp.kernels import engine, forward_gluon, mask_eval  # noqa: E402, F401
 from tritoncp.mods.translate import triton_helpers  # noqa: E402, F401
 from tritoncp.ops import engine_factory  # noqa: E402
@@ -153,6 +154,22 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def host_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Treat CPU tensors as a GPU's where masks are made; list how many tensors each copy to the host has."""
+    copies: list[int] = []
+    to_host = mask_source.to_host
+
+    def counted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if tensors:
+            copies.append(len(tensors))
+        return [t.clone() for t in to_host(tensors)]
+
+    monkeypatch.setattr(mask_source, "to_host", counted)
+    monkeypatch.setattr(mask_source, "is_remote", lambda tensor: True)
+    return copies
 
 
 def poisoned(allocate):

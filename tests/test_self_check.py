@@ -27,18 +27,8 @@ MASKS = ("causal", "documents", "window", "score_mod", "sinks")
 DTYPES = ("float16", "float32")  # the interpreter truncates bfloat16
 PASSES = ("forward", "backward")
 FIELDS = {
-    "schedule",
-    "mask",
-    "dtype",
-    "pass",
-    "tensor",
-    "error",
-    "allowed",
-    "rank",
-    "ranks",
-    "right",
-    "why",
-}
+    "schedule", "mask", "dtype", "pass", "tensor", "error", "allowed", "rank", "ranks", "right", "why",
+}  # fmt: skip
 
 
 def check(*options: str) -> tuple[int, dict]:

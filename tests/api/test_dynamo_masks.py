@@ -50,16 +50,6 @@ def test_lengths_are_inputs():
     assert case.counter.frame_count == 1
 
 
-def test_mask_mods_made_inside():
-    def window(x, left):
-        return model(x, lambda b, h, q, kv: (q >= kv) & (q - kv <= left))
-
-    case, x = Compiled(window), torch.randn(1, 2, S, 8)
-    answers = [case.check(x, left) for left in (3, 7, 3)]
-    assert torch.equal(answers[0], answers[2])
-    assert not torch.equal(answers[0], answers[1])
-
-
 def test_one_mask_for_layers_batches_and_heads():
     """All arguments of `create_block_mask`, and two layers that take its mask."""
 

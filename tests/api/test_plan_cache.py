@@ -222,52 +222,36 @@ def test_a_mask_mod_whose_state_cannot_be_compared_is_run_to_find_its_plan(built
 # -- what it costs ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def device(monkeypatch):
-    """Treat CPU tensors as a GPU's when masks are made, and count the copies to the host."""
-    copies = []
-    to_host = mask_source.to_host
-
-    def counted(tensors):
-        if tensors:
-            copies.append(len(tensors))
-        return [t.clone() for t in to_host(tensors)]
-
-    monkeypatch.setattr(mask_source, "to_host", counted)
-    monkeypatch.setattr(mask_source, "is_remote", lambda tensor: True)
-    return copies
-
-
-def test_a_mask_on_a_device_is_copied_once_lists_and_captures_together(device):
+def test_a_mask_on_a_device_is_copied_once_lists_and_captures_together(host_copies):
     table, other = torch.arange(S), torch.ones(S, dtype=torch.bool)
     mask = block_mask(lambda b, h, q, kv: (kv <= table[q]) & other[kv])
     q = torch.randn(1, 2, S, 16, requires_grad=True)
     for _ in range(3):
         flex_attention(q, q, q, mask).sum().backward()
-    assert device == [6]
+    assert host_copies == [6]
     make_plan(mask, world_size=2)
-    assert device == [6, 6]
+    assert host_copies == [6, 6]
 
 
-def test_closed_forms_of_numbers_are_copied_never_and_of_tensors_once(device):
+def test_closed_forms_of_numbers_are_copied_never_and_of_tensors_once(host_copies):
     flex_attention(Q, Q, Q, and_masks(causal(), sliding_window(3)))
-    assert device == []
+    assert host_copies == []
     ids, more = torch.arange(S) // 8, torch.arange(S) // 16
     flex_attention(Q, Q, Q, and_masks(document(ids=ids), document(ids=more)))
-    assert device == [2]
+    assert host_copies == [2]
 
 
-def test_an_untranslatable_mask_on_a_device_is_copied_once(device):
+def test_an_untranslatable_mask_on_a_device_is_copied_once(host_copies):
     table = torch.arange(S)
     mask = block_mask(lambda b, h, q, kv: table.sort().values[q] % 3 != kv % 3)
     q = torch.randn(1, 2, S, 16)
     for _ in range(2):
         out = flex_attention(q, q, q, mask)
-    assert device == [5]
+    assert host_copies == [5]
     torch.testing.assert_close(out, dense_attention(q, q, q, in_order(mask, 1, [S], [S], 0).mask).out)
 
 
-def test_a_mask_mod_for_one_device_is_evaluated_there(device):
+def test_a_mask_mod_for_one_device_is_evaluated_there(host_copies):
     table = torch.arange(S)
     home = id(table)
 

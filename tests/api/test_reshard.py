@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import tritoncp
 from tests.masks.packed_documents import cumulative
 from tests.multiprocess import ranks
-from tests.planning.test_placement import random_mask
+from tests.planning.test_placement import placements, random_mask
 from tritoncp import reshard, shard, unshard
 from tritoncp.core import log_lines
 from tritoncp.distributed import collectives, consistency
@@ -31,24 +31,11 @@ from tritoncp.planning.plan import Plan
 
 @st.composite
 def pairs(draw: Callable) -> tuple[int, Plan | None, Plan | None]:
-    """Draw a number of ranks and two placements of one sequence: of any balancer and block, padded or in
-    pieces of any length, with common or separate batch rows, or natural order, but not twice."""
+    """Draw a number of ranks and two placements of one sequence; one of them may be natural order."""
     world, length = draw(st.integers(1, 8)), draw(st.integers(1, 30))
-
-    def one() -> Plan:
-        block = draw(st.integers(1, 5))
-        rows = -(-length // block)
-        mask = random_mask(
-            draw(st.sampled_from([1, 2])), rows, rows * block - length, block, draw(st.integers(0, 99))
-        )
-        balancer = draw(st.sampled_from(["ptrr", "head_tail", "contiguous", None, "lengths"]))
-        if balancer != "lengths":
-            return build(mask, world, balancer=balancer)
-        cuts = sorted(draw(st.lists(st.integers(0, length), min_size=world - 1, max_size=world - 1)))
-        return build(mask, world, lengths=[b - a for a, b in zip([0, *cuts], [*cuts, length])])
-
-    pair = [one(), draw(st.sampled_from([one, lambda: None]))()]
-    return world, *(pair if draw(st.booleans()) else pair[::-1])
+    one = placements(world, length)
+    pair = [draw(one), draw(st.one_of(one, st.none()))]
+    return world, *draw(st.permutations(pair))
 
 
 def cut(world: Any, x: Tensor, plan: Plan | None, pad: float = 0) -> list[Tensor]:

@@ -152,14 +152,10 @@ def test_other_indices_are_refused(index, error, message) -> None:
         mask[index]
 
 
-@pytest.mark.parametrize("row", [np.int64(1), np.uint8(1), torch.tensor(1, dtype=torch.uint8)])
-def test_integers_of_other_libraries_select_a_row(row) -> None:
+def test_integers_of_other_libraries_and_types_select_rows() -> None:
     mask, _ = pair("documents")
-    assert torch.equal(mask[row].to_dense(), mask[1].to_dense())
-
-
-def test_a_tensor_of_uint8_selects_by_number() -> None:
-    mask, _ = pair("documents")
+    for row in (np.int64(1), np.uint8(1), torch.tensor(1, dtype=torch.uint8)):
+        assert torch.equal(mask[row].to_dense(), mask[1].to_dense())
     assert torch.equal(mask[torch.tensor([2, 1], dtype=torch.uint8)].to_dense(), mask[[2, 1]].to_dense())
 
 

@@ -258,15 +258,6 @@ def test_empty_sequences() -> None:
         assert isinstance(full.draw(), str)
 
 
-def test_a_million_tokens_fit_in_sixteen_mebibytes() -> None:
-    n = 1 << 20
-    mask = create_block_mask(and_masks(causal(), document(lengths=[n // 128] * 128)), None, None, n, n)
-    assert mask.interval is not None
-    tensors = [mask.runs.ptr, mask.runs.runs, *mask.interval]
-    assert sum(t.untyped_storage().nbytes() for t in tensors) <= 16 << 20
-    assert mask.sparsity() > 99
-
-
 def test_a_slice_is_refused_and_so_are_broken_lists() -> None:
     bm = flex.create_block_mask(causal(), 1, 1, 64, 64, device="cpu", BLOCK_SIZE=16)
     with pytest.raises(

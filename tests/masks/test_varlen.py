@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -32,7 +31,6 @@ from tests.masks.packed_documents import (
     whole_call,
 )
 from tritoncp import simulate, varlen_attention, varlen_mask
-from tritoncp.api import mask_source
 from tritoncp.masks.varlen import Varlen
 from tritoncp.reference.dense import dense_attention
 
@@ -278,26 +276,17 @@ def test_layers_with_other_windows_share_a_placement() -> None:
 
 
 @pytest.mark.usefixtures("cpu_engine")
-def test_a_call_with_the_same_tensors_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_with_the_same_tensors_copies_nothing(host_copies: list[int]) -> None:
     """As on a GPU: one copy to the host when the plan is made, none once it is there."""
-    copies: list[int] = []
-    to_host = mask_source.to_host
-
-    def counted(tensors: Sequence[Tensor]) -> list[Tensor]:
-        copies.append(len(tensors))
-        return [t.clone() for t in to_host(tensors)]
-
-    monkeypatch.setattr(mask_source, "to_host", counted)
-    monkeypatch.setattr(mask_source, "is_remote", lambda tensor: True)
     docs = LAYOUTS["padded"]
     x, tensors = buffers(docs), docs.arguments
     want = one_by_one(x, docs, True, (-1, -1))
     for _ in range(3):
         agree(whole_call(x, **tensors, causal=True), want, docs, 1e-8)
-    assert copies == [4]
+    assert host_copies == [4]
     tensors["cu_seqlens_q"][1] -= 1  # an edit is seen
     tensors["cu_seqlens_kv"][1] -= 1
     other = docs._replace(q=[8, 1, 30, 13], kv=[8, 1, 30, 13], q_pad=[8, 1, 2, 3], kv_pad=[8, 1, 2, 3])
     x = buffers(other)
     agree(whole_call(x, **tensors, causal=True), one_by_one(x, other, True, (-1, -1)), other, 1e-8)
-    assert copies == [4, 4]
+    assert host_copies == [4, 4]

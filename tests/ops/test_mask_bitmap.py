@@ -12,6 +12,7 @@ import triton.language as tl
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 import tritoncp
+from tests.kernels.support.harness import agree, cotangents, oracle, over_ranks, qkv
 from tritoncp import mods
 from tritoncp.api.plans import make_plan
 from tritoncp.ops import call_mods
@@ -39,23 +40,11 @@ def inputs(batch=2, heads=4, kv_heads=2, dtype=torch.float32):
     return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def agree(mask, world_size, balancer, batch=2, heads=4):
+def check_ranks(mask, world_size, balancer, heads=4):
     """Check that outputs and gradients of simulated ranks equal those of the dense oracle."""
-    q, k, v = inputs(batch, heads, heads // 2)
-    world = tritoncp.simulate(world_size)
-    plan = world.make_plan(mask, balancer=balancer)
-    shards = [world.shard(x, plan, dim=2, side=side) for x, side in ((q, "q"), (k, "kv"), (v, "kv"))]
-    outs, lses = world.flex_attention(*shards, plan, enable_gqa=True, return_lse=True)
-    out, lse = world.unshard(outs, plan, dim=2), world.unshard(lses, plan, dim=2)
-    weight = torch.randn_like(out)
-    grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    oracle = dense_attention(*wide, plan.mask)
-    reference_grads = torch.autograd.grad((oracle.out * weight.double()).sum(), wide)
-    torch.testing.assert_close(out.double(), oracle.out, atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(lse.double(), oracle.lse, atol=2e-6, rtol=1e-5)
-    for grad, reference_grad in zip(grads, reference_grads):
-        torch.testing.assert_close(grad.double(), reference_grad, atol=1e-5, rtol=1e-4)
+    x = qkv(S, batch=2, heads=heads, kv_heads=heads // 2, v_dim=24)
+    plan, start = make_plan(mask, world_size=world_size, balancer=balancer), cotangents(x)
+    agree(over_ranks(x, plan, start=start), oracle(x, plan.mask, start=start))
 
 
 def block_mask(mod):
@@ -63,7 +52,7 @@ def block_mask(mod):
 
 
 def test_a_mask_listed_for_one_head_is_evaluated_for_every_head_and_batch_row(engine):
-    agree(block_mask(by_batch_and_head), 2, "ptrr", heads=2)
+    check_ranks(block_mask(by_batch_and_head), 2, "ptrr", heads=2)
 
 
 def test_bits_of_own_blocks_equal_the_mask():
@@ -104,7 +93,7 @@ def test_all_ranks_of_a_simulated_world_have_bits_though_rank_0_needs_none():
     def late(b, h, q, kv):
         return (q < 16) | (SUMS.sort().values[q] % 5 > SUMS.sort().values[kv] % 4)
 
-    agree(block_mask(late), 3, None)
+    check_ranks(block_mask(late), 3, None)
 
 
 def test_an_untranslatable_score_mod_names_operation_line_and_the_way_out():

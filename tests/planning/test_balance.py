@@ -1,6 +1,5 @@
 """Tests of balancers: every block is assigned once, evenly; PTRR equals torch's; locality sends few rows."""
 
-from collections.abc import Callable
 from itertools import chain
 
 import pytest
@@ -9,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
 
+from tests.planning.test_plan import masks
 from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
 from tritoncp.planning.balance import (
     assign_blocks,
@@ -41,24 +41,6 @@ MOST = {  # share of a full gather that locality fetches on 8 ranks
     "causal": 0.75, "window 1K": 0.02, "window 4K": 0.08, "documents": 0.13, "long documents": 0.15,
     "documents, window 1K": 0.03, "prefix-LM": 0.78,
 }  # fmt: skip
-
-
-@st.composite
-def masks(draw: Callable) -> Mask:
-    """Draw small masks: heads, batch rows, query and key blocks of different sizes, ragged lengths."""
-    q_len = draw(st.integers(1, 80))
-    kv_len = draw(st.sampled_from([q_len, draw(st.integers(1, 80))]))
-    block = draw(st.sampled_from([4, (8, 4), (4, 8)]))
-    heads, batch = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    bits = torch.rand(batch, heads, q_len, kv_len, generator=torch.Generator().manual_seed(q_len)) < 0.1
-    mods = {
-        "bits": lambda b, h, q, kv: bits[b, h, q, kv],
-        "documents": and_masks(causal(), document(ids=torch.arange(80) // draw(st.integers(1, 40)))),
-        "window": sliding_window(draw(st.integers(0, 30)), draw(st.integers(0, 30))),
-    }
-    return create_block_mask(
-        mods[draw(st.sampled_from(sorted(mods)))], batch, heads, q_len, kv_len, BLOCK_SIZE=block
-    )
 
 
 def zoo_plan(name: str, balancer: str, size: int = 65536, world_size: int = 8) -> Plan:
@@ -335,3 +317,9 @@ def test_long_documents_are_cut_for_few_keys(seed: int | None) -> None:
     plan = build(mask, 8, balancer="locality", schedule="fetch")
     assert plan.owners[0].bincount().tolist() == [size // 128 // 8] * 8
     assert plan.imbalance <= 1.02 and fetched_share(plan) <= 1 / 6
+
+
+@pytest.mark.parametrize("seq", [64, 1000, 65536])
+def test_documents_of_a_corpus_fill_the_sequence(seq: int) -> None:
+    lengths = corpus_lengths(seq)
+    assert sum(lengths) == seq and min(lengths) >= 1 and lengths == corpus_lengths(seq)

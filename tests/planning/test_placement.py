@@ -1,6 +1,7 @@
 """Tests of shard, unshard and positions over every kind of placement."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -31,18 +32,23 @@ def random_mask(batch: int, rows: int, cut: int, block: int, seed: int) -> Mask:
 
 
 @st.composite
-def plans(draw: Callable) -> Plan:
-    """Draw plans of any balancer and world, of common or separate batch rows, or of natural pieces of any
-    length."""
-    world, block, rows = draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 7))
-    cut = draw(st.integers(0, block - 1))
-    mask = random_mask(draw(st.sampled_from([1, 2])), rows, cut, block, draw(st.integers(0, 99)))
+def placements(draw: Callable, world: int, length: int) -> Plan:
+    """Draw plans of any balancer and block, of common or separate batch rows, or in pieces of any length."""
+    block = draw(st.integers(1, 5))
+    rows = -(-length // block)
+    mask = random_mask(
+        draw(st.sampled_from([1, 2])), rows, rows * block - length, block, draw(st.integers(0, 99))
+    )
     balancer = draw(st.sampled_from(["ptrr", "head_tail", "contiguous", None, "lengths"]))
     if balancer != "lengths":
         return build(mask, world, balancer=balancer)
-    cuts = sorted(draw(st.lists(st.integers(0, mask.q_len), min_size=world - 1, max_size=world - 1)))
-    lengths = [b - a for a, b in zip([0, *cuts], [*cuts, mask.q_len])]
-    return build(mask, world, balancer=None, lengths=lengths)
+    cuts = sorted(draw(st.lists(st.integers(0, length), min_size=world - 1, max_size=world - 1)))
+    return build(mask, world, balancer=None, lengths=[b - a for a, b in pairwise([0, *cuts, length])])
+
+
+def plans() -> st.SearchStrategy[Plan]:
+    sizes = st.tuples(st.integers(1, 5), st.integers(1, 30))  # ranks, tokens
+    return sizes.flatmap(lambda size: placements(*size))
 
 
 def tensor_for(plan: Plan, dims: str, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -6,18 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from tritoncp.masks import and_masks, causal, create_block_mask, document
-from tritoncp.planning.build import build
+from tests.planning.report.test_rasters import document_plan
 from tritoncp.planning.report.facts import Facts, owner_shares
 from tritoncp.planning.report.text import WIDTH, format_blocks, format_lines, format_meaning
 from tritoncp.planning.report.units import format_bytes
 
 
 def plan(size=1024, world_size=4, balancer="ptrr"):
-    mask = create_block_mask(
-        and_masks(causal(), document(lengths=[size // 4, size - size // 4])), 1, 1, size, size
-    )
-    return build(mask, world_size, world_size - 1, balancer=balancer)
+    return document_plan(size, world_size, balancer).for_rank(world_size - 1)
 
 
 @pytest.mark.parametrize("balancer", ["ptrr", "head_tail", "contiguous"])
