@@ -128,7 +128,7 @@ class Mask(BlockMaskInterface):
     @property
     def nbytes(self) -> int:
         """Bytes of the runs and row intervals. A storage that several tensors share counts once."""
-        storages = (t.untyped_storage() for t in (self.runs.ptr, self.runs.runs, *(self.interval or ())))
+        storages = (t.untyped_storage() for t in (*self.runs.stored, *(self.interval or ())))
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
     @property
