@@ -18,7 +18,7 @@ from tritoncp.masks import (
     ABSENT,
     Kind,
     Runs,
-    block_runs,
+    transposed_runs,
 )
 
 
@@ -64,7 +64,7 @@ def test_transpose_swaps_rows_and_columns(kinds: Tensor) -> None:
     other = Runs.from_kinds(kinds.transpose(2, 3))
     assert runs.transpose() == other and other.transpose() == runs
     with pytest.MonkeyPatch.context() as few:
-        few.setattr(block_runs, "_EVENTS", 8)  # in bands of rows
+        few.setattr(transposed_runs, "_EVENTS", 8)  # in bands of rows
         assert runs.transpose().by_rows == other
 
 

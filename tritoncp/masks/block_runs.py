@@ -2,16 +2,14 @@
 
 Index lists and dense block maps of a million-token mask take hundreds of MiB; its runs take a few
 hundred KiB, because the listed blocks of a row nearly always form a few ranges. Where those of a column do
-and those of a row do not, as in prefix trees, the pattern is stored by column (`TransposedRuns`).
+and those of a row do not, as in prefix trees, the pattern is stored by column (`transposed_runs`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import enum
-import itertools
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +24,7 @@ class Kind(enum.IntEnum):
 
 
 ABSENT = 3  # an unlisted block; only in dense maps of kinds, never in a run
-_EVENTS = 1 << 20  # starts and ends of runs that are sorted at a time in a transposition
+_CELLS = 1 << 20  # pairs of a run and a cell that are counted at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +113,16 @@ class Runs:
         return delta[:, :c].cumsum(1, dtype=torch.uint8).view(b, h, r, c)
 
     @classmethod
+    def from_table(cls, table: Tensor, rows: int, columns: int) -> Runs:
+        """Make Runs of FULL blocks from disjoint runs, int64 [n, 3] rows (row, start, end)."""
+        row, start, end = table.unbind(1)
+        return cls._pack((1, 1, rows), columns, row, start, end, torch.full_like(row, int(Kind.FULL)))
+
+    def table(self) -> Tensor:
+        """List the runs of a pattern of one kind, batch row and head: int64 [n, 3] rows (row, start, end)."""
+        return torch.stack(self._flat()[:3], 1)
+
+    @classmethod
     def from_intervals(cls, lo: Tensor, hi: Tensor, q_block: int, kv_block: int, kv_len: int) -> Runs:
         """Make the Runs of the mask in which query row q sees exactly lo <= kv < hi.
 
@@ -138,8 +146,8 @@ class Runs:
 
     def take(self, rows: Tensor) -> Runs:
         """Select, reorder or repeat rows. rows: int64 [Bp, n], -1 = an empty row; batches broadcast."""
-        _check_rows(rows, self.shape[2])
-        batch = _broadcast("rows", len(rows), self.shape[0])
+        check_rows(rows, self.shape[2])
+        batch = broadcast("rows", len(rows), self.shape[0])
         ptr = torch.nn.functional.pad(self.ptr.expand(batch, -1, -1, -1), (0, 0, 1, 0))  # first an empty row
         return self._gather(ptr[torch.arange(batch)[:, None], :, rows + 1].transpose(1, 2))  # [B, H, n, 3]
 
@@ -159,14 +167,16 @@ class Runs:
         the kept ones before c, the result is kinds[..., keep].
         """
         b, h, r, c = self.shape
-        _check_edges(first, c)
-        batch = _broadcast("first", len(first), b)
+        check_edges(first, c)
+        batch = broadcast("first", len(first), b)
         row, start, end, kind = self.expand(batch, h)._flat()
         start, end = (first.expand(batch, -1)[row // (h * r), edge] for edge in (start, end))
         return self._pack((batch, h, r), int(first[:, -1].max()), row, start, end, kind)
 
     def transpose(self) -> Runs:
         """Swap rows and columns. The rows of the result are listed when they are read."""
+        from tritoncp.masks.transposed_runs import TransposedRuns  # a subclass of this class
+
         return TransposedRuns(self)
 
     def counts(self) -> tuple[Tensor, Tensor]:
@@ -190,6 +200,33 @@ class Runs:
         edges = torch.zeros(groups * batch * (columns + 1), dtype=torch.int64)
         edges.index_add_(0, line + start, weights).index_add_(0, line + end, -weights)
         return edges.view(groups, batch, columns + 1).cumsum_(2)[..., :columns]
+
+    def count_in_cells(self, row_edges: Tensor, column_edges: Tensor) -> Tensor:
+        """Count the blocks in each cell of a coarse grid, over all batch rows and heads: int64 [2, rows of
+        cells, columns of cells], the MASKED ones and the others.
+
+        row_edges, column_edges: int64 [n + 1], ascending, the first block of each cell and the end.
+        """
+        row, start, end, kind = self._flat()
+        height, width = len(row_edges) - 1, len(column_edges) - 1
+        cell = torch.searchsorted(row_edges, row % max(1, self.shape[2]), right=True) - 1
+        cell += torch.where(kind == Kind.MASKED, 0, height)
+        total = torch.zeros(2 * height, width, dtype=torch.int64)
+        for part in torch.arange(len(row)).split(max(1, _CELLS // max(1, width))):
+            inside = end[part, None].clamp(max=column_edges[1:]) - start[part, None].clamp(
+                min=column_edges[:-1]
+            )
+            total.index_add_(0, cell[part], inside.clamp(min=0))
+        return total.view(2, height, width)
+
+    def unite(self, size: int = 1) -> Runs:
+        """Return the squares of ``size`` x ``size`` blocks in which any block is listed for any batch row and
+        head, as FULL blocks: Runs [1, 1, rows / size, columns / size], rounded up."""
+        _, _, r, c = self.shape
+        rows, columns = -(-r // size), -(-c // size)
+        row, start, end, _ = self._flat()
+        united = merge_runs(row % max(1, r) // size, start // size, (end + size - 1) // size, columns)
+        return Runs.from_table(united, rows, columns)
 
     # -- how runs are stored ----------------------------------------------------------------------
 
@@ -228,163 +265,25 @@ class Runs:
         return cls(ptr.int(), runs, n_cols)
 
 
-class TransposedRuns(Runs):
-    """Runs stored by column, for patterns whose columns list few ranges and whose rows may list thousands.
+def merge_runs(row: Tensor, start: Tensor, end: Tensor, columns: int) -> Tensor:
+    """Merge runs of columns that overlap or touch in a row: int64 [n, 3] rows (row, start, end)."""
+    line = columns + 2  # spare columns, so that runs of different rows do not touch
+    start, end = merge_ranges(row * line + start, row * line + end)
+    row = start // line
+    return torch.stack([row, start - row * line, end - row * line], 1)
 
-    ``columns`` has the columns as rows. All operations but ``ptr``, ``runs`` and ``_flat`` work on it.
 
-    >>> upper = Runs.from_kinds(torch.tensor([[[[0, 1], [3, 0]]]], dtype=torch.uint8))
-    >>> upper.transpose().counts()[0].tolist(), upper.transpose().runs.tolist()
-    ([[[1, 1]]], [[0, 1, 0], [1, 2, 0], [0, 1, 1]])
+def merge_ranges(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge ranges into disjoint ranges, ascending.
+
+    >>> merge_ranges(torch.tensor([4, 0, 2]), torch.tensor([5, 3, 4]))
+    (tensor([0]), tensor([5]))
     """
-
-    columns: Runs
-
-    def __init__(self, columns: Runs) -> None:
-        object.__setattr__(self, "columns", columns)
-
-    def __getstate__(self) -> dict[str, Runs]:
-        return {"columns": self.columns}
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, TransposedRuns):
-            return self.columns == other.columns
-        return super().__eq__(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @cached_property
-    def by_rows(self) -> Runs:
-        return _transpose(self.columns)
-
-    @property
-    def ptr(self) -> Tensor:  # type: ignore[override]
-        return self.by_rows.ptr
-
-    @property
-    def runs(self) -> Tensor:  # type: ignore[override]
-        return self.by_rows.runs
-
-    @property
-    def n_cols(self) -> int:  # type: ignore[override]
-        return self.columns.shape[2]
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        b, h, c, r = self.columns.shape
-        return b, h, r, c
-
-    @property
-    def stored(self) -> tuple[Tensor, Tensor]:
-        return self.columns.stored
-
-    def to_kinds(self) -> Tensor:
-        return self.columns.to_kinds().transpose(2, 3).contiguous()
-
-    def transpose(self) -> Runs:
-        return self.columns
-
-    def expand(self, B: int, H: int) -> Runs:
-        return TransposedRuns(self.columns.expand(B, H))
-
-    def select(self, batch: slice | list[int], heads: slice | list[int] = slice(None)) -> Runs:
-        return TransposedRuns(self.columns.select(batch, heads))
-
-    def take(self, rows: Tensor) -> Runs:
-        _check_rows(rows, self.shape[2])
-        listed = torch.where(rows >= 0, rows, self.shape[2])  # rows that list nothing come last
-        if bool((listed.diff(dim=1) < 0).any()):
-            return self.by_rows.take(rows)
-        edges = torch.arange(self.shape[2] + 1).expand(len(rows), -1).contiguous()
-        columns = self.columns.remap(torch.searchsorted(listed, edges))
-        return TransposedRuns(replace(columns, n_cols=rows.shape[1]))
-
-    def remap(self, first: Tensor) -> Runs:
-        _check_edges(first, self.n_cols)
-        copied = torch.full((len(first), int(first[:, -1].max())), -1)
-        for row, edges in zip(copied, first):
-            row[edges[0] : edges[-1]] = torch.arange(self.n_cols).repeat_interleave(edges.diff())
-        return TransposedRuns(self.columns.take(copied))
-
-    def counts(self) -> tuple[Tensor, Tensor]:
-        b, h, r, c = self.shape
-        line, start, end, kind = self.columns._flat()
-        line = ((kind == Kind.FULL) * (b * h) + line // max(c, 1)) * (r + 1)
-        edges, ones = torch.zeros(2 * b * h * (r + 1), dtype=torch.int64), torch.ones_like(line)
-        edges.index_add_(0, line + start, ones).index_add_(0, line + end, -ones)
-        masked, full = edges.view(2, b, h, r + 1).cumsum(3)[..., :r]
-        return masked, full
-
-    def sum_readers(self, rows: Tensor, weight: Tensor, group: Tensor, groups: int) -> Tensor:
-        b, h, r, c = self.shape
-        batch = _broadcast("rows", len(rows), b)
-        table = torch.zeros(groups, len(rows), r + 1, dtype=torch.int64)  # the last row lists nothing
-        at, line = torch.where(rows >= 0, rows, r), torch.arange(len(rows))[:, None]
-        table.index_put_((group.expand_as(rows), line, at), weight, accumulate=True)
-        before = torch.nn.functional.pad(table[..., :r].cumsum(2), (1, 0)).expand(-1, batch, -1)
-        column, start, end, _ = self.columns.expand(batch, h)._flat()
-        b, column = column // max(1, h * c), column % max(1, c)
-        total = torch.zeros(groups, batch * c, dtype=torch.int64)
-        total.index_add_(1, b * c + column, before[:, b, end] - before[:, b, start])
-        return total.view(groups, batch, c)
-
-    def _flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return _transpose(self.columns)._flat()
-
-
-def _transpose(lines: Runs) -> Runs:
-    """List the columns of a pattern as rows, in time and memory of the two lists of runs, not of rows times
-    columns."""
-    b, h, r, c = lines.shape
-    row, start, end, kind = lines._flat()
-    # Compare each row with the row before it. The pattern of row r enters twice: as `now` at r and as
-    # `before` at r + 1 (one row past the last, so that every column ends there).
-    now = row // max(r, 1) * (r + 1) + row % max(r, 1)
-    code = kind + 1  # 0 = absent
-    line = torch.cat([now, now, now + 1, now + 1])
-    at = torch.cat([start, end, start, end])
-    step = torch.cat([code, -code, code * 4, -code * 4])  # now + 4 * before
-    order = (line * (c + 1) + at).argsort()
-    line, at, state = line[order], at[order], step[order].cumsum(0)
-    width = torch.where(line[1:] == line[:-1], at.diff(), 0)
-    line, at, state = line[:-1], at[:-1], state[:-1]
-    change = (width > 0) & (state % 4 != state // 4)
-    line, at, width, state = line[change], at[change], width[change], (state % 4)[change]
-    first = line // (r + 1) * c + at  # of the columns, numbered over (B, H, C), whose kind becomes `state`
-    changes = first, first + width, line % (r + 1), state
-    steps, ones = torch.zeros(b * h * c + 1, dtype=torch.int64), torch.ones_like(first)
-    steps.index_add_(0, changes[0], ones).index_add_(0, changes[1], -ones)
-    events = steps.cumsum(0)[:-1].cumsum(0)
-    limits = torch.arange(0, int(events[-1]) if len(events) else 0, max(_EVENTS, len(first)))
-    cuts = torch.searchsorted(events, limits, right=True).tolist() or [0]
-    bands = [
-        _list_columns(changes, begin, stop, r)
-        for begin, stop in itertools.pairwise([0, *cuts[1:], b * h * c])
-    ]
-    before = itertools.accumulate((len(band.runs) for band in bands), initial=0)
-    ptr = torch.cat([band.ptr + count for band, count in zip(bands, before)], 2)
-    return Runs(ptr.view(b, h, c, 3), torch.cat([band.runs for band in bands]), r)
-
-
-def _list_columns(changes: tuple[Tensor, ...], begin: int, stop: int, n_cols: int) -> Runs:
-    """List columns begin .. stop-1 as rows of ``n_cols`` columns.
-
-    changes: (first column, end, row from which on they have a state, the state), int64 [n] each, by row
-    """
-    first, end, line, state = changes
-    inside = ((first < stop) & (end > begin)).nonzero()[:, 0]
-    first, end, line, state = (
-        first[inside].clamp(min=begin),
-        end[inside].clamp(max=stop),
-        line[inside],
-        state[inside],
-    )
-    # One event for each column of each changed range: here the column's kind becomes `state`.
-    key, order = ramps(first - begin, end - first).sort(stable=True)  # lines ascend already
-    line, state = (x.repeat_interleave(end - first)[order] for x in (line, state))
-    begins = (state[:-1] != 0).nonzero()[:, 0]  # never the last event, which ends a column
-    shape = 1, 1, stop - begin
-    return Runs._pack(shape, n_cols, key[begins], line[begins], line[begins + 1], state[begins] - 1)
+    start, order = start.sort()
+    reach = end[order].cummax(0).values
+    opens = torch.ones(len(start) + 1, dtype=torch.bool)
+    opens[1:-1] = start[1:] > reach[:-1]
+    return start[opens[:-1]], reach[opens[1:]]
 
 
 def content(x: Tensor) -> bytes:
@@ -436,7 +335,7 @@ def ramps(first: Tensor, length: Tensor) -> Tensor:
     return offset.repeat_interleave(length) + torch.arange(int(length.sum()))
 
 
-def _check_rows(rows: Tensor, r: int) -> None:
+def check_rows(rows: Tensor, r: int) -> None:
     """Raise ValueError unless rows are int64 [B, n] from -1 to r - 1."""
     if rows.ndim != 2 or rows.dtype != torch.int64:
         raise ValueError(f"rows must be int64 [B, n], got {rows.dtype} {tuple(rows.shape)}")
@@ -444,7 +343,7 @@ def _check_rows(rows: Tensor, r: int) -> None:
         raise ValueError(f"rows must be in [-1, {r}), got {int(rows.min())} to {int(rows.max())}")
 
 
-def _check_edges(first: Tensor, c: int) -> None:
+def check_edges(first: Tensor, c: int) -> None:
     """Raise ValueError unless ``first`` is int64 [B, c + 1], non-negative and non-decreasing."""
     if first.ndim != 2 or first.shape[1] != c + 1 or first.dtype != torch.int64:
         raise ValueError(f"first must be int64 [B, {c + 1}], got {first.dtype} {tuple(first.shape)}")
@@ -452,7 +351,7 @@ def _check_edges(first: Tensor, c: int) -> None:
         raise ValueError("first must be non-negative and non-decreasing in each row")
 
 
-def _broadcast(name: str, rows: int, batch: int) -> int:
+def broadcast(name: str, rows: int, batch: int) -> int:
     """Return the common number of batch rows; raise ValueError unless they are equal or one of them is 1."""
     if rows != batch and 1 not in (rows, batch):
         raise ValueError(f"{name} has {rows} batch rows, the mask has {batch}: give 1 or {batch}")
