@@ -1,4 +1,4 @@
-"""Tests of runs of blocks, compared with dense maps."""
+"""Tests of runs of blocks, stored by row or by column, compared with dense maps."""
 
 import itertools
 
@@ -18,13 +18,22 @@ from tritoncp.masks import (
     ABSENT,
     Kind,
     Runs,
+    transposed_runs,
 )
 
 
+def by_column(kinds: Tensor) -> Runs:
+    return Runs.from_kinds(kinds.transpose(2, 3)).transpose()
+
+
+STORED = pytest.mark.parametrize("make", [Runs.from_kinds, by_column], ids=["by row", "by column"])
+
+
+@STORED
 @LAWS
 @given(kinds_maps())
-def test_runs_keep_every_block(kinds: Tensor) -> None:
-    runs = Runs.from_kinds(kinds)
+def test_runs_keep_every_block(make, kinds: Tensor) -> None:
+    runs = make(kinds)
     assert torch.equal(runs.to_kinds(), kinds)
     masked, full = runs.counts()
     assert torch.equal(full, (kinds == Kind.FULL).sum(-1))
@@ -52,14 +61,18 @@ def test_runs_are_maximal_and_in_order(kinds: Tensor) -> None:
 @given(kinds_maps())
 def test_transpose_swaps_rows_and_columns(kinds: Tensor) -> None:
     runs = Runs.from_kinds(kinds)
-    assert runs.transpose() == Runs.from_kinds(kinds.transpose(2, 3))
-    assert runs.transpose().transpose() == runs
+    other = Runs.from_kinds(kinds.transpose(2, 3))
+    assert runs.transpose() == other and other.transpose() == runs
+    with pytest.MonkeyPatch.context() as few:
+        few.setattr(transposed_runs, "_EVENTS", 8)  # in bands of rows
+        assert runs.transpose().by_rows == other
 
 
+@STORED
 @LAWS
 @given(kinds_maps(), st.data())
-def test_take_selects_reorders_and_repeats_rows(kinds: Tensor, data: st.DataObject) -> None:
-    runs = Runs.from_kinds(kinds)
+def test_take_selects_reorders_and_repeats_rows(make, kinds: Tensor, data: st.DataObject) -> None:
+    runs = make(kinds)
     b, h, r, c = kinds.shape
     assert runs.take(torch.arange(r)[None]) == runs
     batch = data.draw(st.sampled_from([1, b] if b > 1 else [1, 3]))
@@ -69,12 +82,17 @@ def test_take_selects_reorders_and_repeats_rows(kinds: Tensor, data: st.DataObje
     padded = torch.cat([kinds, torch.full((b, h, 1, c), ABSENT, dtype=torch.uint8)], 2)  # -1 = the last row
     want = torch.stack([padded[min(i, b - 1), :, rows[min(i, batch - 1)]] for i in range(max(b, batch))])
     assert runs.take(torch.tensor(rows)) == Runs.from_kinds(want)
+    weight, group = torch.tensor([[1, 2, 4, 8]]).expand(batch, 4), torch.tensor([0, 1, 1, 0])
+    listed = (want != ABSENT).sum(1) * torch.tensor([1, 2, 4, 8])[:, None]  # [B, 4, C]
+    sums = torch.stack([listed[:, group == i].sum(1) for i in range(2)])
+    assert torch.equal(runs.sum_readers(torch.tensor(rows), weight, group, 2), sums)
 
 
+@STORED
 @LAWS
 @given(kinds_maps(), st.data())
-def test_remap_drops_and_repeats_columns(kinds: Tensor, data: st.DataObject) -> None:
-    runs = Runs.from_kinds(kinds)
+def test_remap_drops_and_repeats_columns(make, kinds: Tensor, data: st.DataObject) -> None:
+    runs = make(kinds)
     b, _, _, c = kinds.shape
     assert runs.remap(torch.arange(c + 1)[None]) == runs
     batch = data.draw(st.sampled_from([1, b] if b > 1 else [1, 3]))
@@ -90,14 +108,13 @@ def test_remap_drops_and_repeats_columns(kinds: Tensor, data: st.DataObject) -> 
     assert torch.equal(runs.remap(subset).to_kinds(), kinds[..., keep])
 
 
+@STORED
 @LAWS
 @given(kinds_maps())
-def test_expand_repeats_batch_and_heads(kinds: Tensor) -> None:
-    one = Runs.from_kinds(kinds[:1, :1])
+def test_expand_repeats_batch_and_heads(make, kinds: Tensor) -> None:
+    one = make(kinds[:1, :1])
     assert one.expand(3, 2) == Runs.from_kinds(kinds[:1, :1].repeat(3, 2, 1, 1))
-    assert Runs.from_kinds(kinds[:, :1]).expand(kinds.shape[0], 2) == Runs.from_kinds(
-        kinds[:, :1].repeat(1, 2, 1, 1)
-    )
+    assert make(kinds[:, :1]).expand(kinds.shape[0], 2) == Runs.from_kinds(kinds[:, :1].repeat(1, 2, 1, 1))
 
 
 @LAWS

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritoncp import tree
+from tritoncp import make_plan, tree
 from tritoncp.masks import create_block_mask
 
 segments = st.integers(1, 9).flatmap(
@@ -76,11 +76,42 @@ def test_mistakes_say_what_to_do(call, message: str) -> None:
         call()
 
 
-def test_a_mask_of_a_million_tokens_is_small() -> None:
-    """1,000 prompts with 9 answers each, as a forest: the mask and its tensors take less than 16 MiB."""
-    parent = (torch.arange(10_000) // 10 * 10).where(torch.arange(10_000) % 10 > 0, -1)
+def forest(n: int) -> list[int]:
+    """Return the parents of prompts with 9 answers each."""
+    return [-1 if i % 10 == 0 else i // 10 * 10 for i in range(n)]
+
+
+def comb(n: int) -> list[int]:
+    """Return the parents of one long path, from each segment of which a leaf hangs."""
+    return [i - 1 if i % 2 else i - 2 if i else -1 for i in range(n)]
+
+
+def walk(n: int) -> list[int]:
+    """Return the parents of a random tree of paths that go on and back by turns: rows of blocks see thousands
+    of ranges."""
+    back, path, parent = (
+        torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(0)).tolist(),
+        [],
+        [],
+    )
+    for i in range(n):
+        if back[i] and len(path) > 1:
+            path.pop()
+        parent.append(path[-1] if path else -1)
+        path.append(i)
+    return parent
+
+
+@pytest.mark.parametrize("parents", [forest, comb, walk])
+def test_a_plan_of_a_million_tokens_is_small(parents) -> None:
+    """10,000 segments: mask, tensors and slots of a plan take less than 16 MiB, and the ranges that rows see
+    are not listed."""
     lengths = torch.arange(10_000) % 97 + 56
     lengths[-1] += 2**20 - lengths.sum()
-    mask = create_block_mask(tree(parent, lengths), 1, 1, 2**20, 2**20)
-    captured = mask.mask_mod.leave.nbytes + mask.mask_mod.depth.nbytes
-    assert mask.nbytes + captured < 16 << 20
+    mask_mod = tree(parents(10_000), lengths)
+    mask = create_block_mask(mask_mod, 1, 1, 2**20, 2**20)
+    plan = make_plan(mask, world_size=8)
+    runs = plan.mask.runs
+    assert "by_rows" not in vars(runs) and len(runs.stored[1]) < 40_000
+    captured = mask_mod.leave.nbytes + mask_mod.depth.nbytes
+    assert mask.nbytes + captured + sum(slots.nbytes for slots in plan.q.slots) < 16 << 20

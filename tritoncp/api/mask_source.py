@@ -187,7 +187,7 @@ def _lists(mask: RawMask) -> tuple[tuple[Tensor, ...], Any]:
         tensors = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
         return tuple(t for t in tensors if t is not None), ("BlockMask", mask.seq_lengths, mask.BLOCK_SIZE)
     if isinstance(mask, Mask):
-        return (mask.runs.ptr, mask.runs.runs), ("Mask", mask.q_len, mask.kv_len, mask.q_block, mask.kv_block)
+        return mask.runs.stored, ("Mask", mask.q_len, mask.kv_len, mask.q_block, mask.kv_block)
     return (), type(mask).__name__
 
 

@@ -1,7 +1,8 @@
 """Runs: a block-sparse pattern stored as a short list of column ranges for each row of blocks.
 
 Index lists and dense block maps of a million-token mask take hundreds of MiB; its runs take a few
-hundred KiB, because the listed blocks of a row nearly always form a few ranges.
+hundred KiB, because the listed blocks of a row nearly always form a few ranges. Where those of a column do
+and those of a row do not, as in prefix trees, the pattern is stored by column (`transposed_runs`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Kind(enum.IntEnum):
 
 
 ABSENT = 3  # an unlisted block; only in dense maps of kinds, never in a run
+_CELLS = 1 << 20  # pairs of a run and a cell that are counted at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +57,20 @@ class Runs:
         b, h, r, _ = self.ptr.shape
         return b, h, r, self.n_cols
 
+    @property
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """ptr and runs of the lines that are stored: the rows, or the columns of a TransposedRuns."""
+        return self.ptr, self.runs
+
+    @property
+    def by_rows(self) -> Runs:
+        """The same pattern, stored by row."""
+        return self
+
+    def has_kind(self, kind: Kind) -> bool:
+        """Return whether any block is of this kind."""
+        return bool((self.stored[1][:, 2] == kind).any())
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Runs):
             return NotImplemented
@@ -65,7 +81,7 @@ class Runs:
 
     def __repr__(self) -> str:
         b, h, r, c = self.shape
-        return f"Runs(B={b}, H={h}, rows={r}, cols={c}, runs={len(self.runs)})"
+        return f"{type(self).__name__}(B={b}, H={h}, rows={r}, cols={c}, runs={len(self.stored[1])})"
 
     # -- to and from dense ------------------------------------------------------------------------
 
@@ -97,6 +113,16 @@ class Runs:
         return delta[:, :c].cumsum(1, dtype=torch.uint8).view(b, h, r, c)
 
     @classmethod
+    def from_table(cls, table: Tensor, rows: int, columns: int) -> Runs:
+        """Make Runs of FULL blocks from disjoint runs, int64 [n, 3] rows (row, start, end)."""
+        row, start, end = table.unbind(1)
+        return cls._pack((1, 1, rows), columns, row, start, end, torch.full_like(row, int(Kind.FULL)))
+
+    def table(self) -> Tensor:
+        """List the runs of a pattern of one kind, batch row and head: int64 [n, 3] rows (row, start, end)."""
+        return torch.stack(self._flat()[:3], 1)
+
+    @classmethod
     def from_intervals(cls, lo: Tensor, hi: Tensor, q_block: int, kv_block: int, kv_len: int) -> Runs:
         """Make the Runs of the mask in which query row q sees exactly lo <= kv < hi.
 
@@ -120,12 +146,8 @@ class Runs:
 
     def take(self, rows: Tensor) -> Runs:
         """Select, reorder or repeat rows. rows: int64 [Bp, n], -1 = an empty row; batches broadcast."""
-        if rows.ndim != 2 or rows.dtype != torch.int64:
-            raise ValueError(f"rows must be int64 [B, n], got {rows.dtype} {tuple(rows.shape)}")
-        b, _, r, _ = self.shape
-        if rows.numel() and not (int(rows.min()) >= -1 and int(rows.max()) < r):
-            raise ValueError(f"rows must be in [-1, {r}), got {int(rows.min())} to {int(rows.max())}")
-        batch = _broadcast("rows", len(rows), b)
+        check_rows(rows, self.shape[2])
+        batch = broadcast("rows", len(rows), self.shape[0])
         ptr = torch.nn.functional.pad(self.ptr.expand(batch, -1, -1, -1), (0, 0, 1, 0))  # first an empty row
         return self._gather(ptr[torch.arange(batch)[:, None], :, rows + 1].transpose(1, 2))  # [B, H, n, 3]
 
@@ -145,41 +167,17 @@ class Runs:
         the kept ones before c, the result is kinds[..., keep].
         """
         b, h, r, c = self.shape
-        if first.ndim != 2 or first.shape[1] != c + 1 or first.dtype != torch.int64:
-            raise ValueError(f"first must be int64 [B, {c + 1}], got {first.dtype} {tuple(first.shape)}")
-        if bool((first.diff() < 0).any()) or bool((first[:, 0] < 0).any()):
-            raise ValueError("first must be non-negative and non-decreasing in each row")
-        batch = _broadcast("first", len(first), b)
+        check_edges(first, c)
+        batch = broadcast("first", len(first), b)
         row, start, end, kind = self.expand(batch, h)._flat()
         start, end = (first.expand(batch, -1)[row // (h * r), edge] for edge in (start, end))
         return self._pack((batch, h, r), int(first[:, -1].max()), row, start, end, kind)
 
     def transpose(self) -> Runs:
-        """Swap rows and columns, in time and memory of the two lists of runs, not of rows times columns."""
-        b, h, r, c = self.shape
-        row, start, end, kind = self._flat()
-        # Compare each row with the row before it. The pattern of row r enters twice: as `now` at r and as
-        # `before` at r + 1 (one row past the last, so that every column ends there).
-        bh, r_in = row // max(r, 1), row % max(r, 1)
-        now = bh * (r + 1) + r_in
-        code = kind + 1  # 0 = absent
-        line = torch.cat([now, now, now + 1, now + 1])
-        at = torch.cat([start, end, start, end])
-        step = torch.cat([code, -code, code * 4, -code * 4])  # now + 4 * before
-        order = (line * (c + 1) + at).argsort()
-        line, at, state = line[order], at[order], step[order].cumsum(0)
-        width = torch.where(line[1:] == line[:-1], at.diff(), 0)
-        line, at, state = line[:-1], at[:-1], state[:-1]
-        change = (width > 0) & (state % 4 != state // 4)
-        line, at, width, state = line[change], at[change], width[change], (state % 4)[change]
-        # One event for each column of each changed range: here the column's kind becomes `state`.
-        line, state = line.repeat_interleave(width), state.repeat_interleave(width)
-        col = ramps(at, width)
-        key = (line // (r + 1)) * c + col
-        key, order = key.sort(stable=True)  # lines ascend already
-        line, state = (line % (r + 1))[order], state[order]
-        begins = (state[:-1] != 0).nonzero()[:, 0]  # never the last event, which ends a column
-        return self._pack((b, h, c), r, key[begins], line[begins], line[begins + 1], state[begins] - 1)
+        """Swap rows and columns. The rows of the result are listed when they are read."""
+        from tritoncp.masks.transposed_runs import TransposedRuns  # a subclass of this class
+
+        return TransposedRuns(self)
 
     def counts(self) -> tuple[Tensor, Tensor]:
         """Listed blocks of each row: (masked and bounded, full), each int64 [B, H, R]."""
@@ -187,6 +185,48 @@ class Runs:
         torch.cumsum((self.runs[:, 1] - self.runs[:, 0]).long(), 0, out=total[1:])
         begin, mid, end = total[self.ptr.long()].unbind(-1)
         return mid - begin, end - mid
+
+    def sum_readers(self, rows: Tensor, weight: Tensor, group: Tensor, groups: int) -> Tensor:
+        """Sum, in groups, the weights of rows that list a column, over all heads: int64 [groups, B, columns].
+
+        rows: int64 [Bp, n], -1 = none; weight: int64 [Bp, n]; group: int64 [n]; batches broadcast.
+        """
+        runs = self.take(rows)
+        batch, heads, n, columns = runs.shape
+        row, start, end, _ = runs._flat()
+        b, at = row // max(1, heads * n), row % max(1, n)
+        weights = weight.expand(batch, -1)[b, at]
+        line = (group[at] * batch + b) * (columns + 1)
+        edges = torch.zeros(groups * batch * (columns + 1), dtype=torch.int64)
+        edges.index_add_(0, line + start, weights).index_add_(0, line + end, -weights)
+        return edges.view(groups, batch, columns + 1).cumsum_(2)[..., :columns]
+
+    def count_in_cells(self, row_edges: Tensor, column_edges: Tensor) -> Tensor:
+        """Count the blocks in each cell of a coarse grid, over all batch rows and heads: int64 [2, rows of
+        cells, columns of cells], the MASKED ones and the others.
+
+        row_edges, column_edges: int64 [n + 1], ascending, the first block of each cell and the end.
+        """
+        row, start, end, kind = self._flat()
+        height, width = len(row_edges) - 1, len(column_edges) - 1
+        cell = torch.searchsorted(row_edges, row % max(1, self.shape[2]), right=True) - 1
+        cell += torch.where(kind == Kind.MASKED, 0, height)
+        total = torch.zeros(2 * height, width, dtype=torch.int64)
+        for part in torch.arange(len(row)).split(max(1, _CELLS // max(1, width))):
+            inside = end[part, None].clamp(max=column_edges[1:]) - start[part, None].clamp(
+                min=column_edges[:-1]
+            )
+            total.index_add_(0, cell[part], inside.clamp(min=0))
+        return total.view(2, height, width)
+
+    def unite(self, size: int = 1) -> Runs:
+        """Return the squares of ``size`` x ``size`` blocks in which any block is listed for any batch row and
+        head, as FULL blocks: Runs [1, 1, rows / size, columns / size], rounded up."""
+        _, _, r, c = self.shape
+        rows, columns = -(-r // size), -(-c // size)
+        row, start, end, _ = self._flat()
+        united = merge_runs(row % max(1, r) // size, start // size, (end + size - 1) // size, columns)
+        return Runs.from_table(united, rows, columns)
 
     # -- how runs are stored ----------------------------------------------------------------------
 
@@ -223,6 +263,27 @@ class Runs:
         after = size.cumsum(0).view(*shape, 2)
         ptr = torch.cat([after[..., :1] - size.view(*shape, 2)[..., :1], after], dim=-1)
         return cls(ptr.int(), runs, n_cols)
+
+
+def merge_runs(row: Tensor, start: Tensor, end: Tensor, columns: int) -> Tensor:
+    """Merge runs of columns that overlap or touch in a row: int64 [n, 3] rows (row, start, end)."""
+    line = columns + 2  # spare columns, so that runs of different rows do not touch
+    start, end = merge_ranges(row * line + start, row * line + end)
+    row = start // line
+    return torch.stack([row, start - row * line, end - row * line], 1)
+
+
+def merge_ranges(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge ranges into disjoint ranges, ascending.
+
+    >>> merge_ranges(torch.tensor([4, 0, 2]), torch.tensor([5, 3, 4]))
+    (tensor([0]), tensor([5]))
+    """
+    start, order = start.sort()
+    reach = end[order].cummax(0).values
+    opens = torch.ones(len(start) + 1, dtype=torch.bool)
+    opens[1:-1] = start[1:] > reach[:-1]
+    return start[opens[:-1]], reach[opens[1:]]
 
 
 def content(x: Tensor) -> bytes:
@@ -274,7 +335,23 @@ def ramps(first: Tensor, length: Tensor) -> Tensor:
     return offset.repeat_interleave(length) + torch.arange(int(length.sum()))
 
 
-def _broadcast(name: str, rows: int, batch: int) -> int:
+def check_rows(rows: Tensor, r: int) -> None:
+    """Raise ValueError unless rows are int64 [B, n] from -1 to r - 1."""
+    if rows.ndim != 2 or rows.dtype != torch.int64:
+        raise ValueError(f"rows must be int64 [B, n], got {rows.dtype} {tuple(rows.shape)}")
+    if rows.numel() and not (int(rows.min()) >= -1 and int(rows.max()) < r):
+        raise ValueError(f"rows must be in [-1, {r}), got {int(rows.min())} to {int(rows.max())}")
+
+
+def check_edges(first: Tensor, c: int) -> None:
+    """Raise ValueError unless ``first`` is int64 [B, c + 1], non-negative and non-decreasing."""
+    if first.ndim != 2 or first.shape[1] != c + 1 or first.dtype != torch.int64:
+        raise ValueError(f"first must be int64 [B, {c + 1}], got {first.dtype} {tuple(first.shape)}")
+    if bool((first.diff() < 0).any()) or bool((first[:, 0] < 0).any()):
+        raise ValueError("first must be non-negative and non-decreasing in each row")
+
+
+def broadcast(name: str, rows: int, batch: int) -> int:
     """Return the common number of batch rows; raise ValueError unless they are equal or one of them is 1."""
     if rows != batch and 1 not in (rows, batch):
         raise ValueError(f"{name} has {rows} batch rows, the mask has {batch}: give 1 or {batch}")

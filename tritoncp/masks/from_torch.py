@@ -87,7 +87,7 @@ def with_intervals(mask: Mask, evaluate: MaskFn) -> Mask:
             window = window if runs.expand(mask.B, mask.H) == mask.runs else None
         tokens = evaluate.tokens(mask.q_len, mask.kv_len)
         return replace(mask, interval=interval, window=window, reads=evaluate.reads, tokens=tokens)
-    if not bool((mask.runs.runs[:, 2] == Kind.MASKED).any()):
+    if not mask.runs.has_kind(Kind.MASKED):
         empty = torch.zeros(mask.B, mask.H, mask.q_len, dtype=torch.int32)
         return replace(mask, interval=(empty, empty), window=None, reads=(False, False))
     evaluator = TileEvaluator.of_mask_mod(evaluate)

@@ -128,7 +128,7 @@ class Mask(BlockMaskInterface):
     @property
     def nbytes(self) -> int:
         """Bytes of the runs and row intervals. A storage that several tensors share counts once."""
-        storages = (t.untyped_storage() for t in (self.runs.ptr, self.runs.runs, *(self.interval or ())))
+        storages = (t.untyped_storage() for t in (*self.runs.stored, *(self.interval or ())))
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
     @property
@@ -270,15 +270,10 @@ class Mask(BlockMaskInterface):
         """
         _, _, rows, cols = self.runs.shape
         scale = max(1, -(-max(rows, cols) // width))
-        row, start, end, kind = self.runs.select([0], [0])._flat()
-        left = torch.arange(0, cols, scale)
-        inside = (end[:, None].clamp(max=left + scale) - start[:, None].clamp(min=left)).clamp(min=0)
-        counts = torch.zeros(2, -(-rows // scale), len(left), dtype=torch.int64)  # of full, of listed blocks
-        for count, listed in zip(counts, (kind != Kind.MASKED, kind >= 0)):
-            count.index_add_(0, row // scale, inside * listed[:, None])
-        height = (rows - torch.arange(0, rows, scale)).clamp(max=scale)
-        area = height[:, None] * (cols - left).clamp(max=scale)
-        cell = torch.where(counts[0] == area, 2, (counts[1] > 0).long())
+        edges = [torch.arange(0, size + scale, scale).clamp(max=size) for size in (rows, cols)]
+        masked, full = self.runs.select([0], [0]).count_in_cells(*edges)
+        area = edges[0].diff()[:, None] * edges[1].diff()
+        cell = torch.where(full == area, 2, (masked + full > 0).long())
         return "\n".join("".join("·▒█"[c] for c in line) for line in cell.tolist())
 
     def __repr__(self) -> str:

@@ -57,7 +57,7 @@ def mask_of(plan: Plan, q: Tensor) -> DeviceCopy[Mod] | None:
 def _has_masked(plan: Plan) -> bool:
     """Return whether this rank's queries see any masked block."""
     _, runs = plan.listed()
-    return bool((runs.runs[:, 2] == Kind.MASKED).any())
+    return runs.has_kind(Kind.MASKED)
 
 
 def _translate_mask(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod:

@@ -59,7 +59,7 @@ class DerivedTables:
         geometry = mask.q_len, mask.kv_len, mask.q_block, mask.kv_block, first_row
         counts = self.q.lengths, self.kv.lengths, [slot.shape for slot in slots]
         hashed = hashlib.sha256(repr((geometry, schedule, counts)).encode())
-        for tensor in (runs.ptr, runs.runs, *(mask.interval or ()), *slots):
+        for tensor in (*runs.stored, *(mask.interval or ()), *slots):
             hashed.update(content(tensor))
         return hashed.digest()
 

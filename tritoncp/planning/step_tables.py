@@ -77,21 +77,20 @@ def tables_of(
     runs: of :func:`slot_runs`; interval: row intervals of the whole mask, None if they do not hold for the
     call.
     """
-    kinds = runs.runs[:, 2]
     lo, hi = _local_intervals(interval, positions)
-    decided = "none" if not bool((kinds == Kind.MASKED).any()) else "interval" if lo is not None else "mod"
+    decided = "none" if not runs.has_kind(Kind.MASKED) else "interval" if lo is not None else "mod"
     dense_q = _is_dense(q_slots, mask.q_block)
     dense_kv = _is_dense(kv_slots, mask.kv_block)
     q_rows, kv_rows = (int(slots[0, :, 2].sum()) for slots in (q_slots, kv_slots))
     # With one query and one key all positions are constants, on which ptxas 12.8 and 12.9 crash (sm_90).
     positional = _is_contiguous(q_slots) and _is_contiguous(kv_slots) and (q_rows > 1 or kv_rows > 1)
     window = mask.window if positional else None
-    cols = runs.transpose()
+    rows, cols = runs.by_rows, runs.transpose().by_rows
     return Tables(
         q_slots,
         kv_slots,
-        runs.ptr,
-        runs.runs,
+        rows.ptr,
+        rows.runs,
         cols.ptr,
         cols.runs,
         None if window else _falling_work(runs),
@@ -110,8 +109,8 @@ def tables_of(
         kv_ends=_ends(kv_slots, mask.kv_block),
         mask="interval" if window else decided,
         window=window and tuple([None if side == UNBOUNDED else side for side in window]),
-        has_masked=bool((kinds != Kind.FULL).any()) or window is not None,
-        bounded=bool((kinds == Kind.BOUNDED).any()) and window is None,
+        has_masked=any(map(runs.has_kind, (Kind.MASKED, Kind.BOUNDED))) or window is not None,
+        bounded=runs.has_kind(Kind.BOUNDED) and window is None,
     )
 
 

@@ -27,15 +27,7 @@ def count_queries(mask: Mask, q: Placement, ranks: Sequence[int]) -> Tensor:
     slots = torch.cat(slots_by_rank, 1)
     rank = torch.repeat_interleave(torch.tensor([x.shape[1] for x in slots_by_rank]))
     blocks = torch.where(slots[..., 2] > 0, slots[..., 1] // mask.q_block, -1)
-    runs = mask.runs.take(blocks.long())
-    batch, heads, rows, columns = runs.shape
-    row, start, end, _ = runs._flat()
-    b, at = row // max(1, heads * rows), row % max(1, rows)
-    tokens = slots[..., 2].long().expand(batch, -1)[b, at]
-    line = (rank[at] * batch + b) * (columns + 1)
-    edges = torch.zeros(len(slots_by_rank) * batch * (columns + 1), dtype=torch.int64)
-    edges.index_add_(0, line + start, tokens).index_add_(0, line + end, -tokens)
-    return edges.view(len(slots_by_rank), batch, columns + 1).cumsum_(2)[..., :columns]
+    return mask.runs.sum_readers(blocks.long(), slots[..., 2].long(), rank, len(slots_by_rank))
 
 
 def visible_blocks(mask: Mask, q: Placement) -> Tensor:

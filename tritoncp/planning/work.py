@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import Kind, Runs
+from tritoncp.masks.block_runs import Runs, merge_runs
 from tritoncp.masks.mask import Mask
 
 MASKED_BLOCK_COST = 1.25
@@ -48,10 +48,16 @@ class Work:
             )
 
     @cached_property
+    def visible(self) -> tuple[Runs, ...]:
+        """For each mask, the blocks of keys that each block's queries see in any head, as FULL blocks: Runs
+        [1, 1, blocks, columns]."""
+        return tuple(_visible_columns(runs, self.columns, *self.column) for runs in self.runs)
+
+    @cached_property
     def sees(self) -> tuple[Tensor, ...]:
         """For each mask, the blocks of keys that each block's queries see in any head: int64 [n, 3] rows
         (block, first key block, end), sorted and disjoint."""
-        return tuple(_visible_columns(runs, self.columns, *self.column) for runs in self.runs)
+        return tuple(runs.table() for runs in self.visible)
 
     @cached_property
     def listed(self) -> Tensor:
@@ -106,41 +112,14 @@ def block_costs(runs: Runs) -> Tensor:
     return (masked * MASKED_BLOCK_COST + full).sum(1).double()
 
 
-def _visible_columns(runs: Runs, n_cols: int, column: int, block: int) -> Tensor:
-    """Unite the columns that each row lists over heads and kinds, in ``n_cols`` columns of ``block`` tokens:
-    int64 [n, 3] rows (row, start, end)."""
-    row, start, end, _ = runs._flat()
+def _visible_columns(runs: Runs, n_cols: int, column: int, block: int) -> Runs:
+    """Unite the columns that each row lists for any head, in ``n_cols`` columns of ``block`` tokens."""
+    united = runs.unite()
+    if column == block:
+        return united
+    row, start, end = united.table().unbind(1)
     end = (-(-end * column // block)).clamp(max=n_cols)
-    return merge_runs(row % max(1, runs.shape[2]), start * column // block, end, n_cols)
-
-
-def merge_runs(row: Tensor, start: Tensor, end: Tensor, columns: int) -> Tensor:
-    """Merge runs of columns that overlap or touch in a row: int64 [n, 3] rows (row, start, end)."""
-    line = columns + 2  # spare columns, so that runs of different rows do not touch
-    start, end = merge_ranges(row * line + start, row * line + end)
-    row = start // line
-    return torch.stack([row, start - row * line, end - row * line], 1)
-
-
-def transpose_runs(sees: Tensor, blocks: int, columns: int) -> Tensor:
-    """Transpose runs (block, first column, end) to (column, first block, end): int64 [n, 3]."""
-    row, start, end = sees.unbind(1)
-    full = torch.full_like(row, int(Kind.FULL))
-    column, first, last, _ = Runs._pack((1, 1, blocks), columns, row, start, end, full).transpose()._flat()
-    return torch.stack([column, first, last], 1)
-
-
-def merge_ranges(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge ranges into disjoint ranges, ascending.
-
-    >>> merge_ranges(torch.tensor([4, 0, 2]), torch.tensor([5, 3, 4]))
-    (tensor([0]), tensor([5]))
-    """
-    start, order = start.sort()
-    reach = end[order].cummax(0).values
-    opens = torch.ones(len(start) + 1, dtype=torch.bool)
-    opens[1:-1] = start[1:] > reach[:-1]
-    return start[opens[:-1]], reach[opens[1:]]
+    return Runs.from_table(merge_runs(row, start * column // block, end, n_cols), runs.shape[2], n_cols)
 
 
 def document_starts(work: Work) -> list[int]:
@@ -149,8 +128,8 @@ def document_starts(work: Work) -> list[int]:
     Of several masks, the boundaries that all have."""
     n = len(work.costs)
     crossings = torch.zeros(n + 2, dtype=torch.int64)  # [i]: number of blocks that are seen across cut i
-    for sees in work.sees if work.together else ():
-        column, first, last = transpose_runs(sees, n, n).unbind(1)
+    for visible in work.visible if work.together else ():
+        column, first, last = visible.transpose().table().unbind(1)
         low = torch.full((n,), n).scatter_reduce_(0, column, first, "amin")
         high = torch.zeros(n, dtype=torch.int64).scatter_reduce_(0, column, last, "amax")
         blocks = torch.arange(n)
@@ -161,4 +140,4 @@ def document_starts(work: Work) -> list[int]:
         crossings = torch.maximum(crossings, steps.cumsum(0))
     crossing, crossing_before = crossings[1:n], crossings[: max(0, n - 1)]
     starts = (crossing == 0) | ((crossing == 1) & (crossing_before > 0))
-    return [0] * (n > 0) + ((starts if work.sees else starts[:0]).nonzero()[:, 0] + 1).tolist()
+    return [0] * (n > 0) + ((starts if work.runs else starts[:0]).nonzero()[:, 0] + 1).tolist()

@@ -8,6 +8,7 @@ edges, not its area. A mask_mod that cannot be bounded is evaluated at every pai
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -191,17 +192,20 @@ def find_intervals(evaluator: TileEvaluator, runs: Runs, grid: Grid) -> tuple[Te
     shared = runs.select(slice(b), slice(h))
     if shared.expand(B, H) == runs:
         runs = shared
-    extents, masked = _Extents(runs, grid), masked_blocks(runs)
-    if len(masked):
+    extents, added, next_check = _Extents(runs, grid), 0, _FIRST_BLOCKS
+    parts = [torch.zeros(0, 4, dtype=torch.int64)]
+    if runs.has_kind(Kind.MASKED):
         evaluator.check()
-    added, next_check = 0, _FIRST_BLOCKS
-    for blocks in (masked[:_FIRST_BLOCKS], *masked[_FIRST_BLOCKS:].split(_BLOCKS)):
+    for blocks in _masked_bands(runs):
         extents.add(evaluator, blocks)
+        parts.append(blocks)
         added += len(blocks)
-        if added >= next_check or added == len(masked):
-            if not extents.are_intervals(masked[:added]):
+        if added >= next_check:
+            if not extents.are_intervals(torch.cat(parts)):
                 return None
             next_check = 2 * added
+    if not extents.are_intervals(torch.cat(parts)):
+        return None
     b, h, _, _ = runs.shape
     bounds = torch.where(extents.hi > 0, extents.lo, 0), extents.hi
     lo, hi = (t.view(b, h, -1)[..., : grid.q_len].contiguous().expand(B, H, -1) for t in bounds)
@@ -211,10 +215,24 @@ def find_intervals(evaluator: TileEvaluator, runs: Runs, grid: Grid) -> tuple[Te
 def masked_blocks(runs: Runs) -> Tensor:
     """List every MASKED block as (b, h, row, col): int64 [n, 4]."""
     _, h, r, _ = runs.shape
-    row, start, end, _ = (t[runs.runs[:, 2] == Kind.MASKED] for t in runs._flat())
+    *flat, kind = runs._flat()
+    row, start, end = (t[kind == Kind.MASKED] for t in flat)
     length = end - start
     row = row.repeat_interleave(length)
     return torch.stack([row // (h * r), row // r % h, row % r, ramps(start, length)], 1)
+
+
+def _masked_bands(runs: Runs) -> Iterator[Tensor]:
+    """Yield the MASKED blocks as :func:`masked_blocks` lists them, of a few rows at a time: _FIRST_BLOCKS,
+    then _BLOCKS of them."""
+    count = runs.counts()[0].sum((0, 1))
+    band = (count.cumsum(0) - count + _BLOCKS - _FIRST_BLOCKS) // _BLOCKS
+    cuts = band.diff().nonzero()[:, 0] + 1
+    size = _FIRST_BLOCKS
+    for begin, stop in itertools.pairwise([0, *cuts.tolist(), len(count)]):
+        blocks = masked_blocks(runs.take(torch.arange(begin, stop)[None]))
+        yield from (blocks + torch.tensor([0, 0, begin, 0])).split(size)
+        size = _BLOCKS
 
 
 class _RunCollector:

@@ -8,7 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tritoncp.planning.work import Work, merge_runs, transpose_runs
+from tritoncp.masks.block_runs import Runs, merge_runs
+from tritoncp.planning.work import Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,20 +17,20 @@ class View:
     """Blocks to be placed, or pieces of neighbouring blocks, and the columns of keys that they see.
 
     costs:    work of each block, float64 on the CPU
-    sees:     for each mask, int64 [runs, 3] of (block, first column, end), as of :class:`Work`
+    visible:  for each mask, the columns that each block sees, as of :class:`Work`
     width:    columns of each mask
     together: whether the keys of block i, column i, are on the rank of its queries
     """
 
     costs: Tensor
     world_size: int
-    sees: tuple[Tensor, ...]
+    visible: tuple[Runs, ...]
     width: int
     together: bool
 
     @classmethod
     def of(cls, work: Work) -> View:
-        return cls(work.costs.cpu().double(), work.world_size, work.sees, work.columns, work.together)
+        return cls(work.costs.cpu().double(), work.world_size, work.visible, work.columns, work.together)
 
     @property
     def n(self) -> int:
@@ -37,7 +38,7 @@ class View:
 
     @property
     def masks(self) -> int:
-        return max(1, len(self.sees))
+        return max(1, len(self.visible))
 
     def in_pieces(self, size: int) -> View:
         """Return the view of pieces of ``size`` blocks; a piece sees the columns that any of its blocks
@@ -48,18 +49,16 @@ class View:
         costs = torch.zeros(blocks, dtype=torch.float64).index_add_(
             0, torch.arange(self.n) // size, self.costs
         )
-        sees = [
-            merge_runs(runs[:, 0] // size, runs[:, 1] // size, (runs[:, 2] + size - 1) // size, width)
-            for runs in self.sees
-        ]
-        return replace(self, costs=costs, sees=tuple(sees), width=width)
+        visible = tuple(runs.unite(size) for runs in self.visible)
+        return replace(self, costs=costs, visible=visible, width=width)
 
     def of_group(self, blocks: Tensor, ranks: int) -> View:
         """Return the view of some blocks, ascending, on some ranks. Its columns are the ones that the blocks
         see, at most twice as many as blocks: several neighbouring ones are one where there are more."""
         place = torch.full((self.n,), -1)
         place[blocks] = torch.arange(len(blocks))
-        group_runs = [runs[place[runs[:, 0]] >= 0] for runs in self.sees]
+        tables = [runs.table() for runs in self.visible]
+        group_runs = [runs[place[runs[:, 0]] >= 0] for runs in tables]
         steps = torch.zeros(self.width + 1, dtype=torch.int64)
         for runs in group_runs:
             ones = torch.ones(len(runs), dtype=torch.int64)
@@ -67,19 +66,20 @@ class View:
         number = torch.nn.functional.pad((steps.cumsum(0)[:-1] > 0).cumsum(0), (1, 0))
         size = max(1, -(-int(number[-1]) // (2 * len(blocks))))
         width = -(-int(number[-1]) // size)
-        sees = [
+        merged = (
             merge_runs(
                 place[runs[:, 0]], number[runs[:, 1]] // size, (number[runs[:, 2]] + size - 1) // size, width
             )
             for runs in group_runs
-        ]
-        return View(self.costs[blocks], ranks, tuple(sees), width, False)
+        )
+        visible = tuple(Runs.from_table(table, len(blocks), width) for table in merged)
+        return View(self.costs[blocks], ranks, visible, width, False)
 
     @cached_property
     def runs(self) -> tuple[Tensor, Tensor, Tensor]:
         """The columns that blocks see, the masks side by side: disjoint runs (block, first column, end),
         sorted by block."""
-        parts = [runs + torch.tensor([0, i, i]) * self.width for i, runs in enumerate(self.sees)]
+        parts = [runs.table() + torch.tensor([0, i, i]) * self.width for i, runs in enumerate(self.visible)]
         table = torch.cat([torch.zeros(0, 3, dtype=torch.int64), *parts])
         row, start, end = table[table[:, 0].argsort(stable=True)].T.contiguous()
         return row, start, end
@@ -88,8 +88,8 @@ class View:
     def readers(self) -> tuple[Tensor, Tensor, Tensor]:
         """The blocks that see each column, the masks side by side: runs (column, first block, end)."""
         parts = [
-            transpose_runs(runs, self.n, self.width) + torch.tensor([i * self.width, 0, 0])
-            for i, runs in enumerate(self.sees)
+            runs.transpose().table() + torch.tensor([i * self.width, 0, 0])
+            for i, runs in enumerate(self.visible)
         ]
         column, first, last = torch.cat([torch.zeros(0, 3, dtype=torch.int64), *parts]).T.contiguous()
         return column, first, last

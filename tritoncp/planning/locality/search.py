@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritoncp.planning.locality.branches import whole_branches
 from tritoncp.planning.locality.pieces import View, even_counts
 from tritoncp.planning.locality.swaps import Assignment
 from tritoncp.planning.locality.windows import choose_windows
@@ -69,25 +70,6 @@ def contiguous(view: View) -> Tensor:
     return torch.arange(view.n) * view.world_size // max(1, view.n)
 
 
-def shared_in_turn(view: View) -> Tensor | None:
-    """Assign shared blocks to the ranks in turn, and the others in even pieces: the owner of each block.
-
-    Shared are blocks whose keys more than half of all blocks see, as those of a common prefix. None if there
-    are none, or more than a third of all blocks are.
-    """
-    column, first, last = view.readers
-    readers = torch.zeros(view.masks * view.width, dtype=torch.int64).index_add_(0, column, last - first)
-    shared = readers.view(view.masks, -1).amax(0) > view.n / 2
-    if not view.together or not 0 < int(shared.sum()) <= view.n / 3:
-        return None
-    owner = torch.zeros(view.n, dtype=torch.int64)
-    others, shared = (~shared).nonzero()[:, 0], shared.nonzero()[:, 0]
-    owner[others] = torch.arange(len(others)) * view.world_size // len(others)
-    turn = torch.arange(len(shared)) % (2 * view.world_size)  # up, then down, the ranks
-    owner[shared[view.costs[shared].argsort()]] = torch.minimum(turn, 2 * view.world_size - 1 - turn)
-    return even_counts(owner, view)
-
-
 def count_groups(n: int, world_size: int) -> int:
     """Return the number of groups of equal numbers of ranks on which ``n`` blocks are placed first; 1: none.
 
@@ -109,7 +91,7 @@ def _place(view: View, cap: float, effort: Effort) -> Tensor:
     size = 1 << max(1, n // max(effort.pieces, MIN_PIECES)).bit_length() - 1
     blocks = view.in_pieces(size)
     windows = (choose_windows(blocks, effort.cuts, tolerance) for tolerance in effort.tolerances)
-    starts = (contiguous(blocks), shared_in_turn(blocks), *windows)
+    starts = (contiguous(blocks), whole_branches(blocks), *windows)
     candidates = [Assignment(blocks, owner, cap) for owner in starts if owner is not None]
     for candidate in candidates:
         candidate.improve(effort.swaps)

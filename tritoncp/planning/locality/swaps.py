@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from tritoncp.masks.block_runs import merge_ranges
 from tritoncp.planning.locality.pieces import View
-from tritoncp.planning.work import merge_ranges
 
 MAX_SWAP_CANDIDATES = 128  # blocks of each rank that a swap is chosen from
 MAX_IMPROVED_SIZE = 1 << 24  # blocks x ranks beyond which the tables of swaps would take gigabytes
@@ -31,14 +31,17 @@ class Assignment:
 
     @cached_property
     def count(self) -> Tensor:
-        (row, start, end), width = self.view.runs, self.home.numel()
-        edges = torch.zeros(self.view.world_size, width + 1, dtype=torch.int32)
-        line, one = self.owner[row] * (width + 1), torch.ones(len(row), dtype=torch.int32)
-        edges.view(-1).index_add_(0, line + start, one).index_add_(0, line + end, -one)
-        return edges.cumsum_(1)[:, :width]
+        view, rows = self.view, torch.arange(self.view.n)[None]
+        tables = [
+            visible.sum_readers(rows, torch.ones_like(rows), self.owner, view.world_size)[:, 0]
+            for visible in view.visible
+        ]
+        return torch.cat(tables, 1).int() if tables else torch.zeros(view.world_size, len(self.home)).int()
 
     def count_remote(self) -> int:
-        """Count the remote columns of all ranks, without a table of ranks x columns."""
+        """Count the remote columns of all ranks, in large worlds without a table of ranks x columns."""
+        if len(self.work) * self.view.n <= MAX_IMPROVED_SIZE:
+            return sum(map(self.remote, range(len(self.work))))
         (row, start, end), width = self.view.runs, self.home.numel()
         line = self.owner[row] * width  # runs of neighbouring ranks may touch and merge: only lengths count
         start, end = merge_ranges(line + start, line + end)

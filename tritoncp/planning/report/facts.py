@@ -91,7 +91,7 @@ class Facts:
             "mask": {
                 "expression": self.expression or None,
                 "q_len": mask.q_len, "kv_len": mask.kv_len, "block_size": [mask.q_block, mask.kv_block],
-                "sparsity": mask.sparsity(), "runs": len(mask.runs.runs),
+                "sparsity": mask.sparsity(), "runs": len(mask.runs.stored[1]),
             },
             "world_size": plan.world_size,
             "balancer": plan.balancer,

@@ -10,7 +10,6 @@ import colorsys
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import Kind
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report.facts import owner_shares
@@ -21,7 +20,6 @@ STRIP_WIDTH = 500  # most pixels of a strip
 NO_OWNER = (222, 226, 230)
 FULL, MASKED = 1.0, 0.55  # opacity of the owner's colour
 SOME = 0.4  # least opacity of a pixel that stands for many blocks, any of them listed
-CELLS = 1 << 22  # (run, pixel column) cells at a time
 OPACITIES = ((FULL, "full block: all visible"), (MASKED, "masked block: some visible"))
 
 Colour = tuple[int, int, int]
@@ -75,14 +73,12 @@ def _opacities(mask: Mask, side: int) -> Tensor:
     runs = mask.runs.select([0], [0])
     rows, columns = runs.shape[2:]
     high, wide = min(side, rows), min(side, columns)
-    row, start, end, kind = runs._flat()
-    weight = torch.where(kind == Kind.MASKED, MASKED, FULL).double()
-    edges = (torch.arange(wide + 1) * columns + wide - 1) // wide  # first column of each pixel
-    total, pixel = torch.zeros(high, wide, dtype=torch.float64), _cells(rows, high)
-    for part in torch.arange(len(row)).split(CELLS // wide):
-        inside = end[part, None].clamp(max=edges[1:]) - start[part, None].clamp(min=edges[:-1])
-        total.index_add_(0, pixel[row[part]], inside.clamp(min=0) * weight[part, None])
-    blocks = torch.bincount(pixel, minlength=high)[:, None] * edges.diff()
+    edges = [
+        (torch.arange(pixels + 1) * blocks + pixels - 1) // pixels  # first block of each pixel
+        for pixels, blocks in ((high, rows), (wide, columns))
+    ]
+    masked, full = runs.count_in_cells(*edges)
+    total, blocks = masked * MASKED + full * FULL, edges[0].diff()[:, None] * edges[1].diff()
     return torch.where(total > 0, (total / blocks).clamp(min=SOME), 0).float()
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from tritoncp.masks.block_runs import merge_ranges
 from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report.facts import Facts, owner_shares
 from tritoncp.planning.report.units import format_bytes, format_ranks, format_tokens, shorten
-from tritoncp.planning.work import merge_ranges
 
 WIDTH = 64  # characters across the mask
 LINES = 16  # most ranks for which a bar each is printed; with more, the mask has half the width
