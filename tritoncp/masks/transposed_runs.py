@@ -42,22 +42,22 @@ class TransposedRuns(Runs):
             return self.columns == other.columns
         return super().__eq__(other)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     @cached_property
     def by_rows(self) -> Runs:
         return _transpose(self.columns)
 
     @property
-    def ptr(self) -> Tensor:  # type: ignore[override]
+    def ptr(self) -> Tensor:
         return self.by_rows.ptr
 
     @property
-    def runs(self) -> Tensor:  # type: ignore[override]
+    def runs(self) -> Tensor:
         return self.by_rows.runs
 
     @property
-    def n_cols(self) -> int:  # type: ignore[override]
+    def n_cols(self) -> int:
         return self.columns.shape[2]
 
     @property
@@ -113,10 +113,10 @@ class TransposedRuns(Runs):
         at, line = torch.where(rows >= 0, rows, r), torch.arange(len(rows))[:, None]
         table.index_put_((group.expand_as(rows), line, at), weight, accumulate=True)
         before = torch.nn.functional.pad(table[..., :r].cumsum(2), (1, 0)).expand(-1, batch, -1)
-        column, start, end, _ = self.columns.expand(batch, h)._flat()
-        b, column = column // max(1, h * c), column % max(1, c)
+        line, start, end, _ = self.columns.expand(batch, h)._flat()
+        row, column = line // max(1, h * c), line % max(1, c)
         total = torch.zeros(groups, batch * c, dtype=torch.int64)
-        total.index_add_(1, b * c + column, before[:, b, end] - before[:, b, start])
+        total.index_add_(1, row * c + column, before[:, row, end] - before[:, row, start])
         return total.view(groups, batch, c)
 
     def count_in_cells(self, row_edges: Tensor, column_edges: Tensor) -> Tensor:
