@@ -138,3 +138,35 @@ def test_pointers_in_memory_are_checked_by_place(n: int) -> None:
     kernel: Any = from_pointers
     with pytest.raises(ExecutionFault, match="out of bounds global load"), compiled_kernels(COMPILED):
         kernel[(1,)](torch.tensor([x.data_ptr()]), out, n)
+
+
+@triton.jit
+def sine_and_cosine(X, SIN, COS, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(SIN + i, tl.sin(tl.load(X + i)))
+    tl.store(COS + i, tl.cos(tl.load(X + i)))
+
+
+def test_functions_that_the_compiler_calls() -> None:
+    """float64 sines of large angles: PTX has a `.func` that reduces them."""
+    x = torch.tensor([0.5, 100.0, 1e8, -3e15, 1e20, 1e300, 1e308, 2.0**32], dtype=torch.float64).repeat(8)
+    sine, cosine = torch.empty_like(x), torch.empty_like(x)
+    kernel: Any = sine_and_cosine
+    assert "call.uni" in kernel[(1,)](x, sine, cosine, 64).asm["ptx"]
+    torch.testing.assert_close(sine, x.sin(), rtol=1e-15, atol=1e-15)
+    torch.testing.assert_close(cosine, x.cos(), rtol=1e-15, atol=1e-15)
+
+
+@triton.jit
+def add_atomically(X, OUT, n: tl.constexpr):
+    i = tl.program_id(0) * n + tl.arange(0, n)
+    tl.atomic_add(OUT + i % 8, tl.load(X + i))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int32])
+def test_atomic_sums(dtype: torch.dtype) -> None:
+    """Those of 16 bits are pairs, vectors of pairs, or loops around a compare-and-swap."""
+    x, out = torch.randint(0, 3, (256,)).to(dtype), torch.zeros(8, dtype=dtype)
+    kernel: Any = add_atomically
+    kernel[(2,)](x, out, 128)
+    assert torch.equal(out.double(), x.double().view(-1, 8).sum(0))

@@ -188,3 +188,25 @@ def test_a_loop_that_changes_nothing_never_ends(update: str, ends: bool) -> None
     out, faults = run(body + STORE + "ret;")
     assert bool(faults) != ends, faults
     assert out.tolist() == [int(ends)] * 32
+
+
+POLL = """
+setp.ge.u32 %p1, %r1, 32; @%p1 bra WRITER;
+LOOK: ld.relaxed.gpu.global.u32 %r3, [%d1];
+setp.eq.u32 %p2, %r3, 0; @%p2 bra AGAIN;
+bra END;
+AGAIN: nanosleep.u32 20; bra LOOK;
+WRITER: atom.global.exch.b32 %r4, [%d1], 7;
+END: mov.b32 %r2, 1;
+"""
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("threads", [32, 64])
+def test_a_loop_of_two_blocks_waits_for_another_warp_or_never_ends(seed: int | None, threads: int) -> None:
+    out, faults = run(START + POLL + STORE + "ret;", threads=threads, seed=seed)
+    if threads == 32:  # there is no writer
+        assert any(f.startswith("deadlock") and "ld.relaxed" in f for f in faults), faults
+        return
+    assert not any(f.startswith("deadlock") for f in faults), faults
+    assert out.tolist() == [1] * 64

@@ -16,7 +16,7 @@ class Ctas:
     """`n` CTAs of a launch, with `count` threads in all; `launch.build_ctas` adds their memories and units.
 
     program:  number of each thread's program, from 1
-    progress: grows when something happens that a waiting thread may wait for
+    progress: grows when something happens that a thread in a loop may look at: a change of memory, an arrival
     """
 
     globals: Any

@@ -31,8 +31,8 @@ KEPT = 16  # groups of threads whose arrays are kept
 class Scheduler:
     """groups:  lanes that are to execute a block, None for all
     waiting: lanes by (barrier, block after it)
-    stuck:   blocks that repeat themselves without effect, as loops around mbarrier.try_wait do, until
-             `Ctas.progress` grows
+    visits:  registers with which threads came to the start of a loop, since `Ctas.progress` grew last
+    stuck:   starts of loops to which they came again with the same ones, as polls do, until it grows
     """
 
     def __init__(
@@ -49,19 +49,25 @@ class Scheduler:
         self.barrier = np.full(ctas.count, -1)  # at which a thread waits
         self.needs: dict[int, int | None] = {}
         self.alive = np.ones(ctas.count, bool)
+        self.visits: dict[tuple[int, Threads], list[Array]] = {}
         self.stuck: set[int] = set()
+        follows = self.program.kernel.successors()
+        self.loops = {x for n, after in enumerate(follows) for x in after if self.rank[x] <= self.rank[n]}
 
     def run(self) -> None:
         while self.groups:
             n, lanes = self.next_group()
             threads, progress = self.threads_of(lanes), self.ctas.progress
-            condition, unchanged = self.execute(n, threads)
-            some_stayed = n in self.groups
-            self.follow(n, threads, condition)
+            entering = [self.read(r, threads) for r in self.program.borders[n][0]]
+            if n in self.loops and self.repeats(n, threads, entering):
+                if n not in self.groups:
+                    self.stuck.add(n)
+                self.groups.setdefault(n, []).append(lanes)
+                continue
+            self.follow(n, threads, self.execute(n, threads, entering))
             if self.ctas.progress > progress:
+                self.visits.clear()
                 self.stuck.clear()
-            elif unchanged and not some_stayed:
-                self.stuck.add(n)
         if self.waiting:
             raise CannotContinue(
                 "deadlock: threads wait at a barrier that others never reach", None, self.where()
@@ -79,7 +85,7 @@ class Scheduler:
             )
         return "; ".join(lines)
 
-    def loops(self) -> str:
+    def looks(self) -> str:
         """The instructions of the blocks at which threads are stuck that may look for something."""
         looks = [i for b in self.groups for i in self.blocks[b].instructions if is_look(i)]
         return "; ".join(f"{i}, {i.source} (PTX line {i.line})" for i in looks)
@@ -89,7 +95,7 @@ class Scheduler:
     def next_group(self) -> tuple[int, Array | None]:
         ready = [b for b in self.groups if b not in self.stuck]
         if not ready:
-            raise CannotContinue("deadlock: every thread waits", None, self.loops())
+            raise CannotContinue("deadlock: every thread waits", None, self.looks())
         if self.launch.random is not None:
             return self.random_group(ready)
         n = min(ready, key=self.rank.__getitem__)
@@ -139,21 +145,20 @@ class Scheduler:
 
     # blocks
 
-    def execute(self, n: int, threads: Threads) -> tuple[Array | None, bool]:
-        """Run one block; return what decides where the threads go, and whether all return to its start with
-        the same registers."""
-        entering, leaving = self.program.borders[n]
+    def repeats(self, n: int, threads: Threads, entering: list[Array]) -> bool:
+        """Whether threads come to a loop as they came before, and nothing has happened in between."""
+        before = self.visits.get((n, threads))
+        self.visits[n, threads] = entering
+        return before is not None and all(x is y or np.array_equal(x, y) for x, y in zip(before, entering))
+
+    def execute(self, n: int, threads: Threads, entering: list[Array]) -> Array | None:
+        """Run one block; return what decides where the threads go."""
         if self.ctas.counts is not None:
             self.ctas.counts.block(n, threads)
-        given = [self.read(r, threads) for r in entering]
-        values, condition = self.functions[n](threads, self.ctas, self.parameter, *given)
-        for r, value in zip(leaving, values):
+        values, condition = self.functions[n](threads, self.ctas, self.parameter, *entering)
+        for r, value in zip(self.program.borders[n][1], values):
             self.write(r, threads, value)
-        end, new = self.blocks[n].end, dict(zip(leaving, values))
-        if not isinstance(end, (Branch, Jump)) or end.target != n:
-            return condition, False
-        again = condition is None or bool(condition.all())
-        return condition, again and all(np.array_equal(x, new.get(r, x)) for r, x in zip(entering, given))
+        return condition
 
     def read(self, r: int, threads: Threads) -> Array:
         register = self.registers[r]

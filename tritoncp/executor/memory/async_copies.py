@@ -94,6 +94,7 @@ class AsyncCopies:
     def finish(self, copies: Copies) -> None:
         shared, clocks, nbytes = self.ctas.shared, self.ctas.clocks, copies.data.itemsize
         shared.views[nbytes][copies.idx] = copies.data
+        self.ctas.progress += 1
         shared.mark(copies.idx[copies.fenced], nbytes, WRITTEN)
         shared.mark(copies.idx[~copies.fenced], nbytes, shared.by_threads)
         tags = clocks.own_tags(self.ctas.cta[copies.lanes], self.ctas.warp[copies.lanes])

@@ -123,6 +123,7 @@ class Tcgen05:
             data = tensor.columns(tensor.data.view("f4"))
             data[cells] = data[cells] + out if keep else out
         tensor.columns(tensor.state)[cells] = WRITTEN
+        self.ctas.progress += 1
 
     def cells(self, access: Access, address: int, n: int, rows: int, what: str) -> Any:
         """Index of [CTAs, 4, rows / 4, n] cells of tensor memory."""

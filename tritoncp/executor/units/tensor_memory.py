@@ -188,6 +188,7 @@ class TensorMemory:
             self.stores.append((access.lanes, idx))
         self.state[idx] = WRITTEN | STORING if self.ctas.launch.check else WRITTEN
         self.data[idx] = access.pick(np.stack(values, 1))
+        self.ctas.progress += 1
 
     def load_pairs(self, access: Access, address: Array, shape: str, n: int, apart: int) -> list[Array]:
         """`.pack::16b`: the lower halves of two columns make a register."""
