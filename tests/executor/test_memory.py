@@ -33,6 +33,29 @@ def test_a_copy_has_no_fault() -> None:
     assert np.array_equal(x, y)
 
 
+@pytest.mark.parametrize("offset", [0, 16])
+@pytest.mark.parametrize("vector", ["v2.b16", "b32", "v2.b32", "v4.b32", "v8.b32", "v4.b64"])
+def test_copies_of_every_width(vector: str, offset: int) -> None:
+    """Addresses are multiples of 16 bytes: those of accesses of 32 bytes may be misaligned."""
+    count, bits = int(vector[1:].split(".b")[0] if "v" in vector else 1), int(vector.split("b")[1])
+    names = ", ".join(f"%{ {16: 'h', 32: 'r', 64: 'd'}[bits] }{n + 8}" for n in range(count))
+    registers, nbytes = f"{{{names}}}" if count > 1 else names, count * bits // 8
+    memory = np.zeros(2 * 32 * nbytes + 64, "u1")
+    start = -memory.ctypes.data % 32 + offset
+    x, y = memory[start : start + 32 * nbytes], memory[start + 32 * nbytes : start + 64 * nbytes]
+    x[:] = np.random.default_rng(0).integers(256, size=len(x))
+    body = START + f"mad.wide.u32 %d3, %r1, {nbytes}, %d1; mad.wide.u32 %d4, %r1, {nbytes}, %d2;"
+    body += f"ld.global.{vector} {registers}, [%d3]; st.global.{vector} [%d4], {registers};"
+    faults = run(body, x.view("u4"), y.view("u4"))
+    if nbytes == 32 and offset:
+        assert [f.split(":")[0] for f in faults] == [
+            f"misaligned global {k} of 32 bytes" for k in ("load", "store")
+        ]
+    else:
+        assert not faults
+        assert np.array_equal(x, y)
+
+
 @pytest.mark.parametrize(
     ("line", "kind", "text"),
     [
@@ -226,11 +249,17 @@ def test_atomics_of_many_threads_on_one_address(seed: int | None) -> None:
         ("atom.global.exch.b32 %r2, [%d2], 7;", 7),
         ("atom.global.cas.b32 %r2, [%d2], %r1, 9;", 9),
         ("atom.global.inc.u32 %r2, [%d2], 4;", 32 % 5),
+        ("atom.add.u32 %r2, [%d2], 2;", 64),
+        (
+            "mov.b32 %r2, 0; st.shared.b32 [smem], %r2; bar.sync 0; atom.shared.add.u32 %r2, [smem], 3;"
+            "bar.sync 0; ld.shared.b32 %r2, [smem]; st.global.b32 [%d2], %r2;",
+            96,
+        ),
     ],
 )
 def test_other_atomics(line: str, want: int) -> None:
     total = np.zeros(1, "u4")
-    assert not run(START + line, np.zeros(1, "u4"), total)
+    assert not run(START + line, np.zeros(1, "u4"), total, shared=16)
     assert total[0] == want
 
 

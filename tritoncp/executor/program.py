@@ -134,7 +134,7 @@ def write_code(ptx: str) -> Code:
 def condition(writer: BlockWriter, end: object) -> str:
     """Write the expression by which threads take the branch that ends a block."""
     match end:
-        case Branch(predicate, negated) | Return(str(predicate), negated):
+        case Branch(_, str(predicate), negated) | Return(str(predicate), negated):
             held = writer.array(predicate, "b")
             return f"~{held}" if negated else held
         case Switch(index):

@@ -13,15 +13,7 @@ import numpy as np
 
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.ptx.instruction import (
-    Barrier,
-    Branch,
-    FallThrough,
-    Instruction,
-    Jump,
-    Return,
-    Switch,
-)
+from tritoncp.executor.ptx.instruction import Barrier, Branch, FallThrough, Instruction, Return, Switch
 from tritoncp.executor.threads import Threads
 
 Array = np.ndarray[Any, Any]
@@ -175,33 +167,26 @@ class Scheduler:
         self.registers[r] = value
 
     def follow(self, n: int, threads: Threads, condition: Array | None) -> None:
+        """Send threads on from a block, by its end."""
         end = self.blocks[n].end
-        if isinstance(end, Branch):
-            assert condition is not None
-            self.branch(n, end, threads, condition)
-        elif isinstance(end, FallThrough):
-            self.put(n + 1, threads)
-        elif isinstance(end, Jump):
-            self.put(end.target, threads)
-        elif isinstance(end, Switch):
-            assert condition is not None
-            for x in np.unique(condition):
-                if x >= len(end.targets):
-                    raise CannotContinue(f"brx.idx {int(x)} of {len(end.targets)} targets")
-                self.put(end.targets[int(x)], threads, condition == x)
-        elif isinstance(end, Return):
-            self.retire(n, threads, condition)
-        else:
-            self.arrive(n, end, threads)
-
-    def branch(self, n: int, end: Branch, threads: Threads, taken: Array) -> None:
-        if taken.all():
-            self.put(end.target, threads)
-        elif not taken.any():
-            self.put(n + 1, threads)
-        else:
-            self.put(n + 1, threads, ~taken)
-            self.put(end.target, threads, taken)
+        match end:
+            case FallThrough():
+                self.put(n + 1, threads)
+            case Branch(target):
+                taken = np.ones(threads.count, bool) if condition is None else condition
+                for block, mask in ((n + 1, ~taken), (target, taken)):
+                    if mask.any():
+                        self.put(block, threads, None if mask.all() else mask)
+            case Switch(_, targets):
+                assert condition is not None
+                for x in np.unique(condition):
+                    if x >= len(targets):
+                        raise CannotContinue(f"brx.idx {int(x)} of {len(targets)} targets")
+                    self.put(targets[int(x)], threads, condition == x)
+            case Return():
+                self.retire(n, threads, condition)
+            case Barrier():
+                self.arrive(n, end, threads)
 
     def retire(self, n: int, threads: Threads, condition: Array | None) -> None:
         """Threads return; barriers count those that are left."""

@@ -16,7 +16,7 @@ f4, f8, u1, u2, u4, u8 = np.float32, np.float64, np.uint8, np.uint16, np.uint32,
 Array = np.ndarray[Any, Any]
 SMALLEST = f4(np.finfo(f4).tiny)
 MIDPOINT_MASK, MIDPOINT = u8(0x1FFFFFFF), u8(0x10000000)  # of float32 numbers in float64
-NAN32, NAN16 = u4(0x7FFFFFFF), {"bf16": u2(0x7FFF), "f16": u2(0x7FFF)}
+NAN32 = u4(0x7FFFFFFF)
 
 
 def ftz(x: Array) -> Array:
@@ -85,21 +85,13 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
     return np.where(np.isfinite(exact), exact, plain)
 
 
-def minimum(a: Array, b: Array, nan: bool) -> Array:
-    """The smaller number, -0 before +0; NaN counts as no number, or wins where `nan`."""
-    return extremum(np.minimum if nan else np.fmin, a, b, smaller=True)
-
-
-def maximum(a: Array, b: Array, nan: bool) -> Array:
-    """The larger number, as `minimum`."""
-    return extremum(np.maximum if nan else np.fmax, a, b, smaller=False)
-
-
-def extremum(choose: np.ufunc, a: Array, b: Array, smaller: bool) -> Array:
-    out = choose(a, b)
+def extremum(operation: str, a: Array, b: Array, nan: bool) -> Array:
+    """ "min" or "max" of two numbers, -0 before +0; NaN counts as no number, or wins where `nan`."""
+    out = getattr(np, f"{operation}imum" if nan else f"f{operation}")(a, b)
     zero = out == 0
     if zero.any():
-        signed = np.signbit(a) | np.signbit(b) if smaller else np.signbit(a) & np.signbit(b)
+        join = np.logical_or if operation == "min" else np.logical_and
+        signed = join(np.signbit(a), np.signbit(b))
         both = zero & (np.asarray(a) == b)
         out = np.where(both, np.copysign(out, np.where(signed, f4(-1), f4(1))), out)
     lost = np.isnan(out)
@@ -190,8 +182,7 @@ def finish16(suffix: str, t: str, a: Array) -> Array:
 
 
 def extremum16(operation: str, t: str, a: Array, b: Array, nan: bool) -> Array:
-    choose = minimum if operation == "min" else maximum
-    return narrow(t, choose(widen(t, a.view(u2)), widen(t, b.view(u2)), nan)).view(a.dtype)
+    return narrow(t, extremum(operation, widen(t, a.view(u2)), widen(t, b.view(u2)), nan)).view(a.dtype)
 
 
 def to_tf32(x: Array, ties: str) -> Array:

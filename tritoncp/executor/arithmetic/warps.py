@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tritoncp.executor.arithmetic.floating import maximum, minimum, tf32_of, widen
+from tritoncp.executor.arithmetic.floating import extremum, tf32_of, widen
 from tritoncp.executor.arithmetic.integers import COMBINE
 from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.threads import Threads
@@ -61,10 +61,9 @@ def reduce(threads: Threads, operation: str, a: Array, nan: bool) -> Array:
     threads.need_warps("redux")
     x = a.reshape(-1, 32)
     if a.dtype == np.float32:
-        choose = minimum if operation == "min" else maximum
         while x.shape[1] > 1:
             half = x.shape[1] // 2
-            x = choose(x[:, :half], x[:, half:], nan)
+            x = extremum(operation, x[:, :half], x[:, half:], nan)
         return np.repeat(x[:, 0], 32)
     return np.repeat(COMBINE[operation].reduce(x, axis=1, dtype=a.dtype), 32)
 

@@ -156,7 +156,7 @@ formula("np.copysign({b}, {a})", "copysign.<type:f32|f64>")
 for name in ("min", "max"):
     formula(f"np.{name}imum({{a}}, {{b}})", f"{name}.<type:{INTEGERS}>", f"{name}.relu.<type:s32>")
     formula("F.extremum16('{op}', '{type}', {A}, {B}, {NaN})", f"{name}[.NaN].<type:{HALVES}>")
-    magnitude = f"F.{name}imum(np.abs({{A}}), np.abs({{B}}), {{NaN}})"
+    magnitude = f"F.extremum('{name}', np.abs({{A}}), np.abs({{B}}), {{NaN}})"
     formula(f"F.sign_of_both({magnitude}, {{A}}, {{B}})", f"{name}[.ftz][.NaN].xorsign.abs.f32")
 
 
@@ -167,7 +167,7 @@ def extremum(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     t, nan = i.parts[-1], "NaN" in i.parts
     out = source(w, i, first, t)
     for x in others:
-        out = f"F.{i.parts[0]}imum({out}, {source(w, i, x, t)}, {nan})"
+        out = f"F.extremum('{i.parts[0]}', {out}, {source(w, i, x, t)}, {nan})"
     w.write(d, NUMPY[t], finish(i, t, out), i)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from tritoncp.executor.commit_groups import CommitGroups
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.memory.regions import UNSIGNED
@@ -15,27 +16,16 @@ from tritoncp.executor.threads import Access, Threads
 Array = np.ndarray[Any, Any]
 
 
-class Copies(NamedTuple):
-    """Copies of one instruction, a row for each thread: its lane, place in shared memory, data and group, and
-    whether a fence.proxy.async of the thread followed."""
-
-    lanes: Array
-    idx: Array
-    data: Array
-    group: Array
-    fenced: Array
-
-    def rows(self, keep: Array) -> Copies:
-        return Copies(*(x[keep] for x in self))
-
-
 class AsyncCopies:
-    """Data are taken when a copy is issued, and lie in shared memory once its thread has waited."""
+    """Data are taken when a copy is issued, and lie in shared memory once its thread has waited.
+
+    copies: notes of each thread are its place in shared memory, the data, and whether a fence.proxy.async of
+            the thread followed
+    """
 
     def __init__(self, ctas: Ctas) -> None:
         self.ctas = ctas
-        self.commits = np.zeros(ctas.count, np.int64)
-        self.pending: list[Copies] = []
+        self.copies = CommitGroups(ctas.count)
 
     def copy(self, access: Access, to: Array, of: Array, nbytes: int, taken: Array | None) -> None:
         """taken: bytes of each thread that are copied, all or none: then zeros."""
@@ -51,8 +41,7 @@ class AsyncCopies:
         shared.check_write(access, idx, nbytes, None, "cp.async")
         shared.check_busy(access, "cp.async", idx, nbytes)
         shared.expect_copy(idx, nbytes, access.tags[:, None])
-        unfenced = np.zeros(len(access), bool)
-        self.pending.append(Copies(access.lanes, idx, data, self.commits[access.lanes], unfenced))
+        self.copies.add(access.lanes, idx, data, np.zeros(len(access), bool))
 
     def read(self, access: Access, of: Array, nbytes: int, taken: Array | None) -> Array:
         """The data of the threads; `of` and `taken` are theirs."""
@@ -67,35 +56,23 @@ class AsyncCopies:
         return data
 
     def commit(self, threads: Threads) -> None:
-        self.commits[threads.lanes] += 1
+        self.copies.commit(threads.lanes)
 
     def fence(self, threads: Threads) -> None:
         """`fence.proxy.async` of these threads. It covers copies under way too: Triton places it before their
         wait, and CUTLASS multiplies what cp.async wrote with wgmma without any (its
         sm90_mma_multistage_gmma_ss_warpspecialized), so that hardware does not need one behind the wait."""
-        for copies in self.pending:
-            copies.fenced[np.isin(copies.lanes, threads.lanes)] = True
+        for lanes, _, _, _, fenced in self.copies.pending:
+            fenced[np.isin(lanes, threads.lanes)] = True
 
     def wait(self, threads: Threads, left: int) -> None:
         """Until at most `left` of the newest groups of each thread are under way."""
-        if not self.pending:
-            return
-        active = np.zeros(self.ctas.count, bool)
-        active[threads.lanes] = True
-        keep = []
-        for copies in self.pending:
-            done = active[copies.lanes] & (copies.group < self.commits[copies.lanes] - left)
-            if done.any():
-                self.finish(copies.rows(done))
-            if not done.all():
-                keep.append(copies.rows(~done))
-        self.pending = keep
-
-    def finish(self, copies: Copies) -> None:
-        shared, clocks, nbytes = self.ctas.shared, self.ctas.clocks, copies.data.itemsize
-        shared.views[nbytes][copies.idx] = copies.data
-        self.ctas.progress += 1
-        shared.mark(copies.idx[copies.fenced], nbytes, WRITTEN)
-        shared.mark(copies.idx[~copies.fenced], nbytes, shared.by_threads)
-        tags = clocks.own_tags(self.ctas.cta[copies.lanes], self.ctas.warp[copies.lanes])
-        shared.note_writer(copies.idx, nbytes, tags[:, None])
+        shared, clocks = self.ctas.shared, self.ctas.clocks
+        for lanes, idx, data, fenced in self.copies.wait(threads.lanes, left):
+            nbytes = data.itemsize
+            shared.views[nbytes][idx] = data
+            self.ctas.progress += 1
+            shared.mark(idx[fenced], nbytes, WRITTEN)
+            shared.mark(idx[~fenced], nbytes, shared.by_threads)
+            tags = clocks.own_tags(self.ctas.cta[lanes], self.ctas.warp[lanes])
+            shared.note_writer(idx, nbytes, tags[:, None])

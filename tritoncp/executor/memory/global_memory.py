@@ -192,10 +192,6 @@ class GlobalMemory:
 
     def load(self, access: Access, address: Array, t: str, n: int) -> list[Array]:
         nbytes = int(t[1]) * n
-        if nbytes == 32:
-            self.check_32(access, address)
-            half = self.load(access, address, t, n // 2)
-            return [*half, *self.load(access, address + u8(16), t, n // 2)]
         if access.ctas.counts is not None:
             access.ctas.counts.global_access(access, address, nbytes, "read")
         out = np.zeros(access.threads.count, UNSIGNED[nbytes])
@@ -205,20 +201,8 @@ class GlobalMemory:
             out[part.where] = region.views[nbytes].take(idx)
         return split(out, t, n)
 
-    def check_32(self, access: Access, address: Array) -> None:
-        a = access.pick(address)
-        bad = np.flatnonzero(a & u8(31))
-        if len(bad):
-            self.fault(access, "misaligned global access of 32 bytes", a, bad)
-
     def store(self, access: Access, address: Array, t: str, values: tuple[Array, ...]) -> None:
         nbytes = int(t[1]) * len(values)
-        if nbytes == 32:
-            self.check_32(access, address)
-            half = len(values) // 2
-            self.store(access, address, t, values[:half])
-            self.store(access, address + u8(16), t, values[half:])
-            return
         if access.ctas.counts is not None:
             access.ctas.counts.global_access(access, address, nbytes, "write")
         data = access.pick(joined(values))

@@ -22,7 +22,8 @@ REGION_SHIFT = 47
 REGION_MASK = 0xFFF
 PLACE_MASK = (1 << REGION_SHIFT) - 1  # of the address within the process
 SHARED, PARAMETER, LOCAL = 1 << 59, 1 << 60, 1 << 61
-UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # of a number of bytes; complex holds sixteen
+# Types of a number of bytes; those of 16 and 32 are copied only
+UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16", 32: "V32"}
 
 
 def tagged(address: int, region: int) -> int:
@@ -32,9 +33,10 @@ def tagged(address: int, region: int) -> int:
 
 def holds(views: dict[int, Array], idx: Array, nbytes: int, data: Array) -> Array:
     """Whether memory has these data at each index of units of nbytes."""
-    if nbytes < 16:
+    if nbytes <= 8:
         return views[nbytes][idx] == data
-    return (views[8].reshape(-1, 2)[idx] == data.view(np.uint64).reshape(-1, 2)).all(1)
+    words = nbytes // 8
+    return (views[8].reshape(-1, words)[idx] == data.view(np.uint64).reshape(-1, words)).all(1)
 
 
 @dataclass
@@ -60,7 +62,7 @@ def extent_of(tensor: torch.Tensor, label: str) -> Extent:
 class Region:
     """Extents that overlap.
 
-    base:      the start rounded down to 16 bytes
+    base:      the start rounded down to 32 bytes
     writers:   the program + 1 that wrote each granule; `readers` those that read it
     tags:      of each granule's last writer in its program (`Clocks`)
     holes:     bytes between the elements of strided tensors, if there are any
@@ -81,8 +83,8 @@ class Region:
     unwritten: Array | None = None
 
     def attach(self, granule: int, check: bool) -> None:
-        self.base = self.start & ~15
-        n = -(-(self.end - self.base) // 16) * 16
+        self.base = self.start & ~31
+        n = -(-(self.end - self.base) // 32) * 32
         raw = np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(self.base))
         self.views = {size: raw.view(t) for size, t in UNSIGNED.items()}
         self.writers, self.readers, self.tags = (np.zeros(n // granule, np.int32) for _ in range(3))

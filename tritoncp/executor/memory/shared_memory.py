@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,11 @@ REASONS = {
     MBARRIER: "of a valid mbarrier",
 }
 BUSY = {value: text for value, text in REASONS.items() if value != UNWRITTEN}
-EVERY = {n: np.frombuffer(bytes([1] * n), UNSIGNED[n])[0] for n in (1, 2, 4, 8)}  # 1 in every byte
 
 
+@functools.cache
 def in_every_byte(value: int, nbytes: int) -> Any:
-    return type(EVERY[nbytes])(int(EVERY[nbytes]) * value)
+    return np.frombuffer(bytes([value] * nbytes), UNSIGNED[nbytes])[0]
 
 
 class SharedMemory:
@@ -38,12 +39,12 @@ class SharedMemory:
     def __init__(self, ctas: Ctas, used: int, granule: int) -> None:
         self.ctas, self.used, self.granule = ctas, used, granule
         self.check = ctas.launch.check
-        self.size = -(-max(used, 16) // 16) * 16
+        self.size = -(-max(used, 32) // 32) * 32
         total = ctas.n * self.size
         self.data = np.full(total, 0xFF, u1)
         self.state = np.zeros(total, u1)
         self.views = {n: self.data.view(t) for n, t in UNSIGNED.items()}
-        self.states = {n: self.state.view(t) for n, t in UNSIGNED.items() if n < 16}
+        self.states = {n: self.state.view(t) for n, t in UNSIGNED.items()}
         cells = total // granule
         # Tags of the last writer, the last reader, and another reader before that one
         self.writer, self.reader, self.reader2 = (np.zeros(cells, np.int32) for _ in range(3))
@@ -88,8 +89,8 @@ class SharedMemory:
         self.note_readers(idx, nbytes, access.tags[:, None])
 
     def check_state(self, access: Access, idx: Array, nbytes: int) -> None:
-        units, wide = (self.states[8].reshape(-1, 2), 8) if nbytes == 16 else (self.states[nbytes], nbytes)
-        state = units[idx]
+        wide = min(nbytes, 8)
+        state = self.states[wide].reshape(-1, nbytes // wide)[idx]
         if ((state == in_every_byte(WRITTEN, wide)) | (state == in_every_byte(BY_THREADS, wide))).all():
             return
         state = np.where(access.used_bytes(nbytes), self.state.reshape(-1, nbytes)[idx], u1(WRITTEN))
@@ -153,19 +154,13 @@ class SharedMemory:
             self.rows(self.writer, nbytes)[idx] = tag
 
     def mark(self, idx: Array, nbytes: int, value: int) -> None:
-        if nbytes == 16:
-            self.states[8].reshape(-1, 2)[idx] = in_every_byte(value, 8)
-        else:
-            self.states[nbytes][idx] = in_every_byte(value, nbytes)
+        self.states[nbytes][idx] = in_every_byte(value, nbytes)
 
     def expect_copy(self, idx: Array, nbytes: int, tag: Array) -> None:
         """Note a copy that is about to write, and overwrite its bytes, so that results show their use too."""
         self.mark(idx, nbytes, ON_ITS_WAY)
         self.note_writer(idx, nbytes, tag)
-        if nbytes == 16:
-            self.views[8].reshape(-1, 2)[idx] = ~u8(0)
-        else:
-            self.views[nbytes][idx] = in_every_byte(0xFF, nbytes)
+        self.views[nbytes][idx] = in_every_byte(0xFF, nbytes)
 
     # threads
 

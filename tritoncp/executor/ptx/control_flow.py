@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import networkx
+
 from tritoncp.executor.ptx.instruction import Barrier, Branch, Kernel, Return, Switch
 from tritoncp.executor.ptx.opcodes import reads_and_writes
 
@@ -35,7 +37,7 @@ def liveness(kernel: Kernel) -> tuple[list[set[str]], list[set[str]]]:
 
 def end_reads(end: object, registers: dict[str, int]) -> list[str]:
     match end:
-        case Branch(predicate) | Return(str(predicate)):
+        case Branch(_, str(predicate)) | Return(str(predicate)):
             return [predicate]
         case Switch(index):
             return [index]
@@ -58,44 +60,15 @@ def meeting_order(kernel: Kernel) -> list[int]:
 
 def arrange(nodes: set[int], header: int | None, follows: list[list[int]], order: list[int]) -> None:
     """Append blocks in topological order; the inside of a loop is arranged without edges to its header."""
-    edges = {n: [x for x in follows[n] if x in nodes and x != header] for n in nodes}
-    for loop in reversed(components(edges)):
-        if len(loop) == 1:
-            order.append(loop[0])
+    edges = ((n, x) for n in nodes for x in follows[n] if x in nodes and x != header)
+    graph = networkx.DiGraph(edges)
+    graph.add_nodes_from(nodes)
+    loops = networkx.condensation(graph)
+    members = {n: sorted(loops.nodes[n]["members"]) for n in loops}
+    for n in networkx.lexicographical_topological_sort(loops, key=members.__getitem__):
+        inside = set(members[n])
+        if len(inside) == 1:
+            order += inside
             continue
-        inside = set(loop)
         entries = [x for n, after in enumerate(follows) if n not in inside for x in after if x in inside]
-        arrange(inside, min(entries or loop), follows, order)
-
-
-def components(edges: dict[int, list[int]]) -> list[list[int]]:
-    """Strongly connected components, each after those that it leads to (Tarjan)."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    done: list[list[int]] = []
-    for root in sorted(edges):
-        if root in index:
-            continue
-        index[root] = low[root] = len(index)
-        stack.append(root)
-        work = [(root, iter(edges[root]))]
-        while work:
-            node, after = work[-1]
-            for x in after:
-                if x not in index:
-                    index[x] = low[x] = len(index)
-                    stack.append(x)
-                    work.append((x, iter(edges[x])))
-                    break
-                if x in stack:
-                    low[node] = min(low[node], index[x])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    at = stack.index(node)
-                    done.append(stack[at:])
-                    del stack[at:]
-    return done
+        arrange(inside, min(entries or inside), follows, order)

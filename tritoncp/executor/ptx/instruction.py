@@ -63,16 +63,13 @@ class FallThrough(NamedTuple):
     """The next block follows."""
 
 
-class Jump(NamedTuple):
-    target: int
-
-
 class Branch(NamedTuple):
-    """To `target` where the predicate holds, or does not if negated; else to the next block."""
+    """To `target` where the predicate holds, or does not if negated; else to the next block. Without a
+    predicate always."""
 
-    predicate: str
-    negated: bool
     target: int
+    predicate: str | None = None
+    negated: bool = False
 
 
 class Switch(NamedTuple):
@@ -97,7 +94,7 @@ class Barrier(NamedTuple):
     instruction: Instruction
 
 
-Terminator: TypeAlias = FallThrough | Jump | Branch | Switch | Return | Barrier
+Terminator: TypeAlias = FallThrough | Branch | Switch | Return | Barrier
 
 
 @dataclass(slots=True)
@@ -136,9 +133,9 @@ class Kernel:
         for block in self.blocks:
             after = [block.number + 1] if block.number + 1 < len(self.blocks) else []
             match block.end:
-                case Jump(target):
+                case Branch(target, None):
                     follows.append([target])
-                case Branch(_, _, target):
+                case Branch(target):
                     follows.append([target, *after])
                 case Switch(_, targets):
                     follows.append(list(targets))

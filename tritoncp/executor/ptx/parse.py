@@ -13,7 +13,6 @@ from tritoncp.executor.ptx.instruction import (
     Branch,
     FallThrough,
     Instruction,
-    Jump,
     Kernel,
     Operand,
     Return,
@@ -333,12 +332,11 @@ def blocks_of(statements: list[Label | Instruction], tables: dict[str, list[str]
 
 def terminator(
     i: Instruction, numbers: dict[str, int], tables: dict[str, list[str]]
-) -> Jump | Branch | Switch | Return | Barrier:
+) -> Branch | Switch | Return | Barrier:
     operands = list(map(str, i.operands))
     match i.opcode:
         case "bra" | "bra.uni":
-            target = numbers[operands[0]]
-            return Branch(i.predicate, i.negated, target) if i.predicate else Jump(target)
+            return Branch(numbers[operands[0]], i.predicate, i.negated)
         case "ret" | "exit" | "ret.uni":
             return Return(i.predicate, i.negated)
         case "brx.idx" | "brx.idx.uni" if not i.predicate:

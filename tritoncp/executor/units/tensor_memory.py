@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tritoncp.executor.clocks import note_readers
+from tritoncp.executor.commit_groups import CommitGroups
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.memory.shared_memory import WRITTEN as SHARED_WRITTEN
@@ -34,8 +35,7 @@ class TensorMemory:
         self.writer, self.reader, self.reader2 = (np.zeros(cells, np.int32) for _ in range(3))
         self.allocated = np.zeros((self.ctas.n, COLUMNS), bool)
         self.permit = np.ones(self.ctas.n, bool)
-        self.stores: list[tuple[Array, Array]] = []  # lanes and cells, until tcgen05.wait
-        self.loads: list[tuple[Array, Array]] = []
+        self.accesses = {what: CommitGroups(self.ctas.count) for what in ("ld", "st")}  # with their cells
         self.ready = True
 
     def columns(self, x: Array) -> Array:
@@ -171,7 +171,7 @@ class TensorMemory:
             self.report(access, "read of tensor memory before tcgen05.wait::st", (state & STORING) != 0, idx)
             self.check(access, "read of tensor memory after the write of", self.writer, idx)
             self.state[idx] |= LOADING
-            self.loads.append((access.lanes, idx))
+            self.accesses["ld"].add(access.lanes, idx)
         out = np.zeros((access.threads.count, n), u4)
         out[access.where] = self.data[idx]
         return list(np.ascontiguousarray(out.T))
@@ -185,7 +185,7 @@ class TensorMemory:
             self.report(access, "write of tensor memory before tcgen05.wait", busy, idx)
             for shadow in (self.writer, self.reader, self.reader2):
                 self.check(access, "write of tensor memory after the access of", shadow, idx)
-            self.stores.append((access.lanes, idx))
+            self.accesses["st"].add(access.lanes, idx)
         self.state[idx] = WRITTEN | STORING if self.ctas.launch.check else WRITTEN
         self.data[idx] = access.pick(np.stack(values, 1))
         self.ctas.progress += 1
@@ -212,20 +212,11 @@ class TensorMemory:
     def wait(self, threads: Threads, what: str) -> None:
         """`tcgen05.wait::ld` or `::st`: the accesses of these threads are done."""
         self.prepare()
-        operations = self.loads if what == "ld" else self.stores
-        active = np.zeros(self.ctas.count, bool)
-        active[threads.lanes] = True
-        keep = []
-        for lanes, idx in operations:
-            mine = active[lanes]
-            done = idx[mine]
-            tags = self.ctas.clocks.own_tags(self.ctas.cta[lanes[mine]], self.ctas.warp[lanes[mine]])
+        for lanes, done in self.accesses[what].wait(threads.lanes, left=-1):
+            tags = self.ctas.clocks.own_tags(self.ctas.cta[lanes], self.ctas.warp[lanes])
             if what == "st":
                 self.state[done] &= ~STORING
                 self.writer[done] = tags[:, None]
             else:
                 self.state[done] &= ~LOADING
                 note_readers(self.reader, self.reader2, done, tags[:, None])
-            if not mine.all():
-                keep.append((lanes[~mine], idx[~mine]))
-        operations[:] = keep

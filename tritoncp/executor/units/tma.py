@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tritoncp.executor.clocks import SHIFT
+from tritoncp.executor.commit_groups import CommitGroups
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.memory.atomics import update
@@ -93,8 +94,7 @@ class Tma:
         self.ctas = ctas
         self.arriving: dict[Key, list[tuple[Array, Array, int, int]]] = {}
         self.drafts: dict[Key, dict[tuple[str, int], int]] = {}
-        self.commits = np.zeros(ctas.count, np.int64)
-        self.stores: list[tuple[int, int, int]] = []  # lane, group, clock
+        self.stores = CommitGroups(ctas.count)  # with their clocks
 
     # descriptors
 
@@ -235,10 +235,9 @@ class Tma:
         shared, clocks = self.ctas.shared, self.ctas.clocks
         if self.ctas.launch.check:
             shared.check_async_read(one.times(len(units)), units, "TMA store")
-            lane = int(one.lanes[0])
-            clock = int(clocks.start(int(one.cta[0]), clocks.bulk))
-            shared.note_async_reader(units, np.full(len(units), clock), clocks.bulk)
-            self.stores.append((lane, int(self.commits[lane]), clock))
+            clock = clocks.start(one.cta, clocks.bulk)
+            shared.note_async_reader(units, np.repeat(clock, len(units)), clocks.bulk)
+            self.stores.add(one.lanes, clock)
         return shared.views[16].take(units).view(UNSIGNED[size])
 
     def write(self, box: Box, data: Array, operation: str | None) -> None:
@@ -257,22 +256,16 @@ class Tma:
     def finish_program(self) -> None:
         """Report copies that nobody waits for at the end of the CTAs, when others take their memory."""
         loads = sum(map(len, self.arriving.values()))
-        for what, left in (("load", loads), ("store", len(self.stores))):
+        for what, left in (("load", loads), ("store", len(self.stores.pending))):
             if left:
                 kind = f"TMA {what} that nobody waits for at the end of a program"
                 self.ctas.launch.log.add(kind, None, left)
 
     def commit(self, access: Access) -> None:
-        self.commits[access.lanes] += 1
+        self.stores.commit(access.lanes)
 
     def wait(self, access: Access, left: int) -> None:
         """Until at most `left` of the newest groups of each thread still read shared memory."""
-        active = set(access.lanes.tolist()) if self.stores else set()
-        keep, clocks = [], self.ctas.clocks
-        for lane, group, clock in self.stores:
-            if lane in active and group < self.commits[lane] - left:
-                warp = self.ctas.warp[lane : lane + 1]
-                clocks.learn(int(self.ctas.cta[lane]), warp, clocks.bulk, clock)
-            else:
-                keep.append((lane, group, clock))
-        self.stores = keep
+        clocks = self.ctas.clocks
+        for lanes, clock in self.stores.wait(access.lanes, left):
+            clocks.learn(int(self.ctas.cta[lanes[0]]), self.ctas.warp[lanes], clocks.bulk, int(clock[0]))

@@ -6,11 +6,12 @@ writes to the operands by the clocks.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tritoncp.executor.arithmetic import warps
+from tritoncp.executor.commit_groups import CommitGroups
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.threads import Access, Threads
@@ -21,26 +22,15 @@ u8 = np.uint64
 SWIZZLES = {0: 0, 1: 3, 2: 2, 3: 1}  # of a descriptor's mode
 
 
-class Products(NamedTuple):
-    """Products of one instruction, a row for each warpgroup: CTA, number there, group of commits, clock."""
-
-    lane: Array
-    cta: Array
-    number: Array
-    group: Array
-    clock: Array
-
-    def rows(self, keep: Array) -> Products:
-        return Products(*(x[keep] for x in self))
-
-
 class Wgmma:
-    """registers: counts that warpgroups of all CTAs set, in order; settings: how many each warp has set."""
+    """products:  by the first lane of their warpgroups, with their clocks
+    registers: counts that warpgroups of all CTAs set, in order
+    settings:  how many each warp has set
+    """
 
     def __init__(self, ctas: Ctas) -> None:
         self.ctas = ctas
-        self.commits = np.zeros(ctas.count, np.int64)
-        self.pending: list[Products] = []
+        self.products = CommitGroups(ctas.count)
         self.registers: dict[tuple[int, int], list[int]] = {}
         self.settings = np.zeros((ctas.n, ctas.warps), np.int64)
 
@@ -93,7 +83,7 @@ class Wgmma:
             left = self.operand(access, a, 64, k, ta, bool(flip_a), clock)
         right = self.operand(access, b, n, k, tb, bool(flip_b), clock)
         product = np.matmul(left, right.transpose(0, 2, 1)).reshape(-1, 16, n)
-        self.pending.append(Products(lane, cta, number, self.commits[lane], clock))
+        self.products.add(lane, clock)
         if keep is False or (keep is not True and not keep.any()):
             return warps.add_to_result(product, to, None)
         total = warps.add_to_result(product, to, accumulator)
@@ -127,24 +117,17 @@ class Wgmma:
 
     def commit(self, threads: Threads) -> None:
         threads.need_groups("wgmma.commit_group")
-        self.commits[threads.lanes] += 1
+        self.products.commit(threads.lanes)
 
     def wait(self, threads: Threads, left: int) -> None:
         """Until at most `left` of the newest groups are under way: of each warp's part of the products, the
         other warps of its warpgroup may still read."""
         threads.need_groups("wgmma.wait_group")
-        active = np.zeros(self.ctas.count, bool)
-        active[threads.lanes] = True
-        waiting, clocks, changed = [], self.ctas.clocks, False
-        for products in self.pending:
-            done = active[products.lane] & (products.group < self.commits[products.lane] - left)
-            if done.any():
-                p, changed = products.rows(done), True
-                warps = p.number[:, None] * 4 + np.arange(4)
-                where = p.cta[:, None], warps, clocks.part + warps
-                clocks.knows[where] = np.maximum(clocks.knows[where], p.clock[:, None])
-            if not done.all():
-                waiting.append(products.rows(~done))
-        self.pending = waiting
-        if changed:
+        clocks = self.ctas.clocks
+        complete = self.products.wait(threads.lanes, left)
+        for lane, clock in complete:
+            warps = self.ctas.warp[lane][:, None] + np.arange(4)
+            where = self.ctas.cta[lane][:, None], warps, clocks.part + warps
+            clocks.knows[where] = np.maximum(clocks.knows[where], clock[:, None])
+        if complete:
             clocks.lower_floor()
