@@ -170,3 +170,19 @@ def test_atomic_sums(dtype: torch.dtype) -> None:
     kernel: Any = add_atomically
     kernel[(2,)](x, out, 128)
     assert torch.equal(out.double(), x.double().view(-1, 8).sum(0))
+
+
+@triton.jit
+def double_boxes(X, OUT, M, N: tl.constexpr, ROWS: tl.constexpr):
+    x = tl.make_tensor_descriptor(X, shape=[M, N], strides=[N, 1], block_shape=[ROWS, N])
+    out = tl.make_tensor_descriptor(OUT, shape=[M, N], strides=[N, 1], block_shape=[ROWS, N])
+    out.store([tl.program_id(0) * ROWS, 0], 2 * x.load([tl.program_id(0) * ROWS, 0]))
+
+
+def test_descriptors_that_a_kernel_makes() -> None:
+    """The last box leaves the tensor."""
+    x, out = torch.randn(80, 32), torch.zeros(80, 32)
+    kernel: Any = double_boxes
+    compiled = kernel[(3,)](x, out, 80, 32, 32)
+    assert torch.equal(out, 2 * x)
+    assert ("tensormap.replace" in compiled.asm["ptx"]) == (COMPILED != "sm_80")

@@ -126,6 +126,11 @@ def test_an_mbarrier_hands_over_what_was_written_before_its_arrivals(seed: int |
         ("bar.sync 0;", "", "mbarrier used"),
         ("[smem], 32;", "[smem], 33;", "deadlock"),
         ("[smem], 32;", "[smem], 31;", "more arrivals"),
+        ("bar.sync 0;", "@%p1 mbarrier.init.shared::cta.b64 [smem], 32; bar.sync 0;", "initialised again"),
+        ("bar.sync 0;", "@%p1 mbarrier.inval.shared::cta.b64 [smem+8]; bar.sync 0;", "not initialised"),
+        ("END:", "END: @%p1 mbarrier.inval.shared::cta.b64 [smem];", "follows another warp's wait"),
+        ("b64 [smem], 32;", "b64 [smem+4], 32;", "misaligned shared mbarrier"),
+        ("b64 [smem], 32;", "b64 [smem+512], 32;", "out of bounds shared mbarrier"),
     ],
 )
 def test_mbarrier_faults(old: str, new: str, kind: str) -> None:

@@ -114,3 +114,46 @@ BEHIND = GROUP.replace(FENCE, FENCE + PACK)
 def test_operands_in_registers_need_a_fence_of_their_group(body: str, fault: bool) -> None:
     texts = [text for _, text in early_uses(parse_ptx(module(body + "ret;", 0)))]
     assert any("wgmma.fence" in text for text in texts) == fault, texts
+
+
+# 64 x 16 by 16 x 8 of float16 ones: every thread writes 16 bytes of A, the last ones also B, at 2048
+OPERANDS = """
+ld.param.b64 %d1, [p0]; ld.param.b64 %d2, [p1]; mov.u32 %r1, %tid.x;
+mov.b32 %r2, 0x3C003C00; mad.lo.u32 %r3, %r1, 16, 0; setp.ge.u32 %p1, %r1, 112;
+st.shared.v4.b32 [%r3], {%r2, %r2, %r2, %r2};
+@%p1 st.shared.v4.b32 [%r3+256], {%r2, %r2, %r2, %r2};
+fence.proxy.async.shared::cta;
+bar.sync 0;
+mov.b64 %d3, 0x0000001000080000; mov.b64 %d4, 0x0000001000080080;
+mov.b32 %r11, 0; mov.b32 %r12, 0; mov.b32 %r13, 0; mov.b32 %r14, 0;
+wgmma.fence.sync.aligned;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r11, %r12, %r13, %r14}, %d3, %d4, 1, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+bar.sync 0;
+st.shared.b32 [%r3], %r2;
+mad.wide.u32 %d5, %r1, 16, %d2; st.global.v4.b32 [%d5], {%r11, %r12, %r13, %r14};
+ret;
+"""
+WAIT = "wgmma.wait_group.sync.aligned 0;\nbar.sync 0;\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        ("", "", None),
+        ("fence.proxy.async.shared::cta;", "", "written without fence.proxy.async"),
+        ("cta;\nbar.sync 0;", "cta;", "race on shared memory: wgmma reads after the write of another warp"),
+        ("@%p1 st.shared", "@!%p1 st.shared", "wgmma's read of shared memory that was never written"),
+        ("0x0000001000080080", "0x0000001000080090", "out of bounds shared wgmma"),
+        (WAIT, "st.shared.b32 [%r3], %r2;\n" + WAIT, "race on shared memory: write after the read of wgmma"),
+        (WAIT, "wgmma.wait_group.sync.aligned 0;\n", "race on shared memory: write after the read of wgmma"),
+    ],
+)
+def test_shared_memory_of_products(old: str, new: str, kind: str | None) -> None:
+    """A warp may write an operand once the parts of all four warps are done."""
+    out = np.zeros((128, 4), "f4")
+    text = module(OPERANDS.replace(old, new) if old else OPERANDS, 2, 2048 + 256, 128)
+    got = [str(f) for f in run_module(text, np.zeros(1, "u4"), out, threads=128)]
+    assert any(f.startswith(kind) or kind in f for f in got) if kind else not got, got
+    assert kind or (out == 16).all()

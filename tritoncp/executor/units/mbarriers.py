@@ -60,26 +60,19 @@ class Mbarriers:
         for key, part in self.keys(access, address):
             if key in self.barriers or len(part) > 1:
                 part.fault("mbarrier initialised again", None, key[1])
-            self.check_offset(part, key)
             warp, n = int(part.warp[0]), int(part.pick(count)[0])
             nothing = np.zeros_like(clocks.rows[0, 0])
             now = int(clocks.last[key[0], warp])
             self.barriers[key] = Mbarrier(n, n, (warp, now), nothing, nothing.copy())
-            self.write(part, key, MBARRIER)
+            self.write(part, address, MBARRIER)
 
-    def write(self, access: Access, key: Key, state: int) -> None:
+    def write(self, access: Access, address: Array, state: int) -> None:
         """Note that a thread writes the memory of a barrier."""
-        shared = self.ctas.shared
-        idx = np.full(1, (key[0] * shared.size + key[1]) // 8)
-        shared.check_write(access, idx, 8, None, "mbarrier")
-        shared.note_writer(idx, 8, access.tags[:1, None])
+        shared, one = self.ctas.shared, access.some(np.zeros(1, int))
+        idx = shared.locate(one, address, 8, "mbarrier")
+        shared.check_write(one, idx, 8, None, "mbarrier")
+        shared.note_writer(idx, 8, one.tags[:, None])
         shared.mark(idx, 8, state)
-
-    def check_offset(self, access: Access, key: Key) -> None:
-        if key[1] % 8:
-            access.fault("misaligned mbarrier", None, key[1])
-        if key[1] + 8 > self.ctas.shared.used:
-            access.fault("out of bounds mbarrier", None, key[1])
 
     def invalidate(self, access: Access, address: Array) -> None:
         clocks = self.ctas.clocks
@@ -89,7 +82,7 @@ class Mbarriers:
                 part.fault("mbarrier invalidated that is not initialised", None, key[1])
             if b is None:
                 continue
-            self.write(part, key, UNWRITTEN)
+            self.write(part, address, UNWRITTEN)
             if self.is_awaited(key):
                 part.fault("mbarrier invalidated while asynchronous work will arrive at it", None, key[1])
             warp = int(part.warp[0])
