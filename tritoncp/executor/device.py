@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import triton
 from triton.runtime.driver import driver as drivers
@@ -12,22 +13,18 @@ from triton.runtime.driver import driver as drivers
 from tritoncp.core.cpu_target import execute_for
 from tritoncp.executor.driver import ExecutorDriver, LaunchRecord
 from tritoncp.executor.faults import Fault
+from tritoncp.executor.launch import Settings
 from tritoncp.executor.memory.uninitialised import filled_allocations
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
 
 
-class ExecutorDevice:
-    """The records of launches and their faults.
+class ExecutorDevice(NamedTuple):
+    """The records of launches, in order, and their faults."""
 
-    launches: records, in order
-    faults:   of all launches
-    """
-
-    def __init__(self, architecture: str, driver: ExecutorDriver) -> None:
-        self.architecture = architecture
-        self.launches: list[LaunchRecord] = driver.launches
-        self.faults: list[Fault] = driver.faults
+    architecture: str
+    launches: list[LaunchRecord]
+    faults: list[Fault]
 
 
 @contextmanager
@@ -80,14 +77,13 @@ def compiled_kernels(
             "never compiled. Run this in a process that does not set it."
         )
     capability = int(re.sub(r"\D", "", architecture))
-    new = ExecutorDriver(capability, seed, count, raise_faults, check)
+    new = ExecutorDriver(capability, Settings(seed, count, raise_faults, check))
     before = drivers._active
-    device = ExecutorDevice(architecture, new)
     new.start()
     drivers.set_active(new)
     try:
         with execute_for(architecture), filled_allocations():
-            yield device
+            yield ExecutorDevice(architecture, new.launches, new.faults)
     finally:
         drivers._active = before
         new.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,39 +16,28 @@ from triton.backends.driver import DriverBase
 
 from tritoncp.executor.counters import LaunchCounts
 from tritoncp.executor.faults import CannotContinue, ExecutionFault, Fault
-from tritoncp.executor.launch import GridExecution
+from tritoncp.executor.launch import GridExecution, Settings
 from tritoncp.executor.memory.global_memory import GlobalMemory
 from tritoncp.executor.memory.regions import Extent, extent_of
 from tritoncp.executor.program import PtxProgram, load_program
 from tritoncp.executor.units.tma import ELEMENTS, TensorMap
 
-SHARED_BYTES = {
-    80: 166912,
-    86: 101376,
-    87: 166912,
-    89: 101376,
-    90: 232448,
-    100: 232448,
-    103: 232448,
-    120: 101376,
-}
-MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448}
+MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}
 
 
 @dataclass
 class LaunchRecord:
     """A launch that was executed.
 
-    grid:    programs in x, y and z
-    warps:   of a program
-    seconds: that it took, without the compilation
-    counts:  of what it executed, where the device counts
+    grid:   programs in x, y and z
+    warps:  of a program
+    counts: of what it executed, where the device counts
     """
 
     kernel: str
     grid: tuple[int, int, int]
     warps: int
-    seconds: float
     counts: LaunchCounts | None = None
 
 
@@ -71,8 +59,8 @@ class Utilities:
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {
-            "max_shared_mem": SHARED_BYTES.get(self.driver.capability, 101376),
-            "multiprocessor_count": MULTIPROCESSORS.get(self.driver.capability, 108),
+            "max_shared_mem": SHARED_BYTES[self.driver.capability],
+            "multiprocessor_count": MULTIPROCESSORS[self.driver.capability],
             "max_num_regs": 65536,
             "warpSize": 32,
             "sm_clock_rate": 1,
@@ -207,16 +195,8 @@ def tensor_map(argument: Any, meta: dict[str, Any], memory: GlobalMemory) -> Ten
 class ExecutorDriver(DriverBase):
     """A driver of Triton's runtime for one architecture and CPU tensors."""
 
-    def __init__(
-        self,
-        capability: int,
-        seed: int | None,
-        count: bool,
-        raise_faults: bool,
-        check: bool,
-    ) -> None:
-        self.capability, self.seed, self.count = capability, seed, count
-        self.raise_faults, self.check = raise_faults, check
+    def __init__(self, capability: int, settings: Settings) -> None:
+        self.capability, self.settings = capability, settings
         self.utils, self.launcher_cls = Utilities(self), Launcher
         self.files: dict[str, str] = {}
         self.launches: list[LaunchRecord] = []
@@ -274,17 +254,13 @@ class ExecutorDriver(DriverBase):
         """Run a launch, and raise its faults if the device does."""
         if function.program is None:
             function.program = load_program(function.ptx)
-        started = time.perf_counter()
-        launch = GridExecution(
-            function.program, grid, warps * 32, function.shared, extents, self.check, self.seed, self.count
-        )
+        launch = GridExecution(function.program, grid, warps * 32, function.shared, extents, self.settings)
         stopped = None
         try:
             launch.run([parameter_bits(kind, value, launch.memory) for kind, value in values])
         except CannotContinue as e:
             stopped = e
-        seconds = time.perf_counter() - started
-        self.launches.append(LaunchRecord(function.name, grid, launch.threads // 32, seconds, launch.counts))
+        self.launches.append(LaunchRecord(function.name, grid, launch.threads // 32, launch.counts))
         self.faults += launch.log.faults
-        if stopped is not None or (self.raise_faults and launch.log.faults):
+        if stopped is not None or (self.settings.raise_faults and launch.log.faults):
             raise ExecutionFault(launch.log.faults) from stopped

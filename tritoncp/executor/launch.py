@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,15 @@ THREADS_AT_ONCE = 8192  # so many that NumPy's calls cost little beside their wo
 SHARED_AT_ONCE = 16 << 20  # bytes
 
 
+class Settings(NamedTuple):
+    """How launches are executed, see `device.compiled_kernels`."""
+
+    seed: int | None = None
+    count: bool = False
+    raise_faults: bool = True
+    check: bool = True
+
+
 class GridExecution:
     """Executes a program on a grid.
 
@@ -44,11 +53,9 @@ class GridExecution:
         threads: int,
         dynamic_shared: int,
         extents: list[Extent],
-        check: bool = True,
-        seed: int | None = None,
-        count: bool = False,
+        settings: Settings,
     ) -> None:
-        self.program, self.grid, self.check = program, grid, check
+        self.program, self.grid, self.check = program, grid, settings.check
         self.threads = program.kernel.threads or threads
         if self.threads % 32:
             raise ValueError(f"a program of {self.threads} threads, the executor runs whole warps of 32")
@@ -63,12 +70,12 @@ class GridExecution:
             Extent(data.ctypes.data, data.ctypes.data + n, name)
             for name, (data, n) in program.constants.items()
         ]
-        self.memory = GlobalMemory([*extents, *constants], smallest_access(opcodes, "global"), check)
+        self.memory = GlobalMemory([*extents, *constants], smallest_access(opcodes, "global"), self.check)
         self.log = FaultLog(program.kernel.name, program.sites)
-        self.counts = LaunchCounts(program) if count else None
+        self.counts = LaunchCounts(program) if settings.count else None
         self.tensor_maps: dict[int, TensorMap] = {}
         self.parameter_maps: dict[int, TensorMap] = {}
-        self.random = None if seed is None else np.random.default_rng(seed)
+        self.random = None if settings.seed is None else np.random.default_rng(settings.seed)
         self.elected_lane = 0 if self.random is None else int(self.random.integers(32))
         grouped = any(o.startswith(("wgmma", "setmaxnreg")) for o in opcodes)
         self.step = 128 if grouped else 32
