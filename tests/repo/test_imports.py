@@ -56,7 +56,7 @@ LAYERS = {
     "planning": Layer({"planning"}, {"core", "mods", "masks"}, {"torch", "matplotlib", "rich"}, NO_RANKS),
     "distributed": Layer({"distributed"}, {"core", "mods", "masks", "planning", "kernels"}, {"torch"}),
     "reference": Layer({"reference"}, {"core", "masks"}, {"torch"}, NO_RANKS),
-    "executor": Layer({"executor"}, {"core"}, {"torch", "triton", "numpy"}, NO_RANKS),
+    "executor": Layer({"executor"}, {"core"}, {"torch", "triton", "numpy", "networkx"}, NO_RANKS),
     "cpu": Layer({"cpu"}, {"core", "masks", "planning"}, {"torch"}, NO_RANKS),
     "ops": Layer({"ops"}, SPINE - {"api"}, {"torch", "filelock", "platformdirs", "rich"}),
     "api": Layer({"api"}, SPINE, {"torch", "rich"}),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,8 @@ THREADS_AT_ONCE = 8192  # so many that NumPy's calls cost little beside their wo
 SHARED_AT_ONCE = 16 << 20  # bytes
 
 
-class Settings(NamedTuple):
+@dataclass(frozen=True)
+class Settings:
     """How launches are executed, see `device.compiled_kernels`."""
 
     seed: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import networkx
+import networkx  # torch depends on it
 
 from tritoncp.executor.ptx.instruction import Barrier, Branch, Kernel, Return, Switch
 from tritoncp.executor.ptx.opcodes import reads_and_writes
