@@ -20,10 +20,11 @@ from tritoncp.masks import (
     Runs,
     transposed_runs,
 )
+from tritoncp.masks.transposed_runs import transpose
 
 
 def by_column(kinds: Tensor) -> Runs:
-    return Runs.from_kinds(kinds.transpose(2, 3)).transpose()
+    return transpose(Runs.from_kinds(kinds.transpose(2, 3)))
 
 
 STORED = pytest.mark.parametrize("make", [Runs.from_kinds, by_column], ids=["by row", "by column"])
@@ -62,10 +63,10 @@ def test_runs_are_maximal_and_in_order(kinds: Tensor) -> None:
 def test_transpose_swaps_rows_and_columns(kinds: Tensor) -> None:
     runs = Runs.from_kinds(kinds)
     other = Runs.from_kinds(kinds.transpose(2, 3))
-    assert runs.transpose() == other and other.transpose() == runs
+    assert transpose(runs) == other and transpose(other) == runs
     with pytest.MonkeyPatch.context() as few:
         few.setattr(transposed_runs, "_EVENTS", 8)  # in bands of rows
-        assert runs.transpose().by_rows == other
+        assert transpose(runs).by_rows == other
 
 
 @STORED
@@ -144,7 +145,7 @@ def test_transpose_of_half_a_million_rows_costs_what_its_runs_cost() -> None:
     n = 1 << 19  # a dense map of this would take 256 GiB
     lo, hi = torch.arange(n)[None, None], torch.arange(1, n + 1)[None, None]
     diagonal = Runs.from_intervals(lo, hi, 1, 1, n)
-    assert diagonal.transpose() == diagonal
+    assert transpose(diagonal) == diagonal
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from tritoncp.masks import (
     full_mask,
     sliding_window,
 )
+from tritoncp.masks.transposed_runs import transpose
 from tritoncp.ops import engine_factory
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import row_positions
@@ -147,7 +148,7 @@ def test_tables_list_the_blocks_of_the_mask_wherever_they_lie(plan: Plan) -> Non
     """Spread over positions, the runs of a step give the global kinds of every (query, key) pair."""
     mask, tables = plan.mask, plan.tables()
     rows = Runs(tables.row_ptr, tables.row_runs, tables.kv_slots.shape[1])
-    assert rows.transpose() == Runs(tables.col_ptr, tables.col_runs, tables.q_slots.shape[1])
+    assert transpose(rows) == Runs(tables.col_ptr, tables.col_runs, tables.q_slots.shape[1])
     kinds = rows.to_kinds()
     whole = mask.runs.to_kinds()
     for b, (i, q_slot) in product(range(kinds.shape[0]), enumerate(tables.q_slots[0])):

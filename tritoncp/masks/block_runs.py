@@ -173,12 +173,6 @@ class Runs:
         start, end = (first.expand(batch, -1)[row // (h * r), edge] for edge in (start, end))
         return self._pack((batch, h, r), int(first[:, -1].max()), row, start, end, kind)
 
-    def transpose(self) -> Runs:
-        """Swap rows and columns. The rows of the result are listed when they are read."""
-        from tritoncp.masks.transposed_runs import TransposedRuns  # a subclass of this class
-
-        return TransposedRuns(self)
-
     def counts(self) -> tuple[Tensor, Tensor]:
         """Listed blocks of each row: (masked and bounded, full), each int64 [B, H, R]."""
         total = torch.zeros(len(self.runs) + 1, dtype=torch.int64)

@@ -25,6 +25,7 @@ from tritoncp.masks.classification import classify
 from tritoncp.masks.classification.classify import Grid
 from tritoncp.masks.closed_forms import QuerySlice, Selection, as_int, is_closed_form
 from tritoncp.masks.mask_mod import MAX_TOKENS, Intervals, MaskFn, MaskMod
+from tritoncp.masks.transposed_runs import transpose
 from tritoncp.mods.recording import ModState
 from tritoncp.mods.snapshot import Snapshot
 
@@ -359,7 +360,7 @@ def create_block_mask(
     by_key = mask_mod.query_intervals(Q_LEN, KV_LEN) if isinstance(mask_mod, MaskMod) else None
     if isinstance(mask_mod, MaskMod) and by_key is not None:
         _check_batch_rows(mask_mod, len(by_key[0]), B)
-        runs = Runs.from_intervals(*by_key, kv_block, q_block, Q_LEN).transpose().expand(B, H)
+        runs = transpose(Runs.from_intervals(*by_key, kv_block, q_block, Q_LEN)).expand(B, H)
         return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, None, None, mask_mod.reads)
     grid = Grid(Q_LEN, KV_LEN, q_block, kv_block)
     evaluator = classify.TileEvaluator.of_mask_mod(mask_mod, device or "cpu", evaluate)

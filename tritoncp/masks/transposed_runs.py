@@ -25,7 +25,7 @@ class TransposedRuns(Runs):
     ``columns`` has the columns as rows. All operations but ``ptr``, ``runs`` and ``_flat`` work on it.
 
     >>> upper = Runs.from_kinds(torch.tensor([[[[0, 1], [3, 0]]]], dtype=torch.uint8))
-    >>> upper.transpose().counts()[0].tolist(), upper.transpose().runs.tolist()
+    >>> transpose(upper).counts()[0].tolist(), transpose(upper).runs.tolist()
     ([[[1, 1]]], [[0, 1, 0], [1, 2, 0], [0, 1, 1]])
     """
 
@@ -71,9 +71,6 @@ class TransposedRuns(Runs):
 
     def to_kinds(self) -> Tensor:
         return self.columns.to_kinds().transpose(2, 3).contiguous()
-
-    def transpose(self) -> Runs:
-        return self.columns
 
     def expand(self, B: int, H: int) -> Runs:
         return TransposedRuns(self.columns.expand(B, H))
@@ -127,6 +124,11 @@ class TransposedRuns(Runs):
 
     def _flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return _transpose(self.columns)._flat()
+
+
+def transpose(runs: Runs) -> Runs:
+    """Swap rows and columns. The rows of the result are listed when they are read."""
+    return runs.columns if isinstance(runs, TransposedRuns) else TransposedRuns(runs)
 
 
 def _transpose(lines: Runs) -> Runs:

@@ -11,6 +11,7 @@ from tritoncp.core.upload import DeviceCopy
 from tritoncp.masks.block_runs import Kind, Runs
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import UNBOUNDED
+from tritoncp.masks.transposed_runs import transpose
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,7 @@ def tables_of(
     # With one query and one key all positions are constants, on which ptxas 12.8 and 12.9 crash (sm_90).
     positional = _is_contiguous(q_slots) and _is_contiguous(kv_slots) and (q_rows > 1 or kv_rows > 1)
     window = mask.window if positional else None
-    rows, cols = runs.by_rows, runs.transpose().by_rows
+    rows, cols = runs.by_rows, transpose(runs).by_rows
     return Tables(
         q_slots,
         kv_slots,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tritoncp.masks.block_runs import Runs, merge_runs
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.transposed_runs import transpose
 
 MASKED_BLOCK_COST = 1.25
 """Cost of a masked block in units of a full block. The products are the same; the loop that also compares
@@ -85,7 +86,7 @@ def work_of_rows(masks: Sequence[Mask], world_size: int, side: str = "q") -> lis
     heads.
     """
     first = masks[0]
-    runs = [mask.runs if side == "q" else mask.runs.transpose() for mask in masks]
+    runs = [mask.runs if side == "q" else transpose(mask.runs) for mask in masks]
     parts = [
         block_costs(runs_of_mask) / (runs_of_mask.shape[1] if len(runs) > 1 else 1) for runs_of_mask in runs
     ]
@@ -129,7 +130,7 @@ def document_starts(work: Work) -> list[int]:
     n = len(work.costs)
     crossings = torch.zeros(n + 2, dtype=torch.int64)  # [i]: number of blocks that are seen across cut i
     for visible in work.visible if work.together else ():
-        column, first, last = visible.transpose().table().unbind(1)
+        column, first, last = transpose(visible).table().unbind(1)
         low = torch.full((n,), n).scatter_reduce_(0, column, first, "amin")
         high = torch.zeros(n, dtype=torch.int64).scatter_reduce_(0, column, last, "amax")
         blocks = torch.arange(n)

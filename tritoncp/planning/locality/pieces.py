@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.masks.block_runs import Runs, merge_runs
+from tritoncp.masks.transposed_runs import transpose
 from tritoncp.planning.work import Work
 
 
@@ -88,7 +89,7 @@ class View:
     def readers(self) -> tuple[Tensor, Tensor, Tensor]:
         """The blocks that see each column, the masks side by side: runs (column, first block, end)."""
         parts = [
-            runs.transpose().table() + torch.tensor([i * self.width, 0, 0])
+            transpose(runs).table() + torch.tensor([i * self.width, 0, 0])
             for i, runs in enumerate(self.visible)
         ]
         column, first, last = torch.cat([torch.zeros(0, 3, dtype=torch.int64), *parts]).T.contiguous()
