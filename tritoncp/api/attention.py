@@ -44,6 +44,7 @@ class Options(NamedTuple):
     positions: Tensor | None
     sinks: Tensor | None
     batch_offset: int | None
+    expand: Any = None
 
     @property
     def returns(self) -> tuple[str, ...]:
@@ -60,11 +61,20 @@ class Options(NamedTuple):
         validate.check_scale(self.scale)
         return float(self.scale)
 
+    def with_expansion(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Options, Tensor]:
+        """Return these options, with the record of the function that expands the key, and the value: for a
+        latent, a value without channels."""
+        if self.expand is None:
+            return self, value
+        expansion = validate.expansion_of(query, key, value, self.expand, self.enable_gqa)
+        return self._replace(expand=expansion), key.detach()[..., :0]
+
     def check(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
         """Check all that does not depend on the plan. mask: of the call, whose lengths may explain an
         error."""
         validate.check_aux(self.return_lse, self.return_aux)
-        validate.check_tensors(query, key, value, self.enable_gqa, mask)
+        if self.expand is None:
+            validate.check_tensors(query, key, value, self.enable_gqa, mask)
         validate.check_sinks(query, self.sinks)
 
     def results(self, outs: Sequence[Tensor]) -> Any:
@@ -79,40 +89,42 @@ class Options(NamedTuple):
 
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    query: Tensor, key: Tensor, value: Tensor | None, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
     block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ...,
     return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ...,
     mesh: Any = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
-    batch_offset: int | None = ...,
+    batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    query: Tensor, key: Tensor, value: Tensor | None, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
     block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
     kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., mesh: Any = ...,
     positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
+    expand: Sequence[Any] | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    query: Tensor, key: Tensor, value: Tensor | None, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
     block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ...,
     return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest,
     mesh: Any = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
-    batch_offset: int | None = ...,
+    batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    query: Tensor, key: Tensor, value: Tensor | None, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
     block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
     kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ..., mesh: Any = ...,
     positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
+    expand: Sequence[Any] | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @graph_entry
 @group_call
 def flex_attention(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     score_mod: Callable[..., Tensor] | MaskLike | None = None,
     block_mask: Any = None,
     scale: float | None = None,
@@ -125,6 +137,7 @@ def flex_attention(
     positions: Tensor | None = None,
     sinks: Tensor | None = None,
     batch_offset: int | None = None,
+    expand: Sequence[Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Flex attention over a sequence that is sharded over ``mesh``.
 
@@ -163,7 +176,7 @@ def flex_attention(
     """
     score_mod, block_mask, mesh = sort_arguments(score_mod, block_mask, mesh)
     options = Options(
-        scale, enable_gqa, return_lse, kernel_options, return_aux, positions, sinks, batch_offset
+        scale, enable_gqa, return_lse, kernel_options, return_aux, positions, sinks, batch_offset, expand
     )
     results: Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
     results = options.results(attend(query, key, value, score_mod, block_mask, mesh, options))
@@ -261,13 +274,14 @@ def _attend_on_host(
         check_options(options.kernel_options or {}, _local_architecture(query))
         with dispatch.fake_mode_of(query):
             return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
+    options, value = options.with_expansion(query, key, value)
     group = groups.group_of(mesh)
     block_mask = plain_mask(block_mask)
     call_key = validate.call_key(query, key, value, group, options)
     if call_key is None:  # the shards may be no tensors of four dimensions
         options.check(query, key, value, block_mask)
     plan = plan_cache.plan_of_rows(
-        block_mask, validate.ShardSizes.of(query, key), group, call_key,
+        block_mask, validate.ShardSizes.of(query, key, options.expand), group, call_key,
         lambda: options.check(query, key, value, block_mask), options.batch_offset,
     )  # fmt: skip
     validate.check_order(plan, options.positions)
@@ -283,7 +297,8 @@ def make_call(query: Tensor, plan: Plan, score_mod: Any, group: Any, options: Op
         kernel_options = tuple(sorted(options.kernel_options.items()))
     score = None if score_mod is None else call_mods.score_of(score_mod, query)
     scale = options.scale_for(query)
-    return Call(plan.of_batch(query.shape[0]), score, scale, group, kernel_options, options.returns)
+    plan = plan.of_batch(query.shape[0])
+    return Call(plan, score, scale, group, kernel_options, options.returns, options.expand)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any, Any, Any, Options], list[Tensor]]

@@ -37,6 +37,7 @@ def attend_in_graph(
     """
     world, is_misfit, refusal, scale = group_name(mesh), False, "", 1.0
     try:
+        options, value = options.with_expansion(query, key, value)
         options.check(query, key, value, block_mask)
         key, value = validate.shared_batch(query, key, value)
     except (TypeError, ValueError):  # with symbols in its text
@@ -57,21 +58,27 @@ def attend_in_graph(
     score = None if score_mod is None else flatten_callable(score_mod, captures, numbers)
     tensors: list[Tensor] = []
     ints: list[int] = []
+    expand, expansion = options.expand, None
+    if expand is not None:
+        expansion = flatten_callable(((expand.fn, *expand.arguments), expand.autocast), captures, numbers)
     structure = flatten_callable(block_mask, tensors, ints)
-    sizes = [*validate.ShardSizes.of(query, key)]
+    sizes = [*validate.ShardSizes.of(query, key, expand)]
     options_of_plan = sizes, structure, world, options.positions, options.batch_offset
     plan = dispatch.run_on_values(plan_op, tensors, ints, *options_of_plan)
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
-    spec = _spec(score, wants, world, options.kernel_options or {}, options.returns)
+    spec = _spec(
+        score, wants, world, options.kernel_options or {}, options.returns, expansion, expand and expand.sizes
+    )
     captures = dispatch.as_inputs(captures)
     return forward_op(query, key, value, captures, numbers, scale, plan, spec)
 
 
 @constant_result
 def _spec(
-    score: str | None, wants: tuple[int, ...], world: str, options: dict[str, Any], returns: tuple[str, ...]
-) -> str:
-    return encode_spec(score, wants, world, tuple(sorted(options.items())), returns)
+    score: str | None, wants: tuple[int, ...], world: str, options: dict[str, Any], returns: tuple[str, ...],
+    expansion: str | None, sizes: tuple[int, int, int] | None,
+) -> str:  # fmt: skip
+    return encode_spec(score, wants, world, tuple(sorted(options.items())), returns, expansion, sizes)
 
 
 def _plan(

@@ -12,7 +12,7 @@ placements, which are equal on every rank: all ranks reuse a plan, or all make o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -111,7 +111,9 @@ def plan_for(
     """Return the natural-order plan of a raw mask for the call's shards, from the cache or new, see
     :func:`plan_of_rows`."""
     sources, cache = Sources.of(mask), _CACHES.of(group)
-    tensors, key = (*sources.lists, *sources.captures), (sources.key, sizes.rows, sizes.kv_rows, sizes.batch)
+    tensors, key = (*sources.lists, *sources.captures), (
+        sources.key, sizes.rows, sizes.kv_rows, sizes.batch, sizes.latent and sizes,
+    )  # fmt: skip
     plan = cache.find(key, tensors)
     _COUNTS["misses" if plan is None else "hits"] += 1
     _log_look_up(sources, plan is not None)
@@ -170,7 +172,7 @@ def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
     def build() -> tuple[Plan, consistency.Facts, Sequence[int]]:
         digest = sources.digest() if group else b""
         heads = sizes.heads, sizes.kv_heads
-        result = _build_natural(sources, sizes.batch, lengths, kv_lengths, rank, digest, heads)
+        result = _build_natural(sources, sizes.batch, lengths, kv_lengths, rank, digest, heads, sizes.layer)
         if not group:
             return result, {}, ()
         mask_fact = fact(lambda: signatures.mask_text(result.mask), digest)
@@ -194,20 +196,22 @@ def connect_new_plans(group: Any, plans: Iterable[Plan]) -> None:
 
 def in_order(
     mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int,
-    heads: tuple[int, int] = (0, 0),
+    heads: tuple[int, int] = (0, 0), layer: Mapping[str, int] | None = None,
 ) -> Plan:  # fmt: skip
     """Make the plan of a raw mask whose ranks hold pieces of these lengths, in order. heads: of query and
-    key, for messages."""
-    return _build_natural(Sources.of(mask), batch, lengths, kv_lengths, rank, heads=heads)
+    key, for messages. layer: see :func:`tritoncp.planning.build.build_all`"""
+    return _build_natural(Sources.of(mask), batch, lengths, kv_lengths, rank, heads=heads, layer=layer)
 
 
 def _build_natural(
     sources: Sources, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int,
-    digest: bytes = b"", heads: tuple[int, int] = (0, 0),
+    digest: bytes = b"", heads: tuple[int, int] = (0, 0), layer: Mapping[str, int] | None = None,
 ) -> Plan:  # fmt: skip
     mask = sources.compact(batch, sum(lengths), sum(kv_lengths))
     check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, heads)
-    natural_plan = build_plan(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
+    natural_plan = build_plan(
+        mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths, layer=layer
+    )
     _warn_uneven(sources, natural_plan)
     log_plan(sources, natural_plan)
     return replace(natural_plan, evaluators=sources.evaluators, mask_digest=digest).pinned()

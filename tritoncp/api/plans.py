@@ -35,11 +35,13 @@ MaskLike = BlockMask | Mask | MaskMod | Plan
 def make_plan(
     block_mask: BlockMask | Mask, mesh: Any = ..., *, balancer: str | Balancer | None = ...,
     schedule: str = ..., world_size: int | None = ..., rank: int | None = ...,
+    layer: Mapping[str, int] | None = ...,
 ) -> Plan: ...  # fmt: skip
 @overload
 def make_plan(
     block_mask: Mapping[str, BlockMask | Mask], mesh: Any = ..., *, balancer: str | Balancer | None = ...,
     schedule: str = ..., world_size: int | None = ..., rank: int | None = ...,
+    layer: Mapping[str, int] | None = ...,
 ) -> dict[str, Plan]: ...  # fmt: skip
 @host_only
 @group_call
@@ -51,6 +53,7 @@ def make_plan(
     schedule: str = "auto",
     world_size: int | None = None,
     rank: int | None = None,
+    layer: Mapping[str, int] | None = None,
 ) -> Plan | dict[str, Plan]:
     """Assign the blocks of the global mask to ranks.
 
@@ -63,7 +66,8 @@ def make_plan(
     these names and natural order, each with its cheapest schedule, by the predicted time of a layer of each
     mask; ``plan.reason`` has the times. "auto" takes as long as all of them, 2 s for 1M tokens on 64 ranks;
     it leaves out "locality" beyond twice that size. schedule: "auto" (the cheapest for the placement), or a
-    name.
+    name. layer: sizes of the layer for which "auto" chooses, as for :meth:`Plan.explain`, with ``latent`` for
+    one that calls :func:`flex_attention` with ``expand``; None: 32 heads on 8 of keys, of 128 channels.
     Raises TypeError for a mask_mod, which has no lengths; raises on every rank where one rank fails, or
     ranks differ in mask, options or versions.
 
@@ -87,7 +91,7 @@ def make_plan(
     masks = block_mask if isinstance(block_mask, Mapping) else {"": block_mask}
     masks = {name: plain_mask(mask) for name, mask in masks.items()}
     world_size, rank = 1 if world_size is None else int(world_size), int(rank or 0)
-    options = {"balancer": balancer, "schedule": schedule, "degree": groups.degree_of(mesh)}
+    options = {"balancer": balancer, "schedule": schedule, "degree": groups.degree_of(mesh), "layer": layer}
     work = functools.partial(_make_plans, masks, group, world_size, rank, options)
     plans, _ = consistency.together(group, "make_plan", work)
     plan_cache.connect_new_plans(group, plans.values())
@@ -117,6 +121,7 @@ def _make_plans(
     balancer = options["balancer"]
     balancer = resolve_balancer(balancer)[0] if callable(balancer) else balancer
     rest = f"schedule={options['schedule']!r}, degree {options['degree']}, masks {list(masks)}"
+    rest += f", layer={dict(options['layer'])}" if options["layer"] else ""
     facts = {
         "call": fact("make_plan"),
         "versions": consistency.versions(),

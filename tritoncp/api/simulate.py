@@ -73,42 +73,43 @@ class World:
 
     @overload
     def flex_attention(
-        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor],
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor] | None,
         score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
         scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
         kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ..., sinks: Tensor | None = ...,
-        batch_offset: int | None = ...,
+        batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
     ) -> list[Tensor]: ...  # fmt: skip
     @overload
     def flex_attention(
-        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor],
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor] | None,
         score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
         scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
         kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., sinks: Tensor | None = ...,
-        batch_offset: int | None = ...,
+        batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
     ) -> tuple[list[Tensor], list[Tensor]]: ...  # fmt: skip
     @overload
     def flex_attention(
-        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor],
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor] | None,
         score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
         scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
         kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest, sinks: Tensor | None = ...,
-        batch_offset: int | None = ...,
+        batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
     ) -> tuple[list[Tensor], RankAux]: ...  # fmt: skip
     @overload
     def flex_attention(
-        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor],
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor] | None,
         score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
         scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
         kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ...,
         sinks: Tensor | None = ..., batch_offset: int | None = ...,
+        expand: Sequence[Any] | None = ...,
     ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]: ...  # fmt: skip
     @host_only
     def flex_attention(
         self,
         queries: Sequence[Tensor],
         keys: Sequence[Tensor],
-        values: Sequence[Tensor],
+        values: Sequence[Tensor] | None,
         score_mod: Callable[..., Tensor] | MaskLike | None = None,
         block_mask: Any = None,
         scale: float | None = None,
@@ -119,6 +120,7 @@ class World:
         return_aux: AuxRequest | None = None,
         sinks: Tensor | None = None,
         batch_offset: int | None = None,
+        expand: Sequence[Any] | None = None,
     ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]:
         """:func:`tritoncp.flex_attention` of every rank: lists of shards in, lists out.
 
@@ -135,18 +137,21 @@ class World:
         dispatch.refuse_transforms()
         score_mod, block_mask, _ = sort_arguments(score_mod, block_mask, None)
         mask = plain_mask(block_mask)
-        for xs in (queries, keys, values):
+        shards = queries, keys, [None] * self.world_size if values is None else values
+        for xs in shards:
             self._count(xs)
-        queries, keys, values = (list(dispatch.cast_for_autocast(*xs)) for xs in (queries, keys, values))
+        queries, keys, values = (list(dispatch.cast_for_autocast(*xs)) for xs in shards)
         if isinstance(mask, Plan):
             self._check(mask)
             mask.check_sources()
         options = Options(
-            scale, enable_gqa, return_lse, kernel_options, return_aux, None, sinks, batch_offset
+            scale, enable_gqa, return_lse, kernel_options, return_aux, None, sinks, batch_offset, expand
         )
+        checked = [options.with_expansion(*shard) for shard in zip(queries, keys, values)]
+        options, values = checked[0][0], [value for _, value in checked]
         for rank, (q, k, v) in enumerate(zip(queries, keys, values)):
             options.check(q, k, v, mask.seen_by(rank) if isinstance(mask, Plan) else mask)
-        plan = self._plan_of(mask, queries, keys, batch_offset)
+        plan = self._plan_of(mask, queries, keys, options)
         validate.check_order(plan)
         keys, values = zip(*map(validate.shared_batch, queries, keys, values))
         call = make_call(queries[0], plan, score_mod, None, options)
@@ -160,20 +165,21 @@ class World:
         return results
 
     def _plan_of(
-        self, mask: Any, queries: Sequence[Tensor], keys: Sequence[Tensor], batch_offset: int | None
+        self, mask: Any, queries: Sequence[Tensor], keys: Sequence[Tensor], options: Options
     ) -> Plan:
         """Return the plan of a call, checked against the shards of all ranks."""
-        rows = queries[0].shape[0]
+        rows, batch_offset = queries[0].shape[0], options.batch_offset
+        sizes = [validate.ShardSizes.of(q, k, options.expand) for q, k in zip(queries, keys)]
         batch = rows if batch_offset is None else validate.whole_batch(mask, rows, batch_offset)
         plan = mask
         if not isinstance(mask, Plan):
             lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in (queries, keys))
-            heads = queries[0].shape[1], keys[0].shape[1]
-            plan = plan_cache.in_order(mask, batch, lengths, kv_lengths, 0, heads)
+            heads = sizes[0].heads, sizes[0].kv_heads
+            plan = plan_cache.in_order(mask, batch, lengths, kv_lengths, 0, heads, sizes[0].layer)
         self._check(plan)
         plan = plan if batch_offset is None else plan.batch_rows(batch_offset, rows)
-        for rank, (q, k) in enumerate(zip(queries, keys)):
-            validate.check_sizes(plan.seen_by(rank), validate.ShardSizes.of(q, k))
+        for rank, one in enumerate(sizes):
+            validate.check_sizes(plan.seen_by(rank), one)
         return plan
 
     def _check(self, plan: Plan) -> None:

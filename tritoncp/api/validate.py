@@ -16,6 +16,7 @@ from tritoncp.core.caller import warn_caller
 from tritoncp.masks.closed_forms import is_closed_form
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod, name_of
+from tritoncp.ops.expand import Expansion
 from tritoncp.planning.plan import Plan
 
 MAX_HEAD_DIM = 256
@@ -24,7 +25,8 @@ DEVICES = ("cuda", "cpu", "meta")  # meta: shapes only
 
 
 class ShardSizes(NamedTuple):
-    """The sizes of a rank's query [batch, heads, rows, dim] and key [.., kv_heads, kv_rows, dim]."""
+    """The sizes of a rank's query [batch, heads, rows, dim] and key [.., kv_heads, kv_rows, dim]. latent:
+    channels of a token's latent that is expanded to such keys; 0: there is none."""
 
     batch: int
     heads: int
@@ -32,11 +34,21 @@ class ShardSizes(NamedTuple):
     dim: int
     kv_heads: int
     kv_rows: int
+    latent: int = 0
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor) -> ShardSizes:
+    def of(cls, query: Tensor, key: Tensor, expand: Expansion | None = None) -> ShardSizes:
         batch, heads, rows, dim = query.shape
-        return cls(batch, heads, rows, dim, key.shape[1], key.shape[2])
+        if expand is None:
+            return cls(batch, heads, rows, dim, key.shape[1], key.shape[2])
+        return cls(batch, heads, rows, dim, expand.sizes[0], key.shape[2], key.shape[1] * key.shape[3])
+
+    @property
+    def layer(self) -> dict[str, int] | None:
+        """The sizes of the layer for which a schedule is chosen; None: of a standard one."""
+        names = "heads", "kv_heads", "head_dim", "latent"
+        sizes = self.heads, self.kv_heads, self.dim, self.latent
+        return dict(zip(names, sizes, strict=True)) if self.latent else None
 
 
 def call_key(q: Any, k: Any, v: Any, group: Any, options: Any) -> Any:
@@ -83,6 +95,59 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any =
         raise ValueError(f"{heads} without enable_gqa: pass enable_gqa=True if groups of heads share a key")
 
 
+def expansion_of(q: Any, k: Any, v: Any, expand: Any, enable_gqa: bool) -> Expansion:
+    """Check a latent and the function that expands it, which is called for two rows of ones; return its
+    record."""
+    if not isinstance(expand, tuple | list) or not expand or not callable(expand[0]):
+        raise TypeError(
+            f"expand is a {type(expand).__name__}; a tuple of a function and its parameters is needed: "
+            "expand=(fn, *parameters)"
+        )
+    if v is not None:
+        raise ValueError(
+            "value is given, and expand= computes it: fn(latent, *parameters) returns key and value; pass the "
+            "latent as key, and value=None"
+        )
+    _check_shard("query", q, q)
+    _check_shard("key", k, q)
+    if k.shape[0] not in (1, q.shape[0]):
+        raise ValueError(
+            f"query {tuple(q.shape)} and the latent {tuple(k.shape)} do not fit together: [B, Hq, Sq, D] and "
+            "[B or 1, heads, Skv, channels] are needed"
+        )
+    fn, *arguments = expand
+    detached = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+    rows = k.detach().new_ones(1, k.shape[1], 2, k.shape[3])
+    with torch.enable_grad():
+        result = fn(rows, *detached)
+    if not (isinstance(result, tuple | list) and [isinstance(x, Tensor) for x in result] == [True] * 2):
+        raise TypeError(
+            f"expand: its function returned a {type(result).__name__}; a pair of tensors (key, value) is "
+            "needed: return key, value"
+        )
+    for name, x in zip(("key", "value"), result):
+        if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != 2:
+            raise ValueError(
+                f"expand: its function returned a {name} {tuple(x.shape)} for a latent {tuple(rows.shape)}; "
+                "[batch, heads, rows, head dim] with the batch and the rows of the latent is needed: each row "
+                "is expanded by itself, on every rank that reads it"
+            )
+        if x.requires_grad:
+            raise ValueError(
+                "expand: its function reads a tensor that requires grad and is not among its parameters, and "
+                "no gradient would reach it; pass it: expand=(fn, *parameters)"
+            )
+    try:
+        check_tensors(q[:1], *result, enable_gqa)
+    except ValueError as error:
+        raise ValueError(f"expand: of the key and value that its function returned: {error}") from None
+    device = q.device.type
+    is_cast = device != "meta" and torch.is_autocast_enabled(device)
+    name = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if is_cast else ""
+    key, value = result
+    return Expansion.of(fn, arguments, (key.shape[1], key.shape[3], value.shape[3]), name)
+
+
 def _rows_of(mask: Any, side: str) -> int | None:
     """Return the rows of queries or keys that a mask is for, of a Plan those of its rank; None if it has no
     lengths."""
@@ -103,6 +168,16 @@ def _exchanged(name: str, rows: int, heads: int) -> str:
 
 
 def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
+    """Check one rank's shard and its head dim."""
+    _check_shard(name, x, q)
+    if not 0 < x.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name} has head dim {x.shape[3]}; 1 to {MAX_HEAD_DIM} is supported: use more, smaller heads"
+        )
+
+
+def _check_shard(name: str, x: Tensor, q: Tensor) -> None:
+    """Check the kind of a rank's shard, its dtype and device."""
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{name} is a {type(x).__name__}; a tensor [batch, heads, sequence, head dim] is needed"
@@ -140,10 +215,6 @@ def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
     if x.shape[1] == 0:
         raise ValueError(
             f"{name} has no heads: {tuple(x.shape)}; [batch, heads, sequence, head dim] is needed"
-        )
-    if not 0 < x.shape[3] <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"{name} has head dim {x.shape[3]}; 1 to {MAX_HEAD_DIM} is supported: use more, smaller heads"
         )
 
 

@@ -65,6 +65,8 @@ def whole_inputs(node: Node) -> set[Node]:
 def fault(node: Node, cut: Any) -> str:
     """Return the reason to refuse an attention, "" if there is none."""
     spec = decode_spec(argument(node, "spec"))
+    if spec.sizes is not None:
+        return "computes keys and values of latents, expand=, which chunks would compute once each"
     if spec.world and cut.dim == "seq" and not cut.repeat and not shares_keys(node, cut):
         return f"exchanges keys between ranks{_sharing_fault(node, cut)}"
     captures = argument(node, "captures")

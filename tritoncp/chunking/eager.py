@@ -132,8 +132,8 @@ class Calls:
         chunks.append((key, value))
         count = prefixes(needs, self.chunks)[self.index]
         part = plan.part(self.index, self.chunks, keys=None if count == self.chunks else count)
-        key, value = (torch.cat([pair[i] for pair in chunks[:count]], 2) for i in (0, 1))
-        return part, key, value
+        keys, values = zip(*chunks[:count], strict=True)
+        return part, torch.cat(keys, 2), None if value is None else torch.cat(values, 2)
 
     def _plan(self, query: Tensor, key: Tensor, mask: Any, mesh: Any) -> Plan:
         """Return the plan of the whole call."""

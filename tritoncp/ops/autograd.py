@@ -60,6 +60,8 @@ class BackwardInputs(NamedTuple):
 
 def forward_schedule(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Schedule[Any]:
     """Return the schedule that computes out, lse, and max_scores or None."""
+    if call.expand is not None:
+        call.expand.check_schedule(call.plan)
     engine = engine_of(call, q, k, v)
     schedule: Schedule[Any] = schedule_of(call.plan).forward(call.plan, engine, q, k, v, call.want_max)
     return schedule
@@ -71,8 +73,10 @@ def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]
     qkv = inputs[2:5]
 
     def steps() -> Schedule[Any]:
-        schedule = schedule_of(call.plan)
-        grads = yield from schedule.backward(call.plan, engine, *qkv, dout, inputs.lse, delta)
+        schedule, (q, k, v) = schedule_of(call.plan), qkv
+        if call.expand is not None and not k.stride(0):
+            k = k.clone(memory_format=torch.contiguous_format)  # batch rows have gradients of their own
+        grads = yield from schedule.backward(call.plan, engine, q, k, v, dout, inputs.lse, delta)
         return [in_own_memory(grad, x) for grad, x in zip(grads, qkv, strict=True)]
 
     return steps()
@@ -140,9 +144,10 @@ def _forward_body(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tens
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
     """Allocate the results of :func:`_forward_body` for shapes only."""
-    results = [laid_out_as(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=stats_dtype(q))]
-    want_max = decode_spec(OpArguments(*arguments).spec).want_max
-    return [*results, torch.empty_like(results[1])] if want_max else results
+    spec = decode_spec(OpArguments(*arguments).spec)
+    e = v.shape[3] if spec.sizes is None else spec.sizes[2]
+    results = [laid_out_as(q, e), q.new_empty(q.shape[:3], dtype=stats_dtype(q))]
+    return [*results, torch.empty_like(results[1])] if spec.want_max else results
 
 
 def _backward_body(*args: Any) -> list[Tensor]:

@@ -15,6 +15,7 @@ from tritoncp.core.host_copy import on_host
 from tritoncp.distributed import groups
 from tritoncp.mods import Mod
 from tritoncp.ops import call_mods
+from tritoncp.ops.expand import Expansion
 from tritoncp.planning.plan import Plan
 
 
@@ -23,6 +24,7 @@ class Call(NamedTuple):
 
     plan:    the rank's plan, for the batch rows of the query
     score:   the score_mod with its captures; None: there is none
+    expand:  the function that computes keys and values of latents; None: keys and values travel
     scale:   multiplies q k^T before the score_mod
     group:   the process group of the ranks; None: all ranks are in this process
     options: kernel options, sorted by name
@@ -35,6 +37,7 @@ class Call(NamedTuple):
     group: Any = None
     options: tuple[tuple[str, Any], ...] = ()
     returns: tuple[str, ...] = ()
+    expand: Expansion | None = None
 
     @property
     def want_max(self) -> bool:
@@ -43,24 +46,38 @@ class Call(NamedTuple):
 
     @property
     def captures(self) -> tuple[Tensor, ...]:
-        """The tensors that the score_mod captures."""
-        return () if self.score is None else self.score.tensors
+        """The tensors that the score_mod captures, then those of ``expand``."""
+        score = () if self.score is None else self.score.tensors
+        return score if self.expand is None else (*score, *self.expand.tensors)
 
     @property
     def wants(self) -> tuple[int, ...]:
         """The places of captures that require gradients."""
-        return () if self.score is None else self.score.wants
+        wants = () if self.score is None else self.score.wants
+        if self.expand is None:
+            return wants
+        first = 0 if self.score is None else len(self.score.tensors)
+        return *wants, *(first + i for i in self.expand.wants)
 
     def with_captures(self, captures: Sequence[Tensor]) -> Call:
-        """Copy the call with other captured tensors. An autograd node saves them apart from the call."""
-        score = self.score
-        return self if score is None else self._replace(score=score.with_captures(captures, score.numbers))
+        """Copy the call with other captured tensors; () for none: an autograd node saves them apart from the
+        call."""
+        score, expand, count = self.score, self.expand, len(captures)
+        if expand is not None:
+            count -= len(expand.places) if captures else 0
+            expand = expand.with_tensors(captures[count:])
+        if score is not None:
+            score = score.with_captures(captures[:count], score.numbers)
+        elif expand is None:
+            return self
+        return self._replace(score=score, expand=expand)
 
     @on_host
     def as_arguments(self) -> OpArguments:
         """Write the call as arguments of the registered ops."""
         world = "" if self.group is None else self.group.group_name
-        spec = encode_spec(None, self.wants, world, self.options, self.returns)
+        sizes = None if self.expand is None else self.expand.sizes
+        spec = encode_spec(None, self.wants, world, self.options, self.returns, None, sizes)
         handle = handle_of(self.with_captures(()))
         return OpArguments(list(self.captures), [], self.scale, handle, spec)
 
@@ -103,17 +120,23 @@ class OpArguments(NamedTuple):
     def decode(self, x: Tensor, is_backward: bool = False) -> Call:
         """Read the call, for the batch rows of x. The state of its mask is read here, but in the forward pass
         of a graph, where the op that looks up the plan has read it. A traced module keeps a :class:`Call`."""
-        named, spec, score = object_of(self.plan), decode_spec(self.spec), None
+        named, spec, score, expand = object_of(self.plan), decode_spec(self.spec), None, None
         is_call = isinstance(named, Call)
         if is_call or is_backward:
             (named.plan if is_call else named).check_sources()
         if is_call:
             return named.with_captures(self.captures)
-        if spec.graph_score is not None:
+        if spec.graph_score or spec.graph_expand:
             from tritoncp.ops.graph import inputs  # loads Dynamo, which plans do without
 
-            score = call_mods.score_of(inputs.rebuild(spec.graph_score, self.captures, self.ints), x)
-        return Call(named.of_batch(x.shape[0]), score, self.scale, spec.group, spec.options, spec.returns)
+            parts = iter(self.captures), iter(self.ints)
+            if spec.graph_score:
+                score = call_mods.score_of(inputs.rebuild(spec.graph_score, *parts), x)
+            if spec.graph_expand:
+                (fn, *arguments), name = inputs.rebuild(spec.graph_expand, *parts)
+                expand = Expansion.of(fn, arguments, spec.sizes, name)
+        plan = named.of_batch(x.shape[0])
+        return Call(plan, score, self.scale, spec.group, spec.options, spec.returns, expand)
 
     def with_leaves(self) -> OpArguments:
         """Detach the captures; those in ``wants`` require gradients, which the ops' own tensors do not."""
@@ -134,6 +157,8 @@ class CallConstants(NamedTuple):
     graph_score: structure of the score_mod, see ops/graph/inputs.py; None: there is none
     wants:       places of captured tensors that require gradients
     world:       name of the process group; "": all ranks are in this process
+    graph_expand: structure of ((fn, *arguments), autocast) of an :class:`Expansion`; None: there is none
+    sizes:       (Hkv, D, E) of the keys and values of latents; None: key and value have them
     """
 
     graph_score: str | None
@@ -141,6 +166,8 @@ class CallConstants(NamedTuple):
     world: str
     options: tuple[tuple[str, Any], ...]
     returns: tuple[str, ...]
+    graph_expand: str | None = None
+    sizes: Sequence[int] | None = None
 
     @property
     def want_max(self) -> bool:
@@ -162,5 +189,7 @@ def encode_spec(*fields: Any) -> str:
 @lru_cache(256)
 def decode_spec(text: str) -> CallConstants:
     """Read the text of :func:`encode_spec`."""
-    graph_score, wants, world, options, returns = json.loads(text)
-    return CallConstants(graph_score, tuple(wants), world, tuple(map(tuple, options)), tuple(returns))
+    graph_score, wants, world, options, returns, *expand = json.loads(text)
+    return CallConstants(
+        graph_score, tuple(wants), world, tuple(map(tuple, options)), tuple(returns), *expand
+    )

@@ -25,6 +25,7 @@ from tritoncp.mods.mod import arguments
 from tritoncp.ops import call_mods, tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.ops.call import Call
 from tritoncp.ops.executable import MAX_LAUNCHES, Executable, caches_of
+from tritoncp.ops.expand import ExpandingEngine
 
 engine_log, cache_log = area_logger("engine"), area_logger("cache")
 
@@ -56,6 +57,10 @@ def engine_of(
     Executables are cached with the plan, by the constants of the call, the structure of the score_mod, the
     state of the tile tables, the view of the plan, and the layouts of all tensors.
     """
+    if call.expand is not None:
+        call, expand = call._replace(expand=None), call.expand
+        own, sums = grads[: len(call.wants)], grads[len(call.wants) :]
+        return ExpandingEngine.of(expand, lambda key, value: engine_of(call, q, key, value, extra, own), q, sums)
     warn_untested()
     plan, score, device = call.plan, call.score, q.device
     if not uses_triton(device):
@@ -182,11 +187,13 @@ def gradient_buffers(call: Call, like: Tensor) -> list[Tensor]:
     deterministic results, integers, whose sum does not depend on the order."""
     if not call.wants:
         return []
+    score, sums = () if call.score is None else call.score.wants, []
     targets, device = [call.captures[i] for i in call.wants], like.device
     deterministic = dict(call.options).get("deterministic", torch.are_deterministic_algorithms_enabled())
     if deterministic and uses_triton(device):
-        return [deterministic_sum.buffer(x, device) for x in targets]
-    return [torch.zeros(x.shape, dtype=like.dtype, device=device) for x in targets]
+        sums = [deterministic_sum.buffer(x, device) for x in targets[: len(score)]]
+        targets = targets[len(score) :]  # whose sums are in a fixed order
+    return sums + [torch.zeros(x.shape, dtype=like.dtype, device=device) for x in targets]
 
 
 def sum_gradients(call: Call, grads: Sequence[Tensor]) -> list[Tensor]:

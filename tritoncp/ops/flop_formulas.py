@@ -16,7 +16,7 @@ from tritoncp.core.handles import object_of
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.masks.visible_keys import count_visible_keys
-from tritoncp.ops.call import Call
+from tritoncp.ops.call import Call, decode_spec
 from tritoncp.ops.executable import caches_of
 from tritoncp.planning.plan import Plan
 
@@ -64,17 +64,18 @@ def register_formulas() -> None:
 
 
 def _forward_flops(*args: Any, out_val: Any = None) -> int:
-    q, k, v, *_, plan, _ = args
-    return _flops(q, k, v, plan, forward=True)
+    q, k, v, *_, plan, spec = args
+    return _flops(q, k, v, plan, spec, forward=True)
 
 
 def _backward_flops(*args: Any, out_val: Any = None) -> int:
-    _, _, q, k, v, *_, plan, _ = args
-    return _flops(q, k, v, plan, forward=False)
+    _, _, q, k, v, *_, plan, spec = args
+    return _flops(q, k, v, plan, spec, forward=False)
 
 
-def _flops(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, forward: bool) -> int:
-    """Count the operations of this rank; all pairs of its shards if a fake handle names no plan."""
+def _flops(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, spec: str, forward: bool) -> int:
+    """Count the operations of this rank; all pairs of its shards if a fake handle names no plan. The function
+    that expands latents is not counted."""
     # A call on meta tensors with a mask on meta has a handle without a plan.
     named: Tensor | None = handle.constant if isinstance(handle, FakeTensor) else handle
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
@@ -83,4 +84,5 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, forward: bool) -> in
             thing: Plan | Call = object_of(named)
             plan = thing.plan if isinstance(thing, Call) else thing.of_batch(q.shape[0])
             pairs = count_pairs(plan, *q.shape[:2])
-    return count_flops(pairs, q.shape[3], v.shape[3], forward)
+    sizes = decode_spec(spec).sizes
+    return count_flops(pairs, q.shape[3], v.shape[3] if sizes is None else sizes[2], forward)

@@ -29,6 +29,7 @@ from tritoncp.mods import Mod
 from tritoncp.mods.snapshot import captured_state
 from tritoncp.ops.call import Call
 from tritoncp.ops.executable import caches_of
+from tritoncp.ops.expand import Expansion
 from tritoncp.planning.plan import Plan
 
 MAX_SIGNATURES = 1024  # signatures and plans per group
@@ -86,7 +87,7 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     signature = (
         score and (score.digest, score.wants, *map(type, score.numbers)), call.options, call.returns,
         structure_of(plan), plan.first_row, q.dtype, q.device.type, shape[0], shape[1], shape[3], k.shape[1],
-        v.shape[3],
+        v.shape[3], call.expand and structure_of_expansion(call.expand),
     )  # fmt: skip
     scales = table.scales.get(signature)
     if (
@@ -141,6 +142,7 @@ def _facts(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Facts:
         "returns": fact(", ".join(["out", *(x for x in call.returns if x != "sinks")])),
         "sinks": fact("sinks" if "sinks" in call.returns else "no sinks"),
         "score_mod": fact(f"a score_mod of structure {score.digest[:12]}" if score else "no score_mod"),
+        "expand": fact(f"expand {structure_of_expansion(call.expand)}" if call.expand else "no expand"),
         "mask": fact(lambda: mask_text(mask), plan.mask_digest + form_of(mask.mask_mod).encode()),
         "placement": fact(f"balancer {plan.balancer!r}, {between}", plan.digest),
     }
@@ -148,6 +150,16 @@ def _facts(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Facts:
         values = [*map(tensor_text, call.captures), *map(repr, score.numbers if score else ())]
         facts["captures"] = fact(", ".join(values) or "none")
     return facts
+
+
+def structure_of_expansion(expand: Expansion) -> tuple[Any, ...]:
+    """Return the code of a function that expands latents, the forms of its arguments, and the sizes of its
+    results."""
+    forms = [
+        (dtype_name(x), tuple(x.shape), x.requires_grad) if isinstance(x, Tensor) else repr(x)
+        for x in expand.arguments
+    ]
+    return form_of(expand.fn), tuple(forms), tuple(expand.sizes), expand.autocast
 
 
 def structure_of(plan: Plan) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ def build_all(
     kv_lengths: Sequence[int] | None = None,
     schedule: str = "auto",
     degree: int = 0,
+    layer: Mapping[str, int] | None = None,
 ) -> list[Plan]:
     """Place the blocks of masks of the same size on ``world_size`` ranks, and return a plan for each. Their
     work is summed, so that one placement serves all.
@@ -44,12 +45,13 @@ def build_all(
     (``kv_lengths`` for the keys, if they differ). "auto" takes the one, or natural order, with the least
     predicted time of a layer of each mask, each under its best schedule (or under ``schedule``).
     degree: ranks that exchange heads under "ulysses", which is then the schedule
+    layer: sizes of the layer for which "auto" chooses, see :meth:`cost.Shape.of_layer`; None: a standard one
     """
     schedule = _check_options(masks, world_size, rank, schedule, degree)
     if balancer not in (None, "auto"):
         resolve_balancer(balancer)
     if balancer == "auto" and world_size > 1:
-        return _cheapest(masks, world_size, rank, schedule, degree)
+        return _cheapest(masks, world_size, rank, schedule, degree, layer)
     if balancer is None or world_size == 1:
         placed = _place_natural(masks[0], world_size, lengths, kv_lengths)
     else:
@@ -61,7 +63,7 @@ def build_all(
         return plans
     hardware = cost.hardware_of(world_size)
     chosen = []
-    for plan, costs in zip(plans, _estimate(plans, hardware)):
+    for plan, costs in zip(plans, _estimate(plans, hardware, layer)):
         times = ", ".join(f"{one.schedule} {one.total * 1e3:.3g}" for one in costs)
         reason = f"predicted ms a layer on {hardware.name}: {times}"
         chosen.append(replace(plan, schedule=costs[0].schedule, reason=reason))
@@ -82,14 +84,20 @@ def _make_plans(masks: Sequence[Mask], placed: Placed, rank: int, schedule: str,
     return [Plan(mask, placed.q, placed.kv, rank, placed.name, schedule, degree=degree) for mask in masks]
 
 
-def _estimate(plans: Sequence[Plan], hardware: cost.Hardware) -> list[tuple[cost.Cost, ...]]:
-    """Estimate the costs of each plan for a standard layer with the batch rows of these plans. The bytes of a
-    plan whose rows differ are summed over them, so that a layer of fewer rows would be charged for all."""
-    layer = cost.Shape(batch=max(plan.batch for plan in plans))
-    return [cost.costs(plan, layer, hardware) for plan in plans]
+def _estimate(
+    plans: Sequence[Plan], hardware: cost.Hardware, layer: Mapping[str, int] | None
+) -> list[tuple[cost.Cost, ...]]:
+    """Estimate the costs of each plan for a layer, by default a standard one, with the batch rows of these
+    plans. The bytes of a plan whose rows differ are summed over them, so that a layer of fewer rows would be
+    charged for all."""
+    sizes = {"batch": max(plan.batch for plan in plans), **(layer or {})}
+    return [cost.costs(plan, cost.Shape.of_layer(plan, **sizes), hardware) for plan in plans]
 
 
-def _cheapest(masks: Sequence[Mask], world_size: int, rank: int, schedule: str, degree: int) -> list[Plan]:
+def _cheapest(
+    masks: Sequence[Mask], world_size: int, rank: int, schedule: str, degree: int,
+    layer: Mapping[str, int] | None,
+) -> list[Plan]:  # fmt: skip
     """Make the plans of the balancer, or of natural order, with the least predicted time."""
     hardware, blocks = cost.hardware_of(world_size), sum(mask.B * mask.runs.shape[2] for mask in masks)
     skipped = [name for name, most in SLOW_BALANCERS.items() if blocks * world_size > most]
@@ -99,7 +107,7 @@ def _cheapest(masks: Sequence[Mask], world_size: int, rank: int, schedule: str, 
         plans = _make_plans(masks, placed, rank, schedule, degree)
         best = [
             next(one for one in costs if schedule.partition("+")[0] in ("auto", one.schedule))
-            for costs in _estimate(plans, hardware)
+            for costs in _estimate(plans, hardware, layer)
         ]
         if schedule == "auto":
             plans = [replace(plan, schedule=one.schedule) for plan, one in zip(plans, best)]

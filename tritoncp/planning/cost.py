@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.planning import traffic
-from tritoncp.planning.memory import Shape, TensorBytes, bytes_sent, peak_under
+from tritoncp.planning.memory import Shape, TensorBytes, bytes_sent, peak_under, rows_of_steps
 from tritoncp.planning.moves import rows_between
 from tritoncp.planning.placement import in_order
 from tritoncp.planning.plan_data import PlanData
@@ -69,12 +69,13 @@ def costs(plan: PlanData, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
     ranks = sample(plan.world_size)
     pairs = _pairs(plan, ranks)
     views = [plan.for_rank(rank) for rank in ranks]
-    estimates = (
+    estimates = [
         _allgather(plan, pairs, shape, hardware),
         _ring(views, pairs, shape, hardware),
         _fetch(views, pairs, shape, hardware),
-        _ulysses(plan, shape, hardware),
-    )
+    ]
+    if not shape.latent:  # a latent has no heads to exchange
+        estimates.append(_ulysses(plan, shape, hardware))
     with_memory = (
         replace(one, memory=max(peak_under(plan, one.schedule, ranks, shape)[:2])) for one in estimates
     )
@@ -84,7 +85,8 @@ def costs(plan: PlanData, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
 def local_cost(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
     """Estimate the cost of a plan for one rank, which sends nothing."""
     seconds = float(_seconds(shape, _pairs(plan, [0]).sum(), hardware))
-    return Cost("local", seconds, BACKWARD_RATIO * seconds)
+    expand = _expansion(shape, plan.kv.lengths[0], hardware)
+    return Cost("local", seconds + expand, BACKWARD_RATIO * seconds + EXPANSION_BACKWARD * expand)
 
 
 def sample(world_size: int) -> list[int]:
@@ -109,15 +111,26 @@ def _seconds(shape: Shape, pairs: Tensor, hardware: Hardware) -> Tensor:
     return pairs * (flops / hardware.flops)
 
 
+def _expansion(shape: Shape, rows: int, hardware: Hardware) -> float:
+    """Forward time of expanding rows of a latent to keys and values, by a product with one matrix. Backward
+    the rows are expanded again, and two products give the gradients of latent and matrix."""
+    return rows * shape.latent * 2 * shape.expanded_row / hardware.flops
+
+
+EXPANSION_BACKWARD = 3  # products with the matrix, for one forward
+
+
 def _allgather(plan: PlanData, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     compute = float(_seconds(shape, pairs.sum(1).max(), hardware))
     own = plan.kv.s_max * shape.row
-    rows, groups = (plan.world_size - 1) * own, len(traffic.head_groups(shape.kv_heads, own * shape.itemsize))
+    rows, groups = (plan.world_size - 1) * own, len(traffic.head_groups(shape.sent_heads, own * shape.itemsize))
+    expand = _expansion(shape, plan.world_size * plan.kv.s_max, hardware)
     gather = rows * shape.itemsize / hardware.bandwidth + groups * hardware.latency
     back = rows * 4 / hardware.bandwidth + groups * hardware.latency
     exposed, hidden = gather / groups, gather * (groups - 1) / groups
-    forward = exposed + max(compute, hidden)
-    backward = exposed + max(BACKWARD_RATIO * compute, hidden + back * (groups - 1) / groups) + back / groups
+    forward = exposed + max(compute + expand, hidden)
+    backward = BACKWARD_RATIO * compute + EXPANSION_BACKWARD * expand
+    backward = exposed + max(backward, hidden + back * (groups - 1) / groups) + back / groups
     return Cost("allgather", forward, backward)
 
 
@@ -125,14 +138,15 @@ def _ring(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Hard
     size = views[0].kv.s_max * shape.row
     hop = size * shape.itemsize / hardware.bandwidth + hardware.latency
     follow = size * 4 / hardware.bandwidth + hardware.latency
-    times = _seconds(shape, pairs, hardware)
+    times, expand = _seconds(shape, pairs, hardware), _expansion(shape, views[0].kv.s_max, hardware)
     forward = backward = 0.0
     for hops in zip(*(view.ring for view in views)):
         compute = max(float(times[i, h.owner]) if h.reads else 0.0 for i, h in enumerate(hops))
-        moves = any(h.next is not None for h in hops)
+        reads, moves = any(h.reads for h in hops), any(h.next is not None for h in hops)
         follows = any(h.dkv_to is not None for h in hops)
-        forward += max(compute, moves * hop)
-        backward += max(BACKWARD_RATIO * compute, moves * hop + follows * follow)
+        forward += max(compute + reads * expand, moves * hop)
+        back = BACKWARD_RATIO * compute + EXPANSION_BACKWARD * reads * expand
+        backward += max(back, moves * hop + follows * follow)
     return Cost("ring", forward, backward)
 
 
@@ -148,9 +162,12 @@ def _fetch(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Har
         wire = elements / (hardware.bandwidth * hardware.scattered)
         start = int((received > 0).sum()) * hardware.latency
         receive_time, return_time = wire * shape.itemsize + start, wire * 4 + start
-        forward = max(forward, max(near, receive_time) + far)
+        rows = rows_of_steps(replace(view, schedule="fetch", handle=None))
+        own, remote = (_expansion(shape, n, hardware) for n in rows)
+        forward = max(forward, max(near + own, receive_time) + far + remote)
         tail = BACKWARD_RATIO * far * DKDV_SHARE + max(return_time, BACKWARD_RATIO * far * (1 - DKDV_SHARE))
-        backward = max(backward, max(BACKWARD_RATIO * near, receive_time) + tail)
+        back = BACKWARD_RATIO * near + EXPANSION_BACKWARD * own
+        backward = max(backward, max(back, receive_time) + EXPANSION_BACKWARD * remote + tail)
     return Cost("fetch", forward, backward)
 
 

@@ -18,7 +18,11 @@ from tritoncp.planning.plan_data import PlanData
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of one attention layer. The ranking of schedules depends mainly on heads / kv_heads."""
+    """The shape of one attention layer. The ranking of schedules depends mainly on heads / kv_heads.
+
+    latent: channels of a token that are sent in place of its keys and values, which each step expands
+        (``flex_attention(..., expand=)``), of all heads of the latent; 0: keys and values are sent
+    """
 
     batch: int = 1
     heads: int = 32
@@ -26,6 +30,7 @@ class Shape:
     head_dim: int = 128
     v_head_dim: int = 128
     itemsize: int = 2
+    latent: int = 0
 
     @classmethod
     def of_layer(cls, plan: PlanData, **sizes: int) -> Shape:
@@ -57,8 +62,18 @@ class Shape:
 
     @property
     def row(self) -> int:
+        """Elements that are sent of one token's K and V, over the batch."""
+        return self.batch * self.latent if self.latent else self.expanded_row
+
+    @property
+    def expanded_row(self) -> int:
         """Elements of one token's K and V, over the batch."""
         return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim)
+
+    @property
+    def sent_heads(self) -> int:
+        """Heads of K and V that may be sent one after the other."""
+        return 1 if self.latent else self.kv_heads
 
 
 class Peak(NamedTuple):
@@ -127,11 +142,35 @@ class TensorBytes(NamedTuple):
 def peak(plan: PlanData, shape: Shape) -> Peak:
     """Predict the peak of this rank under the plan's schedule."""
     if plan.world_size == 1:
-        return Peak(0, TensorBytes.of(plan, shape).stat)
+        return _with_expanded(plan, shape, Peak(0, TensorBytes.of(plan, shape).stat))
     schedule = plan.schedule.partition("+")[0]
-    return {"allgather": _allgather, "ring": _ring, "fetch": _fetch, "ulysses": _ulysses}[schedule](
-        plan, shape
+    predict = {"allgather": _allgather, "ring": _ring, "fetch": _fetch, "ulysses": _ulysses}[schedule]
+    return _with_expanded(plan, shape, predict(plan, shape))
+
+
+def _with_expanded(plan: PlanData, shape: Shape, sent: Peak) -> Peak:
+    """Add the expanded keys of the largest step to the peak of a layer, as if they lived at that moment, and
+    backward also their gradients, wide and rounded. What the function itself allocates is left out."""
+    if not shape.latent:
+        return sent
+    keys = max(rows_of_steps(plan)) * shape.expanded_row
+    item, wide = shape.itemsize, max(4, shape.itemsize)
+    return sent._replace(
+        forward=sent.forward + keys * item, backward=sent.backward + keys * (2 * item + wide)
     )
+
+
+def rows_of_steps(plan: PlanData) -> list[int]:
+    """Return the rows of keys that each step of this rank reads, averaged over the batch rows."""
+    own = plan.kv.lengths[plan.rank]
+    if plan.world_size == 1:
+        return [own]
+    if plan.schedule == "fetch":
+        remote = int(plan.traffic[plan.rank].sum() - plan.traffic[plan.rank, plan.rank])
+        return [own, remote // plan.batch if plan.batched else remote]
+    if plan.schedule == "ring":
+        return [plan.kv.s_max * hop.reads for hop in plan.ring]
+    return [plan.kv.s_max * plan.world_size]
 
 
 def peak_under(plan: PlanData, schedule: str, ranks: Sequence[int], shape: Shape) -> Peak:
@@ -143,14 +182,14 @@ def peak_under(plan: PlanData, schedule: str, ranks: Sequence[int], shape: Shape
 
 def _allgather(plan: PlanData, shape: Shape) -> Peak:
     size, world = TensorBytes.of(plan, shape), plan.world_size
-    groups = traffic.head_groups(shape.kv_heads, size.padded)
-    last = size.padded * groups[-1] // shape.kv_heads
+    groups = traffic.head_groups(shape.sent_heads, size.padded)
+    last = size.padded * groups[-1] // shape.sent_heads
     both = size.padded * (world + 1)  # messages and gathered buffers of two head groups
     grads = size.wide_padded * (world + 1)  # gradients for all ranks, and this rank's sums
     # At the end: the last group's keys, all gradients, and the joined sums.
     end = last * (world + 1) + grads + size.wide_padded
     dq = size.q + size.stat
-    first = both - size.padded * groups[0] // shape.kv_heads + grads * groups[0] // shape.kv_heads
+    first = both - size.padded * groups[0] // shape.sent_heads + grads * groups[0] // shape.sent_heads
     first = first if len(groups) > 1 else 0
     return Peak(both, max(end, first) + dq - size.q - size.kv)
 
@@ -231,12 +270,12 @@ def bytes_sent(plan: PlanData, shape: Shape, backward: bool = True) -> int:
     item, wide, passes = shape.itemsize, max(4, shape.itemsize), 2 if backward else 1
     d, e = shape.head_dim, shape.v_head_dim
 
-    def bytes_of_keys(view: PlanData, kv_heads: int) -> int:
+    def bytes_of_keys(view: PlanData, channels: int) -> int:
         rows, grad_rows = _rows_sent(view, shape.batch)
-        return kv_heads * (d + e) * (passes * rows * item + backward * grad_rows * wide)
+        return channels * (passes * rows * item + backward * grad_rows * wide)
 
     if not plan.schedule.startswith("ulysses"):
-        return bytes_of_keys(plan, shape.kv_heads)
+        return bytes_of_keys(plan, shape.row // shape.batch)
     degree = plan.degree_for(shape.heads)
     at, (q_heads, kv_parts) = plan.rank % degree, traffic.trade(shape.heads, shape.kv_heads, degree)
     own, remote = len(q_heads[at]), shape.heads - len(q_heads[at])
@@ -250,7 +289,7 @@ def bytes_sent(plan: PlanData, shape: Shape, backward: bool = True) -> int:
         grad = wide if summed else item
         sent += kv_rows * (d + e) * (keys * item + own_keys * (degree - 1) * grad)
     between = replace(plan.rows(degree, shape.heads), schedule=between_rows(plan.schedule))
-    return sent + bytes_of_keys(between, own_keys)
+    return sent + bytes_of_keys(between, own_keys * (d + e))
 
 
 def _rows_sent(plan: PlanData, batch: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ def forward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
-    out, lse, top = outputs(plan, q, v, want_max)
+    out, lse, top = outputs(plan, engine, q, v, want_max)
     kv, q_groups = _groups(plan, k, v, q, out, lse, top)
     flight = yield _gather(plan, *kv[0])
     h_offset = 0
@@ -75,7 +75,7 @@ def _groups(plan: Plan, k: Tensor, v: Tensor, q: Tensor, *rest: Tensor | None) -
     # The size of a message, padded: the same for all ranks.
     nbytes = plan.kv.s_max * b * kv_heads * (d + v.shape[3]) * k.itemsize
     sizes = traffic.head_groups(kv_heads, nbytes)
-    if len(sizes) == 1:
+    if len(sizes) == 1 or not v.shape[3]:  # a latent is expanded for all heads at once
         return [(k, v)], [(q, *rest)]
     group = q.shape[1] // kv_heads
     return _cut(sizes, k, v), _cut([size * group for size in sizes], q, *rest)

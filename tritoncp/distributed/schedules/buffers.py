@@ -70,10 +70,13 @@ def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> T
     return torch.empty_permuted((*x.shape[:3], channels), order, dtype=dtype or x.dtype, device=x.device)
 
 
-def outputs(plan: Plan, q: Tensor, v: Tensor, want_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Allocate out, lse and max_scores; padding rows get the values of rows that see no key."""
+def outputs(
+    plan: Plan, engine: Any, q: Tensor, v: Tensor, want_max: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Allocate out, lse and max_scores; padding rows get the values of rows that see no key. The values of
+    latents have no channels, and their engine knows those of out."""
     dtype = stats_dtype(q)
-    (b, h, s, _), e = q.shape, v.shape[3]
+    (b, h, s, _), e = q.shape, v.shape[3] or engine.v_head_dim
     out, lse = laid_out_as(q, e), torch.empty(b, h, s, dtype=dtype, device=q.device)
     top = torch.empty_like(lse) if want_max else None
     if not plan.q.is_filled(plan.rank):

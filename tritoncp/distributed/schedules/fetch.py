@@ -27,7 +27,7 @@ def forward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
-    out, lse, top = outputs(plan, q, v, want_max)
+    out, lse, top = outputs(plan, engine, q, v, want_max)
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     has_remote = sum(plan.fetch.takes) > 0

@@ -21,7 +21,7 @@ def forward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of all queries."""
-    out, lse, top = outputs(plan, q, v, want_max)
+    out, lse, top = outputs(plan, engine, q, v, want_max)
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     with step_range(_name(plan), 0):
         engine.forward(q, k, v, tables, out=out, lse=lse, max_scores=top)()

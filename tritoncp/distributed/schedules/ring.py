@@ -31,7 +31,7 @@ def forward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
-    out, lse, top = outputs(plan, q, v, want_max)
+    out, lse, top = outputs(plan, engine, q, v, want_max)
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
     current, free = _kv_buffers(plan, k, v)
     where = q.device, q.shape[0], q.shape[1]

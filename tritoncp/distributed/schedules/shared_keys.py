@@ -63,7 +63,7 @@ def forward(
     plan: Plan, engine: Any, q: Tensor, keys: Tensor, values: Tensor, want_max: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute (out, lse, max_scores or None) of a chunk's queries; keys and values: of :func:`views_of`."""
-    out, lse, top = outputs(plan, q, values, want_max)
+    out, lse, top = outputs(plan, engine, q, values, want_max)
     with step_range(plan.schedule, 0):
         engine.forward(q, keys, values, _tables(plan, q), out=out, lse=lse, max_scores=top)()
     return out, lse, top

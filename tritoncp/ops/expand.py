@@ -1,0 +1,197 @@
+"""Keys and values that are computed on arrival: ranks send a latent, and each step expands the rows it reads.
+
+Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) computes the keys and values of all heads from a
+few channels of each token. A schedule sends these channels as it sends keys, and this engine computes the
+keys of one step. The backward pass computes them again, and turns their gradients into those of the latent,
+which return to its rank, and of the parameters, which are this rank's share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.tracing import fresh_dispatch
+from tritoncp.distributed.schedules import buffers
+from tritoncp.planning.plan import Plan
+
+
+class Expansion(NamedTuple):
+    """The function that computes keys and values from rows of a latent, and what it needs.
+
+    fn:        (latent [B, Hl, rows, C], *arguments) -> key [B, Hkv, rows, D], value [B, Hkv, rows, E]
+    arguments: tensors and constants; None in the places of tensors that an autograd node saves
+    places:    places of the tensors in arguments
+    wants:     places in the list of tensors of those that require gradients
+    sizes:     (Hkv, D, E)
+    autocast:  name of the dtype of autocast where the call was made; "": it was off
+    """
+
+    fn: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    places: tuple[int, ...]
+    wants: tuple[int, ...]
+    sizes: Sequence[int]
+    autocast: str = ""
+
+    @classmethod
+    def of(
+        cls, fn: Callable[..., Any], arguments: Iterable[Any], sizes: Sequence[int], autocast: str = ""
+    ) -> Expansion:
+        """Make the record of a function and its arguments; ``sizes`` are those of its results."""
+        arguments = tuple(arguments)
+        places = tuple([i for i, x in enumerate(arguments) if isinstance(x, Tensor)])
+        wants = tuple([at for at, i in enumerate(places) if arguments[i].requires_grad])
+        return cls(fn, arguments, places, wants, sizes, autocast)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors among the arguments; none while an autograd node keeps them."""
+        return tuple([self.arguments[i] for i in self.places if self.arguments[i] is not None])
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Expansion:
+        """Copy the record with other tensors; () for none."""
+        by_place = dict(zip(self.places, tensors or [None] * len(self.places), strict=True))
+        return self._replace(arguments=tuple([by_place.get(i, x) for i, x in enumerate(self.arguments)]))
+
+    def __call__(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute keys and values, under the autocast of the call."""
+        context: AbstractContextManager[Any] = nullcontext()
+        if self.autocast:
+            context = torch.autocast(latent.device.type, getattr(torch, self.autocast))
+        with context:
+            key, value = self.fn(latent, *self.arguments)
+        return key, value
+
+    def check_schedule(self, plan: Plan) -> None:
+        """Raise ValueError for a plan whose schedule exchanges heads: a latent has none to exchange."""
+        if plan.world_size > 1 and plan.schedule.startswith("ulysses"):
+            raise ValueError(
+                f"expand= with a plan of schedule {plan.schedule!r}, which gives each rank some of the heads: "
+                "a latent serves all heads, and would be sent whole to every rank; make the plan with "
+                "schedule='allgather', 'ring' or 'fetch'"
+            )
+
+
+class ExpandedStep(NamedTuple):
+    """The keys and values of a step, their engine, and the tensors that get gradients: the latent, then the
+    parameters. Keys and values are those of the latent's batch rows in memory."""
+
+    keys: tuple[Tensor, Tensor]
+    engine: Any
+    leaves: list[Tensor]
+
+    def gradients(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the gradients of the leaves, from those of keys and values; zeros for a leaf that they do
+        not depend on."""
+        pairs = [(x, grad.to(x.dtype)) for x, grad in zip(self.keys, grads, strict=True) if x.requires_grad]
+        with fresh_dispatch():
+            results, grads = zip(*pairs, strict=True)
+            return torch.autograd.grad(results, self.leaves, grads, allow_unused=True, materialize_grads=True)
+
+
+@dataclass(eq=False)
+class ExpandingEngine:
+    """An engine of steps whose keys are latents and whose values have no channels.
+
+    expansion: the function
+    engine_of: returns the engine of given keys and values
+    base:      an engine for what reads no keys
+    sums:      buffers for the gradients of the tensors in ``expansion.wants``
+    """
+
+    expansion: Expansion
+    engine_of: Callable[[Tensor, Tensor], Any]
+    base: Any
+    sums: Sequence[Tensor] = ()
+    _step: ExpandedStep | None = field(default=None, init=False)
+
+    @classmethod
+    def of(
+        cls, expansion: Expansion, engine_of: Callable[[Tensor, Tensor], Any], q: Tensor,
+        sums: Sequence[Tensor] = (),
+    ) -> ExpandingEngine:  # fmt: skip
+        """Make the engine for queries q. The base gets keys and values without memory."""
+        heads, d, e = expansion.sizes
+        base = engine_of(*(q.new_empty(()).expand(q.shape[0], heads, 1, dim) for dim in (d, e)))
+        return cls(expansion, engine_of, base, sums)
+
+    @property
+    def v_head_dim(self) -> int:
+        """Channels of a value, and so of out."""
+        return self.expansion.sizes[2]
+
+    @property
+    def fused(self) -> bool:
+        return bool(self.base.fused)
+
+    def delta(self, *tensors: Tensor | None) -> Callable[[], None]:
+        launch: Callable[[], None] = self.base.delta(*tensors)
+        return launch
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Callable[[], None]:
+        """Prepare a forward step over latents k [B, Hl, rows, C]."""
+        with fresh_dispatch():
+            key, value = _for_batch(self.expansion(_rows_in_memory(k)), q)
+        launch: Callable[[], None] = self.engine_of(key, value).forward(q, key, value, tables, **step)
+        return launch
+
+    def dq(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any,
+           **step: Any) -> Callable[[], None]:  # fmt: skip
+        expanded = self._expand(q, k)
+        keys = _for_batch(expanded.keys, q)
+        launch: Callable[[], None]
+        launch = expanded.engine.dq(q, *keys, dout, lse, delta, tables, **step)
+        return launch
+
+    def dkdv(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
+             dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False,
+             h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
+        """Prepare the gradients of latents, into or added to dk; those of parameters are added to their
+        buffers."""
+        expanded = self._expand(q, k)
+
+        def run() -> None:
+            grads = [lse.new_zeros(x.shape) for x in expanded.keys]
+            args = q, *_for_batch(expanded.keys, q), dout, lse, delta, tables
+            buffers.dkdv(expanded.engine, args, *_for_batch(grads, q), dq, h_offset)
+            latent, *params = expanded.gradients(grads)
+            rows = _rows_in_memory(dk)
+            rows.copy_(rows + latent if add else latent)
+            for total, grad in zip(self.sums, params, strict=True):
+                total += grad
+
+        return run
+
+    def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
+        return 1
+
+    def _expand(self, q: Tensor, k: Tensor) -> ExpandedStep:
+        """Return the keys and values of a step, for the first of its two launches computed, and dropped at
+        the second."""
+        if self._step is not None:
+            step, self._step = self._step, None
+            return step
+        with fresh_dispatch(), torch.enable_grad():
+            latent = _rows_in_memory(k).detach().requires_grad_()
+            wants = self.expansion.wants
+            tensors = [x.detach().requires_grad_(i in wants) for i, x in enumerate(self.expansion.tensors)]
+            keys = self.expansion.with_tensors(tensors)(latent)
+        engine = self.engine_of(*_for_batch(keys, q))
+        self._step = ExpandedStep(keys, engine, [latent, *(tensors[i] for i in wants)])
+        return self._step
+
+
+def _rows_in_memory(x: Tensor) -> Tensor:
+    """Return one batch row of x [B, ...] whose batch rows share their memory, else x."""
+    return x if x.stride(0) else x[:1]
+
+
+def _for_batch(keys: Sequence[Tensor], q: Tensor) -> list[Tensor]:
+    """Expand keys and values, or their gradients, to the batch rows of the queries."""
+    return [x.expand(q.shape[0], -1, -1, -1) for x in keys]
