@@ -51,6 +51,7 @@ def check_close(actual: list[Tensor], expected: list[Tensor], limit: float = 3e-
         "packed_documents",
         "hybrid_window_full",
         "hybrid_layers",
+        "latent_attention",
         "custom_balancer",
         "varlen_thd",
         "fsdp2_cp_tp",
@@ -64,6 +65,12 @@ def test_an_example_has_the_losses_and_gradients_of_one_process(name: str) -> No
     for losses_of_rank, gradients_of_rank in ranks.run(RANKS.get(name, 2), train):
         torch.testing.assert_close(losses_of_rank, losses, rtol=1e-6, atol=0)
         check_close(gradients_of_rank, gradients)
+
+
+def test_the_latent_of_deepseek_v2_lite_has_a_ninth_of_the_bytes() -> None:
+    example = load("latent_attention")
+    latent, keys = example.bytes_sent(4096, 8, **example.layer_sizes(16, 128, 64, 128, 512))
+    assert latent * 5120 == keys * 576
 
 
 def test_an_own_balancer_gives_a_fast_rank_more_work() -> None:

@@ -61,7 +61,7 @@ class Options(NamedTuple):
         validate.check_scale(self.scale)
         return float(self.scale)
 
-    def with_expansion(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Options, Tensor]:
+    def with_expansion(self, query: Tensor, key: Tensor, value: Any) -> tuple[Options, Tensor]:
         """Return these options, with the record of the function that expands the key, and the value: for a
         latent, a value without channels."""
         if self.expand is None:
@@ -89,7 +89,8 @@ class Options(NamedTuple):
 
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor | None, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    query: Tensor, key: Tensor, value: Tensor | None,
+    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
     block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ...,
     return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ...,
     mesh: Any = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
@@ -97,7 +98,8 @@ def flex_attention(
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor | None, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    query: Tensor, key: Tensor, value: Tensor | None,
+    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
     block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
     kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., mesh: Any = ...,
     positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
@@ -105,7 +107,8 @@ def flex_attention(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor | None, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    query: Tensor, key: Tensor, value: Tensor | None,
+    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
     block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ...,
     return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest,
     mesh: Any = ..., positions: Tensor | None = ..., sinks: Tensor | None = ...,
@@ -113,7 +116,8 @@ def flex_attention(
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor | None, score_mod: Callable[..., Tensor] | MaskLike | None = ...,
+    query: Tensor, key: Tensor, value: Tensor | None,
+    score_mod: Callable[..., Tensor] | MaskLike | None = ...,
     block_mask: Any = ..., scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
     kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ..., mesh: Any = ...,
     positions: Tensor | None = ..., sinks: Tensor | None = ..., batch_offset: int | None = ...,
@@ -168,10 +172,22 @@ def flex_attention(
     True or False, and ``"SPLIT_KV"``, the number of CTAs; with ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and
     tiles that are given too, rows cut off at a block boundary have the bits that they have in the whole.
 
+    expand: (fn, *parameters), as for :func:`torch.utils.checkpoint.checkpoint`: ``key`` is a latent [B, heads,
+    S_local, C] of any C, ``value`` None, and ``fn(latent, *parameters)`` returns key [B, Hkv, rows, D] and
+    value [B, Hkv, rows, E] of any rows of it. Ranks send the latent; each step expands the rows that it
+    reads, and the backward pass expands them again. Tensors among the parameters get this rank's share of
+    their gradients. ``fn`` maps each row by itself, with no positions: what depends on them is a channel
+    of the latent, as rotary channels that are rotated already. Not under Ulysses.
+
     >>> import torch
     >>> from tritoncp import causal
     >>> q = k = v = torch.randn(1, 2, 256, 32)
     >>> flex_attention(q, k, v, causal()).shape
+    torch.Size([1, 2, 256, 32])
+    >>> latent, weight = torch.randn(1, 1, 256, 12), torch.randn(12, 2 * 64)
+    >>> def expand(latent, weight):
+    ...     return (latent @ weight).unflatten(-1, (2, 64)).squeeze(1).transpose(1, 2).split(32, -1)
+    >>> flex_attention(q, latent, None, causal(), expand=(expand, weight)).shape
     torch.Size([1, 2, 256, 32])
     """
     score_mod, block_mask, mesh = sort_arguments(score_mod, block_mask, mesh)
@@ -244,7 +260,7 @@ def _check_score_mod(fn: Any) -> None:
 
 @untraced
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, mesh: Any, options: Options
+    query: Tensor, key: Tensor, value: Any, score_mod: Any, block_mask: Any, mesh: Any, options: Options
 ) -> list[Tensor]:
     """Run one call, in the graph that Dynamo traces or on the host; return out, lse, max_scores."""
     if torch._C._is_any_autocast_enabled():

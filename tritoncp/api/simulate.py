@@ -137,6 +137,7 @@ class World:
         dispatch.refuse_transforms()
         score_mod, block_mask, _ = sort_arguments(score_mod, block_mask, None)
         mask = plain_mask(block_mask)
+        shards: tuple[Sequence[Any], ...]
         shards = queries, keys, [None] * self.world_size if values is None else values
         for xs in shards:
             self._count(xs)

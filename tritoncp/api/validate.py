@@ -105,8 +105,8 @@ def expansion_of(q: Any, k: Any, v: Any, expand: Any, enable_gqa: bool) -> Expan
         )
     if v is not None:
         raise ValueError(
-            "value is given, and expand= computes it: fn(latent, *parameters) returns key and value; pass the "
-            "latent as key, and value=None"
+            "value is given, and expand= computes it: fn(latent, *parameters) returns key and value; pass "
+            "the latent as key, and value=None"
         )
     _check_shard("query", q, q)
     _check_shard("key", k, q)
@@ -116,36 +116,39 @@ def expansion_of(q: Any, k: Any, v: Any, expand: Any, enable_gqa: bool) -> Expan
             "[B or 1, heads, Skv, channels] are needed"
         )
     fn, *arguments = expand
-    detached = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
     rows = k.detach().new_ones(1, k.shape[1], 2, k.shape[3])
     with torch.enable_grad():
-        result = fn(rows, *detached)
-    if not (isinstance(result, tuple | list) and [isinstance(x, Tensor) for x in result] == [True] * 2):
+        result = fn(rows, *(x.detach() if isinstance(x, Tensor) else x for x in arguments))
+    key, value = _check_expanded(result, rows)
+    try:
+        check_tensors(q[:1], key, value, enable_gqa)
+    except ValueError as error:
+        raise ValueError(f"expand: of the key and value that fn returned: {error}") from None
+    device = q.device.type
+    is_cast = device != "meta" and torch.is_autocast_enabled(device)
+    autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if is_cast else ""
+    return Expansion.of(fn, arguments, (key.shape[1], key.shape[3], value.shape[3]), autocast)
+
+
+def _check_expanded(result: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Check what the function of expand= returned for rows of a latent; return it."""
+    if not isinstance(result, tuple | list) or [isinstance(x, Tensor) for x in result] != [True, True]:
         raise TypeError(
-            f"expand: its function returned a {type(result).__name__}; a pair of tensors (key, value) is "
-            "needed: return key, value"
+            f"expand: fn returned a {type(result).__name__}; a pair of tensors is needed: return key, value"
         )
     for name, x in zip(("key", "value"), result):
-        if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != 2:
+        if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != rows.shape[2]:
             raise ValueError(
-                f"expand: its function returned a {name} {tuple(x.shape)} for a latent {tuple(rows.shape)}; "
-                "[batch, heads, rows, head dim] with the batch and the rows of the latent is needed: each row "
-                "is expanded by itself, on every rank that reads it"
+                f"expand: fn returned a {name} {tuple(x.shape)} for a latent {tuple(rows.shape)}; [batch, "
+                "heads, rows, head dim] with the latent's batch and rows is needed: map each row by itself"
             )
         if x.requires_grad:
             raise ValueError(
-                "expand: its function reads a tensor that requires grad and is not among its parameters, and "
-                "no gradient would reach it; pass it: expand=(fn, *parameters)"
+                "expand: fn reads a tensor that requires grad and is none of its parameters, so that no "
+                "gradient would reach it; pass it: expand=(fn, *parameters)"
             )
-    try:
-        check_tensors(q[:1], *result, enable_gqa)
-    except ValueError as error:
-        raise ValueError(f"expand: of the key and value that its function returned: {error}") from None
-    device = q.device.type
-    is_cast = device != "meta" and torch.is_autocast_enabled(device)
-    name = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if is_cast else ""
     key, value = result
-    return Expansion.of(fn, arguments, (key.shape[1], key.shape[3], value.shape[3]), name)
+    return key, value
 
 
 def _rows_of(mask: Any, side: str) -> int | None:

@@ -40,6 +40,7 @@ REMEDIES = {  # the facts that ranks compare, in this order, and the remedy wher
     "returns": "Pass the same return_lse and return_aux on every rank.",
     "sinks": "Pass sinks on every rank, or on none.",
     "score_mod": "Every rank needs the same score_mod: the same code, and captures of the same types.",
+    "expand": "Every rank needs the same function in expand=, and parameters of the same shapes.",
     "captures": "What a score_mod captures is replicated: every rank needs the same numbers and tensors.",
     "mask": "Every rank needs the same global mask: the same code, numbers and tensors; what depends on the "
     "rank, or on random numbers not seeded alike, does not belong into it.",

@@ -129,12 +129,12 @@ class OpArguments(NamedTuple):
         if spec.graph_score or spec.graph_expand:
             from tritoncp.ops.graph import inputs  # loads Dynamo, which plans do without
 
-            parts = iter(self.captures), iter(self.ints)
+            tensors, ints = iter(self.captures), iter(self.ints)
             if spec.graph_score:
-                score = call_mods.score_of(inputs.rebuild(spec.graph_score, *parts), x)
+                score = call_mods.score_of(inputs.rebuild(spec.graph_score, tensors, ints), x)
             if spec.graph_expand:
-                (fn, *arguments), name = inputs.rebuild(spec.graph_expand, *parts)
-                expand = Expansion.of(fn, arguments, spec.sizes, name)
+                (fn, *arguments), autocast = inputs.rebuild(spec.graph_expand, tensors, ints)
+                expand = Expansion.of(fn, arguments, spec.sizes or (), autocast)
         plan = named.of_batch(x.shape[0])
         return Call(plan, score, self.scale, spec.group, spec.options, spec.returns, expand)
 

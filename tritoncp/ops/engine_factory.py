@@ -58,9 +58,11 @@ def engine_of(
     state of the tile tables, the view of the plan, and the layouts of all tensors.
     """
     if call.expand is not None:
-        call, expand = call._replace(expand=None), call.expand
+        expand, call = call.expand, call._replace(expand=None)
         own, sums = grads[: len(call.wants)], grads[len(call.wants) :]
-        return ExpandingEngine.of(expand, lambda key, value: engine_of(call, q, key, value, extra, own), q, sums)
+        return ExpandingEngine.of(
+            expand, lambda key, value: engine_of(call, q, key, value, extra, own), q, sums
+        )
     warn_untested()
     plan, score, device = call.plan, call.score, q.device
     if not uses_triton(device):

@@ -56,7 +56,7 @@ class Expansion(NamedTuple):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Expansion:
         """Copy the record with other tensors; () for none."""
-        by_place = dict(zip(self.places, tensors or [None] * len(self.places), strict=True))
+        by_place: dict[int, Any] = dict.fromkeys(self.places) | dict(zip(self.places, tensors))
         return self._replace(arguments=tuple([by_place.get(i, x) for i, x in enumerate(self.arguments)]))
 
     def __call__(self, latent: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,9 +72,8 @@ class Expansion(NamedTuple):
         """Raise ValueError for a plan whose schedule exchanges heads: a latent has none to exchange."""
         if plan.world_size > 1 and plan.schedule.startswith("ulysses"):
             raise ValueError(
-                f"expand= with a plan of schedule {plan.schedule!r}, which gives each rank some of the heads: "
-                "a latent serves all heads, and would be sent whole to every rank; make the plan with "
-                "schedule='allgather', 'ring' or 'fetch'"
+                f"expand= with a plan of schedule {plan.schedule!r}, which gives each rank some heads; a "
+                "latent serves all of them: make the plan with schedule='allgather', 'ring' or 'fetch'"
             )
 
 
@@ -159,7 +158,8 @@ class ExpandingEngine:
         def run() -> None:
             grads = [lse.new_zeros(x.shape) for x in expanded.keys]
             args = q, *_for_batch(expanded.keys, q), dout, lse, delta, tables
-            buffers.dkdv(expanded.engine, args, *_for_batch(grads, q), dq, h_offset)
+            dkey, dvalue = _for_batch(grads, q)
+            buffers.dkdv(expanded.engine, args, dkey, dvalue, dq, h_offset)
             latent, *params = expanded.gradients(grads)
             rows = _rows_in_memory(dk)
             rows.copy_(rows + latent if add else latent)

@@ -123,7 +123,10 @@ EXPANSION_BACKWARD = 3  # products with the matrix, for one forward
 def _allgather(plan: PlanData, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     compute = float(_seconds(shape, pairs.sum(1).max(), hardware))
     own = plan.kv.s_max * shape.row
-    rows, groups = (plan.world_size - 1) * own, len(traffic.head_groups(shape.sent_heads, own * shape.itemsize))
+    rows, groups = (
+        (plan.world_size - 1) * own,
+        len(traffic.head_groups(shape.sent_heads, own * shape.itemsize)),
+    )
     expand = _expansion(shape, plan.world_size * plan.kv.s_max, hardware)
     gather = rows * shape.itemsize / hardware.bandwidth + groups * hardware.latency
     back = rows * 4 / hardware.bandwidth + groups * hardware.latency

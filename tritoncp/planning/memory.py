@@ -162,13 +162,11 @@ def _with_expanded(plan: PlanData, shape: Shape, sent: Peak) -> Peak:
 
 def rows_of_steps(plan: PlanData) -> list[int]:
     """Return the rows of keys that each step of this rank reads, averaged over the batch rows."""
-    own = plan.kv.lengths[plan.rank]
-    if plan.world_size == 1:
-        return [own]
     if plan.schedule == "fetch":
-        remote = int(plan.traffic[plan.rank].sum() - plan.traffic[plan.rank, plan.rank])
-        return [own, remote // plan.batch if plan.batched else remote]
-    if plan.schedule == "ring":
+        own, remote = plan.kv.lengths[plan.rank], plan.traffic[plan.rank].clone()
+        remote[plan.rank] = 0
+        return [own, int(remote.sum()) // (plan.batch if plan.batched else 1)]
+    if plan.schedule == "ring" and plan.world_size > 1:
         return [plan.kv.s_max * hop.reads for hop in plan.ring]
     return [plan.kv.s_max * plan.world_size]
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -174,8 +174,9 @@ def _mod_id(digest: str) -> int:
     return register_constant(digest, structure_of(digest))
 
 
-def rebuild(structure: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> Any:
-    """Rebuild the object of :func:`flatten_callable`, with the captures of this call.
+def rebuild(structure: str, tensors: Iterable[Tensor], ints: Iterable[int]) -> Any:
+    """Rebuild the object of :func:`flatten_callable`, with the captures of this call. Iterators continue with
+    those of the next object.
 
     >>> tensors, ints = [], []
     >>> text = flatten_callable(lambda b, h, q_idx, kv_idx, w=3: q_idx - kv_idx < w, tensors, ints)

@@ -1,0 +1,466 @@
+"""Tests of ``expand=``: keys and values computed on arrival from latents, in every schedule that sends keys."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import AuxRequest
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import tritoncp
+from tests.multiprocess import ranks
+from tests.planning.test_placement import placements, random_mask
+from tritoncp import causal, create_block_mask, flex_attention, sliding_window
+from tritoncp.distributed import collectives
+from tritoncp.distributed.collectives import Wait
+from tritoncp.masks.mask import full_mask
+from tritoncp.planning import memory
+from tritoncp.planning.build import build
+from tritoncp.planning.plan import Plan
+from tritoncp.reference.dense import dense_attention
+
+cpu_engine = pytest.mark.usefixtures("cpu_engine")
+SCHEDULES = ["allgather", "ring", "fetch"]
+F64 = torch.float64
+HEADS, KV_HEADS, LATENT, ROPE, D, E = 4, 2, 6, 2, 5, 3
+
+
+def expand_latent(latent: Tensor, weight: Tensor, scale: Tensor, power: int) -> tuple[Tensor, Tensor]:
+    """Normalise the first channels, map them to all heads, and append the channels that are rotated already,
+    as DeepSeek's models do. Any heads of the latent are joined."""
+    x, rope = latent.split([LATENT, ROPE], -1)
+    x = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1) * scale**power).mean(1)
+    key, value = (x @ weight).unflatten(-1, (KV_HEADS, -1)).transpose(1, 2).split([D - ROPE, E], -1)
+    return torch.cat([key, rope.mean(1, keepdim=True).expand(-1, KV_HEADS, -1, -1)], -1), value
+
+
+def inputs(
+    length: int, batch: int = 2, kv_batch: int | None = None, heads: int = 1, dtype=F64
+) -> list[Tensor]:
+    """Draw query, latent, weight and scale, and a gradient of out."""
+    shapes = [
+        (batch, HEADS, length, D), (kv_batch or batch, heads, length, LATENT + ROPE),
+        (LATENT, KV_HEADS * (D - ROPE + E)), (LATENT,), (batch, HEADS, length, E),
+    ]  # fmt: skip
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def leaves_of(x: list[Tensor]) -> list[Tensor]:
+    return [one.clone().requires_grad_() for one in x[:4]]
+
+
+def over_ranks(x: list[Tensor], plan: Plan, **options: Any) -> list[Tensor]:
+    """Return out and the gradients of query, latent, weight and scale in a simulated world."""
+    world, leaves = tritoncp.simulate(plan.world_size), leaves_of(x)
+    q, latent = (world.shard(t, plan, dim=2, side=side) for t, side in zip(leaves, ("q", "kv")))
+    call = {"enable_gqa": True, "expand": (expand_latent, *leaves[2:], 2), **options}
+    outs = world.flex_attention(q, latent, None, plan, **call)
+    out = world.unshard(outs, plan, dim=2)
+    return [out.detach(), *torch.autograd.grad(out, leaves, x[4])]
+
+
+def expanded(x: list[Tensor], plan: Plan, score: Any = None) -> list[Tensor]:
+    """Return the same from dense attention over keys and values that autograd expands."""
+    leaves = leaves_of(x)
+    q, latent, *parameters = leaves
+    key, value = expand_latent(latent, *parameters, 2)
+    keys = [t.expand(len(q), -1, -1, -1) for t in (key, value)]
+    out = dense_attention(q, *keys, plan.mask, score)[0] if score else dense_attention(q, *keys, plan.mask)[0]
+    return [out.detach(), *torch.autograd.grad(out, leaves, x[4])]
+
+
+def agree(got: list[Tensor], want: list[Tensor], limit: float = 1e-10) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(
+            a.to(F64), b.to(F64), rtol=0, atol=limit * max(1, float(b.detach().abs().max()))
+        )
+
+
+def biased(bias: Tensor) -> Callable[..., Tensor]:
+    return lambda score, b, h, i, j: score * bias[h] + b
+
+
+# -- simulated worlds -------------------------------------------------------------------------------------
+
+
+@st.composite
+def plans(draw: Callable) -> Plan:
+    """Draw plans of 1 to 8 ranks, of every schedule that takes latents."""
+    plan = draw(placements(draw(st.integers(1, 8)), draw(st.integers(1, 30))))
+    return replace(plan, schedule=draw(st.sampled_from(SCHEDULES)), handle=None)
+
+
+@cpu_engine
+@given(plans(), st.sampled_from([1, 3]), st.booleans())
+@settings(max_examples=80)
+def test_any_plan_gives_the_attention_of_expanded_keys(plan: Plan, heads: int, one_row: bool) -> None:
+    x = inputs(plan.q.length, kv_batch=1 if one_row and plan.kv.batch == 1 else 2, heads=heads)
+    agree(over_ranks(x, plan), expanded(x, plan))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("options", [{}, {"FUSED_BACKWARD": True}], ids=str)
+def test_kernels_take_expanded_keys(schedule: str, options: dict[str, Any]) -> None:
+    mask = create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=16)
+    for world_size in (1, 3):
+        plan, x = build(mask, world_size, schedule=schedule), inputs(40, dtype=torch.float32)
+        want = expanded([one.double() for one in x], plan)
+        agree(over_ranks(x, plan, kernel_options=options), want, 1e-5)
+
+
+@cpu_engine
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_captures_sinks_statistics_and_batch_offset(schedule: str) -> None:
+    """Gradients of a score_mod's captures and of parameters do not mix."""
+    x, bias, sinks = inputs(24), torch.randn(HEADS, dtype=F64), torch.randn(HEADS, dtype=F64)
+    plan = build(create_block_mask(causal(), None, None, 24, 24, BLOCK_SIZE=4), 3, schedule=schedule)
+    results = []
+    for is_latent in (True, False):
+        q, latent, weight, scale, own_bias, own_sinks = leaves = [
+            one.clone().requires_grad_() for one in (*x[:4], bias, sinks)
+        ]
+        world = tritoncp.simulate(3)
+        tensors, options = (latent, None), {"expand": (expand_latent, weight, scale, 2)}
+        if not is_latent:
+            tensors, options = expand_latent(latent, weight, scale, 2), {}
+        shards = [None if t is None else world.shard(t, plan, dim=2) for t in (q, *tensors)]
+        outs, aux = world.flex_attention(
+            *shards, biased(own_bias), plan, enable_gqa=True, sinks=own_sinks, batch_offset=0,
+            return_aux=AuxRequest(lse=True, max_scores=True), **options,
+        )  # fmt: skip
+        total = sum((o * o).sum() + lse.exp().sum() for o, lse in zip(outs, aux.lse))
+        results.append([*outs, *aux.lse, *aux.max_scores, *torch.autograd.grad(total, leaves)])
+    agree(*results)
+
+
+@cpu_engine
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_padding_has_no_gradient_and_changes_none(schedule: str) -> None:
+    plan = build(random_mask(2, 6, 3, 4, 5), 3, schedule=schedule)
+    world, x, results = tritoncp.simulate(3), inputs(21), []
+    shards = [world.shard(t, plan, dim=2) for t in x[:2]]
+    for pad in (0.0, 7.0):
+        latents = [
+            torch.where(plan.for_rank(rank).valid[:, None, :, None], one, pad).requires_grad_()
+            for rank, one in enumerate(shards[1])
+        ]
+        weight = x[2].clone().requires_grad_()
+        outs = world.flex_attention(
+            shards[0], latents, None, plan, enable_gqa=True, expand=(expand_latent, weight, x[3], 2)
+        )
+        grads = torch.autograd.grad(sum(out.sum() for out in outs), [*latents, weight])
+        results.append([*outs, *grads])
+        padding = torch.cat([~plan.for_rank(rank).valid for rank in range(3)], 1)
+        assert padding.any() and not torch.cat(grads[:3], 2).transpose(1, 2)[padding].any()
+    assert all(map(torch.equal, *results))
+
+
+@cpu_engine
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_have_the_latents_channels(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[Any] = []
+    run_turn = collectives._run_turn
+    monkeypatch.setattr(collectives, "_run_turn", lambda turn: requests.append(turn[0]) or run_turn(turn))
+    plan = build(random_mask(1, 8, 0, 4, 1), 4, schedule=schedule)
+    over_ranks(inputs(32), plan)
+    sent = 0
+    for request in requests:
+        if isinstance(request, Wait):
+            continue
+        match request:
+            case collectives.AllToAll(x, sends, _, _):
+                assert sends[0] == 0
+                sent += x.nbytes
+            case collectives.SendRecv(parts, _, _):
+                sent += sum(x.nbytes for _, x in parts)
+            case collectives.AllGather(x):
+                sent += 3 * x.nbytes
+            case collectives.ReduceScatter(x):
+                sent += x.nbytes // 4 * 3
+    shape = memory.Shape(2, HEADS, KV_HEADS, D, E, 8, latent=LATENT + ROPE)
+    assert sent == memory.bytes_sent(plan, shape) > 0
+    whole = memory.bytes_sent(plan, replace(shape, latent=0))
+    assert whole * (LATENT + ROPE) == sent * KV_HEADS * (D + E)
+
+
+@cpu_engine
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_expanded_keys_live_for_one_step(schedule: str) -> None:
+    """At each call of the function on one rank, the keys of its earlier calls are freed."""
+    earlier: list[weakref.ref[Tensor]] = []
+
+    def watched(latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        assert not [one for one in earlier if one() is not None]
+        key, value = expand_latent(latent, *arguments)
+        earlier.extend([weakref.ref(key), weakref.ref(value)])
+        return key, value
+
+    x = inputs(32, 1)
+    plan = replace(build(full_mask(32, 32, block=4), 4, schedule=schedule).for_rank(0), handle=None)
+    count = {"allgather": 2, "ring": 8, "fetch": 4}[schedule]
+    only = mock.patch.object(collectives, "lockstep", lambda schedules: [_alone(one) for one in schedules])
+    leaves = leaves_of(x)
+    shards = [tritoncp.shard(t, plan, dim=2) for t in leaves[:2]]
+    with only:
+        world = mock.patch.object(tritoncp.api.validate, "check_ranks")
+        with world:
+            out = flex_attention(*shards, None, plan, enable_gqa=True, expand=(watched, *leaves[2:], 2))
+        out.sum().backward()
+    assert len(earlier) == 2 * (count + 1)  # and the call that finds the sizes
+
+
+def _alone(schedule: Any) -> Any:
+    """Run the schedule of one rank, whose messages bring zeros."""
+    answer: Any = None
+    while True:
+        try:
+            request = schedule.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        match request:
+            case Wait(answer):
+                pass
+            case collectives.AllGather(x):
+                answer = x.repeat(4, *[1] * (x.ndim - 1))
+            case collectives.ReduceScatter(x):
+                answer = x[: len(x) // 4].clone()
+            case collectives.AllToAll(x, _, recvs, _):
+                answer = x.new_zeros(sum(recvs), *x.shape[1:])
+            case collectives.SendRecv(_, recvs, _):
+                answer = [x.zero_() for _, x in recvs]
+
+
+# -- modes, graphs and ranks ------------------------------------------------------------------------------
+
+
+@cpu_engine
+def test_a_call_under_modes_is_the_same() -> None:
+    """Checkpointing, an op under a mode that counts operations, inference, and autocast."""
+    x, mask = inputs(24), create_block_mask(causal(), None, None, 24, 24)
+    plan = build(mask)
+    q, latent, weight, scale = leaves = leaves_of(x)
+
+    def call(q: Tensor, latent: Tensor, **options: Any) -> Tensor:
+        return flex_attention(
+            q, latent, None, mask, enable_gqa=True, expand=(expand_latent, weight, scale, 2), **options
+        )
+
+    want = expanded(x, plan)
+    out = checkpoint(call, q, latent, use_reentrant=False)
+    agree([out.detach(), *torch.autograd.grad(out, leaves, x[4])], want)
+    with FlopCounterMode(display=False) as counter:
+        out = call(q, latent)
+        agree([out.detach(), *torch.autograd.grad(out, leaves, x[4])], want)
+    pairs = 2 * HEADS * 24 * 25 // 2
+    assert counter.flop_counts["Global"][torch.ops.tritoncp.forward] == 2 * pairs * (D + E)
+    assert counter.flop_counts["Global"][torch.ops.tritoncp.backward] == 2 * pairs * (3 * D + 2 * E)
+    with torch.inference_mode():
+        agree([call(q, latent)], want[:1])
+    (first,) = torch.autograd.grad(call(q, latent).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        first.sum().backward()
+
+    q, latent, weight, scale = leaves = [one.float().detach().requires_grad_() for one in x[:4]]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(q, latent)
+    assert out.dtype == torch.bfloat16
+    agree([out.detach()], want[:1], 0.1)
+    grads = torch.autograd.grad(out, leaves, x[4].bfloat16())
+    assert {grad.dtype for grad in grads} == {torch.float32}
+    agree(list(grads), want[1:], 0.1)
+
+
+@cpu_engine
+def test_a_graph_has_one_op_for_all_lengths_and_parameters() -> None:
+    counter, power = CompileCounterWithBackend("aot_eager"), 2
+
+    def call(q: Tensor, latent: Tensor, weight: Tensor, scale: Tensor, mask: Any) -> Tensor:
+        def local(latent: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+            return expand_latent(latent, weight, scale, power)
+
+        return flex_attention(2 * q, latent, None, mask, enable_gqa=True, expand=(local, weight, scale))
+
+    fast = torch.compile(call, backend=counter, fullgraph=True)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, mask = inputs(24), create_block_mask(sliding_window(5 + seed), None, None, 24, 24, BLOCK_SIZE=8)
+        leaves = leaves_of(x)
+        out = fast(*leaves, mask)
+        agree(
+            [out.detach(), *torch.autograd.grad(out, leaves, x[4])],
+            [g * (2 if i == 1 else 1) for i, g in enumerate(expanded([2 * x[0], *x[1:]], build(mask)))],
+        )
+    assert counter.frame_count <= 2
+
+
+@cpu_engine
+def test_a_function_that_no_graph_carries_breaks_it_once() -> None:
+    x, mask = inputs(24), create_block_mask(causal(), None, None, 24, 24)
+    counter, functions = CompileCounterWithBackend("aot_eager"), SimpleNamespace(expand=expand_latent)
+
+    def by_name(latent: Tensor, *arguments: Any, name: str = "expand") -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = getattr(functions, name)(latent, *arguments)
+        return result
+
+    def call(q: Tensor, latent: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        expand = by_name, weight, scale, 2
+        return flex_attention(q * 1, latent, None, mask, enable_gqa=True, expand=expand) * 1
+
+    leaves = leaves_of(x)
+    out = torch.compile(call, backend=counter)(*leaves)
+    agree([out.detach(), *torch.autograd.grad(out, leaves, x[4])], expanded(x, build(mask)))
+    assert counter.frame_count == 2
+    with pytest.raises(Exception, match="getattr"):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(*leaves)
+
+
+def rank_results(group: Any, x: list[Tensor]) -> list[list[Tensor]]:
+    """Return out and this rank's gradients, of plain and compiled calls, under each schedule and for a raw
+    mask."""
+    results = []
+    mask = create_block_mask(causal(), 1, 1, 44, 44, BLOCK_SIZE=4)
+
+    def call(q: Tensor, latent: Tensor, weight: Tensor, scale: Tensor, plan: Any) -> Tensor:
+        expand = expand_latent, weight, scale, 2
+        return flex_attention(q, latent, None, plan, group, enable_gqa=True, expand=expand)
+
+    fast = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for schedule in (*SCHEDULES, None):
+        plan = tritoncp.make_plan(mask, group, schedule=schedule) if schedule else None
+        for function in (call, fast):
+            leaves = leaves_of(x)
+            q, latent = (tritoncp.shard(t, plan, group, dim=2) for t in leaves[:2])
+            out = function(q, latent, *leaves[2:], plan or mask)
+            grads = torch.autograd.grad(out, leaves, tritoncp.shard(x[4], plan, group, dim=2))
+            whole = tritoncp.unshard(out.detach(), plan or mask, group, dim=2)
+            for grad in grads:
+                dist.all_reduce(grad)  # each rank has its rows' gradients, and its share of parameters'
+            results.append([whole, *grads])
+    return results
+
+
+@cpu_engine
+@pytest.mark.filterwarnings("ignore:in natural order")
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_real_ranks_plain_and_compiled(size: int) -> None:
+    x = inputs(44)
+    want = expanded(x, build(create_block_mask(causal(), 1, 1, 44, 44, BLOCK_SIZE=4)))
+    for results in ranks.run(size, rank_results, x):
+        for one in results:
+            agree(one, want)
+
+
+@cpu_engine
+def test_ranks_that_differ_in_the_function_raise_everywhere() -> None:
+    x = inputs(8)
+
+    def other(latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        key, value = expand_latent(latent, *arguments)
+        return -key, value
+
+    def call(group: Any) -> Any:
+        plan = build(full_mask(16, 16, block=4), 2, schedule="ring").for_rank(group.rank())
+        fn = (expand_latent, other)[group.rank()]
+        return ranks.attempt(
+            lambda: flex_attention(*x[:2], None, plan, group, enable_gqa=True, expand=(fn, *x[2:4], 2))
+        )
+
+    for text in ranks.run(2, call):
+        assert re.match("Disagreement: the ranks differ in expand", text), text
+
+
+# -- planning ---------------------------------------------------------------------------------------------
+
+
+def test_auto_counts_the_latent_and_its_expansion() -> None:
+    """Latents of few channels move the choice from schedules that send few rows to those of few steps; a
+    latent of many heads costs more to expand; and no choice is Ulysses."""
+    mask = create_block_mask(causal(), 1, 1, 1 << 15, 1 << 15)
+    layer = {"heads": 32, "kv_heads": 32, "head_dim": 192, "v_head_dim": 128}
+    plan = tritoncp.make_plan(mask, world_size=8, rank=0, layer={**layer, "latent": 576})
+    assert "ulysses" not in plan.reason and "ulysses" in tritoncp.make_plan(mask, world_size=8).reason
+    assert "ulysses" not in plan.explain(**layer, latent=576)
+    for schedule in SCHEDULES:
+        one = tritoncp.make_plan(mask, world_size=8, rank=0, schedule=schedule)
+        sent, latent = one.metrics(**layer), one.metrics(**layer, latent=576)
+        wide = one.metrics(**layer, latent=1152)
+        assert latent["forward_sent_bytes"] * 32 * 320 == sent["forward_sent_bytes"] * 576
+        assert latent["shard_bytes"] < sent["shard_bytes"]
+        assert wide["forward_sent_bytes"] == 2 * latent["forward_sent_bytes"]
+        assert wide["backward_ms"] > latent["backward_ms"]
+    alone = tritoncp.make_plan(mask)
+    assert alone.metrics(**layer, latent=576)["forward_ms"] > alone.metrics(**layer)["forward_ms"]
+    with pytest.raises(TypeError, match="a layer's shape has no 'width'"):
+        tritoncp.make_plan(mask, world_size=8, layer={"width": 3})
+
+
+@cpu_engine
+def test_raw_masks_take_a_schedule_for_latents() -> None:
+    """Where queries and keys have equally many heads, "auto" takes Ulysses for keys, and none for latents."""
+    world, x = tritoncp.simulate(4), torch.randn(1, 4, 64, 4)
+
+    def twice(latent: Tensor) -> tuple[Tensor, Tensor]:
+        return latent.expand(-1, 4, -1, -1), latent.expand(-1, 4, -1, -1)
+
+    shards = x.chunk(4, 2)
+    outs = world.flex_attention(shards, [s[:, :1] for s in shards], None, sliding_window(9), expand=(twice,))
+    want = flex_attention(x, *twice(x[:, :1]), sliding_window(9))
+    torch.testing.assert_close(torch.cat(outs, 2), want)
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------
+
+
+def test_mistakes_say_what_is_needed() -> None:
+    q, latent, weight, scale, _ = inputs(16, dtype=torch.float32)
+    learned, mask = weight.clone().requires_grad_(), causal()
+
+    def call(fn: Any = expand_latent, *, value: Any = None, key: Tensor = latent, **options: Any) -> Any:
+        expand = (fn, weight, scale, 2) if fn is expand_latent else (fn,) if callable(fn) else fn
+        return flex_attention(q, key, value, mask, **{"enable_gqa": True, "expand": expand, **options})
+
+    def of(key: tuple[int, ...], value: tuple[int, ...], dtype=torch.float32) -> Callable[..., Any]:
+        return lambda latent: (torch.ones(key, dtype=dtype), torch.ones(value))
+
+    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: call(weight), TypeError, r"expand is a Tensor; .*expand=\(fn, \*parameters\)"),
+        (lambda: call((weight, expand_latent)), TypeError, "expand is a tuple"),
+        (lambda: call(value=latent), ValueError, "value is given.*value=None"),
+        (lambda: flex_attention(q, latent, None, mask), TypeError, "value is a NoneType"),
+        (lambda: call(key=latent.double()), ValueError, "key is torch.float64"),
+        (lambda: call(key=latent[0]), ValueError, r"key is \(1, 16, 8\)"),
+        (lambda: call(key=latent[[0, 0, 0]]), ValueError, r"latent \(3, 1, 16, 8\) do not fit"),
+        (lambda: call(lambda latent: latent), TypeError, "returned a Tensor; a pair"),
+        (lambda: call(lambda latent: (latent, 3)), TypeError, "returned a tuple; a pair"),
+        (lambda: call(of((1, 2, 1, 5), (1, 2, 1, 5))), ValueError, r"key \(1, 2, 1, 5\) for a latent"),
+        (lambda: call(of((1, 2, 2, 5), (2, 2, 2, 5))), ValueError, r"value \(2, 2, 2, 5\) for a latent"),
+        (lambda: call(of((1, 2, 2, 5), (1, 2, 2, 5), F64)), ValueError, "expand: .*key is torch.float64"),
+        (lambda: call(of((1, 3, 2, 5), (1, 3, 2, 5))), ValueError, "4 query heads and 3 key heads"),
+        (lambda: call(of((1, 2, 2, 6), (1, 2, 2, 5))), ValueError, "expand: .*do not fit together"),
+        (lambda: call(of((1, 2, 2, 5), (1, 2, 2, 300))), ValueError, "expand: .*value has head dim 300"),
+        (lambda: call(enable_gqa=False), ValueError, "expand: .*without enable_gqa"),
+        (
+            lambda: call(lambda latent: expand_latent(latent, learned, scale, 2)), ValueError,
+            r"reads a tensor that requires grad.*expand=\(fn, \*parameters\)",
+        ),
+    ]  # fmt: skip
+    for run, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            run()
+    plan = build(full_mask(16, 16, block=4), 2, schedule="ulysses")
+    with pytest.raises(ValueError, match=r"'ulysses', which gives each rank some of the heads.*'allgather'"):
+        over_ranks([q.double(), latent.double(), weight.double(), scale.double(), q.double()], plan)
