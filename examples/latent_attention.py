@@ -1,4 +1,4 @@
-"""Train multi-head latent attention, as in DeepSeek's models: ranks send the latent, not the keys of all heads.
+"""Train multi-head latent attention, as in DeepSeek's models: ranks send the latent, not the keys.
 
     torchrun --nproc-per-node 2 examples/latent_attention.py
 

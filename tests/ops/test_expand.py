@@ -1,4 +1,4 @@
-"""Tests of ``expand=``: keys and values computed on arrival from latents, in every schedule that sends keys."""
+"""Tests of ``expand=``: keys and values computed on arrival from latents, by all schedules that send keys."""
 
 from __future__ import annotations
 

@@ -67,6 +67,13 @@ for result, want in ((y, expected), (x.grad, exact.grad)):
     want = want.float().chunk(2, 1)[int(os.environ["RANK"])]
     torch.testing.assert_close(result, want, atol=1e-5, rtol=1e-5)
 """,
+    "docs/recipes.md latents.py": """
+torch.manual_seed(0)
+q, latent = torch.randn(1, H, S, 48).double(), torch.randn(1, 1, S, 64).double()
+weight = torch.randn(latent_channels, H * 64).double()
+expected = attend(q, *expand(latent, weight), is_causal=True)
+torch.testing.assert_close(out, tritoncp.shard(expected, plan, dim=2).float(), atol=1e-4, rtol=1e-4)
+""",
     "docs/state.md state.py": """
 def expected(slope):
     rule = lambda score, b, h, q_idx, kv_idx: score - slope * (q_idx - kv_idx)

@@ -45,7 +45,7 @@ class Shape:
                 raise TypeError(f"a layer's shape has no {name!r}; it has {', '.join(names)}")
             if isinstance(size, bool) or not isinstance(size, int):
                 raise TypeError(f"{name} of a layer is a {type(size).__name__}; a whole number is needed")
-            if size < 1:
+            if size < (name != "latent"):
                 raise ValueError(f"{name}={size}: the sizes of a layer are at least 1")
         shape = cls(**{"batch": plan.batch, **sizes})
         if plan.batch not in (1, shape.batch):

@@ -107,11 +107,14 @@ class Plan(PlanData, BlockMaskInterface):
         itemsize: int = 2,
         backward: bool = True,
         heads: int | None = None,
+        latent: int = 0,
     ) -> int:
         """Count the bytes that this rank sends in one layer: K and V forward, K and V again plus float32
         dK/dV backward. Under "ulysses" also queries, outputs and their gradients, of ``heads`` query heads
-        (None: kv_heads)."""
-        shape = memory.Shape(batch, heads or kv_heads, kv_heads, head_dim, v_head_dim or head_dim, itemsize)
+        (None: kv_heads). latent: channels of a token's latent, which is sent in place of K and V; 0: none."""
+        shape = memory.Shape(
+            batch, heads or kv_heads, kv_heads, head_dim, v_head_dim or head_dim, itemsize, latent
+        )
         return memory.bytes_sent(self, shape, backward)
 
     @on_host
