@@ -173,11 +173,11 @@ def flex_attention(
     tiles that are given too, rows cut off at a block boundary have the bits that they have in the whole.
 
     expand: (fn, *parameters), as for :func:`torch.utils.checkpoint.checkpoint`: ``key`` is a latent [B,
-    heads, S_local, C] of any C, ``value`` None, and ``fn(latent, *parameters)`` returns
-    key [B, Hkv, rows, D] and value [B, Hkv, rows, E] of any rows of it. Ranks send the latent; each step expands the rows that it
-    reads, and the backward pass expands them again. Tensors among the parameters get this rank's share of
-    their gradients. ``fn`` maps each row by itself, with no positions: what depends on them is a channel
-    of the latent, as rotary channels that are rotated already. Not under Ulysses.
+    heads, S_local, C] of any C, ``value`` None, and ``fn(latent, *parameters)`` returns key [B, Hkv,
+    rows, D] and value [B, Hkv, rows, E] of any rows of it. Ranks send the latent; each step expands the
+    rows that it reads, and the backward pass expands them again. Tensors among the parameters get this
+    rank's share of their gradients. ``fn`` maps each row by itself, with no positions: what depends on
+    them is a channel of the latent, as rotary channels that are rotated already. Not under Ulysses.
 
     >>> import torch
     >>> from tritoncp import causal
