@@ -462,5 +462,5 @@ def test_mistakes_say_what_is_needed() -> None:
         with pytest.raises(kind, match=message):
             run()
     plan = build(full_mask(16, 16, block=4), 2, schedule="ulysses")
-    with pytest.raises(ValueError, match=r"'ulysses', which gives each rank some of the heads.*'allgather'"):
+    with pytest.raises(ValueError, match=r"'ulysses', which gives each rank some heads.*'allgather'"):
         over_ranks([q.double(), latent.double(), weight.double(), scale.double(), q.double()], plan)
