@@ -246,7 +246,7 @@ class TritonEngine:
         """Choose the number of programs that share a KV head's query heads: more than one only where there
         are too few programs to fill the device, and the float32 partial sums stay small."""
         group = q.shape[1] // k.shape[1]
-        if q.device.type == "cpu" or group == 1:
+        if q.device.type == "cpu" or group == 1 or self.options.get("invariant"):
             return 1
         config = self.config("dkdv", q, k, tables)
         programs = count_tiles(tables, "kv", config.BLOCK_N) * k.shape[1] * q.shape[0]
@@ -270,7 +270,7 @@ class TritonEngine:
         rows, options = min(q.shape[2], tables.q_block), self.options
         is_explicit = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1
         arch, group = self.arch or architecture(q.device), q.shape[1] // k.shape[1]
-        few = rows < FULL_TILE_ROWS and arch != "interpreter"
+        few = rows < FULL_TILE_ROWS and arch != "interpreter" and not options.get("invariant")
         if not few and not is_explicit:
             return Tiling(self.config("forward", q, v, tables, tma), tables.q_block)
         config = partial(self.config, q=q, v=v, tables=tables, tma=tma)

@@ -26,7 +26,9 @@ _ALLOWED: dict[str, Any] = {
 }
 _SWITCH = (False, True)  # valid values of all other fields of Config
 # Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here).
-OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
+OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV", "invariant")
+# Values of options under "invariant": the sums of a row then depend on its keys alone.
+PINNED = {"FUSED_BACKWARD": False, "PACK_GQA": False, "ROUTE": "loops", "SPLIT_KV": 1, "USE_TMA": False}
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 WRONG_ROUTE = "its results are not those of 'loops'"  # result of `route_check.verify_route`
 ROUTES = ("loops", "gluon")  # of the forward pass; the first is the default
@@ -97,7 +99,7 @@ def check_options(options: dict[str, Any], arch: str | None = None) -> None:
             raise ValueError(
                 f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
             )
-    for option in ("FUSED_BACKWARD", "PACK_GQA", "deterministic"):
+    for option in ("FUSED_BACKWARD", "PACK_GQA", "deterministic", "invariant"):
         if not isinstance(flag := options.get(option, False), bool):
             raise ValueError(f"kernel option {option}={flag!r}; True or False is needed")
     splits = options.get("SPLIT_KV", 1)
@@ -107,8 +109,21 @@ def check_options(options: dict[str, Any], arch: str | None = None) -> None:
         raise ValueError(f"kernel option PRECISION={precision!r}; one of {', '.join(PRECISIONS)} is needed")
     if (route := options.get("ROUTE", ROUTES[0])) not in ROUTES:
         raise ValueError(f"kernel option ROUTE={route!r}; one of {', '.join(ROUTES)} is needed")
+    if options.get("invariant"):
+        _check_pinned(options)
     if arch is not None:
         _check_transposed(options, arch)
+
+
+def _check_pinned(options: dict[str, Any]) -> None:
+    """Refuse options that "invariant" sets to another value."""
+    for option, value in options.items():
+        pinned = PINNED.get(option.removeprefix("fwd_").removeprefix("bwd_"), value)
+        if value != pinned:
+            raise ValueError(
+                f"kernel option invariant=True with {option}={value!r}: the bits of a row would depend on "
+                f"more than its keys; leave {option} out"
+            )
 
 
 def _check_transposed(options: dict[str, Any], arch: str) -> None:

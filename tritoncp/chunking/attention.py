@@ -67,6 +67,8 @@ def fault(node: Node, cut: Any) -> str:
     spec = decode_spec(argument(node, "spec"))
     if spec.sizes is not None:
         return "computes keys and values of latents, expand=, which chunks would compute once each"
+    if dict(spec.options).get("invariant"):
+        return "has the kernel option invariant=True, whose sums are those of a whole call"
     if spec.world and cut.dim == "seq" and not cut.repeat and not shares_keys(node, cut):
         return f"exchanges keys between ranks{_sharing_fault(node, cut)}"
     captures = argument(node, "captures")

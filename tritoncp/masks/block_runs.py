@@ -222,6 +222,12 @@ class Runs:
         united = merge_runs(row % max(1, r) // size, start // size, (end + size - 1) // size, columns)
         return Runs.from_table(united, rows, columns)
 
+    def with_full_bounded(self) -> Runs:
+        """Return the pattern whose full blocks are bounded ones, listed among the masked ones by column."""
+        row, start, end, kind = self._flat()
+        kind = torch.where(kind == Kind.FULL, Kind.BOUNDED, kind)
+        return Runs._pack(self.shape[:3], self.n_cols, row, start, end, kind)
+
     # -- how runs are stored ----------------------------------------------------------------------
 
     def _flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

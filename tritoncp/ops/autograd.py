@@ -61,9 +61,10 @@ class BackwardInputs(NamedTuple):
 def forward_schedule(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Schedule[Any]:
     """Return the schedule that computes out, lse, and max_scores or None."""
     if call.expand is not None:
-        call.expand.check_schedule(call.plan)
+        call.expand.check_call(call.plan, call.is_invariant)
     engine = engine_of(call, q, k, v)
-    schedule: Schedule[Any] = schedule_of(call.plan).forward(call.plan, engine, q, k, v, call.want_max)
+    pass_of = schedule_of(call.plan, call.is_invariant)
+    schedule: Schedule[Any] = pass_of.forward(call.plan, engine, q, k, v, call.want_max)
     return schedule
 
 
@@ -73,7 +74,7 @@ def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]
     qkv = inputs[2:5]
 
     def steps() -> Schedule[Any]:
-        schedule, (q, k, v) = schedule_of(call.plan), qkv
+        schedule, (q, k, v) = schedule_of(call.plan, call.is_invariant), qkv
         if call.expand is not None and not k.stride(0):
             k = k.clone(memory_format=torch.contiguous_format)  # batch rows have gradients of their own
         grads = yield from schedule.backward(call.plan, engine, q, k, v, dout, inputs.lse, delta)

@@ -45,6 +45,11 @@ class Call(NamedTuple):
         return "max_scores" in self.returns
 
     @property
+    def is_invariant(self) -> bool:
+        """Whether bits must not depend on the number of ranks."""
+        return bool(dict(self.options).get("invariant"))
+
+    @property
     def captures(self) -> tuple[Tensor, ...]:
         """The tensors that the score_mod captures, then those of ``expand``."""
         score = () if self.score is None else self.score.tensors

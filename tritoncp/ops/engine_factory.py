@@ -18,7 +18,7 @@ from tritoncp.core.tracing import WideGradients, own_gradient
 from tritoncp.core.upload import upload
 from tritoncp.core.versions import warn_untested
 from tritoncp.cpu.engine import CpuEngine
-from tritoncp.kernels.options import ROUTES, check_options
+from tritoncp.kernels.options import PINNED, ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.mods import Mod, deterministic_sum
 from tritoncp.mods.mod import arguments
@@ -66,6 +66,11 @@ def engine_of(
     warn_untested()
     plan, score, device = call.plan, call.score, q.device
     if not uses_triton(device):
+        if call.is_invariant:
+            raise ValueError(
+                "kernel option invariant=True on the CPU engine, whose products have other bits for other "
+                "shapes; leave it out, or run the Triton kernels: on a GPU, or with TRITON_INTERPRET=1"
+            )
         mask = call_mods.mask_of(plan, q)
         return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
     from tritoncp.kernels.launch import layout_of, specialisation_of  # loads Triton, which plans do without
@@ -115,7 +120,8 @@ def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) 
     by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
     # Hand-written mods get one head at a time (h is a scalar), so GQA heads cannot be packed.
     unpacked = {"PACK_GQA": False} if by_hand else {}
-    options = {**tile_lookup.measured_options(device, properties), **unpacked, **dict(call.options)}
+    measured = PINNED if call.is_invariant else tile_lookup.measured_options(device, properties)
+    options = {**measured, **unpacked, **dict(call.options)}
     mods, launches = kernel_mods(mask, score, device, grads), BoundedCache[Any, Any](MAX_LAUNCHES)
     engine = TritonEngine(mods, call.scale, options, first_row=plan.first_row, launches=launches)
     _log_triton_engine(engine, device, properties)

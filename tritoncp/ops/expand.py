@@ -68,8 +68,13 @@ class Expansion(NamedTuple):
             key, value = self.fn(latent, *self.arguments)
         return key, value
 
-    def check_schedule(self, plan: Plan) -> None:
-        """Raise ValueError for a plan whose schedule exchanges heads: a latent has none to exchange."""
+    def check_call(self, plan: Plan, is_invariant: bool) -> None:
+        """Raise ValueError for a plan whose schedule exchanges heads, and for the kernel option invariant."""
+        if is_invariant:
+            raise ValueError(
+                "kernel option invariant=True with expand=, whose function may have other bits for other "
+                "numbers of rows; expand before the call and pass key and value, or leave the option out"
+            )
         if plan.world_size > 1 and plan.schedule.startswith("ulysses"):
             raise ValueError(
                 f"expand= with a plan of schedule {plan.schedule!r}, which gives each rank some heads; a "

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tritoncp.distributed.schedules import allgather, fetch, local, ring, ulysses
+from tritoncp.distributed.schedules import allgather, fetch, local, ordered, ring, ulysses
 from tritoncp.planning.plan import Plan
 
 SCHEDULES: dict[str, Any] = {
@@ -14,6 +14,25 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-def schedule_of(plan: Plan) -> Any:
-    """The forward and backward generators that carry out a plan."""
-    return local if plan.world_size == 1 else SCHEDULES[plan.schedule]
+ORDERED: dict[str, Any] = {
+    "allgather": ordered,
+    "fetch": ordered,
+    "ulysses": ulysses.with_inner(ordered),
+}
+
+
+def schedule_of(plan: Plan, invariant: bool = False) -> Any:
+    """The forward and backward generators that carry out a plan.
+
+    invariant: whether bits must not depend on the number of ranks. Raises ValueError for a schedule whose
+        sums do.
+    """
+    if not invariant:
+        return local if plan.world_size == 1 else SCHEDULES[plan.schedule]
+    if plan.world_size > 1 and plan.schedule not in ORDERED:
+        raise ValueError(
+            f"kernel option invariant=True with a plan of schedule {plan.schedule!r}, whose sums begin with "
+            "the rank's own keys, so that their order differs between ranks; make the plan with schedule="
+            "'allgather', 'fetch' or 'ulysses'"
+        )
+    return ordered if plan.world_size == 1 else ORDERED[plan.schedule]

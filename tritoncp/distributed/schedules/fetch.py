@@ -31,7 +31,7 @@ def forward(
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     has_remote = sum(plan.fetch.takes) > 0
-    flight = yield _request(plan, pack(k, v, k.shape[2]).packed)
+    flight = yield request_rows(plan, pack(k, v, k.shape[2]).packed)
     with step_range(plan.schedule, 0):
         engine.forward(q, k, v, near, **final, store_state=has_remote)()
     fetched = yield Wait(flight)
@@ -49,7 +49,7 @@ def backward(
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     has_remote = sum(plan.fetch.takes) > 0
     local = pack(k, v, k.shape[2]).packed
-    flight = yield _request(plan, local)
+    flight = yield request_rows(plan, local)
     dq = empty_dq(plan, engine, q, lse.dtype)
     home = torch.zeros_like(local, dtype=lse.dtype)
     args = (q, k, v, dout, lse, delta, near)
@@ -67,11 +67,11 @@ def backward(
     if has_remote:
         with step_range(plan.schedule, 1, "dq"):  # while they return
             engine.dq(*args, dq=dq, add=True)()
-    _add_home(plan, home, (yield Wait(flight)))
+    add_home(plan, home, (yield Wait(flight)))
     return dq, *separate(home, k)
 
 
-def _request(plan: Plan, local: Tensor) -> AllToAll:
+def request_rows(plan: Plan, local: Tensor) -> AllToAll:
     """Request the remote rows of K and V that this rank reads, in return for those that other ranks read."""
     rows = plan.fetch_rows(local.device)
     return AllToAll(number_rows(plan, local).index_select(0, rows), plan.fetch.sends, plan.fetch.takes)
@@ -82,7 +82,7 @@ def number_rows(plan: Plan, local: Tensor) -> Tensor:
     return local.transpose(0, 1).flatten(0, 1)[:, None] if plan.fetch.batched else local
 
 
-def _add_home(plan: Plan, home: Tensor, grads: Tensor) -> None:
+def add_home(plan: Plan, home: Tensor, grads: Tensor) -> None:
     """Add the returned gradients one rank after the other, so that the order of every sum is fixed."""
     sends = list(plan.fetch.sends)
     for rows, part in zip(plan.fetch_rows(home.device).split(sends), grads.split(sends)):

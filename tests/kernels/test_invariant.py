@@ -1,0 +1,167 @@
+"""The kernel option ``invariant``: a row has the same bits on any number of ranks, alone and packed."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
+
+import tritoncp
+from tests.multiprocess import ranks
+from tritoncp import causal, create_block_mask, document, flex_attention, sliding_window
+from tritoncp.masks.mask import Mask, full_mask
+from tritoncp.reference.dense import dense_attention
+
+LENGTH, BLOCK, DIM = 72, 32, 16
+AUX = AuxRequest(lse=True, max_scores=True)
+TILES = {"BLOCK_M": 16, "BLOCK_N": 16}  # several in a block
+# Ranks, schedule and balancer. None: contiguous pieces, which cut blocks and tiles.
+WORLDS = [
+    (2, "allgather", None), (4, "fetch", None), (4, "ulysses", None), (8, "ulysses", None),
+    (8, "allgather", None), (8, "fetch", "ptrr"), (4, "allgather", "head_tail"), (2, "ulysses", "ptrr"),
+]  # fmt: skip
+MODS: dict[str, Any] = {
+    "causal": causal(),
+    "documents": causal() & document(lengths=[[48, 24], [16, 56]]),
+    "window": sliding_window(20, 7),
+    "pairs": lambda b, h, q, kv: (q * 7 + kv * 5 + b) % 11 < 4,
+    "everything": None,
+}
+FIRST = [*zip(MODS, WORLDS[:5]), *zip(MODS, WORLDS[5:])]
+CASES = [
+    pytest.param(*case, marks=[] if case in FIRST else pytest.mark.long) for case in product(MODS, WORLDS)
+]
+
+
+class Bits(NamedTuple):
+    """Results of a call on global tensors."""
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def mask_of(name: str, length: int = LENGTH) -> Mask:
+    mod = MODS[name]
+    if mod is None:
+        return full_mask(length, length, block=BLOCK)
+    return create_block_mask(mod, 2, None, length, length, BLOCK_SIZE=BLOCK)
+
+
+def inputs(length: int = LENGTH, kv_heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Draw q, k, v, and gradients of out and lse, of two batch rows and four query heads."""
+    shapes = [(2, heads, length, DIM) for heads in (4, kv_heads, kv_heads, 4)]
+    return [torch.randn(shape).to(dtype) for shape in shapes] + [torch.randn(2, 4, length)]
+
+
+def attend(x: list[Tensor], mask: Mask, world: int = 1, schedule: str = "fetch", balancer: str | None = None,
+           **options: Any) -> Bits:  # fmt: skip
+    """Attend with the option in a simulated world, with a score_mod."""
+    simulated = tritoncp.simulate(world)
+    plan = simulated.make_plan(mask, schedule=schedule, balancer=balancer)
+    leaves = [one.clone().requires_grad_() for one in x[:3]]
+    shards = [simulated.shard(t, plan, dim=2, side=side) for t, side in zip(leaves, ("q", "kv", "kv"))]
+    outs, aux = simulated.flex_attention(
+        *shards, plan, enable_gqa=True, return_aux=AUX, kernel_options={"invariant": True, **options}
+    )
+    out, lse, top = (simulated.unshard(parts, plan, dim=2) for parts in (outs, aux.lse, aux.max_scores))
+    grads = torch.autograd.grad((out, lse), leaves, (x[3], x[4]))
+    return Bits(*(one.detach() for one in (out, lse, top)), *grads)
+
+
+def same(got: Any, want: Any, count: int) -> None:
+    """Compare the bits of the first ``count`` results."""
+    for name, a, b in list(zip(Bits._fields, got, want))[:count]:
+        assert torch.equal(a, b), f"{name} differs by {float((a - b).abs().max())}"
+
+
+@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
+@pytest.mark.parametrize(("name", "world"), CASES)
+def test_bits_do_not_depend_on_ranks_schedule_and_placement(name: str, world: tuple[int, str, Any]) -> None:
+    x, mask = inputs(kv_heads=4 if world[1] == "ulysses" else 2), mask_of(name)
+    alone, got = attend(x, mask, **TILES), attend(x, mask, *world, **TILES)
+    same(got, alone, 6 if world[1] == "ulysses" and world[0] <= 4 else 4)
+    leaves = [one.double().requires_grad_() for one in x[:3]]
+    exact = dense_attention(*leaves, mask)
+    grads = torch.autograd.grad((exact.out, exact.lse), leaves, (x[3].double(), x[4].double()))
+    for a, b in zip((got.out, *got[3:]), (exact.out, *grads), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=0.03 * float(b.detach().abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [{}, TILES], ids=["tiles of the rule", "small tiles"])
+def test_bits_do_not_depend_on_neighbours(dtype: torch.dtype, options: dict[str, int]) -> None:
+    """A document alone, of fewer rows than a tile, and packed after one that ends with a tile of keys, before
+    another; in half of the worlds on several ranks."""
+    tile = options.get("BLOCK_N", BLOCK)
+    for start, length in ((tile, 40), (5 * tile, 24)):
+        lengths = [start, length, 37]
+        x = inputs(sum(lengths), dtype=dtype)
+        own = [one[:, :, start : start + length] for one in x]
+        mask = create_block_mask(causal(), 1, None, length, length, BLOCK_SIZE=BLOCK)
+        alone = attend([one.contiguous() for one in own], mask, **options)
+        mod = causal() & document(lengths=lengths)
+        mask = create_block_mask(mod, 1, None, sum(lengths), sum(lengths), BLOCK_SIZE=BLOCK)
+        packed = attend(x, mask, *((1,) if start == tile else (4, "fetch", "ptrr")), **options)
+        same([one[:, :, start : start + length] for one in packed], alone, 4)
+
+
+def rank_bits(group: Any, x: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Return out, lse and the gradients of one rank's calls, plain and compiled."""
+    results, mask = [], mask_of("causal")
+    for schedule in ("allgather", "fetch", "ulysses"):
+        plan = tritoncp.make_plan(mask, group, schedule=schedule, balancer=None)
+
+        def call(q: Tensor, k: Tensor, v: Tensor, plan: Any = plan) -> Any:
+            options = {"invariant": True, **TILES}
+            return flex_attention(
+                q, k, v, plan, group, enable_gqa=True, return_lse=True, kernel_options=options
+            )
+
+        for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+            leaves = [tritoncp.shard(one, plan, dim=2).requires_grad_() for one in x[:3]]
+            out, lse = function(*leaves)
+            cotangents = [tritoncp.shard(one, plan, dim=2) for one in x[3:]]
+            grads = torch.autograd.grad((out, lse), leaves, cotangents)
+            whole = [tritoncp.unshard(one.detach(), plan, group, dim=2) for one in (out, lse, *grads)]
+            results.append(tuple(whole))
+    return results
+
+
+@pytest.mark.interpreted
+def test_real_ranks_plain_and_compiled() -> None:
+    x = inputs()
+    alone = attend(x, mask_of("causal"), **TILES)
+    for results in ranks.run(2, rank_bits, x):
+        for at, (out, lse, *grads) in enumerate(results):
+            same((out, lse, alone.max_scores, *grads), alone, 6 if at > 3 else 4)
+
+
+def test_what_depends_on_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, mask = inputs(), mask_of("causal")
+    for schedule in ("ring", "ulysses+ring"):
+        with pytest.raises(
+            ValueError, match=rf"schedule '{re.escape(schedule)}'.*make the plan with.*'allgather'"
+        ):
+            attend(x, mask, 2, schedule)
+    options = {"SPLIT_KV": 2}, {"PACK_GQA": True}, {"fwd_USE_TMA": True}, {"FUSED_BACKWARD": True}
+    for option in (*options, {"ROUTE": "gluon"}):
+        with pytest.raises(ValueError, match=rf"invariant=True with {next(iter(option))}="):
+            attend(x, mask, **option)
+    with pytest.raises(ValueError, match="invariant=1; True or False"):
+        attend(x, mask, invariant=1)
+    expand = (lambda latent: (latent, latent),)
+    call = {"enable_gqa": True, "kernel_options": {"invariant": True}}
+    with pytest.raises(ValueError, match="invariant=True with expand="):
+        flex_attention(x[0], x[1], None, mask, expand=expand, **call)
+    monkeypatch.setattr("tritoncp.ops.engine_factory.uses_triton", lambda device: False)
+    with pytest.raises(ValueError, match="invariant=True on the CPU engine"):
+        flex_attention(*x[:3], mask, **call)

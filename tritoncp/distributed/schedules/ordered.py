@@ -1,0 +1,105 @@
+"""Ordered: all keys that a rank reads, in global order, in one step (kernel option ``invariant``).
+
+The keys come by an all-gather or a fetch, under Ulysses by the exchange of heads. The bits of out, lse and dq
+of a row are then those of one rank that has the whole sequence; where a rank has all queries too, as under
+Ulysses, so are the bits of dk and dv.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, Schedule, Wait
+from tritoncp.distributed.schedules import fetch, local, ring
+from tritoncp.distributed.schedules.buffers import outputs, pack, separate, views
+from tritoncp.planning.ordered import OrderedStep, ordered_step
+from tritoncp.planning.plan import Plan
+
+
+def forward(
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+    """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
+    step = _step(plan)
+    q_rows, kv_rows = step.rows(q.device)
+    keys, values = yield from _send_keys(plan, k, v)
+    own_q, *own_keys = _take(q, q_rows), _take(keys, kv_rows), _take(values, kv_rows)
+    results = yield from local.forward(step.plan, engine, own_q, own_keys[0], own_keys[1], want_max)
+    out, lse, top = outputs(plan, engine, q, v, want_max)
+    for x, result, padding in zip((out, lse, top), results, (0, -torch.inf, -torch.inf), strict=True):
+        if x is not None and result is not None:
+            x.copy_(_put_back(result, q_rows, q.shape[2], padding))
+    return out, lse, top
+
+
+def backward(
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
+    """Compute (dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to the engine's
+    buffers."""
+    step = _step(plan)
+    q_rows, kv_rows = step.rows(q.device)
+    keys, values = yield from _send_keys(plan, k, v)
+    own_q, *of_queries = (_take(x, q_rows) for x in (q, dout, lse, delta))
+    own_keys = (_take(x, kv_rows) for x in (keys, values))
+    # A ring of one rank leaves all gradients in float32.
+    dq, *dkv = yield from ring.backward(step.plan, engine, own_q, *own_keys, *of_queries)
+    dk, dv = (_put_back(x, kv_rows, keys.shape[2], 0) for x in dkv)
+    return _put_back(dq, q_rows, q.shape[2], 0), *(yield from _send_gradients(plan, dk, dv, k))
+
+
+def _step(plan: Plan) -> OrderedStep:
+    return ordered_step(plan, "held" if plan.world_size > 1 and plan.schedule != "allgather" else "gathered")
+
+
+def _send_keys(plan: Plan, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
+    """Return the keys and values that this rank reads, and others: of all ranks, or its own and those that it
+    fetches."""
+    if plan.world_size == 1:
+        return k, v
+    if plan.schedule == "allgather":
+        flight = yield AllGather(pack(k, v, plan.kv.s_max).packed)
+        return views((yield Wait(flight)), k)
+    own = pack(k, v, k.shape[2]).packed
+    flight = yield fetch.request_rows(plan, own)
+    return views(torch.cat([fetch.number_rows(plan, own), (yield Wait(flight))]), k)
+
+
+def _send_gradients(plan: Plan, dk: Tensor, dv: Tensor, k: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
+    """Return the gradients of this rank's keys and values, from those of all that it read."""
+    if plan.world_size == 1:
+        return dk, dv
+    if plan.schedule == "allgather":
+        flight = yield ReduceScatter(pack(dk, dv, dk.shape[2]).packed)
+        return separate((yield Wait(flight)), k)
+    own = k.shape[2]
+    if plan.fetch.batched:  # each row belongs to one batch row, and is zero in the others
+        dk, dv, own = dk.sum(0, keepdim=True), dv.sum(0, keepdim=True), own * k.shape[0]
+    packed = pack(dk, dv, dk.shape[2]).packed
+    home = packed[:own]
+    if plan.fetch.batched:
+        home = home.view(k.shape[0], k.shape[2], *home.shape[2:]).transpose(0, 1)
+    flight = yield AllToAll(packed[own:], plan.fetch.takes, plan.fetch.sends)
+    fetch.add_home(plan, home, (yield Wait(flight)))
+    return separate(home, k)
+
+
+def _take(x: Tensor, rows: Tensor) -> Tensor:
+    """Copy rows [Bp, n] of x [B, H, S, ...] into dense memory."""
+    rows = rows.clamp(max=x.shape[2] - 1)
+    shape = *x.shape[:2], rows.shape[1], *x.shape[3:]
+    return x.gather(2, _index(rows, shape))
+
+
+def _put_back(x: Tensor, rows: Tensor, length: int, padding: float) -> Tensor:
+    """Write x [B, H, n, ...] to rows [Bp, n] of a tensor of ``length`` rows; the others are padding."""
+    whole = x.new_full((*x.shape[:2], length + 1, *x.shape[3:]), padding)
+    return whole.scatter_(2, _index(rows, x.shape), x)[:, :, :length]
+
+
+def _index(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """View rows [Bp, n] as the index of a tensor [B, H, n, ...]."""
+    return rows[:, None].reshape(len(rows), 1, -1, *[1] * (len(shape) - 3)).expand(shape)

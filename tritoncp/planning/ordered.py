@@ -1,0 +1,98 @@
+"""Steps whose sums do not depend on the number of ranks: a rank's queries against all keys that it reads, in
+global order.
+
+A row's bits follow from its tiles of keys and their order. Here the pieces of a mask block that several ranks
+have are joined, so that every tile begins at the same position on every number of ranks, and blocks listed as
+full are visited among the masked ones, by position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tritoncp.core.bounded_cache import computed_once
+from tritoncp.core.upload import DeviceCopy
+from tritoncp.masks.block_runs import ramps
+from tritoncp.planning.derived import DerivedTables
+from tritoncp.planning.placement import Placement
+from tritoncp.planning.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class OrderedStep:
+    """A step of a rank over rows in global order.
+
+    plan:         the step as a plan of one rank, which has exactly these rows
+    q_rows:       row of the rank's queries that each of the step's queries is: int64 [Bp, n]; where batch
+                  rows have fewer, the number of the rank's rows
+    kv_rows:      the same for the keys, in the buffer of all keys that the rank reads
+    """
+
+    plan: Plan
+    q_rows: Tensor
+    kv_rows: Tensor
+
+    @computed_once
+    def _copies(self, device: torch.device) -> DeviceCopy[tuple[Tensor, ...]]:
+        return DeviceCopy([self.q_rows, self.kv_rows], device, lambda *rows: rows)
+
+    def rows(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return ``q_rows`` and ``kv_rows`` on a device."""
+        return self._copies(device).on_current_stream()
+
+
+def ordered_step(plan: Plan, buffer: str) -> OrderedStep:
+    """Return the step of a plan's rank over a buffer, "gathered" or "held", of
+    :class:`tritoncp.planning.derived.DerivedTables`; made once."""
+    key = "ordered", buffer, plan.rank, plan.heads, plan.first_row
+    step: OrderedStep | None = plan.derived.parts.get(key)
+    return plan.derived.parts.put(key, _make(plan, buffer)) if step is None else step
+
+
+def _make(plan: Plan, buffer: str) -> OrderedStep:
+    mask = replace(plan.mask, runs=plan.mask.runs.with_full_bounded(), window=None)
+    slots = plan.q.slots[plan.rank], plan.derived.slots(plan.rank, buffer)
+    sides, rows = [], []
+    for one, side, size in zip(slots, (plan.q, plan.kv), _buffer_sizes(plan, buffer), strict=True):
+        joined, at = join_slots(one, side.block, size)
+        sides.append(Placement(side.length, side.block, (joined,), (at.shape[1],)))
+        rows.append(at)
+    q, kv = sides
+    derived = DerivedTables(mask, q, kv)
+    own: Any = replace(plan, mask=mask, q=q, kv=kv, rank=0, derived=derived, handle=None)
+    return OrderedStep(own, *rows)
+
+
+def _buffer_sizes(plan: Plan, buffer: str) -> tuple[int, int]:
+    """Return the rows of a rank's queries, and those of a buffer of keys."""
+    own = plan.kv.lengths[plan.rank]
+    if buffer == "gathered":
+        return plan.s_local, plan.kv.s_max * plan.world_size
+    fetch = plan.fetch
+    return plan.s_local, own * (plan.batch if fetch.batched else 1) + sum(fetch.takes)
+
+
+def join_slots(slots: Tensor, block: int, size: int) -> tuple[Tensor, Tensor]:
+    """Join slots [Bp, n, 3] of adjacent positions of a block, as (row, position, tokens) of a buffer that has
+    their rows one after the other: int32 [Bp, m, 3]. Also return the row of each in the old buffer of
+    ``size`` rows: int64 [Bp, rows], ``size`` where a batch row has fewer.
+
+    >>> slots = torch.tensor([[[9, 0, 3], [0, 3, 1], [1, 4, 4]]])
+    >>> [x.tolist() for x in join_slots(slots, 4, 12)]
+    [[[[0, 0, 4], [4, 4, 4]]], [[9, 10, 11, 0, 1, 2, 3, 4]]]
+    """
+    tables, places = [], []
+    for table in slots.long():
+        row, position, tokens = table[table[:, 2] > 0].unbind(1)
+        opens = torch.ones(len(row), dtype=torch.bool)
+        opens[1:] = (position[1:] % block == 0) | (position[1:] != (position + tokens)[:-1])
+        counts = torch.zeros(int(opens.sum()), dtype=torch.int64).index_add_(0, opens.cumsum(0) - 1, tokens)
+        tables.append(torch.stack([counts.cumsum(0) - counts, position[opens], counts], 1))
+        places.append(ramps(row, tokens))
+    rows = pad_sequence(places, batch_first=True, padding_value=size)
+    return pad_sequence(tables, batch_first=True).int(), rows
