@@ -17,9 +17,9 @@ from tritoncp import causal, create_block_mask, document, flex_attention, slidin
 from tritoncp.masks.mask import Mask, full_mask
 from tritoncp.reference.dense import dense_attention
 
-LENGTH, BLOCK, DIM = 72, 32, 16
+LENGTH, BLOCK, DIM = 56, 32, 16
 AUX = AuxRequest(lse=True, max_scores=True)
-TILES = {"BLOCK_M": 16, "BLOCK_N": 16}  # several in a block
+TILES = {f"BLOCK_{side}{kernel}": 16 for side in "MN" for kernel in ("", "1", "2")}  # several in a block
 # Ranks, schedule and balancer. None: contiguous pieces, which cut blocks and tiles.
 WORLDS = [
     (2, "allgather", None), (4, "fetch", None), (4, "ulysses", None), (8, "ulysses", None),
@@ -27,12 +27,12 @@ WORLDS = [
 ]  # fmt: skip
 MODS: dict[str, Any] = {
     "causal": causal(),
-    "documents": causal() & document(lengths=[[48, 24], [16, 56]]),
+    "documents": causal() & document(lengths=[[40, 16], [16, 40]]),
     "window": sliding_window(20, 7),
     "pairs": lambda b, h, q, kv: (q * 7 + kv * 5 + b) % 11 < 4,
     "everything": None,
 }
-FIRST = [*zip(MODS, WORLDS[:5]), *zip(MODS, WORLDS[5:])]
+FIRST = [*zip(MODS, WORLDS[:5]), ("documents", WORLDS[5])]
 CASES = [
     pytest.param(*case, marks=[] if case in FIRST else pytest.mark.long) for case in product(MODS, WORLDS)
 ]
@@ -96,13 +96,16 @@ def test_bits_do_not_depend_on_ranks_schedule_and_placement(name: str, world: tu
         torch.testing.assert_close(a.double(), b, rtol=0, atol=0.03 * float(b.detach().abs().max()))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("options", [{}, TILES], ids=["tiles of the rule", "small tiles"])
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.bfloat16, {}), (torch.bfloat16, TILES), (torch.float32, TILES)]
+)
 def test_bits_do_not_depend_on_neighbours(dtype: torch.dtype, options: dict[str, int]) -> None:
-    """A document alone, of fewer rows than a tile, and packed after one that ends with a tile of keys, before
-    another; in half of the worlds on several ranks."""
+    """A document alone, and packed after one that ends with a tile of keys, before another; on one rank and
+    on several."""
     tile = options.get("BLOCK_N", BLOCK)
-    for start, length in ((tile, 40), (5 * tile, 24)):
+    # Where a tile has hidden keys, interpreted float32 products may round other last digits (exact_dot.py).
+    own_lengths = (40, 24) if dtype == torch.bfloat16 else (64, 32)
+    for start, length in zip((tile, 5 * tile), own_lengths):
         lengths = [start, length, 37]
         x = inputs(sum(lengths), dtype=dtype)
         own = [one[:, :, start : start + length] for one in x]
@@ -114,35 +117,33 @@ def test_bits_do_not_depend_on_neighbours(dtype: torch.dtype, options: dict[str,
         same([one[:, :, start : start + length] for one in packed], alone, 4)
 
 
-def rank_bits(group: Any, x: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Return out, lse and the gradients of one rank's calls, plain and compiled."""
-    results, mask = [], mask_of("causal")
-    for schedule in ("allgather", "fetch", "ulysses"):
-        plan = tritoncp.make_plan(mask, group, schedule=schedule, balancer=None)
-
-        def call(q: Tensor, k: Tensor, v: Tensor, plan: Any = plan) -> Any:
-            options = {"invariant": True, **TILES}
-            return flex_attention(
-                q, k, v, plan, group, enable_gqa=True, return_lse=True, kernel_options=options
-            )
-
-        for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
-            leaves = [tritoncp.shard(one, plan, dim=2).requires_grad_() for one in x[:3]]
-            out, lse = function(*leaves)
-            cotangents = [tritoncp.shard(one, plan, dim=2) for one in x[3:]]
-            grads = torch.autograd.grad((out, lse), leaves, cotangents)
-            whole = [tritoncp.unshard(one.detach(), plan, group, dim=2) for one in (out, lse, *grads)]
-            results.append(tuple(whole))
+def rank_bits(group: Any, x: list[Tensor]) -> list[list[Tensor]]:
+    """Return out, lse and the gradients of calls of one rank, joined."""
+    results = []
+    for schedule in ("allgather", "ulysses"):
+        plan = tritoncp.make_plan(mask_of("causal"), group, schedule=schedule, balancer=None)
+        leaves = [tritoncp.shard(one, plan, dim=2).requires_grad_() for one in x[:3]]
+        options = {"enable_gqa": True, "return_lse": True, "kernel_options": {"invariant": True, **TILES}}
+        out, lse = flex_attention(*leaves, plan, group, **options)
+        cotangents = [tritoncp.shard(one, plan, dim=2) for one in x[3:]]
+        parts = out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, cotangents)
+        results.append([tritoncp.unshard(one, plan, group, dim=2) for one in parts])
     return results
 
 
 @pytest.mark.interpreted
-def test_real_ranks_plain_and_compiled() -> None:
-    x = inputs()
-    alone = attend(x, mask_of("causal"), **TILES)
+def test_real_ranks_and_graphs() -> None:
+    x, mask = inputs(), mask_of("causal")
+    alone = attend(x, mask, **TILES)
     for results in ranks.run(2, rank_bits, x):
-        for at, (out, lse, *grads) in enumerate(results):
-            same((out, lse, alone.max_scores, *grads), alone, 6 if at > 3 else 4)
+        for (out, lse, *grads), count in zip(results, (4, 6), strict=True):
+            same((out, lse, alone.max_scores, *grads), alone, count)
+    leaves = [one.clone().requires_grad_() for one in x[:3]]
+    fast = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    options = {"enable_gqa": True, "kernel_options": {"invariant": True, **TILES}}
+    out, aux = fast(*leaves, mask, return_aux=AUX, **options)
+    grads = torch.autograd.grad((out, aux.lse), leaves, (x[3], x[4]))
+    same((out, aux.lse, aux.max_scores, *grads), alone, 6)
 
 
 def test_what_depends_on_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

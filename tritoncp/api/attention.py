@@ -167,6 +167,11 @@ def flex_attention(
     ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of
     captures of score_mod are bitwise equal in every run; all other results always are.
 
+    ``kernel_options={"invariant": True}``: out, lse, max_scores and dq of a row have the same bits on any
+    number of ranks, for any placement, alone and packed with documents, if each starts at a multiple of
+    the tile of keys (the mask's BLOCK_SIZE is one); under Ulysses dk and dv too, where ranks share no KV
+    head. For the Triton kernels, under allgather, fetch and Ulysses, with the tiles of the rule.
+
     Few rows (up to about a hundred) against many keys: query heads that share keys form one tile and
     several CTAs share a row's keys, in numbers that fill the device. ``kernel_options``: ``"PACK_GQA"``,
     True or False, and ``"SPLIT_KV"``, the number of CTAs; with ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and
