@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import AuxRequest
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -150,23 +151,29 @@ def test_captures_sinks_statistics_and_batch_offset(schedule: str) -> None:
 @cpu_engine
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_padding_has_no_gradient_and_changes_none(schedule: str) -> None:
+    """Also for a function that has no value for padding, or no derivative."""
+
+    def divided(latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        return expand_latent(latent / latent.norm(dim=-1, keepdim=True), *arguments)
+
     plan = build(random_mask(2, 6, 3, 4, 5), 3, schedule=schedule)
     world, x, results = tritoncp.simulate(3), inputs(21), []
     shards = [world.shard(t, plan, dim=2) for t in x[:2]]
-    for pad in (0.0, 7.0):
+    for pad in (0.0, 7.0, torch.nan):
         latents = [
             torch.where(plan.for_rank(rank).valid[:, None, :, None], one, pad).requires_grad_()
             for rank, one in enumerate(shards[1])
         ]
         weight = x[2].clone().requires_grad_()
         outs = world.flex_attention(
-            shards[0], latents, None, plan, enable_gqa=True, expand=(expand_latent, weight, x[3], 2)
+            shards[0], latents, None, plan, enable_gqa=True, expand=(divided, weight, x[3], 2)
         )
         grads = torch.autograd.grad(sum(out.sum() for out in outs), [*latents, weight])
         results.append([*outs, *grads])
+        assert all(one.isfinite().all() for one in results[-1])
         padding = torch.cat([~plan.for_rank(rank).valid for rank in range(3)], 1)
         assert padding.any() and not torch.cat(grads[:3], 2).transpose(1, 2)[padding].any()
-    assert all(map(torch.equal, *results))
+    assert all(torch.equal(*pair) for one in results[1:] for pair in zip(results[0], one, strict=True))
 
 
 @cpu_engine
@@ -249,7 +256,7 @@ def _alone(schedule: Any) -> Any:
 
 @cpu_engine
 def test_a_call_under_modes_is_the_same() -> None:
-    """Checkpointing, an op under a mode that counts operations, inference, and autocast."""
+    """Checkpointing, an op under a mode that counts operations, tracing, shapes, inference, and autocast."""
     x, mask = inputs(24), create_block_mask(causal(), None, None, 24, 24)
     plan = build(mask)
     q, latent, weight, scale = leaves = leaves_of(x)
@@ -268,6 +275,11 @@ def test_a_call_under_modes_is_the_same() -> None:
     pairs = 2 * HEADS * 24 * 25 // 2
     assert counter.flop_counts["Global"][torch.ops.tritoncp.forward] == 2 * pairs * (D + E)
     assert counter.flop_counts["Global"][torch.ops.tritoncp.backward] == 2 * pairs * (3 * D + 2 * E)
+    traced = make_fx(call)(q.detach(), latent.detach())
+    agree([traced(q.detach(), latent.detach()).detach()], want[:1])
+    weight, scale = (one.to("meta") for one in (weight, scale))
+    assert call(q.to("meta"), latent.to("meta")).shape == x[4].shape
+    weight, scale = leaves[2:]
     with torch.inference_mode():
         agree([call(q, latent)], want[:1])
     (first,) = torch.autograd.grad(call(q, latent).sum(), q, create_graph=True)

@@ -141,13 +141,13 @@ class ExpandingEngine:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Callable[[], None]:
         """Prepare a forward step over latents k [B, Hl, rows, C]."""
         with fresh_dispatch():
-            key, value = _for_batch(self.expansion(_rows_in_memory(k)), q)
+            key, value = _for_batch(self.expansion(_fill_padding(_rows_in_memory(k), tables)), q)
         launch: Callable[[], None] = self.engine_of(key, value).forward(q, key, value, tables, **step)
         return launch
 
     def dq(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any,
            **step: Any) -> Callable[[], None]:  # fmt: skip
-        expanded = self._expand(q, k)
+        expanded = self._expand(q, k, tables)
         keys = _for_batch(expanded.keys, q)
         launch: Callable[[], None]
         launch = expanded.engine.dq(q, *keys, dout, lse, delta, tables, **step)
@@ -158,7 +158,7 @@ class ExpandingEngine:
              h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
         """Prepare the gradients of latents, into or added to dk; those of parameters are added to their
         buffers."""
-        expanded = self._expand(q, k)
+        expanded = self._expand(q, k, tables)
 
         def run() -> None:
             grads = [lse.new_zeros(x.shape) for x in expanded.keys]
@@ -176,7 +176,7 @@ class ExpandingEngine:
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         return 1
 
-    def _expand(self, q: Tensor, k: Tensor) -> ExpandedStep:
+    def _expand(self, q: Tensor, k: Tensor, tables: Any) -> ExpandedStep:
         """Return the keys and values of a step, for the first of its two launches computed, and dropped at
         the second."""
         if self._step is not None:
@@ -186,7 +186,7 @@ class ExpandingEngine:
             latent = _rows_in_memory(k).detach().requires_grad_()
             wants = self.expansion.wants
             tensors = [x.detach().requires_grad_(i in wants) for i, x in enumerate(self.expansion.tensors)]
-            keys = self.expansion.with_tensors(tensors)(latent)
+            keys = self.expansion.with_tensors(tensors)(_fill_padding(latent, tables))
         engine = self.engine_of(*_for_batch(keys, q))
         self._step = ExpandedStep(keys, engine, [latent, *(tensors[i] for i in wants)])
         return self._step
@@ -195,6 +195,21 @@ class ExpandingEngine:
 def _rows_in_memory(x: Tensor) -> Tensor:
     """Return one batch row of x [B, ...] whose batch rows share their memory, else x."""
     return x if x.stride(0) else x[:1]
+
+
+def _fill_padding(latent: Tensor, tables: Any) -> Tensor:
+    """Replace the rows that no slot of a step covers by ones, for which the function has run before: padding
+    may be anything, and no derivative there, finite or not, reaches a gradient."""
+    slots, rows = tables.kv_slots, latent.shape[2]
+    if len(slots) == 1 and tables.kv_rows == rows:
+        return latent
+    first, _, tokens = slots.long().unbind(-1)
+    edges, step = first.new_zeros(len(slots), rows + 1), torch.ones_like(first)
+    edges.scatter_add_(1, first, step).scatter_add_(1, first + tokens, -step)
+    covered = edges[:, :rows].cumsum(1) > 0
+    if len(latent) == 1:  # batch rows share its memory, and each row belongs to one of them
+        covered = covered.any(0, keepdim=True)
+    return latent.masked_fill(~covered[:, None, :, None], 1)
 
 
 def _for_batch(keys: Sequence[Tensor], q: Tensor) -> list[Tensor]:
