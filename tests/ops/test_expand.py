@@ -261,10 +261,9 @@ def test_a_call_under_modes_is_the_same() -> None:
     plan = build(mask)
     q, latent, weight, scale = leaves = leaves_of(x)
 
-    def call(q: Tensor, latent: Tensor, **options: Any) -> Tensor:
-        return flex_attention(
-            q, latent, None, mask, enable_gqa=True, expand=(expand_latent, weight, scale, 2), **options
-        )
+    def call(q: Tensor, latent: Tensor) -> Tensor:
+        expand = expand_latent, weight, scale, 2
+        return flex_attention(q, latent, None, mask, enable_gqa=True, expand=expand)
 
     want = expanded(x, plan)
     out = checkpoint(call, q, latent, use_reentrant=False)
