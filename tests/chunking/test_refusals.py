@@ -54,10 +54,15 @@ def with_constant(gm: GraphModule) -> None:
     view.args = (view.args[0], [view.args[1][0], 8, *view.args[1][2:]])
 
 
-def between_ranks(gm: GraphModule) -> None:
-    node = node_of(gm, "tritoncp.forward")
-    spec = decode_spec(node.args[-1])._replace(world="cp")
-    node.args = (*node.args[:-1], encode_spec(*spec))
+def with_call(**constants: Any) -> Callable[[GraphModule], None]:
+    """Return an edit that changes constants of the attention's call."""
+
+    def edit(gm: GraphModule) -> None:
+        node = node_of(gm, "tritoncp.forward")
+        spec = decode_spec(node.args[-1])._replace(**constants)
+        node.args = (*node.args[:-1], encode_spec(*spec))
+
+    return edit
 
 
 def unchanged(gm: GraphModule) -> None:
@@ -87,7 +92,9 @@ REFUSED = {
         with_constant,
         r"view.*traced at File model.py, line 7.*the constant 8 where the size",
     ),
-    "ranks": (attend, between_ranks, r"tritoncp.forward.*exchanges keys between ranks.*repeat=True"),
+    "ranks": (attend, with_call(world="cp"), "tritoncp.forward.*exchanges keys between ranks.*repeat=True"),
+    "latent": (attend, with_call(sizes=(1, 8, 8)), "tritoncp.forward.*values of latents, expand="),
+    "invariant": (attend, with_call(options=(("invariant", True),)), "tritoncp.forward.*invariant=True"),
 }
 
 

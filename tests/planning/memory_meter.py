@@ -64,6 +64,36 @@ class NoEngine:
         return 1
 
 
+class ExpandingNoEngine(NoEngine):
+    """An engine that allocates the keys and values of a step, and backward their gradients, wide and
+    rounded."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape, self.v_head_dim = shape, shape.v_head_dim
+        self.expanded: Tensor | None = None
+
+    def _expand(self, latent: Tensor) -> Tensor:
+        return latent.new_empty(latent.shape[2] * self.shape.expanded_row)
+
+    def forward(self, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Callable[[], None]:
+        self._expand(k)
+        return lambda: None
+
+    def dq(self, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Callable[[], None]:
+        return self._backward(k)
+
+    dkdv = dq
+
+    def _backward(self, k: Tensor) -> Callable[[], None]:
+        if self.expanded is None:
+            self.expanded = self._expand(k)
+        else:
+            wide = torch.empty_like(self.expanded, dtype=torch.promote_types(k.dtype, torch.float32))
+            wide.to(k.dtype)
+            self.expanded = None
+        return lambda: None
+
+
 def drive(schedule: Any, world_size: int) -> Any:
     """Run one rank's schedule; messages from other ranks arrive as uninitialised memory."""
     answer: Any = None
@@ -100,24 +130,28 @@ def measure(plan: Plan, shape: Shape) -> tuple[int, int]:
     """Return the bytes that the plan's rank allocates at most in a forward and in a backward pass, less those
     of the results: out and lse, and dq, dk and dv."""
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.itemsize]
+    kv_heads, d, e = shape.kv_heads, shape.head_dim, shape.v_head_dim
+    engine = NoEngine()
+    if shape.latent:
+        kv_heads, d, e, engine = 1, shape.latent, 0, ExpandingNoEngine(shape)
     q, k, v, dout = (
         torch.empty(shape.batch, heads, rows, dim, dtype=dtype, device=META)
         for heads, rows, dim in (
             (shape.heads, plan.s_local, shape.head_dim),
-            (shape.kv_heads, plan.kv.lengths[plan.rank], shape.head_dim),
-            (shape.kv_heads, plan.kv.lengths[plan.rank], shape.v_head_dim),
+            (kv_heads, plan.kv.lengths[plan.rank], d),
+            (kv_heads, plan.kv.lengths[plan.rank], e),
             (shape.heads, plan.s_local, shape.v_head_dim),
         )
     )
     schedule, extra = schedule_of(plan), []
     with LiveBytes() as meter:
         meter.ignore([q, k, v, dout])
-        out, lse, _ = drive(schedule.forward(plan, NoEngine(), q, k, v, False), plan.world_size)
+        out, lse, _ = drive(schedule.forward(plan, engine, q, k, v, False), plan.world_size)
         extra.append(meter.peak - sum(x.untyped_storage().nbytes() for x in (out, lse)))
     with LiveBytes() as meter:
         meter.ignore([q, k, v, dout, out, lse])
         parts = drive(
-            schedule.backward(plan, NoEngine(), q, k, v, dout, lse, torch.empty_like(lse)), plan.world_size
+            schedule.backward(plan, engine, q, k, v, dout, lse, torch.empty_like(lse)), plan.world_size
         )
         grads = [own_memory(part, dtype) for part in parts]
         extra.append(meter.peak - sum(x.nbytes for x in grads))

@@ -11,7 +11,7 @@ import tritoncp
 from tests.planning.memory_meter import measure
 from tritoncp import Plan, and_masks, causal, create_block_mask, document, make_plan, sliding_window
 from tritoncp.masks import Mask
-from tritoncp.planning.memory import Shape, peak
+from tritoncp.planning.memory import Shape, peak, rows_of_steps
 
 N = 1 << 15
 TOLERANCE = 0.02  # of the measured peak, or of a MiB: index tensors are not predicted
@@ -56,6 +56,24 @@ def test_predicted_memory_is_that_of_the_schedules_buffers(
                         view.rank,
                         shape,
                     )
+
+
+@pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch"])
+@pytest.mark.parametrize("name", ["causal", "window", "uneven"])
+def test_the_memory_of_expanded_latents_is_bounded(
+    name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prediction adds the largest step's keys to the peak of the messages."""
+    monkeypatch.setattr(Plan, "tables", lambda *_: None)
+    monkeypatch.setattr(Plan, "fetch_rows", lambda plan, device: plan.fetch.rows.to(device))
+    shape = Shape(heads=16, kv_heads=16, head_dim=192, latent=576)
+    for world_size in (1, 4):
+        plan = make_plan(MASKS[name], world_size=world_size, rank=0, schedule=schedule)
+        for view in {rank: plan.for_rank(rank) for rank in (0, world_size - 1)}.values():
+            keys = max(rows_of_steps(view)) * shape.expanded_row
+            for got, want, added in zip(peak(view, shape), measure(view, shape), (2, 8)):
+                least, slack = max(want, added * keys), TOLERANCE * want + TOLERANCE * 2**20
+                assert least - slack <= got <= want + added * keys + slack
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
