@@ -151,7 +151,7 @@ def test_arguments_are_checked_in_a_graph():
     q, plan = torch.randn(1, 2, S, 8), KINDS["plan"](3)
     with pytest.raises(ValueError, match="unknown kernel option 'BLOCKS_M'"):
         fast(q, q, q, plan, kernel_options={"BLOCKS_M": 32})
-    with pytest.raises(ValueError, match="48 rows, the mask is for 64"):
+    with pytest.raises(ValueError, match="query has 48 rows; rank 0's shard has 64"):
         fast(*[q[:, :, :48]] * 3, plan)
     with pytest.raises(ValueError, match="scale is a tensor that requires grad"):
         fast(q, q, q, plan, scale=torch.tensor(0.3, requires_grad=True))

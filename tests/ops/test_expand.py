@@ -26,6 +26,7 @@ import tritoncp
 from tests.multiprocess import ranks
 from tests.planning.test_placement import placements, random_mask
 from tritoncp import causal, create_block_mask, flex_attention, sliding_window
+from tritoncp.chunking.eager import Eager
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import Wait
 from tritoncp.masks.mask import full_mask
@@ -392,6 +393,38 @@ def test_ranks_that_differ_in_the_function_raise_everywhere() -> None:
 
     for text in ranks.run(2, call):
         assert re.match("Disagreement: the ranks differ in expand", text), text
+
+
+@cpu_engine
+def test_a_wrong_function_on_one_rank_raises_on_all_in_graphs() -> None:
+    x = inputs(8)
+
+    def call(group: Any) -> Any:
+        plan = build(full_mask(16, 16, block=4), 2, schedule="ring").for_rank(group.rank()).pinned()
+
+        def attend(q: Tensor, latent: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+            expand = (expand_latent, weight, scale, 2) if group.rank() else (lambda latent: latent,)
+            return flex_attention(q, latent, None, plan, group, enable_gqa=True, expand=expand)
+
+        return ranks.attempt(lambda: torch.compile(attend, backend="aot_eager")(*x[:4]))
+
+    texts = ranks.run(2, call, timeout=60)
+    assert "expand: fn returned a Tensor; a pair of tensors is needed" in texts[0], texts
+    assert "expand: fn returned a Tensor" in texts[1] and "rank 0" in texts[1], texts
+
+
+@cpu_engine
+@pytest.mark.parametrize("dim", ["batch", "seq"])
+def test_chunks_without_a_graph_take_latents(dim: str) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, latent: Tensor) -> Tensor:  # [B, S, ...]
+            heads, expand = q.unflatten(2, (HEADS, D)).transpose(1, 2), (expand_latent, *x[2:4], 2)
+            out = flex_attention(heads, latent[:, None], None, causal(), enable_gqa=True, expand=expand)
+            return out.transpose(1, 2).flatten(2)
+
+    x = inputs(24)
+    q, latent = x[0].transpose(1, 2).flatten(2), x[1][:, 0]
+    torch.testing.assert_close(Eager(Layer(), 2, dim)(q, latent), Layer()(q, latent))
 
 
 # -- planning ---------------------------------------------------------------------------------------------

@@ -38,8 +38,14 @@ def attend_in_graph(
     world, is_misfit, refusal, scale = group_name(mesh), False, "", 1.0
     try:
         options, value = options.with_expansion(query, key, value)
-        options.check(query, key, value, block_mask)
-        key, value = validate.shared_batch(query, key, value)
+    except (TypeError, ValueError) as error:
+        if not world:
+            raise
+        refusal, value = error.args[0], key
+    try:
+        if not refusal:
+            options.check(query, key, value, block_mask)
+            key, value = validate.shared_batch(query, key, value)
     except (TypeError, ValueError):  # with symbols in its text
         if not world:
             raise
