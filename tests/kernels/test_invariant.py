@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -144,6 +145,16 @@ def test_real_ranks_and_graphs() -> None:
     out, aux = fast(*leaves, mask, return_aux=AUX, **options)
     grads = torch.autograd.grad((out, aux.lse), leaves, (x[3], x[4]))
     same((out, aux.lse, aux.max_scores, *grads), alone, 6)
+
+
+def test_a_raw_mask_and_a_ring_that_auto_chose_fetch_keys() -> None:
+    x, mask, world = inputs(), mask_of("causal"), tritoncp.simulate(4)
+    plan = replace(world.make_plan(mask, balancer=None), schedule="ring", handle=None)
+    options = {"enable_gqa": True, "kernel_options": {"invariant": True, **TILES}}
+    shards = [[part.contiguous() for part in one.chunk(4, 2)] for one in x[:3]]
+    for block_mask in (plan, mask):
+        outs = world.flex_attention(*shards, block_mask, **options)
+        assert torch.equal(torch.cat(outs, 2), flex_attention(*x[:3], mask, **options))
 
 
 def test_what_depends_on_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from tritoncp.planning.plan import Plan
 
 
 class Expansion(NamedTuple):
-    """The function that computes keys and values from rows of a latent, and what it needs.
+    """The function that computes keys and values from rows of a latent, and its arguments.
 
     fn:        (latent [B, Hl, rows, C], *arguments) -> key [B, Hkv, rows, D], value [B, Hkv, rows, E]
     arguments: tensors and constants; None in the places of tensors that an autograd node saves

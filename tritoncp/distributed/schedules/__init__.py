@@ -24,15 +24,17 @@ ORDERED: dict[str, Any] = {
 def schedule_of(plan: Plan, invariant: bool = False) -> Any:
     """The forward and backward generators that carry out a plan.
 
-    invariant: whether bits must not depend on the number of ranks. Raises ValueError for a schedule whose
-        sums do.
+    invariant: whether bits must not depend on the number of ranks. Raises ValueError for a requested schedule
+        whose sums do; where "auto" chose one, keys are fetched.
     """
     if not invariant:
         return local if plan.world_size == 1 else SCHEDULES[plan.schedule]
-    if plan.world_size > 1 and plan.schedule not in ORDERED:
+    if plan.world_size == 1:
+        return ordered
+    if plan.schedule not in ORDERED and plan.reason == "requested":
         raise ValueError(
             f"kernel option invariant=True with a plan of schedule {plan.schedule!r}, whose sums begin with "
             "the rank's own keys, so that their order differs between ranks; make the plan with schedule="
             "'allgather', 'fetch' or 'ulysses'"
         )
-    return ordered if plan.world_size == 1 else ORDERED[plan.schedule]
+    return ORDERED.get(plan.schedule, ordered)

@@ -56,8 +56,7 @@ def _step(plan: Plan) -> OrderedStep:
 
 
 def _send_keys(plan: Plan, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
-    """Return the keys and values that this rank reads, and others: of all ranks, or its own and those that it
-    fetches."""
+    """Return keys and values of all ranks, or this rank's and, after them, the rows that it fetches."""
     if plan.world_size == 1:
         return k, v
     if plan.schedule == "allgather":
@@ -95,7 +94,7 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _put_back(x: Tensor, rows: Tensor, length: int, padding: float) -> Tensor:
-    """Write x [B, H, n, ...] to rows [Bp, n] of a tensor of ``length`` rows; the others are padding."""
+    """Write x [B, H, n, ...] to rows [Bp, n] of a tensor of ``length`` rows; all other rows are padding."""
     whole = x.new_full((*x.shape[:2], length + 1, *x.shape[3:]), padding)
     return whole.scatter_(2, _index(rows, x.shape), x)[:, :, :length]
 
