@@ -95,4 +95,4 @@ def test_gradcheck(backend: str) -> None:
         return s * s * gains[h]
 
     call = functools.partial(tritoncp.flex_attention, score_mod=score, return_lse=True)
-    assert torch.autograd.gradcheck(torch.compile(call, fullgraph=True, backend=backend), x)
+    assert torch.autograd.gradcheck(torch.compile(call, fullgraph=True, backend=backend), tuple(x))

@@ -81,7 +81,7 @@ def _exchange(view: View, owner: Tensor, prefix: Tensor) -> Tensor:
         kept = torch.arange(min(share, len(blocks)), min(least, len(blocks)) - 1, -1)
         before = torch.nn.functional.pad(view.costs[own].cumsum(0), (1, 0))
         tail = torch.nn.functional.pad(view.costs[blocks].flip(0).cumsum(0), (1, 0))
-        fits = tail[kept] + before[share - kept] <= mean
+        fits = tail[kept] + before[(share - kept).clamp(max=len(own))] <= mean
         keep = int(kept[fits][0]) if bool(fits.any()) else int(kept[-1])
         owner[blocks[: len(blocks) - keep]] = -1
         owner[own[: share - keep]] = rank
