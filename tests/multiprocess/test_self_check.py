@@ -25,7 +25,6 @@ ROOT = Path(__file__).parents[2]
 SCHEDULES = ("one-device", "allgather", "ring", "fetch", "ulysses")
 MASKS = ("causal", "documents", "window", "score_mod", "sinks")
 DTYPES = ("float16", "float32")
-PASSES = ("forward", "backward")
 TIMEOUT = 4.0  # seconds that a rank waits for another
 
 
@@ -69,7 +68,7 @@ def check(
 
 
 def name(case: dict[str, Any]) -> tuple[str, ...]:
-    return case["schedule"], case["mask"], case["dtype"], case["pass"]
+    return case["schedule"], case["mask"], case["dtype"]
 
 
 def test_two_ranks_are_right_in_every_case(tmp_path: Path) -> None:
@@ -78,21 +77,21 @@ def test_two_ranks_are_right_in_every_case(tmp_path: Path) -> None:
     assert end.stdout[1] == "", "only the first rank speaks"
     report = json.loads(end.stdout[0])
     assert report["right"] and all(case["right"] for case in report["cases"])
-    assert sorted(map(name, report["cases"])) == sorted(itertools.product(SCHEDULES, MASKS, DTYPES, PASSES))
+    assert sorted(map(name, report["cases"])) == sorted(itertools.product(SCHEDULES, MASKS, DTYPES))
     summed = [case for case in report["cases"] if case["tensor"] in ("dbias", "dsinks")]
     assert all((case["rank"] is None) == (case["schedule"] != "one-device") for case in summed)
     assert len(report["facts"]["ranks"]) == 2
 
 
 def test_four_ranks_trade_heads_and_pass_keys_around(tmp_path: Path) -> None:
-    end = check(tmp_path, 4, "--json", "--only=*-documents-float32-*")
+    end = check(tmp_path, 4, "--json", "--only=*-documents-float32")
     assert end.codes == [0] * 4, end
-    cases = [case["schedule"] for case in json.loads(end.stdout[0])["cases"] if case["pass"] == "backward"]
-    assert cases == [*SCHEDULES, "ulysses+ring"]
+    cases = json.loads(end.stdout[0])["cases"]
+    assert [case["schedule"] for case in cases] == [*SCHEDULES, "ulysses+ring"]
 
 
 def test_three_ranks_share_lengths_and_heads_that_do_not_divide(tmp_path: Path) -> None:
-    end = check(tmp_path, 3, "--only=[fu]*-score_mod-float32-backward")
+    end = check(tmp_path, 3, "--only=[fu]*-score_mod-float32")
     assert end.codes == [0] * 3, end
     assert "2 of 2 cases are right" in end.stdout[0]
 
@@ -123,11 +122,10 @@ def test_a_wrong_rank_is_named(tmp_path: Path) -> None:
 
         comparison.flex_attention = off  # type: ignore[assignment]
 
-    end = check(tmp_path, 3, "--json", "--only=fetch-window-float32-*", plant=plant)
+    end = check(tmp_path, 3, "--json", "--only=fetch-window-float32", plant=plant)
     assert end.codes == [1, 1, 1], end
-    forward, backward = json.loads(end.stdout[0])["cases"]
-    assert not forward["right"] and (forward["rank"], forward["ranks"]) == (1, [1])
-    assert not backward["right"] and 1 in backward["ranks"]
+    (case,) = json.loads(end.stdout[0])["cases"]
+    assert not case["right"] and 1 in case["ranks"]
 
 
 @pytest.mark.parametrize(
@@ -145,17 +143,17 @@ def test_a_lost_rank_is_named_and_the_other_ranks_end_in_time(fault: str, lost: 
             os._exit(7)
         time.sleep(300)
 
-    end = check(tmp_path, 3, "--only=*-causal-float32-*", plant=in_forward(lost, 4, fail), faulty=lost)
+    end = check(tmp_path, 3, "--only=*-causal-float32", plant=in_forward(lost, 4, fail), faulty=lost)
     remaining = [rank for rank in range(3) if rank != lost]
     assert [end.codes[rank] for rank in remaining] == [1, 1], end
     output = end.stdout[remaining[0]]
     lines = [" ".join(line.split()[1:]) for line in output.splitlines()]
-    assert any(line.startswith("right one-device causal float32 backward") for line in lines), "done before"
+    assert any(line.startswith("right one-device causal float32") for line in lines), "done before"
     running = next(line for line in lines if line.startswith("WRONG"))
     store_is_lost = fault == "dies" and lost == 0  # rank 0 keeps it
     said = "(rank 0, or torchrun) has probably died" if store_is_lost else f"rank {lost} did not come"
-    assert " forward " in running and said in running
-    assert f"forward ran: rank {lost}\n" in output, output
+    assert said in running
+    assert f"float32 ran: rank {lost}\n" in output, output
     assert not any(f"on rank {lost}" in line for line in lines if line.startswith("WRONG"))
 
 
@@ -163,9 +161,9 @@ def test_all_ranks_report_an_exception_of_one_rank(tmp_path: Path) -> None:
     def fail() -> None:
         raise ArithmeticError("of rank 1 alone")
 
-    end = check(tmp_path, 2, "--json", "--only=*-causal-float32-*", plant=in_forward(1, 2, fail))
+    end = check(tmp_path, 2, "--json", "--only=*-causal-float32", plant=in_forward(1, 2, fail))
     assert end.codes == [1, 1], end
     report = json.loads(end.stdout[0])
     failed = next(case for case in report["cases"] if not case["right"])
     assert failed["rank"] == 1 and failed["why"].startswith("rank 1: ArithmeticError: of rank 1 alone")
-    assert report["stopped"].startswith("allgather-causal-float32-forward failed, and ")
+    assert report["stopped"].startswith("allgather-causal-float32 failed, and ")

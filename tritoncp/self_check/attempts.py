@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from tritoncp.distributed.failures import GroupClosed
-from tritoncp.self_check.cases import PASSES, CheckCase, CheckProblem, Result, make_problem
-from tritoncp.self_check.comparison import PassErrors, Ranks, judge_case, run_passes
+from tritoncp.self_check.cases import CheckCase, CheckProblem, Result, make_problem
+from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_case
 
 
 @dataclass
 class CheckRequest:
-    """The command's options, and the limits after which the check stops: the time budget, or a signal.
+    """The command's options, and the time when the check began.
 
-    jobs:        worker processes, None for one per core
-    strict:      whether cases that did not run within the budget are failures
-    signal_name: of the signal that this process received
+    jobs:   worker processes, None for one per core
+    strict: whether cases that did not run within the budget are failures
     """
 
     only: str = "*"
@@ -33,27 +30,21 @@ class CheckRequest:
     timeout: float = 20.0
     strict: bool = False
     began: float = field(default_factory=time.monotonic)
-    signal_name: str = ""
-
-    def record_signal(self, number: int, frame: Any) -> None:
-        """Handle SIGTERM, which torchrun sends when another rank has died: the check then ends in order."""
-        self.signal_name = signal.Signals(number).name
 
     @property
     def late(self) -> str:
         """The reason to stop when the budget is over."""
         return f"the budget of {self.budget:g} s is over"
 
-    def stop_reason(self) -> str | None:
-        """Return the reason to stop now, or None."""
-        if self.signal_name:
-            return f"{self.signal_name} came: this process was asked to end, or another rank died"
-        return self.late if time.monotonic() - self.began > self.budget else None
+    @property
+    def over(self) -> bool:
+        """Whether the budget is over."""
+        return time.monotonic() - self.began > self.budget
 
-    def check_limits(self) -> None:
-        """Raise Stopped where a limit is reached."""
-        if reason := self.stop_reason():
-            raise Stopped(reason)
+    def check_budget(self) -> None:
+        """Raise Stopped where the budget is over."""
+        if self.over:
+            raise Stopped(self.late)
 
 
 class Stopped(GroupClosed):
@@ -61,60 +52,50 @@ class Stopped(GroupClosed):
 
 
 class Attempt(NamedTuple):
-    """A run of a schedule in one process.
+    """A run of a case in one process.
 
-    errors: of the passes that ended
-    why:    the reason why the next pass failed, "" if none did
+    errors: of the tensors of this process, by rank
+    why:    the reason why the run failed, "" if it did not
     waited: whether that was a wait in vain for another rank or for the device
     """
 
-    errors: list[PassErrors]
+    errors: Errors
     why: str = ""
     waited: bool = False
 
 
-def run_cases(cases: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> Iterator[Result]:
-    """Run cases in turn; the passes of a schedule are one run. Raises Stopped where the rest cannot run."""
-    for _, passes in groupby(cases, lambda case: case[:3]):
-        yield from run_schedule(list(passes), ranks, request)
-
-
-def run_schedule(cases: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> Iterator[Result]:
-    """Run the passes of one schedule on all ranks, and yield a result for each case."""
-    own = attempt_passes(cases, ranks, request)
-    try:
-        attempts, reasons = zip(*ranks.gather((own, request.stop_reason())))
-    except GroupClosed as error:
-        absent = error.absent or (0,)  # none is known where the store is lost, which rank 0 or torchrun keeps
-        yield from (Result(case, rank=absent[0], ranks=absent, why=str(error)) for case in cases)
-        lost = ", ".join(map(str, absent))
-        raise Stopped(f"lost while {cases[0].name} ran: rank {lost}", absent) from error
+def run_cases(cases: Iterable[CheckCase], ranks: Ranks, request: CheckRequest) -> Iterator[Result]:
+    """Run cases in turn on all ranks, and yield their results. Raises Stopped where the rest cannot run."""
     for case in cases:
-        index = PASSES.index(case.direction)
-        failures = {rank: x for rank, x in enumerate(attempts) if x.why and len(x.errors) <= index}
-        if failures:
+        try:
+            attempts, over = zip(*ranks.gather((attempt_case(case, ranks, request), request.over)))
+        except GroupClosed as error:
+            absent = error.absent or (
+                0,
+            )  # none is known where the store is lost, which rank 0 or torchrun keeps
+            yield Result(case, rank=absent[0], ranks=absent, why=str(error))
+            lost = ", ".join(map(str, absent))
+            raise Stopped(f"lost while {case.name} ran: rank {lost}", absent) from error
+        failures = {rank: attempt for rank, attempt in enumerate(attempts) if attempt.why}
+        if failures:  # the group is closed, or the device may be unusable
             yield describe_failure(case, failures, len(attempts))
-        else:
-            yield judge_case(case, problem_of(case, ranks).allowed, [x.errors[index] for x in attempts])
-    if any(x.why for x in attempts):  # the group is closed, or the device may be unusable
-        raise Stopped(f"{cases[0].name} failed, and its process or its group with it")
-    if reason := next(filter(None, reasons), None):
-        raise Stopped(reason)
+            raise Stopped(f"{case.name} failed, and its process or its group with it")
+        yield judge_case(case, problem_of(case, ranks).allowed, [attempt.errors for attempt in attempts])
+        if any(over):
+            raise Stopped(request.late)
 
 
-def attempt_passes(cases: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> Attempt:
-    """Run the passes of a schedule up to the last one among the cases."""
-    errors: list[PassErrors] = []
+def attempt_case(case: CheckCase, ranks: Ranks, request: CheckRequest) -> Attempt:
+    """Run a case in this process; an exception becomes a reason."""
     try:
-        problem = problem_of(cases[0], ranks)
-        passes = run_passes(ranks, problem, cases[0].schedule, lambda: wait_for_device(ranks.device, request))
-        for _ in PASSES[: PASSES.index(cases[-1].direction) + 1]:
-            errors.append(next(passes))
+        problem = problem_of(case, ranks)
+        return Attempt(
+            run_case(ranks, problem, case.schedule, lambda: wait_for_device(ranks.device, request))
+        )
     except Exception as error:
         waited = isinstance(error, GroupClosed | TimeoutError | dist.DistError)
         line = (str(error).strip().splitlines() or [""])[0][:500]
-        return Attempt(errors, f"{type(error).__name__}: {line}", waited)
-    return Attempt(errors)
+        return Attempt({}, f"{type(error).__name__}: {line}", waited)
 
 
 def problem_of(case: CheckCase, ranks: Ranks) -> CheckProblem:
@@ -137,6 +118,6 @@ def wait_for_device(device: torch.device, request: CheckRequest) -> None:
     event, end = torch.cuda.Event(), time.monotonic() + request.timeout
     event.record(torch.cuda.current_stream(device))
     while not event.query():
-        if request.signal_name or time.monotonic() > end:
+        if time.monotonic() > end:
             raise TimeoutError(f"the GPU did not finish its work within {request.timeout:g} s")
         time.sleep(0)

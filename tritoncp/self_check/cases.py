@@ -27,26 +27,24 @@ MASKS = {
     "score_mod": "causal",
     "sinks": "causal",
 }
-PASSES = ("forward", "backward")
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")  # of the last two, the sum over ranks is compared
 PERIOD = 61  # entries of the score_mod's table: with many, the largest error varies little between draws
 DRAWS = 4  # random inputs per problem: the largest error of eager attention on one small tensor varies a lot
 
 
 class CheckCase(NamedTuple):
-    """The name of one pass of a schedule over a mask, in one dtype. A case holds no
+    """The name of a schedule's forward and backward pass over a mask, in one dtype. A case holds no
     :class:`~tritoncp.planning.problem.Problem`, whose sizes depend on the device and the number of ranks."""
 
     schedule: str
     mask: str
     dtype: str
-    direction: str
 
     @property
     def name(self) -> str:
         """
-        >>> CheckCase("ring", "window", "float32", "backward").name
-        'ring-window-float32-backward'
+        >>> CheckCase("ring", "window", "float32").name
+        'ring-window-float32'
         """
         return "-".join(self)
 
@@ -75,10 +73,8 @@ class Result:
         return not (self.why or "").startswith("not run")
 
     def as_json(self) -> dict[str, Any]:
-        schedule, mask, dtype, direction = self.case
         fields = {name: value for name, value in vars(self).items() if name != "case"}
-        case = {"schedule": schedule, "mask": mask, "dtype": dtype, "pass": direction}
-        return {**case, **fields, "ranks": list(self.ranks)}
+        return {**self.case._asdict(), **fields, "ranks": list(self.ranks)}
 
 
 def choose_sizes(device: torch.device, world_size: int) -> Problem:
@@ -118,10 +114,8 @@ def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[C
     if choose_degree(world_size, choose_sizes(device, world_size).heads):
         fitting.append("ulysses+ring")
     names = (str(dtype).removeprefix("torch.") for dtype in choose_dtypes(device))
-    cases = [
-        CheckCase(schedule, mask, dtype, direction)
-        for dtype, mask, schedule, direction in itertools.product(names, MASKS, fitting, PASSES)
-    ]
+    parts = itertools.product(names, MASKS, fitting)
+    cases = [CheckCase(schedule, mask, dtype) for dtype, mask, schedule in parts]
     if not (chosen := [case for case in cases if fnmatch(case.name, only)]):
         raise ValueError(
             f"--only {only!r} matches no case of {world_size} ranks; a case's name is, say, {cases[-1].name}"

@@ -13,7 +13,7 @@ BUDGET = 60.0
 
 @click.command()
 @click.option(
-    "--only", default="*", metavar="PATTERN", help="Cases by name: 'ring-*', '*-documents-*-backward'."
+    "--only", default="*", metavar="PATTERN", help="Cases by name: 'ring-*', '*-documents-float32'."
 )
 @click.option(
     "--world-size",
@@ -46,7 +46,7 @@ def check(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Compare every schedule, mask, dtype and pass with dense float64 attention, on this machine's devices.
+    """Compare every schedule, mask and dtype with dense float64 attention, on this machine's devices.
 
     \b
     Examples:
@@ -55,9 +55,8 @@ def check(
       torchrun --nproc-per-node 8 -m tritoncp check     # real ranks: NCCL, or gloo without GPUs
 
     The allowed error is twice that of torch's eager attention in the same dtype, plus two units in the last
-    place. Exits with 1 if a case is wrong or failed, or if no case of a schedule or of a pass ran within the
-    budget; with --strict or --budget, if any case did not. Without a GPU the kernels run interpreted, on
-    small shapes.
+    place. Exits with 1 if a case is wrong or failed, or if no case of a schedule ran within the budget; with
+    --strict or --budget, if any case did not. Without a GPU the kernels run interpreted, on small shapes.
     """
     from tritoncp.core.process_environment import interpret_without_gpu, torchrun_world_size
 

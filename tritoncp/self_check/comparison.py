@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from tritoncp.self_check.cases import (
     make_score_mod,
 )
 
-PassErrors = dict[tuple[int | None, str], float]  # of one pass, by rank (None: the sum over ranks) and tensor
+Errors = dict[tuple[int | None, str], float]  # by rank (None: the sum over ranks) and tensor
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,9 @@ def shard_tensor(x: Tensor, name: str, plan: Plan | None, ranks: Sequence[int]) 
     return [shard(x, plan.for_rank(rank), dim=2, side=side, pad=pad) for rank in ranks]
 
 
-def run_passes(
-    ranks: Ranks, p: CheckProblem, schedule: str, wait: Callable[[], None]
-) -> Iterator[PassErrors]:
-    """Run the forward pass of a problem, then the backward pass, and yield the errors of each. ``wait``
-    blocks until the device has finished its work."""
+def run_case(ranks: Ranks, p: CheckProblem, schedule: str, wait: Callable[[], None]) -> Errors:
+    """Run both passes of a problem, and return the errors of this process. ``wait`` blocks until the device
+    has finished its work."""
     plan = ranks.plan(schedule, p.mask, p.q.shape[1])
     members = ranks.members(plan)
     qkv = [
@@ -109,43 +107,40 @@ def run_passes(
     bias, sinks = (None if x is None else x.detach().clone().requires_grad_() for x in (p.bias, p.sinks))
     starts = [*shard_tensor(p.dout, "dout", plan, members), *shard_tensor(p.dlse, "dlse", plan, members)]
     wait()
-
     outs, lses = ranks.attend(plan, p.mask, qkv, make_score_mod(bias), sinks)
     wait()
-    results = {"out": [x.detach() for x in outs], "lse": [x.detach() for x in lses]}
-    yield compare_results(p, results, plan, members)
 
     tensors: list[list[Any]] = [*qkv, [bias], [sinks]]
     parts = {name: xs for name, xs in zip(GRADIENTS, tensors) if xs[0] is not None}
-    leaves = [x for xs in parts.values() for x in xs]
-    grads = iter(torch.autograd.grad([*outs, *lses], leaves, starts))
-    results = {name: [next(grads).detach() for _ in xs] for name, xs in parts.items()}
+    grads = iter(torch.autograd.grad([*outs, *lses], [x for xs in parts.values() for x in xs], starts))
+    results = {"out": outs, "lse": lses, **{name: [next(grads) for _ in xs] for name, xs in parts.items()}}
     if plan is not None and ranks.group is not None:
         for name in GRADIENTS[3:]:
             for x in results.get(name, ()):
                 dist.all_reduce(x, group=ranks.group)
     wait()
-    yield compare_results(p, results, plan, members)
+    return compare_results(p, results, plan, members)
 
 
 def compare_results(
     problem: CheckProblem, results: dict[str, list[Tensor]], plan: Plan | None, members: Sequence[int]
-) -> PassErrors:
+) -> Errors:
     """Compare each member's results with its shards of the exact tensors."""
-    errors: PassErrors = {}
+    errors: Errors = {}
     for name, parts in results.items():
         exact_tensor = problem.exact[name]
         if name in GRADIENTS[3:] and plan is not None:
-            errors[None, name] = largest_error(parts[0], exact_tensor)
+            errors[None, name] = largest_error(parts[0].detach(), exact_tensor)
             continue
         for rank, x, exact in zip(members, parts, shard_tensor(exact_tensor, name, plan, members)):
+            x = x.detach()
             if name == "lse":  # padding rows have -inf, or the sink
                 x = torch.where(exact == -math.inf, exact, x.to(exact.dtype))
             errors[rank, name] = largest_error(x, exact)
     return errors
 
 
-def judge_case(case: CheckCase, allowed: dict[str, float], processes: Sequence[PassErrors]) -> Result:
+def judge_case(case: CheckCase, allowed: dict[str, float], processes: Sequence[Errors]) -> Result:
     """Judge a case by the errors of every process."""
     errors = {key: error for part in processes for key, error in part.items()}
     excess = {key: error / allowed[key[1]] for key, error in errors.items()}

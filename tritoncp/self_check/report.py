@@ -36,7 +36,7 @@ class CheckReport:
     @property
     def right(self) -> bool:
         """Whether all cases that ran are right, and either all ran, or the budget was over (which is no
-        failure unless the command is strict) after each schedule and each pass."""
+        failure unless the command is strict) after a case of each schedule."""
         if not all(result.right for result in self.results if result.ran):
             return False
         if all(result.ran for result in self.results):
@@ -45,10 +45,9 @@ class CheckReport:
 
     @property
     def untested(self) -> list[str]:
-        """The schedules and passes without a case that ran."""
-        tested = {part for result in self.results if result.ran for part in result.case[::3]}
-        listed = dict.fromkeys(part for result in self.results for part in result.case[::3])
-        return [part for part in listed if part not in tested]
+        """The schedules without a case that ran."""
+        tested = {result.case.schedule for result in self.results if result.ran}
+        return [x for x in dict.fromkeys(result.case.schedule for result in self.results) if x not in tested]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -88,8 +87,8 @@ class Display:
         """Print the row of a case: its number, verdict, name and error."""
         self.count += 1
         number, verdict = f"{self.count:{len(str(total))}}/{total}", "right" if result.right else "WRONG"
-        schedule, mask, dtype, direction = result.case
-        line = f"{number} {verdict}  {schedule:12} {mask:9} {dtype:8} {direction:8}  {describe(result)}"
+        case = result.case
+        line = f"{number} {verdict}  {case.schedule:12} {case.mask:9} {case.dtype:8}  {describe(result)}"
         self.print(line, "" if result.right else "red")
 
     def print(self, line: str, style: str = "") -> None:

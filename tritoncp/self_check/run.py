@@ -38,7 +38,7 @@ def main(request: CheckRequest, as_json: bool) -> int:
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if many else (0, 1)
     display = Display(Console(stderr=as_json), enabled=rank == 0)
     if many:
-        signal.signal(signal.SIGTERM, request.record_signal)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's when a rank has died: the report names it
     report = run_check(request, display, many)
     if rank == min(set(range(world_size)) - set(report.absent)):  # the first one that is not lost
         display.show_report(report)
@@ -100,7 +100,7 @@ def run_in_processes(
     method = "fork" if ranks.device.type == "cpu" else "spawn"
     work, set_up = partial(run_part, ranks, request), partial(set_up_process, ranks.device)
     with WorkerPool(work, jobs, setup=set_up, method=method) as pool:
-        for case, result in pool.run(parts, request.check_limits):
+        for case, result in pool.run(parts, request.check_budget):
             yield Result(case, why=result.why) if isinstance(result, Lost) else result
 
 
