@@ -177,7 +177,7 @@ def flex_attention(
     True or False, and ``"SPLIT_KV"``, the number of CTAs; with ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and
     tiles that are given too, rows cut off at a block boundary have the bits that they have in the whole.
 
-    expand: (fn, *parameters), as for :func:`torch.utils.checkpoint.checkpoint`: ``key`` is a latent [B,
+    expand: ``(fn, *parameters)``, as for :func:`torch.utils.checkpoint.checkpoint`: ``key`` is a latent [B,
     heads, S_local, C] of any C, ``value`` None, and ``fn(latent, *parameters)`` returns key [B, Hkv,
     rows, D] and value [B, Hkv, rows, E] of any rows of it. Ranks send the latent; each step expands the
     rows that it reads, and the backward pass expands them again. Tensors among the parameters get this
