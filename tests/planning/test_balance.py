@@ -10,6 +10,7 @@ from torch.distributed.tensor.experimental._context_parallel import _load_balanc
 
 from tests.planning.test_plan import masks
 from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
+from tritoncp.masks.block_runs import ABSENT, Kind, Runs
 from tritoncp.planning.balance import (
     assign_blocks,
     balancers,
@@ -82,6 +83,19 @@ def test_of_any_mask_too_and_always_the_same(mask: Mask, world_size: int, name: 
         ranks = assign_blocks(balancers[name], work)
         assert_assigned(ranks, len(work.costs))
         assert ranks == assign_blocks(balancers[name], work)
+
+
+@given(st.integers(1, 11), st.integers(0, 10), st.sets(st.integers(0, 10), max_size=3), st.integers(1, 9))
+def test_a_column_that_all_blocks_see_and_rows_that_see_all(
+    n: int, column: int, rows: set[int], world_size: int
+) -> None:
+    """The block of such a column is a common prefix to locality, wherever it lies and whatever it costs."""
+    listed = torch.eye(n, dtype=torch.bool)
+    listed[:, column % n] = True
+    listed[[row % n for row in rows]] = True
+    runs = Runs.from_kinds(torch.where(listed, int(Kind.MASKED), ABSENT).to(torch.uint8)[None, None])
+    work = Work(listed.sum(1).double(), world_size, (runs,))
+    assert_assigned(assign_blocks(locality, work), n)
 
 
 def test_mistakes_say_what_to_do() -> None:
