@@ -42,8 +42,6 @@ class TransposedRuns(Runs):
             return self.columns == other.columns
         return super().__eq__(other)
 
-    __hash__ = None
-
     @cached_property
     def by_rows(self) -> Runs:
         return _transpose(self.columns)

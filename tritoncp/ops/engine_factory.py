@@ -195,12 +195,12 @@ def gradient_buffers(call: Call, like: Tensor) -> list[Tensor]:
     deterministic results, integers, whose sum does not depend on the order."""
     if not call.wants:
         return []
-    score, sums = () if call.score is None else call.score.wants, []
-    targets, device = [call.captures[i] for i in call.wants], like.device
+    targets, device, sums = [call.captures[i] for i in call.wants], like.device, []
     deterministic = dict(call.options).get("deterministic", torch.are_deterministic_algorithms_enabled())
     if deterministic and uses_triton(device):
-        sums = [deterministic_sum.buffer(x, device) for x in targets[: len(score)]]
-        targets = targets[len(score) :]  # whose sums are in a fixed order
+        count = 0 if call.score is None else len(call.score.wants)
+        sums = [deterministic_sum.buffer(x, device) for x in targets[:count]]
+        targets = targets[count:]  # those of expand=, whose sums have a fixed order
     return sums + [torch.zeros(x.shape, dtype=like.dtype, device=device) for x in targets]
 
 

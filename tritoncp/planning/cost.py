@@ -123,10 +123,8 @@ EXPANSION_BACKWARD = 3  # products with the matrix, for one forward
 def _allgather(plan: PlanData, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     compute = float(_seconds(shape, pairs.sum(1).max(), hardware))
     own = plan.kv.s_max * shape.row
-    rows, groups = (
-        (plan.world_size - 1) * own,
-        len(traffic.head_groups(shape.sent_heads, own * shape.itemsize)),
-    )
+    rows = (plan.world_size - 1) * own
+    groups = len(traffic.head_groups(shape.sent_heads, own * shape.itemsize))
     expand = _expansion(shape, plan.world_size * plan.kv.s_max, hardware)
     gather = rows * shape.itemsize / hardware.bandwidth + groups * hardware.latency
     back = rows * 4 / hardware.bandwidth + groups * hardware.latency
@@ -165,8 +163,7 @@ def _fetch(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Har
         wire = elements / (hardware.bandwidth * hardware.scattered)
         start = int((received > 0).sum()) * hardware.latency
         receive_time, return_time = wire * shape.itemsize + start, wire * 4 + start
-        rows = rows_of_steps(replace(view, schedule="fetch", handle=None))
-        own, remote = (_expansion(shape, n, hardware) for n in rows)
+        own, remote = (_expansion(shape, n, hardware) for n in rows_of_steps(view, "fetch"))
         forward = max(forward, max(near + own, receive_time) + far + remote)
         tail = BACKWARD_RATIO * far * DKDV_SHARE + max(return_time, BACKWARD_RATIO * far * (1 - DKDV_SHARE))
         back = BACKWARD_RATIO * near + EXPANSION_BACKWARD * own

@@ -153,20 +153,21 @@ def _with_expanded(plan: PlanData, shape: Shape, sent: Peak) -> Peak:
     backward also their gradients, wide and rounded. What the function itself allocates is left out."""
     if not shape.latent:
         return sent
-    keys = max(rows_of_steps(plan)) * shape.expanded_row
+    keys = max(rows_of_steps(plan, plan.schedule)) * shape.expanded_row
     item, wide = shape.itemsize, max(4, shape.itemsize)
     return sent._replace(
         forward=sent.forward + keys * item, backward=sent.backward + keys * (2 * item + wide)
     )
 
 
-def rows_of_steps(plan: PlanData) -> list[int]:
-    """Return the rows of keys that each step of this rank reads, averaged over the batch rows."""
-    if plan.schedule == "fetch":
+def rows_of_steps(plan: PlanData, schedule: str) -> list[int]:
+    """Return the rows of keys that each step of this rank reads under a schedule, averaged over the batch
+    rows."""
+    if schedule == "fetch":
         own, remote = plan.kv.lengths[plan.rank], plan.traffic[plan.rank].clone()
         remote[plan.rank] = 0
         return [own, int(remote.sum()) // (plan.batch if plan.batched else 1)]
-    if plan.schedule == "ring" and plan.world_size > 1:
+    if schedule == "ring" and plan.world_size > 1:
         return [plan.kv.s_max * hop.reads for hop in plan.ring]
     return [plan.kv.s_max * plan.world_size]
 
