@@ -9,9 +9,10 @@ import torch
 
 from tritoncp.core.environment import UNSAFE_FUSED
 from tritoncp.core.log_lines import area_logger, log_decision
-from tritoncp.kernels.tile_rules import KINDS, PASSES, Config, copies, default, fit
+from tritoncp.kernels.tile_rules import KINDS, PASSES, Config, copies, default, fit, flipped_rows
 from tritoncp.kernels.toolchain import (
     fences_async_copies,
+    flips_right,
     fused_fault,
     multiplies_transposed,
     transposed_fault,
@@ -152,8 +153,8 @@ def choose(
     """Choose the config of a launch: the default, overridden by measured tiles (the option CONFIGS), then by
     the user's ``kernel_options``, fitted to the mask's blocks and the tensors.  CONFIGS has (pass, ((field of
     Config, value), ...)) for some passes; measured tiles that need descriptors are dropped where tensors have
-    none, those with FLIP where Triton miscompiles it.  It may also have ("route", (("ROUTE", name),)), the
-    default route.
+    none, those with FLIP where GPUs are reported to compute it wrong.  It may also have
+    ("route", (("ROUTE", name),)), the default route.
 
     Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
     prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles
@@ -209,6 +210,8 @@ def _chosen(
         USE_TMA=config.USE_TMA and tma,
         num_stages=config.num_stages if fences or (config.USE_TMA and tma) else 1,
     )
+    if fitted.FLIP and not flips_right(arch, flipped_rows(kind, fitted)):
+        fitted = replace(fitted, FLIP=False)
     origin = "measured" if measured else "rule"
     origin = f"kernel_options over {origin}" if is_explicit else origin
     line = "%s kernel on %s, head dim %d: %s (%s)"

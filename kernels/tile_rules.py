@@ -22,8 +22,9 @@ class Config:
 
     USE_TMA copies tiles by tensor descriptor, where strides allow: fewer instructions and no addresses in
     registers.  FLIP computes the scores of a backward pass transposed: wgmma takes 64 rows a group of four
-    warps, so that eight warps need 128 rows, of queries in dK/dV.  maxnreg is Triton's limit of registers a
-    thread; without one, ptxas at times spills to stay within 128 or 168.
+    warps, so that eight warps need 128 rows, of queries in dK/dV; it has no effect on Hopper where the
+    transposed scores have fewer (`toolchain.flips_right`).  maxnreg is Triton's limit of registers a thread;
+    without one, ptxas at times spills to stay within 128 or 168.
     """
 
     BLOCK_M: int
@@ -44,6 +45,11 @@ class Config:
         # Fuses the scaling of scores into exp2's argument, which Triton from 3.10 on does not do by default.
         options["enable_fp_fusion"] = True
         return options | ({"maxnreg": self.maxnreg} if self.maxnreg else {})
+
+
+def flipped_rows(kind: str, config: Config) -> int:
+    """Rows of the transposed scores that FLIP computes: keys in dQ, else queries."""
+    return config.BLOCK_N if kind == "dq" else config.BLOCK_M
 
 
 def pieces(dim: int, widest: int = 128) -> tuple[int, int]:

@@ -87,16 +87,18 @@ def ptxas_faults(arch: str, version: str) -> Iterator[str]:
 
 
 def multiplies_transposed(arch: str) -> bool:
-    """Whether this Triton compiles products of a transposed register tile right for ``arch``.
+    """Whether products of a transposed register tile are right on GPUs of ``arch`` with this Triton.
 
-    Triton before 3.7.1 is reported not to on sm_90, by GPUs: where wgmma's left operand is the transposed
-    result of another product, the answer is wrong without an error (flash-linear-attention#640; #983 names
-    3.4 to 3.7.0, triton#6124 3.2).  The guard covers every dtype, since tf32 products run on wgmma too.
+    With Triton 3.4 to 3.7.0 they are reported wrong on Hopper, without an error: where wgmma's left operand
+    is the transposed result of another product (flash-linear-attention#640, #983; triton#6124 names 3.2).
+    The guard covers every dtype, since tf32 products run on wgmma too.
 
-    PTX does not show it.  Of 126 chained products (a b^T)^T c compiled by 3.6.0 (float16, bfloat16, tf32;
-    tiles of 16 to 128; 2, 4 and 8 warps), ``tritoncp.executor`` ran 97 to the exact result and none to a
-    wrong one; it refused the same 29 that it refuses of 3.7.1 (13 write accumulators after a wgmma.fence, 16
-    have tf32 operands in registers).  Both come with ptxas 12.8.93.  So the guard stays until a GPU decides.
+    The PTX of these products is right.  Of 126 chained products (a b^T)^T c that 3.6.0 compiled,
+    ``tritoncp.executor`` ran 97 to the exact result and none to a wrong one; it refused the same 29 as of
+    3.7.1.  In the kernel of #640 it finds one fault of 3.6.0, the loop of asynchronous copies of
+    `fences_async_copies`, and none in its transposed products (``tests/compiled/test_mutants.py``).  Besides,
+    ptxas before 13.3, which both versions contain, may reuse registers of wgmma's left operand too early
+    (triton#9433, triton#11781).  Which fault #640 saw, a GPU has to show: until then the guard stays.
 
     Kernels with such products:
 
@@ -128,6 +130,16 @@ def fences_async_copies() -> bool:
     return _numbers(triton.__version__) >= (3, 7, 1)
 
 
+def flips_right(arch: str, rows: int) -> bool:
+    """Whether Triton compiles FLIP right for ``arch`` where the transposed scores have so many ``rows``.
+
+    wgmma takes 64 rows.  With fewer, Triton multiplies the scores by mma.sync and, by wgmma, their result
+    with the same tile of Q, K or dO; it waits for all but the last of these products, and lets the next copy
+    of the loop overwrite the tile that it reads (3.6.0 and 3.7.1, found by ``tritoncp.executor``).
+    """
+    return multiplies_transposed(arch) and (arch != "sm_90" or rows >= 64)
+
+
 def transposed_fault(arch: str) -> str | None:
     """The reason why kernels for ``arch`` may not multiply transposed register tiles, with the remedy; None
     if they may."""
@@ -136,8 +148,8 @@ def transposed_fault(arch: str) -> str | None:
     import triton
 
     return (
-        f"Triton {triton.__version__} miscompiles its transposed products for {arch}: gradients may be "
-        "wrong without an error (flash-linear-attention#640). Install triton 3.7.1 or newer"
+        f"Triton {triton.__version__} is reported to compute wrong gradients on {arch} by transposed "
+        "products, without an error (flash-linear-attention#640). Install triton 3.7.1 or newer"
     )
 
 

@@ -28,6 +28,7 @@ ONE_STEP = {
     "widest": replace(CALL, dims=(256, 256), group=1),
     "narrow": replace(CALL, dims=(16, 16), dtype=F32, mask=("prefix", 40)),
     "no descriptors": replace(CALL, layout="one channel"),
+    "odd blocks": replace(CALL, length=250, kv_length=250, group=1, block=100, mask=("prefix", 230)),
     "few rows": replace(CALL, length=3, kv_length=500, group=4, mask=("prefix", 400)),
     "split keys": replace(CALL, length=20, kv_length=500, mask=("everything", 0), options={"SPLIT_KV": 3}),
 }
@@ -36,7 +37,10 @@ RANKS = {
     "fetch": replace(CALL, world=2, schedule="fetch", balancer="contiguous", mask=("window", 61), block=64),
 }
 SOME = [] if COMPILED == "sm_90" else [pytest.mark.long]  # one architecture's ranks stand for the others
-FUSED = replace(CALL, options={"FUSED_BACKWARD": True})
+TRANSPOSED = {
+    "fused": replace(CALL, options={"FUSED_BACKWARD": True}),
+    "flip": replace(CALL, length=300, kv_length=300, group=1, options={"bwd_FLIP": True}),
+}
 ROUTE = replace(CALL, options={"ROUTE": "gluon"}, loss="forward")
 GLUON = {
     "causal": replace(ROUTE, dims=(128, 128)),
@@ -54,10 +58,11 @@ def test_ranks(name: str) -> None:
     check(RANKS[name])
 
 
-def test_fused_backward() -> None:
-    """It is refused where a compiler is known to be wrong."""
-    with nullcontext() if fused_fault(COMPILED) is None else pytest.raises(ValueError, match="FUSED"):
-        check(FUSED)
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_transposed_products(name: str) -> None:
+    """They are refused where GPUs are reported to compute them wrong."""
+    with nullcontext() if fused_fault(COMPILED) is None else pytest.raises(ValueError, match="kernel option"):
+        check(TRANSPOSED[name])
 
 
 @pytest.mark.parametrize("name", GLUON)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 import tritoncp
 from tests.conftest import COMPILED
@@ -14,6 +15,7 @@ from tests.kernels.support.harness import QKV, Results, agree, cotangents, oracl
 from tritoncp.executor import compiled_kernels
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
+from tritoncp.masks import Kind
 
 BF16 = torch.bfloat16
 TOLERANCE = 0.02  # of bfloat16 results
@@ -56,7 +58,20 @@ def test_layouts(layout: str) -> None:
     past int32."""
     x = QKV(*map(LAYOUTS[layout], qkv(80, dim=64, dtype=BF16)))
     assert x.q.data_ptr() % 16 == 2 or layout != "off by one"
+    if layout == "off by one":
+        check(qkv(80, dim=64, dtype=BF16), CAUSAL)  # of equal strides: its code must not be taken
     check(x, CAUSAL)
+
+
+def test_a_last_block_that_is_listed_as_full() -> None:
+    """Its rows have no interval: only the end of the keys hides what lies behind them."""
+    number, index = torch.tensor([[[1, 1]]]), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
+    full, full_index = torch.tensor([[[0, 1]]]), torch.ones(1, 1, 2, 2, dtype=torch.int32)
+    lists = (number.int(), index, full.int(), full_index)
+    blocks = BlockMask.from_kv_blocks(*lists, mask_mod=lambda b, h, q, kv: kv <= q, seq_lengths=(150, 150))
+    mask = tritoncp.from_block_mask(blocks)
+    assert Kind.BOUNDED in mask.runs.to_kinds()
+    check(qkv(150, heads=1, dim=64, dtype=BF16), mask)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,23 @@ def softmax(X, Y, N, M: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(Y + m[None, :] * N + n[:, None], e / tl.sum(e, 0)[None, :] + top, mask=n[:, None] < N)
 
 
+@triton.jit
+def gradients(Q, K, V, DO, DQ, DK, LENGTH, B: tl.constexpr):
+    """Products of `chunk_bwd_kernel_dqkwg` in flash-linear-attention#640: dS is summed in a loop, and
+    multiplied as it is and transposed."""
+    i = tl.arange(0, B)
+    b_ds, b_dk = tl.zeros([B, B], tl.float32), tl.zeros([B, B], tl.float32)
+    for start in range(0, LENGTH, B):
+        at = i[:, None] * LENGTH + start + i[None, :]
+        b_v, b_do = tl.load(V + at), tl.load(DO + at)
+        b_ds += tl.dot(b_do, tl.trans(b_v))
+        b_dk += tl.dot(b_v, b_do)
+    b_ds = tl.where(i[:, None] >= i[None, :], b_ds, 0.0).to(Q.dtype.element_ty)
+    at = i[:, None] * B + i[None, :]
+    tl.store(DQ + at, tl.dot(b_ds, tl.load(K + at)))
+    tl.store(DK + at, b_dk + tl.dot(tl.trans(b_ds), tl.load(Q + at)))
+
+
 # Programs with three masked tiles or more and as many full ones, for loops to repeat what they do, and others
 # without any tile: queries far behind the last key, and keys far behind the last query
 WINDOW = replace(CALL, group=1, mask=("window", 520))
@@ -83,6 +101,23 @@ def run_matmul(boxes: bool = False) -> Run:
         else:
             matmul[(2,)](a, b, c, k, m, n, step, num_stages=3)
         assert torch.equal(c.double(), want)
+
+    return run
+
+
+def run_gradients() -> Run:
+    n, length = 64, 192
+    q, k = (torch.randint(-2, 3, (n, n)).bfloat16() for _ in range(2))
+    v, do = (torch.randint(-1, 2, (n, length)).bfloat16() for _ in range(2))
+    ds = (do.double() @ v.double().T).tril()
+    parts = zip(v.double().split(n, 1), do.double().split(n, 1))
+    want = ds @ k.double(), sum(x @ y for x, y in parts) + ds.T @ q.double()
+
+    def run() -> None:
+        dq, dk = torch.full((2, n, n), float("nan"))
+        kernel: Any = gradients
+        kernel[(1,)](q, k, v, do, dq, dk, length, n, num_stages=3)
+        assert torch.equal(dq.double(), want[0]) and torch.equal(dk.double(), want[1])
 
     return run
 
@@ -230,12 +265,17 @@ def test_programs_that_store_one_box_race() -> None:
     assert any(f.kind.startswith("race") and "on global memory" in f.kind for f in device.faults)
 
 
-def test_copies_of_a_loop_are_fenced_before_the_tensor_cores() -> None:
-    """Triton before 3.7.1 puts the fence before the loop (triton#9610)."""
+@pytest.mark.parametrize("prepare", [run_matmul, run_gradients])
+def test_copies_of_a_loop_are_fenced_before_the_tensor_cores(prepare: Callable[[], Run]) -> None:
+    """Triton before 3.7.1 puts the fence before the loop (triton#9610); products behind the loop, transposed
+    ones among them, are right."""
     with compiled_kernels(COMPILED, raise_faults=False) as device:
-        run_matmul()()
+        prepare()()
     assert bool(device.faults) is (COMPILED != "sm_80" and not fences_async_copies())
     assert all("without fence.proxy.async" in fault.kind for fault in device.faults)
+    lines = Path(__file__).read_text().splitlines()
+    places = {lines[int(fault.source.rsplit(":", 1)[1]) - 1].strip() for fault in device.faults}
+    assert all(place.startswith(("acc =", "b_ds +=", "b_dk +=")) for place in places), places
 
 
 Launches = dict[str, tuple[LoadedKernel, Any]]

@@ -160,6 +160,22 @@ def test_one_stage_where_no_fence_follows_asynchronous_copies(arch, version, pre
         assert choose(*call) == (replace(want, num_stages=1) if affected and not want.USE_TMA else want)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_fewer_than_64_rows_of_scores_are_not_flipped_on_hopper(arch, pretend):
+    """Triton lets the next copy of the loop overwrite what wgmma still reads."""
+    pretend(arch, "3.7.1")
+    for kind, m, n in itertools.product(BACKWARD, (32, 64), (32, 64)):
+        names = {"dq": "2"}.get(kind, "1")
+        options = {f"BLOCK_M{names}": m, f"BLOCK_N{names}": n, "bwd_FLIP": True}
+        right = arch != "sm_90" or (n if kind == "dq" else m) == 64
+        assert tiles(kind, arch, options).FLIP is right
+        target = Target(kind, Problem("causal", 4096, 8, 2, 64, 64))
+        few = [
+            c for c in candidates(target, arch) if c.FLIP and (c.BLOCK_N if kind == "dq" else c.BLOCK_M) < 64
+        ]
+        assert bool(few) is (arch != "sm_90")
+
+
 def flipped(kind: str) -> dict:
     """Options with measured tiles of a pass."""
     return {"CONFIGS": ((kind, tuple(asdict(Config(64, 64, 8, 1, FLIP=True)).items())),)}

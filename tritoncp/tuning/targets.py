@@ -11,8 +11,8 @@ from typing import Any
 from tritoncp.analysis.jobs import Job, Routed, kernel_of, parse_shape, step_job
 from tritoncp.core.environment import UNSAFE_FUSED
 from tritoncp.kernels.options import ROUTES
-from tritoncp.kernels.tile_rules import FEW, Config, copies, default, weight, widest_route
-from tritoncp.kernels.toolchain import fused_fault, multiplies_transposed
+from tritoncp.kernels.tile_rules import FEW, Config, copies, default, flipped_rows, weight, widest_route
+from tritoncp.kernels.toolchain import flips_right, fused_fault
 from tritoncp.masks.expressions import score_of
 from tritoncp.mods import Untranslatable, hand_written, score_mod
 from tritoncp.planning.problem import MEASURED_KINDS, MODELS, Problem
@@ -179,8 +179,9 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
         }
         if not arch.startswith("gfx"):  # two programs on a multiprocessor
             configs |= {replace(config, num_warps=8, maxnreg=128) for config in sized}
-        if target.kernel not in ("forward", "few") and multiplies_transposed(arch):
-            configs |= {replace(config, FLIP=True) for config in sized}
+        if target.kernel not in ("forward", "few"):
+            flips = (c for c in sized if flips_right(arch, flipped_rows(target.kernel, c)))
+            configs |= {replace(config, FLIP=True) for config in flips}
     values = asdict(own)
 
     def order(config: Config) -> tuple[Any, ...]:
