@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput as AuxOutput
     from torch.nn.attention.flex_attention import AuxRequest as AuxRequest
     from torch.nn.attention.flex_attention import BlockMask as BlockMask
+    from torch.nn.attention.flex_attention import FlexKernelOptions as FlexKernelOptions
     from torch.nn.attention.flex_attention import create_mask as create_mask
     from torch.nn.attention.flex_attention import noop_mask as noop_mask
 
@@ -105,7 +106,8 @@ _MODULE_OF = {name: f"tritoncp.{module}" for module, names in _WHERE.items() for
 __all__ = sorted(_MODULE_OF)
 # torch's own objects, for an import line of which tritoncp takes the place.
 _MODULE_OF |= dict.fromkeys(
-    ("AuxOutput", "AuxRequest", "BlockMask", "create_mask", "noop_mask"), "torch.nn.attention.flex_attention"
+    ("AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "create_mask", "noop_mask"),
+    "torch.nn.attention.flex_attention",
 )
 
 

@@ -164,10 +164,11 @@ def shrink(cls: Any, sizes: dict[str, Any], options: dict[str, Any]) -> Any:
     """Return a config with small sizes, without dropout, and with a layer or two of each kind."""
     probe = cls()
     small = {
-        name: shrink(type(part), sizes, {})
+        name: shrink(type(part), sizes, options.get(name, {}))
         for name in cls.sub_configs
         if (part := getattr(probe, name, None))
     }
+    options = {name: x for name, x in options.items() if name not in small}
     probe.allow_global_per_layer_attributes = True
     values = {
         name: attempt(partial(getattr, probe, name, None)) for name in (*vars(probe), *cls.attribute_map)

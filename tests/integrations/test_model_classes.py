@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import BartConfig, BartForCausalLM, LlamaForCausalLM
+from transformers import BartConfig, BartForCausalLM, FalconConfig, FalconForCausalLM, LlamaForCausalLM
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from tests.integrations import transformers_models as models
 from tests.multiprocess import ranks
-from tritoncp.integrations.transformers import model_classes, shard_batch
+from tritoncp.integrations.transformers import attention, model_classes, shard_batch
 from tritoncp.integrations.transformers.model_classes import has_loss_of_its_own, is_recurrent
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
@@ -80,6 +82,24 @@ def test_classes_without_source_are_recurrent_as_their_bases() -> None:
         part.__class__ = without_source(type(part))
     assert [is_recurrent(part) for part in model.modules()] == kinds
     assert not model_classes._computes_attention(without_source(Qwen3NextGatedDeltaNet))
+
+
+def test_every_table_of_attention_classes_is_extended() -> None:
+    folder = Path(transformers.__file__).parent / "models"
+    sources = {path: path.read_text() for path in folder.glob("*/modeling_*.py")}
+    tables = {f"{p.parent.name}.{p.stem}" for p, text in sources.items() if "_ATTENTION_CLASSES[" in text}
+    assert tables == set(attention.TABLES)
+
+
+def test_a_model_with_a_table_of_attention_classes_runs_as_eager() -> None:
+    def logits(implementation: str) -> Tensor:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = FalconConfig(**sizes, attn_implementation=implementation)
+        return FalconForCausalLM(config).eval()(models.text_batch()["input_ids"]).logits
+
+    with torch.no_grad():
+        assert torch.equal(logits("tritoncp"), logits("eager"))
 
 
 def test_a_mesh_of_one_rank_is_one_process() -> None:

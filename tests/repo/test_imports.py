@@ -291,6 +291,9 @@ def test_public_names_resolve_and_type_checkers_see_the_same():
     for name, is_of_torch in typed:  # torch's are for import lines of which tritoncp takes the place
         value = getattr(tritoncp, name)
         assert value is not None and (not is_of_torch or value is getattr(flex_attention, name))
+    assert {name for name, _ in typed} >= set(
+        flex_attention.__all__
+    )  # a replaced import line takes all of them
 
 
 def test_an_unknown_name_lists_the_available_ones():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,6 +24,14 @@ from tritoncp.masks.mask_mod import UNBOUNDED, MaskMod, and_masks
 from tritoncp.masks.named import softcap as softcap_mod
 from tritoncp.masks.varlen import varlen
 from tritoncp.planning.plan import Plan
+
+# Modules of transformers that look up a class of attention by the name of the implementation, in a dict.
+TABLES = (
+    "bark.modeling_bark", "data2vec.modeling_data2vec_vision", "deepseek_ocr2.modeling_deepseek_ocr2",
+    "falcon.modeling_falcon", "git.modeling_git", "gpt_neo.modeling_gpt_neo", "gptj.modeling_gptj",
+    "sam.modeling_sam", "sam_hq.modeling_sam_hq", "superglue.modeling_superglue",
+    "unlimited_ocr.modeling_unlimited_ocr",
+)  # fmt: skip
 
 
 def register(name: str = "tritoncp") -> None:
@@ -46,6 +56,11 @@ def register(name: str = "tritoncp") -> None:
     """
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, create_mask)
+    for module in TABLES:
+        with suppress(ImportError):  # of other versions of transformers
+            for table, classes in vars(import_module(f"transformers.models.{module}")).items():
+                if table.endswith("_ATTENTION_CLASSES"):
+                    classes[name] = classes["eager"]
 
 
 def is_registered(name: str | None) -> bool:
