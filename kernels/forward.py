@@ -16,10 +16,12 @@ from tritoncp.kernels.scores import (
     LOG2E,
     Head,
     MaskRule,
+    Pairs,
     Queries,
     add_dot,
     dot_nt,
     inverse_sum,
+    modified_scores,
     online_softmax,
     row_intervals,
     row_lse,
@@ -234,11 +236,11 @@ def forward_kernel(
                 kv = locate_tile(kv_slots, i_b, skip_cut(tiles, i_t), KV_LAYOUT)
                 b_k = stream_pieces(keys, i_b, i_hkv, kv, o_n, QK, CHECK)  # [N, D]
                 b_s = dot_nt(b_q, b_k, PRECISION)  # [M, N]
-                if not FOLD:
-                    b_s = b_s * SCALE
                 if SCORE_MOD is not None:
-                    o_kv = (kv.pos + o_n)[None, :]
-                    b_s = SCORE_MOD(b_s, head.b, head.h, o_q, o_kv, score_caps).to(b_s.dtype)
+                    pairs = Pairs(o_q, (kv.pos + o_n)[None, :])
+                    b_s = modified_scores(b_s, head, pairs, score_caps, SCALE, SCORE_MOD)
+                elif not FOLD:
+                    b_s = b_s * SCALE
                 if not FULL:
                     b_s = hide_keys(b_s, head, queries, kv, o_n, rows, tiles.kind, mask_caps, RULE)
                 elif not EVEN:

@@ -245,6 +245,22 @@ def probabilities(b_s, b_lse):
         return tl.exp2(tl.minimum(b_s - b_lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
+@triton.constexpr_function
+def takes_scale(score_mod):
+    """Whether a score_mod multiplies dot products by the scale itself, together with a factor of its own."""
+    return "scale" in score_mod.arg_names
+
+
+@triton.jit
+def modified_scores(b_s, head, pairs, score_caps, SCALE: tl.constexpr, SCORE_MOD: tl.constexpr):
+    """score_mod(s * SCALE) of raw dot products s."""
+    if takes_scale(SCORE_MOD):
+        b_t = SCORE_MOD(b_s, head.b, head.h, pairs.q, pairs.kv, score_caps, SCALE)
+    else:
+        b_t = SCORE_MOD(b_s * SCALE, head.b, head.h, pairs.q, pairs.kv, score_caps)
+    return b_t.to(b_s.dtype)
+
+
 @triton.jit
 def to_log2(b_s, head, pairs, score_caps, SCALE: tl.constexpr, SCORE_MOD: tl.constexpr):
     """Convert raw dot products to (scores before score_mod, final scores in log2 units)."""
@@ -252,8 +268,7 @@ def to_log2(b_s, head, pairs, score_caps, SCALE: tl.constexpr, SCORE_MOD: tl.con
         return b_s, b_s * (SCALE * LOG2E)
     else:
         b_s = b_s * SCALE
-        b_t = SCORE_MOD(b_s, head.b, head.h, pairs.q, pairs.kv, score_caps)
-        return b_s, b_t.to(b_s.dtype) * LOG2E
+        return b_s, modified_scores(b_s, head, pairs, score_caps, 1.0, SCORE_MOD) * LOG2E
 
 
 @triton.jit

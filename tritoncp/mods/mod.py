@@ -90,7 +90,7 @@ class Mod:
     @property
     def is_score(self) -> bool:
         """Whether `fn` takes a score."""
-        return len(self.fn.arg_names) == 6
+        return len(self.fn.arg_names) >= 6
 
     def check_kernels(self) -> Mod:
         """Return the mod. Raises Untranslatable if only torch can run it."""

@@ -124,6 +124,11 @@ def test_scores_equal_eager_scores(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, expected.expand(N, N), rtol=rounding, atol=rounding)
 
 
+def test_a_factor_of_all_scores_takes_the_scale() -> None:
+    folded = {name for name, fn in SCORES.items() if "scale" in score_mod(fn).fn.arg_names}
+    assert folded == {"softcap", "exponents of heads", "literals", "edit in place", "another dtype"}
+
+
 def test_an_argument_without_a_rule_is_refused() -> None:
     with pytest.raises(Untranslatable, match="decimals=1 has no rule"):
         score_mod(lambda s, b, h, q, k: torch.round(s, decimals=1))

@@ -30,8 +30,12 @@ def emit_source(trace: ModTrace) -> tuple[str, int]:
     """Emit the source of a module with `mask_mod`, or with `score_mod` and `score_grad`; count the axes of a
     score tile with which its loads vary, see `Mod.loads`."""
     writer = GraphWriter(trace)
-    name, arguments = ("score_mod", "score, ") if trace.is_score else ("mask_mod", "")
-    parts = [_emit_function(name, f"{arguments}b, h, q_idx, kv_idx, caps", _emit_forward(trace, writer))]
+    lines = _emit_forward(trace, writer)
+    if not trace.is_score:
+        parts = [_emit_function("mask_mod", "b, h, q_idx, kv_idx, caps", lines)]
+    else:
+        scale = ", scale: tl.constexpr = 1.0" if _fold_scale(lines, writer.block) else ""
+        parts = [_emit_function("score_mod", f"score, b, h, q_idx, kv_idx, caps{scale}", lines)]
     if trace.joint is not None:
         arguments = "dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps"
         parts.append(_emit_function("score_grad", arguments, _emit_backward(trace, trace.joint)))
@@ -98,6 +102,18 @@ def _drop_unused_captures(lines: list[str]) -> list[str]:
     """Remove the lines that unpack unused captures."""
     used = set(re.findall(r"\w+", "\n".join(line for line in lines if " = caps[" not in line)))
     return [line for line in lines if " = caps[" not in line or used & {*line.split(" = ")[0].split(", ")}]
+
+
+def _fold_scale(lines: list[str], block: Block) -> bool:
+    """Multiply by `scale` the factor that all scores share, if `score` has no other use; return whether that
+    was so. Kernels then save the product of each score with the scale of attention."""
+    uses = [i for i, line in enumerate(lines) if re.search(r"\bscore\b", line)]
+    factor = r"[A-Za-z_]\w*|-?[\d.]+(?:e[+-]?\d+)?"
+    product = re.fullmatch(rf"(\w+ = score \*) ({factor})", lines[uses[0]]) if len(uses) == 1 else None
+    if product is None or (product[2].isidentifier() and product[2] not in block.uniform):
+        return False
+    lines[uses[0]] = f"{product[1]} ({product[2]} * scale)"
+    return True
 
 
 def _scalar(value: Value | None) -> Scalar:

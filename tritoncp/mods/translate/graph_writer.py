@@ -106,6 +106,7 @@ class GraphWriter:
         place = len(self.trace.tensors) + int(name[1:])
         if isinstance(number, float):
             text = self.block.name(f"tl.cast(caps[{place}], tl.float32)", name)
+            self.block.uniform.add(text)
             return Scalar(text, torch.float32, "float32", weak=True)
         bits = 32 if IntegerRange(number, number).fits(32) else 64
         text = self.block.name(f"tl.cast(caps[{place}], tl.int{bits})", name)

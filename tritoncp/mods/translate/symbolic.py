@@ -165,10 +165,12 @@ class Block:
     """The lines of one emitted function.
 
     exact: whether divisions and roots are rounded as IEEE 754 says, as in masks, although that is slower
+    uniform: variables that all scores of a tile share
     """
 
     exact: bool
     lines: list[str] = field(default_factory=list)
+    uniform: set[str] = field(default_factory=set)
     _variables: dict[str, str] = field(default_factory=dict)
     _name_counts: dict[str, int] = field(default_factory=dict)
 
@@ -198,7 +200,10 @@ class Block:
     ) -> Scalar:
         """Emit an operation; its result varies with the axes of all operands."""
         axes = frozenset().union(*(p.axes for p in parents)) if parents else NO_AXES
-        return Scalar(self.name(expression, hint), dtype, rep, range, None, axes)
+        name = self.name(expression, hint)
+        if not axes:
+            self.uniform.add(name)
+        return Scalar(name, dtype, rep, range, None, axes)
 
     def comparison(self, expression: str, hint: str, *parents: Scalar) -> Scalar:
         """Emit a comparison."""
