@@ -129,8 +129,9 @@ def plan(png: Path | None, as_json: bool, **options: Any) -> None:
     Shows the owner of each block, the work of each rank, the bytes that each schedule sends and keeps, its
     predicted time, and the choice of "auto". In Python: print(plan), plan.plot().
     """
-    from tritoncp.planning.report.command import collect_facts, print_facts
+    from tritoncp.planning.report.command import collect_facts
     from tritoncp.planning.report.drawing import write_drawing
+    from tritoncp.planning.report.text import format_lines
 
     if png is not None and png.suffix != ".png":
         raise click.UsageError(f"--png {str(png)!r}: the file has to be called *.png")
@@ -138,8 +139,8 @@ def plan(png: Path | None, as_json: bool, **options: Any) -> None:
         facts = collect_facts(**options)
         if png is not None:
             write_drawing(facts, png)
-        text = json.dumps(facts.as_json()) if as_json else ""
-    click.echo(text) if as_json else print_facts(facts)
+        text = json.dumps(facts.as_json()) if as_json else "\n".join(format_lines(facts))
+    click.echo(text)
 
 
 for command in (autotune, check, demo, doctor, inspect, perf):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritoncp.masks import and_masks, causal, document, not_, or_masks, prefix_lm, sliding_window
-from tritoncp.masks.expressions import count, format_mask, lengths, mask_of
+from tritoncp.masks.expressions import count, lengths, mask_of
 
 SIZE = 48
 DOCUMENTS = [5, 20, 23]
@@ -129,16 +129,3 @@ def test_counts() -> None:
     for text in ("", "K", "1.0001K", "-3", "1e6", "1T"):
         with pytest.raises(ValueError, match="no whole number of tokens"):
             count(text)
-
-
-@pytest.mark.parametrize("text", sorted(set(LEAVES) - {"document(40, 8)"}))
-def test_a_formatted_mask_is_read_back_as_the_same_mask(text):
-    for mask in (LEAVES[text], ~LEAVES[text] & causal() | LEAVES[text] & sliding_window(4, 1)):
-        assert torch.equal(dense(mask_of(format_mask(mask), DOCUMENTS)), dense(mask))
-
-
-def test_functions_are_formatted_by_their_names():
-    def near(b, h, q, kv):
-        return q - kv < 3
-
-    assert format_mask(causal() & near & (lambda b, h, q, kv: q > kv)) == "(causal & near) & a lambda"

@@ -26,10 +26,11 @@ from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.user_code import describe
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
+from tritoncp.masks.mask_mod import name_of
 from tritoncp.ops import signatures
 from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.report.text import format_title, strip_addresses
+from tritoncp.planning.report.text import format_title
 
 MAX_PLANS = 64  # plans per group, or of calls without a group
 MAX_BYTES = 1 << 30  # bytes of their masks and placements
@@ -234,7 +235,7 @@ def log_plan(sources: Sources, plan: Plan) -> None:
 
 def _mask_text(sources: Sources) -> str:
     """Return a mask_mod as it was written, or its name, for log lines."""
-    return "none" if sources.mod is None else strip_addresses(repr(sources.mod))[:200]
+    return "none" if sources.mod is None else name_of(sources.mod)[:200]
 
 
 def _warn_uneven(sources: Sources, natural: Plan) -> None:

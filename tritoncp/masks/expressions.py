@@ -22,15 +22,12 @@ import torch
 from tritoncp.core.checked_json import parse_json
 from tritoncp.core.tracing import Mod
 from tritoncp.masks.closed_forms import (
-    Document,
-    PrefixLM,
-    SlidingWindow,
     causal,
     document,
     prefix_lm,
     sliding_window,
 )
-from tritoncp.masks.mask_mod import And, MaskFn, Not, Or, and_masks, name_of, not_, or_masks
+from tritoncp.masks.mask_mod import MaskFn, and_masks, not_, or_masks
 from tritoncp.masks.named import alibi, softcap
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -139,47 +136,6 @@ prefix, prefix_lm, sliding_window, window
         raise ExpressionError(message, text, start, start + 1) from None
     except (RecursionError, MemoryError):  # raised by Python's parser for deep nesting
         raise ValueError(f"the mask expression {brief(text)} is nested too deeply") from None
-
-
-def format_mask(mask_mod: MaskFn, *, nested: bool = False) -> str:
-    """Format a mask_mod as the expression that :func:`mask_of` reads; other functions by their names.
-
-    nested: whether the expression is an operand, so that ``a & b`` needs parentheses
-
-    >>> format_mask(mask_of("~causal & window(4K, 100) | document | (full & prefix_lm(1000))", [3, 5]))
-    '(~causal & window(4K, 100)) | document | (full & prefix_lm(1000))'
-    """
-    if isinstance(mask_mod, And | Or) and len(mask_mod.parts) == 1:
-        return format_mask(mask_mod.parts[0], nested=nested)
-    if isinstance(mask_mod, And | Or):
-        sign = " & " if isinstance(mask_mod, And) else " | "
-        text = sign.join(format_mask(part, nested=True) for part in mask_mod.parts)
-        return f"({text})" if nested else text
-    if isinstance(mask_mod, Not):
-        return f"~{format_mask(mask_mod.parts[0], nested=True)}"
-    if isinstance(mask_mod, SlidingWindow):
-        left, right = mask_mod.window
-        words = {(-1, 0): "causal", (-1, -1): "full"}
-        numbers = (left,) if right == 0 else (left, right)
-        return words.get((left, right)) or f"window({', '.join(map(format_count, numbers))})"
-    if isinstance(mask_mod, Document):
-        return "document"
-    if isinstance(mask_mod, PrefixLM) and isinstance(mask_mod.prefix, int):
-        return f"prefix_lm({format_count(mask_mod.prefix)})"
-    name = name_of(mask_mod)
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", name if name != "<lambda>" else "a lambda")
-
-
-def format_count(number: int) -> str:
-    """Format a whole number as :func:`count` reads it, in the largest unit that divides it.
-
-    >>> format_count(4096), format_count(3 << 20), format_count(1000), format_count(-1)
-    ('4K', '3M', '1000', '-1')
-    """
-    for unit, size in reversed(UNITS.items()):
-        if number >= size and number % size == 0:
-            return f"{number // size}{unit}"
-    return str(number)
 
 
 def score_of(text: str, heads: int, device: torch.device | str = "cpu") -> Mod:

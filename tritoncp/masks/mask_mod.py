@@ -7,6 +7,7 @@ interval of keys that each query row sees, where there is one.
 from __future__ import annotations
 
 import operator
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -244,8 +245,8 @@ def dependence_of(part: MaskFn) -> tuple[bool, bool]:
 
 
 def name_of(part: MaskFn) -> str:
-    """The name of a function, the repr of a MaskMod."""
-    return getattr(part, "__name__", repr(part))
+    """The name of a function, the repr of a MaskMod, without memory addresses: the same in every process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", getattr(part, "__name__", repr(part)))
 
 
 def _intersect_bounds(bounds: tuple[int, ...]) -> int:

@@ -168,4 +168,4 @@ class Plan(PlanData, BlockMaskInterface):
 
     @on_host
     def __str__(self) -> str:
-        return "\n".join(line.text for line in format_lines(Facts.of(self)))
+        return "\n".join(format_lines(Facts.of(self)))

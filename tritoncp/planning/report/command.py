@@ -1,4 +1,4 @@
-"""The command `tritoncp plan`: makes a plan from its options and prints or draws it."""
+"""The command `tritoncp plan`: makes a plan from its options."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.text import Text
 
 from tritoncp.masks import expressions
 from tritoncp.masks.create import create_on_device
 from tritoncp.planning.build import build
 from tritoncp.planning.report.facts import Facts
-from tritoncp.planning.report.rasters import colours
-from tritoncp.planning.report.text import format_lines
 
 DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
 # A plan takes about 60 bytes a token, 2 KiB a block, 25 bytes a pair of ranks and a byte for each block of
@@ -93,11 +89,3 @@ def check_size(tokens: int, rows: int, block: int, ranks: int) -> None:
             f"{blocks} blocks of {block} tokens for {ranks} ranks: at most {most} are planned; "
             "make --block-size larger"
         )
-
-
-def print_facts(facts: Facts) -> None:
-    """Print the facts, in the ranks' colours if the output is a terminal."""
-    console, paint = Console(), colours(facts.plan.world_size)
-    for line in format_lines(facts):
-        style = "" if line.rank is None else "rgb({},{},{})".format(*paint[line.rank])
-        console.print(Text(line.text, style), soft_wrap=True)

@@ -5,104 +5,127 @@ Matplotlib is imported when the first plan is drawn.
 
 from __future__ import annotations
 
+import colorsys
 import io
+import itertools
 import textwrap
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from tritoncp.planning.report import rasters
-from tritoncp.planning.report.facts import Facts
-from tritoncp.planning.report.rasters import colours
-from tritoncp.planning.report.text import format_choice, format_headline, format_meaning
+from tritoncp.planning.plan_data import PlanData
+from tritoncp.planning.report.facts import Facts, owner_shares
+from tritoncp.planning.report.text import format_headline, format_meaning
 from tritoncp.planning.report.units import format_bytes, format_tokens, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI = 100  # pixels an inch; sizes below are in pixels
+SIDE = 720  # most pixels across the mask
+FULL, MASKED = 1.0, 0.55  # opacity of the owner's colour
+SOME = 0.4  # least opacity of a pixel that stands for many blocks, any of them listed
 INK, GREY, DEEP, OWN = "#212529", "#6c757d", "#084ea0", "#f0be50"
+NO_OWNER = (222, 226, 230)
+# Paul Tol's "bright" palette, distinct under colour blindness, and two more colours.
+BRIGHT = (
+    (68, 119, 170), (238, 102, 119), (34, 136, 51), (204, 187, 68),
+    (102, 204, 238), (170, 51, 119), (221, 136, 68), (120, 120, 120),
+)  # fmt: skip
 STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "text.parse_math": False,
-    "axes.edgecolor": GREY, "axes.labelcolor": GREY, "axes.titlesize": 12, "axes.titlelocation": "left",
-    "axes.facecolor": "none", "xtick.color": GREY, "ytick.color": GREY, "xtick.labelsize": 8,
-    "ytick.labelsize": 8, "svg.fonttype": "none",
+    "axes.edgecolor": GREY, "axes.labelcolor": GREY, "axes.titlesize": 11, "axes.titlelocation": "left",
+    "xtick.color": GREY, "ytick.color": GREY, "xtick.labelsize": 8, "ytick.labelsize": 8,
+    "svg.fonttype": "none",
 }  # fmt: skip
 
 
 def draw_figure(facts: Facts) -> Figure:
     """Draw the picture, 1500 x 1220 pixels. Raises RuntimeError without Matplotlib."""
-    strips = min(facts.plan.world_size, rasters.STRIPS)
-    panels: list[tuple[Callable[[Axes, Facts], None], int]] = [
-        (_draw_strips, max(96, min(150, 24 * strips))),
-        (_draw_work, 130),
-        (_draw_reads, 270),
-        (_draw_schedules, 190),
-    ]
-    with _style():
-        figure = _make_figure(1500, 1220)
-        first, second = format_headline(facts)
-        figure.text(100 / 1500, 1 - 48 / 1220, shorten(first, 90), size=16)
-        figure.text(100 / 1500, 1 - 76 / 1220, second, size=10, color=GREY)
-        _draw_mask(_add_axes(figure, 100, 118, rasters.SIDE, rasters.SIDE), facts)
-        _write_meaning(figure, facts, 100, 118 + rasters.SIDE + 140)
-        top = 146
-        for draw, height in panels:
-            draw(_add_axes(figure, 950, top, 500, height), facts)
-            top += height + 104
+    try:
+        import matplotlib
+    except ModuleNotFoundError as missing:
+        raise RuntimeError("the picture of a plan needs Matplotlib: pip install matplotlib") from missing
+    from matplotlib.figure import Figure
+
+    class PlanFigure(Figure):
+        def _repr_png_(self) -> bytes:  # shown by notebooks
+            png = io.BytesIO()
+            self.savefig(png, format="png")
+            return png.getvalue()
+
+    panels = {
+        "M": _draw_mask, "S": _draw_strips, "W": _draw_work, "R": _draw_reads, "T": _write_meaning,
+        "C": _draw_schedules,
+    }  # fmt: skip
+    with matplotlib.rc_context(STYLE):
+        figure = PlanFigure(figsize=(15, 12.2), dpi=100, layout="constrained")
+        headline, details = format_headline(facts)
+        figure.suptitle(f"{shorten(headline, 90)}\n{details}", x=0.02, ha="left", size=12)
+        axes = figure.subplot_mosaic("MS;MW;MR;TC", width_ratios=(3, 2), height_ratios=(3, 3, 5, 4))
+        for name, draw in panels.items():
+            draw(axes[name], facts)
     return figure
 
 
 def write_drawing(facts: Facts, path: Path) -> None:
     """Write the picture to ``path``, in a format of Matplotlib (.png, .svg, .pdf). Raises OSError if that
     fails."""
+    figure = draw_figure(facts)
     try:
+        import matplotlib
+
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _style():
-            draw_figure(facts).savefig(path)
+        with matplotlib.rc_context(STYLE):
+            figure.savefig(path)
     except OSError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
-def _style() -> AbstractContextManager[None]:
-    """Return a context in which Matplotlib has the style of the drawing."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError as missing:
-        raise RuntimeError("the picture of a plan needs Matplotlib: pip install matplotlib") from missing
-    return matplotlib.rc_context(STYLE)
+def colours(world_size: int) -> Tensor:
+    """Return red, green and blue of each rank, and of -1 (no owner), from 0 to 1: float32 [W + 1, 3]. Up to
+    eight ranks have a distinct palette; more have hues from blue over green, yellow and red to purple, so
+    that a hue lies on one stretch of ranks."""
+    if world_size <= len(BRIGHT):
+        return torch.tensor([*BRIGHT[:world_size], NO_OWNER]) / 255
+    hues = [(0.62 - 0.8 * rank / world_size) % 1 for rank in range(world_size)]
+    paint = [colorsys.hls_to_rgb(hue, (0.40, 0.56)[rank % 2], 0.62) for rank, hue in enumerate(hues)]
+    return torch.cat([torch.tensor(paint), torch.tensor([NO_OWNER]) / 255])
 
 
-def _make_figure(width: int, height: int) -> Figure:
-    """Return an empty figure that notebooks show as a PNG."""
-    from matplotlib.figure import Figure
-
-    class PlanFigure(Figure):
-        def _repr_png_(self) -> bytes:
-            png = io.BytesIO()
-            self.savefig(png, format="png")
-            return png.getvalue()
-
-    return PlanFigure(figsize=(width / DPI, height / DPI), dpi=DPI)
-
-
-def _add_axes(figure: Figure, left: int, top: int, width: int, height: int) -> Axes:
-    """Add axes at a place in pixels from the top left corner of the figure."""
-    wide, high = (round(DPI * size) for size in figure.get_size_inches())
-    return figure.add_axes((left / wide, 1 - (top + height) / high, width / wide, height / high))
+def mask_pixels(plan: PlanData, side: int = SIDE) -> Tensor:
+    """Draw query blocks down, key blocks across, in the colour of the rank that computes, of the first batch
+    row and head: red, green, blue and opacity, float32 [<= side, <= side, 4]. A pixel of many blocks has the
+    mean of their owners' colours and of their opacities, at least SOME if any is listed."""
+    runs = plan.mask.runs.select([0], [0])
+    edges = [torch.arange(min(side, n) + 1) * n // max(1, min(side, n)) for n in runs.shape[2:]]
+    masked, full = runs.count_in_cells(*edges)
+    mean = (MASKED * masked + FULL * full) / (edges[0].diff()[:, None] * edges[1].diff())
+    opacity = torch.where(masked + full > 0, mean.clamp(min=SOME), 0)
+    paint = colours(plan.world_size)[plan.owners[0]]
+    colour = [paint[begin:end].mean(0) for begin, end in itertools.pairwise(edges[0].tolist())]
+    wide = torch.stack(colour)[:, None].expand(-1, opacity.shape[1], -1)
+    return torch.cat([wide, opacity[..., None]], -1)
 
 
-def _draw_raster(axes: Axes, pixels: Any, width: float, height: float) -> None:
+def strip_pixels(plan: PlanData) -> Tensor:
+    """Draw ranks (or groups of neighbouring ranks) down, positions across, in the colour of the rank where it
+    has the queries, paler where it has only some of a pixel's: as :func:`mask_pixels`."""
+    share = owner_shares(plan, 256, 500)
+    first = -(-torch.arange(len(share)) * plan.world_size // len(share))
+    wide = colours(plan.world_size)[first, None].expand(-1, share.shape[1], -1)
+    return torch.cat([wide, torch.where(share > 0, SOME + (FULL - SOME) * share, 0)[..., None]], -1)
+
+
+def _draw_raster(axes: Axes, pixels: Tensor, width: float, height: float) -> None:
     axes.imshow(pixels.numpy(), extent=(0, width, height, 0), aspect="auto", interpolation="none")
 
 
 def _set_title(axes: Axes, title: str, note: str = "") -> None:
-    axes.set_title(title, pad=22 if note else 8)
-    axes.annotate(note, (0, 1), (0, 8), "axes fraction", textcoords="offset points", size=8.5, color=GREY)
+    axes.set_title(title, pad=20 if note else 6)
+    axes.annotate(note, (0, 1), (0, 6), "axes fraction", textcoords="offset points", size=8.5, color=GREY)
 
 
 def _set_token_ticks(axis: Any, length: int, label: str) -> None:
@@ -113,57 +136,33 @@ def _set_token_ticks(axis: Any, length: int, label: str) -> None:
 
 def _set_rank_ticks(axis: Any, world_size: int, most: int, label: str) -> None:
     ranks = range(0, world_size, -(-world_size // most))
-    axis.set_ticks([rank + 0.5 for rank in ranks], [str(rank) for rank in ranks])
+    axis.set_ticks([rank + 0.5 for rank in ranks], list(map(str, ranks)))
     axis.set_tick_params(length=0)
     axis.set_label_text(label)
 
 
 def _draw_mask(axes: Axes, facts: Facts) -> None:
-    """Draw the blocks of the mask with their legend."""
     mask = facts.plan.mask
-    _draw_raster(axes, rasters.mask_pixels(facts.plan), mask.kv_len, mask.q_len)
+    _draw_raster(axes, mask_pixels(facts.plan), mask.kv_len, mask.q_len)
     note = "a point: queries of this row see keys of this column; its colour: the rank that computes them"
-    axes.annotate(note, (0, 1), (0, 5), "axes fraction", textcoords="offset points", size=8.5, color=GREY)
+    _set_title(axes, "Who computes what", f"{note}, paler in masked blocks")
+    axes.set_box_aspect(1)
     _set_token_ticks(axes.xaxis, mask.kv_len, "keys, by position in the sequence (tokens)")
     _set_token_ticks(axes.yaxis, mask.q_len, "queries, by position in the sequence (tokens)")
-    _draw_legend(axes, facts)
 
 
-def _draw_legend(axes: Axes, facts: Facts) -> None:
-    """Draw samples of the ranks' colours below the mask, in each opacity."""
-    from matplotlib.legend_handler import HandlerTuple
-    from matplotlib.patches import Patch
-
-    world_size = facts.plan.world_size
-    samples = colours(world_size)[:: -(-world_size // 4)]
-    handles = [
-        tuple(Patch(color=(r / 255, g / 255, b / 255, opacity), lw=0) for r, g, b in samples)
-        for opacity, _ in rasters.OPACITIES
-    ]
-    axes.legend(
-        handles, [label for _, label in rasters.OPACITIES], loc="upper left", bbox_to_anchor=(0, -0.075),
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, ncols=3, frameon=False, handlelength=4,
-    )  # fmt: skip
-
-
-def _write_meaning(figure: Figure, facts: Facts, left: int, top: int) -> None:
+def _write_meaning(axes: Axes, facts: Facts) -> None:
     """Write what the figures mean in plain words."""
-    axes = _add_axes(figure, left, top, rasters.SIDE, 100)
     axes.set_axis_off()
     _set_title(axes, "What this means")
-    line = 0.0
-    for sentence in format_meaning(facts):
-        subject, _, text = sentence.partition(": ")
-        lines = textwrap.wrap(text, 92)
-        for x, words, colour in ((0.0, subject, GREY), (0.2, "\n".join(lines), INK)):
-            axes.text(x, 1 - 0.22 * line, words, color=colour, va="top", linespacing=1.45)
-        line += len(lines) + 0.25
+    lines = [line for sentence in format_meaning(facts) for line in textwrap.wrap(sentence, 110)]
+    axes.text(0, 1, "\n".join(lines), va="top", linespacing=1.6)
 
 
 def _draw_strips(axes: Axes, facts: Facts) -> None:
     """Draw a strip for each rank that shows which queries it computes."""
     plan = facts.plan
-    _draw_raster(axes, rasters.strip_pixels(plan), plan.mask.q_len, plan.world_size)
+    _draw_raster(axes, strip_pixels(plan), plan.mask.q_len, plan.world_size)
     _set_title(axes, "Who computes which queries", "a line for each rank")
     _set_rank_ticks(axes.yaxis, plan.world_size, 8, "rank")
     _set_token_ticks(axes.xaxis, plan.mask.q_len, "queries, by position in the sequence (tokens)")
@@ -172,10 +171,9 @@ def _draw_strips(axes: Axes, facts: Facts) -> None:
 def _draw_work(axes: Axes, facts: Facts) -> None:
     """Draw a bar of work for each rank, and the mean as a dashed line."""
     plan, world_size = facts.plan, facts.plan.world_size
-    mean, most = sum(plan.work) / world_size, max(plan.work)
-    paint = [[part / 255 for part in colour] for colour in colours(world_size)]
-    many = world_size > 128
+    mean, most, many = sum(plan.work) / world_size, max(plan.work), world_size > 128
     places = [rank + 0.5 for rank in range(world_size)]
+    paint = colours(world_size)[:-1].tolist()
     axes.bar(places, plan.work, 1 if many else 0.9, color=paint, rasterized=many)
     axes.axhline(mean, color=INK, lw=1, ls="--")
     axes.set_xlim(0, world_size)
@@ -198,7 +196,7 @@ def _draw_reads(axes: Axes, facts: Facts) -> None:
     axes.imshow(shown.numpy(), "Blues", vmin=-0.1 * float(remote.max()), extent=extent, interpolation="none")
     diagonal = torch.where(own, 0, torch.nan).numpy()
     axes.imshow(diagonal, ListedColormap([OWN]), extent=extent, interpolation="none")
-    axes.set_aspect("equal", anchor="NW")
+    axes.set_anchor("NW")
     most, total = format_bytes(int(remote.max())), format_bytes(int(remote.sum()))
     note = f"keys and values; strongest blue: {most} a pair, all {total}; yellow: own"
     _set_title(axes, "Whose keys each rank reads", note)
@@ -217,19 +215,18 @@ def _draw_schedules(axes: Axes, facts: Facts) -> None:
         return
     longest = max(estimate.total for estimate in facts.costs)
     for row, estimate in enumerate(facts.costs):
-        colour = DEEP if estimate.schedule == chosen else GREY
-        axes.barh(row, estimate.forward, 0.4, color=colour)
-        axes.barh(row, estimate.backward, 0.4, estimate.forward, color=colour, alpha=0.55)
+        is_own = estimate.schedule == chosen
+        axes.barh(row, estimate.forward, 0.4, color=DEEP if is_own else GREY)
+        axes.barh(row, estimate.backward, 0.4, estimate.forward, color=DEEP if is_own else GREY, alpha=0.55)
         sent = facts.bytes_sent[estimate.schedule]
         times = f"{estimate.forward * 1e3:.3g} ms forward + {estimate.backward * 1e3:.3g} ms backward"
         amounts = (
             f"{format_bytes(sum(sent) / len(sent))} sent by a rank (most {format_bytes(max(sent))}), "
             f"{format_bytes(estimate.memory)} more memory"
         )
-        weight = "bold" if estimate.schedule == chosen else "normal"
+        weight = "bold" if is_own else "normal"
         axes.text(-0.02 * longest, row, estimate.schedule, ha="right", va="center", weight=weight)
         axes.text(estimate.total + 0.03 * longest, row, times, va="center", size=8.5)
         axes.text(0, row + 0.44, amounts, va="center", size=8, color=GREY)
     axes.set_xlim(-0.35 * longest, 2.2 * longest)
-    axes.set_ylim(len(facts.costs) - 0.1, -0.4)
-    axes.text(0, len(facts.costs), shorten(format_choice(facts), 84), size=8.5)
+    axes.set_ylim(len(facts.costs) - 0.3, -0.4)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.masks.expressions import format_mask
+from tritoncp.masks.mask_mod import name_of
 from tritoncp.planning import cost
 from tritoncp.planning.memory import TensorBytes
 from tritoncp.planning.plan_data import PlanData
@@ -22,8 +22,6 @@ class Facts:
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
     >>> facts = Facts.of(plan, heads=16, kv_heads=16)
-    >>> facts.auto == facts.costs[0].schedule
-    True
     >>> sorted(facts.bytes_sent)
     ['allgather', 'fetch', 'ring', 'ulysses']
     """
@@ -38,7 +36,7 @@ class Facts:
         """Return the facts for a layer of this ``shape``, on the assumed hardware if none is passed."""
         mod = plan.mask.mask_mod
         layer = cost.Shape.of_layer(plan, **shape)
-        expression = "" if mod is None else format_mask(mod)
+        expression = "" if mod is None else name_of(mod)
         return cls(plan, layer, hardware or cost.hardware_of(plan.world_size), expression)
 
     @cached_property
@@ -59,14 +57,6 @@ class Facts:
         """Bytes that each rank sends in a forward and a backward pass, by schedule."""
         schedules = dict.fromkeys([*(estimate.schedule for estimate in self.costs), self.plan.schedule])
         return {name: cost.bytes_under(self.plan, name, self.shape) for name in schedules}
-
-    @cached_property
-    def auto(self) -> str:
-        """The schedule that `schedule="auto"` chooses, by the costs of a standard layer, not of this
-        layer."""
-        standard = cost.Shape(batch=self.plan.batch)
-        estimates = self.costs if standard == self.shape else cost.costs(self.plan, standard, self.hardware)
-        return estimates[0].schedule if estimates else self.plan.schedule
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -97,7 +87,6 @@ class Facts:
             "balancer": plan.balancer,
             "schedule": plan.schedule,
             "reason": plan.reason,
-            "auto": self.auto,
             "layer": asdict(self.shape),
             "hardware": asdict(self.hardware),
             "tokens": [int(slots[0, :, 2].sum()) for slots in plan.q.slots],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
-from typing import NamedTuple
 
 import torch
 
@@ -25,26 +23,17 @@ MESSAGES = {
 }
 
 
-class Line(NamedTuple):
-    """A line of text, and the rank that it describes, if only one."""
-
-    text: str
-    rank: int | None = None
-
-
-def format_lines(facts: Facts) -> list[Line]:
+def format_lines(facts: Facts) -> list[str]:
     """Format a line for each query block (or group of blocks): its owner, then the key blocks that it sees,
     from █ all to · none. Below them the queries of each rank, its work in blocks, the cost of each schedule,
     and what that means in plain words."""
-    plan, gap = facts.plan, Line("")
-    mask = [Line(f"mask: {facts.expression}")] if facts.expression else []
-    parts = [Line(format_title(plan)), *mask, gap, *format_blocks(plan), gap]
-    parts += [*format_shares(plan), gap] if plan.world_size > 1 else []
-    parts += [*format_work(plan), gap, *map(Line, format_costs(facts))]
-    parts += [Line(format_memory(facts)), gap, Line("what this means:")]
+    plan = facts.plan
+    mask = [f"mask: {facts.expression}"] if facts.expression else []
+    parts = [format_title(plan), *mask, "", *format_blocks(plan), ""]
+    parts += [*format_shares(plan), ""] if plan.world_size > 1 else []
+    parts += [*format_work(plan), "", *format_costs(facts), format_memory(facts), "", "what this means:"]
     for sentence in format_meaning(facts):
-        lines = textwrap.wrap(sentence, 2 * WIDTH, initial_indent="  ", subsequent_indent="    ")
-        parts += map(Line, lines)
+        parts += textwrap.wrap(sentence, 2 * WIDTH, initial_indent="  ", subsequent_indent="    ")
     return parts
 
 
@@ -98,22 +87,19 @@ def format_title(plan: PlanData) -> str:
     return f"Plan: {size}; {ranks}; order {plan.balancer}; schedule {plan.schedule}{why}"
 
 
-def format_blocks(plan: PlanData) -> list[Line]:
+def format_blocks(plan: PlanData) -> list[str]:
     """Format the mask, a line for each query block or group of blocks, with the owners in front."""
     most = WIDTH if plan.world_size <= LINES else WIDTH // 2
     drawing = plan.mask.draw(most).split("\n")
     scale = max(1, -(-max(plan.mask.runs.shape[2:]) // most))  # blocks that share a character
-    owners = [sorted(set(owner.tolist())) for owner in plan.owners[0].split(scale)]
-    names = [shorten(format_ranks(ranks)) for ranks in owners]
+    owners = plan.owners[0].split(scale)
+    names = [shorten(format_ranks(sorted(set(owner.tolist())))) for owner in owners]
     width = max([len("rank"), *map(len, names)])
-    rows = [
-        Line(f"{name:>{width}}  {line}", ranks[0] if len(ranks) == 1 and ranks[0] >= 0 else None)
-        for name, line, ranks in zip(names, drawing, owners)
-    ]
-    return [Line(f"{'rank':>{width}}  sees"), *rows]
+    rows = [f"{name:>{width}}  {line}" for name, line in zip(names, drawing)]
+    return [f"{'rank':>{width}}  sees", *rows]
 
 
-def format_shares(plan: PlanData) -> list[Line]:
+def format_shares(plan: PlanData) -> list[str]:
     """Format the part of the sequence whose queries each rank has, from token 0 on the left to the last one:
     █ all of it, ▒ some. More than 16 ranks stand in two columns, more than 64 in groups."""
     columns = 1 if plan.world_size <= LINES else 2
@@ -128,21 +114,17 @@ def format_shares(plan: PlanData) -> list[Line]:
         for name, line in zip(names, shares.tolist())
     ]
     title = f"whose queries: token 0 (left) to {format_tokens(plan.mask.q_len)} (right)"
-    if columns == 1:
-        return [Line(title), *(Line(strip, rank) for rank, strip in enumerate(strips))]
-    half = -(-len(strips) // 2)
-    return [Line(title), *(Line("   ".join(strips[i::half])) for i in range(half))]
+    lines = -(-len(strips) // columns)
+    return [title, *("   ".join(strips[i::lines]) for i in range(lines))]
 
 
-def format_work(plan: PlanData) -> list[Line]:
+def format_work(plan: PlanData) -> list[str]:
     """Format mean, largest and relative work, and a bar for each rank if there are few."""
     work, most = plan.work, max(plan.work)
     mean = sum(work) / len(work)
-    result = [Line(f"work: blocks, mean {mean:g}, most {most:g}, max/mean {plan.imbalance:.3f}")]
+    result = [f"work: blocks, mean {mean:g}, most {most:g}, max/mean {plan.imbalance:.3f}"]
     if most and len(work) <= LINES:
-        result += [
-            Line(f"{rank:>4}  {'█' * round(32 * w / most):<32}  {w:g}", rank) for rank, w in enumerate(work)
-        ]
+        result += [f"{rank:>4}  {'█' * round(32 * w / most):<32}  {w:g}" for rank, w in enumerate(work)]
     return result
 
 
@@ -165,30 +147,7 @@ def format_costs(facts: Facts) -> list[str]:
             f"{estimate.backward * 1e3:>12.3f} {_mib(estimate.memory):>9} {_mib(sum(sent) / len(sent)):>15} "
             f"{_mib(max(sent)):>9}"
         )
-    return [*result, format_choice(facts)]
-
-
-def format_choice(facts: Facts) -> str:
-    """Format the schedule that "auto" takes, and its time relative to the alternatives for this layer."""
-    estimates = facts.costs
-    times = {estimate.schedule: estimate.total for estimate in estimates}
-    best, other = estimates[0], estimates[1]
-    if facts.auto == best.schedule:
-        times_as_fast = times[other.schedule] / best.total
-        return f"auto takes {best.schedule}: {times_as_fast:.2f} times as fast as {other.schedule}"
-    return (
-        f"auto takes {facts.auto}, compared for the usual layer; for this one {best.schedule} is "
-        f"{times[facts.auto] / best.total:.2f} times as fast: schedule={best.schedule!r}"
-    )
-
-
-def strip_addresses(text: str) -> str:
-    """Remove memory addresses from a repr, so that it is the same in every process.
-
-    >>> strip_addresses("and_masks(causal(), <function near at 0x7f2b8c0d3e20>)")
-    'and_masks(causal(), <function near>)'
-    """
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+    return result
 
 
 def _mib(count: float) -> str:

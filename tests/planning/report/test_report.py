@@ -1,0 +1,177 @@
+"""Plans as text, JSON and pictures, and `tritoncp plan`: each shows the plan's own figures."""
+
+import html
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+import tritoncp
+from tritoncp import and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.cli import main
+from tritoncp.planning.build import build
+from tritoncp.planning.plan import Plan
+from tritoncp.planning.report import drawing
+from tritoncp.planning.report.facts import Facts, owner_shares
+from tritoncp.planning.report.text import WIDTH, format_meaning
+from tritoncp.planning.report.units import format_bytes
+
+LAYER = {"batch": 2, "heads": 8, "kv_heads": 4, "head_dim": 64, "v_head_dim": 32, "itemsize": 4}
+
+
+def document_plan(size: int, world_size: int, balancer: str = "ptrr", block: int = 128) -> Plan:
+    """Build the plan of a causal mask of two documents, the first a quarter of the tokens."""
+    mod = and_masks(causal(), document(lengths=[size // 4, size - size // 4]))
+    mask = create_block_mask(mod, 1, 1, size, size, BLOCK_SIZE=block)
+    return build(mask, world_size, world_size - 1, balancer=balancer)
+
+
+PLANS = {
+    "documents": document_plan(4096, 4),
+    "one rank": document_plan(1024, 1),
+    "one block": document_plan(128, 2),  # one rank has it, and the other schedules cost next to nothing
+    "many ranks": build(create_block_mask(sliding_window(512), 1, 1, 1 << 17, 1 << 17), 300),
+    "several heads": build(full_mask(1000, 300, B=2, H=3, block=(64, 32)), 3),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_text_and_picture_have_the_figures_of_the_plan(name: str, tmp_path: Path) -> None:
+    plan: Plan = PLANS[name]
+    figure = plan.plot(tmp_path / "new" / "plan.png")
+    assert Image.open(tmp_path / "new" / "plan.png").size == (1500, 1220)
+    assert figure._repr_png_()[:4] == b"\x89PNG", "a notebook shows it"
+    axes = {axes.get_title("left"): axes for axes in figure.axes}
+    assert [bar.get_height() for bar in axes["Work of each rank"].patches] == plan.work
+    images = axes["Whose keys each rank reads"].images
+    remote, own = (torch.as_tensor(image.get_array().filled(-1)) for image in images)
+    rows = Facts.of(plan).reads.double().fill_diagonal_(0)
+    assert torch.equal(remote, torch.where(rows > 0, rows, -1)) and own.add(1).equal(torch.eye(len(own)))
+    plan.plot(tmp_path / "plan.svg", heads=16, kv_heads=4)
+    drawn = html.unescape(re.sub("<[^>]*>", " ", (tmp_path / "plan.svg").read_text()))
+    for text, facts in ((drawn, Facts.of(plan, heads=16, kv_heads=4)), (str(plan), Facts.of(plan))):
+        parts = [f"{plan.imbalance:.3f}", *format_meaning(facts)]
+        parts += [one.schedule for one in facts.costs] or ["nothing travels"]
+        assert [part for part in parts if part not in " ".join(text.split())] == []
+
+
+def test_the_missing_library_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(RuntimeError, match="pip install matplotlib"):
+        PLANS["documents"].plot()
+
+
+@pytest.mark.parametrize("balancer", ["ptrr", "head_tail", "contiguous"])
+@pytest.mark.parametrize("block", [128, 16])  # a block a pixel, and 8 x 8
+def test_a_pixel_has_the_owners_colour_and_the_share_of_its_blocks(balancer: str, block: int) -> None:
+    plan, side = document_plan(4096, 4, balancer, block), 32
+    pixels, paint = drawing.mask_pixels(plan, side), drawing.colours(4)
+    opacity = torch.tensor([drawing.MASKED, 1, 1, 0.0])[plan.mask.runs.to_kinds()[0, 0].long()]
+    share = opacity.view(side, 128 // block, side, 128 // block).mean((1, 3))
+    torch.testing.assert_close(pixels[..., 3], torch.where(share > 0, share.clamp(min=drawing.SOME), 0))
+    colour = paint[plan.owners[0]].view(side, -1, 3).mean(1)[:, None].expand(-1, side, -1)
+    torch.testing.assert_close(pixels[..., :3], colour)
+
+
+def test_a_thin_window_over_a_long_sequence_is_still_seen() -> None:
+    mask = create_block_mask(sliding_window(10), 1, 1, 1 << 18, 1 << 18)
+    opacity = drawing.mask_pixels(build(mask, 8, balancer="contiguous"), 256)[..., 3]
+    assert bool((opacity.diagonal() > 0).all()) and float(opacity[0, -1]) == 0
+
+
+@pytest.mark.parametrize("balancer", ["ptrr", "head_tail", "contiguous"])
+@pytest.mark.parametrize("world_size", [3, 64])
+def test_owners_are_shown_in_text_and_strips(balancer: str, world_size: int) -> None:
+    plan = document_plan(128 * 64, world_size, balancer)
+    owners, shares = plan.owners[0], owner_shares(plan, 64, 64)
+    assert torch.equal(shares, (owners == torch.arange(world_size)[:, None]).float())
+    pixels = drawing.strip_pixels(plan)
+    assert torch.equal(pixels[..., 3], shares)
+    assert torch.equal(pixels[..., :3], drawing.colours(world_size)[:-1, None].expand(-1, 64, -1))
+    _, blocks, strips, work, *_ = str(plan).split("\n\n")
+    if world_size == 3:  # a line for each block
+        pairs = zip(owners.tolist(), plan.mask.draw().split("\n"))
+        assert [line.split() for line in blocks.splitlines()[1:]] == [[str(o), row] for o, row in pairs]
+        assert [float(bar.split()[-1]) for bar in work.splitlines()[1:]] == plan.work
+    places = re.findall(r"(\d+)  ([█▒·]+)", strips)
+    assert sorted(int(rank) for rank, _ in places) == list(range(world_size))
+    for rank, strip in places:
+        own = owners.view(len(strip), -1) == int(rank)
+        assert [char != "·" for char in strip] == own.any(1).tolist()
+    assert all(len(line) <= 2 * WIDTH for line in str(plan).splitlines()[1:])
+
+
+def test_costs_and_bytes_are_the_plans() -> None:
+    plan = document_plan(8192, 4, "contiguous")
+    facts = Facts.of(plan, **LAYER)
+    for schedule, sent in facts.bytes_sent.items():
+        views = [replace(plan, schedule=schedule).for_rank(rank) for rank in range(4)]
+        assert sent == [view.bytes_sent(**LAYER) for view in views]
+    views = [replace(plan, schedule="fetch").for_rank(rank) for rank in range(4)]
+    fetched = sum(view.bytes_sent(**LAYER, backward=False) for view in views)
+    assert int(facts.reads.sum() - facts.reads.trace()) == fetched
+    lines = plan.explain(**LAYER).splitlines()
+    for estimate in facts.costs:
+        (line,) = [line for line in lines if line[2:].startswith(estimate.schedule)]
+        assert f"{estimate.forward * 1e3:.3f}" in line
+        assert line.startswith("→") == (estimate.schedule == plan.schedule)
+    rows = plan.s_local * 2
+    assert facts.shard_bytes == rows * 8 * (64 * 4 + 32 * 4 + 4) + rows * 4 * (64 + 32) * 4
+    who, even, travels, how = format_meaning(facts)
+    assert "2K tokens" in who and who.endswith("at 0-2K.")
+    wait = 100 * (1 - 1 / plan.imbalance)
+    assert plan.imbalance > 1.1 and "even: no" in even and f"wait {wait:.2g} %" in even
+    assert f"{100 * facts.metrics['remote_share']:.3g} % of the keys" in travels
+    assert f"at most {format_bytes(max(facts.bytes_sent[plan.schedule]))} sent by a rank" in how
+
+
+def plan_command(*words: str) -> str:
+    done = CliRunner().invoke(main, ["plan", *words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_command_shows_the_text_of_print_and_draws(tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text("[1000, 3000, 4192]")
+    words = "--lengths", str(tmp_path / "lengths.json"), "--world-size=4"
+    mod = and_masks(causal(), document(lengths=[1000, 3000, 4192]))
+    mask = create_block_mask(mod, 1, 1, 8192, 8192)
+    want = str(tritoncp.make_plan(mask, world_size=4, rank=0, balancer="auto")).splitlines()
+    got = plan_command(*words, f"--png={tmp_path / 'a' / 'plan.png'}").splitlines()
+    assert got[1] == "mask: causal & document" and [got[0], *got[2:]] == [want[0], *want[2:]]
+    assert (tmp_path / "a" / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    assert "\nmask: causal & document, documents of 2K, 6K\n" in plan_command("--lengths=2K, 6K")
+
+
+def test_json_has_the_plans_own_figures() -> None:
+    words = (
+        "--mask=causal  & window(1K)",
+        "--seq-len=64K",
+        "--world-size=5",
+        "--balancer=contiguous",
+        "--json",
+    )
+    shape = "--heads=16", "--kv-heads=2", "--head-dim=64", "--dtype=float32"
+    report = json.loads(plan_command(*words, *shape))
+    mask = create_block_mask(sliding_window(1024), 1, 1, 1 << 16, 1 << 16)
+    plan = tritoncp.make_plan(mask, world_size=5, rank=0, balancer="contiguous")
+    layer = {"batch": 1, "heads": 16, "kv_heads": 2, "head_dim": 64, "v_head_dim": 64, "itemsize": 4}
+    assert report["work"] == plan.work and report["schedule"] == plan.schedule
+    assert report["metrics"] == plan.metrics(**layer) and report["layer"] == {**layer, "latent": 0}
+    sent = [plan.for_rank(rank).bytes_sent(**layer) for rank in range(5)]
+    assert report["schedules"][plan.schedule]["sent_bytes"] == sent
+    assert report["mask"]["expression"] == "causal & window(1K)" and report["mask"]["q_len"] == 1 << 16
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "rows"), [("[[256, 256], [500, 12]]", 512, 2), (",".join(["1"] * 300), 300, 1)]
+)
+def test_lengths_of_batch_rows_and_longer_than_a_file_name(lengths: str, size: int, rows: int) -> None:
+    report = json.loads(plan_command(f"--lengths={lengths}", "--world-size=2", "--json"))
+    assert report["layer"]["batch"] == rows and report["mask"]["q_len"] == size
