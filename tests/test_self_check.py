@@ -19,7 +19,7 @@ from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention, largest_error
 from tritoncp.self_check import attempts, comparison, run
-from tritoncp.self_check.cases import Result, list_cases
+from tritoncp.self_check.cases import CheckRequest, Result, list_cases
 
 ROOT = Path(__file__).parents[1]
 SCHEDULES = ("one-device", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
@@ -121,7 +121,7 @@ def test_a_schedule_without_a_case_fails_and_so_do_missing_cases_where_all_are_a
 
 def test_a_budget_that_ends_hides_no_wrong_case(monkeypatch):
     right = run.CheckReport(
-        attempts.CheckRequest(), {}, [Result(case, right=True) for case in cases_of_one_device()], 1.0
+        CheckRequest(), {}, [Result(case, right=True) for case in cases_of_one_device()], 1.0
     )
     assert right.right
     late = replace(right, stopped=right.request.late)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -27,9 +28,36 @@ MASKS = {
     "score_mod": "causal",
     "sinks": "causal",
 }
-GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")  # of the last two, the sum over ranks is compared
+LEARNED = ("bias", "sinks")  # replicated: the sum of their gradients over ranks is compared
 PERIOD = 61  # entries of the score_mod's table: with many, the largest error varies little between draws
 DRAWS = 4  # random inputs per problem: the largest error of eager attention on one small tensor varies a lot
+
+
+@dataclass
+class CheckRequest:
+    """The command's options, and the time when the check began.
+
+    jobs:   worker processes, None for one per core
+    strict: whether cases that did not run within the budget are failures
+    """
+
+    only: str = "*"
+    jobs: int | None = None
+    world_size: int = 4
+    budget: float = 60.0
+    timeout: float = 20.0
+    strict: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def late(self) -> str:
+        """The reason to stop when the budget is over."""
+        return f"the budget of {self.budget:g} s is over"
+
+    @property
+    def over(self) -> bool:
+        """Whether the budget is over."""
+        return time.monotonic() - self.began > self.budget
 
 
 class CheckCase(NamedTuple):
@@ -130,20 +158,15 @@ def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[C
 class CheckProblem:
     """Unsharded tensors with their exact results, identical on every rank.
 
-    bias:    [H, PERIOD], captured by the score_mod, or None
-    sinks:   [H], or None
-    exact:   float64 results: "out", "lse" and GRADIENTS
+    leaves:  q, k, v, and the bias [H, PERIOD] that the score_mod captures, or the sinks [H]
+    starts:  gradients of out and lse
+    exact:   float64 results: "out", "lse" and the gradient of each leaf, as "dq"
     allowed: the allowed error of each
     """
 
     mask: Mask
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    dlse: Tensor
-    bias: Tensor | None
-    sinks: Tensor | None
+    leaves: dict[str, Tensor]
+    starts: dict[str, Tensor]
     exact: dict[str, Tensor]
     allowed: dict[str, float]
 
@@ -180,22 +203,22 @@ def draw_problem(name: str, sizes: Problem, device: torch.device, seed: int) -> 
     )
     dlse, bias, sinks = (normal(*shape) for shape in ((1, heads, n), (heads, PERIOD), (heads,)))
     mask = sizes.block_mask(str(device), 128 if device.type == "cuda" else 64)
-    leaves = {"dq": q, "dk": k, "dv": v}  # by the names of their gradients
-    leaves |= {"score_mod": {"dbias": bias}, "sinks": {"dsinks": sinks}}.get(name, {})
+    leaves = {"q": q, "k": k, "v": v}
+    leaves |= {"score_mod": {"bias": bias}, "sinks": {"sinks": sinks}}.get(name, {})
 
     wide = {key: x.double().requires_grad_() for key, x in leaves.items()}
-    score_mod = make_score_mod(wide.get("dbias"))
-    qkv = wide["dq"], wide["dk"], wide["dv"]
-    out, lse, _ = dense_attention(*qkv, mask, score_mod, sinks=wide.get("dsinks"))
+    score_mod = make_score_mod(wide.get("bias"))
+    out, lse, _ = dense_attention(
+        wide["q"], wide["k"], wide["v"], mask, score_mod, sinks=wide.get("sinks")
+    )
     grads = torch.autograd.grad([out, lse], [*wide.values()], [dout.double(), dlse.double()])
-    exact = {"out": out.detach(), "lse": lse.detach(), **dict(zip(wide, grads))}
+    exact = {"out": out.detach(), "lse": lse.detach()} | {f"d{key}": x for key, x in zip(wide, grads)}
 
-    captured = [leaves["dbias"].clone().requires_grad_()] if "dbias" in leaves else []
-    score_mod = make_score_mod(*captured) if captured else None
-    eager = eager_attention(q, k, v, mask, dout, dlse, score_mod, captured, sinks=leaves.get("dsinks"))
+    captured = [leaves["bias"].clone().requires_grad_()] if "bias" in leaves else []
+    score_mod = make_score_mod(*captured or [None])
+    eager = eager_attention(q, k, v, mask, dout, dlse, score_mod, captured, sinks=leaves.get("sinks"))
     results = eager.out, eager.lse, eager.dq, eager.dk, eager.dv, *eager.captured
     allowed = {key: allowed_error(result, exact[key]) for key, result in zip(exact, results)}
     # lse is float32 for every dtype; this is the tolerance of tests/gpu.
     allowed["lse"] = 1e-4 + 1e-5 * float(exact["lse"].abs().max())
-    learned = leaves.get("dbias"), leaves.get("dsinks")
-    return CheckProblem(mask, q, k, v, dout, dlse, *learned, exact, allowed)
+    return CheckProblem(mask, leaves, {"out": dout, "lse": dlse}, exact, allowed)

@@ -67,7 +67,7 @@ def check(
         )
     interpret_without_gpu()  # before Triton is imported
     require_engine()
-    from tritoncp.self_check.attempts import CheckRequest
+    from tritoncp.self_check.cases import CheckRequest
     from tritoncp.self_check.run import main
 
     strict = strict or budget is not None

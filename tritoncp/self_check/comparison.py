@@ -21,12 +21,13 @@ from tritoncp.masks.mask import Mask
 from tritoncp.planning.plan import Plan
 from tritoncp.reference.dense import largest_error
 from tritoncp.self_check.cases import (
-    GRADIENTS,
+    LEARNED,
     ONE_DEVICE,
     CheckCase,
     CheckProblem,
     Result,
     choose_degree,
+    make_problem,
     make_score_mod,
 )
 
@@ -47,6 +48,9 @@ class Ranks:
     group: dist.ProcessGroup | None = None
     mesh: Any = None  # a mesh of two dimensions, for "ulysses+ring"
     host: dist.ProcessGroup | None = None
+
+    def problem(self, case: CheckCase) -> CheckProblem:
+        return make_problem(case.mask, case.dtype, self.device, self.world_size)
 
     def plan(self, schedule: str, mask: Mask, heads: int) -> Plan | None:
         """Make the schedule's plan, None for one device."""
@@ -87,56 +91,45 @@ class Ranks:
         return [pickle.loads(padded[:size]) for padded, size in zip(texts, sizes)]
 
 
-def shard_tensor(x: Tensor, name: str, plan: Plan | None, ranks: Sequence[int]) -> list[Tensor]:
-    """Cut a tensor [B, H, S, ...] into the shards of the members."""
-    if plan is None:
-        return [x]
-    side, pad = "kv" if name in ("k", "v", "dk", "dv") else "q", -math.inf if name == "lse" else 0
-    return [shard(x, plan.for_rank(rank), dim=2, side=side, pad=pad) for rank in ranks]
-
-
-def run_case(ranks: Ranks, p: CheckProblem, schedule: str, wait: Callable[[], None]) -> Errors:
-    """Run both passes of a problem, and return the errors of this process. ``wait`` blocks until the device
-    has finished its work."""
-    plan = ranks.plan(schedule, p.mask, p.q.shape[1])
+def run_case(ranks: Ranks, case: CheckCase, wait: Callable[[], None]) -> Errors:
+    """Run both passes of a case, and compare the results of this process with its shards of the exact
+    tensors. ``wait`` blocks until the device has finished its work."""
+    problem = ranks.problem(case)
+    plan = ranks.plan(case.schedule, problem.mask, problem.leaves["q"].shape[1])
     members = ranks.members(plan)
-    qkv = [
-        [x.detach().requires_grad_() for x in shard_tensor(full, name, plan, members)]
-        for name, full in (("q", p.q), ("k", p.k), ("v", p.v))
-    ]
-    bias, sinks = (None if x is None else x.detach().clone().requires_grad_() for x in (p.bias, p.sinks))
-    starts = [*shard_tensor(p.dout, "dout", plan, members), *shard_tensor(p.dlse, "dlse", plan, members)]
+
+    def cut(x: Tensor, name: str) -> list[Tensor]:
+        """Cut a tensor [B, H, S, ...], or its gradient, into the shards of the members."""
+        if plan is None or name in LEARNED:
+            return [x]
+        side, pad = "kv" if name in ("k", "v") else "q", -math.inf if name == "lse" else 0
+        return [shard(x, plan.for_rank(rank), dim=2, side=side, pad=pad) for rank in members]
+
+    leaves = {
+        name: [part.detach().requires_grad_() for part in cut(x, name)]
+        for name, x in problem.leaves.items()
+    }
+    bias, sinks = (leaves.get(name, [None])[0] for name in LEARNED)
+    starts = [part for x in problem.starts.values() for part in cut(x, "q")]
     wait()
-    outs, lses = ranks.attend(plan, p.mask, qkv, make_score_mod(bias), sinks)
+    qkv = leaves["q"], leaves["k"], leaves["v"]
+    outs, lses = ranks.attend(plan, problem.mask, qkv, make_score_mod(bias), sinks)
     wait()
 
-    tensors: list[list[Any]] = [*qkv, [bias], [sinks]]
-    parts = {name: xs for name, xs in zip(GRADIENTS, tensors) if xs[0] is not None}
-    grads = iter(torch.autograd.grad([*outs, *lses], [x for xs in parts.values() for x in xs], starts))
-    results = {"out": outs, "lse": lses, **{name: [next(grads) for _ in xs] for name, xs in parts.items()}}
-    if plan is not None and ranks.group is not None:
-        for name in GRADIENTS[3:]:
-            for x in results.get(name, ()):
-                dist.all_reduce(x, group=ranks.group)
-    wait()
-    return compare_results(p, results, plan, members)
-
-
-def compare_results(
-    problem: CheckProblem, results: dict[str, list[Tensor]], plan: Plan | None, members: Sequence[int]
-) -> Errors:
-    """Compare each member's results with its shards of the exact tensors."""
+    grads = iter(torch.autograd.grad([*outs, *lses], [x for xs in leaves.values() for x in xs], starts))
+    results = {"out": outs, "lse": lses} | {f"d{key}": [next(grads) for _ in xs] for key, xs in leaves.items()}
     errors: Errors = {}
     for name, parts in results.items():
-        exact_tensor = problem.exact[name]
-        if name in GRADIENTS[3:] and plan is not None:
-            errors[None, name] = largest_error(parts[0].detach(), exact_tensor)
-            continue
-        for rank, x, exact in zip(members, parts, shard_tensor(exact_tensor, name, plan, members)):
+        leaf = name.removeprefix("d")
+        is_sum = leaf in LEARNED and plan is not None
+        if is_sum and ranks.group is not None:
+            dist.all_reduce(parts[0], group=ranks.group)
+        wait()
+        for rank, x, exact in zip(members, parts, cut(problem.exact[name], leaf)):
             x = x.detach()
             if name == "lse":  # padding rows have -inf, or the sink
                 x = torch.where(exact == -math.inf, exact, x.to(exact.dtype))
-            errors[rank, name] = largest_error(x, exact)
+            errors[None if is_sum else rank, name] = largest_error(x, exact)
     return errors
 
 

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from tritoncp.doctor import examine, summary_rows
 from tritoncp.perf.suite import machine
-from tritoncp.self_check.attempts import CheckRequest
-from tritoncp.self_check.cases import Result, choose_dtypes
+from tritoncp.self_check.cases import CheckRequest, Result, choose_dtypes
 
 
 @dataclass(frozen=True)
@@ -50,20 +49,15 @@ class CheckReport:
         return [x for x in dict.fromkeys(result.case.schedule for result in self.results) if x not in tested]
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "facts": self.facts,
-            "cases": [result.as_json() for result in self.results],
-            "seconds": self.seconds,
-            "stopped": self.stopped,
-            "right": self.right,
-        }
+        cases = [result.as_json() for result in self.results]
+        fields = {"facts": self.facts, "seconds": self.seconds, "stopped": self.stopped, "right": self.right}
+        return fields | {"cases": cases}
 
 
 def collect_facts(device: torch.device, world: str) -> dict[str, Any]:
     """Collect the facts of `tritoncp doctor`, driver and commit; the caller fills in ``ranks``."""
-    environment, notes = machine.environment(device), []
-    if torch.float16 in choose_dtypes(device):
-        notes.append("float16 replaces bfloat16, to which the interpreter truncates instead of rounding")
+    environment = machine.environment(device)
+    note = "float16 replaces bfloat16, to which the interpreter truncates instead of rounding"
     return {
         **examine(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else machine.processor(),
@@ -71,47 +65,34 @@ def collect_facts(device: torch.device, world: str) -> dict[str, Any]:
         **{name: environment.get(name) for name in ("driver", "cuda", "commit")},
         "world": world,
         "ranks": None,
-        "notes": notes,
+        "notes": [note] if torch.float16 in choose_dtypes(device) else [],
     }
 
 
-class Display:
-    """Prints a numbered line for each case when it ends. Ranks that are not enabled keep their lines."""
+def print_line(console: Console, line: str, style: str = "") -> None:
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.file.flush()  # so that a file has the line even if this process is killed
 
-    def __init__(self, console: Console, enabled: bool):
-        self.console, self.enabled = console, enabled
-        self.kept: list[tuple[str, str]] = []
-        self.count = 0
 
-    def show(self, result: Result, total: int) -> None:
-        """Print the row of a case: its number, verdict, name and error."""
-        self.count += 1
-        number, verdict = f"{self.count:{len(str(total))}}/{total}", "right" if result.right else "WRONG"
-        case = result.case
-        line = f"{number} {verdict}  {case.schedule:12} {case.mask:9} {case.dtype:8}  {describe(result)}"
-        self.print(line, "" if result.right else "red")
+def print_case(console: Console, result: Result, number: int, total: int) -> None:
+    """Print the row of a case: its number, verdict, name and error."""
+    case, verdict = result.case, "right" if result.right else "WRONG"
+    row = f"{case.schedule:12} {case.mask:9} {case.dtype:8}  {describe(result)}"
+    line = f"{number:{len(str(total))}}/{total} {verdict}  {row}"
+    print_line(console, line, "" if result.right else "red")
 
-    def print(self, line: str, style: str = "") -> None:
-        if not self.enabled:
-            self.kept.append((line, style))
-            return
-        self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-        self.console.file.flush()  # so that a file has the line even if this process is killed
 
-    def show_report(self, report: CheckReport) -> None:
-        """Print the rows that are kept, if the rank that showed them is lost; then facts and verdict."""
-        self.enabled = True
-        for line, style in self.kept:
-            self.print(line, style)
-        facts = report.facts
-        rows = [*summary_rows(facts), *((name, facts[name] or "-") for name in ("device", "driver", "world"))]
-        rows += [(f"rank {i}", " ".join(rank.values())) for i, rank in enumerate(facts["ranks"] or ())]
-        for label in ("note", "problem", "advice"):
-            rows += [(label, text) for text in facts[label if label == "advice" else f"{label}s"]]
-        for label, text in rows:
-            self.print(f"{label:<16} " + text.replace("\n", "\n" + " " * 17))
-        for line in format_verdict(report):
-            self.print(line, "green" if report.right else "red")
+def print_report(console: Console, report: CheckReport) -> None:
+    """Print facts and verdict."""
+    facts = report.facts
+    rows = [*summary_rows(facts), *((name, facts[name] or "-") for name in ("device", "driver", "world"))]
+    rows += [(f"rank {i}", " ".join(rank.values())) for i, rank in enumerate(facts["ranks"] or ())]
+    for label, texts in {"note": "notes", "problem": "problems", "advice": "advice"}.items():
+        rows += [(label, text) for text in facts[texts]]
+    for label, text in rows:
+        print_line(console, f"{label:<16} " + text.replace("\n", "\n" + " " * 17))
+    for line in format_verdict(report):
+        print_line(console, line, "green" if report.right else "red")
 
 
 def describe(result: Result) -> str:
@@ -139,16 +120,15 @@ def format_verdict(report: CheckReport) -> Iterator[str]:
     if wrong:
         # A case without an error to show comes first.
         worst = max(wrong, key=lambda x: math.inf if x.error is None else x.error / (x.allowed or 1.0))
-        yield f"worst: {worst.case.name}: {describe(worst)}"
-        yield f"for a report: {format_facts(report.facts)}, {worst.case.name}: {describe(worst)}"
+        line = f"{worst.case.name}: {describe(worst)}"
+        yield f"worst: {line}"
+        yield f"for a report: {format_facts(report.facts)}, {line}"
 
 
 def format_facts(facts: dict[str, Any]) -> str:
     """Format versions and device in one line, to paste into a bug report."""
-    rows = dict(summary_rows(facts))
     parts = [f"{name} {facts['versions'][name]}" for name in ("tritoncp", "torch", "triton")]
     parts += [facts["device"], *(gpu["architecture"] for gpu in facts["devices"][:1])]
-    parts += [f"driver {facts['driver']}"] if facts["driver"] else []
-    parts += ["ptxas " + rows["ptxas"].replace("\n", "; ")]
-    parts += [f"NCCL {facts['nccl']}"] if facts["nccl"] else []
-    return ", ".join([*parts, facts["world"]])
+    ptxas = dict(summary_rows(facts))["ptxas"].replace("\n", "; ")
+    labels = {"driver": facts["driver"], "ptxas": ptxas, "NCCL": facts["nccl"]}
+    return ", ".join([*parts, *(f"{label} {text}" for label, text in labels.items() if text), facts["world"]])

@@ -23,10 +23,10 @@ from tritoncp.core.process_environment import torchrun_world_size, use_loopback_
 from tritoncp.core.worker_pool import Lost, WorkerPool, count_cores
 from tritoncp.distributed.failures import GroupClosed
 from tritoncp.ops.engine_factory import name_functions
-from tritoncp.self_check.attempts import CheckRequest, Stopped, run_cases
-from tritoncp.self_check.cases import CheckCase, Result, choose_degree, choose_sizes, list_cases
+from tritoncp.self_check.attempts import Stopped, run_cases
+from tritoncp.self_check.cases import CheckCase, CheckRequest, Result, choose_degree, choose_sizes, list_cases
 from tritoncp.self_check.comparison import Ranks
-from tritoncp.self_check.report import CheckReport, Display, collect_facts
+from tritoncp.self_check.report import CheckReport, collect_facts, print_case, print_report
 
 GRACE = 5.0  # extra seconds, after a message has timed out, for ranks to exchange their results
 LINGER = 2.0  # seconds that a rank waits after a loss before it exits: slower ranks may still need it
@@ -36,12 +36,15 @@ def main(request: CheckRequest, as_json: bool) -> int:
     """Run the check, print its report, and return the exit code. Exits the process where a rank is lost."""
     many = (torchrun_world_size() or 1) > 1
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if many else (0, 1)
-    display = Display(Console(stderr=as_json), enabled=rank == 0)
+    console = Console(stderr=as_json)
     if many:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's when a rank has died: the report names it
-    report = run_check(request, display, many)
+    report = run_check(request, console if rank == 0 else None, many)
     if rank == min(set(range(world_size)) - set(report.absent)):  # the first one that is not lost
-        display.show_report(report)
+        ended = [result for result in report.results if result.ran] if rank else ()
+        for number, result in enumerate(ended, start=1):  # that rank 0, which is lost, had printed
+            print_case(console, result, number, len(report.results))
+        print_report(console, report)
         if as_json:
             print(json.dumps(report.as_json(), indent=2), flush=True)  # a worker that hangs delays the end
     code = 0 if report.right else 1
@@ -54,9 +57,9 @@ def main(request: CheckRequest, as_json: bool) -> int:
     return code
 
 
-def run_check(request: CheckRequest, display: Display, many: bool) -> CheckReport:
+def run_check(request: CheckRequest, console: Console | None, many: bool) -> CheckReport:
     """Run every case: in a simulated world on one device, or, with ``many``, on the ranks of torchrun, where
-    those that are not lost return the same report."""
+    those that are not lost return the same report. console: of the rank that prints cases as they end"""
     device = select_device(many)
     world_size = int(os.environ["WORLD_SIZE"]) if many else request.world_size
     cases = list_cases(world_size, device, request.only)
@@ -74,7 +77,8 @@ def run_check(request: CheckRequest, display: Display, many: bool) -> CheckRepor
     try:
         for result in outcomes:
             results[result.case] = result
-            display.show(result, len(cases))
+            if console is not None:
+                print_case(console, result, len(results), len(cases))
         if many:
             own = {"host": platform.node(), "device": str(device), "name": facts["device"]}
             facts["ranks"] = ranks.gather(own)
@@ -97,10 +101,15 @@ def run_in_processes(
     """Run parts in up to ``jobs`` processes that share a device, because compiling (on a GPU) or Python (on a
     CPU) takes most time. A case during which its process dies has failed. Raises Stopped where a limit is
     reached."""
+
+    def check_budget() -> None:
+        if request.over:
+            raise Stopped(request.late)
+
     method = "fork" if ranks.device.type == "cpu" else "spawn"
     work, set_up = partial(run_part, ranks, request), partial(set_up_process, ranks.device)
     with WorkerPool(work, jobs, setup=set_up, method=method) as pool:
-        for case, result in pool.run(parts, request.check_budget):
+        for case, result in pool.run(parts, check_budget):
             yield Result(case, why=result.why) if isinstance(result, Lost) else result
 
 
