@@ -21,26 +21,29 @@ Step = tuple[str, Any]  # (ATTRIBUTE, name) or (ITEM, constant key)
 
 
 class Chain(NamedTuple):
-    """A variable and the attributes and constant subscripts read from it, in order.
-
-    path: the same as text, for messages: "global Config.limits['cap']"
-    """
+    """A variable and the attributes and constant subscripts read from it, in order."""
 
     kind: str
     name: str
     steps: tuple[Step, ...]
-    path: str
+
+    @property
+    def path(self) -> str:
+        """The chain as text, for messages: "global Config.limits['cap']"."""
+        texts = [f"[{key!r}]" if step == ITEM else f".{key}" for step, key in self.steps]
+        return f"{self.kind} {self.name}{''.join(texts)}"
 
 
 class Reads(NamedTuple):
     """The state that one code object, and the functions defined inside it, may read.
 
-    chains: from globals, closure variables, imported modules and the function's first argument (``self``)
+    chains: with their paths, from globals, closure variables, imported modules and the function's first
+        argument (``self``)
     attributes: names read from values that no chain leads to
     obstacle: an operation that hides which state the code reads; empty if there is none
     """
 
-    chains: tuple[Chain, ...]
+    chains: tuple[tuple[Chain, str], ...]
     attributes: frozenset[str]
     obstacle: str
 
@@ -62,26 +65,20 @@ def code_reads(code: types.CodeType) -> Reads:
     """Collect the state that `code` reads, in the order of its instructions.
 
     >>> code = (lambda self, x: x * self.config["cap"] + math.pi).__code__
-    >>> [chain.path for chain in code_reads(code).chains]
+    >>> [path for chain, path in code_reads(code).chains]
     ["argument self.config['cap']", 'global math.pi']
     """
     reads: Reads | None = _READS.get(code)
     if reads is None:
-        events = list(_find_reads(code, dict.fromkeys(code.co_freevars, CELL) | _first_argument(code)))
-        chains = dict.fromkeys(read for read in events if isinstance(read, Chain))
-        attributes = frozenset(read.name for read in events if isinstance(read, _Attribute))
-        obstacles = [read.text for read in events if isinstance(read, _Obstacle)]
-        reads = Reads(tuple(chains), attributes, obstacles[-1] if obstacles else "")
+        first = code.co_varnames[:1] if code.co_argcount else ()
+        arguments = {name: ARGUMENT for name in first if not _is_assigned(name, code)}
+        events = list(_find_reads(code, dict.fromkeys(code.co_freevars, CELL) | arguments))
+        chains = dict.fromkeys(event for event in events if isinstance(event, Chain))
+        attributes = frozenset(event.name for event in events if isinstance(event, _Attribute))
+        obstacle = next((event for event in reversed(events) if isinstance(event, str)), "")
+        reads = Reads(tuple((chain, chain.path) for chain in chains), attributes, obstacle)
         _READS.put(code, reads)
     return reads
-
-
-def _first_argument(code: types.CodeType) -> dict[str, str]:
-    """The function's first argument, unless the function assigns to it."""
-    if not code.co_argcount:
-        return {}
-    name = code.co_varnames[0]
-    return {} if _is_assigned(name, code) else {name: ARGUMENT}
 
 
 def _is_assigned(name: str, code: types.CodeType) -> bool:
@@ -102,14 +99,8 @@ class _Attribute(NamedTuple):
     name: str
 
 
-class _Obstacle(NamedTuple):
-    """An operation that hides which state the code reads."""
-
-    text: str
-
-
-def _find_reads(code: types.CodeType, scope: dict[str, str]) -> Iterator[Chain | _Attribute | _Obstacle]:
-    """Yield the reads of a code object and of the code objects inside it.
+def _find_reads(code: types.CodeType, scope: dict[str, str]) -> Iterator[Chain | _Attribute | str]:
+    """Yield the reads of a code object and of the code objects inside it, and obstacles in words.
 
     scope: variables of enclosing functions, and the first argument, that chains may begin at
     """
@@ -119,18 +110,22 @@ def _find_reads(code: types.CodeType, scope: dict[str, str]) -> Iterator[Chain |
         operation, argument = instruction.opname, instruction.argval
         if index < end:
             continue
-        roots = list(_roots(instruction, scope))
-        if operation == "IMPORT_NAME":  # a dot for each level of a relative import
+        roots: list[tuple[str, str]] = []
+        if operation in _GLOBALS:
+            roots = [(GLOBAL, argument)]
+        elif operation in _CELLS or operation.startswith("LOAD_FAST"):
+            roots = [(scope[name], name) for name in _names(instruction) if name in scope]
+        elif operation == "IMPORT_NAME":  # a dot for each level of a relative import
             roots = [(IMPORT, "." * instructions[index - 2].argval + argument)]
-        for i, (kind, name) in enumerate(roots, start=1):  # the last of them is on top of the stack
+        for i, root in enumerate(roots, start=1):  # the last of them is on top of the stack
             steps, end = _steps(instructions, index + 1) if i == len(roots) else ((), end)
-            yield Chain(kind, name, steps, _path(kind, name, steps))
+            yield Chain(*root, steps)
         if operation in _ATTRIBUTES or operation in ("IMPORT_FROM", "LOAD_SUPER_ATTR"):
             yield _Attribute(argument)
         elif operation == "MATCH_CLASS":
-            yield _Obstacle("matches a class pattern, which reads attributes by position")
+            yield "matches a class pattern, which reads attributes by position"
         elif operation in _EDITS or (operation in _CELL_EDITS and scope.get(argument) == CELL):
-            yield _Obstacle("edits state")
+            yield "edits state"
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             hidden = {*constant.co_varnames, *constant.co_cellvars}
@@ -154,22 +149,6 @@ def _steps(instructions: list[dis.Instruction], index: int) -> tuple[tuple[Step,
     return tuple(steps), index
 
 
-def _roots(instruction: dis.Instruction, scope: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """The kinds and names of the variables that an instruction loads."""
-    operation = instruction.opname
-    if operation in _GLOBALS:
-        yield GLOBAL, instruction.argval
-    elif operation in _CELLS or operation.startswith("LOAD_FAST"):
-        for name in _names(instruction):
-            if name in scope:
-                yield scope[name], name
-
-
 def _is_subscript(instruction: dis.Instruction) -> bool:
     binary = instruction.opname == "BINARY_OP" and instruction.argrepr == "[]"
     return (instruction.opname == "BINARY_SUBSCR" or binary) and not instruction.is_jump_target
-
-
-def _path(kind: str, name: str, steps: tuple[Step, ...]) -> str:
-    texts = [f"[{key!r}]" if step == ITEM else f".{key}" for step, key in steps]
-    return f"{kind} {name}{''.join(texts)}"

@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from tritoncp.mods.attributes import ABSENT
+
+class _Absent:
+    """The value of an attribute or variable that does not exist."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
 
 
 def captured_numbers(fn: Any) -> list[int | float]:

@@ -208,9 +208,7 @@ def draw_problem(name: str, sizes: Problem, device: torch.device, seed: int) -> 
 
     wide = {key: x.double().requires_grad_() for key, x in leaves.items()}
     score_mod = make_score_mod(wide.get("bias"))
-    out, lse, _ = dense_attention(
-        wide["q"], wide["k"], wide["v"], mask, score_mod, sinks=wide.get("sinks")
-    )
+    out, lse, _ = dense_attention(wide["q"], wide["k"], wide["v"], mask, score_mod, sinks=wide.get("sinks"))
     grads = torch.autograd.grad([out, lse], [*wide.values()], [dout.double(), dlse.double()])
     exact = {"out": out.detach(), "lse": lse.detach()} | {f"d{key}": x for key, x in zip(wide, grads)}
 

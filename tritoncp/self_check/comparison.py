@@ -106,8 +106,7 @@ def run_case(ranks: Ranks, case: CheckCase, wait: Callable[[], None]) -> Errors:
         return [shard(x, plan.for_rank(rank), dim=2, side=side, pad=pad) for rank in members]
 
     leaves = {
-        name: [part.detach().requires_grad_() for part in cut(x, name)]
-        for name, x in problem.leaves.items()
+        name: [part.detach().requires_grad_() for part in cut(x, name)] for name, x in problem.leaves.items()
     }
     bias, sinks = (leaves.get(name, [None])[0] for name in LEARNED)
     starts = [part for x in problem.starts.values() for part in cut(x, "q")]
@@ -117,7 +116,8 @@ def run_case(ranks: Ranks, case: CheckCase, wait: Callable[[], None]) -> Errors:
     wait()
 
     grads = iter(torch.autograd.grad([*outs, *lses], [x for xs in leaves.values() for x in xs], starts))
-    results = {"out": outs, "lse": lses} | {f"d{key}": [next(grads) for _ in xs] for key, xs in leaves.items()}
+    results = {"out": outs, "lse": lses}
+    results |= {f"d{key}": [next(grads) for _ in xs] for key, xs in leaves.items()}
     errors: Errors = {}
     for name, parts in results.items():
         leaf = name.removeprefix("d")

@@ -19,6 +19,7 @@ The forms of a layout:
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import types
@@ -34,11 +35,10 @@ from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
-from tritoncp.mods import Mod, attributes
-from tritoncp.mods.attributes import ABSENT, Getter, Incomparable, attribute_of, in_class, item_of
+from tritoncp.mods import Mod
 from tritoncp.mods.bytecode import ARGUMENT, CELL, GLOBAL, ITEM, Step, code_reads
-from tritoncp.mods.captures import cell_value, empty_function, fill_function, take_apart
-from tritoncp.mods.fingerprint import Fingerprint
+from tritoncp.mods.captures import ABSENT, cell_value, empty_function, fill_function, take_apart
+from tritoncp.mods.fingerprint import HEAP_TYPE, Fingerprint, read_step
 from tritoncp.planning.plan import Plan
 
 Layout = tuple[Any, ...]
@@ -110,7 +110,7 @@ def layout_of(thing: Any, is_called: bool = True) -> Layout:
         if isinstance(thing, types.FunctionType | types.MethodType):
             check_gradients(thing, reads.captured)
         return layout
-    except (Incomparable, Uncapturable) as error:
+    except Uncapturable as error:
         return ("refuse", f"{_name(thing)}: {error}. {REMEDY}")
     except RecursionError:
         return ("refuse", f"{_name(thing)} is nested too deep. {REMEDY}")
@@ -160,7 +160,7 @@ def is_fixed(thing: Any) -> bool:
     torch_op = kind.__module__ == "torch._ops" or kind.__module__.split(".")[0] in ("torch", "triton")
     if torch_op and callable(thing) and not isinstance(thing, torch.nn.Module | Tensor):
         return True
-    return in_class(kind, "_member_map_") is not ABSENT  # of enumerations
+    return issubclass(kind, enum.Enum)
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -215,7 +215,7 @@ class _Reads:
         reads = code_reads(fn.__code__)
         if reads.obstacle or (owner is not None and "__class__" in fn.__code__.co_freevars):
             raise Uncapturable(f"{fn.__qualname__} {reads.obstacle or 'calls super()'}")
-        for chain in reads.chains:
+        for chain, _ in reads.chains:
             if chain.kind == GLOBAL and chain.name in ("getattr", "hasattr"):
                 raise Uncapturable(f"{fn.__qualname__} calls {chain.name}()")
             if chain.kind == CELL and (node := cells.get(chain.name)) is not None:
@@ -229,11 +229,12 @@ class _Reads:
             obj = node.thing
             if is_fixed(obj) or isinstance(obj, _FLAT):
                 break
-            value = item_of(obj, name) if step == ITEM else attribute_of(obj, name)
             if isinstance(obj, torch.nn.Module) and step == ITEM:
                 break
-            if type(value) is Getter:
-                return self._follow_function(value.fn, node, {})
+            getter = None if step == ITEM else getattr(type(obj), name, None)
+            if type(getter) is property and isinstance(getter.fget, types.FunctionType):
+                return self._follow_function(getter.fget, node, {})
+            value = read_step(obj, step, name)
             if isinstance(value, types.MethodType) and isinstance(value.__func__, types.FunctionType):
                 if value.__self__ is obj and not is_fixed(value.__func__):
                     return self._follow_function(value.__func__, node, {})
@@ -249,7 +250,7 @@ class _Reads:
         """Follow the reads of the call of an object."""
         kind = type(node.thing)
         name = "forward" if isinstance(node.thing, torch.nn.Module) else "__call__"
-        call = in_class(kind, name)
+        call = getattr(kind, name, None)
         if name == "forward":
             _check_hooks(node.thing)
         if isinstance(call, types.FunctionType) and not is_fixed(call):
@@ -305,6 +306,7 @@ def _unset() -> Layout:
     return "unset", register_constant(ABSENT, ABSENT)
 
 
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 _MODULE_FIELDS = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
@@ -315,14 +317,22 @@ def _add_all_parts(node: _Node) -> None:
         for key, value in thing.items():
             node.part("item", key, value)
         return
-    fields = attributes.fields_of(thing)
+    fields = _fields_of(thing)
     if isinstance(thing, torch.nn.Module):
         _check_hooks(thing)
-        tables = {name: value for table in attributes.MODULE_TABLES for name, value in fields[table].items()}
+        tables = {name: value for table in MODULE_TABLES for name, value in fields[table].items()}
         fields = {name: value for name, value in fields.items() if name not in _MODULE_FIELDS} | tables
     for name in fields:
-        value = attribute_of(thing, name)
-        node.part("absent" if value is ABSENT else "attribute", name, value)
+        node.part("attribute", name, getattr(thing, name))
+
+
+def _fields_of(obj: Any) -> dict[str, Any]:
+    """The attributes that an object holds, in slots and in its dictionary."""
+    slots = [base.__dict__.get("__slots__", ()) for base in type(obj).__mro__]
+    names = [name for group in slots for name in ((group,) if isinstance(group, str) else group)]
+    own = ("__dict__", "__weakref__")
+    held = {name: getattr(obj, name) for name in names if name not in own and hasattr(obj, name)}
+    return {**held, **getattr(obj, "__dict__", {})}
 
 
 def _check_hooks(module: torch.nn.Module) -> None:
@@ -333,9 +343,7 @@ def _check_hooks(module: torch.nn.Module) -> None:
 def _parts_of_class(thing: Any, parts: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
     """Return (place, name) of each part of a stand-in: an attribute, an item, or a table of an nn.Module."""
     kind = type(thing)
-    builtin = [
-        base for base in kind.__mro__ if base is not object and not base.__flags__ & attributes.HEAP_TYPE
-    ]
+    builtin = [base for base in kind.__mro__ if base is not object and not base.__flags__ & HEAP_TYPE]
     if builtin and kind not in (dict, OrderedDict):
         raise Uncapturable(f"it reads a {kind.__qualname__}, whose state Python cannot list")
     if kind.__module__.split(".")[0] == "torch" and not isinstance(thing, torch.nn.Module):
@@ -343,7 +351,7 @@ def _parts_of_class(thing: Any, parts: tuple[tuple[str, Any], ...]) -> tuple[tup
     if not isinstance(thing, torch.nn.Module):
         return parts
     fields = vars(thing)
-    place = {name: table for table in attributes.MODULE_TABLES for name in fields[table]}
+    place = {name: table for table in MODULE_TABLES for name in fields[table]}
     return tuple([(place.get(name, part), name) for part, name in parts])
 
 
@@ -356,7 +364,7 @@ def stand_in(constant: tuple[Any, tuple[tuple[str, Any], ...]], values: list[Any
     for (place, name), value in zip(parts, values, strict=True):
         if place == "item":
             copy[name] = value
-        elif place in attributes.MODULE_TABLES:
+        elif place in MODULE_TABLES:
             vars(copy)[place][name] = value
         elif place == "attribute":
             object.__setattr__(copy, name, value)
