@@ -213,7 +213,7 @@ def draw_problem(name: str, sizes: Problem, device: torch.device, seed: int) -> 
     exact = {"out": out.detach(), "lse": lse.detach()} | {f"d{key}": x for key, x in zip(wide, grads)}
 
     captured = [leaves["bias"].clone().requires_grad_()] if "bias" in leaves else []
-    score_mod = make_score_mod(*captured or [None])
+    score_mod = make_score_mod(captured[0] if captured else None)
     eager = eager_attention(q, k, v, mask, dout, dlse, score_mod, captured, sinks=leaves.get("sinks"))
     results = eager.out, eager.lse, eager.dq, eager.dk, eager.dv, *eager.captured
     allowed = {key: allowed_error(result, exact[key]) for key, result in zip(exact, results)}
