@@ -27,6 +27,7 @@ import transformers
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
+from tests.integrations.family_sizes import CLASSES, INPUTS, LENGTH, OPTIONS, SIZES, VARIANTS, VOCABULARY
 from tests.multiprocess import ranks
 from tritoncp.integrations.transformers import register, shard_batch
 
@@ -34,94 +35,10 @@ PAGE = Path(__file__).parents[2] / "docs/models.md"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 HEADS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 NULLABLE = ("pad_token_id", "head_dim", "sliding_window")
-LENGTH, VOCABULARY, LIMIT, SECONDS = 64, 97, 1e-4, 150
+LIMIT, SECONDS = 1e-4, 150
 register()
 NOT_TRIED = "not tried: "
 MOST_WEIGHTS = 20_000_000
-
-# Sizes of small models, by the name of the attribute of a config.
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "word_embed_proj_dim"), 32),
-    **dict.fromkeys(
-        ("embedding_size", "hidden_dim", "mm_hidden_size", "out_hidden_size", "encoder_width"), 32
-    ),
-    **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 48
-    ),
-    **dict.fromkeys(("shared_expert_intermediate_size", "intermediate_size_mlp", "mlp_hidden_size"), 48),
-    **dict.fromkeys(("shared_intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size"), 16),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers"), 2),
-    **dict.fromkeys(
-        ("decoder_layers", "num_decoder_layers", "depth", "vision_layers", "num_encoder_layers"), 2
-    ),
-    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "num_attention_heads_per_layer"), 4),
-    **dict.fromkeys(
-        ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads"), 2
-    ),
-    **dict.fromkeys(
-        ("head_dim", "kv_channels", "d_kv", "attention_head_dim", "swa_head_dim", "global_head_dim"), 8
-    ),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "rotary_dim"), 8),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(
-        ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2
-    ),
-    **dict.fromkeys(
-        ("n_group", "topk_group", "num_nextn_predict_layers", "n_shared_experts", "num_hash_layers"), 1
-    ),
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 128
-    ),
-    **dict.fromkeys(
-        ("vocab_size", "text_vocab_size", "char_vocab_size", "vocab_size_per_layer_input"), VOCABULARY
-    ),
-    **dict.fromkeys(("sliding_window", "attention_window_size", "window_size"), 20),
-    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_chunk_size", "chunk_size"), 16),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
-    **dict.fromkeys(("lru_width", "mamba_d_ssm", "mamba_ssm_dim"), 64),
-    **dict.fromkeys(("image_size", "patch_size"), 16),
-    **dict.fromkeys(("hidden_size_per_layer_input", "embedding_dim", "projection_dim"), 16),
-    **{
-        "attention_chunk_size": 16,
-        "index_topk": 16,
-        "index_n_heads": 2,
-        "n_mamba_groups": 1,
-        "mamba_n_groups": 1,
-    },
-    **{"mamba_expand": 2, "first_k_dense_replace": 1, "n_groups": 1, "time_step_rank": 4, "mamba_dt_rank": 4},
-    **{"attn_layer_period": 2, "attn_layer_offset": 1, "attn_layer_indices": [1], "laurel_rank": 4},
-    **{"num_kv_shared_layers": 0, "initializer_range": 0.02, "use_cache": False, "layerdrop": 0.0},
-    **{
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 1,
-        "sep_token_id": 2,
-    },
-    **{"pretraining_tp": 1, "use_mambapy": False, "output_router_logits": False, "use_kernels": False},
-}
-# Other sizes, tried in this order where a model does not run with those above.
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"num_key_value_heads": 4},
-    {"head_dim": 16},
-    {"num_experts_per_tok": 1},
-    {"head_dim": None, "num_attention_heads": 2},
-    {"hidden_size": 256, "head_dim": 64},
-    {"hidden_size": 512, "head_dim": 128, "vision_config": {"hidden_size": 32}},
-    {"moe_intermediate_size": None, "patch_size": None, "image_size": None, "sliding_window": None},
-)
-# What single families need besides.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "esm": {"vocab_size": VOCABULARY},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
-}
 
 
 class Row(NamedTuple):
@@ -139,7 +56,7 @@ def list_families() -> dict[str, str]:
     for mapping in HEADS:
         for family, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
             heads.setdefault(family, names if isinstance(names, str) else names[0])
-    return dict(sorted(heads.items()))
+    return dict(sorted((heads | CLASSES).items()))
 
 
 def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> Any:
@@ -202,21 +119,23 @@ def find_variant(family: str, head: str) -> tuple[dict[str, Any], str]:
     """Return the sizes with which a model trains with eager attention, and the first error if none do."""
     first = ""
     for variant in VARIANTS:
-        error = attempt(lambda v=variant: bool(train(build(family, head, "eager", v), make_batch(False))))
+        batch = make_batch(False, family)
+        error = attempt(lambda v=variant, b=batch: bool(train(build(family, head, "eager", v), b)))
         if error is True:
             return variant, ""
         first = first or error
     return {}, first
 
 
-def make_batch(packed: bool) -> dict[str, Tensor]:
-    """Return tokens and labels, [2, LENGTH], of one text a row or of three documents."""
+def make_batch(packed: bool, family: str) -> dict[str, Tensor]:
+    """Return tokens and labels, [2, LENGTH], of one text a row or of three documents, and what a family needs
+    besides."""
     tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens.clone()}
     if packed:
         row = torch.cat([torch.arange(n) for n in (23, 7, 34)])
         batch["position_ids"] = row.expand(2, -1)
-    return batch
+    return {**batch, **INPUTS.get(family, {})}
 
 
 def train(model: Any, batch: dict[str, Any], labels: Tensor | None = None) -> dict[str, Tensor]:
@@ -237,7 +156,9 @@ def train_on_ranks(group: Any, family: str, head: str, variant: dict[str, Any]) 
     """Return the sums over ranks of loss and gradients, of one text a row and of packed documents, and
     whether the loss is that of the logits; or messages."""
     model = build(family, head, "tritoncp", variant)
-    return [attempt(partial(sum_over_ranks, group, model, make_batch(packed))) for packed in (False, True)]
+    return [
+        attempt(partial(sum_over_ranks, group, model, make_batch(packed, family))) for packed in (False, True)
+    ]
 
 
 def sum_over_ranks(group: Any, model: Any, batch: dict[str, Tensor]) -> Any:
@@ -264,6 +185,7 @@ def compare(result: Any, expected: Any) -> str:
         if isinstance(one, str):
             return one
     result = result[0] if isinstance(result, tuple) else result
+    expected = {name: x for name, x in expected.items() if x.numel()}
     largest = max(x.abs().max().item() for x in expected.values())
     zero = torch.zeros(())
     worst = max((result.get(name, zero) - x).abs().max().item() for name, x in expected.items()) / largest
@@ -272,7 +194,7 @@ def compare(result: Any, expected: Any) -> str:
 
 def check(family: str, head: str) -> Row:
     """Try a family, in this process."""
-    batches = [make_batch(packed) for packed in (False, True)]
+    batches = [make_batch(packed, family) for packed in (False, True)]
     variant, error = find_variant(family, head)
     if error:
         return Row(family, *(NOT_TRIED + error,) * 3)
@@ -311,7 +233,7 @@ def attempt(work: Callable[[], Any]) -> Any:
 def message_of(error: BaseException) -> str:
     """Return an error as a cell of a table."""
     text = re.sub(r"\s+", " ", str(error)).replace("|", "/").strip()
-    return f"{type(error).__name__}: {text}"[:300]
+    return f"{type(error).__name__}: {text}"[:300].rstrip()
 
 
 def check_in_child(family: str, head: str) -> Row:

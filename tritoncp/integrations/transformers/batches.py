@@ -25,6 +25,7 @@ from tritoncp.integrations.transformers.model_classes import (
     counts_from_padding,
     has_loss_of_its_own,
     has_sparse_layers,
+    is_recurrent,
     may_be_recurrent,
     may_convolve,
     takes_positions,
@@ -123,7 +124,7 @@ def _read_batch(
 ) -> tuple[tuple[dict[str, ModelMask], Tensor], Facts, tuple[int, ...]]:
     """Return the mask of each kind of layer and the position_ids [B, S], and the facts for ranks to
     compare."""
-    text, tokens = _check_config(config, model is None), _tokens(batch)
+    text, tokens = _check_config(config, model), _tokens(batch)
     several = group is not None and group.size() > 1
     if several and not (may_be_recurrent(text) or takes_positions(text, model)):
         raise ValueError(
@@ -160,8 +161,8 @@ def _fact_of(tokens: Tensor) -> tuple[Text, bytes]:
     return fact(text, size.encode() + content(ids))
 
 
-def _check_config(config: PreTrainedConfig, only_config: bool) -> PreTrainedConfig:
-    """Return the config of the text model, if its models can be context parallel."""
+def _check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTrainedConfig:
+    """Return the config of the text model, if the model, or any of the config, can be context parallel."""
     text = config.get_text_config()
     if not is_registered(text._attn_implementation):
         raise ValueError(
@@ -174,13 +175,13 @@ def _check_config(config: PreTrainedConfig, only_config: bool) -> PreTrainedConf
             "whole sequences, without shard_batch"
         )
     other_kinds = set(getattr(text, "layer_types", None) or ()) & OTHER_LAYERS
-    if only_config and (other_kinds or may_be_recurrent(text) or may_convolve(text)):
+    if model is None and (other_kinds or may_be_recurrent(text) or may_convolve(text)):
         raise ValueError(
             f"models of {type(text).__name__} have layers that are no attention "
             f"({', '.join(sorted(other_kinds)) or 'recurrent or convolutional'}) and run on whole sequences: "
             "pass the model itself, shard_batch(batch, model, mesh)"
         )
-    if computes_attention_itself(text) and not may_be_recurrent(text):
+    if computes_attention_itself(text) and not any(map(is_recurrent, model.modules() if model else ())):
         raise ValueError(
             f"the models of {type(text).__name__} compute attention (or what replaces it) themselves, "
             "without transformers' attention interface, and would attend within a shard: run them on whole "

@@ -18,7 +18,8 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name by which models look up their 
 SPARSE_LAYERS = frozenset(
     ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
 )
-CACHES = ("cache_params", "past_key_values")  # arguments of the modules that mix tokens
+RECURRENT_CACHES = ("cache_params", "state")  # arguments of the modules that are recurrent
+CACHES = (*RECURRENT_CACHES, "past_key_values")  # arguments of the modules that mix tokens
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -154,19 +155,22 @@ def may_be_recurrent(config: PreTrainedConfig) -> bool:
     """Return whether models of a config may have state-space layers, by the classes beside them."""
     classes = vars(modeling_of(config) or object).values()
     return any(
-        inspect.isclass(one) and issubclass(one, nn.Module) and "cache_params" in _parameters(one)
+        inspect.isclass(one)
+        and issubclass(one, nn.Module)
+        and not _parameters(one).isdisjoint(RECURRENT_CACHES)
         for one in classes
     )
 
 
 def may_convolve(config: PreTrainedConfig) -> bool:
-    """Return whether models of a config may convolve tokens, by the code beside them."""
-    return "nn.Conv1d(" in _source_of(modeling_of(config))
+    """Return whether models of a config may convolve tokens, by the code beside them, or their neighbours, as
+    MobileBERT's embeddings."""
+    return "nn.Conv1d(" in _source_of(modeling_of(config)) or getattr(config, "trigram_input", False)
 
 
 def is_recurrent(module: nn.Module) -> bool:
     """Return whether a module mixes tokens without computing attention, and none of its parts does: it takes
-    a cache of earlier tokens, or convolves."""
+    a cache of earlier tokens, convolves, or reads the neighbours of a token."""
     if not _mixes_tokens(module) or isinstance(module, PreTrainedModel | GradientCheckpointingLayer):
         return False
     parts = list(module.modules())[1:]
@@ -174,7 +178,8 @@ def is_recurrent(module: nn.Module) -> bool:
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
-    return _takes_cache(type(module)) or any(isinstance(part, nn.Conv1d) for part in module.children())
+    convolves = any(isinstance(part, nn.Conv1d) for part in module.children())
+    return _takes_cache(type(module)) or convolves or getattr(module, "trigram_input", False) is True
 
 
 def _takes_cache(cls: Any) -> bool:

@@ -164,15 +164,16 @@ class ContextParallelPlan:
         own = self.position_ids
         if position_ids is None or position_ids is own or position_ids in self._checked:
             return
-        if position_ids.ndim == 3:
+        if position_ids.ndim == 3 and not bool((position_ids == position_ids[:1]).all()):
             raise ValueError(
                 f"position_ids is {list(position_ids.shape)}: the model makes positions of several axes (of "
                 "images and video) itself, and counts them within a shard: run it on whole sequences, "
                 "without shard_batch"
             )
+        found = position_ids[0] if position_ids.ndim == 3 else position_ids
         valid = self.plan.valid.to(own.device)
-        same = position_ids.shape[-1] == own.shape[-1] and position_ids.ndim == 2
-        if not same or bool(((position_ids != own) & valid).any()):
+        same = found.shape[-1] == own.shape[-1] and found.ndim == 2
+        if not same or bool(((found != own) & valid).any()):
             raise ValueError(
                 "position_ids are not those of the plan: tokens, positions and plan of a batch belong "
                 "together; pass all of shard_batch(batch, model.config, mesh) to the model, unedited"
