@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as flex
 
 from tests.zoo import MASKS, Sizes
+from tritoncp import flex_attention
 from tritoncp.masks import (
     MaskMod,
     and_masks,
@@ -239,6 +240,25 @@ def test_torch_takes_them_as_they_are(mod: MaskMod) -> None:
 def test_mistakes_say_what_to_do(call, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         call()
+
+
+ONE_ROW = {
+    "document": document(ids=torch.tensor([[0, 1, 0, 1, 2, 2, 1, 0]])),
+    "prefix": prefix_lm(torch.tensor([3])),
+    "tree": tree([[-1, 0, 0]], [[2, 3, 3]]),
+    "tree with a window": tree([[-1, 0, 0]], [[2, 3, 3]], window=(1, -1)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_tensors_of_one_batch_row_serve_every_row(name: str) -> None:
+    mod, index = ONE_ROW[name], torch.arange(8)
+    rows = [mod(torch.tensor(b), torch.tensor(0), index[:, None], index) for b in range(3)]
+    assert all(torch.equal(row, rows[0]) for row in rows) and mod.reads == (False, False)
+    q = torch.randn(3, 2, 8, 16, generator=torch.Generator().manual_seed(0))
+    whole = flex.create_block_mask(mod, None, None, 8, 8, device="cpu", BLOCK_SIZE=4)
+    for mask in (mod, create_block_mask(mod, None, None, 8, 8, BLOCK_SIZE=4), whole):
+        torch.testing.assert_close(flex_attention(q, q, q, mask), dense_attention(q, q, q, rows[0]).out)
 
 
 def test_closed_forms_combine_with_operators() -> None:

@@ -22,6 +22,7 @@ from tritoncp.masks.mask_mod import (
     MaskMod,
     Not,
     Or,
+    batch_row,
     clip_intervals,
     dependence_of,
     name_of,
@@ -79,9 +80,8 @@ class Document(MaskMod):
     ids: Tensor  # integers [N] or [B, N]
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        if self.ids.ndim == 1:
-            return self.ids[q_idx] == self.ids[kv_idx]
-        return self.ids[b, q_idx] == self.ids[b, kv_idx]
+        row = batch_row(self.ids, b)
+        return self.ids[(*row, q_idx)] == self.ids[(*row, kv_idx)]
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
         n = max(q_len, kv_len)
@@ -111,7 +111,7 @@ class Document(MaskMod):
 
     @property
     def reads(self) -> tuple[bool, bool]:
-        return self.ids.ndim == 2, False
+        return self.batch > 1, False
 
     def __repr__(self) -> str:
         return f"document(ids={list(self.ids.shape)})"
@@ -126,7 +126,7 @@ class PrefixLM(MaskMod):
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         prefix = self.prefix
         if isinstance(prefix, Tensor) and prefix.ndim == 1:
-            prefix = prefix[b]
+            prefix = prefix[b if len(prefix) > 1 else 0]
         return (kv_idx <= q_idx) | (kv_idx < prefix)
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals:
@@ -146,7 +146,7 @@ class PrefixLM(MaskMod):
 
     @property
     def reads(self) -> tuple[bool, bool]:
-        return isinstance(self.prefix, Tensor) and self.prefix.ndim == 1, False
+        return self.batch > 1, False
 
     def __repr__(self) -> str:
         prefix = list(self.prefix.shape) if isinstance(self.prefix, Tensor) else self.prefix

@@ -254,6 +254,11 @@ def _intersect_bounds(bounds: tuple[int, ...]) -> int:
     return min((bound for bound in bounds if bound != UNBOUNDED), default=UNBOUNDED)
 
 
+def batch_row(x: Tensor, b: Tensor) -> tuple[Tensor | int, ...]:
+    """Return the index of batch row b in a tensor [N] or [B, N]. A single row serves every b."""
+    return () if x.ndim == 1 else (b,) if len(x) > 1 else (0,)
+
+
 def clip_intervals(lo: Tensor, hi: Tensor, length: int) -> Intervals:
     """Clip intervals to [0, length); empty ones become (0, 0)."""
     lo, hi = lo.clamp(min=0), hi.clamp(max=length)

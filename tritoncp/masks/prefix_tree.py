@@ -15,7 +15,15 @@ from torch import Tensor
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import host
 from tritoncp.masks.block_runs import ramps
-from tritoncp.masks.mask_mod import MAX_TOKENS, UNBOUNDED, Intervals, MaskMod, check_window, clip_intervals
+from tritoncp.masks.mask_mod import (
+    MAX_TOKENS,
+    UNBOUNDED,
+    Intervals,
+    MaskMod,
+    batch_row,
+    check_window,
+    clip_intervals,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,7 +40,7 @@ class Tree(MaskMod):
     left: int
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        row = () if self.leave.ndim == 1 else (b,)
+        row = batch_row(self.leave, b)
         visible = (kv_idx <= q_idx) & (q_idx < self.leave[(*row, kv_idx)])
         if self.left == UNBOUNDED:
             return visible
@@ -74,7 +82,7 @@ class Tree(MaskMod):
 
     @property
     def reads(self) -> tuple[bool, bool]:
-        return self.leave.ndim == 2, False
+        return self.batch > 1, False
 
     def __repr__(self) -> str:
         window = "" if self.left == UNBOUNDED else f", left={self.left}"
