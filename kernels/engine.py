@@ -28,7 +28,7 @@ from tritoncp.kernels.operands import (
     table_args,
 )
 from tritoncp.kernels.options import ROUTES, check_options, choose, option_names
-from tritoncp.kernels.program_order import arrange_programs, section_heads
+from tritoncp.kernels.program_order import arrange_programs, check_grid, section_heads
 from tritoncp.kernels.route_check import verify_route
 from tritoncp.kernels.tile_rules import (
     FEW,
@@ -184,7 +184,7 @@ class TritonEngine:
             # Where two threads add their products, fma rounds one product in each thread, not the same one:
             # the copies of a row's sum would differ in their last bits.
             unfused = {"enable_fp_fusion": False}
-            return Recipe((-(-s // 64), h, b), args, Config(64, 0, 4, 1), options=unfused)
+            return Recipe(check_grid(-(-s // 64), h, b), args, Config(64, 0, 4, 1), options=unfused)
 
         tensors = {"out": out, "dout": dout, "dlse": dlse, "delta": delta}
         key = (
@@ -388,7 +388,8 @@ def _share_keys(cache: Any, key: Any, launch: Launch, q: Tensor, v: Tensor, tabl
             "PARTS": 16,
             "DENSE_Q": bool(tables.window) or tables.dense_q,  # tiles of one row are always even
         }
-        return Recipe((count_tiles(tables, "q", 1, args["Q_BLOCK"]), h, b), combined, _COMBINE)
+        grid = check_grid(count_tiles(tables, "q", 1, args["Q_BLOCK"]), h, b)
+        return Recipe(grid, combined, _COMBINE)
 
     written = ("out", "acc", "lse", "max_scores", "stat_m", "stat_l")
     tensors = {name: args[name].ptr for name in written} | {"parts_acc": acc, "parts_m": m, "parts_l": l}

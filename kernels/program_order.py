@@ -25,7 +25,7 @@ DEFAULT_L2_BYTES = 32 << 20
 SHARED_HEADS = 8
 
 
-MAX_TILES = 65_535  # of the grid's second dimension
+MAX_TILES = MAX_HEADS = 65_535  # of the grid's second dimension
 MAX_BATCH = 65_535  # of its third
 
 
@@ -91,18 +91,25 @@ def section_heads(kv_heads: int, head_bytes: int, arch: str) -> int:
     return next((n for n in range(min(limit, kv_heads), 1, -1) if kv_heads % n == 0), 1)
 
 
+def check_grid(programs: int, heads: int, batch: int) -> tuple[int, int, int]:
+    """Return a grid with heads or tiles in its second dimension and batch rows in its third; raise ValueError
+    for more than a GPU launches, as the first dimension alone takes more than 65,535 programs."""
+    if batch > MAX_BATCH:
+        raise ValueError(f"{batch} batch rows; a GPU launches {MAX_BATCH} at most: call with a part of them")
+    if heads > MAX_HEADS:
+        raise ValueError(f"{heads} heads; a GPU launches {MAX_HEADS} at most: call with a part of them")
+    return programs, heads, batch
+
+
 def arrange_programs(
     slots: Tensor | None, tiles: int, heads: int, section: int, batch: int
 ) -> tuple[ProgramOrder, tuple[int, int, int]]:
     """Make the kernel argument and the grid of a launch.
 
     slots: a step's table, or None; tiles, heads: of each batch row; section: programs of a section that
-    differ in their heads alone, a divisor of ``heads``. Raises ValueError for more batch rows than the grid's
-    third dimension has.
+    differ in their heads alone, a divisor of ``heads``. Raises ValueError as :func:`check_grid`.
     """
-    if batch > MAX_BATCH:
-        raise ValueError(f"{batch} batch rows; a GPU launches {MAX_BATCH} at most: call with a part of them")
     stride = 0 if slots is None or slots.shape[0] == 1 else slots.stride(0)
     if section == heads and tiles <= MAX_TILES:
-        return ProgramOrder(slots, stride, None), (heads, tiles, batch)
-    return ProgramOrder(slots, stride, section), (tiles * section, heads // section, batch)
+        return ProgramOrder(slots, stride, None), check_grid(heads, tiles, batch)
+    return ProgramOrder(slots, stride, section), check_grid(tiles * section, heads // section, batch)

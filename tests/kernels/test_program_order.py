@@ -14,6 +14,8 @@ from torch import Tensor
 import tritoncp
 from tests.kernels.support.harness import cotangents, qkv, run
 from tritoncp.kernels import program_order
+from tritoncp.kernels.engine import TritonEngine
+from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.program_order import arrange_programs, locate_program
 from tritoncp.planning import step_tables
 
@@ -57,7 +59,14 @@ def test_no_dimension_of_a_grid_passes_the_limits_of_a_gpu() -> None:
         _, (x, y, z) = arrange_programs(None, 1 << 20, 4, section, 65_535)
         assert x < 1 << 31 and max(y, z) < 1 << 16 and x * y == 4 << 20
     with pytest.raises(ValueError, match="65536 batch rows"):
-        arrange_programs(None, 1, 4, 4, 65_536)
+        arrange_programs(None, 1, 8, 8, 65_536)
+    with pytest.raises(ValueError, match="65536 heads"):  # two programs share the keys of each
+        run(qkv(1, heads=65_536), start=None, SPLIT_KV=2)
+    engine = TritonEngine(Mods(), 1.0)
+    for batch, heads, text in ((65_536, 1, "batch rows"), (1, 65_536, "heads")):
+        x = torch.zeros(()).expand(batch, heads, 1, 16)
+        with pytest.raises(ValueError, match=f"65536 {text}"):
+            engine.delta(x, x, None, x[..., 0])
 
 
 def shuffled(runs: Any) -> Tensor:
