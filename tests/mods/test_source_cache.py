@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import inspect
 import linecache
@@ -13,8 +14,12 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
+import triton
 
-from tritoncp.mods import mask_mod, source_cache
+import tritoncp
+from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.mods import mask_mod, mod, source_cache
 
 JITTED = "import triton\n\n\n@triton.jit\ndef add(x):\n    return x + {}\n"
 
@@ -31,8 +36,8 @@ def test_text_is_readable_without_a_file(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ZeroDivisionError) as error:
         module.fail()
     assert "return 1 // 0" in "".join(traceback.format_exception(error.value))
-    mod = mask_mod(lambda b, h, q, k: q * 7 >= k)
-    assert "def mask_mod" in inspect.getsource(source_cache.load(mod.source).mask_mod.fn)
+    made = mask_mod(lambda b, h, q, k: q * 7 >= k)
+    assert "def mask_mod" in inspect.getsource(source_cache.load(made.source).mask_mod.fn)
 
 
 def test_the_copy_for_profilers_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +74,41 @@ def test_a_module_goes_with_its_functions() -> None:
     assert not any(function() for function in refs)
     assert not {*paths} & {*linecache.cache}
     assert not [name for name in sys.modules if name.startswith("tritoncp_mod")]
+
+
+def count_kept() -> dict[str, int]:
+    """Count what translations leave in tables that grow for as long as the process runs."""
+    gc.collect()
+    return {
+        "graphs": sum(issubclass(type(x), torch.fx.GraphModule) for x in gc.get_objects()),
+        "modules": len(source_cache._MODULES),
+        "Triton's functions": len(triton.runtime.jit._triton_jit_function_registry),
+        "texts": len(linecache.cache) + len(torch.fx.graph_module._loader.eval_cache),
+        "context variables": len(contextvars.copy_context()),
+    }
+
+
+@pytest.mark.parametrize("change", ["captured number", "code"])
+@pytest.mark.parametrize("engine", ["cpu", "kernels"], indirect=True)
+def test_calls_with_new_closures_keep_nothing(
+    change: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = {"captured number": 256, "code": 2}[change]  # a translation is shared where the code is the same
+    monkeypatch.setattr(mod, "_TRANSLATIONS", BoundedCache(size))
+
+    def attend(number: int) -> None:
+        code = f"lambda s, b, h, q, k: s * (number + {0 if change == 'captured number' else number})"
+        score_mod = eval(code, {"number": number + 0.5})
+        mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 16, 16)
+        q = torch.randn(1, 1, 16, 16, requires_grad=True)
+        tritoncp.flex_attention(q, q, q, score_mod, mask).sum().backward()
+
+    for number in range(4):
+        attend(number)
+    before = count_kept()
+    for number in range(4, 10):
+        attend(number)
+    assert count_kept() == before
 
 
 def test_a_module_of_compiled_functions_goes_with_them() -> None:

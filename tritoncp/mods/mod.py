@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,7 +18,7 @@ from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.mods import source_cache
 from tritoncp.mods.errors import Untranslatable
-from tritoncp.mods.recording import read_state
+from tritoncp.mods.recording import ModState, read_state
 
 if TYPE_CHECKING:
     from tritoncp.mods.translate.trace import ModTrace
@@ -78,7 +79,7 @@ class Mod:
             copy = object.__new__(Mod)
             vars(copy).update(vars(self), tensors=(), numbers=())
             structure = _STRUCTURES.setdefault(self.digest, copy)
-        vars(self)["_structure"] = structure
+        vars(self).update(graph=structure.graph, _structure=structure)  # one graph for all of a digest
 
     def with_captures(self, tensors: Sequence[Tensor] = (), numbers: Sequence[int | float] = ()) -> Mod:
         """Copy the mod with other captures, in a fifth of the time of `dataclasses.replace`."""
@@ -274,15 +275,22 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         mod, sources = entry
         tensors = tuple([state.tensors[t] if isinstance(t, int) else t for t in sources])
         return mod.with_captures(tensors, mod.numbers) if tensors else mod
-    from tritoncp.mods.translate.trace import trace_mod  # loads Dynamo, which plans do without
-
     with _LOCK:  # tracing changes state of the whole process
-        trace = trace_mod(fn, arguments == 5, dtype, state)
-        mod = _build(trace)
-        sources = _tensor_sources(trace, state.tensors)
+        # a copy of the context frees the context variables of patches of torch's settings
+        mod, sources = copy_context().run(_trace, fn, arguments == 5, dtype, state)
         if key is not None and sources is not None:
             _TRANSLATIONS.put(key, (mod.with_captures(numbers=mod.numbers), sources))
     return mod
+
+
+def _trace(
+    fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState
+) -> tuple[Mod, tuple[int | Tensor, ...] | None]:
+    """Trace and translate a mod; the sources are those of :func:`_tensor_sources`."""
+    from tritoncp.mods.translate.trace import trace_mod  # loads Dynamo, which plans do without
+
+    trace = trace_mod(fn, is_score, dtype, state)
+    return _build(trace), _tensor_sources(trace, state.tensors)
 
 
 def _build(trace: ModTrace) -> Mod:

@@ -63,14 +63,16 @@ def _release(module: ModuleType) -> None:
     """Remove the module's functions from Triton's process-wide tables, which would keep them for ever.
 
     These are the compiler's, for constants of kernels that are loaded ahead of time, and the interpreter's
-    table of rewritten functions, in whose place each function gets a table of its own.
+    table of rewritten functions, in whose place each function gets a table of its own. The interpreter enters
+    a function into the compiler's table as it rewrites it, and so has to do that here.
     """
     registry = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
-    for name, value in vars(module).items():
+    for name, value in list(vars(module).items()):
         if getattr(getattr(value, "fn", None), "__module__", None) == module.__name__:
-            registry.pop(f"{module.__name__}:{name}", None)
             if hasattr(value, "rewritten_fn"):
                 value.rewritten_fn = {}
+                value.rewrite()
+            registry.pop(f"{module.__name__}:{name}", None)
 
 
 def _file_name(digest: str, source: str) -> str:
