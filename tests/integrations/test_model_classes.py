@@ -7,9 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from transformers import BartConfig, BartForCausalLM, FalconConfig, FalconForCausalLM, LlamaForCausalLM
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from tests.integrations import transformers_models as models
@@ -82,6 +94,102 @@ def test_classes_without_source_are_recurrent_as_their_bases() -> None:
         part.__class__ = without_source(type(part))
     assert [is_recurrent(part) for part in model.modules()] == kinds
     assert not model_classes._computes_attention(without_source(Qwen3NextGatedDeltaNet))
+
+
+def test_images_are_refused_on_ranks_and_their_embeddings_are_served() -> None:
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": 32,
+        "patch_size": 16,
+    }
+    text = LlamaConfig(**models.COMMON)
+    tokens = models.text_batch()["input_ids"].clamp(min=6)
+    tokens[:, 3:7] = 5
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    batch = {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 5, -100)}
+
+    def build(implementation: str) -> Any:
+        config = LlavaConfig(
+            vision_config=vision, text_config=text, image_token_id=5, vision_feature_layer=-1,
+            attn_implementation=implementation,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return LlavaForConditionalGeneration(config)
+
+    def weights_of(model: Any) -> list[Any]:
+        patches = model.model.vision_tower.embeddings.patch_embedding
+        return [*model.model.language_model.parameters(), patches.weight]
+
+    def work(group: Any) -> Any:
+        model = build("tritoncp")
+        embeddings = model.get_input_embeddings()(tokens)
+        features = torch.cat(list(model.get_image_features(pixel_values=images).pooler_output))
+        embeddings = embeddings.masked_scatter((tokens == 5)[..., None], features)
+        rest = {"inputs_embeds": embeddings, "labels": batch["labels"]}
+        loss = model(**shard_batch(rest, model, group, BLOCK_SIZE=16)).loss
+        weights = [
+            *model.model.language_model.parameters(),
+            model.model.vision_tower.embeddings.patch_embedding.weight,
+        ]
+        grads = torch.autograd.grad(loss, weights)
+        loss = loss.detach()
+        for x in (loss, *grads):
+            dist.all_reduce(x)
+        with pytest.raises(ValueError, match=r"the batch has pixel_values, .* put them into inputs_embeds"):
+            shard_batch({**batch, "pixel_values": images}, model, group)
+        return loss, grads
+
+    loss, grads = ranks.run(2, work)[0]
+    model = build("eager")
+    expected = model(**batch, pixel_values=images, use_cache=False).loss
+    weights = [
+        *model.model.language_model.parameters(),
+        model.model.vision_tower.embeddings.patch_embedding.weight,
+    ]
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, weights), rtol=0, atol=3e-6)
+
+
+def test_attention_that_gets_no_arguments_has_the_plan_of_its_call() -> None:
+    sizes = {key: x for key, x in models.COMMON.items() if key != "head_dim"}
+
+    def build(implementation: str) -> Any:
+        torch.manual_seed(0)
+        return StableLmForCausalLM(StableLmConfig(**sizes, attn_implementation=implementation)).train()
+
+    def work(group: Any) -> Any:
+        model = build("tritoncp")
+        with pytest.raises(ValueError, match=r"needs shard_batch\(batch, model, mesh\)"):
+            model(**shard_batch(models.packed_batch(), model.config, group, BLOCK_SIZE=16))
+        model.activation_checkpointing_enable()
+        result = models.loss_and_gradients(
+            model, shard_batch(models.packed_batch(), model, group, BLOCK_SIZE=16)
+        )
+        total = torch.tensor(result[0], dtype=torch.float64)
+        for x in (total, *result[1].values()):
+            dist.all_reduce(x)
+        return total.item(), result[1]
+
+    expected = models.loss_and_gradients(build("eager"), models.packed_batch())
+    models.assert_equal(ranks.run(2, work)[0], expected)
+    assert not model_classes.attention_without_arguments(models.build_model("Llama"))
+
+
+def test_positions_of_three_axes_are_taken_where_they_are_equal() -> None:
+    plan = shard_batch(models.text_batch(), models.build_model("Llama").config)["context_parallel"]
+    axes = plan.position_ids.expand(3, -1, -1).clone()
+    plan.check_positions(axes.clone())
+    axes[1] += 1
+    with pytest.raises(ValueError, match="positions of several axes"):
+        plan.check_positions(axes)
+
+
+def test_heads_that_are_too_wide_are_refused_with_a_remedy() -> None:
+    model = models.build_model("Llama", head_dim=264, num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r'head dim 264; 1 to 256 is supported: load this model .*"sdpa"'):
+        model(models.text_batch()["input_ids"])
 
 
 def test_every_table_of_attention_classes_is_extended() -> None:

@@ -14,10 +14,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tritoncp.api.attention import flex_attention
+from tritoncp.api.validate import MAX_HEAD_DIM
 from tritoncp.integrations.transformers.masks import ModelMask, create_mask
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 from tritoncp.integrations.transformers.positions import refuse_local_positions
 from tritoncp.integrations.transformers.single_query import attend_one_query
+from tritoncp.integrations.transformers.whole_sequences import plan_of_call
 from tritoncp.masks.closed_forms import SlidingWindow
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import UNBOUNDED, MaskMod, and_masks
@@ -91,6 +93,11 @@ def attend(
             f"attention dropout of {dropout} in training: tritoncp has none; set the dropout of the config "
             "to 0, as attention_dropout=0.0, or call model.eval()"
         )
+    if query.shape[3] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"query has head dim {query.shape[3]}; 1 to {MAX_HEAD_DIM} is supported: load this model with "
+            'attn_implementation="sdpa", on one process'
+        )
     mesh, bias = None, position_bias
     if indices is not None:
         hidden = query.new_full((len(query), 1, query.shape[2], key.shape[2]), -torch.inf)
@@ -102,6 +109,7 @@ def attend(
             'with attn_implementation="eager"'
         )
     pairs = query.shape[2], key.shape[2]
+    context_parallel = context_parallel or plan_of_call(module)
     if context_parallel is not None:
         context_parallel.check_positions(position_ids)
         if bias is not None:

@@ -33,7 +33,7 @@ from tritoncp.integrations.transformers.model_classes import (
 )
 from tritoncp.integrations.transformers.plans import OWN_LOSS, BatchMasks, ContextParallelPlan
 from tritoncp.integrations.transformers.positions import SHARDS
-from tritoncp.integrations.transformers.whole_sequences import run_recurrent_layers_whole
+from tritoncp.integrations.transformers.whole_sequences import hook_layers
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.varlen import Documents
 from tritoncp.planning.plan import Plan
@@ -42,6 +42,8 @@ from tritoncp.planning.work import Balancer
 IGNORED = -100  # the label that transformers' losses leave out
 # Kinds of layers that are no attention, or have another part beside it.
 OTHER_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+# Inputs that a model turns into embeddings and puts in the places of tokens.
+FEATURES = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 # Consumed by the plan: they describe the whole sequence.
 CONSUMED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -73,9 +75,10 @@ def shard_batch(
     labels of the whole batch, so that a rank's loss is its part of the mean: the parts of all ranks add up
     to it, and gradients are those of the sum. ``context_parallel`` holds plans and mesh.
 
-    Raises ValueError for tensors that do not fit, an attention_mask together with restarting position_ids, a
-    config that is not set to this attention, models that compute attention themselves, and the config alone
-    of one with recurrent layers; RuntimeError on all ranks if one of them fails, or their token ids differ.
+    Raises ValueError for tensors that do not fit, an attention_mask together with restarting position_ids,
+    images and audio on several ranks, a config that is not set to this attention, models that compute
+    attention themselves, and the config alone of one with recurrent layers; RuntimeError on all ranks if one
+    of them fails, or their token ids differ.
 
     >>> from transformers import LlamaConfig
     >>> from tritoncp.integrations.transformers import register
@@ -97,7 +100,7 @@ def shard_batch(
     read = partial(_read_batch, batch, config, model, group)
     (kinds, position_ids), _ = together(group, "shard_batch", read)
     if model is not None:
-        run_recurrent_layers_whole(model)
+        hook_layers(model)
     several = group is not None and group.size() > 1
     order = balancer if several else None
     masks = BatchMasks(next(iter(kinds.values())), BLOCK_SIZE)
@@ -130,6 +133,13 @@ def _read_batch(
         raise ValueError(
             f"the models of {type(text).__name__} take no position_ids, and would count positions within a "
             "shard: run them on whole sequences, without shard_batch"
+        )
+    features = [name for name in FEATURES if batch.get(name) is not None]
+    if several and features:
+        raise ValueError(
+            f"the batch has {', '.join(features)}, which the model would put in the places of the tokens of "
+            "a shard: put them into inputs_embeds [B, S, E] of the whole batch, in place of input_ids, or "
+            "run the model on whole sequences, without shard_batch"
         )
     if several and batch.get("labels") is not None and has_loss_of_its_own(config, model):
         raise ValueError(
@@ -186,6 +196,11 @@ def _check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTrain
             f"the models of {type(text).__name__} compute attention (or what replaces it) themselves, "
             "without transformers' attention interface, and would attend within a shard: run them on whole "
             "sequences, without shard_batch"
+        )
+    if hasattr(config, "patching_mode"):
+        raise ValueError(
+            f"the models of {type(config).__name__} group tokens into patches by a model of the whole "
+            "sequence: run them on whole sequences, without shard_batch"
         )
     if has_sparse_layers(text):
         raise ValueError(

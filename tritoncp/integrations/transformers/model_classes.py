@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -168,6 +169,33 @@ def may_convolve(config: PreTrainedConfig) -> bool:
     return "nn.Conv1d(" in _source_of(modeling_of(config)) or getattr(config, "trigram_input", False)
 
 
+def attention_without_arguments(model: nn.Module) -> list[nn.Module]:
+    """Return the attention modules of a model of texts that a module around them calls without the keyword
+    arguments that it gets, as StableLM and Nemotron do."""
+    config = getattr(model, "config", None)
+    if config is None or config.sub_configs:
+        return []
+    attention = {part for part in model.modules() if INTERFACE in _names_of_methods(type(part))}
+    return list(
+        {
+            part
+            for around in model.modules()
+            if around not in attention
+            and not isinstance(around, nn.ModuleList)
+            and not _passes_on(type(around))
+            for part in around.modules()
+            if part in attention
+        }
+    )
+
+
+@_once_a_class
+def _passes_on(cls: Any) -> bool:
+    """Return whether the forward method of a class calls anything with `**arguments`."""
+    codes = (inspect.unwrap(one).__code__ for one in _forwards_of(cls))
+    return any(step.opname == "CALL_FUNCTION_EX" for code in codes for step in dis.get_instructions(code))
+
+
 def is_recurrent(module: nn.Module) -> bool:
     """Return whether a module mixes tokens without computing attention, and none of its parts does: it takes
     a cache of earlier tokens, convolves, or reads the neighbours of a token."""
@@ -191,11 +219,17 @@ def _parameters(cls: Any) -> frozenset[str]:
     return frozenset(inspect.signature(cls.forward).parameters)
 
 
-@_once_a_class
 def _computes_attention(cls: Any) -> bool:
     """Return whether a method of a class, or of a base below nn.Module, looks up attention or has a
     softmax."""
+    names = _names_of_methods(cls)
+    return INTERFACE in names or any("softmax" in name for name in names)
+
+
+@_once_a_class
+def _names_of_methods(cls: Any) -> set[str]:
+    """Return the names of globals and attributes in the methods of a class, and of its bases below
+    nn.Module."""
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
     methods = [inspect.unwrap(x) for one in bases for x in vars(one).values() if inspect.isfunction(x)]
-    names = set().union(*(_names_in(x.__code__) for x in methods))
-    return INTERFACE in names or any("softmax" in name for name in names)
+    return set().union(*(_names_in(x.__code__) for x in methods))

@@ -18,8 +18,8 @@ from tritoncp.integrations.transformers.masks import ModelMask
 
 NO_PLAN = (
     "this looks like a shard, called without its plan. Pass all of shard_batch(batch, model.config, mesh) to "
-    "the model, model(**batch); a model that does not pass keyword arguments on to its attention cannot be "
-    "context parallel"
+    "the model, model(**batch); a model that does not pass keyword arguments on to its attention needs "
+    "shard_batch(batch, model, mesh), with the model in place of its config"
 )
 
 

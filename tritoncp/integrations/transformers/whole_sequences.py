@@ -1,4 +1,4 @@
-"""Recurrent and convolutional layers of a model, run on whole sequences.
+"""The plan of a call for layers that do not get it as an argument, and recurrent layers on whole sequences.
 
 Recurrences, linear attention and convolutions (Mamba, gated delta nets) read the tokens in their order. On a
 shard they run on the whole sequence: every rank gathers their input, runs them, and keeps its own part of
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tritoncp.api.shards import shard, unshard
-from tritoncp.integrations.transformers.model_classes import is_recurrent
+from tritoncp.integrations.transformers.model_classes import attention_without_arguments, is_recurrent
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 
 CURRENT = "_tritoncp_current_plan"  # the attribute of a model that has the hooks
@@ -45,8 +45,8 @@ class CurrentPlan:
             return self.calls[-1][1]
         if self.had_plan and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                "a recurrent layer is recomputed in backward by a checkpoint that does not tell the batch: "
-                "use model.activation_checkpointing_enable(), or torch's checkpoint_wrapper"
+                "a layer is recomputed in backward by a checkpoint that does not tell the batch: use "
+                "model.activation_checkpointing_enable(), or torch's checkpoint_wrapper"
             )
         return None
 
@@ -98,20 +98,27 @@ class CheckpointWithPlan:
         return self.checkpoint(with_plan, *args, **kwargs)
 
 
-def run_recurrent_layers_whole(model: nn.Module) -> None:
-    """Have the recurrent layers of a model run on whole sequences where a call has a plan, by hooks. A second
-    call changes nothing."""
+def hook_layers(model: nn.Module) -> None:
+    """Have the recurrent layers of a model run on whole sequences where a call has a plan, by hooks, and tell
+    the plan to attention that does not get it as an argument. A second call changes nothing."""
     if CURRENT in vars(model):
         return
     current = CurrentPlan()
-    setattr(model, CURRENT, current)
+    for module in (model, *(without_arguments := attention_without_arguments(model))):
+        setattr(module, CURRENT, current)
     for module in model.modules():
         if is_recurrent(module):
             module.register_forward_pre_hook(partial(_gather_input, current), with_kwargs=True)
             module.register_forward_hook(partial(_shard_output, current), with_kwargs=True)
-        elif any(is_recurrent(part) for part in module.modules()):
+        elif any(is_recurrent(part) for part in module.modules()) or (module is model and without_arguments):
             module.register_forward_pre_hook(partial(current.enter, is_top=module is model), with_kwargs=True)
             module.register_forward_hook(current.leave, always_call=True)
+
+
+def plan_of_call(module: nn.Module) -> ContextParallelPlan | None:
+    """Return the plan of the call of a model that is running, for attention that does not get it."""
+    current = vars(module).get(CURRENT)
+    return None if current is None else current.of({})
 
 
 def _gather_input(current: CurrentPlan, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
