@@ -103,6 +103,16 @@ def test_one_rank_sends_nothing(schedule: str, monkeypatch: pytest.MonkeyPatch) 
     assert not requests
 
 
+@pytest.mark.parametrize("schedule", ["allgather", "fetch", "ring"])
+def test_ranks_that_read_no_keys_of_others_send_none(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = record_requests(monkeypatch)
+    mask = create_block_mask(document(lengths=[8, 5, 3, 7]), None, None, 23, 23, BLOCK_SIZE=4)
+    x, plan = qkv(23, heads=4, kv_heads=2, dtype=F64), build(mask, 3, balancer=None, schedule=schedule)
+    start = cotangents(x)
+    agree(over_ranks(x, plan, start=start), oracle(x, mask, start=start), 1e-10)
+    assert not requests and plan.bytes_sent(batch=1, kv_heads=2, head_dim=8) == 0
+
+
 # -- results ------------------------------------------------------------------------------------------
 
 

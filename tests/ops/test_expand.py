@@ -221,7 +221,7 @@ def test_expanded_keys_live_for_one_step(schedule: str) -> None:
     x = inputs(32, 1)
     plan = replace(build(full_mask(32, 32, block=4), 4, schedule=schedule).for_rank(0), handle=None)
     count = {"allgather": 2, "ring": 8, "fetch": 4}[schedule]
-    only = mock.patch.object(collectives, "lockstep", lambda schedules: [_alone(one) for one in schedules])
+    only = mock.patch.object(collectives, "run_alone", _alone)
     leaves = leaves_of(x)
     shards = [tritoncp.shard(t, plan, dim=2) for t in leaves[:2]]
     with only:

@@ -1,9 +1,9 @@
-"""Requests for messages between ranks, and two drivers of the schedules that yield them.
+"""Requests for messages between ranks, and drivers of the schedules that yield them.
 
 A schedule is a generator: it yields a collective to start and gets back a ticket, yields ``Wait(ticket)`` and
 gets back the tensor.  Computation between the two overlaps with the messages.  ``run`` drives one
 rank over a process group; ``lockstep`` drives all ranks of a simulated world in one thread, one yield at a
-time.
+time; ``run_alone`` runs the schedule of one rank that is alone.
 """
 
 import itertools
@@ -117,6 +117,16 @@ def run(schedule: Schedule[T], group: dist.ProcessGroup, name: str = "exchange",
             message = _message(Ticket((), (), collective, number=record.messages), group, turn)
             raise failures.peer_lost(group, record, message, error) from error
     raise AssertionError("a schedule has no end")
+
+
+def run_alone(schedule: Schedule[T]) -> T:
+    """Run the schedule of a rank without a group, which sends no messages."""
+    try:
+        request = next(schedule)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise RuntimeError(f"a rank without a process group requests a {type(request).__name__}: pass its mesh")
 
 
 def _describe(request: Any, group: dist.ProcessGroup, turn: int = 1) -> str:

@@ -93,7 +93,7 @@ def backward_engine(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) 
     extra = (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
     engine = engine_of(call, q, k, v, extra, sums)
     delta = torch.empty_like(lse)
-    name = "local" if call.plan.world_size == 1 else call.plan.schedule
+    name = "local" if call.plan.is_local else call.plan.schedule
     with current_device(lse.device), step_range(name, 0, "delta"):
         engine.delta(out, dout, dlse, delta)()
     return engine, dout, delta
@@ -112,7 +112,7 @@ def _drive(call: Call, schedule: Schedule[Any], device: torch.device, direction:
     views are not tracked there and take half the time."""
     with torch._C._AutoDispatchBelowADInplaceOrView(), current_device(device):
         if call.group is None:
-            return collectives.lockstep([schedule])[0]
+            return collectives.run_alone(schedule)
         return collectives.run(schedule, call.group, call.plan.schedule, direction)
 
 

@@ -70,9 +70,9 @@ def costs(plan: PlanData, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
     pairs = _pairs(plan, ranks)
     views = [plan.for_rank(rank) for rank in ranks]
     estimates = [
-        _allgather(plan, pairs, shape, hardware),
         _ring(views, pairs, shape, hardware),
         _fetch(views, pairs, shape, hardware),
+        _allgather(plan, pairs, shape, hardware),
     ]
     if not shape.latent:  # a latent has no heads to exchange
         estimates.append(_ulysses(plan, shape, hardware))
@@ -123,11 +123,12 @@ EXPANSION_BACKWARD = 3  # products with the matrix, for one forward
 def _allgather(plan: PlanData, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     compute = float(_seconds(shape, pairs.sum(1).max(), hardware))
     own = plan.kv.s_max * shape.row
-    rows = (plan.world_size - 1) * own
+    peers = 0 if plan.derived.is_local else plan.world_size - 1
     groups = len(traffic.head_groups(shape.sent_heads, own * shape.itemsize))
-    expand = _expansion(shape, plan.world_size * plan.kv.s_max, hardware)
-    gather = rows * shape.itemsize / hardware.bandwidth + groups * hardware.latency
-    back = rows * 4 / hardware.bandwidth + groups * hardware.latency
+    expand = _expansion(shape, (peers + 1) * plan.kv.s_max, hardware)
+    latency = groups * hardware.latency * (peers > 0)
+    gather = peers * own * shape.itemsize / hardware.bandwidth + latency
+    back = peers * own * 4 / hardware.bandwidth + latency
     exposed, hidden = gather / groups, gather * (groups - 1) / groups
     forward = exposed + max(compute + expand, hidden)
     backward = BACKWARD_RATIO * compute + EXPANSION_BACKWARD * expand
@@ -184,7 +185,7 @@ def _ulysses(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
     inner = _fetch(views, pairs, largest, hardware)
     d, e, item = shape.head_dim, shape.v_head_dim, shape.itemsize
     tokens = (degree - 1) * plan.q.s_max * shape.batch
-    summed = rows.world_size > 1 or traffic.share(kv_heads)  # dK and dV, in float32
+    summed = not rows.derived.is_local or traffic.share(kv_heads)  # dK and dV, in float32
     grad = 4 if summed else item
     out = tokens * largest.heads * (d * item + e * item + 4)  # send queries, receive outputs and lse
     keys = tokens * largest.kv_heads * (d + e)

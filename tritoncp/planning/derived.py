@@ -75,6 +75,11 @@ class DerivedTables:
         return key_traffic.traffic(self.visible_blocks, self.kv)
 
     @cached_property
+    def is_local(self) -> bool:
+        """Whether no rank's queries see keys of another rank."""
+        return self.q.world_size == 1 or int(self.traffic.sum()) == int(self.traffic.trace())
+
+    @cached_property
     def ring_route(self) -> tuple[int, Tensor]:
         """Direction in which K and V travel around the ring (1 or -1), and the hops of each rank's K and
         V."""

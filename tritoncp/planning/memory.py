@@ -141,7 +141,7 @@ class TensorBytes(NamedTuple):
 
 def peak(plan: PlanData, shape: Shape) -> Peak:
     """Predict the peak of this rank under the plan's schedule."""
-    if plan.world_size == 1:
+    if plan.is_local:
         return _with_expanded(plan, shape, Peak(0, TensorBytes.of(plan, shape).stat))
     schedule = plan.schedule.partition("+")[0]
     predict = {"allgather": _allgather, "ring": _ring, "fetch": _fetch, "ulysses": _ulysses}[schedule]
@@ -169,7 +169,7 @@ def rows_of_steps(plan: PlanData, schedule: str) -> list[int]:
         return [own, int(remote.sum()) // (plan.batch if plan.batched else 1)]
     if schedule == "ring" and plan.world_size > 1:
         return [plan.kv.s_max * hop.reads for hop in plan.ring]
-    return [plan.kv.s_max * plan.world_size]
+    return [plan.kv.s_max * (1 if plan.derived.is_local else plan.world_size)]
 
 
 def peak_under(plan: PlanData, schedule: str, ranks: Sequence[int], shape: Shape) -> Peak:
@@ -236,7 +236,8 @@ def _ulysses(plan: PlanData, shape: Shape) -> Peak:
     whole = TensorBytes.of(rows, own)  # of this rank's heads: all tokens of its row of ranks
     # Queries and keys of equally many rows, and keys and values of equally many channels, travel together.
     one_rows, one_dim = plan.q.s_max == plan.kv.s_max, shape.head_dim == shape.v_head_dim
-    summed = rows.world_size > 1 or traffic.share(kv_heads)  # dK and dV are sums over ranks, and wide
+    many = not rows.derived.is_local  # rows of ranks that read keys of each other
+    summed = many or traffic.share(kv_heads)  # dK and dV are sums over ranks, and wide
     values = shape.v_head_dim / (shape.head_dim + shape.v_head_dim)  # share of V in K and V
 
     sent, received = sends.q + sends.kv, whole.q + whole.kv
@@ -248,18 +249,14 @@ def _ulysses(plan: PlanData, shape: Shape) -> Peak:
 
     sent += sends.o + 2 * sends.stat
     received += whole.o + 2 * whole.stat
-    if inner.start:  # several rows of ranks
-        inner_peak = whole.results + inner.backward
-    elif summed:  # a ring of one rank, then dQ is rounded
-        inner_peak = whole.stat + whole.wide_q + whole.wide_kv + max(whole.kv, whole.q)
-    else:
-        inner_peak = whole.stat + whole.results
-    running = received + 2 * (whole.stat + sends.stat) + inner_peak
     grads, own_grads, back = (x.q + (x.wide_kv if summed else x.kv) for x in (whole, size, sends))
+    inner_peak = whole.results + inner.backward if many else whole.stat + grads
+    running = received + 2 * (whole.stat + sends.stat) + inner_peak
     # Gradients that share a message are copied into it, and so are views of a joint buffer of dK and dV.
-    copied = whole.wide_kv if summed else whole.kv if one_dim else 0
+    keys = whole.wide_kv if summed else whole.kv
+    copied = keys if one_dim or many else 0
     if one_rows and (not summed or size.wide_q == size.q):
-        copied = grads - (0 if one_dim or summed else int(whole.kv * values))
+        copied = grads - (0 if one_dim or many else int(keys * values))
     returning = grads + own_grads + back + copied
     return Peak(forward, size.stat + max(sent + received, running, returning) - size.results)
 
@@ -276,6 +273,7 @@ def bytes_sent(plan: PlanData, shape: Shape, backward: bool = True) -> int:
     if not plan.schedule.startswith("ulysses"):
         return bytes_of_keys(plan, shape.row // shape.batch)
     degree = plan.degree_for(shape.heads)
+    rows = plan.rows(degree, shape.heads)
     at, (q_heads, kv_parts) = plan.rank % degree, traffic.trade(shape.heads, shape.kv_heads, degree)
     own, remote = len(q_heads[at]), shape.heads - len(q_heads[at])
     keys, own_keys = sum(map(len, kv_parts)) - len(kv_parts[at]), len(kv_parts[at])
@@ -284,10 +282,10 @@ def bytes_sent(plan: PlanData, shape: Shape, backward: bool = True) -> int:
     sent = q_rows * (remote * d * item + back * (e * item + wide)) + kv_rows * keys * (d + e) * item
     if backward:
         sent += q_rows * (remote * ((d + e) * item + 2 * wide) + back * d * item)
-        summed = degree < plan.world_size or traffic.share(kv_parts)  # of several ranks' parts
+        summed = not rows.derived.is_local or traffic.share(kv_parts)  # of several ranks' parts
         grad = wide if summed else item
         sent += kv_rows * (d + e) * (keys * item + own_keys * (degree - 1) * grad)
-    between = replace(plan.rows(degree, shape.heads), schedule=between_rows(plan.schedule))
+    between = replace(rows, schedule=between_rows(plan.schedule))
     return sent + bytes_of_keys(between, own_keys * (d + e))
 
 
@@ -296,7 +294,7 @@ def _rows_sent(plan: PlanData, batch: int) -> tuple[int, int]:
     if plan.schedule == "fetch":
         copies, remote = 1 if plan.batched else batch, plan.traffic.clone().fill_diagonal_(0)
         return int(remote[:, plan.rank].sum()) * copies, int(remote[plan.rank].sum()) * copies
-    hops = plan.world_size - 1, plan.world_size - 1
+    hops = (0 if plan.is_local else plan.world_size - 1,) * 2
     if plan.schedule == "ring":
         hops = traffic.hops_sent(plan.derived.ring_route, plan.rank)
     return hops[0] * plan.kv.s_max * batch, hops[1] * plan.kv.s_max * batch

@@ -77,6 +77,12 @@ class PlanData:
     def world_size(self) -> int:
         return self.q.world_size
 
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether a pass is one step over each rank's own keys: no rank reads keys of another, and ranks do
+        not exchange heads."""
+        return self.world_size == 1 or (not self.schedule.startswith("ulysses") and self.derived.is_local)
+
     @property
     def s_local(self) -> int:
         """Rows of this rank's query shard, padding included."""

@@ -28,7 +28,7 @@ def schedule_of(plan: Plan, invariant: bool = False) -> Any:
         whose sums do; where "auto" chose one, keys are fetched.
     """
     if not invariant:
-        return local if plan.world_size == 1 else SCHEDULES[plan.schedule]
+        return local if plan.is_local else SCHEDULES[plan.schedule]
     if plan.world_size == 1:
         return ordered
     if plan.schedule not in ORDERED and plan.reason == "requested":

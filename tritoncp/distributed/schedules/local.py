@@ -1,9 +1,11 @@
-"""Local: one rank holds the whole sequence and sends no messages; every schedule in a world of one."""
+"""Local: one step over the rank's own keys, without messages: every schedule in a world of one, and where no
+rank reads keys of another."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tritoncp.distributed.collectives import Schedule
@@ -20,9 +22,9 @@ def _name(plan: Plan) -> str:
 def forward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
-    """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of all queries."""
+    """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, engine, q, v, want_max)
-    tables = plan.tables(q.device, q.shape[0], q.shape[1])
+    tables = plan.tables(q.device, q.shape[0], q.shape[1], plan.rank)
     with step_range(_name(plan), 0):
         engine.forward(q, k, v, tables, out=out, lse=lse, max_scores=top)()
     return out, lse, top
@@ -30,12 +32,14 @@ def forward(
 
 
 def backward(
-    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
-) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
-    """Compute (dq, dk, dv) in the dtypes of q, k, v; gradients of captures go to the engine's buffers."""
-    tables = plan.tables(q.device, q.shape[0], q.shape[1])
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
+    key_dtype: torch.dtype | None = None,
+) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Compute (dq, dk, dv) in the dtypes of q, k, v, or dk and dv in ``key_dtype``; gradients of captures go
+    to the engine's buffers."""
+    tables = plan.tables(q.device, q.shape[0], q.shape[1], plan.rank)
     dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
-    dk, dv = (empty_grad(x, x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
+    dk, dv = (empty_grad(x, key_dtype or x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
     args = q, k, v, dout, lse, delta, tables
     with step_range(_name(plan), 0, "dq"):
         engine.dq(*args, dq=dq)()

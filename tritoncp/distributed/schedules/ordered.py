@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, Schedule, Wait
-from tritoncp.distributed.schedules import fetch, local, ring
+from tritoncp.distributed.schedules import fetch, local
 from tritoncp.distributed.schedules.buffers import outputs, pack, separate, views
 from tritoncp.planning.ordered import OrderedStep, ordered_step
 from tritoncp.planning.plan import Plan
@@ -43,10 +43,11 @@ def backward(
     step = _step(plan)
     q_rows, kv_rows = step.rows(q.device)
     keys, values = yield from _send_keys(plan, k, v)
-    own_q, *of_queries = (_take(x, q_rows) for x in (q, dout, lse, delta))
-    own_keys = (_take(x, kv_rows) for x in (keys, values))
-    # A ring of one rank leaves all gradients in float32.
-    dq, *dkv = yield from ring.backward(step.plan, engine, own_q, *own_keys, *of_queries)
+    own_q, own_dout, own_lse, own_delta = (_take(x, q_rows) for x in (q, dout, lse, delta))
+    own_k, own_v = (_take(x, kv_rows) for x in (keys, values))
+    dq, *dkv = yield from local.backward(
+        step.plan, engine, own_q, own_k, own_v, own_dout, own_lse, own_delta, lse.dtype
+    )
     dk, dv = (_put_back(x, kv_rows, keys.shape[2], 0) for x in dkv)
     return _put_back(dq, q_rows, q.shape[2], 0), *(yield from _send_gradients(plan, dk, dv, k))
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from tritoncp.distributed.collectives import Schedule, Wait
-from tritoncp.distributed.schedules import local, ordered, ring
+from tritoncp.distributed.schedules import local, ordered
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.distributed.schedules.head_exchange import HeadExchange
 from tritoncp.planning.plan import Plan
@@ -35,7 +35,7 @@ def forward(
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     exchange = HeadExchange.of(plan, q, k)
     tensors = yield from exchange.to_heads((q, exchange.q), (k, exchange.kv), (v, exchange.kv))
-    row = local if exchange.plan.world_size == 1 and inner is not ordered else inner
+    row = local if exchange.plan.derived.is_local and inner is not ordered else inner
     computation = row.forward(exchange.plan, HeadSubsetEngine(engine, exchange), *tensors, want_max)
     whole_out, *stats = yield from exchange.run_between_rows(computation)
     flights = []
@@ -75,11 +75,12 @@ def _head_gradients(
     )
     *whole_qkv, whole_dout = tensors[:4]
     whole_lse, whole_delta = (x[..., 0].contiguous() for x in tensors[4:])
-    # A ring of one rank leaves dK and dV in float32, to be summed over the ranks that share a KV head.
-    single_row = ring if exchange.kv.shared else local
-    row = single_row if exchange.plan.world_size == 1 and inner is not ordered else inner
+    row = inner.backward
+    if exchange.plan.derived.is_local and inner is not ordered:
+        # dK and dV are summed over the ranks that share a KV head.
+        row = partial(local.backward, key_dtype=lse.dtype if exchange.kv.shared else None)
     heads = HeadSubsetEngine(engine, exchange)
-    computation = row.backward(exchange.plan, heads, *whole_qkv, whole_dout, whole_lse, whole_delta)
+    computation = row(exchange.plan, heads, *whole_qkv, whole_dout, whole_lse, whole_delta)
     dq, dk, dv = yield from exchange.run_between_rows(computation)
     return dq.to(q.dtype), dk, dv
 
