@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tritoncp.core.host_copy import host
@@ -86,12 +86,12 @@ def _tensors_first(x: Any, items: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, .
     """A view of x, and the indices of its first dimensions, that make x[items]; None if it is no gather."""
     if not isinstance(x, Tensor) or not items:
         return None
-    plain = [isinstance(item, Tensor | int) and not isinstance(item, bool) for item in items]
-    if all(plain):
-        return x, items
     tensors = [item for item in items if isinstance(item, Tensor)]
     if not tensors:
         return None
+    plain = [isinstance(item, Tensor | int) and not isinstance(item, bool) for item in items]
+    if all(plain):
+        return x, items
     sliced = all(p or isinstance(i, slice) or i is Ellipsis for p, i in zip(plain, items))
     if not sliced or any(t.ndim or t.dtype in (torch.bool, torch.uint8) for t in tensors):
         return None
@@ -199,13 +199,17 @@ class GraphRecorder(HostDispatchMode):
     """Dispatch mode that records the operations of a function as a torch.fx graph of aten operations.
 
     graph: the operations; its output are the results. root: the module of the tensors that the graph reads.
-    `node.meta["val"]` is the result without data, on the device "meta"; tensors that are neither arguments
-    nor results are attributes of the graph's module. The graph is that of torch's `make_fx`, which loads
-    Dynamo and Inductor and takes a second for that.
+    `node.meta["val"]` is the result without data; tensors that are neither arguments nor results are
+    attributes of the graph's module. The graph is that of torch's `make_fx`, which loads Dynamo and Inductor
+    and takes a second for that.
+
+    device: of each ``node.meta["val"]``; None for that of the result, where a mode makes tensors without data
+    keeps_detach: whether a detached tensor has a node of its own
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = "meta", keeps_detach: bool = False) -> None:
         super().__init__()
+        self._device, self._keeps_detach = device, keeps_detach
         self.graph, self.root = torch.fx.Graph(), torch.nn.Module()
         self._nodes: dict[int, torch.fx.Node] = {}  # by id of the tensor
         self._tensors: list[Tensor] = []  # keeps the ids in use
@@ -233,10 +237,11 @@ class GraphRecorder(HostDispatchMode):
             raise RuntimeError(f"{func} reads a value of the graph")
         out = func(*args, **kwargs)
         if func is aten.lift_fresh.default:
-            args = (args[0].clone(),)  # edits in place of the result change the tensor itself
+            with _disable_current_modes():
+                args = (args[0].clone(),)  # edits in place of the result change the tensor itself
         if torch.Tag.data_dependent_output in func.tags:
             return out
-        if func is aten.detach.default:
+        if func is aten.detach.default and not self._keeps_detach:
             self._note(out, self._node(args[0]))
             return out
         node_args, node_kwargs = tree_map_only(Tensor, self._node, (args, kwargs))
@@ -261,7 +266,7 @@ class GraphRecorder(HostDispatchMode):
         if isinstance(out, Tensor):
             self._nodes[id(out)] = node
             self._tensors.append(out)
-            node.meta["val"] = torch.empty(out.shape, dtype=out.dtype, device="meta")
+            node.meta["val"] = torch.empty(out.shape, dtype=out.dtype, device=self._device or out.device)
         elif isinstance(out, tuple | list):
             node.meta["val"] = out
             for index, item in enumerate(out):

@@ -57,7 +57,7 @@ class GradientScope(NamedTuple):
     pointwise: Callable[..., tuple[Callable[..., Scalar], list[Any]]]
 
 
-MAKERS = frozenset(["zeros_and_scatter", "select_backward", "slice_backward", "index_put"])  # of a Sparse
+MAKERS = frozenset(["select_backward", "slice_backward", "index_put"])  # of a Sparse
 
 
 def has_sparse(inputs: Sequence[Any]) -> bool:
@@ -153,8 +153,10 @@ def as_dense(block: Block, value: Sparse) -> Lazy:
 # -- scatters --------------------------------------------------------------------------------------------
 
 
-def _zeros_and_scatter(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _index_put(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     """Zeros with values at 0-d indices: the backward of `index_maps.gather`."""
+    if as_sparse(inputs[0]).entries:
+        raise NotImplementedError("an edit of a tensor that is not zero")
     indices, values = inputs[1], as_sparse(inputs[2])
     if not all(i is None or isinstance(i, Scalar) for i in indices):
         raise NotImplementedError("a gradient through an index that is itself a whole tensor")
@@ -167,12 +169,6 @@ def _zeros_and_scatter(scope: GradientScope, node: fx.Node, inputs: list[Any]) -
         return (next(rest) if index is None else index for index in places)
 
     return _map_indices(values, shape, place)
-
-
-def _index_put(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    if as_sparse(inputs[0]).entries:
-        raise NotImplementedError("an edit of a tensor that is not zero")
-    return _zeros_and_scatter(scope, node, inputs)
 
 
 def _read_dims(scope: GradientScope, shape: Sequence[int]) -> tuple[Dim, ...]:
@@ -292,7 +288,6 @@ def _identity(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
 
 
 RULES: dict[str, Callable[..., Any]] = {
-    "zeros_and_scatter": _zeros_and_scatter,
     "index_put": _index_put,
     "select_backward": _select_backward,
     "slice_backward": _slice_backward,

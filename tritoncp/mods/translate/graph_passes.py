@@ -42,7 +42,7 @@ def detach_without_grad(module: fx.GraphModule) -> None:
     """Detach what the function computed under torch.no_grad, so that the torch form has its gradient."""
     graph = module.graph
     for node in list(graph.nodes):
-        without_grad = node.meta.get("custom", {}).get("no_grad") and node.target is not aten.index.Tensor
+        without_grad = node.op == "call_function" and node.meta.get("no_grad")
         value = node.meta.get("val")
         if without_grad and isinstance(value, torch.Tensor) and value.is_floating_point():
             with graph.inserting_after(node):

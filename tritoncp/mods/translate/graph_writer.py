@@ -164,6 +164,8 @@ class GraphWriter:
             return inputs[0][node.args[1]]
         if name not in _RULED and (part := decompose(node, _RULED)) is not None:
             return self._decomposed(node, part)
+        if name in _FILL_VALUES or name in _FILL_POSITIONS:
+            return self._fill(node, name, result)
         if gradient.has_sparse(inputs) or name in gradient.MAKERS:
             captures = tuple(map(self._shape, self.trace.wants))
             scope = gradient.GradientScope(self.block, captures, self._rule)
@@ -178,8 +180,6 @@ class GraphWriter:
         assert isinstance(result, Tensor), "an operation that gives several results"
         if name in _IDENTITIES:
             return inputs[0]
-        if name in _FILL_VALUES or name in _FILL_POSITIONS:
-            return self._fill(node, name, result)
         if name == "arange":
             return self._arange(node, result)
         view = VIEWS.get(name)
@@ -200,7 +200,7 @@ class GraphWriter:
                 self.values[step] = self._operation(step)
         raise AssertionError("a graph ends in its output")
 
-    def _fill(self, node: fx.Node, name: str, result: Tensor) -> Scalar | Lazy:
+    def _fill(self, node: fx.Node, name: str, result: Any) -> Scalar | Lazy:
         position = _FILL_POSITIONS.get(name)
         fill = self._value(node.args[position]) if position is not None else weak_scalar(_FILL_VALUES[name])
         value = self.block.convert(fill, result.dtype)

@@ -15,20 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
 )
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from tritoncp.core.tracing import TensorIndexing
+from tritoncp.core.tracing import GraphRecorder, TensorIndexing
 from tritoncp.core.user_code import (
     HAS_DATA_DEPENDENT_SHAPE,
     IS_RANDOM,
@@ -127,61 +125,48 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
     return devices[0] if devices else torch.device("cpu")
 
 
-@torch.inference_mode(False)
 def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: torch.device) -> _Run:
-    checks = _OperationChecks()
-    indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDEX_NAMES]
-    scores = [torch.zeros((), dtype=dtype, device=device) for _ in range(2)]
+    recorder = _Recorder()
     leaves: list[Tensor] = []
     own_gradients: list[str] = []
 
-    def index(
-        x: Tensor, indices: Any
-    ) -> Tensor:  # by torch's ModIndex, which computes without gradients itself
-        return (x.detach() if is_score and not torch.is_grad_enabled() else x)[indices]
-
     def call(*args: Tensor) -> Tensor:
-        gather = TensorIndexing(index)
-        with checks, _ValueChecks(), TransformGetItemToIndex(), gather, fx.traceback.preserve_node_meta():
+        with _ValueChecks(), TensorIndexing():
             return _as_tensor(fn(*args), fn, args[0])
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        with torch.no_grad():
-            out = call(b, h, q_idx, kv_idx)
-            return out if out.dtype == torch.bool else out != 0
+        out = call(b, h, q_idx, kv_idx)
+        return out if out.dtype == torch.bool else out != 0
 
     def joint(dscore: Tensor, score: Tensor, *rest: Tensor) -> Any:
         score = score.detach().requires_grad_()
-        with torch.enable_grad():
-            out = call(score.clone(), *rest).to(dtype)  # a copy: the function may edit it in place
-        leaves.extend(t for t in checks.captures if t.requires_grad and t.is_floating_point())
-        own_gradients.extend(_own_gradients(out, checks.captures))
+        out = call(score.clone(), *rest).to(dtype)  # a copy: the function may edit it in place
+        leaves.extend(t for t in recorder.captures if t.requires_grad and t.is_floating_point())
+        own_gradients.extend(_own_gradients(out, recorder.captures))
         if not out.requires_grad:
             return out, torch.zeros_like(score), *(None for _ in leaves)
         grads = torch.autograd.grad(out, [score, *leaves], dscore, allow_unused=True)
         return out, torch.zeros_like(score) if grads[0] is None else grads[0], *grads[1:]
 
-    tracer = make_fx(
-        joint if is_score else mask,
-        tracing_mode="fake",
-        _allow_non_fake_inputs=True,
-    )
+    # The caller's hooks for saved tensors (offloaded activations, say) must not see fake tensors. torch's
+    # cache of fake results is off: it is unbounded, with an entry for each value of a captured number.
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake.cache_enabled = False
+    hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
     try:
-        # The caller's hooks for saved tensors (offloaded activations, say) must not see fake tensors. torch's
-        # cache of fake results is off: it is unbounded, with an entry for each value of a captured number.
-        without_cache = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-        with torch.inference_mode(False), saved_tensors_hooks(lambda x: x, lambda x: x), without_cache:
-            graph = tracer(*scores, *indices) if is_score else tracer(*indices)
-    except (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException) as error:
-        operation = str(getattr(error, "func", "data-dependent control flow"))
+        with torch.inference_mode(False), torch.set_grad_enabled(is_score), hooks, fake:
+            indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDEX_NAMES]
+            scores = [torch.zeros((), dtype=dtype, device=device) for _ in range(2)]
+            recorder.record(*(joint, [*scores, *indices]) if is_score else (mask, indices))
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         line = last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))
-        raise Untranslatable(
-            operation, line, "its result depends on data known only in the kernel"
-        ) from error
+        why = "its result depends on data known only in the kernel"
+        raise Untranslatable(str(error.func), line, why) from error
+    graph = fx.GraphModule(recorder.root, recorder.graph)
     release_source(graph)
     remove_score_detach(graph)
     make_pure(graph, origin(fn))
-    return _Run(graph, tuple(leaves), tuple(checks.captures), tuple(own_gradients))
+    return _Run(graph, tuple(leaves), tuple(recorder.captures), tuple(own_gradients))
 
 
 def _own_gradients(out: Tensor, captures: Sequence[Tensor]) -> list[str]:
@@ -193,7 +178,7 @@ def _own_gradients(out: Tensor, captures: Sequence[Tensor]) -> list[str]:
             own = isinstance(node, torch.autograd.function.BackwardCFunction)
             names[node] = type(node).__name__.removesuffix("Backward") if own else ""
             nodes += [parent for parent, _ in node.next_functions]
-    return sorted({name for name in names.values() if name and name != "ModIndex"})  # of torch's x[index]
+    return sorted({name for name in names.values() if name})
 
 
 def _as_tensor(out: Any, fn: Callable[..., Any], argument: Tensor) -> Tensor:
@@ -212,29 +197,33 @@ def _as_tensor(out: Any, fn: Callable[..., Any], argument: Tensor) -> Tensor:
     return out
 
 
-class _OperationChecks(TorchDispatchMode):
-    """Dispatch mode that collects captured tensors and refuses operations that a kernel cannot run.
+class _Recorder(GraphRecorder):
+    """Recorder that collects captured tensors and refuses operations that a kernel cannot run.
 
     captures: in order of first use
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(device=None, keeps_detach=True)
         self.captures: list[Tensor] = []
         self._views: list[Tensor] = []  # and the tensors that they are views of
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # of a fake tensor
+            return func(*args)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._refuse(func, args)
         if func is not aten.lift_fresh.default:
             for tensor in tensors:
                 self._collect(tensor, func)
-        fx.traceback.set_stack_trace([user_line()])
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         # An edit in place keeps the gradient of what it edits: torch.cosine_similarity bounds its norms so.
         is_edit = getattr(func, "_schema", None) is not None and func._schema.is_mutable
-        fx.traceback.current_meta["custom"] = {"no_grad": not torch.is_grad_enabled() and not is_edit}
-        out = func(*args, **kwargs)
+        for node in reversed(self.graph.nodes):
+            if "no_grad" in node.meta:
+                break
+            node.stack_trace = user_line()
+            node.meta["no_grad"] = not torch.is_grad_enabled() and not is_edit
         if _is_view(func):
             self._views += [*tensors, *(t for t in tree_leaves(out) if isinstance(t, Tensor))]
         return out
