@@ -86,12 +86,12 @@ def _tensors_first(x: Any, items: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, .
     """A view of x, and the indices of its first dimensions, that make x[items]; None if it is no gather."""
     if not isinstance(x, Tensor) or not items:
         return None
-    tensors = [item for item in items if isinstance(item, Tensor)]
-    if not tensors:
-        return None
     plain = [isinstance(item, Tensor | int) and not isinstance(item, bool) for item in items]
     if all(plain):
         return x, items
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    if not tensors:
+        return None
     sliced = all(p or isinstance(i, slice) or i is Ellipsis for p, i in zip(plain, items))
     if not sliced or any(t.ndim or t.dtype in (torch.bool, torch.uint8) for t in tensors):
         return None
@@ -226,6 +226,8 @@ class GraphRecorder(HostDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # of a fake tensor
+            return func(*args)
         with self:
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:

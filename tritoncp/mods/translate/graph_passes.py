@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._decomp import global_decomposition_table
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tritoncp.core.tracing import GraphRecorder
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.translate.index_maps import check_length
 from tritoncp.mods.translate.number_captures import Place
@@ -289,6 +288,22 @@ def _shrink_backward(grad: Tensor, x: Tensor, bound: float) -> Tensor:
     return torch.where((x >= -bound) & (x <= bound), 0, grad)
 
 
+class _Decomposer(GraphRecorder):
+    """Recorder of the operations of decompositions, in place of those in a table."""
+
+    def __init__(self, table: dict[Any, Callable[..., Any]]) -> None:
+        super().__init__(device=None)
+        self._table = table
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._table:
+            with self:
+                out = self._table[func](*args, **(kwargs or {}))
+            if out is not NotImplemented:
+                return out
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:
     """The graph of an operation's decomposition into operations named in `ruled`, or None if it has none.
 
@@ -305,10 +320,10 @@ def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
         values = [n.meta["val"] for n in inputs]
-        mode = detect_fake_mode(values)
-        values = [mode.from_tensor(v) if mode and not isinstance(v, FakeTensor) else v for v in values]
-        with _disable_current_modes(), torch.no_grad(), torch.inference_mode(False):
-            module = make_fx(call, table, "fake", _allow_non_fake_inputs=True)(*values)
+        recorder, fake = _Decomposer(table), FakeTensorMode() if not values else values[0].fake_mode
+        with _disable_current_modes(), torch.no_grad(), torch.inference_mode(False), fake:
+            recorder.record(call, values)
+        module = fx.GraphModule(recorder.root, recorder.graph)
         make_pure(module, node.stack_trace or "")
         release_source(module)
         for part in module.graph.nodes:

@@ -209,8 +209,6 @@ class _Recorder(GraphRecorder):
         self._views: list[Tensor] = []  # and the tensors that they are views of
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # of a fake tensor
-            return func(*args)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._refuse(func, args)
         if func is not aten.lift_fresh.default:
