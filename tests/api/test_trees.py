@@ -267,7 +267,9 @@ def test_a_step_of_policy_gradient_with_clipped_ratios() -> None:
         assert float((one - first).detach().abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize(("leaves", "leaf"), [(8, 2048), (13, 2048), (16, 8192), (32, 2048)])
+@pytest.mark.parametrize(
+    ("leaves", "leaf"), [(8, 2048), (10, 1000), (13, 2048), (16, 8192), (20, 1000), (32, 2048)]
+)
 def test_a_rank_fetches_little_beside_the_prefix(leaves: int, leaf: int) -> None:
     """A prefix with leaves on 8 ranks, assigned by locality."""
     prefix, size = 8192, 8192 + leaves * leaf

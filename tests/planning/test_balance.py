@@ -176,8 +176,10 @@ def test_ptrr_is_within_the_dearest_block_of_even(costs: list[float], world_size
 def test_views_hold_costs_and_visible_columns_of_every_block(mask: Mask) -> None:
     kinds = mask.runs.to_kinds()  # [B, H, rows, columns]
     masked, full = ((kinds == 0) | (kinds == 2)).sum((1, 3)), (kinds == 1).sum((1, 3))
+    held = (torch.arange(mask.q_len) // mask.q_block).bincount(minlength=kinds.shape[2])
     for row, work in enumerate(work_of_rows([mask], 3)):
-        assert torch.equal(work.costs, (masked * MASKED_BLOCK_COST + full)[row].double())
+        whole = (masked * MASKED_BLOCK_COST + full)[row].double()
+        torch.testing.assert_close(work.costs, whole * held / mask.q_block)
         visible = (kinds[row] != 3).any(0)  # [rows, columns]
         said = torch.zeros(len(work.costs), work.columns, dtype=torch.bool)
         for block, start, end in work.sees[0].tolist():
@@ -261,6 +263,16 @@ def test_documents_of_any_length_are_cut_only_where_they_must(lengths: list[int]
     small = [p for p, c in zip(owner.split(lengths), work.costs.split(lengths)) if float(c.sum()) < most]
     cut = [piece for piece in small if len(set(piece.tolist())) > 1]
     assert len(cut) < world_size
+
+
+@given(st.integers(1, 700), st.integers(1, 5), st.sampled_from(EVEN_COUNTS))
+def test_balancers_count_work_as_plans_do(length: int, world_size: int, name: str) -> None:
+    """Also where the end of the sequence cuts a block."""
+    mask = create_block_mask(causal(), None, None, length, length, BLOCK_SIZE=64)
+    (work,) = work_of_rows([mask], world_size)
+    plan = build(mask, world_size, balancer=name)
+    of_ranks = torch.zeros(world_size, dtype=torch.float64).index_add_(0, plan.owners[0], work.costs)
+    torch.testing.assert_close(torch.tensor(plan.work, dtype=torch.float64), of_ranks)
 
 
 # -- locality -----------------------------------------------------------------------------------------

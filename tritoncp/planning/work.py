@@ -80,7 +80,8 @@ Balancer = Callable[[Work], Sequence[Sequence[int]]]
 
 
 def work_of_rows(masks: Sequence[Mask], world_size: int, side: str = "q") -> list[Work]:
-    """Return the input of a balancer for each batch row: query blocks, or key blocks with side="kv".
+    """Return the input of a balancer for each batch row: query blocks, or key blocks with side="kv". A block
+    that the sequence's end cuts counts for its part, as in ``Plan.work``.
 
     masks: of one size; the work of several is summed, each counted as one layer, whatever its number of
     heads.
@@ -91,9 +92,11 @@ def work_of_rows(masks: Sequence[Mask], world_size: int, side: str = "q") -> lis
         block_costs(runs_of_mask) / (runs_of_mask.shape[1] if len(runs) > 1 else 1) for runs_of_mask in runs
     ]
     batch = max(map(len, parts))
-    costs = torch.stack([part.expand(batch, -1) for part in parts]).sum(0)
     together = first.q_len == first.kv_len
     own, other = (first.q_block, first.kv_block) if side == "q" else (first.kv_block, first.q_block)
+    length = first.q_len if side == "q" else first.kv_len
+    held = (length - torch.arange(parts[0].shape[1]) * own).clamp(max=own)  # tokens of each block
+    costs = torch.stack([part.expand(batch, -1) for part in parts]).sum(0) * held / own
     column = (other, own) if together else (1, 1)
     return [
         Work(
