@@ -16,20 +16,20 @@ from torch import Tensor
 
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.forward import combine_kernel, forward_kernel
-from tritoncp.kernels.launch import Launch, Launches, Recipe, layouts_of, prepare_launch
+from tritoncp.kernels.launch import Launch, Launches, Recipe, State, layouts_of, prepare_launch
 from tritoncp.kernels.operands import (
     Mods,
     Tiling,
-    accumulator_dtype,
     count_tiles,
     descriptor_entries,
-    shape_args,
+    side_layout,
+    step_tables,
     streamed_tensors,
-    table_args,
 )
 from tritoncp.kernels.options import ROUTES, check_options, choose, option_names
 from tritoncp.kernels.program_order import arrange_programs, check_grid, section_heads
 from tritoncp.kernels.route_check import verify_route
+from tritoncp.kernels.scores import Closure, Origin
 from tritoncp.kernels.tile_rules import (
     FEW,
     Config,
@@ -40,7 +40,8 @@ from tritoncp.kernels.tile_rules import (
     weight,
     widest_piece,
 )
-from tritoncp.kernels.tiles import INTERPRETED, copyable, stat, strided
+from tritoncp.kernels.tile_runs import MaskRule
+from tritoncp.kernels.tiles import INTERPRETED, channels, copyable, view
 
 MAX_PARTIAL_BYTES = 256 << 20  # of partial sums: dK/dV of a GQA group, states of a row's keys
 FULL_TILE_ROWS = 128  # rows that fill a tile on every architecture
@@ -76,16 +77,18 @@ class TritonEngine:
         self, score_caps: tuple[Any, ...] = (), score_dcaps: tuple[Any, ...] = ()
     ) -> "TritonEngine":
         """Copy the engine with other captured tensors of the same layouts."""
-        copy, mods = object.__new__(TritonEngine), self.mods
-        values = *mods[:5], score_caps, mods.score_loads, score_dcaps
-        vars(copy).update(vars(self), mods=tuple.__new__(Mods, values))  # as Mods(...), in half the time
+        copy, mods, new = object.__new__(TritonEngine), self.mods, tuple.__new__  # see prepare_launch
+        score, grad = (
+            new(Closure, (mods.score.fn, score_caps)),
+            new(Closure, (mods.score_grad.fn, score_dcaps)),
+        )
+        vars(copy).update(vars(self), mods=new(Mods, (mods.mask, score, grad, *mods[3:])))
         return copy
 
     @cached_property
     def kernel_set(self) -> tuple[Any, ...]:
         """A key that engines which launch the same kernels share."""
-        mods = self.mods
-        functions = mods.mask, mods.score, mods.score_grad, mods.score_back
+        functions = [closure.fn for closure in self.mods[:4]]
         return *functions, self.scale, self.arch, *self.options.items()
 
     @property
@@ -150,19 +153,14 @@ class TritonEngine:
         (SPLIT_KV sets the number), whose states a second kernel combines, in the order of the keys: equal
         calls give equal bits, but another number of programs gives other bits.
         """
-        acc, m, l = state or (None, None, None)
-        tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc}
-        tensors |= {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
-        flags = {
-            "LOAD_STATE": load_state,
-            "STORE_STATE": store_state,
-            "STORE_MAX": max_scores is not None,
-        }
+        tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "max_scores": max_scores}
+        tensors["state"] = state and tuple.__new__(State, state)
+        flags = {"LOAD_STATE": load_state, "STORE_STATE": store_state}
         launch = self.launch(forward_kernel, kind, tensors, tables, h_offset, flags)
         if launch.values[_SPLITS] is None:
             return launch
-        key = "combine", h_offset, tables, *flags.values()
-        return _share_keys(self.launches, key, launch, q, v, tables)
+        key = "combine", h_offset, tables, max_scores is None, *flags.values()
+        return _share_keys(self.launches, key, launch, tensors, tables)
 
     def streams(self, k: Tensor, v: Tensor, tables: Any) -> bool:
         """Whether descriptors may copy tiles of these keys and values."""
@@ -173,14 +171,7 @@ class TritonEngine:
         b, h, s, e = out.shape
 
         def recipe() -> Recipe:
-            args = {
-                "n_s": s,
-                "E": e,
-                "BLOCK_M": 64,
-                "BLOCK_E": triton.next_power_of_2(e),
-                "HAS_DLSE": dlse is not None,
-                "ACC": accumulator_dtype(out),
-            }
+            args = {"n_s": s, "E": e, "BLOCK_M": 64, "BLOCK_E": triton.next_power_of_2(e)}
             # Where two threads add their products, fma rounds one product in each thread, not the same one:
             # the copies of a row's sum would differ in their last bits.
             unfused = {"enable_fp_fusion": False}
@@ -211,7 +202,7 @@ class TritonEngine:
         if self.fused:
             return Launches(() if add else (partial(_clear, dq),))
         tensors = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq, "lse": lse, "delta": delta}
-        return self.launch(dq_kernel, "dq", tensors, tables, h_offset, {"ADD": add}, self.mods.score_dcaps)
+        return self.launch(dq_kernel, "dq", tensors, tables, h_offset, {"ADD": add}, self.mods.score_grad)
 
     def dkdv(
         self,
@@ -239,8 +230,8 @@ class TritonEngine:
         tensors = {"q": q, "k": k, "v": v, "dout": dout, "dk": dk, "dv": dv, "dq": dq if fused else None}
         tensors |= {"lse": lse, "delta": delta}
         flags, kind = {"ADD": add, "SPLIT": split}, "fused" if fused else "dkdv"
-        dcaps = self.mods.score_dcaps if fused else ()
-        return self.launch(dkdv_kernel, kind, tensors, tables, h_offset, flags, dcaps)
+        score_grad = self.mods.score_grad if fused else self.mods.score_back
+        return self.launch(dkdv_kernel, kind, tensors, tables, h_offset, flags, score_grad)
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         """Choose the number of programs that share a KV head's query heads: more than one only where there
@@ -261,7 +252,8 @@ class TritonEngine:
         block"""
         arch, block = self.arch or architecture(q.device), q_block or tables.q_block
         dim = max(q.shape[3], v.shape[3])
-        score = weight(kind, self.mods.score_loads, bool(self.mods.score_dcaps)) if self.mods.score else ""
+        learns = bool(self.mods.score_grad.captured)
+        score = weight(kind, self.mods.score_loads, learns) if self.mods.score.fn else ""
         return choose(kind, arch, dim, q.dtype, block, tables.kv_block, self.options, tma, score)
 
     def _forward_tiling(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tma: bool) -> Tiling:
@@ -307,14 +299,16 @@ class TritonEngine:
 
     def launch(
         self, kernel: Any, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int,
-        flags: dict[str, Any], dcaps: tuple[Any, ...] = (),
+        flags: dict[str, Any], score_grad: Closure | None = None,
     ) -> Launch:  # fmt: skip
         """Prepare a launch. ``tensors`` change at every call, mostly with the same layouts: the parts of the
         launch that depend only on layouts and ``flags`` are cached."""
-        caps = {"mask_caps": self.mods.mask_caps, "score_caps": self.mods.score_caps, "score_dcaps": dcaps}
+        closures = {"score_mod": self.mods.score}
+        if score_grad is not None:
+            closures["score_grad"] = score_grad
         recipe = partial(self._recipe, kind, tensors, tables, h_offset, flags)
-        key = kind, h_offset, tables, *flags.values()
-        return prepare_launch(self.launches, key, kernel, tensors, caps, recipe)
+        key = kind, h_offset, tables, tensors.get("max_scores") is None, *flags.values()
+        return prepare_launch(self.launches, key, kernel, tensors, closures, recipe)
 
     def _recipe(
         self, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int, flags: dict[str, Any]
@@ -331,20 +325,22 @@ class TritonEngine:
             tiling = Tiling(self.config(kind, q, v, tables, streamed.copyable()), tables.q_block)
         config = tiling.config
         tile = config.BLOCK_M if by_keys else config.BLOCK_N
-        names = (*streamed.tensors, "dq") if by_keys else streamed.tensors
-        args = dict.fromkeys(f"{name}_desc{piece}" for name in names for piece in (0, 1)) | flags
-        args |= table_args(tables, by_keys) | tiling.args(tables) | shape_args(q, k, v)
-        args |= {
-            "i_b0": self.first_row,
-            "i_h0": h_offset,
-            "MASK_MOD": self.mods.mask,
-            "SCORE_MOD": self.mods.score,
-            "SCORE_GRAD": self.mods.score_back if kind == "dkdv" else self.mods.score_grad,
-            "SCALE": self.scale,
-            "RAGGED": streamed.ragged(tile, bool(tables.window)),
-            "WIDEST": 128 if by_keys else widest_piece(arch, max(q.shape[3], v.shape[3]), config),
-            "PRECISION": self.options.get("PRECISION", "ieee"),
-        }
+        widest = 128 if by_keys else widest_piece(arch, max(q.shape[3], v.shape[3]), config)
+        ragged = streamed.ragged(tile, bool(tables.window))
+        args = (
+            flags
+            | tiling.args(tables)
+            | {
+                "tables": step_tables(tables, self.mods.mask, by_keys),
+                "origin": Origin(self.first_row, h_offset),
+                "SCALE": self.scale,
+                "GROUP": q.shape[1] // kv_heads,
+                "QK": channels(q.shape[3], widest),
+                "VO": channels(v.shape[3], widest),
+                "RULE": MaskRule(tables.has_masked, tables.bounded, ragged),
+                "PRECISION": self.options.get("PRECISION", "ieee"),
+            }
+        )
         if by_keys:
             tiles, heads = count_tiles(tables, "kv", config.BLOCK_N), kv_heads * flags["SPLIT"]
         else:
@@ -372,27 +368,32 @@ _COMBINE = Config(1, 16, 4, 1)
 _SPLITS = forward_kernel.arg_names.index("splits")
 
 
-def _share_keys(cache: Any, key: Any, launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
+def _share_keys(cache: Any, key: Any, launch: Launch, tensors: dict[str, Any], tables: Any) -> Launches:
     """Make the two launches of a step in which several programs share the keys of a tile: in the first each
     program stores a state, under its own head index, and the second, cached by ``key``, combines the states.
     """
-    args, (b, h, s, _) = launch.args, q.shape
-    splits, dtype = args["splits"], torch.promote_types(q.dtype, torch.float32)
-    m, l = torch.empty(2, b, h * splits, s, dtype=dtype, device=q.device).unbind()
-    acc = torch.empty(b, h * splits, s, v.shape[3], dtype=dtype, device=q.device)
-    same = ("splits", "E", "Q_BLOCK", "LOAD_STATE", "STORE_STATE", "STORE_MAX")
+    args, (b, h, s, _), e = launch.args, tensors["q"].shape, tensors["v"].shape[3]
+    splits, dtype, device = (
+        args["splits"],
+        torch.promote_types(tensors["q"].dtype, torch.float32),
+        tensors["q"].device,
+    )
+    m, l = torch.empty(2, b, h * splits, s, dtype=dtype, device=device).unbind()
+    parts = State(torch.empty(b, h * splits, s, e, dtype=dtype, device=device), m, l)
+    block = args["Q_LAYOUT"].BLOCK
 
     def recipe() -> Recipe:
-        combined = {name: args[name] for name in (*same, "q_slots", "ACC")} | {
-            "BLOCK_E": triton.next_power_of_2(args["E"]),
+        combined = {name: args[name] for name in ("splits", "LOAD_STATE", "STORE_STATE")} | {
+            "q_slots": args["tables"].q_slots,
+            "E": e,
+            "BLOCK_E": triton.next_power_of_2(e),
             "PARTS": 16,
-            "DENSE_Q": bool(tables.window) or tables.dense_q,  # tiles of one row are always even
+            "Q_LAYOUT": side_layout(block, 1, bool(tables.window), tables.dense_q),
         }
-        grid = check_grid(count_tiles(tables, "q", 1, args["Q_BLOCK"]), h, b)
+        grid = check_grid(count_tiles(tables, "q", 1, block), h, b)
         return Recipe(grid, combined, _COMBINE)
 
-    written = ("out", "acc", "lse", "max_scores", "stat_m", "stat_l")
-    tensors = {name: args[name].ptr for name in written} | {"parts_acc": acc, "parts_m": m, "parts_l": l}
-    combine = prepare_launch(cache, key, combine_kernel, tensors, {}, recipe)
-    states = {"acc": strided(acc), "stat_m": stat(m), "stat_l": stat(l)}
-    return Launches((launch.with_args(**states, LOAD_STATE=False, STORE_STATE=True), combine))
+    results = {name: tensors[name] for name in ("out", "lse", "max_scores", "state")}
+    combine = prepare_launch(cache, key, combine_kernel, results | {"parts": parts}, {}, recipe)
+    states = State._make(map(view, parts))
+    return Launches((launch.with_args(state=states, LOAD_STATE=False, STORE_STATE=True), combine))

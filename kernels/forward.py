@@ -10,18 +10,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tritoncp.kernels.launch import State
 from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (
     LOG2E,
-    Head,
-    MaskRule,
-    Pairs,
     Queries,
     add_dot,
     dot_nt,
     inverse_sum,
-    modified_scores,
+    keep_pairs,
+    modify_scores,
     online_softmax,
     row_intervals,
     row_lse,
@@ -33,7 +30,6 @@ from tritoncp.kernels.scores import (
 )
 from tritoncp.kernels.tile_runs import (
     BOUNDED_KIND,
-    SideLayout,
     locate_tile,
     row_runs,
     run_tiles,
@@ -43,9 +39,12 @@ from tritoncp.kernels.tile_runs import (
     tile_rows,
 )
 from tritoncp.kernels.tiles import (
+    HeadRows,
     Stream,
-    channels_of,
+    accumulator_dtype,
+    head_pointer,
     load_pieces,
+    load_stat,
     row_pointers,
     stat_pointers,
     store_pieces,
@@ -57,78 +56,50 @@ class Results(NamedTuple):
     """The tensors that a step writes: its state, or out, lse and the largest scores."""
 
     out: Any
-    state: Any
     lse: Any
     max_scores: Any
+    state: Any
 
 
 @triton.jit
-def start_state(
-    state,
-    i_b,
-    i_h,  # one, or one for each row
-    i_hc,  # the same as a column
-    row,
-    o_m,
-    n_m,
-    VO: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    LOAD: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """State of a tile's rows before the first key, or as stored by the step before."""
+def start_state(state, rows, VO: tl.constexpr, ACC: tl.constexpr, LOAD: tl.constexpr):
+    """State (m, l, acc) of a tile's rows before the first key, or as stored by the step before."""
     if LOAD:
-        m_m = o_m < n_m
-        b_m = tl.load(stat_pointers(state.m, i_b, i_h, row) + o_m, mask=m_m, other=-float("inf"))
-        b_l = tl.load(stat_pointers(state.l, i_b, i_h, row) + o_m, mask=m_m, other=0.0)
-        return b_m, b_l, load_pieces(state.acc, i_b, i_hc, row, o_m, n_m, VO)
+        m_m = rows.offsets < rows.count
+        b_m = load_stat(state.m, rows, m_m, other=-float("inf"))
+        return b_m, load_stat(state.l, rows, m_m), load_pieces(state.acc, rows, VO)
     else:
+        BLOCK_M: tl.constexpr = rows.offsets.shape[0]
         b_m = tl.full([BLOCK_M], -float("inf"), ACC)
         return b_m, tl.zeros([BLOCK_M], ACC), zeros_pieces(BLOCK_M, VO, ACC)
 
 
 @triton.jit
-def store_results(
-    results,
-    i_b,
-    i_h,  # one, or one for each row
-    i_hc,  # the same as a column
-    row,
-    o_m,
-    n_m,
-    b_acc,
-    b_m,
-    b_l,
-    VO: tl.constexpr,
-    STORE_STATE: tl.constexpr,
-    STORE_MAX: tl.constexpr,
-):
+def store_results(results, rows, b_m, b_l, b_acc, VO: tl.constexpr, STORE_STATE: tl.constexpr):
     """Store the results of a tile's rows: the state, or out, lse and the largest scores."""
-    m_m = o_m < n_m
+    m_m = rows.offsets < rows.count
     if STORE_STATE:
-        tl.store(stat_pointers(results.state.m, i_b, i_h, row) + o_m, b_m, mask=m_m)
-        tl.store(stat_pointers(results.state.l, i_b, i_h, row) + o_m, b_l, mask=m_m)
-        store_pieces(results.state.acc, i_b, i_hc, row, o_m, n_m, b_acc, VO)
+        tl.store(stat_pointers(results.state.m, rows), b_m, mask=m_m)
+        tl.store(stat_pointers(results.state.l, rows), b_l, mask=m_m)
+        store_pieces(results.state.acc, rows, b_acc, VO)
     else:
-        b_out = scale_pieces(b_acc, inverse_sum(b_l)[:, None])
-        store_pieces(results.out, i_b, i_hc, row, o_m, n_m, b_out, VO)
-        tl.store(stat_pointers(results.lse, i_b, i_h, row) + o_m, row_lse(b_m, b_l), mask=m_m)
-        if STORE_MAX:
-            tl.store(stat_pointers(results.max_scores, i_b, i_h, row) + o_m, row_max(b_m, b_l), mask=m_m)
+        store_pieces(results.out, rows, scale_pieces(b_acc, inverse_sum(b_l)[:, None]), VO)
+        tl.store(stat_pointers(results.lse, rows), row_lse(b_m, b_l), mask=m_m)
+        if results.max_scores.ptr is not None:
+            tl.store(stat_pointers(results.max_scores, rows), row_max(b_m, b_l), mask=m_m)
 
 
 @triton.jit
-def hide_keys(b_s, head, queries, kv, o_n, rows, kind, caps, RULE: tl.constexpr):
+def hide_keys(b_s, tables, queries, b_bounds, kv, o_n, kind, RULE: tl.constexpr):
     """Scores of a tile of a masked block, -inf where the pair is hidden.  The branch keeps the compiler from
     evaluating the mask_mod before the product (without: 8 bytes spilled on sm_80, 64 channels).
     """
-    if RULE.MASK == "mod" and not RULE.WINDOW:
+    if tables.mask_mod.fn is not None:
         m_in = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
         if kind != BOUNDED_KIND:
-            m_keep = RULE.MASK_MOD(head.b, head.h, queries.o, (kv.pos + o_n)[None, :], caps)
-            b_s = tl.where(m_keep, b_s, -float("inf"))
+            b_s = tl.where(keep_pairs(tables.mask_mod, queries, (kv.pos + o_n)[None, :]), b_s, -float("inf"))
     else:
-        m_in = visible_keys(head, queries, kv, o_n, rows, kind, caps, RULE)
+        m_in = visible_keys(tables, queries, b_bounds, kv, o_n, kind, RULE)
     return tl.where(m_in, b_s, -float("inf"))
 
 
@@ -137,165 +108,128 @@ def forward_kernel(
     q,  # Strided [B, Hq, S, D]
     k,  # Strided [B, Hkv, rows, D]
     v,  # Strided [B, Hkv, rows, E]
-    k_desc0,  # tensor descriptors of k and v, tiles of [BLOCK_N, piece of channels], or None
-    k_desc1,
+    k_desc0,  # tensor descriptors of k and v, tiles of [BLOCK_N, piece of channels], or None: Triton's
+    k_desc1,  # launcher finds none inside a tuple
     v_desc0,
     v_desc1,
     out,  # Strided [B, Hq, S, E]
-    acc,  # Strided [B, Hq, S, E], float32: the state's accumulator
-    stat_m,  # Stat [B, Hq, S], float32: the state's running maximum, log2 units
-    stat_l,  # Stat: the state's sum of exp2(score - m)
-    lse,  # Stat, natural log
+    lse,  # Stat [B, Hq, S], natural log
     max_scores,  # Stat, largest score after scale and score_mod
-    q_slots,  # Slots
-    kv_slots,  # Slots
-    rows,  # Rows over Q slots
+    state,  # State
+    tables,  # StepTables
     order,  # ProgramOrder
-    interval,  # Interval
-    mask_caps,
-    score_caps,
-    i_b0,  # offsets that make b and h global for the mods
-    i_h0,
     splits,  # programs that share a row's keys, each with a head of its own in the state; None: one
+    score_mod,  # Closure
+    origin,  # Origin
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
     PACK: tl.constexpr,  # query heads in a tile
-    D: tl.constexpr,
-    E: tl.constexpr,
-    WIDEST: tl.constexpr,  # piece of channels
-    Q_BLOCK: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DENSE_Q: tl.constexpr,
-    DENSE_KV: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASK: tl.constexpr,  # "none" | "interval" | "mod"
-    MASK_MOD: tl.constexpr,
-    SCORE_MOD: tl.constexpr,
-    HAS_MASKED: tl.constexpr,
-    RAGGED: tl.constexpr,  # masked blocks may have fewer keys in a tile than BLOCK_N
-    BOUNDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # rows of a tile, of all its heads
+    QK: tl.constexpr,  # Channels of q and k
+    VO: tl.constexpr,  # Channels of v and out
+    Q_LAYOUT: tl.constexpr,  # SideLayout
+    KV_LAYOUT: tl.constexpr,
+    RULE: tl.constexpr,  # MaskRule
     LOAD_STATE: tl.constexpr,
     STORE_STATE: tl.constexpr,
-    STORE_MAX: tl.constexpr,
     PRECISION: tl.constexpr,
-    ACC: tl.constexpr,  # float32, float64 for float64 inputs
 ):
+    BLOCK_N: tl.constexpr = KV_LAYOUT.TILE
     tl.static_assert(BLOCK_M >= 16 and BLOCK_N >= 16)
-    ROWS: tl.constexpr = BLOCK_M // PACK  # of one head
-    Q_TILES: tl.constexpr = (Q_BLOCK + ROWS - 1) // ROWS
-    Q_LAYOUT: tl.constexpr = SideLayout(Q_BLOCK, ROWS, DENSE_Q)
-    KV_LAYOUT: tl.constexpr = SideLayout(KV_BLOCK, BLOCK_N, DENSE_KV)
-    i_b = tl.program_id(2)
-    i_tile, i_y, i_split = locate_program(order, i_b, splits, Q_TILES, True)
-    EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
-    QK: tl.constexpr = channels_of(D, WIDEST)
-    VO: tl.constexpr = channels_of(E, WIDEST)
-    RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
+    EVEN: tl.constexpr = KV_LAYOUT.BLOCK % BLOCK_N == 0
     # exp2(s * C - m): units, and without a score_mod a positive scale, cost no instruction of their own.
-    FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
+    FOLD: tl.constexpr = (score_mod.fn is None) and (SCALE > 0)
     C: tl.constexpr = SCALE * LOG2E if FOLD else LOG2E
+    keys = Stream(k, k_desc0, k_desc1)
+    values = Stream(v, v_desc0, v_desc1)
 
-    row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_LAYOUT)
-    i_hkv, i_h, o_m = tile_rows(i_y, n_m, BLOCK_M, GROUP, PACK)
+    i_b = tl.program_id(2)
+    i_tile, i_y, i_split = locate_program(order, i_b, splits, Q_LAYOUT.TILES, True)
+    tile = locate_tile(tables.q_slots, i_b, i_tile, Q_LAYOUT)
+    i_hkv, i_h, o_m = tile_rows(i_y, tile.n, BLOCK_M, GROUP, PACK)
     if PACK == 1:
         i_hc = i_h
-        i_ht = i_h + i_h0
+        i_ht = i_h + origin.head
     else:  # heads of the rows; of their tables there is one for all heads
         i_hc = i_h[:, None]
         i_ht = i_hkv
-    head = Head(i_b + i_b0, i_hc + i_h0)
     o_n = tl.arange(0, BLOCK_N)
-    o_q = (pos + o_m)[:, None]
-    m_m = o_m < n_m
+    o_q = (tile.pos + o_m)[:, None]
+    m_m = o_m < tile.n
+    queries = Queries(i_b + origin.batch, i_hc + origin.head, o_q, m_m)
+    rows = HeadRows(i_b, i_h, i_hc, tile.row, o_m, tile.n)
+    b_q = load_pieces(q, rows, QK)  # [M, D]
+    b_bounds = row_intervals(tables.interval, rows, i_ht, m_m)
+    b_m, b_l, b_acc = start_state(state, rows, VO, accumulator_dtype(q.ptr.dtype.element_ty), LOAD_STATE)
 
-    keys = Stream(k, k_desc0, k_desc1)
-    values = Stream(v, v_desc0, v_desc1)
-    b_q = load_pieces(q, i_b, i_hc, row, o_m, n_m, QK)  # [M, D]
-    b_lo, b_hi = row_intervals(interval, i_b, i_ht, row, o_m, m_m, MASK)
-    queries = Queries(o_q, m_m, b_lo, b_hi)
-    b_m, b_l, b_acc = start_state(
-        State(acc, stat_m, stat_l), i_b, i_h, i_hc, row, o_m, n_m, VO, BLOCK_M, LOAD_STATE, ACC
+    begin, mid, end = row_runs(tables.rows, i_b, i_ht, i_tile // Q_LAYOUT.TILES)
+    share = share_row(
+        tables.rows, begin, end, tile, tables.kv_slots, i_split, splits, Q_LAYOUT.TILE, KV_LAYOUT
     )
-
-    begin, mid, end = row_runs(rows, i_b, i_ht, i_tile // Q_TILES, WINDOW)
-    if splits is not None:
-        pos_end = pos + tl.minimum(n_m, ROWS)
-        share = share_row(rows, begin, end, pos, pos_end, kv_slots, splits, i_split, KV_LAYOUT, WINDOW)
     # disable_licm: the compiler would keep what tiles share in registers (sm_100, 256 channels: 72 bytes
     # spilled).
-    for FULL in tl.static_range(0 if HAS_MASKED else 1, 2):  # masked blocks, then full ones
+    for FULL in tl.static_range(0 if RULE.MASKED else 1, 2):  # masked blocks, then full ones
         for i_run in range(mid if FULL else begin, end if FULL else mid):
-            CHECK: tl.constexpr = not EVEN if FULL else RAGGED
-            pos_end = pos + tl.minimum(n_m, ROWS)
-            tiles = run_tiles(rows, i_run, pos, pos_end, kv_slots, KV_LAYOUT, WINDOW, FULL)
-            if splits is not None:
-                tiles, share = share_run(tiles, share)
+            CHECK: tl.constexpr = not EVEN if FULL else RULE.RAGGED
+            tiles = run_tiles(tables.rows, i_run, tile, tables.kv_slots, Q_LAYOUT.TILE, KV_LAYOUT, FULL)
+            tiles, share = share_run(tiles, share, splits)
             for i_t in tl.range(tiles.begin, tiles.end, disable_licm=True):
-                kv = locate_tile(kv_slots, i_b, skip_cut(tiles, i_t), KV_LAYOUT)
-                b_k = stream_pieces(keys, i_b, i_hkv, kv, o_n, QK, CHECK)  # [N, D]
+                kv = locate_tile(tables.kv_slots, i_b, skip_cut(tiles, i_t), KV_LAYOUT)
+                kv_rows = HeadRows(i_b, i_hkv, i_hkv, kv.row, o_n, kv.n)
+                b_k = stream_pieces(keys, kv_rows, QK, CHECK)  # [N, D]
                 b_s = dot_nt(b_q, b_k, PRECISION)  # [M, N]
-                if SCORE_MOD is not None:
-                    pairs = Pairs(o_q, (kv.pos + o_n)[None, :])
-                    b_s = modified_scores(b_s, head, pairs, score_caps, SCALE, SCORE_MOD)
+                if score_mod.fn is not None:
+                    b_s = modify_scores(b_s, queries, (kv.pos + o_n)[None, :], score_mod, SCALE)
                 elif not FOLD:
                     b_s = b_s * SCALE
                 if not FULL:
-                    b_s = hide_keys(b_s, head, queries, kv, o_n, rows, tiles.kind, mask_caps, RULE)
+                    b_s = hide_keys(b_s, tables, queries, b_bounds, kv, o_n, tiles.kind, RULE)
                 elif not EVEN:
                     b_s = tl.where(row_mask(o_n, kv.n, CHECK)[None, :], b_s, -float("inf"))
-                b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, C, not FULL or SCORE_MOD is not None)
-                b_v = stream_pieces(values, i_b, i_hkv, kv, o_n, VO, CHECK)  # [N, E]
+                b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, C, not FULL or score_mod.fn is not None)
+                b_v = stream_pieces(values, kv_rows, VO, CHECK)  # [N, E]
                 b_acc = add_dot(scale_pieces(b_acc, b_r[:, None]), b_p, b_v, PRECISION)
 
     # Load again (without: 64 bytes spilled on sm_80, 192 channels).
-    row, _, n_m = locate_tile(q_slots, i_b, i_tile, Q_LAYOUT, True)
+    tile = locate_tile(tables.q_slots, i_b, i_tile, Q_LAYOUT, True)
     if splits is not None:
         i_h = i_h * splits + i_split
         i_hc = i_hc * splits + i_split
-    results = Results(out, State(acc, stat_m, stat_l), lse, max_scores)
-    store_results(results, i_b, i_h, i_hc, row, o_m, n_m, b_acc, b_m, b_l, VO, STORE_STATE, STORE_MAX)
+    rows = HeadRows(i_b, i_h, i_hc, tile.row, o_m, tile.n)
+    store_results(Results(out, lse, max_scores, state), rows, b_m, b_l, b_acc, VO, STORE_STATE)
 
 
 @triton.jit
 def combine_kernel(
-    parts_acc,  # Strided [B, Hq * splits, S, E]: states of the programs that share a row's keys
-    parts_m,  # Stat
-    parts_l,
+    parts,  # State, tensors [B, Hq * splits, S, ...]: states of the programs that share a row's keys
     splits,
     out,  # from here on as in forward_kernel
-    acc,
-    stat_m,
-    stat_l,
     lse,
     max_scores,
-    q_slots,
+    state,
+    q_slots,  # Slots
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,  # a power of two from E on
     PARTS: tl.constexpr,  # states loaded at a time
-    Q_BLOCK: tl.constexpr,
-    DENSE_Q: tl.constexpr,
+    Q_LAYOUT: tl.constexpr,  # tiles of one row
     LOAD_STATE: tl.constexpr,
     STORE_STATE: tl.constexpr,
-    STORE_MAX: tl.constexpr,
-    ACC: tl.constexpr,
 ):
     """Combine the partial states of one row of one head, and the state before this step, into out or a state;
     always in the same order."""
     i_h = tl.program_id(1)
     i_b = tl.program_id(2)
-    ROWS: tl.constexpr = SideLayout(Q_BLOCK, 1, DENSE_Q)
-    row, _, n_m = locate_tile(q_slots, i_b, tl.program_id(0), ROWS)
+    row, _, n_m = locate_tile(q_slots, i_b, tl.program_id(0), Q_LAYOUT)
     if n_m <= 0:  # no slot covers this row
         return
     o_e = tl.arange(0, BLOCK_E)
     m_e = o_e < E
     if LOAD_STATE:
-        b_m = tl.load(stat_pointers(stat_m, i_b, i_h, row))
-        b_l = tl.load(stat_pointers(stat_l, i_b, i_h, row))
-        b_acc = tl.load(row_pointers(acc, i_b, i_h, row, o_e), mask=m_e, other=0.0)  # [E]
+        b_m = tl.load(head_pointer(state.m, i_b, i_h) + row)
+        b_l = tl.load(head_pointer(state.l, i_b, i_h) + row)
+        b_acc = tl.load(row_pointers(state.acc, i_b, i_h, row, o_e), mask=m_e, other=0.0)  # [E]
     else:
+        ACC: tl.constexpr = parts.acc.ptr.dtype.element_ty
         b_m = tl.full([], -float("inf"), ACC)
         b_l = tl.zeros([], ACC)
         b_acc = tl.zeros([BLOCK_E], ACC)
@@ -303,9 +237,9 @@ def combine_kernel(
         o_p = i_part + tl.arange(0, PARTS)
         m_p = o_p < splits
         i_hp = i_h * splits + o_p
-        b_mp = tl.load(stat_pointers(parts_m, i_b, i_hp, row), mask=m_p, other=-float("inf"))  # [P]
-        b_lp = tl.load(stat_pointers(parts_l, i_b, i_hp, row), mask=m_p, other=0.0)
-        p_ap = row_pointers(parts_acc, i_b, i_hp[:, None], row, o_e[None, :])
+        b_mp = tl.load(head_pointer(parts.m, i_b, i_hp) + row, mask=m_p, other=-float("inf"))  # [P]
+        b_lp = tl.load(head_pointer(parts.l, i_b, i_hp) + row, mask=m_p, other=0.0)
+        p_ap = row_pointers(parts.acc, i_b, i_hp[:, None], row, o_e[None, :])
         b_ap = tl.load(p_ap, mask=m_p[:, None] & m_e[None, :], other=0.0)  # [P, E]
         b_max = tl.maximum(b_m, tl.max(b_mp, 0))
         b_safe = tl.where(b_max == -float("inf"), 0.0, b_max)
@@ -315,12 +249,12 @@ def combine_kernel(
         b_acc = b_acc * b_r + tl.sum(b_ap * b_w[:, None], 0)
         b_m = b_max
     if STORE_STATE:
-        tl.store(stat_pointers(stat_m, i_b, i_h, row), b_m)
-        tl.store(stat_pointers(stat_l, i_b, i_h, row), b_l)
-        tl.store(row_pointers(acc, i_b, i_h, row, o_e), b_acc, mask=m_e)
+        tl.store(head_pointer(state.m, i_b, i_h) + row, b_m)
+        tl.store(head_pointer(state.l, i_b, i_h) + row, b_l)
+        tl.store(row_pointers(state.acc, i_b, i_h, row, o_e), b_acc, mask=m_e)
     else:
         b_out = (b_acc * inverse_sum(b_l)).to(out.ptr.dtype.element_ty)
         tl.store(row_pointers(out, i_b, i_h, row, o_e), b_out, mask=m_e)
-        tl.store(stat_pointers(lse, i_b, i_h, row), row_lse(b_m, b_l))
-        if STORE_MAX:
-            tl.store(stat_pointers(max_scores, i_b, i_h, row), row_max(b_m, b_l))
+        tl.store(head_pointer(lse, i_b, i_h) + row, row_lse(b_m, b_l))
+        if max_scores.ptr is not None:
+            tl.store(head_pointer(max_scores, i_b, i_h) + row, row_max(b_m, b_l))

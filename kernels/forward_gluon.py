@@ -22,12 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritoncp.kernels.forward import Results
-from tritoncp.kernels.launch import Launch, State
+from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.program_order import locate_program
 from tritoncp.kernels.scores import (
     LOG2E,
-    Head,
-    MaskRule,
     Queries,
     inverse_sum,
     online_softmax,
@@ -37,8 +35,16 @@ from tritoncp.kernels.scores import (
     visible_keys,
 )
 from tritoncp.kernels.tile_rules import architecture
-from tritoncp.kernels.tile_runs import SideLayout, locate_tile, row_runs, run_tiles, skip_cut
-from tritoncp.kernels.tiles import copyable, descriptors, head_pointer, stat_pointers, tile_pointers
+from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles, skip_cut
+from tritoncp.kernels.tiles import (
+    HeadRows,
+    copyable,
+    descriptors,
+    head_pointer,
+    load_stat,
+    stat_pointers,
+    tile_pointers,
+)
 
 GROUP_ROWS: gl.constexpr = gl.constexpr(64)  # of one warp group, as wgmma has it
 # 65536 registers for three groups of 128 threads: 168 a thread when the program starts, then few for the
@@ -61,19 +67,15 @@ class Ring(NamedTuple):
 
 class Walk(NamedTuple):
     """Indices of a program and tables of the tiles that it visits. i_hm: global head. No mod runs in Gluon,
-    so that the batch row of the mods, ``i_b + i_b0``, is not needed: tables hold the tensors' rows."""
+    so that the batch row of the mods is not needed: tables hold the tensors' rows."""
 
     i_b: Any
     i_h: Any
     i_hkv: Any
     i_hm: Any
     i_slot: Any
-    row: Any  # of the first query in its buffer
-    pos: Any  # its global position
-    n_m: Any  # queries in this tile
-    rows: Any  # Rows over Q slots
-    kv_slots: Any  # Slots
-    interval: Any  # Interval
+    tile: Any  # of queries
+    tables: Any  # StepTables
 
 
 class Spec(NamedTuple):
@@ -85,11 +87,9 @@ class Spec(NamedTuple):
     BLOCK_N: Any
     STAGES: Any  # of the rings
     KV_LAYOUT: Any  # SideLayout
-    HAS_MASKED: Any
     RULE: Any  # MaskRule
     LOAD_STATE: Any
     STORE_STATE: Any
-    STORE_MAX: Any
 
 
 @gluon.jit
@@ -137,18 +137,31 @@ def tile(ring, i, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constex
 
 
 @gluon.jit
-def runs_of(walk, SPEC: gl.constexpr):
+def runs_of(walk):
     """Bounds of the runs of the program's row, see row_runs."""
-    return row_runs(walk.rows, walk.i_b, walk.i_hm, walk.i_slot, SPEC.RULE.WINDOW)
+    return row_runs(walk.tables.rows, walk.i_b, walk.i_hm, walk.i_slot)
 
 
 @gluon.jit
 def tiles_of(walk, i_run, FULL: gl.constexpr, SPEC: gl.constexpr):
     """Tiles of a run, see run_tiles."""
-    pos_end = walk.pos + gl.minimum(walk.n_m, 2 * GROUP_ROWS)
     return run_tiles(
-        walk.rows, i_run, walk.pos, pos_end, walk.kv_slots, SPEC.KV_LAYOUT, SPEC.RULE.WINDOW, FULL
+        walk.tables.rows, i_run, walk.tile, walk.tables.kv_slots, 2 * GROUP_ROWS, SPEC.KV_LAYOUT, FULL
     )
+
+
+@gluon.jit
+def keys_at(walk, tiles, i_t, SPEC: gl.constexpr):
+    """Tile ``i_t`` of a run of keys."""
+    return locate_tile(walk.tables.kv_slots, walk.i_b, skip_cut(tiles, i_t), SPEC.KV_LAYOUT)
+
+
+@gluon.jit
+def rows_of(walk, tile, I_GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where the rows of a group lie in tensors of queries, of which ``tile`` is the program's tile."""
+    first = tile.row + I_GROUP * GROUP_ROWS
+    o_m = gl.arange(0, GROUP_ROWS, LAYOUT)
+    return HeadRows(walk.i_b, walk.i_h, walk.i_h, first, o_m, tile.n - I_GROUP * GROUP_ROWS)
 
 
 @gluon.jit
@@ -156,16 +169,16 @@ def produce(q_desc, k_desc, v_desc, q_tiles, q_full, keys, values, walk, SPEC: g
     """Copy Q, then K and V of every tile: those of masked runs, then those of full ones."""
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
     for i_group in gl.static_range(2):
-        at = [walk.i_b, walk.i_h, walk.row + i_group * GROUP_ROWS, 0]
+        at = [walk.i_b, walk.i_h, walk.tile.row + i_group * GROUP_ROWS, 0]
         copy_tile(q_desc, at, q_full, q_tiles.index(i_group))
-    begin, mid, end = runs_of(walk, SPEC)
+    begin, mid, end = runs_of(walk)
     i = 0
     for FULL in gl.static_range(2):
-        if SPEC.HAS_MASKED or FULL:
+        if SPEC.RULE.MASKED or FULL:
             for i_run in range(mid if FULL else begin, end if FULL else mid):
                 tiles = tiles_of(walk, i_run, FULL, SPEC)
                 for i_t in range(tiles.begin, tiles.end):
-                    kv = locate_tile(walk.kv_slots, walk.i_b, skip_cut(tiles, i_t), SPEC.KV_LAYOUT)
+                    kv = keys_at(walk, tiles, i_t, SPEC)
                     fill(keys, k_desc, walk.i_b, walk.i_hkv, kv.row, i, SPEC.STAGES)
                     fill(values, v_desc, walk.i_b, walk.i_hkv, kv.row, i, SPEC.STAGES)
                     i += 1
@@ -200,27 +213,25 @@ def attend_masked(
 ):
     """Attention to the tiles of masked runs, one after the other: only the other group's products overlap the
     softmax."""
-    o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S_LAYOUT))
+    rows = rows_of(walk, walk.tile, I_GROUP, gl.SliceLayout(1, S_LAYOUT))
     o_n = gl.arange(0, SPEC.BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
-    row = walk.row + I_GROUP * GROUP_ROWS
-    o_q = (walk.pos + I_GROUP * GROUP_ROWS + o_m)[:, None]
-    m_m = o_m < walk.n_m - I_GROUP * GROUP_ROWS
-    b_lo, b_hi = row_intervals(walk.interval, walk.i_b, walk.i_hm, row, o_m, m_m, SPEC.RULE.MASK)
-    queries = Queries(o_q, m_m, b_lo, b_hi)
-    head = Head(walk.i_b, walk.i_hm)
+    o_q = (walk.tile.pos + I_GROUP * GROUP_ROWS + rows.offsets)[:, None]
+    m_m = rows.offsets < rows.count
+    b_bounds = row_intervals(walk.tables.interval, rows, walk.i_hm, m_m)
+    queries = Queries(walk.i_b, walk.i_hm, o_q, m_m)
     b_zero = gl.full([GROUP_ROWS, SPEC.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-    begin, mid, _ = runs_of(walk, SPEC)
+    begin, mid, _ = runs_of(walk)
     i = 0
     for i_run in range(begin, mid):
         tiles = tiles_of(walk, i_run, False, SPEC)
         for i_t in range(tiles.begin, tiles.end):
-            kv = locate_tile(walk.kv_slots, walk.i_b, skip_cut(tiles, i_t), SPEC.KV_LAYOUT)
+            kv = keys_at(walk, tiles, i_t, SPEC)
             ready(keys, i, SPEC.STAGES)
             b_k = tile(keys, i, SPEC.BLOCK_N, SPEC.D, SPEC.STAGES).permute((1, 0))
             b_s = warpgroup_mma(q_tile, b_k, b_zero, use_acc=False, is_async=True)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))  # [64, N]
             release(keys, i, SPEC.STAGES)
-            m_in = visible_keys(head, queries, kv, o_n, walk.rows, tiles.kind, None, SPEC.RULE)
+            m_in = visible_keys(walk.tables, queries, b_bounds, kv, o_n, tiles.kind, SPEC.RULE)
             b_s = gl.where(m_in, b_s, -float("inf"))
             b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, SPEC.C, True)
             b_p = operand(b_p, b_acc, q_tile.dtype)
@@ -252,7 +263,7 @@ def attend_full(
     """Attention to the tiles of full runs, from tile ``i`` of the rings on: scores of a tile are
     computed while the probabilities of the tile before are multiplied with values."""
     b_zero = gl.full([GROUP_ROWS, SPEC.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-    _, mid, end = runs_of(walk, SPEC)
+    _, mid, end = runs_of(walk)
     last = i - 1
     for i_run in range(mid, end):
         tiles = tiles_of(walk, i_run, True, SPEC)
@@ -294,43 +305,45 @@ def attend_full(
 
 
 @gluon.jit
-def load_state(state, walk, row, n_m, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, SPEC: gl.constexpr):
+def load_state(
+    state, walk, I_GROUP: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, E: gl.constexpr
+):
     """Load the state of the step before: acc [64, E], m and l [64]."""
-    o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S_LAYOUT))
-    b_m = gl.load(stat_pointers(state.m, walk.i_b, walk.i_h, row) + o_m, mask=o_m < n_m, other=-float("inf"))
-    b_l = gl.load(stat_pointers(state.l, walk.i_b, walk.i_h, row) + o_m, mask=o_m < n_m, other=0.0)
-    p, m = pointers(state.acc, walk, row, n_m, O_LAYOUT, SPEC)
+    rows = rows_of(walk, walk.tile, I_GROUP, gl.SliceLayout(1, S_LAYOUT))
+    m_m = rows.offsets < rows.count
+    b_m = load_stat(state.m, rows, m_m, other=-float("inf"))
+    b_l = load_stat(state.l, rows, m_m)
+    p, m = pointers(state.acc, walk, I_GROUP, O_LAYOUT, E)
     return gl.load(p, mask=m, other=0.0), b_m, b_l
 
 
 @gluon.jit
-def pointers(x, walk, row, n_m, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
-    """Pointers to rows ``row`` and on [64, E], and the mask of this tile's rows."""
-    o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
-    o_e = gl.arange(0, SPEC.E, gl.SliceLayout(0, LAYOUT))
-    m = (o_m < n_m)[:, None] & (o_e >= 0)[None, :]
-    return tile_pointers(x, head_pointer(x, walk.i_b, walk.i_h), row, o_m, o_e), m
+def pointers(x, walk, I_GROUP: gl.constexpr, LAYOUT: gl.constexpr, E: gl.constexpr):
+    """Pointers to a group's rows [64, E], and the mask of those within the tile."""
+    rows = rows_of(walk, walk.tile, I_GROUP, gl.SliceLayout(1, LAYOUT))
+    o_e = gl.arange(0, E, gl.SliceLayout(0, LAYOUT))
+    m = (rows.offsets < rows.count)[:, None] & (o_e >= 0)[None, :]
+    return tile_pointers(x, head_pointer(x, walk.i_b, walk.i_h), rows, o_e), m
 
 
 @gluon.jit
-def store_results(results, walk, row, n_m, b_acc, b_m, b_l, SPEC: gl.constexpr):
+def store_results(results, walk, b_acc, b_m, b_l, I_GROUP: gl.constexpr, SPEC: gl.constexpr):
     """Store the results of a group's rows: the state, or out, lse and the largest scores."""
     O_LAYOUT: gl.constexpr = b_acc.type.layout
-    o_m = gl.arange(0, GROUP_ROWS, b_m.type.layout)
-    m_m = o_m < n_m
+    rows = rows_of(walk, walk.tile, I_GROUP, b_m.type.layout)
+    m_m = rows.offsets < rows.count
     if SPEC.STORE_STATE:
-        p, m = pointers(results.state.acc, walk, row, n_m, O_LAYOUT, SPEC)
+        p, m = pointers(results.state.acc, walk, I_GROUP, O_LAYOUT, SPEC.E)
         gl.store(p, b_acc, mask=m)
-        gl.store(stat_pointers(results.state.m, walk.i_b, walk.i_h, row) + o_m, b_m, mask=m_m)
-        gl.store(stat_pointers(results.state.l, walk.i_b, walk.i_h, row) + o_m, b_l, mask=m_m)
+        gl.store(stat_pointers(results.state.m, rows), b_m, mask=m_m)
+        gl.store(stat_pointers(results.state.l, rows), b_l, mask=m_m)
     else:
         b_acc = shrink(b_acc, inverse_sum(b_l))
-        p, m = pointers(results.out, walk, row, n_m, O_LAYOUT, SPEC)
+        p, m = pointers(results.out, walk, I_GROUP, O_LAYOUT, SPEC.E)
         gl.store(p, b_acc.to(results.out.ptr.dtype.element_ty), mask=m)
-        gl.store(stat_pointers(results.lse, walk.i_b, walk.i_h, row) + o_m, row_lse(b_m, b_l), mask=m_m)
-        if SPEC.STORE_MAX:
-            p_max = stat_pointers(results.max_scores, walk.i_b, walk.i_h, row)
-            gl.store(p_max + o_m, row_max(b_m, b_l), mask=m_m)
+        gl.store(stat_pointers(results.lse, rows), row_lse(b_m, b_l), mask=m_m)
+        if results.max_scores.ptr is not None:
+            gl.store(stat_pointers(results.max_scores, rows), row_max(b_m, b_l), mask=m_m)
 
 
 @gluon.jit
@@ -338,10 +351,8 @@ def attend(I_GROUP: gl.constexpr, q_tiles, q_full, keys, values, turn, walk, res
     """Attention of group I_GROUP: rows ``64 * I_GROUP`` and on of the program's tile."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SPEC.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SPEC.E, 16])
-    row = walk.row + I_GROUP * GROUP_ROWS
-    n_m = walk.n_m - I_GROUP * GROUP_ROWS
     if SPEC.LOAD_STATE:
-        b_acc, b_m, b_l = load_state(results.state, walk, row, n_m, S_LAYOUT, O_LAYOUT, SPEC)
+        b_acc, b_m, b_l = load_state(results.state, walk, I_GROUP, S_LAYOUT, O_LAYOUT, SPEC.E)
     else:
         b_acc = gl.full([GROUP_ROWS, SPEC.E], 0.0, gl.float32, O_LAYOUT)
         b_m = gl.full([GROUP_ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -349,14 +360,14 @@ def attend(I_GROUP: gl.constexpr, q_tiles, q_full, keys, values, turn, walk, res
     mbarrier.wait(q_full, 0)  # also without a tile to compute: no copy may be in flight when a program ends
     q_tile = q_tiles.index(I_GROUP).reshape([GROUP_ROWS, SPEC.D])
     i = 0
-    if SPEC.HAS_MASKED:
+    if SPEC.RULE.MASKED:
         b_acc, b_m, b_l, i = attend_masked(
             q_tile, keys, values, walk, b_acc, b_m, b_l, I_GROUP, S_LAYOUT, SPEC
         )
     b_acc, b_m, b_l = attend_full(
         q_tile, keys, values, turn, walk, i, b_acc, b_m, b_l, I_GROUP, S_LAYOUT, SPEC
     )
-    store_results(results, walk, row, n_m, b_acc, b_m, b_l, SPEC)
+    store_results(results, walk, b_acc, b_m, b_l, I_GROUP, SPEC)
 
 
 @gluon.jit
@@ -365,75 +376,36 @@ def gluon_forward_kernel(
     k_desc,  # [BLOCK_N, D]
     v_desc,  # [BLOCK_N, E]
     out,  # from here on as in forward_kernel
-    acc,
-    stat_m,
-    stat_l,
     lse,
     max_scores,
-    q_slots,
-    kv_slots,
-    rows,
+    state,
+    tables,
     order,
-    interval,
-    i_b0,
-    i_h0,
+    origin,
     SCALE: gl.constexpr,
     GROUP: gl.constexpr,
-    D: gl.constexpr,
-    E: gl.constexpr,
-    Q_BLOCK: gl.constexpr,
-    KV_BLOCK: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    QK: gl.constexpr,
+    VO: gl.constexpr,
+    Q_LAYOUT: gl.constexpr,
+    KV_LAYOUT: gl.constexpr,
+    RULE: gl.constexpr,
     STAGES: gl.constexpr,
-    DENSE_Q: gl.constexpr,
-    DENSE_KV: gl.constexpr,
-    WINDOW: gl.constexpr,
-    MASK: gl.constexpr,
-    HAS_MASKED: gl.constexpr,
-    RAGGED: gl.constexpr,
-    BOUNDED: gl.constexpr,
     LOAD_STATE: gl.constexpr,
     STORE_STATE: gl.constexpr,
-    STORE_MAX: gl.constexpr,
 ):
-    gl.static_assert(BLOCK_M == 2 * GROUP_ROWS and KV_BLOCK % BLOCK_N == 0 and SCALE > 0)
+    D: gl.constexpr = QK.dim
+    E: gl.constexpr = VO.dim
+    BLOCK_N: gl.constexpr = KV_LAYOUT.TILE
+    gl.static_assert(Q_LAYOUT.TILE == 2 * GROUP_ROWS and KV_LAYOUT.BLOCK % BLOCK_N == 0 and SCALE > 0)
     gl.static_assert(STAGES >= 2)  # V(j) is waited for before V(j - 1) is released
-    RULE: gl.constexpr = MaskRule(WINDOW, MASK, None, BOUNDED, RAGGED)
-    SPEC: gl.constexpr = Spec(
-        SCALE * LOG2E,
-        D,
-        E,
-        BLOCK_N,
-        STAGES,
-        SideLayout(KV_BLOCK, BLOCK_N, DENSE_KV),
-        HAS_MASKED,
-        RULE,
-        LOAD_STATE,
-        STORE_STATE,
-        STORE_MAX,
-    )
-    Q_TILES: gl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
-    Q_LAYOUT: gl.constexpr = SideLayout(Q_BLOCK, BLOCK_M, DENSE_Q)
+    SPEC: gl.constexpr = Spec(SCALE * LOG2E, D, E, BLOCK_N, STAGES, KV_LAYOUT, RULE, LOAD_STATE, STORE_STATE)
     i_b = gl.program_id(2)
-    program = locate_program(order, i_b, None, Q_TILES, True)
-    i_tile = program.i_tile
+    program = locate_program(order, i_b, None, Q_LAYOUT.TILES, True)
     i_h = program.i_head
-    row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_LAYOUT)
-    walk = Walk(
-        i_b,
-        i_h,
-        i_h // GROUP,
-        i_h + i_h0,
-        i_tile // Q_TILES,
-        row,
-        pos,
-        n_m,
-        rows,
-        kv_slots,
-        interval,
-    )
-    results = Results(out, State(acc, stat_m, stat_l), lse, max_scores)
+    tile = locate_tile(tables.q_slots, i_b, program.i_tile, Q_LAYOUT)
+    i_slot = program.i_tile // Q_LAYOUT.TILES
+    walk = Walk(i_b, i_h, i_h // GROUP, i_h + origin.head, i_slot, tile, tables)
+    results = Results(out, lse, max_scores, state)
 
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, GROUP_ROWS, D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)

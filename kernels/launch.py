@@ -16,18 +16,16 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from tritoncp.kernels.options import does_not_fit
+from tritoncp.kernels.scores import Closure
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.kernels.tiles import INTERPRETED, descriptor_at, stat, strided
+from tritoncp.kernels.tiles import INTERPRETED, descriptor_at, view
 
 CHECKED = bool(INTERPRETED)  # compare the layouts of launches that share a cache entry
 # Triton's interpreter replaces its language's functions while a kernel runs: not for two threads at once.
 _INTERPRETER_LOCK: AbstractContextManager[Any] = threading.RLock() if INTERPRETED else nullcontext()
 
-Tensors = dict[str, Any]  # by name of the argument; None for an absent tensor
-# The arguments that are statistics [B, H, S]; all other tensors are [B, H, S, D].
-STATS = frozenset(
-    ("lse", "max_scores", "stat_m", "stat_l", "from_m", "from_l", "parts_m", "parts_l", "delta", "dlse")
-)
+Tensors = Mapping[str, Any]  # tensor or State by name of the argument; None for an absent one
+Closures = Mapping[str, Closure]  # by name of the argument
 
 
 class State(NamedTuple):
@@ -118,80 +116,71 @@ class LaunchTemplate(NamedTuple):
     """A cached launch, and the places in the kernel's list of arguments that change at every launch.
 
     tensors:     (place, name, type of the argument, its fields besides the tensor)
+    states:      (place, name, type and fields of each of its tensors)
     descriptors: (place, name of the tensor, fields)
-    scalars:     (place, name) of other arguments that are not empty
+    closures:    (place, name) of those with captures
     layouts:     layouts of all arguments, where kernels run interpreted; else empty
     """
 
     launch: Launch
     tensors: list[tuple[int, str, Any, tuple[Any, ...]]]
+    states: list[tuple[int, str, list[tuple[Any, tuple[Any, ...]]]]]
     descriptors: list[tuple[int, str, dict[str, Any]]]
-    scalars: list[tuple[int, str]]
+    closures: list[tuple[int, str]]
     layouts: tuple[Any, ...]
 
     @classmethod
-    def build(cls, kernel: Any, tensors: Tensors, scalars: Any, recipe: Recipe) -> LaunchTemplate:
+    def build(cls, kernel: Any, tensors: Tensors, closures: Closures, recipe: Recipe) -> LaunchTemplate:
         place = {name: at for at, name in enumerate(kernel.arg_names)}
-        structs: dict[str, Any] = {
-            name: stat(x) if name in STATS else strided(x) for name, x in tensors.items()
-        }
-        tensor_places = [
-            (place[name], name, type(value), value[1:])
-            for name, value in structs.items()
-            if value.ptr is not None and name in place
-        ]
+        args: dict[str, Any] = {name: None for name in place if "_desc" in name}
+        args |= dict.fromkeys(tensors, view(None)) | dict(closures) | dict(recipe.args)
+        tensor_places, state_places = [], []
+        for name, x in tensors.items():
+            if isinstance(x, State):
+                state_places.append((place[name], name, [(type(s), s[1:]) for s in map(view, x)]))
+            elif x is not None and name in place:
+                tensor_places.append((place[name], name, type(view(x)), view(x)[1:]))
         descriptor_places = [(place[argument], name, fields) for argument, name, fields in recipe.descriptors]
-        scalar_places = [(place[name], name) for name, value in scalars.items() if value and name in place]
-        args = structs | dict(scalars) | dict(recipe.args)
+        closure_places = [(place[name], name) for name, x in closures.items() if x.captured and name in place]
         values = [args[name] for name in kernel.arg_names]
-        places = (
-            *(at for at, *_ in tensor_places),
-            *(at for at, *_ in descriptor_places),
-            *(at for at, _ in scalar_places),
-        )
-        for at in places:
+        for at, _ in closure_places:
             values[at] = None  # set at every launch
         launch = Launch(kernel, recipe.grid, values, recipe.config, [], recipe.options)
-        layouts = layouts_of(tensors, scalars) if CHECKED else ()
-        return cls(launch, tensor_places, descriptor_places, scalar_places, layouts)
+        layouts = layouts_of(tensors, closures) if CHECKED else ()
+        return cls(launch, tensor_places, state_places, descriptor_places, closure_places, layouts)
 
 
 def prepare_launch(
-    cache: Any,
-    key: Any,
-    kernel: Any,
-    tensors: Tensors,
-    scalars: Mapping[str, Any],
-    recipe: Callable[[], Recipe],
+    cache: Any, key: Any, kernel: Any, tensors: Tensors, closures: Closures, recipe: Callable[[], Recipe]
 ) -> Launch:
-    """Prepare a launch of ``kernel`` on tensors, with other arguments (``scalars``) that also change.
+    """Prepare a launch of ``kernel`` on tensors, with functions whose captures also change.
 
     cache: earlier launches by ``key``, which determines the layouts; interpreted kernels verify this
     """
     entry: LaunchTemplate | None = cache.get(key)
     if entry is None:
-        entry = cache[key] = LaunchTemplate.build(kernel, tensors, scalars, recipe())
-    elif CHECKED and entry.layouts != layouts_of(tensors, scalars):
+        entry = cache[key] = LaunchTemplate.build(kernel, tensors, closures, recipe())
+    elif CHECKED and entry.layouts != layouts_of(tensors, closures):
         raise AssertionError(f"launches of {kernel.__name__} with one cache key differ in their layouts")
-    template, values = entry.launch, entry.launch.values.copy()
+    new, launch = tuple.__new__, entry.launch  # new(T, fields): as T(*fields), in half the time
+    values = launch.values.copy()
     for at, name, kind, fields in entry.tensors:
-        values[at] = tuple.__new__(kind, (tensors[name], *fields))  # as kind(...), in half the time
+        values[at] = new(kind, (tensors[name], *fields))
+    for at, name, parts in entry.states:
+        values[at] = new(State, [new(kind, (x, *rest)) for x, (kind, rest) in zip(tensors[name], parts)])
     for at, name, descriptor_fields in entry.descriptors:
         values[at] = descriptor_at(descriptor_fields, tensors[name])
-    for at, name in entry.scalars:
-        values[at] = scalars[name]
-    return template._replace(values=values)
+    for at, name in entry.closures:
+        values[at] = closures[name]
+    return new(Launch, (kernel, launch.grid, values, launch.config, launch.compiled, launch.options))
 
 
-def layouts_of(tensors: Tensors, scalars: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The layouts of all tensors, and the specialisation of all other arguments that change."""
-    return (
-        *map(layout_of, tensors.values()),
-        *[value and specialisation_of(value) for value in scalars.values()],
-    )
+def layouts_of(tensors: Tensors, closures: Closures) -> tuple[Any, ...]:
+    """The layouts of all tensors, and the specialisation of all captures."""
+    return *map(layout_of, tensors.values()), *map(specialisation_of, closures.values())
 
 
-def layout_of(x: Tensor | None) -> Any:
+def layout_of(x: Tensor | State | None) -> Any:
     """The properties of a tensor that decide which compiled kernel runs and how it is launched: dtype, shape,
     strides, address modulo 16, and on AMD whether 32 bits hold every offset in its memory.
 
@@ -201,6 +190,8 @@ def layout_of(x: Tensor | None) -> Any:
     """
     if x is None:
         return None
+    if isinstance(x, State):
+        return tuple(map(layout_of, x))
     if torch.version.hip:
         return x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.untyped_storage().nbytes() < 2**31
     return x.dtype, x.shape, x.stride(), x.data_ptr() % 16

@@ -2,27 +2,25 @@
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
-from tritoncp.kernels.scores import Interval
+from tritoncp.kernels.scores import Closure
 from tritoncp.kernels.tile_rules import Config, pieces
-from tritoncp.kernels.tile_runs import Rows, Slots
+from tritoncp.kernels.tile_runs import Interval, Rows, SideLayout, Slots, StepTables
 from tritoncp.kernels.tiles import copyable, descriptors
+
+NO_FUNCTION = Closure(None)
 
 
 class Mods(NamedTuple):
-    """User functions as the kernels take them: jit functions, captured values, gradient buffers."""
+    """User functions as the kernels take them: jit functions with captured values."""
 
-    mask: Any = None
-    mask_caps: tuple = ()
-    score: Any = None
-    score_grad: Any = None  # also scatters into score_dcaps
-    score_back: Any = None  # the same without the scatter
-    score_caps: tuple = ()
+    mask: Closure = NO_FUNCTION
+    score: Closure = NO_FUNCTION
+    score_grad: Closure = NO_FUNCTION  # adds the gradients of captures to the buffers that it "captures"
+    score_back: Closure = NO_FUNCTION  # the same without this addition
     score_loads: int = 2  # tile dimensions (0 to 2) that its loads from captures depend on; 2 if unknown
-    score_dcaps: tuple = ()
 
 
 class Tiling(NamedTuple):
@@ -48,17 +46,12 @@ class Tiling(NamedTuple):
 
     def args(self, tables: Any) -> dict[str, Any]:
         """Kernel arguments that follow from the tiling."""
-        config, window = self.config, bool(tables.window)
-        even_q = self.block % (config.BLOCK_M // self.pack) == 0
-        even_kv = tables.kv_block % config.BLOCK_N == 0
+        config, rows, window = self.config, self.config.BLOCK_M // self.pack, bool(tables.window)
         return {
-            "Q_BLOCK": self.block,
-            "KV_BLOCK": tables.kv_block,
             "BLOCK_M": config.BLOCK_M,
-            "BLOCK_N": config.BLOCK_N,
+            "Q_LAYOUT": side_layout(self.block, rows, window, tables.dense_q),
+            "KV_LAYOUT": side_layout(tables.kv_block, config.BLOCK_N, window, tables.dense_kv),
             "FLIP": config.FLIP,
-            "DENSE_Q": window or (tables.dense_q and even_q),
-            "DENSE_KV": window or (tables.dense_kv and even_kv),
             "PACK": self.pack,
             "splits": self.splits if self.splits > 1 else None,
         }
@@ -129,43 +122,30 @@ def count_tiles(tables: Any, side: str, tile: int, block: int | None = None) -> 
     return slots.shape[1] * triton.cdiv(block, tile)
 
 
-def accumulator_dtype(x: Tensor) -> Any:
-    """The dtype in which kernels sum products of ``x``: float64 for float64, else float32."""
-    return triton.language.float64 if x.dtype == torch.float64 else triton.language.float32
+def side_layout(block: int, tile: int, window: bool, dense: bool) -> SideLayout:
+    """Cut slots of at most ``block`` rows into tiles. dense: all slots lie in a row, one after the other."""
+    return SideLayout(block, tile, triton.cdiv(block, tile), window or (dense and block % tile == 0))
 
 
-def shape_args(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-    """Kernel arguments that follow from the shapes of q [B, Hq, S, D] and k, v [B, Hkv, rows, D|E]."""
-    dims = {"D": q.shape[3], "E": v.shape[3]}
-    return {"GROUP": q.shape[1] // k.shape[1], "ACC": accumulator_dtype(q), **dims}
-
-
-def table_args(tables: Any, by_keys: bool) -> dict[str, Any]:
-    """Kernel arguments that follow from a step's tables. by_keys: programs are tiles of keys, which see the
-    window from the other side and read runs of Q slots."""
-    interval = Interval(None, None, 0, 0)
-    if tables.lo is not None:
-        interval = Interval(tables.lo, tables.hi, _stride(tables.lo, 0), _stride(tables.lo, 1))
-    return {
-        "q_slots": Slots(tables.q_slots, _stride(tables.q_slots, 0), tables.q_first, tables.q_rows),
-        "kv_slots": Slots(tables.kv_slots, _stride(tables.kv_slots, 0), tables.kv_first, tables.kv_rows),
-        "cols" if by_keys else "rows": rows_of(tables, by_keys),
-        "interval": interval,
-        "WINDOW": bool(tables.window),
-        "MASK": tables.mask,
-        "HAS_MASKED": tables.has_masked,
-        "BOUNDED": tables.bounded,
-    }
-
-
-def rows_of(tables: Any, by_keys: bool) -> Rows:
-    """The rows of a step's tables as a kernel argument: those of queries, or those of keys."""
-    left, right = tables.window or (0, 0)
-    if by_keys:
-        ptr, runs, left, right = tables.col_ptr, tables.col_runs, right, left
+def step_tables(tables: Any, mask_mod: Closure, by_keys: bool) -> StepTables:
+    """Make the kernel argument of a step's tables. by_keys: programs are tiles of keys, which see the window
+    from the other side and read runs of Q slots."""
+    interval, ptr = Interval(None, None, 0, 0), tables.col_ptr if by_keys else tables.row_ptr
+    if tables.window:
+        left, right = reversed(tables.window) if by_keys else tables.window
+        rows = Rows(None, 0, 0, None, left, right)
     else:
-        ptr, runs = tables.row_ptr, tables.row_runs
-    return Rows(ptr, _stride(ptr, 0), _stride(ptr, 1), runs, left, right)
+        runs = tables.col_runs if by_keys else tables.row_runs
+        rows = Rows(ptr, _stride(ptr, 0), _stride(ptr, 1), runs, 0, 0)
+        if tables.mask == "interval":
+            interval = Interval(tables.lo, tables.hi, _stride(tables.lo, 0), _stride(tables.lo, 1))
+    return StepTables(
+        Slots(tables.q_slots, _stride(tables.q_slots, 0), tables.q_first, tables.q_rows),
+        Slots(tables.kv_slots, _stride(tables.kv_slots, 0), tables.kv_first, tables.kv_rows),
+        rows,
+        interval,
+        mask_mod if tables.mask == "mod" else NO_FUNCTION,
+    )
 
 
 def _stride(x: Tensor, dim: int) -> int:

@@ -14,46 +14,28 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 FAR: tl.constexpr = tl.constexpr(2**31 - 1)  # a position past all row intervals
 
 
-class Interval(NamedTuple):
-    """int32 [Bm, Hm, S_local]: inside masked blocks a row sees global positions lo <= kv < hi."""
+class Closure(NamedTuple):
+    """A user's function as a kernel argument, with the tensors and numbers that it captures; no constexpr,
+    whose key in Triton's cache would have the name of the function, not its source."""
 
-    lo: Any
-    hi: Any
-    stride_b: Any
-    stride_h: Any
-
-
-class MaskRule(NamedTuple):
-    """How a launch decides which pairs of a masked block are visible: constants of the kernel."""
-
-    WINDOW: Any  # positions left and right of a query; no table of blocks
-    MASK: Any  # "none" | "interval" | "mod"
-    MASK_MOD: Any
-    BOUNDED: Any  # some blocks are of BOUNDED_KIND
-    RAGGED: Any  # tiles of masked blocks may have fewer tokens than rows
+    fn: Any
+    captured: tuple[Any, ...] = ()
 
 
-class Head(NamedTuple):
-    """The batch row and the query head of a tile, or of each of its rows, as masks and mods see them."""
+class Origin(NamedTuple):
+    """The indices of the tensors' first batch row and query head, as masks and mods count them."""
 
-    b: Any
-    h: Any
-
-
-class Pairs(NamedTuple):
-    """Global positions of a tile's queries and keys, which broadcast against each other."""
-
-    q: Any
-    kv: Any
+    batch: Any
+    head: Any
 
 
 class Queries(NamedTuple):
-    """Queries of a tile: global positions, whether they lie in the slot [M], and their row intervals [M]."""
+    """Queries of a tile as masks and mods see them."""
 
-    o: Any
-    m: Any
-    lo: Any
-    hi: Any
+    batch: Any
+    head: Any  # a scalar, or of each query [M, 1]
+    pos: Any  # global positions, [M, 1] or [1, M]
+    present: Any  # whether they lie in the slot [M]
 
 
 @triton.jit
@@ -143,37 +125,45 @@ def window_mask(o_far, o_near, left, right, end):
 
 
 @triton.jit
-def row_intervals(interval, i_b, i_h, row, o_m, m_m, MASK: tl.constexpr):
-    """Positions [lo, hi) that queries ``row + o_m`` see inside masked blocks; hi = 0 where not ``m_m``."""
-    if MASK == "interval" and interval.lo is not None:
-        o = i_b.to(tl.int64) * interval.stride_b + i_h.to(tl.int64) * interval.stride_h + row
-        b_lo = tl.load(interval.lo + o + o_m, mask=m_m, other=0)
-        return b_lo, tl.load(interval.hi + o + o_m, mask=m_m, other=0)
+def row_intervals(interval, rows, i_h, m_m):
+    """Positions (begin, end) that a tile's rows see inside masked blocks, by head ``i_h`` of the table;
+    end = 0 where not ``m_m``."""
+    if interval.begin is not None:
+        o_b = rows.batch.to(tl.int64) * interval.stride_b
+        o = o_b + i_h.to(tl.int64) * interval.stride_h + rows.first
+        b_begin = tl.load(interval.begin + o + rows.offsets, mask=m_m, other=0)
+        return b_begin, tl.load(interval.end + o + rows.offsets, mask=m_m, other=0)
     else:
-        return o_m, o_m  # not read
+        return rows.offsets, rows.offsets  # not read
 
 
 @triton.jit
-def interval_mask(o_at, b_lo, b_hi, m_q, end, kind, RULE: tl.constexpr):
-    """Mask of lo <= at < hi and at < end, all counted from the same position; None: no end.
+def interval_mask(o_at, b_begin, b_end, m_q, end, kind, BOUNDED: tl.constexpr):
+    """Mask of begin <= at < end and at < ``end``, all counted from the same position; None: no end.
 
     The interval of a query outside ``m_q`` is empty.  A block of BOUNDED_KIND has no interval.
     """
-    if RULE.BOUNDED:
-        b_lo = tl.where(kind == BOUNDED_KIND, -FAR, b_lo)
-        b_hi = tl.where((kind == BOUNDED_KIND) & m_q, FAR, b_hi)
+    if BOUNDED:
+        b_begin = tl.where(kind == BOUNDED_KIND, -FAR, b_begin)
+        b_end = tl.where((kind == BOUNDED_KIND) & m_q, FAR, b_end)
     if end is not None:
-        b_hi = tl.minimum(b_hi, end)
-    return (o_at >= b_lo) & (o_at < b_hi)
+        b_end = tl.minimum(b_end, end)
+    return (o_at >= b_begin) & (o_at < b_end)
 
 
 @triton.jit
-def mod_mask(head, pairs, m_in, kind, caps, RULE: tl.constexpr):
+def keep_pairs(mask_mod, queries, o_kv):
+    """Mask of the pairs that mask_mod admits."""
+    return mask_mod.fn(queries.batch, queries.head, queries.pos, o_kv, mask_mod.captured)
+
+
+@triton.jit
+def mod_mask(mask_mod, queries, o_kv, m_in, kind, BOUNDED: tl.constexpr):
     """Mask of the pairs within ``m_in`` that mask_mod admits, all of them in a block of BOUNDED_KIND or
     without a mask_mod."""
-    if RULE.MASK == "mod":
-        m_keep = RULE.MASK_MOD(head.b, head.h, pairs.q, pairs.kv, caps)
-        if RULE.BOUNDED:
+    if mask_mod.fn is not None:
+        m_keep = keep_pairs(mask_mod, queries, o_kv)
+        if BOUNDED:
             m_keep = m_keep | (kind == BOUNDED_KIND)
         return m_keep & m_in
     else:
@@ -181,8 +171,10 @@ def mod_mask(head, pairs, m_in, kind, caps, RULE: tl.constexpr):
 
 
 @triton.jit
-def visible_keys(head, queries, kv, o_n, rows, kind, caps, RULE: tl.constexpr, RELATIVE: tl.constexpr = True):
-    """Mask [M, N] of the pairs that a tile ``kv`` of a masked block admits; queries.o: [M, 1].
+def visible_keys(tables, queries, b_bounds, kv, o_n, kind, RULE: tl.constexpr, RELATIVE: tl.constexpr = True):
+    """Mask [M, N] of the pairs that a tile ``kv`` of a masked block admits.
+
+    queries.pos: [M, 1]; b_bounds: the result of row_intervals
 
     RELATIVE counts positions from the tile's first key: they are the same in each tile and stay in registers
     (without: a tenth more instructions of forward, sm_90; with: dQ of 128 channels spills 16 bytes, sm_80).
@@ -191,28 +183,30 @@ def visible_keys(head, queries, kv, o_n, rows, kind, caps, RULE: tl.constexpr, R
     first = kv.pos if RELATIVE else 0
     o_at = o_n[None, :] if RELATIVE else o_kv
     end = kv.n + (kv.pos - first) if RULE.RAGGED else None
-    if RULE.WINDOW:
-        return window_mask(o_at, queries.o - first, rows.left, rows.right, end)
-    elif RULE.MASK == "interval":
-        b_lo = (queries.lo - first)[:, None]
-        b_hi = (queries.hi - first)[:, None]
-        return interval_mask(o_at, b_lo, b_hi, queries.m[:, None], end, kind, RULE)
+    if tables.rows.runs is None:
+        return window_mask(o_at, queries.pos - first, tables.rows.left, tables.rows.right, end)
+    elif tables.interval.begin is not None:
+        b_begin = (b_bounds[0] - first)[:, None]
+        b_end = (b_bounds[1] - first)[:, None]
+        return interval_mask(o_at, b_begin, b_end, queries.present[:, None], end, kind, RULE.BOUNDED)
     else:
-        m_kv = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
-        return mod_mask(head, Pairs(queries.o, o_kv), m_kv, kind, caps, RULE)
+        m_n = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
+        return mod_mask(tables.mask_mod, queries, o_kv, m_n, kind, RULE.BOUNDED)
 
 
 @triton.jit
-def visible_queries(head, o_kv, queries, tile, o_m, rows, kind, caps, RULE: tl.constexpr):
-    """Mask [N, M] of the pairs that a ``tile`` of queries of a masked block admits; queries.o: [1, M]."""
-    if RULE.WINDOW:
+def visible_queries(tables, queries, b_bounds, tile, o_m, o_kv, kind, RULE: tl.constexpr):
+    """Mask [N, M] of the pairs that a ``tile`` of queries of a masked block admits; queries.pos: [1, M]."""
+    if tables.rows.runs is None:
         n_m = tile.n if RULE.RAGGED else None
-        return window_mask(o_m[None, :], o_kv - tile.pos, rows.left, rows.right, n_m)
-    elif RULE.MASK == "interval":
-        m_q = queries.m[None, :]
-        return interval_mask(o_kv, queries.lo[None, :], queries.hi[None, :], m_q, None, kind, RULE)
+        return window_mask(o_m[None, :], o_kv - tile.pos, tables.rows.left, tables.rows.right, n_m)
+    elif tables.interval.begin is not None:
+        b_begin = b_bounds[0][None, :]
+        b_end = b_bounds[1][None, :]
+        m_q = queries.present[None, :]
+        return interval_mask(o_kv, b_begin, b_end, m_q, None, kind, RULE.BOUNDED)
     else:
-        return mod_mask(head, Pairs(queries.o, o_kv), queries.m[None, :], kind, caps, RULE)
+        return mod_mask(tables.mask_mod, queries, o_kv, queries.present[None, :], kind, RULE.BOUNDED)
 
 
 @triton.jit
@@ -252,23 +246,23 @@ def takes_scale(score_mod):
 
 
 @triton.jit
-def modified_scores(b_s, head, pairs, score_caps, SCALE: tl.constexpr, SCORE_MOD: tl.constexpr):
+def modify_scores(b_s, queries, o_kv, score_mod, SCALE: tl.constexpr):
     """score_mod(s * SCALE) of raw dot products s."""
-    if takes_scale(SCORE_MOD):
-        b_t = SCORE_MOD(b_s, head.b, head.h, pairs.q, pairs.kv, score_caps, SCALE)
+    i_b, i_h, o_q, _ = queries
+    if takes_scale(score_mod.fn):
+        return score_mod.fn(b_s, i_b, i_h, o_q, o_kv, score_mod.captured, SCALE).to(b_s.dtype)
     else:
-        b_t = SCORE_MOD(b_s * SCALE, head.b, head.h, pairs.q, pairs.kv, score_caps)
-    return b_t.to(b_s.dtype)
+        return score_mod.fn(b_s * SCALE, i_b, i_h, o_q, o_kv, score_mod.captured).to(b_s.dtype)
 
 
 @triton.jit
-def to_log2(b_s, head, pairs, score_caps, SCALE: tl.constexpr, SCORE_MOD: tl.constexpr):
+def to_log2(b_s, queries, o_kv, score_mod, SCALE: tl.constexpr):
     """Convert raw dot products to (scores before score_mod, final scores in log2 units)."""
-    if SCORE_MOD is None:
+    if score_mod.fn is None:
         return b_s, b_s * (SCALE * LOG2E)
     else:
         b_s = b_s * SCALE
-        return b_s, modified_scores(b_s, head, pairs, score_caps, 1.0, SCORE_MOD) * LOG2E
+        return b_s, modify_scores(b_s, queries, o_kv, score_mod, 1.0) * LOG2E
 
 
 @triton.jit

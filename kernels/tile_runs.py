@@ -28,13 +28,15 @@ class SideLayout(NamedTuple):
     """How the slots of queries, or those of keys, are cut into tiles: constants of the kernel."""
 
     BLOCK: Any  # rows of the longest slot
-    TILE: Any  # rows of a tile
+    TILE: Any  # rows of a tile, of one head
+    TILES: Any  # tiles of a slot
     DENSE: Any  # one slot, whose tiles are counted from its first row
 
 
 class Rows(NamedTuple):
     """What each row of blocks sees of the other side: CSR rows of runs, ptr int32 [Bm, Hm, rows, 3] and runs
-    int32 [n, 3] = (start, end, kind); or the positions ``left`` and ``right`` of its own, None: unbounded."""
+    int32 [n, 3] = (start, end, kind); or, without ``runs``, a closed-form window: positions ``left`` and
+    ``right`` of its own, None: unbounded."""
 
     ptr: Any
     stride_b: Any
@@ -42,6 +44,34 @@ class Rows(NamedTuple):
     runs: Any
     left: Any
     right: Any
+
+
+class Interval(NamedTuple):
+    """int32 [Bm, Hm, S_local]: inside masked blocks a row sees global positions begin <= kv < end."""
+
+    begin: Any
+    end: Any
+    stride_b: Any
+    stride_h: Any
+
+
+class StepTables(NamedTuple):
+    """What the queries of a step see, and where tiles lie, as a kernel argument.  In masked blocks a
+    closed-form window decides which pairs are visible, else the mask_mod, else the row intervals."""
+
+    q_slots: Any  # Slots
+    kv_slots: Any  # Slots
+    rows: Any  # Rows over Q slots, or over KV slots where programs are tiles of keys
+    interval: Any  # Interval
+    mask_mod: Any  # Closure
+
+
+class MaskRule(NamedTuple):
+    """Which kinds of blocks and tiles a launch has: constants of the kernel."""
+
+    MASKED: Any  # some blocks are not full
+    BOUNDED: Any  # some blocks are of BOUNDED_KIND
+    RAGGED: Any  # tiles of masked blocks may have fewer tokens than rows
 
 
 class Tile(NamedTuple):
@@ -78,7 +108,7 @@ def locate_tile(slots, i_b, i_tile, LAYOUT: tl.constexpr, VOLATILE: tl.constexpr
         row = i_tile * TILE
         return Tile(row, slots.first + row, slots.count - row)
     else:
-        TILES: tl.constexpr = (LAYOUT.BLOCK + TILE - 1) // TILE
+        TILES: tl.constexpr = LAYOUT.TILES
         shift = (i_tile % TILES) * TILE
         p_slot = slots.ptr + i_b * slots.stride_b + (i_tile // TILES) * 3
         row = tl.load(p_slot, volatile=VOLATILE) + shift
@@ -108,9 +138,9 @@ def tile_rows(i_y, n_m, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, PACK: tl.con
 
 
 @triton.jit
-def row_runs(rows, i_b, i_h, i_slot, WINDOW: tl.constexpr):
+def row_runs(rows, i_b, i_h, i_slot):
     """Bounds (begin, mid, end) of a row's runs: masked ones first, then full ones."""
-    if WINDOW:
+    if rows.runs is None:
         return 0, 1, 2
     else:
         p_row = rows.ptr + i_b * rows.stride_b + i_h * rows.stride_h + i_slot * 3
@@ -118,36 +148,37 @@ def row_runs(rows, i_b, i_h, i_slot, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def run_tiles(rows, i_run, lo, hi, slots, LAYOUT: tl.constexpr, WINDOW: tl.constexpr, FULL: tl.constexpr):
+def run_tiles(rows, i_run, tile, slots, TILE: tl.constexpr, LAYOUT: tl.constexpr, FULL: tl.constexpr):
     """The tiles of a run in the ``slots`` of the other side, and its kind.
 
-    With a table the run is three loads.  A closed-form window needs none: a position x in [lo, hi) of this
-    side sees x - left <= y <= x + right of the other side, which is one masked run of both edges around one
-    full run.
+    With a table the run is three loads.  A closed-form window needs none: a position x of this ``tile``, of
+    at most TILE rows, sees x - left <= y <= x + right of the other side, which is one masked run of both
+    edges around one full run.
     """
-    TILE: tl.constexpr = LAYOUT.TILE
-    if WINDOW:
-        left = rows.left
-        right = rows.right
-        see_lo = 0
-        all_lo = 0
-        see_hi = tl.cdiv(slots.count, TILE)
-        all_hi = slots.count // TILE
-        if left is not None:
-            see_lo = tl.maximum(lo - left - slots.first, 0) // TILE
-            all_lo = tl.cdiv(tl.maximum(hi - 1 - left - slots.first, 0), TILE)
-        if right is not None:
-            see_hi = tl.minimum(tl.cdiv(tl.maximum(hi + right - slots.first, 0), TILE), see_hi)
-            all_hi = tl.minimum(tl.maximum(lo + right + 1 - slots.first, 0) // TILE, all_hi)
-        see_hi = tl.maximum(see_hi, see_lo)
-        all_lo = tl.minimum(tl.maximum(all_lo, see_lo), see_hi)
-        all_hi = tl.minimum(tl.maximum(all_hi, all_lo), see_hi)
+    STEP: tl.constexpr = LAYOUT.TILE
+    if rows.runs is None:
+        first = slots.first
+        begin = tile.pos
+        end = tile.pos + tl.minimum(tile.n, TILE)
+        see_begin = 0
+        all_begin = 0
+        see_end = tl.cdiv(slots.count, STEP)
+        all_end = slots.count // STEP
+        if rows.left is not None:
+            see_begin = tl.maximum(begin - rows.left - first, 0) // STEP
+            all_begin = tl.cdiv(tl.maximum(end - 1 - rows.left - first, 0), STEP)
+        if rows.right is not None:
+            see_end = tl.minimum(tl.cdiv(tl.maximum(end + rows.right - first, 0), STEP), see_end)
+            all_end = tl.minimum(tl.maximum(begin + rows.right + 1 - first, 0) // STEP, all_end)
+        see_end = tl.maximum(see_end, see_begin)
+        all_begin = tl.minimum(tl.maximum(all_begin, see_begin), see_end)
+        all_end = tl.minimum(tl.maximum(all_end, all_begin), see_end)
         if FULL:
-            return RunTiles(all_lo, all_hi, 0, all_lo, 0)
+            return RunTiles(all_begin, all_end, 0, all_begin, 0)
         else:
-            return RunTiles(see_lo, see_hi - (all_hi - all_lo), 0, all_lo, all_hi - all_lo)
+            return RunTiles(see_begin, see_end - (all_end - all_begin), 0, all_begin, all_end - all_begin)
     else:
-        TILES: tl.constexpr = (LAYOUT.BLOCK + TILE - 1) // TILE
+        TILES: tl.constexpr = LAYOUT.TILES
         p_run = rows.runs + i_run * 3
         return RunTiles(tl.load(p_run) * TILES, tl.load(p_run + 1) * TILES, tl.load(p_run + 2), 0, 0)
 
@@ -159,27 +190,34 @@ def skip_cut(tiles, i_t):
 
 
 @triton.jit
-def share_row(rows, begin, end, lo, hi, slots, splits, i_split, LAYOUT: tl.constexpr, WINDOW: tl.constexpr):
+def share_row(rows, begin, end, tile, slots, i_split, splits, TILE: tl.constexpr, LAYOUT: tl.constexpr):
     """The share of program ``i_split`` of ``splits`` in the tiles of the runs [begin, end) of a row; other
     arguments as in :func:`run_tiles`."""
-    n_tiles = 0
-    if WINDOW:
-        for FULL in tl.static_range(2):
-            tiles = run_tiles(rows, 0, lo, hi, slots, LAYOUT, WINDOW, FULL)
-            n_tiles += tiles.end - tiles.begin
+    if splits is None:
+        return KeyShare(0, 0)  # not read
     else:
-        for i_run in range(begin, end):
-            tiles = run_tiles(rows, i_run, lo, hi, slots, LAYOUT, WINDOW, False)
-            n_tiles += tiles.end - tiles.begin
-    n_take = tl.cdiv(n_tiles, splits)
-    return KeyShare(i_split * n_take, n_take)
+        n_tiles = 0
+        if rows.runs is None:
+            for FULL in tl.static_range(2):
+                tiles = run_tiles(rows, 0, tile, slots, TILE, LAYOUT, FULL)
+                n_tiles += tiles.end - tiles.begin
+        else:
+            for i_run in range(begin, end):
+                tiles = run_tiles(rows, i_run, tile, slots, TILE, LAYOUT, False)
+                n_tiles += tiles.end - tiles.begin
+        n_take = tl.cdiv(n_tiles, splits)
+        return KeyShare(i_split * n_take, n_take)
 
 
 @triton.jit
-def share_run(tiles, share):
-    """The tiles of a run that belong to a program's share, and the rest of the share for the next runs."""
-    n_passed = tl.minimum(share.skip, tiles.end - tiles.begin)
-    begin = tiles.begin + n_passed
-    end = tl.minimum(tiles.end, begin + share.take)
-    rest = KeyShare(share.skip - n_passed, share.take - (end - begin))
-    return RunTiles(begin, end, tiles.kind, tiles.cut, tiles.skip), rest
+def share_run(tiles, share, splits):
+    """The tiles of a run that belong to a program's share, and the rest of the share for the next runs; all
+    tiles without ``splits``."""
+    if splits is None:
+        return tiles, share
+    else:
+        n_passed = tl.minimum(share.skip, tiles.end - tiles.begin)
+        begin = tiles.begin + n_passed
+        end = tl.minimum(tiles.end, begin + share.take)
+        rest = KeyShare(share.skip - n_passed, share.take - (end - begin))
+        return RunTiles(begin, end, tiles.kind, tiles.cut, tiles.skip), rest

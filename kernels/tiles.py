@@ -56,13 +56,30 @@ class Stream(NamedTuple):
     desc1: Any
 
 
-def strided(x: torch.Tensor | None) -> Strided:
-    """Make the kernel argument of ``x`` [B, H, S, D], or of an absent tensor."""
-    return (
-        _NO_TENSOR
-        if x is None
-        else Strided(x, *x.stride(), 1 if max(x.stride()[2:]) >= WIDE_STRIDE else None)
-    )
+class HeadRows(NamedTuple):
+    """Where the rows of a tile lie in tensors [B, H, S, ...]: ``first + offsets``, of which those past
+    ``count`` are absent.
+
+    head: a scalar, or the head of each row [M]; head_column: the same, or [M, 1]
+    """
+
+    batch: Any
+    head: Any
+    head_column: Any
+    first: Any
+    offsets: Any
+    count: Any
+
+
+def view(x: torch.Tensor | None) -> Strided | Stat:
+    """Make the kernel argument of ``x`` [B, H, S, D], of ``x`` [B, H, S] whose rows are contiguous, or of an
+    absent tensor."""
+    if x is None:
+        return _NO_TENSOR
+    strides = x.stride()
+    if len(strides) == 3:
+        return Stat(x, *strides[:2])
+    return Strided(x, *strides, 1 if max(strides[2:]) >= WIDE_STRIDE else None)
 
 
 _NO_TENSOR = Strided(None, 0, 0, 0, 0, None)
@@ -96,14 +113,6 @@ def descriptor_at(fields: dict[str, Any], x: torch.Tensor) -> TensorDescriptor:
     return copy
 
 
-def stat(x: torch.Tensor | None) -> Stat:
-    """Make the kernel argument of ``x`` [B, H, S], whose rows are contiguous, or of an absent tensor."""
-    return _NO_STAT if x is None else Stat(x, *x.stride()[:2])
-
-
-_NO_STAT = Stat(None, 0, 0)
-
-
 class Channels(NamedTuple):
     """Channels of a head, and the widths of their pieces; ``second`` is 0 if there is one piece."""
 
@@ -112,13 +121,15 @@ class Channels(NamedTuple):
     second: Any
 
 
-split_channels = triton.constexpr_function(pieces)
+def channels(dim: int, widest: int) -> Channels:
+    """Cut ``dim`` channels into pieces of at most ``widest``."""
+    return Channels(dim, *pieces(dim, widest))
 
 
 @triton.constexpr_function
-def channels_of(dim, widest):
-    """Cut ``dim`` channels into pieces of at most ``widest``."""
-    return Channels(dim, split_channels(dim, widest)[0], split_channels(dim, widest)[1])
+def accumulator_dtype(dtype):
+    """The dtype in which kernels sum products of operands: float64 for float64, else float32."""
+    return tl.float64 if dtype == tl.float64 else tl.float32
 
 
 @triton.jit
@@ -128,9 +139,9 @@ def head_pointer(x, i_b, i_h):
 
 
 @triton.jit
-def stat_pointers(x, i_b, i_h, row):
-    """Pointer to the statistics of the tile that starts at ``row``."""
-    return head_pointer(x, i_b, i_h) + row
+def stat_pointers(x, rows):
+    """Pointers to the statistics of a tile's rows."""
+    return head_pointer(x, rows.batch, rows.head) + rows.first + rows.offsets
 
 
 @triton.jit
@@ -140,48 +151,39 @@ def row_pointers(x, i_b, i_h, row, o_d):
 
 
 @triton.jit
-def load_stat(x, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr):
-    """Statistics of rows ``row + o_m``, 0 where ``m_m`` is false."""
-    p = stat_pointers(x, i_b, i_h, row) + o_m
+def load_stat(x, rows, m_m, CHECK: tl.constexpr = True, other=0.0):
+    """Statistics of a tile's rows, ``other`` where ``m_m`` is false; without CHECK it is true everywhere."""
     if CHECK:
-        return tl.load(p, mask=m_m, other=0.0)
+        return tl.load(stat_pointers(x, rows), mask=m_m, other=other)
     else:
-        return tl.load(p)
+        return tl.load(stat_pointers(x, rows))
 
 
 @triton.jit
-def tile_pointers(x, p_x, row, o_s, o_d):
-    """Pointers to x[row + o_s, o_d], by 64-bit offsets."""
-    return p_x + (row + o_s).to(tl.int64)[:, None] * x.stride_s + o_d.to(tl.int64)[None, :] * x.stride_d
+def tile_pointers(x, p_x, rows, o_d):
+    """Pointers to channels of a tile's rows in a head at ``p_x``, by 64-bit offsets."""
+    o_s = (rows.first + rows.offsets).to(tl.int64)
+    return p_x + o_s[:, None] * x.stride_s + o_d.to(tl.int64)[None, :] * x.stride_d
 
 
 @triton.jit
-def tile_mask(o_s, n_s, o_d, DIM: tl.constexpr, PAD: tl.constexpr):
-    """Mask of a tile's first ``n_s`` rows and, where its channels are padded, first DIM channels."""
+def tile_mask(rows, o_d, DIM: tl.constexpr, PAD: tl.constexpr):
+    """Mask of a tile's present rows and, where its channels are padded, first DIM channels."""
     if PAD:
-        return (o_s[:, None] < n_s) & (o_d[None, :] < DIM)
+        return (rows.offsets[:, None] < rows.count) & (o_d[None, :] < DIM)
     else:
-        return o_s[:, None] < n_s
+        return rows.offsets[:, None] < rows.count
 
 
 @triton.jit
-def load_rows(
-    x,
-    p_x,
-    row,
-    o_s,
-    n_s,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    CHECK: tl.constexpr,
-):
-    """x[row + o_s, START : START + WIDTH] as [len(o_s), WIDTH]; zero past ``n_s`` rows or DIM channels."""
+def load_rows(x, rows, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, CHECK: tl.constexpr):
+    """Channels START : START + WIDTH of a tile's rows [M, WIDTH]; zero past DIM channels and, with CHECK, in
+    absent rows."""
+    p_x = head_pointer(x, rows.batch, rows.head_column)
     o_d = START + tl.arange(0, WIDTH)
-    p = tile_pointers(x, p_x, row, o_s, o_d)
-    m = tile_mask(o_s, n_s, o_d, DIM, START + WIDTH > DIM)
+    p = tile_pointers(x, p_x, rows, o_d)
     if CHECK:
-        return tl.load(p, mask=m, other=0.0)
+        return tl.load(p, mask=tile_mask(rows, o_d, DIM, START + WIDTH > DIM), other=0.0)
     elif START + WIDTH > DIM:
         return tl.load(p, mask=o_d[None, :] < DIM, other=0.0)
     else:
@@ -189,16 +191,16 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(
-    x, p_x, row, o_s, n_s, b_x, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr
-):
-    """x[row + o_s, START : START + WIDTH] = b_x (or += b_x), within ``n_s`` rows and DIM channels."""
+def store_rows(x, rows, b_x, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr):
+    """Store channels START : START + WIDTH of a tile's present rows, or add to them atomically."""
+    p_x = head_pointer(x, rows.batch, rows.head_column)
     o_d = START + tl.arange(0, WIDTH)
     if x.wide is None:  # 64-bit offsets here would spill 144 bytes of dQ's loops (sm_100, 128 channels)
-        p = p_x + row.to(tl.int64) * x.stride_s + (o_s[:, None] * x.stride_s + o_d[None, :] * x.stride_d)
+        p_x += rows.first.to(tl.int64) * x.stride_s
+        p = p_x + (rows.offsets[:, None] * x.stride_s + o_d[None, :] * x.stride_d)
     else:
-        p = tile_pointers(x, p_x, row, o_s, o_d)
-    m = tile_mask(o_s, n_s, o_d, DIM, START + WIDTH > DIM)
+        p = tile_pointers(x, p_x, rows, o_d)
+    m = tile_mask(rows, o_d, DIM, START + WIDTH > DIM)
     if ADD:  # also without contention: needs no registers for a load
         tl.atomic_add(p, b_x.to(x.ptr.dtype.element_ty), mask=m, sem="relaxed")
     else:
@@ -206,72 +208,51 @@ def store_rows(
 
 
 @triton.jit
-def load_pieces(x, i_b, i_h, row, o_s, n_s, DIM: tl.constexpr):
-    """Rows of one head: a block [len(o_s), width] for each piece of the channels."""
-    W0: tl.constexpr = DIM.first
-    W1: tl.constexpr = DIM.second
-    p_x = head_pointer(x, i_b, i_h)
-    b_0 = load_rows(x, p_x, row, o_s, n_s, 0, W0, DIM.dim, True)
-    if W1 > 0:
-        return b_0, load_rows(x, p_x, row, o_s, n_s, W0, W1, DIM.dim, True)
-    else:
-        return (b_0,)
+def load_pieces(x, rows, DIM: tl.constexpr):
+    """A tile's rows: a block [M, width] for each piece of the channels."""
+    return stream_pieces(Stream(x, None, None), rows, DIM, True)
 
 
 @triton.jit
 def stream_rows(
-    x,
-    desc,
-    i_b,
-    i_h,
-    row,
-    o_s,
-    n_s,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    CHECK: tl.constexpr,
+    x, desc, rows, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, CHECK: tl.constexpr
 ):
     """load_rows by tensor descriptor, or by pointers if ``desc`` is None. A descriptor loads zeros past the
     tensor's last row."""
     if desc is None:
-        return load_rows(x, head_pointer(x, i_b, i_h), row, o_s, n_s, START, WIDTH, DIM, CHECK)
+        return load_rows(x, rows, START, WIDTH, DIM, CHECK)
     else:
-        return desc.load([i_b, i_h, row, START]).reshape([o_s.shape[0], WIDTH])
+        return desc.load([rows.batch, rows.head, rows.first, START]).reshape([rows.offsets.shape[0], WIDTH])
 
 
 @triton.jit
-def stream_pieces(stream, i_b, i_h, tile, o_s, DIM: tl.constexpr, CHECK: tl.constexpr):
-    """load_pieces of a tile inside a loop; its number of tokens counts only with CHECK."""
+def stream_pieces(stream, rows, DIM: tl.constexpr, CHECK: tl.constexpr):
+    """load_pieces inside a loop; without CHECK all rows are present."""
     W0: tl.constexpr = DIM.first
     W1: tl.constexpr = DIM.second
-    b_0 = stream_rows(stream.x, stream.desc0, i_b, i_h, tile.row, o_s, tile.n, 0, W0, DIM.dim, CHECK)
+    b_0 = stream_rows(stream.x, stream.desc0, rows, 0, W0, DIM.dim, CHECK)
     if W1 > 0:
-        return b_0, stream_rows(
-            stream.x, stream.desc1, i_b, i_h, tile.row, o_s, tile.n, W0, W1, DIM.dim, CHECK
-        )
+        return b_0, stream_rows(stream.x, stream.desc1, rows, W0, W1, DIM.dim, CHECK)
     else:
         return (b_0,)
 
 
 @triton.jit
-def store_pieces(x, i_b, i_h, row, o_s, n_s, b_x, DIM: tl.constexpr, ADD: tl.constexpr = False):
-    """Store (or add) rows of one head, the counterpart of load_pieces."""
+def store_pieces(x, rows, b_x, DIM: tl.constexpr, ADD: tl.constexpr = False):
+    """Store a tile's rows, or add to them: the counterpart of load_pieces."""
     W0: tl.constexpr = DIM.first
     W1: tl.constexpr = DIM.second
-    p_x = head_pointer(x, i_b, i_h)
-    store_rows(x, p_x, row, o_s, n_s, b_x[0], 0, W0, DIM.dim, ADD)
+    store_rows(x, rows, b_x[0], 0, W0, DIM.dim, ADD)
     if W1 > 0:
-        store_rows(x, p_x, row, o_s, n_s, b_x[1], W0, W1, DIM.dim, ADD)
+        store_rows(x, rows, b_x[1], W0, W1, DIM.dim, ADD)
 
 
 @triton.jit
-def add_rows(
-    x, desc, i_b, i_h, row, o_s, n_s, b_x, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr
-):
-    """x[row + o_s, START : START + WIDTH] += b_x of one head, atomically.  A descriptor also adds the rows
-    from ``n_s`` on, where b_x is 0."""
+def add_rows(x, desc, rows, b_x, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+    """Add to channels START : START + WIDTH of a tile's rows, atomically.  A descriptor also adds the absent
+    rows, where b_x is 0."""
     if desc is None:
-        store_rows(x, head_pointer(x, i_b, i_h), row, o_s, n_s, b_x, START, WIDTH, DIM, True)
+        store_rows(x, rows, b_x, START, WIDTH, DIM, True)
     else:
-        desc.atomic_add([i_b, i_h, row, START], b_x.reshape([1, 1, o_s.shape[0], WIDTH]))
+        at = [rows.batch, rows.head, rows.first, START]
+        desc.atomic_add(at, b_x.reshape([1, 1, rows.offsets.shape[0], WIDTH]))

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-from tritoncp.kernels.scores import Head, Pairs, modified_scores
+from tritoncp.kernels.scores import Closure, Queries, modify_scores
 from tritoncp.mods import Mod
 
 N = 16
@@ -28,7 +28,8 @@ def mask_kernel(out, b, h, q0, k0, caps, MOD: tl.constexpr, N: tl.constexpr):
 def score_kernel(out, scores, b, h, q0, k0, caps, MOD: tl.constexpr, N: tl.constexpr):
     rows, cols = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     product = 4 * tl.load(scores + rows * N + cols)
-    score = modified_scores(product, Head(b, h), Pairs(q0 + rows, k0 + cols), caps, 0.25, MOD)
+    queries = Queries(b, h, q0 + rows, None)
+    score = modify_scores(product, queries, k0 + cols, Closure(MOD, caps), 0.25)
     tl.store(out + rows * N + cols, score)
 
 

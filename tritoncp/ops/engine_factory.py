@@ -174,19 +174,19 @@ def kernel_mods(
     A score_mod may capture 0-d CPU tensors, which torch combines with tensors on any device. They may be
     edited between calls, so every call copies them.
     """
-    from tritoncp.kernels.operands import Mods
+    from tritoncp.kernels.operands import NO_FUNCTION, Mods
+    from tritoncp.kernels.scores import Closure
 
-    if score is not None:
-        score.check_kernels()
+    mask_closure = Closure(mask.fn, mask.caps()) if mask else NO_FUNCTION
+    if score is None:
+        return Mods(mask_closure)
+    score.check_kernels()
     return Mods(
-        mask=mask and mask.fn,
-        mask_caps=mask.caps() if mask else (),
-        score=score and score.fn,
-        score_grad=score and score.grad,
-        score_back=score and score.back,
-        score_caps=score.caps(upload(score.tensors, device)) if score else (),
-        score_loads=score.loads if score else 0,
-        score_dcaps=score.dcaps(grads) if score and grads else (),
+        mask_closure,
+        Closure(score.fn, score.caps(upload(score.tensors, device))),
+        Closure(score.grad, score.dcaps(grads) if grads else ()),
+        Closure(score.back),
+        score.loads,
     )
 
 

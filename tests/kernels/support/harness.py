@@ -16,8 +16,8 @@ import tritoncp
 from tritoncp import mods
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import State
-from tritoncp.kernels.operands import Mods
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.ops.engine_factory import kernel_mods
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan
 from tritoncp.reference.dense import dense_attention
@@ -184,11 +184,7 @@ def engine_of(
     """An engine with these mods, without gradients of the score_mod's captures."""
     mask = mask_mod and mods.mask_mod(mask_mod)
     score = score_mod and mods.score_mod(score_mod, F64 if x.q.dtype == F64 else F32)
-    bound = Mods(
-        mask=mask and mask.fn, mask_caps=mask.caps() if mask else (), score=score and score.fn,
-        score_grad=score and score.grad, score_back=score and score.back,
-        score_caps=score.caps() if score else (),
-    )  # fmt: skip
+    bound = kernel_mods(mask, score, x.q.device)
     return TritonEngine(bound, 1 / math.sqrt(x.q.shape[3]), options)
 
 
