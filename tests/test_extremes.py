@@ -73,6 +73,19 @@ def test_a_nan_is_in_every_answer_that_saw_it(schedule: str, where: str, engine:
     assert bool((got[1][:, :, 32:] == -math.inf).all())  # saw nothing, and says so
 
 
+def test_an_infinite_score_is_a_nan_in_out_and_lse_of_its_row() -> None:
+    q, k, v = tensors()
+    with torch.no_grad():
+        k[0, 1, 5, 3] = math.inf
+    out, lse, top = answers([q, k, v], "one device")
+    infinite = torch.zeros(lse.shape, dtype=torch.bool)
+    infinite[0, 1, 5:32] = q[0, 1, 5:32, 3] > 0
+    seen = infinite | (top == -math.inf)
+    assert infinite.any() and torch.equal(top == math.inf, infinite)
+    assert torch.equal(lse.isnan(), infinite) and torch.equal(out.isnan().all(-1), infinite)
+    assert bool(lse[~seen].isfinite().all())
+
+
 def test_programs_that_share_keys_hand_a_nan_on() -> None:
     q, k, v = tensors()
     with torch.no_grad():
