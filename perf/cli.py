@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import click
 
+from tritoncp.command_base import OutputFile
 from tritoncp.perf.console import make_console
 from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.dashboard import gate
@@ -104,9 +105,7 @@ def _parse_percent(context: click.Context, option: click.Parameter, text: str | 
     help="Exit with 0 if BEFORE has no measurement on AFTER's devices, as in a first run; different devices "
     "are not compared then.",
 )
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Also write a page of it."
-)
+@click.option("--html", type=OutputFile(), metavar="FILE", help="Also write a page of it.")
 @click.option("--markdown", is_flag=True, help="For a comment on a pull request.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout: verdict, reasons, rows.")
 def compare(
@@ -134,6 +133,8 @@ def compare(
       tritoncp perf compare HEAD~1 HEAD --fail-over 5%
       tritoncp perf compare before.jsonl after.jsonl --html comparison.html
     """
+    if html is not None:
+        from tritoncp.perf.dashboard.comparison_page import comparison_page
     try:
         sides = [_read_side(before, history, allow_new_device), _read_side(after, history)]
         devices = [{str(point.series) for point in points} for points in sides]
@@ -150,8 +151,6 @@ def compare(
             click.echo(json.dumps(gate.describe(word, error.exit_code, [reason]), indent=2))
         raise
     if html is not None:
-        from tritoncp.perf.dashboard.comparison_page import comparison_page
-
         html.write_text(comparison_page(before, after, result), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
@@ -230,7 +229,7 @@ def _print_comparison(result: gate.Gate) -> None:
 @click.option(
     "-o",
     "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     default=Path("dashboard.html"),
     show_default=True,
 )
@@ -269,7 +268,6 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str | None) -> None
         )
     if trends.ruptures is None:
         click.echo(trends.MISSING, err=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(history, address), encoding="utf-8")
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
+from tritoncp.command_base import INTERRUPTED as INTERRUPTED
+
 FINE, REGRESSION, BAD_INPUT, NOTHING_MEASURED = range(4)
 PAGE_PACKAGES = ("bokeh", "numpy", "ruptures", "scipy")
-INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 EPILOG = (
     "Exit codes: 0 fine; 1 a regression (slower than allowed, failing, wrong, or not measured again); 2 bad "

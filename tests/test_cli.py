@@ -90,6 +90,10 @@ def mods(tmp_path, monkeypatch):
     return tmp_path
 
 
+EMPTY_REPORT = {
+    "versions": {}, "newest_tested": {}, "devices": [], "ptxas": {}, "cpu": "", "nccl": None,
+    "distributed": [], "environment": {}, "problems": [], "advice": [],
+}  # fmt: skip
 NINES = "9" * 30
 SMALL = "--seq-len=256"
 REFUSED = {
@@ -123,6 +127,11 @@ REFUSED = {
         (["--lengths", sys.executable], "holds no text"),
         (["--png", "plan.xyz", SMALL], "has to be called *.png"),
         (["--png", "/", SMALL], "is a directory"),
+        (["--png", "/proc/x.png"], "'/proc/x.png' cannot be written"),
+        (["--png", "nowhere/x.png"], "'nowhere/x.png' cannot be written: No such file"),
+        (["--png", f"{'a' * 300}.png"], "cannot be written: File name too long"),
+        (["--lengths", "corpus.json"], "there is no file 'corpus.json'"),
+        (["--lengths", "nowhere/corpus"], "there is no file 'nowhere/corpus'"),
     ],
     "inspect": [
         (["--arch", "sm_9000"], "known: sm_80, sm_86"),
@@ -166,17 +175,42 @@ def test_options_that_make_no_sense_are_refused_in_a_message(command, words, sai
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("words", "work", "said"),
     [
-        ("plan", [SMALL, "--png", "/proc/x.png"]),
-        ("plan", [SMALL, "--png", f"{'a' * 300}.png"]),
-        ("demo", ["--steps=1", SMALL, "--out", "/proc/x"]),
+        (["plan", "--png=/proc/x.png"], "planning.report.command.collect_facts", "/proc/x.png"),
+        (["demo", "--out=/proc/x"], "demo.run.introduce", "/proc/x"),
+        (["perf", "dashboard", "/", "--out=nowhere/x.html"], "perf.cli.read", "nowhere/x.html"),
+        (["perf", "compare", "a", "b", "--html=/proc/x.html"], "perf.cli._read_side", "/proc/x.html"),
+        (["plan", "--png=x.png"], "planning.report.command.collect_facts", "pip install matplotlib"),
+        (["demo"], "demo.run.introduce", "pip install matplotlib"),
     ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
-def test_files_that_cannot_be_written_are_named_in_a_message(command, words, mods):
-    done = CliRunner().invoke(main, [command, *words])
-    assert done.exit_code == 1, done.output
-    assert done.stderr.startswith("Error: ") and words[-1] in done.stderr and "Traceback" not in done.output
+def test_outputs_and_packages_are_checked_before_work(words, work, said, mods, monkeypatch):
+    def start_work(*arguments: object, **options: object) -> None:
+        raise AssertionError("work began")
+
+    monkeypatch.setattr(f"tritoncp.{work}", start_work)
+    if "matplotlib" in said:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code in (1, 2), done.output
+    assert said in done.stderr and "Traceback" not in done.output and "work began" not in done.output
+    assert {*mods.iterdir()} <= {
+        mods / "my_mods.py",
+        mods / "leaving.py",
+        mods / "demo-out",
+        mods / "configs",
+    }
+
+
+def test_the_report_of_doctor_breaks_no_path_in_a_pipe(monkeypatch):
+    path = f"/opt/{'a' * 300}/ptxas"
+    monkeypatch.setattr(
+        doctor, "examine", lambda: EMPTY_REPORT | {"environment": {"TRITON_PTXAS_PATH": path}}
+    )
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == 0 and f"TRITON_PTXAS_PATH={path}" in done.stdout
 
 
 def test_checked_mods_are_not_called(mods):

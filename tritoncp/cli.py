@@ -14,7 +14,7 @@ import click
 
 from tritoncp._version import __version__
 from tritoncp.analysis.command import inspect
-from tritoncp.command_base import Command, errors_as_messages
+from tritoncp.command_base import Command, OutputFile, errors_as_messages
 from tritoncp.demo.command import demo
 from tritoncp.doctor import doctor
 from tritoncp.perf.cli import perf
@@ -115,7 +115,7 @@ BALANCERS = (
 @click.option(
     "--block-size", type=click.IntRange(1, 1 << 20), default=128, show_default=True, help="Tokens of a block."
 )
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Where the picture goes.")
+@click.option("--png", type=OutputFile(".png"), help="Where the picture goes.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def plan(png: Path | None, as_json: bool, **options: Any) -> None:
     """Show how the blocks of a mask would be assigned to ranks, and at which cost: no GPU is needed.
@@ -130,11 +130,11 @@ def plan(png: Path | None, as_json: bool, **options: Any) -> None:
     predicted time, and the choice of "auto". In Python: print(plan), plan.plot().
     """
     from tritoncp.planning.report.command import collect_facts
-    from tritoncp.planning.report.drawing import write_drawing
+    from tritoncp.planning.report.drawing import require_matplotlib, write_drawing
     from tritoncp.planning.report.text import format_lines
 
-    if png is not None and png.suffix != ".png":
-        raise click.UsageError(f"--png {str(png)!r}: the file has to be called *.png")
+    if png is not None:
+        require_matplotlib()
     with contextlib.redirect_stdout(sys.stderr):  # of a mask_mod that prints
         facts = collect_facts(**options)
         if png is not None:

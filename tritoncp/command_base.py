@@ -6,7 +6,9 @@ import contextlib
 import errno
 import io
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -76,3 +78,33 @@ class Seconds(click.FloatRange):
         if seconds != seconds:
             self.fail(f"{value} is no number of seconds", param, ctx)
         return seconds
+
+
+class OutputFile(click.Path):
+    """A file to write, in a folder that exists: one that cannot be written is refused before any work."""
+
+    def __init__(self, suffix: str = "") -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+        self.suffix = suffix
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
+        path: Path = click.Path.convert(self, value, param, ctx)  # type: ignore[assignment]
+        if self.suffix and path.suffix != self.suffix:
+            self.fail(f"{str(path)!r}: the file has to be called *{self.suffix}", param, ctx)
+        try:
+            is_new = not path.exists()
+            path.open("ab").close()
+            if is_new:
+                path.unlink()
+        except OSError as error:
+            self.fail(f"{str(path)!r} cannot be written: {error.strerror}", param, ctx)
+        return path
+
+
+def make_output_folder(path: Path) -> None:
+    """Make a folder for results, before any work. Raises OSError if files cannot be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise OSError(f"nothing can be written to {str(path)!r}: {error.strerror}") from error

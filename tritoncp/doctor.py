@@ -19,6 +19,7 @@ from tritoncp.core.cpu_target import cpu_target
 from tritoncp.core.versions import NEWEST_TESTED, OLDEST, installed_version, list_untested, minor_of
 from tritoncp.kernels import toolchain
 from tritoncp.kernels.toolchain import Ptxas
+from tritoncp.perf.console import make_console
 
 INTERPRETED = "the Triton kernels, interpreted (slow, exact, for tests)"
 CPU_ENGINE = "the CPU engine, plain torch (TRITON_INTERPRET=1 runs the kernels interpreted instead)"
@@ -185,7 +186,6 @@ def problems(versions: dict[str, str | None], interpreted: bool) -> list[str]:
 
 def show(report: dict[str, Any]) -> None:
     """Print the facts as a table."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -194,7 +194,7 @@ def show(report: dict[str, Any]) -> None:
     table.add_column(overflow="fold")  # long paths wrap instead of being cut off
     for label, value in summary_rows(report):
         table.add_row(f"[bold]{label}[/bold]", escape(value))
-    console = Console()
+    console = make_console()
     console.print(table)
     for line in report["problems"]:
         console.print(f"[red]problem[/red]  {escape(line)}", highlight=False)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tritoncp.api.shards import shard
 from tritoncp.api.simulate import simulate
+from tritoncp.command_base import make_output_folder
 from tritoncp.core.process_environment import interpret_without_gpu, torchrun_world_size
 from tritoncp.demo import ranks
 from tritoncp.demo.corpus import window, windows
@@ -26,6 +27,7 @@ from tritoncp.demo.report import (
 )
 from tritoncp.demo.train import TrainingConfig, bias_of, plan_of, train
 from tritoncp.ops.engine_factory import uses_triton
+from tritoncp.planning.report.drawing import require_matplotlib
 
 MAX_RANKS = 64  # local processes
 MAX_BYTES = 1 << 24  # of text, in all steps together
@@ -50,6 +52,8 @@ def run(config: TrainingConfig, world_size: int | None, out: Path, console: Cons
         raise ValueError("the demo starts its ranks itself: run it without torchrun")
     if (world_size or 0) > MAX_RANKS:
         raise ValueError(f"--world-size {world_size}: the demo starts {MAX_RANKS} local ranks at most")
+    require_matplotlib()
+    make_output_folder(out)
     world_size = world_size or default_world_size()
     introduce(config, world_size, out, console)
     runs = {

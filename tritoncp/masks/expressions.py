@@ -73,6 +73,10 @@ def lengths(text: str) -> Lengths:
         text = Path(text).read_text() if len(text) < 4096 and os.path.isfile(text) else text
     except UnicodeDecodeError as error:
         raise ValueError(f"{text} holds no text: {error}") from None
+    if re.search(r"[/\\]|\.[A-Za-z]+$", text) and not os.path.exists(text):
+        raise ValueError(
+            f"there is no file {brief(text)}; lengths are numbers, JSON, or a file that holds either"
+        )
     is_json = text.lstrip().startswith("[")
     try:
         value: Any = (

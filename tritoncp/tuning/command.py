@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tritoncp.command_base import JOBS, Command
+from tritoncp.command_base import JOBS, Command, make_output_folder
 from tritoncp.perf.console import make_console
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def autotune(
     if fault:
         click.echo(fault, err=True)
     folder = out or search_run.output_folder()
+    make_output_folder(folder)
     console = make_console(stderr=True)
     result = search_run.autotune(selection, device, seconds, resume, folder, jobs, console)
     show_result(result, as_json)

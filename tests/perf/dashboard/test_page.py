@@ -85,7 +85,7 @@ def test_the_command_writes_the_page_and_names_broken_lines(tmp_path):
         append(tmp_path / "a.jsonl", point.as_line())
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write('{"kind": "ca\n')
-    out = tmp_path / "sub" / "page.html"
+    out = tmp_path / "page.html"
     result = CliRunner().invoke(main, ["perf", "dashboard", str(tmp_path), "-o", str(out)])
     assert result.exit_code == 0 and "3 points" in result.output and "a.jsonl:4: not JSON" in result.output
     assert out.read_text().startswith("<!doctype html>") and "1 lines could not be read" in out.read_text()

@@ -42,12 +42,18 @@ STYLE: Any = {
 }  # fmt: skip
 
 
-def draw_figure(facts: Facts) -> Figure:
-    """Draw the picture, 1500 x 1220 pixels. Raises RuntimeError without Matplotlib."""
+def require_matplotlib() -> None:
+    """Raise RuntimeError without Matplotlib."""
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ModuleNotFoundError as missing:
         raise RuntimeError("the picture of a plan needs Matplotlib: pip install matplotlib") from missing
+
+
+def draw_figure(facts: Facts) -> Figure:
+    """Draw the picture, 1500 x 1220 pixels. Raises RuntimeError without Matplotlib."""
+    require_matplotlib()
+    import matplotlib
     from matplotlib.figure import Figure
 
     class PlanFigure(Figure):
