@@ -208,13 +208,15 @@ def sort_arguments(score_mod: Any, block_mask: Any, mesh: Any) -> tuple[Any, Any
     """Return (score_mod, block_mask, mesh) from the fourth and fifth argument and mesh=, of either call
     shape."""
     if type(score_mod) is not FunctionType and isinstance(score_mod, MASKS):
-        if block_mask is not None and mesh is not None:
+        if block_mask is None:
+            return None, score_mod, mesh
+        if mesh is not None:
             raise TypeError(
                 "two meshes: the fifth argument and mesh=; with a mask in fourth place give one of them"
             )
         if isinstance(block_mask, MASKS):
             raise TypeError("two masks: the fourth and the fifth argument; a score_mod goes in fourth place")
-        return None, score_mod, mesh if block_mask is None else block_mask
+        return None, score_mod, block_mask
     if callable(score_mod):
         _check_score_mod(score_mod)
     elif score_mod is not None:

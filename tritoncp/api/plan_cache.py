@@ -104,7 +104,6 @@ def _check_call(plan: Plan, sizes: ShardSizes, group: Any, call_key: Any, check:
             checked.put(key, True)
 
 
-@on_host
 def plan_for(
     mask: RawMask, sizes: ShardSizes, group: Any, call_key: Any = None,
     check: Callable[[], None] = _pass_check,
@@ -157,6 +156,7 @@ def plan_cache_clear() -> None:
     _COUNTS.update(hits=0, misses=0)
 
 
+@on_host
 def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
     """Make the plan of a raw mask from the lengths of all ranks' shards. All ranks of the group call it."""
     call = "flex_attention, which makes the plan of a raw mask"

@@ -58,9 +58,11 @@ def call_key(q: Any, k: Any, v: Any, group: Any, options: Any) -> Any:
     for x in (q, k, v):
         if type(x) is not Tensor or x.is_nested or x.layout != torch.strided or x.ndim != 4:
             return None
-    if not isinstance(sinks, Tensor | None):
-        return None
-    logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
+    logits = None
+    if sinks is not None:
+        if not isinstance(sinks, Tensor):
+            return None
+        logits = sinks.shape, sinks.dtype, sinks.device
     tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
     flags = bool(options.enable_gqa), bool(options.return_lse), type(options.return_aux)
     ranks = None if group is None else (group.size(), group.rank())
@@ -223,7 +225,8 @@ def _check_shard(name: str, x: Tensor, q: Tensor) -> None:
 
 def shared_batch(q: Tensor, *others: Tensor) -> list[Tensor]:
     """Expand keys and values of batch 1 to the queries' batch, as torch does."""
-    return [x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], -1, -1, -1) for x in others]
+    batch = q.shape[0]
+    return [x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in others]
 
 
 def check_scale(scale: Any) -> None:

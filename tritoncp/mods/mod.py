@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.dynamo_boundary import host_only
+from tritoncp.core.host_copy import on_host
 from tritoncp.mods import source_cache
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.recording import ModState, read_state
@@ -283,6 +284,7 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
     return mod
 
 
+@on_host
 def _trace(
     fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState
 ) -> tuple[Mod, tuple[int | Tensor, ...] | None]:

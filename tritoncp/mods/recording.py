@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from tritoncp.core.host_copy import on_host
 from tritoncp.core.tracing import GraphRecorder, TensorIndexing
 from tritoncp.core.user_code import describe, origin
 from tritoncp.mods.fingerprint import Fingerprint
@@ -69,6 +70,7 @@ def _warn_incomparable(fn: Callable[..., Any], reason: str) -> None:
         )
 
 
+@on_host
 def record(
     fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Any, ...], list[Tensor]] | None:

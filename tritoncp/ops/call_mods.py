@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tritoncp import mods
-from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed.schedules.buffers import stats_dtype
 from tritoncp.masks.block_runs import Kind
@@ -24,7 +23,7 @@ def score_of(score_mod: Callable[..., Any], q: Tensor) -> Mod:
     """Translate the score_mod, for the CPU engine alone if there is no translation to Triton. Its tensors
     have to be on the queries' device: they may be edited between calls and may require gradients, so that a
     cached copy would be wrong."""
-    mod = _translate_score(score_mod, stats_dtype(q), kernels=False)
+    mod = mods.score_mod(score_mod, stats_dtype(q), kernels=False)
     for tensor in mod.tensors:
         if tensor.ndim and tensor.device != q.device:
             raise ValueError(
@@ -32,9 +31,6 @@ def score_of(score_mod: Callable[..., Any], q: Tensor) -> Mod:
                 f"{q.device}; move it there once, before the call: tensor.to({str(q.device)!r})"
             )
     return mod
-
-
-_translate_score = on_host(mods.score_mod)
 
 
 def mask_of(plan: Plan, q: Tensor) -> DeviceCopy[Mod] | None:

@@ -124,6 +124,7 @@ def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) 
     options = {**measured, **unpacked, **dict(call.options)}
     mods, launches = kernel_mods(mask, score, device, grads), BoundedCache[Any, Any](MAX_LAUNCHES)
     engine = TritonEngine(mods, call.scale, options, first_row=plan.first_row, launches=launches)
+    engine.route  # noqa: B018 - computed once, for the copies with other captures too
     _log_triton_engine(engine, device, properties)
     return Executable(engine.with_captures(), copy)
 
