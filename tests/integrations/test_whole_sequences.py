@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import MambaConfig, MambaForCausalLM
 from transformers.models.mamba.modeling_mamba import MambaBlock
 
+from tests.integrations import transformers_models as models
 from tests.multiprocess import ranks
 from tritoncp.integrations.transformers import register, shard_batch
 
@@ -70,6 +74,25 @@ def test_recomputation_has_the_plan_of_its_forward_call(kind: str) -> None:
     plain = build()
     expected = gradients(plain, loss(plain, 0) + loss(plain, 1))
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", models.BATCHES)
+def test_layers_of_fsdp_have_the_gradients_of_one_process(kind: str) -> None:
+    def work(group: Any) -> Any:
+        model = models.build_model("Qwen3Next")
+        mesh = init_device_mesh("cpu", (2,))
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+            part.set_gradient_divide_factor(1.0)
+        local = shard_batch(models.BATCHES[kind](), model, group, BLOCK_SIZE=16)
+        loss, gradients = models.loss_and_gradients(model, local)
+        dist.all_reduce(total := torch.tensor(loss, dtype=torch.float64))
+        return total.item(), {name: grad.full_tensor() for name, grad in gradients.items()}
+
+    model = models.build_model("Qwen3Next")
+    expected = models.loss_and_gradients(model, shard_batch(models.BATCHES[kind](), model))
+    models.assert_equal(ranks.run(2, work)[0], expected)
 
 
 def test_recomputation_that_ends_early_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,8 @@ import os
 import types
 import zlib
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count
 
 import torch
 import torch._utils
@@ -83,13 +85,14 @@ class RandomDocuments(BaseDataLoader):
         self.shape = dp_world_size * local_batch_size, seq_len
 
     def __iter__(self):
-        generator = torch.Generator().manual_seed(7)
         index = torch.arange(self.shape[1]).expand(self.shape)
-        while True:
-            tokens = torch.randint(VOCAB, (self.shape[0], self.shape[1] + 1), generator=generator)[self.rows]
-            starts = torch.rand(self.shape, generator=generator) < 0.02
+        for first in count(0, self.shape[0]):  # rows are the same in batches of any size
+            rows = [torch.Generator().manual_seed(7 + first + i) for i in range(self.shape[0])]
+            tokens = torch.stack([torch.randint(VOCAB, (self.shape[1] + 1,), generator=row) for row in rows])
+            starts = torch.stack([torch.rand(self.shape[1], generator=row) < 0.02 for row in rows])
             starts[:, 0] = True
-            positions = (index - torch.where(starts, index, 0).cummax(1).values)[self.rows]
+            positions = index - torch.where(starts, index, 0).cummax(1).values
+            tokens, positions = tokens[self.rows], positions[self.rows]
             yield {"input": tokens[:, :-1].contiguous(), "positions": positions}, tokens[:, 1:].contiguous()
 
     def state_dict(self):
@@ -100,7 +103,7 @@ class RandomDocuments(BaseDataLoader):
 
 
 def config(adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn="flex", tp=1,
-           model="llama3"):  # fmt: skip
+           model="llama3", pp=1):  # fmt: skip
     """Return the configuration of a debug model in float32, two steps."""
     by_patch = attn == "sdpa" or (backend == "partial_dtensor" and tp == 1)  # apply_cp_to_forward is enough
     overrides = [] if by_patch else [OURS + "flex_attention"]
@@ -126,6 +129,7 @@ def config(adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, 
         parallelism=ParallelismConfig(
             spmd_backend=backend, context_parallel_degree=cp, data_parallel_shard_degree=dp,
             tensor_parallel_degree=tp, context_parallel_load_balancer=balancer,
+            pipeline_parallel_degree=pp,
         ),
         activation_checkpoint=policy() if policy else None,
         compile=CompileConfig(enable=compiled, backend="aot_eager", components=["model"]),
@@ -135,7 +139,7 @@ def config(adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, 
 
 def train(
     group, folder, *, adapter, patched=False, backend="spmd_types", cp=1, dp=1, checkpointing="none",
-    balancer="ptrr", compiled=False, batch=BATCH, attn="flex", tp=1, model="llama3",
+    balancer="ptrr", compiled=False, batch=BATCH, attn="flex", tp=1, model="llama3", pp=1,
 ):  # fmt: skip
     """Train two steps on this rank; return the losses, and the gradients of each step by name.
 
@@ -154,21 +158,31 @@ def train(
     attention._compiled_create_block_mask = flex.create_block_mask
     torch.Tensor.bfloat16 = torch.Tensor.float  # experts of gpt_oss: rounding would hide small errors
     run = config(
-        adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn, tp, model
+        adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn, tp, model, pp
     ).build()
-    for module in run.model_parts[0].modules():
+    for module in chain.from_iterable(part.modules() for part in run.model_parts):
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-    set_weights(run.model_parts[0])
+    for part in run.model_parts:
+        set_weights(part)
+    if pp > 1:
+        run.pp_schedule.step = partial(step_by_microbatches, run.pp_schedule)
     losses, grads = [], []
     step = run.optimizers.step
-    run.optimizers.step = lambda: (grads.append(gradients(run.model_parts[0])), step())
+    run.optimizers.step = lambda: (grads.append(gradients(run.model_parts)), step())
     run.metrics_processor.log = lambda number, loss, *rest, **more: losses.append(float(loss))
     run.metrics_processor.should_log = lambda number: True
     batches = run.batch_generator(run.dataloader)
     for run.step in (1, 2):
         run.train_step(batches)
     return losses, grads
+
+
+def step_by_microbatches(schedule, **arguments):
+    """Do what torchtitan 0.3 asks of a schedule: step() of torch 2.13 cuts a whole batch itself."""
+    schedule._stage.has_backward = True
+    schedule._stage.clear_runtime_states()
+    schedule._step_microbatches(**arguments)
 
 
 def dense_flex_attention(
@@ -201,9 +215,10 @@ def plain_name(name):
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def gradients(model):
-    """Gather the gradients of a model's parameters."""
+def gradients(parts):
+    """Gather the gradients of the parameters of this rank's pipeline stages."""
     return {
         plain_name(name): (x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad).clone()
-        for name, x in model.named_parameters()
+        for part in parts
+        for name, x in part.named_parameters()
     }

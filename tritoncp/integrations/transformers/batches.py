@@ -191,7 +191,8 @@ def _check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTrain
             f"({', '.join(sorted(other_kinds)) or 'recurrent or convolutional'}) and run on whole sequences: "
             "pass the model itself, shard_batch(batch, model, mesh)"
         )
-    if computes_attention_itself(text) and not any(map(is_recurrent, model.modules() if model else ())):
+    modules = model.modules() if model is not None and may_be_recurrent(text) else ()
+    if computes_attention_itself(text) and not any(map(is_recurrent, modules)):
         raise ValueError(
             f"the models of {type(text).__name__} compute attention (or what replaces it) themselves, "
             "without transformers' attention interface, and would attend within a shard: run them on whole "
