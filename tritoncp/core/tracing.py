@@ -186,16 +186,7 @@ class WideGradients(torch.fx.Interpreter):
         return dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize
 
 
-class HostDispatchMode(TorchDispatchMode):
-    """Base of dispatch modes that run on the host only. For others torch loads Dynamo, which takes a second,
-    to exclude their `__torch_dispatch__` from compilation."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class GraphRecorder(HostDispatchMode):
+class GraphRecorder(TorchDispatchMode):
     """Dispatch mode that records the operations of a function as a torch.fx graph of aten operations.
 
     graph: the operations; its output are the results. root: the module of the tensors that the graph reads.
@@ -215,11 +206,16 @@ class GraphRecorder(HostDispatchMode):
         self._tensors: list[Tensor] = []  # keeps the ids in use
         self._constants: set[torch.fx.Node] = set()  # made of Python numbers and captures
 
-    def record(self, fn: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """For other modes torch loads Dynamo, which takes a second, to exclude them from compilation."""
+        return False
+
+    def record(self, fn: Callable[..., Any], arguments: Sequence[Tensor], names: Sequence[str] = ()) -> None:
         """Run ``fn`` once. Raises what ``fn`` raises, and RuntimeError where a Python value depends on a
         tensor of the graph."""
-        for index, argument in enumerate(arguments):
-            self._note(argument, self.graph.placeholder(f"arg{index}_1"))
+        for argument, name in zip(arguments, names or [f"arg{i}_1" for i in range(len(arguments))]):
+            self._note(argument, self.graph.placeholder(name))
         with self:
             out = fn(*arguments)
         self.graph.output(tree_map_only(Tensor, self._node, out))
@@ -238,22 +234,26 @@ class GraphRecorder(HostDispatchMode):
         if torch.Tag.data_dependent_output in func.tags and not is_constant:
             raise RuntimeError(f"{func} reads a value of the graph")
         out = func(*args, **kwargs)
-        if func is aten.lift_fresh.default:
-            with _disable_current_modes():
-                args = (args[0].clone(),)  # edits in place of the result change the tensor itself
         if torch.Tag.data_dependent_output in func.tags:
             return out
         if func is aten.detach.default and not self._keeps_detach:
             self._note(out, self._node(args[0]))
             return out
-        node_args, node_kwargs = tree_map_only(Tensor, self._node, (args, kwargs))
-        target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
-        node = self.graph.call_function(target, node_args, node_kwargs)
+        if func is aten.lift_fresh.default:
+            node = self._lift(args[0])
+        else:
+            node = self.graph.call_function(func, *tree_map_only(Tensor, self._node, (args, kwargs)))
         self._note(out, node)
         random = torch.Tag.nondeterministic_seeded in func.tags
         if func is aten.lift_fresh.default or (inputs and is_constant and not random):
             self._constants.add(node)
         return out
+
+    def _lift(self, value: Tensor) -> torch.fx.Node:
+        """Add the node of a tensor of Python numbers."""
+        with _disable_current_modes():
+            copy = value.clone()  # edits in place of the result change the tensor itself
+        return self.graph.call_function(aten.lift_fresh_copy.default, (self._node(copy),))
 
     def _node(self, tensor: Tensor) -> torch.fx.Node:
         """Return the node of a tensor, that of a new attribute if it is neither argument nor result."""

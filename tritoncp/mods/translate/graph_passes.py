@@ -1,5 +1,5 @@
-"""Passes over the aten graph of a mod: removal of side effects, lifting of captures, splitting of outputs,
-and torch's decompositions of operations that have no rule."""
+"""Passes over the aten graph of a mod: removal of side effects, lifting of numbers, splitting of outputs, and
+torch's decompositions of operations that have no rule."""
 
 from __future__ import annotations
 
@@ -26,48 +26,37 @@ from tritoncp.mods.translate.view_ops import op_base_name
 aten = torch.ops.aten
 
 
-def remove_score_detach(graph: fx.GraphModule) -> None:
-    """Remove detach operations on graph inputs, so that the torch form can be differentiated.
+class FakeRecorder(GraphRecorder):
+    """Recorder of operations on fake tensors. table: decompositions, which run in place of operations"""
 
-    Only the traced function's own detach of the score takes an input: a user's detach takes the copy of it.
-    """
-    for node in [n for n in graph.graph.nodes if n.target is aten.detach.default]:
-        if node.args[0].op == "placeholder":
-            node.replace_all_uses_with(node.args[0])
-            graph.graph.erase_node(node)
+    def __init__(self, table: dict[Any, Callable[..., Any]] | None = None) -> None:
+        super().__init__(device=None, keeps_detach=True)
+        self._table = table or {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._table:
+            with self:
+                out = self._table[func](*args, **(kwargs or {}))
+            if out is not NotImplemented:
+                return out
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _lift(self, value: Tensor) -> fx.Node:
+        if value.ndim:
+            return super()._lift(value)
+        with _disable_current_modes():
+            number = value.item()
+        options: Any = {"dtype": value.dtype, "device": value.device}
+        return self.graph.call_function(aten.scalar_tensor.default, (number,), options)
 
 
-def detach_without_grad(module: fx.GraphModule) -> None:
-    """Detach what the function computed under torch.no_grad, so that the torch form has its gradient."""
-    graph = module.graph
+def make_pure(graph: fx.Graph, origin: str) -> None:
+    """Turn edits in place into pure operations. origin: file:line of the function, for errors"""
     for node in list(graph.nodes):
-        without_grad = node.op == "call_function" and node.meta.get("no_grad")
-        value = node.meta.get("val")
-        if without_grad and isinstance(value, torch.Tensor) and value.is_floating_point():
-            with graph.inserting_after(node):
-                detached = graph.call_function(aten.detach.default)
-            detached.meta = dict(node.meta)
-            node.replace_all_uses_with(detached)
-            detached.args = (node,)
-    module.recompile()
-    release_source(module)
-
-
-def make_pure(graph: fx.GraphModule, origin: str) -> None:
-    """Turn `torch.tensor(3)` inside the function into scalar_tensor, and edits in place into pure operations.
-
-    origin: file:line of the function, for errors
-    """
-    for node in list(graph.graph.nodes):
-        if node.target is aten.lift_fresh_copy.default and node.args[0].op == "get_attr":
-            value = getattr(graph, str(node.args[0].target))
-            if value.ndim == 0:
-                node.target, node.args = aten.scalar_tensor.default, (value.item(),)
-                node.kwargs = {"dtype": value.dtype, "device": value.device}
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
-            _replace_edit(graph.graph, node, origin)
-    _erase_unused_nodes(graph.graph)
+            _replace_edit(graph, node, origin)
+    _erase_unused_nodes(graph)
 
 
 def _replace_edit(graph: fx.Graph, node: fx.Node, origin: str) -> None:
@@ -100,47 +89,22 @@ def _erase_unused_nodes(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-# -- captures --------------------------------------------------------------------------------------------
-
-
-def rename_inputs(graph: fx.Graph, names: Sequence[str]) -> None:
-    """Rename the graph's inputs, in order."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    for node, name in zip(inputs, names, strict=True):
-        node.name = node.target = name
-
-
-def lift_captures(
-    graph: fx.GraphModule, values: Sequence[int | float], places: dict[Place, int]
-) -> tuple[tuple[Tensor, ...], tuple[int | float, ...]]:
-    """Make captured tensors inputs t0, t1, ... and captured numbers inputs n0, n1, ...; return both in order.
+def lift_numbers(
+    graph: fx.Graph, values: Sequence[int | float], places: dict[Place, int]
+) -> tuple[int | float, ...]:
+    """Make captured numbers inputs n0, n1, ..., and return them in order.
 
     places: where the graph uses values[i] as a constant; nodes are numbered as before the call
     """
-    nodes = list(graph.graph.nodes)
+    nodes, numbers = list(graph.nodes), dict[int, fx.Node]()
     last_input = next(node for node in reversed(nodes) if node.op == "placeholder")
-    tensors: dict[int, tuple[Tensor, fx.Node]] = {}
-    for node in [node for node in nodes if node.op == "get_attr"]:
-        tensor = getattr(graph, str(node.target))
-        if id(tensor) not in tensors:
-            last_input = _insert_input(last_input, f"t{len(tensors)}", val=node.meta.get("val", tensor))
-            tensors[id(tensor)] = tensor, last_input
-        node.replace_all_uses_with(tensors[id(tensor)][1])
-        graph.graph.erase_node(node)
-    numbers: dict[int, fx.Node] = {}
     for (position, argument), number in places.items():
         if number not in numbers:
-            last_input = _insert_input(last_input, f"n{len(numbers)}", number=values[number])
-            numbers[number] = last_input
+            with graph.inserting_after(last_input):
+                last_input = numbers[number] = graph.placeholder(f"n{len(numbers)}")
+            last_input.meta["number"] = values[number]
         nodes[position].update_arg(argument, numbers[number])
-    return tuple(tensor for tensor, _ in tensors.values()), tuple(values[number] for number in numbers)
-
-
-def _insert_input(previous: fx.Node, name: str, **meta: Any) -> fx.Node:
-    with previous.graph.inserting_after(previous):
-        node = previous.graph.placeholder(name)
-    node.meta.update(meta)
-    return node
+    return tuple(values[number] for number in numbers)
 
 
 # -- outputs ---------------------------------------------------------------------------------------------
@@ -171,19 +135,13 @@ def split_outputs(
 
 
 def _graph_module(graph: fx.Graph) -> fx.GraphModule:
+    """Make the module of a graph, without its Python source in linecache and in torch's cache, which keeps it
+    for ever. Tracebacks alone use these copies; ``module.code`` has the source too."""
     module = fx.GraphModule(torch.nn.Module(), graph)
-    release_source(module)
-    return module
-
-
-def release_source(module: fx.GraphModule) -> None:
-    """Remove a graph's Python source from linecache and from torch's cache, which keeps it for ever.
-
-    Tracebacks alone use these copies; ``module.code`` has the source too.
-    """
     name = type(module).forward.__code__.co_filename
     linecache.cache.pop(name, None)
     graph_module._loader.eval_cache.pop(name, None)
+    return module
 
 
 # -- decompositions --------------------------------------------------------------------------------------
@@ -288,22 +246,6 @@ def _shrink_backward(grad: Tensor, x: Tensor, bound: float) -> Tensor:
     return torch.where((x >= -bound) & (x <= bound), 0, grad)
 
 
-class _Decomposer(GraphRecorder):
-    """Recorder of the operations of decompositions, in place of those in a table."""
-
-    def __init__(self, table: dict[Any, Callable[..., Any]]) -> None:
-        super().__init__(device=None)
-        self._table = table
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._table:
-            with self:
-                out = self._table[func](*args, **(kwargs or {}))
-            if out is not NotImplemented:
-                return out
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:
     """The graph of an operation's decomposition into operations named in `ruled`, or None if it has none.
 
@@ -320,13 +262,11 @@ def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
         values = [n.meta["val"] for n in inputs]
-        recorder, fake = _Decomposer(table), FakeTensorMode() if not values else values[0].fake_mode
+        recorder, fake = FakeRecorder(table), FakeTensorMode() if not values else values[0].fake_mode
         with _disable_current_modes(), torch.no_grad(), torch.inference_mode(False), fake:
             recorder.record(call, values)
-        module = fx.GraphModule(recorder.root, recorder.graph)
-        make_pure(module, node.stack_trace or "")
-        release_source(module)
-        for part in module.graph.nodes:
+        make_pure(recorder.graph, node.stack_trace or "")
+        for part in recorder.graph.nodes:
             part.stack_trace = node.stack_trace
-        node.meta["decomposition"] = module.graph
+        node.meta["decomposition"] = recorder.graph
     return node.meta["decomposition"]

@@ -23,7 +23,7 @@ Place = tuple[int, int]  # (node, argument), both counted from 0
 
 
 def number_places(
-    graph: fx.GraphModule, captured: Sequence[int | float], read: Sequence[int | float]
+    graph: fx.Graph, captured: Sequence[int | float], read: Sequence[int | float]
 ) -> dict[Place, int]:
     """Map places of constants to the positions in `[*captured, *read]` of the numbers that they equal.
 
@@ -37,7 +37,7 @@ def number_places(
     places: dict[Place, int] = {}
     addresses = _address_nodes(graph)
     values = [(type(number), number) for number in (*captured, *read)]
-    for i, node in enumerate(graph.graph.nodes if values else ()):
+    for i, node in enumerate(graph.nodes if values else ()):
         for key, constant in enumerate(node.args):
             value = type(constant), constant
             if type(constant) not in (int, float) or constant in (0, 1) or value not in values:
@@ -50,10 +50,10 @@ def number_places(
     return places
 
 
-def _address_nodes(graph: fx.GraphModule) -> set[fx.Node]:
+def _address_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Collect the nodes that an index into a tensor is computed from."""
     nodes: set[fx.Node] = set()
-    for node in reversed(graph.graph.nodes):
+    for node in reversed(graph.nodes):
         if "index" in str(node.target) or "gather" in str(node.target) or "scatter" in str(node.target):
             fx.node.map_arg(node.args[1:], nodes.add)
         if node in nodes:

@@ -8,10 +8,11 @@ tensor a gather.
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -26,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from tritoncp.core.tracing import GraphRecorder, TensorIndexing
+from tritoncp.core.tracing import TensorIndexing
 from tritoncp.core.user_code import (
     HAS_DATA_DEPENDENT_SHAPE,
     IS_RANDOM,
@@ -39,15 +40,7 @@ from tritoncp.core.user_code import (
 from tritoncp.mods.captures import captured_numbers
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.recording import ModState, read_state
-from tritoncp.mods.translate.graph_passes import (
-    detach_without_grad,
-    lift_captures,
-    make_pure,
-    release_source,
-    remove_score_detach,
-    rename_inputs,
-    split_outputs,
-)
+from tritoncp.mods.translate.graph_passes import FakeRecorder, lift_numbers, make_pure, split_outputs
 from tritoncp.mods.translate.number_captures import number_places
 from tritoncp.mods.translate.symbolic import TRITON_NAME
 
@@ -89,34 +82,20 @@ def trace_mod(
     state = state or read_state(fn, is_score, dtype)
     device = _device(state.tensors)
     numbers = captured_numbers(fn)
-    run = _run(fn, is_score, dtype, device)
-    places = number_places(run.graph, numbers, state.numbers)
-    rename_inputs(run.graph.graph, (("dscore", "score") if is_score else ()) + INDEX_NAMES)
-    tensors, arguments = lift_captures(run.graph, [*numbers, *state.numbers], places)
-    grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(run.leaves) if leaf is t}
-    forward, joint, back = split_outputs(run.graph.graph, is_score, list(grads.values()))
-    forward.meta["own_gradients"] = run.own_gradients, back
-    if is_score and not run.own_gradients:
-        detach_without_grad(forward)
-    constants = tuple(i for i, t in enumerate(tensors) if not any(t is c for c in run.captures))
-    names = describe(fn), origin(fn)
+    recorder = _Recorder()
+    leaves, own_gradients = _record(fn, is_score, dtype, device, recorder)
+    graph, tensors = recorder.graph, recorder.tensors
+    make_pure(graph, origin(fn))
+    places = number_places(graph, numbers, state.numbers)
+    arguments = lift_numbers(graph, [*numbers, *state.numbers], places)
+    grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(leaves) if leaf is t}
+    forward, joint, back = split_outputs(graph, is_score, list(grads.values()))
+    forward.meta["own_gradients"] = own_gradients, back
+    constants = tuple(recorder.constants)
     return ModTrace(
-        *names, is_score, dtype, forward, joint, back, tensors, arguments, tuple(grads), constants
-    )
-
-
-class _Run(NamedTuple):
-    """One run of a function under `make_fx`.
-
-    leaves: captured tensors that require gradients, in the order of the graph's gradients
-    captures: captured tensors in order of first use
-    own_gradients: names of the user's autograd.Functions that compute the result
-    """
-
-    graph: fx.GraphModule
-    leaves: tuple[Tensor, ...]
-    captures: tuple[Tensor, ...]
-    own_gradients: tuple[str, ...]
+        describe(fn), origin(fn), is_score, dtype, forward, joint, back, tuple(tensors), arguments,
+        tuple(grads), constants,
+    )  # fmt: skip
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
@@ -125,8 +104,11 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
     return devices[0] if devices else torch.device("cpu")
 
 
-def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: torch.device) -> _Run:
-    recorder = _Recorder()
+def _record(
+    fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: torch.device, recorder: _Recorder
+) -> tuple[list[Tensor], list[str]]:
+    """Run a function once on fake tensors. Returns the captured tensors that require gradients, in the order
+    of the graph's gradients, and the names of the user's autograd.Functions that compute the result."""
     leaves: list[Tensor] = []
     own_gradients: list[str] = []
 
@@ -139,10 +121,10 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
         return out if out.dtype == torch.bool else out != 0
 
     def joint(dscore: Tensor, score: Tensor, *rest: Tensor) -> Any:
-        score = score.detach().requires_grad_()
         out = call(score.clone(), *rest).to(dtype)  # a copy: the function may edit it in place
         leaves.extend(t for t in recorder.captures if t.requires_grad and t.is_floating_point())
         own_gradients.extend(_own_gradients(out, recorder.captures))
+        recorder.detaches = False
         if not out.requires_grad:
             return out, torch.zeros_like(score), *(None for _ in leaves)
         grads = torch.autograd.grad(out, [score, *leaves], dscore, allow_unused=True)
@@ -156,17 +138,18 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(is_score), hooks, fake:
             indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDEX_NAMES]
-            scores = [torch.zeros((), dtype=dtype, device=device) for _ in range(2)]
-            recorder.record(*(joint, [*scores, *indices]) if is_score else (mask, indices))
+            if is_score:
+                recorder.detaches = True
+                dscore, score = (torch.zeros((), dtype=dtype, device=device) for _ in range(2))
+                names = ("dscore", "score", *INDEX_NAMES)
+                recorder.record(joint, [dscore, score.requires_grad_(), *indices], names)
+            else:
+                recorder.record(mask, indices, INDEX_NAMES)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         line = last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))
         why = "its result depends on data known only in the kernel"
         raise Untranslatable(str(error.func), line, why) from error
-    graph = fx.GraphModule(recorder.root, recorder.graph)
-    release_source(graph)
-    remove_score_detach(graph)
-    make_pure(graph, origin(fn))
-    return _Run(graph, tuple(leaves), tuple(recorder.captures), tuple(own_gradients))
+    return leaves, own_gradients
 
 
 def _own_gradients(out: Tensor, captures: Sequence[Tensor]) -> list[str]:
@@ -197,34 +180,58 @@ def _as_tensor(out: Any, fn: Callable[..., Any], argument: Tensor) -> Tensor:
     return out
 
 
-class _Recorder(GraphRecorder):
-    """Recorder that collects captured tensors and refuses operations that a kernel cannot run.
+class _Recorder(FakeRecorder):
+    """Recorder that makes captured tensors inputs t0, t1, ... of the graph, and refuses operations that a
+    kernel cannot run.
 
-    captures: in order of first use
+    tensors: these inputs, in order of first use. constants: positions of those that the function itself makes
+    detaches: whether to detach results without gradients, for the torch form to have the function's gradient
     """
 
     def __init__(self) -> None:
-        super().__init__(device=None, keeps_detach=True)
-        self.captures: list[Tensor] = []
+        super().__init__()
+        self.tensors: list[Tensor] = []
+        self.constants: list[int] = []
+        self.detaches = False
         self._views: list[Tensor] = []  # and the tensors that they are views of
 
+    @property
+    def captures(self) -> list[Tensor]:
+        """The tensors that the function does not make itself."""
+        return [tensor for i, tensor in enumerate(self.tensors) if i not in self.constants]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._refuse(func, args)
-        if func is not aten.lift_fresh.default:
-            for tensor in tensors:
-                self._collect(tensor, func)
+        last = next(iter(reversed(self.graph.nodes)))
         out = super().__torch_dispatch__(func, types, args, kwargs)
+        new = list(itertools.takewhile(lambda node: node is not last, reversed(self.graph.nodes)))
+        for node in new:
+            node.stack_trace = node.stack_trace or user_line()
+        if _is_view(func):
+            self._views += [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
         # An edit in place keeps the gradient of what it edits: torch.cosine_similarity bounds its norms so.
         is_edit = getattr(func, "_schema", None) is not None and func._schema.is_mutable
-        for node in reversed(self.graph.nodes):
-            if "no_grad" in node.meta:
-                break
-            node.stack_trace = user_line()
-            node.meta["no_grad"] = not torch.is_grad_enabled() and not is_edit
-        if _is_view(func):
-            self._views += [*tensors, *(t for t in tree_leaves(out) if isinstance(t, Tensor))]
+        if self.detaches and not torch.is_grad_enabled() and not is_edit and self._nodes.get(id(out)) in new:
+            self._note(out, self.graph.call_function(aten.detach.default, (self._node(out),)))
         return out
+
+    def _lift(self, value: Tensor) -> fx.Node:
+        before, node = len(self.tensors), super()._lift(value)
+        self.constants += range(before, len(self.tensors))
+        return node
+
+    def _node(self, tensor: Tensor) -> fx.Node:
+        if id(tensor) not in self._nodes:
+            dense = not tensor.is_nested and tensor.layout == torch.strided
+            if not dense or is_traceable_wrapper_subclass(tensor) or tensor.dtype not in TRITON_NAME:
+                kind = f"{type(tensor).__name__} ({tensor.dtype}, {tensor.layout})"
+                why = f"it is a {kind}; plain dense tensors are needed"
+                raise Untranslatable("a captured tensor", user_line(), why)
+            last_input = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+            with self.graph.inserting_after(last_input):
+                self._note(tensor, self.graph.placeholder(f"t{len(self.tensors)}"))
+            self.tensors.append(tensor)
+        return self._nodes[id(tensor)]
 
     def _refuse(self, func: Any, args: Any) -> None:
         if func is aten._local_scalar_dense.default:
@@ -241,17 +248,6 @@ class _Recorder(GraphRecorder):
                 raise Untranslatable(
                     str(func), user_line(), "an edit in place of a captured tensor or a view"
                 )
-
-    def _collect(self, tensor: Tensor, func: Any) -> None:
-        if isinstance(tensor, FakeTensor) or any(t is tensor for t in self.captures):
-            return
-        dense = not tensor.is_nested and tensor.layout == torch.strided
-        if not dense or is_traceable_wrapper_subclass(tensor) or tensor.dtype not in TRITON_NAME:
-            kind = f"{type(tensor).__name__} ({tensor.dtype}, {tensor.layout})"
-            raise Untranslatable(
-                str(func), user_line(), f"it reads a captured {kind}; plain dense tensors are needed"
-            )
-        self.captures.append(tensor)
 
 
 class _ValueChecks(TorchFunctionMode):
