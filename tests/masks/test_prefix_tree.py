@@ -52,6 +52,8 @@ def test_the_permutation_of_the_error_brings_segments_into_order(case) -> None:
     [
         (lambda: tree([-1, 0], [1]), r"are \[2\] and \[1\]; give both for every segment"),
         (lambda: tree([-1, 0], [1.0, 2.0]), r"lengths must be integers \[n\] or \[B, n\], got torch.float32"),
+        (lambda: tree([], []), "give at least one segment"),
+        (lambda: tree([-1], torch.tensor([1j])), "lengths must be integers .* got torch.complex64"),
         (lambda: tree([-1, 0], [1, -2]), "lengths must be at least 0, got -2"),
         (lambda: tree([-1, 7], [1, 2]), r"parent\[1\] is 7"),
         (lambda: tree([1, 0, -1], [1, 1, 1]), "2 of 3 segments are on no path from a root"),
@@ -74,6 +76,25 @@ def test_the_permutation_of_the_error_brings_segments_into_order(case) -> None:
 def test_mistakes_say_what_to_do(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("parent", "name"), [(None, "the NoneType"), ("ab", "the str 'ab'"), ([[-1], [-1, 0]], "the list")]
+)
+def test_segments_are_lists_of_numbers(parent, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"tree: parent is {name}.* integers, \[n\] or \[B, n\], is needed"):
+        tree(parent, [1, 2])
+
+
+def test_a_tree_may_have_no_tokens() -> None:
+    assert create_block_mask(tree([-1, 0], [0, 0]), 1, 1, 0, 0).runs.shape == (1, 1, 0, 0)
+    assert create_block_mask(tree([[-1]] * 2, [[0]] * 2), 2, 1, 0, 0).runs.shape == (2, 1, 0, 0)
+
+
+def test_a_window_may_exceed_every_length() -> None:
+    index = torch.arange(7)
+    near, whole = (tree([-1, 0, 0], [3, 2, 2], window=(left, -1)) for left in (2**70, -1))
+    assert torch.equal(*(mod(None, None, index[:, None], index) for mod in (near, whole)))
 
 
 def forest(n: int) -> list[int]:

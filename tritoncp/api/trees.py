@@ -45,7 +45,7 @@ def tree_edges(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor | None = 
     weights: weight of each token as a label, floats [N] or [B, N]; None: 1. If it is the sum of the token's
     weights in all trajectories (``PackedTree.weights``), a loss that is linear in log-probabilities is that
     of the trajectories. Raises ValueError where tokens, weights, tree and plan differ in length or batch
-    rows, and TypeError for what is no tensor or no tree, and for tokens that are no integers.
+    rows, and TypeError for what is no plan, tree or tensor, and for tokens that are no integers.
 
     >>> from tritoncp import create_block_mask, make_plan, tree
     >>> answers = tree([-1, 0, 0], [2, 1, 2])       # a prompt of 2 tokens with answers of 1 and 2
@@ -53,8 +53,12 @@ def tree_edges(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor | None = 
     >>> [tree_edges(plan.for_rank(r), answers, torch.arange(10, 15))[:2] for r in (0, 1)]
     [(tensor([0, 1, 1]), tensor([11, 12, 13])), (tensor([0, 0, 0]), tensor([14,  0,  0]))]
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"tree_edges: plan is a {type(plan).__name__}; a plan of make_plan is needed")
     if not isinstance(tree, Tree):
-        raise TypeError(f"tree is a {type(tree).__name__}; tritoncp.tree(parent, lengths) is needed")
+        raise TypeError(
+            f"tree_edges: tree is a {type(tree).__name__}; tritoncp.tree(parent, lengths) is needed"
+        )
     _check_types(tokens, weights)
     weights = torch.ones(tokens.shape, device=tokens.device) if weights is None else weights
     batch = _check_batch(plan, tree, tokens, weights)
@@ -146,8 +150,9 @@ class PackedTree(NamedTuple):
 
         Differentiable: a token's gradient is the sum over the trajectories through it.
         """
-        if values.shape[:1] != self.tokens.shape:
-            raise ValueError(f"unpack: values [{len(self.tokens)}, ...] are needed, got {list(values.shape)}")
+        if not isinstance(values, Tensor) or values.shape[:1] != self.tokens.shape:
+            got = list(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            raise ValueError(f"unpack: values [{len(self.tokens)}, ...] are needed, a tensor, got {got}")
         (index,) = upload([torch.cat(self.paths)], values.device)
         return list(values[index].split([len(path) for path in self.paths]))
 

@@ -90,7 +90,7 @@ class Document(MaskMod):
                 f"document ids cover {self.ids.shape[-1]} tokens, the mask needs {n} "
                 f"(q_len={q_len}, kv_len={kv_len}): give every token an id"
             )
-        ids = self.ids.detach().cpu().reshape(-1, self.ids.shape[-1])[:, :n]
+        ids = self.ids.detach().cpu().reshape(self.batch, -1)[:, :n]
         change = ids[:, 1:] != ids[:, :-1]
         if bool((ids[:, 1:] < ids[:, :-1]).any()):  # unsorted ids: a document may be in several pieces
             ordered = ids.sort(dim=1).values

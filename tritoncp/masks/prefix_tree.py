@@ -6,8 +6,10 @@ without a gap: a key is seen by one interval of queries, which ends where its se
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import host
 from tritoncp.masks.block_runs import ramps
+from tritoncp.masks.classification.interval_arithmetic import is_integer
 from tritoncp.masks.mask_mod import (
     MAX_TOKENS,
     UNBOUNDED,
@@ -74,7 +77,7 @@ class Tree(MaskMod):
                 f"the segments of the tree have {tokens} tokens, the mask needs {max(q_len, kv_len)} "
                 f"(q_len={q_len}, kv_len={kv_len}): append the padding as a root of its own"
             )
-        return x.detach().cpu().view(-1, 1, tokens)
+        return x.detach().cpu().view(self.batch, 1, tokens)
 
     @property
     def batch(self) -> int:
@@ -109,7 +112,8 @@ def tree(
     it on its path that a query sees, -1 = all; ``right`` hides nothing, since no query sees a later token.
 
     Raises ValueError for segments in another order, with the permutation that brings them into depth-first
-    order, and for parents or lengths of another shape, dtype or range.
+    order, and for parents or lengths of another shape, dtype or range; TypeError for what is no list of
+    numbers and no tensor.
 
     >>> answers = tree([-1, 0, 0], [2, 1, 2])        # a prompt of 2 tokens with answers of 1 and 2
     >>> index = torch.arange(5)
@@ -122,10 +126,10 @@ def tree(
     >>> answers.depth.tolist()
     [0, 1, 2, 2, 3]
     """
-    left, _ = check_window(window)
+    left = min(check_window(window)[0], MAX_TOKENS)
     device = lengths.device if isinstance(lengths, Tensor) else torch.get_default_device()
     with host():
-        parents, sizes = (torch.as_tensor(x).detach().cpu() for x in (parent, lengths))
+        parents, sizes = _integers("parent", parent), _integers("lengths", lengths)
         _check_segments(parents, sizes)
         n = sizes.shape[-1]
         rows = [_layout(*row) for row in zip(parents.reshape(-1, n).tolist(), sizes.reshape(-1, n).long())]
@@ -140,11 +144,24 @@ def tree(
         return Tree(leave.to(device), depth.to(device), left)
 
 
+def _integers(name: str, numbers: Any) -> Tensor:
+    """Return parent or lengths on the CPU. Raises ValueError unless they are integers [n] or [B, n], and
+    TypeError for what is no tensor and no list of numbers."""
+    try:
+        x = torch.as_tensor(numbers).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"tree: {name} is the {type(numbers).__name__} {reprlib.repr(numbers)}; a list or tensor of "
+            f"integers, [n] or [B, n], is needed ({error})"
+        ) from error
+    if x.ndim not in (1, 2) or not x.numel() or not is_integer(x.dtype):
+        few = "; give at least one segment" * (not x.numel())
+        raise ValueError(f"tree: {name} must be integers [n] or [B, n], got {x.dtype} {list(x.shape)}{few}")
+    return x
+
+
 def _check_segments(parent: Tensor, lengths: Tensor) -> None:
-    """Raise ValueError unless both are integers of one shape, [n] or [B, n], and lengths at least 0."""
-    for name, x in (("parent", parent), ("lengths", lengths)):
-        if x.ndim not in (1, 2) or not x.numel() or x.is_floating_point() or x.dtype == torch.bool:
-            raise ValueError(f"tree: {name} must be integers [n] or [B, n], got {x.dtype} {list(x.shape)}")
+    """Raise ValueError unless both are of one shape, and lengths at least 0."""
     if parent.shape != lengths.shape:
         shapes = f"{list(parent.shape)} and {list(lengths.shape)}"
         raise ValueError(f"tree: parent and lengths are {shapes}; give both for every segment")
@@ -157,26 +174,28 @@ def _check_segments(parent: Tensor, lengths: Tensor) -> None:
 
 def _layout(parent: list[int], lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return leave and depth of each token of one buffer, int32 [N] each. lengths: int64 [n]."""
-    _check_order(parent)
     n, length = len(parent), lengths.tolist()
-    first_depth, end = [0] * n, list(range(1, n + 1))  # end: segment after the last descendant
+    first_depth, end = [0] * n, [n] * n  # end: segment after the last descendant
+    path: list[int] = []
     for i, above in enumerate(parent):
-        if above >= 0:
+        while path and path[-1] != above:
+            end[path.pop()] = i
+        if path:
             first_depth[i] = first_depth[above] + length[above]
-    for i in reversed(range(n)):
-        if parent[i] >= 0:
-            end[parent[i]] = max(end[parent[i]], end[i])
+        elif above != -1:
+            raise _order_error(parent)
+        path.append(i)
     first = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     leave = first[torch.tensor(end)].repeat_interleave(lengths)
     return leave, ramps(torch.tensor(first_depth), lengths).int()
 
 
-def _check_order(parent: list[int]) -> None:
-    """Raise ValueError unless the segments are in depth-first order."""
+def _order_error(parent: list[int]) -> ValueError:
+    """Return the error of segments that are not in depth-first order, with the permutation that mends it."""
     n = len(parent)
-    if not all(-1 <= above < n for above in parent):
-        wrong = next(i for i, above in enumerate(parent) if not -1 <= above < n)
-        raise ValueError(
+    wrong = next((i for i, above in enumerate(parent) if not -1 <= above < n), None)
+    if wrong is not None:
+        return ValueError(
             f"tree: parent[{wrong}] is {parent[wrong]}; the number of one of the {n} segments is needed, or "
             "-1 for a root"
         )
@@ -188,10 +207,9 @@ def _check_order(parent: list[int]) -> None:
         order.append(stack.pop())
         stack += children.get(order[-1], [])
     if len(order) < n:
-        raise ValueError(f"tree: {n - len(order)} of {n} segments are on no path from a root, parent -1")
-    if order != list(range(n)):
-        raise ValueError(
-            f"tree: the segments are not in depth-first order; the permutation {order} brings them into it: "
-            "put segment permutation[i] of the buffer, of lengths and of parent at place i, and number "
-            "parents by their new places"
-        )
+        return ValueError(f"tree: {n - len(order)} of {n} segments are on no path from a root, parent -1")
+    return ValueError(
+        f"tree: the segments are not in depth-first order; the permutation {order} brings them into it: "
+        "put segment permutation[i] of the buffer, of lengths and of parent at place i, and number "
+        "parents by their new places"
+    )
