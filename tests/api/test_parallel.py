@@ -1,5 +1,6 @@
 """Tests of the ParallelStyle, and of checkpointing that does not repeat communication."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -269,3 +270,33 @@ def test_saved_under_torch_compile():
         (got,) = torch.autograd.grad(fast(q).square().sum(), q)
     torch.testing.assert_close(got, want)
     assert len(runs) == 2  # one forward, one backward
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_policy_that_saves_torch_flex_attention_alone_is_warned_of_at_the_callers_line(compiled):
+    q, flex = torch.randn(1, 2, S, DIM, requires_grad=True), torch.ops.higher_order.flex_attention
+    plan = make_plan(mask())
+
+    def layer(x):
+        return tritoncp.flex_attention(x.sin(), x, x, plan).cos()
+
+    line = layer.__code__.co_firstlineno + 1
+
+    def of_one_op(ctx, op, *args, **kwargs):
+        return op._schema.name == "aten::sin"  # which OpOverloads alone have
+
+    def warned(policy):
+        torch.compiler.reset()
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        run = partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
+        run = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(q).square().sum().backward()
+        return {(one.filename, one.lineno) for one in caught if "tritoncp.SAVE_OPS" in str(one.message)}
+
+    assert warned([flex]) == {(__file__, line)}
+    assert warned(lambda ctx, op, *args, **kwargs: op is flex) == {(__file__, line)}
+    saved = [[flex, *tritoncp.SAVE_OPS], checkpoint_policy(lambda ctx, op, *args, **kwargs: op is flex)]
+    for policy in (*saved, [torch.ops.aten.sin.default], of_one_op):
+        assert not warned(policy)

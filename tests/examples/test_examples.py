@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.multiprocess import ranks
 from tritoncp.core.process_environment import use_loopback_interface
+from tritoncp.planning import traffic
 
 ROOT = Path(__file__).parents[2]
 INTEGRATIONS = ("transformers", "torchtitan")  # first words of examples that tests/integrations runs
@@ -85,44 +86,48 @@ def test_layers_of_a_hybrid_model_see_their_own_mask() -> None:
     assert example.train()[0][0] != load("train_loop").train()[0][0]
 
 
-def measure_every_way(group: Any) -> dict[str, Any]:
+def read_checkpoint_table() -> dict[str, list[int]]:
+    """Read the table of docs/checkpointing.md: figures by the name of a way."""
+    _, _, table = (ROOT / "docs/checkpointing.md").read_text().partition("| checkpoint of each layer |")
+    rows = [line.strip("|").split("|") for line in table.split("\n\n")[0].splitlines()[2:]]
+    return {name.strip(): list(map(int, figures)) for name, *figures in rows}
+
+
+def measure_checkpoints(group: Any, compiled: bool) -> dict[str, Any]:
     example = load("selective_checkpoint")
-    return {name: tuple(example.measure(run_layer, group)) for name, run_layer in example.WAYS.items()}
+    return {
+        name: tuple(example.measure(wrap, group, compiled=compiled)) for name, wrap in example.WAYS.items()
+    }
 
 
-@pytest.mark.long
-def test_a_checkpoint_keeps_and_repeats_what_its_table_says() -> None:
-    """Attention that is saved runs once and adds its out and lse to the memory between the passes."""
-    model = load("train_loop")
-    tables = [measure_every_way(None), *ranks.run(2, measure_every_way)]
-    _, _, _, loss, gradients = tables[0]["no checkpoint"]
-    for world_size, table in zip((1, 2, 2), tables):
-        for name, (attention_runs, _, _, loss_of_way, gradients_of_way) in table.items():
-            repeated = name in ("layer", "attention part")
-            assert attention_runs == (2 if repeated else 1) * model.LAYERS, name
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.filterwarnings("ignore:.*saves torch's flex_attention")
+def test_checkpoints_keep_and_repeat_what_the_page_says(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled, it needs a C++ compiler."""
+    monkeypatch.setattr(traffic, "SMALL", 1 << 20)  # tests split messages that go in one piece elsewhere
+    page, model = read_checkpoint_table(), load("train_loop")
+    tables = ranks.run(2, measure_checkpoints, compiled)
+    *_, loss, gradients = tables[0]["no checkpoint"]
+    for table in tables:
+        for name, (kept, gathers, repeated, loss_of_way, gradients_of_way) in table.items():
+            kept_eagerly, kept_compiled, *counts = page[name]
+            assert round(kept / 1024) == (kept_compiled if compiled else kept_eagerly), name
+            assert [gathers, repeated] == counts, name
             assert loss_of_way == pytest.approx(loss, rel=1e-6)
             check_close(gradients_of_way, gradients)
-        linear_runs = {name: row[1] for name, row in table.items()}
-        assert linear_runs["no checkpoint"] == linear_runs["layer, attention and linear saved"]
-        assert linear_runs["no checkpoint"] < linear_runs["MLP part"] < linear_runs["layer"]
-        rows = model.LAYERS * model.SIZE // world_size
-        memory = {name: row[2] for name, row in table.items()}
-        assert memory["layer"] == rows * 4 * model.WIDTH  # the inputs of layers
-        results = rows * 4 * (model.WIDTH + model.HEADS)  # out and lse
-        assert memory["layer, attention saved"] - memory["layer"] == results
-        assert memory["attention part, attention saved"] - memory["attention part"] == results
-        assert (
-            memory["layer, attention saved"] < memory["both parts, attention saved"] < memory["no checkpoint"]
-        )
+        saved = table["checkpoint_policy()"][0] - table["nothing saved"][0]
+        assert saved == model.LAYERS * model.SIZE // 2 * 4 * (model.WIDTH + model.HEADS)  # out and lse
+    assert page.keys() == tables[0].keys()
 
 
 def test_the_program_prints_its_table_once_and_the_losses_of_each_rank() -> None:
     """As under torchrun: this also runs `launch` of train_loop.py, which starts most examples."""
     path = ROOT / "examples/selective_checkpoint.py"
     first, second = ranks.run_program(2, path, lambda variables, output: output.splitlines())
-    names = ["checkpoint", *load("selective_checkpoint").WAYS]
     *table, losses = first
-    assert [line[:34].strip() for line in table] == names
+    assert [line[:34].strip() for line in table[1:]] == list(load("selective_checkpoint").WAYS)
     assert second == [losses.replace("rank 0", "rank 1")]
 
 

@@ -24,6 +24,7 @@ from tritoncp.distributed.schedules import schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as, stats_dtype
 from tritoncp.ops import signatures
 from tritoncp.ops.call import CALL_SCHEMA, Call, OpArguments, decode_spec
+from tritoncp.ops.checkpoint_policies import warn_if_repeated
 from tritoncp.ops.dispatch import (
     call_op,
     needs_dispatcher,
@@ -243,6 +244,7 @@ def _run_forward(call: Call | OpArguments, *tensors: Tensor) -> list[Tensor]:
     """Run the forward pass of a call below autograd, as an op where the dispatcher is needed. tensors: q, k,
     v, then the captures of the call."""
     if needs_dispatcher(tensors):
+        warn_if_repeated(forward_op, *tensors[:3])
         return list(call_op(forward_op, *tensors[:3], *call.as_arguments()))
     if isinstance(call, Call):
         return forward_pass(call, *tensors[:3])
