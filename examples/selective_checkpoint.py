@@ -1,16 +1,15 @@
 """Memory, messages and repeated attention of activation checkpointing, eagerly and compiled, as a table.
 
     torchrun --nproc-per-node 2 examples/selective_checkpoint.py
-    COMPILE=1 torchrun --nproc-per-node 2 examples/selective_checkpoint.py
 
-Attention that is computed again sends its keys again. `checkpoint_policy` saves its out and lse, so that it
-runs once; it also saves a list of other ops. `SAVE_OPS` is the list for a policy of your own.
+Attention that is computed again sends its keys again. COMPILE=1 compiles the layers.
 """
 
 import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from train_loop import LAYERS, SIZE, Decoder, Result, add_up, batch_of, launch, loss_sum
 
 import tritoncp
@@ -29,50 +28,41 @@ Function = Callable[..., Tensor]
 TORCH_FLEX, LINEAR = torch.ops.higher_order.flex_attention, torch.ops.aten.addmm.default
 
 
-def save(policy: Any, function: Function) -> Function:
-    """Wrap a function in a checkpoint with a policy, or a list of ops to save; the rest runs again."""
-    contexts = partial(create_selective_checkpoint_contexts, policy)
+def repeat(contexts: Any, function: Function) -> Function:
+    """Wrap a function in a checkpoint that saves the results of some ops and runs the others again."""
     return partial(checkpoint, function, use_reentrant=False, context_fn=contexts)
 
 
-def save_half_of_linear(ops: list[Any], function: Function) -> Function:
-    """Wrap a function in a checkpoint that saves a list of ops, and every second linear layer, as
-    torchtitan's does."""
-
-    def contexts() -> Any:
-        calls = 0
-
-        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            nonlocal calls
-            calls += op is LINEAR
-            is_saved = calls % 2 if op is LINEAR else op in ops
-            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
-
-    return partial(checkpoint, function, use_reentrant=False, context_fn=contexts)
+def contexts_of(ops: list[Any]) -> Any:
+    """Return the contexts that save ops and every second linear layer, as torchtitan's do."""
+    saved = cycle([True, False])
+    return create_selective_checkpoint_contexts(
+        lambda ctx, op, *args, **kwargs: next(saved) if op is LINEAR else op in ops
+    )
 
 
 WAYS: dict[str, Callable[[Function], Function]] = {  # of running a layer
     "no checkpoint": lambda layer: layer,
     "nothing saved": lambda layer: partial(checkpoint, layer, use_reentrant=False),
-    "checkpoint_policy()": partial(save, tritoncp.checkpoint_policy()),
-    "half of linear": partial(save_half_of_linear, []),
-    "half of linear and SAVE_OPS": partial(save_half_of_linear, list(tritoncp.SAVE_OPS)),
-    "half of linear and torch's op": partial(save_half_of_linear, [TORCH_FLEX]),
+    "checkpoint_policy()": partial(
+        repeat, partial(create_selective_checkpoint_contexts, tritoncp.checkpoint_policy())
+    ),
+    "half of linear": partial(repeat, partial(contexts_of, [])),
+    "half of linear and SAVE_OPS": partial(repeat, partial(contexts_of, list(tritoncp.SAVE_OPS))),
+    "half of linear and torch's op": partial(repeat, partial(contexts_of, [TORCH_FLEX])),
 }
 
 
 class KeptMemory(TorchDispatchMode):
-    """Finds results of ops whose memory is in use, also those that a checkpoint keeps."""
+    """Counts the bytes of results of ops that are in use, also by a checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.results: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def add(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        self.results[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.found[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return x
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,17 +73,13 @@ class KeptMemory(TorchDispatchMode):
                 self.add(x)
         return result
 
-    def count_bytes(self) -> int:
-        return sum(size for storage, size in self.results.values() if not storage.expired())
-
 
 class Figures(NamedTuple):
-    """Of one way, on this rank: bytes kept between the passes; in the backward pass, all-gathers of keys and
-    forward runs of attention; loss and gradients."""
+    """Of one way, on this rank; of all-gathers and runs of attention, those of the backward pass."""
 
     bytes_kept: int
     gathers: int
-    repeated: int
+    attention_runs: int
     loss: float
     gradients: list[Tensor]
 
@@ -115,23 +101,19 @@ def measure(
     if compiled:  # no dispatch mode sees inside; a graph keeps what it saves for its backward graph
         torch.compiler.reset()  # graphs have no guard on policies: that of another way would be used
         layers = [torch.compile(layer, fullgraph=True) for layer in layers]
-        weights = {weight.untyped_storage()._cdata for weight in (*model.parameters(), positions)}
-        recorded: Any = saved_tensors_hooks(
-            lambda x: x if x.untyped_storage()._cdata in weights else memory.add(x), lambda x: x
-        )
-    else:
-        recorded = memory
-    with recorded:
+        kept = {x.untyped_storage()._cdata for x in (*model.parameters(), positions)}
+        pack: Any = lambda x: x if x.untyped_storage()._cdata in kept else memory.add(x)  # noqa: E731
+    with saved_tensors_hooks(pack, lambda x: x) if compiled else memory:
         for layer in layers:
             x = layer(x, positions, attend)
-    kept = memory.count_bytes()
+    bytes_kept = sum(size for storage, size in memory.found.values() if not storage.expired())
     loss = loss_sum(model.head(x), labels) / SIZE
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         loss.backward()
     counts = Counter(event.name.partition("/")[2].removeprefix("backward ") for event in profile.events())
     gradients = [weight.grad for weight in model.parameters()]
     add_up([loss := loss.detach(), *gradients], mesh)
-    return Figures(kept, counts["start AllGather"], counts["step 0"], loss.item(), gradients)
+    return Figures(bytes_kept, counts["start AllGather"], counts["step 0"], loss.item(), gradients)
 
 
 def train(mesh: dist.ProcessGroup | None = None, device: str = "cpu") -> Result:
@@ -141,7 +123,7 @@ def train(mesh: dist.ProcessGroup | None = None, device: str = "cpu") -> Result:
     if mesh is None or mesh.rank() == 0:
         print(f"{f'{LAYERS} layers' + ', compiled' * compiled:34} KiB kept  all-gathers  attention again")
         for name, row in table.items():
-            print(f"{name:34} {row.bytes_kept / 1024:8.0f} {row.gathers:12} {row.repeated:16}")
+            print(f"{name:34} {row.bytes_kept / 1024:8.0f} {row.gathers:12} {row.attention_runs:16}")
     return [row.loss for row in table.values()], table["no checkpoint"].gradients
 
 

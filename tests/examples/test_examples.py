@@ -118,7 +118,8 @@ def test_checkpoints_keep_and_repeat_what_the_page_says(
             assert loss_of_way == pytest.approx(loss, rel=1e-6)
             check_close(gradients_of_way, gradients)
         saved = table["checkpoint_policy()"][0] - table["nothing saved"][0]
-        assert saved == model.LAYERS * model.SIZE // 2 * 4 * (model.WIDTH + model.HEADS)  # out and lse
+        results = model.LAYERS * model.SIZE // 2 * 4 * (model.WIDTH + model.HEADS)  # out and lse
+        assert 0 <= saved - results <= 8 * compiled  # the handle of the plan
     assert page.keys() == tables[0].keys()
 
 

@@ -6,10 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.fx import traceback
-
-FOLDERS = tuple(f"{Path(file).resolve().parents[up]}/" for file, up in ((__file__, 1), (torch.__file__, 0)))
 PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 _shown: dict[Any, Any] = {}  # warnings of graphs, which are traced several times; filters decide
 
@@ -17,15 +13,26 @@ _shown: dict[Any, Any] = {}  # warnings of graphs, which are traced several time
 def warn_caller(message: str) -> None:
     """Warn at the line of the nearest caller outside the package and torch; where torch traces a graph again,
     at the line that its present node comes from."""
-    traced = (traceback.has_preserved_node_meta() and traceback.get_current_meta().get("stack_trace")) or ""
-    for file, line in reversed(PLACE.findall(traced)):
-        if not file.startswith(FOLDERS):
-            warnings.warn_explicit(message, UserWarning, file, int(line), registry=_shown)
-            return
+    if place := _traced_place():
+        warnings.warn_explicit(message, UserWarning, *place, registry=_shown)
+        return
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
-        "tritoncp",
-        "torch",
-    ):
+    while frame.f_back is not None and _package(frame.f_globals.get("__name__", "")) in ("tritoncp", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _traced_place() -> tuple[str, int] | None:
+    """Return the file and line of the node that torch traces again, None if there is none."""
+    traceback: Any = sys.modules.get("torch.fx.traceback")
+    if traceback is None or not traceback.has_preserved_node_meta():
+        return None
+    roots = Path(__file__).parents[1], Path(str(sys.modules["torch"].__file__)).parent
+    folders = tuple(f"{root}/" for root in roots)
+    places = PLACE.findall(traceback.get_current_meta().get("stack_trace") or "")
+    outside = [(file, int(line)) for file, line in places if not file.startswith(folders)]
+    return outside[-1] if outside else None
