@@ -68,8 +68,8 @@ class KeptMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in inputs:
+        for x in filter(torch.is_tensor, tree_leaves(result)):
+            if x.untyped_storage()._cdata not in inputs:
                 self.add(x)
         return result
 
@@ -94,9 +94,8 @@ def measure(
     plan = tritoncp.make_plan(mask, mesh, schedule="allgather")
     positions = tritoncp.positions(plan).to(device)
     attend = partial(tritoncp.flex_attention, block_mask=plan, mesh=mesh)
-    text = batch_of(0)
-    labels = tritoncp.shard(text[:, 1:], plan, dim=1, pad=-100).to(device)
-    x = model.embed(tritoncp.shard(text[:, :-1], plan, dim=1).to(device))
+    labels = tritoncp.shard(batch_of(0)[:, 1:], plan, dim=1, pad=-100).to(device)
+    x = model.embed(tritoncp.shard(batch_of(0)[:, :-1], plan, dim=1).to(device))
     layers, memory = [wrap(layer) for layer in model.layers], KeptMemory()
     if compiled:  # no dispatch mode sees inside; a graph keeps what it saves for its backward graph
         torch.compiler.reset()  # graphs have no guard on policies: that of another way would be used
