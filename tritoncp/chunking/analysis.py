@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    SubclassGetAttrAOTOutput,
+)
 from torch.fx import Graph, Node
 
 from tritoncp.chunking import attention
-from tritoncp.chunking.regions import is_backward, op_name, regions_of
-from tritoncp.chunking.report import ChunkingError, describe
+from tritoncp.chunking.regions import describe_modules, is_backward, op_name, regions_of
+from tritoncp.chunking.report import NO_ROWS, ChunkingError, describe
 from tritoncp.chunking.sizes import CutSymbol, cut_symbol, expression, free_symbols, input_symbols
 from tritoncp.core.log_lines import area_logger
 
@@ -21,12 +25,16 @@ aten = torch.ops.aten
 
 CASTS = {"aten::_to_copy", "prims::convert_element_type", "aten::to"}
 REDUCTIONS = {"_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce"}
-EXCHANGES = {"_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor"}
+EXCHANGES = {f"_c10d_functional::{name}" for name in ("all_to_all_single", "all_reduce", "wait_tensor")}
 VIEWS = (
     *("t", "transpose", "permute", "view", "_unsafe_view", "reshape", "clone", "alias", "detach"),
     *("squeeze", "unsqueeze"),
 )
 LINEAR = CASTS | REDUCTIONS | {f"aten::{name}" for name in VIEWS} | {"_c10d_functional::wait_tensor"}
+NO_DESCRIPTORS = (
+    ", as far as the graph tells, which describes no output: gradients are described by torch.compile, "
+    "aot_module_simplified and aot_export_joint_with_descriptors of torch._functorch.aot_autograd"
+)
 TORCH_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
 
 
@@ -64,7 +72,7 @@ class Cut:
         fake_mode = next(
             x.meta["val"].fake_mode for x in graph.nodes if hasattr(x.meta.get("val"), "fake_mode")
         )
-        self.sizes = CutSymbol(expression(size), chunks, size, fake_mode)
+        self.sizes = CutSymbol(chunks, size, fake_mode)
         self.pure_symbols = input_symbols(graph)
         self.outputs = list(self._outputs())
         self.chained = self._new_values()
@@ -80,11 +88,9 @@ class Cut:
     def _check_passes(self, region: str) -> None:
         if not self.inside:
             raise ChunkingError(
-                f"no node is in a module that matches region={region!r}; name modules by their paths, with * "
-                'for any name: "layers.*"'
+                f"region={region!r} is no module of the graph. {describe_modules(self.graph)}"
             )
-        nodes = [node for node in self.inside if "nn_module_stack" in node.meta]
-        if not nodes and any("fwd_nn_module_stack" in node.meta for node in self.inside):
+        if all(map(is_backward, self.inside)):
             raise ChunkingError(
                 "a backward graph alone cannot be cut, as its inputs are values of the whole forward pass; "
                 "cut the joint graph, before it is partitioned"
@@ -99,12 +105,17 @@ class Cut:
     def _outputs(self) -> Iterator[tuple[Node | None, Any]]:
         """Yield each output with its descriptor, None if the graph has none."""
         output = self.graph.output_node()
-        values = output.args[0]
+        values: Any = output.args[0]
         values = list(values) if isinstance(values, tuple | list) else [values]
         descriptors = output.meta.get("desc")
         if not isinstance(descriptors, tuple | list) or len(descriptors) != len(values):
             descriptors = [None] * len(values)
-        yield from zip(values, descriptors, strict=True)
+        for value, descriptor in zip(values, descriptors, strict=True):
+            while isinstance(
+                descriptor, SubclassGetAttrAOTOutput
+            ):  # of a DTensor, whose local tensor this is
+                descriptor = descriptor.base
+            yield value, descriptor
 
     def _new_values(self) -> dict[Node, Node]:
         """Map inputs that are mutated to the nodes of their new values, if a region computes them."""
@@ -124,7 +135,7 @@ class Cut:
 
     def is_whole_size(self, node: Node) -> bool:
         """Return whether a node is the size that is cut."""
-        return is_size(node) and expression(node.meta["val"]) == self.sizes.symbol
+        return is_size(node) and expression(node.meta["val"]) == self.sizes.whole
 
     def _is_source(self, node: Node) -> bool:
         """Return whether a node reads the size that is cut from an input."""
@@ -210,8 +221,8 @@ class Cut:
         if is_gradient and self._reaches_gradients_alone(node):
             return "sum"
         raise ChunkingError(
-            f"{describe(node, users=True)} has no rows to join, and is neither a gradient nor a new value of "
-            "an input: a mean over the tokens of a chunk is no part of a sum. Compute it outside of regions"
+            f"{describe(node, users=True)} {NO_ROWS}. It is neither a gradient nor a new value of an input"
+            f"{'' if any(descriptor for _, descriptor in self.outputs) else NO_DESCRIPTORS}"
         )
 
     def _reaches_gradients_alone(self, node: Node) -> bool:
@@ -249,13 +260,24 @@ class Cut:
             return "is a higher-order op, which cannot be cut: call tritoncp.flex_attention in the region"
         if any(part in name for part in TORCH_ATTENTION) and self.dim == "seq":
             return "is torch's attention, whose chunks need the keys of others: call tritoncp.flex_attention"
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if self._is_random(node):
             return "draws random numbers, other ones in chunks than in the whole; move it out of the region"
-        if "c10d" in name and name not in EXCHANGES:
-            is_reduced_gradient = name in REDUCTIONS and not self.carries(node) and is_backward(node)
-            if not is_reduced_gradient:
-                return "is a collective other than an exchange of experts; move it out of the region"
+        if "c10d" in name and name not in EXCHANGES and self.dim == "seq" and self.carries(node):
+            return (
+                "is a collective of rows, whose chunks are not adjacent in the rows of all ranks: only sums "
+                "(all_reduce) and exchanges of experts (all_to_all) are cut by sequence. Move it out of the "
+                'region, or cut by dim="batch"'
+            )
         return ""
+
+    def _is_random(self, node: Node) -> bool:
+        """Return whether an op draws random numbers: it is marked so, and has no dropout of 0."""
+        if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            return False
+        arguments = enumerate(node.target._schema.arguments)  # type: ignore[union-attr] # it is an op
+        places = [i for i, argument in arguments if argument.name == "dropout_p"]
+        given = [node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0) for i in places]
+        return given != [0.0]
 
     def _shape_fault(self, node: Node) -> str:
         value = node.meta.get("val")
@@ -278,7 +300,7 @@ class Cut:
                 "is needed where it enters or leaves a region"
             )
         expr = expression(value.shape[dims[0]])
-        if expr != self.sizes.symbol and not (self.dim == "batch" and (expr / self.sizes.symbol).is_Integer):
+        if expr != self.sizes.whole and not (self.dim == "batch" and (expr / self.sizes.whole).is_Integer):
             raise ChunkingError(
                 f"{describe(node, users=True)}: dimension {dims[0]} is {expr}, of which the rows of a chunk "
                 "are not adjacent; move the view that makes it into the region, or out of it"
@@ -287,4 +309,4 @@ class Cut:
 
     def factor(self, node: Node) -> int:
         """Return the rows of a tensor's cut dimension for each row that is cut."""
-        return int(expression(node.meta["val"].shape[self.cut_dim(node)]) / self.sizes.symbol)
+        return int(expression(node.meta["val"].shape[self.cut_dim(node)]) / self.sizes.whole)

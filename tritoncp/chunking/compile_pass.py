@@ -9,9 +9,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from tritoncp._version import __version__
-from tritoncp.chunking.regions import regions_of
+from tritoncp.chunking.regions import describe_modules, regions_of
 from tritoncp.chunking.report import Report
 from tritoncp.chunking.rewrite import chunk
+from tritoncp.core.caller import warn_caller
 from tritoncp.core.log_lines import area_logger
 
 log = area_logger("chunking")
@@ -21,8 +22,9 @@ class Pass(CustomGraphPass):
     """:func:`tritoncp.chunking.chunk` as a pass of inductor over joint graphs, with the same arguments.
 
     ``torch.compile(model, options={"joint_custom_pre_pass": tritoncp.chunking.Pass(dim="seq")})``. A graph
-    without a module of the region stays as it is. ``reports`` has what was done to each graph that was cut;
-    none for a compiled graph that inductor took from its cache.
+    without a module of the region stays as it is; there is a warning, with the modules that it has, while no
+    graph was cut. ``reports`` has what was done to each graph that was cut; none for a compiled graph that
+    inductor took from its cache.
     """
 
     def __init__(
@@ -42,7 +44,10 @@ class Pass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         if not regions_of(graph, self.region):
-            log.info("no node of a graph is in %s: it is not cut", self.region)
+            message = f"region={self.region!r} is no module of a compiled graph, which is not cut"
+            log.info("%s", message)
+            if not self.reports:
+                warn_caller(f"{message}. {describe_modules(graph)}")
             return
         self.reports.append(chunk(graph, self.region, **self.options))
 

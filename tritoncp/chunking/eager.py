@@ -12,7 +12,7 @@ from tritoncp.api import plan_cache
 from tritoncp.api.attention import Options, attend, substitute_calls
 from tritoncp.api.validate import ShardSizes
 from tritoncp.chunking.attention import prefixes
-from tritoncp.chunking.report import ChunkingError
+from tritoncp.chunking.report import NO_ROWS, ChunkingError
 from tritoncp.distributed import groups
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.planning.plan import Plan
@@ -59,7 +59,7 @@ class Eager(nn.Module):
             calls.begin(index)
             with substitute_calls(calls.attend):
                 results.append(self.module(own, *others, **named))
-        return concatenate(results, axis)
+        return concatenate(results, axis, x.shape[axis] // self.chunks)
 
     def _piece(self, value: Any, x: Tensor, index: int) -> Any:
         """Return a chunk of a tensor that has the size of x that is cut, else the value."""
@@ -85,11 +85,19 @@ def split_axis(value: Tensor, x: Tensor, dim: str) -> int | None:
     return 0 if value.ndim and value.shape[0] == rows else None
 
 
-def concatenate(results: list[Any], axis: int) -> Any:
-    """Concatenate tensors, or the tensors of tuples, lists and dicts of one form."""
-    return tree_map(
-        lambda *parts: torch.cat(parts, axis) if isinstance(parts[0], Tensor) else parts[0], *results
-    )
+def concatenate(results: list[Any], axis: int, rows: int) -> Any:
+    """Concatenate tensors, or the tensors of tuples, lists and dicts of one form. Raises ChunkingError for
+    tensors that do not have the rows of a chunk."""
+
+    def join(*parts: Any) -> Any:
+        first = parts[0]
+        if not isinstance(first, Tensor):
+            return first
+        if first.ndim <= axis or first.shape[axis] % rows:
+            raise ChunkingError(f"a result of the shape {list(first.shape)} {NO_ROWS}")
+        return torch.cat(parts, axis)
+
+    return tree_map(join, *results)
 
 
 class Calls:

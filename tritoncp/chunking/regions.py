@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch.fx import Graph, Node
 
+from tritoncp.chunking.sizes import free_symbols
+
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
@@ -57,6 +59,16 @@ def is_backward(node: Node) -> bool:
     return "fwd_nn_module_stack" in node.meta or bool(node.meta.get("autograd_backward"))
 
 
+def describe_modules(graph: Graph) -> str:
+    """Describe in an error the modules that a graph has, and the region that is all of it."""
+    paths = [path for path in dict.fromkeys(map(module_path, graph.nodes)) if path]
+    seen = "It names no modules: torch.compile, torch.export and make_fx(..., record_module_stack=True) do"
+    if paths:
+        known = ", ".join(paths[:8]) + ", ..." * (len(paths) > 8)
+        seen = f"Its modules are {known}; paths begin at the module that is compiled"
+    return f'{seen}. region="" is the whole graph, as of a block that is compiled alone'
+
+
 def has_tensor(node: Node) -> bool:
     """Return whether a node computes a tensor, or several."""
     value = node.meta.get("val")
@@ -68,8 +80,10 @@ def regions_of(graph: Graph, pattern: str) -> dict[Node, str]:
 
     A node without a module is inside if all its tensors come from regions and go to regions, a sum of
     gradients also if it adds one from outside; its region is that of its last tensor. A selected item belongs
-    where the sequence does.
+    where the sequence does. Under the pattern "" all calls are inside: the graph is one region, "".
     """
+    if not pattern:
+        return {node: "" for node in graph.nodes if node.op == "call_function"}
     inside: dict[Node, str] = {}
     candidates = []
     for node in graph.nodes:
@@ -102,12 +116,15 @@ def _tensors(node: Node) -> list[Node]:
 
 def _is_surrounded(node: Node, inside: dict[Node, str], members: set[Node]) -> bool:
     """Return whether a node comes from regions and goes to regions. Of a sum, one end is enough: what it adds
-    from outside is cut, and what leaves is joined once."""
+    from outside is cut, and what leaves backward is joined once. Sums of gradients of parameters are outside:
+    autograd adds those of each call of a module to the sum of the calls before."""
     tensors = _tensors(node)
     sources = [x in inside or x in members for x in tensors]
     users = [x in inside or x in members for x in node.users]
     if not users or not tensors:
         return False
     if node.target is torch.ops.aten.add.Tensor and len(tensors) > 1:
-        return any(sources) and (all(sources) or all(users))
+        if is_backward(node) and not free_symbols(node.meta["val"]):
+            return False
+        return any(sources) and (all(users) or (is_backward(node) and all(sources)))
     return all(sources) and all(users)

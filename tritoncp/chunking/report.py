@@ -11,6 +11,12 @@ class ChunkingError(ValueError):
     """A graph, or a size, that cannot be cut into chunks. The graph is unchanged."""
 
 
+NO_ROWS = (
+    "has no rows to join: a sum or mean over the tokens of a chunk is not that of all tokens. Return a value "
+    "of each token, an auxiliary loss as [B, S], and reduce it outside of the region"
+)
+
+
 def describe(node: Node, users: bool = False) -> str:
     """Describe a node in an error: its name, its op, the source line that it was traced from and its users.
 

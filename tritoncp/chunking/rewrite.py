@@ -38,7 +38,7 @@ def chunk(
     """Cut the modules of a joint graph that ``region`` names into chunks of the batch or the sequence.
 
     gm: a joint graph of AOTAutograd or a forward graph, whose nodes have ``nn_module_stack``; it is edited.
-    region: paths of modules, with * for any name
+    region: paths of modules, with * for any name; "" for the whole graph
     dim: "batch" or "seq", whose size is a symbol (:func:`tritoncp.chunking.mark`)
     early: gradients of parameters that are cast are summed over chunks before the cast back, or before they
     are reduced between ranks
@@ -97,7 +97,8 @@ class Rewrite(AddedNodes):
             self.sizes.declare_divisible()
             for node, c in self.routes.steps:
                 if c == KEEP:
-                    links.append((node, *map_arg((node.args, node.kwargs), self.whole_node)))
+                    args, kwargs = map_arg((node.args, node.kwargs), self.whole_node)
+                    links.append((node, self._add_chunks(node, args), kwargs))
                     self.order.append(node)
                 elif c == JOIN:
                     self.values[node, JOIN] = self._join(node)
@@ -124,9 +125,10 @@ class Rewrite(AddedNodes):
         self.graph.lint()
 
     def _remove_unused_nodes(self) -> None:
-        """Remove the added sizes and items of splits that no node reads."""
+        """Remove the added sizes, items of splits and sums that no node reads."""
+        unused = operator.getitem, operator.floordiv, operator.mul, aten.add.Tensor
         for node in reversed(self.added):
-            if not node.users and node.target in (operator.getitem, operator.floordiv, operator.mul):
+            if not node.users and node.target in unused:
                 self.graph.erase_node(node)
 
     def _make_source(self) -> None:
@@ -135,7 +137,7 @@ class Rewrite(AddedNodes):
             value = x.meta.get("val")
             if x.op == "placeholder" and isinstance(value, Tensor):
                 for d, size in enumerate(value.shape):
-                    if expression(size) == self.sizes.symbol:
+                    if expression(size) == self.sizes.whole:
                         self.cut.source = self.add_call(aten.sym_size.int, (x, d), size)
                         return
         raise ChunkingError("no input has the size that is cut alone as the size of a dimension")
@@ -176,6 +178,14 @@ class Rewrite(AddedNodes):
             return self.add_up([self.values[node, c] for c in reversed(chunks)], value, stage)
         dim = self.cut.cut_dim(node)
         return self.concatenate([self.values[node, c] for c in chunks], dim, value, value, stage)
+
+    def _add_chunks(self, node: Node, args: Any) -> Any:
+        """Return the arguments of a node. A gradient that is added to another is added chunk by chunk, in the
+        order in which autograd adds those of modules that run once a chunk."""
+        if node.target is not aten.add.Tensor or self.cut.joined.get(node.args[1]) != "sum":  # type: ignore[arg-type]
+            return args
+        *first, last = [self.values[node.args[1], c] for c in reversed(range(self.sizes.chunks))]  # type: ignore[index]
+        return self.add_up([args[0], *first], node.meta["val"], self.stage_of(node)), last
 
     def _copy(self, node: Node, c: int) -> Node:
         """Add a chunk's copy of a node."""

@@ -122,16 +122,19 @@ def as_number(expr: Any, env: Any, like: Any = None) -> Any:
 class CutSymbol:
     """The symbol of a graph that chunks cut.
 
-    symbol: the size; part: the size of one chunk; chunks: their number
+    symbol: of the size; whole: the size, the symbol or a multiple of it; part: the size of one chunk;
+    chunks: their number
     """
 
-    def __init__(self, symbol: Any, chunks: int, example: Any, fake_mode: Any) -> None:
-        self.symbol, self.chunks = symbol, chunks
-        self.env, self.fake_mode = example.node.shape_env, fake_mode
-        self.part = FloorDiv(symbol, chunks)
-        self.rows = self.hint(symbol)
+    def __init__(self, chunks: int, size: Any, fake_mode: Any) -> None:
+        self.env, self.fake_mode, self.chunks = size.node.shape_env, fake_mode, chunks
+        self.whole = expression(size)
+        (self.symbol,) = self.whole.free_symbols
+        self.part = self.whole.xreplace({self.symbol: FloorDiv(self.symbol, chunks)})
+        self.rows = self.hint(self.whole)
         if self.rows is not None:
-            check_rows(self.rows, chunks, f"{self.rows} rows")
+            unit = int(self.whole / self.symbol)
+            check_rows(self.rows, unit * chunks, f"{self.rows} rows")
 
     def declare_divisible(self) -> None:
         """Tell the shape environment that chunks are equal. There is no guard, which mark_dynamic refuses:
@@ -156,7 +159,7 @@ class CutSymbol:
 
         fresh: symbols of the chunk in place of symbols that are read from data
         """
-        return substitute(value, {self.symbol: times * self.part, **fresh})
+        return substitute(value, {self.symbol: times * FloorDiv(self.symbol, self.chunks), **fresh})
 
     def symbolic(self, expr: Any) -> Any:
         """Return an expression as a SymInt, or as a number if it is one."""
@@ -202,7 +205,7 @@ def cut_symbol(dim: str, queries: Iterable[Node], live_ins: Iterable[Node], grap
             continue
         size = value.shape[d]
         symbols = free_symbols(size) & known
-        if len(symbols) == 1 and expression(size) in symbols:
+        if len(symbols) == 1 and (expression(size) / next(iter(symbols))).is_Integer:
             return size
     where = describe(nodes[0][0]) if nodes else "no tensor enters the region"
     raise ChunkingError(
