@@ -74,9 +74,9 @@ def scores(x: Tensor, w: Tensor) -> Tensor:
 
 
 hop = torch.ops.higher_order.flex_attention
-all_reduce = torch.ops._c10d_functional.all_reduce.default
+gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 REFUSED = {
-    "mean": (lambda x, w: x.mean(), unchanged, r"mean.*a mean over the tokens of a chunk"),
+    "mean": (lambda x, w: x.mean(), unchanged, r"mean.*mean over the tokens of a chunk.*describes no output"),
     "dropout": (lambda x, w: F.dropout(x @ w), unchanged, "draws random numbers"),
     "two dimensions": (scores, unchanged, r"two dimensions of the size that is cut"),
     "torch's op": (lambda x, w: (x @ w).sin(), with_target("sin", hop), "sin.*higher-order op"),
@@ -85,7 +85,7 @@ REFUSED = {
         unchanged,
         "torch's attention|two dimensions",
     ),
-    "collective": (lambda x, w: (x @ w).sin(), with_target("sin", all_reduce), "sin.*is a collective other"),
+    "collective": (lambda x, w: (x @ w).sin(), with_target("sin", gather), "sin.*is a collective of rows"),
     "backward graph": (lambda x, w: x @ w, in_backward, "a backward graph alone"),
     "constant": (
         lambda x, w: (x @ w).sin().view(4, x.shape[1], 2, 3),
@@ -113,7 +113,7 @@ def test_a_graph_is_refused_on_its_node_and_stays_as_it_was(name):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"region": "blocks.*"}, r"region='blocks.\*'"),
+        ({"region": "blocks.*"}, r"region='blocks.\*' is no module of the graph. Its modules are layers.0;"),
         ({"chunks": 3}, "8 rows are no multiple of 3 chunks"),
         ({"chunks": 8}, "a chunk of one row"),
         ({"chunks": 1}, "2 chunks or more"),

@@ -217,7 +217,9 @@ class Cut:
             return "chain"
         if isinstance(value, Tensor) and self.carries(node):
             return "cat"
-        is_gradient = isinstance(value, Tensor) and not free_symbols(value) and is_backward(node)
+        is_gradient = (
+            isinstance(value, Tensor) and is_backward(node) and free_symbols(value) <= self.pure_symbols
+        )
         if is_gradient and self._reaches_gradients_alone(node):
             return "sum"
         raise ChunkingError(

@@ -193,12 +193,13 @@ def input_symbols(graph: Graph) -> set[Any]:
 
 def cut_symbol(dim: str, queries: Iterable[Node], live_ins: Iterable[Node], graph: Graph) -> Any:
     """Return the symbol of the batch or the sequence, as a SymInt: that of the queries of attention, or of
-    the first tensor [B, S, ...] that enters a region.
+    the first tensor [B, S, ...] that enters a region, else of the first [B, S].
 
     Raises ChunkingError if that size is a constant.
     """
     known, index = input_symbols(graph), {"batch": 0, "seq": 2}[dim]
-    nodes = [(node, index) for node in queries] or [(node, min(index, 1)) for node in live_ins]
+    entering = sorted(live_ins, key=lambda node: node.meta["val"].ndim < 3)  # weights of two dimensions last
+    nodes = [(node, index) for node in queries] or [(node, min(index, 1)) for node in entering]
     for node, d in nodes:
         value = node.meta["val"]
         if not isinstance(value, Tensor) or value.ndim <= max(d, 1) or not isinstance(value.shape[d], SymInt):

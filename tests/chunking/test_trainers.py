@@ -1,0 +1,246 @@
+"""Captures and models of trainers: blocks that are compiled alone, shared parameters, torch's attention, and
+graphs of torch.export and AOTAutograd, with the bits of eager chunking."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch.aot_autograd import aot_export_joint_simple, aot_export_joint_with_descriptors
+from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, export
+from torch.func import functional_call
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn import functional as F
+
+from tests.chunking.models import compiled
+from tritoncp import causal, flex_attention
+from tritoncp.chunking import Eager, Pass, chunk, mark
+
+B, S, WIDTH = 4, 32, 16
+pytestmark = pytest.mark.usefixtures("cpu_engine")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+
+
+class Block(nn.Module):
+    """Causal attention of two heads, tritoncp's or torch's."""
+
+    def __init__(self, torch_attention: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.torch_attention = torch_attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if self.torch_attention:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            out = flex_attention(q, k, v, causal())
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Plain(nn.Module):
+    """A layer without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(x).tanh()
+
+
+class Model(nn.Module):
+    """Layers, each called ``calls`` times one after the other."""
+
+    def __init__(self, *layers: nn.Module, calls: int = 1) -> None:
+        super().__init__()
+        self.first, self.layers, self.calls = nn.Linear(WIDTH, WIDTH), nn.ModuleList(layers), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            for _ in range(self.calls):
+                x = layer(x)
+        return x
+
+
+class Tied(nn.Module):
+    """An embedding, a layer and a head with the embedding's weight, in one region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(11, WIDTH), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.embed(x)) @ self.embed.weight.T
+
+
+def results(model: nn.Module, call: Callable[..., Any], x: Tensor) -> list[Tensor]:
+    """Return the output and all gradients of one step."""
+    out = call(x)
+    out.square().sum().backward()
+    return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def assert_bits_of_eager(
+    model: nn.Module, dim: str = "seq", chunks: int = 2, batch: int = B, rows: int = S
+) -> None:
+    eager = copy.deepcopy(model)
+    for i, layer in enumerate(eager.layers):
+        eager.layers[i] = Eager(layer, chunks, dim)
+    call = compiled(model, lambda gm: chunk(gm, dim=dim, chunks=chunks))
+    for size in (rows, 2 * rows):  # the second runs the graph of the first
+        x = torch.randn(batch, size, WIDTH) if dim == "seq" else torch.randn(size // 4, S, WIDTH)
+        want = results(eager, eager, x)
+        mark(x, ("batch", "seq").index(dim), chunks)
+        assert all(map(torch.equal, results(model, call, x), want))
+        model.zero_grad()
+        eager.zero_grad()
+
+
+def shared() -> Model:
+    model = Model(Plain(), Plain(), Block())
+    model.layers[1].out.weight = model.layers[0].out.weight
+    model.layers[2].out.weight = model.layers[0].out.weight
+    return model
+
+
+MODELS = {
+    "a parameter of three layers": (shared, "seq", 3),
+    "a layer called three times": (lambda: Model(Plain(), calls=3), "seq", 2),
+    "torch's attention": (lambda: Model(Block(torch_attention=True)), "batch", 2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_trainers_have_the_bits_of_eager_chunking(name):
+    make, dim, chunks = MODELS[name]
+    assert_bits_of_eager(make(), dim, chunks, rows=48)
+
+
+@pytest.mark.parametrize("dim", ["batch", "seq"])
+def test_a_batch_of_the_size_of_the_sequence_is_told_from_it(dim):
+    model, x = Model(Block()), torch.randn(8, 8, WIDTH)
+    eager = copy.deepcopy(model)
+    eager.layers[0] = Eager(eager.layers[0], 2, dim)
+    want = results(eager, eager, x)
+    mark(x, ("batch", "seq").index(dim), 2)
+    got = results(model, compiled(model, lambda gm: chunk(gm, dim=dim)), x)
+    assert all(map(torch.equal, got, want))
+
+
+def test_an_embedding_and_its_tied_head_in_one_region_differ_in_the_order_of_the_sum_alone():
+    """Eager chunking adds both gradients of a chunk, then those of the chunk before."""
+    model, x = Tied(), torch.randint(11, (B, S))
+    eager = copy.deepcopy(model)
+    out, weight, *others = results(eager, Eager(eager, 2, "seq"), x)
+    mark(x, 1, 2)
+    got = results(model, compiled(model, lambda gm: chunk(gm, "", dim="seq")), x)
+    assert torch.equal(got[0], out) and all(map(torch.equal, got[2:], others))
+    torch.testing.assert_close(got[1], weight, rtol=1e-5, atol=1e-4)
+
+
+def test_a_block_that_is_compiled_alone_is_cut_as_a_whole_graph():
+    """As trainers compile: each block, whose inputs its hook marks outside of the graph."""
+    model, x, reports = Model(Block(), Block()), torch.randn(B, S, WIDTH), []
+    eager = copy.deepcopy(model)
+    for i, block in enumerate(model.layers):
+        eager.layers[i] = Eager(eager.layers[i], 2, "seq")
+        model.layers[i] = compiled(block, lambda gm: reports.append(chunk(gm, "", dim="seq")))
+        model.layers[i].register_forward_pre_hook(lambda module, args: mark(args[0], 1, 2))
+    assert all(map(torch.equal, results(model, model, x), results(eager, eager, x)))
+    assert [report.regions for report in reports] == [("",), ("",)]
+
+
+@pytest.mark.long  # needs a C++ compiler
+def test_a_pass_that_finds_no_region_warns_at_the_callers_line_of_the_modules_that_it_found():
+    block, x = Model(Plain()), torch.randn(B, S, WIDTH)
+    call = torch.compile(block, options={"joint_custom_pre_pass": Pass("blocks.*", dim="seq")})
+    with warnings.catch_warnings(record=True) as caught, fresh_cache():
+        warnings.simplefilter("always")
+        call(x)
+    (one,) = [one for one in caught if "region='blocks.*'" in str(one.message)]
+    assert "Its modules are first, layers.0.out, layers.0;" in str(one.message) and one.filename == __file__
+
+
+@pytest.mark.parametrize("dim", ["batch", "seq"])
+def test_an_auxiliary_loss_of_a_block_is_refused_alike_in_graphs_and_eagerly(dim):
+    class Router(Plain):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = super().forward(x)
+            return y, y.square().mean()
+
+    class Trained(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            y, loss = self.layers[0](self.first(x))
+            return y.sum() + loss
+
+    model, x = Trained(Router()), torch.randn(B, S, WIDTH)
+    with pytest.raises(ValueError, match=r"has no rows to join.*auxiliary loss as"):
+        Eager(model.layers[0], 2, dim)(x)
+    mark(x, ("batch", "seq").index(dim), 2)
+    with pytest.raises(Exception, match=r"node mean.* has no rows to join.*auxiliary loss as"):
+        compiled(model, lambda gm: chunk(gm, dim=dim))(x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("size", [Dim("s", min=4, max=400), 2 * Dim("n", min=2, max=200)], ids=str)
+def test_exported_programs_are_cut(strict, size):
+    model, x = Model(Block()), torch.randn(B, S, WIDTH)
+    eager = copy.deepcopy(model)
+    eager.layers[0] = Eager(eager.layers[0], 2, "seq")
+    program = export(model, (x,), dynamic_shapes={"x": {1: size}}, strict=strict)
+    report = chunk(program.graph_module, dim="seq")
+    assert report.keys == (1, 2) and report.rows == S
+    assert torch.equal(program.module()(x), eager(x))
+
+
+def test_a_joint_graph_with_descriptors_is_cut():
+    model, x = Model(Block()), torch.randn(B, S, WIDTH)
+    mark(x, 1, 2)
+    gm: Any = dynamo_graph_capture_for_export(model)(x)
+    with ExitStack() as stack, torch._guards.tracing(gm.meta["tracing_context"]):
+        joint = aot_export_joint_with_descriptors(stack, gm, (x,))
+        assert chunk(joint.graph_module, dim="seq").live_outs == {"cat": 2, "sum": 2}
+
+
+def simple_joint(block: nn.Module, x: Tensor) -> GraphModule:
+    """Export the joint graph of a block whose weights are inputs, all sizes symbols."""
+    names, weights = zip(*block.named_parameters())
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    inputs = [mode.from_tensor(tensor) for tensor in (*weights, x)]
+    with mode:
+        return aot_export_joint_simple(
+            lambda *args: (functional_call(block, dict(zip(names, args)), args[-1:]),),
+            inputs,
+            trace_joint=True,
+        )
+
+
+def test_a_simple_joint_graph_is_cut_as_a_whole():
+    block, x = Plain(), torch.randn(B, S, WIDTH, requires_grad=True)
+    gm = simple_joint(block, x)
+    assert chunk(gm, "", dim="seq").live_outs == {"cat": 2, "sum": 1}
+    eager, grad = copy.deepcopy(block), torch.randn(B, S, WIDTH)
+    out = Eager(eager, 2, "seq")(x)
+    out.backward(grad)
+    results = gm([eager.out.weight.detach(), x.detach()], [grad])
+    assert all(
+        map(torch.equal, torch.utils._pytree.tree_leaves(results), [out, eager.out.weight.grad, x.grad])
+    )

@@ -1,0 +1,105 @@
+"""Blocks in chunks under FSDP2 and under tensor parallelism, on two real ranks, with the bits of eager
+chunking."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.chunking.models import compiled
+from tests.multiprocess import ranks
+from tritoncp import causal, flex_attention
+from tritoncp.chunking import Eager, chunk, mark
+from tritoncp.ops import engine_factory
+
+B, S, WIDTH = 2, 32, 16
+
+
+class Block(nn.Module):
+    """Causal attention and a feed-forward network of [B, S, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        x = x + flex_attention(q, k, v, causal()).transpose(1, 2).flatten(2)
+        return x + self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[list[Tensor], Counter[str]]:
+    """Return the output and local gradients of a step, and count the collectives of the process group."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        out = model(x)
+        out.square().sum().backward()
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return [out.detach(), *grads], Counter(e.name for e in profile.events() if e.name.startswith("c10d::"))
+
+
+def run_fsdp(group: Any) -> Any:
+    """Shard blocks that are compiled alone, and whose inputs hooks mark outside of their graphs."""
+    engine_factory.uses_triton = lambda device: False
+    torch.manual_seed(0)
+    mesh, model, reports = init_device_mesh("cpu", (2,)), Model(), []
+    eager = copy.deepcopy(model)
+    for i, block in enumerate(model.layers):
+        model.layers[i] = compiled(block, lambda gm: reports.append(chunk(gm, "", dim="seq")))
+        model.layers[i].register_forward_pre_hook(lambda module, args: mark(args[0], 1, 2))
+        eager.layers[i] = Eager(eager.layers[i], 2, "seq")
+        for layers in (model.layers, eager.layers):
+            fully_shard(layers[i], mesh=mesh)
+    x = torch.randn(B, S, WIDTH) + group.rank()
+    return step(model, x), step(eager, x), [report.live_outs for report in reports]
+
+
+def test_fsdp2_gathers_parameters_once_for_all_chunks():
+    for (got, sent), (want, sent_eagerly), joined in ranks.run(2, run_fsdp):
+        assert all(map(torch.equal, got, want))
+        assert sent == sent_eagerly and sent["c10d::_allgather_base_"] > 0
+        assert joined == [{"cat": 2, "sum": 3}] * 2
+
+
+def run_tensor_parallel(group: Any) -> Any:
+    engine_factory.uses_triton = lambda device: False
+    torch.manual_seed(0)
+    mesh, model, reports = init_device_mesh("cpu", (2,)), Model(), []
+    eager = copy.deepcopy(model)
+    for layers in (model.layers, eager.layers):
+        for block in layers:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    eager.layers = nn.ModuleList(Eager(block, 2, "seq") for block in eager.layers)
+    x = torch.randn(B, S, WIDTH)
+    want, _ = step(eager, x)
+    mark(x, 1, 2)
+    call = compiled(model, lambda gm: reports.append(chunk(gm, dim="seq")))
+    out = call(x)
+    out.square().sum().backward()
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return [out.detach(), *grads], want, reports[0].live_outs
+
+
+def test_tensor_parallel_layers_are_cut_and_sum_the_tokens_of_a_chunk_between_ranks():
+    for got, want, joined in ranks.run(2, run_tensor_parallel):
+        assert all(map(torch.equal, got, want))
+        assert joined["sum"] == 6
