@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,10 +31,9 @@ pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    yield
 
 
 class Block(nn.Module):
