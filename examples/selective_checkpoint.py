@@ -73,9 +73,7 @@ class KeptMemory(TorchDispatchMode):
         return result
 
 
-class Figures(NamedTuple):
-    """Of one way, on this rank; of all-gathers and runs of attention, those of the backward pass."""
-
+class Figures(NamedTuple):  # all-gathers and runs of attention are those of the backward pass
     bytes_kept: int
     gathers: int
     attention_runs: int
@@ -95,7 +93,7 @@ def measure(
     attend = partial(tritoncp.flex_attention, block_mask=plan, mesh=mesh)
     labels = tritoncp.shard(batch_of(0)[:, 1:], plan, dim=1, pad=-100).to(device)
     x = model.embed(tritoncp.shard(batch_of(0)[:, :-1], plan, dim=1).to(device))
-    layers, memory = [wrap(layer) for layer in model.layers], KeptMemory()
+    layers, memory = list(map(wrap, model.layers)), KeptMemory()
     if compiled:  # no dispatch mode sees inside; a graph keeps what it saves for its backward graph
         torch.compiler.reset()  # graphs have no guard on policies: that of another way would be used
         layers = [torch.compile(layer, fullgraph=True) for layer in layers]
