@@ -1,6 +1,8 @@
-"""Memory, messages and repeated attention of activation checkpointing, eager or (COMPILE=1) compiled.
+"""Memory, messages and repeated attention of activation checkpointing, as a table.
 
-torchrun --nproc-per-node 2 examples/selective_checkpoint.py
+    torchrun --nproc-per-node 2 examples/selective_checkpoint.py
+
+Attention that is computed again sends its keys again. COMPILE=1 compiles the layers.
 """
 
 import gc
