@@ -116,6 +116,17 @@ def test_ranks_that_read_no_keys_of_others_send_none(schedule: str, monkeypatch:
 # -- results ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_documents_of_each_row_have_dense_results_and_gradients(schedule: str) -> None:
+    """Every rank's keys are read by itself and by others, of other places in each batch row."""
+    lengths = torch.tensor([[9, 15], [20, 4]])
+    mask = create_block_mask(and_masks(causal(), document(lengths=lengths)), 2, None, 24, 24, BLOCK_SIZE=4)
+    x, plan = qkv(24, batch=2, heads=4, kv_heads=2, dtype=F64, dim=4), build(mask, 3, schedule=schedule)
+    assert plan.fetch.batched and min(plan.traffic.sum(0) - plan.traffic.diag()) > 0
+    start = cotangents(x)
+    agree(over_ranks(x, plan, start=start), oracle(x, mask, start=start), 1e-10)
+
+
 @pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_results_may_be_edited(schedule: str) -> None:

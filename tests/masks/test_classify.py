@@ -8,6 +8,14 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from tritoncp.masks import ABSENT, Kind, create_block_mask
+from tritoncp.masks.classification.interval_arithmetic import (
+    BOOL_RULES,
+    COPIES,
+    OPERAND_RULES,
+    RESULT_RULES,
+    ValueRange,
+    limit_range,
+)
 from tritoncp.masks.classification.tile_bounds import Bounds
 
 B, H, LENGTH = 2, 3, 40  # tables have an element for every index
@@ -129,6 +137,65 @@ def test_any_expression_gives_torchs_blocks(expression: Expression, q_len: int, 
     want = torch_kinds(expression.mod, q_len, kv_len, block)
     mask = create_block_mask(expression.mod, B, H, q_len, kv_len, BLOCK_SIZE=block)
     assert torch.equal(mask.runs.to_kinds(), want)
+
+
+def run_rule(name: str, dtype: torch.dtype, *operands: Tensor) -> Tensor:
+    """Run the operation of a rule on operands of the type that it computes in."""
+    rounding = {"div_floor": "floor", "div_trunc": "trunc"}
+    if name in rounding:
+        return torch.div(*operands, rounding_mode=rounding[name])
+    return operands[0].to(dtype) if name in COPIES else getattr(torch.ops.aten, name)(*operands)
+
+
+COUNTS = {"where": 3, "clamp": 3} | dict.fromkeys(
+    ("neg", "abs", "sign", "sgn", "square", "bitwise_not", "relu", "floor", "ceil", "trunc", "round",
+     "logical_not", *COPIES), 1)  # fmt: skip
+BITS = (
+    "where",
+    *(name for name in RESULT_RULES if name.startswith(("bitwise_", "__")) and "shift" not in name),
+)
+RULES = {
+    torch.bool: {name: RESULT_RULES[name] for name in BITS} | BOOL_RULES | OPERAND_RULES,
+    **dict.fromkeys((*INTS, torch.float32), RESULT_RULES | OPERAND_RULES),
+}
+
+
+def draw_operand(dtype: torch.dtype, g: torch.Generator) -> tuple[ValueRange, Tensor]:
+    """Draw a range of up to four integers, or quarters, of any size, and all values in it."""
+    limits = torch.iinfo(dtype) if dtype in INTS else torch.finfo(torch.float32)
+    size = [1, 4, 60, 200, 1 << 16][int(torch.randint(0, 5, (), generator=g))]
+    least, most = max(-size, int(limits.min)), min(size, int(limits.max))
+    if dtype is torch.bool:
+        least, most = 0, 1
+    lo = int(torch.randint(least, most + 1, (), generator=g))
+    points = torch.arange(lo, min(most, lo + int(torch.randint(0, 4, (), generator=g))) + 1)
+    ends = points[[0, -1]].double() if dtype in INTS else points[[0, -1]].to(dtype)
+    if dtype is torch.float32:
+        return ValueRange(*(ends / 4), dtype), points / 4
+    return ValueRange(*ends, dtype, int(points.abs().max()) if dtype in INTS else 0), points.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", RULES, ids=str)
+def test_rules_enclose_what_operations_give_and_know_it_of_constants(dtype: torch.dtype) -> None:
+    """All values in small ranges of the operands, near zero and where narrow types wrap."""
+    g, known = torch.Generator().manual_seed(0), set()
+    for name, rule in list(RULES[dtype].items()) * 40:
+        types = [torch.bool if name == "where" and not i else dtype for i in range(COUNTS.get(name, 2))]
+        ranges, values = zip(*(draw_operand(t, g) for t in types))
+        result = dtype if name in RESULT_RULES else torch.bool
+        try:
+            got = run_rule(name, dtype, *(x.view(-1, *[1] * i) for i, x in enumerate(values)))
+        except RuntimeError:  # a division by zero, or an operation that the type lacks
+            continue
+        if got.dtype != result:  # a quotient of integers
+            continue
+        bounds = limit_range(rule(result, *ranges), result)
+        lo, hi, numbers = bounds.lo.double(), bounds.hi.double(), got.double()
+        assert not bool((numbers < lo).any() or (numbers > hi).any()), (name, ranges)
+        if got.numel() == 1 and not bool(lo.isnan() | hi.isnan()):
+            known.add(name)
+            assert name in ("div", "remainder") or bool((lo == numbers) & (hi == numbers)), (name, ranges)
+    assert known >= {name for name in RULES[dtype] if dtype in INTS and name in OPERAND_RULES} | {"where"}
 
 
 ENDLESS = torch.rand(LENGTH).index_fill(0, torch.arange(0, LENGTH, 7), float("inf"))

@@ -190,6 +190,36 @@ def test_a_full_mask_takes_memory_for_its_rows_of_blocks_alone() -> None:
     assert mask.runs.runs.nbytes + mask.runs.ptr.nbytes < 64 << 20
 
 
+@FEW
+@given(st.integers(0, 1 << 16), geometries(), st.sampled_from([0.0, 0.02, 0.5]))
+def test_rows_have_intervals_if_their_masked_blocks_hide_no_key_between(seed, geometry, share) -> None:
+    """share: of rows with hidden keys, one or a few, within their interval."""
+    g = torch.Generator().manual_seed(seed)
+    q_len, kv_len, q_block, kv_block = geometry
+    ends = torch.randint(0, kv_len + 1, (2, 2, 2, q_len, 1), generator=g).sort(0).values
+    key = torch.arange(kv_len)
+    first = torch.randint(0, kv_len, (2, 2, q_len, 1), generator=g)
+    hidden = (first <= key) & (key < first + 1 + seed % (2 * kv_block))
+    hidden &= torch.rand(2, 2, q_len, 1, generator=g) < share
+    visible = (ends[0] <= key) & (key < ends[1]) & ~hidden
+
+    def mod(b, h, q, kv):
+        return visible[b, h, q, kv]
+
+    mask = create_block_mask(mod, 2, 2, q_len, kv_len, BLOCK_SIZE=(q_block, kv_block))
+    masked = at_pairs(mask.runs.to_kinds(), mask) == Kind.MASKED
+    seen = visible & masked
+    lo = torch.where(seen, key, kv_len).amin(3)
+    hi = torch.where(seen, key + 1, 0).amax(3)
+    between = (lo[..., None] <= key) & (key < hi[..., None]) & masked
+    interval = with_intervals(mask, mod).interval
+    assert (interval is not None) == torch.equal(between, seen)
+    if interval is not None:
+        assert torch.equal(interval[1], hi.int()) and torch.equal(
+            interval[0], torch.where(hi > 0, lo, 0).int()
+        )
+
+
 @pytest.mark.parametrize(
     ("mod", "reads"),
     [

@@ -164,6 +164,23 @@ def test_lengths_and_captures_may_differ_or_change_after_one_comparison() -> Non
     torch.testing.assert_close(torch.cat([first, second], 2), expected, atol=2e-6, rtol=1e-5)
 
 
+def test_parts_of_a_batch_are_compared_by_their_rows() -> None:
+    """Each part once, although all of them have one shape; ranks that begin with different parts raise."""
+
+    def work(group: Any) -> tuple[list[int], str]:
+        mask = tritoncp.create_block_mask(lambda b, h, q, kv: q >= kv + b, 2, 1, S, S, BLOCK_SIZE=8)
+        parts = [tritoncp.make_plan(mask, group).batch_rows(row, 1) for row in (0, 1)]
+        call = lambda part, group: tritoncp.flex_attention(*shards(), part, group)  # noqa: E731
+        counts = [count_exchanges(lambda i=i: call(parts[i], group)) for i in (0, 1, 0, 1)]
+        few = dist.new_group(timeout=timedelta(seconds=20))
+        own = tritoncp.make_plan(mask, few).batch_rows(group.rank(), 1)
+        return counts, attempt(lambda: call(own, few))
+
+    for counts, text in run(2, work):
+        assert counts == [1, 1, 0, 0]
+        assert "the ranks differ in batch: rank 0 against rank 1" in text and "from row 1 on" in text
+
+
 # -- values ------------------------------------------------------------------------------------------------
 
 
