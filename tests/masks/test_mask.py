@@ -227,7 +227,7 @@ def test_rows_have_intervals_if_their_masked_blocks_hide_no_key_between(seed, ge
         (flex.and_masks(lambda b, h, q, kv: q >= kv, flex.noop_mask), (False, False)),
         (lambda b, h, q, kv: q >= kv + b, (True, False)),
         (lambda b, h, q, kv: (q >= kv) & (h < 1), (False, True)),
-        (document(ids=torch.zeros(1, 64, dtype=torch.int64)), (True, False)),
+        (document(ids=torch.zeros(1, 64, dtype=torch.int64)), (False, False)),
         (document(ids=torch.zeros(64, dtype=torch.int64)), (False, False)),
         (and_masks(causal(), lambda b, h, q, kv: h >= 0), (False, True)),
     ],

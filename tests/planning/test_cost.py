@@ -9,8 +9,9 @@ import torch
 
 from tests.planning.test_traffic import CASES
 from tests.zoo import BALANCERS
-from tritoncp import create_block_mask, full_mask, make_plan, sliding_window
+from tritoncp import create_block_mask, document, full_mask, make_plan, sliding_window
 from tritoncp.planning import cost, traffic
+from tritoncp.planning.build import build
 
 S = 1 << 16
 
@@ -63,6 +64,50 @@ def test_times_of_a_small_case_are_those_worked_out_by_hand(
     alone = make_plan(full_mask(512, 512), world_size=1, rank=0)
     local = cost.local_cost(alone, shape, hardware)
     assert (local.forward, local.backward) == ((1, 2.5) if fast else (40, 100))
+
+
+@pytest.mark.parametrize("latent", [0, 24])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
+    world_size: int, latent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of 256 tokens that see all keys, their own, or those of rank 0 alone."""
+    monkeypatch.setattr(traffic, "SMALL", 0)
+    monkeypatch.setattr(traffic, "HEAD_GROUPS", 4)
+    size, inf = 256 * world_size, float("inf")
+    masks = {
+        "all": full_mask(size, size),
+        "own": create_block_mask(document(lengths=[256] * world_size), None, None, size, size),
+        "first": create_block_mask(lambda b, h, q, kv: kv < 256, None, None, size, size),
+    }
+    shape = cost.Shape(batch=3, heads=12, kv_heads=4, head_dim=8, v_head_dim=16, latent=latent)
+    wires, cores = (cost.Hardware("", *rates, 0.0, 1.0, "") for rates in ((inf, 1.0), (1.0, inf)))
+    attend, expand = (
+        256 * 256 * 3 * 12 * 2 * 24,
+        256 * latent * 2 * 3 * 4 * 24,
+    )  # FLOPs for the keys of a rank
+    for name, mask in masks.items():
+        plan = build(mask, world_size, balancer="contiguous")
+        sent = {one.schedule: one for one in cost.costs(plan, shape, wires)}
+        computed = {one.schedule: (one.forward, one.backward) for one in cost.costs(plan, shape, cores)}
+        assert sent.keys() == computed.keys() == TIMES.keys() - ({"ulysses"} if latent else set())
+        for schedule, one in sent.items():
+            own = build(mask, world_size, balancer="contiguous", schedule=schedule)
+            extra = cost.plan_metrics(own, shape, one)
+            assert one.memory == max(extra["forward_extra_bytes"], extra["backward_extra_bytes"])
+            if name != "first":  # no rank receives more than it sends
+                assert one.total == pytest.approx(max(cost.bytes_under(plan, schedule, shape)))
+                assert schedule == "ulysses" or one.forward == pytest.approx(one.total / 4)
+            elif schedule == "fetch":  # rank 0 sends to all others
+                assert one.forward == (world_size - 1) * 256 * shape.row * 2 == one.total / 4
+            attended = world_size if name == "all" or (name, schedule) == ("first", "ring") else 1
+            fetched = {"all": world_size, "own": 1, "first": 2}[name]
+            expanded = fetched if schedule == "fetch" else 1 if name == "own" else world_size
+            forward, backward = attended * attend, 2.5 * attended * attend
+            want = forward + expanded * expand, backward + 3 * expanded * expand
+            assert computed[schedule] == pytest.approx(want), (name, schedule)
+    alone = cost.local_cost(build(full_mask(256, 256)), shape, cores)
+    assert (alone.forward, alone.backward) == (attend + expand, 2.5 * attend + 3 * expand)
 
 
 def test_the_reason_and_the_table_name_every_schedule() -> None:
