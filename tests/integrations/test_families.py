@@ -10,7 +10,7 @@ import pytest
 from tests.integrations import families
 
 HEADS = families.list_families()
-FIXED = ("bert", "doge", "glm4v_moe", "mobilebert", "qwen3_next", "xlstm")
+FIXED = ("bert", "big_bird", "doge", "glm4v_moe", "mobilebert", "qwen3_next", "xlstm")
 TODAY = datetime.date.today().toordinal()
 
 

@@ -194,9 +194,8 @@ def _check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTrain
     modules = model.modules() if model is not None and may_be_recurrent(text) else ()
     if computes_attention_itself(text) and not any(map(is_recurrent, modules)):
         raise ValueError(
-            f"the models of {type(text).__name__} compute attention (or what replaces it) themselves, "
-            "without transformers' attention interface, and would attend within a shard: run them on whole "
-            "sequences, without shard_batch"
+            f"the models of {type(text).__name__} compute attention, its mask or what replaces it by code "
+            "of their own, which would see a shard alone: run them on whole sequences, without shard_batch"
         )
     if hasattr(config, "patching_mode"):
         raise ValueError(
