@@ -31,6 +31,7 @@ from tritoncp.kernels.tiles import (
     Stream,
     accumulator_dtype,
     add_rows,
+    head_rows,
     load_pieces,
     load_rows,
     load_stat,
@@ -135,6 +136,7 @@ def dq_kernel(
     ADD: tl.constexpr,  # dq += instead of dq =
     PRECISION: tl.constexpr,
 ):
+    """dQ of a tile of queries, and the gradients of what score_mod captures."""
     BLOCK_M: tl.constexpr = Q_LAYOUT.TILE
     BLOCK_N: tl.constexpr = KV_LAYOUT.TILE
     EVEN: tl.constexpr = KV_LAYOUT.BLOCK % BLOCK_N == 0
@@ -152,7 +154,7 @@ def dq_kernel(
     queries = Queries(i_b + origin.batch, i_hm, o_q, m_m)
 
     i_hkv = i_h // GROUP
-    rows = HeadRows(i_b, i_h, i_h, tile.row, o_m, tile.n)
+    rows = head_rows(i_b, i_h, tile, o_m)
     b_q = load_pieces(q, rows, QK)  # [M, D]
     b_do = load_pieces(dout, rows, VO)  # [M, E]
     b_dq = zeros_pieces(BLOCK_M, QK, accumulator_dtype(q.ptr.dtype.element_ty))  # [M, D]
@@ -169,22 +171,22 @@ def dq_kernel(
             tiles = run_tiles(tables.rows, i_run, tile, tables.kv_slots, BLOCK_M, KV_LAYOUT, FULL)
             for i_t in tl.range(tiles.begin, tiles.end, disable_licm=True):
                 kv = locate_tile(tables.kv_slots, i_b, skip_cut(tiles, i_t), KV_LAYOUT)
-                kv_rows = HeadRows(i_b, i_hkv, i_hkv, kv.row, o_n, kv.n)
+                kv_rows = head_rows(i_b, i_hkv, kv, o_n)
                 o_kv = (kv.pos + o_n)[None, :]
                 m_in = row_mask(o_n, kv.n, CHECK)[None, :]
                 b_k = stream_pieces(keys, kv_rows, QK, CHECK)  # [N, D]
-                b_s = dot_nt(b_q, b_k, PRECISION, FLIP)  # [M, N]
+                b_s = dot_nt(b_q, b_k, PRECISION, FLIP)  # S = Q K^T [M, N]
                 b_pre, b_s = to_log2(b_s, queries, o_kv, score_mod, SCALE)
                 if not FULL:
                     m_in = visible_keys(tables, queries, b_bounds, kv, o_n, tiles.kind, RULE, False)
-                b_p = probabilities(b_s, b_lse)  # [M, N]
+                b_p = probabilities(b_s, b_lse)  # P = exp(S' - lse) [M, N]
                 if not FULL or not EVEN:
                     b_p = tl.where(m_in, b_p, 0.0)
                 b_v = stream_pieces(values, kv_rows, VO, CHECK)  # [N, E]
-                b_ds = b_p * (dot_nt(b_do, b_v, PRECISION, FLIP) - b_delta)  # [M, N]
+                b_ds = b_p * (dot_nt(b_do, b_v, PRECISION, FLIP) - b_delta)  # dS' = P (dO V^T - delta) [M, N]
                 m_q = m_m[:, None]
                 b_ds = score_gradients(b_ds, b_pre, queries, o_kv, m_in, m_q, score_mod, score_grad)
-                b_dq = add_dot(b_dq, b_ds, b_k, PRECISION)
+                b_dq = add_dot(b_dq, b_ds, b_k, PRECISION)  # dQ += dS K [M, D]
 
     store_pieces(dq, rows, scale_pieces(b_dq, SCALE), QK, ADD)
 
@@ -223,6 +225,7 @@ def dkdv_kernel(
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """dK and dV of a tile of keys of a KV head; with ``dq`` also what these keys contribute to dQ."""
     BLOCK_M: tl.constexpr = Q_LAYOUT.TILE
     BLOCK_N: tl.constexpr = KV_LAYOUT.TILE
     HEADS: tl.constexpr = GROUP // SPLIT
@@ -242,7 +245,7 @@ def dkdv_kernel(
     m_n = (o_n < kv.n)[:, None]
 
     i_hkv = i_part // SPLIT
-    kv_rows = HeadRows(i_b, i_hkv, i_hkv, kv.row, o_n, kv.n)
+    kv_rows = head_rows(i_b, i_hkv, kv, o_n)
     b_k = load_pieces(k, kv_rows, QK)  # [N, D]
     b_v = load_pieces(v, kv_rows, VO)  # [N, E]
     b_dk = zeros_pieces(BLOCK_N, QK, ACC)  # [N, D]
@@ -262,15 +265,15 @@ def dkdv_kernel(
                 for _ in tl.range(0, n_t * HEADS if tables.rows.runs is None else n_t, disable_licm=True):
                     i_hm = i_h + origin.head
                     tile = locate_tile(tables.q_slots, i_b, skip_cut(tiles, i_t), Q_LAYOUT)
-                    rows = HeadRows(i_b, i_h, i_h, tile.row, o_m, tile.n)
+                    rows = head_rows(i_b, i_h, tile, o_m)
                     o_q = (tile.pos + o_m)[None, :]
                     m_m = row_mask(o_m, tile.n, CHECK)
                     queries = Queries(i_b + origin.batch, i_hm, o_q, m_m)
                     b_q = stream_pieces(query_rows, rows, QK, CHECK)  # [M, D]
-                    b_s = dot_nt(b_k, b_q, PRECISION, FLIP)  # [N, M]
+                    b_s = dot_nt(b_k, b_q, PRECISION, FLIP)  # S^T = K Q^T [N, M]
                     b_lse = load_lse(lse, rows, m_m, score_mod, CHECK)[None, :]
                     b_pre, b_s = to_log2(b_s, queries, o_kv, score_mod, SCALE)
-                    b_p = probabilities(b_s, b_lse)  # [N, M]
+                    b_p = probabilities(b_s, b_lse)  # P^T = exp(S'^T - lse) [N, M]
                     m_in = m_m[None, :]
                     if not FULL:
                         b_bounds = row_intervals(tables.interval, rows, i_hm, m_m)
@@ -278,12 +281,12 @@ def dkdv_kernel(
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
                     b_do = stream_pieces(output_grads, rows, VO, CHECK)  # [M, E]
-                    b_dv = add_dot(b_dv, b_p, b_do, PRECISION)
-                    b_dp = dot_nt(b_v, b_do, PRECISION, FLIP)  # [N, M]
+                    b_dv = add_dot(b_dv, b_p, b_do, PRECISION)  # dV += P^T dO [N, E]
+                    b_dp = dot_nt(b_v, b_do, PRECISION, FLIP)  # dP^T = V dO^T [N, M]
                     b_delta = load_stat(delta, rows, m_m, CHECK)[None, :]
-                    b_ds = b_p * (b_dp - b_delta)  # [N, M]
+                    b_ds = b_p * (b_dp - b_delta)  # dS'^T [N, M]
                     b_ds = score_gradients(b_ds, b_pre, queries, o_kv, m_in, m_n, score_mod, score_grad)
-                    b_dk = add_dot(b_dk, b_ds, b_q, PRECISION)
+                    b_dk = add_dot(b_dk, b_ds, b_q, PRECISION)  # dK += dS^T Q [N, D]
                     if dq.ptr is not None:
                         if not FULL or KV_LAYOUT.BLOCK % BLOCK_N != 0:  # keys past the slot would add to dQ
                             b_ds = tl.where(m_n, b_ds, 0.0)
@@ -295,6 +298,6 @@ def dkdv_kernel(
 
     # Load again (without: 8 bytes spilled on sm_80, 128 channels).
     kv = locate_tile(tables.kv_slots, i_b, i_tile, KV_LAYOUT, True)
-    kv_rows = HeadRows(i_b, i_part, i_part, kv.row, o_n, kv.n)
+    kv_rows = head_rows(i_b, i_part, kv, o_n)
     store_pieces(dk, kv_rows, scale_pieces(b_dk, SCALE), QK, ADD)
     store_pieces(dv, kv_rows, b_dv, VO, ADD)

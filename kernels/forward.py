@@ -43,6 +43,7 @@ from tritoncp.kernels.tiles import (
     Stream,
     accumulator_dtype,
     head_pointer,
+    head_rows,
     load_pieces,
     load_stat,
     row_pointers,
@@ -134,6 +135,7 @@ def forward_kernel(
     STORE_STATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Attend a tile of queries, of one head or of PACK heads, to the keys that it sees."""
     BLOCK_N: tl.constexpr = KV_LAYOUT.TILE
     tl.static_assert(BLOCK_M >= 16 and BLOCK_N >= 16)
     EVEN: tl.constexpr = KV_LAYOUT.BLOCK % BLOCK_N == 0
@@ -147,12 +149,9 @@ def forward_kernel(
     i_tile, i_y, i_split = locate_program(order, i_b, splits, Q_LAYOUT.TILES, True)
     tile = locate_tile(tables.q_slots, i_b, i_tile, Q_LAYOUT)
     i_hkv, i_h, o_m = tile_rows(i_y, tile.n, BLOCK_M, GROUP, PACK)
-    if PACK == 1:
-        i_hc = i_h
-        i_ht = i_h + origin.head
-    else:  # heads of the rows; of their tables there is one for all heads
-        i_hc = i_h[:, None]
-        i_ht = i_hkv
+    # With PACK > 1 each row has a head of its own, and all heads share one table.
+    i_hc = i_h if PACK == 1 else i_h[:, None]
+    i_ht = i_h + origin.head if PACK == 1 else i_hkv
     o_n = tl.arange(0, BLOCK_N)
     o_q = (tile.pos + o_m)[:, None]
     m_m = o_m < tile.n
@@ -175,9 +174,9 @@ def forward_kernel(
             tiles, share = share_run(tiles, share, splits)
             for i_t in tl.range(tiles.begin, tiles.end, disable_licm=True):
                 kv = locate_tile(tables.kv_slots, i_b, skip_cut(tiles, i_t), KV_LAYOUT)
-                kv_rows = HeadRows(i_b, i_hkv, i_hkv, kv.row, o_n, kv.n)
+                kv_rows = head_rows(i_b, i_hkv, kv, o_n)
                 b_k = stream_pieces(keys, kv_rows, QK, CHECK)  # [N, D]
-                b_s = dot_nt(b_q, b_k, PRECISION)  # [M, N]
+                b_s = dot_nt(b_q, b_k, PRECISION)  # S = Q K^T [M, N]
                 if score_mod.fn is not None:
                     b_s = modify_scores(b_s, queries, (kv.pos + o_n)[None, :], score_mod, SCALE)
                 elif not FOLD:
@@ -186,6 +185,7 @@ def forward_kernel(
                     b_s = hide_keys(b_s, tables, queries, b_bounds, kv, o_n, tiles.kind, RULE)
                 elif not EVEN:
                     b_s = tl.where(row_mask(o_n, kv.n, CHECK)[None, :], b_s, -float("inf"))
+                # P = exp2(S - m') [M, N] and r = exp2(m - m') [M] with the new maximum m'; acc' = acc r + P V
                 b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, C, not FULL or score_mod.fn is not None)
                 b_v = stream_pieces(values, kv_rows, VO, CHECK)  # [N, E]
                 b_acc = add_dot(scale_pieces(b_acc, b_r[:, None]), b_p, b_v, PRECISION)

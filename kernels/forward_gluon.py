@@ -313,8 +313,8 @@ def load_state(
     m_m = rows.offsets < rows.count
     b_m = load_stat(state.m, rows, m_m, other=-float("inf"))
     b_l = load_stat(state.l, rows, m_m)
-    p, m = pointers(state.acc, walk, I_GROUP, O_LAYOUT, E)
-    return gl.load(p, mask=m, other=0.0), b_m, b_l
+    p_acc, m_acc = pointers(state.acc, walk, I_GROUP, O_LAYOUT, E)
+    return gl.load(p_acc, mask=m_acc, other=0.0), b_m, b_l
 
 
 @gluon.jit
@@ -322,8 +322,8 @@ def pointers(x, walk, I_GROUP: gl.constexpr, LAYOUT: gl.constexpr, E: gl.constex
     """Pointers to a group's rows [64, E], and the mask of those within the tile."""
     rows = rows_of(walk, walk.tile, I_GROUP, gl.SliceLayout(1, LAYOUT))
     o_e = gl.arange(0, E, gl.SliceLayout(0, LAYOUT))
-    m = (rows.offsets < rows.count)[:, None] & (o_e >= 0)[None, :]
-    return tile_pointers(x, head_pointer(x, walk.i_b, walk.i_h), rows, o_e), m
+    m_x = (rows.offsets < rows.count)[:, None] & (o_e >= 0)[None, :]
+    return tile_pointers(x, head_pointer(x, walk.i_b, walk.i_h), rows, o_e), m_x
 
 
 @gluon.jit
@@ -333,14 +333,14 @@ def store_results(results, walk, b_acc, b_m, b_l, I_GROUP: gl.constexpr, SPEC: g
     rows = rows_of(walk, walk.tile, I_GROUP, b_m.type.layout)
     m_m = rows.offsets < rows.count
     if SPEC.STORE_STATE:
-        p, m = pointers(results.state.acc, walk, I_GROUP, O_LAYOUT, SPEC.E)
-        gl.store(p, b_acc, mask=m)
+        p_acc, m_acc = pointers(results.state.acc, walk, I_GROUP, O_LAYOUT, SPEC.E)
+        gl.store(p_acc, b_acc, mask=m_acc)
         gl.store(stat_pointers(results.state.m, rows), b_m, mask=m_m)
         gl.store(stat_pointers(results.state.l, rows), b_l, mask=m_m)
     else:
         b_acc = shrink(b_acc, inverse_sum(b_l))
-        p, m = pointers(results.out, walk, I_GROUP, O_LAYOUT, SPEC.E)
-        gl.store(p, b_acc.to(results.out.ptr.dtype.element_ty), mask=m)
+        p_out, m_out = pointers(results.out, walk, I_GROUP, O_LAYOUT, SPEC.E)
+        gl.store(p_out, b_acc.to(results.out.ptr.dtype.element_ty), mask=m_out)
         gl.store(stat_pointers(results.lse, rows), row_lse(b_m, b_l), mask=m_m)
         if results.max_scores.ptr is not None:
             gl.store(stat_pointers(results.max_scores, rows), row_max(b_m, b_l), mask=m_m)
@@ -450,7 +450,7 @@ def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iter
         yield f"its instructions are those of sm_90, and this is {arch}"
         return
     if q.dtype.itemsize != 2:
-        yield f"{q.dtype} is not multiplied by wgmma"
+        yield f"it multiplies numbers of 16 bits, and q is {q.dtype}"
     elif not dims <= {64, 128}:
         yield f"it takes head dims of 64 and 128, and has {', '.join(map(str, sorted(dims)))}"
     else:
@@ -462,12 +462,12 @@ def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iter
             yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
         if tables.kv_block % config.BLOCK_N or not 64 <= config.BLOCK_N <= 128:
             yield f"it takes tiles of 64 or 128 keys that divide blocks of {tables.kv_block}"
-    if engine.mods.score or tables.mask == "mod":
-        yield "a score_mod or mask_mod says nothing of layouts, which Gluon wants to be told"
+    if engine.mods.score.fn or tables.mask == "mod":
+        yield "it runs no score_mod or mask_mod, whose values have no layouts in Gluon"
     if not engine.scale > 0:
         yield f"the scale is folded into the exponent, and {engine.scale} is not positive"
     if not (copyable(q) and engine.streams(k, v, tables)):
-        yield "q, k or v has strides, an address or ends of slots that leave nothing to descriptors"
+        yield "q, k or v has strides, an address or ends of slots that rule out tensor descriptors"
 
 
 def laid_out(desc: Any) -> TensorDescriptor:

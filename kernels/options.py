@@ -84,7 +84,7 @@ def check_options(options: dict[str, Any], arch: str | None = None) -> None:
                     continue
                 if kind not in KINDS:
                     raise ValueError(
-                        f"option CONFIGS has tiles of {kind!r}; one of {', '.join(KINDS)} is needed"
+                        f"kernel option CONFIGS has tiles of {kind!r}; pass one of {', '.join(KINDS)}"
                     )
                 names = {name: both[0] for name, both in option_names(kind).items()}
                 check_options({names[name]: setting for name, setting in config})

@@ -95,9 +95,9 @@ def check_grid(programs: int, heads: int, batch: int) -> tuple[int, int, int]:
     """Return a grid with heads or tiles in its second dimension and batch rows in its third; raise ValueError
     for more than a GPU launches, as the first dimension alone takes more than 65,535 programs."""
     if batch > MAX_BATCH:
-        raise ValueError(f"{batch} batch rows; a GPU launches {MAX_BATCH} at most: call with a part of them")
+        raise ValueError(f"query has {batch} batch rows, and a GPU launches {MAX_BATCH}; call with fewer")
     if heads > MAX_HEADS:
-        raise ValueError(f"{heads} heads; a GPU launches {MAX_HEADS} at most: call with a part of them")
+        raise ValueError(f"query has {heads} heads, and a GPU launches {MAX_HEADS}; call with fewer")
     return programs, heads, batch
 
 

@@ -111,17 +111,17 @@ def row_mask(o_s, n_s, CHECK: tl.constexpr):
 def window_mask(o_far, o_near, left, right, end):
     """Mask of near - left <= far <= near + right and far < end; None is unbounded."""
     if right is not None:
-        b_hi = o_near + right + 1
+        b_end = o_near + right + 1
         if end is not None:
-            b_hi = tl.minimum(b_hi, end)
-        m = o_far < b_hi
+            b_end = tl.minimum(b_end, end)
+        m_in = o_far < b_end
     elif end is not None:
-        m = o_far < end
+        m_in = o_far < end
     else:
-        m = o_far >= 0
+        m_in = o_far >= 0
     if left is not None:
-        m = m & (o_far >= o_near - left)
-    return m
+        m_in = m_in & (o_far >= o_near - left)
+    return m_in
 
 
 @triton.jit
@@ -130,9 +130,9 @@ def row_intervals(interval, rows, i_h, m_m):
     end = 0 where not ``m_m``."""
     if interval.begin is not None:
         o_b = rows.batch.to(tl.int64) * interval.stride_b
-        o = o_b + i_h.to(tl.int64) * interval.stride_h + rows.first
-        b_begin = tl.load(interval.begin + o + rows.offsets, mask=m_m, other=0)
-        return b_begin, tl.load(interval.end + o + rows.offsets, mask=m_m, other=0)
+        o_row = o_b + i_h.to(tl.int64) * interval.stride_h + rows.first
+        b_begin = tl.load(interval.begin + o_row + rows.offsets, mask=m_m, other=0)
+        return b_begin, tl.load(interval.end + o_row + rows.offsets, mask=m_m, other=0)
     else:
         return rows.offsets, rows.offsets  # not read
 

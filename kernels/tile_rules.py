@@ -237,7 +237,7 @@ def family(arch: str) -> str:
     if arch.startswith("gfx"):
         return "gfx942"
     if not arch.removeprefix("sm_").isdecimal():
-        raise ValueError(f"architecture {arch!r}; a name like sm_90 or gfx942 is needed")
+        raise ValueError(f"architecture {arch!r} is unknown; pass a name like sm_90 or gfx942")
     return "sm_100" if 100 <= int(arch.removeprefix("sm_")) < 120 else "sm_86"
 
 

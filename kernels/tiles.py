@@ -71,6 +71,12 @@ class HeadRows(NamedTuple):
     count: Any
 
 
+@triton.jit
+def head_rows(i_b, i_h, tile, offsets):
+    """Where the rows of a ``tile`` of one head lie."""
+    return HeadRows(i_b, i_h, i_h, tile.row, offsets, tile.n)
+
+
 def view(x: torch.Tensor | None) -> Strided | Stat:
     """Make the kernel argument of ``x`` [B, H, S, D], of ``x`` [B, H, S] whose rows are contiguous, or of an
     absent tensor."""
@@ -181,13 +187,13 @@ def load_rows(x, rows, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constex
     absent rows."""
     p_x = head_pointer(x, rows.batch, rows.head_column)
     o_d = START + tl.arange(0, WIDTH)
-    p = tile_pointers(x, p_x, rows, o_d)
+    p_tile = tile_pointers(x, p_x, rows, o_d)
     if CHECK:
-        return tl.load(p, mask=tile_mask(rows, o_d, DIM, START + WIDTH > DIM), other=0.0)
+        return tl.load(p_tile, mask=tile_mask(rows, o_d, DIM, START + WIDTH > DIM), other=0.0)
     elif START + WIDTH > DIM:
-        return tl.load(p, mask=o_d[None, :] < DIM, other=0.0)
+        return tl.load(p_tile, mask=o_d[None, :] < DIM, other=0.0)
     else:
-        return tl.load(p)
+        return tl.load(p_tile)
 
 
 @triton.jit
@@ -197,14 +203,14 @@ def store_rows(x, rows, b_x, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.c
     o_d = START + tl.arange(0, WIDTH)
     if x.wide is None:  # 64-bit offsets here would spill 144 bytes of dQ's loops (sm_100, 128 channels)
         p_x += rows.first.to(tl.int64) * x.stride_s
-        p = p_x + (rows.offsets[:, None] * x.stride_s + o_d[None, :] * x.stride_d)
+        p_tile = p_x + (rows.offsets[:, None] * x.stride_s + o_d[None, :] * x.stride_d)
     else:
-        p = tile_pointers(x, p_x, rows, o_d)
-    m = tile_mask(rows, o_d, DIM, START + WIDTH > DIM)
+        p_tile = tile_pointers(x, p_x, rows, o_d)
+    m_tile = tile_mask(rows, o_d, DIM, START + WIDTH > DIM)
     if ADD:  # also without contention: needs no registers for a load
-        tl.atomic_add(p, b_x.to(x.ptr.dtype.element_ty), mask=m, sem="relaxed")
+        tl.atomic_add(p_tile, b_x.to(x.ptr.dtype.element_ty), mask=m_tile, sem="relaxed")
     else:
-        tl.store(p, b_x.to(x.ptr.dtype.element_ty), mask=m)
+        tl.store(p_tile, b_x.to(x.ptr.dtype.element_ty), mask=m_tile)
 
 
 @triton.jit

@@ -53,7 +53,7 @@ def why(x: QKV, mask: Mask, arch: str = "sm_90", **options: Any) -> list[str]:
 CAUSAL = blocks(causal(), 512)
 OBSTACLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "architecture": ("those of sm_90, and this is sm_100", lambda: why(tensors(512), CAUSAL, "sm_100")),
-    "dtype": ("float32 is not multiplied", lambda: why(QKV(*(t.float() for t in tensors(512))), CAUSAL)),
+    "dtype": ("q is torch.float32", lambda: why(QKV(*(t.float() for t in tensors(512))), CAUSAL)),
     "head dims": ("head dims of 64 and 128, and has 64, 80", lambda: why(tensors(512, v_dim=80), CAUSAL)),
     "warps": ("it takes BLOCK_M=128, num_warps=4", lambda: why(tensors(512), CAUSAL, num_warps=8)),
     "stages": ("num_stages of 2 or more", lambda: why(tensors(512), CAUSAL, num_stages=1)),
@@ -66,11 +66,11 @@ OBSTACLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
         lambda: why(tensors(512), create_block_mask(causal(), None, None, 512, 512, BLOCK_SIZE=(128, 96))),
     ),
     "mods": (
-        "a score_mod or mask_mod says nothing of layouts",
+        "it runs no score_mod or mask_mod",
         lambda: why(tensors(512), blocks(lambda b, h, q, kv: (q * kv) % 3 == 1, 512)),
     ),
     "strides": (
-        "leave nothing to descriptors",
+        "rule out tensor descriptors",
         lambda: why(tensors(512)._replace(q=torch.randn(1, 2, 512, 65, dtype=BF16)[..., 1:]), CAUSAL),
     ),
 }
