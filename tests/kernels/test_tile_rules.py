@@ -218,5 +218,5 @@ def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_strides_whose_products_pass_31_bits_are_wide() -> None:
     for strides in ((1, 1, 1 << 23, 1), (1, 1, 1, 1 << 23)):
         x = torch.empty_strided((1, 1, 2, 2), strides, device="meta")
-        assert tiles.strided(x).wide is not None
-    assert tiles.strided(torch.empty(4, 64, 8, 256, device="meta").transpose(1, 2)).wide is None
+        assert tiles.view(x).wide is not None
+    assert tiles.view(torch.empty(4, 64, 8, 256, device="meta").transpose(1, 2)).wide is None
