@@ -30,7 +30,7 @@ def by_speed(work: Work) -> list[list[int]]:
     return blocks_of_rank
 
 
-def plan_of(mesh: dist.ProcessGroup | None = None, **ranks: int) -> tritoncp.Plan:
+def plan_by_speed(mesh: dist.ProcessGroup | None = None, **ranks: int) -> tritoncp.Plan:
     """Return the plan of a mesh, or of `world_size=` and `rank=`."""
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, SIZE, SIZE, BLOCK_SIZE=32)
     return tritoncp.make_plan(mask, mesh, balancer=by_speed, **ranks)
@@ -41,7 +41,7 @@ def train(mesh: dist.ProcessGroup | None = None, device: str = "cpu", steps: int
     torch.manual_seed(0)
     model = Decoder().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plan = plan_of(mesh)
+    plan = plan_by_speed(mesh)
     positions = tritoncp.positions(plan).to(device)
     attend = partial(tritoncp.flex_attention, block_mask=plan, mesh=mesh)
     losses = []

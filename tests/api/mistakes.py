@@ -11,7 +11,7 @@ import tritoncp
 from tritoncp import causal
 from tritoncp.api import validate
 from tritoncp.api.attention import flex_attention
-from tritoncp.api.plan_cache import in_order
+from tritoncp.api.plan_cache import plan_in_order
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import positions, shard, unshard
 from tritoncp.distributed import groups
@@ -159,10 +159,10 @@ VALUE_ERRORS = {
     "without its mask_mod": (lambda: call(None, None, None, lower()[0]),
         "torch drops a slice's mask_mod", "pass the whole"),
     "sliced": (lambda: call(None, None, None, sliced()), "slice of another", "global mask"),
-    "local mask": (lambda: in_order(whole(length=16), 1, [16, 16], [16, 16], 0),
+    "local mask": (lambda: plan_in_order(whole(length=16), 1, [16, 16], [16, 16], 0),
         r"\[16, 16\] rows long, 32 together, the mask is for 16",
         r"one rank's local mask, or every rank holds the whole.*shard\(query, mask, mesh"),
-    "key lengths": (lambda: in_order(whole(), 1, [16, 16], [16, 8], 0),
+    "key lengths": (lambda: plan_in_order(whole(), 1, [16, 16], [16, 8], 0),
         r"key shards.*\[16, 8\].*24", "r-th piece"),
     "unsharded": (lambda: validate.check_sizes(plan(), sizes(x(), x())),
         r"query has 32 rows \(that is all of them: it was not sharded\); rank 0's shard has 16",

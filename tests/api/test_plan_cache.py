@@ -15,7 +15,7 @@ import tritoncp
 from tritoncp import and_masks, causal, document, sliding_window
 from tritoncp.api import mask_source, plan_cache
 from tritoncp.api.attention import flex_attention
-from tritoncp.api.plan_cache import in_order
+from tritoncp.api.plan_cache import plan_in_order
 from tritoncp.api.plans import make_plan
 from tritoncp.api.validate import ShardSizes
 from tritoncp.mods import recording
@@ -248,7 +248,7 @@ def test_an_untranslatable_mask_on_a_device_is_copied_once(host_copies):
     for _ in range(2):
         out = flex_attention(q, q, q, mask)
     assert host_copies == [5]
-    torch.testing.assert_close(out, dense_attention(q, q, q, in_order(mask, 1, [S], [S], 0).mask).out)
+    torch.testing.assert_close(out, dense_attention(q, q, q, plan_in_order(mask, 1, [S], [S], 0).mask).out)
 
 
 def test_a_mask_mod_for_one_device_is_evaluated_there(host_copies):

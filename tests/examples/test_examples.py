@@ -75,7 +75,7 @@ def test_the_latent_of_deepseek_v2_lite_has_a_ninth_of_the_bytes() -> None:
 
 
 def test_an_own_balancer_gives_a_fast_rank_more_work() -> None:
-    plan = load("custom_balancer").plan_of(world_size=3, rank=0)
+    plan = load("custom_balancer").plan_by_speed(world_size=3, rank=0)
     fast, slow, other = plan.work
     assert fast == pytest.approx(2 * slow, rel=0.1) and fast == pytest.approx(other, rel=0.1)
 

@@ -181,7 +181,7 @@ def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(backen
             events = pretend_nccl(monkeypatch, high_priority=True)
             monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
             monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-            monkeypatch.setattr(groups, "device_of", lambda *arguments: torch.device("cpu"))
+            monkeypatch.setattr(groups, "group_device", lambda *arguments: torch.device("cpu"))
             attend(tritoncp.make_plan(mask_of(), group, schedule="ring"), group)
             assert not events
             groups.connect_data(group, CUDA)  # as a call with tensors there does

@@ -1,6 +1,9 @@
-"""The architecture page names files, modules and functions that exist, and the layers of the import table."""
+"""The architecture page names files, modules and functions that exist, and the layers of the import table; in
+the packages that a call passes through, one public name is one function or class."""
 
+import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 from tests.repo.test_imports import LAYERS, modules
@@ -31,3 +34,20 @@ def test_every_package_has_a_row():
     assert present <= named
     private = {"", "__main__"}  # the package itself
     assert rows(text, "edge").keys() == LAYERS["edge"].holds - private
+
+
+PATH_OF_A_CALL = ("api", "ops", "distributed", "planning", "masks", "core", "integrations")
+INTERFACES = {"forward", "backward"}  # of each schedule, and of the pass that runs it
+PUBLIC = {"create_block_mask", "flex_attention"}  # names that users import from two modules
+
+
+def test_one_public_name_is_one_function_or_class():
+    homes = defaultdict(set)
+    for package in PATH_OF_A_CALL:
+        for path in (ROOT / "tritoncp" / package).rglob("*.py"):
+            for item in ast.parse(path.read_text()).body:
+                if isinstance(item, ast.FunctionDef | ast.ClassDef) and not item.name.startswith("_"):
+                    homes[item.name].add(str(path.relative_to(ROOT)))
+    repeated = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
+    assert repeated.keys() <= INTERFACES | PUBLIC, repeated
+    assert len(homes) > 500

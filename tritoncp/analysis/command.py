@@ -120,7 +120,7 @@ def count(
     import json
     from dataclasses import asdict
 
-    from tritoncp.analysis.executed import check_against, compare, make_call, problem_of, show
+    from tritoncp.analysis.executed import check_against, compare, draw_call, problem_of, show
 
     console = make_console()
     which = "backward" if backward else "forward"
@@ -129,7 +129,7 @@ def count(
         problem, own_mask = problem_of(shape, mask, score, dtypes[0] if dtypes else "bfloat16")
         if against:
             check_against(problem, own_mask)
-        call = make_call(problem, own_mask)
+        call = draw_call(problem, own_mask)
         for arch in archs or ("sm_80", "sm_90"):
             rows = list(compare(call, arch, which, against))
             title = f"{arch}, {which}, {' '.join(filter(None, (mask, score, shape)))}"

@@ -70,7 +70,7 @@ class ExecutedCall:
     grads: tuple[Tensor, ...]  # dq, dk, dv
 
 
-def make_call(problem: Problem, mask: Mask | None = None, seed: int = 0) -> ExecutedCall:
+def draw_call(problem: Problem, mask: Mask | None = None, seed: int = 0) -> ExecutedCall:
     """Draw inputs, and compute the call in float64."""
     mask = problem.block_mask() if mask is None else mask
     x = inputs(problem, torch.device("cpu"), seed)

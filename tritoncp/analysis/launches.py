@@ -122,7 +122,7 @@ def mods_of(problem: Problem, q: Tensor, mask: Mod | None = None) -> Mods:
     """Prepare a problem's score_mod for kernels, for these queries, and a mask_mod. Gradients of the
     score_mod's captures go to buffers that are discarded."""
     score = problem.score_mod(q.device)
-    mod = call_mods.score_of(score, q) if score else None
+    mod = call_mods.translate_score(score, q) if score else None
     learned = [mod.tensors[i] for i in mod.wants] if mod else []
     grads = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in learned]
     return engine_factory.kernel_mods(mask, mod, q.device, grads)

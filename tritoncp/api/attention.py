@@ -200,7 +200,7 @@ def flex_attention(
         scale, enable_gqa, return_lse, kernel_options, return_aux, positions, sinks, batch_offset, expand
     )
     results: Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
-    results = options.results(attend(query, key, value, score_mod, block_mask, mesh, options))
+    results = options.results(run_call(query, key, value, score_mod, block_mask, mesh, options))
     return results
 
 
@@ -266,7 +266,7 @@ def _check_score_mod(fn: Any) -> None:
 
 
 @untraced
-def attend(
+def run_call(
     query: Tensor, key: Tensor, value: Any, score_mod: Any, block_mask: Any, mesh: Any, options: Options
 ) -> list[Tensor]:
     """Run one call, in the graph that Dynamo traces or on the host; return out, lse, max_scores."""
@@ -282,11 +282,11 @@ def attend(
             reason = error.args[0]
             stop_traced_call(group_name(mesh), "a graph break")
         torch._dynamo.graph_break(msg=reason)
-    return _attend_on_host(query, key, value, score_mod, block_mask, mesh, options)
+    return _run_on_host(query, key, value, score_mod, block_mask, mesh, options)
 
 
 @host_only
-def _attend_on_host(
+def _run_on_host(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, mesh: Any, options: Options
 ) -> list[Tensor]:
     """Run a call outside of a graph that Dynamo traces."""
@@ -318,20 +318,20 @@ def make_call(query: Tensor, plan: Plan, score_mod: Any, group: Any, options: Op
     if options.kernel_options:
         check_options(options.kernel_options, architecture(query.device))
         kernel_options = tuple(sorted(options.kernel_options.items()))
-    score = None if score_mod is None else call_mods.score_of(score_mod, query)
+    score = None if score_mod is None else call_mods.translate_score(score_mod, query)
     scale = options.scale_for(query)
     plan = plan.of_batch(query.shape[0])
     return Call(plan, score, scale, group, kernel_options, options.returns, options.expand)
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Any, Any, Any, Options], list[Tensor]]
-_SUBSTITUTE: ContextVar[Attend | None] = ContextVar("substitute", default=None)
+Substitute = Callable[[Tensor, Tensor, Tensor, Any, Any, Any, Options], list[Tensor]]
+_SUBSTITUTE: ContextVar[Substitute | None] = ContextVar("substitute", default=None)
 
 
 @contextmanager
-def substitute_calls(call: Attend | None) -> Iterator[None]:
+def substitute_calls(call: Substitute | None) -> Iterator[None]:
     """Have another function answer the calls of `flex_attention` in this context, with the arguments of
-    :func:`attend`; None: none."""
+    :func:`run_call`; None: none."""
     token = _SUBSTITUTE.set(call)
     try:
         yield

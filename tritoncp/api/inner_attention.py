@@ -140,7 +140,7 @@ class Layout(NamedTuple):
 LAYOUTS = {0: Layout(None, 0, 1), 1: Layout(0, 1, 2), 2: Layout(0, 2, 1)}
 
 
-def attend(
+def run_inner_attention(
     inputs: Sequence[Any], options: dict[str, Any], mesh: DeviceMesh | None, seq_dim: int, plan: Any = None,
     first_head: int | None = None,
 ) -> Any:  # fmt: skip

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tritoncp.api import dynamo
-from tritoncp.api.inner_attention import LAYOUTS, OPTIONS, Signature, attend
+from tritoncp.api.inner_attention import LAYOUTS, OPTIONS, Signature, run_inner_attention
 from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.graph.key_exchange import send_keys_op
 from tritoncp.ops.reshard import reshard_op
@@ -112,7 +112,7 @@ class ContextParallel(ParallelStyle):
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             inputs, options = signature.sort(args, kwargs)
-            return attend(inputs, {**options, **always}, device_mesh, seq_dim, plan)
+            return run_inner_attention(inputs, {**options, **always}, device_mesh, seq_dim, plan)
 
         module.forward = forward
         return module

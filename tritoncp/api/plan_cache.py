@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from tritoncp.api import validate
 from tritoncp.api.mask_source import RawMask, Sources
-from tritoncp.api.validate import ShardSizes, check_lengths
+from tritoncp.api.validate import ShardSizes, check_shard_lengths
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState, TensorCache
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
@@ -195,7 +195,7 @@ def connect_new_plans(group: Any, plans: Iterable[Plan]) -> None:
     groups.connect_data(group)
 
 
-def in_order(
+def plan_in_order(
     mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int,
     heads: tuple[int, int] = (0, 0), layer: Mapping[str, int] | None = None,
 ) -> Plan:  # fmt: skip
@@ -209,7 +209,7 @@ def _build_natural(
     digest: bytes = b"", heads: tuple[int, int] = (0, 0), layer: Mapping[str, int] | None = None,
 ) -> Plan:  # fmt: skip
     mask = sources.compact(batch, sum(lengths), sum(kv_lengths))
-    check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, heads)
+    check_shard_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, heads)
     natural_plan = build_plan(
         mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths, layer=layer
     )

@@ -103,7 +103,7 @@ def _move(
         return list(xs)
     before, after = (_lengths(*pair, side, world_size) for pair in ((source, target), (target, source)))
     for rank, x in enumerate(xs, first_rank):
-        shards.check_length(x, dim, before[rank], f"rank {rank}'s shard by source")
+        shards.check_rows_along(x, dim, before[rank], f"rank {rank}'s shard by source")
     handles = [None if plan is None else plan.pinned().handle for plan in (source, target)]
     call = Reshard(handles[0], handles[1], side, dim, batch_dim, after[first_rank], pad, world)
     return move_rows(call, xs)

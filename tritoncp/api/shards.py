@@ -50,7 +50,7 @@ def shard(
     tensor([2, 3, 4, 5])
     """
     placement, rank = _placement(x, plain_mask(plan_or_mask), groups.group_of(mesh), dim, side)
-    check_length(x, dim, placement.length, "a global tensor")
+    check_rows_along(x, dim, placement.length, "a global tensor")
     check_pad(x, pad)
     return take(x, placement.positions(rank), dim, batch_dim, pad)
 
@@ -76,7 +76,7 @@ def unshard(
     plan_or_mask = plain_mask(plan_or_mask)
     _check_gathered(plan_or_mask, 1 if group is None else group.size())
     placement, rank = _placement(x, plan_or_mask, group, dim, side)
-    check_length(x, dim, placement.lengths[rank], "this rank's shard")
+    check_rows_along(x, dim, placement.lengths[rank], "this rank's shard")
     if x.requires_grad and grad not in ("sum", "slice"):
         raise ValueError(
             "x requires grad: say grad='sum' (the loss is summed over ranks) or grad='slice' (every rank "
@@ -187,7 +187,7 @@ def check_pad(x: Tensor, pad: float) -> None:
         )
 
 
-def check_length(x: Tensor, dim: int, length: int, what: str) -> None:
+def check_rows_along(x: Tensor, dim: int, length: int, what: str) -> None:
     if x.shape[dim] != length:
         raise ValueError(f"{what} is needed: {length} rows along dimension {dim}; got {tuple(x.shape)}")
 

@@ -67,7 +67,7 @@ class World:
         self._count(xs)
         placement = plan.side(side)
         for rank, x in enumerate(xs):
-            shards.check_length(x, dim, placement.lengths[rank], f"rank {rank}'s shard")
+            shards.check_rows_along(x, dim, placement.lengths[rank], f"rank {rank}'s shard")
         whole = torch.cat([lengthen(x, dim, placement.s_max) for x in xs], dim)
         return take(whole, placement.inverse, dim, batch_dim, 0)
 
@@ -152,7 +152,7 @@ class World:
         options, values = checked[0][0], [value for _, value in checked]
         for rank, (q, k, v) in enumerate(zip(queries, keys, values)):
             options.check(q, k, v, mask.seen_by(rank) if isinstance(mask, Plan) else mask)
-        plan = self._plan_of(mask, queries, keys, options)
+        plan = self._shared_plan(mask, queries, keys, options)
         validate.check_order(plan)
         keys, values = zip(*map(validate.shared_batch, queries, keys, values))
         call = make_call(queries[0], plan, score_mod, None, options)
@@ -165,7 +165,7 @@ class World:
             return [out for out, _ in results], [lse for _, lse in results]
         return results
 
-    def _plan_of(
+    def _shared_plan(
         self, mask: Any, queries: Sequence[Tensor], keys: Sequence[Tensor], options: Options
     ) -> Plan:
         """Return the plan of a call, checked against the shards of all ranks."""
@@ -176,7 +176,7 @@ class World:
         if not isinstance(mask, Plan):
             lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in (queries, keys))
             heads = sizes[0].heads, sizes[0].kv_heads
-            plan = plan_cache.in_order(mask, batch, lengths, kv_lengths, 0, heads, sizes[0].layer)
+            plan = plan_cache.plan_in_order(mask, batch, lengths, kv_lengths, 0, heads, sizes[0].layer)
         self._check(plan)
         plan = plan if batch_offset is None else plan.batch_rows(batch_offset, rows)
         for rank, one in enumerate(sizes):

@@ -336,7 +336,7 @@ def check_sizes(plan: Plan, sizes: ShardSizes) -> None:
         )
 
 
-def check_lengths(
+def check_shard_lengths(
     lengths: Sequence[int],
     kv_lengths: Sequence[int],
     q_len: int,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tritoncp.api import plan_cache
-from tritoncp.api.attention import Options, attend, substitute_calls
+from tritoncp.api.attention import Options, run_call, substitute_calls
 from tritoncp.api.validate import ShardSizes
 from tritoncp.chunking.attention import prefixes
 from tritoncp.chunking.report import NO_ROWS, ChunkingError
@@ -57,7 +57,7 @@ class Eager(nn.Module):
                 lambda value, index=index: self._piece(value, x, index), (x, args, kwargs)
             )
             calls.begin(index)
-            with substitute_calls(calls.attend):
+            with substitute_calls(calls.run_chunk):
                 results.append(self.module(own, *others, **named))
         return concatenate(results, axis, x.shape[axis] // self.chunks)
 
@@ -112,18 +112,18 @@ class Calls:
         """Begin a chunk."""
         self.index, self.number = index, 0
 
-    def attend(
+    def run_chunk(
         self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, mesh: Any,
         options: Options,
     ) -> list[Tensor]:  # fmt: skip
-        """Run attention of one chunk, with the arguments and results of `api.attention.attend`."""
+        """Run attention of one chunk, with the arguments and results of `api.attention.run_call`."""
         number, self.number = self.number, self.number + 1
         plan = self._plan(query, key, plain_mask(mask), mesh)
         if self.dim == "batch":
             part = plan.part(self.index, self.chunks, dim="batch")
         else:
             part, key, value = self._add_keys(plan, self.keys.setdefault(number, []), key, value)
-        return attend(query, key, value, score_mod, part, mesh, options)
+        return run_call(query, key, value, score_mod, part, mesh, options)
 
     def _add_keys(
         self, plan: Plan, chunks: list[tuple[Tensor, Tensor]], key: Tensor, value: Tensor

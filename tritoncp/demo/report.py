@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tritoncp.demo.corpus import window, windows
-from tritoncp.demo.train import TrainingConfig, TrainingStep, plan_of
+from tritoncp.demo.train import TrainingConfig, TrainingStep, plan_documents
 
 # Both runs do the same float32 arithmetic in another order. Losses of 2 to 6 lie on a grid of 2.4e-7 or
 # 4.8e-7, and AdamW carries differences in the last bits on: over 20 steps they stayed below 1e-6. The mildest
@@ -50,7 +50,7 @@ class DemoReport:
 def plans_of(config: TrainingConfig, world_size: int) -> list[Any]:
     """Every step's plan as rank 0 has it, made without a process group."""
     texts = windows(config.seq_len, config.steps)
-    return [plan_of(window(text).lengths, world_size=world_size, rank=0) for text in texts.unbind()]
+    return [plan_documents(window(text).lengths, world_size=world_size, rank=0) for text in texts.unbind()]
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:

@@ -25,7 +25,7 @@ from tritoncp.demo.report import (
     show,
     show_progress,
 )
-from tritoncp.demo.train import TrainingConfig, bias_of, plan_of, train
+from tritoncp.demo.train import TrainingConfig, bias_of, plan_documents, train
 from tritoncp.ops.engine_factory import uses_triton
 from tritoncp.planning.report.drawing import require_matplotlib
 
@@ -95,7 +95,7 @@ def attend_once(config: TrainingConfig, world_size: int) -> list[float]:
     """Attend on simulated ranks, with a plan of the demo and unit-normal inputs in float32. Returns the
     elements of all outputs."""
     shape, size = config.shape, min(config.seq_len, INTERPRETED_TOKENS)
-    plan = plan_of(window(windows(size, 1)[0]).lengths, world_size=world_size, rank=0)
+    plan = plan_documents(window(windows(size, 1)[0]).lengths, world_size=world_size, rank=0)
     generator = torch.Generator().manual_seed(0)
 
     def parts(heads: int, side: Literal["q", "kv"]) -> list[torch.Tensor]:

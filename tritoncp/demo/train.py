@@ -37,7 +37,7 @@ class TrainingStep(NamedTuple):
     seconds: float
 
 
-def plan_of(
+def plan_documents(
     lengths: list[int], mesh: Any = None, world_size: int | None = None, rank: int | None = None
 ) -> Any:
     """The plan of document-causal attention over one window, balanced over the ranks."""
@@ -77,7 +77,7 @@ def loss_of(model: Transformer, text: Tensor, bias: Any, group: dist.ProcessGrou
     """This rank's part of the mean loss: the sum over its tokens, divided by the number of all ranks'
     tokens."""
     tokens, labels, lengths = window(text)
-    plan = plan_of(lengths, group)
+    plan = plan_documents(lengths, group)
     count = (labels != IGNORE).sum()  # before sharding: the global count, no communication
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ def _connect(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect:
 
 def timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of a group, which its companions share."""
-    return group._get_backend(device_of(group)).options._timeout
+    return group._get_backend(group_device(group)).options._timeout
 
 
 def is_dry_run(group: dist.ProcessGroup) -> bool:
@@ -186,7 +186,7 @@ def is_dry_run(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "fake"
 
 
-def device_of(group: dist.ProcessGroup) -> torch.device:
+def group_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device of a group's tensors."""
     nccl = "nccl" in dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -22,7 +22,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.distributed import activation_checkpoint
 from torchtitan.models.common import attention
 
-from tritoncp.api.inner_attention import Signature, attend
+from tritoncp.api.inner_attention import Signature, run_inner_attention
 from tritoncp.api.parallel import SAVE_OPS, ContextParallel
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard
@@ -84,7 +84,7 @@ class FlexAttention(attention.FlexAttention):
         inputs, sorted_options = self._signature.sort((q_BLNH, k_BLNH, v_BLNH), options)
         mesh = self._cp_mesh if isinstance(attention_masks, Plan) else None
         first_head = None if self._tp_rank is None else self._tp_rank * q_BLNH.shape[2]
-        return attend(inputs, sorted_options, mesh, SEQ_DIM, first_head=first_head)
+        return run_inner_attention(inputs, sorted_options, mesh, SEQ_DIM, first_head=first_head)
 
 
 @override(

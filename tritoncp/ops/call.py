@@ -136,7 +136,7 @@ class OpArguments(NamedTuple):
 
             tensors, ints = iter(self.captures), iter(self.ints)
             if spec.graph_score:
-                score = call_mods.score_of(inputs.rebuild(spec.graph_score, tensors, ints), x)
+                score = call_mods.translate_score(inputs.rebuild(spec.graph_score, tensors, ints), x)
             if spec.graph_expand:
                 (fn, *arguments), autocast = inputs.rebuild(spec.graph_expand, tensors, ints)
                 expand = Expansion.of(fn, arguments, spec.sizes or (), autocast)

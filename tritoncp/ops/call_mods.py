@@ -19,7 +19,7 @@ from tritoncp.ops.mask_bitmap import bitmask
 from tritoncp.planning.plan import Plan
 
 
-def score_of(score_mod: Callable[..., Any], q: Tensor) -> Mod:
+def translate_score(score_mod: Callable[..., Any], q: Tensor) -> Mod:
     """Translate the score_mod, for the CPU engine alone if there is no translation to Triton. Its tensors
     have to be on the queries' device: they may be edited between calls and may require gradients, so that a
     cached copy would be wrong."""
@@ -33,7 +33,7 @@ def score_of(score_mod: Callable[..., Any], q: Tensor) -> Mod:
     return mod
 
 
-def mask_of(plan: Plan, q: Tensor) -> DeviceCopy[Mod] | None:
+def translate_mask(plan: Plan, q: Tensor) -> DeviceCopy[Mod] | None:
     """Return the translated mask_mod of a call, None if no masked block needs it. It is cached with the plan,
     with copies of captured CPU tensors on the queries' device: a plan refuses to run after one was edited."""
     by_rows = plan.schedule.startswith("ulysses")  # ranks exchange heads for rows, and have rows of all ranks
@@ -45,7 +45,7 @@ def mask_of(plan: Plan, q: Tensor) -> DeviceCopy[Mod] | None:
     key = ranks, batch if reads[0] else 1, heads if reads[1] else 1, device
     if (cached := copies.get(key)) is None:
         needed = any(_has_masked(plan.for_rank(rank)) for rank in ranks)
-        copy = _copy_to(_translate_mask(plan, ranks, batch, heads), device) if needed else None
+        copy = _copy_to(_translate_or_tabulate(plan, ranks, batch, heads), device) if needed else None
         cached = copies.put(key, (copy,))
     return cached[0]
 
@@ -56,7 +56,7 @@ def _has_masked(plan: Plan) -> bool:
     return runs.has_kind(Kind.MASKED)
 
 
-def _translate_mask(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod:
+def _translate_or_tabulate(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod:
     """Translate a plan's mask_mod, or a bitmap of its values where it cannot be translated."""
     fn = plan.mask.mask_mod
     assert fn is not None

@@ -71,7 +71,7 @@ def engine_of(
                 "kernel option invariant=True on the CPU engine, whose products have other bits for other "
                 "shapes; leave it out, or run the Triton kernels: on a GPU, or with TRITON_INTERPRET=1"
             )
-        mask = call_mods.mask_of(plan, q)
+        mask = call_mods.translate_mask(plan, q)
         return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
     from tritoncp.kernels.launch import layout_of, specialisation_of  # loads Triton, which plans do without
 
@@ -109,7 +109,7 @@ def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) 
             "deterministic results are requested; write it in Python, or pass captures that need no gradient"
         )
     (_, heads, rows, d), e, device = q.shape, v.shape[3], v.device
-    copy = call_mods.mask_of(plan, q)
+    copy = call_mods.translate_mask(plan, q)
     mask = None if copy is None else copy.on_current_stream()
     properties = tile_lookup.TileKey.of(
         v.dtype, (d, e), tile_lookup.kind_of(plan.mask, mask is not None), score_kind(score)

@@ -86,8 +86,8 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     # Only values that are equal on all ranks: not the length of a shard.
     signature = (
         score and (score.digest, score.wants, *map(type, score.numbers)), call.options, call.returns,
-        structure_of(plan), plan.first_row, q.dtype, q.device.type, shape[0], shape[1], shape[3], k.shape[1],
-        v.shape[3], call.expand and structure_of_expansion(call.expand),
+        plan_structure(plan), plan.first_row, q.dtype, q.device.type, shape[0], shape[1], shape[3],
+        k.shape[1], v.shape[3], call.expand and structure_of_expansion(call.expand),
     )  # fmt: skip
     scales = table.scales.get(signature)
     if (
@@ -162,7 +162,7 @@ def structure_of_expansion(expand: Expansion) -> tuple[Any, ...]:
     return form_of(expand.fn), tuple(forms), tuple(expand.sizes), expand.autocast
 
 
-def structure_of(plan: Plan) -> Any:
+def plan_structure(plan: Plan) -> Any:
     """Return the structure of a plan, without its mask's tensors and numbers: hashable, equal on all
     ranks."""
     structures, key = caches_of(plan).structures, (plan.schedule, plan.degree)

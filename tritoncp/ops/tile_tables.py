@@ -112,7 +112,7 @@ def read(path: Path) -> Entries:
     try:
         entries = parse_json(path.read_bytes())["entries"]
         for entry in entries:
-            check(entry)
+            check_entry(entry)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {str(error)[:300]}"
         raise ValueError(f"{path} is no file of tritoncp autotune and is not used: {why}") from error
@@ -153,7 +153,7 @@ def kernel_and_tiles(kernel: str, config: Mapping[str, Any]) -> tuple[str, dict[
     return "forward" if route == ROUTES[0] else route, tiles
 
 
-def check(entry: Mapping[str, Any]) -> None:
+def check_entry(entry: Mapping[str, Any]) -> None:
     """Raise ValueError, KeyError or TypeError for an entry that cannot be used."""
     if entry["kernel"] == "route":
         check_options({"ROUTE": entry["config"]["ROUTE"]})

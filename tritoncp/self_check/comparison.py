@@ -68,7 +68,7 @@ class Ranks:
             return [self.group.rank()]
         return [0] if plan is None else list(range(self.world_size))
 
-    def attend(
+    def run_forward(
         self, plan: Plan | None, mask: Mask, qkv: Sequence[list[Tensor]], score: Any, sinks: Any
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward pass: out and lse of each member."""
@@ -112,7 +112,7 @@ def run_case(ranks: Ranks, case: CheckCase, wait: Callable[[], None]) -> Errors:
     starts = [part for x in problem.starts.values() for part in cut(x, "q")]
     wait()
     qkv = leaves["q"], leaves["k"], leaves["v"]
-    outs, lses = ranks.attend(plan, problem.mask, qkv, make_score_mod(bias), sinks)
+    outs, lses = ranks.run_forward(plan, problem.mask, qkv, make_score_mod(bias), sinks)
     wait()
 
     grads = iter(torch.autograd.grad([*outs, *lses], [x for xs in leaves.values() for x in xs], starts))

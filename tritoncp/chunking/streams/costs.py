@@ -120,23 +120,23 @@ def _attention_flops(node: Node) -> int:
         q_at, index_at, plan_at = PART_PLACES[node.target]
         q, buffer = args[q_at].meta["val"], args[q_at + 1].meta["val"]
         v_dim, keys = buffer.shape[2] - q.shape[3], hint(buffer.shape[0]) / hint(q.shape[0])
-        whole = _plan_of(args[plan_at])
+        whole = _plan_of_handle(args[plan_at])
         plan = None if whole is None else whole.part(*args[index_at : index_at + 2])
     else:
         q, value = (attention.argument(node, name).meta["val"] for name in ("q", "v"))
         v_dim, keys = value.shape[3], hint(value.shape[2])
-        plan = _plan_of(attention.argument(node, "plan"))
+        plan = _plan_of_handle(attention.argument(node, "plan"))
     batch, heads, rows, dim = map(hint, q.shape)
     pairs = rows * keys if plan is None else _pairs(plan)
     forward = node.target in (attention.forward_op, forward_part_op)
     return count_flops(math.ceil(batch * heads * pairs), dim, hint(v_dim), forward)
 
 
-def _plan_of(handle: Node) -> Plan | None:
+def _plan_of_handle(handle: Node) -> Plan | None:
     """Return the plan behind a handle, or the part of a plan; None if only a run tells it."""
     if handle.target is not part_op:
         return attention.known_plan(handle)
-    whole = _plan_of(handle.all_input_nodes[0])
+    whole = _plan_of_handle(handle.all_input_nodes[0])
     index, count, dim, keys = (*handle.args[1:], None)[:4]
     return None if whole is None else whole.part(index, count, dim=dim, keys=keys)  # type: ignore[arg-type]
 

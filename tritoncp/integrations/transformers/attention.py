@@ -56,7 +56,7 @@ def register(name: str = "tritoncp") -> None:
     >>> LlamaForCausalLM(config)(torch.arange(24)[None]).logits.shape
     torch.Size([1, 24, 32])
     """
-    AttentionInterface.register(name, attend)
+    AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, create_mask)
     for module in TABLES:
         with suppress(ImportError):  # of other versions of transformers
@@ -67,10 +67,10 @@ def register(name: str = "tritoncp") -> None:
 
 def is_registered(name: str | None) -> bool:
     """Return whether an attention implementation is this one, under any name."""
-    return AttentionInterface().get(name) is attend
+    return AttentionInterface().get(name) is attention_forward
 
 
-def attend(
+def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
     scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None,
     s_aux: Tensor | None = None, position_bias: Tensor | None = None, is_causal: bool | None = None,
@@ -117,7 +117,7 @@ def attend(
                 "a position bias, as T5's, or indices of keys, made of the tokens of a shard: run this "
                 "model on whole sequences, without shard_batch"
             )
-        mask, mesh = context_parallel.plan_of(attention_mask), context_parallel.mesh
+        mask, mesh = context_parallel.layer_plan(attention_mask), context_parallel.mesh
     else:
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
             attention_mask = attention_mask.expand(-1, -1, *pairs)

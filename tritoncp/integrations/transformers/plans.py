@@ -79,7 +79,7 @@ class ContextParallelPlan:
         """A plan with the placement of all, for :func:`tritoncp.shard` and :func:`tritoncp.unshard`."""
         return next(iter(self.plans.values()))
 
-    def plan_of(self, attention_mask: Any) -> Plan:
+    def layer_plan(self, attention_mask: Any) -> Plan:
         """Return the plan of the layer whose mask, of the local tokens, the model passes to its attention.
 
         A kind of layer that the config does not tell, as bidirectional ones, is planned here: all ranks come

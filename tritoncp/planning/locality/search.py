@@ -42,7 +42,7 @@ def place_blocks(work: Work) -> Tensor:
     """Return the owner of each block: int64 [blocks]. Ranks hold equal numbers of blocks to within one."""
     view, world_size = View.of(work), work.world_size
     if view.n <= world_size or world_size == 1:
-        return contiguous(view)
+        return assign_in_order(view)
     mean, groups = float(view.costs.sum()) / world_size, count_groups(view.n, world_size)
     if groups > 1:
         return _place_in_groups(view, groups, mean)
@@ -65,7 +65,7 @@ def _place_in_groups(view: View, groups: int, mean: float) -> Tensor:
     return owner
 
 
-def contiguous(view: View) -> Tensor:
+def assign_in_order(view: View) -> Tensor:
     """Return the owner of each block in even pieces in natural order."""
     return torch.arange(view.n) * view.world_size // max(1, view.n)
 
@@ -91,7 +91,7 @@ def _place(view: View, cap: float, effort: Effort) -> Tensor:
     size = 1 << max(1, n // max(effort.pieces, MIN_PIECES)).bit_length() - 1
     blocks = view.in_pieces(size)
     windows = (choose_windows(blocks, effort.cuts, tolerance) for tolerance in effort.tolerances)
-    starts = (contiguous(blocks), whole_branches(blocks), *windows)
+    starts = (assign_in_order(blocks), whole_branches(blocks), *windows)
     candidates = [Assignment(blocks, owner, cap) for owner in starts if owner is not None]
     for candidate in candidates:
         candidate.improve(effort.swaps)
@@ -104,7 +104,9 @@ def _place(view: View, cap: float, effort: Effort) -> Tensor:
         best.improve(effort.swaps)
     if size > 1:
         owner = even_counts(best.owner.repeat_interleave(size)[:n], view)
-        best = min((Assignment(view, each, cap) for each in (contiguous(view), owner)), key=Assignment.rank)
+        best = min(
+            (Assignment(view, each, cap) for each in (assign_in_order(view), owner)), key=Assignment.rank
+        )
         if float(best.work.max()) > cap:
             best.improve(MAX_SWAPS)
     return best.owner
