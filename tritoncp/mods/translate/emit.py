@@ -79,12 +79,11 @@ def _emit_forward(trace: ModTrace, writer: GraphWriter) -> list[str]:
     text = as_rep(value, TRITON_NAME[dtype])
     if trace.is_score and not {"q", "kv"} <= value.axes:  # kernels need the score of every pair
         text = f"tl.broadcast_to({text}, score.shape)"
-    return [*writer.block.lines, f"return {text}"]
+    return [*writer.lines(), f"return {text}"]
 
 
 def _emit_backward(trace: ModTrace, joint: fx.GraphModule) -> list[str]:
     writer = GraphWriter(trace)
-    writer.gradient_captures = trace.wants
     block = writer.block
     dscore, *grads = writer.run(joint.graph)
     for place, grad in enumerate(grads):
@@ -95,13 +94,7 @@ def _emit_backward(trace: ModTrace, joint: fx.GraphModule) -> list[str]:
                 operation = f"the gradient of captured tensor {trace.wants[place]}"
                 raise Untranslatable(operation, trace.origin, str(error)) from error
     value = block.convert(_scalar(dscore), trace.dtype)
-    return [*_drop_unused_captures(block.lines), f"return {as_rep(value, TRITON_NAME[trace.dtype])}"]
-
-
-def _drop_unused_captures(lines: list[str]) -> list[str]:
-    """Remove the lines that unpack unused captures."""
-    used = set(re.findall(r"\w+", "\n".join(line for line in lines if " = caps[" not in line)))
-    return [line for line in lines if " = caps[" not in line or used & {*line.split(" = ")[0].split(", ")}]
+    return [*writer.lines(), f"return {as_rep(value, TRITON_NAME[trace.dtype])}"]
 
 
 def _fold_scale(lines: list[str], block: Block) -> bool:

@@ -6,6 +6,7 @@ Tensors with dimensions are functions of an index, see `symbolic`: only their el
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +63,6 @@ class GraphWriter:
     """Interpreter of a graph on symbolic values, which writes its operations to one Block.
 
     values: the symbolic value of each node; None for an input without users
-    gradient_captures: positions of captures whose sizes gradients may need, even where the value has no use
     """
 
     def __init__(self, trace: ModTrace) -> None:
@@ -70,7 +70,7 @@ class GraphWriter:
         self.block = Block(exact=not trace.is_score)
         self.block.reserve(*_INPUTS, "keep", "caps", "dcaps")
         self.values: dict[fx.Node, Value | None] = {}
-        self.gradient_captures: tuple[int, ...] = ()
+        self._num_casts = 0  # first lines, which convert b and h
         self.load_axes = 0  # of "q" and "kv", with which one load varies
 
     def run(self, graph: fx.Graph) -> list[Value | None]:
@@ -84,22 +84,29 @@ class GraphWriter:
                 return [self.values[out] if isinstance(out, fx.Node) else None for out in outputs]
         raise AssertionError("a graph ends in its output")
 
+    def lines(self) -> list[str]:
+        """The emitted lines, and those that unpack the captures which they use."""
+        used = set(re.findall(r"\w+", "\n".join(self.block.lines)))
+        names = ([f"t{i}", f"t{i}_sizes", f"t{i}_strides"] for i in range(len(self.trace.tensors)))
+        unpacked = [f"{', '.join(own)} = caps[{i}]" for i, own in enumerate(names) if used & {*own}]
+        lines = self.block.lines
+        return [*lines[: self._num_casts], *unpacked, *lines[self._num_casts :]]
+
     # inputs
 
     def _input(self, node: fx.Node) -> Value | None:
         name = node.name
-        if not node.users and (
-            name in _INPUTS or "number" in node.meta or int(name[1:]) not in self.gradient_captures
-        ):
+        if not node.users:
             return None
         if "number" in node.meta:
             return self._number(name, node.meta["number"])
         if name not in _INPUTS:
-            return self._capture(node, int(name[1:]))
+            return self._capture(int(name[1:]))
         if name in ("score", "dscore"):
             return Scalar(name, self.trace.dtype, TRITON_NAME[self.trace.dtype], None, None, _INPUTS[name])
         if name in ("b", "h"):
             self.block.lines.append(f"{name} = tl.cast({name}, tl.int32)")
+            self._num_casts += 1
         return Scalar(name, torch.int64, "int32", INDEX, None, _INPUTS[name])
 
     def _number(self, name: str, number: int | float) -> Scalar:
@@ -118,9 +125,8 @@ class GraphWriter:
         sizes = self.trace.tensors[place].shape
         return tuple(Dim(size, f"t{place}_sizes[{i}]") for i, size in enumerate(sizes))
 
-    def _capture(self, node: fx.Node, place: int) -> Scalar | Lazy:
+    def _capture(self, place: int) -> Scalar | Lazy:
         tensor, shape = self.trace.tensors[place], self._shape(place)
-        self.block.lines.append(f"t{place}, t{place}_sizes, t{place}_strides = caps[{place}]")
 
         def load(indices: Indices) -> Scalar:
             address, valid = element_address(self.block, f"t{place}", indices)
@@ -134,7 +140,7 @@ class GraphWriter:
                 name, tensor.dtype, TRITON_NAME[tensor.dtype], dtype_interval(tensor.dtype), None, axes
             )
 
-        return Lazy(shape, tensor.dtype, load) if shape or not node.users else load(())
+        return Lazy(shape, tensor.dtype, load) if shape else load(())
 
     # operations
 
