@@ -100,37 +100,25 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
     if kind == "is":
         _guard_identity(thing)
         return f'["is",{layout[1]}]'
-    if kind == "function":
-        return _flatten_function(thing, layout, tensors, ints)
-    if kind == "method":
-        function = _flatten_parts(thing.__func__, layout[1], tensors, ints)
-        owner = _flatten_parts(thing.__self__, layout[2], tensors, ints)
-        return f'["call",{_constant_id(types.MethodType)},[{function},{owner}]]'
     texts = []
-    for place, name, part in layout[2]:
-        if place == "item":
-            texts.append(_flatten_parts(thing[name], part, tensors, ints))
-        elif place == "attribute":
-            texts.append(_flatten_parts(getattr(thing, name), part, tensors, ints))
-        else:
-            if hasattr(thing, name):
-                raise Uncapturable(f"this mask_mod or score_mod reads {name!r}, which was {MADE_INSIDE}")
-            texts.append(f'["is",{part[1]}]')
-    return f'["object",{layout[1]},[{",".join(texts)}]]'
+    for place, name, part in layout[3]:
+        if place == "absent" and hasattr(thing, name):
+            raise Uncapturable(f"this mask_mod or score_mod reads {name!r}, which was {MADE_INSIDE}")
+        value = None if part[0] == "unset" else _part_of(thing, place, name)
+        texts.append(_flatten_parts(value, part, tensors, ints))
+    return f'["{layout[1]}",{layout[2]},[{",".join(texts)}]]'
 
 
-def _flatten_function(fn: Any, layout: Layout, tensors: list[Tensor], ints: list[int]) -> str:
-    """Flatten a Python function: the number of its code, and its parts."""
-    # Not by `function_parts`: Dynamo fails with "Cell is empty" where that catches the ValueError of a cell
-    # without a value. By the layout, no such cell is read, and objects in cells are flattened by their reads.
-    _, number, keywords, cells = layout
-    texts = []
-    for cell, part in zip(fn.__closure__ or (), cells):
-        contents = None if part[0] == "unset" else cell.cell_contents
-        texts.append(_flatten_parts(contents, part, tensors, ints))
-    texts += [_flatten(value, tensors, ints) for value in fn.__defaults__ or ()]
-    texts += [_flatten(fn.__kwdefaults__[name], tensors, ints) for name in keywords]
-    return f'["function",{number},[{",".join(texts)}]]'
+def _part_of(thing: Any, place: str, name: Any) -> Any:
+    """Return a part of an object. Not by `function_parts`: Dynamo fails with "Cell is empty" where that
+    catches the ValueError of a cell without a value."""
+    if place == "item":
+        return thing[name]
+    if place == "attribute":
+        return getattr(thing, name)
+    if place == "cell":
+        return thing.__closure__[name].cell_contents
+    return thing.__defaults__[name] if place == "default" else thing.__kwdefaults__[name]
 
 
 def _handle(thing: Plan | Mask | TracedMask) -> Tensor:

@@ -10,9 +10,9 @@ The forms of a layout:
     ("value",)                     flatten it by its type
     ("is", number)                 a constant object, the same in every call of the graph
     ("unset", number)              a variable of a closure without a value, or an absent attribute
-    ("function", number, keywords, (layout of each cell, ...))
-    ("method", layout of the function, layout of the object)
-    ("object", number, ((kind, name, layout), ...))     an object or dict, by the parts that are read
+    ("parts", maker, number, ((place, name, layout), ...))
+                                   a function, method, object or dict, by the parts that are read;
+                                   `inputs.rebuild` makes it again by the maker's name
     ("inside", structure)          a function that the graph makes, see :mod:`.variables`
     ("refuse", reason)             no graph can carry it
 """
@@ -101,9 +101,9 @@ def layout_of(thing: Any, is_called: bool = True) -> Layout:
     ...     value, other = 2.0, None
     ...     def mod(self, score, b, h, q_idx, kv_idx):
     ...         return score * self.value
-    >>> kind, function, instance = layout_of(Cap().mod)
-    >>> kind, instance[2]
-    ('method', (('attribute', 'value', ('value',)),))
+    >>> function, (place, name, instance) = layout_of(Cap().mod)[-1]
+    >>> name, instance[-1]
+    ('__self__', (('attribute', 'value', ('value',)),))
     """
     try:
         layout, reads = _layout(thing, is_called)
@@ -133,7 +133,8 @@ def _layout(thing: Any, is_called: bool = True) -> tuple[Layout, _Reads]:
             function = reads.layout(_Node(thing.__func__))
         else:
             function = reads.function(thing.__func__, owner)
-        return ("method", function, reads.layout(owner)), reads
+        parts = ("attribute", "__func__", function), ("attribute", "__self__", reads.layout(owner))
+        return ("parts", "call", register_constant(types.MethodType, types.MethodType), parts), reads
     if isinstance(thing, types.FunctionType) and not is_fixed(thing):
         return reads.function(thing, None), reads
     node = _Node(thing)
@@ -200,9 +201,12 @@ class _Reads:
         defaults, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
         for value in (*defaults, *keywords.values()):
             self._note(value)
-        layouts = tuple([_unset() if node is None else self.layout(node) for node in cells.values()])
-        names = tuple(keywords)
-        return "function", register_function(fn.__code__, fn.__globals__, fn.__name__, names), names, layouts
+        contents = [_unset() if node is None else self.layout(node) for node in cells.values()]
+        parts: list[tuple[str, Any, Layout]] = [("cell", i, part) for i, part in enumerate(contents)]
+        parts += [("default", i, VALUE) for i in range(len(defaults))]
+        parts += [("keyword", name, VALUE) for name in keywords]
+        number = register_function(fn.__code__, fn.__globals__, fn.__name__, tuple(keywords))
+        return "parts", "function", number, tuple(parts)
 
     def _follow_function(
         self, fn: types.FunctionType, owner: _Node | None, cells: dict[str, _Node | None]
@@ -287,7 +291,8 @@ class _Reads:
                 raise Uncapturable(f"it reads more than {MAX_PARTS} attributes")
             parts.append((kind, name, _unset() if kind == "absent" else self.layout(part)))
         self._open.discard(id(thing))
-        return "object", register_constant((type(thing), kinds), (type(thing), kinds)), tuple(parts)
+        number = register_constant((type(thing), kinds), (type(thing), kinds))
+        return "parts", "object", number, tuple(parts)
 
     def _note(self, value: Any) -> None:
         """Note the tensors of a value that is flattened by its type."""
