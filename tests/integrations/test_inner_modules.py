@@ -253,7 +253,7 @@ def refusals(group):
         r"\[T, H, D\] is needed": lambda: later(q, k, v),
         "is_causal=True and a mask": lambda: sdpa(q, k, v, attention_masks=plain),
         "dropout_p=0.5": lambda: wrapper(q, k, v, dropout_p=0.5),
-        "block_mask is a mask or a Plan; got a Tensor": lambda: wrapper(q, k, v, attn_mask=q > 0),
+        "block_mask is a Tensor; a mask or a Plan is needed": lambda: wrapper(q, k, v, attn_mask=q > 0),
         "two masks": lambda: titan(q, k, v, attention_masks=plain, mask=tritoncp.full_mask(S, S)),
         "unknown='x'": lambda: wrapper(q, k, v, unknown="x"),
         "without v_BLNH": lambda: titan(q, k, attention_masks=plain),

@@ -211,31 +211,33 @@ def sort_arguments(score_mod: Any, block_mask: Any, mesh: Any) -> tuple[Any, Any
         if block_mask is None:
             return None, score_mod, mesh
         if mesh is not None:
-            raise TypeError(
-                "two meshes: the fifth argument and mesh=; with a mask in fourth place give one of them"
-            )
+            raise TypeError("two meshes, the fifth argument and mesh=: pass one of them")
         if isinstance(block_mask, MASKS):
-            raise TypeError("two masks: the fourth and the fifth argument; a score_mod goes in fourth place")
+            raise TypeError(
+                "two masks, the fourth and the fifth argument: pass one of them; a score_mod goes in fourth "
+                "place"
+            )
         return None, score_mod, block_mask
     if callable(score_mod):
         _check_score_mod(score_mod)
     elif score_mod is not None:
         raise TypeError(
-            "the fourth argument is a score_mod, a mask or a Plan; got a "
-            f"{type(score_mod).__name__}{_dense_mask_hint(score_mod)}"
+            f"score_mod, the fourth argument, is a {type(score_mod).__name__}; a score_mod, a mask or a Plan "
+            f"is needed{_dense_mask_hint(score_mod)}"
         )
     if block_mask is None or isinstance(block_mask, MASKS):
         return score_mod, block_mask, mesh
     if callable(block_mask):
         raise TypeError(
-            "block_mask is a mask, not a function; make it with create_block_mask(mask_mod, B, H, Q_LEN, "
-            "KV_LEN)"
+            "block_mask is a function; a mask is needed: make it with create_block_mask(mask_mod, B, H, "
+            "Q_LEN, KV_LEN)"
         )
     if isinstance(block_mask, Tensor):
-        raise TypeError(f"block_mask is a mask or a Plan; got a Tensor{_dense_mask_hint(block_mask)}")
+        raise TypeError(f"block_mask is a Tensor; a mask or a Plan is needed{_dense_mask_hint(block_mask)}")
     if score_mod is not None:
         raise TypeError(
-            f"after a score_mod comes a mask or a Plan; got a {type(block_mask).__name__}; pass mesh= by name"
+            f"block_mask, after a score_mod, is a {type(block_mask).__name__}; a mask or a Plan is needed: "
+            "pass a mesh by name, mesh=..."
         )
     return None, None, block_mask
 

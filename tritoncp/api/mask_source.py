@@ -81,6 +81,7 @@ class Sources:
 
     @property
     def mod(self) -> Any:
+        """The mask_mod; None if there is none."""
         return self.mask.mask_mod if isinstance(self.mask, BlockMask | Mask) else self.mask
 
     @cached_property
@@ -90,6 +91,7 @@ class Sources:
         return {id(t): copy for t, copy in zip(remote, to_host(remote), strict=True)}
 
     def on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors of this mask, the remote ones as their host copies."""
         return [self.host_copies.get(id(t), t) for t in tensors]
 
     @cached_property
@@ -165,6 +167,7 @@ class Sources:
         return hasher.digest()
 
     def warn_incomparable(self) -> None:
+        """Warn, once for a mask_mod's name, that the plan of its mask is made again at every call."""
         name = describe(self.mod)
         if name not in _WARNED:
             _WARNED.add(name)

@@ -64,7 +64,7 @@ _WARNED: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about u
 
 
 def _pass_check() -> None:
-    """The check of arguments that passed before."""
+    """Do nothing: the check of a call whose arguments passed before."""
 
 
 def plan_of_rows(

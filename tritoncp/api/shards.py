@@ -188,6 +188,7 @@ def check_pad(x: Tensor, pad: float) -> None:
 
 
 def check_rows_along(x: Tensor, dim: int, length: int, what: str) -> None:
+    """Refuse a tensor that does not have ``length`` rows along a dimension. what: the needed tensor"""
     if x.shape[dim] != length:
         raise ValueError(f"{what} is needed: {length} rows along dimension {dim}; got {tuple(x.shape)}")
 

@@ -194,8 +194,8 @@ def _check_shard(name: str, x: Tensor, q: Tensor) -> None:
         )
     if x.layout != torch.strided:
         raise ValueError(
-            f"{name} is a {x.layout} tensor; a dense one is needed: {name}.to_dense(). Which pairs are "
-            "computed is said by the mask"
+            f"{name} is a {x.layout} tensor; a dense one is needed: {name}.to_dense(). The mask "
+            "selects the pairs that are computed, not the layout"
         )
     if x.ndim != 4:
         raise ValueError(
@@ -245,6 +245,7 @@ def check_scale(scale: Any) -> None:
 
 
 def check_aux(return_lse: bool, return_aux: Any) -> None:
+    """Refuse a return_aux that is no AuxRequest, and one beside return_lse."""
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise TypeError(
             f"return_aux is a {type(return_aux).__name__}; pass an AuxRequest of "
@@ -257,10 +258,12 @@ def check_aux(return_lse: bool, return_aux: Any) -> None:
 
 
 def check_mesh(mask: Any, degree: int) -> None:
+    """Refuse a mesh of two dimensions without a Plan. degree: size of its second dimension, 0 for others."""
     if degree and not isinstance(mask, Plan):
         raise ValueError(
-            "a mesh of two dimensions needs a plan, which says what its dimensions do: make_plan(mask, mesh, "
-            "schedule='ulysses+ring'), or pass the context-parallel dimension alone, for example mesh['cp']"
+            "a mesh of two dimensions needs a plan, whose schedule gives each dimension its use: pass "
+            "make_plan(mask, mesh, schedule='ulysses+ring') in place of the mask, or the context-parallel "
+            "dimension alone, for example mesh['cp']"
         )
 
 
@@ -283,6 +286,7 @@ def whole_batch(mask: Any, rows: int, batch_offset: int) -> int:
 
 
 def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
+    """Refuse sinks that are not one floating-point logit for each query head, on the query's device."""
     if sinks is None:
         return
     if not isinstance(sinks, Tensor):
@@ -424,6 +428,7 @@ def check_order(plan: Plan, positions: Tensor | None = None) -> None:
 
 
 def check_mask_captures(tensors: Sequence[Tensor]) -> None:
+    """Refuse a mask_mod that captures a tensor which requires grad: a mask has no gradient."""
     for tensor in tensors:
         if tensor.requires_grad:
             raise ValueError(
