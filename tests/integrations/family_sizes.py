@@ -146,6 +146,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "inkling2": {"vision_config": {"text_hidden_size": 32}},
     "janus": {"vq_config": VQ, "vision_config": {"projection_dim": 32}},
     "kosmos-2": {"latent_query_num": 4},
+    "kyutai_speech_to_text": {
+        **{"audio_pad_token_id": 96, "codebook_vocab_size": VOCABULARY, "num_codebooks": 2},
+        "codec_config": {"upsample_groups": 32, "num_filters": 8, "codebook_dim": 32},
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "luke": {"entity_vocab_size": VOCABULARY, "entity_emb_size": 16},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0], "text_hidden_size": 32}},
@@ -156,7 +160,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "out_hidden_size": 32,
         }
     },
+    "nemo_speechlm": {
+        "audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 32}}},
+        "word_timestamp_config": {"blank_token_id": VOCABULARY - 1},
+    },
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h_omni": {
+        "vision_config": {"video_temporal_patch_size": 2},
+        **{"projector_hidden_size": 32, "vision_hidden_size": 32},
+    },
     "perceiver": {
         **{"max_position_embeddings": LENGTH, "num_latents": 16, "d_latents": 32},
         **{"num_self_attends_per_block": 2, "num_self_attention_heads": 4, "num_cross_attention_heads": 4},
@@ -196,6 +208,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     "blip": IMAGE,
     "git": IMAGE,
     "idefics": {"pixel_values": _normal(2, 1, 3, 16, 16), "image_attention_mask": torch.ones(2, LENGTH, 1)},
+    "kyutai_speech_to_text": {"input_ids": _tokens(2, LENGTH, 3)},
     "kosmos-2": {**IMAGE, "image_embeds_position_mask": (torch.arange(LENGTH) < 4).expand(2, -1)},
     "molmo2": {"mm_token_type_ids": torch.zeros(2, LENGTH, dtype=torch.int64)},
     "musicgen": CODES,
