@@ -1,4 +1,4 @@
-"""The blocks that the balancer "locality" places: pieces of neighbouring ones, or the blocks of a group."""
+"""The blocks that the balancer "locality" places: pieces of neighbouring ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import Runs, merge_runs
+from tritoncp.masks.block_runs import Runs
 from tritoncp.masks.transposed_runs import transpose
 from tritoncp.planning.work import Work
 
@@ -53,29 +53,6 @@ class View:
         visible = tuple(runs.unite(size) for runs in self.visible)
         return replace(self, costs=costs, visible=visible, width=width)
 
-    def of_group(self, blocks: Tensor, ranks: int) -> View:
-        """Return the view of some blocks, ascending, on some ranks. Its columns are the ones that the blocks
-        see, at most twice as many as blocks: several neighbouring ones are one where there are more."""
-        place = torch.full((self.n,), -1)
-        place[blocks] = torch.arange(len(blocks))
-        tables = [runs.table() for runs in self.visible]
-        group_runs = [runs[place[runs[:, 0]] >= 0] for runs in tables]
-        steps = torch.zeros(self.width + 1, dtype=torch.int64)
-        for runs in group_runs:
-            ones = torch.ones(len(runs), dtype=torch.int64)
-            steps.index_add_(0, runs[:, 1], ones).index_add_(0, runs[:, 2], -ones)
-        number = torch.nn.functional.pad((steps.cumsum(0)[:-1] > 0).cumsum(0), (1, 0))
-        size = max(1, -(-int(number[-1]) // (2 * len(blocks))))
-        width = -(-int(number[-1]) // size)
-        merged = (
-            merge_runs(
-                place[runs[:, 0]], number[runs[:, 1]] // size, (number[runs[:, 2]] + size - 1) // size, width
-            )
-            for runs in group_runs
-        )
-        visible = tuple(Runs.from_table(table, len(blocks), width) for table in merged)
-        return View(self.costs[blocks], ranks, visible, width, False)
-
     @cached_property
     def runs(self) -> tuple[Tensor, Tensor, Tensor]:
         """The columns that blocks see, the masks side by side: disjoint runs (block, first column, end),
@@ -94,21 +71,6 @@ class View:
         ]
         column, first, last = torch.cat([torch.zeros(0, 3, dtype=torch.int64), *parts]).T.contiguous()
         return column, first, last
-
-    @cached_property
-    def runs_from(self) -> Tensor:
-        """The first run of each block, and the number of runs: int64 [n + 1]."""
-        return torch.searchsorted(self.runs[0], torch.arange(self.n + 1))
-
-    @cached_property
-    def sees_itself(self) -> Tensor:
-        """Whether the block whose keys are a column sees them: bool [masks * width]."""
-        row, start, end = self.runs
-        flags = torch.zeros(self.masks * self.width, dtype=torch.bool)
-        if self.together:
-            own = row + (start // max(1, self.width)) * self.width
-            flags[own[(start <= own) & (own < end)]] = True
-        return flags
 
 
 def even_counts(owner: Tensor, view: View) -> Tensor:
