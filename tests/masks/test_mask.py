@@ -120,7 +120,7 @@ def test_an_interval_may_span_full_blocks_between_masked_ones() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 100])
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    for limit in ("PAIRS", "_TILES", "_BLOCKS", "_FIRST_BLOCKS", "_UNMERGED_RUNS"):
+    for limit in ("PAIRS", "_TILES", "_BLOCKS", "_UNMERGED_RUNS"):
         monkeypatch.setattr(classify, limit, chunk)
     monkeypatch.setattr(block_lists, "MAX_ENTRIES", chunk)
     for seed in range(5):

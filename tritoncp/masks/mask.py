@@ -138,19 +138,8 @@ class Mask(BlockMaskInterface):
         return Grid(self.q_len, self.kv_len, self.q_block, self.kv_block)
 
     def evaluate(self, mod: MaskFn, blocks: Tensor, device: Device) -> Iterator[tuple[Tensor, Tensor]]:
-        """Evaluate ``mod`` in every pair of some blocks, a chunk of at most classify.PAIRS pairs at a time.
-
-        blocks: int64 [n, 4], (b, h, row, col). Yields (chunk of blocks, visible pairs, bool [n, q_block,
-        kv_block]). ``mod`` is never called past q_len or kv_len; pairs there are invisible.
-        """
-        evaluate = classify.torch_evaluator(mod, device)
-        q_in, kv_in = torch.arange(self.q_block), torch.arange(self.kv_block)
-        count = max(1, classify.PAIRS // (self.q_block * self.kv_block))
-        for chunk in blocks.split(count) if len(blocks) else ():
-            b, h, row, col = chunk.unbind(1)
-            q, kv = row[:, None] * self.q_block + q_in, col[:, None] * self.kv_block + kv_in
-            visible = evaluate(b, h, q.clamp(max=self.q_len - 1), kv.clamp(max=self.kv_len - 1))
-            yield chunk, visible & (q < self.q_len)[:, :, None] & (kv < self.kv_len)[:, None, :]
+        """Evaluate ``mod`` in every pair of some blocks, see :func:`classify.evaluate_blocks`."""
+        return classify.evaluate_blocks(classify.torch_evaluator(mod, device), blocks, self.grid)
 
     @on_host
     def to_dense(self, B: int | None = None, H: int | None = None, device: Device = "cpu") -> Tensor:

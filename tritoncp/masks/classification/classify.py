@@ -1,14 +1,13 @@
 """Classification of a mask_mod's blocks as absent, masked or full, without evaluating every pair.
 
 A tile as large as the mask is bounded (`tile_bounds`), cut into quarters if that leaves it undecided, and so
-on down to single blocks. In an undecided block a few pairs are evaluated, then ever smaller tiles bounded,
-until a visible and a hidden pair is found, or every pair is decided. The work is proportional to the mask's
-edges, not its area. A mask_mod that cannot be bounded is evaluated at every pair, a few million at a time.
+on down to single blocks. In an undecided block a few pairs are evaluated, then all, unless a visible and a
+hidden one is among the few. The work is proportional to the mask's edges, not its area. A mask_mod that
+cannot be bounded is evaluated at every pair, a few million at a time.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,12 +26,8 @@ PairEvaluator = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 PAIRS = 1 << 22  # pairs evaluated at a time: an int64 intermediate of a mask_mod is 32 MiB
 _TILES = 1 << 16  # tiles bounded at a time
-_BLOCKS = 1 << 11  # single blocks subdivided at a time
-_FIRST_BLOCKS = 1 << 6  # blocks subdivided first in find_intervals, which one row can end
+_BLOCKS = 1 << 11  # single blocks evaluated at a time
 _UNMERGED_RUNS = 1 << 21  # runs collected before adjacent ones are merged
-_SMALL = 16  # a tile of at most so many rows and columns is evaluated pair by pair
-_SAMPLE = 64  # tiles that are cut to measure how many of their quarters the bounds decide
-_MAX_UNDECIDED = 0.9  # fraction of undecided quarters above which tiles are no longer cut
 _PROBES = 4  # rows and columns of a block evaluated first
 
 
@@ -112,39 +107,22 @@ class TileEvaluator:
             return undecided, ~undecided
         return self.bounds(*tiles[:, :6].unbind(1))
 
-    def stop_cutting(self, tiles: Tensor, undecided: Tensor) -> Tensor:
-        """Which undecided tiles to evaluate pair by pair instead of cutting them: bool [n].
 
-        These are small tiles, and all of them if cutting a sample of them decides next to nothing.
-        """
-        if self.bounds is None or not bool(undecided.any()):
-            return undecided
-        some, every = self.bound_tiles(_quarters(tiles[undecided][:: -(-int(undecided.sum()) // _SAMPLE)]))
-        if int((some & ~every).sum()) > _MAX_UNDECIDED * len(some):
-            return undecided
-        return undecided & ((tiles[:, 3] - tiles[:, 2]).maximum(tiles[:, 5] - tiles[:, 4]) <= _SMALL)
+def evaluate_blocks(evaluate: PairEvaluator, blocks: Tensor, grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
+    """Evaluate a mask_mod in every pair of some blocks, PAIRS at a time.
 
-    def evaluate_tiles(self, tiles: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (chunk of the tiles, its values, bool [n, i, j]), at most PAIRS pairs at a time.
-
-        A tile smaller than the largest of its chunk repeats its last row and column.
-        """
-        if not len(tiles):
-            return
-        height, width = ((tiles[:, end] - tiles[:, end - 1]).max() for end in (3, 5))
-        for chunk in tiles.split(max(1, PAIRS // int(height * width))):
-            q, kv = (
-                torch.minimum(lo[:, None] + torch.arange(int((hi - lo).max())), hi[:, None] - 1)
-                for lo, hi in (chunk[:, 2:4].T, chunk[:, 4:6].T)
-            )
-            yield chunk, self.evaluate_pairs(chunk, q, kv)
-
-    def evaluate_pairs(self, tiles: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        """Evaluate q [n, i] x kv [n, j] with each tile's batch row and head: bool [n, i, j]."""
-        step = max(1, PAIRS // (q.shape[1] * kv.shape[1]))
-        arguments = (tiles[:, 0], tiles[:, 1], q, kv)
-        chunks = zip(*(argument.split(step) for argument in arguments), strict=True)
-        return torch.cat([self.evaluate(*chunk) for chunk in chunks])
+    blocks: int64 [n, 4], (b, h, row, col). Yields (chunk of blocks, visible pairs, bool [n, q_block,
+    kv_block]). The mask_mod is never called past q_len or kv_len; pairs there are invisible.
+    """
+    q_in, kv_in = torch.arange(grid.q_block), torch.arange(grid.kv_block)
+    for chunk in blocks.split(max(1, PAIRS // (grid.q_block * grid.kv_block))) if len(blocks) else ():
+        b, h, row, col = chunk.unbind(1)
+        q, kv = row[:, None] * grid.q_block + q_in, col[:, None] * grid.kv_block + kv_in
+        visible = evaluate(b, h, q.clamp(max=grid.q_len - 1), kv.clamp(max=grid.kv_len - 1))
+        q_inside, kv_inside = q < grid.q_len, kv < grid.kv_len
+        if not bool(q_inside.all() & kv_inside.all()):
+            visible = visible & q_inside[:, :, None] & kv_inside[:, None, :]
+        yield chunk, visible
 
 
 def find_runs(
@@ -187,29 +165,50 @@ def find_intervals(evaluator: TileEvaluator, runs: Runs, grid: Grid) -> tuple[Te
 
     None unless every row sees exactly the keys of one interval there.
     """
-    B, H, _, _ = runs.shape
+    B, H, rows, _ = runs.shape
     b, h = (size if read else 1 for size, read in zip((B, H), evaluator.reads, strict=True))
     shared = runs.select(slice(b), slice(h))
     if shared.expand(B, H) == runs:
         runs = shared
-    extents, added, next_check = _Extents(runs, grid), 0, _FIRST_BLOCKS
-    parts = [torch.zeros(0, 4, dtype=torch.int64)]
     if runs.has_kind(Kind.MASKED):
         evaluator.check()
-    for blocks in _masked_bands(runs):
-        extents.add(evaluator, blocks)
-        parts.append(blocks)
-        added += len(blocks)
-        if added >= next_check:
-            if not extents.are_intervals(torch.cat(parts)):
-                return None
-            next_check = 2 * added
-    if not extents.are_intervals(torch.cat(parts)):
-        return None
-    b, h, _, _ = runs.shape
-    bounds = torch.where(extents.hi > 0, extents.lo, 0), extents.hi
-    lo, hi = (t.view(b, h, -1)[..., : grid.q_len].contiguous().expand(B, H, -1) for t in bounds)
+    parts = [torch.zeros(2, *runs.shape[:2], 0, dtype=torch.int32)]
+    step = max(1, 512 // max(1, int(runs.counts()[0].sum((0, 1)).max()) if rows else 1))
+    for first in range(0, rows, step):  # rows of blocks, so that one row can end the search
+        part = _intervals_of_rows(
+            evaluator, runs.take(torch.arange(first, min(rows, first + step))[None]), first, grid
+        )
+        if part is None:
+            return None
+        parts.append(part)
+    lo, hi = torch.cat(parts, 3)[..., : grid.q_len].expand(-1, B, H, -1)
     return lo, hi
+
+
+def _intervals_of_rows(evaluator: TileEvaluator, runs: Runs, first: int, grid: Grid) -> Tensor | None:
+    """Return lo and hi of :func:`find_intervals` of the rows of blocks from ``first`` on, which are all rows
+    of ``runs``: int32 [2, B, H, tokens]."""
+    b, h, rows, _ = runs.shape
+    blocks = masked_blocks(runs)
+    line = ((blocks[:, 0] * h + blocks[:, 1]) * rows + blocks[:, 2])[:, None].expand(-1, grid.q_block)
+    left = (blocks[:, 3:] * grid.kv_block).int()
+    lo = torch.full((b * h * rows, grid.q_block), grid.kv_len, dtype=torch.int32)
+    hi, missing = torch.zeros_like(lo), torch.zeros_like(lo)
+    number = torch.arange(1, grid.kv_block + 1, dtype=torch.int16 if grid.kv_block < 1 << 15 else torch.int32)
+    done = 0
+    for chunk, visible in evaluate_blocks(evaluator.evaluate, blocks + torch.tensor([0, 0, first, 0]), grid):
+        own = slice(done, done := done + len(chunk))
+        end = (visible * number).amax(2).int()
+        start = torch.where(
+            end > 0, left[own] + grid.kv_block - (visible * number.flip(0)).amax(2), grid.kv_len
+        )
+        lo.scatter_reduce_(0, line[own], start, "amin")
+        hi.scatter_reduce_(0, line[own], torch.where(end > 0, left[own] + end, 0), "amax")
+        missing.scatter_add_(0, line[own], -visible.sum(2, dtype=torch.int32))
+    overlap = hi.gather(0, line).minimum(left + grid.kv_block) - lo.gather(0, line).maximum(left)
+    missing.scatter_add_(0, line, overlap.clamp(min=0))
+    bounds = torch.stack([torch.where(hi > 0, lo, 0), hi])
+    return None if bool(missing.any()) else bounds.view(2, b, h, rows * grid.q_block)
 
 
 def masked_blocks(runs: Runs) -> Tensor:
@@ -220,19 +219,6 @@ def masked_blocks(runs: Runs) -> Tensor:
     length = end - start
     row = row.repeat_interleave(length)
     return torch.stack([row // (h * r), row // r % h, row % r, ramps(start, length)], 1)
-
-
-def _masked_bands(runs: Runs) -> Iterator[Tensor]:
-    """Yield the MASKED blocks as :func:`masked_blocks` lists them, of a few rows at a time: _FIRST_BLOCKS,
-    then _BLOCKS of them."""
-    count = runs.counts()[0].sum((0, 1))
-    band = (count.cumsum(0) - count + _BLOCKS - _FIRST_BLOCKS) // _BLOCKS
-    cuts = band.diff().nonzero()[:, 0] + 1
-    size = _FIRST_BLOCKS
-    for begin, stop in itertools.pairwise([0, *cuts.tolist(), len(count)]):
-        blocks = masked_blocks(runs.take(torch.arange(begin, stop)[None]))
-        yield from (blocks + torch.tensor([0, 0, begin, 0])).split(size)
-        size = _BLOCKS
 
 
 class _RunCollector:
@@ -296,100 +282,20 @@ def _half(size: Tensor) -> Tensor:
 
 def _kinds(evaluator: TileEvaluator, blocks: Tensor, grid: Grid) -> Tensor:
     """Classify single blocks, given as tiles in blocks: int64 [n] of Kind or ABSENT."""
-    has_visible = torch.zeros(len(blocks), dtype=torch.bool)
-    has_hidden = grid.has_ragged_block(blocks)  # pairs past the end are hidden
-    tiles = grid.to_tokens(blocks)
-
-    def record(index: Tensor, visible: Tensor) -> None:
-        has_visible[index[visible.flatten(1).any(1)]] = True
-        has_hidden[index[~visible.flatten(1).all(1)]] = True
-
-    def visit(tiles: Tensor) -> Tensor:
-        index = tiles[:, 6]
-        some, every = evaluator.bound_tiles(tiles)
-        has_visible[index[every]] = True
-        has_hidden[index[~some]] = True
-        undecided = some & ~every & ~(has_visible & has_hidden)[index]
-        leaves = evaluator.stop_cutting(tiles, undecided)
-        for chunk, visible in evaluator.evaluate_tiles(tiles[leaves]):
-            record(chunk[:, 6], visible)
-        return undecided & ~leaves
-
-    if len(blocks):
-        fraction = torch.arange(_PROBES) / max(1, _PROBES - 1)
-        q, kv = (
-            (lo[:, None] + ((hi - lo - 1)[:, None] * fraction).long())
-            for lo, hi in (tiles[:, 2:4].T, tiles[:, 4:6].T)
-        )
-        record(torch.arange(len(blocks)), evaluator.evaluate_pairs(tiles, q, kv))
-        numbered = torch.cat([tiles, torch.arange(len(tiles))[:, None]], 1)
-        _descend(numbered[~(has_visible & has_hidden)], visit)
+    if not len(blocks):
+        return blocks[:, 0]
+    tiles, fraction = grid.to_tokens(blocks), torch.arange(_PROBES) / max(1, _PROBES - 1)
+    q, kv = (
+        (lo[:, None] + ((hi - lo - 1)[:, None] * fraction).long())
+        for lo, hi in (tiles[:, 2:4].T, tiles[:, 4:6].T)
+    )
+    visible = evaluator.evaluate(tiles[:, 0], tiles[:, 1], q, kv).flatten(1)
+    has_visible = visible.any(1)
+    has_hidden = ~visible.all(1) | grid.has_ragged_block(blocks)  # pairs past the end are hidden
+    unsure = (~(has_visible & has_hidden)).nonzero()[:, 0]
+    done = 0
+    for chunk, visible in evaluate_blocks(evaluator.evaluate, blocks[unsure][:, [0, 1, 2, 4]], grid):
+        own = unsure[done : (done := done + len(chunk))]
+        has_visible[own] |= visible.flatten(1).any(1)
+        has_hidden[own] |= ~visible.flatten(1).all(1)
     return torch.where(has_visible, torch.where(has_hidden, int(Kind.MASKED), int(Kind.FULL)), ABSENT)
-
-
-class _Extents:
-    """First, last and number of visible keys of each query row in masked blocks, accumulated block by block.
-
-    lo, hi, count: int32 [B * H * rows of blocks * q_block]
-    """
-
-    def __init__(self, runs: Runs, grid: Grid) -> None:
-        self.heads, self.grid = runs.shape[1], grid
-        b, h, rows, _ = runs.shape
-        self.lo = torch.full((b * h * rows * grid.q_block,), grid.kv_len, dtype=torch.int32)
-        self.hi, self.count = torch.zeros_like(self.lo), torch.zeros_like(self.lo)
-
-    def _first_row(self, blocks: Tensor) -> Tensor:
-        """Return the place of query 0 of the batch row and head of each block: int64 [n]."""
-        return (blocks[:, 0] * self.heads + blocks[:, 1]) * self.grid.rows * self.grid.q_block
-
-    def add(self, evaluator: TileEvaluator, blocks: Tensor) -> None:
-        """Add the visible keys of blocks, int64 [n, 4]."""
-
-        def record(row: Tensor, start: Tensor, end: Tensor, num_visible: Tensor) -> None:
-            self.lo.scatter_reduce_(0, row, start.int(), "amin")
-            self.hi.scatter_reduce_(0, row, end.int(), "amax")
-            self.count.index_add_(0, row, num_visible.int())
-
-        def visit(tiles: Tensor) -> Tensor:
-            some, every = evaluator.bound_tiles(tiles)
-            undecided = some & ~every
-            full = tiles[every]
-            size = full[:, 3] - full[:, 2]
-            start, end = (t.repeat_interleave(size) for t in (full[:, 4], full[:, 5]))
-            record(ramps(full[:, 6] + full[:, 2], size), start, end, end - start)
-            leaves = evaluator.stop_cutting(tiles, undecided)
-            for chunk, visible in evaluator.evaluate_tiles(tiles[leaves]):
-                record(*_visible_extents(chunk, visible))
-            return undecided & ~leaves
-
-        tiles = torch.stack([*blocks[:, :3].unbind(1), blocks[:, 2] + 1, blocks[:, 3], blocks[:, 3] + 1], 1)
-        _descend(torch.cat([self.grid.to_tokens(tiles), self._first_row(blocks)[:, None]], 1), visit)
-
-    def are_intervals(self, blocks: Tensor) -> bool:
-        """Whether every row sees all keys between its first and its last one in ``blocks``, which are all
-        that were added."""
-        height, width = self.grid.q_block, self.grid.kv_block
-        missing = -self.count
-        for chunk in blocks.split(max(1, PAIRS // height)):
-            row = (self._first_row(chunk) + chunk[:, 2] * height)[:, None] + torch.arange(height)
-            start = chunk[:, 3:] * width
-            overlap = self.hi[row].minimum(start + width) - self.lo[row].maximum(start)
-            missing.index_add_(0, row.flatten(), overlap.clamp(min=0).flatten().int())
-        return not bool(missing.any())
-
-
-def _visible_extents(tiles: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
-    """Return (row, first visible key, end, number of visible keys) of the rows with visible keys, int64 [m].
-
-    tiles: [n, 7], in tokens; the last column is added to the row. visible: bool [n, i, j] of evaluate_tiles.
-    """
-    i, j = (torch.arange(size) for size in visible.shape[1:])
-    visible = visible & (tiles[:, 2, None] + i < tiles[:, 3, None])[:, :, None]
-    visible &= (tiles[:, 4, None] + j < tiles[:, 5, None])[:, None, :]
-    tile, row = visible.any(2).nonzero(as_tuple=True)
-    visible = visible[tile, row]
-    left = tiles[tile, 4]
-    rank = (j + 1).int()
-    start = left + visible.shape[1] - (visible * rank.flip(0)).amax(1)
-    return tiles[tile, 6] + tiles[tile, 2] + row, start, left + (visible * rank).amax(1), visible.sum(1)
