@@ -122,34 +122,32 @@ def test_attention_with_a_selected_mask_is_that_of_the_selected_rows(name, index
     torch.testing.assert_close(out, select(whole)[:, :, rows])
 
 
-def test_a_selected_row_serves_every_batch() -> None:
-    mask = create_block_mask(MODS["table"], 3, 2, 256, 256)[1]
-    assert torch.equal(mask.to_dense(B=4)[3], mask.to_dense()[0])
-
-
 @pytest.mark.parametrize(
-    ("index", "error", "message"),
+    ("index", "message"),
     [
-        (3, IndexError, "index 3 is outside of the mask's 3 batch rows"),
-        ((0, -3), IndexError, "index -3 is outside of the mask's 2 heads"),
-        ((0, 0, 4), IndexError, "outside of the mask's 4 rows of blocks"),
-        (slice(3, 3), IndexError, "selects none of the mask's 3 batch rows"),
-        ((0, 0, 0, slice(0, 8)), IndexError, "make the mask of fewer keys with create_block_mask"),
-        ((0, 0, slice(0, 4, 2)), IndexError, r"rows of blocks \[0, 2\] are not adjacent"),
-        ("b", TypeError, "selected by an int, a slice of ints, or an integer"),
-        (None, TypeError, "got None, a NoneType"),
-        (True, TypeError, "got True, a bool"),
-        (torch.tensor([[0, 1]]), TypeError, r"a torch.int64 \[1, 2\]"),
-        (torch.tensor([0.5]), TypeError, r"a torch.float32 \[1\]"),
-        (["b"], TypeError, "a list"),
-        (slice("b"), TypeError, "a slice"),
-        ([], IndexError, "selects none of the mask's 3 batch rows"),
+        (3, "3 selects none of the mask's 3 batch rows"),
+        ((0, -3), "-3 selects none of the mask's 2 heads"),
+        ((0, 0, 4), "4 selects none of the mask's 4 rows of blocks"),
+        ((0, 0, 0, slice(0, 8)), "make the mask of fewer keys with create_block_mask"),
+        ((0, 0, slice(0, 4, 2)), r"rows of blocks \[0, 2\] are not adjacent"),
+        *[
+            (index, "an int, a slice, or an integer or bool tensor")
+            for index in (
+                "b",
+                None,
+                True,
+                0.5,
+                torch.tensor([[0, 1]]),
+                torch.tensor([0.5]),
+                ["b"],
+                slice("b"),
+            )
+        ],
     ],
 )
-def test_other_indices_are_refused(index, error, message) -> None:
-    mask, _ = pair("causal")
-    with pytest.raises(error, match=message):
-        mask[index]
+def test_other_indices_are_refused(index, message) -> None:
+    with pytest.raises(IndexError, match=message):
+        pair("causal")[0][index]
 
 
 def test_integers_of_other_libraries_and_types_select_rows() -> None:
@@ -157,19 +155,13 @@ def test_integers_of_other_libraries_and_types_select_rows() -> None:
     for row in (np.int64(1), np.uint8(1), torch.tensor(1, dtype=torch.uint8)):
         assert torch.equal(mask[row].to_dense(), mask[1].to_dense())
     assert torch.equal(mask[torch.tensor([2, 1], dtype=torch.uint8)].to_dense(), mask[[2, 1]].to_dense())
-
-
-def test_iteration_yields_the_batch_rows_and_ends() -> None:
-    mask, _ = pair("documents")
-    assert torch.equal(torch.cat([row.to_dense() for row in mask]), mask.to_dense())
+    assert torch.equal(torch.cat([row.to_dense() for row in mask]), mask.to_dense()), "iteration ends"
 
 
 def test_a_plan_is_indexed_by_batch_rows() -> None:
     mask = create_block_mask(MODS["documents"], 3, 1, 256, 256)
     plan = make_plan(mask)
     assert plan[1].first_row == 1 and plan[1].mask.B == 1 and plan[-2:].mask.B == 2
-    for wrong in ((0, 0), slice(0, 3, 2)):
-        with pytest.raises(IndexError, match=r"select of the mask, and make a plan of that: make_plan\(mask"):
+    for wrong in ((0, 0), slice(0, 3, 2), 3):
+        with pytest.raises(IndexError):
             plan[wrong]
-    with pytest.raises(IndexError, match="outside of the mask's 3 batch rows"):
-        plan[3]

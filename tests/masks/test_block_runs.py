@@ -146,22 +146,3 @@ def test_transpose_of_half_a_million_rows_costs_what_its_runs_cost() -> None:
     lo, hi = torch.arange(n)[None, None], torch.arange(1, n + 1)[None, None]
     diagonal = Runs.from_intervals(lo, hi, 1, 1, n)
     assert transpose(diagonal) == diagonal
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda r: r.take(torch.tensor([[0, 2]])), r"rows must be in \[-1, 2\)"),
-        (lambda r: r.take(torch.tensor([0, 1])), "rows must be int64"),
-        (lambda r: r.take(torch.zeros(3, 1, dtype=torch.int64)), "3 batch rows, the mask has 2"),
-        (lambda r: r.remap(torch.tensor([[0, 1]])), r"first must be int64 \[B, 4\]"),
-        (lambda r: r.remap(torch.tensor([[0, 2, 1, 3]])), "non-decreasing"),
-        (lambda r: Runs.from_kinds(r.to_kinds().int()), "must be uint8"),
-        (lambda r: Runs(r.ptr.long(), r.runs, 3), "ptr must be int32"),
-        (lambda r: Runs(r.ptr, r.runs[:, :2], 3), "runs must be int32"),
-    ],
-)
-def test_runs_refuse_arguments_of_wrong_shape_or_range(call, message: str) -> None:
-    runs = Runs.from_kinds(torch.zeros(2, 1, 2, 3, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=message):
-        call(runs)

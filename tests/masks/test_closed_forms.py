@@ -1,7 +1,5 @@
 """Closed forms as mask_mods, row intervals and windows: all three are the same mask."""
 
-from dataclasses import dataclass
-from itertools import product
 
 import pytest
 import torch
@@ -27,7 +25,6 @@ from tritoncp.masks import (
     sliding_window,
     tree,
 )
-from tritoncp.masks.closed_forms import QuerySlice, Selection
 from tritoncp.reference.dense import dense_attention
 
 N = 48  # tokens every drawn closed form covers
@@ -85,18 +82,13 @@ def test_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
 @LAWS
 @given(forms(), lengths, lengths)
 def test_query_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
-    """A key is seen by one interval of queries, also in slices and selections."""
-    for part, visible in (
-        (mod, dense(mod, q_len, kv_len)),
-        (QuerySlice(mod, 2), dense(mod, N, kv_len)[:, :, 2 : 2 + q_len]),
-        (Selection(mod, (1,), None), dense(mod, q_len, kv_len)[1:]),
-    ):
-        intervals = part.query_intervals(visible.shape[2], kv_len)
-        if intervals is not None:
-            lo, hi = intervals
-            q = torch.arange(visible.shape[2])[:, None]
-            assert lo.shape[1:] == hi.shape[1:] == (1, kv_len)
-            assert torch.equal(((lo[..., None, :] <= q) & (q < hi[..., None, :])).expand_as(visible), visible)
+    """A key is seen by one interval of queries."""
+    intervals, visible = mod.query_intervals(q_len, kv_len), dense(mod, q_len, kv_len)
+    if intervals is not None:
+        lo, hi = intervals
+        q = torch.arange(q_len)[:, None]
+        assert lo.shape[1:] == hi.shape[1:] == (1, kv_len)
+        assert torch.equal(((lo[..., None, :] <= q) & (q < hi[..., None, :])).expand_as(visible), visible)
 
 
 @LAWS
@@ -110,36 +102,6 @@ def test_there_are_intervals_wherever_there_can_be(
         parts_have = all(m.intervals(q_len, kv_len) is not None for m in (one, two))
         if bool((starts <= 1).all()) and (parts_have or (mod is one and q_len == kv_len)):
             assert mod.intervals(q_len, kv_len) is not None
-
-
-@dataclass(frozen=True, eq=False)
-class Rows(MaskMod):
-    """A closed form of arbitrary intervals: query row q sees keys [lo[q], hi[q])."""
-
-    lo: Tensor
-    hi: Tensor
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (self.lo[q_idx] <= kv_idx) & (kv_idx < self.hi[q_idx])
-
-    def intervals(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
-        nonempty = self.lo < self.hi
-        lo, hi = (torch.where(nonempty, bound, 0)[None, None] for bound in (self.lo, self.hi))
-        return lo, hi
-
-
-def test_unions_and_intersections_of_any_two_intervals() -> None:
-    """All pairs of intervals of five keys: nested, adjacent, disjoint on either side, empty."""
-    kv = torch.arange(5)
-    intervals = [(lo, hi) for lo in range(6) for hi in range(lo, 6)]
-    for one, two in product(intervals, intervals):
-        parts = [Rows(*torch.tensor(bounds)[:, None]) for bounds in (one, two)]
-        sets = [(lo <= kv) & (kv < hi) for lo, hi in (one, two)]
-        for mod, visible in ((and_masks(*parts), sets[0] & sets[1]), (or_masks(*parts), sets[0] | sets[1])):
-            union = mod.intervals(1, 5)
-            in_one_piece = int(visible[0]) + int((visible[1:] & ~visible[:-1]).sum()) <= 1
-            assert (union is not None) == in_one_piece, (mod, one, two)
-            assert union is None or torch.equal((union[0] <= kv) & (kv < union[1]), visible[None, None])
 
 
 @LAWS
@@ -259,12 +221,3 @@ def test_tensors_of_one_batch_row_serve_every_row(name: str) -> None:
     whole = flex.create_block_mask(mod, None, None, 8, 8, device="cpu", BLOCK_SIZE=4)
     for mask in (mod, create_block_mask(mod, None, None, 8, 8, BLOCK_SIZE=4), whole):
         torch.testing.assert_close(flex_attention(q, q, q, mask), dense_attention(q, q, q, rows[0]).out)
-
-
-def test_closed_forms_combine_with_operators() -> None:
-    ids = torch.tensor([0] * 10 + [1] * 22)
-    near = (causal() & sliding_window(4, 4)) | ~document(ids=ids)
-    q, kv = torch.arange(32)[:, None], torch.arange(32)
-    want = ((q >= kv) & (q - kv <= 4)) | (ids[q] != ids[kv])
-    assert torch.equal(near(None, None, q, kv), want)
-    assert torch.equal(create_block_mask(near, None, None, 32, 32, BLOCK_SIZE=8).to_dense()[0, 0], want)

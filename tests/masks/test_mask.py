@@ -105,19 +105,6 @@ def assert_interval_exact(mask: Mask, masked: Tensor, visible: Tensor) -> None:
         assert bool(((lo == 0) & (hi == 0))[~inside.any(-1)].all())
 
 
-def test_an_interval_may_span_full_blocks_between_masked_ones() -> None:
-    bm = flex.BlockMask.from_kv_blocks(
-        torch.tensor([[[2]]], dtype=torch.int32), torch.tensor([[[[2, 0, 0]]]], dtype=torch.int32),
-        torch.tensor([[[1]]], dtype=torch.int32), torch.tensor([[[[1, 0, 0]]]], dtype=torch.int32),
-        BLOCK_SIZE=4, mask_mod=lambda b, h, q, kv: (kv >= 2) & (kv < 9) & (kv != 5), seq_lengths=(4, 12),
-    )  # fmt: skip
-    mask = from_block_mask(bm)  # key 5, in the full block, is visible whatever the mask_mod says
-    assert mask.interval is not None
-    assert mask.interval[0].tolist() == [[[2] * 4]]
-    assert mask.interval[1].tolist() == [[[9] * 4]]
-    assert mask.to_dense()[0, 0, 0].nonzero()[:, 0].tolist() == [2, 3, 4, 5, 6, 7, 8]
-
-
 @pytest.mark.parametrize("chunk", [1, 100])
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     for limit in ("PAIRS", "_TILES", "_BLOCKS", "_UNMERGED_RUNS"):
@@ -156,20 +143,6 @@ def test_without_a_mask_mod_partial_blocks_are_full() -> None:
     assert mask.runs.to_kinds().tolist() == [[[[1, 3, 2], [1, 1, 3]]]]
     assert mask.mask_mod is None
     assert mask.interval is None
-
-
-def test_full_blocks_of_a_mask_that_reads_nothing_are_not_evaluated() -> None:
-    def never(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        raise AssertionError("no block is partial, so there is nothing to evaluate")
-
-    one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, dtype=torch.int32)
-    bm = flex.BlockMask.from_kv_blocks(
-        zero, zero[..., None], one, zero[..., None], BLOCK_SIZE=8, mask_mod=never
-    )
-    mask = from_block_mask(bm)
-    assert mask.mask_mod is never
-    assert mask.interval is not None
-    assert bool(mask.to_dense().all())
 
 
 @given(geometries())
@@ -248,14 +221,6 @@ def test_an_interval_found_for_one_batch_row_does_not_serve_others_it_may_not_ho
         assert (mask.interval_for(1, 4) is None) == reads[1]
 
 
-def test_lists_of_one_batch_row_take_only_its_interval_from_a_closed_form() -> None:
-    mod = document(lengths=[[4, 12], [8, 8]])
-    mask = from_block_mask(flex.create_block_mask(mod, 1, 1, 16, 16, device="cpu", BLOCK_SIZE=8))
-    assert mask.interval is not None
-    assert mask.interval[0].tolist() == [[[0] * 4 + [4] * 12]]
-    assert mask.interval_for(2, 1) is None
-
-
 def test_a_mask_listed_once_serves_every_batch_row_with_its_own_mask_mod() -> None:
     mod = lambda b, h, q, kv: q >= kv + b  # noqa: E731
     mask = create_block_mask(mod, None, None, 64, 64, BLOCK_SIZE=16)
@@ -317,13 +282,6 @@ def test_other_mistakes_say_what_to_do() -> None:
     assert full_mask(16, 1 << 30, block=1 << 24).kv_len == 1 << 30
 
 
-def test_expanded_tensors_count_once_in_nbytes() -> None:
-    one, many = (create_block_mask(causal(), *size, 256, 256, BLOCK_SIZE=16) for size in ((1, 1), (8, 4)))
-    intervals = 2 * 4 * 256
-    assert one.nbytes == one.runs.ptr.nbytes + one.runs.runs.nbytes + intervals
-    assert many.nbytes == many.runs.ptr.nbytes + many.runs.runs.nbytes + intervals
-
-
 @FEW
 @given(geometries(), st.integers(0, 999), st.data())
 def test_rows_of_a_mask_have_the_same_visible_pairs(geometry, seed: int, data: st.DataObject) -> None:
@@ -343,8 +301,3 @@ def test_rows_of_a_mask_have_the_same_visible_pairs(geometry, seed: int, data: s
         inside = (lo <= torch.arange(kv_len)) & (torch.arange(kv_len) < hi)
         masked = at_pairs(part.runs.to_kinds() == Kind.MASKED, part)
         assert torch.equal(part.to_dense() & masked, inside & masked)
-
-
-def test_rows_start_at_a_block() -> None:
-    with pytest.raises(ValueError, match=r"rows\(4, 16\).*multiple of 8"):
-        create_block_mask(causal(), None, None, 16, 16, BLOCK_SIZE=8).rows(4, 16)

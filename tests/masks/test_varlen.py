@@ -3,7 +3,6 @@ inverses."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -159,30 +158,6 @@ def test_the_public_call(layout: str, causal: bool) -> None:
     agree(whole_call(x, **docs.arguments, causal=causal, window=(9, -1)), want, docs, 1e-8)
     agree(whole_call(x, mask), want, docs, 1e-8)
     agree(whole_call(x, tritoncp.make_plan(mask)), want, docs, 1e-8)
-
-
-# Shapes that TransformerEngine tests (batch 2, up to 4096 tokens, heads 12 and 12:2, head dim 128, window
-# (512, 0)), at a size for the interpreter; tests/gpu/test_varlen.py has them in full.
-TE_DOCS = Docs([77, 50], [77, 50], [3, 14], [3, 14])
-
-
-TE_CALLS = itertools.product(
-    [(2, True, (-1, -1)), (1, False, (-1, -1)), (1, True, (18, 0)), (2, False, (18, 0))], [1, 2, 3]
-)
-
-
-@pytest.mark.parametrize(
-    ("kv_heads", "causal", "window", "world"),
-    [
-        pytest.param(*call, world, marks=[pytest.mark.long] * (i % 4 != 1))
-        for i, (call, world) in enumerate(TE_CALLS)
-    ],
-)
-def test_transformer_engines_shapes_on_the_kernels(kv_heads, causal, window, world) -> None:
-    x = buffers(TE_DOCS, heads=2, kv_heads=kv_heads, dim=32, v_dim=32, dtype=torch.float32)
-    mask = varlen_mask(**TE_DOCS.arguments, causal=causal, window=window, BLOCK_SIZE=32)
-    got = in_a_world(x, simulate(world).make_plan(mask))
-    agree(got, one_by_one(x, TE_DOCS, causal, window), TE_DOCS, 1e-5, 1e-5)
 
 
 def test_cross_attention_on_the_kernels() -> None:

@@ -102,14 +102,6 @@ def test_the_gathered_buffer_is_where_the_inverse_says(plan: Plan) -> None:
     assert all(bool((s[u][:, 1].diff() > 0).all()) for s, u in zip(slots, used))  # by global position
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_gather_of_some_ranks_holds_their_rows_alone(world_size: int) -> None:
-    plan = build(random_mask(2, 7, 1, 4, 0), world_size)
-    for ranks in ([1], [1, 0], [0]):
-        rows = row_positions(plan.q.gathered(ranks), len(ranks) * plan.q.s_max)
-        assert torch.equal(rows, torch.cat([plan.q.positions(rank) for rank in ranks], 1))
-
-
 # -- there and back -----------------------------------------------------------------------------------
 
 LAYOUTS = ["bs", "bsd", "sb", "dsb", "bds", "sdb"]
@@ -149,15 +141,6 @@ def test_a_tensor_without_a_batch_comes_back_with_one_where_rows_differ(plan: Pl
         assert got.shape == (*rows.shape[len(rows) == 1 :], 3)
         want = torch.where((rows >= 0)[..., None], cache[rows.clamp(min=0)], 0)
         assert torch.equal(got.view_as(want), want)
-
-
-def test_keys_of_another_length_have_their_own_placement() -> None:
-    plan = build(full_mask(24, 40, block=8), 3)
-    world = tritoncp.simulate(3)
-    x = torch.arange(40)
-    shards = world.shard(x, plan, dim=0, side="kv")
-    assert [len(s) for s in shards] == [16, 16, 16] and plan.s_local == 8
-    assert torch.equal(world.unshard(shards, plan, dim=0, side="kv"), x)
 
 
 # -- gradients ----------------------------------------------------------------------------------------

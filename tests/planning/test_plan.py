@@ -82,25 +82,6 @@ def test_work_sums_to_the_listed_blocks_of_the_mask(mask: Mask, world_size: int)
         assert plan.imbalance == pytest.approx(max(plan.work) * world_size / want if want else 1)
 
 
-def test_a_causal_mask_is_balanced_and_natural_order_is_not() -> None:
-    mask = create_block_mask(causal(), None, None, 64, 64, BLOCK_SIZE=4)
-    blocks = [n + 4 * (MASKED_BLOCK_COST - 1) for n in (10, 26, 42, 58)]  # of which four are masked
-    for name in BALANCERS:
-        plan = build(mask, 4, balancer=name)
-        assert plan.imbalance == 1 if name in ("head_tail", "ptrr") else plan.work == blocks
-
-
-def test_per_row_placements_balance_each_batch_row() -> None:
-    mod = and_masks(causal(), document(ids=torch.tensor([[0] * 8 + [1] * 56, [0] * 40 + [1] * 24])))
-    mask = create_block_mask(mod, 2, None, 64, 64, BLOCK_SIZE=4)
-    plan = build(mask, 4)
-    assert plan.q.slots[0].shape[0] == 2
-    for row in range(2):
-        costs = sum(mask.runs.counts())[row].sum(0)
-        work = [float(costs[slots[row, :, 1].long() // 4].sum()) for slots in plan.q.slots]
-        assert max(work) / (sum(work) / 4) < 1.1
-
-
 # -- placement ----------------------------------------------------------------------------------------
 
 

@@ -69,7 +69,7 @@ def selected_numbers(index: Any, sizes: tuple[int, int, int]) -> tuple[tuple[int
 
     index: an int, slice, integer or bool tensor or list [n], or a tuple of up to three of them; a fourth, for
     keys, must be a full slice. An int keeps its dimension, of size 1, as in torch's BlockMask. sizes: of the
-    dimensions. Raises IndexError for numbers outside of the mask, and TypeError for an index of another type.
+    dimensions. Raises IndexError for numbers outside of the mask, and for what is no index.
 
     >>> selected_numbers((-1, slice(None), slice(2, 4)), (3, 2, 8))
     ((2,), None, (2, 3))
@@ -90,24 +90,18 @@ def selected_numbers(index: Any, sizes: tuple[int, int, int]) -> tuple[tuple[int
 def _numbers(part: Any, size: int, dimension: str) -> tuple[int, ...] | None:
     """Return the numbers below ``size`` that one part of an index selects, None for all in order."""
     try:
-        if isinstance(part, slice):
-            numbers = list(range(size)[part])
-        else:
-            index = torch.as_tensor(part).cpu()
-            is_bool = index.dtype == torch.bool
-            is_fraction = index.is_complex() or (index.is_floating_point() and index.numel() > 0)
-            if is_fraction or index.ndim > 1 or (is_bool and index.ndim == 0):
-                raise TypeError
-            index = index if is_bool else index.long()  # torch reads uint8 as a bool mask
-            numbers = torch.arange(size)[index].flatten().tolist()
-    except (TypeError, ValueError, RuntimeError):  # torch raises all three for what is no tensor
-        kind = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
-        raise TypeError(
-            f"{dimension} are selected by an int, a slice of ints, or an integer or bool tensor or list [n]; "
-            f"got {part!r}, a {kind}"
-        ) from None
-    except IndexError:
-        raise IndexError(f"index {part!r} is outside of the mask's {size} {dimension}") from None
+        index = part if isinstance(part, slice) else torch.as_tensor(part).cpu()
+        if isinstance(index, Tensor):
+            is_bool = index.dtype is torch.bool
+            if index.ndim > 1 or (is_bool and not index.ndim):
+                raise IndexError
+            index = index.long() if index.dtype is torch.uint8 else index  # which torch reads as a bool mask
+        numbers = torch.arange(size)[index].flatten().tolist()
+    except (IndexError, TypeError, ValueError, RuntimeError):  # torch raises all four for what is no index
+        numbers = []
     if not numbers:
-        raise IndexError(f"index {part!r} selects none of the mask's {size} {dimension}")
+        raise IndexError(
+            f"{part!r} selects none of the mask's {size} {dimension}: they are selected by an int, a slice, or "
+            "an integer or bool tensor or list [n]"
+        )
     return None if numbers == list(range(size)) else tuple(numbers)

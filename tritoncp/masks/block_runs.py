@@ -44,13 +44,6 @@ class Runs:
     runs: Tensor  # int32 [n, 3]: (start, end, kind), half open; sorted by start in either group
     n_cols: int
 
-    def __post_init__(self) -> None:
-        ptr, runs = self.ptr, self.runs
-        if ptr.ndim != 4 or ptr.shape[3] != 3 or ptr.dtype != torch.int32:
-            raise ValueError(f"Runs.ptr must be int32 [B, H, R, 3], got {ptr.dtype} {tuple(ptr.shape)}")
-        if runs.ndim != 2 or runs.shape[1] != 3 or runs.dtype != torch.int32:
-            raise ValueError(f"Runs.runs must be int32 [n, 3], got {runs.dtype} {tuple(runs.shape)}")
-
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, rows, columns)."""
@@ -88,8 +81,6 @@ class Runs:
     @classmethod
     def from_kinds(cls, kinds: Tensor) -> Runs:
         """Make Runs from a dense map of block kinds, uint8 [B, H, R, C] of Kind or ABSENT."""
-        if kinds.ndim != 4 or kinds.dtype != torch.uint8:
-            raise ValueError(f"kinds must be uint8 [B, H, R, C], got {kinds.dtype} {tuple(kinds.shape)}")
         b, h, r, c = kinds.shape
         flat = kinds.reshape(b * h * r, c)
         listed = flat != ABSENT
@@ -146,8 +137,7 @@ class Runs:
 
     def take(self, rows: Tensor) -> Runs:
         """Select, reorder or repeat rows. rows: int64 [Bp, n], -1 = an empty row; batches broadcast."""
-        check_rows(rows, self.shape[2])
-        batch = broadcast("rows", len(rows), self.shape[0])
+        batch = max(len(rows), self.shape[0])
         ptr = torch.nn.functional.pad(self.ptr.expand(batch, -1, -1, -1), (0, 0, 1, 0))  # first an empty row
         return self._gather(ptr[torch.arange(batch)[:, None], :, rows + 1].transpose(1, 2))  # [B, H, n, 3]
 
@@ -167,8 +157,7 @@ class Runs:
         the kept ones before c, the result is kinds[..., keep].
         """
         b, h, r, c = self.shape
-        check_edges(first, c)
-        batch = broadcast("first", len(first), b)
+        batch = max(len(first), b)
         row, start, end, kind = self.expand(batch, h)._flat()
         start, end = (first.expand(batch, -1)[row // (h * r), edge] for edge in (start, end))
         return self._pack((batch, h, r), int(first[:, -1].max()), row, start, end, kind)
@@ -333,26 +322,3 @@ def ramps(first: Tensor, length: Tensor) -> Tensor:
     """
     offset = first - (length.cumsum(0) - length)
     return offset.repeat_interleave(length) + torch.arange(int(length.sum()))
-
-
-def check_rows(rows: Tensor, r: int) -> None:
-    """Raise ValueError unless rows are int64 [B, n] from -1 to r - 1."""
-    if rows.ndim != 2 or rows.dtype != torch.int64:
-        raise ValueError(f"rows must be int64 [B, n], got {rows.dtype} {tuple(rows.shape)}")
-    if rows.numel() and not (int(rows.min()) >= -1 and int(rows.max()) < r):
-        raise ValueError(f"rows must be in [-1, {r}), got {int(rows.min())} to {int(rows.max())}")
-
-
-def check_edges(first: Tensor, c: int) -> None:
-    """Raise ValueError unless ``first`` is int64 [B, c + 1], non-negative and non-decreasing."""
-    if first.ndim != 2 or first.shape[1] != c + 1 or first.dtype != torch.int64:
-        raise ValueError(f"first must be int64 [B, {c + 1}], got {first.dtype} {tuple(first.shape)}")
-    if bool((first.diff() < 0).any()) or bool((first[:, 0] < 0).any()):
-        raise ValueError("first must be non-negative and non-decreasing in each row")
-
-
-def broadcast(name: str, rows: int, batch: int) -> int:
-    """Return the common number of batch rows; raise ValueError unless they are equal or one of them is 1."""
-    if rows != batch and 1 not in (rows, batch):
-        raise ValueError(f"{name} has {rows} batch rows, the mask has {batch}: give 1 or {batch}")
-    return max(rows, batch)

@@ -160,11 +160,6 @@ class _View(MaskMod):
     part: MaskFn
 
     @property
-    def form(self) -> MaskMod | None:
-        """The part, if it is a closed form."""
-        return self.part if isinstance(self.part, MaskMod) else None
-
-    @property
     def batch(self) -> int:
         return num_batch_rows(self.part)
 
@@ -183,12 +178,9 @@ class QuerySlice(_View):
         return self.part(b, h, q_idx + self.start, kv_idx)
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        whole = None if self.form is None else self.form.intervals(self.start + q_len, kv_len)
+        part = self.part
+        whole = part.intervals(self.start + q_len, kv_len) if isinstance(part, MaskMod) else None
         return whole and (whole[0][..., self.start :], whole[1][..., self.start :])
-
-    def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        whole = None if self.form is None else self.form.query_intervals(self.start + q_len, kv_len)
-        return whole and clip_intervals(whole[0] - self.start, whole[1] - self.start, q_len)
 
     def __repr__(self) -> str:
         return f"{name_of(self.part)} from query {self.start}"
@@ -206,24 +198,6 @@ class Selection(_View):
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.part(_look_up(self.rows, b), _look_up(self.heads, h), q_idx, kv_idx)
-
-    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        return self._select(None if self.form is None else self.form.intervals(q_len, kv_len))
-
-    def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        return self._select(None if self.form is None else self.form.query_intervals(q_len, kv_len))
-
-    def _select(self, whole: Intervals | None) -> Intervals | None:
-        if whole is None or self.rows is None or len(whole[0]) == 1:
-            return whole
-        return whole[0][list(self.rows)], whole[1][list(self.rows)]
-
-    def tokens(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor] | None:
-        return None if self.form is None else self.form.tokens(q_len, kv_len)
-
-    @property
-    def window(self) -> tuple[int, int] | None:
-        return None if self.form is None else self.form.window
 
     @property
     def batch(self) -> int:

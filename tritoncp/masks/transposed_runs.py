@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import Kind, Runs, broadcast, check_edges, check_rows, ramps
+from tritoncp.masks.block_runs import Kind, Runs, ramps
 
 _EVENTS = 1 << 20  # starts and ends of runs that are sorted at a time
 
@@ -77,7 +77,6 @@ class TransposedRuns(Runs):
         return TransposedRuns(self.columns.select(batch, heads))
 
     def take(self, rows: Tensor) -> Runs:
-        check_rows(rows, self.shape[2])
         listed = torch.where(rows >= 0, rows, self.shape[2])  # rows that list nothing come last
         if bool((listed.diff(dim=1) < 0).any()):
             return self.by_rows.take(rows)
@@ -86,7 +85,6 @@ class TransposedRuns(Runs):
         return TransposedRuns(replace(columns, n_cols=rows.shape[1]))
 
     def remap(self, first: Tensor) -> Runs:
-        check_edges(first, self.n_cols)
         copied = torch.full((len(first), int(first[:, -1].max())), -1)
         for row, edges in zip(copied, first):
             row[edges[0] : edges[-1]] = torch.arange(self.n_cols).repeat_interleave(edges.diff())
@@ -103,7 +101,7 @@ class TransposedRuns(Runs):
 
     def sum_readers(self, rows: Tensor, weight: Tensor, group: Tensor, groups: int) -> Tensor:
         b, h, r, c = self.shape
-        batch = broadcast("rows", len(rows), b)
+        batch = max(len(rows), b)
         table = torch.zeros(groups, len(rows), r + 1, dtype=torch.int64)  # the last row lists nothing
         at, line = torch.where(rows >= 0, rows, r), torch.arange(len(rows))[:, None]
         table.index_put_((group.expand_as(rows), line, at), weight, accumulate=True)

@@ -213,22 +213,10 @@ def reshard_bytes(plan: PlanData, shape: Shape) -> int:
 
 
 def plan_metrics(plan: PlanData, shape: Shape, time: Cost) -> dict[str, float]:
-    """Return figures of a plan for a layer, each of the rank that has the most. For extra bytes and times, of
-    16 evenly spaced ranks in larger worlds. time: of the plan's own schedule
+    """Return figures of a plan for a layer, each of the rank that has the most; docs/observability.md has the
+    meanings. Extra bytes and times are those of 16 evenly spaced ranks in larger worlds.
 
-    world_size:           number of ranks
-    imbalance:            largest work of a rank over the mean; 1.0 is even
-    remote_share:         share of the keys read by all ranks that other ranks hold, from 0 to 1
-    forward_sent_bytes, backward_sent_bytes: sent to other ranks in a pass
-    reshard_sent_bytes:   sent to other ranks by ``reshard`` of out to natural order
-    shard_bytes:          queries, keys, values, out and lse: kept from the forward to the backward pass
-    gradient_bytes:       gradients of out, queries, keys and values
-    forward_extra_bytes, backward_extra_bytes: most that a pass allocates beyond these: messages, gathered or
-                          fetched keys, float32 gradients, states. Tables, captured tensors and partial sums
-                          of kernels are left out
-    forward_peak_bytes, backward_peak_bytes: all bytes of the layer in a pass: the sums of those above
-    forward_ms, backward_ms: predicted milliseconds of a pass, by the cost model that ranks schedules: to
-                          compare plans, not to compare with a clock
+    time: of the plan's own schedule
     """
     views = [plan.seen_by(rank) for rank in range(plan.world_size)]
     forward = [bytes_sent(view, shape, backward=False) for view in views]

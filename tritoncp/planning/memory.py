@@ -296,7 +296,10 @@ def _rows_sent(plan: PlanData, batch: int) -> tuple[int, int]:
         return int(remote[:, plan.rank].sum()) * copies, int(remote[plan.rank].sum()) * copies
     hops = (0 if plan.is_local else plan.world_size - 1,) * 2
     if plan.schedule == "ring":
-        hops = traffic.hops_sent(plan.derived.ring_route, plan.rank)
+        hops = (
+            sum(hop.next is not None for hop in plan.ring),
+            sum(hop.dkv_to is not None for hop in plan.ring),
+        )
     return hops[0] * plan.kv.s_max * batch, hops[1] * plan.kv.s_max * batch
 
 

@@ -136,8 +136,8 @@ class Plan(PlanData, BlockMaskInterface):
 
     @on_host
     def metrics(self, hardware: Hardware | None = None, **shape: int) -> dict[str, float]:
-        """Predict evenness, bytes sent, memory and time of a layer: a flat dict of numbers, whose keys
-        :func:`tritoncp.planning.cost.plan_metrics` describes.
+        """Predict evenness, bytes sent, memory and time of a layer: a flat dict of numbers. The
+        page "Logs, traces and figures" has their meanings.
 
         shape: as for :meth:`explain`. "Does it fit?" is ``backward_peak_bytes`` plus what the model's other
         layers keep, at least their ``shard_bytes``. To log it, with Weights & Biases or with TensorBoard::

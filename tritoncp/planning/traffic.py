@@ -146,19 +146,6 @@ def ring(reads: Tensor, rank: int, route: tuple[int, Tensor] | None = None) -> t
     return tuple(hops)
 
 
-def hops_sent(route: tuple[int, Tensor], rank: int) -> tuple[int, int]:
-    """Count the sends of K and V by a rank, and its sends of their gradients.
-
-    >>> window = torch.ones(4, 4, dtype=torch.bool).tril().triu(-1)
-    >>> [hops_sent(ring_route(window), rank) for rank in range(4)]
-    [(1, 0), (1, 1), (1, 1), (0, 1)]
-    """
-    step, reach = route
-    # The turn in which each rank's K and V reach this rank.
-    turn = (rank - torch.arange(len(reach))) * step % len(reach)
-    return int((turn < reach).sum()), int(((turn <= reach) & (turn > 0)).sum())
-
-
 def _reach(reads: Tensor, step: int) -> Tensor:
     """Count the hops of each rank's K and V in one direction."""
     ranks = torch.arange(len(reads))
