@@ -64,14 +64,6 @@ def test_several_masks_share_the_order_of_least_total_time() -> None:
     assert {plan.rank for plan in plans.values()} == {3}
 
 
-@pytest.mark.parametrize("balancer", ["auto", "ptrr", None])
-def test_an_empty_dict_or_world_is_refused(balancer: str | None) -> None:
-    with pytest.raises(ValueError, match="empty dict: pass a mask"):
-        make_plan({}, world_size=2, rank=0, balancer=balancer)
-    with pytest.raises(ValueError, match="outside a world of 0"):
-        make_plan(MASKS["long causal"](), world_size=0, balancer=balancer)
-
-
 def test_a_slow_balancer_is_left_out_of_large_plans_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "SLOW_BALANCERS", {"locality": 100})
     plan = make_plan(MASKS["long window"](), world_size=8, rank=0, balancer="auto")

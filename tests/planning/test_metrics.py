@@ -131,13 +131,3 @@ def test_shapes_that_no_layer_has_are_refused(call: str, sizes, error, message: 
     plan = make_plan(MASKS["causal"], world_size=4, rank=0)
     with pytest.raises(error, match=message):
         getattr(plan, call)(**sizes)
-
-
-def test_the_batch_of_a_layer_is_that_of_the_plan() -> None:
-    ends = torch.tensor([N, N // 2, N // 4])
-    mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (kv < ends[b]), 3, 1, N, N)
-    plan = make_plan(mask, world_size=4, rank=0)
-    assert plan.metrics() == plan.metrics(batch=3)
-    assert plan.explain().splitlines()[0].startswith("batch 3")
-    with pytest.raises(ValueError, match="batch=1, but the plan is for 3 batch rows"):
-        plan.metrics(batch=1)

@@ -101,7 +101,7 @@ def _numbers(part: Any, size: int, dimension: str) -> tuple[int, ...] | None:
         numbers = []
     if not numbers:
         raise IndexError(
-            f"{part!r} selects none of the mask's {size} {dimension}: they are selected by an int, a slice, or "
-            "an integer or bool tensor or list [n]"
+            f"{part!r} selects none of the mask's {size} {dimension}; they are selected by an int, a slice, "
+            "or an integer or bool tensor or list [n]"
         )
     return None if numbers == list(range(size)) else tuple(numbers)

@@ -156,7 +156,7 @@ class Runs:
         max(first[:, -1]) columns. Where `keep` is a sorted subset of the columns and first counts
         the kept ones before c, the result is kinds[..., keep].
         """
-        b, h, r, c = self.shape
+        b, h, r, _ = self.shape
         batch = max(len(first), b)
         row, start, end, kind = self.expand(batch, h)._flat()
         start, end = (first.expand(batch, -1)[row // (h * r), edge] for edge in (start, end))

@@ -130,12 +130,6 @@ def _abs(dtype: torch.dtype, a: ValueRange) -> ValueRange:
     return ValueRange(least, torch.maximum(-a.lo, a.hi), dtype, a.magnitude)
 
 
-def _sign(dtype: torch.dtype, a: ValueRange) -> ValueRange:
-    if dtype is torch.bool:
-        return a
-    return ValueRange(a.lo.sign() + 0 * a.lo, a.hi.sign() + 0 * a.hi, dtype, 1)  # the sign of NaN is 0
-
-
 def _monotone(op: Callable[..., Tensor]) -> Rule:
     """Return the rule of an operation that never falls where an operand rises."""
 
@@ -189,26 +183,6 @@ def _power_of_two(b: ValueRange) -> ValueRange:
     return ValueRange(lo, hi, b.dtype, 1 << min(b.magnitude, 51))
 
 
-def _bits(op: Callable[[Tensor, Tensor], Tensor]) -> Rule:
-    """Return the rule of an integer's & | or ^: exact for constant operands; for non-negative ones the result
-    has no more bits than the longer operand."""
-
-    def rule(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
-        constant = (a.lo == a.hi) & (b.lo == b.hi)
-        a_value, b_value = (torch.where(constant, x.lo, 0).long() for x in (a, b))
-        exact = op(a_value, b_value).double()
-        positive = (a.lo >= 0) & (b.lo >= 0)
-        bits = max(a.magnitude.bit_length(), b.magnitude.bit_length())
-        magnitude = 1 << bits  # negative operands reach it: -5 ^ 3 = -8
-        lo = torch.where(constant, exact, torch.where(positive, 0.0, torch.nan))
-        longest = torch.minimum(a.hi, b.hi) if op is torch.bitwise_and else torch.full_like(lo, magnitude)
-        return ValueRange(
-            lo, torch.where(constant, exact, torch.where(positive, longest, torch.nan)), dtype, magnitude
-        )
-
-    return rule
-
-
 _and, _or = _monotone(torch.logical_and), _monotone(torch.logical_or)
 
 
@@ -223,10 +197,9 @@ def _not(dtype: torch.dtype, a: ValueRange) -> ValueRange:
     return ValueRange(-a.hi - 1, -a.lo - 1, dtype, a.magnitude + 1)
 
 
-def _by_type(logical: Rule, op: Callable[[Tensor, Tensor], Tensor]) -> Rule:
-    """Return the rule of & | or ^: ``logical`` for bools, the rule of ``op`` on bits for integers."""
-    integer = _bits(op)
-    return lambda dtype, a, b: (logical if dtype is torch.bool else integer)(dtype, a, b)
+def _of_bools(rule: Rule) -> Rule:
+    """Return the rule of & | or ^ for bools; the bits of integers have no bounds."""
+    return lambda dtype, a, b: rule(dtype, a, b) if dtype is torch.bool else None
 
 
 def _less(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange:
@@ -252,16 +225,16 @@ COPIES = ("_to_copy", "clone", "detach", "alias", "lift_fresh_copy")
 # of its operands, bool.
 RESULT_RULES: dict[str, Rule] = {
     "add": _add, "sub": _sub, "rsub": lambda dtype, a, b: _sub(dtype, b, a), "mul": _mul, "neg": _neg,
-    "abs": _abs, "sign": _sign, "sgn": _sign, "square": _square,
+    "abs": _abs, "square": _square,
     **dict.fromkeys(("maximum", "clamp_min"), _monotone(torch.maximum)),
     **dict.fromkeys(("minimum", "clamp_max"), _monotone(torch.minimum)),
     "div": _divide, "floor_divide": _floor_divide, "div_floor": _floor_divide, "div_trunc": _trunc_divide,
     "remainder": _remainder,
     **dict.fromkeys(("bitwise_left_shift", "__lshift__"), _shift_left),
     **dict.fromkeys(("bitwise_right_shift", "__rshift__"), _shift_right),
-    **dict.fromkeys(("bitwise_and", "__and__"), _by_type(_and, torch.bitwise_and)),
-    **dict.fromkeys(("bitwise_or", "__or__"), _by_type(_or, torch.bitwise_or)),
-    **dict.fromkeys(("bitwise_xor", "__xor__"), _by_type(_xor, torch.bitwise_xor)),
+    **dict.fromkeys(("bitwise_and", "__and__"), _of_bools(_and)),
+    **dict.fromkeys(("bitwise_or", "__or__"), _of_bools(_or)),
+    **dict.fromkeys(("bitwise_xor", "__xor__"), _of_bools(_xor)),
     "bitwise_not": _not, "where": _where, "relu": _monotone(torch.relu),
     "floor": _monotone(torch.floor), "ceil": _monotone(torch.ceil), "trunc": _monotone(torch.trunc),
     "round": _monotone(torch.round),

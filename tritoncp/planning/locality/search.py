@@ -25,7 +25,7 @@ def place_blocks(work: Work) -> Tensor:
         return assign_in_order(view)
     cap = EVEN_RATIO * float(view.costs.sum()) / ranks
     few = ranks <= FEW_RANKS
-    fewest = max(MIN_PIECES, ranks * (32 if few else 16 if ranks <= 256 else 8))
+    fewest = max(MIN_PIECES, ranks * (32 if few else 16))
     size = 1 << max(1, view.n // fewest).bit_length() - 1
     pieces, choices = view.in_pieces(size), CHOICES if few else ((max(4, 1024 // ranks), 0.01),)
     windows = (choose_windows(pieces, *choice) for choice in choices)

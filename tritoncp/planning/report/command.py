@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,7 @@ from tritoncp.planning.build import build
 from tritoncp.planning.report.facts import Facts
 
 DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
-# A plan takes about 60 bytes a token, 2 KiB a block, 25 bytes a pair of ranks and a byte for each block of
-# each rank ("pairs"): each limit is about a minute and 4 GiB.
-LIMITS = {"tokens": 1 << 26, "blocks": 1 << 20, "ranks": 1 << 12, "pairs": 1 << 28}
+MOST = 1 << 26  # tokens; a plan of so many takes about a minute and 4 GiB
 
 
 def collect_facts(
@@ -46,7 +45,13 @@ def collect_facts(
     size = total or seq_len or DEFAULT_TOKENS
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
-    check_size(size, len(rows), block_size, world_size)
+    blocks = -(-size // block_size) * len(rows)
+    if max(size * len(rows), 64 * blocks, blocks * world_size // 4, 4 * world_size**2) > MOST:
+        raise ValueError(
+            f"{size * len(rows)} tokens in {blocks} blocks on {world_size} ranks: at most {MOST} tokens, "
+            f"{MOST // 64} blocks, {isqrt(MOST // 4)} ranks and {4 * MOST} pairs of a block and a rank are "
+            "planned; make --block-size larger or --world-size smaller"
+        )
     text = mask if mask is not None else "causal & document" if documents else "causal"
     mod = expressions.mask_of(text, documents)
     try:
@@ -68,24 +73,3 @@ def collect_facts(
     }
     layer |= {"v_head_dim": v_head_dim or head_dim, "itemsize": getattr(torch, dtype).itemsize}
     return replace(Facts.of(plan, **layer), expression=expression)
-
-
-def check_size(tokens: int, rows: int, block: int, ranks: int) -> None:
-    """Raise ValueError for a plan that would take more memory or time than LIMITS allows.
-
-    >>> check_size(1 << 20, 1, 128, 64)
-    >>> check_size(1 << 20, 1, 128, 10**6)
-    Traceback (most recent call last):
-    ValueError: --world-size 1000000: the command plans for 4096 ranks at most
-    """
-    if ranks > LIMITS["ranks"]:
-        raise ValueError(f"--world-size {ranks}: the command plans for {LIMITS['ranks']} ranks at most")
-    if tokens * rows > LIMITS["tokens"]:
-        raise ValueError(f"{tokens} tokens in {rows} batch rows: at most {LIMITS['tokens']} are planned")
-    blocks = -(-tokens // block) * rows
-    if blocks > LIMITS["blocks"] or blocks * ranks > LIMITS["pairs"]:
-        most = min(LIMITS["blocks"], LIMITS["pairs"] // ranks)
-        raise ValueError(
-            f"{blocks} blocks of {block} tokens for {ranks} ranks: at most {most} are planned; "
-            "make --block-size larger"
-        )
