@@ -77,14 +77,6 @@ def test_a_mask_that_cannot_be_traced_is_evaluated_in_bounded_chunks(monkeypatch
     assert max(sizes) <= 1 << 12
 
 
-def test_progress_rises_to_one() -> None:
-    fractions: list[float] = []
-    masks.create_block_mask(
-        lambda b, h, q, kv: (q * kv) % 7 < 3, 2, 1, 512, 384, BLOCK_SIZE=32, progress=fractions.append
-    )
-    assert fractions == sorted(fractions) and fractions[0] >= 0 and fractions[-1] == 1.0
-
-
 def test_a_bar_appears_only_past_two_seconds(monkeypatch, capsys) -> None:
     now = [0.0]
     monkeypatch.setattr(create.time, "monotonic", lambda: now[0])

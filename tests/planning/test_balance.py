@@ -259,13 +259,6 @@ def test_locality_and_ptrr_are_even_and_locality_sends_little(name: str) -> None
     assert fetched_share(near) <= MOST[name] and fetched_share(near) < 0.8 * fetched_share(even)
 
 
-@pytest.mark.parametrize("world_size", [3, 8, 16])
-def test_where_contiguous_is_even_locality_sends_no_more(world_size: int) -> None:
-    near, order = (zoo_plan("window 1K", name, 32768, world_size) for name in ("locality", "contiguous"))
-    assert near.imbalance <= max(1.018, order.imbalance)
-    assert fetched_rows(near) <= 1.05 * fetched_rows(order)
-
-
 def test_locality_weighs_the_bytes_of_all_masks() -> None:
     """Layers of block-diagonal masks do not constrain the order; documents of the remaining layers do."""
     n, own = 16, torch.arange(16)

@@ -33,6 +33,7 @@ from collections.abc import Sequence
 import torch
 
 from tritoncp.planning.locality.search import place_blocks
+from tritoncp.planning.placement import pieces
 from tritoncp.planning.work import Balancer, Work, document_starts
 
 
@@ -51,8 +52,8 @@ def head_tail(work: Work) -> list[list[int]]:
     >>> head_tail(Work(torch.ones(8), 2))
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    pieces = _even_pieces(len(work.costs), 2 * work.world_size)
-    return [[*pieces[r], *pieces[-1 - r]] for r in range(work.world_size)]
+    parts = _even_pieces(len(work.costs), 2 * work.world_size)
+    return [[*parts[r], *parts[-1 - r]] for r in range(work.world_size)]
 
 
 def ptrr(work: Work) -> list[list[int]]:
@@ -113,8 +114,8 @@ def per_document(work: Work) -> list[list[int]]:
     for first, end in itertools.pairwise([*document_starts(work), n]):
         share = (before[end] - before[first]) / most if most else 0
         pairs = max(1, min((end - first + 1) // 2, math.ceil(share - 1e-9)))
-        pieces = [range(first + p.start, first + p.stop) for p in _even_pieces(end - first, 2 * pairs)]
-        groups += [[*pieces[i], *pieces[-1 - i]] for i in range(pairs)]
+        parts = [range(first + p.start, first + p.stop) for p in _even_pieces(end - first, 2 * pairs)]
+        groups += [[*parts[i], *parts[-1 - i]] for i in range(pairs)]
     return _lightest_first([(sum(costs[i] for i in group), group) for group in groups], costs, world_size)
 
 
@@ -214,6 +215,5 @@ def _lightest_first(
 def _even_pieces(n: int, count: int) -> list[range]:
     """Cut range(n) into `count` contiguous pieces whose lengths differ by at most one, the longer ones
     first."""
-    short, longer = divmod(n, count)
-    cuts = [i * short + min(i, longer) for i in range(count + 1)]
+    cuts = itertools.accumulate(pieces(n, count), initial=0)
     return [range(a, b) for a, b in itertools.pairwise(cuts)]

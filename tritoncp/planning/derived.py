@@ -124,16 +124,12 @@ class DerivedTables:
         return slot_runs(self.mask, self.q.slots[rank], self.slots(rank, buffer))
 
     @computed_once
-    def host_tables(self, rank: int, buffer: int | str, by_intervals: bool) -> Tables:
-        """The tables of a rank's step with a buffer. by_intervals: whether the mask's row intervals hold for
-        the call."""
-        own = self.q.slots[rank], self.q.positions(rank)
-        interval = self.mask.interval if by_intervals else None
-        return tables_of(self.mask, *own, self.slots(rank, buffer), self.runs(rank, buffer), interval)
-
-    @computed_once
     def tables(
         self, rank: int, buffer: int | str, by_intervals: bool, device: torch.device
     ) -> DeviceCopy[Tables]:
-        """Copy the tables of a rank's step to a device."""
-        return self.host_tables(rank, buffer, by_intervals).copy_to(device)
+        """The tables of a rank's step with a buffer, copied to a device. by_intervals: whether the mask's row
+        intervals hold for the call."""
+        own = self.q.slots[rank], self.q.positions(rank)
+        interval = self.mask.interval if by_intervals else None
+        buffered = self.slots(rank, buffer), self.runs(rank, buffer)
+        return tables_of(self.mask, *own, *buffered, interval).copy_to(device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -136,12 +134,3 @@ def _inside(slots: Tensor, block: int) -> Tensor:
     first = (slots[:, 1] % block)[:, None]
     at = torch.arange(block)
     return (at >= first) & (at < first + slots[:, 2:])
-
-
-def part_fields(plan: Any, index: int, count: int, keys: int | None) -> dict[str, Any]:
-    """Return the fields of the plan of one chunk of queries: its placements."""
-    q = rows_of_placement(plan.q, chunk_rows(plan.q, index, count, "queries"))
-    if keys is None:
-        return {"q": q}
-    prefix = [range(0, rows.stop) for rows in chunk_rows(plan.kv, keys - 1, count, "keys")]
-    return {"q": q, "kv": rows_of_placement(plan.kv, prefix)}

@@ -12,7 +12,7 @@ from tritoncp.core.host_copy import on_host
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
 from tritoncp.planning import memory
 from tritoncp.planning.cost import Hardware
-from tritoncp.planning.parts import check_keys, check_part, part_fields
+from tritoncp.planning.parts import check_keys, check_part, chunk_rows, rows_of_placement
 from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report.drawing import draw_figure, write_drawing
 from tritoncp.planning.report.facts import Facts
@@ -88,8 +88,12 @@ class Plan(PlanData, BlockMaskInterface):
     def _part_of_rows(self, index: int, count: int, keys: int | None) -> Plan:
         if keys is not None:
             check_keys(self.needs(count), index, keys)
+        q, kv = rows_of_placement(self.q, chunk_rows(self.q, index, count, "queries")), self.kv
+        if keys is not None:
+            prefix = [range(0, rows.stop) for rows in chunk_rows(kv, keys - 1, count, "keys")]
+            kv = rows_of_placement(kv, prefix)
         whole = (self.identity, index, count, keys) if self.world_size > 1 else None
-        return replace(self, **part_fields(self, index, count, keys), whole=whole, handle=None).pinned()
+        return replace(self, q=q, kv=kv, whole=whole, handle=None).pinned()
 
     @on_host
     def needs(self, count: int) -> Tensor:

@@ -42,11 +42,6 @@ class Work:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {self.world_size}")
-        if self.costs.ndim != 1:
-            raise ValueError(
-                f"a balancer takes the costs of one batch row, [blocks], got {tuple(self.costs.shape)}: "
-                "call it once for each row, or sum over them"
-            )
 
     @cached_property
     def visible(self) -> tuple[Runs, ...]:
