@@ -9,11 +9,7 @@ import torch
 
 from tests.planning.test_traffic import CASES
 from tests.zoo import BALANCERS
-<<<<<<< HEAD
-from tritoncp import create_block_mask, document, full_mask, make_plan, sliding_window
-=======
-from tritoncp import full_mask, make_plan
->>>>>>> 6a902053 (Select of masks, count hops, and check runs with less code of our own)
+from tritoncp import create_block_mask, document, full_mask, make_plan
 from tritoncp.planning import cost, traffic
 from tritoncp.planning.build import build
 
@@ -68,7 +64,6 @@ def test_times_of_a_small_case_are_those_worked_out_by_hand(
     alone = make_plan(full_mask(512, 512), world_size=1, rank=0)
     local = cost.local_cost(alone, shape, hardware)
     assert (local.forward, local.backward) == ((1, 2.5) if fast else (40, 100))
-<<<<<<< HEAD
 
 
 @pytest.mark.parametrize("latent", [0, 24])
@@ -113,14 +108,3 @@ def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
             assert computed[schedule] == pytest.approx(want), (name, schedule)
     alone = cost.local_cost(build(full_mask(256, 256)), shape, cores)
     assert (alone.forward, alone.backward) == (attend + expand, 2.5 * attend + 3 * expand)
-
-
-def test_the_reason_and_the_table_name_every_schedule() -> None:
-    plan = make_plan(create_block_mask(sliding_window(1024), 1, 1, S, S), world_size=5, rank=0)
-    assert plan.schedule in plan.reason and "predicted" in plan.reason
-    assert make_plan(plan.mask, world_size=5, rank=0, schedule="ring").reason == "requested"
-    text = plan.explain(heads=64, kv_heads=4, head_dim=64, v_head_dim=64)
-    assert "64:4 heads of 64" in text and "datasheets" in text
-    assert all(schedule in text for schedule in ("allgather", "ring", "fetch", "ulysses"))
-=======
->>>>>>> 6a902053 (Select of masks, count hops, and check runs with less code of our own)
