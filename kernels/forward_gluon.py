@@ -157,11 +157,11 @@ def keys_at(walk, tiles, i_t, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(walk, tile, I_GROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where the rows of a group lie in tensors of queries, of which ``tile`` is the program's tile."""
-    first = tile.row + I_GROUP * GROUP_ROWS
-    o_m = gl.arange(0, GROUP_ROWS, LAYOUT)
-    return HeadRows(walk.i_b, walk.i_h, walk.i_h, first, o_m, tile.n - I_GROUP * GROUP_ROWS)
+def rows_of(walk, I_GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where the rows of a group lie in tensors of queries; LAYOUT: of a block [64, n]."""
+    first = walk.tile.row + I_GROUP * GROUP_ROWS
+    o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
+    return HeadRows(walk.i_b, walk.i_h, walk.i_h, first, o_m, walk.tile.n - I_GROUP * GROUP_ROWS)
 
 
 @gluon.jit
@@ -213,7 +213,7 @@ def attend_masked(
 ):
     """Attention to the tiles of masked runs, one after the other: only the other group's products overlap the
     softmax."""
-    rows = rows_of(walk, walk.tile, I_GROUP, gl.SliceLayout(1, S_LAYOUT))
+    rows = rows_of(walk, I_GROUP, S_LAYOUT)
     o_n = gl.arange(0, SPEC.BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     o_q = (walk.tile.pos + I_GROUP * GROUP_ROWS + rows.offsets)[:, None]
     m_m = rows.offsets < rows.count
@@ -309,7 +309,7 @@ def load_state(
     state, walk, I_GROUP: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, E: gl.constexpr
 ):
     """Load the state of the step before: acc [64, E], m and l [64]."""
-    rows = rows_of(walk, walk.tile, I_GROUP, gl.SliceLayout(1, S_LAYOUT))
+    rows = rows_of(walk, I_GROUP, S_LAYOUT)
     m_m = rows.offsets < rows.count
     b_m = load_stat(state.m, rows, m_m, other=-float("inf"))
     b_l = load_stat(state.l, rows, m_m)
@@ -320,7 +320,7 @@ def load_state(
 @gluon.jit
 def pointers(x, walk, I_GROUP: gl.constexpr, LAYOUT: gl.constexpr, E: gl.constexpr):
     """Pointers to a group's rows [64, E], and the mask of those within the tile."""
-    rows = rows_of(walk, walk.tile, I_GROUP, gl.SliceLayout(1, LAYOUT))
+    rows = rows_of(walk, I_GROUP, LAYOUT)
     o_e = gl.arange(0, E, gl.SliceLayout(0, LAYOUT))
     m_x = (rows.offsets < rows.count)[:, None] & (o_e >= 0)[None, :]
     return tile_pointers(x, head_pointer(x, walk.i_b, walk.i_h), rows, o_e), m_x
@@ -330,7 +330,8 @@ def pointers(x, walk, I_GROUP: gl.constexpr, LAYOUT: gl.constexpr, E: gl.constex
 def store_results(results, walk, b_acc, b_m, b_l, I_GROUP: gl.constexpr, SPEC: gl.constexpr):
     """Store the results of a group's rows: the state, or out, lse and the largest scores."""
     O_LAYOUT: gl.constexpr = b_acc.type.layout
-    rows = rows_of(walk, walk.tile, I_GROUP, b_m.type.layout)
+    S_LAYOUT: gl.constexpr = b_m.type.layout.parent
+    rows = rows_of(walk, I_GROUP, S_LAYOUT)
     m_m = rows.offsets < rows.count
     if SPEC.STORE_STATE:
         p_acc, m_acc = pointers(results.state.acc, walk, I_GROUP, O_LAYOUT, SPEC.E)
