@@ -7,7 +7,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -277,8 +276,7 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         tensors = tuple([state.tensors[t] if isinstance(t, int) else t for t in sources])
         return mod.with_captures(tensors, mod.numbers) if tensors else mod
     with _LOCK:  # tracing changes state of the whole process
-        # a copy of the context frees the context variables of patches of torch's settings
-        mod, sources = copy_context().run(_trace, fn, arguments == 5, dtype, state)
+        mod, sources = _trace(fn, arguments == 5, dtype, state)
         if key is not None and sources is not None:
             _TRANSLATIONS.put(key, (mod.with_captures(numbers=mod.numbers), sources))
     return mod
