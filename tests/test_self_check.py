@@ -18,7 +18,7 @@ import tritoncp
 from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention, largest_error
-from tritoncp.self_check import attempts, comparison, run
+from tritoncp.self_check import comparison, run
 from tritoncp.self_check.cases import CheckRequest, Result, list_cases
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +82,7 @@ def run_some(monkeypatch, count, *options):
     def take(cases, request):
         for case in cases:
             if next(finished) == count:
-                raise attempts.Stopped(request.late)
+                raise run.Stopped(request.late)
             yield Result(case, "out", 1e-7, 1e-6, 0, (), True)
 
     done = CliRunner().invoke(main, ["check", *options])

@@ -2,8 +2,7 @@
 
 cases.py       the cases, and their problems: tensors with exact results and allowed errors
 comparison.py  running a schedule on the ranks of a world, and comparing each part with the exact results
-attempts.py    running cases in turn: limits, failures, the results of all ranks
-run.py         simulated worlds on one device, or the ranks that torchrun started
+run.py         running cases on one device or the ranks that torchrun started: limits, failures
 report.py      a line a case, the machine, the verdict
 command.py     the command
 """

@@ -1,4 +1,4 @@
-"""Runs the cases: in simulated worlds on one device, or on the ranks that torchrun started."""
+"""Runs the cases in simulated worlds on one device, or on the ranks that torchrun started, within limits."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,8 @@ from tritoncp.core.process_environment import torchrun_world_size, use_loopback_
 from tritoncp.core.worker_pool import Lost, WorkerPool, count_cores
 from tritoncp.distributed.failures import GroupClosed
 from tritoncp.ops.engine_factory import name_functions
-from tritoncp.self_check.attempts import Stopped, run_cases
 from tritoncp.self_check.cases import CheckCase, CheckRequest, Result, choose_degree, choose_sizes, list_cases
-from tritoncp.self_check.comparison import Ranks
+from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_case
 from tritoncp.self_check.report import CheckReport, collect_facts, print_case, print_report
 
 GRACE = 5.0  # extra seconds, after a message has timed out, for ranks to exchange their results
@@ -184,3 +184,63 @@ def compile_share(cases: Sequence[CheckCase], ranks: Ranks, request: CheckReques
         for _ in run_in_processes(parts, Ranks(ranks.device, ranks.world_size), jobs, request):
             pass
     dist.monitored_barrier(ranks.host, timedelta(seconds=request.budget), wait_all_ranks=True)
+
+
+# -- cases in turn in one process ----------------------------------------------------------------------------
+
+
+class Stopped(GroupClosed):
+    """Raised where the check cannot go on. absent: the lost ranks that could be identified."""
+
+
+class Failure(NamedTuple):
+    """In place of the errors of a case: why it failed in one process, and whether that was a wait in vain for
+    another rank or for the device."""
+
+    why: str
+    waited: bool
+
+
+def run_cases(cases: Iterable[CheckCase], ranks: Ranks, request: CheckRequest) -> Iterator[Result]:
+    """Run cases in turn on all ranks, and yield their results. Raises Stopped where the rest cannot run."""
+    for case in cases:
+        try:
+            attempts, over = zip(*ranks.gather((attempt_case(case, ranks, request), request.over)))
+        except GroupClosed as error:
+            absent = error.absent or (0,)  # none is known where the store is lost, which rank 0 keeps
+            yield Result(case, rank=absent[0], ranks=absent, why=str(error))
+            lost = ", ".join(map(str, absent))
+            raise Stopped(f"lost while {case.name} ran: rank {lost}", absent) from error
+        failures = {rank: one for rank, one in enumerate(attempts) if isinstance(one, Failure)}
+        if failures:  # the group is closed, or the device may be unusable
+            # The rank that failed on its own, before ranks that only timed out waiting for it.
+            rank = min(failures, key=lambda rank: (failures[rank].waited, rank))
+            why = failures[rank].why if len(attempts) == 1 else f"rank {rank}: {failures[rank].why}"
+            yield Result(case, rank=rank, ranks=tuple(failures), why=why)
+            raise Stopped(f"{case.name} failed, and its process or its group with it")
+        yield judge_case(case, ranks.problem(case).allowed, attempts)
+        if any(over):
+            raise Stopped(request.late)
+
+
+def attempt_case(case: CheckCase, ranks: Ranks, request: CheckRequest) -> Errors | Failure:
+    """Run a case in this process; an exception becomes a failure."""
+    try:
+        return run_case(ranks, case, lambda: wait_for_device(ranks.device, request.timeout))
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0][:500]
+        waited = isinstance(error, GroupClosed | TimeoutError | dist.DistError)
+        return Failure(f"{type(error).__name__}: {line}", waited)
+
+
+def wait_for_device(device: torch.device, timeout: float) -> None:
+    """Wait until a GPU has finished its queued work. Raises TimeoutError after the timeout: a kernel that
+    hangs never ends, and neither does a message from a lost rank."""
+    if device.type != "cuda":
+        return
+    event, end = torch.cuda.Event(), time.monotonic() + timeout
+    event.record(torch.cuda.current_stream(device))
+    while not event.query():
+        if time.monotonic() > end:
+            raise TimeoutError(f"the GPU did not finish its work within {timeout:g} s")
+        time.sleep(0)
