@@ -73,10 +73,12 @@ BALANCERS = (
     "contiguous",
     "head_tail",
     "locality",
+    "lpt",
     "natural",
     "per_document",
     "ptrr",
     "ptrr_unweighted",
+    "spt",
 )
 
 

@@ -76,7 +76,11 @@ def scores(x: Tensor, w: Tensor) -> Tensor:
 hop = torch.ops.higher_order.flex_attention
 gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 REFUSED = {
-    "mean": (lambda x, w: x.mean(), unchanged, r"mean.*mean over the tokens of a chunk.*describes no output"),
+    "mean": (
+        lambda x, w: x.mean(),
+        unchanged,
+        r"mean.*mean over the tokens of a chunk.*no node is marked",
+    ),
     "dropout": (lambda x, w: F.dropout(x @ w), unchanged, "draws random numbers"),
     "two dimensions": (scores, unchanged, r"two dimensions of the size that is cut"),
     "torch's op": (lambda x, w: (x @ w).sin(), with_target("sin", hop), "sin.*higher-order op"),

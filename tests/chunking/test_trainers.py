@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, export
 from torch.func import functional_call
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional as F
 
 from tests.chunking.models import compiled
@@ -243,3 +244,67 @@ def test_a_simple_joint_graph_is_cut_as_a_whole():
     assert all(
         map(torch.equal, torch.utils._pytree.tree_leaves(results), [out, eager.out.weight.grad, x.grad])
     )
+
+
+def annotated(model: nn.Module) -> nn.Module:
+    """Annotate nodes with paths of modules, as torchtitan's graph trainer does."""
+    for name, module in model.named_modules():
+        if name:
+            module.forward = torch.fx.traceback.annotate_fn({"module_fqn": name})(module.forward)
+    return model
+
+
+def trace_step(step: Callable[..., Any], inputs: list[Tensor]) -> GraphModule:
+    """Trace a step as torchtitan's graph trainer does: nodes of the backward pass have a mark, and the
+    annotations of the nodes that they belong to."""
+    with (
+        torch.fx.traceback.preserve_node_meta(),
+        torch.autograd.set_multithreading_enabled(False),
+        torch.compiler._non_strict_tracing_context(),
+        torch.compiler._patch_engine_backward(),
+    ):
+        gm = make_fx(step, tracing_mode="symbolic")(*inputs)
+    calls = [node for node in gm.graph.nodes if "seq_nr" in node.meta]
+    forward = {x.meta["seq_nr"]: x for x in reversed(calls) if not x.meta.get("autograd_backward")}
+    for node in calls:
+        if node.meta.get("autograd_backward") and node.meta["seq_nr"] in forward:
+            node.meta["custom"] = dict(forward[node.meta["seq_nr"]].meta.get("custom") or {})
+    return gm
+
+
+def test_a_step_of_torchtitans_graph_trainer_is_cut_by_a_pass_of_its_list():
+    """It traces the loss and its gradients with make_fx; a pass takes and returns the graph."""
+    model, x = Model(Block()), torch.randn(B, S, WIDTH)
+    names, weights = zip(*model.named_parameters())
+    traced = annotated(copy.deepcopy(model))
+
+    def step(*inputs: Tensor) -> list[Tensor]:
+        loss = functional_call(traced, dict(zip(names, inputs)), inputs[-1:]).square().sum()
+        return [loss, *torch.autograd.grad(loss, inputs[:-1])]
+
+    reports = []
+
+    def cut_layers(gm: GraphModule, example_inputs: Any) -> GraphModule:
+        reports.append(chunk(gm, "layers.*", dim="seq"))
+        return gm
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dynamic = StatelessSymbolicContext([DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    fakes = [mode.from_tensor(weight, static_shapes=True) for weight in weights]
+    inputs = [*fakes, mode.from_tensor(x, symbolic_context=dynamic)]
+    gm = cut_layers(trace_step(step, inputs), inputs)
+    eager = copy.deepcopy(model)
+    eager.layers[0] = Eager(eager.layers[0], 2, "seq")
+    loss = eager(x).square().sum()
+    want = [loss, *torch.autograd.grad(loss, list(eager.parameters()))]
+    assert all(map(torch.equal, gm(*(weight.detach() for weight in weights), x), want))
+    (report,) = reports
+    assert report.regions == ("layers.0",) and report.live_outs == {"cat": 2, "sum": 2}
+
+
+def test_a_report_has_the_graph_before_and_after():
+    program = export(Model(Plain()), (torch.randn(B, S, WIDTH),), dynamic_shapes={"x": {1: Dim("s", min=4)}})
+    report = chunk(program.graph_module, dim="seq")
+    assert [code.count("torch.ops.aten.tanh.default") for code in (report.before, report.after)] == [1, 2]
+    assert "split_with_sizes" in report.after and "f32[4, s" in report.before
+    assert "torch.ops" not in repr(report)

@@ -25,7 +25,8 @@ from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem, corpus_lengths, document_lengths
 from tritoncp.planning.work import MASKED_BLOCK_COST, Work, work_of_rows
 
-EVEN_COUNTS = sorted(balancers)
+SCHEDULING = ["lpt", "spt"]
+EVEN_COUNTS = sorted({*balancers} - {*SCHEDULING})
 costs_lists = st.lists(st.integers(0, 20), max_size=60)
 # Names in test ids -> keys of planning.problem.MASKS
 ZOO = {
@@ -75,6 +76,34 @@ def test_every_block_once_in_order_and_evenly(costs: list[int], world_size: int,
     assert len(ranks) == world_size
     assert_assigned(ranks, len(costs))
     assert name != "contiguous" or list(chain(*ranks)) == list(range(len(costs)))
+
+
+def assign_in_order(costs: list[int], world_size: int, descending: bool) -> list[set[int]]:
+    """Assign blocks in the order of their work to the lightest rank with room, as defined."""
+    ranks: list[list[int]] = [[] for _ in range(world_size)]
+    for block in sorted(range(len(costs)), key=lambda i: (-costs[i] if descending else costs[i], i)):
+        free = [rank for rank in ranks if len(rank) < -(-len(costs) // world_size)]
+        min(free, key=lambda rank: sum(costs[i] for i in rank)).append(block)
+    return list(map(set, ranks))
+
+
+@given(costs_lists, st.integers(1, 9), st.sampled_from(SCHEDULING))
+def test_blocks_by_processing_time_go_to_the_lightest_rank_with_room(
+    costs: list[int], world_size: int, name: str
+) -> None:
+    ranks = balancers[name](Work(torch.tensor(costs, dtype=torch.int64), world_size))
+    assert list(map(set, ranks)) == assign_in_order(costs, world_size, name == "lpt")
+    assert all(rank == sorted(rank) for rank in ranks)
+
+
+@given(costs_lists, st.integers(1, 9))
+def test_open_ranks_of_longest_first_are_within_the_costliest_block_of_each_other(
+    costs: list[int], world_size: int
+) -> None:
+    ranks = balancers["lpt"](Work(torch.tensor(costs, dtype=torch.int64), world_size))
+    most = max(map(len, ranks))
+    sums = [sum(costs[i] for i in rank) for rank in ranks if len(rank) < most]
+    assert not sums or max(sums) - min(sums) <= max(costs)
 
 
 @given(masks(), st.integers(1, 12), st.sampled_from(EVEN_COUNTS), st.sampled_from(["q", "kv"]))

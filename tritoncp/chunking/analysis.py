@@ -31,9 +31,9 @@ VIEWS = (
     *("squeeze", "unsqueeze"),
 )
 LINEAR = CASTS | REDUCTIONS | {f"aten::{name}" for name in VIEWS} | {"_c10d_functional::wait_tensor"}
-NO_DESCRIPTORS = (
-    ", as far as the graph tells, which describes no output: gradients are described by torch.compile, "
-    "aot_module_simplified and aot_export_joint_with_descriptors of torch._functorch.aot_autograd"
+NO_BACKWARD = (
+    ", as far as the graph tells: no node is marked as one of the backward pass. torch.compile, functions of "
+    "AOTAutograd and torchtitan's graph trainer mark them, make_fx alone does not"
 )
 TORCH_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
 
@@ -224,15 +224,18 @@ class Cut:
             return "sum"
         raise ChunkingError(
             f"{describe(node, users=True)} {NO_ROWS}. It is neither a gradient nor a new value of an input"
-            f"{'' if any(descriptor for _, descriptor in self.outputs) else NO_DESCRIPTORS}"
+            f"{'' if any(map(is_backward, self.graph.nodes)) else NO_BACKWARD}"
         )
 
     def _reaches_gradients_alone(self, node: Node) -> bool:
-        """Return whether a value goes to outputs that are gradients of inputs, and to no other."""
+        """Return whether a value goes to outputs that are gradients of inputs, and to no other: by their
+        descriptors, else to outputs that the backward pass computes."""
+        described = any(descriptor for _, descriptor in self.outputs)
         is_gradient: dict[Node, bool] = {}
         for value, descriptor in self.outputs:
             if isinstance(value, Node):
-                is_gradient[value] = is_gradient.get(value, True) and isinstance(descriptor, GradAOTOutput)
+                is_one = isinstance(descriptor, GradAOTOutput) if described else is_backward(value)
+                is_gradient[value] = is_gradient.get(value, True) and is_one
         reached, pending = {node}, [node]
         while pending:
             for user in pending.pop().users:

@@ -22,7 +22,8 @@ def op_name(node: Node) -> str:
 
 def module_path(node: Node) -> str:
     """Return the path of the innermost module that a node was traced in, "" if it has none: forward its
-    ``nn_module_stack``, backward its ``fwd_nn_module_stack``.
+    ``nn_module_stack``, backward its ``fwd_nn_module_stack``, else the annotation ``module_fqn`` of
+    torchtitan's graph trainer.
 
     >>> node = torch.fx.Graph().placeholder("x")
     >>> node.meta["nn_module_stack"] = {"": ("L['self']._modules['layers'].0.mlp", "MLP")}
@@ -31,7 +32,7 @@ def module_path(node: Node) -> str:
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
-        return ""
+        return str((node.meta.get("custom") or {}).get("module_fqn", ""))
     path = str(list(stack.values())[-1][0])
     path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]", r".\1", path)
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)

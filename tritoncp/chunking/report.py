@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch.fx import Node
+from torch._logging import trace_structured
+from torch.fx import Graph, Node
 
 
 class ChunkingError(ValueError):
@@ -32,6 +33,17 @@ def describe(node: Node, users: bool = False) -> str:
     return text
 
 
+def readable(graph: Graph, name: str) -> str:
+    """Return a graph as Python code, and add it to torch's structured trace under a name."""
+    code = graph.python_code("self", verbose=True).src
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"tritoncp_chunk_{name}", "encoding": "string"},
+        payload_fn=lambda: code,
+    )
+    return code
+
+
 @dataclass
 class Report:
     """Numbers of the regions, values and messages of a graph that :func:`tritoncp.chunking.chunk` cut.
@@ -41,6 +53,8 @@ class Report:
     keys: chunks of keys that each chunk of queries reads by its mask, if attention was cut by sequence
     exchanges: passes of attention whose chunks share one exchange of keys between ranks
     nodes_before, nodes_after: of the graph
+    before, after: the graph as Python code with the shapes of values, which torch's structured trace
+    (TORCH_TRACE) has too
     """
 
     dim: str
@@ -52,6 +66,8 @@ class Report:
     exchanges: int = 0
     nodes_before: int = 0
     nodes_after: int = 0
+    before: str = field(default="", repr=False)
+    after: str = field(default="", repr=False)
 
     @property
     def waits_for_all_keys(self) -> bool:

@@ -16,7 +16,7 @@ from tritoncp.chunking import attention, shared_attention
 from tritoncp.chunking.added_nodes import AddedNodes
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward
-from tritoncp.chunking.report import ChunkingError, Report, describe
+from tritoncp.chunking.report import ChunkingError, Report, describe, readable
 from tritoncp.chunking.sizes import Symbols, expression
 from tritoncp.chunking.step_graph import JOIN, KEEP, RETURN, SEND, Step, StepGraph
 from tritoncp.core.log_lines import area_logger
@@ -57,7 +57,9 @@ def chunk(
     cut = Cut(graph, region, dim, chunks, early, repeat)
     keys = attention.Keys(cut, needs)
     report = _report(cut, keys)
+    report.before = readable(graph, "before")
     Rewrite(cut, keys).run()
+    report.after = readable(graph, "after")
     owner = graph.owning_module
     if isinstance(owner, GraphModule) and owner.graph is graph:
         owner.recompile()

@@ -9,13 +9,16 @@ the name of a balancer of this module, or a function of your own:
 [[0, 2, 4], [1, 3]]
 
 The balancers of this module give ranks equal numbers of blocks to within one, also where there are fewer
-blocks than ranks. A function of your own need not: shards are padded to the longest. ``tritoncp.balancers``
+blocks than ranks; "lpt" and "spt" give each at most ⌈blocks / ranks⌉, and the last ones fewer. A function of
+your own may give any number: shards are padded to the longest. ``tritoncp.balancers``
 maps the names to the functions:
 
 - "contiguous": even pieces in natural order: the fewest remote keys of windows, uneven work of causal masks
 - "head_tail": a piece from the front and one from the back: even for causal masks
 - "per_document": small documents whole, large ones in pairs of pieces; nearly even work, without a bound
 - "ptrr": blocks by descending work in zig-zag, as torch assigns them: even work, most keys travel
+- "lpt", "spt": blocks by descending ("longest processing time first") or by ascending work, each to the rank
+  with the least work
 - "locality": even work (max/mean at most 1.02 where blocks allow it) with the fewest remote keys; the slowest
   to compute
 - "auto" is no entry: `make_plan` then weighs all entries, and natural order, by predicted time
@@ -81,6 +84,40 @@ def ptrr_unweighted(work: Work) -> list[list[int]]:
     return _zig_zag(work.listed, work.world_size)
 
 
+def lpt(work: Work) -> list[list[int]]:
+    """Assign blocks by descending work (longest processing time first), each to the rank with the least work
+    that has room for it. Equal blocks go in their order, equal ranks too.
+
+    >>> lpt(Work(torch.tensor([1, 2, 3, 4, 5, 9]), 2))
+    [[0, 1, 5], [2, 3, 4]]
+    """
+    return _each_to_the_lightest(work, descending=True)
+
+
+def spt(work: Work) -> list[list[int]]:
+    """Assign blocks as :func:`lpt`, but by ascending work (shortest processing time first). The costliest
+    come last, where no other block evens them out: works of ranks differ by more.
+
+    >>> spt(Work(torch.tensor([1, 2, 3, 4, 5, 9]), 2))
+    [[0, 2, 4], [1, 3, 5]]
+    """
+    return _each_to_the_lightest(work, descending=False)
+
+
+def _each_to_the_lightest(work: Work, descending: bool) -> list[list[int]]:
+    """Assign blocks in the order of their work, at most ⌈blocks / ranks⌉ to a rank."""
+    costs = work.costs.cpu()
+    room = -(-len(costs) // work.world_size)
+    ranks: list[list[int]] = [[] for _ in range(work.world_size)]
+    available = [(0.0, rank) for rank in range(work.world_size)]
+    for block in costs.sort(descending=descending, stable=True).indices.tolist():
+        load, rank = heapq.heappop(available)
+        ranks[rank].append(block)
+        if len(ranks[rank]) < room:
+            heapq.heappush(available, (load + float(costs[block]), rank))
+    return [sorted(blocks) for blocks in ranks]
+
+
 def _zig_zag(costs: torch.Tensor, world_size: int) -> list[list[int]]:
     """Assign blocks in zig-zag order, the costliest first, equal ones in their order."""
     n = len(costs)
@@ -141,6 +178,8 @@ balancers: dict[str, Balancer] = {
     "per_document": per_document,
     "ptrr": ptrr,
     "ptrr_unweighted": ptrr_unweighted,
+    "lpt": lpt,
+    "spt": spt,
     "locality": locality,
 }
 
