@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.chunking.models import compiled
 from tritoncp import causal, flex_attention
@@ -105,7 +106,7 @@ def assert_bits_of_eager(
     for i, layer in enumerate(eager.layers):
         eager.layers[i] = Eager(layer, chunks, dim)
     call = compiled(model, lambda gm: chunk(gm, dim=dim, chunks=chunks))
-    for size in (rows, 2 * rows):  # the second runs the graph of the first
+    for size in (rows, 2 * rows):  # another size is compiled again
         x = torch.randn(batch, size, WIDTH) if dim == "seq" else torch.randn(size // 4, S, WIDTH)
         want = results(eager, eager, x)
         mark(x, ("batch", "seq").index(dim), chunks)
@@ -308,3 +309,44 @@ def test_a_report_has_the_graph_before_and_after():
     assert [code.count("torch.ops.aten.tanh.default") for code in (report.before, report.after)] == [1, 2]
     assert "split_with_sizes" in report.after and "f32[4, s" in report.before
     assert "torch.ops" not in repr(report)
+
+
+class Counted(Plain):
+    """A layer that makes the positions of its rows itself, or reads the first rows of a table."""
+
+    def __init__(self, reads_table: bool) -> None:
+        super().__init__()
+        self.reads_table = reads_table
+        self.register_buffer("table", torch.randn(4 * S, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[1]
+        turn = self.table[:rows] if self.reads_table else torch.arange(rows)[:, None].cos()
+        return super().forward(x * turn)
+
+
+@pytest.mark.parametrize("reads_table", [False, True])
+@pytest.mark.parametrize("dim", ["batch", "seq"])
+def test_positions_that_a_region_makes_are_those_of_eager_chunking_with_a_warning(reads_table, dim):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_bits_of_eager(Model(Counted(reads_table)), dim)
+    told = [one for one in caught if "first ones, not those of its place" in str(one.message)]
+    assert {one.filename for one in told} == ({__file__} if dim == "seq" else set())
+    assert all(("slice" if reads_table else "arange") in str(one.message) for one in told)
+
+
+@pytest.mark.parametrize(
+    "tag", [{"recompute": CheckpointPolicy.MUST_CPU_OFFLOAD}, {"custom": {"offload": 3}}]
+)
+def test_tags_of_offload_and_recomputation_stay_on_the_nodes_of_each_chunk(tag):
+    program = export(Model(Plain()), (torch.randn(B, S, WIDTH),), dynamic_shapes={"x": {1: Dim("s", min=4)}})
+    (node,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+    node.meta.update(copy.deepcopy(tag))
+    chunk(program.graph_module, dim="seq")
+    copies = program.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+    for c, one in enumerate(copies):
+        assert {name: one.meta["custom"][name] for name in tag.get("custom", {})} == tag.get("custom", {})
+        assert one.meta["custom"]["tritoncp_chunk"] == ("layers.0", c)
+        assert one.meta.get("recompute") == tag.get("recompute")
+    assert len(copies) == 2

@@ -15,9 +15,10 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch.fx import Graph, Node
 
 from tritoncp.chunking import attention
-from tritoncp.chunking.regions import describe_modules, is_backward, op_name, regions_of
+from tritoncp.chunking.regions import describe_modules, has_tensor, is_backward, op_name, regions_of
 from tritoncp.chunking.report import NO_ROWS, ChunkingError, describe
 from tritoncp.chunking.sizes import CutSymbol, cut_symbol, expression, free_symbols, input_symbols
+from tritoncp.core.caller import warn_caller
 from tritoncp.core.log_lines import area_logger
 
 log = area_logger("chunking")
@@ -30,6 +31,7 @@ VIEWS = (
     *("t", "transpose", "permute", "view", "_unsafe_view", "reshape", "clone", "alias", "detach"),
     *("squeeze", "unsqueeze"),
 )
+COUNTS, SLICES = {"aten::arange", "prims::iota"}, {"aten::slice", "aten::narrow"}
 LINEAR = CASTS | REDUCTIONS | {f"aten::{name}" for name in VIEWS} | {"_c10d_functional::wait_tensor"}
 NO_BACKWARD = (
     ", as far as the graph tells: no node is marked as one of the backward pass. torch.compile, functions of "
@@ -77,6 +79,7 @@ class Cut:
         self.outputs = list(self._outputs())
         self.chained = self._new_values()
         self.copied = self._dependents()
+        self._warn_of_first_rows()
         self.source = next((x for x in graph.nodes if self._is_source(x)), None)
         if early:
             self._share_reductions()
@@ -172,6 +175,24 @@ class Cut:
                 copied.add(x)
                 pending += x.all_input_nodes
         return copied
+
+    def _warn_of_first_rows(self) -> None:
+        """Warn of positions and tables that a region makes for the size of the sequence: each chunk makes the
+        first rows of them, as in :class:`tritoncp.chunking.Eager`, and not its own."""
+        for node in self.graph.nodes:
+            name, value, inputs = op_name(node), node.meta.get("val"), node.all_input_nodes
+            if self.dim != "seq" or node not in self.copied or name not in COUNTS | SLICES:
+                continue
+            if any(has_tensor(x) and (x in self.copied or self.carries(x)) for x in inputs):
+                continue  # rows of the chunk
+            if not any(is_size(x) and self.carries(x) for x in inputs):
+                continue  # new values of an input
+            if name in SLICES or any(expression(size) == self.sizes.whole for size in value.shape):
+                warn_caller(
+                    f"{describe(node)} makes rows for the size of the sequence in a region: each chunk has "
+                    "the first ones, not those of its place. If they are positions or rotary tables, make "
+                    "them outside of the region, and pass them in"
+                )
 
     def region_of(self, node: Node) -> str:
         """Return the region of a copied node, that of a user for a size outside."""
