@@ -177,15 +177,6 @@ def test_attention_that_gets_no_arguments_has_the_plan_of_its_call() -> None:
     assert not model_classes.attention_without_arguments(models.build_model("Llama"))
 
 
-def test_positions_of_three_axes_are_taken_where_they_are_equal() -> None:
-    plan = shard_batch(models.text_batch(), models.build_model("Llama").config)["context_parallel"]
-    axes = plan.position_ids.expand(3, -1, -1).clone()
-    plan.check_positions(axes.clone())
-    axes[1] += 1
-    with pytest.raises(ValueError, match="positions of several axes"):
-        plan.check_positions(axes)
-
-
 def test_heads_that_are_too_wide_are_refused_with_a_remedy() -> None:
     model = models.build_model("Llama", head_dim=264, num_hidden_layers=1)
     with pytest.raises(ValueError, match=r'head dim 264; 1 to 256 is supported: load this model .*"sdpa"'):

@@ -142,10 +142,13 @@ def test_batches_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(ValueError, match="accounts for 128 rows, the buffer has 100"):
         shard_batch({"input_ids": torch.zeros(1, 100).long(), "cu_seq_lens_q": cu}, config)
     plan = shard_batch(batch, config)["context_parallel"]
+    axes = plan.position_ids.expand(3, -1, -1).clone()
+    plan.check_positions(axes)  # of texts
+    axes[1] += 1
     with pytest.raises(
         ValueError, match=r"position_ids is \[3, 2, 128\]: the model makes positions of several axes"
     ):
-        plan.check_positions(plan.position_ids.expand(3, -1, -1))
+        plan.check_positions(axes)
     for options, message in (
         ({"attention": "sdpa"}, "the attention of the config is 'sdpa'"),
         ({"output_router_logits": True}, "output_router_logits=True"),
