@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
+from tests.chunking import models
 from tests.chunking.models import compiled
 from tritoncp import causal, flex_attention
 from tritoncp.chunking import Eager, Pass, chunk, mark
@@ -350,3 +351,33 @@ def test_tags_of_offload_and_recomputation_stay_on_the_nodes_of_each_chunk(tag):
         assert one.meta["custom"]["tritoncp_chunk"] == ("layers.0", c)
         assert one.meta.get("recompute") == tag.get("recompute")
     assert len(copies) == 2
+
+
+def train(model: nn.Module, call: Callable[..., Tensor], marks: bool) -> list[float]:
+    """Train ten steps on fixed data, and return the loss of each."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(10):
+        x, turn = torch.randn(B, S, 16, generator=generator), torch.rand(S, 4, generator=generator)
+        if marks:
+            mark(x, 1, 2)
+            mark(turn, 0, 2)
+        loss = (call(x, turn, causal()) - x.roll(1, 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_layers_with_routed_experts_train_in_chunks_with_the_losses_of_the_whole():
+    """Ten steps of rotary attention and sorted experts, whose counters chunks share."""
+    whole = models.Model(models.Shape(layers=2, experts=3, dispatch="sorted"))
+    cut, eager = copy.deepcopy(whole), copy.deepcopy(whole)
+    for i, layer in enumerate(eager.layers):
+        eager.layers[i] = Eager(layer, 2, "seq")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        losses = train(cut, compiled(cut, lambda gm: chunk(gm, dim="seq")), marks=True)
+    assert losses == train(eager, eager, marks=False)
+    assert losses == pytest.approx(train(whole, whole, marks=False), rel=1e-5)
+    assert losses[-1] < losses[0]
