@@ -11,7 +11,7 @@ py := $(bin)/python
 pip := $(py) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
 sources := tritoncp kernels perf tests examples docs/conf.py docs/gallery.py docs/tables.py setup.py
 
-.PHONY: help demo test test-all test-browser test-integrations test-oldest gpu docs format lint types check clean \
+.PHONY: help demo scorecard test test-all test-browser test-integrations test-oldest gpu docs format lint types check clean \
 	find-browser find-compiler
 .DEFAULT_GOAL := help
 
@@ -26,6 +26,9 @@ pytest := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m pytest
 
 test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
 	$(pytest) $(ARGS)
+
+scorecard: $(VENV)/.dev-ready ## the tests that prove the rows of docs/scorecard.md, and what was seen
+	$(pytest) -q -p tests.scorecard -m "bar and not nightly" $(ARGS)
 
 # The tests of pages in a browser; CHROMIUM names another one than is found.
 CHROMIUM ?= $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name) 2> /dev/null)))

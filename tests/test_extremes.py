@@ -108,6 +108,7 @@ def test_gradients_of_rows_with_a_nan_are_nan() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1e8, 1e12])
+@pytest.mark.bar(5)
 def test_no_probability_exceeds_one_however_large_scores_are(size: float, dtype: torch.dtype) -> None:
     """The forward pass is exact; for scores beyond the fractional digits of float32, gradients are bounded by
     those of probabilities that are all one."""

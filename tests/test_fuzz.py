@@ -75,6 +75,7 @@ EACH = [  # every value of each factor
 
 @CPU
 @pytest.mark.parametrize("case", named(PAIRS))
+@pytest.mark.bar(12)
 def test_every_pair_of_factors(engine: str, case: Case) -> None:
     check(case)
 
@@ -88,6 +89,7 @@ def test_every_factor_in_kernels(engine: str, case: Case) -> None:
 @pytest.mark.long
 @KERNELS
 @pytest.mark.parametrize("case", named([case_of(row, seed) for seed, row in enumerate(pairs(SMALL))]))
+@pytest.mark.bar(1)
 def test_every_pair_of_factors_in_kernels(engine: str, case: Case) -> None:
     check(case)
 

@@ -171,6 +171,7 @@ def test_inference_mode_and_no_grad_leave_no_graph() -> None:
         same(got.clone(), want.detach())
 
 
+@pytest.mark.bar(16)
 def test_masks_and_plans_of_an_evaluation_under_inference_mode_serve_training() -> None:
     """Autograd saves the mask, the plan and the caches of an evaluation in a later training step."""
     x = tensors(kv_heads=2, batch=1)

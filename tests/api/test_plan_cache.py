@@ -65,6 +65,7 @@ def plan(mask, q=Q):
 
 
 @pytest.mark.parametrize("kind", ["torch", "compact", "closed", "none"])
+@pytest.mark.bar(16)
 def test_the_same_mask_finds_its_plan(kind, built_plans):
     compact = tritoncp.create_block_mask(lower, 1, 1, S, S, BLOCK_SIZE=16)
     mask = {"torch": block_mask(), "compact": compact, "closed": causal(), "none": None}[kind]

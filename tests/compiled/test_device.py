@@ -61,6 +61,7 @@ def test_faults_without_raising() -> None:
     assert [f.kind for f in device.faults] == ["out of bounds global load"]
 
 
+@pytest.mark.bar(7)
 def test_a_tensor_beside_another_is_out_of_bounds() -> None:
     """Both halves are live: on a GPU nothing would tell."""
     memory = torch.zeros(128)

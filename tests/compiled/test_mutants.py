@@ -340,6 +340,7 @@ def check_mutants(run: Run, kernel: str, function: LoadedKernel, edits: Iterable
 @pytest.mark.long
 @of_triton_37
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.bar(25)
 def test_every_mutant_that_can_change_a_result_is_noticed(kernel: str, launches: Launches) -> None:
     run = KERNELS[kernel]()
     run()
@@ -393,6 +394,7 @@ def test_fences_between_an_old_mbarrier_and_a_copy(
 
 @pytest.mark.long
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.bar(22)
 def test_barriers_are_not_redundant_together(kernel: str, launches: Launches) -> None:
     run = KERNELS[kernel]()
     run()

@@ -105,6 +105,7 @@ Uses = list[tuple[int, int, bool]]  # copy, stream, under capture
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=30))
+@pytest.mark.bar(22)
 def test_each_stream_waits_once_for_each_copy_before_it_reads_it(uses: Uses) -> None:
     """In any order of uses, with copies made at their first: the stream that made one never waits for it,
     every other stream once, before its first use, and records its use once. A capturing stream does neither,

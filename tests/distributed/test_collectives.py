@@ -129,6 +129,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("message", DIFFERENT)
+@pytest.mark.bar(19)
 def test_ranks_that_ask_for_different_things_are_told(message: str) -> None:
     """Mismatched requests, which over a network hang or return garbage, raise an error."""
     with pytest.raises(RuntimeError, match=message):

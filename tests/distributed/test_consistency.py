@@ -84,6 +84,7 @@ def test_the_same_mask_made_twice_is_the_same():
     assert run(2, work) == [0, 1]
 
 
+@pytest.mark.bar(18)
 def test_different_options_calls_shapes_and_versions_are_named(monkeypatch):
     def work(group):
         rank = group.rank()

@@ -66,6 +66,7 @@ def test_copies_of_every_width(vector: str, offset: int) -> None:
         ("ld.global.b32 %r2, [0];", "out of bounds global load", "in no tensor"),
     ],
 )
+@pytest.mark.bar(7)
 def test_bounds_and_alignment(line: str, kind: str, text: str) -> None:
     memory = np.zeros(96, "u4")
     faults = run(OWN + line, memory[16:48], memory[64:96])

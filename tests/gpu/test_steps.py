@@ -33,6 +33,7 @@ def no_waiting() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.bar(11)
 def test_many_runs_give_the_same_bits():
     mask = create_block_mask(causal(), 1, 1, LONG, LONG, BLOCK_SIZE=BLOCK)
     x = qkv(n=LONG, heads=8, kv_heads=2, dim=128)

@@ -32,6 +32,7 @@ DOCUMENTS = create_block_mask(
 # -- the outputs gradients start from -----------------------------------------------------------------
 
 
+@pytest.mark.bar(2)
 def test_a_loss_of_lse_that_is_not_smooth_at_empty_rows_leaves_no_nan() -> None:
     """d(lse^2) = 2 lse dlse is infinite where lse is: the empty row has no gradient to give."""
     x = qkv(40)
@@ -109,6 +110,7 @@ def test_rows_past_the_end_give_captures_nothing(name: str) -> None:
     check(qkv(21), PAST_THE_END[name], score, [torch.randn(21)])
 
 
+@pytest.mark.bar(2)
 def test_gradcheck_with_a_captured_table() -> None:
     x = [t.requires_grad_() for t in qkv(7, 9, heads=2, kv_heads=1, dtype=F64, dim=3, v_dim=2)]
     table = torch.randn(2, 16, dtype=F64, requires_grad=True)
@@ -160,6 +162,7 @@ def torchs(x: QKV, mask: tritoncp.Mask, score: Callable | None, start: tuple[Ten
 @pytest.mark.parametrize("modified", [False, True], ids=["plain", "alibi"])
 @pytest.mark.parametrize("dim", [64, 80])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.bar(1)
 def test_half_precision_errs_no_more_than_twice_torch(
     dtype: torch.dtype, dim: int, modified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_slots_in_any_order(n: int, schedule: str) -> None:
     agree(over_ranks(x, plan, start=start, USE_TMA=True), want)
 
 
+@pytest.mark.bar(6)
 def test_rows_behind_the_tokens_are_never_read() -> None:
     """A buffer longer than its slots, NaN behind them: a descriptor would copy that into the products."""
     x, mask = qkv(50), MASKS["causal"](50)

@@ -39,6 +39,7 @@ EMPTY_ROWS = {
 
 
 @pytest.mark.parametrize("name", EMPTY_ROWS)
+@pytest.mark.bar(3)
 def test_rows_that_see_nothing_are_zero(name: str) -> None:
     mask = EMPTY_ROWS[name]
     blind = ~mask.to_dense()[0, 0].any(1)
@@ -53,6 +54,7 @@ def test_rows_that_see_nothing_are_zero(name: str) -> None:
     assert all(bool((g[:, :, unseen] == 0).all()) for g in got.grads[1:])
 
 
+@pytest.mark.bar(4)
 def test_a_score_mod_may_hide_whole_rows_and_leading_tiles() -> None:
     """In full blocks too, where nothing else is masked: the first tiles a row meets are all -inf."""
 
@@ -78,6 +80,7 @@ def test_any_scale(scale: float | None, modified: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter evaluates hidden pairs too
+@pytest.mark.bar(5)
 def test_large_scores_do_not_overflow() -> None:
     x = qkv(40, dtype=F64)
     got = check(x._replace(q=x.q * 3000), create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32))

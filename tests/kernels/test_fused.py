@@ -58,6 +58,7 @@ def test_deterministic_has_the_last_word() -> None:
     same(fused_run, plain)
 
 
+@pytest.mark.bar(6)
 def test_keys_behind_the_end_add_nothing() -> None:
     """Their rows of a tile score 0, which next to scores around -300 has no finite exponential."""
     x = qkv(50)

@@ -127,6 +127,7 @@ def test_slices_of_unaligned_tensors_have_separate_launches() -> None:
     assert aligned == {True, False}
 
 
+@pytest.mark.bar(17)
 def test_kept_engines_are_bounded(monkeypatch: Any) -> None:
     monkeypatch.setattr(executable, "MAX_EXECUTABLES", 3)
     plan = make_plan(create_block_mask(causal(), 1, 1, S, S))

@@ -17,6 +17,7 @@ DIMS = [16, 24, 40, 64, 80, 96, 128, 192, 256]
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize(("dim", "v_dim"), [*zip(DIMS, DIMS), *zip(DIMS, DIMS[4:] + DIMS[:4])])
+@pytest.mark.bar(1)
 def test_every_head_dim_and_dq_other_than_dv(dim: int, v_dim: int, dtype: torch.dtype) -> None:
     x = qkv(21, dim=dim, v_dim=v_dim, dtype=dtype)
     check(x, create_block_mask(causal(), None, None, 21, 21, BLOCK_SIZE=16))
@@ -40,6 +41,7 @@ SHORT = [(block, lengths) for block in (16, (128, 32)) for lengths in ((1, 70), 
 
 
 @pytest.mark.parametrize(("block", "lengths"), [*product(BLOCKS, [(67, 110), (110, 67)]), *SHORT], ids=str)
+@pytest.mark.bar(10)
 def test_any_block_and_lengths_that_do_not_divide(block: int | tuple, lengths: tuple[int, int]) -> None:
     mod = and_masks(sliding_window(40, 20), document(lengths=[30, 1, 33, 70]))
     x = qkv(*lengths)
@@ -75,6 +77,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.bar(8)
 def test_strides_do_not_matter(layout: str, engine: str) -> None:
     """The answer of contiguous tensors, in kernels bit for bit: q, k, v and the gradient of out in any
     layout. Where channels are not neighbours, compiled threads sum out * dout in another order."""
@@ -88,6 +91,7 @@ def test_strides_do_not_matter(layout: str, engine: str) -> None:
     (agree if layout == "channels before rows" or engine == "cpu" else same)(got, want)
 
 
+@pytest.mark.bar(8)
 def test_expanded_tensors_are_read_in_place() -> None:
     """k shared by batch rows, v by heads, q by both; a gradient of out that is one number everywhere."""
     x = qkv(40, batch=2, heads=3)
@@ -99,6 +103,7 @@ def test_expanded_tensors_are_read_in_place() -> None:
     check(shared, create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32), start=start)
 
 
+@pytest.mark.bar(3)
 def test_no_queries_or_no_keys() -> None:
     q, k, v = qkv(0, 20)
     assert tritoncp.flex_attention(q, k, v, full_mask(0, 20)).shape == (1, 1, 0, 16)

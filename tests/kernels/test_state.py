@@ -75,6 +75,7 @@ def test_keys_in_steps_equal_keys_at_once(name: str, cuts: str) -> None:
         close(got, exact, name)
 
 
+@pytest.mark.bar(14)
 def test_steps_come_in_any_order() -> None:
     mask = MASKS["intervals"]
     x = tensors(mask, dtype=F64)
@@ -104,6 +105,7 @@ def test_the_state_says_what_was_seen() -> None:
     assert bool((state.acc[:, :, :24] == 0).all())
 
 
+@pytest.mark.bar(14)
 def test_a_state_that_has_seen_nothing_changes_nothing() -> None:
     """A first step that no row sees anything in leaves the bits of the second alone."""
     mask = create_block_mask(lambda b, h, q, kv: (kv < 16) & (q >= kv), None, None, 48, 48, BLOCK_SIZE=16)
@@ -152,6 +154,7 @@ def test_gradients_added_up_over_steps_are_those_of_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+@pytest.mark.bar(11)
 def test_the_same_call_twice_gives_the_same_bits(dtype: torch.dtype) -> None:
     mask = MASKS["intervals"]
     x = tensors(mask, dtype=dtype)
@@ -161,6 +164,7 @@ def test_the_same_call_twice_gives_the_same_bits(dtype: torch.dtype) -> None:
     same(run(x, plan, *score, start=start), run(x, plan, *score, start=start))
 
 
+@pytest.mark.bar(11)
 def test_the_same_world_twice_gives_the_same_bits() -> None:
     world = tritoncp.simulate(3)
     plan = world.make_plan(MASKS["intervals"])

@@ -205,6 +205,7 @@ def test_options_that_do_not_fit_the_gpu_say_what_is_needed(kind: str) -> None:
         assert f"{strongest[field]}={value}" in str(error.value)
 
 
+@pytest.mark.bar(9)
 def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     x = qkv(40, dim=24)
     start = cotangents(x)
@@ -215,6 +216,7 @@ def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
         same(a, b)
 
 
+@pytest.mark.bar(9)
 def test_strides_whose_products_pass_31_bits_are_wide() -> None:
     for strides in ((1, 1, 1 << 23, 1), (1, 1, 1, 1 << 23)):
         x = torch.empty_strided((1, 1, 2, 2), strides, device="meta")

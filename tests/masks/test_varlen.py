@@ -136,6 +136,7 @@ ROWS = [tuple(row.values()) for row in pairs(FACTORS)]
 
 @pytest.mark.parametrize(tuple(FACTORS), ROWS, ids=lambda value: str(value))
 @pytest.mark.usefixtures("cpu_engine")
+@pytest.mark.bar(15)
 def test_any_world_is_one_document_at_a_time(layout, causal, window, world, balancer, schedule) -> None:
     docs, sides = LAYOUTS[layout], WINDOWS[window]
     mask = varlen_mask(**docs.arguments, causal=causal, window=sides, BLOCK_SIZE=8)
@@ -165,6 +166,7 @@ def test_cross_attention_on_the_kernels() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]], ids=str)
+@pytest.mark.bar(3)
 def test_no_rows_at_all(lengths: list[int]) -> None:
     x = torch.zeros(0, 2, 16, requires_grad=True)
     out = varlen_attention(x, x, x, cumulative(lengths), causal=True)
@@ -172,6 +174,7 @@ def test_no_rows_at_all(lengths: list[int]) -> None:
     out.sum().backward()
 
 
+@pytest.mark.bar(6)
 def test_nothing_but_padding() -> None:
     x = torch.full((6, 2, 16), NAN, requires_grad=True)
     out = varlen_attention(x, x, x, cumulative([0]), causal=True, cu_seqlens_q_padded=cumulative([6]))

@@ -90,6 +90,7 @@ def count_kept() -> dict[str, int]:
 
 @pytest.mark.parametrize("change", ["captured number", "code"])
 @pytest.mark.parametrize("engine", ["cpu", "kernels"], indirect=True)
+@pytest.mark.bar(17)
 def test_calls_with_new_closures_keep_nothing(
     change: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def form(request: pytest.FixtureRequest) -> Form:
     return make_form(request.param)
 
 
+@pytest.mark.bar(16)
 def test_a_score_mod_follows_its_state(form: Form) -> None:
     scale, edit = form
     score_mod = score_of(scale)

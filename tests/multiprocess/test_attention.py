@@ -100,5 +100,6 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("name", "dtype"), zip(CASES, (torch.bfloat16, F64, torch.float32)), ids=str)
+@pytest.mark.bar(12)
 def test_processes_answer_as_the_oracle(name: str, dtype: torch.dtype, schedule: str) -> None:
     check_ranks(replace(CASES[name], schedule=schedule, dtype=dtype))

@@ -114,6 +114,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("fault", read_table())
+@pytest.mark.bar(20)
 def test_a_row_of_the_table_of_faults(fault: str) -> None:
     own, others, after = read_table()[fault]
     seconds = sum(
@@ -140,6 +141,7 @@ def calls_with(mesh: Any) -> list[str]:
     ]
 
 
+@pytest.mark.bar(21)
 def test_a_destroyed_group_and_one_of_other_ranks_are_refused_before_anything_is_sent() -> None:
     def work(group: Any) -> tuple[list[str], list[str], list[str], str]:
         first = dist.new_group([0])

@@ -90,6 +90,7 @@ DIFFERENCES: dict[str, tuple[str, Any, tuple[str, str]]] = {
 }
 
 
+@pytest.mark.bar(18)
 def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
     """Each in a group of its own, with a plan and with a raw mask."""
 

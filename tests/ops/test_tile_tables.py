@@ -66,6 +66,7 @@ def test_a_dash_looks_nowhere(places, monkeypatch):
     ],
     ids=["torn", "empty", "tile", "dtype", "route", "list", "nested", "brackets", "bytes", "digits"],
 )
+@pytest.mark.bar(24)
 def test_a_file_that_makes_no_sense_is_named_and_passed_over(places, text):
     put(places / "user", 64)
     path = tile_tables.path_in(places / "given", H200)
@@ -177,6 +178,7 @@ def write_many(folder, first, start):
         tile_tables.write(folder, H200, [entry(16, head_dim=head_dim)], {})
 
 
+@pytest.mark.bar(24)
 def test_concurrent_writers_lose_no_entry(places):
     start = FORK.Barrier(WRITERS)
     firsts = [1 + i * WRITES for i in range(WRITERS)]

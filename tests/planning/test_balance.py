@@ -71,6 +71,7 @@ def assert_assigned(ranks: list[list[int]], n: int) -> None:
 
 
 @given(costs_lists, st.integers(1, 9), st.sampled_from(EVEN_COUNTS))
+@pytest.mark.bar(13)
 def test_every_block_once_in_order_and_evenly(costs: list[int], world_size: int, name: str) -> None:
     ranks = balancers[name](Work(torch.tensor(costs, dtype=torch.int64), world_size))
     assert len(ranks) == world_size

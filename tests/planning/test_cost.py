@@ -106,5 +106,12 @@ def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
             forward, backward = attended * attend, 2.5 * attended * attend
             want = forward + expanded * expand, backward + 3 * expanded * expand
             assert computed[schedule] == pytest.approx(want), (name, schedule)
+        if name == "own":  # nothing is sent, so nothing waits
+            waits = cost.costs(plan, shape, replace(wires, latency=1.0))
+            assert all(one.total == sent[one.schedule].total for one in waits if one.schedule != "ulysses")
+    rows = create_block_mask(lambda b, h, q, kv: (b == 0) | (q // 256 == kv // 256), 3, None, size, size)
+    plan = build(rows, world_size, balancer="contiguous")
+    fetch = next(one for one in cost.costs(plan, shape, wires) if one.schedule == "fetch")
+    assert fetch.total == pytest.approx(max(cost.bytes_under(plan, "fetch", shape)))  # of one of three rows
     alone = cost.local_cost(build(full_mask(256, 256)), shape, cores)
     assert (alone.forward, alone.backward) == (attend + expand, 2.5 * attend + 3 * expand)

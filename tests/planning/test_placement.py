@@ -61,6 +61,7 @@ def tensor_for(plan: Plan, dims: str, dtype: torch.dtype = torch.float64) -> Ten
 
 
 @given(plans())
+@pytest.mark.bar(13)
 def test_every_token_is_on_one_rank_in_order_and_padding_is_last(plan: Plan) -> None:
     everyone = [plan.q.positions(rank) for rank in range(plan.world_size)]
     for row in torch.cat(everyone, 1):
@@ -108,6 +109,7 @@ LAYOUTS = ["bs", "bsd", "sb", "dsb", "bds", "sdb"]
 
 @given(plans(), st.sampled_from(LAYOUTS), st.sampled_from([torch.float64, torch.int64, torch.bool]))
 @settings(max_examples=150)
+@pytest.mark.bar(13)
 def test_unshard_undoes_shard(plan: Plan, dims: str, dtype: torch.dtype) -> None:
     x = tensor_for(plan, dims, dtype)
     world = tritoncp.simulate(plan.world_size)

@@ -211,6 +211,7 @@ def test_an_error_of_the_users_code_is_raised_unchanged() -> None:
         mask_mod(broken)
 
 
+@pytest.mark.bar(24)
 def test_hostile_names_reach_no_source() -> None:
     fn = lambda b, h, q, k: q >= k  # noqa: E731
     fn.__qualname__ = 'x"""\nimport os; os._exit(3)\n"""'
