@@ -16,7 +16,7 @@ from tests.kernels.support.harness import agree, cotangents, oracle, over_ranks,
 from tritoncp import mods
 from tritoncp.api.plans import make_plan
 from tritoncp.ops import call_mods
-from tritoncp.ops.call_mods import mask_of
+from tritoncp.ops.call_mods import translate_mask
 from tritoncp.ops.mask_bitmap import bitmask
 from tritoncp.reference.dense import dense_attention
 
@@ -85,7 +85,7 @@ def test_bits_are_made_once_for_a_plan(monkeypatch):
     first = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
     second = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
     assert len(evaluations) == 1 and torch.equal(first, second)
-    assert mask_of(plan, q) is mask_of(plan, q)
+    assert translate_mask(plan, q) is translate_mask(plan, q)
 
 
 @pytest.mark.usefixtures("cpu_engine")
