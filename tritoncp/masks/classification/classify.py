@@ -194,7 +194,8 @@ def _intervals_of_rows(evaluator: TileEvaluator, runs: Runs, first: int, grid: G
     left = (blocks[:, 3:] * grid.kv_block).int()
     lo = torch.full((b * h * rows, grid.q_block), grid.kv_len, dtype=torch.int32)
     hi, missing = torch.zeros_like(lo), torch.zeros_like(lo)
-    number = torch.arange(1, grid.kv_block + 1, dtype=torch.int16 if grid.kv_block < 1 << 15 else torch.int32)
+    # torch's maximum of int16 takes eight times that of int32
+    number = torch.arange(1, grid.kv_block + 1, dtype=torch.uint8 if grid.kv_block < 256 else torch.int32)
     done = 0
     for chunk, visible in evaluate_blocks(evaluator.evaluate, blocks + torch.tensor([0, 0, first, 0]), grid):
         own = slice(done, done := done + len(chunk))
