@@ -10,11 +10,13 @@ import torch
 from einops import rearrange
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import tritoncp
 from tests.cases import pairs
 from tests.masks.packed_documents import (
     AUX,
+    F64,
     LAYOUTS,
     NAN,
     Answer,
@@ -29,6 +31,7 @@ from tests.masks.packed_documents import (
 )
 from tritoncp import simulate, varlen_attention, varlen_mask
 from tritoncp.masks.varlen import Varlen
+from tritoncp.reference.dense import dense_attention
 
 # -- cu_seqlens and what they say -----------------------------------------------------------------------
 
@@ -233,3 +236,35 @@ def test_a_call_with_the_same_tensors_copies_nothing(host_copies: list[int]) -> 
     x = buffers(other)
     agree(whole_call(x, **tensors, causal=True), one_by_one(x, other, True, (-1, -1)), other, 1e-8)
     assert host_copies == [4, 4]
+
+
+@pytest.mark.usefixtures("cpu_engine")
+def test_scores_scale_and_sinks_go_through() -> None:
+    """As flex_attention on the same rows; score_mod sees places in the buffer."""
+    docs = LAYOUTS["packed"]
+    x, sinks = buffers(docs), torch.randn(4, dtype=F64)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s + (h + 1) * (q - 2 * kv) / 50
+
+    got, lse = varlen_attention(
+        *x[:3], **docs.arguments, causal=True, score_mod=score, scale=0.3, sinks=sinks, return_lse=True
+    )
+    q, k, v = (rearrange(t, "t h d -> 1 h t d") for t in x[:3])
+    seen = whole(docs, True, (-1, -1))
+    out, bare, _ = dense_attention(q, k, v, seen[None, None], score, scale=0.3)
+    torch.testing.assert_close(lse, torch.logaddexp(bare, sinks[:, None])[0].T, atol=1e-10, rtol=0)
+    share = torch.sigmoid(bare - sinks[:, None])[..., None]
+    torch.testing.assert_close(got, rearrange(out * share, "1 h t e -> t h e"), atol=1e-10, rtol=0)
+
+
+@pytest.mark.usefixtures("cpu_engine")
+def test_one_graph_serves_other_lengths() -> None:
+    x = torch.randn(12, 2, 16)
+
+    def layer(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return varlen_attention(x, x, x, cu_seqlens, causal=True)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for lengths in ([5, 7], [11, 1], [0, 12]):
+        assert torch.equal(compiled(x, cumulative(lengths)), layer(x, cumulative(lengths)))

@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
 
@@ -340,3 +340,12 @@ def test_long_documents_are_cut_for_few_keys(seed: int | None) -> None:
     plan = build(mask, 8, balancer="locality", schedule="fetch")
     assert plan.owners[0].bincount().tolist() == [size // 128 // 8] * 8
     assert plan.imbalance <= 1.02 and fetched_share(plan) <= 0.2
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=60), st.integers(1, 9))
+def test_ptrr_is_torchs(costs: list[int], world_size: int) -> None:
+    costs = costs[: len(costs) // world_size * world_size]
+    assume(costs)
+    work = torch.tensor(costs)
+    want = theirs._PTRRLoadBalancer.ptrr_scheduling(work, world_size).tolist()
+    assert ptrr(Work(work, world_size)) == want

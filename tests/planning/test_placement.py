@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritoncp
+from tests.multiprocess.ranks import run
 from tritoncp.masks.block_runs import Runs
 from tritoncp.masks.closed_forms import causal, document
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
@@ -190,3 +191,27 @@ def test_mistakes_say_what_is_needed() -> None:
         tritoncp.shard(torch.zeros(30), plan, dim=0)
     with pytest.raises(ValueError, match=r"x requires grad: say grad='sum'.*grad=None"):
         tritoncp.unshard(torch.zeros(2, 26, requires_grad=True), build(full_mask(26, 26)), dim=1)
+
+
+def test_unshard_over_real_ranks() -> None:
+    """All ranks get the global tensor; grad="sum" is its adjoint, grad="slice" one rank's slice."""
+    plans = build(random_mask(2, 7, 2, 4, 3), 3), build(full_mask(26, 26, block=4), 3, balancer=None)
+    x = torch.randn(2, 26, 3, dtype=torch.float64)
+    ys = torch.randn(3, 2, 26, 3, dtype=torch.float64)  # rank r's gradient of its copy
+
+    def work(group):
+        result = []
+        for plan in plans:
+            own = plan.for_rank(group.rank())
+            for grad in ("sum", "slice"):
+                local = tritoncp.shard(x, own, dim=1).requires_grad_()
+                whole = tritoncp.unshard(local, own, group, dim=1, grad=grad)
+                result.append((whole.detach(), torch.autograd.grad(whole, local, ys[group.rank()])[0]))
+        return result
+
+    for rank, result in enumerate(run(3, work)):
+        for plan, (summed, sliced) in zip(plans, (result[:2], result[2:])):
+            assert torch.equal(summed[0], x) and torch.equal(sliced[0], x)
+            own = plan.for_rank(rank)
+            torch.testing.assert_close(summed[1], tritoncp.shard(ys.sum(0), own, dim=1))
+            assert torch.equal(sliced[1], tritoncp.shard(ys[rank], own, dim=1))
