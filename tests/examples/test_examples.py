@@ -108,7 +108,7 @@ def test_checkpoints_keep_and_repeat_what_the_page_says(
     """Compiled, it needs a C++ compiler."""
     monkeypatch.setattr(traffic, "SMALL", 1 << 20)  # tests split messages that go in one piece elsewhere
     page, model = read_checkpoint_table(), load("train_loop")
-    tables = ranks.run(2, measure_checkpoints, compiled)
+    tables = ranks.run(2, measure_checkpoints, compiled, timeout=600)
     *_, loss, gradients = tables[0]["no checkpoint"]
     for table in tables:
         for name, (kept, gathers, repeated, loss_of_way, gradients_of_way) in table.items():

@@ -74,6 +74,10 @@ weight = torch.randn(latent_channels, H * 64).double()
 expected = attend(q, *expand(latent, weight), is_causal=True)
 torch.testing.assert_close(out, tritoncp.shard(expected, plan, dim=2).float(), atol=1e-4, rtol=1e-4)
 """,
+    "docs/recipes.md largest_scores.py": """
+scores = (whole[0] @ whole[1].mT * 0.25).masked_fill(torch.ones(512, 512).triu(1).bool(), -torch.inf)
+torch.testing.assert_close(largest, scores.amax((0, 2, 3)))
+""",
     "docs/state.md state.py": """
 def expected(slope):
     rule = lambda score, b, h, q_idx, kv_idx: score - slope * (q_idx - kv_idx)

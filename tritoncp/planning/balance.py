@@ -89,7 +89,7 @@ def lpt(work: Work) -> list[list[int]]:
     that has room for it. Equal blocks go in their order, equal ranks too.
 
     >>> lpt(Work(torch.tensor([1, 2, 3, 4, 5, 9]), 2))
-    [[0, 1, 5], [2, 3, 4]]
+    [[0, 2, 5], [1, 3, 4]]
     """
     return _each_to_the_lightest(work, descending=True)
 
