@@ -15,6 +15,7 @@ import torch
 import torch._dynamo  # AdamW imports it: once here, not in each forked rank
 from einops import rearrange
 from torch import Tensor
+from torch._inductor import config as inductor_config
 
 from tests.multiprocess import ranks
 from tritoncp.core.process_environment import use_loopback_interface
@@ -95,9 +96,11 @@ def read_checkpoint_table() -> dict[str, list[int]]:
 
 def measure_checkpoints(group: Any, compiled: bool) -> dict[str, Any]:
     example = load("selective_checkpoint")
-    return {
-        name: tuple(example.measure(wrap, group, compiled=compiled)) for name, wrap in example.WAYS.items()
-    }
+    with inductor_config.patch(compile_threads=1):  # a fork has no threads of its parent's pool
+        return {
+            name: tuple(example.measure(wrap, group, compiled=compiled))
+            for name, wrap in example.WAYS.items()
+        }
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -108,7 +111,7 @@ def test_checkpoints_keep_and_repeat_what_the_page_says(
     """Compiled, it needs a C++ compiler."""
     monkeypatch.setattr(traffic, "SMALL", 1 << 20)  # tests split messages that go in one piece elsewhere
     page, model = read_checkpoint_table(), load("train_loop")
-    tables = ranks.run(2, measure_checkpoints, compiled, timeout=600)
+    tables = ranks.run(2, measure_checkpoints, compiled)
     *_, loss, gradients = tables[0]["no checkpoint"]
     for table in tables:
         for name, (kept, gathers, repeated, loss_of_way, gradients_of_way) in table.items():
