@@ -30,7 +30,7 @@ TORCH_FLEX, LINEAR = torch.ops.higher_order.flex_attention, torch.ops.aten.addmm
 
 
 def repeat(contexts: Any, function: Function) -> Function:
-    """Wrap a function in a checkpoint that saves the results of some ops and runs the others again."""
+    """Wrap a function in a checkpoint that saves the results of some ops and repeats all other ops."""
     return partial(checkpoint, function, use_reentrant=False, context_fn=contexts)
 
 

@@ -123,7 +123,7 @@ def dq_kernel(
     tables,  # from here on as in forward_kernel
     order,
     score_mod,
-    score_grad,  # Closure of the gradient of score_mod, with the gradients of what score_mod captures
+    score_grad,  # Closure of the gradient of score_mod, with the gradients of its captures
     origin,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -136,7 +136,7 @@ def dq_kernel(
     ADD: tl.constexpr,  # dq += instead of dq =
     PRECISION: tl.constexpr,
 ):
-    """dQ of a tile of queries, and the gradients of what score_mod captures."""
+    """dQ of a tile of queries, and the gradients of the captures of score_mod."""
     BLOCK_M: tl.constexpr = Q_LAYOUT.TILE
     BLOCK_N: tl.constexpr = KV_LAYOUT.TILE
     EVEN: tl.constexpr = KV_LAYOUT.BLOCK % BLOCK_N == 0
@@ -225,7 +225,7 @@ def dkdv_kernel(
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dK and dV of a tile of keys of a KV head; with ``dq`` also what these keys contribute to dQ."""
+    """dK and dV of a tile of keys of a KV head; with ``dq`` also the addends to dQ of these keys."""
     BLOCK_M: tl.constexpr = Q_LAYOUT.TILE
     BLOCK_N: tl.constexpr = KV_LAYOUT.TILE
     HEADS: tl.constexpr = GROUP // SPLIT

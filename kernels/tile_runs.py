@@ -34,8 +34,8 @@ class SideLayout(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What each row of blocks sees of the other side: CSR rows of runs, ptr int32 [Bm, Hm, rows, 3] and runs
-    int32 [n, 3] = (start, end, kind); or, without ``runs``, a closed-form window: positions ``left`` and
+    """Blocks of the other side that each row of blocks sees: CSR, ptr int32 [Bm, Hm, rows, 3] and
+    runs int32 [n, 3] = (start, end, kind); or, without ``runs``, a closed-form window: positions ``left`` and
     ``right`` of its own, None: unbounded."""
 
     ptr: Any
@@ -56,8 +56,8 @@ class Interval(NamedTuple):
 
 
 class StepTables(NamedTuple):
-    """What the queries of a step see, and where tiles lie, as a kernel argument.  In masked blocks a
-    closed-form window decides which pairs are visible, else the mask_mod, else the row intervals."""
+    """Visible pairs of a step and places of its tiles, as a kernel argument.  In masked blocks a closed-form
+    window decides which pairs are visible, else the mask_mod, else the row intervals."""
 
     q_slots: Any  # Slots
     kv_slots: Any  # Slots

@@ -123,7 +123,7 @@ EXPANSION_BACKWARD = 3  # products with the matrix, for one forward
 def _allgather(plan: PlanData, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     compute = float(_seconds(shape, pairs.sum(1).max(), hardware))
     own = plan.kv.s_max * shape.row
-    peers = 0 if plan.derived.is_local else plan.world_size - 1
+    peers = 0 if plan.derived.reads_only_own_keys else plan.world_size - 1
     groups = len(traffic.head_groups(shape.sent_heads, own * shape.itemsize))
     expand = _expansion(shape, (peers + 1) * plan.kv.s_max, hardware)
     latency = groups * hardware.latency * (peers > 0)
@@ -185,7 +185,7 @@ def _ulysses(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
     inner = _fetch(views, pairs, largest, hardware)
     d, e, item = shape.head_dim, shape.v_head_dim, shape.itemsize
     tokens = (degree - 1) * plan.q.s_max * shape.batch
-    summed = not rows.derived.is_local or traffic.share(kv_heads)  # dK and dV, in float32
+    summed = not rows.derived.reads_only_own_keys or traffic.share(kv_heads)  # dK and dV, in float32
     grad = 4 if summed else item
     out = tokens * largest.heads * (d * item + e * item + 4)  # send queries, receive outputs and lse
     keys = tokens * largest.kv_heads * (d + e)

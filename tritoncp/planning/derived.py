@@ -75,7 +75,7 @@ class DerivedTables:
         return key_traffic.traffic(self.visible_blocks, self.kv)
 
     @cached_property
-    def is_local(self) -> bool:
+    def reads_only_own_keys(self) -> bool:
         """Whether no rank's queries see keys of another rank."""
         return self.q.world_size == 1 or int(self.traffic.sum()) == int(self.traffic.trace())
 

@@ -169,7 +169,7 @@ def rows_of_steps(plan: PlanData, schedule: str) -> list[int]:
         return [own, int(remote.sum()) // (plan.batch if plan.batched else 1)]
     if schedule == "ring" and plan.world_size > 1:
         return [plan.kv.s_max * hop.reads for hop in plan.ring]
-    return [plan.kv.s_max * (1 if plan.derived.is_local else plan.world_size)]
+    return [plan.kv.s_max * (1 if plan.derived.reads_only_own_keys else plan.world_size)]
 
 
 def peak_under(plan: PlanData, schedule: str, ranks: Sequence[int], shape: Shape) -> Peak:
@@ -236,7 +236,7 @@ def _ulysses(plan: PlanData, shape: Shape) -> Peak:
     whole = TensorBytes.of(rows, own)  # of this rank's heads: all tokens of its row of ranks
     # Queries and keys of equally many rows, and keys and values of equally many channels, travel together.
     one_rows, one_dim = plan.q.s_max == plan.kv.s_max, shape.head_dim == shape.v_head_dim
-    many = not rows.derived.is_local  # rows of ranks that read keys of each other
+    many = not rows.derived.reads_only_own_keys  # rows of ranks that read keys of each other
     summed = many or traffic.share(kv_heads)  # dK and dV are sums over ranks, and wide
     values = shape.v_head_dim / (shape.head_dim + shape.v_head_dim)  # share of V in K and V
 
@@ -282,7 +282,7 @@ def bytes_sent(plan: PlanData, shape: Shape, backward: bool = True) -> int:
     sent = q_rows * (remote * d * item + back * (e * item + wide)) + kv_rows * keys * (d + e) * item
     if backward:
         sent += q_rows * (remote * ((d + e) * item + 2 * wide) + back * d * item)
-        summed = not rows.derived.is_local or traffic.share(kv_parts)  # of several ranks' parts
+        summed = not rows.derived.reads_only_own_keys or traffic.share(kv_parts)  # of several ranks' parts
         grad = wide if summed else item
         sent += kv_rows * (d + e) * (keys * item + own_keys * (degree - 1) * grad)
     between = replace(rows, schedule=between_rows(plan.schedule))

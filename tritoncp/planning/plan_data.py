@@ -81,7 +81,9 @@ class PlanData:
     def is_local(self) -> bool:
         """Whether a pass is one step over each rank's own keys: no rank reads keys of another, and ranks do
         not exchange heads."""
-        return self.world_size == 1 or (not self.schedule.startswith("ulysses") and self.derived.is_local)
+        return self.world_size == 1 or (
+            not self.schedule.startswith("ulysses") and self.derived.reads_only_own_keys
+        )
 
     @property
     def s_local(self) -> int:

@@ -35,7 +35,7 @@ def forward(
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     exchange = HeadExchange.of(plan, q, k)
     tensors = yield from exchange.to_heads((q, exchange.q), (k, exchange.kv), (v, exchange.kv))
-    row = local if exchange.plan.derived.is_local and inner is not ordered else inner
+    row = local if exchange.plan.derived.reads_only_own_keys and inner is not ordered else inner
     computation = row.forward(exchange.plan, HeadSubsetEngine(engine, exchange), *tensors, want_max)
     whole_out, *stats = yield from exchange.run_between_rows(computation)
     flights = []
@@ -76,7 +76,7 @@ def _head_gradients(
     *whole_qkv, whole_dout = tensors[:4]
     whole_lse, whole_delta = (x[..., 0].contiguous() for x in tensors[4:])
     row = inner.backward
-    if exchange.plan.derived.is_local and inner is not ordered:
+    if exchange.plan.derived.reads_only_own_keys and inner is not ordered:
         # dK and dV are summed over the ranks that share a KV head.
         row = partial(local.backward, key_dtype=lse.dtype if exchange.kv.shared else None)
     heads = HeadSubsetEngine(engine, exchange)
