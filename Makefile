@@ -54,7 +54,7 @@ test-oldest: ## execute kernels that the oldest promised Triton compiles for Hop
 # What compares bits runs again as NumPy's OpenBLAS, torch's MKL and ATen are on other CPUs, once with two threads.
 bits := tests/kernels tests/ops tests/cpu $(addprefix tests/,$(addsuffix .py,api/test_attention api/test_parallel \
 	distributed/test_schedules distributed/test_ulysses api/test_dynamo masks/test_varlen \
-	repo/test_conftest test_extremes))
+	test_extremes))
 machines := 'OPENBLAS_CORETYPE=Prescott MKL_CBWR=COMPATIBLE' \
 	'OMP_NUM_THREADS=2 OPENBLAS_CORETYPE=Zen MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2'
 anew := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 # graphs kept from a run with wider vectors are wrong

@@ -20,7 +20,7 @@ from tests.multiprocess import ranks
 from tests.multiprocess.case_on_ranks import check_ranks
 from tritoncp import causal, create_block_mask, make_plan, simulate
 from tritoncp.distributed.collectives import Wait, lockstep
-from tritoncp.distributed.schedules import SCHEDULES, head_exchange
+from tritoncp.distributed.schedules import head_exchange
 from tritoncp.distributed.schedules.head_exchange import HeadExchange, Side
 from tritoncp.distributed.schedules.ulysses import stretches
 from tritoncp.planning import traffic
@@ -123,13 +123,6 @@ def test_fewer_heads_than_ranks_is_said_once(monkeypatch: Any) -> None:
         world.flex_attention(shards, shards, shards, plan)
     (text,) = [str(w.message) for w in said if "cannot be divided" in str(w.message)]
     assert re.match("3 heads cannot be divided among 8 ranks: rows of 2 ranks.*the 4 rows", text)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("dims", [(16, 1), (1, 16)])
-def test_single_channels_travel_as_a_process_group_needs_them(dims: tuple[int, int], schedule: str) -> None:
-    """Three ranks that share KV heads: a part of a message of K and V is then not contiguous by itself."""
-    check(replace(SHARED_HEADS, schedule=schedule, dims=dims, dtype=torch.bfloat16))
 
 
 def test_three_processes_share_heads_of_single_channels() -> None:

@@ -52,12 +52,6 @@ def measure(priority: int) -> Times:
     return Times(begin.elapsed_time(end), begin.elapsed_time(copied))
 
 
-def test_the_copy_is_a_transpose() -> None:
-    source, target = torch.randn(64, 64, device=DEVICE), torch.full((64, 64), torch.nan, device=DEVICE)
-    strided_copy(source, target)
-    assert torch.equal(target, source.mT)
-
-
 if ON_GPU:
 
     def test_a_high_priority_copy_ends_before_the_attention_kernel() -> None:

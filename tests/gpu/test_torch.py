@@ -1,19 +1,13 @@
 """Comparison with PyTorch: its flex attention, its compiler, its autograd."""
 
-import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import tritoncp
 from tests.gpu.support import (
     DEVICE,
     MASKS,
     ON_GPU,
-    N,
-    close,
     leaves,
-    oracle,
-    peer,
     qkv,
 )
 
@@ -22,16 +16,6 @@ BACKEND = "inductor" if ON_GPU else "aot_eager"
 
 def bias(table):
     return lambda s, b, h, q, kv: s + table[h] * (q - kv)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_the_yardstick_is_torch_eager_flex_attention():
-    """The error of `peer` is not above that of torch's own eager call, so the tolerance is not lax."""
-    x, mask = qkv(), MASKS["causal"]()
-    peer_result = peer(x, mask)
-    lists = create_block_mask(mask.mask_mod, None, None, N, N, device=DEVICE.type)
-    out = flex_attention(x.q, x.k, x.v, block_mask=lists, enable_gqa=True)
-    close("out", peer_result.out, oracle(x, mask).out, out)
 
 
 def test_torch_compile_takes_the_call_whole():

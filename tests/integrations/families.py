@@ -27,7 +27,15 @@ import transformers
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from tests.integrations.family_sizes import CLASSES, INPUTS, LENGTH, OPTIONS, SIZES, VARIANTS, VOCABULARY
+from tests.integrations.family_sizes import (
+    CLASSES,
+    INPUTS,
+    LENGTH,
+    SIZES,
+    VARIANTS,
+    VOCABULARY,
+    options_of,
+)
 from tests.multiprocess import ranks
 from tritoncp.integrations.transformers import register, shard_batch
 
@@ -63,7 +71,7 @@ def build(family: str, head: str, attention: str, variant: dict[str, Any]) -> An
     """Build the small model of a family, with fixed weights, large enough that attention matters."""
     cls = getattr(transformers, head)
     config_class = cls.config_class or transformers.CONFIG_MAPPING[family]
-    config = shrink(config_class, SIZES | variant, OPTIONS.get(family, {}))
+    config = shrink(config_class, SIZES | variant, options_of(family))
     config._attn_implementation = attention
     with torch.device("meta"):
         weights = sum(x.numel() for x in cls(config).parameters())

@@ -9,7 +9,6 @@ import torch
 from torch.nn.attention.flex_attention import FlexKernelOptions
 from triton.runtime.errors import OutOfResources
 
-import tritoncp
 from tests.kernels.support.harness import check, cotangents, qkv, run, same
 from tritoncp.kernels import tiles
 from tritoncp.kernels.engine import TritonEngine
@@ -174,12 +173,6 @@ def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
 def test_impossible_values_are_refused_with_the_possible_ones(option: str, value: Any, needed: str) -> None:
     with pytest.raises(ValueError, match=f"kernel option {option}={value!r}.*{needed}"):
         TritonEngine(Mods(), 1.0, {option: value})
-
-
-def test_the_public_call_refuses_them_too() -> None:
-    x = qkv(16)
-    with pytest.raises(ValueError, match="unknown kernel option 'BLOCKM'"):
-        tritoncp.flex_attention(*x, kernel_options={"BLOCKM": 16})
 
 
 class TooLarge:

@@ -14,7 +14,7 @@ from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import check_options, choose
 from tritoncp.kernels.tile_rules import Config, architecture, default
-from tritoncp.kernels.toolchain import BUNDLED, bundled_ptxas, multiplies_transposed, ptxas_faults, ptxas_for
+from tritoncp.kernels.toolchain import BUNDLED, bundled_ptxas, ptxas_faults, ptxas_for
 from tritoncp.planning.problem import Problem
 from tritoncp.tuning.targets import Target, candidates, targets, without_faults
 
@@ -66,12 +66,6 @@ def call_on_gpu(**options) -> str:
 
 def tiles(kind: str, arch: str, options: dict) -> Config:
     return choose(kind, arch, 64, torch.bfloat16, 128, 128, options)
-
-
-@pytest.mark.parametrize(("arch", "version"), PAIRS)
-def test_only_triton_before_3_7_1_on_hopper_is_affected(arch, version, pretend):
-    affected = pretend(arch, version)
-    assert multiplies_transposed(arch) is not affected
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 import tritoncp
 from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.mods import snapshot
-from tritoncp.ops import autograd, engine_factory, executable
+from tritoncp.ops import autograd, engine_factory
 from tritoncp.ops.call import Call
 from tritoncp.reference.dense import dense_attention
 
@@ -222,15 +222,6 @@ def test_a_refused_option_leaves_the_next_call_alone(bad, good):
     with pytest.raises(ValueError, match="kernel option"):
         tritoncp.flex_attention(q, k, v, None, mask, enable_gqa=True, kernel_options=bad)
     tritoncp.flex_attention(q, k, v, None, mask, enable_gqa=True, kernel_options=good)
-
-
-def test_new_scales_at_every_step_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(executable, "MAX_EXECUTABLES", 3)
-    x, plan = torch.randn(1, 1, 32, 16), make_plan(create_block_mask(causal(), 1, 1, 32, 32))
-    for step in range(1, 9):
-        tritoncp.flex_attention(x, x, x, plan, scale=1 / step)
-    caches = executable.caches_of(plan)
-    assert 0 < len(caches.executables) <= 3 and len(caches.mask_mods) <= 1
 
 
 def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
