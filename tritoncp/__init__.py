@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from tritoncp.api.plan_cache import plan_cache_info as plan_cache_info
     from tritoncp.api.plans import make_plan as make_plan
     from tritoncp.api.reshard import reshard as reshard
+    from tritoncp.api.reshard import unshard as unshard
     from tritoncp.api.shards import positions as positions
     from tritoncp.api.shards import shard as shard
-    from tritoncp.api.shards import unshard as unshard
     from tritoncp.api.simulate import simulate as simulate
     from tritoncp.api.trees import pack_trajectories as pack_trajectories
     from tritoncp.api.trees import tree_edges as tree_edges
@@ -84,8 +84,8 @@ _find_kernels()
 _WHERE = {
     "api.attention": ("flex_attention",),
     "api.plans": ("make_plan",),
-    "api.reshard": ("reshard",),
-    "api.shards": ("positions", "shard", "unshard"),
+    "api.reshard": ("reshard", "unshard"),
+    "api.shards": ("positions", "shard"),
     "planning.balance": ("balancers",),
     "api.masks": ("create_block_mask",),
     "masks.mask": ("Mask", "full_mask"),

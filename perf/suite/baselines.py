@@ -21,7 +21,8 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
-from tritoncp.api.shards import shard, unshard
+from tritoncp.api.reshard import unshard
+from tritoncp.api.shards import shard
 from tritoncp.api.simulate import simulate
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.perf.records.history import variant

@@ -13,7 +13,8 @@ from tritoncp.api import validate
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.plan_cache import plan_in_order
 from tritoncp.api.plans import make_plan
-from tritoncp.api.shards import positions, shard, unshard
+from tritoncp.api.reshard import unshard
+from tritoncp.api.shards import positions, shard
 from tritoncp.distributed import groups
 
 S = 32

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tritoncp
 from tests.api.compiled_calls import Compiled
-from tritoncp import causal, create_block_mask, flex_attention, make_plan, shard, simulate, unshard
+from tritoncp import causal, create_block_mask, flex_attention, make_plan, shard, simulate
 
 pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")  # compiled code is outside the kernels
 
@@ -121,14 +121,11 @@ def test_a_mask_mod_made_inside_around_tensors():
 def test_host_calls_break_the_graph_in_two():
     """Dynamo traces none of tritoncp's own code at a break."""
     mask = create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16)
-    plan, world = make_plan(mask), simulate(2)
+    world = simulate(2)
     spread = world.make_plan(mask)
 
     def planned(x):
         return flex_attention(x * 2, x, x, make_plan(mask)) + 1
-
-    def gathered(x):
-        return unshard(x * 2, plan, dim=2) + 1
 
     def simulated(x):
         xs = world.shard(x * 2, spread, dim=2)
@@ -140,7 +137,7 @@ def test_host_calls_break_the_graph_in_two():
     def selected(x):
         return flex_attention(x * 2, x, x, mask[0]) + 1
 
-    for fn in (planned, gathered, simulated, reordered, selected):
+    for fn in (planned, simulated, reordered, selected):
         case = Compiled(fn, fullgraph=False)
         case.check(torch.randn(1, 2, S, 8))
         assert case.counter.frame_count <= 3, fn.__name__

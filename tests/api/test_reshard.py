@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import tritoncp
 from tests.masks.packed_documents import cumulative
@@ -177,6 +178,45 @@ def test_real_ranks_plain_and_compiled(mesh_shape: tuple[int, ...]) -> None:
     ranks.run(torch.Size(mesh_shape).numel(), one_rank, x, y, mesh_shape)
 
 
+def gather_on_ranks(group: Any, x: Tensor, y: Tensor) -> int:
+    """Gather the shards of plans, and of natural order, by plain calls and by one graph; return the number of
+    graphs."""
+    counter, mask = CompileCounterWithBackend("aot_eager"), full_mask(S, S, block=4)
+    own = (group.rank() + 1) * y  # each rank has another gradient of its copy
+    summed = sum(range(1, group.size() + 1)) * y
+
+    def call(part: Tensor, order: Any, grad: str) -> Tensor:
+        return unshard(part * 2, order, group, dim=1, grad=grad) + 1
+
+    plans = [plan and plan.pinned().for_rank(group.rank()) for plan in plans_of_ranks(group.size())]
+    cases = (
+        (plans[0], "sum", summed),
+        (plans[2], "sum", summed),
+        (plans[4], "slice", own),
+        (mask, "slice", own),
+    )
+    for function in (call, torch.compile(call, backend=counter, fullgraph=True)):
+        for order, grad, whole in cases:
+            part = shard(x, order, group, dim=1).requires_grad_()
+            out = function(part, order, grad)
+            assert torch.equal(out.detach(), 2 * x + 1)
+            (dx,) = torch.autograd.grad(out, part, own)
+            assert torch.equal(dx, shard(2 * whole, order, group, dim=1))
+    fake = FakeTensorMode()
+    with fake:
+        part = torch.empty(2, part.shape[1], 3, requires_grad=True)
+    out = call(part, order, "sum")
+    assert type(out) is FakeTensor and out.shape == x.shape
+    assert torch.autograd.grad(out.sum(), part)[0].shape == part.shape
+    return counter.frame_count
+
+
+def test_unshard_is_an_op_of_a_graph_on_real_ranks_and_on_fake_tensors() -> None:
+    x, y = torch.randint(-9, 9, (2, 2, S, 3)).double()  # sums are exact in any order
+    for graphs in ranks.run(2, gather_on_ranks, x, y):
+        assert graphs <= 3, graphs  # two kinds of gradients, plans and natural order, and sizes
+
+
 def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
     """Each in a group of its own; equal calls exchange facts once for a pair of plans and a shape."""
 
@@ -191,11 +231,23 @@ def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
             "dtype.*float32.*float64": (x if first else x.double(), None, one),
             r"shape.*\[rows, 2\].*\[rows, 3\]": (x[:, None].repeat(1, 2 if first else 3), None, one),
         }
+        gathers = {
+            r"plans: rank 0 .*to the global tensor, grad='sum'.*grad='slice'": (
+                x,
+                one,
+                "sum" if first else "slice",
+            ),
+            r"call: rank 0 against.*Rank 0 has call 1: unshard.*: reshard": (x, one, None),
+            r"plans: rank 0 .*plan.*to the global": (x, one if first else other, "sum"),
+        }
         results = []
-        for pattern, (part, source, target) in calls.items():
+        for pattern, (part, source, target) in (calls | gathers).items():
             few = dist.new_group(timeout=timedelta(seconds=20))
             try:
-                reshard(part, source, target, few, dim=0)
+                if pattern in gathers and (target or first):
+                    unshard(part, source, few, dim=0, grad=target)
+                else:
+                    reshard(part, source, target, few, dim=0)
                 results.append((pattern, "nothing"))
             except Exception as error:
                 results.append((pattern, f"{type(error).__name__}: {error}"))

@@ -1,4 +1,4 @@
-"""Shards in one order to shards in another: between the placements of two plans, or natural order."""
+"""Shards to shards in another order, or to the global tensor."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api import shards, validate
 from tritoncp.api.group_call import group_call
 from tritoncp.api.simulate import World
-from tritoncp.core.dynamo_boundary import constant_result, graph_entry, host_only
+from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.distributed import groups
+from tritoncp.masks.from_torch import has_no_lengths
+from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops.dispatch import is_traced
 from tritoncp.ops.reshard import Reshard, compare_reshard, move_rows
 from tritoncp.planning.placement import check_side, pieces
@@ -66,7 +71,7 @@ def reshard(
     """
     if isinstance(mesh, World):
         return _reshard_in_world(x, source, target, mesh, dim, side, batch_dim, pad)
-    world, world_size, rank = _place_in_group(mesh)
+    world, world_size, rank = shards.place_in_group(mesh)
     for plan in (source, target):
         _check_plan(plan, world_size, rank if world else None)
     return _move([x], rank, source, target, world, world_size, dim, side, batch_dim, pad)[0]
@@ -117,13 +122,6 @@ def _check_batch_dim(x: Tensor, batch_dim: int | None) -> None:
         )
 
 
-@constant_result
-def _place_in_group(mesh: Any) -> tuple[str, int, int]:
-    """Return the name of a mesh's group, its number of ranks and this rank: constants of a graph."""
-    group = groups.group_of(mesh)
-    return ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())
-
-
 def _check_plan(plan: Any, world_size: int, rank: int | None) -> None:
     if isinstance(plan, Plan):
         validate.check_place(plan, world_size, rank)
@@ -140,3 +138,53 @@ def _lengths(plan: Any, other: Any, side: str, world_size: int) -> Sequence[int]
             "plans of one sequence"
         )
     return pieces(length, world_size) if plan is None else plan.side(side).lengths
+
+
+@graph_entry
+@group_call
+def unshard(
+    x: Tensor,
+    plan_or_mask: BlockMask | Mask | Plan,
+    mesh: Any = None,
+    *,
+    dim: int,
+    side: str = "q",
+    batch_dim: int | None = 0,
+    grad: str | None = None,
+) -> Tensor:
+    """Gather the shards of all ranks into the global tensor, without padding. In a compiled graph it is one
+    op.
+
+    ``grad``: how the backward pass combines gradients when x requires grad: "sum" (the loss is a sum over
+    ranks: reduce-scatter) or "slice" (every rank computes the same loss: own part, no communication).
+    """
+    place, plan_or_mask = shards.place_in_group(mesh), plain_mask(plan_or_mask)
+    _check_gathered(plan_or_mask, place[1])
+    placement, rank = shards.placement_of(x, plan_or_mask, place, dim, side)
+    _check_batch_dim(x, batch_dim)
+    shards.check_rows_along(x, dim, placement.lengths[rank], "this rank's shard")
+    if x.requires_grad and grad not in ("sum", "slice"):
+        raise ValueError(
+            "x requires grad: say grad='sum' (the loss is summed over ranks) or grad='slice' (every rank "
+            f"computes the same loss); got grad={grad!r}"
+        )
+    handle = plan_or_mask.pinned().handle if isinstance(plan_or_mask, Plan) else None
+    dim, batch_dim = dim % x.ndim, None if batch_dim is None else batch_dim % x.ndim
+    call = Reshard(
+        handle, None, side, dim, batch_dim, placement.length, 0, place[0], "target", grad or "slice"
+    )
+    return move_rows(call, [x])[0]
+
+
+def _check_gathered(plan_or_mask: Any, world_size: int) -> None:
+    """Check the plan or mask argument of unshard."""
+    if isinstance(plan_or_mask, MaskMod) or plan_or_mask is None or has_no_lengths(plan_or_mask):
+        raise TypeError(
+            f"{plan_or_mask!r} does not say how long the whole sequence is; pass the Plan or "
+            "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+        )
+    if isinstance(plan_or_mask, Plan) and plan_or_mask.world_size != world_size:
+        raise ValueError(
+            f"the plan is for {plan_or_mask.world_size} ranks, the mesh has {world_size}; pass the mesh it "
+            "was made with, unshard(x, plan, mesh, dim=...)"
+        )

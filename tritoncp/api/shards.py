@@ -1,4 +1,4 @@
-"""Global tensors to shards and back, and the positions of a shard's rows."""
+"""Global tensors to shards, and the positions of a shard's rows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp.api import validate
 from tritoncp.api.group_call import group_call
 from tritoncp.api.plans import MaskLike
-from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
-from tritoncp.core.log_lines import area_logger, log_decision
-from tritoncp.distributed import collectives, consistency, failures, groups
+from tritoncp.core.dynamo_boundary import constant_result, graph_entry
+from tritoncp.distributed import groups
 from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.planning.placement import Placement, check_side, in_order, lengthen, take
+from tritoncp.planning.placement import Placement, check_side, in_order, take
 from tritoncp.planning.plan import Plan
-
-messages_log = area_logger("messages")
 
 
 @graph_entry
@@ -49,78 +46,28 @@ def shard(
     >>> shard(torch.arange(8), plan, dim=0)
     tensor([2, 3, 4, 5])
     """
-    placement, rank = _placement(x, plain_mask(plan_or_mask), groups.group_of(mesh), dim, side)
+    placement, rank = placement_of(x, plain_mask(plan_or_mask), place_in_group(mesh), dim, side)
     check_rows_along(x, dim, placement.length, "a global tensor")
     check_pad(x, pad)
     return take(x, placement.positions(rank), dim, batch_dim, pad)
 
 
-@host_only
-@group_call
-def unshard(
-    x: Tensor,
-    plan_or_mask: BlockMask | Mask | Plan,
-    mesh: Any = None,
-    *,
-    dim: int,
-    side: str = "q",
-    batch_dim: int | None = 0,
-    grad: str | None = None,
-) -> Tensor:
-    """Gather the shards of all ranks into the global tensor, without padding.
-
-    ``grad``: how the backward pass combines gradients when x requires grad: "sum" (the loss is a sum over
-    ranks: reduce-scatter) or "slice" (every rank computes the same loss: own part, no communication).
-    """
+@constant_result
+def place_in_group(mesh: Any) -> tuple[str, int, int]:
+    """Return the name of a mesh's group, its number of ranks and this rank: constants of a graph."""
     group = groups.group_of(mesh)
-    plan_or_mask = plain_mask(plan_or_mask)
-    _check_gathered(plan_or_mask, 1 if group is None else group.size())
-    placement, rank = _placement(x, plan_or_mask, group, dim, side)
-    check_rows_along(x, dim, placement.lengths[rank], "this rank's shard")
-    if x.requires_grad and grad not in ("sum", "slice"):
-        raise ValueError(
-            "x requires grad: say grad='sum' (the loss is summed over ranks) or grad='slice' (every rank "
-            f"computes the same loss); got grad={grad!r}"
-        )
-    rows = lengthen(x, dim, placement.s_max).movedim(dim, 0).contiguous()
-    whole = rows if group is None else Gather.apply(rows, group, grad == "sum")
-    return take(whole.movedim(0, dim), placement.inverse, dim, batch_dim, 0)
+    return ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())
 
 
-def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) -> tuple[Placement, int]:
-    world_size, rank = (1, 0) if group is None else (group.size(), group.rank())
+def placement_of(
+    x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str
+) -> tuple[Placement, int]:
+    """Return the placement of tokens and this rank, after checks. place: see :func:`place_in_group`"""
+    world, world_size, rank = place
     check_dim(x, dim)
-    if group is not None and isinstance(plan_or_mask, Plan):
-        validate.check_ranks(plan_or_mask, group)
+    if world and isinstance(plan_or_mask, Plan):
+        validate.check_place(plan_or_mask, world_size, rank)
     return _placement_of(plan_or_mask, world_size, rank, side, x.shape[dim])
-
-
-class Gather(torch.autograd.Function):
-    """All-gather along dim 0; the backward pass sums over ranks, or returns the own slice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, add: bool) -> Tensor:
-        ctx.group, ctx.add = group, add
-        log_decision(
-            messages_log, "unshard: %d bytes go to each of %d other ranks", x.nbytes, group.size() - 1
-        )
-        return _collect(collectives.AllGather(x), group)
-
-    @staticmethod
-    @untraced
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.add:
-            with failures.closing(ctx.group):
-                return _collect(collectives.ReduceScatter(dx.contiguous()), ctx.group), None, None
-        return dx.chunk(ctx.group.size())[ctx.group.rank()], None, None
-
-
-def _collect(collective: collectives.Collective, group: Any) -> Tensor:
-    def schedule() -> collectives.Schedule[Tensor]:
-        return (yield collectives.Wait((yield collective)))
-
-    consistency.compare_kind(group, f"unshard, by {type(collective).__name__}")
-    return collectives.run(schedule(), group)
 
 
 @graph_entry
@@ -213,17 +160,3 @@ def _placement_of(
             "makes a plan, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) a mask"
         )
     return in_order(length, world_size), rank
-
-
-def _check_gathered(plan_or_mask: Any, world_size: int) -> None:
-    """Check the plan or mask argument of unshard."""
-    if isinstance(plan_or_mask, MaskMod) or plan_or_mask is None or has_no_lengths(plan_or_mask):
-        raise TypeError(
-            f"{plan_or_mask!r} does not say how long the whole sequence is; pass the Plan or "
-            "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
-        )
-    if isinstance(plan_or_mask, Plan) and plan_or_mask.world_size != world_size:
-        raise ValueError(
-            f"the plan is for {plan_or_mask.world_size} ranks, the mesh has {world_size}; pass the mesh it "
-            "was made with, unshard(x, plan, mesh, dim=...)"
-        )

@@ -127,8 +127,8 @@ def fake_mode_of(q: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def as_inputs(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors as inputs of an op: in a fake tensor mode, those with values become fake ones, and
+def as_inputs(tensors: Iterable[Any]) -> list[Any]:
+    """Return inputs of an op, tensors or None: in a fake tensor mode, those with values become fake ones, and
     constants of the graph that a tracer records."""
     if torch.compiler.is_dynamo_compiling() or torch._C._get_dispatch_mode(_Key.FAKE) is None:
         return list(tensors)

@@ -1,4 +1,5 @@
-"""The op that moves rows of a sharded tensor from one placement to another, and its autograd node."""
+"""The op that moves rows of a tensor between shards in two placements, or between shards and the whole
+sequence, and its autograd node."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed import collectives, consistency, failures, groups
 from tritoncp.distributed.collectives import dtype_name
 from tritoncp.distributed.consistency import fact
-from tritoncp.ops.dispatch import call_op, register_op
+from tritoncp.ops.dispatch import as_inputs, call_op, fake_mode_of, register_op
 from tritoncp.ops.signatures import table_of
 from tritoncp.planning.moves import Moves, moves_between
-from tritoncp.planning.placement import Placement, in_order
+from tritoncp.planning.placement import Placement, in_order, lengthen, take
 from tritoncp.planning.plan import Plan
 
 messages_log = area_logger("messages")
@@ -36,6 +37,8 @@ class Reshard(NamedTuple):
     rows:      rows of the result along ``dim``
     pad:       value of its rows that have no row in the source
     world:     name of the process group; "": one process
+    whole:     end that is the global tensor on every rank, "source" or "target"; "": both are shards
+    grad:      gradients of the global tensor: "sum" over ranks, or "slice" where all ranks have the same
     """
 
     source: Tensor | None
@@ -46,10 +49,26 @@ class Reshard(NamedTuple):
     rows: int
     pad: float
     world: str
+    whole: str = ""
+    grad: str = ""
+
+    @property
+    def name(self) -> str:
+        """The public function of the call."""
+        return "unshard" if self.whole else "reshard"
 
     def back(self, rows: int) -> Reshard:
         """Return the arguments of the backward pass, of gradients of this many rows."""
-        return self._replace(source=self.target, target=self.source, rows=rows, pad=0)
+        whole = {"source": "target", "target": "source"}.get(self.whole, "")
+        return self._replace(source=self.target, target=self.source, rows=rows, pad=0, whole=whole)
+
+    def shards_of(self, x: Tensor, world_size: int) -> Placement:
+        """Return the placement of the shards that are gathered to the global tensor, or cut from it. x: the
+        input."""
+        handle = self.source if self.whole == "target" else self.target
+        if handle is None:
+            return in_order(self.rows if self.whole == "target" else x.shape[self.dim], world_size)
+        return object_of(handle).side(self.side)
 
     def placements(self) -> tuple[Placement, Placement]:
         """Return the placements of source and target."""
@@ -59,18 +78,24 @@ class Reshard(NamedTuple):
         source, target = (in_order(like.length, like.world_size) if x is None else x for x in sides)
         return source, target
 
-    def facts(self, x: Tensor) -> consistency.Facts:
+    def facts(self, x: Tensor, world_size: int) -> consistency.Facts:
         """Return the facts of a call that all ranks must share. x: a rank's shard."""
-        ends = [None if end is None else object_of(end) for end in (self.source, self.target)]
-        places = (None, None) if ends == [None, None] else self.placements()
-        digests = [b"" if place is None else place.digest for place in places]
-        source, target = (
-            "natural order" if end is None else f"plan {digest.hex()[:8]}"
-            for end, digest in zip(ends, digests)
-        )
+        handles, digests = (self.source, self.target), [b"", b""]
+        if self.whole:
+            digests[self.whole == "source"] = self.shards_of(x, world_size).digest
+        elif handles != (None, None):
+            digests = [place.digest for place in self.placements()]
+        names = [
+            "natural order" if handle is None else f"plan {digest.hex()[:8]}"
+            for handle, digest in zip(handles, digests)
+        ]
+        if self.whole:
+            names[self.whole == "target"] = f"the global tensor, grad={self.grad!r}"
         sizes = ", ".join(map(str, [*x.shape[: self.dim], "rows", *x.shape[self.dim + 1 :]]))
         return {
-            "plans": fact(f"{source} to {target}, side={self.side!r}", b" to ".join(digests)),
+            "plans": fact(
+                f"{' to '.join(names)}, side={self.side!r}", b" to ".join(digests) + self.grad.encode()
+            ),
             "device": fact(x.device.type),
             "dtype": fact(dtype_name(x)),
             "shape": fact(f"[{sizes}] with dim={self.dim}, batch_dim={self.batch_dim}"),
@@ -118,16 +143,37 @@ def exchange_rows(x: Tensor, call: Reshard, rank: int) -> collectives.Schedule[T
     return out
 
 
-def _rows_first(x: Tensor, call: Reshard, batch: int) -> Tensor:
-    """View a tensor as [rows, ...], or as [batch, rows, ...] where batch rows are placed differently."""
-    if batch == 1:
-        return x.movedim(call.dim, 0)
-    if call.batch_dim is None or x.shape[call.batch_dim] != batch:
+def gather_or_cut(x: Tensor, call: Reshard, rank: int, world_size: int) -> collectives.Schedule[Tensor]:
+    """Gather the shards of all ranks into the global tensor; or cut a rank's shard of the global tensors of
+    all ranks, which are summed, or of its own."""
+    place, dim, batch_dim = call.shards_of(x, world_size), call.dim, call.batch_dim
+    _check_batch(x, call, place.batch)
+    if call.whole == "target":
+        rows = lengthen(x, dim, place.s_max).movedim(dim, 0).contiguous()
+        log_decision(messages_log, "unshard: %d bytes go to each of %d other ranks", x.nbytes, world_size - 1)
+        rows = yield collectives.Wait((yield collectives.AllGather(rows)))
+        return take(rows.movedim(0, dim), place.inverse, dim, batch_dim, 0)
+    if call.grad == "slice":
+        return take(x, place.positions(rank), dim, batch_dim, 0)
+    rows = take(x, place.gathered_positions, dim, batch_dim, 0).movedim(dim, 0).contiguous()
+    part: Tensor = yield collectives.Wait((yield collectives.ReduceScatter(rows)))
+    return part.movedim(0, dim).narrow(dim, 0, call.rows).contiguous()
+
+
+def _check_batch(x: Tensor, call: Reshard, batch: int) -> None:
+    if batch > 1 and (call.batch_dim is None or x.shape[call.batch_dim] != batch):
         raise ValueError(
             f"the plans place {batch} batch rows differently; pass batch_dim=, the dimension of the tensor "
             f"{tuple(x.shape)} that has them, not {call.batch_dim}"
         )
-    return x.movedim((call.batch_dim, call.dim), (0, 1))
+
+
+def _rows_first(x: Tensor, call: Reshard, batch: int) -> Tensor:
+    """View a tensor as [rows, ...], or as [batch, rows, ...] where batch rows are placed differently."""
+    if batch == 1:
+        return x.movedim(call.dim, 0)
+    _check_batch(x, call, batch)
+    return x.movedim((call.batch_dim, call.dim), (0, 1))  # type: ignore[arg-type]  # it is a number here
 
 
 def compare_reshard(call: Reshard, group: Any, x: Tensor) -> None:
@@ -139,13 +185,13 @@ def compare_reshard(call: Reshard, group: Any, x: Tensor) -> None:
     is_capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if group is None or group.size() == 1 or is_capturing:
         return
-    facts, moves = call.facts(x), table_of(group).moves
+    facts, moves = call.facts(x, group.size()), table_of(group).moves
     placed = facts["plans"][1]
     kind = tuple(facts[name][1] for name in ("device", "dtype", "shape"))
     if moves.get(placed) and moves.get(kind) and not consistency.CHECKED:
         return
-    purpose = f"reshard of {list(x.shape)} in {dtype_name(x)}"
-    facts = {"call": fact(purpose, b"reshard"), **facts}
+    purpose = f"{call.name} of {list(x.shape)} in {dtype_name(x)}"
+    facts = {"call": fact(purpose, call.name.encode()), **facts}
     consistency.together(group, purpose, lambda: (None, facts, ()))
     moves[placed] = moves[kind] = True
 
@@ -154,11 +200,13 @@ def _body(x: Tensor, *arguments: Any) -> Tensor:
     call = Reshard(*arguments)
     group = groups.group_by_name(call.world) if call.world else None
     with failures.closing(group):
-        compare_reshard(call, group, x)
-        schedule = exchange_rows(x, call, 0 if group is None else group.rank())
+        if call.grad != "slice" or call.whole == "target":  # the own slice is no message
+            compare_reshard(call, group, x)
+        rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
+        schedule = gather_or_cut(x, call, rank, world_size) if call.whole else exchange_rows(x, call, rank)
         if group is None:
             return collectives.lockstep([schedule])[0]
-        return collectives.run(schedule, group, "reshard")
+        return collectives.run(schedule, group, call.name)
 
 
 def _fake(x: Tensor, *arguments: Any) -> Tensor:
@@ -191,11 +239,15 @@ def _autograd(x: Tensor, *arguments: Any) -> Tensor:
 
 def move_rows(call: Reshard, xs: Sequence[Tensor]) -> list[Tensor]:
     """Move the rows of one rank's shard, or those of all ranks of a simulated world."""
-    return [reshard_op(xs[0], *call)] if len(xs) == 1 else list(MoveRows.apply(call, *xs))
+    if len(xs) > 1:
+        return list(MoveRows.apply(call, *xs))
+    with fake_mode_of(xs[0]):
+        source, target = as_inputs((call.source, call.target))
+        return [reshard_op(xs[0], source, target, *call[2:])]
 
 
 SCHEMA = (
     "(Tensor x, Tensor? source, Tensor? target, str side, int dim, int? batch_dim, SymInt rows, Scalar pad, "
-    "str world) -> Tensor"
+    "str world, str whole, str grad) -> Tensor"
 )
 reshard_op = register_op("reshard", _body, _fake, _autograd, SCHEMA, "reshard")

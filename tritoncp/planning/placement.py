@@ -59,8 +59,8 @@ class Placement:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots, and of the positions and the inverse, which are computed on demand."""
-        return sum(slots.nbytes for slots in self.slots) + 2 * 8 * self.length * self.slots[0].shape[0]
+        """Bytes of the slots, and of two kinds of positions and the inverse, which are computed on demand."""
+        return sum(slots.nbytes for slots in self.slots) + 3 * 8 * self.length * self.slots[0].shape[0]
 
     @on_host
     def positions(self, rank: int) -> Tensor:
@@ -90,6 +90,12 @@ class Placement:
         """Row of each global position in the gathered buffer [W * s_max]: int64 [Bp, length]."""
         row, position, tokens = self.gathered().unbind(-1)
         return row_positions(torch.stack([position, row, tokens], -1), self.length)
+
+    @cached_property
+    @on_host
+    def gathered_positions(self) -> Tensor:
+        """Global position of each row of the gathered buffer, -1 at padding: int64 [Bp, W * s_max]."""
+        return row_positions(self.gathered(), self.world_size * self.s_max)
 
     def gathered(self, ranks: Sequence[int] | None = None) -> Tensor:
         """Return the slots of the buffer that holds the shards of ``ranks`` one after the other, ``s_max``

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tritoncp.api.shards import shard, unshard
+from tritoncp.api.reshard import unshard
+from tritoncp.api.shards import shard
 from tritoncp.integrations.transformers.model_classes import attention_without_arguments, is_recurrent
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 
