@@ -280,7 +280,7 @@ def test_a_rank_fetches_little_beside_the_prefix(leaves: int, leaf: int) -> None
     plan = tritoncp.make_plan(mask, world_size=8, balancer="locality", schedule="fetch")
     remote = plan.traffic.clone().fill_diagonal_(0).sum(1)
     least = prefix + -(-leaves // 8) * leaf - plan.s_local
-    assert plan.imbalance <= 1.02 and least <= int(remote.max()) <= 1.1 * max(prefix, least)
+    assert plan.imbalance <= 1.02 and least <= int(remote.max()) <= 1.12 * max(prefix, least)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def lpt(work: Work) -> list[list[int]]:
     >>> lpt(Work(torch.tensor([1, 2, 3, 4, 5, 9]), 2))
     [[0, 2, 5], [1, 3, 4]]
     """
-    return _each_to_the_lightest(work, descending=True)
+    return _block_by_block(work, ascending=False)
 
 
 def spt(work: Work) -> list[list[int]]:
@@ -101,21 +101,7 @@ def spt(work: Work) -> list[list[int]]:
     >>> spt(Work(torch.tensor([1, 2, 3, 4, 5, 9]), 2))
     [[0, 2, 4], [1, 3, 5]]
     """
-    return _each_to_the_lightest(work, descending=False)
-
-
-def _each_to_the_lightest(work: Work, descending: bool) -> list[list[int]]:
-    """Assign blocks in the order of their work, at most ⌈blocks / ranks⌉ to a rank."""
-    costs = work.costs.cpu()
-    room = -(-len(costs) // work.world_size)
-    ranks: list[list[int]] = [[] for _ in range(work.world_size)]
-    available = [(0.0, rank) for rank in range(work.world_size)]
-    for block in costs.sort(descending=descending, stable=True).indices.tolist():
-        load, rank = heapq.heappop(available)
-        ranks[rank].append(block)
-        if len(ranks[rank]) < room:
-            heapq.heappush(available, (load + float(costs[block]), rank))
-    return [sorted(blocks) for blocks in ranks]
+    return _block_by_block(work, ascending=True)
 
 
 def _zig_zag(costs: torch.Tensor, world_size: int) -> list[list[int]]:
@@ -153,7 +139,8 @@ def per_document(work: Work) -> list[list[int]]:
         pairs = max(1, min((end - first + 1) // 2, math.ceil(share - 1e-9)))
         parts = [range(first + p.start, first + p.stop) for p in _even_pieces(end - first, 2 * pairs)]
         groups += [[*parts[i], *parts[-1 - i]] for i in range(pairs)]
-    return _lightest_first([(sum(costs[i] for i in group), group) for group in groups], costs, world_size)
+    room = [len(piece) for piece in _even_pieces(n, world_size)]
+    return _lightest_first([group for group in groups if group], costs, room)
 
 
 def locality(work: Work) -> list[list[int]]:
@@ -223,18 +210,29 @@ def assign_blocks(balancer: Balancer, work: Work) -> list[list[int]]:
     return ranks
 
 
+def _block_by_block(work: Work, ascending: bool) -> list[list[int]]:
+    """Assign single blocks in the order of their work, at most ⌈blocks / ranks⌉ to a rank."""
+    n, world_size = len(work.costs), work.world_size
+    return _lightest_first(
+        [[i] for i in range(n)], work.costs.tolist(), [-(-n // world_size)] * world_size, ascending
+    )
+
+
 def _lightest_first(
-    groups: Sequence[tuple[float, list[int]]], costs: Sequence[float], world_size: int
+    groups: Sequence[list[int]], costs: Sequence[float], room: list[int], ascending: bool = False
 ) -> list[list[int]]:
-    """Assign groups (work, blocks), the costliest first, to the rank with the least work that has room for
-    the whole group; if none has, one block at a time."""
-    ranks: list[list[int]] = [[] for _ in range(world_size)]
-    room = [len(piece) for piece in _even_pieces(len(costs), world_size)]
-    available = [(0.0, rank) for rank in range(world_size) if room[rank]]
-    pending = [(-work, blocks) for work, blocks in groups if blocks]
+    """Assign groups of blocks, the costliest first, to the rank with the least work that has room for the
+    whole group; if none has, one block at a time.
+
+    room: the most blocks of each rank; changed. ascending: the cheapest first
+    """
+    ranks: list[list[int]] = [[] for _ in room]
+    available = [(0.0, rank) for rank, most in enumerate(room) if most]
+    sign = 1 if ascending else -1
+    pending = [(sign * sum(costs[i] for i in blocks), blocks) for blocks in groups]
     heapq.heapify(pending)
     while pending:
-        work, blocks = heapq.heappop(pending)
+        key, blocks = heapq.heappop(pending)
         skipped = []
         while available and room[available[0][1]] < len(blocks):
             skipped.append(heapq.heappop(available))
@@ -242,10 +240,10 @@ def _lightest_first(
             load, rank = heapq.heappop(available)
             ranks[rank] += blocks
             room[rank] -= len(blocks)
-            skipped += [(load - work, rank)] * (room[rank] > 0)
+            skipped += [(load + sign * key, rank)] * (room[rank] > 0)
         else:
             for block in blocks:
-                heapq.heappush(pending, (-costs[block], [block]))
+                heapq.heappush(pending, (sign * costs[block], [block]))
         for entry in skipped:
             heapq.heappush(available, entry)
     return [sorted(blocks) for blocks in ranks]

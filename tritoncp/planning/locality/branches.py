@@ -1,9 +1,7 @@
-"""Whole branches: each rank takes the branches of a common prefix whose ends it holds.
+"""Whole branches of a prefix tree: a rank holds all blocks of the branches whose ends it holds.
 
-A rank that holds the last tokens of some branches sees the prefix and these branches, and holds its share of
-all tokens. What it sees beyond its share is remote, wherever the tokens lie. So branches are kept whole;
-ranks that would hold too much pass on the beginnings of theirs, which see only the prefix and themselves,
-and take cheap blocks of the prefix in exchange.
+A rank that holds the end of a branch sees the branch and the common prefix, and fetches what it does not
+hold of them.
 """
 
 from __future__ import annotations
@@ -11,17 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tritoncp.planning.locality.pieces import View, even_counts
-
-TOLERANCE = 1.005  # work of a rank over the mean up to which it keeps its branches whole
+from tritoncp.planning.locality.pieces import View, even_counts, loads
 
 
 def whole_branches(view: View) -> Tensor | None:
-    """Assign the branches of a common prefix whole, as far as work and room allow, and the blocks of the
-    prefix where there is room: the owner of each block.
+    """Assign the branches of a common prefix whole, as far as there is room, then the blocks of the prefix:
+    owner of each block.
 
-    The prefix are the blocks whose keys more than half of all blocks see. None if there are none, or if the
-    others are one branch and fewer than two thirds.
+    The prefix is made of the blocks whose keys more than half of all blocks see. None if there is none, or
+    if the others are one branch of fewer than two thirds of all blocks.
     """
     column, first, last = view.readers
     readers = torch.zeros(view.masks * view.width, dtype=torch.int64).index_add_(0, column, last - first)
@@ -35,13 +31,12 @@ def whole_branches(view: View) -> Tensor | None:
     owner = torch.where(shared, -1, _longest_first(length, view.world_size)[branch])
     prefix = shared.nonzero()[:, 0]
     prefix = prefix[view.costs[prefix].argsort(stable=True)]
-    prefix = _exchange(view, owner, prefix)
     _fill(view, owner, prefix)
     return even_counts(owner, view)
 
 
 def _number_branches(view: View, shared: Tensor) -> Tensor:
-    """Number the branches, between which no column of other than shared blocks is seen: int64 [blocks]."""
+    """Number the branches, which see no keys of each other: branch of each block, int64 [blocks]."""
     column, first, last = view.readers
     column = column % view.width
     own = ~shared[column]
@@ -61,59 +56,15 @@ def _longest_first(length: Tensor, ranks: int) -> Tensor:
     return owner
 
 
-def _exchange(view: View, owner: Tensor, prefix: Tensor) -> Tensor:
-    """Take the cheapest blocks, the beginnings of branches, from ranks that have too many or too much work,
-    and give them cheap blocks of the prefix. Returns the blocks of the prefix that are left.
+def _fill(view: View, owner: Tensor, prefix: Tensor) -> None:
+    """Assign the blocks of the prefix, the costliest first, to the rank with room that has the least work.
 
     owner: changed; -1 = none. prefix: blocks, by rising cost
     """
-    share, mean = view.n // view.world_size, float(view.costs.sum()) / view.world_size * TOLERANCE
-    held = [(owner == rank).nonzero()[:, 0] for rank in range(view.world_size)]
-    offers = []
-    for rank, blocks in enumerate(held):
-        work = float(view.costs[blocks].sum())
-        if len(blocks) > share or work + float(view.costs[prefix[: share - len(blocks)]].sum()) > mean:
-            offers.append(rank)
-    for turn, rank in enumerate(offers):
-        blocks = held[rank][view.costs[held[rank]].argsort(stable=True)]
-        own = prefix[turn :: len(offers)][:share]
-        least = max(0, share - len(own))  # blocks to keep, if all of these are taken
-        kept = torch.arange(min(share, len(blocks)), min(least, len(blocks)) - 1, -1)
-        before = torch.nn.functional.pad(view.costs[own].cumsum(0), (1, 0))
-        tail = torch.nn.functional.pad(view.costs[blocks].flip(0).cumsum(0), (1, 0))
-        fits = tail[kept] + before[(share - kept).clamp(max=len(own))] <= mean
-        keep = int(kept[fits][0]) if bool(fits.any()) else int(kept[-1])
-        owner[blocks[: len(blocks) - keep]] = -1
-        owner[own[: share - keep]] = rank
-    return prefix[owner[prefix] < 0]
-
-
-def _fill(view: View, owner: Tensor, prefix: Tensor) -> None:
-    """Give the blocks without an owner to the ranks with room: beginnings of branches in even pieces, as many
-    as their work allows, then the prefix, the costliest blocks first.
-
-    owner: changed; -1 = none. prefix: its blocks without an owner
-    """
     ranks, mean = view.world_size, float(view.costs.sum()) / view.world_size
-    given = owner >= 0
-    room = (view.n // ranks - owner[given].bincount(minlength=ranks)).clamp(min=0).double()
-    lack = mean - torch.zeros(ranks, dtype=torch.float64).index_add_(0, owner[given], view.costs[given])
-    is_prefix = torch.zeros(view.n, dtype=torch.bool)
-    is_prefix[prefix] = True
-    begins = (~given & ~is_prefix).nonzero()[:, 0]
-    if len(begins):
-        cheap = float(view.costs[prefix].mean()) if len(prefix) else 0.0
-        dear = max(float(view.costs[begins].mean()), 1.01 * cheap + 1e-9)
-        wanted = torch.minimum(((lack - room * cheap) / (dear - cheap)).clamp(min=0), room) + 1e-9 * (
-            room + 1
-        )
-        ends = wanted.cumsum(0) / wanted.sum() * len(begins)
-        owner[begins] = torch.searchsorted(ends, torch.arange(len(begins)).double() + 0.5).clamp(
-            max=ranks - 1
-        )
-        given = owner >= 0
-        room = (view.n // ranks - owner[given].bincount(minlength=ranks)).double()
-        lack = mean - torch.zeros(ranks, dtype=torch.float64).index_add_(0, owner[given], view.costs[given])
+    assigned = owner >= 0
+    room = (view.n // ranks - owner[assigned].bincount(minlength=ranks)).double()
+    lack = mean - loads(owner[assigned], view.costs[assigned], ranks)
     for block in prefix.flip(0).tolist():
         rank = int(torch.where(room > 0, lack / room.clamp(min=1), lack - 1e12).argmax())
         owner[block] = rank

@@ -73,6 +73,11 @@ class View:
         return column, first, last
 
 
+def loads(owner: Tensor, costs: Tensor, world_size: int) -> Tensor:
+    """Sum the work of each rank's blocks: float64 [ranks]."""
+    return torch.zeros(world_size, dtype=torch.float64).index_add_(0, owner, costs)
+
+
 def even_counts(owner: Tensor, view: View) -> Tensor:
     """Move blocks, the cheapest first, from ranks with too many to ranks with too few and the least work,
     until ranks hold equal numbers to within one."""
@@ -81,7 +86,7 @@ def even_counts(owner: Tensor, view: View) -> Tensor:
     share, longer = divmod(len(owner), ranks)
     quota = torch.full((ranks,), share)
     quota[counts.argsort(descending=True, stable=True)[:longer]] += 1
-    load = torch.zeros(ranks, dtype=torch.float64).index_add_(0, owner, view.costs)
+    load = loads(owner, view.costs, ranks)
     surplus = []
     for rank in (counts > quota).nonzero()[:, 0].tolist():
         blocks = (owner == rank).nonzero()[:, 0]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tritoncp.masks.block_runs import merge_ranges
 from tritoncp.planning.locality.branches import whole_branches
-from tritoncp.planning.locality.pieces import View, even_counts
+from tritoncp.planning.locality.pieces import View, even_counts, loads
 from tritoncp.planning.locality.windows import choose_windows
 from tritoncp.planning.work import Work
 
@@ -33,7 +33,10 @@ def place_blocks(work: Work) -> Tensor:
     placements = [natural, *(owner for owner in others if owner is not None)]
     best = min(
         placements,
-        key=lambda owner: (max(float(loads(owner, pieces).max()), cap), count_remote(owner, pieces)),
+        key=lambda owner: (
+            max(float(loads(owner, pieces.costs, ranks).max()), cap),
+            count_remote(owner, pieces),
+        ),
     )
     if best is natural:
         return even_work(assign_in_order(view), view, cap)
@@ -43,11 +46,6 @@ def place_blocks(work: Work) -> Tensor:
 def assign_in_order(view: View) -> Tensor:
     """Return the owner of each block in even pieces in natural order."""
     return torch.arange(view.n) * view.world_size // max(1, view.n)
-
-
-def loads(owner: Tensor, view: View) -> Tensor:
-    """Sum the work of each rank: float64 [ranks]."""
-    return torch.zeros(view.world_size, dtype=torch.float64).index_add_(0, owner, view.costs)
 
 
 def count_remote(owner: Tensor, view: View) -> int:
@@ -66,7 +64,7 @@ def count_remote(owner: Tensor, view: View) -> int:
 def even_work(owner: Tensor, view: View, cap: float) -> Tensor:
     """Swap two blocks of the busiest rank and of another, the least busy first, while that makes it less
     busy, until no rank's work exceeds ``cap``."""
-    load = loads(owner, view)
+    load = loads(owner, view.costs, view.world_size)
     for _ in range(16 * view.world_size):
         busy = int(load.argmax())
         if float(load[busy]) <= cap:
