@@ -18,8 +18,8 @@ from tritoncp.cli import main
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.report import drawing
-from tritoncp.planning.report.facts import Facts, owner_shares
-from tritoncp.planning.report.text import WIDTH, format_meaning
+from tritoncp.planning.report.facts import Facts
+from tritoncp.planning.report.text import WIDTH, format_meaning, owner_shares
 from tritoncp.planning.report.units import format_bytes
 
 LAYER = {"batch": 2, "heads": 8, "kv_heads": 4, "head_dim": 64, "v_head_dim": 32, "itemsize": 4}
@@ -87,13 +87,10 @@ def test_a_thin_window_over_a_long_sequence_is_still_seen() -> None:
 
 @pytest.mark.parametrize("balancer", ["ptrr", "head_tail", "contiguous"])
 @pytest.mark.parametrize("world_size", [3, 64])
-def test_owners_are_shown_in_text_and_strips(balancer: str, world_size: int) -> None:
+def test_owners_are_shown_in_text(balancer: str, world_size: int) -> None:
     plan = document_plan(128 * 64, world_size, balancer)
     owners, shares = plan.owners[0], owner_shares(plan, 64, 64)
     assert torch.equal(shares, (owners == torch.arange(world_size)[:, None]).float())
-    pixels = drawing.strip_pixels(plan)
-    assert torch.equal(pixels[..., 3], shares)
-    assert torch.equal(pixels[..., :3], drawing.colours(world_size)[:-1, None].expand(-1, 64, -1))
     _, blocks, strips, work, *_ = str(plan).split("\n\n")
     if world_size == 3:  # a line for each block
         pairs = zip(owners.tolist(), plan.mask.draw().split("\n"))

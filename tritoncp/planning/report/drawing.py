@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.planning.plan_data import PlanData
-from tritoncp.planning.report.facts import Facts, owner_shares
+from tritoncp.planning.report.facts import Facts
 from tritoncp.planning.report.text import format_headline, format_meaning
 from tritoncp.planning.report.units import format_bytes, format_tokens, shorten
 
@@ -63,14 +63,13 @@ def draw_figure(facts: Facts) -> Figure:
             return png.getvalue()
 
     panels = {
-        "M": _draw_mask, "S": _draw_strips, "W": _draw_work, "R": _draw_reads, "T": _write_meaning,
-        "C": _draw_schedules,
+        "M": _draw_mask, "W": _draw_work, "R": _draw_reads, "T": _write_meaning, "C": _draw_schedules,
     }  # fmt: skip
     with matplotlib.rc_context(STYLE):
         figure = PlanFigure(figsize=(15, 12.2), dpi=100, layout="constrained")
         headline, details = format_headline(facts)
         figure.suptitle(f"{shorten(headline, 90)}\n{details}", x=0.02, ha="left", size=12)
-        axes = figure.subplot_mosaic("MS;MW;MR;TC", width_ratios=(3, 2), height_ratios=(3, 3, 5, 4))
+        axes = figure.subplot_mosaic("MW;MR;TC", width_ratios=(3, 2), height_ratios=(3, 7, 4))
         for name, draw in panels.items():
             draw(axes[name], facts)
     return figure
@@ -116,19 +115,6 @@ def mask_pixels(plan: PlanData, side: int = SIDE) -> Tensor:
     return torch.cat([wide, opacity[..., None]], -1)
 
 
-def strip_pixels(plan: PlanData) -> Tensor:
-    """Draw ranks (or groups of neighbouring ranks) down, positions across, in the colour of the rank where it
-    has the queries, paler where it has only some of a pixel's: as :func:`mask_pixels`."""
-    share = owner_shares(plan, 256, 500)
-    first = -(-torch.arange(len(share)) * plan.world_size // len(share))
-    wide = colours(plan.world_size)[first, None].expand(-1, share.shape[1], -1)
-    return torch.cat([wide, torch.where(share > 0, SOME + (FULL - SOME) * share, 0)[..., None]], -1)
-
-
-def _draw_raster(axes: Axes, pixels: Tensor, width: float, height: float) -> None:
-    axes.imshow(pixels.numpy(), extent=(0, width, height, 0), aspect="auto", interpolation="none")
-
-
 def _set_title(axes: Axes, title: str, note: str = "") -> None:
     axes.set_title(title, pad=20 if note else 6)
     axes.annotate(note, (0, 1), (0, 6), "axes fraction", textcoords="offset points", size=8.5, color=GREY)
@@ -149,7 +135,8 @@ def _set_rank_ticks(axis: Any, world_size: int, most: int, label: str) -> None:
 
 def _draw_mask(axes: Axes, facts: Facts) -> None:
     mask = facts.plan.mask
-    _draw_raster(axes, mask_pixels(facts.plan), mask.kv_len, mask.q_len)
+    extent = (0, mask.kv_len, mask.q_len, 0)
+    axes.imshow(mask_pixels(facts.plan).numpy(), extent=extent, aspect="auto", interpolation="none")
     note = "a point: queries of this row see keys of this column; its colour: the rank that computes them"
     _set_title(axes, "Who computes what", f"{note}, paler in masked blocks")
     axes.set_box_aspect(1)
@@ -163,15 +150,6 @@ def _write_meaning(axes: Axes, facts: Facts) -> None:
     _set_title(axes, "What this means")
     lines = [line for sentence in format_meaning(facts) for line in textwrap.wrap(sentence, 110)]
     axes.text(0, 1, "\n".join(lines), va="top", linespacing=1.6)
-
-
-def _draw_strips(axes: Axes, facts: Facts) -> None:
-    """Draw a strip for each rank that shows which queries it computes."""
-    plan = facts.plan
-    _draw_raster(axes, strip_pixels(plan), plan.mask.q_len, plan.world_size)
-    _set_title(axes, "Who computes which queries", "a line for each rank")
-    _set_rank_ticks(axes.yaxis, plan.world_size, 8, "rank")
-    _set_token_ticks(axes.xaxis, plan.mask.q_len, "queries, by position in the sequence (tokens)")
 
 
 def _draw_work(axes: Axes, facts: Facts) -> None:

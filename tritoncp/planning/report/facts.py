@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tritoncp.masks.mask_mod import name_of
@@ -105,16 +104,3 @@ class Facts:
             },
             "reads_bytes": self.reads.tolist(),
         }  # fmt: skip
-
-
-def owner_shares(plan: PlanData, lines: int, width: int) -> Tensor:
-    """Return the share of each part of the sequence that each group of neighbouring ranks has, in the first
-    batch row: float32 [<= lines, <= width]."""
-    owners = plan.owners[0]
-    lines, width = min(lines, plan.world_size), min(width, len(owners))
-    place = torch.arange(len(owners)) * width // max(1, len(owners))
-    counts, held = torch.zeros(lines, width), owners >= 0
-    counts.index_put_(
-        ((owners * lines // plan.world_size)[held], place[held]), torch.ones(()), accumulate=True
-    )
-    return counts / torch.bincount(place, minlength=width)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import textwrap
 
 import torch
+from torch import Tensor
 
 from tritoncp.masks.block_runs import merge_ranges
 from tritoncp.planning.plan_data import PlanData
-from tritoncp.planning.report.facts import Facts, owner_shares
+from tritoncp.planning.report.facts import Facts
 from tritoncp.planning.report.units import format_bytes, format_ranks, format_tokens, shorten
 
 WIDTH = 64  # characters across the mask
@@ -116,6 +117,19 @@ def format_shares(plan: PlanData) -> list[str]:
     title = f"whose queries: token 0 (left) to {format_tokens(plan.mask.q_len)} (right)"
     lines = -(-len(strips) // columns)
     return [title, *("   ".join(strips[i::lines]) for i in range(lines))]
+
+
+def owner_shares(plan: PlanData, lines: int, width: int) -> Tensor:
+    """Return the share of each part of the sequence that each group of neighbouring ranks has, in the first
+    batch row: float32 [<= lines, <= width]."""
+    owners = plan.owners[0]
+    lines, width = min(lines, plan.world_size), min(width, len(owners))
+    place = torch.arange(len(owners)) * width // max(1, len(owners))
+    counts, owned = torch.zeros(lines, width), owners >= 0
+    counts.index_put_(
+        ((owners * lines // plan.world_size)[owned], place[owned]), torch.ones(()), accumulate=True
+    )
+    return counts / torch.bincount(place, minlength=width)
 
 
 def format_work(plan: PlanData) -> list[str]:
