@@ -132,7 +132,7 @@ def plan(png: Path | None, as_json: bool, **options: Any) -> None:
     predicted time, and the choice of "auto". In Python: print(plan), plan.plot().
     """
     from tritoncp.planning.report.command import collect_facts
-    from tritoncp.planning.report.drawing import require_matplotlib, write_drawing
+    from tritoncp.planning.report.drawing import draw_figure, require_matplotlib
     from tritoncp.planning.report.text import format_lines
 
     if png is not None:
@@ -140,7 +140,7 @@ def plan(png: Path | None, as_json: bool, **options: Any) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # of a mask_mod that prints
         facts = collect_facts(**options)
         if png is not None:
-            write_drawing(facts, png)
+            draw_figure(facts, png)
         text = json.dumps(facts.as_json()) if as_json else "\n".join(format_lines(facts))
     click.echo(text)
 

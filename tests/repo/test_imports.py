@@ -97,12 +97,16 @@ def layer_of(module: str) -> str:
 
 
 @cache
-def imports(module: str, path: Path) -> set[str]:
-    """Collect the full names of all imports; `from a import b` counts as a.b."""
+def imports(module: str, path: Path, with_types: bool = True) -> set[str]:
+    """Collect the full names of all imports; `from a import b` counts as a.b. with_types: also under
+    TYPE_CHECKING, which annotations alone need"""
     package = ["tritoncp", *module.split(".")] if module else ["tritoncp"]
     package = package if path.name == "__init__.py" else package[:-1]
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    names, tree = set(), ast.parse(path.read_text())
+    if not with_types:
+        tests = [ast.unparse(node.test) if isinstance(node, ast.If) else "" for node in tree.body]
+        tree.body = [node for node, test in zip(tree.body, tests) if test != "TYPE_CHECKING"]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -157,13 +161,13 @@ def test_a_layer_imports_only_what_the_table_allows():
 def import_graph() -> dict[str, set[str]]:
     """Map each module to the modules of the package that it imports.
 
-    Imports inside functions and under TYPE_CHECKING count. A package's `__init__` counts where it is named,
-    not where Python runs it before one of its modules.
+    Imports inside functions count, those under TYPE_CHECKING do not. A package's `__init__` counts where it
+    is named, not where Python runs it before one of its modules.
     """
     present = modules()
     graph = {}
     for module, path in present.items():
-        names = {name for name in imports(module, path) if name.split(".")[0] == "tritoncp"}
+        names = {name for name in imports(module, path, False) if name.split(".")[0] == "tritoncp"}
         graph[module] = {inner_module(name, set(present)) for name in names} - {module}
     return graph
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from tritoncp.planning import traffic
 from tritoncp.planning.memory import Shape, TensorBytes, bytes_sent, peak_under, rows_of_steps
 from tritoncp.planning.moves import rows_between
 from tritoncp.planning.placement import in_order
-from tritoncp.planning.plan_data import PlanData
+
+if TYPE_CHECKING:
+    from tritoncp.planning.plan import Plan
 
 BACKWARD_RATIO = 2.5  # time of the backward pass in units of the forward pass: five matrix products for two
 DKDV_SHARE = 0.6  # share of dK and dV in the backward pass's time; the rest is dQ
@@ -64,7 +67,7 @@ def hardware_of(world_size: int) -> Hardware:
     return NVLINK if world_size <= 8 else NETWORK
 
 
-def costs(plan: PlanData, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
+def costs(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
     """Estimate the cost of every schedule for this plan's placement, cheapest first."""
     ranks = sample(plan.world_size)
     pairs = _pairs(plan, ranks)
@@ -82,7 +85,7 @@ def costs(plan: PlanData, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
     return tuple(sorted(with_memory, key=lambda cost: cost.total))
 
 
-def local_cost(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
+def local_cost(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
     """Estimate the cost of a plan for one rank, which sends nothing."""
     seconds = float(_seconds(shape, _pairs(plan, [0]).sum(), hardware))
     expand = _expansion(shape, plan.kv.lengths[0], hardware)
@@ -96,7 +99,7 @@ def sample(world_size: int) -> list[int]:
     )
 
 
-def _pairs(plan: PlanData, ranks: Sequence[int]) -> Tensor:
+def _pairs(plan: Plan, ranks: Sequence[int]) -> Tensor:
     """Count the pairs in listed blocks between these ranks' queries and each rank's keys, per head, averaged
     over the batch rows of mask and placement: float64 [ranks, W]."""
     queries = traffic.count_queries(plan.mask, plan.q, ranks)
@@ -120,7 +123,7 @@ def _expansion(shape: Shape, rows: int, hardware: Hardware) -> float:
 EXPANSION_BACKWARD = 3  # products with the matrix, for one forward
 
 
-def _allgather(plan: PlanData, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+def _allgather(plan: Plan, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     compute = float(_seconds(shape, pairs.sum(1).max(), hardware))
     own = plan.kv.s_max * shape.row
     peers = 0 if plan.derived.reads_only_own_keys else plan.world_size - 1
@@ -136,7 +139,7 @@ def _allgather(plan: PlanData, pairs: Tensor, shape: Shape, hardware: Hardware) 
     return Cost("allgather", forward, backward)
 
 
-def _ring(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+def _ring(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     size = views[0].kv.s_max * shape.row
     hop = size * shape.itemsize / hardware.bandwidth + hardware.latency
     follow = size * 4 / hardware.bandwidth + hardware.latency
@@ -152,13 +155,13 @@ def _ring(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Hard
     return Cost("ring", forward, backward)
 
 
-def _fetch(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+def _fetch(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     forward = backward = 0.0
     remote_rows = views[0].traffic.clone().fill_diagonal_(0)
     for view, row in zip(views, pairs):
         near = float(_seconds(shape, row[view.rank], hardware))
         far = float(_seconds(shape, row.sum() - row[view.rank], hardware))
-        share = shape.row // (shape.batch if view.batched else 1)
+        share = shape.row // (shape.batch if view.batch > 1 else 1)
         received, sent_rows = remote_rows[view.rank], remote_rows[:, view.rank]
         elements = max(int(received.sum()), int(sent_rows.sum())) * share
         wire = elements / (hardware.bandwidth * hardware.scattered)
@@ -172,7 +175,7 @@ def _fetch(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Har
     return Cost("fetch", forward, backward)
 
 
-def _ulysses(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
+def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
     """Estimate the exchange of sequence for heads and back, without overlap, plus a fetch between rows of
     ranks if there are several."""
     degree = plan.degree_for(shape.heads)
@@ -197,14 +200,14 @@ def _ulysses(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
     return Cost("ulysses", inner.forward + forward_exchange, backward)
 
 
-def bytes_under(plan: PlanData, schedule: str, shape: Shape) -> list[int]:
+def bytes_under(plan: Plan, schedule: str, shape: Shape) -> list[int]:
     """Return the bytes that each rank would send in a forward and a backward pass of one layer under a
     schedule that need not be the plan's."""
     other = replace(plan, schedule=schedule, handle=None)
     return [bytes_sent(other.seen_by(rank), shape) for rank in range(plan.world_size)]
 
 
-def reshard_bytes(plan: PlanData, shape: Shape) -> int:
+def reshard_bytes(plan: Plan, shape: Shape) -> int:
     """Count the bytes that a rank sends, at most, where out is brought from the plan's order to natural
     order."""
     rows = rows_between(plan.q, in_order(plan.q.length, plan.world_size)).fill_diagonal_(0)
@@ -212,7 +215,7 @@ def reshard_bytes(plan: PlanData, shape: Shape) -> int:
     return int(rows.sum(1).max()) * batch * shape.heads * shape.v_head_dim * shape.itemsize
 
 
-def plan_metrics(plan: PlanData, shape: Shape, time: Cost) -> dict[str, float]:
+def plan_metrics(plan: Plan, shape: Shape, time: Cost) -> dict[str, float]:
     """Return figures of a plan for a layer, each of the rank that has the most; docs/observability.md has the
     meanings. Extra bytes and times are those of 16 evenly spaced ranks in larger worlds.
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tritoncp.planning import traffic
-from tritoncp.planning.plan_data import PlanData
+
+if TYPE_CHECKING:
+    from tritoncp.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Shape:
     latent: int = 0
 
     @classmethod
-    def of_layer(cls, plan: PlanData, **sizes: int) -> Shape:
+    def of_layer(cls, plan: Plan, **sizes: int) -> Shape:
         """Return the shape of a layer that attends by ``plan``; its batch is the plan's if none is passed.
 
         sizes: fields of this class. Raises TypeError for other names and for sizes that are no ints, and
@@ -103,7 +105,7 @@ class TensorBytes(NamedTuple):
     stat: int
 
     @classmethod
-    def of(cls, plan: PlanData, shape: Shape, padded: bool = False) -> TensorBytes:
+    def of(cls, plan: Plan, shape: Shape, padded: bool = False) -> TensorBytes:
         """Return the sizes of this rank's shard. padded: with the rows of the longest shard"""
         q_rows, kv_rows = plan.s_local, plan.kv.lengths[plan.rank]
         if padded:
@@ -139,7 +141,7 @@ class TensorBytes(NamedTuple):
         return max(max(moments) + self.stat + self.wide_q - self.results, rounding)
 
 
-def peak(plan: PlanData, shape: Shape) -> Peak:
+def peak(plan: Plan, shape: Shape) -> Peak:
     """Predict the peak of this rank under the plan's schedule."""
     if plan.is_local:
         return _with_expanded(plan, shape, Peak(0, TensorBytes.of(plan, shape).stat))
@@ -148,7 +150,7 @@ def peak(plan: PlanData, shape: Shape) -> Peak:
     return _with_expanded(plan, shape, predict(plan, shape))
 
 
-def _with_expanded(plan: PlanData, shape: Shape, sent: Peak) -> Peak:
+def _with_expanded(plan: Plan, shape: Shape, sent: Peak) -> Peak:
     """Add the expanded keys of the largest step to the peak of a layer, as if they lived at that moment, and
     backward also their gradients, wide and rounded. What the function itself allocates is left out."""
     if not shape.latent:
@@ -160,26 +162,26 @@ def _with_expanded(plan: PlanData, shape: Shape, sent: Peak) -> Peak:
     )
 
 
-def rows_of_steps(plan: PlanData, schedule: str) -> list[int]:
+def rows_of_steps(plan: Plan, schedule: str) -> list[int]:
     """Return the rows of keys that each step of this rank reads under a schedule, averaged over the batch
     rows."""
     if schedule == "fetch":
         own, remote = plan.kv.lengths[plan.rank], plan.traffic[plan.rank].clone()
         remote[plan.rank] = 0
-        return [own, int(remote.sum()) // (plan.batch if plan.batched else 1)]
+        return [own, int(remote.sum()) // plan.batch]
     if schedule == "ring" and plan.world_size > 1:
         return [plan.kv.s_max * hop.reads for hop in plan.ring]
     return [plan.kv.s_max * (1 if plan.derived.reads_only_own_keys else plan.world_size)]
 
 
-def peak_under(plan: PlanData, schedule: str, ranks: Sequence[int], shape: Shape) -> Peak:
+def peak_under(plan: Plan, schedule: str, ranks: Sequence[int], shape: Shape) -> Peak:
     """Predict the largest peaks of these ranks under a schedule that need not be the plan's."""
     other = replace(plan, schedule=schedule, handle=None)
     peaks = [peak(other.seen_by(rank), shape) for rank in ranks]
     return Peak(*map(max, zip(*peaks, strict=True)))
 
 
-def _allgather(plan: PlanData, shape: Shape) -> Peak:
+def _allgather(plan: Plan, shape: Shape) -> Peak:
     size, world = TensorBytes.of(plan, shape), plan.world_size
     groups = traffic.head_groups(shape.sent_heads, size.padded)
     last = size.padded * groups[-1] // shape.sent_heads
@@ -193,7 +195,7 @@ def _allgather(plan: PlanData, shape: Shape) -> Peak:
     return Peak(both, max(end, first) + dq - size.q - size.kv)
 
 
-def _ring(plan: PlanData, shape: Shape) -> Peak:
+def _ring(plan: Plan, shape: Shape) -> Peak:
     size, hops = TensorBytes.of(plan, shape), plan.ring
     last = max((turn for turn, hop in enumerate(hops) if hop.previous is not None), default=-1)
     buffers = size.padded * (1 if last < 0 else 2)
@@ -207,14 +209,14 @@ def _ring(plan: PlanData, shape: Shape) -> Peak:
     return Peak(buffers + size.state, size.backward(*moments), buffers + size.state)
 
 
-def _fetch(plan: PlanData, shape: Shape) -> Peak:
+def _fetch(plan: Plan, shape: Shape) -> Peak:
     size = TensorBytes.of(plan, shape)
-    width = shape.row // (shape.batch if plan.batched else 1)
+    width = shape.row // (shape.batch if plan.batch > 1 else 1)
     remote = plan.traffic.clone().fill_diagonal_(0)
     sends, takes = remote[:, plan.rank], remote[plan.rank]
     sent, fetched = int(sends.sum()) * width, int(takes.sum()) * width
     item, wide = shape.itemsize, max(4, shape.itemsize)
-    copies = 2 if plan.batched and shape.batch > 1 else 1  # rows of each batch row, one after the other
+    copies = 2 if plan.batch > 1 and shape.batch > 1 else 1  # rows of each batch row, one after the other
     request = sent * item + max(copies * size.kv, fetched * item)
     local = size.kv + size.wide_kv  # K and V, and their gradient
     part = int(sends.max()) * width * wide  # of one rank, added to the gradient
@@ -223,7 +225,7 @@ def _fetch(plan: PlanData, shape: Shape) -> Peak:
     return Peak(size.state + request, size.backward(start, returning), size.state + start)
 
 
-def _ulysses(plan: PlanData, shape: Shape) -> Peak:
+def _ulysses(plan: Plan, shape: Shape) -> Peak:
     """Peak of the exchange of sequence for heads, the pass over this rank's heads, and the exchange back."""
     degree = plan.degree_for(shape.heads)
     rows, at = plan.rows(degree, shape.heads), plan.rank % degree
@@ -261,12 +263,12 @@ def _ulysses(plan: PlanData, shape: Shape) -> Peak:
     return Peak(forward, size.stat + max(sent + received, running, returning) - size.results)
 
 
-def bytes_sent(plan: PlanData, shape: Shape, backward: bool = True) -> int:
+def bytes_sent(plan: Plan, shape: Shape, backward: bool = True) -> int:
     """Count the bytes that a plan's rank sends in one layer, see :meth:`tritoncp.Plan.bytes_sent`."""
     item, wide, passes = shape.itemsize, max(4, shape.itemsize), 2 if backward else 1
     d, e = shape.head_dim, shape.v_head_dim
 
-    def bytes_of_keys(view: PlanData, channels: int) -> int:
+    def bytes_of_keys(view: Plan, channels: int) -> int:
         rows, grad_rows = _rows_sent(view, shape.batch)
         return channels * (passes * rows * item + backward * grad_rows * wide)
 
@@ -289,10 +291,10 @@ def bytes_sent(plan: PlanData, shape: Shape, backward: bool = True) -> int:
     return sent + bytes_of_keys(between, own_keys * (d + e))
 
 
-def _rows_sent(plan: PlanData, batch: int) -> tuple[int, int]:
+def _rows_sent(plan: Plan, batch: int) -> tuple[int, int]:
     """Count the rows of K and V that a plan's rank sends forward, and the rows of their gradient backward."""
     if plan.schedule == "fetch":
-        copies, remote = 1 if plan.batched else batch, plan.traffic.clone().fill_diagonal_(0)
+        copies, remote = 1 if plan.batch > 1 else batch, plan.traffic.clone().fill_diagonal_(0)
         return int(remote[:, plan.rank].sum()) * copies, int(remote[plan.rank].sum()) * copies
     hops = (0 if plan.is_local else plan.world_size - 1,) * 2
     if plan.schedule == "ring":

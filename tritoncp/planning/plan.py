@@ -1,32 +1,204 @@
-"""The public class of plans: the contents of a plan with its costs, its text and its picture."""
+"""The plan of a rank: which rank holds which block, the schedule, and the tables of each step.
+
+A plan is made before the first byte is sent. It is frozen, derived from the mask alone, and equal on every
+rank but for the rank's own number; it refers to no process group.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from tritoncp.core.handles import handle_of
 from tritoncp.core.host_copy import on_host
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
+from tritoncp.masks.block_runs import Runs
+from tritoncp.masks.closed_forms import causal
+from tritoncp.masks.mask import Mask, create_block_mask, full_mask
+from tritoncp.masks.mask_mod import MaskFn
 from tritoncp.planning import memory
+from tritoncp.planning import traffic as key_traffic
 from tritoncp.planning.cost import Hardware
+from tritoncp.planning.derived import DerivedTables
 from tritoncp.planning.parts import check_keys, check_part, chunk_rows, rows_of_placement
-from tritoncp.planning.plan_data import PlanData
-from tritoncp.planning.report.drawing import draw_figure, write_drawing
+from tritoncp.planning.placement import Placement, check_side
+from tritoncp.planning.report.drawing import draw_figure
 from tritoncp.planning.report.facts import Facts
 from tritoncp.planning.report.text import format_costs, format_lines
+from tritoncp.planning.step_tables import Tables
+from tritoncp.planning.work import block_costs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False)
-class Plan(PlanData, BlockMaskInterface):
-    """One rank's part of one attention layer, made by :func:`tritoncp.make_plan`: who owns which block, the
-    order of the steps and the reads of each step. Its fields are those of
-    :class:`tritoncp.planning.plan_data.PlanData`."""
+class Plan(BlockMaskInterface):
+    """One rank's part of one attention layer, made by :func:`tritoncp.make_plan`: which rank holds which
+    block, the order of the steps and the keys that each step reads.
+
+    mask:     the global mask, in runs
+    q, kv:    placements of queries and keys
+    rank:     the rank whose view this is
+    balancer: name of the balancer ("natural" for contiguous pieces in order)
+    schedule: name of the schedule that brings K and V to the queries
+    reason:   why the schedule was chosen
+    degree:   ranks that exchange heads under "ulysses"; 0 = as many as the number of heads allows
+    heads:    query heads of the layer, if a call has only part of them; else 0
+    mask_digest: of the mask's code and values, if ranks may have to compare it
+    first_row: batch row of the whole plan that is row 0 of this one, see :meth:`batch_rows`
+    batch_chunk: chunk of the batch that a call's tensors are, if the mask serves every batch row
+    whole:    identity of the plan that this is a part of, if ranks compare it
+    evaluators: the mask_mod with its captures on the host, then on their own device, as (function, device
+              of its indices); not part of a copy in another process
+    handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
+    derived:  what follows from the mask and the placements
+    """
+
+    mask: Mask
+    q: Placement
+    kv: Placement
+    rank: int
+    balancer: str
+    schedule: str
+    reason: str = ""
+    degree: int = 0
+    heads: int = 0
+    mask_digest: bytes = b""
+    first_row: int = 0
+    batch_chunk: int = 0
+    whole: Any = field(default=None, repr=False)
+    evaluators: tuple[tuple[MaskFn, torch.device], ...] = field(default=(), repr=False)
+    handle: Tensor | None = None
+    derived: DerivedTables = field(default=None, repr=False)  # type: ignore[assignment] # made below
+
+    def __post_init__(self) -> None:
+        old = self.derived
+        if old is None or old.mask is not self.mask or old.q is not self.q or old.kv is not self.kv:
+            object.__setattr__(self, "derived", DerivedTables(self.mask, self.q, self.kv))
+
+    @property
+    def world_size(self) -> int:
+        return self.q.world_size
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether a pass is one step over each rank's own keys: no rank reads keys of another, and ranks do
+        not exchange heads."""
+        return self.world_size == 1 or (
+            not self.schedule.startswith("ulysses") and self.derived.reads_only_own_keys
+        )
+
+    @property
+    def s_local(self) -> int:
+        """Rows of this rank's query shard, padding included."""
+        return self.q.lengths[self.rank]
+
+    def side(self, side: str) -> Placement:
+        """Return the placement of queries ("q"), or of keys and values ("kv")."""
+        check_side(side)
+        return self.q if side == "q" else self.kv
+
+    @property
+    def positions(self) -> Tensor:
+        """Global position of each local row, -1 at padding: int64 [Bp, s_local]."""
+        return self.q.positions(self.rank)
+
+    @property
+    def valid(self) -> Tensor:
+        """Mask of the local rows that are tokens, not padding: bool [Bp, s_local]."""
+        return self.positions >= 0
+
+    def for_rank(self, rank: int) -> Plan:
+        """Return the same plan from another rank's view."""
+        view = self.seen_by(rank)
+        return view if self.handle is None else view.pinned()
+
+    def seen_by(self, rank: int) -> Plan:
+        """Return the view of :meth:`for_rank` without a handle: compiled graphs cannot name the result."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
+        if rank == self.rank:
+            return self
+        return replace(self, rank=rank, handle=None)
+
+    def pinned(self) -> Plan:
+        """Return the plan with a handle, by which the ops find the plan as long as the handle lives."""
+        return self if self.handle is not None else replace(self, handle=handle_of(self))
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the blocks and their owners: equal for equal plans, on every rank."""
+        return self.derived.digest(self.schedule, self.first_row)
+
+    @property
+    def identity(self) -> Any:
+        """Hashable key of the plan's contents: equal for equal plans, on every rank, and for no other
+        plans."""
+        if self.whole is not None:
+            return self.whole
+        if self.balancer == "natural" and self.mask_digest:  # mask and lengths determine the plan
+            return self.mask_digest, self.schedule, self.q.lengths, self.kv.lengths
+        return self.mask_digest, self.digest
+
+    @cached_property
+    @on_host
+    def owners(self) -> Tensor:
+        """Rank that holds (the first token of) each query block, -1 for padding: int64 [Bp, blocks]."""
+        return self.q.owners()
+
+    @cached_property
+    @on_host
+    def work(self) -> list[float]:
+        """Visible blocks of each rank's queries, summed over the mask's batch rows and heads. A masked block
+        counts ``work.MASKED_BLOCK_COST``; a slot of part of a block counts for that part."""
+        cost = block_costs(self.mask.runs)  # [Bm, rows]
+        totals = []
+        for slots in self.q.slots:
+            rows = (slots[..., 1] // self.mask.q_block).to(torch.int64)
+            share = slots[..., 2].double() / self.mask.q_block
+            batch = max(cost.shape[0], rows.shape[0])
+            picked = cost.expand(batch, -1).gather(1, rows.expand(batch, -1))
+            totals.append(float((picked * share).sum()))
+        return totals
+
+    @property
+    def imbalance(self) -> float:
+        """Largest work of a rank over the mean: 1.0 is perfect."""
+        mean = sum(self.work) / self.world_size
+        return max(self.work) / mean if mean else 1.0
+
+    def degree_for(self, heads: int) -> int:
+        """Return the number of ranks that exchange heads under "ulysses": the plan's ``degree``, or the
+        largest that divides the world and does not exceed ``heads``."""
+        if self.degree > heads:
+            raise ValueError(
+                f"the plan trades heads among {self.degree} ranks, the query has {heads}; make the mesh's "
+                "second dimension smaller"
+            )
+        fitting = (d for d in range(1, self.world_size + 1) if self.world_size % d == 0 and d <= heads)
+        return self.degree or max(fitting)
+
+    def rows(self, degree: int, heads: int) -> Plan:
+        """Return the plan between rows of the mesh: ``degree`` neighbouring ranks as one rank each, for a
+        layer of ``heads`` query heads."""
+        if (merged := self.derived.merged.get((degree, heads))) is None:
+            q, kv = self.q.merged(degree), self.kv.merged(degree)
+            merged = replace(self, q=q, kv=kv, rank=0, heads=heads, handle=None)
+            self.derived.merged[degree, heads] = merged
+        return merged.for_rank(self.rank // degree)
+
+    @property
+    def batch(self) -> int:
+        """Number of batch rows if mask or placement differ between them, else 1."""
+        return max(self.mask.B, self.q.batch, self.kv.batch)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -41,6 +213,12 @@ class Plan(PlanData, BlockMaskInterface):
     def sparsity(self) -> float:
         """Return the percentage of the global mask outside of listed blocks."""
         return self.mask.sparsity()
+
+    def check_sources(self) -> None:
+        """Refuse to run when state that the mask_mod reads has changed since the mask was made."""
+        self.mask.check_state(user="plan")
+
+    # -- parts of a plan ------------------------------------------------------------------------------
 
     def __getitem__(self, index: int | slice) -> Plan:
         """Return the plan of one batch row or of adjacent ones, as :meth:`batch_rows`. Raises IndexError for
@@ -100,6 +278,125 @@ class Plan(PlanData, BlockMaskInterface):
         """Return which chunks of keys the queries of each of ``count`` chunks see, on any rank: bool [count,
         count], see :func:`tritoncp.planning.parts.needed_chunks`."""
         return self.derived.needed_chunks(count, self.first_row)
+
+    def batch_rows(self, first: int, count: int) -> Plan:
+        """Return the plan of ``count`` rows of the batch from ``first`` on, for tensors that hold only these:
+        their row i is row ``first + i`` to mask_mod and score_mod.
+
+        >>> from tritoncp import create_block_mask, make_plan
+        >>> ends = torch.tensor([100, 200, 300])
+        >>> mask = create_block_mask(lambda b, h, q, kv: kv < ends[b], 3, 1, 384, 384)
+        >>> make_plan(mask).batch_rows(1, 2).mask.B
+        2
+        """
+        if first < 0 or count < 1 or not (self.batch == 1 or first + count <= self.batch):
+            raise ValueError(
+                f"rows {first} to {first + count - 1} of a batch are requested, and the plan's mask has "
+                f"{self.batch} (one that has 1 serves any): pass where the query's rows begin in its batch"
+            )
+        return self._part_once((first, count), lambda: self._rows_of_batch(first, count))
+
+    def of_heads(self, first: int, count: int) -> Plan:
+        """Return the plan of ``count`` query heads from ``first`` on, for tensors that hold only these: their
+        head i is head ``first + i`` to the mask."""
+        key = "heads", first, count
+
+        def make() -> Any:
+            mask = self.mask.head_range(first, count)
+            return self if mask is self.mask else self._with_mask(mask, key)
+
+        return self._part_once(key, make)
+
+    def of_sdpa(self, is_causal: bool) -> Plan:
+        """Return the plan of the same placement with the mask of scaled_dot_product_attention: causal, or
+        full."""
+        mask = self.mask
+        if is_causal and mask.window == (-1, 0):
+            return self
+        if mask.tokens is not None:
+            raise ValueError(
+                "is_causal with a plan that has padding, which scaled_dot_product_attention would read: "
+                "call flex_attention with this plan in that layer too"
+            )
+
+        def make() -> Any:
+            size = mask.q_len, mask.kv_len
+            if is_causal:
+                own = create_block_mask(causal(), None, None, *size, BLOCK_SIZE=mask.BLOCK_SIZE)
+            else:
+                own = full_mask(*size, block=mask.BLOCK_SIZE)
+            return self._with_mask(own, ("sdpa", is_causal))
+
+        return self._part_once(("sdpa", is_causal), make)
+
+    def _part_once(self, key: tuple[Any, ...], make: Callable[[], Plan]) -> Plan:
+        """Return the plan of a part, made once for each view of the whole."""
+        key = *key, self.rank, self.schedule, self.first_row
+        part: Plan | None = self.derived.parts.get(key)
+        if part is None:
+            self.check_sources()
+            part = make()
+            if part is not self:
+                self.derived.parts.put(key, part)
+        return part
+
+    def _with_mask(self, mask: Mask, change: tuple[Any, ...]) -> Plan:
+        """Return the plan of another mask on the same placement. change: key of the change, equal on all
+        ranks."""
+        whole = (self.identity, *change) if self.world_size > 1 else None
+        return replace(self, mask=mask, whole=whole, evaluators=(), handle=None).pinned()
+
+    def _rows_of_batch(self, first: int, count: int) -> Plan:
+        mask = self.mask.listed_rows(first, count)
+        q, kv = (side.batch_rows(first, count) for side in (self.q, self.kv))
+        whole = self.identity if self.world_size > 1 else None  # ranks that compared it compared its rows
+        first += self.first_row
+        own = DerivedTables(mask, q, kv)
+        part = replace(self, mask=mask, q=q, kv=kv, first_row=first, whole=whole, handle=None, derived=own)
+        return part.pinned()
+
+    # -- tables of a step -----------------------------------------------------------------------------
+
+    @property
+    def traffic(self) -> Tensor:
+        """:attr:`DerivedTables.traffic`."""
+        return self.derived.traffic
+
+    @property
+    def ring(self) -> tuple[key_traffic.Hop, ...]:
+        """This rank's turns of the ring."""
+        return self.derived.ring(self.rank)
+
+    @property
+    def fetch(self) -> key_traffic.Fetch:
+        """The rows that this rank sends and receives if each rank fetches exactly the keys that it sees."""
+        return self.derived.fetch(self.rank)
+
+    def fetch_rows(self, device: torch.device) -> Tensor:
+        """Return ``fetch.rows`` on a device."""
+        return self.derived.fetch_rows(self.rank, device).on_current_stream()
+
+    def tables(
+        self,
+        device: torch.device | str = "cpu",
+        batch: int = 1,
+        heads: int = 1,
+        buffer: int | str = "gathered",
+    ) -> Tables:
+        """Return the tables of one KV buffer, on ``device``, for queries of ``batch`` rows and ``heads``
+        heads.
+
+        buffer: one of :class:`tritoncp.planning.derived.DerivedTables`
+        """
+        by_intervals = self.mask.interval_for(batch, self.heads or heads) is not None
+        device = device if isinstance(device, torch.device) else torch.device(device)
+        return self.derived.tables(self.rank, buffer, by_intervals, device).on_current_stream()
+
+    def listed(self, buffer: int | str = "gathered") -> tuple[Tensor, Runs]:
+        """Return the slots of a KV buffer, and the runs of them that each Q slot of this rank sees."""
+        return self.derived.slots(self.rank, buffer), self.derived.runs(self.rank, buffer)
+
+    # -- costs, text and picture ----------------------------------------------------------------------
 
     def bytes_sent(
         self,
@@ -165,11 +462,26 @@ class Plan(PlanData, BlockMaskInterface):
         path: a file to save the picture to, in a format of Matplotlib (.png, .svg, .pdf). shape: as for
         :meth:`explain`. Returns a Matplotlib figure, which a notebook shows.
         """
-        facts = Facts.of(self, hardware, **shape)
-        if path is not None:
-            write_drawing(facts, Path(path))
-        return draw_figure(facts)
+        return draw_figure(Facts.of(self, hardware, **shape), path)
 
     @on_host
     def __str__(self) -> str:
         return "\n".join(format_lines(Facts.of(self)))
+
+    # -- copies ---------------------------------------------------------------------------------------
+
+    def __copy__(self) -> Plan:
+        return replace(self, handle=None).pinned()
+
+    def __deepcopy__(self, memo: dict) -> Plan:
+        return copy.copy(self)  # functions are not copied, and the other fields are immutable
+
+    def __getstate__(self) -> dict:
+        if self.world_size > 1:
+            self.digest  # noqa: B018 - computed once, for the process that reads the copy too
+        state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
+        return state | {"evaluators": (), "handle": None}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        object.__setattr__(self, "handle", replace(self).pinned().handle)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report.facts import Facts
 from tritoncp.planning.report.text import format_headline, format_meaning
 from tritoncp.planning.report.units import format_bytes, format_tokens, shorten
@@ -23,6 +22,8 @@ from tritoncp.planning.report.units import format_bytes, format_tokens, shorten
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from tritoncp.planning.plan import Plan
 
 SIDE = 720  # most pixels across the mask
 FULL, MASKED = 1.0, 0.55  # opacity of the owner's colour
@@ -50,8 +51,9 @@ def require_matplotlib() -> None:
         raise RuntimeError("the picture of a plan needs Matplotlib: pip install matplotlib") from missing
 
 
-def draw_figure(facts: Facts) -> Figure:
-    """Draw the picture, 1500 x 1220 pixels. Raises RuntimeError without Matplotlib."""
+def draw_figure(facts: Facts, path: str | Path | None = None) -> Figure:
+    """Draw the picture, 1500 x 1220 pixels, and save it to ``path``, in a format of Matplotlib (.png, .svg,
+    .pdf). Raises RuntimeError without Matplotlib, and OSError for a path that cannot be written."""
     require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
@@ -72,21 +74,13 @@ def draw_figure(facts: Facts) -> Figure:
         axes = figure.subplot_mosaic("MW;MR;TC", width_ratios=(3, 2), height_ratios=(3, 7, 4))
         for name, draw in panels.items():
             draw(axes[name], facts)
+        if path is not None:
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                figure.savefig(path)
+            except OSError as error:
+                raise OSError(f"{path} cannot be written: {error}") from error
     return figure
-
-
-def write_drawing(facts: Facts, path: Path) -> None:
-    """Write the picture to ``path``, in a format of Matplotlib (.png, .svg, .pdf). Raises OSError if that
-    fails."""
-    figure = draw_figure(facts)
-    try:
-        import matplotlib
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with matplotlib.rc_context(STYLE):
-            figure.savefig(path)
-    except OSError as error:
-        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def colours(world_size: int) -> Tensor:
@@ -100,7 +94,7 @@ def colours(world_size: int) -> Tensor:
     return torch.cat([torch.tensor(paint), torch.tensor([NO_OWNER]) / 255])
 
 
-def mask_pixels(plan: PlanData, side: int = SIDE) -> Tensor:
+def mask_pixels(plan: Plan, side: int = SIDE) -> Tensor:
     """Draw query blocks down, key blocks across, in the colour of the rank that computes, of the first batch
     row and head: red, green, blue and opacity, float32 [<= side, <= side, 4]. A pixel of many blocks has the
     mean of their owners' colours and of their opacities, at least SOME if any is listed."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from tritoncp.masks.mask_mod import name_of
 from tritoncp.planning import cost
 from tritoncp.planning.memory import TensorBytes
-from tritoncp.planning.plan_data import PlanData
+
+if TYPE_CHECKING:
+    from tritoncp.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,13 @@ class Facts:
     ['allgather', 'fetch', 'ring', 'ulysses']
     """
 
-    plan: PlanData
+    plan: Plan
     shape: cost.Shape
     hardware: cost.Hardware
     expression: str  # the mask as its author wrote it
 
     @classmethod
-    def of(cls, plan: PlanData, hardware: cost.Hardware | None = None, **shape: int) -> Facts:
+    def of(cls, plan: Plan, hardware: cost.Hardware | None = None, **shape: int) -> Facts:
         """Return the facts for a layer of this ``shape``, on the assumed hardware if none is passed."""
         mod = plan.mask.mask_mod
         layer = cost.Shape.of_layer(plan, **shape)
@@ -70,7 +72,7 @@ class Facts:
     @property
     def reads(self) -> Tensor:
         """Bytes of rank s's keys and values that rank r's queries see, at [r, s]: int64 [W, W]."""
-        rows = self.plan.traffic * (1 if self.plan.batched else self.shape.batch)
+        rows = self.plan.traffic * (1 if self.plan.batch > 1 else self.shape.batch)
         return rows * (self.shape.row // self.shape.batch * self.shape.itemsize)
 
     def as_json(self) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import textwrap
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tritoncp.masks.block_runs import merge_ranges
-from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report.facts import Facts
 from tritoncp.planning.report.units import format_bytes, format_ranks, format_tokens, shorten
+
+if TYPE_CHECKING:
+    from tritoncp.planning.plan import Plan
 
 WIDTH = 64  # characters across the mask
 LINES = 16  # most ranks for which a bar each is printed; with more, the mask has half the width
@@ -65,7 +68,7 @@ def format_meaning(facts: Facts) -> list[str]:
     ]
 
 
-def _format_pieces(plan: PlanData) -> str:
+def _format_pieces(plan: Plan) -> str:
     """Say how many tokens each rank keeps, and which of them rank 0 has."""
     tokens = [int(slots[0, :, 2].sum()) for slots in plan.q.slots]
     amount = " to ".join(format_tokens(count) for count in sorted({min(tokens), max(tokens)}))
@@ -79,7 +82,7 @@ def _format_pieces(plan: PlanData) -> str:
     return f"{share}; those of rank 0 lie {where}"
 
 
-def format_title(plan: PlanData) -> str:
+def format_title(plan: Plan) -> str:
     """Format sizes, ranks, balancer and schedule of a plan as one line."""
     mask = plan.mask
     size = f"{mask.q_len} queries × {mask.kv_len} keys, blocks of {mask.q_block} × {mask.kv_block}"
@@ -88,7 +91,7 @@ def format_title(plan: PlanData) -> str:
     return f"Plan: {size}; {ranks}; order {plan.balancer}; schedule {plan.schedule}{why}"
 
 
-def format_blocks(plan: PlanData) -> list[str]:
+def format_blocks(plan: Plan) -> list[str]:
     """Format the mask, a line for each query block or group of blocks, with the owners in front."""
     most = WIDTH if plan.world_size <= LINES else WIDTH // 2
     drawing = plan.mask.draw(most).split("\n")
@@ -100,7 +103,7 @@ def format_blocks(plan: PlanData) -> list[str]:
     return [f"{'rank':>{width}}  sees", *rows]
 
 
-def format_shares(plan: PlanData) -> list[str]:
+def format_shares(plan: Plan) -> list[str]:
     """Format the part of the sequence whose queries each rank has, from token 0 on the left to the last one:
     █ all of it, ▒ some. More than 16 ranks stand in two columns, more than 64 in groups."""
     columns = 1 if plan.world_size <= LINES else 2
@@ -119,7 +122,7 @@ def format_shares(plan: PlanData) -> list[str]:
     return [title, *("   ".join(strips[i::lines]) for i in range(lines))]
 
 
-def owner_shares(plan: PlanData, lines: int, width: int) -> Tensor:
+def owner_shares(plan: Plan, lines: int, width: int) -> Tensor:
     """Return the share of each part of the sequence that each group of neighbouring ranks has, in the first
     batch row: float32 [<= lines, <= width]."""
     owners = plan.owners[0]
@@ -132,7 +135,7 @@ def owner_shares(plan: PlanData, lines: int, width: int) -> Tensor:
     return counts / torch.bincount(place, minlength=width)
 
 
-def format_work(plan: PlanData) -> list[str]:
+def format_work(plan: Plan) -> list[str]:
     """Format mean, largest and relative work, and a bar for each rank if there are few."""
     work, most = plan.work, max(plan.work)
     mean = sum(work) / len(work)
