@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.jit import mangle_type
 
 import tritoncp
 from tests.kernels.support.harness import qkv
 from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.kernels.engine import TritonEngine
+from tritoncp.kernels.launch import specialisation_of
 from tritoncp.kernels.operands import Mods
 from tritoncp.ops import executable
 from tritoncp.ops.executable import caches_of
@@ -135,3 +138,15 @@ def test_kept_engines_are_bounded(monkeypatch: Any) -> None:
         x = qkv(S, heads=heads)
         tritoncp.flex_attention(*x, plan)
         assert len(caches_of(plan).executables) <= 3
+
+
+def test_integers_are_told_apart_where_triton_tells_them_apart() -> None:
+    ends = [1, 16, 1 << 31, 1 << 63]
+    numbers = [end + step for end in (*ends, -ends[2]) for step in (-1, 0, 1)]
+
+    def compiled_for(number: int) -> tuple[Any, ...]:
+        return mangle_type(number), number == 1, number % 16 == 0
+
+    for one, other in itertools.combinations(numbers, 2):
+        is_one = specialisation_of(one) == specialisation_of(other)
+        assert is_one == (compiled_for(one) == compiled_for(other)), (one, other)

@@ -24,6 +24,7 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 INTEGERS = (  # 0 * q makes a tensor of a number
     "({} + {})", "({} - {})", "({} * {})", "torch.maximum(1 * {} + 0 * q, {} + 0 * q)", "({} // 7)",
     "({} % 5)", "({} >> 1)", "({} & 6)", "({} ^ 3)", "({} + 0 * q).abs()", "({} + 0 * q).clamp(2, 20)",
+    "({} + 0 * q).clamp(min=2)", "({} + 0 * q).clamp(max=20)",
     "(-{})", "torch.where({c}, {}, {})", "{t}[({} + 0 * q).clamp(0, 39)]", "({} // -3)", "({} << 2)",
     "({} + 0 * q).int()", "(({} + 0 * q) * 0.37).long()", "({} + {n})",
     "torch.stack([q, {} + 0 * q]).max(0)[0]",

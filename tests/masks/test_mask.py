@@ -289,3 +289,16 @@ def test_rows_of_a_mask_have_the_same_visible_pairs(geometry, seed: int, data: s
         inside = (lo <= torch.arange(kv_len)) & (torch.arange(kv_len) < hi)
         masked = at_pairs(part.runs.to_kinds() == Kind.MASKED, part)
         assert torch.equal(part.to_dense() & masked, inside & masked)
+
+
+@FEW
+@given(geometries(), st.integers(0, 999), st.sampled_from([1, 3]), st.integers(0, 2))
+def test_heads_of_a_mask_have_the_same_visible_pairs(geometry, seed: int, heads: int, first: int) -> None:
+    q_len, kv_len, *block = geometry
+    mod = make_mask_mod(seed, q_len, kv_len)
+    part = create_block_mask(mod, 2, heads, q_len, kv_len, BLOCK_SIZE=tuple(block)).head_range(first, 1)
+    b, h, q, kv = torch.meshgrid(*map(torch.arange, (2, 1, q_len, kv_len)), indexing="ij")
+    assert torch.equal(part.mask_mod(b, h, q, kv), mod(b, h + first, q, kv))
+    if heads > 1:
+        whole = create_block_mask(mod, 2, heads, q_len, kv_len, BLOCK_SIZE=tuple(block))
+        assert torch.equal(part.to_dense(), whole.to_dense()[:, first : first + 1])

@@ -9,6 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.cases import Case, agree, expected
+from tests.multiprocess import ranks
+from tests.multiprocess.case_on_ranks import on_rank
 from tests.ops.measured_tiles import CPU, attend, configs, entry, launched, places, put
 from tritoncp import causal, create_block_mask, flex_attention
 from tritoncp.analysis.jobs import VARIANT_OF_KIND, VARIANTS
@@ -126,6 +129,33 @@ def test_few_rows_use_their_entry_for_every_mask(places):
 def test_the_rule_serves_where_nothing_was_measured(launched):
     attend(causal())
     assert dict(launched)["forward"] == 128
+
+
+@pytest.mark.bar(23)
+def test_ranks_with_different_files_of_tiles_have_the_results_of_one_rank(places, launched, monkeypatch):
+    """Each rank launches the tiles that its host measured; messages and results do not depend on them."""
+    case = Case(
+        world=2,
+        balancer="head_tail",
+        schedule="ring",
+        length=128,
+        kv_length=128,
+        block=32,
+        dims=(16, 16),
+        dtype=torch.float32,
+    )
+
+    def on_own_host(group):
+        folder = places / str(group.rank())
+        monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(folder))
+        put(folder, 16 << group.rank(), CPU)
+        answers = on_rank(group, case, lambda group: group)
+        return answers, {block_m for kernel, block_m in launched if kernel == "forward"}
+
+    want, by_rank = expected(case), ranks.run(2, on_own_host)
+    assert [tiles for _, tiles in by_rank] == [{16}, {32}]
+    for answers, _ in by_rank:
+        agree(case, answers, want)
 
 
 def test_written_kinds_equal_looked_up_kinds() -> None:

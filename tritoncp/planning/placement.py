@@ -218,16 +218,16 @@ def without_padding(placement: Placement, tokens: Tensor, close_up: bool) -> Pla
 def recut(placement: Placement, block: int) -> Placement:
     """Cut the slots of a placement so that none crosses a multiple of ``block``.
 
-    >>> recut(natural([6], 6), 4).slots[0].tolist()
-    [[[0, 0, 4], [4, 4, 2]]]
+    >>> tokens = torch.tensor([1, 0, 1, 1, 1, 1]).bool()
+    >>> recut(without_padding(natural([6], 6), tokens, False), 4).slots[0].tolist()
+    [[[0, 0, 1], [2, 2, 2], [4, 4, 2]]]
     """
     first = torch.arange(0, placement.length, block)
-    return Placement(placement.length, block, _cut_slots(placement, first, first + block), placement.lengths)
+    slots = _cut_slots(placement, first, first + block, close_up=False)
+    return Placement(placement.length, block, slots, placement.lengths)
 
 
-def _cut_slots(
-    placement: Placement, first: Tensor, last: Tensor, close_up: bool = False
-) -> tuple[Tensor, ...]:
+def _cut_slots(placement: Placement, first: Tensor, last: Tensor, close_up: bool) -> tuple[Tensor, ...]:
     """Cut the slots of every rank to the ranges [first, last) of positions. close_up: rows move together."""
     tables = ([_pieces(table, first, last, close_up) for table in slots] for slots in placement.slots)
     return tuple(pad_sequence(rows, batch_first=True).int() for rows in tables)

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,8 @@ def test_text_and_picture_have_the_figures_of_the_plan(name: str, tmp_path: Path
     assert [bar.get_height() for bar in axes["Work of each rank"].patches] == plan.work
     images = axes["Whose keys each rank reads"].images
     remote, own = (torch.as_tensor(image.get_array().filled(-1)) for image in images)
+    ticks = axes["Who computes what"].get_xticks()
+    assert (ticks[0], ticks[-1]) == (0, plan.mask.kv_len) and all(a <= b for a, b in pairwise(ticks))
     rows = Facts.of(plan).reads.double().fill_diagonal_(0)
     assert torch.equal(remote, torch.where(rows > 0, rows, -1)) and own.add(1).equal(torch.eye(len(own)))
     plan.plot(tmp_path / "plan.svg", heads=16, kv_heads=4)
