@@ -27,7 +27,6 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 SIZES = tuple(size * 1024 for size in (64, 128, 256, 512, 1024))  # tokens, of docs/balance.md
 WORLDS = (8, 16, 64)
 SCALES = ((1 << 20, 64), (8 << 20, 1024))  # tokens and ranks, of docs/scaling.md
-SCHEDULING = "lpt", "spt"  # which docs/balance.md compares apart
 SCALED = "causal", "corpus", "window4k", "prefix", "corpus-window4k"
 MIB = 1 << 20
 
@@ -49,7 +48,6 @@ STUDIED = {
     ),
 }
 EVEN = 1.02
-TABLED = tuple(name for name in balancers if name not in SCHEDULING)
 
 
 class Quality(NamedTuple):
@@ -97,13 +95,13 @@ def format_balance(sizes: Sequence[int], worlds: Sequence[int]) -> str:
         for size in sizes:
             mask = Problem(mask_name, size).block_mask()
             for world_size in worlds:
-                cells = [_format_cell(measure_quality(mask, world_size, balancer)) for balancer in TABLED]
+                cells = [_format_cell(measure_quality(mask, world_size, balancer)) for balancer in balancers]
                 rows.append([f"{size >> 10}K", str(world_size), *cells])
                 click.echo(f"{name}, {size} tokens, {world_size} ranks", err=True)
         parts += [
             f"## {name[:1].upper()}{name[1:]}",
             note,
-            _format_table(["tokens", "ranks", *TABLED], rows),
+            _format_table(["tokens", "ranks", *balancers], rows),
         ]
     return "\n\n".join(parts)
 
@@ -115,7 +113,7 @@ def format_scale(scales: Sequence[tuple[int, int]]) -> str:
         rows = []
         for name in SCALED:
             mask = Problem(name, tokens).block_mask()
-            for balancer in TABLED:
+            for balancer in balancers:
                 result = measure_quality(mask, world_size, balancer, "auto")
                 memory = "–" if result.mib is None else f"{result.mib:.0f} MiB"
                 figures = [
