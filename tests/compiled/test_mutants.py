@@ -21,7 +21,7 @@ from tests.conftest import COMPILED
 from tritoncp.executor import ExecutionFault, compiled_kernels
 from tritoncp.executor.driver import ExecutorDriver, LoadedKernel
 from tritoncp.executor.memory.shared_memory import BY_THREADS
-from tritoncp.executor.program import PtxProgram, write_code
+from tritoncp.executor.program import write_program
 from tritoncp.executor.threads import Access
 from tritoncp.executor.units.mbarriers import Mbarriers
 from tritoncp.kernels.toolchain import fences_async_copies
@@ -298,7 +298,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 def verdict(run: Run, function: LoadedKernel, text: str) -> str:
     """Return how a mutant is noticed, in the usual order of warps and in others: by a "fault", a "wrong"
     result or "nothing"."""
-    function.program = PtxProgram(write_code(text))
+    function.program = write_program(text)
     for seed in SEEDS:
         with compiled_kernels(COMPILED, seed, raise_faults=False) as device:
             try:

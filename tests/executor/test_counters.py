@@ -9,7 +9,7 @@ from tests.executor.support.ptx import module
 from tritoncp.executor.counters import LaunchCounts
 from tritoncp.executor.launch import GridExecution, Settings
 from tritoncp.executor.memory.global_memory import Extent
-from tritoncp.executor.program import PtxProgram, write_code
+from tritoncp.executor.program import write_program
 
 START = "ld.param.b64 %d1, [p0]; mov.u32 %r1, %tid.x;\n"
 
@@ -18,7 +18,7 @@ def counted(body: str, shared: int = 0, threads: int = 32) -> LaunchCounts:
     memory = np.zeros(1 << 14, "u1")
     start = -(-memory.ctypes.data // 128) * 128
     extent = Extent(start, start + (1 << 13), "x")
-    program = PtxProgram(write_code(module(START + body + "ret;", 1, shared, threads)))
+    program = write_program(module(START + body + "ret;", 1, shared, threads))
     launch = GridExecution(program, (1, 1, 1), threads, 0, [extent], Settings(count=True))
     launch.run([launch.memory.tag(start)])
     assert launch.counts is not None

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.executor.support.ptx import module, run_instruction
-from tritoncp.executor.program import write_code
+from tritoncp.executor.program import write_program
 from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form_of
 
 
@@ -52,7 +52,7 @@ def test_what_is_not_in_the_table_raises(opcode: str) -> None:
 )
 def test_operands_are_strict(line: str) -> None:
     with pytest.raises(UnsupportedInstruction):
-        write_code(module(line + " ret;", 1))
+        write_program(module(line + " ret;", 1))
 
 
 def test_mixed_types_keep_the_width_of_the_result() -> None:

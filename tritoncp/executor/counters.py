@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tritoncp.executor.program import PtxProgram
-from tritoncp.executor.ptx.instruction import Barrier, FallThrough, Instruction
+from tritoncp.executor.ptx.instruction import Instruction
 from tritoncp.executor.threads import Access, Threads
 
 Array = np.ndarray[Any, Any]
@@ -167,8 +167,6 @@ class LaunchCounts:
                 out["flops"] += flops_of(i) * warps
                 if i.parts[0] in SPECIAL_FUNCTIONS:
                     out[i.parts[0]] += warps
-            if not isinstance(block.end, FallThrough):
-                out["barrier" if isinstance(block.end, Barrier) else "branch"] += warps
         return out
 
     def totals(self) -> dict[str, int]:
@@ -176,7 +174,7 @@ class LaunchCounts:
         kinds = self.kinds()
         out = {kind: kinds[kind] for kind in (*KINDS, "flops", "ex2")}
         out["instructions"] = sum(kinds[kind] for kind in KINDS if kind != "move")
-        sizes = [block.size for block in self.program.kernel.blocks]
+        sizes = [len(block.instructions) for block in self.program.kernel.blocks]
         out["slots"] = 32 * sum(w * n for w, n in zip(self.warps, sizes))
         out["active"] = sum(lanes * n for lanes, n in zip(self.lanes, sizes))
         for space in ("global", "shared"):

@@ -13,7 +13,7 @@ import numpy as np
 
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
-from tritoncp.executor.ptx.instruction import Barrier, Branch, FallThrough, Instruction, Return, Switch
+from tritoncp.executor.ptx.instruction import Instruction
 from tritoncp.executor.threads import Threads
 
 Array = np.ndarray[Any, Any]
@@ -33,6 +33,7 @@ class Scheduler:
         self.ctas, self.functions, self.parameter = ctas, functions, parameter
         self.launch, self.program = ctas.launch, ctas.launch.program
         self.blocks, self.rank = self.program.kernel.blocks, self.program.rank
+        self.ends = [block.end for block in self.blocks]
         self.registers: list[Array | None] = [None] * len(self.program.dtypes)
         self.everyone = Threads(ctas, None)
         self.kept: dict[Any, Threads] = {}
@@ -68,13 +69,9 @@ class Scheduler:
     def where(self) -> str:
         lines = []
         for (number, after), parts in self.waiting.items():
-            end = self.blocks[after - 1].end
-            assert isinstance(end, Barrier)
-            lanes = np.concatenate(parts)
-            lines.append(
-                f"{len(lanes)} threads at barrier {number}, {end.instruction.source} "
-                f"(PTX line {end.instruction.line})"
-            )
+            end, count = self.ends[after - 1], sum(map(len, parts))
+            assert end is not None
+            lines.append(f"{count} threads at barrier {number}, {end.source} (PTX line {end.line})")
         return "; ".join(lines)
 
     def looks(self) -> str:
@@ -168,25 +165,27 @@ class Scheduler:
 
     def follow(self, n: int, threads: Threads, condition: Array | None) -> None:
         """Send threads on from a block, by its end."""
-        end = self.blocks[n].end
-        match end:
-            case FallThrough():
-                self.put(n + 1, threads)
-            case Branch(target):
+        end = self.ends[n]
+        match end.parts[0] if end else "":
+            case "bra":
                 taken = np.ones(threads.count, bool) if condition is None else condition
-                for block, mask in ((n + 1, ~taken), (target, taken)):
+                for block, mask in ((n + 1, ~taken), (self.blocks[n].targets[0], taken)):
                     if mask.any():
                         self.put(block, threads, None if mask.all() else mask)
-            case Switch(_, targets):
+            case "brx":
                 assert condition is not None
+                targets = self.blocks[n].targets
                 for x in np.unique(condition):
                     if x >= len(targets):
                         raise CannotContinue(f"brx.idx {int(x)} of {len(targets)} targets")
                     self.put(targets[int(x)], threads, condition == x)
-            case Return():
+            case "ret" | "exit":
                 self.retire(n, threads, condition)
-            case Barrier():
+            case "bar" | "barrier":
+                assert end is not None
                 self.arrive(n, end, threads)
+            case _:
+                self.put(n + 1, threads)
 
     def retire(self, n: int, threads: Threads, condition: Array | None) -> None:
         """Threads return; barriers count those that are left."""
@@ -199,11 +198,12 @@ class Scheduler:
 
     # barriers
 
-    def arrive(self, n: int, end: Barrier, threads: Threads) -> None:
-        self.check_whole(end, threads)
-        number, need = self.uniform(end.number, threads), None
-        if end.threads is not None:
-            need = self.uniform(end.threads, threads)
+    def arrive(self, n: int, barrier: Instruction, threads: Threads) -> None:
+        self.check_whole(barrier, threads)
+        number, *count = (self.uniform(str(x), threads) for x in barrier.operands)
+        need = None
+        if count:
+            need = count[0]
             if need % 32 or not 0 < need <= self.ctas.threads:
                 raise CannotContinue(f"a barrier of {need} threads")
             need = None if need == self.ctas.threads else need
@@ -228,7 +228,7 @@ class Scheduler:
             raise CannotContinue("a barrier whose number or count differs between threads")
         return int(values[0])
 
-    def check_whole(self, end: Barrier, threads: Threads) -> None:
+    def check_whole(self, barrier: Instruction, threads: Threads) -> None:
         """`bar.sync` is for whole warps."""
         if threads.whole or not self.launch.check:
             return
@@ -238,7 +238,7 @@ class Scheduler:
         absent = ~present.reshape(-1, 32)[warps] & self.alive.reshape(-1, 32)[warps]
         if absent.any():
             lone = np.flatnonzero(np.isin(threads.lanes // 32, warps[absent.any(1)]))
-            self.launch.log.add("divergence: a part of a warp at a barrier", end.instruction, len(lone))
+            self.launch.log.add("divergence: a part of a warp at a barrier", barrier, len(lone))
 
     def release(self, number: int) -> None:
         """Let CTAs go on all of whose threads, or as many as it needs, wait at a barrier."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -58,15 +57,6 @@ class Threads:
     nctaid_x = property(lambda self: self.full(u4(self.ctas.launch.grid[0])))
     nctaid_y = property(lambda self: self.full(u4(self.ctas.launch.grid[1])))
     nctaid_z = property(lambda self: self.full(u4(self.ctas.launch.grid[2])))
-
-    @cached_property
-    def _elected(self) -> Array:
-        return self.full(u4(self.ctas.launch.elected_lane))
-
-    def elected(self) -> Array:
-        """The lane that leads its warp: any may, a launch with a seed draws one."""
-        self.need_warps("elect")
-        return self._elected
 
     def need_warps(self, what: str) -> None:
         if not self.whole:

@@ -11,7 +11,7 @@ import torch
 from tritoncp.executor.faults import CannotContinue, Fault
 from tritoncp.executor.launch import GridExecution, Settings
 from tritoncp.executor.memory.regions import extent_of
-from tritoncp.executor.program import PtxProgram, write_code
+from tritoncp.executor.program import write_program
 
 Array = np.ndarray[Any, Any]
 DECLARED = """
@@ -44,7 +44,7 @@ def run_module(
     """Execute a module on arrays, in place; return its faults."""
     tensors = [torch.as_tensor(a) for a in arrays]
     extents = [extent_of(x, f"p{n}") for n, x in enumerate(tensors)]
-    launch = GridExecution(PtxProgram(write_code(text)), grid, threads, 0, extents, Settings(seed))
+    launch = GridExecution(write_program(text), grid, threads, 0, extents, Settings(seed))
     with contextlib.suppress(CannotContinue):  # the log has it
         launch.run([launch.memory.tag(x.data_ptr()) for x in tensors])
     return launch.log.faults

@@ -57,15 +57,22 @@ def vote(threads: Threads, mode: str, a: Array) -> Array:
     return np.repeat(out, 32)
 
 
-def reduce(threads: Threads, operation: str, a: Array, nan: bool) -> Array:
+def reduce(threads: Threads, operation: str, a: Array, magnitude: bool, nan: bool) -> Array:
     threads.need_warps("redux")
-    x = a.reshape(-1, 32)
+    x = np.abs(a.reshape(-1, 32)) if magnitude else a.reshape(-1, 32)
     if a.dtype == np.float32:
         while x.shape[1] > 1:
             half = x.shape[1] // 2
             x = extremum(operation, x[:, :half], x[:, half:], nan)
         return np.repeat(x[:, 0], 32)
     return np.repeat(COMBINE[operation].reduce(x, axis=1, dtype=a.dtype), 32)
+
+
+def elect(threads: Threads) -> tuple[Array, Array]:
+    """The lane that leads its warp (any may, a launch with a seed draws one), and whether a thread is it."""
+    threads.need_warps("elect")
+    lane = threads.full(np.uint32(threads.ctas.launch.elected_lane))
+    return lane, threads.laneid == lane
 
 
 def decode(t: str, raw: Array) -> Array:
@@ -115,8 +122,11 @@ def add_to_result(product: Array, to: str, summands: tuple[Array, ...] | None) -
     return [x + c for x, c in zip(columns, summands)] if summands else columns
 
 
-def multiply64(a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...]) -> list[Array]:
+def multiply64(
+    threads: Threads, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...]
+) -> list[Array]:
     """A × B + C of float64; registers of A lie in one or two groups of eight rows, those of B along K."""
+    threads.need_warps("mma")
     groups, depth = len(c) // 2, len(b)
     x = np.stack([v.reshape(-1, 8, 4) for v in a], 1)  # [warps, registers, 8, 4]
     left = x.reshape(-1, depth, groups, 8, 4).transpose(0, 2, 3, 1, 4).reshape(-1, 8 * groups, 4 * depth)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.forms.formulas import effect, immediate, items_of, unguarded
-from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter, bits_of, unsigned
-from tritoncp.executor.ptx.instruction import Address, Instruction, Operand
+from tritoncp.executor.forms.formula import MEMORIES, effect, formula, immediate, without_effect
+from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter, bits_of
+from tritoncp.executor.ptx.instruction import Address, Instruction, Vector, items_of
 from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 
 ORDER = "[.<order:weak|volatile>]"
@@ -19,16 +19,23 @@ HINTS = (
     "[.<prefetch:L2::64B|L2::128B|L2::256B>]"
 )
 VALUES = "[.<vector:v2|v4|v8>].<type:b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64>"
-ATTRIBUTES = {"global": "globals", "const": "globals", "shared": "shared", "shared::cta": "shared"}
-ATTRIBUTES |= {"local": "local"}
+TYPES = "b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64"
+VALUES = f"[.<vector:v2|v4|v8>].<type:{TYPES}>"
+ORDERED_LOAD = f"ld.<order:relaxed|acquire>.{SCOPE}{SPACE}{HINTS}{VALUES}"
+formula(
+    "S.{memory}.load({access}, {A}, '{t}', {n})",
+    *(f"ld{ORDER}{SPACE}[.<cache:ca|cg|cs|lu|cv>][.nc]{HINTS}{VALUES}", ORDERED_LOAD),
+    to="{type}",
+)
+ORDERED_STORE = f"st.<order:relaxed|release>.{SCOPE}{SPACE}{HINTS}{VALUES}"
+effect(
+    "S.{memory}.store({access}, {A}, {B:tuple})",
+    *(f"st{ORDER}{SPACE}[.<cache:wb|cg|cs|wt>]{HINTS}{VALUES}", ORDERED_STORE),
+    of="u64 {bits}",
+)
 
 
-def memory_of(m: re.Match[str]) -> str:
-    """The object that holds a space; without a space the address tells it."""
-    return ATTRIBUTES[m["space"]] if m["space"] else "generic"
-
-
-@form("ld.param[.<vector:v2|v4>].<type:b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64>")
+@form(f"ld.param[.<vector:v2|v4>].<type:{TYPES}>")
 def load_parameter(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     t, at = NUMPY[m["type"]], i.operands[1]
     assert isinstance(at, Address)
@@ -37,26 +44,6 @@ def load_parameter(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
         raise UnsupportedInstruction(f"parameter {at.base}")
     for j, register in enumerate(items_of(i.operands[0])):
         w.write(register, t, f"T.full(P({position}, {at.offset + j * bits_of(t) // 8}, '{t}'))", i)
-
-
-@form(f"ld{ORDER}{SPACE}[.<cache:ca|cg|cs|lu|cv>][.nc]{HINTS}{VALUES}")
-@form(f"ld.<order:relaxed|acquire>.{SCOPE}{SPACE}{HINTS}{VALUES}")
-def load(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    t = NUMPY[m["type"]]
-    registers = items_of(i.operands[0])
-    where = f"{w.address(i.operands[1], 'u8')}, '{unsigned(t)}', {len(registers)}"
-    out = w.temporary(f"S.{memory_of(m)}.load({w.access(i)}, {where})")
-    for j, register in enumerate(registers):
-        w.write(register, t, f"{out}[{j}]" if t == unsigned(t) else f"{out}[{j}].view('{t}')", i)
-
-
-@form(f"st{ORDER}{SPACE}[.<cache:wb|cg|cs|wt>]{HINTS}{VALUES}", writes="none")
-@form(f"st.<order:relaxed|release>.{SCOPE}{SPACE}{HINTS}{VALUES}", writes="none")
-def store(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    t = unsigned(NUMPY[m["type"]])
-    address = w.address(i.operands[0], "u8")
-    values = ", ".join(w.array(x, t) for x in items_of(i.operands[1]))
-    w.line(f"S.{memory_of(m)}.store({w.access(i)}, {address}, '{t}', ({values},))")
 
 
 ORDERED = "relaxed|acquire|release|acq_rel"
@@ -80,58 +67,31 @@ ATOMICS = (
     *(f"atom{s}.<op:exch>[.L2::cache_hint].<type:b32|b64>" for s in SEMANTICS),
     *(f"atom{s}.<op:cas>[.L2::cache_hint].<type:b16|b32|b64>" for s in SEMANTICS),
 )
-def atomic(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    write_atomic(w, i, m, i.operands[0], *i.operands[1:])
-
-
 @form(*(f"red{s}{x}" for s in SEMANTICS for x in ATOMICS), writes="none")
-def reduce(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    write_atomic(w, i, m, "_", *i.operands)
-
-
-def write_atomic(
-    w: BlockWriter, i: Instruction, m: re.Match[str], to: Operand, at: Operand, *values: Operand
-) -> None:
+def atomic(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     """An update for each element of a vector; cas has the expected value and the new one. Sums of float32 in
     global memory flush subnormal numbers."""
-    kind = m["type"]
-    t = NUMPY[kind]
-    if kind == "f32" and memory_of(m) != "shared":
+    to, at, *values = ("_", *i.operands) if i.parts[0] == "red" else i.operands
+    kind, t, memory = m["type"], NUMPY[m["type"]], MEMORIES.get(m["space"], "generic")
+    if kind == "f32" and memory != "shared":
         kind = "f32 flushed"
     assert isinstance(at, Address)
-    taken = values[: 2 if m["op"] == "cas" else 1]  # a cache policy may follow
-    columns = [items_of(x) for x in taken]
+    columns = [items_of(x) for x in values[: 2 if m["op"] == "cas" else 1]]  # a cache policy may follow
     results = items_of(to) if to != "_" else ["_"] * len(columns[0])
     for j, (register, *sources) in enumerate(zip(results, *columns, strict=True)):
         address = w.address(at._replace(offset=at.offset + j * bits_of(t) // 8), "u8")
-        given = ", ".join(w.array(x, t) for x in sources)
-        call = f"{w.access(i)}, {address}, '{t}', '{kind}', '{m['op']}', ({given},)"
-        out = w.temporary(f"S.{memory_of(m)}.atomic({call})")
-        w.write(register, t, out, i)
+        given = w.arrays(Vector(tuple(sources)), t)
+        call = f"{w.access(i)}, {address}, '{t}', '{kind}', '{m['op']}', {given}"
+        w.write(register, t, w.temporary(f"S.{memory}.atomic({call})"), i)
 
 
-COUNT = "<count:x1|x2|x4>"
-MATRIX_SPACE = "[.<space:shared|shared::cta>]"
-
-
-@form(f"ldmatrix.sync.aligned.m8n8.{COUNT}[.trans]{MATRIX_SPACE}.b16")
-def load_matrix(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    unguarded(i)
-    registers = items_of(i.operands[0])
-    call = f"{w.access(i)}, {w.address(i.operands[1], 'u8')}, {len(registers)}, {'trans' in i.parts}"
-    out = w.temporary(f"S.shared.load_matrices({call})")
-    for j, register in enumerate(registers):
-        w.write(register, "u4", f"{out}[{j}]", i)
-
-
-@form(f"stmatrix.sync.aligned.m8n8.{COUNT}[.trans]{MATRIX_SPACE}.b16", writes="none")
-def store_matrix(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    unguarded(i)
-    values = ", ".join(w.array(x, "u4") for x in items_of(i.operands[1]))
-    address = w.address(i.operands[0], "u8")
-    w.line(f"S.shared.store_matrices({w.access(i)}, {address}, ({values},), {'trans' in i.parts})")
-
-
+MATRICES = "<count:x1|x2|x4>[.trans][.<space:shared|shared::cta>].b16"
+formula(
+    "S.shared.load_matrices({every}, {A}, {n}, {trans})",
+    f"ldmatrix.sync.aligned.m8n8.{MATRICES}",
+    to="u32",
+)
+effect("S.shared.store_matrices({every}, {A}, {B:tuple}, {trans})", f"stmatrix.sync.aligned.m8n8.{MATRICES}")
 HINT = "[.L2::cache_hint][.<prefetch:L2::64B|L2::128B|L2::256B>]"
 
 
@@ -149,23 +109,20 @@ def copy_async(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
 
 
 effect("S.async_copies.commit(T)", "cp.async.commit_group")
-effect("S.async_copies.wait(T, {a})", "cp.async.wait_group")
+effect("S.async_copies.wait(T, {a:number})", "cp.async.wait_group")
 effect("S.async_copies.commit(T); S.async_copies.wait(T, 0)", "cp.async.wait_all")
-effect("T.need_warps('bar.warp.sync')", "bar.warp.sync")
-# Programs run in order, and descriptors in memory are read as they are
-effect("", "membar.<scope:cta|gl|sys>", f"fence.<order:sc|acq_rel|acquire|release>.{SCOPE}")
-effect(
-    "", "fence.mbarrier_init.release.cluster", f"fence.proxy.tensormap::generic.<way:acquire|release>.{SCOPE}"
-)
-effect("", "fence.proxy.async.<space:global>")
+formula("T.need_warps('bar.warp.sync')", "bar.warp.sync", to="none", members=True)
 effect("S.shared.fence_proxy(T)", "fence.proxy.async[.<space:shared::cta|shared::cluster>]")
-# Without effect on results
-effect(
-    "",
+without_effect(
+    # Programs run in order, and descriptors in memory are read as they are
+    *("membar.<scope:cta|gl|sys>", f"fence.<order:sc|acq_rel|acquire|release>.{SCOPE}"),
+    *("fence.mbarrier_init.release.cluster", "fence.proxy.async.<space:global>"),
+    f"fence.proxy.tensormap::generic.<way:acquire|release>.{SCOPE}",
+    # Hints
     "prefetch[.<space:global|local>].<level:L1|L2>",
     "prefetch.global.<level:L2::evict_last|L2::evict_normal>",
+    *("nanosleep.u32", "griddepcontrol.<what:launch_dependents|wait>"),
 )
-effect("", "nanosleep.u32", "griddepcontrol.<what:launch_dependents|wait>")
 
 
 @form(

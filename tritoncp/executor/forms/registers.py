@@ -1,13 +1,14 @@
-"""Moves, comparisons, and sums with a carry."""
+"""Moves, comparisons, sums with a carry, and the instructions that end a block."""
 
 from __future__ import annotations
 
 import re
 
-from tritoncp.executor.forms.formulas import BITS, INTEGERS, source
+from tritoncp.executor.forms.arithmetic import BITS, INTEGERS
+from tritoncp.executor.forms.formula import formula, source, unguarded, without_effect
 from tritoncp.executor.memory.regions import LOCAL, PARAMETER, SHARED
 from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter, bits_of, unsigned
-from tritoncp.executor.ptx.instruction import Instruction, Operand, Vector
+from tritoncp.executor.ptx.instruction import Instruction, Operand, Vector, items_of
 from tritoncp.executor.ptx.opcodes import CARRY, form
 
 
@@ -43,21 +44,11 @@ def pack(w: BlockWriter, i: Instruction, a: Vector, t: str) -> None:
     w.write(i.operands[0], whole, " | ".join(parts), i)
 
 
-SPACE_BITS = {"shared": SHARED, "local": LOCAL, "param": PARAMETER, "global": 0}
-
-
-@form("cvta.<space:global|shared|local|param>.u64", "cvta.to.<space:global|shared|local|param>.u64")
-def convert_address(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """To a generic address, or from one. The spaces are told apart by high bits."""
-    bits = SPACE_BITS[m["space"]]
-    a = w.array(i.operands[1], "u8")
-    if bits and "to" in i.parts:
-        a = f"{a} & {w.constant(~bits, 'u8')}"
-    elif bits:
-        a = f"{a} | {w.constant(bits, 'u8')}"
-    w.write(i.operands[0], "u8", a, i)
-
-
+# Generic addresses tell the spaces apart by high bits
+formula("{a}", "cvta[.to].global.u64")
+for space, bits in (("shared", SHARED), ("local", LOCAL), ("param", PARAMETER)):
+    formula(f"{{a}} | np.uint64({bits})", f"cvta.{space}.u64")
+    formula(f"{{a}} & ~np.uint64({bits})", f"cvta.to.{space}.u64")
 CARRIED = "<type:u32|s32|b32|u64|s64|b64>"
 
 
@@ -118,6 +109,14 @@ JOINED = "[.<bool:and|or|xor>]"
 def compare(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     d, a, b, *more = i.operands
     out = w.temporary(compared(w, i, a, b, m))
-    join = f" {JOINS[m['bool']]} {w.condition(more[0])}" if more else ""
-    for register, value in zip(d.items if isinstance(d, Vector) else (d,), (out, f"~{out}")):
+    join = f" {JOINS[m['bool']]} {w.array(more[0], 'b')}" if more else ""
+    for register, value in zip(items_of(d), (out, f"~{out}")):
         w.write(register, "b", f"{value}{join}", i)
+
+
+without_effect("bra[.uni]", "ret[.uni]", "exit")  # the scheduler follows them
+
+
+@form("brx.idx[.uni]", "bar[.cta].sync", "barrier[.cta].sync[.aligned]", writes="none")
+def end_unguarded(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    unguarded(i)

@@ -4,64 +4,29 @@ from __future__ import annotations
 
 import re
 
-from tritoncp.executor.forms.formulas import items_of, unguarded
-from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter
-from tritoncp.executor.ptx.instruction import Instruction, Operand, Vector
+from tritoncp.executor.forms.formula import formula, unguarded
+from tritoncp.executor.ptx.block_writer import BlockWriter
+from tritoncp.executor.ptx.instruction import Instruction, Operand, items_of
 from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 
-
-def whole_warp(w: BlockWriter, i: Instruction, mask: Operand) -> None:
-    """Members must be all lanes: Triton asks for no others."""
-    if w.is_register(mask) and not i.predicate:
-        w.line(f"W.need_every_lane({w.array(mask, 'u4')})")
-    elif i.predicate or int(str(mask), 0) & 0xFFFFFFFF != 0xFFFFFFFF:
-        raise UnsupportedInstruction(f"{i.opcode} of a part of a warp")
-
-
-@form("shfl.sync.<mode:bfly|up|down|idx>.b32")
-def shuffle(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    d, a, b, c, mask = i.operands
-    whole_warp(w, i, mask)
-    d, inside = d.items if isinstance(d, Vector) else (d, "_")
-    call = f"'{m['mode']}', {w.array(a, 'u4')}, {w.read(b, 'u4')}, {w.read(c, 'u4')}"
-    out = w.temporary(f"W.shuffle(T, {call})")
-    w.write(d, "u4", f"{out}[0]", i)
-    w.write(inside, "b", f"{out}[1]", i)
-
-
-@form("vote.sync.<mode:all|any|uni>.pred", "vote.sync.<mode:ballot>.b32")
-def vote(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    d, a, mask = i.operands
-    whole_warp(w, i, mask)
-    t = "u4" if m["mode"] == "ballot" else "b"
-    w.write(d, t, f"W.vote(T, '{m['mode']}', {w.condition(a)})", i)
-
-
-@form("redux.sync.<op:add|min|max>.<type:u32|s32>", "redux.sync.<op:and|or|xor>.<type:b32>")
-@form("redux.sync.<op:min|max>[.abs][.NaN].<type:f32>")
-def reduce_warp(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    d, a, mask = i.operands
-    whole_warp(w, i, mask)
-    t = NUMPY[m["type"]]
-    x = f"np.abs({w.array(a, t)})" if "abs" in i.parts else w.array(a, t)
-    w.write(d, t, f"W.reduce(T, '{m['op']}', {x}, {'NaN' in i.parts})", i)
-
-
-@form("elect.sync")
-def elect(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    d, mask = i.operands
-    whole_warp(w, i, mask)
-    assert isinstance(d, Vector)
-    w.write(d.items[0], "u4", "T.elected()", i)
-    w.write(d.items[1], "b", "T.laneid == T.elected()", i)
-
-
+SHUFFLE = "W.shuffle(T, '{mode}', {A}, {b}, {c})"
+formula(SHUFFLE, "shfl.sync.<mode:bfly|up|down|idx>.b32", to="b32 pred", members=True)
+formula("W.vote(T, '{mode}', {A})", "vote.sync.<mode:all|any|uni>.pred", members=True)
+formula("W.vote(T, 'ballot', {A})", "vote.sync.ballot.b32", of="pred", to="b32", members=True)
+formula(
+    "W.reduce(T, '{op}', {A}, {abs}, {NaN})",
+    *("redux.sync.<op:add|min|max>.<type:u32|s32>", "redux.sync.<op:and|or|xor>.<type:b32>"),
+    "redux.sync.<op:min|max>[.abs][.NaN].<type:f32>",
+    members=True,
+)
+formula("W.elect(T)", "elect.sync", to="u32 pred", members=True)
 SHAPES = {
     "m16n8k8": ("f16", "bf16", "tf32"),
     "m16n8k16": ("f16", "bf16", "s8", "u8"),
     "m16n8k32": ("s8", "u8", "e4m3", "e5m2"),
 }
 OPERANDS = "f16|bf16|tf32|e4m3|e5m2"
+RESULTS = {"f32": "f4", "s32": "i4", "f16": "u4"}  # types of registers with a product's elements
 
 
 @form(
@@ -70,33 +35,25 @@ OPERANDS = "f16|bf16|tf32|e4m3|e5m2"
 @form("mma.sync.aligned.<shape:m16n8k8|m16n8k16>.row.col.<to:f16>.<a:f16>.<b:f16>.f16")
 @form("mma.sync.aligned.<shape:m16n8k16|m16n8k32>.row.col[.satfinite].<to:s32>.<a:s8|u8>.<b:s8|u8>.s32")
 def multiply(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
+    unguarded(i)
     types = {m["a"], m["b"]}
     mixed = len(types) > 1 and not types <= {"e4m3", "e5m2"} and not types <= {"s8", "u8"}
-    if mixed or m["a"] not in SHAPES[m["shape"]] or i.predicate:
+    if mixed or m["a"] not in SHAPES[m["shape"]]:
         raise UnsupportedInstruction(i.opcode)
-    d, a, b, c = map(items_of, i.operands)
-    t = {"f32": "f4", "s32": "i4", "f16": "u4"}[m["to"]]
+    d, a, b, c = i.operands
+    t = RESULTS[m["to"]]
     w.line("T.need_warps('mma')")
     left, right = fragment(w, "a", a, m["a"]), fragment(w, "b", b, m["b"])
-    summands = ", ".join(w.array(x, t) for x in c)
     to = "s32 saturated" if "satfinite" in i.parts else m["to"]
-    out = w.temporary(f"W.add_to_result(np.matmul({left}, {right}), '{to}', ({summands},))")
-    for j, register in enumerate(d):
-        w.write(register, t, f"{out}[{j}]", i)
+    product = f"W.add_to_result(np.matmul({left}, {right}), '{to}', {w.arrays(c, t)})"
+    w.write_each(items_of(d), [t], product, i)
 
 
-def fragment(w: BlockWriter, which: str, registers: tuple[Operand, ...], t: str) -> str:
+def fragment(w: BlockWriter, which: str, registers: Operand, t: str) -> str:
     """Several products share a fragment: it is laid out once."""
-    values = ", ".join(w.array(x, "u4") for x in registers)
-    return w.once((which, t), list(registers), f"W.fragment_{which}(({values},), '{t}')")
+    expression = f"W.fragment_{which}({w.arrays(registers, 'u4')}, '{t}')"
+    return w.once((which, t), list(items_of(registers)), expression)
 
 
-@form("mma.sync.aligned.<shape:m8n8k4|m16n8k4|m16n8k8|m16n8k16>.row.col.f64.f64.f64.f64")
-def multiply64(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    unguarded(i)
-    d, a, b, c = map(items_of, i.operands)
-    sources = ", ".join(f"({', '.join(w.array(x, 'f8') for x in part)},)" for part in (a, b, c))
-    w.line("T.need_warps('mma')")
-    out = w.temporary(f"W.multiply64({sources})")
-    for j, register in enumerate(d):
-        w.write(register, "f8", f"{out}[{j}]", i)
+MULTIPLY64 = "mma.sync.aligned.<shape:m8n8k4|m16n8k4|m16n8k8|m16n8k16>.row.col.f64.f64.f64.f64"
+formula("W.multiply64(T, {A:tuple}, {B:tuple}, {C:tuple})", MULTIPLY64, of="f64", to="f64 f64")

@@ -40,7 +40,7 @@ class LocalMemory:
         out[access.where] = self.data[rows, columns]
         return list(np.ascontiguousarray(out.view(t).T))
 
-    def store(self, access: Access, address: Array, t: str, values: tuple[Array, ...]) -> None:
+    def store(self, access: Access, address: Array, values: tuple[Array, ...]) -> None:
         data = np.stack(values, 1).view(np.uint8)
         access, rows, columns = self.locate(access, address, data.shape[1])
         new = access.pick(data)
@@ -73,9 +73,9 @@ class GenericMemory:
                 old[part.at] = new[part.at]
         return out
 
-    def store(self, access: Access, address: Array, t: str, values: tuple[Array, ...]) -> None:
+    def store(self, access: Access, address: Array, values: tuple[Array, ...]) -> None:
         for memory, part, a in self.parts(access, address):
-            memory.store(part, a, t, values)
+            memory.store(part, a, values)
 
     def atomic(
         self, access: Access, address: Array, t: str, kind: str, operation: str, values: tuple[Array, ...]

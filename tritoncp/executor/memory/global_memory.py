@@ -201,8 +201,8 @@ class GlobalMemory:
             out[part.where] = region.views[nbytes].take(idx)
         return split(out, t, n)
 
-    def store(self, access: Access, address: Array, t: str, values: tuple[Array, ...]) -> None:
-        nbytes = int(t[1]) * len(values)
+    def store(self, access: Access, address: Array, values: tuple[Array, ...]) -> None:
+        nbytes = values[0].itemsize * len(values)
         if access.ctas.counts is not None:
             access.ctas.counts.global_access(access, address, nbytes, "write")
         data = access.pick(joined(values))
@@ -235,7 +235,7 @@ class GlobalMemory:
 def split(packed: Array, t: str, n: int) -> list[Array]:
     """The n elements of each thread's vector."""
     if n == 1:
-        return [packed]
+        return [packed.view(t)]
     return list(np.ascontiguousarray(packed.view(t).reshape(len(packed), n).T))
 
 

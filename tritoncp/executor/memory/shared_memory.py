@@ -174,8 +174,8 @@ class SharedMemory:
         out[access.where] = self.views[nbytes].take(idx)
         return split(out, t, n)
 
-    def store(self, access: Access, address: Array, t: str, values: tuple[Array, ...]) -> None:
-        nbytes = int(t[1]) * len(values)
+    def store(self, access: Access, address: Array, values: tuple[Array, ...]) -> None:
+        nbytes = values[0].itemsize * len(values)
         if self.ctas.counts is not None:
             self.ctas.counts.shared_access(access, address, nbytes)
         idx = self.locate(access, address, nbytes, "store")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
-from tritoncp.executor.ptx.instruction import Address, Instruction, Operand
+from tritoncp.executor.ptx.instruction import Address, Instruction, Operand, items_of
 from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form_of
 
 NUMPY = {
@@ -105,6 +106,8 @@ class BlockWriter:
         """An operand as an array of a NumPy type, or as a scalar if it is a constant."""
         if not isinstance(operand, str):
             raise UnsupportedInstruction(f"operand {operand}")
+        if operand.startswith("!"):
+            return f"~{self.array(operand[1:], t)}"
         if operand.startswith("%") and operand not in self.names.widths:
             return self.special(operand, t)
         if operand not in self.names.widths:
@@ -127,8 +130,12 @@ class BlockWriter:
     def array(self, operand: Operand, t: str) -> str:
         """An operand as an array, constants too."""
         expression = self.read(operand, t)
-        one = not self.is_register(operand) and not str(operand).startswith("%")
+        one = not self.is_register(operand) and str(operand)[0] not in "%!"
         return f"T.full({expression})" if one else expression
+
+    def arrays(self, operand: Operand, t: str) -> str:
+        """The items of an operand as a tuple of arrays."""
+        return f"({', '.join(self.array(x, t) for x in items_of(operand))},)"
 
     def special(self, name: str, t: str) -> str:
         attribute = name[1:].replace(".", "_")
@@ -191,13 +198,6 @@ class BlockWriter:
         """The threads that execute an instruction, as `threads.Access`."""
         return f"T.access({self.predicate(i)}, {self.names.site(i)})"
 
-    def condition(self, operand: Operand) -> str:
-        """A predicate operand, which may be negated, as an array."""
-        assert isinstance(operand, str)
-        if operand.startswith("!"):
-            return f"~{self.array(operand[1:], 'b')}"
-        return self.array(operand, "b")
-
     # results
 
     def write(self, register: Operand, t: str, expression: str, i: Instruction) -> None:
@@ -218,3 +218,11 @@ class BlockWriter:
         self.line(f"{name} = {expression}")
         self.variables[register] = {t: name}
         self.versions[register] = self.versions.get(register, 0) + 1
+
+    def write_each(
+        self, registers: Sequence[Operand], types: list[str], expression: str, i: Instruction
+    ) -> None:
+        """Assign a list of arrays to registers; the last type is that of all that follow."""
+        out = self.temporary(expression)
+        for n, (register, t) in enumerate(zip(registers, types + types[-1:] * len(registers))):
+            self.write(register, t, f"{out}[{n}]", i)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import networkx  # torch depends on it
 
-from tritoncp.executor.ptx.instruction import Barrier, Branch, Kernel, Return, Switch
+from tritoncp.executor.ptx.instruction import Kernel
 from tritoncp.executor.ptx.opcodes import reads_and_writes
 
 
@@ -18,7 +18,6 @@ def liveness(kernel: Kernel) -> tuple[list[set[str]], list[set[str]]]:
             r, w = reads_and_writes(i, kernel.registers)
             read.update(x for x in r if x not in written)
             written.update(w)
-        read.update(x for x in end_reads(block.end, kernel.registers) if x not in written)
         reads.append(read)
         writes.append(written)
     follows = kernel.successors()
@@ -33,17 +32,6 @@ def liveness(kernel: Kernel) -> tuple[list[set[str]], list[set[str]]]:
             if out != live_out[n] or new != live_in[n]:
                 live_out[n], live_in[n], changed = out, new, True
     return live_in, live_out
-
-
-def end_reads(end: object, registers: dict[str, int]) -> list[str]:
-    match end:
-        case Branch(_, str(predicate)) | Return(str(predicate)):
-            return [predicate]
-        case Switch(index):
-            return [index]
-        case Barrier(number, count, _):
-            return [x for x in (number, count) if x in registers]
-    return []
 
 
 def meeting_order(kernel: Kernel) -> list[int]:

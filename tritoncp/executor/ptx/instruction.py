@@ -13,6 +13,8 @@ WIDTHS = {
     **dict.fromkeys(("b64", "u64", "s64", "f64", "f32x2"), 64),
 }  # bits of a type
 
+BRANCHES, BARRIERS = ("bra", "brx", "ret", "exit"), ("bar", "barrier")  # operations that end a block
+
 
 class Vector(NamedTuple):
     """Operands in braces, or a pair such as `value|predicate`."""
@@ -29,6 +31,13 @@ class Address(NamedTuple):
 
 
 Operand: TypeAlias = "str | Vector | Address"
+
+
+def items_of(operand: Operand) -> tuple[Operand, ...]:
+    """The operands in braces, or the coordinates of a tensor map; else the operand alone."""
+    if isinstance(operand, Address) and operand.coordinates:
+        operand = operand.coordinates
+    return operand.items if isinstance(operand, Vector) else (operand,)
 
 
 @dataclass(slots=True)
@@ -54,57 +63,36 @@ class Instruction:
     def parts(self) -> list[str]:
         return self.opcode.split(".")
 
+    @property
+    def ends_block(self) -> bool:
+        return self.parts[0] in BRANCHES or (self.parts[0] in BARRIERS and self.parts[1] != "warp")
+
     def __str__(self) -> str:
         guard = f"@{'!' * self.negated}{self.predicate} " if self.predicate else ""
         return f"{guard}{self.opcode}"
 
 
-class FallThrough(NamedTuple):
-    """The next block follows."""
-
-
-class Branch(NamedTuple):
-    """To `target` where the predicate holds, or does not if negated; else to the next block. Without a
-    predicate always."""
-
-    target: int
-    predicate: str | None = None
-    negated: bool = False
-
-
-class Switch(NamedTuple):
-    """`brx.idx`: to one of the targets by number."""
-
-    selector: str
-    targets: tuple[int, ...]
-
-
-class Return(NamedTuple):
-    """The end of a thread, where the predicate holds, or does not if negated; without one, always."""
-
-    predicate: str | None = None
-    negated: bool = False
-
-
-class Barrier(NamedTuple):
-    """`bar.sync`: threads wait until so many have come, or all of the CTA."""
-
-    number: str
-    threads: str | None
-    instruction: Instruction
-
-
-Terminator: TypeAlias = FallThrough | Branch | Switch | Return | Barrier
-
-
 @dataclass(slots=True)
 class BasicBlock:
-    """Instructions without a branch between them, and how they end."""
+    """Instructions without a branch between them; the last one may be a branch, a return or a barrier.
+
+    targets: blocks to which that branches
+    """
 
     number: int
     instructions: list[Instruction] = field(default_factory=list)
-    end: Terminator = field(default_factory=FallThrough)
-    size: int = 0  # instructions with the one that ends the block
+    targets: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> Instruction | None:
+        """The branch, return or barrier that ends it."""
+        last = self.instructions[-1] if self.instructions else None
+        return last if last and last.ends_block else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether threads may go on to the next block."""
+        return not self.end or self.end.parts[0] in BARRIERS or bool(self.end.predicate)
 
 
 @dataclass(slots=True)
@@ -129,18 +117,4 @@ class Kernel:
 
     def successors(self) -> list[list[int]]:
         """Blocks that may follow each block."""
-        follows = []
-        for block in self.blocks:
-            after = [block.number + 1] if block.number + 1 < len(self.blocks) else []
-            match block.end:
-                case Branch(target, None):
-                    follows.append([target])
-                case Branch(target):
-                    follows.append([target, *after])
-                case Switch(_, targets):
-                    follows.append(list(targets))
-                case Return(None):
-                    follows.append([])
-                case _:
-                    follows.append(after)
-        return follows
+        return [[*block.targets, *([block.number + 1] if block.goes_on else [])] for block in self.blocks]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tritoncp.executor.ptx.instruction import Address, Instruction, Operand, Vector
+from tritoncp.executor.ptx.instruction import Address, Instruction, Operand, items_of
 
 Emit = Callable[..., None]  # of a block_writer.BlockWriter, the instruction and the match of its form
 CARRY = "%carry"  # the carry flag, as a register
@@ -79,11 +79,10 @@ def registers_of(operand: Operand, registers: dict[str, int]) -> list[str]:
     if isinstance(operand, str):
         name = operand.removeprefix("!")
         return [name] if name in registers else []
+    items = items_of(operand)
     if isinstance(operand, Address):
-        inner = registers_of(operand.coordinates, registers) if operand.coordinates else []
-        return [*registers_of(operand.base, registers), *inner]
-    assert isinstance(operand, Vector)
-    return [r for item in operand.items for r in registers_of(item, registers)]
+        items = (operand.base, *(items if operand.coordinates else ()))
+    return [r for item in items for r in registers_of(item, registers)]
 
 
 def reads_and_writes(i: Instruction, registers: dict[str, int]) -> tuple[list[str], list[str]]:

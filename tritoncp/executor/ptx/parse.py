@@ -8,15 +8,10 @@ from typing import NamedTuple
 from tritoncp.executor.ptx.instruction import (
     WIDTHS,
     Address,
-    Barrier,
     BasicBlock,
-    Branch,
-    FallThrough,
     Instruction,
     Kernel,
     Operand,
-    Return,
-    Switch,
     Vector,
 )
 
@@ -36,7 +31,6 @@ CONSTANT = re.compile(
     r"\.(?:global|const)\s+(?:\.attribute\([^)]*\)\s+)?\.align\s+(\d+)\s+\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?"
     r"(?:\s*=\s*(?:\{([^}]*)\}|([^;]*)))?;"
 )
-BARRIER = re.compile(r"(bar|barrier)(\.cta)?\.sync$|barrier(\.cta)?\.sync\.aligned$")
 LOCAL = re.compile(r"\.local\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]")
 REGISTERS = re.compile(r"\.(?:reg|param)\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(.*)$", re.S)
 ADDRESS = re.compile(r"([%\w$.]+)\s*(?:\+\s*(-?\w+))?$")
@@ -306,41 +300,20 @@ class Body:
 
 
 def blocks_of(statements: list[Label | Instruction], tables: dict[str, list[str]]) -> list[BasicBlock]:
-    """Cut statements into blocks at branches, barriers and the labels that branches name."""
+    """Cut statements into blocks behind branches and barriers, and at the labels that branches name."""
     targets = {str(s.operands[0]) for s in statements if isinstance(s, Instruction) and s.parts[0] == "bra"}
     targets |= {name for table in tables.values() for name in table}
-    blocks, ends, numbers = [BasicBlock(0)], [], {}
-    for s in statements:
-        if isinstance(s, Label):
-            if s in targets:
-                if blocks[-1].size:
-                    blocks.append(BasicBlock(len(blocks)))
-                numbers[str(s)] = blocks[-1].number
-            continue
-        blocks[-1].size += 1
-        if s.parts[0] in ("bra", "brx", "ret", "exit") or BARRIER.match(s.opcode):
-            ends.append((blocks[-1], s))
+    blocks, numbers = [BasicBlock(0)], {}
+    for s in [*statements, Instruction("ret", [])]:
+        entry = isinstance(s, Label) and s in targets
+        if blocks[-1].end or (entry and blocks[-1].instructions):
             blocks.append(BasicBlock(len(blocks)))
-        else:
+        if isinstance(s, Instruction):
             blocks[-1].instructions.append(s)
-    for block, s in ends:
-        block.end = terminator(s, numbers, tables)
-    if isinstance(blocks[-1].end, FallThrough):
-        blocks[-1].end = Return()
+        elif entry:
+            numbers[str(s)] = blocks[-1].number
+    for block in blocks:
+        if block.end and block.end.parts[0] in ("bra", "brx"):
+            label = str(block.end.operands[-1])
+            block.targets = tuple(numbers[name] for name in tables.get(label, [label]))
     return blocks
-
-
-def terminator(
-    i: Instruction, numbers: dict[str, int], tables: dict[str, list[str]]
-) -> Branch | Switch | Return | Barrier:
-    operands = list(map(str, i.operands))
-    match i.opcode:
-        case "bra" | "bra.uni":
-            return Branch(numbers[operands[0]], i.predicate, i.negated)
-        case "ret" | "exit" | "ret.uni":
-            return Return(i.predicate, i.negated)
-        case "brx.idx" | "brx.idx.uni" if not i.predicate:
-            return Switch(operands[0], tuple(numbers[x] for x in tables[operands[1]]))
-        case opcode if BARRIER.match(opcode) and not i.predicate:
-            return Barrier(operands[0], operands[1] if operands[1:] else None, i)
-    raise PtxSyntaxError(f"line {i.line}: {i}")

@@ -157,8 +157,16 @@ class TensorMemory:
             kind += " tcgen05.mma" if name == "tcgen05.mma" else " another warp"
         access.fault(kind, rows, text=text)
 
-    def load(self, access: Access, address: Array, shape: str, n: int, apart: int) -> list[Array]:
-        """Columns of each thread. That they are used before tcgen05.wait::ld is found in the program."""
+    def load(
+        self, access: Access, address: Array, shape: str, apart: int, n: int, halves: str | None
+    ) -> list[Array]:
+        """n registers of each thread. Their use before tcgen05.wait::ld is found in the program.
+
+        halves: ".pack::16b", the lower halves of two columns make a register
+        """
+        if halves:
+            columns = self.load(access, address, shape, apart, 2 * n, None)
+            return [a & u4(0xFFFF) | b << u4(16) for a, b in zip(columns[::2], columns[1::2])]
         idx = self.cells(access, address, shape, n, apart)
         if self.ctas.launch.check and len(access):
             state = self.state[idx]
@@ -177,9 +185,18 @@ class TensorMemory:
         return list(np.ascontiguousarray(out.T))
 
     def store(
-        self, access: Access, address: Array, shape: str, n: int, apart: int, values: tuple[Array, ...]
+        self,
+        access: Access,
+        address: Array,
+        shape: str,
+        apart: int,
+        values: tuple[Array, ...],
+        halves: str | None,
     ) -> None:
-        idx = self.cells(access, address, shape, n, apart)
+        """halves: ".unpack::16b", a register makes the lower halves of two columns"""
+        if halves:
+            values = tuple(half for v in values for half in (v & u4(0xFFFF), v >> u4(16)))
+        idx = self.cells(access, address, shape, len(values), apart)
         if self.ctas.launch.check and len(access):
             busy = (self.state[idx] & (STORING | LOADING)) != 0
             self.report(access, "write of tensor memory before tcgen05.wait", busy, idx)
@@ -189,19 +206,6 @@ class TensorMemory:
         self.state[idx] = WRITTEN | STORING if self.ctas.launch.check else WRITTEN
         self.data[idx] = access.pick(np.stack(values, 1))
         self.ctas.progress += 1
-
-    def load_pairs(self, access: Access, address: Array, shape: str, n: int, apart: int) -> list[Array]:
-        """`.pack::16b`: the lower halves of two columns make a register."""
-        columns = self.load(access, address, shape, 2 * n, apart)
-        low = u4(0xFFFF)
-        return [(a & low) | (b << u4(16)) for a, b in zip(columns[::2], columns[1::2])]
-
-    def store_pairs(
-        self, access: Access, address: Array, shape: str, n: int, apart: int, values: tuple[Array, ...]
-    ) -> None:
-        """`.unpack::16b`: a register makes the lower halves of two columns."""
-        halves = tuple(half for v in values for half in (v & u4(0xFFFF), v >> u4(16)))
-        self.store(access, address, shape, 2 * n, apart, halves)
 
     def check(self, access: Access, kind: str, shadow: Array, idx: Array) -> None:
         tags = shadow[idx]

@@ -225,7 +225,7 @@ class Tma:
         handles: Array,
         coordinates: tuple[Array, ...],
         source: Array,
-        operation: str | None,
+        operation: str | None = None,
     ) -> None:
         for box in self.boxes(access, handles, coordinates, source, "write"):
             self.write(box, self.taken(box.one, box.units, box.map.element), operation)

@@ -1,12 +1,12 @@
-"""Instructions that are one expression of their operands: arithmetic, bits, conversions, calls of units."""
+"""Arithmetic, bits and conversions: an opcode is one expression of its operands."""
 
 from __future__ import annotations
 
 import re
-from string import Formatter
 
+from tritoncp.executor.forms.formula import finish, formula, source
 from tritoncp.executor.ptx.block_writer import NUMPY, BlockWriter
-from tritoncp.executor.ptx.instruction import Address, Instruction, Operand, Vector
+from tritoncp.executor.ptx.instruction import Instruction
 from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 
 SIGNS = {"add": "+", "sub": "-", "mul": "*"}
@@ -15,100 +15,6 @@ ALL_INTEGERS = f"u8|s8|{INTEGERS}"
 BITS = "b16|b32|b64"
 HALVES = "f16|bf16|f16x2|bf16x2"
 ROUND = "rni|rzi|rmi|rpi"
-
-
-def formula(expression: str, *templates: str, of: str = "", to: str = "") -> None:
-    """Register opcodes whose result is an expression of NumPy arrays.
-
-    Args:
-        expression: `{a}`, `{b}`, `{c}`, `{d}` are the operands; all but `{a}` may be scalars, in capitals
-            they are arrays. `{op}` is the first part of the opcode, `{NaN}` if it has that one, `{t}` the
-            NumPy type of the result; others are choices of the template.
-        of: types of the operands, the last one for all that follow; default: the choice `of`, or the type at
-            the opcode's end
-        to: type of the result; default: the choice `to`, or the type of the first operand
-    """
-    names = {name for _, name, _, _ in Formatter().parse(expression) if name}
-    count = len({name.lower() for name in names if len(name) == 1} - {"t"})
-
-    def emit(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-        d, *operands = i.operands
-        if len(operands) != count:
-            raise UnsupportedInstruction(f"{len(operands)} operands")
-        words: dict[str, object] = {"op": i.parts[0], "NaN": "NaN" in i.parts, **m.groupdict()}
-        if "type" in words:
-            words["wide"] = f"{m['type'][0]}{2 * int(m['type'][1:])}" if m["type"][1:].isdigit() else ""
-        types = (of.format(**words) or str(words.get("of", i.parts[-1]))).split()
-        result = to.format(**words) or str(words.get("to", types[0]))
-        for name, operand, t in zip("abcd", operands, types + types[-1:] * 4):
-            words[name.upper()] = source(w, i, operand, t)
-            words[name] = words["A"] if name == "a" else source(w, i, operand, t, scalar=True)
-        w.write(d, NUMPY[result], finish(i, result, expression.format(t=NUMPY[result], **words)), i)
-
-    form(*templates)(emit)
-
-
-def effect(call: str, *templates: str, of: str = "u32") -> None:
-    """Register opcodes without a result, which call a memory or unit, or do nothing.
-
-    Args:
-        call: the statement, where `{access}` is the access by the threads of the predicate, `{A}`, `{B}` are
-            the operands as arrays, addresses among them, and `{a}`, `{b}` immediate numbers
-        of: type of operands that are registers
-    """
-    names = {name for _, name, _, _ in Formatter().parse(call) if name}
-
-    def emit(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-        words = m.groupdict()
-        if "access" in names:
-            words["access"] = w.access(i)
-        elif call:
-            unguarded(i)
-        for name, operand in zip("abcd", i.operands):
-            if name in names:
-                words[name] = str(immediate(w, operand))
-            elif name.upper() in names:
-                words[name.upper()] = array_of(w, operand, of)
-        if call:
-            w.line(call.format(**words))
-
-    form(*templates, writes="none")(emit)
-
-
-def array_of(w: BlockWriter, operand: Operand, t: str) -> str:
-    return w.address(operand, "u8") if isinstance(operand, Address) else w.array(operand, NUMPY[t])
-
-
-def immediate(w: BlockWriter, operand: Operand) -> int:
-    if w.is_register(operand):
-        raise UnsupportedInstruction(f"{operand} in place of a number")
-    return int(str(operand), 0)
-
-
-def unguarded(i: Instruction) -> None:
-    if i.predicate:
-        raise UnsupportedInstruction(f"{i} with a predicate")
-
-
-def items_of(operand: Operand) -> tuple[Operand, ...]:
-    return operand.items if isinstance(operand, Vector) else (operand,)
-
-
-def source(w: BlockWriter, i: Instruction, operand: Operand, t: str, scalar: bool = False) -> str:
-    """An operand, flushed where the opcode says so. 2^x of a subnormal x is 1, flushed or not."""
-    x = (w.read if scalar else w.array)(operand, NUMPY[t])
-    return f"F.ftz({x})" if "ftz" in i.parts and t == "f32" and i.parts[0] != "ex2" else x
-
-
-def finish(i: Instruction, t: str, expression: str) -> str:
-    """Flush and clamp a result where the opcode says so."""
-    if "ftz" in i.parts and t == "f32":
-        expression = f"F.ftz({expression})"
-    clamp = "relu" if "relu" in i.parts else "sat" if "sat" in i.parts and "f" in t else ""
-    if clamp and "f16" in t:
-        return f"F.finish16('{clamp}', '{t}', {expression})"
-    return f"F.{'saturate' if clamp == 'sat' else 'relu'}({expression})" if clamp else expression
-
 
 # sums and products
 for name, sign in SIGNS.items():
