@@ -58,7 +58,7 @@ def test_barriers_order_tensor_memory(dropped: str) -> None:
         ("@!%p2 bra MEET;", "setp.lt.u32 %p3, %r1, 96; @!%p3 bra MEET;", "was never written"),
         ("[%r2], {%r4}", "[%r2+32], {%r4}", "out of bounds tensor memory"),
         ("and.b32 %r3, %r1, 96;", "mov.b32 %r3, 0;", "lanes of tensor memory of another warp"),
-        ("END: bar.sync 2;", "END:", "tcgen05.dealloc that does not wait for the last access"),
+        ("END: bar.sync 2;", "END:", "race on tensor memory: tcgen05.dealloc"),
         ("@%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 32;", "", "tensor memory is not freed"),
     ],
 )  # fmt: skip

@@ -12,9 +12,12 @@ one on the way from the write to its use.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from tritoncp.executor.threads import Access
 
 Array = np.ndarray[Any, Any]
 SHIFT, AGENTS = 6, 63  # bits of the agent in a tag
@@ -129,17 +132,70 @@ class Clocks:
         return names.get(agent, f"wgmma of warpgroup {agent - self.group}")
 
 
-def note_readers(reader: Array, reader2: Array, cells: Any, tag: Array) -> None:
-    """Tag cells with their last reader; one of another agent before it stays known as the second one."""
-    before = reader[cells]
-    reader[cells] = tag
-    now = reader[cells]
-    for other in (before, tag):  # several agents may read one cell at once
-        lost = (other != 0) & ((other ^ now) & AGENTS != 0)
-        if not lost.any():
-            continue
-        at, tags = np.nonzero(lost), np.broadcast_to(other, lost.shape)
-        if isinstance(cells, tuple):  # of slices
-            reader2[cells][at] = tags[at]
-        else:  # an index of which cells may come twice
-            reader2[(cells[at[: cells.ndim]], *at[cells.ndim :])] = tags[at]
+class Shadow:
+    """Tags of each cell of a memory: of its last writer, its last reader, and another reader before that."""
+
+    def __init__(self, memory: str, clocks: Clocks, *arrays: Array) -> None:
+        self.memory, self.clocks = memory, clocks
+        self.writer, self.reader, self.reader2 = arrays
+
+    def shaped(self, *shape: int) -> Shadow:
+        """The same cells in another shape."""
+        parts = (self.writer, self.reader, self.reader2)
+        return Shadow(self.memory, self.clocks, *(x.reshape(shape) for x in parts))
+
+    def check(
+        self,
+        access: Access,
+        cells: Any,
+        kind: str,
+        writes: bool = False,
+        address: Array | None = None,
+        own: int | None = None,
+        same: Array | None = None,
+    ) -> bool:
+        """Report threads whose access to cells does not come after the last write of these; where it writes,
+        after the last reads too. Whether there are any.
+
+        own:  an agent on whose behalf the threads act
+        same: threads that write what the cells hold: no race with another write
+        """
+        before = [("write", self.writer), ("read", self.reader), ("read", self.reader2)]
+        faulty = False
+        for what, tags_of in before if writes else before[:1]:
+            tags = tags_of[cells].reshape(len(access), -1)
+            late = self.clocks.unordered(tags, access.cta, access.warp, own)
+            if late is not None and what == "write" and same is not None:
+                late &= ~same[:, None]
+            if late is None or not late.any():
+                continue
+            row = int(np.flatnonzero(late.any(1))[0])
+            name = self.clocks.agent_name(int(tags[row][late[row]][0]))
+            unit = "another warp" if name.startswith("warp") else name.split(" of ")[0]
+            text = f"warp {int(access.warp[row])} does not wait for {name}"
+            faulty = access.fault(
+                f"race on {self.memory} memory: {kind} after the {what} of {unit}", late, address, None, text
+            )
+            if what == "read":
+                break
+        return faulty
+
+    def note_reader(self, cells: Any, tag: Array) -> None:
+        """Tag cells with their last reader; one of another agent before it stays known as the second one."""
+        before = self.reader[cells]
+        self.reader[cells] = tag
+        now = self.reader[cells]
+        for other in (before, tag):  # several agents may read one cell at once
+            lost = (other != 0) & ((other ^ now) & AGENTS != 0)
+            if not lost.any():
+                continue
+            at, tags = np.nonzero(lost), np.broadcast_to(other, lost.shape)
+            if isinstance(cells, tuple):  # of slices
+                self.reader2[cells][at] = tags[at]
+            else:  # an index of which cells may come twice
+                self.reader2[(cells[at[: cells.ndim]], *at[cells.ndim :])] = tags[at]
+
+
+def no_accesses(memory: str, clocks: Clocks, cells: int) -> Shadow:
+    """The shadow of a memory that nobody accessed."""
+    return Shadow(memory, clocks, *(np.zeros(cells, np.int32) for _ in range(3)))

@@ -12,10 +12,10 @@ from tritoncp.executor.counters import LaunchCounts
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue, FaultLog
 from tritoncp.executor.memory.async_copies import AsyncCopies
-from tritoncp.executor.memory.generic_memory import GenericMemory, LocalMemory
 from tritoncp.executor.memory.global_memory import GlobalMemory
+from tritoncp.executor.memory.memory import GenericMemory
 from tritoncp.executor.memory.regions import Extent
-from tritoncp.executor.memory.shared_memory import SharedMemory
+from tritoncp.executor.memory.shared_memory import LocalMemory, SharedMemory
 from tritoncp.executor.program import PtxProgram
 from tritoncp.executor.ptx.instruction import WIDTHS
 from tritoncp.executor.scheduler import Scheduler
@@ -138,8 +138,8 @@ def build_ctas(launch: GridExecution, programs: Array) -> Ctas:
     """Make CTAs for programs of these numbers."""
     ctas = Ctas(launch, programs)
     ctas.globals = launch.memory
-    ctas.shared = SharedMemory(ctas, launch.shared_bytes, launch.granule)
-    ctas.local = LocalMemory(ctas, launch.local_bytes)
+    ctas.shared = SharedMemory(ctas, launch.shared_bytes, launch.granule, ctas.n)
+    ctas.local = LocalMemory(ctas, launch.local_bytes, launch.granule, ctas.count)
     ctas.generic = GenericMemory(ctas)
     ctas.async_copies = AsyncCopies(ctas)
     ctas.mbarriers = Mbarriers(ctas)

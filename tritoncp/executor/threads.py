@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,6 @@ class Threads:
         self.program = ctas.program[pick]
         self.laneid = self.tid_x & u4(31)
         self.warpid = self.tid_x >> u4(5)
-        self.shared_base = self.cta * ctas.shared.size
         self.whole = lanes is None or self.are_runs(32)
         self._full: dict[tuple[str, bytes], Array] = {}
         self._tags: tuple[int, Array | None] = -1, None
@@ -108,15 +107,6 @@ class Access:
     def positions(self) -> Array:
         return np.arange(self.threads.count) if self.at is None else self.at
 
-    @property
-    def mask(self) -> Array | None:
-        """Whether each thread of the group takes part, None where all do."""
-        if self.at is None:
-            return None
-        mask = np.zeros(self.threads.count, bool)
-        mask[self.at] = True
-        return mask
-
     def some(self, rows: Array | None) -> Access:
         """The access by these rows of the threads, which may repeat; None for all."""
         return self if rows is None else Access(self.threads, self.site, self.positions[rows])
@@ -138,24 +128,30 @@ class Access:
     def fault(
         self,
         kind: str,
-        rows: Array | None = None,
-        address: int | None = None,
+        bad: Array | None = None,
+        address: Array | int | None = None,
         tensor: str | None = None,
-        text: str = "",
-    ) -> None:
-        """Report a fault of these rows of the threads, or of all."""
-        threads, at = self.threads, self.some(rows).positions
-        first = at[0]
+        text: str | Callable[[int], str] = "",
+    ) -> bool:
+        """Report a fault of the threads that are bad, or of all; whether there are any.
+
+        bad:     [threads, ...]; one true element is enough
+        address: of each thread, or the only one
+        text:    or a function of the row of the first bad thread
+        """
+        if not (len(self) if bad is None else bad.any()):
+            return False
+        rows = np.arange(len(self)) if bad is None else np.unique(np.nonzero(bad)[0])
+        threads, at, first = self.threads, self.positions[rows], self.positions[rows[0]]
         near = at[threads.cta[at] == threads.cta[first]][:4]
-        program = tuple(int(x[first]) for x in (threads.ctaid_x, threads.ctaid_y, threads.ctaid_z))
-        names = tuple(dict.fromkeys(int(x) for x in threads.tid_x[near]))
         self.ctas.launch.log.add(
             kind,
             self.site,
             len(at),
-            program=program,
-            threads=names,
-            address=address,
+            program=tuple(int(x[first]) for x in (threads.ctaid_x, threads.ctaid_y, threads.ctaid_z)),
+            threads=tuple(dict.fromkeys(int(x) for x in threads.tid_x[near])),
+            address=int(address[rows[0]]) if isinstance(address, np.ndarray) else address,
             tensor=tensor,
-            text=text,
+            text=text if isinstance(text, str) else text(int(rows[0])),
         )
+        return True

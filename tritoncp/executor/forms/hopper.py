@@ -50,7 +50,7 @@ effect(
     of="{of}",
 )
 PUBLISH = "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release"
-effect("S.tma.publish({access}, {A}, {B})", f"{PUBLISH}.<scope:gpu|cta|sys>.sync.aligned")
+effect("S.tma.publish({access}, {A}, {B}, {c:number})", f"{PUBLISH}.<scope:gpu|cta|sys>.sync.aligned")
 without_effect("wgmma.fence.sync.aligned")  # registers are read when the product is issued
 effect("S.wgmma.commit(T)", "wgmma.commit_group.sync.aligned")
 effect("S.wgmma.wait(T, {a:number})", "wgmma.wait_group.sync.aligned")

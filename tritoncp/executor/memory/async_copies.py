@@ -38,7 +38,7 @@ class AsyncCopies:
             return
         data = self.read(access, access.pick(of), nbytes, None if taken is None else access.pick(taken))
         idx = shared.locate(access, to, nbytes, "cp.async")
-        shared.check_write(access, idx, nbytes, None, "cp.async")
+        shared.check_race(access, idx, nbytes, "cp.async")
         shared.check_busy(access, "cp.async", idx, nbytes)
         shared.expect_copy(idx, nbytes, access.tags[:, None])
         self.copies.add(access.lanes, idx, data, np.zeros(len(access), bool))

@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.memory.atomics import update
+from tritoncp.executor.memory.memory import Memory, holds
 from tritoncp.executor.memory.regions import (
     PLACE_MASK,
     REGION_MASK,
     REGION_SHIFT,
-    UNSIGNED,
     Extent,
     Region,
-    holds,
     regions_of,
     tagged,
 )
@@ -28,8 +26,10 @@ SHARED_READ = -2  # read by several programs
 BLIND, WRITES = ("store", "TMA store"), ("store", "TMA store", "TMA reduction", "atomic")
 
 
-class GlobalMemory:
+class GlobalMemory(Memory):
     """Tensors of a launch. Addresses carry the number of the region that they were derived from."""
+
+    name = "global"
 
     def __init__(self, extents: list[Extent], granule: int, check: bool) -> None:
         self.regions, self.granule, self.check = regions_of(extents, granule, check), granule, check
@@ -63,6 +63,16 @@ class GlobalMemory:
 
     # where an access lies
 
+    def places(
+        self, access: Access, address: Array, nbytes: int, kind: str
+    ) -> Iterator[tuple[Access, Region, Array]]:
+        for region, rows, idx in self.locate(access, access.pick(address), nbytes, kind):
+            yield access.some(rows), region, idx
+
+    def count(self, access: Access, address: Array, nbytes: int, way: str) -> None:
+        if access.ctas.counts is not None:
+            access.ctas.counts.global_access(access, address, nbytes, way)
+
     def locate(
         self, access: Access, a: Array, nbytes: int, kind: str
     ) -> Iterator[tuple[Region, Array | None, Array]]:
@@ -71,7 +81,7 @@ class GlobalMemory:
             return
         wrong = (a & u8(nbytes - 1)) != 0
         if nbytes > 1 and wrong.any():
-            self.fault(access, f"misaligned global {kind} of {nbytes} bytes", a, np.flatnonzero(wrong))
+            self.fault(access, f"misaligned global {kind} of {nbytes} bytes", a, wrong)
             keep = np.flatnonzero(~wrong)
             for region, rows, idx in self.locate(access.some(keep), a[keep], nbytes, kind):
                 yield region, keep if rows is None else keep[rows], idx
@@ -88,14 +98,14 @@ class GlobalMemory:
         numbers = self.numbers(a)
         place = a & u8(PLACE_MASK)
         for n in np.unique(numbers):
-            rows = np.flatnonzero(numbers == n)
-            ok = np.zeros(len(rows), bool)
+            here = ok = numbers == n
             if 0 <= n < len(self.regions):
                 region = self.regions[n]
-                ok = (place[rows] >= u8(region.start)) & (place[rows] + u8(nbytes) <= u8(region.end))
-            if not ok.all():
-                self.fault(access, f"out of bounds global {kind}", a, rows[~ok])
-                rows = rows[ok]
+                ok = here & (place >= u8(region.start)) & (place + u8(nbytes) <= u8(region.end))
+            else:
+                ok = np.zeros(len(a), bool)
+            self.fault(access, f"out of bounds global {kind}", a, here & ~ok)
+            rows = np.flatnonzero(ok)
             if len(rows):
                 idx = ((place[rows] - u8(region.base)) // u8(nbytes)).astype(np.int64)
                 self.check_content(access.some(rows), region, a[rows], idx, nbytes, kind)
@@ -110,33 +120,44 @@ class GlobalMemory:
         return numbers
 
     def fault(self, access: Access, kind: str, a: Array, bad: Array) -> None:
-        """Report the rows of an access whose addresses are bad."""
-        address = int(a[bad[0]])
-        text = "" if kind.startswith("misaligned") else self.place(address)
-        access.fault(kind, bad, address & PLACE_MASK, self.label_of(address), text)
+        """Report the threads of an access whose addresses are bad, if there are any."""
+        if bad.any():
+            address = int(a[np.nonzero(bad)[0][0]])
+            text = "" if kind.startswith("misaligned") else self.place(address)
+            access.fault(kind, bad, address & PLACE_MASK, self.label_of(address), text)
 
     def check_content(
         self, access: Access, region: Region, a: Array, idx: Array, nbytes: int, kind: str
     ) -> None:
         """Report bytes between elements, and those that are read before anybody wrote them."""
         if region.holes is not None:
-            bad = np.flatnonzero(region.holes.reshape(-1, nbytes)[idx].any(1))
-            if len(bad):
-                self.fault(access, "global access between the elements of a strided tensor", a, bad)
+            bad = region.holes.reshape(-1, nbytes)[idx]
+            self.fault(access, "global access between the elements of a strided tensor", a, bad)
         if region.unwritten is None:
             return
         unwritten = region.unwritten.reshape(-1, nbytes)
         if kind not in BLIND:
-            bad = np.flatnonzero((unwritten[idx] & access.used_bytes(nbytes)).any(1))
-            if len(bad):
-                self.fault(access, "read of global memory that was never written", a, bad)
+            bad = unwritten[idx] & access.used_bytes(nbytes)
+            self.fault(access, "read of global memory that was never written", a, bad)
         if kind in WRITES:
             unwritten[idx] = False
 
     # races
 
+    def check_atomic(self, access: Access, region: Region, idx: Array, nbytes: int) -> None:
+        """Programs and warps may update one address."""
+
+    def note_write(self, access: Access, region: Region, idx: Array, nbytes: int) -> None:
+        """The check has noted the writer."""
+
     def observe(
-        self, access: Access, region: Region, idx: Array, nbytes: int, data: Array | None = None
+        self,
+        access: Access,
+        region: Region,
+        idx: Array,
+        nbytes: int,
+        data: Array | None = None,
+        kind: str = "",
     ) -> None:
         """Look for races of programs, and of a program's warps with a write of another, and note an access.
 
@@ -152,15 +173,19 @@ class GlobalMemory:
         if data is not None:
             read = readers[idx]
             bad |= (read != 0) & (read != me)
-        if bad.any():
-            rows = np.flatnonzero(bad.any(1))
-            number = int(other[rows[0]].max()) - 1
-            text = f"program number {number} wrote it" if number >= 0 else "another program read it"
-            self.race(access, "two programs", rows, region, data, text)
-        self.observe_warps(access, region, idx, nbytes, other == me, data)
+        way = "read" if data is None else "write"
+        race = f"race of two programs on global memory: {way}"
+        access.fault(race, bad, None, region.label, lambda row: program_text(int(other[row].max())))
+        # Of the program's own warps
+        tags = region.tags.reshape(-1, k)
+        late = access.ctas.clocks.unordered(np.where(other == me, tags[idx], 0), access.cta, access.warp)
+        if late is not None:
+            same = False if data is None else holds(region.views, idx, nbytes, data)
+            race = f"race of two warps on global memory: {way}"
+            access.fault(race, late.any(1) & ~np.asarray(same), None, region.label)
         if data is not None:
             writers[idx] = me
-            region.tags.reshape(-1, k)[idx] = access.tags[:, None]
+            tags[idx] = access.tags[:, None]
             return
         before = readers[idx]
         readers[idx] = np.where((before != 0) & (before != me), SHARED_READ, me)
@@ -168,80 +193,8 @@ class GlobalMemory:
         if (after != me).any():
             readers[idx] = np.where(after != me, SHARED_READ, after)
 
-    def observe_warps(
-        self, access: Access, region: Region, idx: Array, nbytes: int, own: Array, data: Array | None
-    ) -> None:
-        """Report accesses to what another warp of the program wrote, with no barrier between them."""
-        if not own.any():
-            return
-        tags = np.where(own, region.tags.reshape(-1, own.shape[1])[idx], 0)
-        late = access.ctas.clocks.unordered(tags, access.cta, access.warp)
-        if late is None:
-            return
-        bad = late.any(1) if data is None else late.any(1) & ~holds(region.views, idx, nbytes, data)
-        if bad.any():
-            self.race(access, "two warps", np.flatnonzero(bad), region, data)
-
-    def race(
-        self, access: Access, whose: str, rows: Array, region: Region, data: Array | None, text: str = ""
-    ) -> None:
-        kind = f"race of {whose} on global memory: {'read' if data is None else 'write'}"
-        access.fault(kind, rows, None, region.label, text)
-
-    # threads
-
-    def load(self, access: Access, address: Array, t: str, n: int) -> list[Array]:
-        nbytes = int(t[1]) * n
-        if access.ctas.counts is not None:
-            access.ctas.counts.global_access(access, address, nbytes, "read")
-        out = np.zeros(access.threads.count, UNSIGNED[nbytes])
-        for region, rows, idx in self.locate(access, access.pick(address), nbytes, "load"):
-            part = access.some(rows)
-            self.observe(part, region, idx, nbytes)
-            out[part.where] = region.views[nbytes].take(idx)
-        return split(out, t, n)
-
-    def store(self, access: Access, address: Array, values: tuple[Array, ...]) -> None:
-        nbytes = values[0].itemsize * len(values)
-        if access.ctas.counts is not None:
-            access.ctas.counts.global_access(access, address, nbytes, "write")
-        data = access.pick(joined(values))
-        for region, rows, idx in self.locate(access, access.pick(address), nbytes, "store"):
-            part, given = access.some(rows), data if rows is None else data[rows]
-            self.observe(part, region, idx, nbytes, given)
-            access.ctas.progress += not holds(region.views, idx, nbytes, given).all()
-            region.views[nbytes][idx] = given
-            if self.check and (lost := ~holds(region.views, idx, nbytes, given)).any():
-                kind = "race on global memory: several threads write different values to one address"
-                part.fault(kind, np.flatnonzero(lost), None, region.label)
-
-    def atomic(
-        self, access: Access, address: Array, t: str, kind: str, operation: str, values: tuple[Array, ...]
-    ) -> Array:
-        """Update memory, one thread after the other in the launch's order; return the old values."""
-        nbytes = int(t[1])
-        if access.ctas.counts is not None:
-            access.ctas.counts.global_access(access, address, nbytes, "write")
-        access = access.some(access.ctas.launch.order(len(access)))
-        out = np.zeros(access.threads.count, t)
-        for region, rows, idx in self.locate(access, access.pick(address), nbytes, "atomic"):
-            part = access.some(rows)
-            given = tuple(part.pick(v) for v in values)
-            out[part.where] = old = update(region.views[nbytes].view(t), idx, kind, operation, given)
-            access.ctas.progress += not np.array_equal(old, region.views[nbytes].view(t)[idx])
-        return out
+    check_read = check_write = observe
 
 
-def split(packed: Array, t: str, n: int) -> list[Array]:
-    """The n elements of each thread's vector."""
-    if n == 1:
-        return [packed.view(t)]
-    return list(np.ascontiguousarray(packed.view(t).reshape(len(packed), n).T))
-
-
-def joined(values: tuple[Array, ...]) -> Array:
-    """One item for each thread's vector."""
-    if len(values) == 1:
-        return values[0]
-    nbytes = values[0].itemsize * len(values)
-    return np.stack(values, 1).reshape(-1).view(UNSIGNED[nbytes])
+def program_text(writer: int) -> str:
+    return f"program number {writer - 1} wrote it" if writer > 0 else "another program read it"

@@ -31,14 +31,6 @@ def tagged(address: int, region: int) -> int:
     return address | (region + 1) << REGION_SHIFT
 
 
-def holds(views: dict[int, Array], idx: Array, nbytes: int, data: Array) -> Array:
-    """Whether memory has these data at each index of units of nbytes."""
-    if nbytes <= 8:
-        return views[nbytes][idx] == data
-    words = nbytes // 8
-    return (views[8].reshape(-1, words)[idx] == data.view(np.uint64).reshape(-1, words)).all(1)
-
-
 @dataclass
 class Extent:
     """Bytes that a launch may touch, of a tensor or of the compiler's memory."""

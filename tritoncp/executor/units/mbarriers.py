@@ -70,7 +70,7 @@ class Mbarriers:
         """Note that a thread writes the memory of a barrier."""
         shared, one = self.ctas.shared, access.some(np.zeros(1, int))
         idx = shared.locate(one, address, 8, "mbarrier")
-        shared.check_write(one, idx, 8, None, "mbarrier")
+        shared.check_race(one, idx, 8, "mbarrier")
         shared.note_writer(idx, 8, one.tags[:, None])
         shared.mark(idx, 8, state)
 
@@ -103,10 +103,8 @@ class Mbarriers:
         if self.ctas.launch.check:
             warp, clock = b.initialiser
             knows = self.ctas.clocks.knows[key[0], access.warp, warp]
-            late = np.flatnonzero((knows < clock) & (access.warp != warp))
-            if len(late):
-                kind = "mbarrier used by another warp before a barrier follows its initialisation"
-                access.fault(kind, late, key[1])
+            kind = "mbarrier used by another warp before a barrier follows its initialisation"
+            access.fault(kind, (knows < clock) & (access.warp != warp), key[1])
         return b
 
     def arrive(self, access: Access, address: Array, count: Array, nbytes: Array | None) -> None:

@@ -71,11 +71,11 @@ def read_operand(
         access.ctas.counts.operand(n * rows * k * nbytes)
     offset = unit_offsets(descriptor, swizzle, rows, k, t, transposed)
     if offset.max() + 16 > shared.used:
-        bad = np.flatnonzero((offset.reshape(n, -1) + 16 > shared.used).any(1))
+        bad = offset.reshape(n, -1) + 16 > shared.used
         text = f"{shared.used} bytes are allocated"
         access.fault(f"out of bounds shared {what}", bad, int(offset.max()), None, text)
         offset = np.clip(offset, 0, shared.used // 16 * 16 - 16)
-    units = (offset + access.pick(access.threads.shared_base)[:, None, None]) // 16
+    units = (offset + shared.starts(access)[:, None, None]) // 16
     if shared.check:
         flat, row = units.reshape(-1), np.repeat(np.arange(n), units[0].size)
         for reader in readers:

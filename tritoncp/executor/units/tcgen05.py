@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tritoncp.executor.arithmetic.warps import NBYTES, decode
-from tritoncp.executor.clocks import SHIFT, note_readers
+from tritoncp.executor.clocks import SHIFT
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
 from tritoncp.executor.threads import Access
@@ -147,21 +147,12 @@ class Tcgen05:
             access.fault("tcgen05.mma adds to tensor memory that was never written")
         if (state & (STORING | LOADING)).any():
             access.fault("tcgen05.mma to tensor memory before tcgen05.wait")
-        for shadow in (tensor.writer, tensor.reader, tensor.reader2):
-            self.check(access, cells, shadow, "the result")
-        tensor.columns(tensor.writer)[cells] = self.tags(access.cta)[:, None, None, None]
+        shadow, own = tensor.shadow.shaped(self.ctas.n, 4, 32, COLUMNS), self.ctas.clocks.tensor
+        shadow.check(access, cells, "the result of tcgen05.mma", True, own=own)
+        shadow.writer[cells] = self.tags(access.cta)
 
     def tags(self, cta: Array) -> Array:
-        return (self.opened[cta] << SHIFT) | np.int32(self.ctas.clocks.tensor)
-
-    def check(self, access: Access, cells: Any, shadow: Array, what: str) -> None:
-        """Races of a product with accesses of warps to tensor memory."""
-        tags = self.ctas.tensor.columns(shadow)[cells].reshape(len(access), -1)
-        clocks = self.ctas.clocks
-        late = clocks.unordered(tags, access.cta, access.warp, clocks.tensor)
-        if late is not None:
-            kind = f"race on tensor memory: {what} of tcgen05.mma after another warp's access"
-            access.fault(kind, np.flatnonzero(late.any(1)), text=clocks.agent_name(int(tags[late][0])))
+        return ((self.opened[cta] << SHIFT) | np.int32(self.ctas.clocks.tensor))[:, None, None, None]
 
     def stored_operand(self, access: Access, a: int, d: int, shape: ProductShape) -> Array:
         """[CTAs, M, K] of operand A in tensor memory."""
@@ -177,9 +168,9 @@ class Tcgen05:
                 access.fault("operand A of tcgen05.mma was never written")
             if (state & STORING).any():
                 access.fault("operand A of tcgen05.mma before tcgen05.wait::st")
-            self.check(access, cells, tensor.writer, "operand A")
-            tags = self.tags(access.cta)[:, None, None, None]
-            note_readers(tensor.columns(tensor.reader), tensor.columns(tensor.reader2), cells, tags)
+            shadow, own = tensor.shadow.shaped(self.ctas.n, 4, 32, COLUMNS), self.ctas.clocks.tensor
+            shadow.check(access, cells, "operand A of tcgen05.mma", own=own)
+            shadow.note_reader(cells, self.tags(access.cta))
         raw = np.ascontiguousarray(tensor.columns(tensor.data)[cells])
         return decode(shape.a, raw.reshape(-1).view(f"u{nbytes}")).reshape(-1, shape.m, shape.k)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.clocks import note_readers
+from tritoncp.executor.clocks import no_accesses
 from tritoncp.executor.commit_groups import CommitGroups
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
@@ -32,7 +32,7 @@ class TensorMemory:
         cells = self.ctas.n * LANES * COLUMNS
         self.data = np.full(cells, 0xFFFFFFFF, u4)
         self.state = np.zeros(cells, u1)
-        self.writer, self.reader, self.reader2 = (np.zeros(cells, np.int32) for _ in range(3))
+        self.shadow = no_accesses("tensor", self.ctas.clocks, cells)
         self.allocated = np.zeros((self.ctas.n, COLUMNS), bool)
         self.permit = np.ones(self.ctas.n, bool)
         self.accesses = {what: CommitGroups(self.ctas.count) for what in ("ld", "st")}  # with their cells
@@ -64,7 +64,7 @@ class TensorMemory:
         bases = np.zeros(len(lead), u4)
         for row, cta in enumerate(lead.cta):
             if not self.permit[cta]:
-                lead.fault("tcgen05.alloc after its permit was given up", np.full(1, row))
+                lead.some(np.full(1, row)).fault("tcgen05.alloc after its permit was given up")
             free = [c for c in range(0, COLUMNS, columns) if not self.allocated[cta, c : c + columns].any()]
             if not free:
                 kind = "deadlock: tcgen05.alloc waits for tensor memory that nobody frees"
@@ -76,7 +76,7 @@ class TensorMemory:
             bases[row] = base
         shared = self.ctas.shared
         idx = shared.locate(lead, at, 4, "tcgen05.alloc")
-        shared.write(lead, idx, 4, bases, "tcgen05.alloc")
+        shared.write(lead, shared, idx, 4, bases, "tcgen05.alloc")
         shared.mark(idx, 4, SHARED_WRITTEN)  # not by a store, which would need a fence
 
     def free(self, access: Access, base: Array, columns: int) -> None:
@@ -87,19 +87,13 @@ class TensorMemory:
                 one.fault("tcgen05.dealloc of columns that are not allocated", None, b)
                 continue
             if self.ctas.launch.check:
-                self.check_free(one, np.s_[cta, :, :, b : b + columns])
+                self.check_free(one, np.s_[cta : cta + 1, :, :, b : b + columns])
             self.allocated[cta, b : b + columns] = False
 
     def check_free(self, one: Access, cells: Any) -> None:
         if (self.columns(self.state)[cells] & (STORING | LOADING)).any():
             one.fault("tcgen05.dealloc before tcgen05.wait")
-        for shadow in (self.writer, self.reader, self.reader2):
-            tags = self.columns(shadow)[cells].reshape(1, -1)
-            late = self.ctas.clocks.unordered(tags, one.cta, one.warp)
-            if late is not None:
-                name = self.ctas.clocks.agent_name(int(tags[late][0]))
-                one.fault("tcgen05.dealloc that does not wait for the last access", text=name)
-                return
+        self.shadow.shaped(self.ctas.n, 4, 32, COLUMNS).check(one, cells, "tcgen05.dealloc", True)
 
     def relinquish(self, access: Access) -> None:
         self.prepare()
@@ -118,9 +112,8 @@ class TensorMemory:
         self.prepare()
         self.need_uniform(access)
         a, lane = (access.pick(x).astype(np.int64) for x in (address, access.threads.laneid))
-        differ = np.flatnonzero(a != np.repeat(a[::32], 32))
-        if len(differ):
-            access.fault("an address of tensor memory that differs inside of a warp", differ)
+        differ = a != np.repeat(a[::32], 32)
+        access.fault("an address of tensor memory that differs inside of a warp", differ)
         quarter = access.warp % 4 * 32
         row, column = a >> 16, a & 0xFFFF
         if shape == "32x32b":
@@ -129,33 +122,19 @@ class TensorMemory:
         else:  # 16x32bx2: the upper half of the warp lies `apart` columns on
             wrong = (row & ~16) != quarter
             row, column = row + lane % 16, column + (lane >> 4) * apart
-        if wrong.any():
-            kind = "a warp's access to lanes of tensor memory of another warp"
-            access.fault(kind, np.flatnonzero(wrong), int(a[wrong][0]))
+        if access.fault("a warp's access to lanes of tensor memory of another warp", wrong, a):
             row = quarter + lane
-        if column.max(initial=0) + n > COLUMNS:
-            access.fault("out of bounds tensor memory", np.zeros(1, int), int(column.max()))
+        if access.fault("out of bounds tensor memory", column + n > COLUMNS, a):
             column = np.minimum(column, COLUMNS - n)
         span = column[:, None] + np.arange(n)
-        unowned = ~self.allocated[access.cta[:, None], span].all(1)
-        if unowned.any():
-            kind = "access to tensor memory that is not allocated"
-            access.fault(kind, np.flatnonzero(unowned), int(a[unowned][0]))
+        unowned = ~self.allocated[access.cta[:, None], span]
+        access.fault("access to tensor memory that is not allocated", unowned, a)
         return ((access.cta * LANES + row) * COLUMNS)[:, None] + span
 
-    def report(self, access: Access, kind: str, bad: Array, idx: Array, tags: Array | None = None) -> None:
-        """Report the cells [threads, n] of an access that are bad, if there are any."""
-        rows = np.flatnonzero(bad.any(1))
-        if not len(rows):
-            return
-        first = bad[rows[0]]
-        cell = int(idx[rows[0]][first][0])
-        text = f"lane {cell // COLUMNS % LANES}, column {cell % COLUMNS}"
-        if tags is not None:
-            name = self.ctas.clocks.agent_name(int(tags[rows[0]][first][0]))
-            text += f", {name}"
-            kind += " tcgen05.mma" if name == "tcgen05.mma" else " another warp"
-        access.fault(kind, rows, text=text)
+    @staticmethod
+    def addresses(idx: Array) -> Array:
+        """Of the first cells [threads, n] of an access: lane and column."""
+        return idx[:, 0] // COLUMNS % LANES << 16 | idx[:, 0] % COLUMNS
 
     def load(
         self, access: Access, address: Array, shape: str, apart: int, n: int, halves: str | None
@@ -175,9 +154,10 @@ class TensorMemory:
             written = (state & WRITTEN) != 0
             some = np.bincount(access.cta, written.sum(1), self.ctas.n) > 0
             missing = ~written & some[access.cta][:, None]
-            self.report(access, "read of tensor memory that was never written", missing, idx)
-            self.report(access, "read of tensor memory before tcgen05.wait::st", (state & STORING) != 0, idx)
-            self.check(access, "read of tensor memory after the write of", self.writer, idx)
+            where = self.addresses(idx)
+            access.fault("read of tensor memory that was never written", missing, where)
+            access.fault("read of tensor memory before tcgen05.wait::st", (state & STORING) != 0, where)
+            self.shadow.check(access, idx, "read", address=where)
             self.state[idx] |= LOADING
             self.accesses["ld"].add(access.lanes, idx)
         out = np.zeros((access.threads.count, n), u4)
@@ -199,19 +179,12 @@ class TensorMemory:
         idx = self.cells(access, address, shape, len(values), apart)
         if self.ctas.launch.check and len(access):
             busy = (self.state[idx] & (STORING | LOADING)) != 0
-            self.report(access, "write of tensor memory before tcgen05.wait", busy, idx)
-            for shadow in (self.writer, self.reader, self.reader2):
-                self.check(access, "write of tensor memory after the access of", shadow, idx)
+            access.fault("write of tensor memory before tcgen05.wait", busy, self.addresses(idx))
+            self.shadow.check(access, idx, "write", True, self.addresses(idx))
             self.accesses["st"].add(access.lanes, idx)
         self.state[idx] = WRITTEN | STORING if self.ctas.launch.check else WRITTEN
         self.data[idx] = access.pick(np.stack(values, 1))
         self.ctas.progress += 1
-
-    def check(self, access: Access, kind: str, shadow: Array, idx: Array) -> None:
-        tags = shadow[idx]
-        late = self.ctas.clocks.unordered(tags, access.cta, access.warp)
-        if late is not None:
-            self.report(access, kind, late, idx, tags)
 
     def wait(self, threads: Threads, what: str) -> None:
         """`tcgen05.wait::ld` or `::st`: the accesses of these threads are done."""
@@ -220,7 +193,7 @@ class TensorMemory:
             tags = self.ctas.clocks.own_tags(self.ctas.cta[lanes], self.ctas.warp[lanes])
             if what == "st":
                 self.state[done] &= ~STORING
-                self.writer[done] = tags[:, None]
+                self.shadow.writer[done] = tags[:, None]
             else:
                 self.state[done] &= ~LOADING
-                note_readers(self.reader, self.reader2, done, tags[:, None])
+                self.shadow.note_reader(done, tags[:, None])

@@ -112,8 +112,10 @@ class Tma:
             key = int(access.threads.cta[j]), int(at[j])
             self.drafts.setdefault(key, {})[name, dimension] = int(value[j])
 
-    def publish(self, access: Access, to: Array, of: Array) -> None:
+    def publish(self, access: Access, to: Array, of: Array, nbytes: int) -> None:
         """Copy a tensor map from shared to global memory."""
+        if nbytes != 128:
+            raise CannotContinue(f"a tensor map of {nbytes} bytes", access.site)
         cta = access.threads.cta
         for key, handle in {(int(cta[j]), int(of[j])): int(to[j]) for j in access.positions}.items():
             self.ctas.launch.tensor_maps[handle] = self.built(self.drafts.get(key, {}), access.site)
@@ -201,7 +203,7 @@ class Tma:
         """Issue a load."""
         shared, clocks, units = self.ctas.shared, self.ctas.clocks, box.units
         access = box.one.times(len(units))
-        shared.check_write(access, units, 16, None, "TMA load", clocks.copy)
+        shared.check_race(access, units, 16, "TMA load", None, clocks.copy)
         shared.check_busy(access, "TMA load", units, 16)
         if self.ctas.launch.check:
             shared.report_unfenced(access, "TMA load", units)

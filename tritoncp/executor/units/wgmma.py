@@ -47,7 +47,7 @@ class Wgmma:
                 counts.append(count)
             elif counts[position] != count:
                 text = f"{count} registers, another warp of the warpgroup set {counts[position]}"
-                access.fault("setmaxnreg that differs inside of a warpgroup", np.full(1, j), text=text)
+                access.some(np.full(1, j)).fault("setmaxnreg that differs inside of a warpgroup", text=text)
 
     def finish_program(self) -> None:
         """Report warpgroups of which some warps never set their registers."""
