@@ -21,7 +21,7 @@ KEPT = 16  # groups of threads whose arrays are kept
 
 
 class Scheduler:
-    """groups:  lanes that are to execute a block, None for all
+    """groups:  lanes that are to execute a block
     waiting: lanes by (barrier, block after it)
     visits:  registers with which threads came to the start of a loop, since `Ctas.progress` grew last
     stuck:   starts of loops to which they came again with the same ones, as polls do, until it grows
@@ -37,7 +37,7 @@ class Scheduler:
         self.registers: list[Array | None] = [None] * len(self.program.dtypes)
         self.everyone = Threads(ctas, None)
         self.kept: dict[Any, Threads] = {}
-        self.groups: dict[int, list[Array | None]] = {0: [None]}
+        self.groups: dict[int, list[Array]] = {0: [self.everyone.lanes]}
         self.waiting: dict[tuple[int, int], list[Array]] = {}
         self.barrier = np.full(ctas.count, -1)  # at which a thread waits
         self.needs: dict[int, int | None] = {}
@@ -81,41 +81,28 @@ class Scheduler:
 
     # groups
 
-    def next_group(self) -> tuple[int, Array | None]:
+    def next_group(self) -> tuple[int, Array]:
         ready = [b for b in self.groups if b not in self.stuck]
         if not ready:
             raise CannotContinue("deadlock: every thread waits", None, self.looks())
+        ready.sort(key=self.rank.__getitem__)
         if self.launch.random is not None:
-            return self.random_group(ready)
-        n = min(ready, key=self.rank.__getitem__)
-        return n, self.joined(self.groups.pop(n))
+            # Some warps by chance, and of these the group that meets the others first
+            random, step = self.launch.random, self.launch.step
+            drawn = random.random(-(-self.ctas.count // step)) < random.choice([0.3, 0.7, 1.0])
+            chosen = np.repeat(drawn, step)[: self.ctas.count]
+            for n in ready:
+                lanes = joined(self.groups[n])
+                go = chosen[lanes]
+                if go.any():
+                    self.groups[n] = [lanes[~go]]
+                    if go.all():
+                        del self.groups[n]
+                    return n, lanes[go]
+        return ready[0], joined(self.groups.pop(ready[0]))
 
-    def joined(self, parts: list[Array | None]) -> Array | None:
-        if parts[0] is None:
-            return None
-        lanes = np.sort(np.concatenate([p for p in parts if p is not None])) if len(parts) > 1 else parts[0]
-        return None if len(lanes) == self.ctas.count else lanes
-
-    def random_group(self, ready: list[int]) -> tuple[int, Array | None]:
-        """Choose some warps, and of these the group that meets the others first."""
-        random, step = self.launch.random, self.launch.step
-        assert random is not None
-        chosen = np.repeat(random.random(-(-self.ctas.count // step)) < random.choice([0.3, 0.7, 1.0]), step)
-        chosen = chosen[: self.ctas.count]
-        for n in sorted(ready, key=self.rank.__getitem__):
-            lanes = self.joined(self.groups[n])
-            lanes = np.arange(self.ctas.count) if lanes is None else lanes
-            mine = lanes[chosen[lanes]]
-            if len(mine):
-                del self.groups[n]
-                if len(mine) < len(lanes):
-                    self.groups[n] = [lanes[~chosen[lanes]]]
-                return n, self.joined([mine])
-        n = min(ready, key=self.rank.__getitem__)
-        return n, self.joined(self.groups.pop(n))
-
-    def threads_of(self, lanes: Array | None) -> Threads:
-        if lanes is None:
+    def threads_of(self, lanes: Array) -> Threads:
+        if len(lanes) == self.ctas.count:
             return self.everyone
         key = len(lanes), int(lanes[0]), int(lanes[-1]), hash(lanes.tobytes())
         if key not in self.kept:
@@ -127,10 +114,8 @@ class Scheduler:
     def put(self, block: int, threads: Threads, mask: Array | None = None) -> None:
         """Send threads to a block."""
         self.stuck.discard(block)
-        if threads is self.everyone and mask is None:
-            self.groups.setdefault(block, []).append(None)
-        else:
-            self.groups.setdefault(block, []).append(threads.lanes if mask is None else threads.lanes[mask])
+        lanes = threads.lanes if mask is None else threads.lanes[mask]
+        self.groups.setdefault(block, []).append(lanes)
 
     # blocks
 
@@ -265,6 +250,10 @@ class Scheduler:
                     stay.append(lanes[~free])
             if stay:
                 self.waiting[key] = stay
+
+
+def joined(parts: list[Array]) -> Array:
+    return np.sort(np.concatenate(parts)) if len(parts) > 1 else parts[0]
 
 
 def is_look(i: Instruction) -> bool:
