@@ -112,7 +112,7 @@ BALANCERS = (
     type=click.Choice(("auto", *SCHEDULES)),
     default="auto",
     show_default=True,
-    help="What travels.",
+    help="The schedule.",
 )
 @click.option(
     "--block-size", type=click.IntRange(1, 1 << 20), default=128, show_default=True, help="Tokens of a block."

@@ -162,4 +162,4 @@ def test_what_a_mesh_of_two_dimensions_cannot_do_is_said() -> None:
     for ring, raw, heads in ranks.run(2, refused):
         assert "1 x 2 ranks" in ring and "got schedule='ring'" in ring
         assert "needs a plan" in raw
-        assert "trades heads among 2 ranks, the query has 1" in heads
+        assert "query has 1 heads, which the plan exchanges among 2 ranks" in heads

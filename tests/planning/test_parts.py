@@ -95,16 +95,16 @@ def test_a_part_of_the_batch_reads_its_own_rows(name, monkeypatch):
 def test_wrong_parts_are_refused():
     plan = make_plan(MASKS["causal"]())
     for arguments, reason in (
-        ((0, 5), "96 rows of queries are no multiple of 5 chunks"),
-        ((2, 2), "chunk 2 of 2: chunks are numbered from 0 to 1"),
+        ((0, 5), "5 chunks do not divide 96 rows of queries"),
+        ((2, 2), "index=2 of 2 chunks; pass 0 to 1"),
     ):
         with pytest.raises(ValueError, match=reason):
             plan.part(*arguments)
-    with pytest.raises(ValueError, match=r'dim=.heads.: chunks are cut along "batch" or "seq"'):
+    with pytest.raises(ValueError, match=r'dim=.heads. is unknown; pass "batch" or "seq"'):
         plan.part(0, 2, dim="heads")
     with pytest.raises(ValueError, match=r"keys=1 with dim=.batch."):
         plan.part(0, 2, dim="batch", keys=1)
     with pytest.raises(ValueError, match=r"queries of chunk 1 see keys of chunk 1.*pass keys=2 or None"):
         plan.part(1, 2, keys=1)
-    with pytest.raises(ValueError, match="2 batch rows are no multiple of 3 chunks"):
+    with pytest.raises(ValueError, match="count=3 does not divide 2 batch rows"):
         make_plan(MASKS["batch rows"]()).part(0, 3, dim="batch")

@@ -8,15 +8,15 @@ the name of a balancer of this module, or a function of your own:
 >>> assign_blocks(odd_and_even, Work(torch.ones(5), 2))
 [[0, 2, 4], [1, 3]]
 
-The balancers of this module give ranks equal numbers of blocks to within one, also where there are fewer
-blocks than ranks; "lpt" and "spt" give each at most ⌈blocks / ranks⌉, and the last ones fewer. A function of
-your own may give any number: shards are padded to the longest. ``tritoncp.balancers``
-maps the names to the functions:
+With the balancers of this module, ranks have equally many blocks to within one, also where there are fewer
+blocks than ranks; with "lpt" and "spt" at most ⌈blocks / ranks⌉, the last ones fewer. A function of your own
+may assign any number: shards are padded to the longest. ``tritoncp.balancers`` maps the names to the
+functions:
 
 - "contiguous": even pieces in natural order: the fewest remote keys of windows, uneven work of causal masks
 - "head_tail": a piece from the front and one from the back: even for causal masks
 - "per_document": small documents whole, large ones in pairs of pieces; nearly even work, without a bound
-- "ptrr": blocks by descending work in zig-zag, as torch assigns them: even work, most keys travel
+- "ptrr": blocks by descending work in zig-zag, as torch assigns them: even work, most keys are sent
 - "lpt", "spt": blocks by descending ("longest processing time first") or by ascending work, each to the rank
   with the least work
 - "locality": even work (max/mean at most 1.02 where blocks allow it) with the fewest remote keys; the slowest
@@ -78,8 +78,8 @@ def ptrr_unweighted(work: Work) -> list[list[int]]:
     """Assign blocks as :func:`ptrr`, with masked and full blocks counted alike: the placement of torch's
     ``_PTRRLoadBalancer``, for plans that have to agree with torch's.
 
-    With :func:`ptrr`, the works of two ranks, as plans count them, differ by one block row's at most. Without
-    the weight they may differ by more.
+    With :func:`ptrr`, the work of two ranks, as plans count it, differs at most by that of one row of blocks;
+    here it may differ by more.
     """
     return _zig_zag(work.listed, work.world_size)
 
@@ -96,7 +96,7 @@ def lpt(work: Work) -> list[list[int]]:
 
 def spt(work: Work) -> list[list[int]]:
     """Assign blocks as :func:`lpt`, but by ascending work (shortest processing time first). The costliest
-    come last, where no other block evens them out: works of ranks differ by more.
+    come last, when no block is left to even them out: the work of ranks differs by more.
 
     >>> spt(Work(torch.tensor([1, 2, 3, 4, 5, 9]), 2))
     [[0, 2, 4], [1, 3, 5]]
@@ -117,7 +117,7 @@ def _zig_zag(costs: torch.Tensor, world_size: int) -> list[list[int]]:
 def per_document(work: Work) -> list[list[int]]:
     """Keep small documents whole, and cut large ones into pairs of pieces (one from the front, one from the
     back); assign the costliest first, to the rank with the least work that has room. There is no bound on
-    max/mean: whole documents with equal numbers of blocks need not have equal work.
+    max/mean: whole documents of equally many blocks need not have equal work.
 
     Document boundaries are the positions across which the mask shows no pair; documents have any length. A
     group that no rank has room for is assigned block by block.
@@ -184,8 +184,8 @@ def resolve_balancer(balancer: str | Balancer) -> tuple[str, Balancer]:
 
 
 def assign_blocks(balancer: Balancer, work: Work) -> list[list[int]]:
-    """Return the blocks that the balancer gives each rank, ascending. Raises ValueError if they are not a
-    placement."""
+    """Return the blocks that a balancer assigns to each rank, ascending. Raises ValueError unless each block
+    is assigned once."""
     name, result = resolve_balancer(balancer)[0], balancer(work)
     try:
         ranks = [sorted(int(block) for block in rank) for rank in result]

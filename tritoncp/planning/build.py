@@ -42,10 +42,10 @@ def build_all(
     work is summed, so that one placement serves all.
 
     balancer: None is natural order: rank r holds the r-th contiguous piece, ``lengths[r]`` tokens long
-    (``kv_lengths`` for the keys, if they differ). "auto" takes the one, or natural order, with the least
-    predicted time of a layer of each mask, each under its best schedule (or under ``schedule``).
-    degree: ranks that exchange heads under "ulysses", which is then the schedule
-    layer: sizes of the layer for which "auto" chooses, see :meth:`cost.Shape.of_layer`; None: a standard one
+    (``kv_lengths`` for the keys, if they differ). "auto" chooses the balancer, or natural order, with the
+    least predicted time of a layer of each mask, under its fastest schedule (or under ``schedule``).
+    degree: number of ranks that exchange heads under "ulysses", which is then the schedule
+    layer: sizes of the layer for which "auto" chooses, see :meth:`cost.Shape.of_layer`; None: the defaults
     """
     schedule = _check_options(masks, world_size, rank, schedule, degree)
     if balancer not in (None, "auto"):
@@ -131,14 +131,14 @@ def _check_options(masks: Sequence[Mask], world_size: int, rank: int, schedule: 
         raise ValueError(f"rank {rank} is outside a world of {world_size}")
     _check_same_blocks(masks)
     if schedule not in ("auto", *SCHEDULES):
-        raise ValueError(f"unknown schedule {schedule!r}; known: auto, {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule={schedule!r} is unknown; pass auto, {', '.join(SCHEDULES)}")
     if not degree:
         return schedule
     schedule = "ulysses" if schedule == "auto" else schedule
     if not schedule.startswith("ulysses") or world_size % degree:
         raise ValueError(
-            f"a mesh of two dimensions, {world_size // degree} x {degree} ranks here, goes with "
-            f"'ulysses' and 'ulysses+ring': the second one trades heads; got schedule={schedule!r}"
+            f"schedule={schedule!r} with a mesh of two dimensions, {world_size // degree} x {degree} ranks; "
+            "ranks of the second one exchange heads: pass 'ulysses', 'ulysses+ring' or 'auto'"
         )
     return schedule
 

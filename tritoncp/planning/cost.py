@@ -1,7 +1,7 @@
 """The cost model of schedules, and the metrics of a plan: time, bytes and memory of a layer.
 
-It ranks schedules; it does not predict a step to the microsecond.  All hardware figures are arguments and
-name their source.
+It ranks schedules; it does not predict the time of a step. Hardware figures are arguments and name their
+source.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables derived from a mask and two placements: which keys each rank sees, sends and receives, and the
+"""Tables derived from a mask and two placements: the keys that each rank sees, sends and receives, and the
 tables of each step, computed at their first use."""
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tritoncp.planning.parts import needed_chunks
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.step_tables import Tables, slot_runs, tables_of
 
-MAX_PARTS = 64  # plans of parts of a plan that are kept with the whole
+MAX_PARTS = 64  # plans of parts that are cached with a plan
 
 
 @dataclass(frozen=True, eq=False)
 class DerivedTables:
     """Tables that follow from a mask and the placements of queries and keys, for all ranks. All views of a
-    plan share one. The number of results is bounded by those of ranks, buffers and devices.
+    plan share one. There is at most one result for each rank, buffer and device.
 
     A buffer of keys and values is "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard),
     "fetched", or "held": a rank's shard, then the rows that it fetches.
 
-    whole: tables of the plan whose queries fetch keys for those of this part; None: they fetch their own
+    whole: tables of the plan that this one is a part of, if one fetch serves all parts; None: each fetches
     """
 
     mask: Mask
@@ -81,13 +81,13 @@ class DerivedTables:
 
     @cached_property
     def ring_route(self) -> tuple[int, Tensor]:
-        """Direction in which K and V travel around the ring (1 or -1), and the hops of each rank's K and
-        V."""
+        """Direction in which K and V are sent around the ring (1 or -1), and the number of hops of each
+        rank's K and V."""
         return key_traffic.ring_route(self.traffic > 0)
 
     @computed_once
     def ring(self, rank: int) -> tuple[key_traffic.Hop, ...]:
-        """The turns of a rank in the ring."""
+        """The steps of a rank in the ring."""
         return key_traffic.ring(self.traffic > 0, rank, self.ring_route)
 
     @computed_once

@@ -1,9 +1,9 @@
 """Memory of one rank's pass beyond its shards, and the bytes that it sends.
 
 The memory is that of the buffers of each schedule at their largest. Each function follows the allocations of
-the schedule of its name in `tritoncp.distributed.schedules`, where messages live until the next one has
-started. Results (out, lse, dq, dk, dv) are no part of the sums; tables, captured tensors and the kernels' own
-partial sums, tens of MiB, are left out.
+the schedule of its name in `tritoncp.distributed.schedules`, where messages are freed when the next one has
+started. The sums do not contain results (out, lse, dq, dk, dv), nor tables, captured tensors and the partial
+sums of kernels, which are tens of MiB.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class Shape:
         names = [item.name for item in fields(cls)]
         for name, size in sizes.items():
             if name not in names:
-                raise TypeError(f"a layer's shape has no {name!r}; it has {', '.join(names)}")
+                raise TypeError(f"a layer's shape has no {name!r}; pass {', '.join(names)}")
             if isinstance(size, bool) or not isinstance(size, int):
-                raise TypeError(f"{name} of a layer is a {type(size).__name__}; a whole number is needed")
+                raise TypeError(f"{name} of a layer is a {type(size).__name__}; pass an int")
             if size < (name != "latent"):
                 raise ValueError(f"{name}={size}: the sizes of a layer are at least 1")
         shape = cls(**{"batch": plan.batch, **sizes})
         if plan.batch not in (1, shape.batch):
             raise ValueError(
-                f"batch={shape.batch}, but the plan is for {plan.batch} batch rows: leave batch out, or take "
-                "plan.batch_rows(first, count)"
+                f"batch={shape.batch}, but the plan is for {plan.batch} batch rows: leave batch out, or call "
+                "the method of plan.batch_rows(first, count)"
             )
         if shape.heads % shape.kv_heads:
             raise ValueError(
@@ -142,7 +142,7 @@ class TensorBytes(NamedTuple):
 
 
 def peak(plan: Plan, shape: Shape) -> Peak:
-    """Predict the peak of this rank under the plan's schedule."""
+    """Predict the most memory that this rank allocates under the plan's schedule."""
     if plan.is_local:
         return _with_expanded(plan, shape, Peak(0, TensorBytes.of(plan, shape).stat))
     schedule = plan.schedule.partition("+")[0]
@@ -151,8 +151,9 @@ def peak(plan: Plan, shape: Shape) -> Peak:
 
 
 def _with_expanded(plan: Plan, shape: Shape, sent: Peak) -> Peak:
-    """Add the expanded keys of the largest step to the peak of a layer, as if they lived at that moment, and
-    backward also their gradients, wide and rounded. What the function itself allocates is left out."""
+    """Add the expanded keys of the largest step to the peak of a layer, as if they were allocated at that
+    moment, and backward also their gradients, wide and rounded, but not temporaries of the expanding
+    function."""
     if not shape.latent:
         return sent
     keys = max(rows_of_steps(plan, plan.schedule)) * shape.expanded_row
@@ -199,7 +200,7 @@ def _ring(plan: Plan, shape: Shape) -> Peak:
     size, hops = TensorBytes.of(plan, shape), plan.ring
     last = max((turn for turn, hop in enumerate(hops) if hop.previous is not None), default=-1)
     buffers = size.padded * (1 if last < 0 else 2)
-    moments, kept = [], 0  # gradients that the last message keeps: what it sent, and what it received
+    moments, kept = [], 0  # gradients sent and received by the last message, not freed yet
     for turn, hop in enumerate(hops):
         is_new = turn > 0 and hop.holds and hops[turn - 1].dkv_next is None
         received = (hop.dkv_next is not None) + (hop.dkv_home is not None)
@@ -233,10 +234,10 @@ def _ulysses(plan: Plan, shape: Shape) -> Peak:
     own = replace(shape, heads=len(q_heads[at]), kv_heads=len(kv_heads[at]))
     inner = peak(replace(rows, schedule=between_rows(plan.schedule), handle=None), own)
     size = TensorBytes.of(plan, shape)  # of this rank's rows
-    # What it sends of them: the rows of the longest shard, each KV head for each of its readers.
+    # Its messages: the rows of the longest shard, each KV head for each of its readers.
     sends = TensorBytes.of(plan, replace(shape, kv_heads=sum(map(len, kv_heads))), padded=True)
     whole = TensorBytes.of(rows, own)  # of this rank's heads: all tokens of its row of ranks
-    # Queries and keys of equally many rows, and keys and values of equally many channels, travel together.
+    # Queries and keys of equally many rows, and keys and values of equally many channels, share a message.
     one_rows, one_dim = plan.q.s_max == plan.kv.s_max, shape.head_dim == shape.v_head_dim
     many = not rows.derived.reads_only_own_keys  # rows of ranks that read keys of each other
     summed = many or traffic.share(kv_heads)  # dK and dV are sums over ranks, and wide

@@ -1,4 +1,4 @@
-"""Moves of rows from one placement of a sequence to another: which rows each rank keeps, sends and receives.
+"""Moves of rows from one placement of a sequence to another: the rows that each rank keeps, sends, receives.
 
 Both sides know both placements, so that no rank has to tell another which rows it sends.
 """
@@ -15,16 +15,16 @@ from tritoncp.planning.placement import Placement
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """One rank's rows that leave, stay and arrive. A row is named by its index in the buffer, int64 [1, n],
-    and where batch rows are placed differently by its batch row and that index, int64 [2, n].
+    """Rows that one rank sends, keeps and receives. A row is an index into the buffer, int64 [1, n]; where
+    batch rows are placed differently, a batch row and that index, int64 [2, n].
 
-    sent:      rows of the source's buffer for other ranks, by rank, then by batch row and position
-    counts:    the number of them for each rank
-    kept:      rows of the source's buffer that stay, and ``kept_at`` their rows in the target's buffer
-    arrivals:  rows of the target's buffer that come from other ranks, in the order in which they come
-    sources:   the number of them from each rank
-    is_full:   whether kept rows and arrivals are all rows of the target's buffer
-    is_local:  whether no row of any rank changes ranks
+    sent:      rows of the source buffer for other ranks, by rank, then by batch row and position
+    counts:    number of rows sent to each rank
+    kept:      rows of the source buffer that stay on the rank; ``kept_at``: their rows in the target buffer
+    arrivals:  rows of the target buffer that other ranks send, in the order in which they arrive
+    sources:   number of rows received from each rank
+    is_full:   whether kept rows and arrivals are all rows of the target buffer
+    is_local:  whether every rank keeps all of its rows
     """
 
     sent: Tensor
@@ -38,8 +38,8 @@ class Moves:
 
 
 def moves_between(source: Placement, target: Placement, rank: int) -> Moves:
-    """Compute one rank's moves of rows from the buffers of ``source`` to those of ``target``, two placements
-    of one sequence on equally many ranks.
+    """Compute the moves of one rank from the buffers of ``source`` to those of ``target``, two placements of
+    a sequence on equally many ranks.
 
     >>> from tritoncp.planning.placement import by_blocks, in_order
     >>> moves = moves_between(by_blocks(4, 1, [[[0, 3], [1, 2]]]), in_order(4, 2), 0)

@@ -1,8 +1,7 @@
-"""Steps whose sums do not depend on the number of ranks: a rank's queries against all keys that it reads, in
-global order.
+"""Steps whose sums do not depend on the number of ranks: all keys that a rank reads, in global order.
 
-A row's bits follow from its tiles of keys and their order. Here the pieces of a mask block that several ranks
-have are joined, so that every tile begins at the same position on every number of ranks, and blocks listed as
+The last bits of a row depend on its tiles of keys and their order. Here the pieces of a mask block on several
+ranks are joined, so that every tile begins at the same position for any number of ranks, and blocks listed as
 full are visited among the masked ones, by position.
 """
 

@@ -1,4 +1,5 @@
-"""Plans of chunks: the part of a plan that serves equal chunks of each rank's rows, or of its batch."""
+"""Chunks of a plan: placements of equal chunks of each rank's rows, and the chunks of keys that each
+needs."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ def chunk_rows(placement: Placement, index: int, count: int, side: str) -> list[
     for length in placement.lengths:
         if length % count:
             raise ValueError(
-                f"{length} rows of {side} are no multiple of {count} chunks; pass a number that divides the "
-                "rows of every rank's shard"
+                f"{count} chunks do not divide {length} rows of {side}; pass a number of chunks that divides "
+                "the rows of every rank's shard"
             )
     sizes = [length // count for length in placement.lengths]
     return [range(index * size, (index + 1) * size) for size in sizes]
@@ -47,31 +48,31 @@ def _cut_slots(slots: Tensor, rows: range) -> Tensor:
 def check_part(index: int, count: int, dim: str, keys: int | None) -> None:
     """Check the arguments of :meth:`tritoncp.Plan.part`."""
     if dim not in ("batch", "seq"):
-        raise ValueError(f'dim={dim!r}: chunks are cut along "batch" or "seq"')
+        raise ValueError(f'dim={dim!r} is unknown; pass "batch" or "seq"')
     if not 0 <= index < count:
-        raise ValueError(f"chunk {index} of {count}: chunks are numbered from 0 to {count - 1}")
+        raise ValueError(f"index={index} of {count} chunks; pass 0 to {count - 1}")
     if keys is not None and (dim == "batch" or not 0 < keys <= count):
         raise ValueError(
-            f'keys={keys} with dim={dim!r}: by "seq" the keys of the first 1 to {count} chunks are passed, '
-            'None for all; by "batch" each chunk has its own, and keys is None'
+            f'keys={keys} with dim={dim!r}; pass a number of chunks from 1 to {count} with dim="seq" (None: '
+            'all), and None with dim="batch"'
         )
 
 
 def check_keys(needs: Tensor, index: int, keys: int) -> None:
-    """Raise ValueError if a chunk's queries see keys behind the first ``keys`` chunks."""
+    """Raise ValueError if the queries of a chunk see keys after the first ``keys`` chunks."""
     last = int(needs[index].nonzero().max()) if needs[index].any() else -1
     if last >= keys:
         raise ValueError(
-            f"queries of chunk {index} see keys of chunk {last}, and the keys of only the first {keys} "
-            f"chunks are passed; pass keys={last + 1} or None. Cut a compiled graph again if its mask has "
-            "changed so, or pass needs= of all masks that it serves"
+            f"keys={keys} chunks, but queries of chunk {index} see keys of chunk {last}; pass "
+            f"keys={last + 1} or None. In a compiled graph whose mask has changed: cut the graph "
+            "again, or pass needs= of all its masks"
         )
 
 
 def needed_chunks(mask: Mask, q: Placement, kv: Placement, count: int, first_row: int = 0) -> Tensor:
     """Return which of ``count`` chunks of keys the queries of each chunk see, on any rank: bool [count,
-    count]. Blocks that a chunk cuts are evaluated, but those of a mask that is listed once for batch rows or
-    heads that may differ: they count as seen. first_row: b of the mask's first batch row.
+    count]. Blocks that the end of a chunk cuts are evaluated. Where a mask lists its blocks once for batch
+    rows or heads that may differ, cut blocks count as visible. first_row: b of the mask's first batch row.
 
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> make_plan(create_block_mask(causal(), 1, 1, 512, 512)).needs(2).tolist()

@@ -1,4 +1,4 @@
-"""Placements of tokens on ranks, and the moves of tensors between global order and shards.
+"""Placements of tokens on ranks, and gathers of tensors from global order to shards and back.
 
 A placement is a list of slots per rank: ``(first row in the rank's buffer, global position of that row,
 tokens)``, sorted by position.  Permutation, inverse and validity follow from the slots.
@@ -23,7 +23,7 @@ from tritoncp.masks.block_runs import content, ramps
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The ranks that hold the tokens of a sequence of ``length``.
+    """Placement of the tokens of a sequence on ranks.
 
     slots:   one int32 [Bp, n, 3] tensor per rank; Bp is 1, or B where batch rows are placed differently.
              A slot lies inside one mask block of ``block`` tokens; 0 tokens = an empty slot.
@@ -116,8 +116,8 @@ class Placement:
         return torch.where(first == unowned, -1, first % self.world_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle all slots as one tensor: torch passes each tensor to another process through its own
-        file."""
+        """Pickle all slots as one tensor, since torch passes each tensor to another process through a file of
+        its own."""
         counts = [part.shape[1] for part in self.slots]
         parts = self.length, self.block, torch.cat(self.slots, 1), counts, self.lengths
         return _unpickle, parts, {"order_is_read": True}  # the process that made it may have read the order
@@ -166,7 +166,8 @@ def by_blocks(length: int, block: int, owners: Sequence[Sequence[Sequence[int]]]
 
 
 def natural(lengths: Sequence[int], block: int) -> Placement:
-    """Place contiguous pieces of any lengths in order: rank r holds the r-th. Slots are cut at mask blocks.
+    """Place contiguous pieces of any lengths in natural order: rank r has the r-th. Slots are cut at mask
+    blocks.
 
     >>> natural([3, 5], 4).slots[1].tolist()
     [[[0, 3, 1], [1, 4, 4]]]
@@ -248,7 +249,7 @@ def _pieces(slots: Tensor, first: Tensor, last: Tensor, close_up: bool) -> Tenso
 
 def sort_by_position(slots: Tensor) -> Tensor:
     """Sort the slots [Bp, n, 3] of each batch row by global position; empty slots are dropped or, where batch
-    rows have different numbers of slots, last."""
+    rows have more or fewer slots, last."""
     key = torch.where(slots[..., 2] > 0, slots[..., 1].to(torch.int64), torch.iinfo(torch.int64).max)
     order = key.argsort(dim=1, stable=True)
     keep = int((slots[..., 2] > 0).sum(1).max())
@@ -265,11 +266,11 @@ def row_positions(slots: Tensor, rows: int) -> Tensor:
 
 
 def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float | int | bool) -> Tensor:
-    """Take rows ``index`` [Bp, n] of ``x`` along ``dim``; ``pad`` where the index is negative.
-    Differentiable: the backward pass puts each row back where it came from and zeros elsewhere.
+    """Gather rows ``index`` [Bp, n] of ``x`` along ``dim``; ``pad`` where the index is negative.
+    Differentiable: the backward pass scatters the gradient of each row to its place, with zeros elsewhere.
 
-    Where Bp > 1, ``batch_dim`` names the dimension of ``x`` that index rows follow; a tensor without one
-    (``batch_dim=None``) comes back with a new leading batch dimension.
+    Where Bp > 1, ``batch_dim`` is the dimension of ``x`` for rows of the index; a tensor without one
+    (``batch_dim=None``) gets a new leading batch dimension.
     """
     dim = dim % x.ndim
     (index,) = upload([index], x.device)
@@ -310,4 +311,4 @@ def lengthen(x: Tensor, dim: int, rows: int) -> Tensor:
 def check_side(side: str) -> None:
     """Raise ValueError for a side other than "q" and "kv"."""
     if side not in ("q", "kv"):
-        raise ValueError(f'side={side!r} is not known; it is "q" for queries or "kv" for keys and values')
+        raise ValueError(f'side={side!r} is unknown; pass "q" for queries or "kv" for keys and values')

@@ -46,16 +46,16 @@ class Plan(BlockMaskInterface):
 
     mask:     the global mask, in runs
     q, kv:    placements of queries and keys
-    rank:     the rank whose view this is
+    rank:     the rank whose steps and shard these are
     balancer: name of the balancer ("natural" for contiguous pieces in order)
     schedule: name of the schedule that brings K and V to the queries
     reason:   why the schedule was chosen
-    degree:   ranks that exchange heads under "ulysses"; 0 = as many as the number of heads allows
-    heads:    query heads of the layer, if a call has only part of them; else 0
+    degree:   number of ranks that exchange heads under "ulysses"; 0 = as many as there are heads for
+    heads:    number of query heads of the layer, if a call has only part of them; else 0
     mask_digest: of the mask's code and values, if ranks may have to compare it
-    first_row: batch row of the whole plan that is row 0 of this one, see :meth:`batch_rows`
-    batch_chunk: chunk of the batch that a call's tensors are, if the mask serves every batch row
-    whole:    identity of the plan that this is a part of, if ranks compare it
+    first_row: row 0 of this plan in the batch, see :meth:`batch_rows`
+    batch_chunk: number of the chunk of the batch in a call's tensors, if the mask serves every batch row
+    whole:    identity of the plan of which this is a part, if ranks compare it
     evaluators: the mask_mod with its captures on the host, then on their own device, as (function, device
               of its indices); not part of a copy in another process
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
@@ -90,8 +90,8 @@ class Plan(BlockMaskInterface):
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether a pass is one step over each rank's own keys: no rank reads keys of another, and ranks do
-        not exchange heads."""
+        """Whether a pass is one step without messages: no rank reads keys of another, and ranks do not
+        exchange heads."""
         return self.world_size == 1 or (
             not self.schedule.startswith("ulysses") and self.derived.reads_only_own_keys
         )
@@ -117,7 +117,7 @@ class Plan(BlockMaskInterface):
         return self.positions >= 0
 
     def for_rank(self, rank: int) -> Plan:
-        """Return the same plan from another rank's view."""
+        """Return the plan of another rank."""
         view = self.seen_by(rank)
         return view if self.handle is None else view.pinned()
 
@@ -130,7 +130,7 @@ class Plan(BlockMaskInterface):
         return replace(self, rank=rank, handle=None)
 
     def pinned(self) -> Plan:
-        """Return the plan with a handle, by which the ops find the plan as long as the handle lives."""
+        """Return the plan with a handle, by which ops find it while the handle exists."""
         return self if self.handle is not None else replace(self, handle=handle_of(self))
 
     @property
@@ -180,8 +180,8 @@ class Plan(BlockMaskInterface):
         largest that divides the world and does not exceed ``heads``."""
         if self.degree > heads:
             raise ValueError(
-                f"the plan trades heads among {self.degree} ranks, the query has {heads}; make the mesh's "
-                "second dimension smaller"
+                f"query has {heads} heads, which the plan exchanges among {self.degree} ranks; make the "
+                "second dimension of the mesh smaller"
             )
         fitting = (d for d in range(1, self.world_size + 1) if self.world_size % d == 0 and d <= heads)
         return self.degree or max(fitting)
@@ -215,7 +215,7 @@ class Plan(BlockMaskInterface):
         return self.mask.sparsity()
 
     def check_sources(self) -> None:
-        """Refuse to run when state that the mask_mod reads has changed since the mask was made."""
+        """Raise RuntimeError if state that the mask_mod reads has changed since the mask was made."""
         self.mask.check_state(user="plan")
 
     # -- parts of a plan ------------------------------------------------------------------------------
@@ -226,8 +226,8 @@ class Plan(BlockMaskInterface):
         rows = selected_numbers(index, (self.batch, 1, 1))[0] or tuple(range(self.batch))
         if isinstance(index, tuple) or rows != tuple(range(rows[0], rows[-1] + 1)):
             raise IndexError(
-                f"plan[{index!r}]: a plan is indexed by one batch row or a slice of adjacent ones; select of "
-                "the mask, and make a plan of that: make_plan(mask[...], mesh)"
+                f"plan[{index!r}]: one batch row or a slice of adjacent ones is needed; for other parts "
+                "make a plan of the indexed mask: make_plan(mask[...], mesh)"
             )
         return self.batch_rows(rows[0], len(rows))
 
@@ -259,7 +259,7 @@ class Plan(BlockMaskInterface):
             return replace(self, batch_chunk=index, handle=None).pinned()
         if self.batch % count:
             raise ValueError(
-                f"{self.batch} batch rows are no multiple of {count} chunks; pass a number that divides them"
+                f"count={count} does not divide {self.batch} batch rows; pass a number of chunks that does"
             )
         return self.batch_rows(index * (self.batch // count), self.batch // count)
 
@@ -291,8 +291,8 @@ class Plan(BlockMaskInterface):
         """
         if first < 0 or count < 1 or not (self.batch == 1 or first + count <= self.batch):
             raise ValueError(
-                f"rows {first} to {first + count - 1} of a batch are requested, and the plan's mask has "
-                f"{self.batch} (one that has 1 serves any): pass where the query's rows begin in its batch"
+                f"batch rows {first} to {first + count - 1} of a plan for {self.batch} batch rows; pass "
+                "batch_offset= the first row of the query in the batch"
             )
         return self._part_once((first, count), lambda: self._rows_of_batch(first, count))
 
@@ -330,7 +330,7 @@ class Plan(BlockMaskInterface):
         return self._part_once(("sdpa", is_causal), make)
 
     def _part_once(self, key: tuple[Any, ...], make: Callable[[], Plan]) -> Plan:
-        """Return the plan of a part, made once for each view of the whole."""
+        """Return the plan of a part, made once for each rank."""
         key = *key, self.rank, self.schedule, self.first_row
         part: Plan | None = self.derived.parts.get(key)
         if part is None:
@@ -349,7 +349,7 @@ class Plan(BlockMaskInterface):
     def _rows_of_batch(self, first: int, count: int) -> Plan:
         mask = self.mask.listed_rows(first, count)
         q, kv = (side.batch_rows(first, count) for side in (self.q, self.kv))
-        whole = self.identity if self.world_size > 1 else None  # ranks that compared it compared its rows
+        whole = self.identity if self.world_size > 1 else None  # comparing it has compared its batch rows
         first += self.first_row
         own = DerivedTables(mask, q, kv)
         part = replace(self, mask=mask, q=q, kv=kv, first_row=first, whole=whole, handle=None, derived=own)
@@ -364,7 +364,7 @@ class Plan(BlockMaskInterface):
 
     @property
     def ring(self) -> tuple[key_traffic.Hop, ...]:
-        """This rank's turns of the ring."""
+        """This rank's steps of the ring."""
         return self.derived.ring(self.rank)
 
     @property

@@ -1,7 +1,7 @@
-"""One attention problem as data, and the registries of masks and model shapes that problems name.
+"""One attention problem as data, and the registries of masks and model shapes.
 
-The benchmark, the autotuner, compilation for absent GPUs, the studies of plans and the self-check take their
-masks from here. A name in ``MASKS`` never changes meaning: histories are compared by name.
+The benchmark, the autotuner, compilation for absent GPUs, the tables of docs and the self-check use these
+masks. A name in ``MASKS`` never changes meaning: histories are compared by name.
 """
 
 from __future__ import annotations

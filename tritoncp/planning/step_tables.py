@@ -21,9 +21,9 @@ class Tables:
     q_slots, kv_slots: int32 [Bp, n, 3] = (row in buffer, global position, tokens)
     row_ptr, row_runs: runs of KV slots for each Q slot (forward, dQ)
     col_ptr, col_runs: runs of Q slots for each KV slot (dK/dV)
-    row_order, col_order: int32 [Bm, slots], Q slots and KV slots by falling work, the order in which programs
+    row_order, col_order: int32 [Bm, slots], Q slots and KV slots by falling work, the order in which CTAs
                        start; None with a window
-    lo, hi:            int32 [Bm, Hm, S_local], the keys that a row sees inside masked blocks, or None
+    lo, hi:            int32 [Bm, Hm, S_local], the interval of keys of a row inside masked blocks, or None
     mask:              "none" | "interval" | "mod": how masked blocks are decided
     window:            (left, right) if positions alone determine runs and intervals: kernels read no table;
                        a side without a limit is None
@@ -118,8 +118,8 @@ def tables_of(
 def slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:
     """Return the mask's runs in units of slots: rows are Q slots, columns KV slots.
 
-    A block listed as full stays full only where both slots hold the whole of it, so that full runs need no
-    bounds.  The same KV slot order must serve every batch row of the mask.
+    A block listed as full stays full only where both slots are whole blocks, so that full runs need no
+    bounds. The same KV slot order must serve every batch row of the mask.
     """
     q_blocks = torch.where(q_slots[..., 2] > 0, q_slots[..., 1] // mask.q_block, -1).to(torch.int64)
     kv_blocks = (kv_slots[..., 1] // mask.kv_block).to(torch.int64)

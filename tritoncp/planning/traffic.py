@@ -1,4 +1,4 @@
-"""Traffic between ranks: the keys that ranks read of each other, hops of a ring, slots of a fetch.
+"""Traffic between ranks: rows of keys that ranks read of each other, steps of a ring, rows of a fetch.
 
 The tables follow from the mask and the two placements, so every rank derives the same ones.
 """
@@ -17,8 +17,8 @@ from tritoncp.masks.mask import Mask
 from tritoncp.planning.placement import Placement, sort_by_position
 
 CHUNK = 1 << 21  # (rank, block) pairs in memory at a time while the table of a large world is made
-HEAD_GROUPS = 2  # one is gathered while the other is computed; more only make messages smaller
-SMALL = 1 << 20  # bytes of K and V of a rank below which a second message costs more time than it hides
+HEAD_GROUPS = 2  # one is gathered while the other is computed; more groups would have smaller messages
+SMALL = 1 << 20  # bytes of a rank's K and V below which the latency of a second message exceeds its overlap
 
 
 def count_queries(mask: Mask, q: Placement, ranks: Sequence[int]) -> Tensor:
@@ -72,17 +72,18 @@ def _requested_slots(visible: Tensor, slots: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Hop:
-    """One rank's part in one turn of the ring; peers are ranks, None = no message.
+    """Messages of one rank in one step of the ring; peers are ranks, None = no message.
 
-    owner:     rank whose K and V this rank would hold in this turn
-    holds:     whether this rank holds them: they travel only to the last rank that reads them
+    owner:     rank whose K and V reach this rank in this step, if it needs them
+    holds:     whether they do: K and V are sent only as far as the last rank that reads them
     reads:     whether this rank's queries see any of them
-    more:      whether this rank's queries see any of a later turn's K and V
-    next:      rank that K and V are sent to, for the next turn
-    previous:  rank that sends the K and V of the next turn
-    dkv_to:    rank that the gradient of this turn's K and V is sent to: the next reader, or at last the owner
-    dkv_next:  rank that sends the gradient of the next turn's K and V
-    dkv_home:  rank that sends the gradient of this rank's own K and V in this turn
+    more:      whether this rank's queries see K and V of a later step
+    next:      rank to which K and V are sent, for the next step
+    previous:  rank that sends the K and V of the next step
+    dkv_to:    rank to which the gradient of this step's K and V is sent: the next reader, or at last the
+               owner
+    dkv_next:  rank that sends the gradient of the next step's K and V
+    dkv_home:  rank that sends the gradient of this rank's shard of K and V in this step
     """
 
     owner: int
@@ -106,8 +107,8 @@ def ring_route(reads: Tensor) -> tuple[int, Tensor]:
 
 
 def ring(reads: Tensor, rank: int, route: tuple[int, Tensor] | None = None) -> tuple[Hop, ...]:
-    """List the turns of one rank. K and V travel in one direction, as far as the last rank that reads them;
-    their gradient follows one hop behind and returns to the owner in one send.
+    """List the steps of one rank in the ring. K and V are sent in one direction, as far as the last rank that
+    reads them; their gradient follows one hop behind and returns to the owner in one message.
 
     reads: as for :func:`ring_route`; route: its result, if already computed.
 
@@ -165,7 +166,7 @@ def head_groups(kv_heads: int, nbytes: int) -> list[int]:
 
 
 def trade(heads: int, kv_heads: int, degree: int) -> tuple[list[range], list[range]]:
-    """Split the query heads among ``degree`` ranks, even to within one; also return the KV heads they read.
+    """Split the query heads evenly among ``degree`` ranks; also return the KV heads that each rank reads.
 
     >>> trade(8, 2, 3)
     ([range(0, 2), range(2, 5), range(5, 8)], [range(0, 1), range(0, 2), range(1, 2)])
@@ -186,10 +187,10 @@ def share(kv_parts: Sequence[range]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Fetch:
-    """The rows that one rank sends and receives in one all-to-all.
+    """Rows of keys that one rank sends and receives in one all-to-all.
 
-    batched: whether batch rows fetch different rows; then rows are numbered over [B, S_local], else
-             over [S_local], each for all batch rows
+    batched: whether batch rows fetch different rows: rows are numbered over [B, S_local]; if not, over
+             [S_local], each for all batch rows
     rows:    local rows to send, receiver after receiver: int64 [sum(sends)]
     sends:   number of rows to each rank
     takes:   number of rows from each rank, in rank order
@@ -204,7 +205,8 @@ class Fetch:
 
 
 def fetch(visible: Tensor, kv: Placement, rank: int) -> Fetch:
-    """List the rows that ``rank`` sends and receives if all ranks fetch the remote slots that they see."""
+    """List the rows that ``rank`` sends and receives where each rank fetches the remote slots that it
+    sees."""
     own_slots = kv.slots[rank]
     requested = _requested_slots(visible, own_slots, kv.block)  # [W, Bn, n]
     requested[rank] = False

@@ -26,8 +26,8 @@ class Work:
     costs:      work of each block [blocks], summed over heads and masks
     world_size: ranks to assign them to
     runs:       the key blocks that the query blocks see: Runs [1, H, blocks, columns of keys] for each mask
-    together:   whether the keys of block i are on the rank of its queries. If the numbers of keys and queries
-                differ, keys are assigned separately, and columns are blocks of the other side
+    together:   whether the keys of block i are on the rank of its queries. Where there are more or fewer keys
+                than queries, keys are assigned separately, and columns are blocks of the other side
 
     >>> Work(torch.ones(4), 2).sees
     ()
@@ -78,8 +78,7 @@ def work_of_rows(masks: Sequence[Mask], world_size: int, side: str = "q") -> lis
     """Return the input of a balancer for each batch row: query blocks, or key blocks with side="kv". A block
     that the sequence's end cuts counts for its part, as in ``Plan.work``.
 
-    masks: of one size; the work of several is summed, each counted as one layer, whatever its number of
-    heads.
+    masks: of one size; the work of several is summed, each counted as one layer, however many heads it has.
     """
     first = masks[0]
     runs = [mask.runs if side == "q" else transpose(mask.runs) for mask in masks]
@@ -126,7 +125,9 @@ def document_starts(work: Work) -> list[int]:
     document ends inside a block, the block behind is a start, and sees only that block across the boundary.
     Of several masks, the boundaries that all have."""
     n = len(work.costs)
-    crossings = torch.zeros(n + 2, dtype=torch.int64)  # [i]: number of blocks that are seen across cut i
+    crossings = torch.zeros(
+        n + 2, dtype=torch.int64
+    )  # [i]: number of blocks whose keys are visible across cut i
     for visible in work.visible if work.together else ():
         column, first, last = transpose(visible).table().unbind(1)
         low = torch.full((n,), n).scatter_reduce_(0, column, first, "amin")

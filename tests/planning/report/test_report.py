@@ -60,7 +60,7 @@ def test_text_and_picture_have_the_figures_of_the_plan(name: str, tmp_path: Path
     drawn = html.unescape(re.sub("<[^>]*>", " ", (tmp_path / "plan.svg").read_text()))
     for text, facts in ((drawn, Facts.of(plan, heads=16, kv_heads=4)), (str(plan), Facts.of(plan))):
         parts = [f"{plan.imbalance:.3f}", *format_meaning(facts)]
-        parts += [one.schedule for one in facts.costs] or ["nothing travels"]
+        parts += [one.schedule for one in facts.costs] or ["nothing is sent"]
         assert [part for part in parts if part not in " ".join(text.split())] == []
 
 

@@ -1,8 +1,8 @@
-"""The balancer that minimises remote keys under even work and even numbers of blocks.
+"""The balancer "locality": the fewest remote keys, for even work and equally many blocks on each rank.
 
-Blocks lie on a circle. Ranks choose in turn: each takes two windows of the circle, one of which holds the
-costliest free block, such that the two have the rank's share of blocks and work and see the fewest keys; its
-blocks then leave the circle. At last blocks are swapped where a rank has more work than counts as even.
+The blocks form a circle. Ranks choose one after the other: each is assigned two windows of the circle, one
+with the costliest free block, so that the two have the rank's share of blocks and work and see the fewest
+keys; these blocks are then removed from the circle. At last blocks are swapped until the work is even.
 
 A long sequence is placed in pieces of several blocks: the time hardly grows with its length.
 """

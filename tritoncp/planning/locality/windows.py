@@ -1,4 +1,4 @@
-"""Windows of blocks on a circle: each rank in turn takes two that see the fewest keys."""
+"""Windows of blocks on a circle: assignment to each rank of the two windows that see the fewest keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tritoncp.planning.locality.pieces import View
 
 
 def choose_windows(view: View, cuts: int, tolerance: float) -> Tensor:
-    """Give each rank in turn the windows that see the fewest columns: owner of each block, int64 [n].
+    """Assign to one rank after the other the windows that see the fewest columns: owner of each block, int64
+    [n].
 
     cuts: number of sizes of the first window that are tried; tolerance: of a rank's work, as a fraction
     """

@@ -85,8 +85,8 @@ def draw_figure(facts: Facts, path: str | Path | None = None) -> Figure:
 
 def colours(world_size: int) -> Tensor:
     """Return red, green and blue of each rank, and of -1 (no owner), from 0 to 1: float32 [W + 1, 3]. Up to
-    eight ranks have a distinct palette; more have hues from blue over green, yellow and red to purple, so
-    that a hue lies on one stretch of ranks."""
+    eight ranks have a distinct palette; more have hues from blue over green, yellow and red to purple, in the
+    order of the ranks."""
     if world_size <= len(BRIGHT):
         return torch.tensor([*BRIGHT[:world_size], NO_OWNER]) / 255
     hues = [(0.62 - 0.8 * rank / world_size) % 1 for rank in range(world_size)]
@@ -179,7 +179,7 @@ def _draw_reads(axes: Axes, facts: Facts) -> None:
     note = f"keys and values; strongest blue: {most} a pair, all {total}; yellow: own"
     _set_title(axes, "Whose keys each rank reads", note)
     _set_rank_ticks(axes.yaxis, world_size, 8, "rank that reads them")
-    _set_rank_ticks(axes.xaxis, world_size, 8, "rank that keeps them")
+    _set_rank_ticks(axes.xaxis, world_size, 8, "rank that has them")
 
 
 def _draw_schedules(axes: Axes, facts: Facts) -> None:
@@ -189,7 +189,7 @@ def _draw_schedules(axes: Axes, facts: Facts) -> None:
     _set_title(axes, "What each schedule would cost a layer", f"predicted for the slowest rank; {layer}")
     axes.set_axis_off()
     if not facts.costs:
-        axes.text(0, 0.9, "one rank: nothing travels", transform=axes.transAxes)
+        axes.text(0, 0.9, "one rank: nothing is sent", transform=axes.transAxes)
         return
     longest = max(estimate.total for estimate in facts.costs)
     for row, estimate in enumerate(facts.costs):

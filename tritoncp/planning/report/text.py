@@ -19,8 +19,8 @@ WIDTH = 64  # characters across the mask
 LINES = 16  # most ranks for which a bar each is printed; with more, the mask has half the width
 EVEN, NEARLY_EVEN = 1.02, 1.1  # largest work over the mean, up to which work is called so
 MESSAGES = {
-    "allgather": "every rank receives all keys and values, seen or not",
-    "ring": "keys and values pass from rank to rank, each as far as the last rank that sees them",
+    "allgather": "every rank receives all keys and values, visible or not",
+    "ring": "keys and values are sent from rank to rank, each as far as the last rank that sees them",
     "fetch": "each rank receives only the blocks of keys and values that its queries see",
     "ulysses": "ranks exchange heads and tokens, so a rank computes some heads for tokens of several ranks",
     "ulysses+ring": "ranks exchange heads and tokens; keys and values go around a ring between rows of ranks",
@@ -51,25 +51,25 @@ def format_memory(facts: Facts) -> str:
 
 
 def format_meaning(facts: Facts) -> list[str]:
-    """Say in plain words who keeps which tokens, whether the work is even, and what travels: a sentence or
-    two a line."""
+    """Format sentences about the tokens of each rank, the evenness of the work, and the keys that are
+    sent."""
     plan = facts.plan
     if plan.world_size == 1:
-        return ["Who computes what: one rank computes all.", "What travels: nothing (remote share 0 %)."]
+        return ["Who computes what: one rank computes all.", "What is sent: nothing (remote share 0 %)."]
     word = "yes" if plan.imbalance <= EVEN else "nearly" if plan.imbalance <= NEARLY_EVEN else "no"
     return [
         f"Who computes what: {_format_pieces(plan)}.",
         f"Is it even: {word}, the busiest rank has {100 * (plan.imbalance - 1):.2g} % more work than the "
         f"mean, so ranks wait {100 * (1 - 1 / plan.imbalance):.2g} % of the time in attention.",
-        f"What travels: {100 * facts.metrics['remote_share']:.3g} % of the keys that queries see are kept by "
+        f"What is sent: {100 * facts.metrics['remote_share']:.3g} % of the keys that queries see are on "
         "another rank (remote share).",
-        f"How it travels: {plan.schedule}: {MESSAGES[plan.schedule]}; at most "
+        f"How it is sent: {plan.schedule}: {MESSAGES[plan.schedule]}; at most "
         f"{format_bytes(max(facts.bytes_sent[plan.schedule]))} sent by a rank, forward and backward.",
     ]
 
 
 def _format_pieces(plan: Plan) -> str:
-    """Say how many tokens each rank keeps, and which of them rank 0 has."""
+    """Format the number of tokens of each rank, and the positions of rank 0."""
     tokens = [int(slots[0, :, 2].sum()) for slots in plan.q.slots]
     amount = " to ".join(format_tokens(count) for count in sorted({min(tokens), max(tokens)}))
     _, position, count = plan.q.slots[0][0][plan.q.slots[0][0, :, 2] > 0].unbind(1)
@@ -79,7 +79,7 @@ def _format_pieces(plan: Plan) -> str:
     ranges = torch.stack(merge_ranges(position, position + count), 1).tolist()
     names = [f"{format_tokens(start)}-{format_tokens(end)}" for start, end in ranges]
     where = f"at {', '.join(names)}" if len(names) <= 4 else f"in {len(names)} pieces"
-    return f"{share}; those of rank 0 lie {where}"
+    return f"{share}; those of rank 0 are {where}"
 
 
 def format_title(plan: Plan) -> str:
@@ -149,7 +149,7 @@ def format_costs(facts: Facts) -> list[str]:
     """Format the cost of each schedule, with an arrow at the plan's own."""
     shape, hardware = facts.shape, facts.hardware
     if not facts.costs:
-        return ["one rank: nothing travels"]
+        return ["one rank: nothing is sent"]
     result = [
         f"batch {shape.batch}, {shape.heads}:{shape.kv_heads} heads of {shape.head_dim}, on {hardware.name} "
         f"({hardware.source}); the slowest rank, predicted:",
@@ -181,5 +181,5 @@ def format_headline(facts: Facts) -> tuple[str, str]:
     return (
         f"{format_tokens(mask.q_len)} tokens on {ranks}{suffix}",
         f"balancer {plan.balancer} · schedule {plan.schedule} · blocks of {mask.q_block} x {mask.kv_block} · "
-        f"{listed:.3g} % of all pairs lie in listed blocks · max/mean work {plan.imbalance:.3f}",
+        f"{listed:.3g} % of all pairs are in listed blocks · max/mean work {plan.imbalance:.3f}",
     )
