@@ -105,19 +105,23 @@ BALANCERS = (
 )
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
 @click.option(
-    "--balancer", type=click.Choice(BALANCERS), default="auto", show_default=True, help="Who gets what."
+    "--balancer",
+    type=click.Choice(BALANCERS),
+    default="auto",
+    show_default=True,
+    help="How blocks are assigned to ranks.",
 )
 @click.option(
     "--schedule",
     type=click.Choice(("auto", *SCHEDULES)),
     default="auto",
     show_default=True,
-    help="The schedule.",
+    help="How keys and values reach the queries.",
 )
 @click.option(
     "--block-size", type=click.IntRange(1, 1 << 20), default=128, show_default=True, help="Tokens of a block."
 )
-@click.option("--png", type=OutputFile(".png"), help="Where the picture goes.")
+@click.option("--png", type=OutputFile(".png"), help="File of the picture.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def plan(png: Path | None, as_json: bool, **options: Any) -> None:
     """Show how the blocks of a mask would be assigned to ranks, and at which cost: no GPU is needed.

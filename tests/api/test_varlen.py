@@ -171,7 +171,7 @@ def test_one_ranks_mistake_is_raised_on_every_rank() -> None:
 
 GOOD = cumulative([5, 7])
 MISTAKES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "no zero": (torch.tensor([5, 12]), {}, ValueError, "cu_seqlens_q starts at 5.*put a 0 in front"),
+    "no zero": (torch.tensor([5, 12]), {}, ValueError, "cu_seqlens_q starts at 5.*prepend a 0"),
     "falls": (torch.tensor([0, 7, 5, 12]), {}, ValueError, "falls from 7 to 5 after document 1.*cumsum"),
     "floats": (torch.tensor([0.0, 12]), {}, TypeError, r"torch.float32 \[2\]; an int32 or int64 tensor"),
     "a list": ([0, 12], {}, TypeError, "cu_seqlens_q is a list; an int32 or int64 tensor"),
@@ -190,8 +190,8 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "differ: cu_seqlens_q 2, cu_seqlens_kv 1.*length 0 there",
     ),
     "keys' padding alone": (GOOD, {"cu_seqlens_kv_padded": GOOD}, ValueError, "without cu_seqlens_kv"),
-    "window": (GOOD, {"window": (-2, 0)}, ValueError, r"window is \(-2, 0\).*-1"),
-    "one number": (GOOD, {"window": 5}, ValueError, r"window is 5; \(left, right\) is needed"),
+    "window": (GOOD, {"window": (-2, 0)}, ValueError, r"window=\(-2, 0\).*-1"),
+    "one number": (GOOD, {"window": 5}, ValueError, r"window=5; pass \(left, right\)"),
     "no causal": (GOOD, {"causal": None}, TypeError, "causal=True or causal=False is needed"),
     "plan and more": (
         varlen_mask(GOOD, causal=True),

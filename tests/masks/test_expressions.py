@@ -63,13 +63,13 @@ def test_operators_bind_as_in_python_and_closed_forms_stay_closed() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("causal & cusal", "no mask is called 'cusal'; known: causal"),
+        ("causal & cusal", "no mask is called 'cusal'; pass one of causal"),
         ("window()", "'window()': "),
         ("full(3)", "'full(3)': "),
         ("full(1, **2)", "'full(1, **2)': "),
         ("window(1.5)", "'window(1.5)': its arguments are whole numbers"),
         ("causal & window(causal)", "'window(causal)': its arguments are whole numbers"),
-        ("window(-2)", "give 0 or more, or -1"),
+        ("window(-2)", "pass 0 or more, or -1"),
         ("causal + full", "'causal + full' is no mask: a name, a call of one"),
         ("causal & 3", "'3' is no mask: a name, a call of one"),
         ("full & document", "document needs to know the documents"),

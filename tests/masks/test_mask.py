@@ -261,7 +261,7 @@ def test_a_slice_is_refused_and_so_are_broken_lists() -> None:
 
 
 def test_other_mistakes_say_what_to_do() -> None:
-    with pytest.raises(ValueError, match="differs between 2 batch rows, but the mask has B=1: give B=2"):
+    with pytest.raises(ValueError, match="differs between 2 batch rows, but the mask has B=1: pass B=2"):
         create_block_mask(document(lengths=[[4, 4], [2, 6]]), None, None, 8, 8)
     with pytest.raises(ValueError, match="has 2 x 1 blocks, its runs have 1 x 1"):
         Mask(8, 8, 4, 8, full_mask(8, 8).runs, None, None, None)

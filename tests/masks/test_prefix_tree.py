@@ -50,15 +50,15 @@ def test_the_permutation_of_the_error_brings_segments_into_order(case) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: tree([-1, 0], [1]), r"are \[2\] and \[1\]; give both for every segment"),
+        (lambda: tree([-1, 0], [1]), r"are \[2\] and \[1\]; pass both for every segment"),
         (lambda: tree([-1, 0], [1.0, 2.0]), r"lengths must be integers \[n\] or \[B, n\], got torch.float32"),
-        (lambda: tree([], []), "give at least one segment"),
+        (lambda: tree([], []), "pass at least one segment"),
         (lambda: tree([-1], torch.tensor([1j])), "lengths must be integers .* got torch.complex64"),
         (lambda: tree([-1, 0], [1, -2]), "lengths must be at least 0, got -2"),
         (lambda: tree([-1, 7], [1, 2]), r"parent\[1\] is 7"),
         (lambda: tree([1, 0, -1], [1, 1, 1]), "2 of 3 segments are on no path from a root"),
         (lambda: tree([[-1, 0], [-1, 0]], [[1, 2], [2, 2]]), r"must add up to the same, got \[3, 4\]"),
-        (lambda: tree([-1], [3], window=(-2, 0)), r"window is \(-2, 0\)"),
+        (lambda: tree([-1], [3], window=(-2, 0)), r"window=\(-2, 0\)"),
         (lambda: create_block_mask(tree([-1], [3]), 1, 1, 4, 4), "have 3 tokens, the mask needs 4"),
         (lambda: tree([-1], [2**31 + 5]), "add up to 2147483653 tokens; a mask has up to 1073741824"),
         (lambda: tree([-1] * 4, [2**62] * 4), "add up to 18446744073709551616 tokens"),

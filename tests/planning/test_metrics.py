@@ -123,7 +123,7 @@ def test_metrics_are_a_flat_dict_of_numbers_and_one_rank_needs_delta_alone() -> 
         ({"kv_heads": 0}, ValueError, "kv_heads=0: the sizes of a layer are at least 1"),
         ({"head_dim": -1}, ValueError, "head_dim=-1"),
         ({"heads": 2.5}, TypeError, "heads of a layer is a float"),
-        ({"head": 8}, TypeError, "no 'head'; it has batch, heads, kv_heads"),
+        ({"head": 8}, TypeError, "no 'head'; pass batch, heads, kv_heads"),
     ],
 )
 @pytest.mark.parametrize("call", ["metrics", "explain"])

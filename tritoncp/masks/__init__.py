@@ -1,4 +1,4 @@
-"""Masks: which pairs of query and key are visible. Compact masks, closed forms, classification of blocks.
+"""Masks of visible pairs of query and key: compact block masks, closed forms, classification of blocks.
 
 May import: mods, core, kernels.
 """

@@ -1,4 +1,5 @@
-"""Dense block kinds, uint8 [B, H, rows, cols], from and to the index lists of torch's BlockMask."""
+"""Conversion of dense block kinds, uint8 [B, H, rows, cols], to and from the index lists of torch's
+BlockMask."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp.core.host_copy import is_remote, to_host
 from tritoncp.masks.block_runs import ABSENT, Kind
 
-MAX_ENTRIES = 1 << 22  # index list entries read at a time: their int64 positions are 32 MiB
+MAX_ENTRIES = 1 << 22  # entries of index lists read at a time: 32 MiB of int64 positions
 
 
 def bound_ragged_blocks(kinds: Tensor, q_cut: int, kv_cut: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Members of torch's BlockMask, and of tensors, that model code reads of any mask, and its indices."""
+"""Attributes of torch's BlockMask, and of tensors, that model code reads of any mask; indexing of masks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DIMENSIONS = ("batch rows", "heads", "rows of blocks", "keys")
 
 
 class BlockMaskInterface:
-    """Base class of Mask and Plan: members that do not depend on the blocks.
+    """Base class of Mask and Plan: attributes that do not depend on the blocks.
 
     Transformers (4 and 5) reads ``ndim`` and ``shape`` of the ``attention_mask`` that a model is given, to
     tell padding [B, KV_LEN] from a mask of pairs and to learn KV_LEN, before it calls the mask function of

@@ -18,7 +18,7 @@ from torch import Tensor
 class Kind(enum.IntEnum):
     """How a kernel treats a listed block."""
 
-    MASKED = 0  # some pairs are hidden: the row interval or the mask_mod says which
+    MASKED = 0  # pairs are hidden by the row interval or the mask_mod
     FULL = 1  # every pair is visible
     BOUNDED = 2  # listed as full, but q_len or kv_len cuts the block: every pair in range is visible
 
@@ -95,7 +95,7 @@ class Runs:
         """Return the dense map of block kinds, uint8 [B, H, R, C] of Kind or ABSENT."""
         b, h, r, c = self.shape
         row, start, end, kind = self._flat()
-        step = (kind - ABSENT).to(torch.uint8)  # modulo 256: sums of steps come out right
+        step = (kind - ABSENT).to(torch.uint8)  # modulo 256, in which sums of steps are exact
         delta = torch.zeros(b * h * r * (c + 1), dtype=torch.uint8)
         delta.scatter_add_(0, row * (c + 1) + start, step)
         delta.scatter_add_(0, row * (c + 1) + end, torch.zeros_like(step) - step)

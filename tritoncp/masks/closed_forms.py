@@ -1,4 +1,4 @@
-"""Closed forms: ready-made mask_mods that know which interval of keys each query row sees.
+"""Closed forms: ready-made mask_mods with the interval of keys that each query row sees.
 
 torch's flex_attention and create_block_mask take them as ordinary mask_mods. A Mask of one is built from
 interval arithmetic: of a million tokens in a fraction of a second.
@@ -41,8 +41,8 @@ class SlidingWindow(MaskMod):
     def __post_init__(self) -> None:
         if self.left < UNBOUNDED or self.right < UNBOUNDED:
             raise ValueError(
-                f"sliding_window(left={self.left}, right={self.right}): both are how many tokens a query "
-                "sees to that side; give 0 or more, or -1 for all of them"
+                f"left={self.left}, right={self.right} of sliding_window: numbers of tokens before and after "
+                "the query are needed; pass 0 or more, or -1 for all tokens"
             )
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Document(MaskMod):
         if self.ids.shape[-1] < n:
             raise ValueError(
                 f"document ids cover {self.ids.shape[-1]} tokens, the mask needs {n} "
-                f"(q_len={q_len}, kv_len={kv_len}): give every token an id"
+                f"(q_len={q_len}, kv_len={kv_len}): pass an id for every token"
             )
         ids = self.ids.detach().cpu().reshape(self.batch, -1)[:, :n]
         change = ids[:, 1:] != ids[:, :-1]
@@ -188,9 +188,9 @@ class QuerySlice(_View):
 
 @dataclass(frozen=True, repr=False)
 class Selection(_View):
-    """The mask_mod of some batch rows and heads of a mask: b and h count the selected ones.
+    """The mask_mod of selected batch rows and heads of a mask: b and h count the selected ones.
 
-    rows, heads: the selected ones in the numbers of ``part``; None: all. A single one serves every b or h.
+    rows, heads: b and h in ``part`` of the selected ones; None: all. A single one serves every b or h.
     """
 
     rows: tuple[int, ...] | None
@@ -214,7 +214,7 @@ class Selection(_View):
 
 
 def _look_up(numbers: tuple[int, ...] | None, index: Tensor) -> Tensor:
-    """Return ``numbers[index]``, by arithmetic where the numbers have one distance."""
+    """Return ``numbers[index]``, by arithmetic where the numbers are evenly spaced."""
     if numbers is None:
         return index
     step = 0 if len(numbers) == 1 else numbers[1] - numbers[0]
@@ -272,7 +272,9 @@ def document(*, lengths: Sequence[int] | Tensor | None = None, ids: Tensor | Non
     [0, 0, 1]
     """
     if (lengths is None) == (ids is None):
-        raise ValueError("document: give either lengths= (tokens of each) or ids= (one per token)")
+        raise ValueError(
+            "document: lengths= (tokens of each document) and ids= (one per token): pass one of them"
+        )
     if lengths is not None:
         ids = _ids_from_lengths(torch.as_tensor(lengths))
     assert ids is not None

@@ -42,7 +42,7 @@ def _check_function(mask_mod: Any) -> None:
         remedy = "tritoncp.full_mask(Q_LEN, KV_LEN) hides nothing, and neither does block_mask=None"
     elif isinstance(mask_mod, torch.Tensor):
         remedy = "capture the tensor, lambda b, h, q_idx, kv_idx: visible[q_idx, kv_idx]"
-    raise TypeError(f"create_block_mask: mask_mod is a {type(mask_mod).__name__}, no function; {remedy}")
+    raise TypeError(f"create_block_mask: mask_mod is a {type(mask_mod).__name__}, not a function; {remedy}")
 
 
 def _capture_device(mask_mod: MaskFn) -> torch.device:

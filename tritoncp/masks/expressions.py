@@ -1,4 +1,4 @@
-"""Parser of masks and score_mods written as text: mask expressions, document lengths, numbers of tokens.
+"""Parser of masks and score_mods written as text: mask expressions, lengths of documents, sizes in tokens.
 
 An expression is parsed with Python's own parser, and its mask built from the syntax tree; it is never run.
 """
@@ -63,7 +63,7 @@ def count(text: str) -> int:
 
 
 def lengths(text: str) -> Lengths:
-    """Parse the numbers of tokens of documents: JSON (nested for several batch rows), numbers separated by
+    """Parse the lengths of documents: JSON (nested for several batch rows), numbers separated by
     spaces or commas, or the name of a file with either.
 
     >>> lengths("1K, 24 1000"), lengths("[[3, 5], [8]]")
@@ -97,16 +97,16 @@ def lengths(text: str) -> Lengths:
 def mask_of(text: str, documents: Lengths | None = None) -> MaskFn:
     """Return the mask_mod of an expression, or import that of ``module:function``.
 
-    Names: causal, full, document (of lengths ``documents``, or of its arguments), sliding_window(left,
-    right=0) or window, prefix_lm(n) or prefix. Numbers take K and M. Masks are joined with & | ~, or with
-    and, or, not.
+        Names: causal, full, document (of lengths ``documents``, or of its arguments), sliding_window(left,
+        right=0) or window, prefix_lm(n) or prefix. Numbers take K and M. Masks are joined with & | ~, or with
+        and, or, not.
 
-    >>> mask_of("causal & window(4K) & document", [3, 5])
-    and_masks(and_masks(causal(), sliding_window(4096, 0)), document(ids=[8]))
-    >>> mask_of("causal & cusal")
-    Traceback (most recent call last):
-    ValueError: no mask is called 'cusal'; known: causal, document, full, prefix, prefix_lm, sliding_window, \
-window
+        >>> mask_of("causal & window(4K) & document", [3, 5])
+        and_masks(and_masks(causal(), sliding_window(4096, 0)), document(ids=[8]))
+        >>> mask_of("causal & cusal")
+        Traceback (most recent call last):
+        ValueError: no mask is called 'cusal'; pass one of causal, document, full, prefix, prefix_lm, \
+sliding_window, window
     """
     text = text.strip()
     if is_module_function(text):
@@ -132,7 +132,7 @@ def _mask_of_node(node: ast.expr, documents: Lengths | None) -> MaskFn:
         raise ValueError(f"{source} is no mask: a name, a call of one, or masks joined with & | ~")
     known = {**CONSTRUCTORS, "document": lambda *lengths: _documents(lengths or documents)}
     if function.id not in known:
-        raise ValueError(f"no mask is called {function.id!r}; known: {', '.join(sorted(known))}")
+        raise ValueError(f"no mask is called {function.id!r}; pass one of {', '.join(sorted(known))}")
     arguments = node.args if isinstance(node, ast.Call) else []
     keywords = node.keywords if isinstance(node, ast.Call) else []
     try:
@@ -170,7 +170,7 @@ def score_of(text: str, heads: int, device: torch.device | str = "cpu") -> Mod:
     (30.0, '<lambda>')
     >>> score_of("softcup", 8)
     Traceback (most recent call last):
-    ValueError: no score_mod is called 'softcup'; known: softcap, softcap(CAP), alibi, module:function
+    ValueError: no score_mod is called 'softcup'; pass softcap, softcap(CAP), alibi or module:function
     """
     name = text.strip()
     if is_module_function(name):
@@ -179,13 +179,13 @@ def score_of(text: str, heads: int, device: torch.device | str = "cpu") -> Mod:
         return alibi(heads, torch.device(device))
     call = re.fullmatch(r"softcap(?:\(\s*(\d{1,12}(?:\.\d{,12})?)\s*\))?", name, re.ASCII)
     if call is None or float(call[1] or 1) == 0:
-        names = "softcap, softcap(CAP), alibi, module:function"
-        raise ValueError(f"no score_mod is called {brief(text)}; known: {names}")
+        names = "softcap, softcap(CAP), alibi or module:function"
+        raise ValueError(f"no score_mod is called {brief(text)}; pass {names}")
     return softcap(float(call[1])) if call[1] else softcap()
 
 
 def is_module_function(text: str) -> bool:
-    """Whether a text has the form ``module:function``."""
+    """Return whether a text has the form ``module:function``."""
     return re.fullmatch(r"[\w.]+:[\w.]+", text.strip()) is not None
 
 

@@ -56,7 +56,7 @@ class Mask(BlockMaskInterface):
     window: tuple[int, int] | None  # closed form: q - left <= kv <= q + right, -1 = unbounded
     interval: tuple[Tensor, Tensor] | None
     # int32 (lo, hi), each [B, H, q_len]: in MASKED blocks a row sees exactly lo <= kv < hi;
-    # None: not computed, or the keys of some row are not one interval
+    # None: not computed, or there is a row whose keys are not one interval
     reads: tuple[bool, bool] = (False, False)  # whether mask_mod may depend on b, on h
     tokens: tuple[Tensor, Tensor] | None = None
     # bool [q_len], [kv_len]: which queries and keys are tokens, the others padding; None: all are tokens
@@ -111,17 +111,17 @@ class Mask(BlockMaskInterface):
         return self.q_block, self.kv_block
 
     def interval_for(self, B: int, H: int) -> tuple[Tensor, Tensor] | None:
-        """The row intervals if they are valid for a call with B batch rows and H heads, else None.
+        """Return the row intervals if they are valid for a call with B batch rows and H heads, else None.
 
-        Blocks listed for one batch row (head) serve all of them. Its row intervals do not if the mask_mod
-        reads b (h).
+        Blocks listed for one batch row (head) serve all batch rows (heads). Row intervals do not if the
+        mask_mod reads b (h).
         """
         stale = (self.reads[0] and B > self.B) or (self.reads[1] and H > self.H)
         return None if stale else self.interval
 
     @on_host
     def sparsity(self) -> float:
-        """Percentage of the mask outside listed blocks, as torch's BlockMask.sparsity."""
+        """Return the percentage of the mask outside listed blocks, as torch's BlockMask.sparsity."""
         listed = sum(int(n.sum()) for n in self.runs.counts())
         total = self.B * self.H * self.q_len * self.kv_len
         return 100 * (1 - listed * self.q_block * self.kv_block / total) if total else 0.0
@@ -171,7 +171,7 @@ class Mask(BlockMaskInterface):
         """
         if not (0 <= start < stop <= self.q_len) or start % self.q_block:
             raise ValueError(
-                f"rows({start}, {stop}) of a mask of {self.q_len} queries in blocks of {self.q_block}: give "
+                f"rows({start}, {stop}) of a mask of {self.q_len} queries in blocks of {self.q_block}: pass "
                 f"0 <= start < stop <= {self.q_len}, start a multiple of {self.q_block}"
             )
         self.check_state()
@@ -186,7 +186,8 @@ class Mask(BlockMaskInterface):
         return Mask(*size, runs, mod, None, interval, self.reads, tokens)  # type: ignore[arg-type]
 
     def listed_rows(self, first: int, count: int) -> Mask:
-        """Return the mask of ``count`` batch rows from ``first`` on; its mask_mod counts b of the whole."""
+        """Return the mask of ``count`` batch rows from ``first`` on; b of its mask_mod stays that of this
+        mask."""
         if self.B == 1:  # lists serve every batch row, intervals perhaps only the first
             interval = self.interval_for(first + count, self.H)
             return self if interval is self.interval else replace(self, interval=interval)
@@ -370,7 +371,7 @@ def expand_intervals(mod: MaskMod, intervals: Intervals, B: int, H: int) -> Inte
 def _check_batch_rows(mod: MaskMod, rows: int, B: int) -> None:
     """Raise ValueError if a closed form has intervals for another number of batch rows than B."""
     if rows not in (1, B):
-        raise ValueError(f"{mod} differs between {rows} batch rows, but the mask has B={B}: give B={rows}")
+        raise ValueError(f"{mod} differs between {rows} batch rows, but the mask has B={B}: pass B={rows}")
 
 
 def _block_size(size: int | tuple[int, int]) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """MaskMod: a mask_mod with structure, and its combinations with and, or, not.
 
-A mask_mod is a function (b, h, q_idx, kv_idx) -> bool, as in torch's flex attention. A MaskMod also knows the
-interval of keys that each query row sees, where there is one.
+A mask_mod is a function (b, h, q_idx, kv_idx) -> bool, as in torch's flex attention. A MaskMod also computes
+the interval of keys that each query row sees, where there is one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MaskMod(ABC):
         return None
 
     def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        """Return (lo, hi), int64 [B or 1, 1, kv_len] on the CPU: key kv is seen by exactly lo <= q < hi.
+        """Return (lo, hi), int64 [B or 1, 1, kv_len] on the CPU: key kv is visible to exactly lo <= q < hi.
 
         A key that no query sees has lo = hi = 0. None if the queries of some key are not one interval.
         """
@@ -62,7 +62,7 @@ class MaskMod(ABC):
 
     @property
     def batch(self) -> int:
-        """Batch rows for which the mask has intervals of their own; 1 if all batch rows share them."""
+        """Number of batch rows with separate intervals; 1 if all batch rows share them."""
         return 1
 
     @property
@@ -127,7 +127,7 @@ class _Join(_Combination):
 
     @abstractmethod
     def _join_intervals(self, left: Intervals, right: Intervals) -> Intervals | None:
-        """The intervals of two parts together; None if some row has no single one."""
+        """Return the intervals of two parts joined; None if there is a row that is not one interval."""
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         visible = self._part_visible(0, b, h, q_idx, kv_idx)
@@ -142,7 +142,7 @@ class _Join(_Combination):
         return self._join_all(lambda part: part.query_intervals(q_len, kv_len))
 
     def _join_all(self, intervals_of: Callable[[MaskMod], Intervals | None]) -> Intervals | None:
-        """The intervals of all parts together; None if a part has none."""
+        """Return the intervals of all parts joined; None if a part has none."""
         # Of every part, as each raises an error for more tokens than it has.
         parts = [intervals_of(part) for part in self.parts if isinstance(part, MaskMod)]
         if len(parts) < len(self.parts):
@@ -226,31 +226,33 @@ def not_(mask: MaskFn) -> MaskMod:
 def _check_callable(name: str, masks: tuple[MaskFn, ...]) -> tuple[MaskFn, ...]:
     """Return ``masks``; raise unless they are one or more callables. name: of the caller, for messages."""
     if not masks:
-        raise ValueError(f"{name} needs at least one mask_mod")
+        raise ValueError(f"{name}(): pass at least one mask_mod")
     for mask in masks:
         if not callable(mask):
-            message = f"{name} combines mask_mods (b, h, q_idx, kv_idx) -> bool, got {type(mask).__name__}"
+            message = f"{name}: a {type(mask).__name__}; pass mask_mods (b, h, q_idx, kv_idx) -> bool"
             raise TypeError(message)
     return masks
 
 
 def num_batch_rows(part: MaskFn) -> int:
-    """MaskMod.batch of a MaskMod; 1 of any other function."""
+    """Return MaskMod.batch of a MaskMod, 1 of any other function."""
     return part.batch if isinstance(part, MaskMod) else 1
 
 
 def dependence_of(part: MaskFn) -> tuple[bool, bool]:
-    """Whether a mask_mod's result can depend on b, and on h; any other function than a MaskMod is traced."""
+    """Return whether a mask_mod's result can depend on b, and on h; functions other than a MaskMod are
+    traced."""
     return part.reads if isinstance(part, MaskMod) else reads_batch_or_head(part)
 
 
 def name_of(part: MaskFn) -> str:
-    """The name of a function, the repr of a MaskMod, without memory addresses: the same in every process."""
+    """Return the name of a function or the repr of a MaskMod, without memory addresses, which differ between
+    processes."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", getattr(part, "__name__", repr(part)))
 
 
 def _intersect_bounds(bounds: tuple[int, ...]) -> int:
-    """The smallest of several window bounds, -1 counting as unbounded."""
+    """Return the smallest of several window bounds, of which -1 is unbounded."""
     return min((bound for bound in bounds if bound != UNBOUNDED), default=UNBOUNDED)
 
 
@@ -271,7 +273,7 @@ def check_window(window: tuple[int, int]) -> tuple[int, int]:
     sides = tuple(window) if isinstance(window, tuple | list) else ()
     if len(sides) != 2 or not all(isinstance(side, int) and side >= UNBOUNDED for side in sides):
         raise ValueError(
-            f"window is {window!r}; (left, right) is needed, each the number of keys seen to that side, "
-            "or -1 for all of them"
+            f"window={window!r}; pass (left, right), the numbers of visible keys before and after the query, "
+            "or -1 for all keys"
         )
     return sides[0], sides[1]

@@ -59,7 +59,7 @@ def alibi(heads: int | Tensor, device: torch.device | str | None = None) -> Mod:
 def _alibi_slopes(heads: int, device: torch.device | str | None) -> Tensor:
     """Return ALiBi's slopes for a number of heads: float32 [heads]."""
     if heads < 1:
-        raise ValueError(f"alibi({heads}): give the number of query heads, at least 1, or a tensor of slopes")
+        raise ValueError(f"alibi({heads}): pass the number of query heads, at least 1, or a tensor of slopes")
     power = 1 << (heads.bit_length() - 1)  # the largest power of two up to heads
     slopes = torch.exp2(-8.0 * torch.arange(1, power + 1, device=device) / power)
     if power == heads:

@@ -1,7 +1,8 @@
 """Prefix trees: sequences that share beginnings, each shared token once in the buffer.
 
 The buffer holds the segments of the tree in depth-first order, so that the descendants of a token follow it
-without a gap: a key is seen by one interval of queries, which ends where its segment's last descendant ends.
+without a gap: a key is visible to one interval of queries, which ends with the last descendant of its
+segment.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Tree(MaskMod):
 
     def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
         leave = self._rows(self.leave, q_len, kv_len)[..., :kv_len].long()
-        if self.left != UNBOUNDED:  # the queries that are near enough lie in several branches
+        if self.left != UNBOUNDED:  # the queries within the window are in several branches
             return None
         return clip_intervals(torch.arange(kv_len).expand_as(leave), leave, q_len)
 
@@ -69,7 +70,7 @@ class Tree(MaskMod):
         return self._rows(self.depth, length, length)[:, 0, :length].long()
 
     def _rows(self, x: Tensor, q_len: int, kv_len: int) -> Tensor:
-        """Return leave or depth as int32 [B or 1, 1, N] on the CPU; raise ValueError if the mask needs more
+        """Return leave or depth as int32 [B or 1, 1, N] on the CPU. Raises ValueError if the mask needs more
         tokens."""
         tokens = x.shape[-1]
         if tokens < max(q_len, kv_len):
@@ -155,7 +156,7 @@ def _integers(name: str, numbers: Any) -> Tensor:
             f"integers, [n] or [B, n], is needed ({error})"
         ) from error
     if x.ndim not in (1, 2) or not x.numel() or not is_integer(x.dtype):
-        few = "; give at least one segment" * (not x.numel())
+        few = "; pass at least one segment" * (not x.numel())
         raise ValueError(f"tree: {name} must be integers [n] or [B, n], got {x.dtype} {list(x.shape)}{few}")
     return x
 
@@ -164,7 +165,7 @@ def _check_segments(parent: Tensor, lengths: Tensor) -> None:
     """Raise ValueError unless both are of one shape, and lengths at least 0."""
     if parent.shape != lengths.shape:
         shapes = f"{list(parent.shape)} and {list(lengths.shape)}"
-        raise ValueError(f"tree: parent and lengths are {shapes}; give both for every segment")
+        raise ValueError(f"tree: parent and lengths are {shapes}; pass both for every segment")
     if bool((lengths < 0).any()):
         raise ValueError(f"tree: lengths must be at least 0, got {int(lengths.min())}")
     most = int(lengths.double().sum(-1).max())
@@ -191,7 +192,8 @@ def _layout(parent: list[int], lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _order_error(parent: list[int]) -> ValueError:
-    """Return the error of segments that are not in depth-first order, with the permutation that mends it."""
+    """Return the error of segments that are not in depth-first order, with the permutation that sorts
+    them."""
     n = len(parent)
     wrong = next((i for i, above in enumerate(parent) if not -1 <= above < n), None)
     if wrong is not None:

@@ -1,6 +1,6 @@
 """Packed sequences: documents one after the other in one buffer, separated by cu_seqlens.
 
-``cu_seqlens``, integers [n + 1], are cumulative numbers of tokens: those before each of n documents, then the
+``cu_seqlens``, integers [n + 1], are cumulative lengths: the tokens before each of n documents, then the
 total. If the buffer has padding at the end of documents, ``cu_seqlens_padded`` are its cumulative rows. There
 is no loop over documents, and at most one copy from a device.
 """
@@ -34,7 +34,7 @@ class Documents(NamedTuple):
         return number, torch.arange(len(number)) - self.first[number]
 
     def is_token(self) -> Tensor:
-        """Which rows of the buffer are tokens, not padding: bool [t]."""
+        """Return which rows of the buffer are tokens, not padding: bool [t]."""
         number, position = self.of_rows()
         return position < self.tokens[number]
 
@@ -53,7 +53,7 @@ class Documents(NamedTuple):
             i = int((tokens > rows).nonzero()[0])
             raise ValueError(
                 f"document {i} has {int(tokens[i])} tokens by {name} and {int(rows[i])} rows by "
-                f"{name}_padded, which counts tokens and the padding behind them: give it no fewer"
+                f"{name}_padded; pass a {name}_padded that counts the tokens and the padding after them"
             )
         if length is not None and int(padded[-1]) != length:
             raise ValueError(
@@ -68,15 +68,14 @@ def _check_cumulative(name: str, x: Tensor) -> None:
     """Raise ValueError unless x, int64 [n + 1], starts at 0 and never decreases."""
     if int(x[0]) != 0:
         raise ValueError(
-            f"{name} starts at {int(x[0])}; it says how many tokens come before each document, so it "
-            "starts at 0: put a 0 in front"
+            f"{name} starts at {int(x[0])}; the number of tokens before the first document is 0: prepend a 0"
         )
     decreases = x.diff() < 0
     if bool(decreases.any()):
         i = int(decreases.nonzero()[0])
         raise ValueError(
-            f"{name} falls from {int(x[i])} to {int(x[i + 1])} after document {i}; it adds up lengths, "
-            "so it never falls: take lengths.cumsum(0) with a 0 in front"
+            f"{name} falls from {int(x[i])} to {int(x[i + 1])} after document {i}; pass cumulative lengths: "
+            "lengths.cumsum(0) with a 0 in front"
         )
 
 
@@ -133,7 +132,7 @@ class Varlen(MaskMod):
 
 
 def _document_of(padded: Tensor, row: Tensor) -> Tensor:
-    """Return the number of the document that contains a row: how many documents end at or before it."""
+    """Return the index of the document that contains a row: the number of documents that end before it."""
     return (padded[1:] <= row[..., None]).sum(-1)
 
 
@@ -174,8 +173,8 @@ def _check_types(sides: tuple[Tensor, ...]) -> None:
     if len(set(counts)) > 1:
         listing = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
         raise ValueError(
-            f"numbers of documents differ: {listing}; queries and keys of a document go together, so give a "
-            "document without one of them length 0 there"
+            f"cu_seqlens of different numbers of documents: {listing}; pass length 0 where a document has no "
+            "queries or no keys"
         )
 
 

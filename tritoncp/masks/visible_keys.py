@@ -1,4 +1,4 @@
-"""Exact numbers of visible keys, from runs of blocks, row intervals and, in masked blocks, the mask_mod."""
+"""Exact counts of visible keys, from runs of blocks, row intervals and, in masked blocks, the mask_mod."""
 
 from __future__ import annotations
 

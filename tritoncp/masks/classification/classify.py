@@ -50,7 +50,8 @@ class Grid(NamedTuple):
         return -(-self.kv_len // self.kv_block)
 
     def has_ragged_block(self, tiles: Tensor) -> Tensor:
-        """Which tiles, in blocks, contain a block that the end of the queries or keys cuts: bool [n]."""
+        """Return which tiles, in blocks, contain a block that the end of the queries or keys cuts: bool
+        [n]."""
         last_row = (tiles[:, 3] == self.rows) & bool(self.q_len % self.q_block)
         return last_row | ((tiles[:, 5] == self.cols) & bool(self.kv_len % self.kv_block))
 
@@ -101,7 +102,8 @@ class TileEvaluator:
         return (True, True) if self.bounds is None else self.bounds.reads
 
     def bound_tiles(self, tiles: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (some, every), bool [n], of tiles in tokens: a pair may be visible, every pair surely is."""
+        """Return (some, every), bool [n], of tiles in tokens: whether any pair may be visible, whether all
+        pairs are visible for certain."""
         if self.bounds is None:
             undecided = torch.ones(len(tiles), dtype=torch.bool)
             return undecided, ~undecided
@@ -133,7 +135,7 @@ def find_runs(
     progress: Callable[[float], object] = lambda fraction: None,
 ) -> Runs:
     """Classify the blocks of a mask as torch does: FULL if every pair of a whole block is visible, MASKED if
-    some are. progress: called with the fraction of the mask that is classified."""
+    only some are. progress: called with the fraction of the mask that is classified."""
     reads = evaluator.reads
     b, h = (size if read else 1 for size, read in zip((B, H), reads, strict=True))
     collector = _RunCollector((b, h, grid.rows), grid.cols)
@@ -194,7 +196,7 @@ def _intervals_of_rows(evaluator: TileEvaluator, runs: Runs, first: int, grid: G
     left = (blocks[:, 3:] * grid.kv_block).int()
     lo = torch.full((b * h * rows, grid.q_block), grid.kv_len, dtype=torch.int32)
     hi, missing = torch.zeros_like(lo), torch.zeros_like(lo)
-    # torch's maximum of int16 takes eight times that of int32
+    # torch's maximum of int16 is eight times as slow as that of int32
     number = torch.arange(1, grid.kv_block + 1, dtype=torch.uint8 if grid.kv_block < 256 else torch.int32)
     done = 0
     for chunk, visible in evaluate_blocks(evaluator.evaluate, blocks + torch.tensor([0, 0, first, 0]), grid):

@@ -34,7 +34,7 @@ Rule = Callable[..., ValueRange | None]  # (type of the result, *operands)
 
 
 def is_integer(dtype: torch.dtype) -> bool:
-    """Whether a dtype is of integers, bool not included."""
+    """Return whether a dtype is an integer type other than bool."""
     return not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool
 
 

@@ -1,4 +1,4 @@
-"""Bounds of a mask_mod over a whole tile, without evaluating each pair: interval arithmetic on its graph.
+"""Bounds of a mask_mod over a tile of pairs, by interval arithmetic on its graph.
 
 A traced mask_mod is evaluated on ranges, q_idx in [q0, q1) and kv_idx in [k0, k1), through every operation of
 its graph, many tiles at once. A tile is decided if the result can only be True, or only False. A decision is
@@ -253,7 +253,7 @@ def _halve(x: Tensor, dim: int, greatest: bool) -> Tensor:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     return [torch.Size(shape[d + 1 :]).numel() for d in range(len(shape))]
 
 
@@ -300,7 +300,7 @@ def _plan_step(node: fx.Node) -> RuledOperation | None:
 
 
 def _is_mutation(node: fx.Node) -> bool:
-    """Whether the operation changes an operand in place."""
+    """Return whether the operation changes an operand in place."""
     return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
