@@ -6,6 +6,8 @@ dtype, layout and shapes, see :class:`tests.cases.Case`.
 
 from __future__ import annotations
 
+import random
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -35,7 +37,7 @@ FACTORS: dict[str, Any] = {
     "own_lists": ((False, False), (True, False), (False, True)),
     "layout": LAYOUTS,
     "sinks": (False, True),
-    "scale": (None, 0.3, -0.2),
+    "scale": (None, 0.3, -0.2, 0.0),
 }
 CPU = pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 KERNELS = pytest.mark.parametrize("engine", ["kernels"], indirect=True)
@@ -66,11 +68,24 @@ SMALL = (
         "heads, group": ((2, 1), (1, 3)),
         "batch, first_row": ((1, 0), (2, 0), (2, 1)),
         "loss": PASSES[1:],  # tests/kernels has calls without a backward pass
+        "dims": ((40, 8), (3, 16), (16, 1), (1, 24)),  # two of them in two pieces
+        "options": (
+            {},
+            {"USE_TMA": True},
+            {"FUSED_BACKWARD": True},
+            {"PACK_GQA": True, "SPLIT_KV": 2},
+            {"FLIP": True, "maxnreg": 128},  # a limit on registers, which no answer depends on
+            {"FLIP": True, "FUSED_BACKWARD": True},
+            dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 16),
+            {"FUSED_BACKWARD": True, "USE_TMA": True, "PACK_GQA": True, "SPLIT_KV": 3, "BLOCK_N": 16},
+        ),
     }
 )
-EACH = [  # every value of each factor
-    case_of({name: values[i % len(values)] for name, values in SMALL.items()}, i) for i in range(len(MASKS))
+COLUMNS = [  # each value of a factor equally often, in an order of the factor's own
+    random.Random(name).sample([*islice(cycle(values), len(MASKS))], len(MASKS))
+    for name, values in SMALL.items()
 ]
+EACH = [case_of(dict(zip(SMALL, row)), seed) for seed, row in enumerate(zip(*COLUMNS), 1)]
 
 
 @CPU

@@ -24,9 +24,6 @@ from tests.kernels.support.harness import (
 from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask
 
 CAUSAL = create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32)
-DOCUMENTS = create_block_mask(
-    and_masks(causal(), document(lengths=[13, 27])), None, None, 40, 40, BLOCK_SIZE=32
-)
 
 
 # -- the outputs gradients start from -----------------------------------------------------------------
@@ -48,15 +45,6 @@ def test_a_loss_of_lse_that_is_not_smooth_at_empty_rows_leaves_no_nan() -> None:
     assert bool((lse == -math.inf).any())
     for t, g in zip(leaves, want):
         close(t.grad, g, "gradient")
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
-@pytest.mark.parametrize("mask", ["causal", "documents"])
-def test_gradients_from_scores_computed_transposed(mask: str, fused: bool) -> None:
-    """Two pieces of channels, grouped heads; and a limit on registers, which no answer depends on."""
-    x = qkv(CAUSAL.q_len, heads=2, kv_heads=1, dim=40, v_dim=16)
-    options = {"FLIP": True, "maxnreg": 128, "FUSED_BACKWARD": fused}
-    check(x, {"causal": CAUSAL, "documents": DOCUMENTS}[mask], **options)
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "kv"])

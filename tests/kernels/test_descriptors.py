@@ -5,17 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-import tritoncp
 from tests.kernels.support.harness import (
-    F64,
     MASKS,
     QKV,
-    agree,
     check,
     cotangents,
     engine_of,
-    oracle,
-    over_ranks,
     qkv,
     run,
     same,
@@ -50,24 +45,6 @@ def test_same_bits_as_by_pointer(name: str, n: int) -> None:
     assert all(copied(x, mask).values())
     got = check(x, mask, start=start, USE_TMA=True)
     same(got, run(x, mask, start=start, USE_TMA=False))
-
-
-def test_a_score_mod_sees_the_same_scores() -> None:
-    x = qkv(50, heads=2, dtype=F64)
-    score, start = (lambda: lambda s, b, h, q, kv: s - 0.1 * (q - kv).abs()), cotangents(x)
-    got = check(x, MASKS["intervals"](50), score, start=start, USE_TMA=True)
-    same(got, run(x, MASKS["intervals"](50), score, start=start, USE_TMA=False))
-
-
-@pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch"])
-@pytest.mark.parametrize("n", [128, 100], ids=["whole", "ragged"])
-def test_slots_in_any_order(n: int, schedule: str) -> None:
-    """Slots of a gathered buffer are coordinates; where one ends in the middle of the buffer, pointers."""
-    x = qkv(n, heads=2, kv_heads=1)
-    mask, start = MASKS["intervals"](n), cotangents(x)
-    plan = tritoncp.make_plan(mask, world_size=2, schedule=schedule)
-    want = oracle(x, mask, start=start)
-    agree(over_ranks(x, plan, start=start, USE_TMA=True), want)
 
 
 @pytest.mark.bar(6)

@@ -22,7 +22,6 @@ from tests.kernels.support.harness import (
     keys_between,
     new_state,
     oracle,
-    over_ranks,
     qkv,
     run,
     same,
@@ -190,17 +189,6 @@ def test_keys_in_steps_count_once(name: str, split: int) -> None:
         assert last or bool(result[0].isnan().all() and result[1].isnan().all())
     for got, want in zip(result, dense_attention(*x, mask)):
         close(got, want, name)
-
-
-@pytest.mark.parametrize("schedule", ["ring", "fetch", "ulysses"])
-def test_over_ranks(schedule: str) -> None:
-    """Shards with padding, which no kernel writes, and slots that are not dense."""
-    x = qkv(20, 40, heads=4, kv_heads=2)
-    mask = create_block_mask(
-        and_masks(sliding_window(30, 25), document(lengths=[15, 25])), 1, 1, 20, 40, BLOCK_SIZE=16
-    )
-    plan = tritoncp.make_plan(mask, world_size=2, schedule=schedule)
-    right(over_ranks(x, plan, start=None, PACK_GQA=True, SPLIT_KV=2), x, mask)
 
 
 # -- choice of tiles and splits -----------------------------------------------------------------------

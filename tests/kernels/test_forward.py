@@ -70,15 +70,6 @@ def test_a_score_mod_may_hide_whole_rows_and_leading_tiles() -> None:
 # -- scores -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("modified", [False, True], ids=["plain", "score_mod"])
-@pytest.mark.parametrize("scale", [None, 0.0, -0.3, 1.0, 5])
-def test_any_scale(scale: float | None, modified: bool) -> None:
-    score = (lambda: lambda s, b, h, q, kv: s - 0.1 * (q - kv).abs()) if modified else None
-    check(
-        qkv(40, dtype=F64), create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32), score, scale=scale
-    )
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter evaluates hidden pairs too
 @pytest.mark.bar(5)
 def test_large_scores_do_not_overflow() -> None:

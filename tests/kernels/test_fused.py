@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from torch import Tensor
 
-import tritoncp
 from tests.kernels.support.harness import (
-    F64,
     MASKS,
     QKV,
     agree,
@@ -14,15 +11,10 @@ from tests.kernels.support.harness import (
     cotangents,
     engine_of,
     oracle,
-    over_ranks,
     qkv,
     run,
     same,
 )
-
-
-def bias(table: Tensor):
-    return lambda s, b, h, q, kv: s * 0.7 + table[(q - kv) % 5]
 
 
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
@@ -31,19 +23,6 @@ def test_gradients(name: str, tma: bool) -> None:
     """Rows that see nothing, ragged ends, two pieces of channels, grouped heads."""
     x = qkv(50, batch=2, heads=4, kv_heads=2, dim=40, v_dim=16)
     check(x, MASKS[name](50), FUSED_BACKWARD=True, USE_TMA=tma)
-
-
-def test_gradients_of_captures() -> None:
-    x = qkv(40, heads=2, kv_heads=1, dtype=F64)
-    check(x, MASKS["intervals"](40), bias, [torch.randn(5, dtype=F64)], FUSED_BACKWARD=True)
-
-
-@pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch", "ulysses"])
-def test_over_ranks(schedule: str) -> None:
-    x = qkv(100, heads=4, kv_heads=2)
-    mask, start = MASKS["intervals"](100), cotangents(x)
-    plan = tritoncp.make_plan(mask, world_size=2, schedule=schedule)
-    agree(over_ranks(x, plan, start=start, FUSED_BACKWARD=True), oracle(x, mask, start=start))
 
 
 def test_deterministic_has_the_last_word() -> None:
