@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
-from tests.zoo import MASKS, SCORES, Rule, ScoreMod, Sizes
+from tests import zoo
+from tests.compat import torch_mods
+from tests.zoo import Rule, ScoreMod, Sizes
 from tritoncp.reference.dense import dense_attention
 
 AUX = AuxRequest(lse=True, max_scores=True)
@@ -22,6 +27,7 @@ SIDES = ("q", "kv", "kv")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("dense", "heads inside", "slice", "channels apart", "one channel", "rows alike", "one row of keys")
 PASSES = ("forward", "out", "lse", "out and lse", "out of some rows")  # what the loss depends on
+MASKS, SCORES = zoo.MASKS | torch_mods.MASKS, zoo.SCORES | torch_mods.SCORES
 Expression = tuple[Any, ...]  # ("window", 7), ("not", a), ("and", a, b), ("or", a, b)
 Answers = dict[str, Tensor]
 
@@ -33,7 +39,7 @@ class Case:
     batch:     rows of the mask; the tensors are its rows from ``first_row`` on
     heads:     of keys and values; ``group`` query heads read each
     dims:      channels of q and k, of v
-    mask:      of :data:`tests.zoo.MASKS`, by name and number, or combined
+    mask:      of :data:`MASKS`, by name and number, or combined
     own_lists: whether batch rows and heads have block lists of their own, where one list would do
     size:      of q and k
     world:     ranks, 1 with balancer None: the call without ranks
@@ -249,6 +255,31 @@ def check(case: Case) -> None:
 
 
 # -- factors ----------------------------------------------------------------------------------------------
+
+
+def case_of(row: Mapping[str, Any], seed: int) -> Case:
+    """Return the case of one value of each factor; ``seed`` also numbers the mask."""
+    sizes = dict(zip(("heads", "group"), row["heads, group"]))
+    sizes |= dict(zip(("length", "kv_length"), row["lengths"]))
+    sizes |= dict(zip(("batch", "first_row"), row["batch, first_row"]))
+    fields = {name: value for name, value in row.items() if name in Case.__dataclass_fields__}
+    return Case(**fields | sizes | {"mask": (row["mask"], seed), "seed": seed})
+
+
+def named(cases: Sequence[Case]) -> list[Any]:
+    """Return the cases as parameters with names."""
+    return [
+        pytest.param(case, id="-".join(map(str, (case.mask[0], case.score, case.schedule, case.world))))
+        for case in cases
+    ]
+
+
+def spread(factors: Mapping[str, Sequence[Any]], count: int) -> list[Case]:
+    """Return ``count`` cases with each value of a factor equally often, in an order of the factor's own."""
+    columns = [
+        random.Random(name).sample([*islice(cycle(values), count)], count) for name, values in factors.items()
+    ]
+    return [case_of(dict(zip(factors, row)), seed) for seed, row in enumerate(zip(*columns), 1)]
 
 
 def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:

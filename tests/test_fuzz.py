@@ -6,15 +6,13 @@ dtype, layout and shapes, see :class:`tests.cases.Case`.
 
 from __future__ import annotations
 
-import random
-from itertools import cycle, islice
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.cases import DTYPES, LAYOUTS, PASSES, Case, Expression, check, pairs
+from tests.cases import DTYPES, LAYOUTS, PASSES, Case, Expression, case_of, check, named, pairs, spread
 from tests.zoo import BALANCERS, MASKS, SCORES
 
 pytestmark = [
@@ -43,22 +41,6 @@ CPU = pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 KERNELS = pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 
 
-def case_of(row: dict[str, Any], seed: int) -> Case:
-    """Return the case of one value of each factor; ``seed`` also numbers the mask."""
-    sizes = dict(zip(("heads", "group"), row["heads, group"]))
-    sizes |= dict(zip(("length", "kv_length"), row["lengths"]))
-    sizes |= dict(zip(("batch", "first_row"), row["batch, first_row"]))
-    fields = {name: value for name, value in row.items() if name in Case.__dataclass_fields__}
-    return Case(**fields | sizes | {"mask": (row["mask"], seed), "seed": seed})
-
-
-def named(cases: list[Case]) -> list[Any]:
-    return [
-        pytest.param(case, id="-".join(map(str, (case.mask[0], case.score, case.schedule, case.world))))
-        for case in cases
-    ]
-
-
 PAIRS = [case_of(row, seed) for seed, row in enumerate(pairs(FACTORS))]
 SMALL = (
     FACTORS
@@ -81,11 +63,7 @@ SMALL = (
         ),
     }
 )
-COLUMNS = [  # each value of a factor equally often, in an order of the factor's own
-    random.Random(name).sample([*islice(cycle(values), len(MASKS))], len(MASKS))
-    for name, values in SMALL.items()
-]
-EACH = [case_of(dict(zip(SMALL, row)), seed) for seed, row in enumerate(zip(*COLUMNS), 1)]
+EACH = spread(SMALL, len(MASKS))
 
 
 @CPU

@@ -11,21 +11,28 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.experimental._paged_attention import PagedAttention
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.utils import _pytree as pytree
 
 import tritoncp
-from tests.compat.torch_cases import F32, F64, TOLERANCE, visible_pairs
-from tests.compat.torch_mods import BUILTIN, MASKS, Dims, Mod, normal
-from tests.kernels.support.harness import QKV, close, cotangents, oracle
+from tests.kernels.support.harness import F64, QKV, close, cotangents, oracle, qkv
+from tritoncp import sliding_window
 from tritoncp.reference.dense import dense_attention
 
-ON_ENGINES = [*(("cpu", name) for name in BUILTIN), ("kernels", "squared"), ("kernels", "relative causal")]
+Mod = Callable[..., Tensor]
+BUILTIN: dict[str, Mod] = {  # score_mods that torch repeats over many calls
+    "identity": lambda s, b, h, q, kv: s,
+    "squared": lambda s, b, h, q, kv: s * s,
+    "causal": lambda s, b, h, q, kv: torch.where(q >= kv, s, -torch.inf),
+    "relative": lambda s, b, h, q, kv: s + (q - kv),
+    "alibi": lambda s, b, h, q, kv: s + (kv - q) * torch.exp2(-(h + 1.0)),
+}
+ON_ENGINES = [*(("cpu", name) for name in BUILTIN), ("kernels", "squared"), ("kernels", "relative")]
 pytestmark = pytest.mark.usefixtures("cpu_engine")  # unless a test asks for "engine"
 
 
-def tensors(dims: Dims, dtype: torch.dtype = F32) -> QKV:
-    return QKV(*(torch.randn(shape, dtype=F64).to(dtype).requires_grad_() for shape in dims.shapes()))
+def tensors(*lengths: int, **sizes: Any) -> QKV:
+    return QKV(*(t.requires_grad_() for t in qkv(*lengths, **sizes)))
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -35,19 +42,19 @@ def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 attend_with_lse = functools.partial(tritoncp.flex_attention, return_lse=True)
 
 
-def check(
-    call: Callable[..., tuple[Tensor, Tensor]],
-    x: QKV,
-    bind: Callable[..., Mod] | None = None,
-    mask_mod: Mod | None = None,
-) -> None:
+def visible_pairs(mask_mod: Mod | None, x: QKV) -> Tensor | None:
+    """Evaluate a mask_mod at every pair of q and k as torch does."""
+    return mask_mod and create_mask(mask_mod, *x.q.shape[:3], x.k.shape[2], device="cpu")
+
+
+def check(call: Callable[..., tuple[Tensor, Tensor]], x: QKV, mask_mod: Mod, score: Any = None) -> None:
     """Assert that ``call`` of q, k and v returns (out, lse) of dense attention, and that gradients agree."""
     start = cotangents(x)
-    want = oracle(x, visible_pairs(mask_mod, x), bind, start=start)
+    want = oracle(x, visible_pairs(mask_mod, x), score and (lambda: score), start=start)
     out, lse = call(*x)
     grads = torch.autograd.grad([out, lse], x, start)
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), (*want[:2], *want.grads)):
-        close(a.detach(), b, name, TOLERANCE[x.q.dtype])
+        close(a.detach(), b, name)
 
 
 # -- results on request ---------------------------------------------------------------------------------
@@ -55,59 +62,34 @@ def check(
 
 def test_log_sums_of_two_masks_merge_into_the_whole(engine: str) -> None:
     """Window and remainder, weighted by their lse, make causal attention: gradients flow through both lse."""
-    x, dims = tensors(Dims(1, 2, 33)), Dims(1, 2, 33)
 
     def merged(*x: Tensor) -> tuple[Tensor, Tensor]:
         parts = []
-        for name in ("causal and window", "causal beyond a window"):
-            mask = tritoncp.create_block_mask(MASKS[name](dims), None, None, 33, 33, BLOCK_SIZE=16)
+        for mod in (sliding_window(8), lambda b, h, q, kv: q - kv > 8):
+            mask = tritoncp.create_block_mask(mod, None, None, 33, 33, BLOCK_SIZE=16)
             parts.append(tritoncp.flex_attention(*x, mask, return_lse=True))
         lse = torch.logaddexp(parts[0][1], parts[1][1])
         return sum(out * torch.exp(own - lse)[..., None] for out, own in parts), lse
 
-    check(merged, x, mask_mod=causal)
+    check(merged, tensors(33, heads=2), causal)
 
 
 def test_only_the_bias_needs_gradients(engine: str) -> None:
-    x = QKV(*(t.detach() for t in tensors(Dims(2, 2, 37))))
-    table, start = normal(74).to(F32).requires_grad_(), cotangents(x)
+    x = qkv(37, batch=2, heads=2)
+    table, start = torch.randn(74, requires_grad=True), cotangents(x)
 
     def bind(t: Tensor) -> Callable[..., Tensor]:
         return lambda s, b, h, i, j: s + t[torch.abs(i - j)]
 
     want = oracle(x, None, bind, [table], start=start)
     grad = torch.autograd.grad(attend_with_lse(*x, bind(table)), table, start)[0]
-    close(grad, want.grads[3], "table", TOLERANCE[F32])
-
-
-# -- several calls --------------------------------------------------------------------------------------
-
-
-IN_TURN = [BUILTIN[name].bind() for name in ("relative", "causal")]
-
-
-def chain(x: QKV, calls: int, attention: Callable[..., Tensor]) -> Tensor:
-    q, k, v = x
-    for i in range(calls):
-        q = attention(q, k, v, IN_TURN[i % 2])
-    return q
-
-
-@pytest.mark.parametrize("calls", [2, 3])
-def test_multiple_score_mod_calls(calls: int, engine: str) -> None:
-    x = tensors(Dims(1, 2, 48), F64)
-    out = chain(x, calls, tritoncp.flex_attention)
-    want = chain(x, calls, lambda q, k, v, score: dense_attention(q, k, v, None, score).out)
-    torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
-    start = torch.randn_like(out)
-    torch.testing.assert_close(
-        torch.autograd.grad(out, x, start), torch.autograd.grad(want, x, start), rtol=1e-8, atol=1e-8
-    )
+    close(grad, want.grads[3], "table")
 
 
 # -- paged keys -----------------------------------------------------------------------------------------
 
 PAGE = 16
+PAGED: dict[str, Mod] = {"causal": causal, "noop": lambda b, h, q, kv: b.new_ones(()).bool()}
 
 
 def paged(k: Tensor, v: Tensor, mask: BlockMask, score: Any) -> tuple[Tensor, Tensor, BlockMask, Any]:
@@ -128,17 +110,16 @@ def paged(k: Tensor, v: Tensor, mask: BlockMask, score: Any) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize(("engine", "name"), ON_ENGINES, indirect=["engine"])
-@pytest.mark.parametrize("mask_name", ["causal", "noop"])
+@pytest.mark.parametrize("mask_name", PAGED)
 def test_paged_builtin_score_mods(mask_name: str, engine: str, name: str) -> None:
-    dims = Dims(2, 2, 32, 16)
-    q, k, v = x = QKV(*(t.detach() for t in tensors(dims)))
-    mod = MASKS[mask_name](dims)
+    q, k, v = x = qkv(32, batch=2, heads=2)
+    mod, score_mod = PAGED[mask_name], BUILTIN[name]
     mask = create_block_mask(mod, 2, 1, 32, 32, device="cpu", BLOCK_SIZE=PAGE)
-    k_cache, v_cache, converted, score = paged(k, v, mask, BUILTIN[name].bind())
+    k_cache, v_cache, converted, score = paged(k, v, mask, score_mod)
     out, lse = tritoncp.flex_attention(q, k_cache, v_cache, score, converted, return_lse=True)
-    want = oracle(x, visible_pairs(mod, x), BUILTIN[name].bind, start=None)
-    close(out, want.out, "out", TOLERANCE[F32])
-    close(lse, want.lse, "lse", TOLERANCE[F32])
+    want = oracle(x, visible_pairs(mod, x), lambda: score_mod, start=None)
+    close(out, want.out, "out")
+    close(lse, want.lse, "lse")
 
 
 # -- tensor subclasses and caches -----------------------------------------------------------------------
@@ -166,7 +147,7 @@ class Wrapped(torch.Tensor):
 
 
 def test_tensor_subclass_dispatch_order(engine: str) -> None:
-    x = [t.detach() for t in tensors(Dims(2, 1, 32))]
+    x = qkv(32, batch=2)
     results = tritoncp.flex_attention(*map(Wrapped, x), return_lse=True)
     for got, want in zip(results, tritoncp.flex_attention(*x, return_lse=True)):
         assert isinstance(got, Wrapped) and torch.equal(got.inner, want)
@@ -175,7 +156,7 @@ def test_tensor_subclass_dispatch_order(engine: str) -> None:
 def test_one_query_against_a_cache_at_an_offset(engine: str) -> None:
     """A row of blocks of a causal mask, with a mask_mod that counts from the position of the query."""
     rows, heads, length, position = 3, 2, 64, 37
-    q, k, v = tensors(Dims(rows, heads, 1, kv=length))
+    q, k, v = tensors(1, length, batch=rows, heads=heads)
     mask = create_block_mask(causal, rows, None, length, length, device="cpu", BLOCK_SIZE=16)
     part, offset = mask[:, :, position // 16], torch.tensor(position)
     part.mask_mod = lambda b, h, i, j: causal(b, h, i + offset, j)
@@ -196,8 +177,7 @@ def test_a_cropped_mask_and_one_without_lists_by_key_are_taken(
     mask = whole._adjust(length, length)
     if not has_lists_by_key:
         mask.q_num_blocks = mask.q_indices = mask.full_q_num_blocks = mask.full_q_indices = None
-    x = tensors(Dims(1, 1, length))
-    check(functools.partial(attend_with_lse, block_mask=mask), x, mask_mod=causal)
+    check(functools.partial(attend_with_lse, block_mask=mask), tensors(length), causal)
 
 
 def test_an_autograd_function_is_part_of_a_score_mod(engine: str) -> None:
@@ -217,4 +197,4 @@ def test_an_autograd_function_is_part_of_a_score_mod(engine: str) -> None:
             return grad, None
 
     call = functools.partial(attend_with_lse, score_mod=lambda s, b, h, q, kv: Hide.apply(s, q <= kv))
-    check(call, tensors(Dims(1, 2, 33)), mask_mod=lambda b, h, q, kv: q <= kv)
+    check(call, tensors(33, heads=2), lambda b, h, q, kv: q <= kv)

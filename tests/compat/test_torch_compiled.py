@@ -6,6 +6,7 @@ Graphs hold the same op for both engines, so that plain torch suffices.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,12 @@ import tritoncp
 from tests.cases import AUX, Case, answers, expected
 from tests.cases import agree as verify_answers
 from tests.cases import tensors as zoo_tensors
-from tests.compat.test_torch_calls import F64, attend_with_lse, causal, chain, check, tensors
-from tests.compat.torch_mods import BUILTIN, Dims, normal
+from tests.compat.test_torch_calls import BUILTIN, attend_with_lse, causal, check, tensors
+from tests.kernels.support.harness import F64, QKV
 from tests.zoo import MASKS as ZOO_MASKS
 from tests.zoo import SCORES as ZOO_SCORES
+from tests.zoo import Sizes
+from tritoncp.reference.dense import dense_attention
 
 pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")
 
@@ -49,7 +52,7 @@ def test_the_zoo_compiles_whole(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["identity", "causal", "squared", "alibi"])
 def test_one_graph_for_all_lengths(name: str) -> None:
-    counter, score = CompileCounterWithBackend("eager"), BUILTIN[name].bind()
+    counter, score = CompileCounterWithBackend("eager"), BUILTIN[name]
 
     def layer(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
         return tritoncp.flex_attention(q, k, v, score, mask, return_lse=True)
@@ -57,39 +60,49 @@ def test_one_graph_for_all_lengths(name: str) -> None:
     compiled = torch.compile(layer, dynamic=True, backend=counter)
     for rows, length in ((2, 80), (4, 48), (6, 32)):
         mask = create_block_mask(causal, 1, 1, length, length, device="cpu", BLOCK_SIZE=16)
-        x, bind = tensors(Dims(rows, 7, length)), BUILTIN[name].bind
-        check(lambda *x, mask=mask: compiled(*x, mask), x, bind, mask_mod=causal)
+        x = tensors(length, batch=rows, heads=7)
+        check(lambda *x, mask=mask: compiled(*x, mask), x, causal, score)
     assert counter.frame_count == 1
 
 
 def test_a_named_tuple_in_a_closure_keeps_its_names() -> None:
     """The mask_mod's cell arrives in the graph as a plain tuple: AttributeError where it is called."""
-    dims = Dims(1, 2, 32)
+    sizes = Sizes(1, 2, 32, 32)
 
     def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (q >= kv) & (q - kv <= dims.q // 4)
+        return (q >= kv) & (q - kv <= sizes.q // 4)
 
     mask = create_block_mask(mod, None, None, 32, 32, device="cpu", BLOCK_SIZE=16)
     call = functools.partial(attend_with_lse, block_mask=mask)
-    check(torch.compile(call, fullgraph=True, backend="eager"), tensors(dims), mask_mod=mod)
+    check(torch.compile(call, fullgraph=True, backend="eager"), tensors(32, heads=2), mod)
+
+
+def chain(x: QKV, calls: int, attention: Callable[..., Tensor]) -> Tensor:
+    q, k, v = x
+    for i in range(calls):
+        q = attention(q, k, v, BUILTIN[("relative", "causal")[i % 2]])
+    return q
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("calls", [2, 3])
 def test_multiple_calls_in_one_graph(calls: int, backend: str) -> None:
-    x = tensors(Dims(1, 2, 32))
+    x = tensors(32, heads=2, dtype=F64)
     compiled = torch.compile(
         lambda *x: chain(x, calls, tritoncp.flex_attention), fullgraph=True, backend=backend
     )
-    out, want = compiled(*x), chain(x, calls, tritoncp.flex_attention)
-    torch.testing.assert_close(out, want)
+    out, want = (
+        compiled(*x),
+        chain(x, calls, lambda q, k, v, score: dense_attention(q, k, v, None, score).out),
+    )
     start = torch.randn_like(out)
-    torch.testing.assert_close(torch.autograd.grad(out, x, start), torch.autograd.grad(want, x, start))
+    for one, exact in ((out, want), *zip(*(torch.autograd.grad(y, x, start) for y in (out, want)))):
+        torch.testing.assert_close(one, exact, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_gradcheck(backend: str) -> None:
-    x, gains = tensors(Dims(1, 2, 4, 3), F64), normal(2)
+    x, gains = tensors(4, heads=2, dim=3, dtype=F64), torch.randn(2, dtype=F64)
 
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return s * s * gains[h]

@@ -1,53 +1,31 @@
-"""Score_mods and mask_mods of the forms that torch's flex attention is tested with: the table in
-torch_mods.toml, as functions.
-
-A form is a function of its captured tensors, so that one call can bind them in the dtype of the case and
-another in float64.
-"""
+"""Score_mods and mask_mods of the forms that torch's flex attention is tested with, for :mod:`tests.cases`:
+the table in torch_mods.toml."""
 
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Mod = Callable[..., Tensor]
-TABLE: dict[str, dict[str, list[str]]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+from tests.zoo import Pairs, Rule, Score, ScoreMod, Sizes, generator, python_rule
 
-
-class Dims(NamedTuple):
-    """Sizes of a call: q [batch, heads, q, dim], k [kv_batch, kv_heads, kv, dim], v [..., v_dim]."""
-
-    batch: int = 1
-    heads: int = 2
-    q: int = 64
-    dim: int = 16
-    kv: int | None = None
-    kv_heads: int | None = None
-    kv_batch: int | None = None
-    v_dim: int | None = None
-
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        rows = self.kv_batch or self.batch, self.kv_heads or self.heads, self.keys
-        return (self.batch, self.heads, self.q, self.dim), (*rows, self.dim), (*rows, self.v_dim or self.dim)
-
-    @property
-    def keys(self) -> int:
-        return self.kv or self.q
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
+TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 def drawn(*shape: int) -> Tensor:
     """Uniform numbers, the same in every call."""
-    return torch.rand(shape, generator=torch.Generator().manual_seed(3))
+    return torch.rand(shape, generator=generator(3))
+
+
+def integers(low: int, high: int, *shape: int) -> Tensor:
+    """Integers from ``low`` to ``high - 1``, the same in every call."""
+    return torch.randint(low, high, shape, generator=generator(3))
 
 
 def starts(length: int) -> Tensor:
@@ -60,39 +38,51 @@ def documents(length: int) -> Tensor:
     return torch.searchsorted(starts(length), torch.arange(length), right=True).to(torch.int32) - 1
 
 
-MAKERS = {"normal": normal, "drawn": drawn, "starts": starts, "documents": documents}
+MAKERS = {"drawn": drawn, "integers": integers, "starts": starts, "documents": documents}
 SCOPE = vars(torch) | {"silu": torch.nn.functional.silu, "inf": math.inf, "nan": math.nan} | MAKERS
 
 
-class Form(NamedTuple):
-    """A mod by the expressions of its result and of the values that it captures."""
-
-    result: str
-    values: tuple[str, ...] = ()
-    arguments: str = "s, b, h, q, kv"
-
-    def captured(self, dims: Dims) -> list[Any]:
-        """Make the captured values: tensors in float64 or of integers, and numbers."""
-        longest = max(dims.q, dims.keys)
-        sizes = {"batch": dims.batch, "heads": dims.heads, "queries": dims.q, "keys": dims.keys}
-        return [eval(value, SCOPE, sizes | {"longest": longest}) for value in self.values]
-
-    def bind(self, *captured: Any) -> Mod:
-        names = ", ".join("tuwxy"[: len(self.values)])
-        function: Mod = eval(f"lambda {names}: lambda {self.arguments}: {self.result}", SCOPE)(*captured)
-        return function
+def bind(row: list[str], arguments: str, sizes: Sizes, normal: Any = None) -> Callable[..., Tensor]:
+    """Return the function of a row of the table; ``normal`` makes each tensor that it learns."""
+    sides = {"batch": sizes.batch, "heads": sizes.heads, "queries": sizes.q, "keys": sizes.kv}
+    scope = sides | {"longest": sizes.longest, "normal": normal}
+    captured = [eval(value, SCOPE, scope) for value in row[1:]]
+    names = ", ".join("tuwxy"[: len(captured)])
+    function: Callable[..., Tensor] = eval(f"lambda {names}: lambda {arguments}: {row[0]}", SCOPE)(*captured)
+    return function
 
 
-def forms(kind: str) -> dict[str, Form]:
-    return {name: Form(row[0], tuple(row[1:])) for name, row in TABLE[kind].items() if row}
+def score_of(row: list[str]) -> Score:
+    """Return the score_mod of a row, whose learned tensors are parts of one."""
+
+    def shape(sizes: Sizes) -> tuple[int, ...]:
+        parts = []
+
+        def count(*shape: int) -> Tensor:
+            parts.append(math.prod(shape))
+            return torch.zeros(shape)
+
+        bind(row, "s, b, h, q, kv", sizes, count)
+        return (sum(parts),) if parts else ()
+
+    def bind_parts(sizes: Sizes, visible: Pairs, x: Tensor) -> ScoreMod:
+        start = 0
+
+        def take(*shape: int) -> Tensor:
+            nonlocal start
+            start += math.prod(shape)
+            return x[start - math.prod(shape) : start].view(shape)
+
+        return bind(row, "s, b, h, q, kv", sizes, take)
+
+    return Score(shape, bind_parts)
 
 
-def masks(row: list[str]) -> Callable[[Dims], Mod]:
-    form = Form(row[0], tuple(row[1:]), "b, h, q, kv")
-    return lambda dims: form.bind(*form.captured(dims))
+def mask_of(row: list[str]) -> Callable[[Sizes, int], Rule]:
+    by_row, by_head = (re.search(rf"\b{name}\b", row[0]) is not None for name in "bh")
+    return lambda sizes, number: python_rule(bind(row, "b, h, q, kv", sizes), by_row, by_head)
 
 
-BUILTIN, CAPTURING = forms("builtin"), forms("capturing")
-SCORES = BUILTIN | CAPTURING | forms("learned")
-LEARNED = tuple(TABLE["learned"])
-MASKS: dict[str, Callable[[Dims], Mod]] = {name: masks(row) for name, row in TABLE["masks"].items()}
+SCORES = {f"torch: {name}": score_of(row) for name, row in TABLE["scores"].items()}
+MASKS = {f"torch: {name}": mask_of(row) for name, row in TABLE["masks"].items()}
+FLOAT64 = [f"torch: {name}" for name in TABLE["float64"]]
