@@ -118,8 +118,8 @@ def test_a_graph_is_refused_on_its_node_and_stays_as_it_was(name):
     ("options", "reason"),
     [
         ({"region": "blocks.*"}, r"region='blocks.\*' is no module of the graph. Its modules are layers.0;"),
-        ({"chunks": 3}, "8 rows are no multiple of 3 chunks"),
-        ({"chunks": 8}, "a chunk of one row"),
+        ({"chunks": 5}, "8 rows in 5 chunks of 2 leave none for the last; cut 4 chunks"),
+        ({"chunks": 8}, "chunks of one row make a constant"),
         ({"chunks": 1}, "2 chunks or more"),
         ({"dim": "heads"}, 'dim="batch" or "seq"'),
         ({"needs": torch.ones(3, 3).bool()}, r"pass plan.needs\(2\)"),
@@ -164,10 +164,10 @@ def test_a_changed_mask_that_sees_later_keys_is_an_error(monkeypatch):
 
 def test_sizes_that_cannot_be_cut_are_not_marked():
     with pytest.raises(
-        ValueError, match=r"10 rows of dimension 1 are no multiple of 4 chunks; pad them to 12"
+        ValueError, match=r"9 rows of dimension 1 in 4 chunks of 3 leave none for the last; cut 3 chunks"
     ):
-        mark(torch.ones(1, 10), 1, 4)
-    with pytest.raises(ValueError, match=r"a chunk of one row makes a constant.*cut 2 chunks or fewer"):
+        mark(torch.ones(1, 9), 1, 4)
+    with pytest.raises(ValueError, match=r"chunks of one row make a constant.*cut 2 chunks or fewer"):
         mark(torch.ones(1, 4), 1, 4)
 
 

@@ -107,7 +107,7 @@ def assert_bits_of_eager(
     for i, layer in enumerate(eager.layers):
         eager.layers[i] = Eager(layer, chunks, dim)
     call = compiled(model, lambda gm: chunk(gm, dim=dim, chunks=chunks))
-    for size in (rows, 2 * rows):  # another size is compiled again
+    for size in (rows, 2 * rows):
         x = torch.randn(batch, size, WIDTH) if dim == "seq" else torch.randn(size // 4, S, WIDTH)
         want = results(eager, eager, x)
         mark(x, ("batch", "seq").index(dim), chunks)
@@ -134,6 +134,53 @@ MODELS = {
 def test_models_of_trainers_have_the_bits_of_eager_chunking(name):
     make, dim, chunks = MODELS[name]
     assert_bits_of_eager(make(), dim, chunks, rows=48)
+
+
+@pytest.mark.parametrize(("dim", "chunks", "rows"), [("seq", 4, 62), ("seq", 3, 7), ("batch", 3, 7)])
+def test_the_last_chunk_is_shorter_where_chunks_do_not_divide_the_rows(dim, chunks, rows):
+    """The mean over tokens is taken outside of the region, and weighs each token alike."""
+    model, reports, where = Model(Block(), Plain()), [], ("batch", "seq").index(dim)
+    x = torch.randn(*((rows, S) if dim == "batch" else (2, rows)), WIDTH)
+    whole, eager = copy.deepcopy(model), copy.deepcopy(model)
+    eager.layers = nn.ModuleList([Eager(nn.Sequential(*eager.layers), chunks, dim)])
+    want, losses = results(eager, eager, x), [whole(x).square().mean()]
+    mark(x, where, chunks)
+    call = compiled(model, lambda gm: reports.append(chunk(gm, dim=dim, chunks=chunks)))
+    assert all(map(torch.equal, results(model, call, x), want))
+    losses.append(call(x).square().mean())
+    torch.testing.assert_close(*losses)
+    assert f"of {rows} rows, the last of " in str(reports[0])
+
+
+def test_a_view_that_does_not_divide_a_chunk_is_refused_with_its_shapes():
+    class Pairs(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.out(x).view(B, -1, 2, WIDTH).flip(2).reshape(x.shape)
+
+    for rows, refused in ((54, False), (50, True)):  # 14, 14, 14, 12, and 13, 13, 13, 11
+        x = torch.randn(B, rows, WIDTH)
+        mark(x, 1, 4)
+        call = compiled(Model(Pairs()), lambda gm: chunk(gm, dim="seq", chunks=4))
+        reason = r"node view\w* .*cannot view \[4, 13, 16\] as \[4, 6, 2, 16\] in chunk 0"
+        with pytest.raises(Exception, match=reason) if refused else ExitStack():
+            call(x)
+
+
+def test_one_graph_serves_sizes_that_chunks_divide_and_others():
+    model, graphs = Model(Block()), []
+    eager = copy.deepcopy(model)
+    eager.layers[0] = Eager(eager.layers[0], 3, "seq")
+    call = compiled(model, lambda gm: graphs.append(chunk(gm, dim="seq", chunks=3)))
+    for rows in (48, 31, 62, 8):
+        x = torch.randn(B, rows, WIDTH)
+        want = results(eager, eager, x)
+        torch._dynamo.mark_dynamic(x, 1, min=4, max=4096)
+        assert all(map(torch.equal, results(model, call, x), want))
+        model.zero_grad()
+        eager.zero_grad()
+    assert len(graphs) == 1
+    with pytest.raises(ValueError, match="5 rows of dimension 1 in 4 chunks of 2 leave none"):
+        Eager(Block(), 4, "seq")(torch.randn(B, 5, WIDTH))
 
 
 @pytest.mark.parametrize("dim", ["batch", "seq"])
@@ -211,6 +258,14 @@ def test_exported_programs_are_cut(strict, size):
     report = chunk(program.graph_module, dim="seq")
     assert report.keys == (1, 2) and report.rows == S
     assert torch.equal(program.module()(x), eager(x))
+
+
+def test_an_exported_multiple_is_cut_in_its_units_or_refused():
+    """2 * Dim has an even number of rows, and chunks are multiples of the Dim alone."""
+    dynamic = {"x": {1: 2 * Dim("n", min=2, max=200)}}
+    program = export(Model(Block()), (torch.randn(B, 22, WIDTH),), dynamic_shapes=dynamic)
+    with pytest.raises(ValueError, match=r"22 rows are 2 \* s\w+, .*pad them to a multiple of 8"):
+        chunk(program.graph_module, dim="seq", chunks=4)
 
 
 def test_a_joint_graph_with_descriptors_is_cut():

@@ -322,7 +322,6 @@ def make_call(query: Tensor, plan: Plan, score_mod: Any, group: Any, options: Op
         kernel_options = tuple(sorted(options.kernel_options.items()))
     score = None if score_mod is None else call_mods.translate_score(score_mod, query)
     scale = options.scale_for(query)
-    plan = plan.of_batch(query.shape[0])
     return Call(plan, score, scale, group, kernel_options, options.returns, options.expand)
 
 

@@ -145,12 +145,21 @@ def _fake_results(tensors: list[Tensor], *args: Any) -> list[Tensor]:
 refuse_op = register_op("refuse", _refuse, _fake_results)
 
 
-def _part(handle: Tensor, index: int, count: int, dim: str, keys: int | None) -> Tensor:
-    """A handle of the plan of one chunk, see :meth:`tritoncp.Plan.part`, for the handle of the whole plan."""
-    return handle_of(object_of(handle).part(index, count, dim=dim, keys=keys))
+def _part(handle: Tensor, index: int, count: int, keys: int | None) -> Tensor:
+    """A handle of the plan of a chunk's queries, see :meth:`tritoncp.Plan.part`, for that of the whole."""
+    return handle_of(object_of(handle).part(index, count, keys=keys))
 
 
 part_op = register_op("part", _part, _fake_handle)
+
+
+def _batch_rows(handle: Tensor, first: int, count: int) -> Tensor:
+    """A handle of the plan of some batch rows, see :meth:`tritoncp.Plan.batch_rows`, for that of the whole
+    plan."""
+    return handle_of(object_of(handle).batch_rows(first, count))
+
+
+batch_rows_op = register_op("batch_rows", _batch_rows, _fake_handle)
 
 
 def _view(handle: Tensor, first: int, heads: int, causal: int) -> Tensor:

@@ -17,7 +17,7 @@ from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.graph.key_exchange import send_keys_op
 from tritoncp.ops.reshard import reshard_op
 
-SAVE_OPS = (forward_op, dynamo.plan_op, dynamo.part_op, send_keys_op, reshard_op)
+SAVE_OPS = (forward_op, dynamo.plan_op, dynamo.part_op, dynamo.batch_rows_op, send_keys_op, reshard_op)
 
 
 def checkpoint_policy(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._sympy.functions import FloorDiv
 
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.sizes import expression
@@ -47,17 +48,36 @@ class AddedNodes:
             self.cache[key] = make()
         return self.cache[key]
 
-    def rows(self, factor: int = 1) -> Any:
+    def rows(self, c: int, factor: int = 1) -> Node:
         """Return the node of the number of rows of a chunk, times a factor."""
+        if c == self.sizes.chunks - 1:
+            return self.computed(operator.sub, self._source(factor), self.first_row(c, factor))
+        return self.first_row(1, factor)
 
-        def rows() -> Node:
-            value = self.sizes.symbolic(self.sizes.part)
-            return self.add_call(operator.floordiv, (self.cut.source, self.sizes.chunks), value)
+    def first_row(self, c: int, factor: int = 1) -> Any:
+        """Return the node of the first row of a chunk, times a factor; 0 for the first chunk."""
+        if c == 0:
+            return 0
+        unit, count = self.sizes.unit, self.sizes.chunks
+        raised = self.computed(operator.add, self.cut.source, unit * (count - 1))
+        part = self.computed(operator.floordiv, raised, unit * count)
+        return self.computed(operator.mul, part, c * factor * unit)
 
-        if factor == 1:
-            return self.once("rows", rows)
-        value = self.sizes.symbolic(factor * self.sizes.part)
-        return self.once(("rows", factor), lambda: self.add_call(operator.mul, (self.rows(), factor), value))
+    def _source(self, factor: int) -> Node:
+        return self.computed(operator.mul, self.cut.source, factor)
+
+    def computed(self, operation: Any, x: Any, y: Any) -> Any:
+        """Return the node of an operation on two sizes, each a node or a number."""
+        if operation is operator.mul and y == 1:
+            return x
+
+        def make() -> Node:
+            a, b = (n.meta["val"] if isinstance(n, Node) else n for n in (x, y))
+            a, b = map(expression, (a, b))
+            value = FloorDiv(a, b) if operation is operator.floordiv else operation(a, b)
+            return self.add_call(operation, (x, y), self.sizes.symbolic(value))
+
+        return self.once((operation, x, y), make)
 
     def stage_of(self, node: Node) -> dict[str, Any]:
         """Return the metadata that say whether a node is of the backward pass."""
@@ -67,14 +87,17 @@ class AddedNodes:
     def split(
         self, node: Node, value: Tensor, dim: int, factor: int, count: int, stage: dict[str, Any]
     ) -> list[Node]:
-        """Split a value of ``count`` chunks: views."""
-        shape = list(value.shape)
-        shape[dim] = self.sizes.symbolic(factor * self.sizes.part)
+        """Split a value of the first ``count`` chunks: views."""
+        rows = [self.rows(c, factor) for c in range(count)]
         with self.sizes.fake_mode, self.sizes.env.suppress_guards():
-            piece = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
-        rows = [self.rows(factor)] * count
-        split = self.add_call(aten.split_with_sizes.default, (node, rows, dim), [piece] * count, stage)
-        return [self.add_call(operator.getitem, (split, i), piece, stage) for i in range(count)]
+            pieces = [
+                value.new_empty_strided(
+                    [*value.shape[:dim], size.meta["val"], *value.shape[dim + 1 :]], value.stride()
+                )
+                for size in rows
+            ]
+        split = self.add_call(aten.split_with_sizes.default, (node, rows, dim), pieces, stage)
+        return [self.add_call(operator.getitem, (split, i), piece, stage) for i, piece in enumerate(pieces)]
 
     def make_dense(
         self, piece: Node, whole: Tensor, dim: int, value: Tensor, key: Any, stage: dict[str, Any]

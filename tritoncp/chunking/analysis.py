@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ VIEWS = (
     *("t", "transpose", "permute", "view", "_unsafe_view", "reshape", "clone", "alias", "detach"),
     *("squeeze", "unsqueeze"),
 )
+RESHAPES = {f"aten::{name}" for name in ("view", "_unsafe_view", "reshape")}
 COUNTS, SLICES = {"aten::arange", "prims::iota"}, {"aten::slice", "aten::narrow"}
 LINEAR = CASTS | REDUCTIONS | {f"aten::{name}" for name in VIEWS} | {"_c10d_functional::wait_tensor"}
 NO_BACKWARD = (
@@ -310,10 +312,20 @@ class Cut:
         for x in value if isinstance(value, tuple | list) else (value,):
             if isinstance(x, Tensor) and len(self.sizes.dims(x)) > 1:
                 return f"has two dimensions of the size that is cut: {list(x.shape)}"
+        sizes = size_argument(node)
         if isinstance(value, Tensor):
-            for size, number in zip(value.shape, size_argument(node), strict=False):
+            for size, number in zip(value.shape, sizes, strict=False):
                 if self.sizes.symbol in free_symbols(size) and type(number) is int and number != -1:
                     return f"has the constant {number} where the size {size} belongs; write x.shape[i], or -1"
+        source = node.all_input_nodes[0].meta.get("val") if op_name(node) in RESHAPES else None
+        if isinstance(value, Tensor) and isinstance(source, Tensor):
+            for c in range(self.sizes.chunks):
+                shapes = [self.sizes.shape_of(x, c) for x in (source, value)]
+                if all(shapes) and math.prod(shapes[0]) != math.prod(shapes[1]):
+                    return (
+                        f"cannot view {shapes[0]} as {shapes[1]} in chunk {c}: cut another number of chunks, "
+                        "or pad the rows, so that the view divides each chunk"
+                    )
         return ""
 
     def cut_dim(self, node: Node) -> int:
@@ -333,6 +345,6 @@ class Cut:
             )
         return dims[0]
 
-    def factor(self, node: Node) -> int:
+    def factor(self, node: Node, dim: int) -> int:
         """Return the rows of a tensor's cut dimension for each row that is cut."""
-        return int(expression(node.meta["val"].shape[self.cut_dim(node)]) / self.sizes.whole)
+        return int(expression(node.meta["val"].shape[dim]) / self.sizes.whole)

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tritoncp.api.dynamo import block_mask_op, part_op, plan_op, view_op
+from tritoncp.api.dynamo import batch_rows_op, block_mask_op, part_op, plan_op, view_op
 from tritoncp.chunking.regions import op_name
 from tritoncp.chunking.report import ChunkingError
 from tritoncp.chunking.sizes import hint_of
@@ -36,7 +36,7 @@ def is_attention(node: Node) -> bool:
 
 def is_plan(node: Node) -> bool:
     """Return whether a node makes a plan or a mask, which is that of the whole in every chunk."""
-    return node.target in (plan_op, block_mask_op, part_op, view_op)
+    return node.target in (plan_op, block_mask_op, part_op, batch_rows_op, view_op)
 
 
 def places(node: Node) -> dict[str, int]:
@@ -202,7 +202,7 @@ def known_plan(handle: Node) -> Plan | None:
     """Return the plan that a node of the graph names, for the hinted sizes, None if the graph does not show
     it: its mask is computed from inputs without values. Called outside of fake tensor modes."""
     target: Any = handle.target
-    if target is part_op:
+    if target in (part_op, batch_rows_op):
         return None
     if target is not plan_op:
         value = value_of(handle)

@@ -15,6 +15,7 @@ from tritoncp.chunking.attention import prefixes
 from tritoncp.chunking.report import NO_ROWS, ChunkingError
 from tritoncp.distributed import groups
 from tritoncp.masks.traced_mask import plain_mask
+from tritoncp.planning.parts import chunk_size
 from tritoncp.planning.plan import Plan
 
 
@@ -47,11 +48,9 @@ class Eager(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = ("batch", "seq").index(self.dim)
-        if x.shape[axis] % self.chunks:
-            raise ChunkingError(
-                f"{x.shape[axis]} rows of dimension {axis} are no multiple of {self.chunks} chunks; pad them"
-            )
-        calls, results = Calls(self.chunks, self.dim), []
+        rows = x.shape[axis]
+        size = chunk_size(rows, self.chunks, f"{rows} rows of dimension {axis}")
+        calls, results = Calls(self.chunks, self.dim, rows, size), []
         for index in range(self.chunks):
             own, others, named = tree_map(
                 lambda value, index=index: self._piece(value, x, index), (x, args, kwargs)
@@ -59,7 +58,7 @@ class Eager(nn.Module):
             calls.begin(index)
             with substitute_calls(calls.run_chunk):
                 results.append(self.module(own, *others, **named))
-        return concatenate(results, axis, x.shape[axis] // self.chunks)
+        return concatenate(results, axis, [calls.rows_of(index) for index in range(self.chunks)])
 
     def _piece(self, value: Any, x: Tensor, index: int) -> Any:
         """Return a chunk of a tensor that has the size of x that is cut, else the value."""
@@ -85,15 +84,15 @@ def split_axis(value: Tensor, x: Tensor, dim: str) -> int | None:
     return 0 if value.ndim and value.shape[0] == rows else None
 
 
-def concatenate(results: list[Any], axis: int, rows: int) -> Any:
+def concatenate(results: list[Any], axis: int, rows: list[int]) -> Any:
     """Concatenate tensors, or the tensors of tuples, lists and dicts of one form. Raises ChunkingError for
-    tensors that do not have the rows of a chunk."""
+    tensors that do not have the rows of their chunk."""
 
     def join(*parts: Any) -> Any:
         first = parts[0]
         if not isinstance(first, Tensor):
             return first
-        if first.ndim <= axis or first.shape[axis] % rows:
+        if first.ndim <= axis or any(part.shape[axis] % n for part, n in zip(parts, rows, strict=True)):
             raise ChunkingError(f"a result of the shape {list(first.shape)} {NO_ROWS}")
         return torch.cat(parts, axis)
 
@@ -101,16 +100,23 @@ def concatenate(results: list[Any], axis: int, rows: int) -> Any:
 
 
 class Calls:
-    """The attention calls of a module that runs once a chunk: the keys and values of each call so far."""
+    """The attention calls of a module that runs once a chunk: the keys and values of each call so far.
 
-    def __init__(self, chunks: int, dim: str) -> None:
-        self.chunks, self.dim = chunks, dim
+    rows: of all chunks; size: rows of each but the last
+    """
+
+    def __init__(self, chunks: int, dim: str, rows: int, size: int) -> None:
+        self.chunks, self.dim, self.rows, self.size = chunks, dim, rows, size
         self.index, self.number = 0, 0
         self.keys: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the number of the call in a chunk
 
     def begin(self, index: int) -> None:
         """Begin a chunk."""
         self.index, self.number = index, 0
+
+    def rows_of(self, index: int) -> int:
+        """Return the rows of a chunk."""
+        return min(self.size, self.rows - index * self.size)
 
     def run_chunk(
         self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, mesh: Any,
@@ -120,7 +126,8 @@ class Calls:
         number, self.number = self.number, self.number + 1
         plan = self._plan(query, key, plain_mask(mask), mesh)
         if self.dim == "batch":
-            part = plan.part(self.index, self.chunks, dim="batch")
+            factor = query.shape[0] // self.rows_of(self.index)
+            part = plan.batch_rows(self.index * self.size * factor, query.shape[0])
         else:
             part, key, value = self._add_keys(plan, self.keys.setdefault(number, []), key, value)
         return run_call(query, key, value, score_mod, part, mesh, options)
@@ -145,9 +152,7 @@ class Calls:
 
     def _plan(self, query: Tensor, key: Tensor, mask: Any, mesh: Any) -> Plan:
         """Return the plan of the whole call."""
-        sizes, n = ShardSizes.of(query, key), self.chunks
-        if self.dim == "batch":
-            sizes = sizes._replace(batch=sizes.batch * n)
-        else:
-            sizes = sizes._replace(rows=sizes.rows * n, kv_rows=sizes.kv_rows * n)
+        sizes, own = ShardSizes.of(query, key), self.rows_of(self.index)
+        names = ("batch",) if self.dim == "batch" else ("rows", "kv_rows")
+        sizes = sizes._replace(**{name: getattr(sizes, name) * self.rows // own for name in names})
         return plan_cache.plan_of_rows(mask, sizes, groups.group_of(mesh))

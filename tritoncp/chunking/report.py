@@ -76,7 +76,11 @@ class Report:
         return bool(self.keys) and self.keys[0] == self.chunks
 
     def __str__(self) -> str:
-        rows = "" if self.rows is None else f" of {self.rows // self.chunks} of {self.rows} rows"
+        rows = ""
+        if self.rows is not None:
+            size = -(-self.rows // self.chunks)
+            rest = self.rows - size * (self.chunks - 1)
+            rows = f" of {size} of {self.rows} rows" + f", the last of {rest}" * (rest != size)
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.live_outs.items() if count) or "none"
         lines = [("chunks", f"{self.chunks} by {self.dim}{rows}"), ("regions", ", ".join(self.regions))]
         if self.keys:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from tritoncp.api.dynamo import part_op
+from tritoncp.api.dynamo import batch_rows_op, part_op
 from tritoncp.chunking import attention, shared_attention
 from tritoncp.chunking.added_nodes import AddedNodes
 from tritoncp.chunking.analysis import Cut
@@ -96,7 +96,6 @@ class Rewrite(AddedNodes):
         try:
             if self.cut.source is None:
                 self._make_source()
-            self.sizes.declare_divisible()
             for node, c in self.routes.steps:
                 if c == KEEP:
                     args, kwargs = map_arg((node.args, node.kwargs), self.whole_node)
@@ -128,7 +127,8 @@ class Rewrite(AddedNodes):
 
     def _remove_unused_nodes(self) -> None:
         """Remove the added sizes, items of splits and sums that no node reads."""
-        unused = operator.getitem, operator.floordiv, operator.mul, aten.add.Tensor
+        sizes = operator.floordiv, operator.mul, operator.add, operator.sub
+        unused = operator.getitem, *sizes, aten.add.Tensor
         for node in reversed(self.added):
             if not node.users and node.target in unused:
                 self.graph.erase_node(node)
@@ -151,7 +151,7 @@ class Rewrite(AddedNodes):
     def chunk_node(self, x: Node, c: int) -> Node:
         """Return the node of a chunk of a node's value."""
         if self.cut.is_whole_size(x):
-            return self.rows()
+            return self.rows(c)
         step = self.routes.chunk_of(x, c)
         if step[1] not in (KEEP, JOIN):
             return self.values[step]
@@ -162,12 +162,13 @@ class Rewrite(AddedNodes):
 
     def _piece(self, x: Node, node: Node, c: int) -> Node:
         """Return a chunk of a value that comes from outside of the regions."""
-        value, dim, factor = x.meta["val"], self.cut.cut_dim(x), self.cut.factor(x)
-        stage = self.stage_of(x)
+        value, dim = x.meta["val"], self.cut.cut_dim(x)
+        factor, stage = self.cut.factor(x, dim), self.stage_of(x)
         pieces = self.once(
             ("pieces", node), lambda: self.split(node, value, dim, factor, self.sizes.chunks, stage)
         )
-        return self.make_dense(pieces[c], value, dim, self.sizes.cut(value, {}), ("piece", node, c), stage)
+        own = self.sizes.cut(value, range(c, c + 1))
+        return self.make_dense(pieces[c], value, dim, own, ("piece", node, c), stage)
 
     def _join(self, node: Node) -> Node:
         """Make one value of the chunks of a node."""
@@ -220,15 +221,14 @@ class Rewrite(AddedNodes):
     def _value(self, node: Node, c: int) -> Any:
         """Return the value of a chunk's copy, for its metadata."""
         value: Any = node.meta.get("val")
+        own, fresh = range(c, c + 1), self.fresh[c]
         if node.target is attention.backward_op and self.keys.are_shared(node):
-            dq, _, _, *rest = self.sizes.cut(value, self.fresh[c])
+            dq, _, _, *rest = self.sizes.cut(value, own, fresh)
             return [dq, *shared_attention.gradient_values(self, node), *rest]
         if node.target is attention.backward_op and self.keys.are_cut(node):
-            count = self.keys.counts(node)[c]
-            return [
-                self.sizes.cut(x, self.fresh[c], count if i in (1, 2) else 1) for i, x in enumerate(value)
-            ]
-        return self.sizes.cut(value, self.fresh[c])
+            keys = range(self.keys.counts(node)[c])
+            return [self.sizes.cut(x, keys if i in (1, 2) else own, fresh) for i, x in enumerate(value)]
+        return self.sizes.cut(value, own, fresh)
 
     def _attention_arguments(self, node: Node, c: int) -> tuple[Any, ...]:
         at = attention.places(node)
@@ -247,16 +247,20 @@ class Rewrite(AddedNodes):
 
     def _part(self, node: Node, c: int) -> Node:
         """Return the handle of the plan of a chunk."""
-        handle = attention.argument(node, "plan")
-        count = self.keys.counts(node)[c] if self.keys.are_cut(node) else self.sizes.chunks
-        keys = None if count == self.sizes.chunks else count
-        args = (self.whole_node(handle), c, self.sizes.chunks, self.cut.dim, keys)
+        handle, q = attention.argument(node, "plan"), attention.argument(node, "q")
+        target: Any = part_op
+        args: tuple[Any, ...]
+        if self.cut.dim == "batch":
+            factor = self.cut.factor(q, 0)
+            target, args = batch_rows_op, (self.first_row(c, factor), self.rows(c, factor))
+        else:
+            count = self.keys.counts(node)[c] if self.keys.are_cut(node) else self.sizes.chunks
+            args = c, self.sizes.chunks, None if count == self.sizes.chunks else count
         stage = {
             name: value for name, value in handle.meta.items() if name in ("partitioner_tag", "recompute")
         }
-        return self.once(
-            ("part", handle, c, keys), lambda: self.add_call(part_op, args, handle.meta["val"], stage)
-        )
+        call = target, (self.whole_node(handle), *args), handle.meta["val"], stage
+        return self.once(("part", handle, *args), lambda: self.add_call(*call))
 
     def first_keys(self, x: Node, count: int, node: Node) -> Node:
         """Return the first chunks of keys or values, concatenated. The backward pass concatenates them again,
@@ -267,19 +271,18 @@ class Rewrite(AddedNodes):
             return whole[0] if whole[1] == KEEP else self.values[whole]
         pieces = [self.chunk_node(x, c) for c in range(count)]
         key = "keys", x, count, is_backward(node)
-        cut = self.sizes.cut(value, {}, count)
+        cut = self.sizes.cut(value, range(count))
         return self.once(key, lambda: self.concatenate(pieces, dim, value, cut, stage))
 
     def _sum_key_gradients(self, node: Node, call: Node, item: int, c: int) -> Node:
         """Sum the gradient of a chunk of keys or values over the chunks of queries that read it."""
         whole, stage = call.meta["val"][item], self.stage_of(node)
+        value = self.sizes.cut(whole, range(c, c + 1))
         if self.keys.are_shared(call):
             gradients = shared_attention.landed_chunks(self, call, item)
-            value = self.sizes.cut(whole, {})
             piece = self.make_dense(gradients[c], whole, 2, value, ("gradient", node, c), stage)
             return piece
         terms = [self._key_gradients(call, item, r, stage)[c] for r in self.keys.readers(call, c)]
-        value = self.sizes.cut(whole, {})
         if len(terms) > 1:
             total = self.without_channel(terms, value, stage, lambda xs, x: self.add_up(xs, x, stage))
         else:

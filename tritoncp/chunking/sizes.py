@@ -15,9 +15,10 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch._dynamo.decorators import mark_unbacked
 from torch.fx import Graph, Node
-from torch.utils._sympy.functions import FloorDiv, Mod
+from torch.utils._sympy.functions import FloorDiv
 
 from tritoncp.chunking.report import ChunkingError, describe
+from tritoncp.planning.parts import chunk_size
 
 Symbols = dict[Any, Any]  # sympy symbol -> expression
 MAX_ROWS = 1 << 30  # kernels count in 32 bits
@@ -33,25 +34,24 @@ def mark(x: Tensor, dim: int, chunks: int) -> None:
     ValueError, for a size that cannot be cut.
 
     >>> import torch
-    >>> mark(torch.ones(1, 10), 1, 4)
+    >>> mark(torch.ones(9), 0, 4)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    tritoncp.chunking.report.ChunkingError: 10 rows of dimension 1 are no multiple of 4 chunks; pad them to 12
+    tritoncp.chunking.report.ChunkingError: 9 rows of dimension 0 in 4 chunks of 3 leave none for the last...
     """
     rows = x.shape[dim]
     check_rows(rows, chunks, f"{rows} rows of dimension {dim}")
-    mark_unbacked(x, dim, hint_override=rows, min=2 * chunks, max=MAX_ROWS, shape_id=f"rows of {rows}")
+    mark_unbacked(x, dim, hint_override=rows, min=chunks + 1, max=MAX_ROWS, shape_id=f"rows of {rows}")
 
 
 def check_rows(rows: int, chunks: int, name: str) -> None:
-    """Raise ChunkingError unless rows are a multiple of the number of chunks, of which each has at least
-    two."""
-    if rows % chunks:
+    """Raise ChunkingError unless every chunk but the last has at least two rows, and the last one or more."""
+    try:
+        size = chunk_size(rows, chunks, name)
+    except ValueError as error:
+        raise ChunkingError(str(error)) from None
+    if size < 2:
         raise ChunkingError(
-            f"{name} are no multiple of {chunks} chunks; pad them to {-(-rows // chunks) * chunks}"
-        )
-    if rows < 2 * chunks:
-        raise ChunkingError(
-            f"{name} in {chunks} chunks: a chunk of one row makes a constant of its size, as torch guards on "
+            f"{name} in {chunks} chunks: chunks of one row make a constant of their size, as torch guards on "
             f"1; cut {rows // 2} chunks or fewer"
         )
 
@@ -122,25 +122,24 @@ def as_number(expr: Any, env: Any, like: Any = None) -> Any:
 class CutSymbol:
     """The symbol of a graph that chunks cut.
 
-    symbol: of the size; whole: the size, the symbol or a multiple of it; part: the size of one chunk;
-    chunks: their number
+    symbol: of the size; whole: the size, the symbol times ``unit``; part: the symbol's value in each chunk
+    but the last, which has the rest; chunks: their number
     """
 
     def __init__(self, chunks: int, size: Any, fake_mode: Any) -> None:
         self.env, self.fake_mode, self.chunks = size.node.shape_env, fake_mode, chunks
         self.whole = expression(size)
         (self.symbol,) = self.whole.free_symbols
-        self.part = self.whole.xreplace({self.symbol: FloorDiv(self.symbol, chunks)})
+        self.unit = int(self.whole / self.symbol)
+        self.part = FloorDiv(self.symbol + chunks - 1, chunks)
         self.rows = self.hint(self.whole)
         if self.rows is not None:
-            unit = int(self.whole / self.symbol)
-            check_rows(self.rows, unit * chunks, f"{self.rows} rows")
-
-    def declare_divisible(self) -> None:
-        """Tell the shape environment that chunks are equal. There is no guard, which mark_dynamic refuses:
-        other sizes are an error of the split when the graph runs."""
-        self.env._add_divisible(Mod(self.symbol, self.chunks))
-        self.env._update_version_counter()
+            check_rows(self.rows // self.unit, chunks, f"{self.rows} rows")
+            if self.unit > 1 and self.rows // self.unit % chunks:
+                raise ChunkingError(
+                    f"{self.rows} rows are {self.unit} * {self.symbol}: {chunks} chunks are not equal; "
+                    f"pad them to a multiple of {self.unit * chunks}, or export the size as a Dim of its own"
+                )
 
     def hint(self, expr: Any) -> int | None:
         """Return the number that an expression is expected to be, None if none is known."""
@@ -154,12 +153,25 @@ class CutSymbol:
         """List the dimensions of a tensor whose size has the symbol."""
         return [d for d, size in enumerate(value.shape) if self.symbol in free_symbols(size)]
 
-    def cut(self, value: Any, fresh: Symbols, times: int = 1) -> Any:
-        """Return a node's value with the sizes of ``times`` chunks.
+    def size_of(self, chunks: range) -> Any:
+        """Return the value of the symbol in some chunks that follow each other."""
+        if chunks.stop == self.chunks:
+            return self.symbol - chunks.start * self.part
+        return len(chunks) * self.part
+
+    def cut(self, value: Any, chunks: range, fresh: Symbols | None = None) -> Any:
+        """Return a node's value with the sizes of some chunks that follow each other.
 
         fresh: symbols of the chunk in place of symbols that are read from data
         """
-        return substitute(value, {self.symbol: times * FloorDiv(self.symbol, self.chunks), **fresh})
+        return substitute(value, {self.symbol: self.size_of(chunks), **(fresh or {})})
+
+    def shape_of(self, value: Tensor, c: int) -> list[int]:
+        """Return the shape that a tensor is expected to have in a chunk, empty if a size has no hint."""
+        part = {self.symbol: self.size_of(range(c, c + 1))}
+        exprs = [expression(size) for size in value.shape]
+        numbers = [self.hint(x.xreplace(part) if isinstance(x, sympy.Basic) else x) for x in exprs]
+        return [n for n in numbers if n is not None] if None not in numbers else []
 
     def symbolic(self, expr: Any) -> Any:
         """Return an expression as a SymInt, or as a number if it is one."""

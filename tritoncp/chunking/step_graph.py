@@ -106,7 +106,12 @@ class StepGraph:
         self._place_chunks(pending, group)
 
     def _join_forward(self) -> None:
-        """Add what is joined forward: partitioners take all nodes up to the last forward one for forward."""
+        """Add what is joined forward, and sizes, which have no mark of the backward pass: partitioners take
+        all nodes up to the last forward one for forward."""
+        for node in self.cut.graph.nodes:
+            if node in self.cut.copied and self.cut.is_pure_size(node):
+                for c in range(self.cut.sizes.chunks):
+                    self._add((node, c))
         for node in self.cut.joined:
             if not is_backward(node):
                 self._add((node, JOIN))

@@ -123,7 +123,7 @@ class OpArguments(NamedTuple):
         return self
 
     def decode(self, x: Tensor, is_backward: bool = False) -> Call:
-        """Read the call, for the batch rows of x. The state of its mask is read here, but in the forward pass
+        """Read the call, for tensors like x. The state of its mask is read here, but in the forward pass
         of a graph, where the op that looks up the plan has read it. A traced module keeps a :class:`Call`."""
         named, spec, score, expand = object_of(self.plan), decode_spec(self.spec), None, None
         is_call = isinstance(named, Call)
@@ -140,8 +140,7 @@ class OpArguments(NamedTuple):
             if spec.graph_expand:
                 (fn, *arguments), autocast = inputs.rebuild(spec.graph_expand, tensors, ints)
                 expand = Expansion.of(fn, arguments, spec.sizes or (), autocast)
-        plan = named.of_batch(x.shape[0])
-        return Call(plan, score, self.scale, spec.group, spec.options, spec.returns, expand)
+        return Call(named, score, self.scale, spec.group, spec.options, spec.returns, expand)
 
     def with_leaves(self) -> OpArguments:
         """Detach the captures; those in ``wants`` require gradients, which the ops' own tensors do not."""

@@ -82,7 +82,7 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, spec: str, forward: 
     with fresh_dispatch():  # evaluating a mask needs functorch
         if named is not None and named.item() >= 0:
             thing: Plan | Call = object_of(named)
-            plan = thing.plan if isinstance(thing, Call) else thing.of_batch(q.shape[0])
+            plan = thing.plan if isinstance(thing, Call) else thing
             pairs = count_pairs(plan, *q.shape[:2])
     sizes = decode_spec(spec).sizes
     return count_flops(pairs, q.shape[3], v.shape[3] if sizes is None else sizes[2], forward)

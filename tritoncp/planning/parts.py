@@ -1,5 +1,4 @@
-"""Chunks of a plan: placements of equal chunks of each rank's rows, and the chunks of keys that each
-needs."""
+"""Chunks of a plan: placements of one chunk of each rank's rows, and the chunks of keys that each needs."""
 
 from __future__ import annotations
 
@@ -12,16 +11,26 @@ from tritoncp.planning.placement import Placement
 from tritoncp.planning.step_tables import slot_runs
 
 
+def chunk_size(rows: int, count: int, name: str) -> int:
+    """Return the rows of each of ``count`` chunks but the last, which has the rest. Raises ValueError if
+    nothing is left for it.
+
+    >>> chunk_size(62, 4, "62 rows")  # 16, 16, 16 and 14
+    16
+    """
+    size = -(-rows // count)
+    if 0 < rows <= (count - 1) * size:
+        raise ValueError(
+            f"{name} in {count} chunks of {size} leave none for the last; cut {-(-rows // size)} chunks"
+        )
+    return size
+
+
 def chunk_rows(placement: Placement, index: int, count: int, side: str) -> list[range]:
-    """Return each rank's rows of one of ``count`` equal chunks. Raises ValueError for unequal chunks."""
-    for length in placement.lengths:
-        if length % count:
-            raise ValueError(
-                f"{count} chunks do not divide {length} rows of {side}; pass a number of chunks that divides "
-                "the rows of every rank's shard"
-            )
-    sizes = [length // count for length in placement.lengths]
-    return [range(index * size, (index + 1) * size) for size in sizes]
+    """Return each rank's rows of one of ``count`` chunks."""
+    sizes = [chunk_size(length, count, f"{length} rows of {side}") for length in placement.lengths]
+    ends = zip(sizes, placement.lengths, strict=True)
+    return [range(index * size, min((index + 1) * size, length)) for size, length in ends]
 
 
 def rows_of_placement(placement: Placement, rows: list[range]) -> Placement:
@@ -45,17 +54,12 @@ def _cut_slots(slots: Tensor, rows: range) -> Tensor:
     return cut[:, (count > 0).any(0)].contiguous()
 
 
-def check_part(index: int, count: int, dim: str, keys: int | None) -> None:
+def check_part(index: int, count: int, keys: int | None) -> None:
     """Check the arguments of :meth:`tritoncp.Plan.part`."""
-    if dim not in ("batch", "seq"):
-        raise ValueError(f'dim={dim!r} is unknown; pass "batch" or "seq"')
     if not 0 <= index < count:
         raise ValueError(f"index={index} of {count} chunks; pass 0 to {count - 1}")
-    if keys is not None and (dim == "batch" or not 0 < keys <= count):
-        raise ValueError(
-            f'keys={keys} with dim={dim!r}; pass a number of chunks from 1 to {count} with dim="seq" (None: '
-            'all), and None with dim="batch"'
-        )
+    if keys is not None and not 0 < keys <= count:
+        raise ValueError(f"keys={keys}; pass a number of chunks from 1 to {count}, or None for all")
 
 
 def check_keys(needs: Tensor, index: int, keys: int) -> None:

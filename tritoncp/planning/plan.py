@@ -54,7 +54,6 @@ class Plan(BlockMaskInterface):
     heads:    number of query heads of the layer, if a call has only part of them; else 0
     mask_digest: of the mask's code and values, if ranks may have to compare it
     first_row: row 0 of this plan in the batch, see :meth:`batch_rows`
-    batch_chunk: number of the chunk of the batch in a call's tensors, if the mask serves every batch row
     whole:    identity of the plan of which this is a part, if ranks compare it
     evaluators: the mask_mod with its captures on the host, then on their own device, as (function, device
               of its indices); not part of a copy in another process
@@ -73,7 +72,6 @@ class Plan(BlockMaskInterface):
     heads: int = 0
     mask_digest: bytes = b""
     first_row: int = 0
-    batch_chunk: int = 0
     whole: Any = field(default=None, repr=False)
     evaluators: tuple[tuple[MaskFn, torch.device], ...] = field(default=(), repr=False)
     handle: Tensor | None = None
@@ -231,17 +229,12 @@ class Plan(BlockMaskInterface):
             )
         return self.batch_rows(rows[0], len(rows))
 
-    def of_batch(self, rows: int) -> Plan:
-        """Return the plan of a call on ``rows`` batch rows: of a chunk of the batch, the plan of its rows."""
-        if not self.batch_chunk:
-            return self
-        return replace(self, batch_chunk=0, handle=None).batch_rows(self.batch_chunk * rows, rows)
+    def part(self, index: int, count: int, *, keys: int | None = None) -> Plan:
+        """Return the plan of the queries of one of ``count`` chunks of the rows of every rank's shard, at
+        their places. Chunks have ``ceil(rows / count)`` rows, the last one the rest. Chunks of the batch have
+        the plans of their rows, :meth:`batch_rows`.
 
-    def part(self, index: int, count: int, *, dim: str = "seq", keys: int | None = None) -> Plan:
-        """Return the plan of one of ``count`` equal chunks of the rows of every rank's shard.
-
-        dim: "seq": queries of the chunk, at their places; "batch": batch rows of the chunk
-        keys: by "seq", the keys and values are those of the first ``keys`` chunks; None: of all
+        keys: the keys and values are those of the first ``keys`` chunks; None: of all
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 512, 512))
@@ -249,19 +242,8 @@ class Plan(BlockMaskInterface):
         >>> part.positions[0, :2].tolist(), part.q.lengths, part.kv.lengths
         ([128, 129], (128,), (256,))
         """
-        check_part(index, count, dim, keys)
-        if dim == "batch":
-            return self._part_once(("batch", index, count), lambda: self._part_of_batch(index, count))
+        check_part(index, count, keys)
         return self._part_once(("seq", index, count, keys), lambda: self._part_of_rows(index, count, keys))
-
-    def _part_of_batch(self, index: int, count: int) -> Plan:
-        if self.batch == 1:
-            return replace(self, batch_chunk=index, handle=None).pinned()
-        if self.batch % count:
-            raise ValueError(
-                f"count={count} does not divide {self.batch} batch rows; pass a number of chunks that does"
-            )
-        return self.batch_rows(index * (self.batch // count), self.batch // count)
 
     def _part_of_rows(self, index: int, count: int, keys: int | None) -> Plan:
         if keys is not None:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from tritoncp.api.dynamo import part_op
+from tritoncp.api.dynamo import batch_rows_op, part_op
 from tritoncp.chunking import attention
 from tritoncp.chunking.regions import op_name
 from tritoncp.chunking.streams.storages import bytes_of, hint, is_collective, is_view, is_wait, tensors_of
@@ -134,11 +134,14 @@ def _attention_flops(node: Node) -> int:
 
 def _plan_of_handle(handle: Node) -> Plan | None:
     """Return the plan behind a handle, or the part of a plan; None if only a run tells it."""
-    if handle.target is not part_op:
+    if handle.target not in (part_op, batch_rows_op):
         return attention.known_plan(handle)
     whole = _plan_of_handle(handle.all_input_nodes[0])
-    index, count, dim, keys = (*handle.args[1:], None)[:4]
-    return None if whole is None else whole.part(index, count, dim=dim, keys=keys)  # type: ignore[arg-type]
+    rest: Any = [hint(x.meta["val"]) if isinstance(x, Node) else x for x in handle.args[1:]]
+    if whole is None or handle.target is batch_rows_op:
+        return whole and whole.batch_rows(*rest)
+    index, count, keys = (*rest, None)[:3]
+    return whole.part(index, count, keys=keys)
 
 
 def _pairs(plan: Plan) -> float:

@@ -31,19 +31,19 @@ from tritoncp.ops.engine_factory import engine_of, gradient_buffers, sum_gradien
 from tritoncp.planning.plan import Plan
 
 
-def _plan(handle: Tensor, x: Tensor) -> Plan:
-    """Return the plan of a handle for the batch rows of x, after a check that its keys travel once."""
+def _plan(handle: Tensor) -> Plan:
+    """Return the plan of a handle, after a check that its keys travel once."""
     plan: Plan = object_of(handle)
     plan.check_sources()
     shared_keys.check_schedule(plan)
-    return plan.of_batch(x.shape[0])
+    return plan
 
 
 def _send_keys(k: Tensor, v: Tensor, backward: bool, *arguments: Any) -> Tensor:
     """Start the exchange of keys and values; the buffer is filled once it was waited for."""
     written = OpArguments(*arguments).with_leaves()
     with failures.closing(written.group):
-        whole = _plan(written.plan, k)
+        whole = _plan(written.plan)
         if not backward:  # the backward pass of a call that was compared
             signatures.compare_call(written.decode(k), k, k, v)
         return shared_keys.send_keys(whole, k, v, written.group)
@@ -104,7 +104,7 @@ def _backward_part_fake(
 def _send_gradients(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Tensor, spec: str) -> Tensor:
     """Start to return the gradients of keys and values, summed over all chunks, to the ranks of the keys."""
     with failures.closing(group := decode_spec(spec).group):
-        return shared_keys.send_gradients(_plan(plan, k), dk, dv, k, group)
+        return shared_keys.send_gradients(_plan(plan), dk, dv, k, group)
 
 
 def _send_gradients_fake(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Tensor, spec: str) -> Tensor:
@@ -113,7 +113,7 @@ def _send_gradients_fake(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Te
 
 def _land_gradients(returned: Tensor, k: Tensor, v: Tensor, plan: Tensor) -> list[Tensor]:
     """Return dk and dv of this rank's shards."""
-    grads = shared_keys.land_gradients(_plan(plan, k), returned, k)
+    grads = shared_keys.land_gradients(_plan(plan), returned, k)
     return [in_own_memory(grad, x) for grad, x in zip(grads, (k, v), strict=True)]
 
 
