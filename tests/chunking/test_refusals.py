@@ -73,7 +73,7 @@ def scores(x: Tensor, w: Tensor) -> Tensor:
     return (x @ x.mT).softmax(-1) @ x
 
 
-hop = torch.ops.higher_order.flex_attention
+hop = torch.ops.higher_order.associative_scan
 gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 REFUSED = {
     "mean": (
@@ -83,7 +83,11 @@ REFUSED = {
     ),
     "dropout": (lambda x, w: F.dropout(x @ w), unchanged, "draws random numbers"),
     "two dimensions": (scores, unchanged, r"two dimensions of the size that is cut"),
-    "torch's op": (lambda x, w: (x @ w).sin(), with_target("sin", hop), "sin.*higher-order op"),
+    "higher-order op": (
+        lambda x, w: (x @ w).sin(),
+        with_target("sin", hop),
+        "sin.*higher-order op associative_scan, whose function",
+    ),
     "torch's attention": (
         lambda x, w: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0],
         unchanged,

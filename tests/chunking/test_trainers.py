@@ -264,7 +264,7 @@ def test_an_exported_multiple_is_cut_in_its_units_or_refused():
     """2 * Dim has an even number of rows, and chunks are multiples of the Dim alone."""
     dynamic = {"x": {1: 2 * Dim("n", min=2, max=200)}}
     program = export(Model(Block()), (torch.randn(B, 22, WIDTH),), dynamic_shapes=dynamic)
-    with pytest.raises(ValueError, match=r"22 rows are 2 \* s\w+, .*pad them to a multiple of 8"):
+    with pytest.raises(ValueError, match=r"22 rows are 2 \* s\w+: .*pad them to a multiple of 8"):
         chunk(program.graph_module, dim="seq", chunks=4)
 
 

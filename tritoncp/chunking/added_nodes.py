@@ -42,6 +42,14 @@ class AddedNodes:
         self.order.append(node)
         return node
 
+    def add_attribute(self, name: str) -> Node:
+        """Add a node of an attribute of the module that owns the graph."""
+        with self.graph.inserting_before(self.output):
+            node = self.graph.get_attr(name)
+        self.added.append(node)
+        self.order.append(node)
+        return node
+
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return the nodes of a key of the cache, made by ``make`` at the first call."""
         if key not in self.cache:

@@ -15,7 +15,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch.fx import Graph, Node
 
-from tritoncp.chunking import attention
+from tritoncp.chunking import attention, torch_attention
 from tritoncp.chunking.regions import describe_modules, has_tensor, is_backward, op_name, regions_of
 from tritoncp.chunking.report import NO_ROWS, ChunkingError, describe
 from tritoncp.chunking.sizes import CutSymbol, cut_symbol, expression, free_symbols, input_symbols
@@ -284,8 +284,13 @@ class Cut:
         name = op_name(node) or str(node.target)
         if attention.is_attention(node):
             return attention.fault(node, self)
+        if torch_attention.is_attention(node):
+            return torch_attention.fault(node, self)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return "is a higher-order op, which cannot be cut: call tritoncp.flex_attention in the region"
+            return (
+                f"is the higher-order op {node.target.name()}, whose function may mix rows; only torch's "
+                "flex attention is cut, by batch. Move it out of the region"
+            )
         if any(part in name for part in TORCH_ATTENTION) and self.dim == "seq":
             return "is torch's attention, whose chunks need the keys of others: call tritoncp.flex_attention"
         if self._is_random(node):

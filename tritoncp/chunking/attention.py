@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tritoncp.api.dynamo import batch_rows_op, block_mask_op, part_op, plan_op, view_op
+from tritoncp.chunking import torch_attention
 from tritoncp.chunking.regions import op_name
 from tritoncp.chunking.report import ChunkingError
 from tritoncp.chunking.sizes import hint_of
@@ -56,6 +57,8 @@ def keys_of(node: Node) -> tuple[Node, Node]:
 def whole_inputs(node: Node) -> set[Node]:
     """Return the inputs of a node that are the whole's in every chunk: captures and numbers of a mod, which
     are indexed by global positions, and the plan."""
+    if torch_attention.is_attention(node):
+        return torch_attention.captures(node)
     if not is_attention(node):
         return set()
     lists = argument(node, "captures"), argument(node, "ints")

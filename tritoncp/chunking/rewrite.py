@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from tritoncp.api.dynamo import batch_rows_op, part_op
-from tritoncp.chunking import attention, shared_attention
+from tritoncp.chunking import attention, shared_attention, torch_attention
 from tritoncp.chunking.added_nodes import AddedNodes
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward
@@ -201,6 +201,8 @@ class Rewrite(AddedNodes):
             target, args = shared_attention.part_call(self, node, c)
         elif attention.is_attention(node):
             args = self._attention_arguments(node, c)
+        elif torch_attention.is_attention(node):
+            args = torch_attention.chunk_arguments(self, node, c)
         else:
             args, kwargs = map_arg((node.args, node.kwargs), lambda x: self.chunk_node(x, c))
         with self.graph.inserting_before(self.output):

@@ -50,7 +50,8 @@ class StepGraph:
             if self.keys.are_shared(item[0]):
                 return [(item[0], RETURN)]
             return [(item[0], reader) for reader in self.keys.readers(item[0], c)]
-        return [self.chunk_of(x, c) for x in node.all_input_nodes]
+        read_whole = attention.whole_inputs(node)
+        return [self.whole(x) if x in read_whole else self.chunk_of(x, c) for x in node.all_input_nodes]
 
     def _inputs_of_exchange(self, step: Step) -> list[Step]:
         node, kind = step
