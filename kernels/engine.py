@@ -184,54 +184,30 @@ class TritonEngine:
         )  # there are no tables, and ranks of one process share an engine
         return prepare_launch(self.launches, key, delta_kernel, tensors, {}, recipe)
 
-    def dq(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tables: Any,
-        *,
-        dq: Tensor,
-        add: bool = False,
-        h_offset: int = 0,
-    ) -> Launch | Launches:
-        """Prepare dQ of one step, and the gradients of score_mod's captures; ``add`` accumulates into dq."""
+    def dq(self, step: Any, dq: Tensor, *, add: bool = False, h_offset: int = 0) -> Launch | Launches:
+        """Prepare dQ of one step, and the gradients of score_mod's captures; ``add`` accumulates into dq.
+
+        step: :class:`tritoncp.planning.step_tables.BackwardStep`
+        """
         if self.fused:
             return Launches(() if add else (partial(_clear, dq),))
-        tensors = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq, "lse": lse, "delta": delta}
-        return self.launch(dq_kernel, "dq", tensors, tables, h_offset, {"ADD": add}, self.mods.score_grad)
+        tensors, flags = _backward_tensors(step, dq=dq), {"ADD": add}
+        return self.launch(dq_kernel, "dq", tensors, step.tables, h_offset, flags, self.mods.score_grad)
 
     def dkdv(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tables: Any,
-        *,
-        dk: Tensor,
-        dv: Tensor,
-        dq: Tensor | None = None,
-        add: bool = False,
-        h_offset: int = 0,
-        split: int = 1,
-    ) -> Launch:
-        """Prepare dK and dV of one step. With ``split`` > 1, dk and dv have ``Hkv * split`` heads of partial
-        sums.
+        self, step: Any, dk: Tensor, dv: Tensor, dq: Tensor | None = None, *, add: bool = False,
+        h_offset: int = 0, split: int = 1,
+    ) -> Launch:  # fmt: skip
+        """Prepare dK and dV of a :class:`tritoncp.planning.step_tables.BackwardStep`. With ``split`` > 1, dk
+        and dv have ``Hkv * split`` heads of partial sums.
 
         A fused engine adds dQ to the float32 ``dq``, and the gradients of captures to their buffers.
         """
         fused = self.fused
-        tensors = {"q": q, "k": k, "v": v, "dout": dout, "dk": dk, "dv": dv, "dq": dq if fused else None}
-        tensors |= {"lse": lse, "delta": delta}
+        tensors = _backward_tensors(step, dk=dk, dv=dv, dq=dq if fused else None)
         flags, kind = {"ADD": add, "SPLIT": split}, "fused" if fused else "dkdv"
         score_grad = self.mods.score_grad if fused else self.mods.score_back
-        return self.launch(dkdv_kernel, kind, tensors, tables, h_offset, flags, score_grad)
+        return self.launch(dkdv_kernel, kind, tensors, step.tables, h_offset, flags, score_grad)
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         """Choose the number of programs that share a KV head's query heads: more than one only where there
@@ -358,6 +334,13 @@ def route_of(name: str) -> Any:
     the arguments of :meth:`TritonEngine.loops`; its ``obstacles`` yield reasons why a step should not use it.
     """
     return import_module(f"tritoncp.kernels.forward_{name}")
+
+
+def _backward_tensors(step: Any, **grads: Tensor | None) -> dict[str, Any]:
+    """Name the tensors of a backward step and of its results as the kernels do."""
+    tensors = step._asdict() | grads
+    del tensors["tables"]
+    return tensors
 
 
 def _clear(x: Tensor) -> None:

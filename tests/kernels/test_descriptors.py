@@ -18,17 +18,18 @@ from tests.kernels.support.harness import (
 )
 from tritoncp.kernels.tiles import copyable, descriptors
 from tritoncp.masks import Mask, causal, create_block_mask
+from tritoncp.planning.step_tables import BackwardStep
 
 
 def copied(x: QKV, mask: Mask) -> dict[str, bool]:
     """Name the passes that copy their tiles by descriptor."""
     engine, tables = engine_of(x, USE_TMA=True), single(mask).tables("cpu", *x.q.shape[:2])
     out, lse = torch.empty(*x.q.shape[:3], x.v.shape[3]), torch.empty(x.q.shape[:3])
-    backward = (*x, out, lse, lse, tables)
+    backward = BackwardStep(*x, out, lse, lse, tables)
     launches = {
         "forward": engine.forward(*x, tables, out=out, lse=lse),
-        "dq": engine.dq(*backward, dq=torch.empty_like(x.q)),
-        "dkdv": engine.dkdv(*backward, dk=torch.empty_like(x.k), dv=torch.empty_like(x.v)),
+        "dq": engine.dq(backward, torch.empty_like(x.q)),
+        "dkdv": engine.dkdv(backward, torch.empty_like(x.k), torch.empty_like(x.v)),
     }
     return {
         kind: launch.args["q_desc0" if kind == "dkdv" else "k_desc0"] is not None

@@ -25,6 +25,7 @@ from tritoncp.ops import call_mods, engine_factory
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import lengthen, take
 from tritoncp.planning.problem import Problem
+from tritoncp.planning.step_tables import BackwardStep
 
 
 class CallTensors:
@@ -87,12 +88,10 @@ class CallTensors:
             return route_of(kernel).launch(engine, q, k, v, tables, **into)
         if kernel == "delta":
             return engine.delta(self._out, self.dout, None, self._delta)
-        step_inputs = (q, k, v, self.dout, self._lse, self._delta, tables)
+        step = BackwardStep(q, k, v, self.dout, self._lse, self._delta, tables)
         if kernel == "dq":
-            return engine.dq(*step_inputs, dq=self._dq)
-        return engine.dkdv(
-            *step_inputs, dk=self._dk, dv=self._dv, dq=self._dq_sum if kernel == "fused" else None
-        )
+            return engine.dq(step, self._dq)
+        return engine.dkdv(step, self._dk, self._dv, self._dq_sum if kernel == "fused" else None)
 
     def in_steps(self, kernel: str, config: Config | None) -> Tensor:
         """out, computed as by the two ranks of a ring, whose steps go on from states."""
@@ -159,8 +158,8 @@ def launch_of(job: Job) -> Any:
         return parts[-1 if job.kernel == "combine" else 0]
     if job.kernel == "delta":
         return engine.delta(out, dout, lse, delta)
-    step_inputs = (q, k, v, dout, lse, delta, tables)
+    inputs = BackwardStep(q, k, v, dout, lse, delta, tables)
     if job.kernel == "dq":
-        return engine.dq(*step_inputs, dq=dq_sum if variant.load else dq, add=variant.load)
+        return engine.dq(inputs, dq_sum if variant.load else dq, add=variant.load)
     into = torch.empty(1, rows, heads, d).transpose(1, 2) if job.kernel == "fused" else None
-    return engine.dkdv(*step_inputs, dk=dk, dv=dv, dq=into, add=variant.load)
+    return engine.dkdv(inputs, dk, dv, into, add=variant.load)

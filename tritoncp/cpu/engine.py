@@ -22,7 +22,7 @@ from tritoncp.cpu.packing import Total, even_step, gather, scatter
 from tritoncp.cpu.pointwise import Scores
 from tritoncp.cpu.step import HeadGroup, Step
 from tritoncp.cpu.tiles import TileBatch
-from tritoncp.planning.step_tables import Tables
+from tritoncp.planning.step_tables import BackwardStep, Tables
 
 Launch = Callable[[], None]
 LN2 = math.log(2)
@@ -99,18 +99,16 @@ class CpuEngine:
 
         return run
 
-    def dq(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
-        dq: Tensor, add: bool = False, h_offset: int = 0,
-    ) -> Launch:  # fmt: skip
+    def dq(self, inputs: BackwardStep, dq: Tensor, *, add: bool = False, h_offset: int = 0) -> Launch:
         """Clear dq, which :meth:`dkdv` adds to."""
         return lambda: None if add else _clear(dq)
 
     def dkdv(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
-        dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False, h_offset: int = 0,
+        self, inputs: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False,
+        h_offset: int = 0,
     ) -> Launch:  # fmt: skip
         """Compute dk and dv, and add to dq and to the buffers of captures' gradients."""
+        q, k, v, dout, lse, delta, tables = inputs
 
         @fresh_dispatch()
         def run() -> None:
@@ -132,8 +130,8 @@ class CpuEngine:
                 Total.of(step.kv, values, dv, add),
             ]
             for group, tiles, visible in self._tiles(step, rows, use_flash):
-                inputs = rows, keys, values, douts, lses, deltas, outs if use_flash else None
-                grads = self._backward_tiles(step, group, tiles, visible, *inputs)
+                packed = rows, keys, values, douts, lses, deltas, outs if use_flash else None
+                grads = self._backward_tiles(step, group, tiles, visible, *packed)
                 for total, heads, starts, grad in zip(
                     totals, (group.heads, group.kv_heads, group.kv_heads),
                     (tiles.rows, tiles.cols, tiles.cols), grads, strict=True,

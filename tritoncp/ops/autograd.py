@@ -109,9 +109,8 @@ def in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _drive(call: Call, schedule: Schedule[Any], device: torch.device, direction: str = "") -> Any:
-    """Run the schedule of this rank and return its result. Kernels run below autograd, as torch's own do:
-    views are not tracked there and take half the time."""
-    with torch._C._AutoDispatchBelowADInplaceOrView(), current_device(device):
+    """Run the schedule of this rank and return its result."""
+    with current_device(device):
         if call.group is None:
             return collectives.run_alone(schedule)
         return collectives.run(schedule, call.group, call.plan.schedule, direction)

@@ -47,7 +47,7 @@ class Call(NamedTuple):
     @property
     def is_invariant(self) -> bool:
         """Whether bits must not depend on the number of ranks."""
-        return bool(dict(self.options).get("invariant"))
+        return ("invariant", True) in self.options
 
     @property
     def captures(self) -> tuple[Tensor, ...]:

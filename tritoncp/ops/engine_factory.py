@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Sequence
@@ -73,15 +74,15 @@ def engine_of(
             )
         mask = call_mods.translate_mask(plan, q)
         return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
-    from tritoncp.kernels.launch import layout_of, specialisation_of  # loads Triton, which plans do without
-
+    launch = _launch_module()
+    layout_of = launch.layout_of
     tensors, numbers = (score.tensors, score.numbers) if score else ((), ())
     key = (
         call.group and weakref.ref(call.group), call.options, score and score.digest, call.scale,
         tile_tables.table_generation, device, cpu_target(), plan.first_row, plan.rank, plan.schedule,
         plan.degree, layout_of(q), layout_of(k), layout_of(v), *map(layout_of, extra),
         *[(layout_of(x), x.device) for x in tensors], *map(layout_of, grads),
-        *map(specialisation_of, numbers),
+        *map(launch.specialisation_of, numbers),
     )  # fmt: skip
     executables = caches_of(plan).executables
     executable = executables.get(key)
@@ -96,6 +97,15 @@ def engine_of(
     assert score is not None
     caps = arguments(upload(tensors, device), numbers)
     return executable.engine.with_captures(caps, score.dcaps(grads) if grads else ())
+
+
+@functools.cache
+def _launch_module() -> Any:
+    """Import the module of launches once: it loads Triton, which plans do without, and an import statement
+    takes as long as the look-up of an executable."""
+    from tritoncp.kernels import launch
+
+    return launch
 
 
 def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) -> Executable:

@@ -19,6 +19,7 @@ from torch import Tensor
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.distributed.schedules import buffers
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.step_tables import BackwardStep
 
 
 class Expansion(NamedTuple):
@@ -90,6 +91,11 @@ class ExpandedStep(NamedTuple):
     engine: Any
     leaves: list[Tensor]
 
+    def inputs(self, step: BackwardStep) -> BackwardStep:
+        """Replace the latents of a step by their keys and values."""
+        key, value = _for_batch(self.keys, step.q)
+        return step._replace(k=key, v=value)
+
     def gradients(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the gradients of the leaves, from those of keys and values; zeros for a leaf that they do
         not depend on."""
@@ -145,26 +151,22 @@ class ExpandingEngine:
         launch: Callable[[], None] = self.engine_of(key, value).forward(q, key, value, tables, **step)
         return launch
 
-    def dq(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any,
-           **step: Any) -> Callable[[], None]:  # fmt: skip
-        expanded = self._expand(q, k, tables)
-        keys = _for_batch(expanded.keys, q)
-        launch: Callable[[], None]
-        launch = expanded.engine.dq(q, *keys, dout, lse, delta, tables, **step)
+    def dq(self, step: BackwardStep, dq: Tensor, **options: Any) -> Callable[[], None]:
+        expanded = self._expand(step)
+        launch: Callable[[], None] = expanded.engine.dq(expanded.inputs(step), dq, **options)
         return launch
 
-    def dkdv(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
-             dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False,
-             h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
+    def dkdv(
+        self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False, h_offset: int = 0
+    ) -> Callable[[], None]:
         """Prepare the gradients of latents, into or added to dk; those of parameters are added to their
         buffers."""
-        expanded = self._expand(q, k, tables)
+        expanded = self._expand(step)
 
         def run() -> None:
-            grads = [lse.new_zeros(x.shape) for x in expanded.keys]
-            args = q, *_for_batch(expanded.keys, q), dout, lse, delta, tables
-            dkey, dvalue = _for_batch(grads, q)
-            buffers.dkdv(expanded.engine, args, dkey, dvalue, dq, h_offset)
+            grads = [step.lse.new_zeros(x.shape) for x in expanded.keys]
+            dkey, dvalue = _for_batch(grads, step.q)
+            buffers.dkdv(expanded.engine, expanded.inputs(step), dkey, dvalue, dq, h_offset)
             latent, *params = expanded.gradients(grads)
             rows = _rows_in_memory(dk)
             rows.copy_(rows + latent if add else latent)
@@ -176,18 +178,18 @@ class ExpandingEngine:
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         return 1
 
-    def _expand(self, q: Tensor, k: Tensor, tables: Any) -> ExpandedStep:
+    def _expand(self, step: BackwardStep) -> ExpandedStep:
         """Return the keys and values of a step, for the first of its two launches computed, and dropped at
         the second."""
         if self._step is not None:
-            step, self._step = self._step, None
-            return step
+            expanded, self._step = self._step, None
+            return expanded
         with fresh_dispatch(), torch.enable_grad():
-            latent = _rows_in_memory(k).detach().requires_grad_()
+            latent = _rows_in_memory(step.k).detach().requires_grad_()
             wants = self.expansion.wants
             tensors = [x.detach().requires_grad_(i in wants) for i, x in enumerate(self.expansion.tensors)]
-            keys = self.expansion.with_tensors(tensors)(_fill_padding(latent, tables))
-        engine = self.engine_of(*_for_batch(keys, q))
+            keys = self.expansion.with_tensors(tensors)(_fill_padding(latent, step.tables))
+        engine = self.engine_of(*_for_batch(keys, step.q))
         self._step = ExpandedStep(keys, engine, [latent, *(tensors[i] for i in wants)])
         return self._step
 

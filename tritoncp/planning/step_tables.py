@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,20 @@ from tritoncp.masks.block_runs import Kind, Runs
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import UNBOUNDED
 from tritoncp.masks.transposed_runs import transpose
+
+
+class BackwardStep(NamedTuple):
+    """The inputs of one backward step: queries [B, Hq, S, D], keys [B, Hkv, rows, D] and values [B, Hkv,
+    rows, E] of a buffer, dout [B, Hq, S, E], lse and delta = rowsum(out * dout) - dlse [B, Hq, S], and the
+    tables of the step."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    tables: Tables
 
 
 @dataclass(frozen=True, eq=False)

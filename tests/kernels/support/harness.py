@@ -20,6 +20,7 @@ from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document,
 from tritoncp.ops.engine_factory import kernel_mods
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.step_tables import BackwardStep
 from tritoncp.reference.dense import dense_attention
 
 F32, F64 = torch.float32, torch.float64
@@ -229,7 +230,7 @@ def backward(
     delta = torch.empty_like(lse)
     engine.delta(out, dout, None, delta)()
     got = into or Grads(*(torch.empty_like(t, dtype=lse.dtype) for t in x))
-    args = (*x, dout, lse, delta, plan.tables("cpu", *x.q.shape[:2]))
-    engine.dq(*args, dq=got.dq, add=add)()
-    engine.dkdv(*args, dk=got.dk, dv=got.dv, add=add, split=1)()
+    step = BackwardStep(*x, dout, lse, delta, plan.tables("cpu", *x.q.shape[:2]))
+    engine.dq(step, got.dq, add=add)()
+    engine.dkdv(step, got.dk, got.dv, add=add, split=1)()
     return got

@@ -14,6 +14,7 @@ from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, outputs, pack, separate, views
 from tritoncp.planning import traffic
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.step_tables import BackwardStep
 
 
 def forward(
@@ -51,12 +52,12 @@ def backward(
         keys, values = views((yield Wait(flight)), k)
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
-        args = q_, keys, values, dout_, lse_, delta_, tables
+        step = BackwardStep(q_, keys, values, dout_, lse_, delta_, tables)
         with step_range(plan.schedule, index, "dq"):
-            engine.dq(*args, dq=dq_, h_offset=h_offset)()
+            engine.dq(step, dq_, h_offset=h_offset)()
         grads = keys.new_zeros(keys.shape[2], *keys.shape[:2], k.shape[3] + v.shape[3], dtype=lse.dtype)
         with step_range(plan.schedule, index, "dkdv"):
-            dkdv(engine, args, *views(grads, keys), dq_, h_offset=h_offset)
+            dkdv(engine, step, *views(grads, keys), dq_, h_offset=h_offset)
         returning.append((yield ReduceScatter(grads)))
         h_offset += q_.shape[1]
     parts = []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.step_tables import BackwardStep
 
 
 class KVBuffer(NamedTuple):
@@ -104,20 +105,19 @@ def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dkdv(
-    engine: Any, args: tuple[Any, ...], dk: Tensor, dv: Tensor, dq: Tensor, h_offset: int = 0,
+    engine: Any, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, h_offset: int = 0,
     add: bool = False,
 ) -> None:  # fmt: skip
-    """Compute one step's gradients of the keys and values in ``args``, into or added to dk, dv [B, h, rows,
-    D|E]; a fused engine adds the gradients of the queries to ``dq``."""
-    q, keys, _, _, lse, _, tables = args
+    """Compute the gradients of a step's keys and values, into or added to dk, dv [B, h, rows, D|E]; a fused
+    engine adds the gradients of the queries to ``dq``."""
     (b, h, rows, d), e = dk.shape, dv.shape[3]
     has_own_rows = b == 1 or dk.stride(0) > 0  # stride 0: batch rows share storage, so split partials alias
-    split = engine.split(q, keys, tables) if has_own_rows else 1
+    split = engine.split(step.q, step.k, step.tables) if has_own_rows else 1
     if split == 1:
-        engine.dkdv(*args, dk=dk, dv=dv, dq=dq, h_offset=h_offset, add=add)()
+        engine.dkdv(step, dk, dv, dq, h_offset=h_offset, add=add)()
         return
-    parts = lse.new_zeros(b, h * split, rows, d + e)
-    engine.dkdv(*args, dk=parts[..., :d], dv=parts[..., d:], dq=dq, h_offset=h_offset, split=split)()
+    parts = step.lse.new_zeros(b, h * split, rows, d + e)
+    engine.dkdv(step, parts[..., :d], parts[..., d:], dq, h_offset=h_offset, split=split)()
     for grad, part in zip((dk, dv), parts.unflatten(1, (h, split)).sum(2).split([d, e], 3), strict=True):
         grad.copy_(grad + part if add else part)
 

@@ -21,6 +21,7 @@ from tritoncp.distributed.schedules.buffers import (
     views,
 )
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.step_tables import BackwardStep
 
 
 def forward(
@@ -52,21 +53,21 @@ def backward(
     flight = yield request_rows(plan, local)
     dq = empty_dq(plan, engine, q, lse.dtype)
     home = torch.zeros_like(local, dtype=lse.dtype)
-    args = (q, k, v, dout, lse, delta, near)
+    step = BackwardStep(q, k, v, dout, lse, delta, near)
     with step_range(plan.schedule, 0, "dq"):
-        engine.dq(*args, dq=dq)()
+        engine.dq(step, dq)()
     with step_range(plan.schedule, 0, "dkdv"):
-        dkdv(engine, args, *views(home, k), dq)
+        dkdv(engine, step, *views(home, k), dq)
     fetched = yield Wait(flight)
     grads = torch.zeros_like(fetched, dtype=lse.dtype)
-    args = (q, *views(fetched, k), dout, lse, delta, far)
+    step = BackwardStep(q, *views(fetched, k), dout, lse, delta, far)
     if has_remote:
         with step_range(plan.schedule, 1, "dkdv"):
-            dkdv(engine, args, *views(grads, k), dq)
+            dkdv(engine, step, *views(grads, k), dq)
     flight = yield AllToAll(grads, plan.fetch.takes, plan.fetch.sends)
     if has_remote:
         with step_range(plan.schedule, 1, "dq"):  # while they return
-            engine.dq(*args, dq=dq, add=True)()
+            engine.dq(step, dq, add=True)()
     add_home(plan, home, (yield Wait(flight)))
     return dq, *separate(home, k)
 

@@ -12,6 +12,7 @@ from tritoncp.distributed.collectives import Schedule
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, empty_grad, outputs
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.step_tables import BackwardStep
 
 
 def _name(plan: Plan) -> str:
@@ -40,10 +41,10 @@ def backward(
     tables = plan.tables(q.device, q.shape[0], q.shape[1], plan.rank)
     dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
     dk, dv = (empty_grad(x, key_dtype or x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
-    args = q, k, v, dout, lse, delta, tables
+    step = BackwardStep(q, k, v, dout, lse, delta, tables)
     with step_range(_name(plan), 0, "dq"):
-        engine.dq(*args, dq=dq)()
+        engine.dq(step, dq)()
     with step_range(_name(plan), 0, "dkdv"):
-        dkdv(engine, args, dk, dv, dq)
+        dkdv(engine, step, dk, dv, dq)
     return dq, dk, dv
     yield  # a schedule is a generator

@@ -24,6 +24,7 @@ from tritoncp.distributed.schedules.buffers import (
     views,
 )
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.step_tables import BackwardStep
 from tritoncp.planning.traffic import Hop
 
 
@@ -61,18 +62,17 @@ def backward(
     received: list[Tensor] = []
     for turn, hop in enumerate(plan.ring):
         flight = yield _send_kv(hop, current, free)
-        args: tuple[Any, ...] = ()
         if hop.reads:
             tables = plan.tables(*where, hop.owner)
-            args = (q, current.k, current.v, dout, lse, delta, tables)
+            step = BackwardStep(q, current.k, current.v, dout, lse, delta, tables)
             with step_range(plan.schedule, turn, "dq"):
-                engine.dq(*args, dq=dq, add=turn > 0)()
+                engine.dq(step, dq, add=turn > 0)()
         if grad_flight is not None:
             received = yield Wait(grad_flight)  # dQ is computed meanwhile
         grad = _current_grad(plan.ring, turn, received, home)
         if hop.reads:
             with step_range(plan.schedule, turn, "dkdv"):
-                dkdv(engine, args, *views(grad, k), dq, add=turn > 0)
+                dkdv(engine, step, *views(grad, k), dq, add=turn > 0)
         grad_flight = yield _send_grad(hop, grad, home)
         if (yield Wait(flight)):
             current, free = free, current

@@ -21,6 +21,7 @@ from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, outputs, pack
 from tritoncp.distributed.schedules.fetch import number_rows
 from tritoncp.planning.derived import DerivedTables
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.step_tables import BackwardStep
 
 SCHEDULES = "allgather", "fetch"  # that send keys to the queries as they are
 
@@ -75,15 +76,15 @@ def backward(
     """Compute dq of a chunk's queries, and what they add to the gradients of all rows of the buffer, in lse's
     dtype: [n, heads, D] and [n, heads, E]."""
     dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
-    args = q, keys, values, dout, lse, delta, _tables(plan, q)
+    step = BackwardStep(q, keys, values, dout, lse, delta, _tables(plan, q))
     with step_range(plan.schedule, 0, "dq"):
-        engine.dq(*args, dq=dq)()
+        engine.dq(step, dq)()
     batch = _batch_of_row(plan, q.shape[0])
     heads, rows = keys.shape[1:3]
     grads = [lse.new_zeros(rows, batch, heads, x.shape[3]) for x in (keys, values)]
     dk, dv = (x.permute(1, 2, 0, 3).expand(q.shape[0], -1, -1, -1) for x in grads)
     with step_range(plan.schedule, 0, "dkdv"):
-        dkdv(engine, args, dk, dv, dq)
+        dkdv(engine, step, dk, dv, dq)
     return dq, grads[0].flatten(0, 1), grads[1].flatten(0, 1)
 
 

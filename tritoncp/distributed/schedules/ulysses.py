@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -22,6 +22,7 @@ from tritoncp.distributed.schedules import local, ordered
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.distributed.schedules.head_exchange import HeadExchange
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.step_tables import BackwardStep
 
 
 def with_inner(inner: ModuleType) -> SimpleNamespace:
@@ -35,7 +36,7 @@ def forward(
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     exchange = HeadExchange.of(plan, q, k)
     tensors = yield from exchange.to_heads((q, exchange.q), (k, exchange.kv), (v, exchange.kv))
-    row = local if exchange.plan.derived.reads_only_own_keys and inner is not ordered else inner
+    row = _schedule_between_rows(inner, exchange)
     computation = row.forward(exchange.plan, HeadSubsetEngine(engine, exchange), *tensors, want_max)
     whole_out, *stats = yield from exchange.run_between_rows(computation)
     flights = []
@@ -75,14 +76,18 @@ def _head_gradients(
     )
     *whole_qkv, whole_dout = tensors[:4]
     whole_lse, whole_delta = (x[..., 0].contiguous() for x in tensors[4:])
-    row = inner.backward
-    if exchange.plan.derived.reads_only_own_keys and inner is not ordered:
-        # dK and dV are summed over the ranks that share a KV head.
-        row = partial(local.backward, key_dtype=lse.dtype if exchange.kv.shared else None)
-    heads = HeadSubsetEngine(engine, exchange)
-    computation = row(exchange.plan, heads, *whole_qkv, whole_dout, whole_lse, whole_delta)
+    row, heads = _schedule_between_rows(inner, exchange), HeadSubsetEngine(engine, exchange)
+    run = row.backward
+    if row is local and exchange.kv.shared:  # dK and dV are summed over the ranks that share a KV head
+        run = partial(local.backward, key_dtype=lse.dtype)
+    computation = run(exchange.plan, heads, *whole_qkv, whole_dout, whole_lse, whole_delta)
     dq, dk, dv = yield from exchange.run_between_rows(computation)
     return dq.to(q.dtype), dk, dv
+
+
+def _schedule_between_rows(inner: Any, exchange: HeadExchange) -> Any:
+    """Return the schedule between rows: ``local`` where no row reads keys of another."""
+    return local if exchange.plan.derived.reads_only_own_keys and inner is not ordered else inner
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,22 +110,30 @@ class HeadSubsetEngine:
             )
         )
 
-    def dq(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
-           dq: Tensor, add: bool = False, h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
+    def dq(
+        self, step: BackwardStep, dq: Tensor, *, add: bool = False, h_offset: int = 0
+    ) -> Callable[[], None]:
         return _join_launches(
-            self.engine.dq(q, k, v, dout, lse, delta, tables, dq=dq, add=add, h_offset=first)
-            for first, (q, dout, lse, delta, dq), (k, v) in self._pieces((q, dout, lse, delta, dq), (k, v))
+            self.engine.dq(part, own, add=add, h_offset=first)
+            for first, part, own, _ in self._parts(step, dq)
         )
 
-    def dkdv(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
-             dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False,
-             h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
+    def dkdv(
+        self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False, h_offset: int = 0
+    ) -> Callable[[], None]:
         return _join_launches(
-            self.engine.dkdv(q, k, v, dout, lse, delta, tables, dk=dk, dv=dv, dq=dq, add=add, h_offset=first)
-            for first, (q, dout, lse, delta, dq), (k, v, dk, dv) in self._pieces(
-                (q, dout, lse, delta, dq), (k, v, dk, dv)
-            )
+            self.engine.dkdv(part, *grads, own, add=add, h_offset=first)
+            for first, part, own, grads in self._parts(step, dq, dk, dv)
         )
+
+    def _parts(
+        self, step: BackwardStep, dq: Tensor, *grads: Tensor
+    ) -> Iterator[tuple[int, BackwardStep, Tensor, Sequence[Tensor]]]:
+        """Cut a backward step by :meth:`_pieces`: the first query head of each, its inputs, its part of dq,
+        its parts of the gradients of keys and values."""
+        rows, keys = (step.q, step.dout, step.lse, step.delta, dq), (step.k, step.v, *grads)
+        for first, (q, dout, lse, delta, own), (k, v, *parts) in self._pieces(rows, keys):
+            yield first, BackwardStep(q, k, v, dout, lse, delta, step.tables), own, parts
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         return 1
