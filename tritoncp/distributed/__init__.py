@@ -1,4 +1,4 @@
-"""The only bytes between ranks: collectives, groups, consistency checks, schedules.
+"""Messages between ranks: collectives, process groups, consistency checks, schedules.
 
 May import: planning, masks, mods, core, kernels.
 """

@@ -72,7 +72,7 @@ class Wait:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A collective in flight: the buffers it uses live as long as the ticket.
+    """A collective in flight: its buffers are kept as long as the ticket.
 
     on_host: whether a wait for it blocks the host, as for tensors on the CPU
     number:  it is the number-th message of the group
@@ -286,7 +286,7 @@ def _run_turn(requests: Sequence[Any]) -> list[Any]:
 
 
 def _check_buffers(requests: Sequence[Any]) -> None:
-    """Refuse buffers that Gloo and NCCL refuse: not contiguous."""
+    """Raise ValueError for buffers that are not contiguous, which Gloo and NCCL refuse."""
     for rank, request in enumerate(requests):
         for name, x in _buffers(request):
             if not x.is_contiguous():
@@ -305,7 +305,7 @@ def _buffers(request: Collective) -> list[tuple[str, Tensor]]:
 
 
 def dtype_name(x: Tensor) -> str:
-    """The dtype's name without its module.
+    """Return the dtype's name without its module.
 
     >>> dtype_name(torch.zeros(1))
     'float32'
@@ -334,7 +334,7 @@ def _run_send_recvs(requests: Sequence[SendRecv]) -> list[Ticket]:
 
 
 def _run_all_to_alls(requests: Sequence[AllToAll]) -> list[Ticket]:
-    """Join the rows that all ranks send to each rank."""
+    """Concatenate the rows that all ranks send to each rank."""
     if len({request.x.dtype for request in requests}) > 1:
         dtypes = ", ".join(dtype_name(request.x) for request in requests)
         raise RuntimeError(f"the ranks' AllToAlls differ: {dtypes} in the same turn")

@@ -41,10 +41,10 @@ REMEDIES = {  # the facts that ranks compare, in this order, and the remedy wher
     "sinks": "Pass sinks on every rank, or on none.",
     "score_mod": "Every rank needs the same score_mod: the same code, and captures of the same types.",
     "expand": "Every rank needs the same function in expand=, and parameters of the same shapes.",
-    "captures": "What a score_mod captures is replicated: every rank needs the same numbers and tensors.",
+    "captures": "Captures of a score_mod are replicated: pass the same numbers and tensors on every rank.",
     "mask": "Every rank needs the same global mask: the same code, numbers and tensors; what depends on the "
     "rank, or on random numbers not seeded alike, does not belong into it.",
-    "placement": "A balancer of your own has to deal the same blocks on every rank, whichever rank that is.",
+    "placement": "A balancer of your own has to assign the same blocks on every rank.",
 }
 
 Text = str | Callable[[], str]

@@ -1,4 +1,4 @@
-"""Calls that raise on one rank: they close the group for that rank, and the other ranks learn who and why.
+"""Errors of calls on one rank: they close the group for that rank, and the other ranks read rank and cause.
 
 All ranks of a group start the same messages in the same order. A rank whose call raised starts no further
 message, so that no later call of it can meet an older one of another rank. It appends an entry to a log in
@@ -36,8 +36,8 @@ log = area_logger("ranks")
 
 
 class GroupClosed(RuntimeError):
-    """Raised by calls on a group after a call on it failed. absent: the ranks that are the cause, where they
-    are known."""
+    """Raised by calls on a group after a call on it failed. absent: the ranks that caused it, if the log has
+    them."""
 
     def __init__(self, message: str, absent: Sequence[int] = ()):
         super().__init__(message)
@@ -45,16 +45,16 @@ class GroupClosed(RuntimeError):
 
 
 class PeerLost(GroupClosed):
-    """Raised where a message between ranks will not come: another rank's call failed, a message failed, or it
-    took longer than the group's timeout."""
+    """Raised by the wait for a message that cannot arrive: a call of another rank failed, a message failed,
+    or the group's timeout has passed."""
 
 
 class LogEntry(NamedTuple):
     """An entry of a group's log.
 
-    messages: that the rank had started
-    kind:     FAILED: a call of the rank raised, perhaps as on all ranks; CLOSED: it will not come back;
-              WAITED: nor will this one, which waited in vain
+    messages: number of messages that the rank had started
+    kind:     FAILED: a call of the rank raised, perhaps as on all ranks; CLOSED: the rank makes no further
+              calls; WAITED: nor does this one, whose message did not arrive
     """
 
     rank: int
@@ -212,7 +212,7 @@ def wait(work: Any, group: Any, record: Record, describe: Callable[[], AwaitedMe
 
 
 def check(group: Any, record: Record, message: AwaitedMessage, waited: float, error: object) -> None:
-    """Raise PeerLost if this rank, which has waited for ``waited`` seconds, waits in vain."""
+    """Raise PeerLost if the message for which this rank has waited ``waited`` seconds cannot arrive."""
     if not _read(group, record):
         raise peer_lost(group, record, message, "the store of the group has lost its host")
     for stop in record.stops(group.size()):
@@ -230,8 +230,8 @@ def check(group: Any, record: Record, message: AwaitedMessage, waited: float, er
 
 
 def _other_wait(group: Any, message: AwaitedMessage) -> str | None:
-    """Compare a message with that of the same number for which another rank was the first to wait. Returns
-    its text if that went another way."""
+    """Compare a message with the message of the same number for which another rank waited first. Returns the
+    text of the other one if its channel differs."""
     answers: list[str] = []
     own = json.dumps([message.channel, f"rank {group.rank()} at {message.purpose()}"])
 
@@ -244,8 +244,8 @@ def _other_wait(group: Any, message: AwaitedMessage) -> str | None:
 
 
 def peer_lost(group: Any, record: Record, message: AwaitedMessage, error: object) -> PeerLost:
-    """Close the group, as a message will not come, and return the error. It names the rank that failed first,
-    else those from which nothing is heard while the others report that they wait."""
+    """Close the group, as a message cannot arrive, and return the error. It names the rank that failed first,
+    else the ranks without an entry in the log while all other ranks report that they wait."""
     own, size, purpose = group.rank(), group.size(), message.purpose()
     close(group, record, f"call {record.calls + 1} of rank {own} waited in vain at {purpose}", WAITED)
     deadline = time.monotonic() + 2 * SLICE
@@ -295,7 +295,7 @@ def _append(group: Any, entry: LogEntry) -> None:
 
 
 def _read(group: Any, record: Record) -> bool:
-    """Read new entries of the group's log. Returns False where the store has lost its host."""
+    """Read new entries of the group's log. Returns False if the host of the store is lost."""
 
     def read(store: dist.Store) -> None:
         while store.check([key := f"entry {len(record.entries) + 1}"]):

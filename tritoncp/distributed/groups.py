@@ -157,7 +157,8 @@ def _without_split(world: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _connect(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect: Callable[[], Any]) -> Any:
-    """Call connect(), which needs every rank, once all have come. Raises PeerLost where one does not come."""
+    """Call connect(), a collective, after a barrier of all ranks. Raises PeerLost if a rank does not
+    arrive."""
     if is_dry_run(group):
         return connect()
     if store.add("present", 1) == group.size():

@@ -1,4 +1,4 @@
-"""All-gather: K and V of every rank in one collective a head group, one attention step over the whole buffer.
+"""All-gather: one collective for each head group of K and V, and one attention step over the gathered buffer.
 
 Head group g + 1 is gathered while g is computed, so nothing needs merging.  The backward pass gathers again
 instead of keeping global K and V, and reduce-scatters dK/dV in float32.
@@ -89,5 +89,5 @@ def _cut(sizes: list[int], *tensors: Tensor | None) -> Pieces:
 
 
 def _gather(plan: Plan, k: Tensor, v: Tensor) -> AllGather:
-    """Request these heads of K and V of every rank, in one buffer."""
+    """Gather these heads of K and V from every rank, in one buffer."""
     return AllGather(pack(k, v, plan.kv.s_max).packed)

@@ -1,4 +1,4 @@
-"""Fetch: each rank requests exactly the remote keys that its queries see, in one all-to-all.
+"""Fetch: one all-to-all of exactly the remote keys that the queries of each rank see.
 
 The local keys are computed while the others fly.  Backward, the float32 gradients return by the mirrored
 all-to-all and are added in rank order.  ``plan.fetch`` has the rows.
@@ -73,7 +73,7 @@ def backward(
 
 
 def request_rows(plan: Plan, local: Tensor) -> AllToAll:
-    """Request the remote rows of K and V that this rank reads, in return for those that other ranks read."""
+    """Receive the remote rows of K and V that this rank reads, and send the rows that other ranks read."""
     rows = plan.fetch_rows(local.device)
     return AllToAll(number_rows(plan, local).index_select(0, rows), plan.fetch.sends, plan.fetch.takes)
 

@@ -1,4 +1,4 @@
-"""The exchange of sequence for heads among the ranks of a row, and back.
+"""Exchange of sequence shards for head shards among the ranks of a row, and back.
 
 Each rank of a row sends its tokens' part of every head to the rank that computes this head, and receives its
 own heads of all of the row's tokens.
@@ -247,7 +247,7 @@ class HeadExchange:
 
     @property
     def _first_rank(self) -> int:
-        """World rank of the first rank of this rank's row."""
+        """World rank of the first rank in this rank's row."""
         return self.plan.rank * self.degree
 
     def _spread_row(self, counts: list[int]) -> list[int]:

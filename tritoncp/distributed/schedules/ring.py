@@ -1,4 +1,4 @@
-"""Ring: K and V pass from rank to rank, the next pair in flight while this one is computed.
+"""Ring: K and V are sent from rank to rank, the next pair in flight during the computation of this one.
 
 The kernel continues from the previous step's (acc, m, l) in float32, so that no results need merging and none
 are rounded between steps.  A buffer travels as far as its last reader; backward, its float32 gradient follows
@@ -98,14 +98,14 @@ def _send_kv(hop: Hop, current: KVBuffer, free: KVBuffer) -> SendRecv:
 
 
 def _send_grad(hop: Hop, grad: Tensor, home: Tensor) -> SendRecv:
-    """Send the gradient of this turn's K and V to their next reader; receive that of the next turn's K and V,
+    """Send the gradient of this step's K and V to their next reader; receive that of the next step's K and V,
     and that of this rank's own if it returns in this turn."""
     recvs = [(peer, torch.empty_like(home)) for peer in (hop.dkv_next, hop.dkv_home) if peer is not None]
     return SendRecv([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], recvs, home)
 
 
 def _current_grad(hops: tuple[Hop, ...], turn: int, received: list[Tensor], home: Tensor) -> Tensor:
-    """Return the gradient buffer of this turn's K and V, and add a returned gradient of this rank's own K and
+    """Return the gradient buffer of this step's K and V, and add a returned gradient of this rank's own K and
     V to ``home``."""
     if turn == 0:
         return home

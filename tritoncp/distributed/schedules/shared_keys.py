@@ -1,4 +1,4 @@
-"""Keys and values that chunks of a layer's queries share: sent once, then read by the attention of each
+"""Exchange of keys and values shared by chunks of a layer's queries: sent once, read by the attention of each
 chunk, which sends nothing; their gradients, summed over the chunks in float32, return once.
 
 A buffer holds rows [n, heads, D + E]: under allgather all ranks' shards, under fetch the rank's own rows and
@@ -139,5 +139,5 @@ def _batch_of_row(plan: Plan, batch: int) -> int:
 
 
 def _own_rows(plan: Plan, k: Tensor) -> int:
-    """Return the rows of a fetch's buffer that are the rank's own."""
+    """Return the number of rows of a fetch's buffer that are this rank's shard."""
     return k.shape[2] * (k.shape[0] if plan.fetch.batched else 1)

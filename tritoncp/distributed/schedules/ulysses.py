@@ -92,8 +92,8 @@ def _schedule_between_rows(inner: Any, exchange: HeadExchange) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class HeadSubsetEngine:
-    """An engine for some heads of a layer. A rank may hold some of the query heads that share a KV head, so a
-    step is one launch for each stretch of KV heads with equally many query heads."""
+    """An engine for a part of the heads of a layer. A rank may hold some of the query heads that share a KV
+    head, so a step is one launch for each stretch of KV heads with equally many query heads."""
 
     engine: Any
     exchange: HeadExchange
@@ -159,7 +159,7 @@ class HeadSubsetEngine:
 
 @functools.lru_cache(256)
 def stretches(heads: range, group: int) -> list[tuple[slice, slice]]:
-    """Cut the query heads ``heads`` of a layer into stretches whose KV heads all have equally many of them.
+    """Cut the query heads ``heads`` of a layer into stretches with equally many query heads for each KV head.
     Returns (query heads, KV heads) of each stretch, as slices that count from the first head of ``heads``.
 
     group: query heads of the layer that share a KV head
