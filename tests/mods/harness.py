@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,12 @@ from tritoncp.kernels.scores import Closure, Queries, modify_scores
 from tritoncp.mods import Mod
 
 N = 16
+FORMULAS = tomllib.loads(Path(__file__).with_name("formulas.toml").read_text())
+
+
+def read_formulas(table: str, arguments: str, scope: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Return the functions of a table of formulas.toml, with captured tensors of ``scope``."""
+    return {name: eval(f"lambda {arguments}: {text}", scope) for name, text in FORMULAS[table].items()}
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
-from tests.mods.harness import N, eager_mask, eager_score, run_mask, run_score
+from tests.mods.harness import N, eager_mask, eager_score, read_formulas, run_mask, run_score
 from tritoncp.mods import Untranslatable, mask_mod, score_mod
 
 G = torch.Generator().manual_seed(1)
@@ -25,47 +25,7 @@ HALF = torch.randn(100, generator=G).bfloat16()
 WIDE = torch.randn(100, generator=G, dtype=torch.float64)
 SLOPES = torch.tensor([0.5, 0.25, -0.125, 2.0])
 
-MASKS: dict[str, Callable[..., Any]] = {
-    "causal": lambda b, h, q, k: q >= k,
-    "python bool": lambda b, h, q, k: True,
-    "head only": lambda b, h, q, k: h == 1,
-    "document": lambda b, h, q, k: (IDS[b, q] == IDS[b][k]) & (q - k <= 5),
-    "floor division of negatives": lambda b, h, q, k: ((q - k) // 3) % 2 == 0,
-    "remainder, negative divisor": lambda b, h, q, k: torch.remainder(k - q, -5) < -1,
-    "fmod of negatives": lambda b, h, q, k: torch.fmod(k - q, 5) < -1,
-    "truncated division": lambda b, h, q, k: torch.div(q - k, 3, rounding_mode="trunc") > 0,
-    "float division": lambda b, h, q, k: q / (k + 1) > 0.7,
-    "float floor division": lambda b, h, q, k: (k - 8).float() // 3.0 < (q - 9).float() % -4.0,
-    "flags": lambda b, h, q, k: FLAGS[b][q] ^ FLAGS[b, k] | (h == 1),
-    "negation": lambda b, h, q, k: ~FLAGS[b][q] & ~(h == 3),
-    "uniform flag": lambda b, h, q, k: ~FLAGS[b, h] | (q > k),
-    "uniform float": lambda b, h, q, k: (SLOPES[h] > 0.3) | (q > k),
-    "int64 products": lambda b, h, q, k: (q * k * 1_000_000_007) % 7 > 3,
-    "int32 captures wrap": lambda b, h, q, k: INTS[q] * INTS[k] * 100_000_000 > 0,
-    "uint8 captures wrap": lambda b, h, q, k: BYTES[q] + BYTES[k] > 100,
-    "int8 casts wrap": lambda b, h, q, k: q.to(torch.int8) + 120 < 0,
-    "shifts": lambda b, h, q, k: (q >> 1) & 1 == (k << 2) & 4,
-    "shifts out of range": lambda b, h, q, k: ((1 << (q * 8)) >> (k - 3)) > 0,
-    "bfloat16": lambda b, h, q, k: HALF[q] * HALF[k] + 0.125 > 0.3,
-    "integer powers": lambda b, h, q, k: ((q - k).abs() ** 2 < 9) | ((q - k) ** 3 < -5),
-    "powers of tensors": lambda b, h, q, k: (2 ** (q - k)).bool() & ((q - k) ** k > 3),
-    "bool arithmetic": lambda b, h, q, k: ((q > k) + (k > 3)) & ((q > k) * 2 + k > 3),
-    "logical": lambda b, h, q, k: torch.logical_xor(q > 4, k) | torch.logical_not(q),
-    "where": lambda b, h, q, k: torch.where(q > k, IDS[b, q], k) > 1,
-    "clamp": lambda b, h, q, k: (torch.clamp(q - k, -2, 3) > 1) | (q.clamp(min=3) != k),
-    "extremes": lambda b, h, q, k: torch.maximum(q, k) - torch.minimum(q, k) < 3,
-    "rounding": lambda b, h, q, k: (q.float() * 0.5).round() > (k * 0.2).floor() + (q * 0.3).ceil() - 2,
-    "sign and negation": lambda b, h, q, k: ((q - k).float().sign() < 0) | (-q < -k),
-    "transpose": lambda b, h, q, k: TABLE.T[q % 30][h] > 0,
-    "view": lambda b, h, q, k: IDS.view(4, 50)[h, q] > 1,
-    "slice": lambda b, h, q, k: IDS[:, 5:50:2][b, q] > IDS[b][k - 10],
-    "flip and unsqueeze": lambda b, h, q, k: IDS.flip(1)[b, q] > IDS.unsqueeze(0)[0, b, k],
-    "chained gather": lambda b, h, q, k: IDS[b][IDS[b][q] + k] > 0,
-    "gather by a tensor": lambda b, h, q, k: TABLE[IDS][b, q, k] > 0,
-    "range": lambda b, h, q, k: torch.arange(3, 100)[q] * 2 > k,
-    "last element": lambda b, h, q, k: IDS[b, -1] + IDS[-1][q] > k % 3,
-    "made inside": lambda b, h, q, k: torch.where(q > k, torch.tensor(5), torch.zeros_like(q)) > k,
-    "edit in place": lambda b, h, q, k: (q - k).add_(2).mul_(3) > 7,
+MASKS = read_formulas("masks", "b, h, q, k", globals()) | {
     "and_masks": and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: IDS[b, q] == IDS[b, k]),
     "or_masks": or_masks(lambda b, h, q, k: q >= k + 3, lambda b, h, q, k: k < 4),
 }
@@ -80,36 +40,7 @@ def test_masks_equal_eager_masks(name: str) -> None:
         assert torch.equal(run_mask(mask_mod(fn), *place), expected), mask_mod(fn).source
 
 
-SCORES: dict[str, Callable[..., Any]] = {
-    "identity": lambda s, b, h, q, k: s,
-    "alibi": lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
-    "relative bias": lambda s, b, h, q, k: s + TABLE[h][q - k],
-    "scaled bias": lambda s, b, h, q, k: s + (TABLE * 2)[h, q] - (-TABLE[h])[q - k],
-    "broadcast bias": lambda s, b, h, q, k: (TABLE * SLOPES[:, None])[h, q] * s,
-    "bias by table": lambda s, b, h, q, k: s + TABLE[IDS[b, q], k] + torch.exp(TABLE).T[q, h],
-    "reshaped bias": lambda s, b, h, q, k: s + TABLE.view(-1)[q] * TABLE.reshape(2, 2, 30)[0, 1, k],
-    "one element": lambda s, b, h, q, k: s + TABLE[0, 3],
-    "softcap": lambda s, b, h, q, k: torch.tanh(s / 5) * 5,
-    "causal": lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")),
-    "exponents of heads": lambda s, b, h, q, k: s * torch.exp2(-(h + 1) * 0.5) + 2.0 ** (-8 * (h + 1) / 4),
-    "exponentials": lambda s, b, h, q, k: s.sigmoid() + torch.expm1(s) + s.exp() + s.abs().log1p(),
-    "roots": lambda s, b, h, q, k: s.square().sqrt() + torch.rsqrt(s * s + 1) + torch.log(s.abs() + 1),
-    "waves": lambda s, b, h, q, k: torch.sin(s) * torch.cos(s) + torch.erf(s),
-    "activations": lambda s, b, h, q, k: torch.nn.functional.silu(s) + torch.nn.functional.softplus(s),
-    "powers": lambda s, b, h, q, k: s.abs() ** 1.5 + s**3 + (s.abs() + 0.1) ** -0.7,
-    "extremes": lambda s, b, h, q, k: torch.maximum(s, SLOPES[h]) + s.clamp(-1, 1),
-    "bfloat16 bias": lambda s, b, h, q, k: (
-        s * HALF[q] + HALF[k] * 0.125
-    ),  # vmap itself rounds 0.1 to bfloat16
-    "bfloat16 times an index": lambda s, b, h, q, k: s + POWERS[h] * (q - k) + (q > k) * POWERS[q],
-    "bfloat16 constants": lambda s, b, h, q, k: s + torch.where(q > k, POWERS[q], 0.5) + k.bfloat16(),
-    "scaled differences": lambda s, b, h, q, k: torch.rsub(s, 2.0, alpha=3) + torch.rsub(s, k, alpha=2),
-    "literals": lambda s, b, h, q, k: s * 0.1 + 0.3,
-    "edit in place": lambda s, b, h, q, k: s.mul_(2).add_(k - q),
-    "edit in place by a wider type": lambda s, b, h, q, k: s.add_(WIDE[q]).sub_(WIDE[k]),
-    "another dtype": lambda s, b, h, q, k: (s * 3).to(torch.float64),
-    "a number": lambda s, b, h, q, k: 1.5,
-}
+SCORES = read_formulas("scores", "s, b, h, q, k", globals())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -13,45 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritoncp
-from tests.mods.harness import N, eager_mask, run_mask, run_score
+from tests.mods.harness import FORMULAS, N, eager_mask, read_formulas, run_mask, run_score
 from tritoncp.mods import mask_mod, score_mod
 from tritoncp.reference.dense import dense_attention
 
 F = torch.nn.functional
 Function = Callable[[Tensor], Tensor]
 
-# (function, lowest, highest score that it is applied to)
 FUNCTIONS: dict[str, tuple[Function, float, float]] = {
-    "tan": (torch.tan, -1.4, 1.4),
-    "asin": (torch.asin, -0.99, 0.99),
-    "acos": (torch.acos, -0.99, 0.99),
-    "atan": (torch.atan, -9, 9),
-    "sinh": (torch.sinh, -4, 4),
-    "cosh": (torch.cosh, -4, 4),
-    "asinh": (torch.asinh, -9, 9),
-    "acosh": (torch.acosh, 1.01, 9),
-    "atanh": (torch.atanh, -0.99, 0.99),
-    "erfc": (torch.erfc, -4, 4),
-    "erfinv": (torch.erfinv, -0.99, 0.99),
-    "atan2": (lambda s: torch.atan2(s, s * s - 1.5) + torch.atan2(s, torch.full_like(s, -0.5)), 0.1, 3),
-    "copysign": (lambda s: torch.copysign(s * s, s - 0.3) + torch.copysign(s, -1.0), -2, 2),
-    "signbit": (lambda s: torch.where(torch.signbit(s), s, 2 * s), -2, 2),
-    "fmax, fmin": (lambda s: torch.fmax(s, 1 - s) * torch.fmin(s * s, s), -2, 2),
-    "nan_to_num": (lambda s: torch.nan_to_num(torch.sqrt(s), nan=0.25), 0.1, 4),
-    "sgn": (lambda s: torch.sgn(s) * s, -2, 2),
-    "mish": (F.mish, -4, 4),
-    "hardswish": (F.hardswish, -4, 4),
-    "hardsigmoid": (F.hardsigmoid, -4, 4),
-    "logit": (lambda s: torch.logit(s, eps=0.1), 0.01, 0.99),
-    "celu": (F.celu, -4, 4),
-    "hardshrink, softshrink": (lambda s: F.hardshrink(s) + F.softshrink(s, 0.25), -2, 2),
-    "hypot": (lambda s: torch.hypot(s, 1 - s), -2, 2),
-    "rad2deg": (torch.rad2deg, -2, 2),
-    "logaddexp2": (lambda s: torch.logaddexp2(s, -s), -4, 4),
-    "ldexp": (lambda s: torch.ldexp(s, torch.tensor(2)), -2, 2),
-    "xlog1py": (lambda s: torch.special.xlog1py(s, s * s), -2, 2),
-    "entr": (torch.special.entr, 0.1, 3),
-    "edit in place": (lambda s: F.mish((s * 2).sinc_(), inplace=True), -2, 2),
+    name: (eval(f"lambda s: {formula}", globals()), low, high)
+    for name, (formula, low, high) in FORMULAS["of scores"].items()
 }
 
 
@@ -150,15 +121,7 @@ def test_any_float(numbers: list[float], name: str) -> None:
     assert torch.allclose(actual, expected, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
-MASKS: dict[str, Callable[..., Any]] = {
-    "angle": lambda b, h, q, k: torch.atan2(q - 7.3, k - 4.1) > 0.4,
-    "sign": lambda b, h, q, k: torch.signbit(q - k) | (torch.fmax(q, 2 * k) < 9),
-    "stack": lambda b, h, q, k: torch.stack([q, 2 * k, q - k + 3]).amax() > 12,
-    "any": lambda b, h, q, k: torch.stack([q > 12, k > 9, q == k]).any(),
-    "isin": lambda b, h, q, k: torch.isin(q, torch.tensor([1, 5, 9])) | (k < 3),
-    "rows": lambda b, h, q, k: (POINTS[q] - POINTS[k]).norm() < 1.7,
-    "argmax": lambda b, h, q, k: POINTS[q].argmax() == POINTS[k].argmax(),
-}
+MASKS = read_formulas("functions", "b, h, q, k", globals())
 POINTS = torch.randn(N, 3, generator=torch.Generator().manual_seed(8))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.mods.harness import N, eager_score, grad_kernel, run_grad, run_score
+from tests.mods.harness import N, eager_score, grad_kernel, read_formulas, run_grad, run_score
 from tritoncp.mods import Untranslatable, score_mod
 
 
@@ -21,29 +21,7 @@ G = torch.Generator().manual_seed(2)
 TABLE, SLOPES, SCALE, CUBE = learn(4, 40), learn(4), learn(), learn(2, 4, 40)
 IDS = torch.randint(0, 4, (2, 40), generator=G)
 
-MODS: dict[str, Callable[..., Any]] = {
-    "no captures": lambda s, b, h, q, k: torch.tanh(s) * s + 1,
-    "score unused": lambda s, b, h, q, k: TABLE[h, q],
-    "constant": lambda s, b, h, q, k: torch.zeros_like(s),
-    "0-d scale": lambda s, b, h, q, k: s * SCALE + SCALE.exp(),
-    "per head": lambda s, b, h, q, k: s + SLOPES[h] * (q - k),
-    "relative bias": lambda s, b, h, q, k: s + TABLE[h][q - k],
-    "bias table": lambda s, b, h, q, k: s * TABLE[h, q] + TABLE[h, k],
-    "nonlinear bias": lambda s, b, h, q, k: s + TABLE[h].exp()[q] * SLOPES[h].sigmoid(),
-    "product of captures": lambda s, b, h, q, k: s + (TABLE * SLOPES[:, None])[h, k],
-    "quotient of captures": lambda s, b, h, q, k: s + (TABLE / (SLOPES[:, None] ** 2 + 1))[h, k],
-    "difference of captures": lambda s, b, h, q, k: s + (-TABLE - SCALE * TABLE)[h, k],
-    "where of captures": lambda s, b, h, q, k: s + torch.where(TABLE > 0, TABLE, 0.1 * TABLE)[h, q],
-    "clamped": lambda s, b, h, q, k: s + TABLE.clamp(min=0.0)[h, q] + s.clamp(-1, 1),
-    "maximum": lambda s, b, h, q, k: torch.maximum(s, TABLE[h, q]) + s.relu(),
-    "transposed": lambda s, b, h, q, k: s + TABLE.T[q, h] + CUBE.permute(2, 0, 1)[k, b, h],
-    "reshaped": lambda s, b, h, q, k: s + TABLE.view(-1)[q * 3] + CUBE.reshape(8, 40)[b * 4 + h, k],
-    "sliced": lambda s, b, h, q, k: s + TABLE[:, 3:30:2][h, q % 13] + CUBE[1][h, q],
-    "through ids": lambda s, b, h, q, k: s * TABLE[IDS[b, q], k] + SLOPES[IDS[b, k]],
-    "last element": lambda s, b, h, q, k: s * TABLE[h, -1] + TABLE[-1, q],
-    "masked": lambda s, b, h, q, k: torch.where(q >= k, s * SLOPES[h], -float("inf")),
-    "in place": lambda s, b, h, q, k: (s * 2).add_(TABLE[h, q]).mul_(SCALE),
-}
+MODS = read_formulas("learned", "s, b, h, q, k", globals())
 
 
 def check(fn: Callable[..., Any], captures: list[Tensor], dtype: torch.dtype, tolerance: float) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tests.mods.harness import N, eager_score, run_score
+from tests.mods.harness import N, eager_score, read_formulas, run_score
 from tests.mods.translate.test_functions import check_attention
 from tritoncp.core.tracing import vmapped
 from tritoncp.mods import Untranslatable, score_mod
@@ -30,52 +30,8 @@ LAST = torch.tensor([[0], [3]])
 CAPTURES = A, B, HEADS, W, TABLE
 F = torch.nn.functional
 
-OF_SCORES: dict[str, Callable[..., Any]] = {
-    "sum of a stack": lambda s, b, h, q, k: torch.stack([s, s * s, TABLE[h, q]]).sum(),
-    "largest of a stack": lambda s, b, h, q, k: torch.stack([s, 0.2 - s, TABLE[h, q]]).max(),
-    "smallest by values": lambda s, b, h, q, k: torch.stack([s, TABLE[h, q]]).min(0).values,
-    "element of a stack": lambda s, b, h, q, k: torch.stack([s, s * s, s * TABLE[h, k]])[1:][-1],
-    "element by an index": lambda s, b, h, q, k: torch.stack([s, s * s, s * TABLE[h, k]])[(q + k) % 3],
-    "product of a cat": lambda s, b, h, q, k: torch.cat([s.view(1), TABLE[h, q].view(1), s[None]]).prod(),
-    "softmax": lambda s, b, h, q, k: torch.softmax(torch.stack([s, TABLE[h, q], -s]), 0)[0],
-    "logsumexp": lambda s, b, h, q, k: torch.logsumexp(torch.stack([s, TABLE[h, k]]), 0),
-    "cat of rows by an index": lambda s, b, h, q, k: (
-        s * torch.cat([A.detach()[q], B.detach()[k]])[(q + k) % 16]
-    ),
-    "cumulated": lambda s, b, h, q, k: torch.stack([s, s * s, TABLE[h, q]]).cumsum(0)[1],
-    "cumulated bools": lambda s, b, h, q, k: s * torch.stack([q > 1, q > 3, q > 5]).cumsum(0)[2],
-    "cumulated by an index": lambda s, b, h, q, k: torch.stack([s, s * s, TABLE[h, q]]).cumprod(0)[k % 3],
-    "arguments": lambda s, b, h, q, k: s * torch.stack([s, 0.1 - s, -s]).argmax(),
-}
-ROWS: dict[str, Callable[..., Any]] = {
-    "dot": lambda s, b, h, q, k: s + torch.dot(A[q], B[k]),
-    "sum of products": lambda s, b, h, q, k: s + (A[q] * B[k]).sum(-1),
-    "einsum": lambda s, b, h, q, k: s + torch.einsum("d,d->", A[q], B[k]),
-    "matmul": lambda s, b, h, q, k: s * (A[q] @ B[k]),
-    "rows of heads": lambda s, b, h, q, k: s + (HEADS[h, q] * HEADS[h, k]).sum(),
-    "norm": lambda s, b, h, q, k: s + A[q].norm() + (A[q] - B[k]).norm(),
-    "norms of other orders": lambda s, b, h, q, k: s * A[q].norm(p=1) + B[k].norm(p=torch.inf),
-    "gathered": lambda s, b, h, q, k: (
-        s + A.detach()[q].view(2, 4).gather(1, LAST).sum() * B.detach()[k].gather(0, q[None] % 8)[0]
-    ),
-    "mean": lambda s, b, h, q, k: s * A[q].mean(),
-    "amax": lambda s, b, h, q, k: s + A[q].amax() - B[k].amin(-1),
-    "max and index": lambda s, b, h, q, k: s + A[q].max(0).values * A[q].argmin(),
-    "weights": lambda s, b, h, q, k: s + (W * A[q] * B[k]).sum() * W.mean(),
-    "cosine": lambda s, b, h, q, k: s * F.cosine_similarity(A[q], B[k], dim=0),
-    "halves": lambda s, b, h, q, k: s + (A[q].chunk(2)[0] * B[k].split(4)[1]).sum(),
-    "rotated": lambda s, b, h, q, k: s + (torch.cat([-A[q][4:], A[q][:4]]) * B[k]).sum(),
-    "unbound": lambda s, b, h, q, k: s * A[q].unbind()[3] + torch.stack(B[k].unbind()[2:4]).prod(),
-    "variance": lambda s, b, h, q, k: s * A[q].var() + B[k].std(unbiased=False),
-    "attention of rows": lambda s, b, h, q, k: s + (torch.softmax(A[q], -1) * B[k]).sum(),
-    "nested": lambda s, b, h, q, k: s + A[q].view(2, 4).sum(0).exp().mean(),
-    "a small matrix": lambda s, b, h, q, k: s + (A[q].view(2, 4) @ B[k].view(4, 2))[0].sum(),
-    "rows with slices": lambda s, b, h, q, k: (
-        s + (HEADS[h, q, :] * HEADS[h, k, 2:6].repeat(2)).sum() + HEADS[0, ..., 3][k]
-    ),
-    "columns": lambda s, b, h, q, k: s + HEADS[:, k, h].sum() * A[:4, h].mean(),
-    "a whole small capture": lambda s, b, h, q, k: s * W.sum() + W.square().mean(),
-}
+OF_SCORES = read_formulas("stacks", "s, b, h, q, k", globals())
+ROWS = read_formulas("rows", "s, b, h, q, k", globals())
 
 
 @pytest.mark.parametrize("name", OF_SCORES)
