@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from tritoncp.masks import ABSENT, Kind, create_block_mask
+from tests.masks.random_masks import assert_same_lists
+from tritoncp.masks import create_block_mask
 from tritoncp.masks.classification.interval_arithmetic import (
     BOOL_RULES,
     COPIES,
@@ -111,18 +112,11 @@ def expressions(draw: st.DrawFn) -> Expression:
     return Expression(boolean(draw(st.integers(0, 2))), captures)
 
 
-def torch_kinds(mod, q_len: int, kv_len: int, block: tuple[int, int]) -> Tensor:
-    """uint8 [B, H, rows, cols], from torch's block lists."""
-    block_mask = flex.create_block_mask(mod, B, H, q_len, kv_len, device="cpu", BLOCK_SIZE=block)
-    rows, cols = -(-q_len // block[0]), -(-kv_len // block[1])
-    kinds = torch.full((B, H, rows, cols + 1), ABSENT, dtype=torch.uint8)
-    for kind, num, indices in (
-        (Kind.MASKED, block_mask.kv_num_blocks, block_mask.kv_indices),
-        (Kind.FULL, block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
-    ):
-        listed = torch.where(torch.arange(cols) < num[..., None], indices, cols)
-        kinds.scatter_(3, listed.long(), int(kind))
-    return kinds[..., :cols]
+def check_blocks(mod, q_len: int, kv_len: int, block: tuple[int, int]) -> None:
+    """Assert that full and partial blocks are torch's."""
+    mask = create_block_mask(mod, B, H, q_len, kv_len, BLOCK_SIZE=block)
+    torchs = flex.create_block_mask(mod, B, H, q_len, kv_len, device="cpu", BLOCK_SIZE=block)
+    assert_same_lists(mask.to_block_mask(), torchs)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -135,9 +129,7 @@ def torch_kinds(mod, q_len: int, kv_len: int, block: tuple[int, int]) -> Tensor:
 )
 def test_any_expression_gives_torchs_blocks(expression: Expression, q_len: int, kv_len: int, block) -> None:
     """Full and partial blocks agree with torch's for any expression tree and any captured tensors."""
-    want = torch_kinds(expression.mod, q_len, kv_len, block)
-    mask = create_block_mask(expression.mod, B, H, q_len, kv_len, BLOCK_SIZE=block)
-    assert torch.equal(mask.runs.to_kinds(), want)
+    check_blocks(expression.mod, q_len, kv_len, block)
 
 
 def run_rule(name: str, dtype: torch.dtype, *operands: Tensor) -> Tensor:
@@ -226,8 +218,7 @@ def edits_through_a_view(b, h, q, kv):
 )
 def test_expressions_that_broke_interval_arithmetic_give_torchs_blocks(mod) -> None:
     """Each of these expressions was once classified wrongly."""
-    mask = create_block_mask(mod, B, H, LENGTH, LENGTH, BLOCK_SIZE=8)
-    assert torch.equal(mask.runs.to_kinds(), torch_kinds(mod, LENGTH, LENGTH, (8, 8)))
+    check_blocks(mod, LENGTH, LENGTH, (8, 8))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch.isin has no batching rule

@@ -1,10 +1,13 @@
-"""Synthetic histories with specified noise, steps and failures."""
+"""Synthetic histories with specified noise, steps and failures; commands that read them."""
 
 import datetime
+from pathlib import Path
 
 import numpy as np
+from click.testing import CliRunner, Result
 
-from tritoncp.perf.records.history import Point, Series
+from tritoncp.cli import main
+from tritoncp.perf.records.history import Point, Series, append
 
 H200 = Series("NVIDIA H200", "700.00 W", "default")
 H100 = Series("NVIDIA H100", "700.00 W", "locked 1500 MHz")
@@ -39,6 +42,22 @@ def line(case: str, times, series: Series = H200, envs=None, flex=1.3, **parts) 
         }
         points.append(Point(f"run{day}", when, case, series, env, took, **parts))
     return points
+
+
+def write(path: Path, series: Series = H200, **cases) -> Path:
+    """Write a history of cases from their times, one for each run."""
+    path.touch()
+    for case, times in cases.items():
+        for point in line(case, times, series):
+            append(path, point.as_line())
+    return path
+
+
+def perf(*words) -> Result:
+    """Run a command of ``tritoncp perf``, which may not raise an exception."""
+    result = CliRunner().invoke(main, ["perf", *map(str, words)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    return result
 
 
 def tags(

@@ -5,27 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from tests.perf.synthetic_history import line
-from tritoncp.cli import main
-from tritoncp.perf.records.history import append
-
-
-def perf(*words) -> tuple[int, str]:
-    """Run a command, which may not raise an exception; return its exit code and output."""
-    result = CliRunner().invoke(main, ["perf", *map(str, words)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
-    return result.exit_code, result.output
-
-
-def write(path: Path, **cases) -> Path:
-    """Write a history of cases from their times, one for each run."""
-    for case, times in cases.items():
-        for point in line(case, times):
-            append(path, point.as_line())
-    return path
-
+from tests.perf.synthetic_history import perf, write
 
 SIDES = {
     "base": {"c": [1.0, 1.01, 0.99], "d": [2.0, 2.02, 1.98]},
@@ -103,24 +84,24 @@ COMPARED = [
 @pytest.mark.parametrize(("words", "code", "message"), COMPARED, ids=[words for words, *_ in COMPARED])
 def test_compare(words, code, message, files, tmp_path):
     named = [files.get(word, word) for word in words.split()]
-    status, output = perf("compare", *named, "--history", tmp_path / "none")
-    assert status == code, output
-    assert message in " ".join(output.split()) or message in output
+    result = perf("compare", *named, "--history", tmp_path / "none")
+    assert result.exit_code == code, result.output
+    assert message in " ".join(result.output.split()) or message in result.output
 
 
 @pytest.mark.parametrize("word", ["", " ", "--help^{commit}", "x" * 5000, "a\nb"])
 def test_a_word_that_names_nothing_is_bad_usage(word, files, tmp_path):
-    code, _ = perf("compare", "--history", tmp_path / "none", "--", files["base"], word)
-    assert code == 2
+    result = perf("compare", "--history", tmp_path / "none", "--", files["base"], word)
+    assert result.exit_code == 2
 
 
 def test_names_of_a_history_are_text_and_no_markup(tmp_path):
     name = "[/b]|`<img>\n[red]"
     sides = [write(tmp_path / f"{i}.jsonl", **{name: times}) for i, times in enumerate(([1.0], [None]))]
     for options in ((), ("--markdown",)):
-        code, output = perf("compare", *sides, *options)
-        assert code == 1 and "[/b]" in output
-    assert "`[/b]/'<img> [red]`" in output and output.count("</details>") == 1
+        result = perf("compare", *sides, *options)
+        assert result.exit_code == 1 and "[/b]" in result.output
+    assert "`[/b]/'<img> [red]`" in result.output and result.output.count("</details>") == 1
 
 
 RUN = ["run", "--device", "host", "--tier", "smoke"]
@@ -139,26 +120,26 @@ RUN = ["run", "--device", "host", "--tier", "smoke"]
     ],
 )
 def test_run(words, code, message, tmp_path):
-    status, output = perf(*RUN, "--out", tmp_path, *words.split())
-    assert status == code, output
-    assert message in " ".join(output.split())
+    result = perf(*RUN, "--out", tmp_path, *words.split())
+    assert result.exit_code == code, result.output
+    assert message in " ".join(result.output.split())
 
 
 def test_a_run_with_a_measurement_and_a_resumed_run_without_cases_exit_with_0(tmp_path):
     words = [*RUN, "--only", "mask-*", "--seconds", "0", "--out", tmp_path]
-    assert perf(*words)[0] == 0
-    code, output = perf(*words, "--resume", "--budget", "0")
-    assert code == 0 and "1 cases are there" in output
-    code, output = perf(*RUN, "--seconds", "0", "--out", tmp_path, "--resume", "--budget", "0")
-    assert code == 3 and "the first of 3 cases" in output
+    assert perf(*words).exit_code == 0
+    result = perf(*words, "--resume", "--budget", "0")
+    assert result.exit_code == 0 and "1 cases are there" in result.output
+    result = perf(*RUN, "--seconds", "0", "--out", tmp_path, "--resume", "--budget", "0")
+    assert result.exit_code == 3 and "the first of 3 cases" in result.output
 
 
 def test_the_dashboard(files, tmp_path):
     out = tmp_path / "page.html"
-    assert perf("dashboard", files["base"], "-o", out)[0] == 0
+    assert perf("dashboard", files["base"], "-o", out).exit_code == 0
     for name, code in (("empty", 3), ("folder", 3), ("junk", 2), ("device", 2)):
-        assert perf("dashboard", files[name], "-o", out)[0] == code, name
-    assert perf("dashboard", files["base"], "-o", files["base"] / "x.html")[0] == 2
+        assert perf("dashboard", files[name], "-o", out).exit_code == code, name
+    assert perf("dashboard", files["base"], "-o", files["base"] / "x.html").exit_code == 2
 
 
 def test_ctrl_c_is_no_regression(files, tmp_path):
@@ -167,11 +148,11 @@ def test_ctrl_c_is_no_regression(files, tmp_path):
     previous_handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
-        code, output = perf("compare", tmp_path / "pipe", files["base"])
+        result = perf("compare", tmp_path / "pipe", files["base"])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous_handler)
-    assert code == 130 and "interrupted" in output
+    assert result.exit_code == 130 and "interrupted" in result.output
 
 
 def test_json_of_a_comparison_without_its_packages_is_a_verdict(files, monkeypatch):
@@ -179,5 +160,7 @@ def test_json_of_a_comparison_without_its_packages_is_a_verdict(files, monkeypat
         raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
 
     monkeypatch.setattr("tritoncp.perf.cli._compare_sides", refuse)
-    code, output = perf("compare", files["base"], files["less"], "--json")
-    assert code == 2 and '"verdict": "bad input"' in output and "pip install" in output
+    result = perf("compare", files["base"], files["less"], "--json")
+    assert (
+        result.exit_code == 2 and '"verdict": "bad input"' in result.output and "pip install" in result.output
+    )

@@ -7,20 +7,14 @@ import time
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from tests.perf.synthetic_history import line
-from tritoncp.cli import main
-from tritoncp.perf.records.history import Journal, Series, append, read
+from tests.perf.synthetic_history import perf, write
+from tritoncp.perf.records.history import Journal, Series, read
 from tritoncp.perf.suite import host_cases, measure, timing
 from tritoncp.perf.suite.cases import select
 
 SMOKE = ["--device", "host", "--tier", "smoke", "--seconds", "0"]
 FIGURES = {"tritoncp": {"ms": 1.0, "samples": [1.0] * 5}}
-
-
-def perf(*words):
-    return CliRunner().invoke(main, ["perf", *map(str, words)])
 
 
 @pytest.fixture
@@ -86,8 +80,7 @@ def test_tables_in_a_pipe_are_not_cut(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "30")
     name = "causal-" + "x" * 150
     for side, times in (("a", [1.0, 1.01]), ("b", [1.2, 1.21])):
-        for point in line(name, times):
-            append(tmp_path / f"{side}.jsonl", point.as_line())
+        write(tmp_path / f"{side}.jsonl", **{name: times})
     result = perf("compare", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--fail-over", "5")
     (row,) = (text for text in result.stdout.splitlines() if name in text and "TOO SLOW" in text)
     assert "1.005" in row and "1.205" in row

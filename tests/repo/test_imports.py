@@ -199,6 +199,7 @@ def test_importing_the_package_loads_neither_triton_nor_torch():
 PLANS = """
 import torch, tritoncp
 from torch.nn.attention.flex_attention import create_block_mask
+tritoncp.softcap(), tritoncp.alibi(4)
 gaps = lambda b, h, q, kv: (q >= kv) & (kv % 7 > 2)
 masks = [
     tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 1024, 1024),

@@ -7,11 +7,9 @@ import statistics
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from scipy import stats
 
-from tests.perf.synthetic_history import H100, H200
-from tritoncp.cli import main
+from tests.perf.synthetic_history import H100, H200, perf
 from tritoncp.perf.dashboard import compare, gate
 from tritoncp.perf.records.history import TUNED, Point, Series, append
 
@@ -149,18 +147,11 @@ def history(tmp_path) -> Path:
     return path
 
 
-def run_compare(*words) -> tuple[int, str]:
-    result = CliRunner().invoke(main, ["perf", "compare", *map(str, words)])
-    return result.exit_code, result.output
-
-
 def test_sides_are_commits_and_runs_of_a_history(history):
     for before, after in (("aaaa", "bbbbbbb"), ("a0", "b0")):
-        status, output = run_compare(
-            before, after, "--history", history.parent, "--fail-over", "5%", "--json"
-        )
-        result = json.loads(output)
-        assert status == 1 and [row["case"] for row in result["rows"]] == ["c", "d"]
+        done = perf("compare", before, after, "--history", history.parent, "--fail-over", "5%", "--json")
+        result = json.loads(done.output)
+        assert done.exit_code == 1 and [row["case"] for row in result["rows"]] == ["c", "d"]
         assert result["rows"][0]["ratio"] == pytest.approx(1.1)
         assert result["geomean"] == pytest.approx(1.1**0.5)
 
@@ -169,8 +160,7 @@ def test_the_newest_runs_are_selected_and_broken_lines_are_named(history):
     with history.open("a") as file:
         file.write("{}\n")
     for words, ratio in (((), 1.1 / 1.05), (("--last", "3"), 1.0)):
-        arguments = ["perf", "compare", str(history), "bbbb", "--history", str(history), *words, "--json"]
-        result = CliRunner().invoke(main, arguments)
+        result = perf("compare", history, "bbbb", "--history", history, *words, "--json")
         rows = {row["case"]: row["ratio"] for row in json.loads(result.stdout)["rows"]}
         assert rows["c"] == pytest.approx(ratio, rel=0.01)
         assert "a.jsonl:14: not a line of a history" in result.stderr

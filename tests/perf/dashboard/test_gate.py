@@ -1,32 +1,20 @@
 """Verdicts of `tritoncp perf compare` and their reasons, for programs and for comments."""
 
 import json
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
 
-from tests.perf.synthetic_history import H100, line
-from tritoncp.cli import main
-from tritoncp.perf.records.history import append
+from tests.perf.synthetic_history import H100, perf, write
 
 
 @pytest.fixture
 def side(tmp_path):
-    """Write a history of cases from their times; return its path."""
-
-    def write(name, series=None, **cases):
-        path = tmp_path / f"{name}.jsonl"
-        path.touch()
-        for case, times in cases.items():
-            for point in line(case, times, **({"series": series} if series else {})):
-                append(path, point.as_line())
-        return path
-
-    return write
+    """Write a history with a name, of cases from their times; return its path."""
+    return lambda name, *series, **cases: write(tmp_path / f"{name}.jsonl", *series, **cases)
 
 
-def run_compare(*words):
-    return CliRunner().invoke(main, ["perf", "compare", *map(str, words)])
+run_compare = partial(perf, "compare")
 
 
 def judge(*words) -> tuple[int, dict]:
@@ -89,7 +77,7 @@ def test_required_cases_may_not_be_absent(side):
 
 
 def test_a_first_run_on_a_device_is_compared_with_nothing(side):
-    empty, h200, h100 = side("empty"), side("h200", c=[1.0]), side("h100", series=H100, c=[9.0])
+    empty, h200, h100 = side("empty"), side("h200", c=[1.0]), side("h100", H100, c=[9.0])
     assert (
         run_compare(empty, h200).exit_code == 3 and run_compare(h200, h100, "--fail-over", "5").exit_code == 1
     )

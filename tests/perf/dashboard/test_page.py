@@ -3,14 +3,11 @@
 import re
 from html import unescape
 
-from click.testing import CliRunner
-
-from tests.perf.synthetic_history import ENV, H100, H200, line, tags
-from tritoncp.cli import main
+from tests.perf.synthetic_history import ENV, H100, H200, line, perf, tags, write
 from tritoncp.perf.dashboard import trends
 from tritoncp.perf.dashboard.case_details import commit_range, describe_case
 from tritoncp.perf.dashboard.page import list_events, order_by_runs, page
-from tritoncp.perf.records.history import History, Point, append
+from tritoncp.perf.records.history import History, Point
 
 
 def cards(points: list[Point]) -> list[str]:
@@ -81,17 +78,15 @@ def test_nothing_of_a_history_can_become_markup():
 
 
 def test_the_command_writes_the_page_and_names_broken_lines(tmp_path):
-    for point in [*line("c", [1.0, 1.1]), *line("d", [2.0], H100)]:
-        append(tmp_path / "a.jsonl", point.as_line())
+    write(write(tmp_path / "a.jsonl", c=[1.0, 1.1]), H100, d=[2.0])
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write('{"kind": "ca\n')
     out = tmp_path / "page.html"
-    result = CliRunner().invoke(main, ["perf", "dashboard", str(tmp_path), "-o", str(out)])
+    result = perf("dashboard", tmp_path, "-o", out)
     assert result.exit_code == 0 and "3 points" in result.output and "a.jsonl:4: not JSON" in result.output
     assert out.read_text().startswith("<!doctype html>") and "1 lines could not be read" in out.read_text()
     (tmp_path / "empty").mkdir()
-    nothing = CliRunner().invoke(main, ["perf", "dashboard", str(tmp_path / "empty"), "-o", str(out)])
-    assert nothing.exit_code == 3
+    assert perf("dashboard", tmp_path / "empty", "-o", out).exit_code == 3
 
 
 def test_without_ruptures_the_page_is_made_and_says_what_is_missing(monkeypatch):
@@ -102,12 +97,11 @@ def test_without_ruptures_the_page_is_made_and_says_what_is_missing(monkeypatch)
 
 
 def test_a_comparison_has_its_page(tmp_path):
-    for name, factor in (("before", 1.0), ("after", 1.3)):
-        for point in [*line("slow", [factor, factor]), *line("fine<b>", [1.0, 1.0])]:
-            append(tmp_path / f"{name}.jsonl", point.as_line())
-    sides = [str(tmp_path / f"{name}.jsonl") for name in ("before", "after")]
-    words = ["perf", "compare", *sides, "--fail-over", "5", "--html", str(tmp_path / "page.html")]
-    result = CliRunner().invoke(main, words)
+    sides = [
+        write(tmp_path / f"{name}.jsonl", **{"slow": [factor, factor], "fine<b>": [1.0, 1.0]})
+        for name, factor in (("before", 1.0), ("after", 1.3))
+    ]
+    result = perf("compare", *sides, "--fail-over", "5", "--html", tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
     assert result.exit_code == 1 and "Does not pass" in html and "1 past 5 %" in html and "TOO SLOW" in html
     assert "fine<b>" not in html.split("<script>")[0]
