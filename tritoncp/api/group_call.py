@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tritoncp.core.dynamo_boundary import constant_result
+from tritoncp.core.dynamo_boundary import constant_result, traced_copy
 from tritoncp.distributed import failures, groups
 from tritoncp.ops import signatures
 from tritoncp.planning.plan import Plan
@@ -21,11 +21,11 @@ def group_call(fn: Function) -> Function:
     """Have a function close its group where it raises, before other calls of this rank can follow: that of
     the mesh among its arguments, else the groups for which the plan among them was made or compared.
 
-    Dynamo traces ``call.__wrapped__``, and never ``call``, whose code may be marked as untraced.
+    Dynamo traces the copy ``call.__wrapped__``, and never ``call``, whose code may be marked as untraced.
     """
 
     @functools.wraps(fn)
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
@@ -40,10 +40,8 @@ def group_call(fn: Function) -> Function:
                     failures.stop(group, error)
             raise
 
-    @functools.wraps(traced)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return traced(*args, **kwargs)
-
+    copy: Any = traced_copy(call)
+    copy.__wrapped__, call.__wrapped__ = fn, copy
     return call  # type: ignore[return-value]
 
 

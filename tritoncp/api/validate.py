@@ -223,10 +223,12 @@ def _check_shard(name: str, x: Tensor, q: Tensor) -> None:
         )
 
 
-def shared_batch(q: Tensor, *others: Tensor) -> list[Tensor]:
+def shared_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Expand keys and values of batch 1 to the queries' batch, as torch does."""
     batch = q.shape[0]
-    return [x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in others]
+    if k.shape[0] == batch == v.shape[0]:
+        return k, v
+    return k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1)
 
 
 def check_scale(scale: Any) -> None:

@@ -38,19 +38,21 @@ def graph_entry(fn: Function) -> Function:
         function._torchdynamo_inline = function._torchdynamo_orig_callable = function.__wrapped__
         function._torchdynamo_wrapper_id = id(function)
         return untraced(fn)
-    # torch.compile(fn) compiles this copy, whose code has no mark.
-    traced = types.FunctionType(
-        function.__code__.replace(co_filename=function.__code__.co_filename),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    traced.__kwdefaults__, traced.__qualname__ = function.__kwdefaults__, function.__qualname__
-    traced.__doc__, traced.__module__ = function.__doc__, function.__module__
-    function._torchdynamo_orig_callable = traced
+    function._torchdynamo_orig_callable = traced_copy(fn)
     function._torchdynamo_wrapper_id = id(function)
     return untraced(fn)
+
+
+def traced_copy(fn: Function) -> Function:
+    """Copy a function for Dynamo to trace: marks on the code of the original are not on that of the copy."""
+    function: Any = fn
+    code = function.__code__.replace(co_filename=function.__code__.co_filename)
+    copy: Any = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
+    copy.__doc__, copy.__module__ = function.__doc__, function.__module__
+    return copy
 
 
 def untraced(fn: Function) -> Function:

@@ -74,15 +74,15 @@ def engine_of(
             )
         mask = call_mods.translate_mask(plan, q)
         return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
-    launch = _launch_module()
+    launch, captured = _launch_module(), ()
     layout_of = launch.layout_of
-    tensors, numbers = (score.tensors, score.numbers) if score else ((), ())
+    if score is not None:
+        tensors = [(layout_of(x), x.device) for x in score.tensors]
+        captured = (score.digest, *tensors, *map(launch.specialisation_of, score.numbers))
     key = (
-        call.group and weakref.ref(call.group), call.options, score and score.digest, call.scale,
+        call.group and weakref.ref(call.group), call.options, captured, call.scale,
         tile_tables.table_generation, device, cpu_target(), plan.first_row, plan.rank, plan.schedule,
-        plan.degree, layout_of(q), layout_of(k), layout_of(v), *map(layout_of, extra),
-        *[(layout_of(x), x.device) for x in tensors], *map(layout_of, grads),
-        *map(launch.specialisation_of, numbers),
+        plan.degree, layout_of(q), layout_of(k), layout_of(v), *map(layout_of, (*extra, *grads)),
     )  # fmt: skip
     executables = caches_of(plan).executables
     executable = executables.get(key)
@@ -92,10 +92,9 @@ def engine_of(
         executable = executables.put(key, _make_executable(call, q, v, grads))
     if executable.mask_mod is not None:
         executable.mask_mod.on_current_stream()  # the engine reads its tensors on this stream
-    if not (tensors or numbers):
+    if score is None or not (score.tensors or score.numbers):
         return executable.engine
-    assert score is not None
-    caps = arguments(upload(tensors, device), numbers)
+    caps = arguments(upload(score.tensors, device), score.numbers)
     return executable.engine.with_captures(caps, score.dcaps(grads) if grads else ())
 
 
