@@ -150,7 +150,9 @@ class Fingerprint:
             place = self._tensor_places[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
             # Compiled calls leave notes on tensors, which no mod reads.
-            read = {name: value for name, value in tensor.__dict__.items() if not name.startswith("_dynamo_")}
+            read = tensor.__dict__ and {
+                n: x for n, x in tensor.__dict__.items() if not n.startswith("_dynamo_")
+            }
             if read:
                 self._entries.append((path, self._value(f"an attribute of {path}", read)))
         return "tensor", place, type(tensor), tensor.dtype, tensor.shape, tensor.requires_grad, tensor.device
@@ -195,7 +197,8 @@ class Fingerprint:
         reads = code_reads(code)
         if reads.obstacle or (owner is not None and "__class__" in code.co_freevars):
             raise Incomparable(f"{fn.__qualname__} {reads.obstacle or 'calls super()'}")
-        _refuse_impure("a tensor", reads.attributes)
+        if reads.attributes:
+            _refuse_impure("a tensor", reads.attributes)
         self._entries.append((path, code))
         if fn.__defaults__ is not None or fn.__kwdefaults__ is not None:
             defaults = self._value("a default", (fn.__defaults__, fn.__kwdefaults__))
@@ -203,7 +206,9 @@ class Fingerprint:
         if fn.__dict__:
             self._entries.append((path, self._value(f"an attribute of {path}", fn.__dict__)))
         for chain, chain_path in reads.chains:
-            value = self._follow(chain, chain_path, root_of(chain, fn, owner))
+            value = root_of(chain, fn, owner)
+            if chain.steps:
+                value = self._follow(chain, chain_path, value)
             if value is not _COMPUTED:
                 if type(value) in (int, float) and (chain.kind != CELL or chain.steps):
                     self.numbers.append(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -259,7 +260,7 @@ def score_mod(
 
 
 def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype: torch.dtype) -> Mod:
-    if is_jit_function(fn):
+    if type(fn) is not types.FunctionType and is_jit_function(fn):
         fn = Mod.from_triton(fn)
     if isinstance(fn, Mod):
         if fn.is_score != (arguments == 5):
