@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tritoncp.masks.block_runs import ABSENT, Kind
 from tritoncp.masks.mask import Mask
-from tritoncp.planning.placement import Placement
+from tritoncp.planning.placement import Placement, sort_by_position
 from tritoncp.planning.step_tables import slot_runs
 
 
@@ -103,16 +103,13 @@ def needed_chunks(mask: Mask, q: Placement, kv: Placement, count: int, first_row
 def _labelled_slots(placement: Placement, count: int, side: str) -> tuple[Tensor, Tensor]:
     """Return the slots of all ranks, cut at the chunks of each rank's rows and sorted by position, int32 [Bp,
     n, 3], and the chunk of each, int64 [Bp, n]."""
-    parts, labels = [], []
+    parts = []
     for index in range(count):
         rows = chunk_rows(placement, index, count, side)
-        for slots, own in zip(placement.slots, rows, strict=True):
-            parts.append(_cut_slots(slots, own))
-            labels.append(torch.full(parts[-1].shape[:2], index))
-    slots, label = torch.cat(parts, 1), torch.cat(labels, 1)
-    key = torch.where(slots[..., 2] > 0, slots[..., 1].long(), torch.iinfo(torch.int64).max)
-    order = key.argsort(dim=1, stable=True)
-    return slots.gather(1, order[..., None].expand(-1, -1, 3)), label.gather(1, order)
+        slots = torch.cat(list(map(_cut_slots, placement.slots, rows)), 1)
+        parts.append(torch.nn.functional.pad(slots, (0, 1), value=index))
+    labelled = sort_by_position(torch.cat(parts, 1))
+    return labelled[..., :3], labelled[..., 3].long()
 
 
 def _is_cut(slots: Tensor, block: int) -> Tensor:

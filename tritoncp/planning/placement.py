@@ -105,10 +105,15 @@ class Placement:
             parts.append(self.slots[rank] + torch.tensor([index * self.s_max, 0, 0], dtype=torch.int32))
         return sort_by_position(torch.cat(parts, 1))
 
+    def all_slots(self) -> tuple[Tensor, Tensor]:
+        """Return the slots of all ranks, one rank after the other, int32 [Bp, n, 3], and their ranks [n]."""
+        counts = torch.tensor([part.shape[1] for part in self.slots])
+        return torch.cat(self.slots, 1), torch.repeat_interleave(counts)
+
     def owners(self) -> Tensor:
         """Return the rank of the first token of each block, -1 if all is padding: int64 [Bp, blocks]."""
-        owner = torch.repeat_interleave(torch.tensor([part.shape[1] for part in self.slots]))
-        _, position, tokens = torch.cat(self.slots, 1).long().unbind(-1)
+        slots, owner = self.all_slots()
+        _, position, tokens = slots.long().unbind(-1)
         unowned = torch.iinfo(torch.int64).max
         first = torch.full((self.batch, -(-self.length // self.block)), unowned)
         code = torch.where(tokens > 0, position * self.world_size + owner, unowned)
@@ -248,12 +253,12 @@ def _pieces(slots: Tensor, first: Tensor, last: Tensor, close_up: bool) -> Tenso
 
 
 def sort_by_position(slots: Tensor) -> Tensor:
-    """Sort the slots [Bp, n, 3] of each batch row by global position; empty slots are dropped or, where batch
-    rows have more or fewer slots, last."""
+    """Sort the slots [Bp, n, 3 or more columns] of each batch row by global position; empty slots are dropped
+    or, where batch rows have more or fewer slots, last."""
     key = torch.where(slots[..., 2] > 0, slots[..., 1].to(torch.int64), torch.iinfo(torch.int64).max)
     order = key.argsort(dim=1, stable=True)
     keep = int((slots[..., 2] > 0).sum(1).max())
-    return slots.gather(1, order[..., None].expand(-1, -1, 3))[:, :keep].contiguous()
+    return slots.gather(1, order[..., None].expand_as(slots))[:, :keep].contiguous()
 
 
 def row_positions(slots: Tensor, rows: int) -> Tensor:

@@ -211,8 +211,7 @@ def fetch(visible: Tensor, kv: Placement, rank: int) -> Fetch:
     requested = _requested_slots(visible, own_slots, kv.block)  # [W, Bn, n]
     requested[rank] = False
     sends = (requested * own_slots[..., 2]).sum((1, 2)).tolist()
-    slots = torch.cat(kv.slots, 1)
-    owner = torch.repeat_interleave(torch.tensor([part.shape[1] for part in kv.slots]))
+    slots, owner = kv.all_slots()
     tokens = torch.where(
         _requested_slots(visible[rank], slots, kv.block) & (owner != rank), slots[..., 2], 0
     ).long()
