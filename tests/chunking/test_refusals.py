@@ -74,7 +74,7 @@ def scores(x: Tensor, w: Tensor) -> Tensor:
 
 
 hop = torch.ops.higher_order.associative_scan
-gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+broadcast = torch.ops._c10d_functional.broadcast.default
 REFUSED = {
     "mean": (
         lambda x, w: x.mean(),
@@ -93,7 +93,11 @@ REFUSED = {
         unchanged,
         "torch's attention|two dimensions",
     ),
-    "collective": (lambda x, w: (x @ w).sin(), with_target("sin", gather), "sin.*is a collective of rows"),
+    "collective": (
+        lambda x, w: (x @ w).sin(),
+        with_target("sin", broadcast),
+        "sin.*is a collective of rows that",
+    ),
     "backward graph": (lambda x, w: x @ w, in_backward, "a backward graph alone"),
     "constant": (
         lambda x, w: (x @ w).sin().view(4, x.shape[1], 2, 3),

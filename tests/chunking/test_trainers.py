@@ -13,7 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-from torch._functorch.aot_autograd import aot_export_joint_simple, aot_export_joint_with_descriptors
+from torch._functorch.aot_autograd import (
+    aot_export_joint_simple,
+    aot_export_joint_with_descriptors,
+    aot_export_module,
+)
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, export
@@ -301,6 +305,21 @@ def test_a_simple_joint_graph_is_cut_as_a_whole():
     assert all(
         map(torch.equal, torch.utils._pytree.tree_leaves(results), [out, eager.out.weight.grad, x.grad])
     )
+
+
+@pytest.mark.parametrize(("region", "reason"), [("layers.*", "names no modules"), ("", "no node is marked")])
+def test_a_joint_graph_that_is_traced_again_is_refused_with_the_captures_that_suit(region, reason):
+    class Loss(Model):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (super().forward(x).square().sum(),)
+
+    dynamic = {"x": {1: Dim("s", min=4, max=400)}}
+    module = export(Loss(Plain()), (torch.randn(B, S, WIDTH),), dynamic_shapes=dynamic).module()
+    (fake,) = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with fake.fake_mode:
+        gm, _ = aot_export_module(module, (fake,), trace_joint=True, output_loss_index=0)
+    with pytest.raises(ValueError, match=f"{reason}.*aot_export_joint_with_descriptors.*aot_export_module"):
+        chunk(gm, region, dim="seq")
 
 
 def annotated(model: nn.Module) -> nn.Module:

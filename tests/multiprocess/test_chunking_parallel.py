@@ -7,12 +7,19 @@ import copy
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from tests.chunking.models import compiled
 from tests.multiprocess import ranks
@@ -46,6 +53,30 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class FeedForward(nn.Module):
+    """A norm of a rank's rows, and a feed-forward network of all ranks' rows, which are gathered for it and
+    scattered after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = (
+            nn.RMSNorm(WIDTH),
+            nn.Sequential(nn.Linear(WIDTH, 64, False), nn.Linear(64, WIDTH, False)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+ROWS_OF_RANK = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+SEQUENCE_PARALLEL = {
+    "norm": SequenceParallel(),
+    "mlp": ROWS_OF_RANK,
+    "mlp.0": ColwiseParallel(),
+    "mlp.1": RowwiseParallel(output_layouts=Shard(1)),
+}
 
 
 def step(model: nn.Module, x: Tensor) -> tuple[list[Tensor], Counter[str]]:
@@ -103,3 +134,44 @@ def test_tensor_parallel_layers_are_cut_and_sum_the_tokens_of_a_chunk_between_ra
     for got, want, joined in ranks.run(2, run_tensor_parallel):
         assert all(map(torch.equal, got, want))
         assert joined["sum"] == 6
+
+
+def run_sequence_parallel(group: Any, dim: str) -> Any:
+    torch.manual_seed(0)
+    mesh, model = init_device_mesh("cpu", (2,)), Model()
+    model.layers = nn.ModuleList([FeedForward(), FeedForward()])
+    eager = copy.deepcopy(model)
+    for layers in (model.layers, eager.layers):
+        for block in layers:
+            parallelize_module(block, mesh, SEQUENCE_PARALLEL)
+    eager.layers = nn.ModuleList(Eager(block, 3, dim) for block in eager.layers)
+    x = torch.randn(7, 7, WIDTH) + group.rank()
+    want, _ = step(eager, x)
+    mark(x, ("batch", "seq").index(dim), 3)
+    got, _ = step(compiled(model, lambda gm: chunk(gm, dim=dim, chunks=3)), x)
+    return got, want
+
+
+@pytest.mark.parametrize("dim", ["batch", "seq"])
+def test_chunks_of_sequence_parallel_layers_gather_their_rows(dim):
+    for got, want in ranks.run(2, run_sequence_parallel, dim):
+        assert all(map(torch.equal, got, want)) and len(got) == 7
+
+
+def run_gathered_attention(group: Any) -> str:
+    mesh, model = init_device_mesh("cpu", (2,)), Model()
+    gather = PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+    )
+    parallelize_module(model.layers[0], mesh, gather)
+    x = torch.randn(B, S, WIDTH)
+    mark(x, 1, 2)
+    with pytest.raises(
+        Exception, match="brings together rows of all ranks in a region with attention"
+    ) as caught:
+        compiled(model, lambda gm: chunk(gm, dim="seq"))(x)
+    return str(caught.value)
+
+
+def test_gathers_of_rows_for_attention_are_refused_by_sequence():
+    assert all("node all_gather_into_tensor" in said for said in ranks.run(2, run_gathered_attention))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ aten = torch.ops.aten
 
 CASTS = {"aten::_to_copy", "prims::convert_element_type", "aten::to"}
 REDUCTIONS = {"_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce"}
+GATHERS = {f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "reduce_scatter_tensor")}
 EXCHANGES = {f"_c10d_functional::{name}" for name in ("all_to_all_single", "all_reduce", "wait_tensor")}
 VIEWS = (
     *("t", "transpose", "permute", "view", "_unsafe_view", "reshape", "clone", "alias", "detach"),
@@ -36,8 +37,9 @@ RESHAPES = {f"aten::{name}" for name in ("view", "_unsafe_view", "reshape")}
 COUNTS, SLICES = {"aten::arange", "prims::iota"}, {"aten::slice", "aten::narrow"}
 LINEAR = CASTS | REDUCTIONS | {f"aten::{name}" for name in VIEWS} | {"_c10d_functional::wait_tensor"}
 NO_BACKWARD = (
-    ", as far as the graph tells: no node is marked as one of the backward pass. torch.compile, functions of "
-    "AOTAutograd and torchtitan's graph trainer mark them, make_fx alone does not"
+    ", as far as the graph tells: no node is marked as one of the backward pass. torch.compile, torchtitan's "
+    "graph trainer and aot_export_joint_with_descriptors mark them, make_fx alone and "
+    "aot_export_module(trace_joint=True), which traces its graph again, do not"
 )
 TORCH_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
 
@@ -85,10 +87,10 @@ class Cut:
         self.source = next((x for x in graph.nodes if self._is_source(x)), None)
         if early:
             self._share_reductions()
+        self._check_copied(self._check_op)
         self.joined = {node: self._kind_of_join(node) for node in self.inside if self._has_other_users(node)}
-        for node in graph.nodes:
-            if node in self.copied:
-                self._check(node)
+        self._check_copied(self._check_inputs)
+        self.sizes.check_units()
 
     def _check_passes(self, region: str) -> None:
         if not self.inside:
@@ -268,11 +270,19 @@ class Cut:
         ends = [is_gradient[x] for x in reached if x in is_gradient]
         return bool(ends) and all(ends)
 
-    def _check(self, node: Node) -> None:
-        """Raise ChunkingError for a copied node that chunks cannot have."""
+    def _check_copied(self, check: Callable[[Node], None]) -> None:
+        for node in self.graph.nodes:
+            if node in self.copied:
+                check(node)
+
+    def _check_op(self, node: Node) -> None:
+        """Raise ChunkingError for a copied node whose op chunks cannot have."""
         for reason in (self._op_fault(node), self._shape_fault(node)):
             if reason:
                 raise ChunkingError(f"{describe(node, users=True)} {reason}")
+
+    def _check_inputs(self, node: Node) -> None:
+        """Raise ChunkingError for an input of a copied node that has no rows of a chunk."""
         for x in node.all_input_nodes:
             value = x.meta.get("val")
             if x in self.copied or x in attention.whole_inputs(node) or not isinstance(value, Tensor):
@@ -295,12 +305,18 @@ class Cut:
             return "is torch's attention, whose chunks need the keys of others: call tritoncp.flex_attention"
         if self._is_random(node):
             return "draws random numbers, other ones in chunks than in the whole; move it out of the region"
-        if "c10d" in name and name not in EXCHANGES and self.dim == "seq" and self.carries(node):
-            return (
-                "is a collective of rows, whose chunks are not adjacent in the rows of all ranks: only sums "
-                "(all_reduce) and exchanges of experts (all_to_all) are cut by sequence. Move it out of the "
-                'region, or cut by dim="batch"'
-            )
+        if "c10d" in name and self.dim == "seq" and self.carries(node):
+            if name in GATHERS and any(map(attention.is_attention, self.inside)):
+                return (
+                    "brings together rows of all ranks in a region with attention: those of a chunk are not "
+                    'adjacent. Cut by dim="batch", or a region without attention, as the feed-forward '
+                    "network, whose chunks gather their rows"
+                )
+            if name not in GATHERS | EXCHANGES:
+                return (
+                    "is a collective of rows that is not cut by sequence; sums, gathers, reduce-scatters "
+                    'and exchanges of experts are. Move it out of the region, or cut by dim="batch"'
+                )
         return ""
 
     def _is_random(self, node: Node) -> bool:

@@ -63,7 +63,10 @@ def is_backward(node: Node) -> bool:
 def describe_modules(graph: Graph) -> str:
     """Describe in an error the modules that a graph has, and the region that is all of it."""
     paths = [path for path in dict.fromkeys(map(module_path, graph.nodes)) if path]
-    seen = "It names no modules: torch.compile, torch.export and make_fx(..., record_module_stack=True) do"
+    seen = (
+        "It names no modules: torch.compile, torch.export and aot_export_joint_with_descriptors of a graph "
+        "that Dynamo captured do; aot_export_module(trace_joint=True) traces its graph again, and loses them"
+    )
     if paths:
         known = ", ".join(paths[:8]) + ", ..." * (len(paths) > 8)
         seen = f"Its modules are {known}; paths begin at the module that is compiled"

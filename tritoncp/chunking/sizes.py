@@ -135,11 +135,14 @@ class CutSymbol:
         self.rows = self.hint(self.whole)
         if self.rows is not None:
             check_rows(self.rows // self.unit, chunks, f"{self.rows} rows")
-            if self.unit > 1 and self.rows // self.unit % chunks:
-                raise ChunkingError(
-                    f"{self.rows} rows are {self.unit} * {self.symbol}: {chunks} chunks are not equal; "
-                    f"pad them to a multiple of {self.unit * chunks}, or export the size as a Dim of its own"
-                )
+
+    def check_units(self) -> None:
+        """Raise ChunkingError if chunks of a multiple of the symbol differ, which plans know in rows."""
+        if self.rows is not None and self.unit > 1 and self.rows // self.unit % self.chunks:
+            raise ChunkingError(
+                f"{self.rows} rows are {self.unit} * {self.symbol}: {self.chunks} chunks are not equal; pad "
+                f"them to a multiple of {self.unit * self.chunks}, or export the size as a Dim of its own"
+            )
 
     def hint(self, expr: Any) -> int | None:
         """Return the number that an expression is expected to be, None if none is known."""
