@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.chunking.graphs import ATEN, UNIT, Builder, names
-from tritoncp.chunking import order, simulate
+from tritoncp.chunking import order, predict_timeline
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,14 +63,14 @@ def may_follow(gm):
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 40), share=st.floats(0.0, 1.0))
 def test_an_order_keeps_dependencies_and_memory_and_is_never_slower(seed, count, share):
     gm = random_graph(seed, count)
-    before, written = may_follow(gm), simulate(gm, UNIT)
+    before, written = may_follow(gm), predict_timeline(gm, UNIT)
     free = order(random_graph(seed, count), UNIT)
     memory = written.peak + int(share * max(0, free.after.peak - written.peak))
     result = order(gm, UNIT, memory)
     nodes = list(gm.graph.nodes)
     for at, node in enumerate(nodes):
         assert before[node] <= set(nodes[:at])
-    assert result.before == written and result.after == simulate(gm, UNIT)
+    assert result.before == written and result.after == predict_timeline(gm, UNIT)
     assert result.after.makespan <= written.makespan and result.after.peak <= memory
     assert free.after.makespan <= written.makespan
 
@@ -116,7 +116,7 @@ def test_an_ordered_graph_computes_the_same():
         str(node.target).split(".")[1] for node in gm.graph.nodes if "." in str(node.target)
     }
     want = [result.clone() for result in gm(x, w)]
-    memory = simulate(gm, UNIT).peak
+    memory = predict_timeline(gm, UNIT).peak
     for limit in (None, memory):
         order(gm, UNIT, limit)
         for result, expected in zip(gm(x, w), want, strict=True):
@@ -131,7 +131,7 @@ def test_the_order_as_written_stays_where_no_other_fits():
         nodes.append(b.call(ATEN.neg.default, b.wait(b.send(nodes[-1]))))
     gm = b.module(nodes[-1])
     written = names(gm)
-    result = order(gm, UNIT, simulate(gm, UNIT).peak)
+    result = order(gm, UNIT, predict_timeline(gm, UNIT).peak)
     assert (result.variant, names(gm)) == ("as written", written)
     with pytest.raises(ValueError, match="smallest order that was tried"):
         order(gm, UNIT, 150)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tritoncp
 from tests.chunking.graphs import ATEN, C10D, UNIT, Builder
 from tests.planning.memory_meter import LiveBytes
-from tritoncp.chunking import Timeline, simulate
+from tritoncp.chunking import Timeline, predict_timeline
 from tritoncp.planning.cost import NVLINK
 
 
@@ -63,7 +63,7 @@ GRAPHS = {  # the graph, and the kind, start and end of each span
 @pytest.mark.parametrize("name", GRAPHS)
 def test_spans_are_those_worked_out_by_hand(name):
     (build, spans), b = GRAPHS[name], Builder()
-    timeline = simulate(b.module(*build(b)), UNIT)
+    timeline = predict_timeline(b.module(*build(b)), UNIT)
     assert [(span.kind, span.start, span.end) for span in timeline.spans] == spans
     lengths = {kind: sum(end - start for each, start, end in spans if each == kind) for kind, _, _ in spans}
     assert timeline.makespan == max(end for _, _, end in spans)
@@ -84,7 +84,7 @@ def test_spans_are_those_worked_out_by_hand(name):
 def test_messages_of_each_collective(op, args, seconds):
     b = Builder()
     sent = b.call(op, b.input("x", 96), *args)
-    timeline = simulate(b.module(b.wait(sent)), replace(UNIT, scattered=0.5, latency=7.0))
+    timeline = predict_timeline(b.module(b.wait(sent)), replace(UNIT, scattered=0.5, latency=7.0))
     assert timeline.communication == seconds + 7
 
 
@@ -92,8 +92,8 @@ def test_products_take_their_flops_or_their_bytes():
     b = Builder()
     x, w = b.input("x", 8, 16, dtype=torch.float32), b.input("w", 16, 4, dtype=torch.float32)
     gm = b.module(b.call(ATEN.mm.default, x, w))
-    assert simulate(gm, replace(UNIT, memory=1e9)).makespan == 2 * 8 * 16 * 4
-    assert simulate(gm, replace(UNIT, flops=1e9)).makespan == 4 * (8 * 16 + 16 * 4 + 8 * 4)
+    assert predict_timeline(gm, replace(UNIT, memory=1e9)).makespan == 2 * 8 * 16 * 4
+    assert predict_timeline(gm, replace(UNIT, flops=1e9)).makespan == 4 * (8 * 16 + 16 * 4 + 8 * 4)
 
 
 def attention_graph(plan):
@@ -112,7 +112,7 @@ def test_attention_takes_the_visible_blocks_of_its_plan():
     # 4 x 4 blocks of 128: 6 full ones, 4 masked ones that cost 1.25; products of 2 and 5 matrices.
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 512, 512)
     gm = attention_graph(tritoncp.make_plan(mask, world_size=1, rank=0))
-    spans = simulate(gm, replace(UNIT, memory=1e30)).spans
+    spans = predict_timeline(gm, replace(UNIT, memory=1e30)).spans
     pairs = (6 + 4 * 1.25) * 128 * 128 * 2 * 4
     times = [span.seconds for span in spans if span.kind == "attention"]
     assert times == [pairs * 2 * 2 * 64, pairs * 5 * 2 * 64]
@@ -147,7 +147,7 @@ def test_bytes_alive_are_those_of_a_run(seed, count):
     with LiveBytes() as meter:
         meter.ignore([real])
         torch.fx.Interpreter(gm).run(real)
-    assert simulate(gm, UNIT).peak == meter.peak + real.nbytes
+    assert predict_timeline(gm, UNIT).peak == meter.peak + real.nbytes
 
 
 def test_the_input_of_a_message_lives_until_its_wait():
@@ -156,7 +156,7 @@ def test_the_input_of_a_message_lives_until_its_wait():
     y = b.call(ATEN.neg.default, x)
     sent = b.send(y)
     z = b.call(ATEN.cat.default, [x, x])  # x, y, the message's and 200: 500
-    timeline = simulate(b.module(b.wait(sent), z), UNIT)
+    timeline = predict_timeline(b.module(b.wait(sent), z), UNIT)
     assert timeline.peak == 500
 
 
@@ -165,15 +165,15 @@ def test_copies_of_a_node_with_one_fake_value_are_two_storages():
     x = b.input("x", 100)
     first, second = (b.call(ATEN.neg.default, x) for _ in range(2))
     second.meta = first.meta
-    assert simulate(b.module(first, second), UNIT).peak == 300
+    assert predict_timeline(b.module(first, second), UNIT).peak == 300
 
 
 def test_inputs_live_to_the_end_unless_the_graph_frees_them():
     b = Builder()
     y = b.call(ATEN.neg.default, b.input("x", 100))
     gm = b.module(b.call(ATEN.cat.default, [b.call(ATEN.neg.default, y)] * 2))
-    assert simulate(gm, UNIT).peak == 400
-    assert simulate(gm, UNIT, boxed=True).peak == 300
+    assert predict_timeline(gm, UNIT).peak == 400
+    assert predict_timeline(gm, UNIT, boxed=True).peak == 300
 
 
 def test_symbolic_sizes_count_by_their_hints():
@@ -182,7 +182,7 @@ def test_symbolic_sizes_count_by_their_hints():
     )
     (x,) = gm.graph.find_nodes(op="placeholder")
     assert isinstance(x.meta["val"].shape[0], torch.SymInt)
-    timeline = simulate(gm, UNIT)
+    timeline = predict_timeline(gm, UNIT)
     assert (timeline.makespan, timeline.peak) == (2 * 48 + 2 * 24, 48 + 48 + 24)
 
 
@@ -190,8 +190,8 @@ def test_a_simulation_under_a_fake_mode_is_the_same():
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 512, 512)
     gm = attention_graph(tritoncp.make_plan(mask, world_size=1, rank=0))
     with FakeTensorMode():
-        inside = simulate(gm, NVLINK)
-    assert inside == simulate(gm, NVLINK)
+        inside = predict_timeline(gm, NVLINK)
+    assert inside == predict_timeline(gm, NVLINK)
 
 
 def message_under_computation(marked: bool) -> Timeline:
@@ -203,7 +203,7 @@ def message_under_computation(marked: bool) -> Timeline:
     last = b.call(ATEN.neg.default, b.call(ATEN.slice.Tensor, b.wait(sent), 0, 0, 40))
     for node, chunk in ((sent, 1), (first, 0), (last, 1)) if marked else ():
         node.meta["custom"] = {"tritoncp_chunk": ("layers.0", chunk)}
-    return simulate(b.module(first, last), UNIT)
+    return predict_timeline(b.module(first, last), UNIT)
 
 
 def test_text_shows_both_streams_and_the_chunks_in_proportion():
@@ -218,4 +218,4 @@ def test_text_shows_both_streams_and_the_chunks_in_proportion():
         "communication |=====                     |",
     ]
     b = Builder()
-    assert simulate(b.module(b.input("x", 4)), UNIT).format(width=4).endswith("communication |    |")
+    assert predict_timeline(b.module(b.input("x", 4)), UNIT).format(width=4).endswith("communication |    |")

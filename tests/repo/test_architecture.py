@@ -36,7 +36,7 @@ def test_every_package_has_a_row():
     assert rows(text, "edge").keys() == LAYERS["edge"].holds - private
 
 
-PATH_OF_A_CALL = ("api", "ops", "distributed", "planning", "masks", "core", "integrations")
+PATH_OF_A_CALL = ("api", "ops", "distributed", "planning", "masks", "core", "chunking", "integrations")
 INTERFACES = {"forward", "backward"}  # of each schedule, and of the pass that runs it
 PUBLIC = {"create_block_mask", "flex_attention"}  # names that users import from two modules
 

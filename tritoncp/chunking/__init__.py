@@ -14,6 +14,6 @@ from tritoncp.chunking.report import Report
 from tritoncp.chunking.rewrite import chunk
 from tritoncp.chunking.sizes import mark
 from tritoncp.chunking.streams.node_order import order
-from tritoncp.chunking.streams.timeline import Timeline, simulate
+from tritoncp.chunking.streams.timeline import Timeline, predict_timeline
 
-__all__ = ["Eager", "Pass", "Report", "Timeline", "chunk", "concretise", "mark", "order", "simulate"]
+__all__ = ["Eager", "Pass", "Report", "Timeline", "chunk", "concretise", "mark", "order", "predict_timeline"]

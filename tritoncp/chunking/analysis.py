@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from tritoncp.chunking import attention, torch_attention
 from tritoncp.chunking.regions import describe_modules, has_tensor, is_backward, op_name, regions_of
-from tritoncp.chunking.report import NO_ROWS, ChunkingError, describe
+from tritoncp.chunking.report import NO_ROWS, ChunkingError, describe_node
 from tritoncp.chunking.sizes import CutSymbol, cut_symbol, expression, free_symbols, input_symbols
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.log_lines import area_logger
@@ -193,9 +193,9 @@ class Cut:
                 continue  # new values of an input
             if name in SLICES or any(expression(size) == self.sizes.whole for size in value.shape):
                 warn_caller(
-                    f"{describe(node)} makes rows for the size of the sequence in a region: each chunk has "
-                    "the first ones, not those of its place. If they are positions or rotary tables, make "
-                    "them outside of the region, and pass them in"
+                    f"{describe_node(node)} makes rows for the size of the sequence in a region: each "
+                    "chunk has the first ones, not those of its place. If they are positions or rotary "
+                    "tables, make them outside of the region, and pass them in"
                 )
 
     def region_of(self, node: Node) -> str:
@@ -248,8 +248,8 @@ class Cut:
         if is_gradient and self._reaches_gradients_alone(node):
             return "sum"
         raise ChunkingError(
-            f"{describe(node, users=True)} {NO_ROWS}. It is neither a gradient nor a new value of an input"
-            f"{'' if any(map(is_backward, self.graph.nodes)) else NO_BACKWARD}"
+            f"{describe_node(node, users=True)} {NO_ROWS}. It is neither a gradient nor a new value of an "
+            f"input{'' if any(map(is_backward, self.graph.nodes)) else NO_BACKWARD}"
         )
 
     def _reaches_gradients_alone(self, node: Node) -> bool:
@@ -279,7 +279,7 @@ class Cut:
         """Raise ChunkingError for a copied node whose op chunks cannot have."""
         for reason in (self._op_fault(node), self._shape_fault(node)):
             if reason:
-                raise ChunkingError(f"{describe(node, users=True)} {reason}")
+                raise ChunkingError(f"{describe_node(node, users=True)} {reason}")
 
     def _check_inputs(self, node: Node) -> None:
         """Raise ChunkingError for an input of a copied node that has no rows of a chunk."""
@@ -294,8 +294,8 @@ class Cut:
         name = op_name(node) or str(node.target)
         if attention.is_attention(node):
             return attention.fault(node, self)
-        if torch_attention.is_attention(node):
-            return torch_attention.fault(node, self)
+        if torch_attention.is_torch_attention(node):
+            return torch_attention.torch_attention_fault(node, self)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return (
                 f"is the higher-order op {node.target.name()}, whose function may mix rows; only torch's "
@@ -355,14 +355,14 @@ class Cut:
         dims = self.sizes.dims(value) if isinstance(value, Tensor) else []
         if len(dims) != 1:
             raise ChunkingError(
-                f"{describe(node, users=True)} has {len(dims)} dimensions of the size that is cut, and one "
-                "is needed where it enters or leaves a region"
+                f"{describe_node(node, users=True)} has {len(dims)} dimensions of the size that is cut, and "
+                "one is needed where it enters or leaves a region"
             )
         expr = expression(value.shape[dims[0]])
         if expr != self.sizes.whole and not (self.dim == "batch" and (expr / self.sizes.whole).is_Integer):
             raise ChunkingError(
-                f"{describe(node, users=True)}: dimension {dims[0]} is {expr}, of which the rows of a chunk "
-                "are not adjacent; move the view that makes it into the region, or out of it"
+                f"{describe_node(node, users=True)}: dimension {dims[0]} is {expr}, of which the rows of a "
+                "chunk are not adjacent; move the view that makes it into the region, or out of it"
             )
         return dims[0]
 

@@ -57,7 +57,7 @@ def keys_of(node: Node) -> tuple[Node, Node]:
 def whole_inputs(node: Node) -> set[Node]:
     """Return the inputs of a node that are the whole's in every chunk: captures and numbers of a mod, which
     are indexed by global positions, and the plan."""
-    if torch_attention.is_attention(node):
+    if torch_attention.is_torch_attention(node):
         return torch_attention.captures(node)
     if not is_attention(node):
         return set()

@@ -18,11 +18,11 @@ NO_ROWS = (
 )
 
 
-def describe(node: Node, users: bool = False) -> str:
+def describe_node(node: Node, users: bool = False) -> str:
     """Describe a node in an error: its name, its op, the source line that it was traced from and its users.
 
     >>> import torch
-    >>> describe(torch.fx.Graph().placeholder("x"))
+    >>> describe_node(torch.fx.Graph().placeholder("x"))
     'node x (x)'
     """
     text = f"node {node.name} ({node.target})"

@@ -16,7 +16,7 @@ from tritoncp.chunking import attention, shared_attention, torch_attention
 from tritoncp.chunking.added_nodes import AddedNodes
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward
-from tritoncp.chunking.report import ChunkingError, Report, describe, readable
+from tritoncp.chunking.report import ChunkingError, Report, describe_node, readable
 from tritoncp.chunking.sizes import Symbols, expression
 from tritoncp.chunking.step_graph import JOIN, KEEP, RETURN, SEND, Step, StepGraph
 from tritoncp.core.log_lines import area_logger
@@ -174,7 +174,7 @@ class Rewrite(AddedNodes):
         """Make one value of the chunks of a node."""
         chunks, value, stage = range(self.sizes.chunks), node.meta["val"], self.stage_of(node)
         kind = self.cut.joined[node]
-        log.debug("%s: %s", describe(node), kind)
+        log.debug("%s: %s", describe_node(node), kind)
         if kind == "chain":
             return self.values[node, chunks[-1]]
         if kind == "sum":
@@ -201,7 +201,7 @@ class Rewrite(AddedNodes):
             target, args = shared_attention.part_call(self, node, c)
         elif attention.is_attention(node):
             args = self._attention_arguments(node, c)
-        elif torch_attention.is_attention(node):
+        elif torch_attention.is_torch_attention(node):
             args = torch_attention.chunk_arguments(self, node, c)
         else:
             args, kwargs = map_arg((node.args, node.kwargs), lambda x: self.chunk_node(x, c))

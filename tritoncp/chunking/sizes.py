@@ -17,7 +17,7 @@ from torch._dynamo.decorators import mark_unbacked
 from torch.fx import Graph, Node
 from torch.utils._sympy.functions import FloorDiv
 
-from tritoncp.chunking.report import ChunkingError, describe
+from tritoncp.chunking.report import ChunkingError, describe_node
 from tritoncp.planning.parts import chunk_size
 
 Symbols = dict[Any, Any]  # sympy symbol -> expression
@@ -223,7 +223,7 @@ def cut_symbol(dim: str, queries: Iterable[Node], live_ins: Iterable[Node], grap
         symbols = free_symbols(size) & known
         if len(symbols) == 1 and (expression(size) / next(iter(symbols))).is_Integer:
             return size
-    where = describe(nodes[0][0]) if nodes else "no tensor enters the region"
+    where = describe_node(nodes[0][0]) if nodes else "no tensor enters the region"
     raise ChunkingError(
         f"no input has a symbol for the {'sequence' if dim == 'seq' else dim}: {where}. Mark the size before "
         "the graph is captured, with tritoncp.chunking.mark(x, dim, chunks); an op that needs a number, or a "

@@ -10,7 +10,7 @@ from torch.fx import Node
 from tritoncp.chunking import attention
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward
-from tritoncp.chunking.report import ChunkingError, describe
+from tritoncp.chunking.report import ChunkingError, describe_node
 
 # A step of the rewritten graph: a chunk's copy of a node, the value of all its chunks (JOIN), or the node
 # (KEEP); of an attention whose chunks share an exchange of keys, that (SEND), and that of gradients (RETURN).
@@ -138,8 +138,8 @@ class StepGraph:
                 continue
             if missing[0] in active:
                 raise ChunkingError(
-                    f"{describe(missing[0][0], users=True)}: a chunk needs a value of a later chunk, which "
-                    "needs this chunk's new value of an input"
+                    f"{describe_node(missing[0][0], users=True)}: a chunk needs a value of a later chunk, "
+                    "which needs this chunk's new value of an input"
                 )
             path.append(missing[0])
             active.add(missing[0])

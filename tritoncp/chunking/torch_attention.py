@@ -23,7 +23,7 @@ BLOCKS, SCORE_CAPTURES, MASK_CAPTURES = -5, -2, -1
 SCORE_MODS = {forward_op: (3,), backward_op: (7, 8)}  # places of the score_mod, and of its gradient
 
 
-def is_attention(node: Node) -> bool:
+def is_torch_attention(node: Node) -> bool:
     return node.target in SCORE_MODS
 
 
@@ -33,7 +33,7 @@ def captures(node: Node) -> set[Node]:
     return {x for place in (SCORE_CAPTURES, MASK_CAPTURES) for x in args[place] if isinstance(x, Node)}
 
 
-def fault(node: Node, cut: Any) -> str:
+def torch_attention_fault(node: Node, cut: Any) -> str:
     """Return the reason to refuse an attention, "" if there is none."""
     args: Any = node.args
     if cut.dim == "seq":

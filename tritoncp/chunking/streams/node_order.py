@@ -80,7 +80,7 @@ def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, box
         stays if no faster one fits. Raises ValueError if no order that was tried fits; the graph is
         unchanged then
     boxed: whether the graph frees its inputs after their last user, see
-        :func:`tritoncp.chunking.streams.timeline.simulate`
+        :func:`tritoncp.chunking.streams.timeline.predict_timeline`
     """
     graph = CostedGraph(gm, hardware)
 

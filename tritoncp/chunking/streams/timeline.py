@@ -160,7 +160,7 @@ class StreamClock:
         return start, end
 
 
-def simulate(gm: GraphModule, hardware: Hardware, *, boxed: bool = False) -> Timeline:
+def predict_timeline(gm: GraphModule, hardware: Hardware, *, boxed: bool = False) -> Timeline:
     """Predict the run of a graph in its order. The graph may be a forward, a backward or a joint graph; its
     nodes need fake values (``meta["val"]``), and symbolic sizes count by their hints.
 
