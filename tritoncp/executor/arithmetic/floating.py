@@ -171,14 +171,9 @@ def fma16(t: str, a: Array, b: Array, c: Array) -> Array:
     return narrow64(t, sum_rounded_to_odd(x * y, z)).view(a.dtype)
 
 
-def unary16(operation: str, t: str, a: Array) -> Array:
-    return narrow(t, UNARY[operation](widen(t, a.view(u2)))).view(a.dtype)
-
-
-def finish16(suffix: str, t: str, a: Array) -> Array:
-    """`.sat` and `.relu` of 16-bit results."""
-    clamp = saturate if suffix == "sat" else relu
-    return narrow(t, clamp(widen(t, a.view(u2)))).view(a.dtype)
+def through_float32(function: Callable[[Array], Array], t: str, a: Array) -> Array:
+    """A function of float32 numbers, of 16-bit numbers or pairs of them."""
+    return narrow(t, function(widen(t, a.view(u2)))).view(a.dtype)
 
 
 def extremum16(operation: str, t: str, a: Array, b: Array, nan: bool) -> Array:

@@ -94,7 +94,7 @@ formula(
 )
 formula("F.high_word(F.UNARY['{op}']({a}))", "rcp.approx.ftz.f64", "rsqrt.approx.ftz.f64")
 formula(
-    "F.unary16('{op}', '{type}', {a})",
+    "F.through_float32(F.UNARY['{op}'], '{type}', {a})",
     *("ex2.approx.<type:f16|f16x2>", "ex2.approx.ftz.<type:bf16|bf16x2>", f"tanh.approx.<type:{HALVES}>"),
 )
 

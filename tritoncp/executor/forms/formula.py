@@ -141,7 +141,7 @@ def finish(i: Instruction, t: str, expression: str) -> str:
     """Flush and clamp a result where the opcode says so."""
     if "ftz" in i.parts and t == "f32":
         expression = f"F.ftz({expression})"
-    clamp = "relu" if "relu" in i.parts else "sat" if "sat" in i.parts and "f" in t else ""
+    clamp = "relu" if "relu" in i.parts else "saturate" if "sat" in i.parts and "f" in t else ""
     if clamp and "f16" in t:
-        return f"F.finish16('{clamp}', '{t}', {expression})"
-    return f"F.{'saturate' if clamp == 'sat' else 'relu'}({expression})" if clamp else expression
+        return f"F.through_float32(F.{clamp}, '{t}', {expression})"
+    return f"F.{clamp}({expression})" if clamp else expression

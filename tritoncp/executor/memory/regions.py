@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,10 +50,10 @@ def extent_of(tensor: torch.Tensor, label: str) -> Extent:
     return Extent(start, start + elements * tensor.element_size(), label, tensor)
 
 
-@dataclass
 class Region:
     """Extents that overlap.
 
+    number:    of the region, from 0
     base:      the start rounded down to 32 bytes
     writers:   the program + 1 that wrote each granule; `readers` those that read it
     tags:      of each granule's last writer in its program (`Clocks`)
@@ -61,20 +61,10 @@ class Region:
     unwritten: bytes that nobody wrote, if there are any
     """
 
-    start: int
-    end: int
-    label: str
-    number: int
-    extents: list[Extent]
-    base: int = 0
-    views: dict[int, Array] = field(default_factory=dict)
-    writers: Array = field(default_factory=lambda: np.zeros(0, np.int32))
-    readers: Array = field(default_factory=lambda: np.zeros(0, np.int32))
-    tags: Array = field(default_factory=lambda: np.zeros(0, np.int32))
-    holes: Array | None = None
-    unwritten: Array | None = None
-
-    def attach(self, granule: int, check: bool) -> None:
+    def __init__(self, extents: list[Extent], number: int, granule: int, check: bool) -> None:
+        self.extents, self.number = extents, number
+        self.start, self.end = extents[0].start, max(e.end for e in extents)
+        self.label = "/".join(dict.fromkeys(e.label for e in extents))
         self.base = self.start & ~31
         n = -(-(self.end - self.base) // 32) * 32
         raw = np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(self.base))
@@ -112,19 +102,12 @@ class Region:
 
 def regions_of(extents: list[Extent], granule: int, check: bool) -> list[Region]:
     """Join extents that overlap."""
-    regions: list[Region] = []
+    groups: list[list[Extent]] = []
     for e in sorted(extents, key=lambda e: (e.start, e.end)):
-        if regions and e.start < regions[-1].end:
-            region = regions[-1]
-            region.end = max(region.end, e.end)
-            region.extents.append(e)
+        if groups and e.start < max(x.end for x in groups[-1]):
+            groups[-1].append(e)
         else:
-            regions.append(Region(e.start, e.end, "", len(regions), [e]))
-    if len(regions) >= REGION_MASK:
-        raise CannotContinue(
-            f"a launch with {len(regions)} tensors, at most {REGION_MASK - 1} are told apart"
-        )
-    for region in regions:
-        region.label = "/".join(dict.fromkeys(e.label for e in region.extents))
-        region.attach(granule, check)
-    return regions
+            groups.append([e])
+    if len(groups) >= REGION_MASK:
+        raise CannotContinue(f"a launch with {len(groups)} tensors, at most {REGION_MASK - 1} are told apart")
+    return [Region(group, number, granule, check) for number, group in enumerate(groups)]
