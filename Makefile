@@ -11,8 +11,8 @@ py := $(bin)/python
 pip := $(py) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
 sources := tritoncp kernels perf tests examples docs/conf.py docs/gallery.py docs/tables.py setup.py
 
-.PHONY: help demo scorecard test test-all test-browser test-integrations test-oldest gpu docs format lint types check clean \
-	find-browser find-compiler
+.PHONY: help demo mutants scorecard test test-all test-browser test-integrations test-oldest gpu docs format lint types \
+	check clean find-browser find-compiler
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -29,6 +29,9 @@ test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
 
 scorecard: $(VENV)/.dev-ready ## the tests that prove the rows of docs/scorecard.md, and what was seen
 	$(pytest) -q -p tests.scorecard -m "bar and not nightly" $(ARGS)
+
+mutants: $(VENV)/.mutants-ready ## change lines of the package, and run their tests (ARGS="--count 25 masks")
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(py) -m tests.mutants $(ARGS)
 
 # The tests of pages in a browser; CHROMIUM names another one than is found.
 CHROMIUM ?= $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name) 2> /dev/null)))
@@ -127,6 +130,10 @@ $(VENV)/.docs-ready: pyproject.toml $(VENV)/.torch-ready
 $(VENV)/.dev-ready: pyproject.toml $(VENV)/.torch-ready
 	$(call install,its tests,'.[dev]')
 	@touch $@ $(VENV)/.demo-ready
+
+$(VENV)/.mutants-ready: pyproject.toml $(VENV)/.dev-ready
+	$(call install,its mutants,'.[mutants]')
+	@touch $@
 
 $(VENV)/.integrations-ready: pyproject.toml $(VENV)/.torch-ready
 	$(call install,its tests,'.[test]' accelerate torchtitan transformers)

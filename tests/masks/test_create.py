@@ -87,7 +87,7 @@ def test_a_bar_appears_only_past_two_seconds(monkeypatch, capsys) -> None:
         now[0] = create._BAR_DELAY + 0.1
         show(0.5)
     out, err = capsys.readouterr()
-    assert not out and "mask of 8 x 8" in err  # stdout belongs to the caller
+    assert not out and "mask of 8 x 8" in err and "50%" in err  # stdout belongs to the caller
 
 
 @pytest.mark.parametrize(

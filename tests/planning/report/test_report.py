@@ -121,6 +121,7 @@ def test_costs_and_bytes_are_the_plans() -> None:
         (line,) = [line for line in lines if line[2:].startswith(estimate.schedule)]
         assert f"{estimate.forward * 1e3:.3f}" in line
         assert line.startswith("→") == (estimate.schedule == plan.schedule)
+    assert facts.own_cost.schedule == plan.schedule
     rows = plan.s_local * 2
     assert facts.shard_bytes == rows * 8 * (64 * 4 + 32 * 4 + 4) + rows * 4 * (64 + 32) * 4
     who, even, travels, how = format_meaning(facts)

@@ -1,0 +1,191 @@
+"""Mutation testing: `make mutants` changes 100 places of each module and runs the tests of each place.
+
+A mutant is killed if a test that runs its line fails, or takes too long. Tests run in copies of the checkout,
+by processes that have imported torch and fork for each mutant. docs/scorecard.md has the last score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections import defaultdict
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.mutants.lines import choose_tests, measure_lines, read_measured
+from tests.mutants.sample import MODULES, ROOT, Mutant, copy_checkout, draw_mutants, list_mutants
+
+GOAL = 0.95
+HEAVY = ("torch._dynamo", "torch.distributed", "torch.nn.attention.flex_attention", "triton.language")
+
+
+class Result(NamedTuple):
+    """A mutant, its line after the change, the count of its tests, and the first failure, "time" or ""."""
+
+    mutant: Mutant
+    changed: str
+    tests: int
+    failure: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.mutant.path, self.mutant.text, self.changed
+
+    def describe(self) -> str:
+        place = f"{self.mutant.path}:{self.mutant.line}"
+        end = f"killed by {self.failure}" if self.failure else f"survives {self.tests} tests"
+        return f"{place} {end}\n  - {self.mutant.text}\n  + {self.changed}"
+
+
+class FirstFailure:
+    """Plugin of pytest that writes the first test, or module, that fails to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def note(self, report: Any) -> None:
+        if report.failed and not self.path.exists():
+            self.path.write_text(report.nodeid)
+
+    pytest_runtest_logreport = pytest_collectreport = note
+
+
+@cache
+def worker_copy() -> Path:
+    """Return this process's copy of the checkout, with caches of its own beside it."""
+    copy = copy_checkout(Path(tempfile.mkdtemp(), "copy"))
+    os.environ |= {"TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(copy.parent / "cache")}
+    for name in HEAVY:  # no mutant changes them
+        importlib.import_module(name)
+    return copy
+
+
+def run_tests(tests: list[str], limit: float) -> str:
+    """Run tests in a fork; return the first that fails, "time" after ``limit`` seconds, or ""."""
+    copy = worker_copy()
+    failure, output = copy.parent / "failure", copy.parent / "output"
+    failure.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        signal.alarm(int(limit))
+        os.chdir(copy)
+        with open(output, "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.path[0] = str(copy)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]
+        options = ["-n", "0", "-x", "-q", "-m", "", "-p", "no:cacheprovider", f"--basetemp={copy.parent}/tmp"]
+        status = 1
+        with contextlib.suppress(BaseException):  # a mutant that breaks pytest is killed
+            status = int(pytest.main([*options, *tests], plugins=[FirstFailure(failure)]))
+        os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # ranks that a test left
+    if status == pytest.ExitCode.USAGE_ERROR and "ERROR: not found" in output.read_text(errors="replace"):
+        raise RuntimeError("build/mutants names tests that do not exist any more: run without --measured")
+    said = failure.read_text() if failure.exists() else f"status {status}"
+    return "" if status == 0 else "time" if status == -signal.SIGALRM else said
+
+
+def try_mutant(mutant: Mutant) -> Result | None:
+    """Run the tests of a mutant's line; None if the mutant is no program."""
+    path, tests = worker_copy() / mutant.path, choose_tests(mutant)
+    source, times = path.read_text(), path.stat()
+    mutated, changed = mutant.change(source)
+    try:
+        compile(mutated, mutant.path, "exec")
+    except SyntaxError:
+        return None
+    path.write_text(mutated)
+    try:
+        limit = 60 + 5 * sum(read_measured("seconds")[test] for test in tests)
+        return Result(mutant, changed, len(tests), run_tests(tests, limit) if tests else "")
+    finally:
+        path.write_text(source)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def find_failing(tests: list[str]) -> set[str]:
+    """Return the tests that fail without a mutant."""
+    failing: set[str] = set()
+    while (rest := [test for test in tests if test not in failing]) and (failure := run_tests(rest, 3600)):
+        failing.add(failure)
+    return failing
+
+
+def read_harmless() -> set[tuple[str, str, str]]:
+    """Read the mutants named harmless: path, line and changed line. Report those that no longer exist."""
+    entries = tomllib.loads(Path(__file__).with_name("harmless.toml").read_text())["harmless"]
+    named, existing = {(entry["path"], entry["line"], entry["mutant"]) for entry in entries}, set()
+    for path in {path for path, _, _ in named if (ROOT / path).exists()}:
+        texts, source = {text for other, text, _ in named if other == path}, (ROOT / path).read_text()
+        existing |= {(path, x.text, x.change(source)[1]) for x in list_mutants(path) if x.text in texts}
+    for path, _, changed in sorted(named - existing):
+        print(f"harmless.toml names a mutant that does not exist: {path}: {changed}")
+    return named
+
+
+def report(results: dict[str, list[Result]]) -> float:
+    """Print survivors and the score of each module; return the whole score."""
+    rows, killed, counted, harmless = [], 0, 0, read_harmless()
+    for module, of_module in results.items():
+        survivors = sorted(x for x in of_module if not x.failure)
+        unexplained = [x for x in survivors if x.key not in harmless]
+        for x in unexplained:
+            print(x.describe())
+        dead, late = len(of_module) - len(survivors), sum(x.failure == "time" for x in of_module)
+        total = dead + len(unexplained)
+        rows.append(f"{module:12} {dead} of {total} killed ({late} late), {len(of_module) - total} harmless")
+        killed, counted = killed + dead, counted + total
+    print(*rows, f"score: {killed} of {counted} = {killed / max(counted, 1):.1%}, goal {GOAL:.0%}", sep="\n")
+    return killed / max(counted, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("modules", nargs="*", default=list(MODULES), help=f"of {', '.join(MODULES)}")
+    parser.add_argument("--count", type=int, default=100, help="mutants of a module")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--measured", action="store_true", help="use the lines that build/mutants has")
+    args, start = parser.parse_args(), time.monotonic()
+    if not args.measured:
+        measure_lines(args.jobs)
+    by_rank = zip_longest(*(draw_mutants(module, args.count, args.seed) for module in args.modules))
+    drawn = [pair for row in by_rank for pair in zip(args.modules, row) if pair[1]]
+    results: dict[str, list[Result]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = folder
+        with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
+            pending = [(module, pool.apply_async(try_mutant, (mutant,))) for module, mutant in drawn]
+            for number, (module, result) in enumerate(pending, 1):
+                if outcome := result.get():
+                    results[module].append(outcome)
+                    minutes = (time.monotonic() - start) / 60
+                    print(f"{number} of {len(pending)}, {minutes:.0f} min: {outcome.describe()}", flush=True)
+            killers = {x.failure for of_module in results.values() for x in of_module if "::" in x.failure}
+            failing = pool.apply(find_failing, (sorted(killers),))
+    for test in failing:
+        print(f"{test} fails without a mutant: its kills do not count")
+    for module, of_module in results.items():
+        results[module] = [x._replace(failure="") if x.failure in failing else x for x in of_module]
+    return int(report(results) < GOAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

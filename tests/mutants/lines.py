@@ -1,0 +1,98 @@
+"""Tests by the lines that they run: measured once, by coverage with a context for each test."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from coverage import CoverageData
+
+from tests.mutants.sample import MODULES, ROOT, Mutant, copy_checkout
+
+BUILD = ROOT / "build" / "mutants"
+SUITE = (*MODULES, "ops", "api", "multiprocess", "test_fuzz.py", "repo/test_doctests.py")  # of tests/
+SECONDS = 40.0  # of the tests of one mutant, as measured without it
+
+
+def measure_lines(jobs: int) -> None:
+    """Run the suite in a copy. Write seconds.json, of tests that pass, and lines.json: their numbers by file
+    and line."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy, measured = copy_checkout(Path(folder, "copy")), Path(folder, "measured")
+        measured.mkdir()
+        parts = [f"tests/{name}" for name in SUITE if (copy / "tests" / name).exists()]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            str(jobs),
+            "-p",
+            "tests.mutants.contexts",
+            *parts,
+        ]
+        subprocess.run(command, cwd=copy, env=os.environ | {"MUTANTS_FOLDER": str(measured)}, check=False)
+        collect_lines(copy, measured)
+
+
+def collect_lines(copy: Path, measured: Path) -> None:
+    seconds: dict[str, float] = {}
+    for path in measured.glob("seconds.*"):
+        seconds |= json.loads(path.read_text())
+    numbers = {test: number for number, test in enumerate(seconds)}
+    lines: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for path in measured.glob("lines.*"):
+        data = CoverageData(str(path))
+        data.read()
+        for file in data.measured_files():
+            for line, tests in data.contexts_by_lineno(file).items():
+                lines[str(Path(file).relative_to(copy))][line].update(
+                    numbers[x] for x in tests if x in numbers
+                )
+    BUILD.mkdir(parents=True, exist_ok=True)
+    (BUILD / "seconds.json").write_text(json.dumps(seconds))
+    (BUILD / "lines.json").write_text(json.dumps(lines, default=list))
+
+
+@cache
+def read_measured(name: str) -> dict[str, Any]:
+    return json.loads((BUILD / f"{name}.json").read_text())
+
+
+def lines_of_statement(path: str, line: int) -> range:
+    """The lines of the innermost statement around a line, without the statements in it."""
+    statements = [x for x in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(x, ast.stmt)]
+    inner = max((x for x in statements if x.lineno <= line <= (x.end_lineno or 0)), key=lambda x: x.lineno)
+    body = getattr(inner, "body", None)
+    return range(inner.lineno, body[0].lineno if body else (inner.end_lineno or 0) + 1)
+
+
+def choose_tests(mutant: Mutant) -> list[str]:
+    """Return the tests that run the statement of a mutant, or its file if it runs at import: first cheap
+    ones, those of the package's own folder, and the first of each file; no more than SECONDS of them."""
+    of_lines = read_measured("lines").get(mutant.path, {})
+    own_lines = [of_lines.get(str(line)) for line in lines_of_statement(mutant.path, mutant.line)]
+    chosen = {test for tests in own_lines if tests for test in tests}
+    if not chosen and [] in own_lines:
+        chosen = {test for tests in of_lines.values() for test in tests}
+    seconds, own = read_measured("seconds"), f"tests/{Path(mutant.path).parts[-2]}/"
+    names, count_of_file, costs = list(seconds), defaultdict(int), {}
+    for test in sorted((names[number] for number in chosen), key=lambda test: (seconds[test], test)):
+        file = test.partition("::")[0]
+        count_of_file[file] += 1
+        costs[test] = (0.05 + seconds[test]) * (1 if test.startswith(own) else 4) * (10 + count_of_file[file])
+    result, spent = [], 0.0
+    for test in sorted(costs, key=lambda test: (costs[test], test)):
+        spent += seconds[test]
+        if spent <= SECONDS or not result:
+            result.append(test)
+    return result
