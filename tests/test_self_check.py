@@ -17,6 +17,7 @@ from click.testing import CliRunner
 import tritoncp
 from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
+from tritoncp.planning.step_tables import BackwardStep
 from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention, largest_error
 from tritoncp.self_check import comparison, run
 from tritoncp.self_check.cases import CheckRequest, Result, list_cases
@@ -184,12 +185,12 @@ def plant(monkeypatch, kernel: str) -> None:
     """Plant a fault into a kernel: under a window mask it uses a wrong scale."""
     right = getattr(TritonEngine, kernel)
 
-    def launch(self, *tensors, **step):
-        windows = (getattr(x, "window", None) for x in tensors)
-        windowed = any(window is not None and window[0] is not None for window in windows)
-        return right(
-            replace(self, scale=self.scale * 1.05, launches={}) if windowed else self, *tensors, **step
-        )
+    def launch(self, *args, **options):
+        first = args[0]
+        tables = first.tables if isinstance(first, BackwardStep) else args[3]
+        windowed = tables.window is not None and tables.window[0] is not None
+        engine = replace(self, scale=self.scale * 1.05, launches={}) if windowed else self
+        return right(engine, *args, **options)
 
     monkeypatch.setattr(TritonEngine, kernel, launch)
 

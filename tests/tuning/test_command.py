@@ -42,7 +42,7 @@ def home(monkeypatch, tmp_path):
         (["--mask", "round"], "known: causal, full"),
         (["--ops", "sideways"], "known: fwd, bwd, fused, few, routes"),
         (["--ops", "few", "--shapes", "128x1,128,4096"], "64 query heads of a key head"),
-        (["--score-mod", "hardcap"], "known: softcap"),
+        (["--score-mod", "hardcap"], "pass softcap"),
         (["--score-mod", "math:pi"], "float, not a score_mod"),
         (["--score-mod", "tests.tuning.test_run:random_score"], "cannot be translated"),
         (["--score-mod", "tests.tuning.test_run:kernel_score"], "give it in Python"),
