@@ -29,6 +29,9 @@ ONE_STEP = {
     "narrow": replace(CALL, dims=(16, 16), dtype=F32, mask=("prefix", 40)),
     "no descriptors": replace(CALL, layout="one channel"),
     "odd blocks": replace(CALL, length=250, kv_length=250, group=1, block=100, mask=("prefix", 230)),
+    "one key": replace(
+        CALL, length=37, kv_length=1, group=1, dims=(16, 1), dtype=F16, score="by row", block=4
+    ),
     "few rows": replace(CALL, length=3, kv_length=500, group=4, mask=("prefix", 400)),
     "split keys": replace(CALL, length=20, kv_length=500, mask=("everything", 0), options={"SPLIT_KV": 3}),
 }

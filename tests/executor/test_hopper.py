@@ -73,6 +73,7 @@ wgmma.commit_group.sync.aligned;
 wgmma.wait_group.sync.aligned 0;
 """
 COPY = "mov.b32 %r5, %r4; add.u32 %r6, %r5, 1;"
+FENCE = "wgmma.fence.sync.aligned;\n"
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,10 @@ COPY = "mov.b32 %r5, %r4; add.u32 %r6, %r5, 1;"
         (PRODUCT + "add.u32 %r1, %r1, 1;" + PRODUCT.split(";", 6)[6], "wgmma.fence"),
         (PRODUCT + PRODUCT.split(";", 6)[6], None),  # the same accumulator, that nothing else accessed
         (PRODUCT.replace("group.sync.aligned 0", "group.sync.aligned 1") + COPY, "wgmma.wait_group"),
+        (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r2, %r1;"), None),  # a copy, as LLVM places it
+        (PRODUCT.replace(FENCE, FENCE + "add.u32 %r1, %r1, 1; mov.b32 %r2, %r1;"), "wgmma.fence"),
+        (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r2, %r5;"), "wgmma.fence"),
+        (PRODUCT.replace(FENCE, "mov.b32 %r2, %r1;"), "wgmma.fence"),
     ],
 )  # fmt: skip
 def test_registers_of_products(body: str, kind: str | None) -> None:
@@ -94,7 +99,6 @@ def test_registers_of_products(body: str, kind: str | None) -> None:
 PACK = "mov.b32 %r11, %r1; mov.b32 %r12, %r1; mov.b32 %r13, %r1; mov.b32 %r14, %r1;\n"
 FROM_REGISTERS = PRODUCT.replace("%d1, %d1,", "{%r11, %r12, %r13, %r14}, %d1,").replace("1, 0, 0;", "1, 0;")
 GROUP = FROM_REGISTERS[FROM_REGISTERS.index("wgmma.fence") :]  # without the start of the accumulator
-FENCE = "wgmma.fence.sync.aligned;\n"
 BEHIND = GROUP.replace(FENCE, FENCE + PACK)
 
 

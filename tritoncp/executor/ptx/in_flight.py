@@ -6,7 +6,10 @@ The rule holds for every path through the program, whatever threads take it: res
 
 Products also need a `wgmma.fence` behind other writes of their registers. Accumulators need it after the last
 write. Operands A in registers need one since the group of products before: LLVM packs them behind the fence
-of their own group, and ptxas keeps that order by the registers.
+of their own group, and ptxas keeps that order by the registers. LLVM also puts copies of one accumulator to
+another behind the fence, where several start with the same value; ptxas puts them in front of the machine
+code's fence (`WARPGROUP.ARRIVE`; read in what ptxas of Triton 3.7.1 makes of `forward_kernel` for one key).
+So a copy of an accumulator that has its fence is no write to the accumulator that it starts.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ def drop(state: State, registers: list[str]) -> None:
 class Rules:
     """How instructions change the state of registers.
 
-    operands: registers of all products
+    operands: registers of all products; accumulators: those that they add to
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -70,6 +73,7 @@ class Rules:
             i for block in kernel.blocks for i in block.instructions if i.opcode.startswith("wgmma.mma")
         ]
         self.operands = {r for i in products for part in self.parts(i) for r in part}
+        self.accumulators = {r for i in products for r in self.parts(i)[0]}
 
     def parts(self, i: Instruction) -> tuple[list[str], list[str]]:
         """Registers of a product's accumulator, and those of its operand A."""
@@ -116,12 +120,14 @@ class Rules:
         busy = [r for r in reads if state.get(r, FRESH) < FRESH]
         ages = [state[r] for r in busy]
         drop(state, writes)
+        is_copy = i.opcode.startswith("mov.") and bool(reads) and not i.predicate
+        starts = is_copy and self.accumulators.issuperset(reads + writes) and state.keys().isdisjoint(reads)
         if i.opcode.startswith("tcgen05.ld"):
             state |= dict.fromkeys(writes, LOADED)
-        elif ages and i.opcode.startswith("mov.") and not i.predicate:
+        elif ages and is_copy:
             state |= dict.fromkeys(writes, min(ages))
             return None
-        else:
+        elif not starts:
             state |= {r: FRESH for r in writes if r in self.operands}
         if not ages:
             return None
