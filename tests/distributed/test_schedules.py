@@ -8,6 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
@@ -25,6 +27,7 @@ from tests.multiprocess.ranks import run as on_ranks
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Wait
 from tritoncp.distributed.schedules import SCHEDULES
+from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document
 from tritoncp.ops import engine_factory
 from tritoncp.planning import traffic
@@ -242,3 +245,15 @@ def test_a_plan_with_another_schedule_is_another_plan() -> None:
         return [torch.allclose(y, outs[0], atol=1e-5) for y in outs]
 
     assert on_ranks(2, work) == [[True] * 6] * 2
+
+
+def test_results_are_laid_out_as_queries_whose_length_nothing_bounds() -> None:
+    """As in the last chunk of a graph, where values have other channels than queries."""
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env):
+        whole = env.create_unbacked_symint()
+        rows = whole - (whole + 1) // 2
+        torch._check(rows >= 0)
+        q = torch.empty_strided((2, 3, rows, 8), (24 * rows, 8, 24, 1))
+        out = laid_out_as(q, 4)
+    assert out.stride()[1:] == (4, 12, 1)

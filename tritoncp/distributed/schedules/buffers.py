@@ -7,6 +7,7 @@ row belongs to one batch row.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -64,11 +65,21 @@ def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> T
     >>> laid_out_as(x, 4).transpose(1, 2).is_contiguous()
     True
     """
-    b, h, s, inner = x.stride()
-    if inner == 1 and channels == x.shape[3] and 0 not in (b, h, s):
+    *strides, inner = x.stride()
+    if inner == 1 and channels == x.shape[3] and 0 not in strides:
         return torch.empty_like(x, dtype=dtype)
-    order = *sorted(range(3), key=x.stride, reverse=True), 3
+    by_size = functools.cmp_to_key(_compare)
+    order = *sorted(range(3), key=lambda dim: by_size(strides[dim]), reverse=True), 3
     return torch.empty_permuted((*x.shape[:3], channels), order, dtype=dtype or x.dtype, device=x.device)
+
+
+def _compare(a: Any, b: Any) -> int:
+    """Compare strides: -1, 0 or 1. In a graph those of sizes that nothing bounds compare as equal."""
+    if isinstance(a, int) and isinstance(b, int):
+        return (a > b) - (a < b)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(a > b) - guard_or_false(a < b)
 
 
 def outputs(
