@@ -59,7 +59,8 @@ class AddedNodes:
     def rows(self, c: int, factor: int = 1) -> Node:
         """Return the node of the number of rows of a chunk, times a factor."""
         if c == self.sizes.chunks - 1:
-            return self.computed(operator.sub, self._source(factor), self.first_row(c, factor))
+            whole = self.add_size(operator.mul, self.cut.source, factor)
+            return self.add_size(operator.sub, whole, self.first_row(c, factor))
         return self.first_row(1, factor)
 
     def first_row(self, c: int, factor: int = 1) -> Any:
@@ -67,15 +68,12 @@ class AddedNodes:
         if c == 0:
             return 0
         unit, count = self.sizes.unit, self.sizes.chunks
-        raised = self.computed(operator.add, self.cut.source, unit * (count - 1))
-        part = self.computed(operator.floordiv, raised, unit * count)
-        return self.computed(operator.mul, part, c * factor * unit)
+        raised = self.add_size(operator.add, self.cut.source, unit * (count - 1))
+        part = self.add_size(operator.floordiv, raised, unit * count)
+        return self.add_size(operator.mul, part, c * factor * unit)
 
-    def _source(self, factor: int) -> Node:
-        return self.computed(operator.mul, self.cut.source, factor)
-
-    def computed(self, operation: Any, x: Any, y: Any) -> Any:
-        """Return the node of an operation on two sizes, each a node or a number."""
+    def add_size(self, operation: Any, x: Any, y: Any) -> Any:
+        """Add the node of an operation on two sizes, each a node or a number, once."""
         if operation is operator.mul and y == 1:
             return x
 

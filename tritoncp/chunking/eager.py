@@ -15,7 +15,7 @@ from tritoncp.chunking.attention import prefixes
 from tritoncp.chunking.report import NO_ROWS, ChunkingError
 from tritoncp.distributed import groups
 from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.planning.parts import chunk_size
+from tritoncp.planning.parts import chunk_range
 from tritoncp.planning.plan import Plan
 
 
@@ -48,9 +48,9 @@ class Eager(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = ("batch", "seq").index(self.dim)
-        rows = x.shape[axis]
-        size = chunk_size(rows, self.chunks, f"{rows} rows of dimension {axis}")
-        calls, results = Calls(self.chunks, self.dim, rows, size), []
+        rows, chunks = x.shape[axis], self.chunks
+        name = f"{rows} rows of dimension {axis}"
+        calls, results = Calls(self.dim, [chunk_range(rows, c, chunks, name) for c in range(chunks)]), []
         for index in range(self.chunks):
             own, others, named = tree_map(
                 lambda value, index=index: self._piece(value, x, index), (x, args, kwargs)
@@ -58,7 +58,7 @@ class Eager(nn.Module):
             calls.begin(index)
             with substitute_calls(calls.run_chunk):
                 results.append(self.module(own, *others, **named))
-        return concatenate(results, axis, [calls.rows_of(index) for index in range(self.chunks)])
+        return concatenate(results, axis, list(map(len, calls.rows)))
 
     def _piece(self, value: Any, x: Tensor, index: int) -> Any:
         """Return a chunk of a tensor that has the size of x that is cut, else the value."""
@@ -102,21 +102,17 @@ def concatenate(results: list[Any], axis: int, rows: list[int]) -> Any:
 class Calls:
     """The attention calls of a module that runs once a chunk: the keys and values of each call so far.
 
-    rows: of all chunks; size: rows of each but the last
+    rows: of each chunk
     """
 
-    def __init__(self, chunks: int, dim: str, rows: int, size: int) -> None:
-        self.chunks, self.dim, self.rows, self.size = chunks, dim, rows, size
+    def __init__(self, dim: str, rows: list[range]) -> None:
+        self.dim, self.rows = dim, rows
         self.index, self.number = 0, 0
         self.keys: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the number of the call in a chunk
 
     def begin(self, index: int) -> None:
         """Begin a chunk."""
         self.index, self.number = index, 0
-
-    def rows_of(self, index: int) -> int:
-        """Return the rows of a chunk."""
-        return min(self.size, self.rows - index * self.size)
 
     def run_chunk(
         self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, mesh: Any,
@@ -126,8 +122,8 @@ class Calls:
         number, self.number = self.number, self.number + 1
         plan = self._plan(query, key, plain_mask(mask), mesh)
         if self.dim == "batch":
-            factor = query.shape[0] // self.rows_of(self.index)
-            part = plan.batch_rows(self.index * self.size * factor, query.shape[0])
+            own = self.rows[self.index]
+            part = plan.batch_rows(own.start * query.shape[0] // len(own), query.shape[0])
         else:
             part, key, value = self._add_keys(plan, self.keys.setdefault(number, []), key, value)
         return run_call(query, key, value, score_mod, part, mesh, options)
@@ -137,7 +133,8 @@ class Calls:
     ) -> tuple[Plan, Tensor, Tensor]:
         """Add this chunk's keys to those of the chunks before it, and return the chunk's plan with the keys
         and values up to the last that its queries need."""
-        needs = plan.needs(self.chunks)
+        total = len(self.rows)
+        needs = plan.needs(total)
         if bool(needs.triu(1).any()):
             raise ChunkingError(
                 "queries of a chunk see keys of a later chunk, which runs after it: by sequence, Eager "
@@ -145,14 +142,14 @@ class Calls:
                 "chunks first"
             )
         chunks.append((key, value))
-        count = prefixes(needs, self.chunks)[self.index]
-        part = plan.part(self.index, self.chunks, keys=None if count == self.chunks else count)
+        count = prefixes(needs, total)[self.index]
+        part = plan.part(self.index, total, keys=None if count == total else count)
         keys, values = zip(*chunks[:count], strict=True)
         return part, torch.cat(keys, 2), None if value is None else torch.cat(values, 2)
 
     def _plan(self, query: Tensor, key: Tensor, mask: Any, mesh: Any) -> Plan:
         """Return the plan of the whole call."""
-        sizes, own = ShardSizes.of(query, key), self.rows_of(self.index)
+        sizes, own, whole = ShardSizes.of(query, key), len(self.rows[self.index]), self.rows[-1].stop
         names = ("batch",) if self.dim == "batch" else ("rows", "kv_rows")
-        sizes = sizes._replace(**{name: getattr(sizes, name) * self.rows // own for name in names})
+        sizes = sizes._replace(**{name: getattr(sizes, name) * whole // own for name in names})
         return plan_cache.plan_of_rows(mask, sizes, groups.group_of(mesh))

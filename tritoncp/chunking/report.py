@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from torch._logging import trace_structured
 from torch.fx import Graph, Node
 
+from tritoncp.planning.parts import chunk_range
+
 
 class ChunkingError(ValueError):
     """A graph, or a size, that cannot be cut into chunks. The graph is unchanged."""
@@ -78,8 +80,8 @@ class Report:
     def __str__(self) -> str:
         rows = ""
         if self.rows is not None:
-            size = -(-self.rows // self.chunks)
-            rest = self.rows - size * (self.chunks - 1)
+            name = f"{self.rows} rows"
+            size, rest = (len(chunk_range(self.rows, c, self.chunks, name)) for c in (0, self.chunks - 1))
             rows = f" of {size} of {self.rows} rows" + f", the last of {rest}" * (rest != size)
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.live_outs.items() if count) or "none"
         lines = [("chunks", f"{self.chunks} by {self.dim}{rows}"), ("regions", ", ".join(self.regions))]

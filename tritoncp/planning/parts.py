@@ -26,11 +26,19 @@ def chunk_size(rows: int, count: int, name: str) -> int:
     return size
 
 
+def chunk_range(rows: int, index: int, count: int, name: str) -> range:
+    """Return the rows of one of ``count`` chunks; errors are those of :func:`chunk_size`.
+
+    >>> chunk_range(62, 3, 4, "62 rows")
+    range(48, 62)
+    """
+    size = chunk_size(rows, count, name)
+    return range(index * size, min((index + 1) * size, rows))
+
+
 def chunk_rows(placement: Placement, index: int, count: int, side: str) -> list[range]:
     """Return each rank's rows of one of ``count`` chunks."""
-    sizes = [chunk_size(length, count, f"{length} rows of {side}") for length in placement.lengths]
-    ends = zip(sizes, placement.lengths, strict=True)
-    return [range(index * size, min((index + 1) * size, length)) for size, length in ends]
+    return [chunk_range(length, index, count, f"{length} rows of {side}") for length in placement.lengths]
 
 
 def rows_of_placement(placement: Placement, rows: list[range]) -> Placement:

@@ -138,8 +138,10 @@ def _plan_of_handle(handle: Node) -> Plan | None:
         return attention.known_plan(handle)
     whole = _plan_of_handle(handle.all_input_nodes[0])
     rest: Any = [hint(x.meta["val"]) if isinstance(x, Node) else x for x in handle.args[1:]]
-    if whole is None or handle.target is batch_rows_op:
-        return whole and whole.batch_rows(*rest)
+    if whole is None:
+        return None
+    if handle.target is batch_rows_op:
+        return whole.batch_rows(*rest)
     index, count, keys = (*rest, None)[:3]
     return whole.part(index, count, keys=keys)
 
