@@ -210,6 +210,8 @@ def _check_signature(fn: JITFunction, grad: JITFunction | None) -> None:
 def is_jit_function(fn: Any) -> bool:
     """Whether `fn` is a @triton.jit function. There is none before Triton is loaded, and this does not load
     it."""
+    if type(fn) is types.FunctionType:  # the usual case, decided at once
+        return False
     triton_jit = sys.modules.get("triton.runtime.jit")
     return triton_jit is not None and isinstance(fn, triton_jit.KernelInterface)
 
@@ -260,7 +262,7 @@ def score_mod(
 
 
 def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype: torch.dtype) -> Mod:
-    if type(fn) is not types.FunctionType and is_jit_function(fn):
+    if is_jit_function(fn):
         fn = Mod.from_triton(fn)
     if isinstance(fn, Mod):
         if fn.is_score != (arguments == 5):

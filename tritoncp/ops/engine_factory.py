@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Sequence
@@ -74,11 +73,12 @@ def engine_of(
             )
         mask = call_mods.translate_mask(plan, q)
         return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
-    launch, captured = _launch_module(), ()
-    layout_of = launch.layout_of
+    from tritoncp.kernels.launch import layout_of, specialisation_of  # loads Triton, which plans do without
+
+    captured: tuple[Any, ...] = ()
     if score is not None:
         tensors = [(layout_of(x), x.device) for x in score.tensors]
-        captured = (score.digest, *tensors, *map(launch.specialisation_of, score.numbers))
+        captured = (score.digest, *tensors, *map(specialisation_of, score.numbers))
     key = (
         call.group and weakref.ref(call.group), call.options, captured, call.scale,
         tile_tables.table_generation, device, cpu_target(), plan.first_row, plan.rank, plan.schedule,
@@ -96,15 +96,6 @@ def engine_of(
         return executable.engine
     caps = arguments(upload(score.tensors, device), score.numbers)
     return executable.engine.with_captures(caps, score.dcaps(grads) if grads else ())
-
-
-@functools.cache
-def _launch_module() -> Any:
-    """Import the module of launches once: it loads Triton, which plans do without, and an import statement
-    takes as long as the look-up of an executable."""
-    from tritoncp.kernels import launch
-
-    return launch
 
 
 def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) -> Executable:
