@@ -18,7 +18,6 @@ HINTS = (
     "[.<l2:L2::evict_normal|L2::evict_first|L2::evict_last>][.L2::cache_hint]"
     "[.<prefetch:L2::64B|L2::128B|L2::256B>]"
 )
-VALUES = "[.<vector:v2|v4|v8>].<type:b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64>"
 TYPES = "b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64"
 VALUES = f"[.<vector:v2|v4|v8>].<type:{TYPES}>"
 ORDERED_LOAD = f"ld.<order:relaxed|acquire>.{SCOPE}{SPACE}{HINTS}{VALUES}"

@@ -121,13 +121,15 @@ class Rules:
         ages = [state[r] for r in busy]
         drop(state, writes)
         is_copy = i.opcode.startswith("mov.") and bool(reads) and not i.predicate
-        starts = is_copy and self.accumulators.issuperset(reads + writes) and state.keys().isdisjoint(reads)
+        copies_sum = (
+            is_copy and self.accumulators.issuperset(reads + writes) and state.keys().isdisjoint(reads)
+        )
         if i.opcode.startswith("tcgen05.ld"):
             state |= dict.fromkeys(writes, LOADED)
         elif ages and is_copy:
             state |= dict.fromkeys(writes, min(ages))
             return None
-        elif not starts:
+        elif not copies_sum:
             state |= {r: FRESH for r in writes if r in self.operands}
         if not ages:
             return None

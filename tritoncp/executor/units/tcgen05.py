@@ -147,7 +147,7 @@ class Tcgen05:
             access.fault("tcgen05.mma adds to tensor memory that was never written")
         if (state & (STORING | LOADING)).any():
             access.fault("tcgen05.mma to tensor memory before tcgen05.wait")
-        shadow, own = tensor.shadow.shaped(self.ctas.n, 4, 32, COLUMNS), self.ctas.clocks.tensor
+        shadow, own = tensor.shadow_columns(), self.ctas.clocks.tensor
         shadow.check(access, cells, "the result of tcgen05.mma", True, own=own)
         shadow.writer[cells] = self.tags(access.cta)
 
@@ -168,7 +168,7 @@ class Tcgen05:
                 access.fault("operand A of tcgen05.mma was never written")
             if (state & STORING).any():
                 access.fault("operand A of tcgen05.mma before tcgen05.wait::st")
-            shadow, own = tensor.shadow.shaped(self.ctas.n, 4, 32, COLUMNS), self.ctas.clocks.tensor
+            shadow, own = tensor.shadow_columns(), self.ctas.clocks.tensor
             shadow.check(access, cells, "operand A of tcgen05.mma", own=own)
             shadow.note_reader(cells, self.tags(access.cta))
         raw = np.ascontiguousarray(tensor.columns(tensor.data)[cells])

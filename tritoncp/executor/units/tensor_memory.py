@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.executor.clocks import no_accesses
+from tritoncp.executor.clocks import Shadow, no_accesses
 from tritoncp.executor.commit_groups import CommitGroups
 from tritoncp.executor.ctas import Ctas
 from tritoncp.executor.faults import CannotContinue
@@ -41,6 +41,10 @@ class TensorMemory:
     def columns(self, x: Array) -> Array:
         """An array of cells by CTA, quarter of the lanes, lane and column."""
         return x.reshape(self.ctas.n, 4, 32, COLUMNS)
+
+    def shadow_columns(self) -> Shadow:
+        """The shadow, shaped as by :meth:`columns`."""
+        return self.shadow.shaped(self.ctas.n, 4, 32, COLUMNS)
 
     # allocation
 
@@ -93,7 +97,7 @@ class TensorMemory:
     def check_free(self, one: Access, cells: Any) -> None:
         if (self.columns(self.state)[cells] & (STORING | LOADING)).any():
             one.fault("tcgen05.dealloc before tcgen05.wait")
-        self.shadow.shaped(self.ctas.n, 4, 32, COLUMNS).check(one, cells, "tcgen05.dealloc", True)
+        self.shadow_columns().check(one, cells, "tcgen05.dealloc", True)
 
     def relinquish(self, access: Access) -> None:
         self.prepare()
