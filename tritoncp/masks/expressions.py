@@ -97,15 +97,15 @@ def lengths(text: str) -> Lengths:
 def mask_of(text: str, documents: Lengths | None = None) -> MaskFn:
     """Return the mask_mod of an expression, or import that of ``module:function``.
 
-        Names: causal, full, document (of lengths ``documents``, or of its arguments), sliding_window(left,
-        right=0) or window, prefix_lm(n) or prefix. Numbers take K and M. Masks are joined with & | ~, or with
-        and, or, not.
+    Names: causal, full, document (of lengths ``documents``, or of its arguments), sliding_window(left,
+    right=0) or window, prefix_lm(n) or prefix. Numbers take K and M. Masks are joined with & | ~, or with
+    and, or, not.
 
-        >>> mask_of("causal & window(4K) & document", [3, 5])
-        and_masks(and_masks(causal(), sliding_window(4096, 0)), document(ids=[8]))
-        >>> mask_of("causal & cusal")
-        Traceback (most recent call last):
-        ValueError: no mask is called 'cusal'; pass one of causal, document, full, prefix, prefix_lm, \
+    >>> mask_of("causal & window(4K) & document", [3, 5])
+    and_masks(and_masks(causal(), sliding_window(4096, 0)), document(ids=[8]))
+    >>> mask_of("causal & cusal")
+    Traceback (most recent call last):
+    ValueError: no mask is called 'cusal'; pass one of causal, document, full, prefix, prefix_lm, \
 sliding_window, window
     """
     text = text.strip()

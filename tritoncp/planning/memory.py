@@ -52,8 +52,8 @@ class Shape:
         shape = cls(**{"batch": plan.batch, **sizes})
         if plan.batch not in (1, shape.batch):
             raise ValueError(
-                f"batch={shape.batch}, but the plan is for {plan.batch} batch rows: leave batch out, or call "
-                "the method of plan.batch_rows(first, count)"
+                f"batch={shape.batch}, but the plan is for {plan.batch} batch rows: leave batch out, or pass "
+                "its plan of these rows, plan.batch_rows(first, count)"
             )
         if shape.heads % shape.kv_heads:
             raise ValueError(

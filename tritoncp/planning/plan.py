@@ -243,7 +243,7 @@ class Plan(BlockMaskInterface):
         ([128, 129], (128,), (256,))
         """
         check_part(index, count, keys)
-        return self._part_once(("seq", index, count, keys), lambda: self._part_of_rows(index, count, keys))
+        return self._part_once((index, count, keys), lambda: self._part_of_rows(index, count, keys))
 
     def _part_of_rows(self, index: int, count: int, keys: int | None) -> Plan:
         if keys is not None:
