@@ -1,11 +1,14 @@
-"""The pages of docs/: Python blocks run as printed, pictures are those of the blocks
-above them, and masks of the gallery give the dense answers."""
+"""README.md and pages of docs/: programs and Python blocks run as printed, with the answers of the oracle;
+commands and links exist; pictures are those of the blocks above them."""
 
 import importlib.util
 import logging
+import os
 import re
 import runpy
 import shlex
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,11 +19,17 @@ from unittest import mock
 import click
 import pytest
 import torch
+import torch._dynamo
+import torch.nn.functional as F
+from click.testing import CliRunner
+from PIL import Image, ImageChops
 from torch import Tensor
+from torch._inductor import config as inductor_config
 
 import tritoncp
 from tests.multiprocess import ranks
 from tritoncp import cli
+from tritoncp.core.process_environment import use_loopback_interface
 from tritoncp.reference.dense import dense_attention
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
@@ -28,7 +37,11 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
 gallery = importlib.import_module("gallery")
-PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+ELSEWHERE = {
+    "compiled_kernels.md",
+    "transformers.md",
+}  # tests/compiled and tests/integrations run their programs
+PAGES = ["../README.md", *sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))]
 PICTURES = {
     block.picture: page
     for page in ("masks.md", "schedules.md")
@@ -36,7 +49,112 @@ PICTURES = {
     if block.picture is not None
 }
 MARKED_FRAGMENT = re.compile(r"<!-- fragment: [^>]+-->\n```python\n.*?^```\n", re.M | re.S)
-PROGRAM = re.compile(r"# torchrun --nproc-per-node 2 (\w+\.py)\n")
+PROGRAM = re.compile(
+    r"# (?:torchrun --nproc-per-node (\d)|python) (\w+)\.py\n"
+)  # the first line of a program
+
+
+def read_blocks(page: str) -> list[Any]:
+    """List the Python blocks of a page that are not marked as fragments."""
+    return gallery.read_blocks(MARKED_FRAGMENT.sub("", (DOCS / page).read_text()))
+
+
+BLOCKS = {
+    page: [block.code for block in blocks]
+    for page in PAGES
+    if page not in ELSEWHERE and (blocks := read_blocks(page))
+}
+PROGRAMS = {
+    program[2]: (int(program[1] or 1), code)
+    for codes in BLOCKS.values()
+    for code in codes
+    if (program := PROGRAM.match(code))
+}
+# Lines that run after a program, in its namespace, and compare what it leaves and prints with the oracle.
+CHECKS = {
+    "drop_in": """
+expected = attend(*whole.double(), mask.to_dense())
+torch.testing.assert_close(out, expected.chunk(2, 2)[rank].float(), atol=1e-5, rtol=1e-5)
+""",
+    "five_lines": """
+whole = []
+for shard in (q, k, v):
+    parts = [torch.empty_like(shard) for _ in range(2)]
+    torch.distributed.all_gather(parts, shard)
+    whole.append(torch.cat(parts, 2).double())
+expected = attend(*whole, is_causal=True).chunk(2, 2)[mesh.get_local_rank()]
+torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
+""",
+    "balanced": """
+whole = [embed, project, unembed]
+whole = [type(part)(*shape) for part, shape in zip(whole, ((256, 64), (64, 192), (64, 256)))]
+for part, trained in zip(whole, (embed, project, unembed)):
+    part.load_state_dict(trained.state_dict())
+    part.double()
+x = rearrange(whole[1](whole[0](text[:, :-1])), "b s (qkv h d) -> qkv b h s d", qkv=3, h=4)
+at, head = torch.arange(S), torch.arange(heads)[:, None, None]
+bias = alibi(torch.zeros(1, dtype=torch.float64), 0, head, at[:, None], at)
+out = attend(*x, torch.where(at[:, None] >= at, bias, -torch.inf))
+logits = whole[2](rearrange(out, "b h s d -> b s (h d)"))
+F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
+for part, trained in zip(whole, (embed, project, unembed)):
+    for expected, got in zip(part.parameters(), trained.parameters()):
+        torch.testing.assert_close(got.grad, expected.grad.float(), atol=1e-6, rtol=1e-3)
+""",
+    "packed": """
+documents = [x.transpose(1, 2).double() for x in whole.split(cu_seqlens.diff().tolist(), 1)]
+expected = torch.cat([attend(*x, is_causal=True) for x in documents], 1).transpose(0, 1)
+expected = expected.chunk(2)[int(os.environ["RANK"])]
+torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
+""",
+    "two_orders": """
+exact = whole.double().requires_grad_()
+q = exact.unflatten(2, (4, 16)).transpose(1, 2)
+expected = attend(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+expected.square().sum().backward()
+for result, want in ((y, expected), (x.grad, exact.grad)):
+    want = want.float().chunk(2, 1)[int(os.environ["RANK"])]
+    torch.testing.assert_close(result, want, atol=1e-5, rtol=1e-5)
+""",
+    "latents": """
+torch.manual_seed(0)
+q, latent = torch.randn(1, H, S, 48).double(), torch.randn(1, 1, S, 64).double()
+weight = torch.randn(latent_channels, H * 64).double()
+expected = attend(q, *expand(latent, weight), is_causal=True)
+torch.testing.assert_close(out, tritoncp.shard(expected, plan, dim=2).float(), atol=1e-4, rtol=1e-4)
+""",
+    "largest_scores": """
+scores = (whole[0] @ whole[1].mT * 0.25).masked_fill(torch.ones(512, 512).triu(1).bool(), -torch.inf)
+torch.testing.assert_close(largest, scores.amax((0, 2, 3)))
+""",
+    "state": """
+def expected(slope):
+    rule = lambda score, b, h, q_idx, kv_idx: score - slope * (q_idx - kv_idx)
+    return dense_attention(q.double(), k.double(), v.double(), before, rule).out.float()
+
+documents = torch.arange(256) // 100
+before = tritoncp.create_block_mask(tritoncp.causal() & tritoncp.document(ids=documents), 1, 1, 256, 256)
+torch.testing.assert_close(first, expected(0.5), atol=1e-5, rtol=1e-5)
+torch.testing.assert_close(second, expected(1.0), atol=1e-5, rtol=1e-5)
+assert "captured tensor" in output and "old state of documents" in output, output
+""",
+    "compiled": """
+mask = tritoncp.create_block_mask(documents, 1, 1, 256, 256)
+expected = dense_attention(*[x.double()] * 3, mask, alibi).out
+torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
+assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+""",
+    "two_ranks": "assert error < 5e-5  # float32 gradients: sums of up to 1000 terms, in another order",
+    "tree_step": "assert error < 5e-5",
+    "moved": """
+expected = dense_attention(*[x.double() for x in whole], mask, tritoncp.alibi(H)).out
+torch.testing.assert_close(result, expected.float(), atol=1e-5, rtol=1e-5)
+""",
+    "generate_beside_training": """
+lines = [line.split()[1] for line in output.splitlines()]
+assert lines == ([] if int(os.environ["RANK"]) else ["0", "1", "2", "3"])
+""",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -50,28 +168,6 @@ def programs_of_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     log.setLevel(level)
 
 
-def read_blocks(page: str) -> list[Any]:
-    """List the Python blocks of a page that are not marked as fragments."""
-    return gallery.read_blocks(MARKED_FRAGMENT.sub("", (DOCS / page).read_text()))
-
-
-def pages_to_run() -> list[str]:
-    """List the pages with Python blocks that no other test names: other tests run those that they name."""
-    tests = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
-    named = set(re.findall(r"\bdocs/([\w/]+\.md)\b", "".join(path.read_text() for path in tests)))
-    return [page for page in PAGES if page not in named and read_blocks(page)]
-
-
-def programs_to_run() -> list[tuple[str, str]]:
-    """List (page, file name) of the blocks that are programs for two ranks."""
-    return [
-        (page, program[1])
-        for page in pages_to_run()
-        for block in read_blocks(page)
-        if (program := PROGRAM.match(block.code))
-    ]
-
-
 def test_the_api_reference_has_every_public_name() -> None:
     text = (DOCS / "api.md").read_text()
     directives = set(re.findall(r"^\.\. (?:auto)?(?:function|class|data):: (?:[\w.]+\.)?(\w+)$", text, re.M))
@@ -79,30 +175,93 @@ def test_the_api_reference_has_every_public_name() -> None:
     assert ".. automodule:: tritoncp.chunking\n" in text
 
 
-@pytest.mark.parametrize("page", pages_to_run())
+@pytest.mark.parametrize("page", BLOCKS)
 def test_blocks_of_a_page_run_as_printed(page: str, tmp_path: Path) -> None:
     """Blocks that are no programs run in order, in one namespace, as in a notebook."""
-    blocks = [block.code for block in read_blocks(page) if not re.match(r"# .*\w\.py\n", block.code)]
-    (tmp_path / "page.py").write_text("\n".join(blocks))
+    (tmp_path / "page.py").write_text("\n".join(code for code in BLOCKS[page] if not PROGRAM.match(code)))
     runpy.run_path(str(tmp_path / "page.py"))
 
 
-@pytest.mark.parametrize(("page", "name"), programs_to_run())
-def test_a_program_of_a_page_runs_as_printed_on_two_ranks(page: str, name: str, tmp_path: Path) -> None:
-    (text,) = [block.code for block in read_blocks(page) if block.code.split("\n")[0].endswith(f" {name}")]
-    (tmp_path / name).write_text(text)
+def run_program(name: str, path: Path, result: Any, world_size: int | None = None) -> list[Any]:
+    """Run a program of a page, on as many ranks as its first line says; see :func:`ranks.run_program`."""
+    count, code = PROGRAMS[name]
+    path.write_text(code)
+    return ranks.run_program(world_size or count, path, result)
 
-    def compare(names: dict[str, Any], output: str) -> None:
-        if name == "two_ranks.py":
-            assert names["error"] < 5e-5  # float32 gradients: sums of up to 1000 terms, in another order
-        if name == "tree_step.py":
-            assert names["error"] < 5e-5
-        if name == "moved.py":
-            exact = (x.double() for x in names["whole"])
-            expected = dense_attention(*exact, names["mask"], tritoncp.alibi(names["H"])).out
-            torch.testing.assert_close(names["result"], expected.float(), atol=1e-5, rtol=1e-5)
 
-    ranks.run_program(2, tmp_path / name, compare)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.long] * (n == "compiled")) for n in PROGRAMS],  # needs g++
+)
+@pytest.mark.filterwarnings("error:.*places blocks")
+def test_a_program_of_a_page_runs_as_printed(name: str, tmp_path: Path) -> None:
+    assert CHECKS.keys() <= PROGRAMS.keys()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    scope = {"attend": F.scaled_dot_product_attention, "dense_attention": dense_attention, "os": os}
+    scope |= {"torch": torch, "counters": torch._dynamo.utils.counters}
+
+    def compare(variables: dict[str, Any], output: str) -> None:
+        exec(CHECKS.get(name, ""), variables | scope | {"output": output})
+
+    with inductor_config.patch(compile_threads=1):  # a fork has no threads of its parent's pool
+        run_program(name, tmp_path / "program.py", compare)
+
+
+def training(variables: dict[str, Any], output: str) -> tuple[list[float], list[Tensor], str]:
+    """Return the losses, the gradients of the last step, and the output of a program that trains a model."""
+    return variables["losses"], [weight.grad for weight in variables["model"].parameters()], output
+
+
+@pytest.mark.parametrize("name", ["own_loop", "train"])
+def test_a_program_trains_on_two_ranks_as_on_one(name: str, tmp_path: Path) -> None:
+    ((losses, gradients, _),) = run_program(name, tmp_path / "program.py", training, 1)
+    assert len(set(losses)) == len(losses) > 1
+    for rank, (losses_of_rank, gradients_of_rank, output) in enumerate(
+        run_program(name, tmp_path / "program.py", training)
+    ):
+        torch.testing.assert_close(losses_of_rank, losses, rtol=1e-6, atol=0)
+        for actual, expected in zip(gradients_of_rank, gradients, strict=True):
+            limit = 3e-6 * expected.abs().max().item()
+            torch.testing.assert_close(actual, expected, rtol=0, atol=limit)
+        assert len(output.splitlines()) == (len(losses) if rank == 0 else 0)
+
+
+def test_a_batch_that_one_rank_refuses_is_skipped_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses are those of one rank that trains without that batch."""
+    name, path, losses = (
+        "skip_bad_batches",
+        tmp_path / "program.py",
+        lambda variables, output: variables["losses"],
+    )
+    of_ranks = run_program(name, path, losses)
+    text = PROGRAMS[name][1].replace("for step in range(5):", "for step in (0, 1, 3, 4):")
+    monkeypatch.setitem(PROGRAMS, name, (1, text))
+    (alone,) = run_program(name, path, losses)
+    assert len(set(alone)) == 4
+    for of_rank in of_ranks:
+        torch.testing.assert_close(of_rank, alone, rtol=1e-5, atol=0)
+
+
+@pytest.mark.long
+def test_two_agents_of_torchrun_meet_as_on_two_hosts(tmp_path: Path) -> None:
+    """The last commands of the page, as printed but for the port, which another process may use."""
+    (tmp_path / "train.py").write_text(PROGRAMS["train"][1])
+    commands = re.findall(r"```bash\n(.*?)```", (DOCS / "several_hosts.md").read_text(), re.DOTALL)[-1]
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    use_loopback_interface()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        ["bash", "-e", "-c", commands.replace("29500", str(port)) + "wait $!\n"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("step")]
+    assert steps == ["0", "1"], "rank 0 alone prints"
 
 
 def shell_commands(text: str) -> list[list[str]]:
@@ -124,7 +283,7 @@ def wrong_options(words: list[str]) -> list[str]:
     return [word for word in words if re.match(r"-+[a-z]", word) and word not in options]
 
 
-@pytest.mark.parametrize("page", ["../README.md", *PAGES])
+@pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page_exist(page: str) -> None:
     targets = set(re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
     for words in shell_commands((DOCS / page).read_text()):
@@ -168,27 +327,50 @@ def test_a_mask_or_mod_of_the_gallery_gives_the_dense_answer(picture: str, entri
     inputs = [
         torch.randn(batch, heads, tokens, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)
     ]
-    expected = dense_attention(*inputs, visible, score_mod)
-    if options:  # a sink is one more logit, without a value
-        sinks = options["sinks"][:, None]
-        out = expected.out * torch.sigmoid(expected.lse - sinks)[..., None]
-    else:
-        out = expected.out
-    cotangent = torch.randn_like(out)
-    wants = torch.autograd.grad(out, inputs, cotangent)
-
-    alone = tritoncp.flex_attention(*(x.detach() for x in inputs), score_mod, mask, **options)
-    torch.testing.assert_close(alone, out, atol=1e-6, rtol=1e-6)
+    expected = dense_attention(*inputs, visible, score_mod, **options).out
     world = tritoncp.simulate(2)
     plan = world.make_plan(mask)
     shards = [world.shard(x, plan, dim=2) for x in inputs]
-    two = world.unshard(world.flex_attention(*shards, score_mod, plan, **options), plan, dim=2)
-    torch.testing.assert_close(two, out, atol=1e-6, rtol=1e-6)
-    for got, want in zip(torch.autograd.grad(two, inputs, cotangent), wants, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+    out = world.unshard(world.flex_attention(*shards, score_mod, plan, **options), plan, dim=2)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+    cotangent = torch.randn_like(out)
+    grads = (torch.autograd.grad(x, inputs, cotangent) for x in (out, expected))
+    torch.testing.assert_close(*grads, atol=1e-6, rtol=1e-6)
 
 
 def gallery_visible(entry: gallery.Entry, mask_mod: Any) -> Tensor:
     """Evaluate a mask_mod at every pair: bool [B, H, S, S]."""
     indices = torch.meshgrid(*(torch.arange(n) for n in (*entry.size, entry.size[2])), indexing="ij")
     return mask_mod(*indices).expand(indices[0].shape)
+
+
+def test_the_readme_is_short_and_its_pages_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 100
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert (ROOT / link).exists(), f"README.md links {link}"
+
+
+def test_the_command_of_the_pages_draws_the_picture_of_the_readme(tmp_path: Path) -> None:
+    page = (ROOT / "docs/commands.md").read_text()
+    (command,) = re.findall(r"tritoncp (plan .*) --png docs/images/plan.png", page)
+    assert f"tritoncp {command} --png" in (ROOT / "README.md").read_text().replace("\n", " ")
+    result = CliRunner().invoke(cli.main, [*command.split(), "--png", str(tmp_path / "plan.png")])
+    assert result.exit_code == 0, result.output
+    drawn, kept = (Image.open(path) for path in (tmp_path / "plan.png", ROOT / "docs/images/plan.png"))
+    assert drawn.size == kept.size and (ROOT / "docs/images/plan.png").stat().st_size < 250_000
+    # Texts differ between versions of Matplotlib; the coloured blocks of the mask do not.
+    area = (0.07, 0.1, 0.54, 0.68)
+    width, height = kept.size
+    box = tuple(int(part * side) for part, side in zip(area, (width, height, width, height)))
+    difference = ImageChops.difference(*(image.convert("RGB").crop(box) for image in (drawn, kept)))
+    assert difference.getbbox() is None, "the picture is of another plan: run the command of docs/commands.md"
+
+
+def test_no_file_names_a_registry() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    files = [ROOT / name for name in listed.stdout.split("\0") if name] or [ROOT / "Makefile"]
+    for path in files:
+        if path.is_file() and path.suffix in {"", ".txt", ".toml", ".md", ".yaml", ".yml"}:
+            text = path.read_text()
+            assert not re.search(r"--(extra-)?index-url|pypi\.org|download\.pytorch", text), path
