@@ -277,34 +277,6 @@ def test_one_graph_serves_all_plans_of_a_size() -> None:
     assert counter.frame_count == 1
 
 
-# -- mistakes -----------------------------------------------------------------------------------------------
-
-
-def test_mistakes_say_what_is_needed() -> None:
-    world, plan, longer = tritoncp.simulate(2), *(build(full_mask(n, n, block=4), 2) for n in (16, 20))
-    shards = world.shard(torch.zeros(16), plan, dim=0)
-    by_row = build(random_mask(2, 4, 0, 4, 1), 2)
-    cases: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-        (shards, (plan, longer, world), {}, ValueError, "places 16 .* other 20"),
-        (shards, (plan, tritoncp.causal(), world), {}, TypeError, "Plans, or None for natural order"),
-        (shards[:1], (plan, None, world), {}, ValueError, "2 shards, one a rank, is needed; got 1"),
-        (shards[0], (plan, None), {}, ValueError, "for 2 ranks, the mesh has 1; pass the mesh"),
-        ([x[1:] for x in shards], (plan, None, world), {}, ValueError, "8 rows along dimension 0"),
-        (shards, (plan, None, world), {"side": "k"}, ValueError, "side='k'"),
-        ([x.byte() for x in shards], (plan, None, world), {"pad": -1}, ValueError, "pad=-1 is no value"),
-        (shards, (plan, by_row, world), {"batch_dim": None}, ValueError, "2 batch rows differently"),
-        (shards, (plan, None, world), {"batch_dim": 1}, ValueError, r"\(8,\) has no dimension 1; batch_dim="),
-        (shards, (None, None, world), {"dim": 9}, ValueError, r"\(8,\) has no dimension 9"),
-        (shards[0], (None, None), {"side": "k"}, ValueError, "side='k'"),
-    ]  # fmt: skip
-    for x, args, options, kind, message in cases:
-        with pytest.raises(kind, match=message):
-            reshard(x, *args, **{"dim": 0, **options})
-    alone = build(full_mask(16, 16, block=4), 1)
-    with pytest.raises(RuntimeError, match=r"tritoncp\.reshard was called under torch.vmap"):
-        torch.vmap(lambda x: reshard(x, alone, None, dim=0))(torch.zeros(2, 16))
-
-
 def test_messages_log_their_bytes_once(caplog: pytest.LogCaptureFixture) -> None:
     log_lines.forget_decisions()
     world, plan = tritoncp.simulate(2), build(full_mask(16, 16, block=4), 2, balancer="head_tail")

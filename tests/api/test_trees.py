@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -283,40 +282,6 @@ def test_a_rank_fetches_little_beside_the_prefix(leaves: int, leaf: int) -> None
     assert plan.imbalance <= 1.02 and least <= int(remote.max()) <= 1.12 * max(prefix, least)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: tritoncp.pack_trajectories([]), "0 trajectories without a token"),
-        (
-            lambda: tritoncp.pack_trajectories([[1.5]]),
-            r"trajectory 0 must be integers \[tokens\], got torch.float",
-        ),
-        (lambda: tritoncp.pack_trajectories([[1, 2]], [[1.0]]), r"weights \[tokens\] for each of 1"),
-        (lambda: tritoncp.pack_trajectories([[1]]).unpack(torch.ones(2)), r"values \[1, ...\] are needed"),
-        (lambda: tritoncp.pack_trajectories([[1]]).unpack([1]), r"a tensor, got a list"),
-    ],
-)
-def test_mistakes_of_packing_say_what_to_do(call, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([["abc"]], "trajectory 0 is the str 'abc'; a list of numbers or a tensor"),
-        ([[{"tokens": [1]}]], "trajectory 0 is the dict .*; a list of numbers or a tensor"),
-        ([{"a": [1]}], "trajectories is a dict; a list"),
-        (["abc"], "trajectories is a str; a list"),
-        ([[[1]], ["abc"]], r"weights\[0\] is the str 'abc'"),
-        ([[[1]], 1.0], "weights is a float; a list"),
-    ],
-)
-def test_trajectories_are_lists_of_lists(arguments, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        tritoncp.pack_trajectories(*arguments)
-
-
 @pytest.mark.parametrize("first", [torch.nan, torch.inf])
 def test_padding_has_weight_0_whatever_the_first_token_weighs(first: float) -> None:
     mask_mod = tritoncp.tree([-1, 0, 0], [2, 1, 2])
@@ -326,26 +291,3 @@ def test_padding_has_weight_0_whatever_the_first_token_weighs(first: float) -> N
     edges = tritoncp.tree_edges(plan, mask_mod, torch.arange(10, 15, dtype=torch.int32), weights)
     assert edges.weights.tolist() == [1, 0, 0] and edges.labels.tolist() == [14, 0, 0]
     assert edges.labels.dtype == torch.int32 and edges.targets.tolist() == [4, -1, -1]
-
-
-def test_edges_are_of_the_tokens_of_plan_and_tree() -> None:
-    mask_mod = tritoncp.tree([-1, 0, 0], [2, 3, 3])
-    plan = tritoncp.make_plan(tritoncp.create_block_mask(mask_mod, 1, 1, 8, 8, BLOCK_SIZE=4), world_size=2)
-    edges = partial(tritoncp.tree_edges, plan)
-    for rank in range(2):  # also where a rank holds none of the positions that the tree lacks
-        with pytest.raises(ValueError, match="have 6 tokens, the mask needs 8"):
-            tritoncp.positions(plan.for_rank(rank), tritoncp.tree([-1], [6]))
-    with pytest.raises(ValueError, match=r"plan is of 8 tokens.* tokens \[7\]"):
-        edges(mask_mod, torch.zeros(7).long())
-    with pytest.raises(ValueError, match=r"tokens \[2, 8\], weights \[3, 8\]"):
-        edges(mask_mod, torch.zeros(2, 8).long(), torch.zeros(3, 8))
-    with pytest.raises(TypeError, match="tokens is a list; a tensor"):
-        edges(mask_mod, [0] * 8)
-    with pytest.raises(TypeError, match="weights is a list; a tensor"):
-        edges(mask_mod, torch.zeros(8).long(), [1.0] * 8)
-    with pytest.raises(TypeError, match=r"tokens are torch.float32; ids are integers"):
-        edges(mask_mod, torch.zeros(8))
-    with pytest.raises(TypeError, match="tree is a SlidingWindow"):
-        edges(tritoncp.causal(), torch.zeros(8).long())
-    with pytest.raises(TypeError, match="plan is a Mask; a plan of make_plan"):
-        tritoncp.tree_edges(plan.mask, mask_mod, torch.zeros(8).long())

@@ -1,27 +1,98 @@
-"""Tests of argument checks: each message names the argument that was passed and the remedy."""
+"""Mistakes: each message names the argument and the remedy, also after a call that is right."""
 
 from __future__ import annotations
 
+import builtins
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import AuxRequest
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 import tritoncp
-from tests.api.mistakes import MISTAKES, TYPE_ERRORS, S, whole, x
+from tests.masks.packed_documents import cumulative
+from tests.ops.test_expand import expand_latent, inputs
+from tests.planning.test_placement import random_mask
 from tritoncp import causal
+from tritoncp.api import validate
 from tritoncp.api.attention import flex_attention
+from tritoncp.api.plan_cache import plan_in_order
 from tritoncp.api.plans import make_plan
+from tritoncp.distributed import groups
+from tritoncp.masks import full_mask
+from tritoncp.masks.expressions import mask_of
+from tritoncp.planning.build import build
+
+TABLE = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text())
+S = 32
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_raises_an_error_with_a_remedy(name):
-    make, arguments, advice = MISTAKES[name]
-    with pytest.raises(TypeError if name in TYPE_ERRORS else ValueError) as caught:
-        make()
+def x(*shape, **options):
+    return torch.zeros(shape or (1, 2, S, 16), **options)
+
+
+def elsewhere():
+    """Make a tensor on a device without kernels; it has no values."""
+    with FakeTensorMode():
+        return torch.empty(1, 2, S, 16, device="mps")
+
+
+def whole(mod=None, batch=1, heads=1, length=S):
+    return tritoncp.create_block_mask(mod or causal(), batch, heads, length, length, BLOCK_SIZE=16)
+
+
+def call(q=None, k=None, v=None, *rest, **options):
+    q = x() if q is None else q
+    k = q if k is None else k
+    return flex_attention(q, k, k if v is None else v, *rest, **options)
+
+
+def plan(world_size=2, rank=0, **options):
+    return make_plan(whole(**options), world_size=world_size, rank=rank)
+
+
+def learned_mask():
+    weight = torch.zeros(S, requires_grad=True)
+    return torch_block_mask(lambda b, h, q, kv: weight[q] >= weight[kv].detach(), 1, 1, S, S, device="cpu")
+
+
+def lower():
+    return torch_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
+
+
+def sliced():
+    return lower()[:, :, 0]
+
+
+def shards(mask, q):
+    return tritoncp.simulate(2).flex_attention([q] * 2, [q] * 2, [q] * 2, block_mask=mask)
+
+
+NAMES = {  # of the calls in the table, beside tritoncp's own
+    "tritoncp": tritoncp, "torch": torch, "AuxRequest": AuxRequest, "S": S, "validate": validate,
+    "sizes": validate.ShardSizes.of, "groups": groups, "plan_in_order": plan_in_order, "full_mask": full_mask,
+    "mask_of": mask_of, "build": build, "random_mask": random_mask, "cumulative": cumulative, "x": x,
+    "inputs": inputs, "expand_latent": expand_latent, "elsewhere": elsewhere, "whole": whole, "call": call,
+    "plan": plan, "learned_mask": learned_mask, "lower": lower, "sliced": sliced, "shards": shards,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("area", "row"),
+    [pytest.param(area, row, id=f"{area}: {row[0][:60]}") for area in TABLE for row in TABLE[area]["rows"]],
+)
+def test_a_mistake_raises_an_error_with_a_remedy(area, row):
+    expression, kind, *patterns = row
+    scope = {name: getattr(tritoncp, name) for name in tritoncp.__all__} | NAMES
+    exec(TABLE[area].get("setup", ""), scope)
+    with pytest.raises(getattr(builtins, kind)) as caught:
+        eval(expression, scope)
     text = " ".join(str(caught.value).split())
-    assert re.search(arguments, text) and re.search(advice, text), text
+    assert all(re.search(pattern, text) for pattern in patterns), text
 
 
 AFTER_A_GOOD_CALL = {

@@ -179,25 +179,6 @@ def test_torch_takes_them_as_they_are(mod: MaskMod) -> None:
         assert bool(traced(*torch.tensor(at).unbind())) == bool(dense(mod, N, N)[at])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: sliding_window(-2), "pass 0 or more, or -1 for all"),
-        (lambda: document(), "pass one of them"),
-        (lambda: document(ids=torch.zeros(3)), r"integer tensor \[N\] or \[B, N\], got torch.float32 \(3,\)"),
-        (lambda: document(lengths=[3, -1]), "integers >= 0"),
-        (lambda: document(lengths=[[3, 1], [2, 1]]), r"must add up to the same, got \[4, 3\]"),
-        (lambda: document(lengths=[3, 1]).intervals(5, 4), "ids cover 4 tokens, the mask needs 5"),
-        (lambda: prefix_lm(torch.zeros(2, 2)), "must be an int or an integer tensor"),
-        (lambda: sliding_window(2.5), "sliding_window: left=2.5; a number of tokens"),
-        (lambda: or_masks(causal(), torch.ones(3)), r"or_masks: a Tensor; pass mask_mods"),
-    ],
-)
-def test_mistakes_say_what_to_do(call, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        call()
-
-
 ONE_ROW = {
     "document": document(ids=torch.tensor([[0, 1, 0, 1, 2, 2, 1, 0]])),
     "prefix": prefix_lm(torch.tensor([3])),

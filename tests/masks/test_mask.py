@@ -260,16 +260,6 @@ def test_a_slice_is_refused_and_so_are_broken_lists() -> None:
         from_block_mask(far)
 
 
-def test_other_mistakes_say_what_to_do() -> None:
-    with pytest.raises(ValueError, match="differs between 2 batch rows, but the mask has B=1: pass B=2"):
-        create_block_mask(document(lengths=[[4, 4], [2, 6]]), None, None, 8, 8)
-    with pytest.raises(ValueError, match="has 2 x 1 blocks, its runs have 1 x 1"):
-        Mask(8, 8, 4, 8, full_mask(8, 8).runs, None, None, None)
-    with pytest.raises(ValueError, match=r"16 x 1073741825; .* up to 1073741824 tokens"):
-        full_mask(16, (1 << 30) + 1, block=1 << 24)
-    assert full_mask(16, 1 << 30, block=1 << 24).kv_len == 1 << 30
-
-
 @FEW
 @given(geometries(), st.integers(0, 999), st.data())
 def test_rows_of_a_mask_have_the_same_visible_pairs(geometry, seed: int, data: st.DataObject) -> None:

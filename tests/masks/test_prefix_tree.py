@@ -47,45 +47,6 @@ def test_the_permutation_of_the_error_brings_segments_into_order(case) -> None:
         assert mask_mod.query_intervals(len(index), len(index)) is not None
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: tree([-1, 0], [1]), r"are \[2\] and \[1\]; pass both for every segment"),
-        (lambda: tree([-1, 0], [1.0, 2.0]), r"lengths must be integers \[n\] or \[B, n\], got torch.float32"),
-        (lambda: tree([], []), "pass at least one segment"),
-        (lambda: tree([-1], torch.tensor([1j])), "lengths must be integers .* got torch.complex64"),
-        (lambda: tree([-1, 0], [1, -2]), "lengths must be at least 0, got -2"),
-        (lambda: tree([-1, 7], [1, 2]), r"parent\[1\] is 7"),
-        (lambda: tree([1, 0, -1], [1, 1, 1]), "2 of 3 segments are on no path from a root"),
-        (lambda: tree([[-1, 0], [-1, 0]], [[1, 2], [2, 2]]), r"must add up to the same, got \[3, 4\]"),
-        (lambda: tree([-1], [3], window=(-2, 0)), r"window=\(-2, 0\)"),
-        (lambda: create_block_mask(tree([-1], [3]), 1, 1, 4, 4), "have 3 tokens, the mask needs 4"),
-        (lambda: tree([-1], [2**31 + 5]), "add up to 2147483653 tokens; a mask has up to 1073741824"),
-        (lambda: tree([-1] * 4, [2**62] * 4), "add up to 18446744073709551616 tokens"),
-        (
-            lambda: create_block_mask(tree([-1], [3]) | (lambda b, h, q, kv: q == kv), 1, 1, 4, 4),
-            "have 3 tokens, the mask needs 4",
-        ),
-        (
-            lambda: create_block_mask(~tree([-1], [3], window=(1, -1)), 1, 1, 4, 4),
-            "have 3 tokens, the mask needs 4",
-        ),
-        (lambda: create_block_mask(tree([[-1]] * 2, [[3]] * 2), 3, 1, 3, 3), "differs between 2 batch rows"),
-    ],
-)
-def test_mistakes_say_what_to_do(call, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-@pytest.mark.parametrize(
-    ("parent", "name"), [(None, "the NoneType"), ("ab", "the str 'ab'"), ([[-1], [-1, 0]], "the list")]
-)
-def test_segments_are_lists_of_numbers(parent, name: str) -> None:
-    with pytest.raises(TypeError, match=rf"tree: parent is {name}.* integers, \[n\] or \[B, n\], is needed"):
-        tree(parent, [1, 2])
-
-
 def test_a_tree_may_have_no_tokens() -> None:
     assert create_block_mask(tree([-1, 0], [0, 0]), 1, 1, 0, 0).runs.shape == (1, 1, 0, 0)
     assert create_block_mask(tree([[-1]] * 2, [[0]] * 2), 2, 1, 0, 0).runs.shape == (2, 1, 0, 0)

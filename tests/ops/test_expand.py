@@ -467,45 +467,7 @@ def test_raw_masks_take_a_schedule_for_latents() -> None:
     torch.testing.assert_close(torch.cat(outs, 2), want)
 
 
-# -- mistakes ---------------------------------------------------------------------------------------------
-
-
-def test_mistakes_say_what_is_needed() -> None:
-    q, latent, weight, scale, _ = inputs(16, dtype=torch.float32)
-    learned, mask = weight.clone().requires_grad_(), causal()
-
-    def call(fn: Any = expand_latent, *, value: Any = None, key: Tensor = latent, **options: Any) -> Any:
-        expand = (fn, weight, scale, 2) if fn is expand_latent else (fn,) if callable(fn) else fn
-        return flex_attention(q, key, value, mask, **{"enable_gqa": True, "expand": expand, **options})
-
-    def of(key: tuple[int, ...], value: tuple[int, ...], dtype=torch.float32) -> Callable[..., Any]:
-        return lambda latent: (torch.ones(key, dtype=dtype), torch.ones(value))
-
-    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: call(weight), TypeError, r"expand is a Tensor; .*expand=\(fn, \*parameters\)"),
-        (lambda: call((weight, expand_latent)), TypeError, "expand is a tuple"),
-        (lambda: call(value=latent), ValueError, "value is given.*value=None"),
-        (lambda: flex_attention(q, latent, None, mask), TypeError, "value is a NoneType"),
-        (lambda: call(key=latent.double()), ValueError, "key is torch.float64"),
-        (lambda: call(key=latent[0]), ValueError, r"key is \(1, 16, 8\)"),
-        (lambda: call(key=latent[[0, 0, 0]]), ValueError, r"latent \(3, 1, 16, 8\) do not fit"),
-        (lambda: call(lambda latent: latent), TypeError, "returned a Tensor; a pair"),
-        (lambda: call(lambda latent: (latent, 3)), TypeError, "returned a tuple; a pair"),
-        (lambda: call(of((1, 2, 1, 5), (1, 2, 1, 5))), ValueError, r"key \(1, 2, 1, 5\) for a latent"),
-        (lambda: call(of((1, 2, 2, 5), (2, 2, 2, 5))), ValueError, r"value \(2, 2, 2, 5\) for a latent"),
-        (lambda: call(of((1, 2, 2, 5), (1, 2, 2, 5), F64)), ValueError, "expand: .*key is torch.float64"),
-        (lambda: call(of((1, 3, 2, 5), (1, 3, 2, 5))), ValueError, "4 query heads and 3 key heads"),
-        (lambda: call(of((1, 2, 2, 6), (1, 2, 2, 5))), ValueError, "expand: .*do not fit together"),
-        (lambda: call(of((1, 2, 2, 5), (1, 2, 2, 300))), ValueError, "expand: .*value has head dim 300"),
-        (lambda: call(enable_gqa=False), ValueError, "expand: .*without enable_gqa"),
-        (
-            lambda: call(lambda latent: expand_latent(latent, learned, scale, 2)), ValueError,
-            r"reads a tensor that requires grad.*expand=\(fn, \*parameters\)",
-        ),
-    ]  # fmt: skip
-    for run, kind, message in cases:
-        with pytest.raises(kind, match=message):
-            run()
+def test_ulysses_is_refused() -> None:
     plan = build(full_mask(16, 16, block=4), 2, schedule="ulysses")
     with pytest.raises(ValueError, match=r"'ulysses', which gives each rank some heads.*'allgather'"):
-        over_ranks([q.double(), latent.double(), weight.double(), scale.double(), q.double()], plan)
+        over_ranks(inputs(16), plan)
