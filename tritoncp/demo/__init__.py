@@ -4,7 +4,6 @@ corpus.py    source files of the standard library -> documents packed into windo
 model.py     the transformer; attention is an argument of its calls
 train.py     the training loop, the same for one rank and for many
 ranks.py     local processes that train together
-report.py    the plan as a picture, the tables, the verdict
-run.py       both runs, from their options to the report
+run.py       both runs, from their options to the picture, the tables and the verdict
 command.py   the command `tritoncp demo`
 """
