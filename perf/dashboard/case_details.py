@@ -105,19 +105,13 @@ def _describe_change(trend: Trend, change: trends.Change, repository: str) -> st
     mark = CLASSES[kind]
     text = f'<span class="{mark}">{percent(change.ratio - 1)}, {kind}</span>'
     text += f" ({change.before:.4g} → {change.after:.4g} ms) {day_of(points[at])}, {code}. "
-    causes = trends.find_causes(points, at)
-    others = [
-        f"{cause.name} {cause.before} → {cause.after}"
-        + (f" ({abs(cause.away)} {'later' if cause.away > 0 else 'before'})" if cause.away else "")
-        for cause in causes
-        if cause.name != "commit"
-    ]
     nothing = (
         "Only the commit changed there."
-        if causes
+        if trends.find_causes(points, at)
         else "Nothing that is recorded changed there: look at the machine."
     )
-    text += escape(f"Changed there: {'; '.join(others)}." if others else nothing)
+    others = format_causes(points, at)
+    text += escape(f"Changed there: {others}." if others else nothing)
     baselines = [points[i].baselines() for i in (max(0, at - 1), at)]
     moved = [
         f"{name} {percent(ms / baselines[0][name] - 1)}"
@@ -125,6 +119,16 @@ def _describe_change(trend: Trend, change: trends.Change, repository: str) -> st
         if name in baselines[0]
     ]
     return text + (escape(f" Baselines in the same runs: {', '.join(moved)}.") if moved else "")
+
+
+def format_causes(points: Sequence[Point], at: int) -> str:
+    """Name the versions and drivers that changed near a point, and how many points away."""
+    return "; ".join(
+        f"{cause.name} {cause.before} → {cause.after}"
+        + (f" ({abs(cause.away)} {'later' if cause.away > 0 else 'before'})" if cause.away else "")
+        for cause in trends.find_causes(points, at)
+        if cause.name != "commit"
+    )
 
 
 def figures_table(point: Point) -> str:

@@ -93,7 +93,7 @@ def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | Non
     """Compare the cases that both sides have, on the same series; on any, if no series is on both sides.
 
     baseline: compare multiples of this family's time in the same run instead of times, since a change of the
-    machine affects both. Raises Unknown, with a list of the baselines, where a side lacks it.
+    machine affects both. Raises InputError, with a list of the baselines, where a side lacks it.
 
     >>> from tritoncp.perf.records.history import Series
     >>> def side(times):
@@ -130,7 +130,7 @@ def _check_baseline(baseline: str, *sides: Sequence[Point]) -> None:
         before, after = (", ".join(sorted(names)) or "none" for names in families)
         untuned = any(baseline in point.untuned() for points in sides for point in points)
         why = f"; its times without {TUNED[baseline]!r} are untuned and do not count" if untuned else ""
-        raise Unknown(f"no baseline {baseline!r} on both sides; before: {before}; after: {after}{why}")
+        raise InputError(f"no baseline {baseline!r} on both sides; before: {before}; after: {after}{why}")
 
 
 def _has_figures(points: Sequence[Point], baseline: str | None) -> bool:
@@ -233,10 +233,6 @@ def _sort_key(row: ComparedCase) -> float:
     return row.ratio
 
 
-class Unknown(InputError):
-    """Raised where a word names no measurement."""
-
-
 def newest(points: Sequence[Point], runs: int) -> list[Point]:
     """Select the points of the newest ``runs`` runs of each case and series.
 
@@ -255,10 +251,10 @@ def side(
     """Read the points that a word of the command line names: a file or folder; else, in a history, a commit
     (or a name that git resolves to one), a run, or a device. ``tell`` is called with every broken line.
 
-    Raises Unknown, which lists the known commits and devices.
+    Raises InputError, which lists the known commits and devices.
     """
     if not word.strip():
-        raise Unknown("an empty word names no file, commit, run, version or device")
+        raise InputError("an empty word names no file, commit, run, version or device")
     place = Path(word) if Path(word).exists() else history
     points: list[Point] = []
     if place.exists():
@@ -277,7 +273,7 @@ def side(
             return selection
     commits = list(dict.fromkeys(str(point.env.get("commit", ""))[:10] for point in points))
     devices = sorted({str(point.series) for point in points})
-    raise Unknown(
+    raise InputError(
         f"{word!r} is no file, and {history} has no commit, run, version or device like it. Commits there: "
         f"{', '.join(commits[-5:]) or 'none'}; devices: {', '.join(devices) or 'none'}"
     )

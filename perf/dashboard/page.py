@@ -23,6 +23,7 @@ from tritoncp.perf.dashboard.case_details import (
     commit_text,
     day_of,
     describe_newest,
+    format_causes,
     status_class,
 )
 from tritoncp.perf.dashboard.compare import group_points
@@ -226,7 +227,7 @@ def _make_event_table(events: Sequence[Event], repository: str) -> Any:
         "after": Column("Now, ms", [event.after for event in events], 85, NUMBER),
         "commits": Column("Commits", [text for text, _ in ranges], 200, link),
         "also": Column(
-            "Changed there too", [_format_causes(line, e.at) for line, e in zip(points, events)], 260
+            "Changed there too", [format_causes(line, e.at) for line, e in zip(points, events)], 260
         ),
         "device": Column("Device", [str(line[-1].series) for line in points], 260),
     }
@@ -236,15 +237,6 @@ def _make_event_table(events: Sequence[Event], repository: str) -> Any:
         "address": [case_details.address_of(line[-1]) for line in points],
     }
     return shell.make_table(columns, more)
-
-
-def _format_causes(points: Sequence[Point], at: int) -> str:
-    """Name the versions and drivers that changed near a point."""
-    return "; ".join(
-        f"{cause.name} {cause.before} → {cause.after}"
-        for cause in trends.find_causes(points, at)
-        if cause.name != "commit"
-    )
 
 
 # -- cases ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,30 +167,13 @@ def append(path: Path, line: dict[str, Any]) -> None:
     An unfinished line of an earlier writer is ended first, so that it does not spoil this one. Raises
     DiskFull if there is no room.
     """
-    with _lock_file(path) as file:
-        _write(file, _text(line), path)
-
-
-def _text(line: dict[str, Any]) -> bytes:
-    return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-
-
-@contextmanager
-def _lock_file(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    text = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    file, num_written = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644), 0
     try:
         fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed or the process dies
-        yield file
-    finally:
-        os.close(file)
-
-
-def _write(file: int, text: bytes, path: Path) -> None:
-    size = os.fstat(file).st_size
-    if size and os.pread(file, 1, size - 1) != b"\n":
-        text = b"\n" + text
-    num_written = 0
-    try:
+        size = os.fstat(file).st_size
+        if size and os.pread(file, 1, size - 1) != b"\n":
+            text = b"\n" + text
         while num_written < len(text):
             num_written += os.write(file, text[num_written:])
     except OSError as error:
@@ -201,6 +183,8 @@ def _write(file: int, text: bytes, path: Path) -> None:
             f"{path}: {error.strerror}. All earlier lines are complete; make room (or name another file with "
             "--out) and run again with --resume"
         ) from error
+    finally:
+        os.close(file)
 
 
 def files(places: Iterable[Path]) -> list[Path]:

@@ -5,12 +5,14 @@ Cases are written, compared and shown in the format of attention cases. The devi
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +22,6 @@ from torch.nn.attention import flex_attention as torch_flex
 from tritoncp.perf.records.history import OURS, Journal, Point
 from tritoncp.perf.suite import baselines, cpu_attention
 from tritoncp.perf.suite.cases import PASS_SUFFIXES, TIERS, position
-from tritoncp.perf.suite.machine import PeakMemory
 from tritoncp.perf.suite.measure import prepare_pass
 from tritoncp.perf.suite.timing import Run, WallClock, time_interleaved
 from tritoncp.planning import SCHEDULES
@@ -236,12 +237,24 @@ def no_launches() -> Iterator[None]:
 
 
 def measure_growth(run: Run) -> int | None:
-    """Measure the peak growth of this process, in bytes, while ``run`` runs; None except on Linux."""
-    if not PeakMemory.is_available():
+    """Measure the peak growth of this process, in bytes, while ``run`` runs; None except on Linux.
+
+    Python's tracemalloc does not count allocations of torch; the high-water mark of resident memory counts
+    all, once the allocator has returned its free memory.
+    """
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not reset.exists():
         return None
+
+    def read_bytes(name: str) -> int:
+        lines = status.read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) * 1024
+
     gc.collect()
-    memory = PeakMemory()
+    ctypes.CDLL(None).malloc_trim(0)
+    reset.write_text("5")  # resets the high-water mark
+    initial = read_bytes("VmRSS")
     result = run()
-    growth = memory.growth()
+    growth = max(0, read_bytes("VmHWM") - initial)
     del result
     return growth

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import platform
 import subprocess
@@ -20,33 +19,6 @@ from tritoncp.perf.records.history import Series
 _STATE = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
 _CLOCKS = ("clocks.applications.graphics", "clocks.default_applications.graphics")
 INTERPRETED = "cpu, interpreted"
-
-
-class PeakMemory:
-    """Peak memory of this process above its memory at the start, on Linux.
-
-    Python's tracemalloc does not count allocations of torch; the high-water mark of resident memory counts
-    all, once the allocator has returned its free memory.
-    """
-
-    _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-    def __init__(self) -> None:
-        ctypes.CDLL(None).malloc_trim(0)
-        self._RESET.write_text("5")  # resets the high-water mark
-        self._initial = self._read_bytes("VmRSS")
-
-    @classmethod
-    def is_available(cls) -> bool:
-        return cls._RESET.exists()
-
-    def growth(self) -> int:
-        """Return the peak since the start less the memory then, in bytes."""
-        return max(0, self._read_bytes("VmHWM") - self._initial)
-
-    def _read_bytes(self, name: str) -> int:
-        lines = self._STATUS.read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) * 1024
 
 
 def environment(device: torch.device) -> dict[str, Any]:

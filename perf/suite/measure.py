@@ -9,11 +9,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tritoncp.kernels.engine import RequestedRouteWarning
+from tritoncp.ops.flop_formulas import count_flops, count_pairs
 from tritoncp.perf.records.history import OURS, Journal, Point
 from tritoncp.perf.suite import baselines, check, machine
 from tritoncp.perf.suite.baselines import FLEX, Contender
@@ -26,8 +27,9 @@ from tritoncp.perf.suite.timing import (
     WallClock,
     time_interleaved,
 )
-from tritoncp.perf.suite.work import UsefulWork, of_plan
 from tritoncp.planning.build import build
+from tritoncp.planning.plan import Plan
+from tritoncp.planning.problem import Problem
 
 THOROUGH = ["flex prescale tma", "flex max-autotune"]  # flex variants that compile for a minute
 QUICK = [name for name in FLEX if name not in THOROUGH]
@@ -259,11 +261,30 @@ def prepare_pass(contender: Contender, direction: str) -> Run:
     return lambda: torch.autograd.grad(out, contender.leaves, contender.dout)
 
 
+class UsefulWork(NamedTuple):
+    """Useful work of a rank. flops: multiplications and additions of visible pairs; wire: bytes that the rank
+    sends."""
+
+    flops: int
+    wire: int
+
+
 def work_of(case: Case) -> UsefulWork:
     """Compute the useful work of a case on its busiest rank; of all ranks, if one device simulates them."""
     problem, mask = case.problem, case.problem.block_mask()
     if problem.world == 1 or problem.together:
-        return of_plan(build(mask), problem, case.which)
+        return work_of_plan(build(mask), problem, case.which)
     plan = build(mask, problem.world, schedule=problem.schedule)
-    per_rank = [of_plan(plan.for_rank(rank), problem, case.which) for rank in range(problem.world)]
-    return UsefulWork(*map(max, zip(*((work.flops, work.wire) for work in per_rank))))
+    per_rank = [work_of_plan(plan.for_rank(rank), problem, case.which) for rank in range(problem.world)]
+    return UsefulWork(*map(max, zip(*per_rank)))
+
+
+def work_of_plan(plan: Plan, problem: Problem, direction: str) -> UsefulWork:
+    """Compute one rank's work in one pass, "forward" or "backward" (counted as five matrix products)."""
+    forward = direction == "forward"
+    d, e = problem.dim, problem.v_dim
+    flops = count_flops(count_pairs(plan, problem.batch, problem.heads), d, e, forward)
+    send = {"batch": problem.batch, "kv_heads": problem.kv_heads, "head_dim": d, "v_head_dim": e}
+    send["itemsize"] = problem.torch_dtype.itemsize
+    forward_bytes, total_bytes = (plan.bytes_sent(**send, backward=backward) for backward in (False, True))
+    return UsefulWork(flops, forward_bytes if forward else total_bytes - forward_bytes)

@@ -98,7 +98,9 @@ def test_a_ratio_to_a_baseline_removes_changes_of_the_machine():
     assert compare.compare(before, after).rows[0].regressed(0.05)
     (row,) = compare.compare(before, after, "flex").rows
     assert row.ratio == pytest.approx(1.0, rel=1e-2) and not row.regressed(0.05)
-    with pytest.raises(compare.Unknown, match="no baseline 'cudnn' on both sides; before: flex; after: flex"):
+    with pytest.raises(
+        compare.InputError, match="no baseline 'cudnn' on both sides; before: flex; after: flex"
+    ):
         compare.compare(before, after, "cudnn")
 
 
@@ -107,7 +109,7 @@ def test_an_untuned_baseline_does_not_count():
     tuned = runs("c", [1.0, 1.01, 1.0], flex=2.0)
     defaults = runs("c", [1.0, 1.01, 1.0], **{"flex prescale": 1.5})
     assert [measurement.speedups() for measurement in defaults] == [{}] * 3
-    with pytest.raises(compare.Unknown, match=r"after: none; .*'flex max-autotune' are untuned"):
+    with pytest.raises(compare.InputError, match=r"after: none; .*'flex max-autotune' are untuned"):
         compare.compare(tuned, defaults, "flex")
     other = compare.compare(
         [*tuned, point("d", 1.0, flex=2.0)], [*defaults, point("d", 1.0, flex=2.0)], "flex"

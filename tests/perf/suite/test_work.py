@@ -9,7 +9,7 @@ import tritoncp
 from tritoncp import and_masks, causal, create_block_mask, document, prefix_lm, sliding_window
 from tritoncp.masks import full_mask
 from tritoncp.perf.suite.cases import CASES
-from tritoncp.perf.suite.work import of_plan
+from tritoncp.perf.suite.measure import work_of_plan
 from tritoncp.planning.problem import Problem
 
 N = 200  # not a multiple of any block
@@ -46,7 +46,9 @@ def test_each_rank_does_the_work_of_its_own_rows(name, world):
         )  # [2, 4, S, N]
         visible_pairs &= (local >= 0)[:, None, :, None]
         pairs = int(visible_pairs.sum())
-        forward, backward = (of_plan(rank_plan, SHAPE, direction) for direction in ("forward", "backward"))
+        forward, backward = (
+            work_of_plan(rank_plan, SHAPE, direction) for direction in ("forward", "backward")
+        )
         assert forward.flops == 2 * pairs * (16 + 32)
         assert backward.flops == 2 * pairs * (16 + 32 + 32 + 16 + 16)
         sizes = {"batch": 2, "kv_heads": 2, "head_dim": 16, "v_head_dim": 32, "itemsize": 2}
