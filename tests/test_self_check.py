@@ -46,7 +46,7 @@ def wrong(report: dict) -> list[dict]:
 
 
 def test_the_json_has_every_schedule():
-    command = [sys.executable, "-m", "tritoncp", "check", "--json", "--jobs=2", "--budget=600"]
+    command = [sys.executable, "-m", "tritoncp", "check", "--json", "--budget=600"]
     done = subprocess.run(
         [*command, "--only=*-window-float32"], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=500, check=False,
@@ -138,7 +138,7 @@ def cases_of_one_device():
 @pytest.mark.long
 def test_ctrl_c_ends_a_check_and_its_processes():
     """SIGINT reaches all processes of the command, as Ctrl-C does. The rows so far have been shown."""
-    command = [sys.executable, "-m", "tritoncp", "check", "--json", "--jobs=2", "--budget=600"]
+    command = [sys.executable, "-m", "tritoncp", "check", "--json", "--budget=600"]
     with subprocess.Popen(
         [*command, "--only=*-causal-*"], cwd=ROOT, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -159,7 +159,7 @@ def test_a_nan_is_wrong(monkeypatch):
         return out * torch.nan, lse
 
     monkeypatch.setattr(comparison, "flex_attention", spoiled)
-    code, report = check("--only=one-device-causal-float32", "--jobs=1")
+    code, report = check("--only=one-device-causal-float32")
     (case,) = report["cases"]
     assert code == 1
     assert (case["tensor"], case["error"], case["right"]) == ("out", None, False)
@@ -176,7 +176,7 @@ def test_gradients_of_a_captured_tensor_and_of_sinks_are_compared(monkeypatch):
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
     for mask, tensor in (("score_mod", "dbias"), ("sinks", "dsinks")):
-        code, report = check(f"--only=one-device-{mask}-float32", "--jobs=1")
+        code, report = check(f"--only=one-device-{mask}-float32")
         assert code == 1
         assert [case["tensor"] for case in wrong(report)] == [tensor]
 
@@ -200,7 +200,7 @@ def plant(monkeypatch, kernel: str) -> None:
 )
 def test_a_wrong_kernel_is_named(kernel, tensors, monkeypatch):
     plant(monkeypatch, kernel)
-    options = ["check", "--only=ring-[cw][ai]*-float32", "--jobs=1", "--budget=600"]
+    options = ["check", "--only=ring-[cw][ai]*-float32", "--budget=600"]
     done = CliRunner().invoke(main, options)
     assert done.exit_code == 1
     lines = done.stdout.splitlines()
@@ -226,9 +226,10 @@ def test_an_exception_fails_only_its_case(monkeypatch):
         return attend(q, k, v, score_mod, *rest, sinks=sinks, **options)
 
     start = run.WorkerPool._start
+    monkeypatch.setattr(run, "count_cores", lambda: 1)
     monkeypatch.setattr(run.WorkerPool, "_start", lambda pool: processes.append(1) or start(pool))
     monkeypatch.setattr(comparison, "flex_attention", refuse)
-    code, report = check("--only=[ao]*-causal-float32", "--jobs=1")
+    code, report = check("--only=[ao]*-causal-float32")
     assert code == 1 and report["stopped"] is None and len(processes) == 2
     right = {"one-device": False, "allgather": True}
     assert {case["schedule"]: case["right"] for case in report["cases"]} == right
@@ -244,7 +245,7 @@ def test_a_dead_process_fails_only_its_case(monkeypatch):
         return attend(q, k, v, score_mod, *rest, sinks=sinks, **options)
 
     monkeypatch.setattr(comparison, "flex_attention", die)
-    code, report = check("--only=one-device-[cs][ai]*", "--jobs=2")
+    code, report = check("--only=one-device-[cs][ai]*")
     assert code == 1
     assert {case["mask"]: case["right"] for case in report["cases"]} == {"causal": True, "sinks": False}
     assert all("ended with exit code 7" in case["why"] for case in wrong(report))

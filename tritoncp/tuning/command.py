@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tritoncp.command_base import JOBS, Command, make_output_folder
+from tritoncp.command_base import Command
 from tritoncp.perf.console import make_console
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     help="Folder of the choices and the journal; nothing is written elsewhere. [default: "
     "$TRITONCP_CONFIG_DIR, else the user's]",
 )
-@click.option("--jobs", type=JOBS, help="Kernels compiled at a time. [default: one a core]")
 @click.option("--json", "as_json", is_flag=True, help="A list of rows on stdout, the rest on stderr.")
 def autotune(
     presets: tuple[str, ...],
@@ -68,7 +67,6 @@ def autotune(
     budget: str,
     resume: bool,
     out: Path | None,
-    jobs: int | None,
     as_json: bool,
 ) -> None:
     """Measure tile shapes on this machine's GPU, and write down the shapes that beat the rule by 2 %.
@@ -95,9 +93,8 @@ def autotune(
     if fault:
         click.echo(fault, err=True)
     folder = out or search_run.output_folder()
-    make_output_folder(folder)
     console = make_console(stderr=True)
-    result = search_run.autotune(selection, device, seconds, resume, folder, jobs, console)
+    result = search_run.autotune(selection, device, seconds, resume, folder, console)
     show_result(result, as_json)
     sys.exit(130 if result.interrupted else 0 if result.rows else 1)
 
