@@ -192,9 +192,8 @@ def layout_of(x: Tensor | State | None) -> Any:
         return None
     if isinstance(x, State):
         return tuple(map(layout_of, x))
-    if torch.version.hip:
-        return x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.untyped_storage().nbytes() < 2**31
-    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16
+    layout = x.dtype, x.shape, x.stride(), x.data_ptr() % 16
+    return (*layout, x.untyped_storage().nbytes() < 2**31) if torch.version.hip else layout
 
 
 def specialisation_of(value: Any) -> Any:

@@ -87,8 +87,9 @@ def section_heads(kv_heads: int, head_bytes: int, arch: str) -> int:
     >>> [section_heads(heads, 16384 * (128 + 128) * 2, "sm_90") for heads in (8, 32, 7)]
     [8, 8, 7]
     """
-    limit = max(SHARED_HEADS, L2_BYTES.get(arch, DEFAULT_L2_BYTES) // max(1, head_bytes))
-    return next((n for n in range(min(limit, kv_heads), 1, -1) if kv_heads % n == 0), 1)
+    cache = L2_BYTES.get(arch, DEFAULT_L2_BYTES)
+    divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    return max(n for n in divisors if n <= SHARED_HEADS or n * head_bytes <= cache)
 
 
 def check_grid(programs: int, heads: int, batch: int) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -186,8 +187,6 @@ def bundled_ptxas() -> list[Ptxas]:
     folder = Path(triton.__file__).parent / "backends/nvidia/bin"
     tools = []
     for path in sorted(folder.glob("ptxas*")):
-        try:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
             tools.append(Ptxas(_version(str(path)), str(path), BUNDLED))
-        except (OSError, subprocess.SubprocessError):
-            continue
     return tools

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.chunking.graphs import ATEN, UNIT, Builder, names
 from tritoncp.chunking import order, predict_timeline
+from tritoncp.chunking.streams.node_order import CostedGraph
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,6 +75,23 @@ def test_an_order_keeps_dependencies_and_memory_and_is_never_slower(seed, count,
     assert result.before == written and result.after == predict_timeline(gm, UNIT)
     assert result.after.makespan <= written.makespan and result.after.peak <= memory
     assert free.after.makespan <= written.makespan
+
+
+def test_orders_come_near_the_least_time_and_take_less_memory():
+    """The longest way, or all work of a stream, is the least time. Orders as written take 11 % more, free
+    orders 0.5 %, and orders in the memory of the order as written 2 %. The smallest memory is 2.3 % less."""
+    least, times, peaks, smallest = 0.0, [0.0, 0.0], 0, 0
+    for seed in range(20):
+        graphs = [random_graph(seed, 40) for _ in range(3)]
+        written, way = predict_timeline(graphs[0], UNIT), CostedGraph(graphs[0], UNIT).way
+        least += max(written.compute, written.communication, *way.values())
+        for i, memory in enumerate((None, written.peak)):
+            times[i] += order(graphs[i], UNIT, memory).after.makespan
+        with pytest.raises(ValueError, match="pass memory=") as error:
+            order(graphs[2], UNIT, 0)
+        peaks += written.peak
+        smallest += int(re.findall(r"\d+", str(error.value))[-1])
+    assert times[0] < 1.005 * least and times[1] < 1.019 * least and smallest < 0.977 * peaks
 
 
 def test_an_exchange_goes_ahead_of_computation_that_it_does_not_need():

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from tritoncp import causal, create_block_mask, flex_attention, make_plan
 from tritoncp.chunking import Eager, chunk, concretise, mark
+from tritoncp.chunking.regions import regions_of
+from tritoncp.chunking.sizes import free_symbols
 from tritoncp.ops import engine_factory
 from tritoncp.ops.call import decode_spec, encode_spec
 
@@ -30,9 +32,17 @@ def forward_graph(fn: Callable[..., Any], x: Tensor = X, mode: str = "symbolic")
     return gm
 
 
-def attend(x: Tensor, w: Tensor) -> Tensor:
-    q = (x @ w).unsqueeze(1)
-    return flex_attention(q, q, q, causal()).squeeze(1)
+def attend_by(mask: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Make attention of one head of x @ w, whose queries are its keys and values."""
+
+    def attend(x: Tensor, w: Tensor) -> Tensor:
+        q = (x @ w).unsqueeze(1)
+        return flex_attention(q, q, q, mask).squeeze(1)
+
+    return attend
+
+
+attend = attend_by(causal())
 
 
 def node_of(gm: GraphModule, name: str) -> Node:
@@ -122,6 +132,32 @@ def test_a_graph_is_refused_on_its_node_and_stays_as_it_was(name):
     assert gm.graph.python_code("self").src == before
 
 
+def test_nodes_without_a_module_are_inside_where_they_come_from_regions_and_go_to_regions():
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        a = x.sin()
+        b = (a.cos().cosh() + x).tan()  # two nodes on the way, and a sum that adds from outside
+        other = x.log().sinh()
+        b.ceil()  # without a user
+        forward = b + other, b.exp().expm1(), (b * other).relu(), b.split(3, -1)[0], x.split(3, -1)[1]
+        d, weight = a.atan(), torch.ones(6)
+        return *forward, d + a, d + x, d + 1, (weight.erf() + weight.erfc()).floor()
+
+    gm, backward = forward_graph(fn), False
+    modules = {**dict.fromkeys(("sinh",), "layers.1"), "log": "norm"}
+    names = ("sin", "tan", "relu", "split", "getitem_3", "atan", "erf", "erfc", "floor")
+    modules |= dict.fromkeys(names, "layers.0")
+    for node in gm.graph.nodes:
+        node.meta["nn_module_stack"] = {"": (modules[node.name], "")} if node.name in modules else {}
+        backward = backward or node.name == "atan"
+        node.meta["partitioner_tag"] = "is_backward" if backward else "is_forward"
+    inside = {node.name: region for node, region in regions_of(gm.graph, "layers.*").items()}
+    between = dict.fromkeys(("cos", "cosh", "add", "getitem", "getitem_1", "add_2"), "layers.0") | {
+        "mul": "layers.1"
+    }
+    outside = {"getitem_3", "log"}  # an item of a sequence from outside, whatever its module
+    assert inside == {name: path for name, path in (modules | between).items() if name not in outside}
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -154,12 +190,30 @@ def test_a_forward_graph_is_cut(dim, monkeypatch):
     torch.testing.assert_close(gm(*args), whole)
     concrete = concretise(gm)
     assert torch.equal(concrete(*args), gm(*args))
-    with pytest.raises(ValueError, match=r"input 0 has the size \(4, 16, 6\)"):
-        concrete(torch.ones(4, 16, 6), args[1])
     marks = [node.meta["custom"]["tritoncp_chunk"] for node in gm.graph.nodes if node.meta.get("custom")]
     assert set(marks) == {("layers.0", 0), ("layers.0", 1)}
     assert report.regions == ("layers.0",) and report.live_outs == {"cat": 1}
     assert report.keys == ((1, 2) if dim == "seq" else ())
+
+
+def test_concrete_graphs_check_their_sizes_and_call_graphs_without_symbols():
+    def either(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    gm = make_fx(either, tracing_mode="symbolic")(X)
+    (x,) = gm.graph.find_nodes(op="placeholder")
+    with gm.graph.inserting_after(x):
+        gm.graph.placeholder("rows").meta["val"] = x.meta["val"].shape[1]
+    gm.recompile()
+    concrete = concretise(gm)
+    for graph, count in ((gm, 3), (concrete, 0)):
+        parts = [part for part in graph.modules() if isinstance(part, GraphModule)]
+        symbols = [free_symbols([node.meta.get("val") for node in part.graph.nodes]) for part in parts]
+        assert list(map(len, symbols)) == [count] * 3
+    assert torch.equal(concrete(X, 8), gm(X, 8))
+    for x, rows, place in ((X[:, :7], 8, 0), (torch.ones(4, 9, 6), 8, 0), (X, 7, 1), (X, 9, 1)):
+        with pytest.raises(ValueError, match=f"input {place} has the size"):
+            concrete(x, rows)
 
 
 def test_a_changed_mask_that_sees_later_keys_is_an_error(monkeypatch):

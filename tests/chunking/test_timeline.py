@@ -13,8 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import tritoncp
 from tests.chunking.graphs import ATEN, C10D, UNIT, Builder
+from tests.chunking.test_refusals import attend_by, forward_graph
 from tests.planning.memory_meter import LiveBytes
-from tritoncp.chunking import Timeline, predict_timeline
+from tritoncp.chunking import Timeline, chunk, predict_timeline
 from tritoncp.planning.cost import NVLINK
 
 
@@ -51,6 +52,16 @@ GRAPHS = {  # the graph, and the kind, start and end of each span
             ("wait", 200, 250),
             ("wait", 250, 300),
         ],
+    ),
+    "a lookup reads its indices and the rows that it returns": (
+        lambda b: [
+            b.call(ATEN.index_select.default, b.input("x", 100), 0, b.input("i", 10, dtype=torch.int32))
+        ],
+        [("memory", 0, 10 + 40 + 10)],
+    ),
+    "memory that is allocated is not written": (
+        lambda b: [b.call(ATEN.neg_.default, b.call(ATEN.empty_like.default, b.input("x", 100)))],
+        [("memory", 0, 200)],
     ),
     "a message without a wait": (lambda b: [b.send(b.input("x", 100))], [("message", 0, 50)]),
     "a node that reads a message without a wait": (
@@ -108,14 +119,44 @@ def attention_graph(plan):
         return make_fx(step)(*(torch.empty(2, 4, 512, 64) for _ in range(3)))
 
 
-def test_attention_takes_the_visible_blocks_of_its_plan():
-    # 4 x 4 blocks of 128: 6 full ones, 4 masked ones that cost 1.25; products of 2 and 5 matrices.
-    mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 512, 512)
+@pytest.mark.parametrize(
+    ("mask", "blocks"),  # of 128 by 128 pairs, of 2 rows and 4 heads; masked ones cost 1.25
+    [
+        (tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 512, 512), 2 * 4 * (6 + 4 * 1.25)),
+        (
+            tritoncp.create_block_mask(lambda b, h, q, kv: q >= kv + 128 * (h ^ b), 2, 4, 512, 512),
+            2 * (6 + 3 + 1 + (4 + 3 + 2 + 1) * 1.25),
+        ),
+    ],
+    ids=["one for all", "of each row and head"],
+)
+def test_attention_takes_the_visible_blocks_of_its_plan(mask, blocks):
+    """Products of 2 and 5 matrices."""
     gm = attention_graph(tritoncp.make_plan(mask, world_size=1, rank=0))
-    spans = predict_timeline(gm, replace(UNIT, memory=1e30)).spans
-    pairs = (6 + 4 * 1.25) * 128 * 128 * 2 * 4
+    spans = predict_timeline(gm, replace(UNIT, memory=1e30, flops=4.0)).spans
+    flops = blocks * 128 * 128 * 2 * 64
     times = [span.seconds for span in spans if span.kind == "attention"]
-    assert times == [pairs * 2 * 2 * 64, pairs * 5 * 2 * 64]
+    assert times == [flops * 2 / 4, flops * 5 / 4]
+    assert "plan" not in {span.name for span in spans}
+
+
+@pytest.mark.parametrize("dim", ["seq", "batch"])
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_attention_of_chunks_takes_the_time_of_the_whole(dim, chunks):
+    """In equal parts of the batch; each chunk of the sequence sees more keys than the one before."""
+    mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64, BLOCK_SIZE=16)
+    plan = tritoncp.make_plan(mask)
+    gm = forward_graph(attend_by(plan), torch.randn(8, 64, 6))
+
+    def times() -> list[float]:
+        spans = predict_timeline(gm, UNIT).spans
+        return [span.seconds for span in spans if span.kind == "attention"]
+
+    (whole,) = times()
+    chunk(gm, dim=dim, chunks=chunks)
+    parts = times()
+    assert len(parts) == chunks and sum(parts) == whole
+    assert parts == sorted(set(parts)) if dim == "seq" else len(set(parts)) == 1
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -201,8 +242,8 @@ def message_under_computation(marked: bool) -> Timeline:
     sent = b.send(x)
     first = b.call(ATEN.neg.default, b.call(ATEN.slice.Tensor, x, 0, 0, 10))
     last = b.call(ATEN.neg.default, b.call(ATEN.slice.Tensor, b.wait(sent), 0, 0, 40))
-    for node, chunk in ((sent, 1), (first, 0), (last, 1)) if marked else ():
-        node.meta["custom"] = {"tritoncp_chunk": ("layers.0", chunk)}
+    for node, index in ((sent, 1), (first, 0), (last, 1)) if marked else ():
+        node.meta["custom"] = {"tritoncp_chunk": ("layers.0", index)}
     return predict_timeline(b.module(first, last), UNIT)
 
 

@@ -1,6 +1,9 @@
 """Few rows: query heads packed into a tile, keys shared by several programs. Neither changes the answer."""
 
+import itertools
 import math
+import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,9 +30,9 @@ from tests.kernels.support.harness import (
     same,
     single,
 )
-from tritoncp.kernels import tiles
+from tritoncp.kernels import engine, tiles
 from tritoncp.kernels.engine import TritonEngine
-from tritoncp.kernels.operands import Mods
+from tritoncp.kernels.operands import Mods, count_tiles
 from tritoncp.masks.closed_forms import causal, document, sliding_window
 from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.masks.mask_mod import and_masks
@@ -195,11 +198,12 @@ def test_keys_in_steps_count_once(name: str, split: int) -> None:
 
 
 def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str = "sm_90", batch: int = 1,
-           keys: int = 4096, device: str = "cpu", **options: Any) -> Any:  # fmt: skip
-    """Prepare the kernel launch for this architecture; the first of two."""
+           keys: int = 4096, device: str = "cpu", first: int = 0, **options: Any) -> Any:  # fmt: skip
+    """Prepare the kernel launch for this architecture, of queries from ``first`` on; the first of two."""
     x = [torch.empty(batch, n, s, 128, dtype=torch.bfloat16, device=device)
          for n, s in ((heads, rows), (kv_heads, keys), (kv_heads, keys))]  # fmt: skip
     tables = single(mask or full_mask(rows, keys)).tables("cpu", batch, heads)
+    tables = replace(tables, q_first=first) if first else tables
     out, lse = torch.empty_like(x[0]), torch.empty(batch, heads, rows, dtype=F32, device=device)
     return TritonEngine(Mods(), 1.0, options, arch=arch).forward(*x, tables, out=out, lse=lse).parts[0]
 
@@ -239,6 +243,20 @@ def test_blocks_of_few_rows_are_filled_too() -> None:
     mask = create_block_mask(causal(), 1, 1, 512, 512, BLOCK_SIZE=(16, 128))
     prepared = launch(512, 8, 2, mask, keys=512)
     assert (prepared.args["PACK"], prepared.config.BLOCK_M, tiles_and_heads(prepared)) == (4, 64, (32, 2))
+    mask = create_block_mask(causal(), 1, 1, 480, 512, BLOCK_SIZE=(96, 128))  # tiles divide a block
+    prepared = launch(480, 2, 2, mask, keys=512)
+    assert (prepared.args["PACK"], prepared.config.BLOCK_M, tiles_and_heads(prepared)) == (1, 32, (15, 2))
+
+
+@pytest.mark.parametrize("side", ["q", "kv"])
+def test_no_program_of_a_dense_slot_or_a_window_is_without_rows(side: str) -> None:
+    """Other masks have the tiles of a block for each slot, which a program finds by division."""
+    for n, block, tile in itertools.product((5, 64, 65, 100, 200), (64, 128), (16, 32, 64, 128)):
+        rows = -(-n // tile)
+        size = {"q": (n, 9), "kv": (9, n)}[side]
+        for mod, count in ((causal(), rows), (by_head, rows if n <= block and tile <= block else None)):
+            tables = single(create_block_mask(mod, None, 1, *size, BLOCK_SIZE=block)).tables("cpu", 1, 1)
+            assert count_tiles(tables, side, tile) == (count or -(-n // block) * -(-block // tile))
 
 
 def test_masks_of_each_head_are_not_packed() -> None:
@@ -263,24 +281,59 @@ def test_hand_written_mods_are_given_one_head() -> None:
     assert executable.engine.options["PACK_GQA"] is False
 
 
-@pytest.mark.parametrize(
-    ("rows", "keys", "batch", "splits"),
-    [(1, 4096, 1, 32), (1, 32768, 1, 33), (1, 32768, 4, 8), (1, 32768, 100, 1), (64, 32768, 1, 16),
-     (1, 100, 1, 1), (128, 32768, 1, 1)],
-)  # fmt: skip
-def test_programs_fill_the_device(
-    rows: int, keys: int, batch: int, splits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """132 multiprocessors, two programs each, 8 KV heads; a whole tile of rows is never split."""
+class Device:
+    multi_processor_count = 132
 
-    class Device:
-        multi_processor_count = 132
 
+def test_programs_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two for each multiprocessor, each with two tiles of the keys that any row sees; a whole tile of rows is
+    never split, and the states of all programs stay small."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
-    prepared = launch(rows, 32, 8, keys=keys, batch=batch, device="meta")
-    assert (prepared.args["splits"] or 1) == splits
-    few = create_block_mask(sliding_window(100), 1, 1, rows, keys)  # two tiles see all there is to see
-    assert launch(rows, 32, 8, few, keys=keys, batch=batch, device="meta").args["splits"] is None
+    monkeypatch.setattr(engine, "MAX_PARTIAL_BYTES", limit := 1 << 22)
+    rng, chosen = random.Random(0), set()
+    for _ in range(60):
+        rows, keys, first = (
+            rng.choice([1, 16, 64, 127, 128]),
+            rng.choice([100, 4096, 32768]),
+            128 * rng.randrange(9),
+        )
+        batch, heads = rng.choice([1, 4, 100]), rng.choice([(32, 8), (8, 8), (2, 1)])
+        left, right = (rng.choice([-1, 0, 100, 2000]) for _ in range(2))
+        mask = create_block_mask(sliding_window(left, right), 1, 1, rows, keys)
+        prepared = launch(rows, *heads, mask, keys=keys, batch=batch, device="meta", first=first)
+        splits, (config, pack) = prepared.args["splits"] or 1, (prepared.config, prepared.args["PACK"])
+        begin = 0 if left < 0 else max(0, first - left)
+        end = keys if right < 0 else min(keys, first + rows + right)
+        tiles = -(-max(0, end - begin) // config.BLOCK_N)
+        programs = -(-rows // (config.BLOCK_M // pack)) * heads[0] // pack * batch
+        states = limit // (batch * heads[0] * rows * (128 + 2) * 4)
+        assert splits == (1 if rows > 127 else max(1, min(264 // programs, tiles // 2, states)))
+        chosen.add(splits)
+    assert len(chosen) > 8
+
+
+def test_programs_of_a_group_share_keys_and_values_where_few_fill_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One for each query head where those of KV heads are fewer than two for each multiprocessor, and the
+    partial sums stay small."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
+    step, chosen = TritonEngine(Mods(), 1.0, arch="sm_90"), set()
+    for batch, (heads, kv_heads), keys in itertools.product(
+        (1, 3, 33), ((8, 8), (8, 2), (33, 11)), (128, 1000, 1024, 11 * 1024)
+    ):
+        q, k = (
+            torch.empty(batch, n, keys, 128, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads)
+        )
+        tables = single(full_mask(keys, keys)).tables("cpu", 1, 1)
+        sums = 2 * 4 * batch * heads * keys * 128
+        for limit in (sums - 1, sums):
+            monkeypatch.setattr(engine, "MAX_PARTIAL_BYTES", limit)
+            crowded = batch * kv_heads * -(-keys // step.config("dkdv", q, k, tables).BLOCK_N) >= 2 * 132
+            group = 1 if crowded or sums > limit else heads // kv_heads
+            assert step.split(q, k, tables) == group
+            chosen.add((crowded, group))
+    assert chosen == {(True, 1), (False, 1), (False, 3), (False, 4)}
 
 
 def test_the_interpreter_does_only_what_it_is_asked() -> None:

@@ -15,13 +15,15 @@ from tritoncp.analysis import resource_table
 from tritoncp.analysis.jobs import step_job
 from tritoncp.kernels import forward_gluon
 from tritoncp.kernels.launch import Launch
+from tritoncp.kernels.operands import Mods
+from tritoncp.kernels.scores import Closure
 from tritoncp.masks import Mask, causal, create_block_mask
 
 BF16 = torch.bfloat16
 
 
-def blocks(mod: Callable[..., Tensor], n: int, batch: int = 1, heads: int = 1) -> Mask:
-    return create_block_mask(mod, batch, heads, n, n)
+def blocks(mod: Callable[..., Tensor], n: int, **options: Any) -> Mask:
+    return create_block_mask(mod, None, None, n, n, **options)
 
 
 def tensors(n: int, batch: int = 1, dim: int = 64, v_dim: int = 64) -> QKV:
@@ -45,8 +47,11 @@ def test_it_compiles_as_the_table_says() -> None:
 # -- where it cannot be had -----------------------------------------------------------------------------
 
 
-def why(x: QKV, mask: Mask, arch: str = "sm_90", **options: Any) -> list[str]:
-    engine = replace(engine_of(x), options=options, arch=arch)
+def why(
+    x: QKV, mask: Mask, arch: str = "sm_90", scale: float = 1.0, score: bool = False, **options: Any
+) -> list[str]:
+    engine = replace(engine_of(x), options=options, arch=arch, scale=scale)
+    engine = replace(engine, mods=Mods(score=Closure(object()))) if score else engine
     return list(forward_gluon.obstacles(engine, *x, single(mask).tables("cpu", *x.q.shape[:2])))
 
 
@@ -59,15 +64,22 @@ OBSTACLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "stages": ("num_stages of 2 or more", lambda: why(tensors(512), CAUSAL, num_stages=1)),
     "query blocks": (
         "it takes BLOCK_M=128",
-        lambda: why(tensors(512), create_block_mask(causal(), None, None, 512, 512, BLOCK_SIZE=(64, 128))),
+        lambda: why(tensors(512), blocks(causal(), 512, BLOCK_SIZE=(64, 128))),
     ),
     "key blocks": (
         "tiles of 64 or 128 keys that divide blocks of 96",
-        lambda: why(tensors(512), create_block_mask(causal(), None, None, 512, 512, BLOCK_SIZE=(128, 96))),
+        lambda: why(tensors(512), blocks(causal(), 512, BLOCK_SIZE=(128, 96))),
     ),
     "mods": (
         "it runs no score_mod or mask_mod",
         lambda: why(tensors(512), blocks(lambda b, h, q, kv: (q * kv) % 3 == 1, 512)),
+    ),
+    "score_mod": ("it runs no score_mod or mask_mod", lambda: why(tensors(512), CAUSAL, score=True)),
+    "scale": ("and 0.0 is not positive", lambda: why(tensors(512), CAUSAL, scale=0.0)),
+    "small tiles": ("takes tiles of 64 or 128 keys", lambda: why(tensors(512), CAUSAL, BLOCK_N=32)),
+    "large tiles": (
+        "takes tiles of 64 or 128 keys",
+        lambda: why(tensors(512), blocks(causal(), 512, BLOCK_SIZE=256), BLOCK_N=256),
     ),
     "strides": (
         "rule out tensor descriptors",
@@ -81,7 +93,13 @@ def test_what_is_in_the_way_is_named(name: str) -> None:
     said, obstacles = OBSTACLES[name]
     (line,) = obstacles()
     assert said in line
-    assert why(tensors(512), CAUSAL) == []
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize("keys", [64, 128])
+def test_nothing_is_in_the_way_of_its_dims_and_tiles(dim: int, v_dim: int, keys: int) -> None:
+    options = {"BLOCK_N": keys, "num_stages": 2}
+    assert why(tensors(512, dim=dim, v_dim=v_dim), CAUSAL, **options) == []
 
 
 @pytest.mark.interpreted  # it names another architecture than the device has

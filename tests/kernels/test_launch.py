@@ -16,7 +16,7 @@ import tritoncp
 from tests.kernels.support.harness import qkv
 from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.kernels.engine import TritonEngine
-from tritoncp.kernels.launch import specialisation_of
+from tritoncp.kernels.launch import layout_of, specialisation_of
 from tritoncp.kernels.operands import Mods
 from tritoncp.ops import executable
 from tritoncp.ops.executable import caches_of
@@ -138,6 +138,16 @@ def test_kept_engines_are_bounded(monkeypatch: Any) -> None:
         x = qkv(S, heads=heads)
         tritoncp.flex_attention(*x, plan)
         assert len(caches_of(plan).executables) <= 3
+
+
+def test_memory_beyond_32_bits_is_told_apart_on_amd_alone(monkeypatch: Any) -> None:
+    for hip in (None, "6.4"):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        layouts = [
+            layout_of(torch.empty(size, dtype=torch.uint8, device="meta")[:1])
+            for size in (9, (1 << 31) - 1, 1 << 31)
+        ]
+        assert layouts[0] == layouts[1] and (layouts[1] != layouts[2]) is bool(hip)
 
 
 def test_integers_are_told_apart_where_triton_tells_them_apart() -> None:

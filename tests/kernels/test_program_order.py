@@ -16,7 +16,13 @@ from tests.kernels.support.harness import cotangents, qkv, run
 from tritoncp.kernels import program_order
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
-from tritoncp.kernels.program_order import arrange_programs, locate_program
+from tritoncp.kernels.program_order import (
+    L2_BYTES,
+    arrange_programs,
+    check_grid,
+    locate_program,
+    section_heads,
+)
 from tritoncp.planning import step_tables
 
 
@@ -49,15 +55,24 @@ def test_every_tile_has_one_program(
     visits = torch.zeros(batch, heads, count, dtype=torch.int32)
     argument, grid = arrange_programs(slots_table, count, heads, section, batch)
     assert (argument.heads is None) == (section == heads and count <= max_tiles)
+    assert argument.stride_b == (slots if table == "by row" else 0)
     for last_first in (False, True):
         count_kernel[grid](visits.zero_(), argument, splits, tiles, last_first)
         assert bool((visits == 1).all())
+
+
+def test_a_section_has_the_most_heads_that_fit_the_cache() -> None:
+    """Or that are few, of those that divide the heads."""
+    for heads, size, (arch, cache) in product(range(1, 41), (0, 1 << 20, 3 << 20, 1 << 30), L2_BYTES.items()):
+        fit = {n for n in range(1, 41) if heads % n == 0 and (n <= 8 or n * size <= cache)}
+        assert section_heads(heads, size, arch) == max(fit)
 
 
 def test_no_dimension_of_a_grid_passes_the_limits_of_a_gpu() -> None:
     for section in (1, 4):
         _, (x, y, z) = arrange_programs(None, 1 << 20, 4, section, 65_535)
         assert x < 1 << 31 and max(y, z) < 1 << 16 and x * y == 4 << 20
+    assert check_grid(1 << 20, 65_535, 65_535) == (1 << 20, 65_535, 65_535)
     with pytest.raises(ValueError, match="65536 batch rows"):
         arrange_programs(None, 1, 8, 8, 65_536)
     with pytest.raises(ValueError, match="65536 heads"):  # two programs share the keys of each

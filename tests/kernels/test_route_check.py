@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from triton.compiler.errors import CompilationError
 
 import tritoncp
@@ -17,6 +18,7 @@ from tests.kernels.support import harness
 from tests.kernels.support.harness import close, cotangents, over_ranks, qkv, run, same
 from tritoncp.kernels import engine, options, route_check
 from tritoncp.kernels.launch import Launches
+from tritoncp.kernels.operands import Mods
 from tritoncp.masks import Mask, create_block_mask
 from tritoncp.planning import traffic
 
@@ -128,21 +130,52 @@ def test_a_wrong_route_is_not_taken(damage: Damage, monkeypatch: pytest.MonkeyPa
     same((got.out, got.lse), (ranks.out, ranks.lse))
 
 
+@pytest.mark.parametrize("key", ["out", "lse"])
+def test_results_agree_within_rounding(key: str) -> None:
+    """Of out, two units of bfloat16 of the largest number of its row; of statistics, a thousandth of each and
+    of one. Two values that are not numbers agree."""
+    want = torch.randn(2, 3, 4, 5) * torch.logspace(-3, 2, 4)[:, None]
+    largest = want.abs().amax(-1, keepdim=True).expand_as(want)
+    room = 2 * 2**-7 * largest if key == "out" else 1e-3 * (want.abs() + 1)
+    want[0, 1, 2, 3] = torch.nan
+
+    def difference(share: Tensor) -> str | None:
+        got = want + share * room
+        return route_check._describe_difference({key: got}, {key: want}, torch.bfloat16)
+
+    within = torch.empty_like(want).uniform_(-0.99, 0.99)
+    assert difference(within) is None
+    beyond = within.clone()
+    beyond[1, 2, 3, 4], beyond[0, 0, 0, 1], beyond[1, 0, 1, 0] = 1.01, -1.01, torch.nan
+    assert f"{key} differs in 3 of 120 numbers" in str(difference(beyond))
+
+
 def test_a_kind_of_step_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths and tensors do not make another kind of step; dtypes, masks and mods do."""
+    """Lengths, numbers of heads and tensors do not make another kind of step; dtypes, masks, mods, and query
+    heads that share a KV head do."""
     launched = damaged(monkeypatch, one_row)
 
-    def attend(mask: str, dtype: torch.dtype = torch.bfloat16, n: int = N, **more: Any) -> int:
-        before = len(launched)
+    def attend(
+        mask: str, dtype: torch.dtype = torch.bfloat16, n: int = N, shape: Any = None, **more: Any
+    ) -> int:
+        before, x = len(launched), qkv(n, dtype=dtype, **(shape or {}))
         with pytest.warns(UserWarning, match="its results are not those of 'loops'"):
             tritoncp.flex_attention(
-                *qkv(n, dtype=dtype), block_mask=MASKS[mask](n), kernel_options=ROUTE, **more
+                *x, block_mask=MASKS[mask](n), kernel_options=ROUTE, enable_gqa=True, **more
             )
         return len(launched) - before
 
     assert attend("causal") == 1
     assert attend("causal") == 0 == attend("causal", n=2 * N)
     assert attend("causal", torch.float16) == 1 == attend("full")
+    for shape, tries in (
+        ({"heads": 2, "batch": 3}, 0),
+        ({"heads": 2, "kv_heads": 1}, 1),
+        ({"heads": 6, "kv_heads": 3}, 0),
+        ({"dim": 32, "v_dim": 16}, 1),
+        ({"dim": 16, "v_dim": 32}, 1),
+    ):
+        assert attend("causal", shape=shape) == tries
     assert attend("causal", score_mod=lambda s, b, h, q, kv: 2 * s) == 1
 
 
@@ -157,6 +190,17 @@ def test_what_was_measured_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None
         UserWarning, match="'gluon' is in the table of measured tiles; this step goes by 'loops'"
     ):
         same(tritoncp.flex_attention(*x, mask), want)
+
+
+def test_options_of_tiles_and_programs_go_before_the_measured_route() -> None:
+    measured = {"CONFIGS": (("route", tuple(ROUTE.items())),)}
+    for setting, route in (
+        ({}, "gluon"),
+        ({"SPLIT_KV": 1, "PACK_GQA": False, "bwd_BLOCK_M1": 64}, "gluon"),
+        *(({name: 16}, "loops") for name in ("BLOCK_M", "fwd_BLOCK_N", "num_warps")),
+        *((one, "loops") for one in ({"SPLIT_KV": 2}, {"PACK_GQA": True}, {"ROUTE": "loops"})),
+    ):
+        assert engine.TritonEngine(Mods(), 1.0, measured | setting).route == route
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Kernel options: their names, their effects, their errors; and the error of a GPU that is too small."""
 
+import math
 from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
@@ -15,7 +16,7 @@ from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import choose, option_names
-from tritoncp.kernels.tile_rules import PASSES, Config, default
+from tritoncp.kernels.tile_rules import PASSES, Config, default, fit, gqa_pack_factor, pieces
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
 TILES = {option for kind in PASSES for both in option_names(kind).values() for option in both}
@@ -134,9 +135,35 @@ def test_tiles_measured_with_descriptors_say_nothing_of_pointers(kind: str) -> N
     assert choose(*call, 128, 128, measured(kind, plain), tma=False) == plain
 
 
+POWERS = [16, 32, 64, 128, 256]
+
+
 def test_tiles_divide_the_masks_blocks() -> None:
+    """The largest one does, or, where none does, the smallest one that covers the block, or the largest."""
     config = chosen("forward", {"BLOCK_M": 256, "BLOCK_N": 256}, 64, 96)
     assert (config.BLOCK_M, config.BLOCK_N) == (64, 32)
+    for largest, block in product(POWERS, range(1, 520)):
+        allowed = [tile for tile in POWERS if tile <= largest]
+        even = [tile for tile in allowed if block % tile == 0]
+        assert fit(largest, block) == max(even, default=min([*(t for t in allowed if t >= block), largest]))
+
+
+def test_channels_are_cut_into_the_two_pieces_that_waste_least() -> None:
+    """One piece where that wastes no more, and none wider than asked for where two suffice."""
+    for dim, widest in product(range(1, 257), (32, 64, 128)):
+        limit = widest if dim <= 2 * widest else 128
+        pairs = [(a, b) for a in POWERS if a <= limit for b in (0, *POWERS) if b <= a and a + b >= dim]
+        assert pieces(dim, widest) == min(pairs, key=lambda pair: (sum(pair), pair[1]))
+
+
+def test_query_heads_share_tiles_where_that_takes_a_tenth_fewer() -> None:
+    for rows, group, tile in product(range(1, 130), range(1, 20), (16, 64, 128)):
+        pack = min(group, tile)
+        apart, together = (
+            group * math.ceil(rows / tile),
+            math.ceil(group / pack) * math.ceil(rows / (tile // pack)),
+        )
+        assert gqa_pack_factor(rows, group, tile) == (pack if 10 * together <= 9 * apart else 1)
 
 
 @pytest.mark.parametrize(

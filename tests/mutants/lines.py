@@ -19,6 +19,12 @@ from tests.mutants.sample import MODULES, ROOT, Mutant, copy_checkout
 
 BUILD = ROOT / "build" / "mutants"
 SUITE = (*MODULES, "ops", "api", "multiprocess", "test_fuzz.py", "repo/test_doctests.py")  # of tests/
+# Tests of the defaults of public functions, and of the launches that other processes prepare, by package.
+BESIDE = {
+    "": "repo/test_public_surface.py::test_the_public_surface_is_unchanged",
+    "kernels/": "analysis/test_resource_table.py"
+    "::test_the_table_was_made_from_the_kernels_and_tiles_that_are_here",
+}
 SECONDS = 40.0  # of the tests of one mutant, as measured without it
 
 
@@ -29,6 +35,7 @@ def measure_lines(jobs: int) -> None:
         copy, measured = copy_checkout(Path(folder, "copy")), Path(folder, "measured")
         measured.mkdir()
         parts = [f"tests/{name}" for name in SUITE if (copy / "tests" / name).exists()]
+        parts += [f"tests/{test}" for test in BESIDE.values()]
         command = [
             sys.executable,
             "-m",
@@ -78,7 +85,8 @@ def lines_of_statement(path: str, line: int) -> range:
 
 def choose_tests(mutant: Mutant) -> list[str]:
     """Return the tests that run the statement of a mutant, or its file if it runs at import: first cheap
-    ones, those of the package's own folder, and the first of each file; no more than SECONDS of them."""
+    ones, those of the package's own folder, and the first of each file; no more than SECONDS of them. Last
+    come those of BESIDE."""
     of_lines = read_measured("lines").get(mutant.path, {})
     own_lines = [of_lines.get(str(line)) for line in lines_of_statement(mutant.path, mutant.line)]
     chosen = {test for tests in own_lines if tests for test in tests}
@@ -95,4 +103,5 @@ def choose_tests(mutant: Mutant) -> list[str]:
         spent += seconds[test]
         if spent <= SECONDS or not result:
             result.append(test)
-    return result
+    beside = [f"tests/{test}" for folder, test in BESIDE.items() if mutant.path.startswith(folder)]
+    return result + [test for test in beside if test in seconds]

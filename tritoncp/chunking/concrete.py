@@ -27,7 +27,7 @@ def concretise(gm: GraphModule) -> GraphModule:
     """
     numbers = {symbol: sympy.Integer(number) for symbol, number in hints(gm).items()}
     result = _concretised(gm, numbers)
-    sizes = [_checked_sizes(node.meta.get("val")) for node in result.graph.nodes if node.op == "placeholder"]
+    sizes = [_checked_sizes(node.meta.get("val")) for node in result.graph.find_nodes(op="placeholder")]
     result.register_forward_pre_hook(partial(_check_sizes, sizes))
     return result
 
@@ -35,11 +35,10 @@ def concretise(gm: GraphModule) -> GraphModule:
 def hints(gm: GraphModule) -> dict[Any, int]:
     """Map the symbols of a graph's inputs to their hints. Raises ChunkingError for one that has none."""
     numbers: dict[Any, int] = {}
-    for node in gm.graph.nodes:
-        value = node.meta.get("val") if node.op == "placeholder" else None
-        for size in (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,):
-            if not isinstance(size, SymInt):
-                continue
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+        for size in [size for size in sizes if isinstance(size, SymInt)]:
             for symbol in size.node.expr.free_symbols:
                 number = hint_of(symbol, size.node.shape_env)
                 if number is None:
