@@ -7,10 +7,10 @@ import subprocess
 from urllib.parse import urlsplit
 
 
-def find_repository(remote: str = "origin") -> str:
+def find_repository() -> str:
     """Return the web address of the current folder's git remote; "" without git, or for another address."""
     try:
-        process = subprocess.run(["git", "remote", "get-url", remote], capture_output=True, text=True)
+        process = subprocess.run(["git", "remote", "get-url", "origin"], capture_output=True, text=True)
     except OSError:  # git is not installed
         return ""
     return web_address(process.stdout.strip())

@@ -114,7 +114,7 @@ def find_trend(points: Sequence[Point]) -> Trend:
     return Trend([*points], [change._replace(at=timed[change.at]) for change in changes], newest, loss)
 
 
-def find_changes(values: Sequence[float], least: float = LEAST) -> list[Change]:
+def find_changes(values: Sequence[float]) -> list[Change]:
     """Find the changes of level in positive numbers, in order; none without the package ruptures.
 
     >>> find_changes([1.0, 1.01, 0.99, 1.0, 1.01, 1.0, 1.1, 1.11, 1.1, 1.09, 1.1, 1.1])
@@ -123,15 +123,15 @@ def find_changes(values: Sequence[float], least: float = LEAST) -> list[Change]:
     if ruptures is None or len(values) < 2 * LEAST_POINTS:
         return []
     logs = np.log(np.asarray(values, dtype=np.float64))
-    noise = max(_estimate_noise(logs), least / 20)
+    noise = max(_estimate_noise(logs), LEAST / 20)
     level = _running_median(logs)
     clean = level + np.clip(logs - level, -CLIP * noise, CLIP * noise)
     search = ruptures.KernelCPD(kernel="linear", min_size=LEAST_POINTS).fit(clean[:, None] / noise)
     ends = search.predict(pen=PENALTY * np.log(len(logs)))
-    return _merge_pieces(np.asarray(values), [0, *ends], least)
+    return _merge_pieces(np.asarray(values), [0, *ends])
 
 
-def compare_newest(values: Sequence[float], changes: Sequence[Change] = (), least: float = LEAST) -> Newest:
+def compare_newest(values: Sequence[float], changes: Sequence[Change] = ()) -> Newest:
     """Compare the newest of some positive numbers with the numbers before it, since the last of ``changes``.
 
     A change of level is detected after LEAST_POINTS; this compares the newest value at once with the values
@@ -143,7 +143,7 @@ def compare_newest(values: Sequence[float], changes: Sequence[Change] = (), leas
     (a prediction interval for one observation: Hahn and Meeker, Statistical Intervals, 1991, chapter 4).
     Values farther than GROSS · 1.4826 · MAD (the median distance from the median) from the median of the n
     are left out first, so that a disturbed value neither moves the level nor widens the interval. The
-    newest is slower if it is above the interval and by more than ``least`` above the level. A change by more
+    newest is slower if it is above the interval and by more than LEAST above the level. A change by more
     than LARGE that is not sure, or has fewer than LEAST_BEFORE values before it, is a "maybe".
 
     >>> compare_newest([1.0, 1.01, 0.99, 1.0, 1.01, 1.15]).status, compare_newest([1.0, 1.0, 1.6]).status
@@ -153,21 +153,21 @@ def compare_newest(values: Sequence[float], changes: Sequence[Change] = (), leas
     *earlier, newest = np.log(np.asarray(values[start:], dtype=np.float64))
     if not earlier:
         return Newest("first run", 0)
-    level, noise, count = _estimate_level(np.asarray(earlier), least / 20)
+    level, noise, count = _estimate_level(np.asarray(earlier))
     distance = float(newest) - level
     word = "slower" if distance > 0 else "faster"
     unsure = f"maybe {word}" if abs(distance) > math.log1p(LARGE) else "as before"
     if len(earlier) < LEAST_BEFORE:
         return Newest(unsure, count, math.exp(distance))
     width = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * noise * math.sqrt(1 + 1 / count)
-    sure = abs(distance) > max(width, math.log1p(least))
+    sure = abs(distance) > max(width, math.log1p(LEAST))
     low, ratio, high = (math.exp(distance + side * width) for side in (-1, 0, 1))
     return Newest(word if sure else unsure, count, ratio, low, high)
 
 
-def _estimate_level(logs: np.ndarray, least_noise: float) -> tuple[float, float, int]:
+def _estimate_level(logs: np.ndarray) -> tuple[float, float, int]:
     """Return mean, standard deviation and count of the values that are not grossly away from their median."""
-    distances = np.abs(logs - np.median(logs))
+    distances, least_noise = np.abs(logs - np.median(logs)), LEAST / 20
     inliers = logs[distances <= GROSS * max(1.4826 * float(np.median(distances)), least_noise)]
     deviation = float(inliers.std(ddof=1)) if len(inliers) > 1 else 0.0
     return float(inliers.mean()), max(deviation, least_noise), len(inliers)
@@ -187,12 +187,12 @@ def _running_median(x: np.ndarray) -> np.ndarray:
     return np.median(sliding_window_view(padded, width), axis=1)
 
 
-def _merge_pieces(values: np.ndarray, edges: list[int], least: float) -> list[Change]:
-    """Return the changes between pieces, after merging neighbours that differ by less than ``least``."""
+def _merge_pieces(values: np.ndarray, edges: list[int]) -> list[Change]:
+    """Return the changes between pieces, after merging neighbours that differ by less than LEAST."""
     while True:
         medians = [float(np.median(values[a:b])) for a, b in pairwise(edges)]
         sizes = [abs(np.log(after / before)) for before, after in pairwise(medians)]
-        if not sizes or min(sizes) >= least:
+        if not sizes or min(sizes) >= LEAST:
             return [Change(int(at), *pair) for at, *pair in zip(edges[1:], medians, medians[1:])]
         del edges[1 + int(np.argmin(sizes))]
 

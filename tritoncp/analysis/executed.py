@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.analysis import torch_templates
+from tritoncp.analysis.inspect_run import tiles
 from tritoncp.analysis.jobs import parse_shape
 from tritoncp.analysis.kernel_report import read_nvidia
 from tritoncp.analysis.launches import CallTensors
@@ -88,9 +89,9 @@ def count_own(call: ExecutedCall, arch: str, which: str) -> ExecutedCounts:
     if which == "backward":
         tensors.results("forward")["out"].copy_(call.out)
         tensors.results("route")["lse"].copy_(call.lse[..., None])
-    launches = [tensors.launch(kernel, None, arch) for kernel in kernels]
+    launches: list[Any] = [tensors.launch(kernel, None, arch) for kernel in kernels]
     own = [launch for kernel, launch in zip(kernels, launches) if kernel in PASSES[which]]
-    named = ", ".join(_tiles_of(launch) for launch in own)
+    named = ", ".join(tiles(asdict(launch.parts[0].config)) for launch in own)
     counts = _execute(lambda: [launch() for launch in launches], arch, call.problem, skip="delta_kernel")
     results = {key: x for kernel in PASSES[which] for key, x in tensors.results(kernel).items()}
     wanted = {"out": call.out, **dict(zip(("dq", "dk", "dv"), call.grads))}
@@ -166,11 +167,6 @@ def _execute(run: Callable[[], Any], arch: str, problem: Problem, skip: str = ""
 
 def _error(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1))
-
-
-def _tiles_of(launch: Any) -> str:
-    config = launch.parts[0].config
-    return f"{config.BLOCK_M}×{config.BLOCK_N} {config.num_warps}/{config.num_stages}"
 
 
 def _template_tensors(call: ExecutedCall, job: TemplateJob) -> dict[str, Tensor]:

@@ -54,24 +54,18 @@ class TensorIndexing(TorchFunctionMode):
     Without it, torch reads the value of a 0-d index. torch's own mode takes no slices beside tensors, and its
     gradients are wrong under vmap where x is vmapped, or a row: it sums them over the vmapped dimension.
 
-    gather: (x, indices of its first dimensions) -> the element or row
-
     >>> table = torch.arange(6).view(2, 3)
     >>> with TensorIndexing():
     ...     torch.vmap(lambda i: table[:, i].sum())(torch.arange(3))
     tensor([3, 5, 7])
     """
 
-    def __init__(self, gather: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None) -> None:
-        super().__init__()
-        self.gather = gather or _gather
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
             items = args[1] if isinstance(args[1], tuple) else (args[1],)
             parts = _tensors_first(args[0], items)
             if parts is not None:
-                return self.gather(*parts)
+                return _gather(*parts)
         return func(*args, **(kwargs or {}))
 
 

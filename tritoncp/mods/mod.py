@@ -105,12 +105,7 @@ class Mod:
 
         `tensors` replace the captured ones: tensors that an autograd function saved, or copies on a device.
         """
-        values = self.tensors if tensors is None else tuple(tensors)
-        if len(values) != len(self.tensors):
-            raise ValueError(
-                f"this mod captures {len(self.tensors)} tensors; {len(values)} were given to caps()"
-            )
-        return arguments(values, self.numbers)
+        return arguments(self.tensors if tensors is None else tensors, self.numbers)
 
     def dcaps(self, grads: Sequence[Tensor]) -> tuple[Any, ...]:
         """The `dcaps` argument: buffers to add the gradients of `tensors[i] for i in wants` to.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
     help="Folder of the choices and the journal; nothing is written elsewhere. [default: "
     "$TRITONCP_CONFIG_DIR, else the user's]",
 )
-@click.option("--json", "as_json", is_flag=True, help="A list of rows on stdout, the rest on stderr.")
 def autotune(
     presets: tuple[str, ...],
     shapes: tuple[str, ...],
@@ -67,7 +65,6 @@ def autotune(
     budget: str,
     resume: bool,
     out: Path | None,
-    as_json: bool,
 ) -> None:
     """Measure tile shapes on this machine's GPU, and write down the shapes that beat the rule by 2 %.
 
@@ -95,7 +92,7 @@ def autotune(
     folder = out or search_run.output_folder()
     console = make_console(stderr=True)
     result = search_run.autotune(selection, device, seconds, resume, folder, console)
-    show_result(result, as_json)
+    show_result(result)
     sys.exit(130 if result.interrupted else 0 if result.rows else 1)
 
 
@@ -113,13 +110,11 @@ def find_device() -> Device:
     return device_of(torch.device("cuda", torch.cuda.current_device()))
 
 
-def show_result(result: TuningResult, as_json: bool) -> None:
-    """Print the rows of a run, as a table or in JSON, and what the run did not get to."""
+def show_result(result: TuningResult) -> None:
+    """Print the rows of a run as a table, and what the run did not get to."""
     from tritoncp.tuning import search_run
 
-    if as_json:
-        click.echo(json.dumps(result.rows, indent=1))
-    elif result.rows:
+    if result.rows:
         search_run.show(result, make_console())
     more = f"the journal is {result.journal}; --resume goes on from there"
     if result.interrupted:
