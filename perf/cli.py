@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import click
 
@@ -18,9 +17,7 @@ from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.dashboard import gate
 from tritoncp.perf.exit_codes import (
     EPILOG,
-    FINE,
     NOTHING_MEASURED,
-    REGRESSION,
     InputError,
     NothingMeasured,
     PerfCommand,
@@ -139,11 +136,17 @@ def compare(
         sides = [_read_side(before, history, allow_new_device), _read_side(after, history)]
         devices = [{str(point.series) for point in points} for points in sides]
         if allow_new_device and not devices[0] & devices[1]:
-            _print_first_run(devices, gate.check_first_run(sides[1], required), markdown, as_json)
-        if last is not None:
-            sides = [comparing.newest(points, last) for points in sides]
-        with input_errors():
-            result = gate.judge(_compare_sides(sides, baseline), fail_over, allow_missing, required)
+            present, new = (", ".join(sorted(names)) or "no device" for names in devices)
+            first_run = (
+                f"first measurements on {new}: nothing to compare with, since the history has {present}"
+            )
+            comparison = comparing.compare([], [point for point in sides[1] if point.ms])
+        else:
+            first_run = ""
+            sides = [points if last is None else comparing.newest(points, last) for points in sides]
+            with input_errors():
+                comparison = _compare_sides(sides, baseline)
+        result = gate.judge(comparison, fail_over, allow_missing, required, first_run)
     except (InputError, NothingMeasured) as error:
         if as_json:
             word = gate.VERDICTS[error.exit_code]
@@ -173,22 +176,6 @@ def _compare_sides(sides: Sequence[list[Point]], baseline: str | None) -> compar
     return comparison
 
 
-def _print_first_run(
-    devices: Sequence[set[str]], reasons: list[gate.Reason], markdown: bool, as_json: bool
-) -> NoReturn:
-    """Print that there is nothing to compare with yet, and exit."""
-    new, present = (", ".join(sorted(names)) or "no device" for names in reversed(devices))
-    text = f"first measurements on {new}: nothing to compare with, since the history has {present}"
-    code, word = (REGRESSION, gate.VERDICTS[REGRESSION]) if reasons else (FINE, gate.FIRST_RUN)
-    if as_json:
-        click.echo(json.dumps(gate.describe(word, code, reasons) | {"devices": new}, indent=2))
-    else:
-        click.echo(f"{'❌' if reasons else '🆕'} **tritoncp perf**: {text}" if markdown else text)
-        for reason in reasons:
-            click.echo(f"\n- `{reason.case}`: {reason.text}" if markdown else f"{reason.case}: {reason.text}")
-    sys.exit(code)
-
-
 def _read_side(word: str, history: Path, allow_empty: bool = False) -> list[Point]:
     """Read the points that a word of the command line names, at least one unless none are allowed."""
     problems: list[BrokenLine] = []
@@ -214,11 +201,12 @@ def _print_comparison(result: gate.Gate) -> None:
         bad = row.regressed(limit or 0.0)
         table.add_row(*map(Text, text), style="red" if bad else None)
     console = make_console()
-    console.print(table)
+    if comparison.rows:
+        console.print(table)
     for row in comparison.rows:
         if row.why:
             console.print(f"{row.case}: {row.why}", markup=False)
-    console.print(comparing.summary(comparison, limit), markup=False)
+    console.print(result.summary, markup=False)
     for reason in result.reasons:
         if reason.kind == "required":
             console.print(f"{reason.case}: {reason.text}", markup=False)

@@ -18,13 +18,13 @@ HELP = (
 def comparison_page(before: str, after: str, result: Gate) -> str:
     """Make the page, as HTML. before, after: the names of the sides."""
     kind, verdict = ("better", "Passes") if result.exit_code == FINE else ("worse", "Does not pass")
-    title, summary = f"{after} against {before}", compare.summary(result.comparison, result.limit)
+    title = f"{after} against {before}"
     notes = [(reason.case, reason.text) for reason in result.reasons]
     notes += [(row.case, row.why) for row in result.comparison.rows if row.why]
     items = [f"<li><code>{escape(case)}</code>: {escape(text)}</li>" for case, text in notes]
     rows = [[*map(escape, cells)] for cells in compare.lines(result.comparison, result.limit)]
     parts = [
-        f'<h1>{escape(title)}</h1><p class="verdict {kind}">{verdict}</p><p>{escape(summary)}</p>',
+        f'<h1>{escape(title)}</h1><p class="verdict {kind}">{verdict}</p><p>{escape(result.summary)}</p>',
         f"<ul>{''.join(items)}</ul>{html_table(compare.HEAD, rows)}<p class='help'>{HELP}</p>",
     ]
     return fill_page(title, "".join(parts))

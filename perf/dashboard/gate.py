@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from tritoncp.perf.dashboard.compare import HEAD, Comparison, lines, summary, verdict
 from tritoncp.perf.exit_codes import BAD_INPUT, FINE, NOTHING_MEASURED, REGRESSION
-from tritoncp.perf.records.history import Point
 
 VERDICTS = {
     FINE: "pass",
@@ -33,17 +32,24 @@ class Gate(NamedTuple):
 
     limit:     largest part by which a case may be slower; None: no limit
     exit_code: of `tritoncp perf compare`
+    first_run: why there is nothing to compare with yet, "" if there is
     """
 
     comparison: Comparison
     limit: float | None
     reasons: list[Reason]
     exit_code: int
+    first_run: str = ""
+
+    @property
+    def summary(self) -> str:
+        return self.first_run or summary(self.comparison, self.limit)
 
     def as_json(self) -> dict[str, Any]:
+        word = FIRST_RUN if self.first_run and self.exit_code == FINE else VERDICTS[self.exit_code]
         rows = [{**row._asdict(), "verdict": verdict(row, self.limit)} for row in self.comparison.rows]
         return {
-            **describe(VERDICTS[self.exit_code], self.exit_code, self.reasons),
+            **describe(word, self.exit_code, self.reasons),
             "fail_over": self.limit,
             **self.comparison._asdict(),
             "rows": rows,
@@ -53,9 +59,9 @@ class Gate(NamedTuple):
     def markdown(self) -> str:
         """Format a comment: the summary, the reasons, and the table, folded if the gate passes."""
         failed = self.exit_code != FINE
-        text = summary(self.comparison, self.limit)
+        text = self.summary
         text = text if len(text) < MAX_COMMENT // 8 else f"{text[: MAX_COMMENT // 8]} …"
-        title = f"{'❌' if failed else '✅'} **tritoncp perf**: {text}\n"
+        title = f"{'❌' if failed else '🆕' if self.first_run else '✅'} **tritoncp perf**: {text}\n"
         reasons = [f"- {_code(reason.case)}: {reason.text}" for reason in self.reasons]
         whys = [f"- {_code(row.case)}: {_code(row.why)}" for row in self.comparison.rows if row.why]
         opened = " open" if failed else ""
@@ -64,6 +70,8 @@ class Gate(NamedTuple):
         for case, *cells in lines(self.comparison, self.limit):
             table.append(f"| {_code(case)} | {' | '.join(cells)} |")
         parts = [title, *_shorten(reasons, MAX_COMMENT // 4), *([""] if reasons else [])]
+        if self.first_run:
+            return "\n".join(parts)
         parts += [head, *_shorten(table, MAX_COMMENT // 4)]
         parts += ["", *_shorten(whys, MAX_COMMENT // 4)] if whys else []
         return "\n".join([*parts, "\n</details>\n"])
@@ -75,17 +83,21 @@ def describe(word: str, exit_code: int, reasons: Sequence[Reason]) -> dict[str, 
 
 
 def judge(
-    comparison: Comparison, limit: float | None, allow_missing: bool = False, required: Sequence[str] = ()
+    comparison: Comparison,
+    limit: float | None,
+    allow_missing: bool = False,
+    required: Sequence[str] = (),
+    first_run: str = "",
 ) -> Gate:
     """Judge a comparison. required: patterns of cases that have to have a time after, and may not be missing
-    even if others may."""
+    even if others may; first_run: why nothing needs to be compared"""
     reasons = [*_row_reasons(comparison, limit), *_absence_reasons(comparison, allow_missing, required)]
     if reasons:
         code = REGRESSION
     else:
-        code = NOTHING_MEASURED if comparison.empty else FINE
+        code = NOTHING_MEASURED if comparison.empty and not first_run else FINE
         reasons = [Reason("nothing compared", "", "every case fails on both sides")] if code else []
-    return Gate(comparison, limit, reasons, code)
+    return Gate(comparison, limit, reasons, code, first_run)
 
 
 def _row_reasons(comparison: Comparison, limit: float | None) -> list[Reason]:
@@ -109,18 +121,9 @@ def _absence_reasons(comparison: Comparison, allow_missing: bool, required: Sequ
         if not allow_missing or is_required(case)
     ]
     timed = [row.case for row in comparison.rows if row.after is not None] + comparison.new
-    return reasons + _unmet(timed, required)
-
-
-def check_first_run(points: Sequence[Point], required: Sequence[str]) -> list[Reason]:
-    """Return the reasons why a run that is compared with nothing does not pass: required cases without a
-    time."""
-    return _unmet([point.case for point in points if point.ms], required)
-
-
-def _unmet(timed: Sequence[str], required: Sequence[str]) -> list[Reason]:
     text = "required, and no such case has a time after"
-    return [Reason("required", pattern, text) for pattern in required if not fnmatch.filter(timed, pattern)]
+    unmet = [pattern for pattern in required if not fnmatch.filter(timed, pattern)]
+    return reasons + [Reason("required", pattern, text) for pattern in unmet]
 
 
 def _shorten(texts: list[str], size: int) -> list[str]:
