@@ -25,14 +25,14 @@ class Window(NamedTuple):
     lengths: list[int]
 
 
-def windows(seq_len: int, steps: int) -> Tensor:
-    """Draw bytes and document numbers of every step: int64 [steps, 2, seq_len].
+def windows(seq_len: int, steps: int) -> list[Window]:
+    """Draw the text of every step.
 
-    >>> windows(64, 3).shape
-    torch.Size([3, 2, 64])
+    >>> [window.tokens.shape for window in windows(64, 2)]
+    [torch.Size([1, 64]), torch.Size([1, 64])]
     """
     pieces = documents(longest=max(seq_len // 2, 2))
-    return torch.stack([pack(pieces, seq_len) for _ in range(steps)])
+    return [pack(pieces, seq_len) for _ in range(steps)]
 
 
 def documents(longest: int) -> Iterator[bytes]:
@@ -54,28 +54,20 @@ def cut(text: bytes, longest: int, rng: random.Random) -> Iterator[bytes]:
         text = text[size:]
 
 
-def pack(pieces: Iterator[bytes], seq_len: int) -> Tensor:
-    """Documents one after the other, the last one cut off: int64 [2, seq_len]."""
-    text, numbers = bytearray(), []
-    for number, piece in enumerate(pieces):
-        piece = piece[: seq_len - len(text)]
-        text += piece
-        numbers += [number] * len(piece)
-        if len(text) == seq_len:
-            break
-    return torch.stack([torch.tensor(list(text)), torch.tensor(numbers)])
-
-
-def window(packed: Tensor) -> Window:
-    """Make the inputs of a step from one entry of `windows`. Labels are shifted here, while the sequence is
+def pack(pieces: Iterator[bytes], seq_len: int) -> Window:
+    """Put documents one after the other, the last one cut off. Labels are shifted here, while the sequence is
     whole: after sharding, a token's neighbour may be on another rank.
 
-    >>> w = window(torch.tensor([[104, 105, 10, 120, 10], [0, 0, 0, 1, 1]]))
+    >>> w = pack(iter([b"hi\\n", b"x\\nyz"]), 5)
     >>> w.labels.tolist(), w.lengths
     ([[105, 10, -100, 10, -100]], [3, 2])
     """
-    tokens, number = packed
-    labels = torch.full_like(tokens, IGNORE)
-    labels[:-1] = torch.where(number[1:] == number[:-1], tokens[1:], IGNORE)
-    lengths = torch.unique_consecutive(number, return_counts=True)[1]
-    return Window(tokens[None], labels[None], lengths.tolist())
+    text, lengths = bytearray(), []
+    while len(text) < seq_len:
+        piece = next(pieces)[: seq_len - len(text)]
+        text += piece
+        lengths.append(len(piece))
+    tokens = torch.tensor(list(text))
+    labels = tokens.roll(-1)
+    labels[torch.tensor(lengths).cumsum(0) - 1] = IGNORE
+    return Window(tokens[None], labels[None], lengths)

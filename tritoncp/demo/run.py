@@ -18,7 +18,7 @@ from tritoncp.api.shards import shard
 from tritoncp.api.simulate import simulate
 from tritoncp.core.process_environment import interpret_without_gpu, torchrun_world_size
 from tritoncp.demo import ranks
-from tritoncp.demo.corpus import window, windows
+from tritoncp.demo.corpus import windows
 from tritoncp.demo.train import TrainingConfig, bias_of, plan_documents, train
 from tritoncp.ops.engine_factory import uses_triton
 from tritoncp.planning.report.drawing import require_matplotlib
@@ -79,7 +79,7 @@ def run(config: TrainingConfig, world_size: int | None, out: Path, console: Cons
 def make_plans(config: TrainingConfig, world_size: int) -> list[Any]:
     """Every step's plan as rank 0 has it, made without a process group."""
     texts = windows(config.seq_len, config.steps)
-    return [plan_documents(window(text).lengths, world_size=world_size, rank=0) for text in texts.unbind()]
+    return [plan_documents(text.lengths, world_size=world_size, rank=0) for text in texts]
 
 
 def default_world_size() -> int:
@@ -104,7 +104,7 @@ def attend_once(config: TrainingConfig, world_size: int) -> list[float]:
     """Attend on simulated ranks, with a plan of the demo and unit-normal inputs in float32. Returns the
     elements of all outputs."""
     shape, size = config.shape, min(config.seq_len, INTERPRETED_TOKENS)
-    plan = plan_documents(window(windows(size, 1)[0]).lengths, world_size=world_size, rank=0)
+    plan = plan_documents(windows(size, 1)[0].lengths, world_size=world_size, rank=0)
     generator = torch.Generator().manual_seed(0)
 
     def parts(heads: int, side: Literal["q", "kv"]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from tritoncp.api.attention import flex_attention
 from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import positions, shard
-from tritoncp.demo.corpus import IGNORE, window, windows
+from tritoncp.demo.corpus import IGNORE, Window, windows
 from tritoncp.demo.model import ModelShape, Transformer
 from tritoncp.masks.closed_forms import causal, document
 from tritoncp.masks.mask_mod import and_masks
@@ -56,12 +56,11 @@ def train(
     config: TrainingConfig, group: dist.ProcessGroup | None, device: torch.device
 ) -> Iterator[TrainingStep]:
     """Train and yield each step's number, loss and time. Data, initial weights and order are fixed."""
-    texts = windows(config.seq_len, config.steps).to(device)
     torch.manual_seed(0)
     model = Transformer(config.shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))
     bias = bias_of(config.shape.heads, device)
-    for number, text in enumerate(texts.unbind(), 1):
+    for number, text in enumerate(windows(config.seq_len, config.steps), 1):
         began = time.perf_counter()
         optimizer.zero_grad()
         loss = loss_of(model, text, bias, group)
@@ -73,11 +72,11 @@ def train(
         yield TrainingStep(number, total.item(), time.perf_counter() - began)
 
 
-def loss_of(model: Transformer, text: Tensor, bias: Any, group: dist.ProcessGroup | None) -> Tensor:
+def loss_of(model: Transformer, text: Window, bias: Any, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's part of the mean loss: the sum over its tokens, divided by the number of all ranks'
     tokens."""
-    tokens, labels, lengths = window(text)
-    plan = plan_documents(lengths, group)
+    tokens, labels = (x.to(model.embed.weight.device) for x in (text.tokens, text.labels))
+    plan = plan_documents(text.lengths, group)
     count = (labels != IGNORE).sum()  # before sharding: the global count, no communication
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
