@@ -185,15 +185,10 @@ def peak_under(plan: Plan, schedule: str, ranks: Sequence[int], shape: Shape) ->
 def _allgather(plan: Plan, shape: Shape) -> Peak:
     size, world = TensorBytes.of(plan, shape), plan.world_size
     groups = traffic.head_groups(shape.sent_heads, size.padded)
-    last = size.padded * groups[-1] // shape.sent_heads
-    both = size.padded * (world + 1)  # messages and gathered buffers of two head groups
-    grads = size.wide_padded * (world + 1)  # gradients for all ranks, and this rank's sums
-    # At the end: the last group's keys, all gradients, and the joined sums.
-    end = last * (world + 1) + grads + size.wide_padded
-    dq = size.q + size.stat
-    first = both - size.padded * groups[0] // shape.sent_heads + grads * groups[0] // shape.sent_heads
-    first = first if len(groups) > 1 else 0
-    return Peak(both, max(end, first) + dq - size.q - size.kv)
+    both = size.padded * (world + 1)  # messages and gathered buffers of all head groups
+    # Backward at the end: the last group's keys, gradients for all ranks, this rank's sums, and these joined.
+    end = both * groups[-1] // shape.sent_heads + size.wide_padded * (world + 2)
+    return Peak(both, end + size.stat - size.kv)
 
 
 def _ring(plan: Plan, shape: Shape) -> Peak:
