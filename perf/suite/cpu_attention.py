@@ -58,11 +58,6 @@ def goal_of(operation: str, problem: Problem) -> dict[str, float]:
     return GOALS.get(problem.mask, {}) | ({"flex-compiled": 0.5} if is_compared else {})
 
 
-def rounds_of(problem: Problem) -> int:
-    """Return the least number of rounds of a case, besides the first."""
-    return 2 if problem.seq >= LONG else 5
-
-
 def make_contenders(problem: Problem, operation: str) -> Makers:
     """Return functions that prepare one execution, by contender.
 

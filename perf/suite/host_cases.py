@@ -9,7 +9,7 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,8 +78,8 @@ class HostCase:
 
     @property
     def rounds(self) -> int:
-        """The least number of rounds."""
-        return cpu_attention.rounds_of(self.problem) if self.operation in CPU_PASSES else 5
+        """The least number of rounds, besides the first."""
+        return 2 if self.operation in CPU_PASSES and self.problem.seq >= cpu_attention.LONG else 5
 
 
 def _calls(tier: str, *masks: str, **ranks: Any) -> list[HostCase]:
@@ -170,7 +170,7 @@ def run(
 def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Measure every contender of a case. Returns their figures and facts about the work."""
     contender_makers, work = make_contenders(case)
-    with surroundings(case):
+    with cpu_attention.cpu_engine() if case.operation in CPU_PASSES else no_launches():
         figures = time_interleaved(contender_makers, WallClock(), seconds, case.rounds)
         peak = measure_growth(contender_makers[OURS]())
     contenders = {name: figure.rounded(samples=name == OURS) for name, figure in figures.items()}
@@ -220,11 +220,6 @@ def _call_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
     prepare = baselines.split if case.problem.together else baselines.one_device
     contender = prepare(case.problem, baselines.inputs(case.problem, CPU))
     return {OURS: partial(prepare_pass, contender, case.operation)}, {}
-
-
-def surroundings(case: HostCase) -> AbstractContextManager[None]:
-    """Return the context in which a case is measured: the CPU engine, or no launches."""
-    return cpu_attention.cpu_engine() if case.operation in CPU_PASSES else no_launches()
 
 
 @contextmanager

@@ -96,11 +96,6 @@ def sources(package: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _gpu_uuid(device: torch.device) -> str:
-    """Return the UUID by which NVIDIA's tools name a GPU, which CUDA_VISIBLE_DEVICES does not change."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
 def _clocks_policy(device: torch.device) -> str:
     clocks = _query_gpu(device, *_CLOCKS)
     chosen, default = (clocks.get(name, "") for name in _CLOCKS)
@@ -109,7 +104,8 @@ def _clocks_policy(device: torch.device) -> str:
 
 def _query_gpu(device: torch.device, *fields: str) -> dict[str, str]:
     query = "--query-gpu=" + ",".join(fields)
-    answer = _run_command("nvidia-smi", f"--id={_gpu_uuid(device)}", query, "--format=csv,noheader")
+    uuid = torch.cuda.get_device_properties(device).uuid  # CUDA_VISIBLE_DEVICES does not change it
+    answer = _run_command("nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader")
     return dict(zip(fields, (part.strip() for part in answer.split(",")))) if answer else {}
 
 

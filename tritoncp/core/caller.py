@@ -17,13 +17,9 @@ def warn_caller(message: str) -> None:
         warnings.warn_explicit(message, UserWarning, *place, registry=_shown)
         return
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and _package(frame.f_globals.get("__name__", "")) in ("tritoncp", "torch"):
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("tritoncp", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
-
-
-def _package(module: str) -> str:
-    return module.partition(".")[0]
 
 
 def _traced_place() -> tuple[str, int] | None:

@@ -207,11 +207,8 @@ def is_recurrent(module: nn.Module) -> bool:
 
 def _mixes_tokens(module: nn.Module) -> bool:
     convolves = any(isinstance(part, nn.Conv1d) for part in module.children())
-    return _takes_cache(type(module)) or convolves or getattr(module, "trigram_input", False) is True
-
-
-def _takes_cache(cls: Any) -> bool:
-    return not _parameters(cls).isdisjoint(CACHES)
+    takes_cache = not _parameters(type(module)).isdisjoint(CACHES)
+    return takes_cache or convolves or getattr(module, "trigram_input", False) is True
 
 
 @_once_a_class
