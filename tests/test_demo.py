@@ -75,7 +75,7 @@ CPU = torch.device("cpu")
 
 
 def tritoncp_demo(*words, **environment) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tritoncp.demo", *words]
+    command = [sys.executable, "-m", "tritoncp", "demo", *words]
     env = {**os.environ, **environment}
     return subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False

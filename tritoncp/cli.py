@@ -5,6 +5,7 @@ Ctrl-C. An error is a line on stderr; TRITONCP_DEBUG=1 shows the traceback inste
 """
 
 import contextlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import click
 
 from tritoncp._version import __version__
 from tritoncp.analysis.command import inspect
-from tritoncp.command_base import OUTPUT_FILE, Command, errors_as_messages
+from tritoncp.command_base import OUTPUT_FILE, errors_as_messages
 from tritoncp.demo.command import demo
 from tritoncp.doctor import doctor
 from tritoncp.perf.cli import perf
@@ -24,11 +25,12 @@ from tritoncp.tuning.command import autotune
 
 
 class Group(click.Group):
-    """A group in which errors of all commands are messages, those of plain click commands too."""
-
-    command_class = Command
+    """A group in which errors of all commands are messages."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        for stream in (sys.stdout, sys.stderr):  # a character that the locale lacks is shown by its number
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         with errors_as_messages():
             return super().invoke(ctx)
 

@@ -1,14 +1,11 @@
-"""Base class and option types of all commands; errors become messages. Loads neither torch nor Triton."""
+"""Option types of all commands; errors become messages. Loads neither torch nor Triton."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import io
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -52,14 +49,3 @@ def _message_of(error: Exception) -> click.ClickException:
     return click.ClickException(
         f"a bug in tritoncp, {type(error).__name__}: {first}; TRITONCP_DEBUG=1 shows the traceback"
     )
-
-
-class Command(click.Command):
-    """A command whose errors are messages, run as a part of a group or alone."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        for stream in (sys.stdout, sys.stderr):  # a character that the locale lacks is shown by its number
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")
-        with errors_as_messages():
-            return super().invoke(ctx)

@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 from tritoncp._version import __version__
-from tritoncp.command_base import Command
 from tritoncp.core import environment
 from tritoncp.core.cpu_target import cpu_target
 from tritoncp.core.versions import NEWEST_TESTED, OLDEST, installed_version, list_untested, minor_of
@@ -25,7 +24,7 @@ INTERPRETED = "the Triton kernels, interpreted (slow, exact, for tests)"
 CPU_ENGINE = "the CPU engine, plain torch (TRITON_INTERPRET=1 runs the kernels interpreted instead)"
 
 
-@click.command(cls=Command)
+@click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def doctor(as_json: bool) -> None:
     """Report this machine's versions and devices, and the engine that runs on each.

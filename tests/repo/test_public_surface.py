@@ -141,7 +141,7 @@ def commands(command: click.Command, path: str) -> Iterator[str]:
 
 
 def programs() -> Iterator[str]:
-    for module in ("tritoncp.__main__", "tritoncp.demo.__main__", "tritoncp.perf.run"):
+    for module in ("tritoncp.__main__", "tritoncp.perf.run"):
         if importlib.util.find_spec(module) is not None:
             yield f"python -m {module.removesuffix('.__main__')}"
     yield from commands(main, "tritoncp")

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import click
 
-from tritoncp.command_base import Command
 from tritoncp.perf.console import make_console
 
 
-@click.command(cls=Command)
+@click.command()
 @click.option(
     "--arch", "archs", multiple=True, metavar="NAME", help="sm_90, gfx942, ... [default: all shipped]"
 )

@@ -1,4 +1,4 @@
-"""The command `tritoncp demo`, also `python -m tritoncp.demo`. torch is imported when it runs."""
+"""The command `tritoncp demo`. torch is imported when it runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 
 import click
 
-from tritoncp.command_base import Command
 
-
-@click.command(cls=Command)
+@click.command()
 @click.option("--steps", type=click.IntRange(1), default=12, show_default=True, help="Training steps.")
 @click.option("--seq-len", type=click.IntRange(16), default=1024, show_default=True, help="Bytes in a step.")
 @click.option(

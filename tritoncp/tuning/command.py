@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tritoncp.command_base import Command
 from tritoncp.perf.console import make_console
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from tritoncp.tuning.targets import Target
 
 
-@click.command(cls=Command)
+@click.command()
 @click.option(
     "--preset",
     "presets",
