@@ -73,16 +73,13 @@ class TritonEngine:
     def __post_init__(self) -> None:
         check_options(self.options, self.arch)
 
-    def with_captures(
-        self, score_caps: tuple[Any, ...] = (), score_dcaps: tuple[Any, ...] = ()
-    ) -> "TritonEngine":
-        """Copy the engine with other captured tensors of the same layouts."""
-        copy, mods, new = object.__new__(TritonEngine), self.mods, tuple.__new__  # see prepare_launch
-        score, grad = (
-            new(Closure, (mods.score.fn, score_caps)),
-            new(Closure, (mods.score_grad.fn, score_dcaps)),
-        )
-        vars(copy).update(vars(self), mods=new(Mods, (mods.mask, score, grad, *mods[3:])))
+    def with_captures(self, caps: tuple[Any, ...], dcaps: tuple[Any, ...]) -> "TritonEngine":
+        """Copy an engine whose score_mod has no captures, with some, see :class:`tritoncp.mods.Mod`."""
+        copy, (mask, score, grad, *rest), new = object.__new__(TritonEngine), self.mods, tuple.__new__
+        if dcaps:
+            grad = new(Closure, (grad.fn, dcaps))  # as Closure(...), in half the time
+        mods = new(Mods, (mask, new(Closure, (score.fn, caps)), grad, *rest))
+        copy.__dict__.update(self.__dict__, mods=mods)
         return copy
 
     @cached_property
@@ -282,8 +279,11 @@ class TritonEngine:
         closures = {"score_mod": self.mods.score}
         if score_grad is not None:
             closures["score_grad"] = score_grad
-        recipe = partial(self._recipe, kind, tensors, tables, h_offset, flags)
         key = kind, h_offset, tables, tensors.get("max_scores") is None, *flags.values()
+
+        def recipe() -> Recipe:
+            return self._recipe(kind, tensors, tables, h_offset, flags)
+
         return prepare_launch(self.launches, key, kernel, tensors, closures, recipe)
 
     def _recipe(

@@ -121,4 +121,5 @@ def test_no_range_is_made_without_a_profiler(monkeypatch):
     layer(tritoncp.simulate(2), "ring")()
     with pytest.raises(AssertionError, match="a range without a profiler"):
         ranges(layer(tritoncp.simulate(2), "ring"))
-    assert profiler_ranges.step_range("ring", 1) is profiler_ranges.step_range("fetch", 2)
+    plan = tritoncp.make_plan(tritoncp.full_mask(N, N))
+    assert profiler_ranges.step_range(plan, 1) is profiler_ranges.step_range(plan, 2)

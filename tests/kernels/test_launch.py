@@ -16,7 +16,7 @@ import tritoncp
 from tests.kernels.support.harness import qkv
 from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.kernels.engine import TritonEngine
-from tritoncp.kernels.launch import layout_of, specialisation_of
+from tritoncp.kernels.layouts import layout_of, specialisation_of
 from tritoncp.kernels.operands import Mods
 from tritoncp.ops import executable
 from tritoncp.ops.executable import caches_of

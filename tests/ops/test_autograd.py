@@ -2,6 +2,8 @@
 
 import gc
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -241,7 +243,8 @@ def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", Device)
     for device, devices in (("cuda:1", 1), ("cuda:0", 0), ("cpu", 0)):
-        with autograd.current_device(torch.device(device)):
+        x: Any = SimpleNamespace(device=torch.device(device), is_cuda=device != "cpu")
+        with autograd.current_device(x):
             assert current[-1] == devices
     assert current == [0]
 

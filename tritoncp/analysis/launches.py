@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.analysis.jobs import VARIANTS, Job, kernel_of, options_of
+from tritoncp.core.upload import upload
 from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.kernels.engine import TritonEngine, route_of
@@ -21,6 +22,7 @@ from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.masks.mask import Mask
 from tritoncp.mods import Mod, mask_mod
+from tritoncp.mods.mod import arguments, gradient_arguments
 from tritoncp.ops import call_mods, engine_factory
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import lengthen, take
@@ -121,10 +123,12 @@ def mods_of(problem: Problem, q: Tensor, mask: Mod | None = None) -> Mods:
     """Prepare a problem's score_mod for kernels, for these queries, and a mask_mod. Gradients of the
     score_mod's captures go to buffers that are discarded."""
     score = problem.score_mod(q.device)
-    mod = call_mods.translate_score(score, q) if score else None
-    learned = [mod.tensors[i] for i in mod.wants] if mod else []
-    grads = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in learned]
-    return engine_factory.kernel_mods(mask, mod, q.device, grads)
+    if score is None:
+        return engine_factory.kernel_mods(mask, None)
+    mod, tensors = call_mods.translate_score(score, q)
+    grads = [torch.zeros(tensors[i].shape, dtype=torch.float32, device=q.device) for i in mod.wants]
+    caps = arguments(upload(tensors, q.device), mod.numbers)
+    return engine_factory.kernel_mods(mask, mod, caps, gradient_arguments(grads))
 
 
 def launch_of(job: Job) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,49 +35,73 @@ from tritoncp.planning.plan import Plan
 RawMask = BlockMask | Mask | MaskMod | None
 
 
-@dataclass(eq=False)
-class Sources:
-    """The tensors and the code that a raw mask is made of.
+class MaskState(NamedTuple):
+    """The state of a raw mask at one moment.
 
-    lists:    index tensors of the listed blocks
-    captures: tensors that its mask_mod captures
-    key:      hashable; equal for masks that differ at most in their tensors. None: cannot be compared
-    reason:   why the mask cannot be compared
+    key:     hashable; equal for masks that differ at most in their tensors. None: cannot be compared
+    tensors: the index tensors of the listed blocks, then the tensors that its mask_mod captures
+    listed:  number of index tensors
+    reason:  why the mask cannot be compared
     """
 
-    mask: RawMask
-    lists: tuple[Tensor, ...]
-    captures: tuple[Tensor, ...]
     key: Any
+    tensors: tuple[Tensor, ...]
+    listed: int
     reason: str
 
     @classmethod
-    def of(cls, mask: RawMask) -> Sources:
-        if isinstance(mask, Plan):
-            raise TypeError("this is a Plan already; pass it where the mask goes")
-        if isinstance(mask, (Mask, MaskMod)) and (cached := _CONSTANT_SOURCES.get(mask)) is not None:
+    def of(cls, mask: RawMask) -> MaskState:
+        """Read the state of a mask. Raises TypeError for other objects, RuntimeError for a Mask whose state
+        has changed since it was made."""
+        if isinstance(mask, (Mask, MaskMod)) and (constant := _CONSTANT_STATES.get(mask)) is not None:
             if isinstance(mask, Mask):
                 mask.check_state()
-            return cls(mask, *cached)
+            return constant
+        if isinstance(mask, Plan):
+            raise TypeError("this is a Plan already; pass it where the mask goes")
         if mask is not None and not isinstance(mask, BlockMask | Mask | MaskMod):
             raise TypeError(
                 f"a BlockMask or a tritoncp Mask is needed; got a {type(mask).__name__}. "
                 "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) makes one"
             )
-        if has_no_lengths(mask) and mask.mask_mod is noop_mask:
-            mask = None
+        mask = _without_noop(mask)
         mod = mask.mask_mod if isinstance(mask, BlockMask | Mask) else mask
-        state = captured_state(mod)
+        read = captured_state(mod)
         if isinstance(mask, Mask):
-            mask.check_state(state)
-        key, captures, reason = state.key, tuple(state.tensors), state.incomparable
+            mask.check_state(read)
+        key, reason = read.key, read.incomparable
         lists, geometry = _lists(mask)
-        if any(t.is_inference() for t in (*lists, *captures)):
+        tensors = *lists, *read.tensors
+        if any(t.is_inference() for t in tensors):
             key, reason = None, "a tensor made under torch.inference_mode(), which counts no edits"
-        sources = cls(mask, lists, captures, None if key is None else (geometry, key), reason)
+        state = cls(None if key is None else (geometry, key), tensors, len(lists), reason)
         if isinstance(mask, (Mask, MaskMod)) and key is not None and is_closed_form(mod):
-            _CONSTANT_SOURCES[mask] = lists, captures, sources.key, reason
-        return sources
+            _CONSTANT_STATES[mask] = state
+        return state
+
+
+@dataclass(eq=False)
+class Sources:
+    """The tensors and the code that a raw mask is made of."""
+
+    mask: RawMask
+    state: MaskState
+
+    @classmethod
+    def of(cls, mask: RawMask, state: MaskState | None = None) -> Sources:
+        """Return the sources of a mask. state: its present state, if the caller has read it."""
+        state = MaskState.of(mask) if state is None else state
+        return cls(_without_noop(mask), state)
+
+    @property
+    def lists(self) -> tuple[Tensor, ...]:
+        """Index tensors of the listed blocks."""
+        return self.state.tensors[: self.state.listed]
+
+    @property
+    def captures(self) -> tuple[Tensor, ...]:
+        """Tensors that the mask_mod captures."""
+        return self.state.tensors[self.state.listed :]
 
     @property
     def mod(self) -> Any:
@@ -87,7 +111,7 @@ class Sources:
     @cached_property
     def host_copies(self) -> dict[int, Tensor]:
         """Host copies of remote tensors, by id of the original."""
-        remote = [t for t in (*self.lists, *self.captures) if is_remote(t)]
+        remote = [t for t in self.state.tensors if is_remote(t)]
         return {id(t): copy for t, copy in zip(remote, to_host(remote), strict=True)}
 
     def on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -160,8 +184,9 @@ class Sources:
     def digest(self) -> bytes:
         """Digest the contents of tensors, code and plain values: equal on every rank that has the same
         mask."""
-        hasher = hashlib.sha256(repr(_stable(self.key)).encode() if self.key else describe(self.mod).encode())
-        for tensor in self.on_host((*self.lists, *self.captures)):
+        key = self.state.key
+        hasher = hashlib.sha256(repr(_stable(key)).encode() if key else describe(self.mod).encode())
+        for tensor in self.on_host(self.state.tensors):
             hasher.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             hasher.update(content(tensor))
         return hasher.digest()
@@ -173,16 +198,22 @@ class Sources:
             _WARNED.add(name)
             warn_caller(
                 f"the plan of a mask ({name}) is made again at every call: it captures what cannot be "
-                f"compared between calls ({self.reason}). Make it once, tritoncp.make_plan(mask, mesh), and "
-                "pass the plan"
+                f"compared between calls ({self.state.reason}). Make it once, tritoncp.make_plan(mask, "
+                "mesh), and pass the plan"
             )
 
 
 _WARNED: set[str] = set()
 
 
-# (lists, captures, key, reason) of masks in which only the contents of these tensors can change.
-_CONSTANT_SOURCES: weakref.WeakKeyDictionary[Mask | MaskMod, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+# States of masks in which only the contents of these tensors can change.
+_CONSTANT_STATES: weakref.WeakKeyDictionary[Mask | MaskMod, MaskState] = weakref.WeakKeyDictionary()
+
+
+def _without_noop(mask: RawMask) -> RawMask:
+    """Return None for torch's mask without lengths in which all queries see all keys; other masks as they
+    are."""
+    return None if has_no_lengths(mask) and mask.mask_mod is noop_mask else mask
 
 
 def _lists(mask: RawMask) -> tuple[tuple[Tensor, ...], Any]:

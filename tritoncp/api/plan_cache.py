@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tritoncp.api import validate
-from tritoncp.api.mask_source import RawMask, Sources
+from tritoncp.api.mask_source import MaskState, RawMask, Sources
 from tritoncp.api.validate import ShardSizes, check_shard_lengths
-from tritoncp.core.bounded_cache import BoundedCache, OwnedState, TensorCache
+from tritoncp.core.bounded_cache import OwnedState, TensorCache
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.log_lines import area_logger, log_decision
@@ -28,13 +28,13 @@ from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
 from tritoncp.masks.mask_mod import name_of
 from tritoncp.ops import signatures
+from tritoncp.ops.executable import MAX_CHECKED_CALLS, caches_of
 from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.report.text import format_title
 
 MAX_PLANS = 64  # plans per group, or of calls without a group
 MAX_BYTES = 1 << 30  # bytes of their masks and placements
-MAX_CHECKED_CALLS = 1024  # keys of calls whose checks passed, per plan
 WARN_IMBALANCE = 1.2  # max/mean work above which natural order causes a warning
 
 
@@ -56,8 +56,6 @@ def nbytes(plan: Plan) -> int:
 
 
 _CACHES = OwnedState(lambda: TensorCache(MAX_PLANS, lambda entry: nbytes(entry[0]), MAX_BYTES))
-# Keys (rank, call_key) of the calls whose checks passed, by what follows from the contents of their plan.
-_CHECKED: OwnedState[BoundedCache[Any, bool]] = OwnedState(lambda: BoundedCache(MAX_CHECKED_CALLS))
 _COUNTS = {"hits": 0, "misses": 0}
 plan_log, cache_log = area_logger("plan"), area_logger("cache")
 _WARNED: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about uneven work
@@ -95,13 +93,15 @@ def plan_of_rows(
 
 def _check_call(plan: Plan, sizes: ShardSizes, group: Any, call_key: Any, check: Callable[[], None]) -> None:
     """Check a call, and its shards against its plan, unless a call of its key passed."""
-    checked, key = _CHECKED.of(plan.derived), (plan.rank, call_key)
-    if checked.get(key) is None:
+    checked, key = caches_of(plan).checked_calls, (plan.rank, call_key)
+    if key not in checked:
         check()
         validate.check_ranks(plan, group)
         validate.check_sizes(plan, sizes)
+        if len(checked) >= MAX_CHECKED_CALLS:
+            checked.clear()
         if call_key is not None:
-            checked.put(key, True)
+            checked.add(key)
 
 
 def plan_for(
@@ -110,21 +110,20 @@ def plan_for(
 ) -> Plan:  # fmt: skip
     """Return the natural-order plan of a raw mask for the call's shards, from the cache or new, see
     :func:`plan_of_rows`."""
-    sources, cache = Sources.of(mask), _CACHES.of(group)
-    tensors, key = (*sources.lists, *sources.captures), (
-        sources.key, sizes.rows, sizes.kv_rows, sizes.batch, sizes.latent and sizes,
-    )  # fmt: skip
-    plan = cache.find(key, tensors)
+    state, cache = MaskState.of(mask), _CACHES.of(group)
+    key = state.key, sizes.rows, sizes.kv_rows, sizes.batch, sizes.latent and sizes
+    plan = cache.find(key, state.tensors)
     _COUNTS["misses" if plan is None else "hits"] += 1
-    _log_look_up(sources, plan is not None)
+    if cache_log.isEnabledFor(logging.DEBUG if plan is not None else logging.INFO):
+        _log_look_up(Sources.of(mask, state), plan is not None)
     if plan is None:
         check()
-        check = _pass_check
+        check, sources = _pass_check, Sources.of(mask, state)
         plan = _make(sources, sizes, group)
-        if sources.key is None:
+        if state.key is None:
             sources.warn_incomparable()
         else:
-            cache.keep(key, tensors, plan)
+            cache.keep(key, state.tensors, plan)
     _check_call(plan, sizes, group, call_key, check)
     return plan
 
@@ -220,9 +219,8 @@ def _build_natural(
 
 def _log_look_up(sources: Sources, is_hit: bool) -> None:
     """Log a look-up in the cache of plans: a miss as a decision, a hit at DEBUG."""
-    if cache_log.isEnabledFor(logging.DEBUG if is_hit else logging.INFO):
-        line = f"plan cache: {'hit' if is_hit else 'miss'}, mask {_mask_text(sources)}"
-        cache_log.debug(line) if is_hit else log_decision(cache_log, line)
+    line = f"plan cache: {'hit' if is_hit else 'miss'}, mask {_mask_text(sources)}"
+    cache_log.debug(line) if is_hit else log_decision(cache_log, line)
 
 
 def log_plan(sources: Sources, plan: Plan) -> None:

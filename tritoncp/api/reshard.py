@@ -71,10 +71,11 @@ def reshard(
     """
     if isinstance(mesh, World):
         return _reshard_in_world(x, source, target, mesh, dim, side, batch_dim, pad)
-    world, world_size, rank = shards.place_in_group(mesh)
+    place = shards.place_in_group(mesh)
+    world, world_size, rank = place
     for plan in (source, target):
         _check_plan(plan, world_size, rank if world else None)
-    return _move([x], rank, source, target, world, world_size, dim, side, batch_dim, pad)[0]
+    return _move([x], place, source, target, dim, side, batch_dim, pad)[0]
 
 
 @host_only
@@ -87,14 +88,16 @@ def _reshard_in_world(
         raise ValueError(f"a list of {size} shards, one a rank, is needed; got {len(xs)}")
     for plan in (source, target):
         _check_plan(plan, size, None)
-    return _move(xs, 0, source, target, "", size, *options)
+    return _move(xs, ("", size, 0), source, target, *options)
 
 
 def _move(
-    xs: Sequence[Tensor], first_rank: int, source: Any, target: Any, world: str, world_size: int, dim: int,
-    side: str, batch_dim: int | None, pad: float,
+    xs: Sequence[Tensor], place: tuple[str, int, int], source: Any, target: Any, dim: int, side: str,
+    batch_dim: int | None, pad: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Move the shards ``xs`` of ranks from ``first_rank`` on, after checks."""
+    """Move the shards ``xs`` of the ranks from that of ``place`` on, after checks. place: see
+    :func:`tritoncp.api.shards.place_in_group`"""
+    world, world_size, first_rank = place
     check_side(side)
     for x in xs:
         shards.check_dim(x, dim)

@@ -5,7 +5,9 @@ Each message names the argument that was passed, the requirement and the remedy.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -51,22 +53,24 @@ class ShardSizes(NamedTuple):
         return dict(zip(names, sizes, strict=True)) if self.latent else None
 
 
+_facts = attrgetter("shape", "dtype", "device", "layout")
+
+
 def call_key(q: Any, k: Any, v: Any, group: Any, options: Any) -> Any:
     """Return the key of a call under one plan: calls of equal keys pass or fail the same checks. None if
     sizes may be symbols, which cannot be part of a key. options: :class:`tritoncp.api.attention.Options`"""
     sinks = options.sinks
     for x in (q, k, v):
-        if type(x) is not Tensor or x.is_nested or x.layout != torch.strided or x.ndim != 4:
+        if type(x) is not Tensor or x.is_nested or x.ndim != 4:
             return None
     logits = None
     if sinks is not None:
         if not isinstance(sinks, Tensor):
             return None
         logits = sinks.shape, sinks.dtype, sinks.device
-    tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
     flags = bool(options.enable_gqa), bool(options.return_lse), type(options.return_aux)
-    ranks = None if group is None else (group.size(), group.rank())
-    return tensors, logits, ranks, flags, options.batch_offset
+    ranks = group and weakref.ref(group)
+    return _facts(q), _facts(k), _facts(v), logits, ranks, flags, options.batch_offset
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any = None) -> None:

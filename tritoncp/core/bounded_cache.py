@@ -24,7 +24,9 @@ def computed_once(method: Callable[Concatenate[Any, P], V]) -> Callable[Concaten
 
     @functools.wraps(method)
     def look_up(self: Any, *key: Any) -> Any:
-        values = vars(self).setdefault(name, {})
+        values = self.__dict__.get(name)
+        if values is None:
+            values = self.__dict__.setdefault(name, {})
         if (value := values.get(key)) is None:
             value = values[key] = method(self, *key)  # type: ignore[call-arg]
         return value
@@ -104,10 +106,14 @@ class TensorCache(BoundedCache[Any, Any]):
 
     def find(self, key: Any, tensors: Sequence[Tensor]) -> Any:
         """Return the value of a key that was made from these tensors, None if there is none."""
-        value, versions = self.get(key) or (None, ())
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        value, versions = entry.value
         for (ref, version), tensor in zip(versions, tensors):
             if ref() is not tensor or tensor._version != version:
                 return None
+        entry.used = next(self._clock)
         return value
 
     def keep(self, key: Any, tensors: Sequence[Tensor], value: Any) -> None:

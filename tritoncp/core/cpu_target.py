@@ -12,9 +12,12 @@ _executed: list[str] = []  # architectures of the executors in use, the innermos
 def cpu_target() -> str | None:
     """Return how Triton kernels run on CPU tensors: compiled for an architecture and executed ("sm_90"),
     "interpreter" with TRITON_INTERPRET=1, or None: not at all."""
-    if _executed:
-        return _executed[-1]
-    return "interpreter" if os.environ.get("TRITON_INTERPRET", "0") == "1" else None
+    return executed_target() or ("interpreter" if os.environ.get("TRITON_INTERPRET", "0") == "1" else None)
+
+
+def executed_target() -> str | None:
+    """Return the architecture for which kernels are compiled and executed on the CPU; None: they are not."""
+    return _executed[-1] if _executed else None
 
 
 @contextmanager

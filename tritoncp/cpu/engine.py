@@ -129,9 +129,9 @@ class CpuEngine:
                 Total.of(step.kv, keys, dk, add),
                 Total.of(step.kv, values, dv, add),
             ]
+            packed = BackwardStep(rows, keys, values, douts, lses, deltas, tables)
             for group, tiles, visible in self._tiles(step, rows, use_flash):
-                packed = rows, keys, values, douts, lses, deltas, outs if use_flash else None
-                grads = self._backward_tiles(step, group, tiles, visible, *packed)
+                grads = self._backward_tiles(step, group, tiles, visible, packed, outs if use_flash else None)
                 for total, heads, starts, grad in zip(
                     totals, (group.heads, group.kv_heads, group.kv_heads),
                     (tiles.rows, tiles.cols, tiles.cols), grads, strict=True,
@@ -212,15 +212,17 @@ class CpuEngine:
         step.q.unpack(top[..., None], max_scores[..., None])
 
     def _backward_tiles(
-        self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, q: Tensor, k: Tensor,
-        v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None,
+        self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, packed: BackwardStep,
+        out: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return (dq, dk, dv) of a batch of tiles; the gradients of captures go to their buffers."""
-        rows, douts = (gather(x[group.heads], tiles.rows, tiles.height) for x in (q, dout))
+        """Return (dq, dk, dv) of a batch of tiles; the gradients of captures go to their buffers. packed: the
+        inputs as packed rows. out: for flash attention."""
+        rows, douts = (gather(x[group.heads], tiles.rows, tiles.height) for x in (packed.q, packed.dout))
         lses, deltas = (
-            gather(x[group.heads, :, None], tiles.rows, tiles.height)[..., 0] for x in (lse, delta)
+            gather(x[group.heads, :, None], tiles.rows, tiles.height)[..., 0]
+            for x in (packed.lse, packed.delta)
         )
-        keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
+        keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (packed.k, packed.v))
         if out is not None:
             bias, causal = flash.hide(visible, rows.dtype), tiles.kind == "causal"
             outs = gather(out[group.heads], tiles.rows, tiles.height)

@@ -11,15 +11,19 @@ from typing import Any
 
 import torch
 
+from tritoncp.planning.plan import Plan
+
 _NO_RANGE = nullcontext()
 is_profiled = torch.autograd._profiler_enabled  # by torch.profiler, torch.autograd.profiler or emit_nvtx
 
 
-def step_range(schedule: str, step: int, part: str = "") -> AbstractContextManager[Any]:
+def step_range(plan: Plan, step: int, part: str = "") -> AbstractContextManager[Any]:
     """Name the computation of one step: ``tritoncp::ring/step 3``, or, with the part "dq" of a backward pass,
-    ``tritoncp::ring/backward step 3 dq``."""
+    ``tritoncp::ring/backward step 3 dq``; "local" where no schedule sends a message."""
     if not is_profiled():
         return _NO_RANGE
+    is_local = plan.is_local and not plan.schedule.startswith("ulysses")  # which exchanged heads
+    schedule = "local" if is_local else plan.schedule
     name = f"backward step {step} {part}" if part else f"step {step}"
     return torch.profiler.record_function(f"tritoncp::{schedule}/{name}")
 

@@ -26,7 +26,7 @@ from tritoncp.masks.classification.classify import Grid
 from tritoncp.masks.closed_forms import QuerySlice, Selection, as_int, is_closed_form
 from tritoncp.masks.mask_mod import MAX_TOKENS, Intervals, MaskFn, MaskMod
 from tritoncp.masks.transposed_runs import transpose
-from tritoncp.mods.recording import ModState
+from tritoncp.mods.fingerprint import ModState
 from tritoncp.mods.snapshot import Snapshot
 
 Device = str | torch.device

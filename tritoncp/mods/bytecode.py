@@ -12,8 +12,6 @@ import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tritoncp.core.bounded_cache import BoundedCache
-
 GLOBAL, CELL, ARGUMENT, IMPORT = "global", "closure variable", "argument", "module"
 ATTRIBUTE, ITEM = "attribute", "item"
 
@@ -57,8 +55,8 @@ _CELL_EDITS = {"STORE_DEREF", "DELETE_DEREF"}
 _GAPS = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
 
 
-# By code; not an lru_cache, of which Dynamo warns.
-_READS: BoundedCache[types.CodeType, Reads] = BoundedCache(4096)
+MAX_CODES = 4096
+_READS: dict[types.CodeType, Reads] = {}  # of MAX_CODES at most; not an lru_cache, of which Dynamo warns
 
 
 def code_reads(code: types.CodeType) -> Reads:
@@ -68,7 +66,7 @@ def code_reads(code: types.CodeType) -> Reads:
     >>> [path for chain, path in code_reads(code).chains]
     ["argument self.config['cap']", 'global math.pi']
     """
-    reads: Reads | None = _READS.get(code)
+    reads = _READS.get(code)
     if reads is None:
         first = code.co_varnames[:1] if code.co_argcount else ()
         arguments = {name: ARGUMENT for name in first if not _is_assigned(name, code)}
@@ -77,7 +75,9 @@ def code_reads(code: types.CodeType) -> Reads:
         attributes = frozenset(event.name for event in events if isinstance(event, _Attribute))
         obstacle = next((event for event in reversed(events) if isinstance(event, str)), "")
         reads = Reads(tuple((chain, chain.path) for chain in chains), attributes, obstacle)
-        _READS.put(code, reads)
+        if len(_READS) >= MAX_CODES:
+            _READS.clear()
+        _READS[code] = reads
     return reads
 
 

@@ -19,7 +19,9 @@ import enum
 import functools
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from tritoncp.mods.captures import ABSENT, cell_value, take_apart
 MAX_VALUES = 1024  # in one fingerprint: a recording of the function takes less time than comparing more
 HEAP_TYPE = 1 << 9  # of a class's __flags__; not set for static types, which are written in C
 
+_tensor_facts = attrgetter("dtype", "shape", "requires_grad", "device")
 _COMPUTED = object()  # result of a function whose own reads enter the key
 _ATOMS = frozenset(
     {bool, str, bytes, type(None), type(Ellipsis), type(NotImplemented), type(ABSENT), range}
@@ -78,13 +81,27 @@ class Identity:
         return getattr(self.obj, "__qualname__", None) or repr(self.obj)
 
 
-class Fingerprint:
+@dataclass(eq=False)
+class ModState:
+    """The state of a mask_mod or score_mod at one moment.
+
+    key: hashable; equal keys mean equal graphs. None where the function can neither be compared nor recorded
+    tensors: captured tensors in a fixed order
+    numbers: Python numbers read from globals and attributes
+    incomparable: the state that has no key, in words; empty if there is none
+    """
+
+    key: Any
+    tensors: Sequence[torch.Tensor]
+    numbers: Sequence[int | float]
+    incomparable: str = ""
+
+
+class Fingerprint(ModState):
     """The state that a function, method, partial or callable object reads, when this is constructed.
 
-    key: hashable, a tuple of (path, value) pairs; None if some state is incomparable
-    reason: the incomparable state, in words; empty if there is a key
-    tensors: captured tensors in order of first use
-    numbers: Python numbers read from globals and attributes
+    key: a tuple of (path, value) pairs; None if some state is incomparable
+    tensors: in order of first use
 
     >>> class Config:
     ...     slope = 0.5
@@ -99,25 +116,26 @@ class Fingerprint:
         self.tensors: list[torch.Tensor] = []
         self.numbers: list[int | float] = []
         self.key: Any = None
-        self.reason = ""
+        self.incomparable = ""
         self._entries: list[tuple[str, Any]] = []
-        self._places: dict[Any, int] = {}
-        self._tensor_places: dict[int, int] = {}
-        self._references: list[object] = []
+        self._places: dict[Any, tuple[int, object]] = {}  # by id, with the object, whose id is then its own
         self._count = 0
         try:
-            call = read_step(type(fn), ATTRIBUTE, "__call__")  # of a callable object
-            if type(call) is types.FunctionType and not _is_closed_form(fn):
+            if type(fn) is types.FunctionType:
+                key = self._function("the function", fn, None)
+            elif type(call := read_step(type(fn), ATTRIBUTE, "__call__")) is types.FunctionType and (
+                not _is_closed_form(fn)
+            ):
                 key = "callable", self._function("the function", call, fn)
             else:
                 key = self._value("the function", fn)
             self.key = *self._entries, ("the function", key)
         except Incomparable as error:
-            self.reason = str(error)
+            self.incomparable = str(error)
         except RecursionError:
-            self.reason = "state is nested too deep to compare"
+            self.incomparable = "state is nested too deep to compare"
         except Exception as error:  # of the user's classes: of a property, say
-            self.reason = f"reading its state raised {type(error).__name__}: {error}"
+            self.incomparable = f"reading its state raised {type(error).__name__}: {error}"
 
     # -- values ------------------------------------------------------------------------------------------
 
@@ -135,19 +153,17 @@ class Fingerprint:
             return kind, obj
         if kind is types.FunctionType:
             return self._function(path, obj, None)
-        if (place := self._places.get(id(obj))) is not None:
-            return "again", place
-        self._remember(id(obj), obj)
+        if (visited := self._places.get(id(obj))) is not None:
+            return "again", visited[0]
+        self._places[id(obj)] = len(self._places), obj
         return self._compound(path, obj, kind)
 
-    def _remember(self, key: Any, obj: Any) -> int:
-        self._references.append(obj)
-        return self._places.setdefault(key, len(self._places))
-
     def _tensor(self, path: str, tensor: torch.Tensor) -> Any:
-        place = self._tensor_places.get(id(tensor))
-        if place is None:
-            place = self._tensor_places[id(tensor)] = len(self.tensors)
+        if (visited := self._places.get(id(tensor))) is not None:
+            place = visited[0]
+        else:
+            place = len(self.tensors)
+            self._places[id(tensor)] = place, tensor
             self.tensors.append(tensor)
             # Compiled calls leave notes on tensors, which no mod reads.
             read = tensor.__dict__ and {
@@ -155,7 +171,7 @@ class Fingerprint:
             }
             if read:
                 self._entries.append((path, self._value(f"an attribute of {path}", read)))
-        return "tensor", place, type(tensor), tensor.dtype, tensor.shape, tensor.requires_grad, tensor.device
+        return "tensor", place, type(tensor), _tensor_facts(tensor)
 
     def _compound(self, path: str, obj: Any, kind: type) -> Any:
         if kind is types.MethodType and isinstance(obj.__func__, types.FunctionType):
@@ -188,10 +204,11 @@ class Fingerprint:
     def _function(self, path: str, fn: types.FunctionType, owner: Any) -> Any:
         """The key of a function; owner: the object that its first argument is bound to, or None."""
         name = id(fn), id(owner)
-        if (place := self._places.get(name)) is not None:
-            return "function", place
-        place = self._remember(name, (fn, owner))
-        if str(fn.__globals__.get("__name__")).split(".")[0] == "torch":
+        if (visited := self._places.get(name)) is not None:
+            return "function", visited[0]
+        place = len(self._places)
+        self._places[name] = place, (fn, owner)
+        if f"{fn.__globals__.get('__name__')}.".startswith("torch."):
             return self._torch_function(path, fn, owner)
         code = fn.__code__
         reads = code_reads(code)

@@ -19,7 +19,8 @@ from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.host_copy import on_host
 from tritoncp.mods import source_cache
 from tritoncp.mods.errors import Untranslatable
-from tritoncp.mods.recording import ModState, read_state
+from tritoncp.mods.fingerprint import ModState
+from tritoncp.mods.recording import read_state
 
 if TYPE_CHECKING:
     from tritoncp.mods.translate.trace import ModTrace
@@ -117,10 +118,7 @@ class Mod:
         shapes = [tuple(g.shape[:-1] if g.dtype is torch.int64 else g.shape) for g in grads]
         if shapes != expected:
             raise ValueError(f"gradient buffers of shapes {expected} are needed; dcaps() was given {shapes}")
-        return tuple(
-            (g, tuple(g.shape[:-1]), tuple(g.stride()[:-1])) if g.dtype is torch.int64 else _argument(g)
-            for g in grads
-        )
+        return gradient_arguments(grads)
 
     @classmethod
     def from_triton(
@@ -179,6 +177,16 @@ def arguments(tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> tupl
     return (*map(_argument, tensors), *numbers)
 
 
+def gradient_arguments(grads: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The `dcaps` argument of a kernel for these buffers, see :meth:`Mod.dcaps`."""
+    return tuple(
+        [
+            (g, tuple(g.shape[:-1]), tuple(g.stride()[:-1])) if g.dtype is torch.int64 else _argument(g)
+            for g in grads
+        ]
+    )
+
+
 def _argument(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
     plain = tensor.detach() if tensor.requires_grad else tensor
     plain = plain.view(torch.uint8) if plain.dtype is torch.bool else plain
@@ -233,7 +241,7 @@ def mask_mod(fn: Callable[..., Any] | JITFunction | Mod) -> Mod:
     >>> print(mask_mod(lambda b, h, q, kv: q >= kv).source.splitlines()[-1].strip())
     return at_least
     """
-    return _translate(fn, 4, torch.float32).check_kernels()
+    return _translate_whole(fn, 4, torch.float32).check_kernels()
 
 
 @host_only
@@ -252,32 +260,43 @@ def score_mod(
     """
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"scores are float32 or float64 inside kernels; score_mod() was given dtype={dtype}")
-    mod = _translate(fn, 5, dtype)
+    mod = _translate_whole(fn, 5, dtype)
     return mod.check_kernels() if kernels else mod
 
 
-def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype: torch.dtype) -> Mod:
-    if is_jit_function(fn):
-        fn = Mod.from_triton(fn)
-    if isinstance(fn, Mod):
-        if fn.is_score != (arguments == 5):
-            expected, actual = ("score_mod", "mask_mod") if arguments == 5 else ("mask_mod", "score_mod")
-            names = ", ".join(fn.fn.arg_names)
-            raise TypeError(f"a {expected} is needed here; got a {actual} ({names})")
-        return fn
-    if not callable(fn):
-        raise TypeError(f"a mod is a function or a @triton.jit function; got a {type(fn).__name__}")
+def _translate_whole(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype: torch.dtype) -> Mod:
+    """Return the Mod of :func:`translate` with its captured tensors."""
+    mod, tensors = translate(fn, arguments, dtype)
+    return mod.with_captures(tensors, mod.numbers) if tensors else mod
+
+
+def translate(
+    fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype: torch.dtype
+) -> tuple[Mod, Sequence[Tensor]]:
+    """Translate a mask_mod (4 arguments) or score_mod (5), unless a function of equal state was translated.
+    Returns the Mod without its captured tensors, then the tensors, which may be others at each call."""
+    if type(fn) is not types.FunctionType:
+        if is_jit_function(fn):
+            fn = Mod.from_triton(fn)
+        if isinstance(fn, Mod):
+            if fn.is_score != (arguments == 5):
+                expected, actual = ("score_mod", "mask_mod") if arguments == 5 else ("mask_mod", "score_mod")
+                names = ", ".join(fn.fn.arg_names)
+                raise TypeError(f"a {expected} is needed here; got a {actual} ({names})")
+            return (fn.with_captures(numbers=fn.numbers) if fn.tensors else fn), fn.tensors
+        if not callable(fn):
+            raise TypeError(f"a mod is a function or a @triton.jit function; got a {type(fn).__name__}")
     state = read_state(fn, arguments == 5, dtype)
     key = None if state.key is None else (state.key, arguments, dtype, torch.get_default_dtype())
     if key is not None and (entry := _TRANSLATIONS.get(key)) is not None:
         mod, sources = entry
-        tensors = tuple([state.tensors[t] if isinstance(t, int) else t for t in sources])
-        return mod.with_captures(tensors, mod.numbers) if tensors else mod
+        return mod, [state.tensors[x] if type(x) is int else x for x in sources]
     with _LOCK:  # tracing changes state of the whole process
-        mod, sources = _trace(fn, arguments == 5, dtype, state)
+        traced, sources = _trace(fn, arguments == 5, dtype, state)
+        mod = traced.with_captures(numbers=traced.numbers)
         if key is not None and sources is not None:
-            _TRANSLATIONS.put(key, (mod.with_captures(numbers=mod.numbers), sources))
-    return mod
+            _TRANSLATIONS.put(key, (mod, sources))
+    return mod, traced.tensors
 
 
 @on_host

@@ -8,9 +8,9 @@ fingerprint takes microseconds, and needs no translation to Triton.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,22 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.tracing import GraphRecorder, TensorIndexing
 from tritoncp.core.user_code import describe, origin
-from tritoncp.mods.fingerprint import Fingerprint
-
-
-class ModState(NamedTuple):
-    """The state of a mask_mod or score_mod at one moment.
-
-    key: hashable; equal keys mean equal graphs. None where the function can neither be compared nor recorded
-    tensors: captured tensors in a fixed order
-    numbers: Python numbers read from globals and attributes
-    incomparable: the state that made a recording necessary, in words; empty for a fingerprint
-    """
-
-    key: Any
-    tensors: Sequence[Tensor]
-    numbers: Sequence[int | float]
-    incomparable: str = ""
+from tritoncp.mods.fingerprint import Fingerprint, ModState
 
 
 def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torch.float32) -> ModState:
@@ -44,14 +29,14 @@ def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torc
     """
     fingerprint = Fingerprint(fn)
     if fingerprint.key is not None:
-        return ModState(fingerprint.key, fingerprint.tensors, fingerprint.numbers)
-    _warn_incomparable(fn, fingerprint.reason)
+        return fingerprint
+    _warn_incomparable(fn, fingerprint.incomparable)
     device = next((t.device for t in fingerprint.tensors if t.ndim), torch.device("cpu"))
     recording = record(fn, is_score, dtype, device)
     if recording is None:
-        return ModState(None, fingerprint.tensors, (), fingerprint.reason)
+        return ModState(None, fingerprint.tensors, (), fingerprint.incomparable)
     operations, tensors = recording
-    return ModState(("recording", operations), tensors, (), fingerprint.reason)
+    return ModState(("recording", operations), tensors, (), fingerprint.incomparable)
 
 
 _WARNED: set[tuple[str, str]] = set()

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tritoncp.mods.fingerprint import Identity
-from tritoncp.mods.recording import ModState, read_state
+from tritoncp.mods.fingerprint import Identity, ModState
+from tritoncp.mods.recording import read_state
 
 
 class Snapshot:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
+from torch.autograd import forward_ad
 
 from tritoncp.core.dynamo_boundary import untraced
 from tritoncp.distributed import collectives, consistency, failures, groups
@@ -37,10 +38,10 @@ from tritoncp.ops.engine_factory import engine_of, gradient_buffers, sum_gradien
 _NO_CONTEXT = nullcontext()
 
 
-def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make ``device`` the current GPU: Triton launches there, and the tensors may be on another GPU."""
-    is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if is_other else _NO_CONTEXT
+def current_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Make the GPU that holds ``x`` the current one: Triton launches there, and it may be another."""
+    is_other = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if is_other else _NO_CONTEXT
 
 
 # -- the passes --------------------------------------------------------------------------------------------
@@ -94,8 +95,7 @@ def backward_engine(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) 
     extra = (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
     engine = engine_of(call, q, k, v, extra, sums)
     delta = torch.empty_like(lse)
-    name = "local" if call.plan.is_local else call.plan.schedule
-    with current_device(lse.device), step_range(name, 0, "delta"):
+    with current_device(lse), step_range(call.plan, 0, "delta"):
         engine.delta(out, dout, dlse, delta)()
     return engine, dout, delta
 
@@ -108,9 +108,9 @@ def in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
     return grad.to(x.dtype)
 
 
-def _drive(call: Call, schedule: Schedule[Any], device: torch.device, direction: str = "") -> Any:
-    """Run the schedule of this rank and return its result."""
-    with current_device(device):
+def _drive(call: Call, schedule: Schedule[Any], x: Tensor, direction: str = "") -> Any:
+    """Run the schedule of this rank on the device of x, and return its result."""
+    with current_device(x):
         if call.group is None:
             return collectives.run_alone(schedule)
         # Views of messages are not tracked below autograd, and take half the time.
@@ -122,7 +122,7 @@ def forward_pass(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Compute out, lse and, if requested, max_scores."""
     if call.group is not None:
         signatures.compare_call(call, q, k, v)
-    out, lse, top = _drive(call, forward_schedule(call, q, k, v), q.device)
+    out, lse, top = _drive(call, forward_schedule(call, q, k, v), q)
     return [out, lse] if top is None else [out, lse, top]
 
 
@@ -131,7 +131,7 @@ def backward_pass(call: Call, inputs: BackwardInputs) -> list[Tensor]:
     consistency.compare_kind(call.group, "a backward pass")
     sums = gradient_buffers(call, inputs.lse)
     grads: list[Tensor]
-    grads = _drive(call, backward_schedule(call, inputs, sums), inputs.lse.device, "backward ")
+    grads = _drive(call, backward_schedule(call, inputs, sums), inputs.lse, "backward ")
     return grads + sum_gradients(call, sums)
 
 
@@ -177,7 +177,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call | OpArguments, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = _run_forward(call, *tensors)
+        results = _run_forward(call, tensors)
         ctx.save_for_backward(*results[:2], *tensors)
         ctx.call = call.with_captures(())  # whose edits autograd notices, and which hooks may move
         ctx.mark_non_differentiable(*results[2:])
@@ -230,26 +230,29 @@ class Final(torch.autograd.Function):
 def needs_autograd(tensors: Iterable[Tensor]) -> bool:
     """Return whether a call needs an autograd node. Forward-mode AD also takes the node, on which autograd
     reports that it has no forward derivative."""
-    if torch.autograd.forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and True in [x.requires_grad for x in tensors]
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x.requires_grad:
+                return True
+    return False
 
 
 def forward(call: Call | OpArguments, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Run the forward pass of a call, differentiably; return out, lse and, if requested, max_scores."""
     tensors = q, k, v, *call.captures
-    return list(Attention.apply(call, *tensors)) if needs_autograd(tensors) else _run_forward(call, *tensors)
+    return list(Attention.apply(call, *tensors)) if needs_autograd(tensors) else _run_forward(call, tensors)
 
 
-def _run_forward(call: Call | OpArguments, *tensors: Tensor) -> list[Tensor]:
+def _run_forward(call: Call | OpArguments, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Run the forward pass of a call below autograd, as an op where the dispatcher is needed. tensors: q, k,
     v, then the captures of the call."""
+    q, k, v = tensors[:3]
     if needs_dispatcher(tensors):
-        warn_if_repeated(forward_op, *tensors[:3])
-        return list(call_op(forward_op, *tensors[:3], *call.as_arguments()))
-    if isinstance(call, Call):
-        return forward_pass(call, *tensors[:3])
-    return _forward_body(*tensors[:3], *call)
+        warn_if_repeated(forward_op, q, k, v)
+        return list(call_op(forward_op, q, k, v, *call.as_arguments()))
+    return forward_pass(call, q, k, v) if isinstance(call, Call) else _forward_body(q, k, v, *call)
 
 
 def backward(call: Call | OpArguments, inputs: BackwardInputs) -> list[Tensor]:

@@ -23,12 +23,13 @@ class Call(NamedTuple):
     """One checked call of a rank: all that its two passes need besides query, key and value.
 
     plan:    the rank's plan, for the batch rows of the query
-    score:   the score_mod with its captures; None: there is none
+    score:   the score_mod without its captured tensors; None: there is none
     expand:  the function that computes keys and values of latents; None: keys and values travel
     scale:   multiplies q k^T before the score_mod
     group:   the process group of the ranks; None: all ranks are in this process
     options: kernel options, sorted by name
     returns: the results besides out: "lse", "max_scores"; "sinks" if the call has some
+    score_tensors: the tensors that the score_mod captures
     """
 
     plan: Plan
@@ -38,6 +39,7 @@ class Call(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
     returns: tuple[str, ...] = ()
     expand: Expansion | None = None
+    score_tensors: Sequence[Tensor] = ()
 
     @property
     def want_max(self) -> bool:
@@ -50,10 +52,10 @@ class Call(NamedTuple):
         return ("invariant", True) in self.options
 
     @property
-    def captures(self) -> tuple[Tensor, ...]:
+    def captures(self) -> Sequence[Tensor]:
         """The tensors that the score_mod captures, then those of ``expand``."""
-        score = () if self.score is None else self.score.tensors
-        return score if self.expand is None else (*score, *self.expand.tensors)
+        own = self.score_tensors
+        return own if self.expand is None else (*own, *self.expand.tensors)
 
     @property
     def wants(self) -> tuple[int, ...]:
@@ -61,21 +63,15 @@ class Call(NamedTuple):
         wants = () if self.score is None else self.score.wants
         if self.expand is None:
             return wants
-        first = 0 if self.score is None else len(self.score.tensors)
-        return *wants, *(first + i for i in self.expand.wants)
+        return *wants, *(len(self.score_tensors) + i for i in self.expand.wants)
 
     def with_captures(self, captures: Sequence[Tensor]) -> Call:
         """Copy the call with other captured tensors; () for none: an autograd node saves them apart from the
         call."""
-        score, expand, count = self.score, self.expand, len(captures)
-        if expand is not None:
-            count -= len(expand.places) if captures else 0
-            expand = expand.with_tensors(captures[count:])
-        if score is not None:
-            score = score.with_captures(captures[:count], score.numbers)
-        elif expand is None:
-            return self
-        return self._replace(score=score, expand=expand)
+        if (expand := self.expand) is None:
+            return self._replace(score_tensors=captures)
+        count = len(captures) - len(expand.places) if captures else 0
+        return self._replace(score_tensors=captures[:count], expand=expand.with_tensors(captures[count:]))
 
     @on_host
     def as_arguments(self) -> OpArguments:
@@ -126,6 +122,7 @@ class OpArguments(NamedTuple):
         """Read the call, for tensors like x. The state of its mask is read here, but in the forward pass
         of a graph, where the op that looks up the plan has read it. A traced module keeps a :class:`Call`."""
         named, spec, score, expand = object_of(self.plan), decode_spec(self.spec), None, None
+        score_tensors: Sequence[Tensor] = ()
         is_call = isinstance(named, Call)
         if is_call or is_backward:
             (named.plan if is_call else named).check_sources()
@@ -136,11 +133,13 @@ class OpArguments(NamedTuple):
 
             tensors, ints = iter(self.captures), iter(self.ints)
             if spec.graph_score:
-                score = call_mods.translate_score(inputs.rebuild(spec.graph_score, tensors, ints), x)
+                rebuilt = inputs.rebuild(spec.graph_score, tensors, ints)
+                score, score_tensors = call_mods.translate_score(rebuilt, x)
             if spec.graph_expand:
                 (fn, *arguments), autocast = inputs.rebuild(spec.graph_expand, tensors, ints)
                 expand = Expansion.of(fn, arguments, spec.sizes or (), autocast)
-        return Call(named, score, self.scale, spec.group, spec.options, spec.returns, expand)
+        rest = spec.group, spec.options, spec.returns, expand, score_tensors
+        return Call(named, score, self.scale, *rest)
 
     def with_leaves(self) -> OpArguments:
         """Detach the captures; those in ``wants`` require gradients, which the ops' own tensors do not."""

@@ -14,23 +14,24 @@ from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed.schedules.buffers import stats_dtype
 from tritoncp.masks.block_runs import Kind
 from tritoncp.mods import Mod, Untranslatable
+from tritoncp.mods.mod import translate
 from tritoncp.ops.executable import caches_of
 from tritoncp.ops.mask_bitmap import bitmask
 from tritoncp.planning.plan import Plan
 
 
-def translate_score(score_mod: Callable[..., Any], q: Tensor) -> Mod:
-    """Translate the score_mod, for the CPU engine alone if there is no translation to Triton. Its tensors
-    have to be on the queries' device: they may be edited between calls and may require gradients, so that a
-    cached copy would be wrong."""
-    mod = mods.score_mod(score_mod, stats_dtype(q), kernels=False)
-    for tensor in mod.tensors:
+def translate_score(score_mod: Callable[..., Any], q: Tensor) -> tuple[Mod, Sequence[Tensor]]:
+    """Translate the score_mod, for the CPU engine alone if there is no translation to Triton. Returns it
+    without its captured tensors, then the tensors, which have to be on the queries' device: they may be
+    edited between calls and may require gradients, so that a cached copy would be wrong."""
+    score, tensors = translate(score_mod, 5, stats_dtype(q))
+    for tensor in tensors:
         if tensor.ndim and tensor.device != q.device:
             raise ValueError(
                 f"score_mod captures a tensor {tuple(tensor.shape)} on {tensor.device}, the query is on "
                 f"{q.device}; move it there once, before the call: tensor.to({str(q.device)!r})"
             )
-    return mod
+    return score, tensors
 
 
 def translate_mask(plan: Plan, q: Tensor) -> DeviceCopy[Mod] | None:

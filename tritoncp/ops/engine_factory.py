@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache
-from tritoncp.core.cpu_target import cpu_target
+from tritoncp.core.cpu_target import cpu_target, executed_target
 from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.tracing import WideGradients, own_gradient
 from tritoncp.core.upload import upload
 from tritoncp.core.versions import warn_untested
 from tritoncp.cpu.engine import CpuEngine
+from tritoncp.kernels.layouts import layout_of, specialisation_of
 from tritoncp.kernels.options import PINNED, ROUTES, check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.mods import Mod, deterministic_sum
-from tritoncp.mods.mod import arguments
+from tritoncp.mods.mod import arguments, gradient_arguments
 from tritoncp.ops import call_mods, tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.ops.call import Call
 from tritoncp.ops.executable import MAX_LAUNCHES, Executable, caches_of
@@ -65,7 +66,7 @@ def engine_of(
         )
     warn_untested()
     plan, score, device = call.plan, call.score, q.device
-    if not uses_triton(device):
+    if not q.is_cuda and not uses_triton(device):
         if call.is_invariant:
             raise ValueError(
                 "kernel option invariant=True on the CPU engine, whose products have other bits for other "
@@ -73,16 +74,16 @@ def engine_of(
             )
         mask = call_mods.translate_mask(plan, q)
         return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
-    from tritoncp.kernels.launch import layout_of, specialisation_of  # loads Triton, which plans do without
-
     captured: tuple[Any, ...] = ()
+    tensors = call.score_tensors
     if score is not None:
-        tensors = [(layout_of(x), x.device) for x in score.tensors]
-        captured = (score.digest, *tensors, *map(specialisation_of, score.numbers))
+        if 0 in [x.ndim for x in tensors]:  # may be on the CPU: torch combines them with any device's
+            tensors = upload(tensors, device)  # at every call, as they may be edited between calls
+        captured = (score.digest, *map(layout_of, tensors), *map(specialisation_of, score.numbers))
     key = (
         call.group and weakref.ref(call.group), call.options, captured, call.scale,
-        tile_tables.table_generation, device, cpu_target(), plan.first_row, plan.rank, plan.schedule,
-        plan.degree, layout_of(q), layout_of(k), layout_of(v), *map(layout_of, (*extra, *grads)),
+        tile_tables.table_generation, device, executed_target(), plan.first_row, plan.rank, plan.schedule,
+        plan.degree, *map(layout_of, (q, k, v, *extra, *grads)),
     )  # fmt: skip
     executables = caches_of(plan).executables
     executable = executables.get(key)
@@ -92,10 +93,10 @@ def engine_of(
         executable = executables.put(key, _make_executable(call, q, v, grads))
     if executable.mask_mod is not None:
         executable.mask_mod.on_current_stream()  # the engine reads its tensors on this stream
-    if score is None or not (score.tensors or score.numbers):
+    if score is None or not (tensors or score.numbers):
         return executable.engine
-    caps = arguments(upload(score.tensors, device), score.numbers)
-    return executable.engine.with_captures(caps, score.dcaps(grads) if grads else ())
+    caps = arguments(tensors, score.numbers)
+    return executable.engine.with_captures(caps, gradient_arguments(grads) if grads else ())
 
 
 def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) -> Executable:
@@ -122,11 +123,11 @@ def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) 
     unpacked = {"PACK_GQA": False} if by_hand else {}
     measured = PINNED if call.is_invariant else tile_lookup.measured_options(device, properties)
     options = {**measured, **unpacked, **dict(call.options)}
-    mods, launches = kernel_mods(mask, score, device, grads), BoundedCache[Any, Any](MAX_LAUNCHES)
+    mods, launches = kernel_mods(mask, score), BoundedCache[Any, Any](MAX_LAUNCHES)
     engine = TritonEngine(mods, call.scale, options, first_row=plan.first_row, launches=launches)
     engine.route  # noqa: B018 - computed once, for the copies with other captures too
     _log_triton_engine(engine, device, properties)
-    return Executable(engine.with_captures(), copy)
+    return Executable(engine, copy)
 
 
 def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence[Tensor]) -> CpuEngine:
@@ -138,7 +139,8 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
     settings: dict[str, Any] = {"first_row": plan.first_row, "steps": caches_of(plan).cpu_steps}
     if score is None:
         return CpuEngine(call.scale, _check_torch_form(mask), **settings)
-    wide, targets = torch.promote_types(dtype, torch.float32), [score.tensors[i] for i in score.wants]
+    captures = call.score_tensors
+    wide, targets = torch.promote_types(dtype, torch.float32), [captures[i] for i in score.wants]
     run: Any = score.graph
     own_gradients, back = run.meta.get("own_gradients", ((), None))
     if any(x.dtype.itemsize < wide.itemsize for x in targets):
@@ -147,9 +149,9 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
     if own_gradients:
         run = partial(own_gradient, run, ", ".join(own_gradients), None if score.wants else back)
 
-    def bind(captures: Sequence[Tensor]) -> Any:
-        inner = list(score.tensors)
-        for index, tensor in zip(score.wants, captures, strict=True):
+    def bind(leaves: Sequence[Tensor]) -> Any:
+        inner = list(captures)
+        for index, tensor in zip(score.wants, leaves, strict=True):
             inner[index] = tensor
         return lambda *indices: run(*indices, *inner, *score.numbers)
 
@@ -167,14 +169,10 @@ def _check_torch_form(mod: Mod | None) -> Mod | None:
 
 
 def kernel_mods(
-    mask: Mod | None, score: Mod | None, device: torch.device, grads: Sequence[Tensor] = ()
+    mask: Mod | None, score: Mod | None, caps: tuple[Any, ...] = (), dcaps: tuple[Any, ...] = ()
 ) -> Any:
-    """Make the kernels' form of user functions. mask: a mod whose captures are on the device; ``grads``: a
-    buffer for each capture that requires a gradient.
-
-    A score_mod may capture 0-d CPU tensors, which torch combines with tensors on any device. They may be
-    edited between calls, so every call copies them.
-    """
+    """Make the kernels' form of user functions. mask: a mod whose captures are on the device; caps, dcaps:
+    captures of the score_mod and buffers of their gradients, as :class:`tritoncp.mods.Mod` takes them."""
     from tritoncp.kernels.operands import NO_FUNCTION, Mods
     from tritoncp.kernels.scores import Closure
 
@@ -184,8 +182,8 @@ def kernel_mods(
     score.check_kernels()
     return Mods(
         mask_closure,
-        Closure(score.fn, score.caps(upload(score.tensors, device))),
-        Closure(score.grad, score.dcaps(grads) if grads else ()),
+        Closure(score.fn, caps),
+        Closure(score.grad, dcaps),
         Closure(score.back),
         score.loads,
     )

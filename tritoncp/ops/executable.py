@@ -1,7 +1,6 @@
 """The executable of a call: its engine, its mask_mod on the device and its launches, found by one look-up.
 
-State "of" a plan is freed with it (:mod:`tritoncp.core.bounded_cache`); a plan stands for ``plan.derived``,
-which the views of all ranks share.
+The caches of a plan are those of ``plan.derived``, which the views of all ranks share.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tritoncp.core.bounded_cache import BoundedCache, OwnedState
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.mods import Mod
 from tritoncp.planning.plan import Plan
@@ -18,6 +17,7 @@ MAX_EXECUTABLES = 256  # of one plan
 MAX_LAUNCHES = 1024  # of one executable
 MAX_MASK_MODS = 64  # copies of a plan's mask_mod, for ranks, batch rows, heads and devices
 MAX_STEPS = 256  # of the CPU engine, for one plan
+MAX_CHECKED_CALLS = 1024
 MAX_STRUCTURES, MAX_COUNTS = 16, 1024
 
 
@@ -42,6 +42,7 @@ class PlanCaches:
     cpu_steps:     steps of the CPU engine, by tables, shapes, first row and head
     structures:    by schedule and degree
     visible_pairs: counts by rank, batch rows and heads
+    checked_calls: keys of the calls whose checks passed; MAX_CHECKED_CALLS, then all are forgotten
     """
 
     def __init__(self) -> None:
@@ -50,11 +51,11 @@ class PlanCaches:
         self.cpu_steps: BoundedCache[Any, Any] = BoundedCache(MAX_STEPS)
         self.structures: BoundedCache[Any, Any] = BoundedCache(MAX_STRUCTURES)
         self.visible_pairs: BoundedCache[Any, int] = BoundedCache(MAX_COUNTS)
-
-
-_CACHES = OwnedState(PlanCaches)
+        self.checked_calls: set[Any] = set()
 
 
 def caches_of(plan: Plan) -> PlanCaches:
     """Return the caches of a plan."""
-    return _CACHES.of(plan.derived)
+    caches = plan.derived.caches
+    own: PlanCaches | None = caches.get(PlanCaches)
+    return caches.setdefault(PlanCaches, PlanCaches()) if own is None else own

@@ -50,7 +50,7 @@ class Lockstep(torch.autograd.Function):
             tensors[3 * len(calls) :],
         )
         schedules = [partial(forward_schedule, call, *shard) for call, shard in zip(calls, shards)]
-        results = _run(schedules, tensors[0].device)
+        results = _run(schedules, tensors[0])
         rows = [(*shard, out, lse) for shard, (out, lse, _) in zip(shards, results)]
         ctx.save_for_backward(*[x for row in rows for x in row], *captures)
         ctx.calls = [call.with_captures(()) for call in calls]
@@ -85,15 +85,16 @@ def _gradients(
         dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
         inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
         schedules.append(partial(backward_schedule, call, inputs, sums))
-    parts = _run(schedules, rows[0][4].device)
+    parts = _run(schedules, rows[0][4])
     return [x for part in parts for x in part] + sum_gradients(calls[0], sums)
 
 
-def _run(schedules: Sequence[Callable[[], Any]], device: torch.device) -> list[Any]:
-    """Make schedules and run them in lockstep, as the body of an op runs, which modes of torch do not see."""
+def _run(schedules: Sequence[Callable[[], Any]], x: Tensor) -> list[Any]:
+    """Make schedules and run them in lockstep on the device of x, as the body of an op runs, which modes of
+    torch do not see."""
     with fresh_dispatch():
         generators = [schedule() for schedule in schedules]
-        with torch._C._AutoDispatchBelowADInplaceOrView(), autograd.current_device(device):
+        with torch._C._AutoDispatchBelowADInplaceOrView(), autograd.current_device(x):
             return collectives.lockstep(generators)
 
 

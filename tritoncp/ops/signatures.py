@@ -86,7 +86,7 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     # Only values that are equal on all ranks: not the length of a shard.
     signature = (
         score and (score.digest, score.wants, *map(type, score.numbers)), call.options, call.returns,
-        plan_structure(plan), plan.first_row, q.dtype, q.device.type, shape[0], shape[1], shape[3],
+        plan_structure(plan), plan.first_row, q.dtype, q.is_cuda, shape[0], shape[1], shape[3],
         k.shape[1], v.shape[3], call.expand and structure_of_expansion(call.expand),
     )  # fmt: skip
     scales = table.scales.get(signature)
@@ -97,7 +97,7 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
         and not consistency.CHECKED
     ):
         return
-    if group.size() == 1 or (q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if group.size() == 1 or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     purpose = purpose_of(q, k, v)
 

@@ -43,6 +43,11 @@ class DerivedTables:
         return {name: x for name, x in vars(self).items() if name in ("mask", "q", "kv", "_digest")}
 
     @cached_property
+    def caches(self) -> dict[type, Any]:
+        """Caches of the calls that use these tables, by their class: freed with the tables."""
+        return {}
+
+    @cached_property
     def merged(self) -> dict[tuple[int, int], Any]:
         """Plans between rows of the mesh, by ranks of a row and query heads."""
         return {}

@@ -371,7 +371,8 @@ class Plan(BlockMaskInterface):
         buffer: one of :class:`tritoncp.planning.derived.DerivedTables`
         """
         by_intervals = self.mask.interval_for(batch, self.heads or heads) is not None
-        device = device if isinstance(device, torch.device) else torch.device(device)
+        if not isinstance(device, torch.device):
+            device = torch.device(device)
         return self.derived.tables(self.rank, buffer, by_intervals, device).on_current_stream()
 
     def listed(self, buffer: int | str = "gathered") -> tuple[Tensor, Runs]:

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tritoncp import mods
+from tritoncp.core.upload import upload
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import State
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
@@ -185,7 +186,7 @@ def engine_of(
     """An engine with these mods, without gradients of the score_mod's captures."""
     mask = mask_mod and mods.mask_mod(mask_mod)
     score = score_mod and mods.score_mod(score_mod, F64 if x.q.dtype == F64 else F32)
-    bound = kernel_mods(mask, score, x.q.device)
+    bound = kernel_mods(mask, score, score.caps(upload(score.tensors, x.q.device)) if score else ())
     return TritonEngine(bound, 1 / math.sqrt(x.q.shape[3]), options)
 
 

@@ -31,7 +31,7 @@ def forward(
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
         final = {"out": out_, "lse": lse_, "max_scores": top_}
-        with step_range(plan.schedule, index):
+        with step_range(plan, index):
             engine.forward(q_, keys, values, tables, **final, h_offset=h_offset)()
         h_offset += q_.shape[1]
     return out, lse, top
@@ -53,10 +53,10 @@ def backward(
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
         step = BackwardStep(q_, keys, values, dout_, lse_, delta_, tables)
-        with step_range(plan.schedule, index, "dq"):
+        with step_range(plan, index, "dq"):
             engine.dq(step, dq_, h_offset=h_offset)()
         grads = keys.new_zeros(keys.shape[2], *keys.shape[:2], k.shape[3] + v.shape[3], dtype=lse.dtype)
-        with step_range(plan.schedule, index, "dkdv"):
+        with step_range(plan, index, "dkdv"):
             dkdv(engine, step, *views(grads, keys), dq_, h_offset=h_offset)
         returning.append((yield ReduceScatter(grads)))
         h_offset += q_.shape[1]

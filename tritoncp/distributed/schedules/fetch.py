@@ -33,11 +33,11 @@ def forward(
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     has_remote = sum(plan.fetch.takes) > 0
     flight = yield request_rows(plan, pack(k, v, k.shape[2]).packed)
-    with step_range(plan.schedule, 0):
+    with step_range(plan, 0):
         engine.forward(q, k, v, near, **final, store_state=has_remote)()
     fetched = yield Wait(flight)
     if has_remote:
-        with step_range(plan.schedule, 1):
+        with step_range(plan, 1):
             engine.forward(q, *views(fetched, k), far, **final, load_state=True)()
     return out, lse, top
 
@@ -54,19 +54,19 @@ def backward(
     dq = empty_dq(plan, engine, q, lse.dtype)
     home = torch.zeros_like(local, dtype=lse.dtype)
     step = BackwardStep(q, k, v, dout, lse, delta, near)
-    with step_range(plan.schedule, 0, "dq"):
+    with step_range(plan, 0, "dq"):
         engine.dq(step, dq)()
-    with step_range(plan.schedule, 0, "dkdv"):
+    with step_range(plan, 0, "dkdv"):
         dkdv(engine, step, *views(home, k), dq)
     fetched = yield Wait(flight)
     grads = torch.zeros_like(fetched, dtype=lse.dtype)
     step = BackwardStep(q, *views(fetched, k), dout, lse, delta, far)
     if has_remote:
-        with step_range(plan.schedule, 1, "dkdv"):
+        with step_range(plan, 1, "dkdv"):
             dkdv(engine, step, *views(grads, k), dq)
     flight = yield AllToAll(grads, plan.fetch.takes, plan.fetch.sends)
     if has_remote:
-        with step_range(plan.schedule, 1, "dq"):  # while they return
+        with step_range(plan, 1, "dq"):  # while they return
             engine.dq(step, dq, add=True)()
     add_home(plan, home, (yield Wait(flight)))
     return dq, *separate(home, k)

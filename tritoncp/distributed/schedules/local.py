@@ -15,18 +15,13 @@ from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import BackwardStep
 
 
-def _name(plan: Plan) -> str:
-    """Return the name of the steps in traces: that of a schedule that exchanged heads, else "local"."""
-    return plan.schedule if plan.schedule.startswith("ulysses") else "local"
-
-
 def forward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, engine, q, v, want_max)
     tables = plan.tables(q.device, q.shape[0], q.shape[1], plan.rank)
-    with step_range(_name(plan), 0):
+    with step_range(plan, 0):
         engine.forward(q, k, v, tables, out=out, lse=lse, max_scores=top)()
     return out, lse, top
     yield  # a schedule is a generator
@@ -42,9 +37,9 @@ def backward(
     dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
     dk, dv = (empty_grad(x, key_dtype or x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
     step = BackwardStep(q, k, v, dout, lse, delta, tables)
-    with step_range(_name(plan), 0, "dq"):
+    with step_range(plan, 0, "dq"):
         engine.dq(step, dq)()
-    with step_range(_name(plan), 0, "dkdv"):
+    with step_range(plan, 0, "dkdv"):
         dkdv(engine, step, dk, dv, dq)
     return dq, dk, dv
     yield  # a schedule is a generator

@@ -41,7 +41,7 @@ def forward(
         if hop.reads:
             tables = plan.tables(*where, hop.owner)
             flags = {"load_state": turn > 0, "store_state": hop.more}
-            with step_range(plan.schedule, turn):
+            with step_range(plan, turn):
                 engine.forward(q, current.k, current.v, tables, **final, **flags)()
         if (yield Wait(flight)):
             current, free = free, current
@@ -65,13 +65,13 @@ def backward(
         if hop.reads:
             tables = plan.tables(*where, hop.owner)
             step = BackwardStep(q, current.k, current.v, dout, lse, delta, tables)
-            with step_range(plan.schedule, turn, "dq"):
+            with step_range(plan, turn, "dq"):
                 engine.dq(step, dq, add=turn > 0)()
         if grad_flight is not None:
             received = yield Wait(grad_flight)  # dQ is computed meanwhile
         grad = _current_grad(plan.ring, turn, received, home)
         if hop.reads:
-            with step_range(plan.schedule, turn, "dkdv"):
+            with step_range(plan, turn, "dkdv"):
                 dkdv(engine, step, *views(grad, k), dq, add=turn > 0)
         grad_flight = yield _send_grad(hop, grad, home)
         if (yield Wait(flight)):

@@ -65,7 +65,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute (out, lse, max_scores or None) of a chunk's queries; keys and values: of :func:`views_of`."""
     out, lse, top = outputs(plan, engine, q, values, want_max)
-    with step_range(plan.schedule, 0):
+    with step_range(plan, 0):
         engine.forward(q, keys, values, _tables(plan, q), out=out, lse=lse, max_scores=top)()
     return out, lse, top
 
@@ -77,13 +77,13 @@ def backward(
     dtype: [n, heads, D] and [n, heads, E]."""
     dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
     step = BackwardStep(q, keys, values, dout, lse, delta, _tables(plan, q))
-    with step_range(plan.schedule, 0, "dq"):
+    with step_range(plan, 0, "dq"):
         engine.dq(step, dq)()
     batch = _batch_of_row(plan, q.shape[0])
     heads, rows = keys.shape[1:3]
     grads = [lse.new_zeros(rows, batch, heads, x.shape[3]) for x in (keys, values)]
     dk, dv = (x.permute(1, 2, 0, 3).expand(q.shape[0], -1, -1, -1) for x in grads)
-    with step_range(plan.schedule, 0, "dkdv"):
+    with step_range(plan, 0, "dkdv"):
         dkdv(engine, step, dk, dv, dq)
     return dq, grads[0].flatten(0, 1), grads[1].flatten(0, 1)
 

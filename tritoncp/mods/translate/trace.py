@@ -39,7 +39,8 @@ from tritoncp.core.user_code import (
 )
 from tritoncp.mods.captures import captured_numbers
 from tritoncp.mods.errors import Untranslatable
-from tritoncp.mods.recording import ModState, read_state
+from tritoncp.mods.fingerprint import ModState
+from tritoncp.mods.recording import read_state
 from tritoncp.mods.translate.graph_passes import FakeRecorder, lift_numbers, make_pure, split_outputs
 from tritoncp.mods.translate.number_captures import number_places
 from tritoncp.mods.translate.symbolic import TRITON_NAME

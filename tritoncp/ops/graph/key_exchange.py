@@ -63,7 +63,7 @@ def _reading_call(written: OpArguments, q: Tensor, index: int, count: int) -> Ca
 def _forward_part(q: Tensor, buffer: Tensor, index: int, count: int, *arguments: Any) -> list[Tensor]:
     """Compute out, lse and, if requested, max_scores of one of ``count`` chunks of the queries."""
     written = OpArguments(*arguments).with_leaves()
-    with failures.closing(written.group), current_device(q.device):
+    with failures.closing(written.group), current_device(q):
         call = _reading_call(written, q, index, count)
         k, v = shared_keys.views_of(call.plan, buffer, q)
         results = shared_keys.forward(call.plan, engine_of(call, q, k, v), q, k, v, call.want_max)
@@ -82,7 +82,7 @@ def _backward_part(
 ) -> list[Tensor]:  # fmt: skip
     """Compute dq of a chunk, what it adds to dk and dv of the buffer's rows, and gradients of captures."""
     written = OpArguments(*arguments).with_leaves()
-    with failures.closing(written.group), current_device(q.device):
+    with failures.closing(written.group), current_device(q):
         call = _reading_call(written, q, index, count)
         k, v = shared_keys.views_of(call.plan, buffer, q)
         sums = gradient_buffers(call, lse)
