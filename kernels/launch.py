@@ -70,7 +70,7 @@ class Launch(NamedTuple):
         return self._replace(values=values)
 
     def __call__(self) -> None:
-        if min(self.grid) == 0:
+        if not all(self.grid):
             return
         if self.compiled:
             self.compiled[0][self.grid](*self.values)

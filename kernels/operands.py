@@ -97,7 +97,7 @@ def streamed_tensors(tables: Any, tensors: dict[str, Tensor], by_keys: bool) -> 
         if by_keys
         else (tables.kv_block, tables.kv_rows, tables.kv_ends)
     )
-    if block & -block < 16:  # no tile divides it
+    if block % 16:  # no tile divides it
         ends = "anywhere"
     elif tables.window:  # tiles are counted from the first row, slots are not read
         ends = "buffer" if rows % block else "block"
@@ -150,4 +150,4 @@ def step_tables(tables: Any, mask_mod: Closure, by_keys: bool) -> StepTables:
 
 def _stride(x: Tensor, dim: int) -> int:
     """The stride of a dimension, 0 where all indices share its one entry."""
-    return 0 if x.shape[dim] == 1 else x.stride(dim)
+    return x.stride(dim) if x.shape[dim] > 1 else 0

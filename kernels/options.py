@@ -101,14 +101,14 @@ def check_options(options: dict[str, Any], arch: str | None = None) -> None:
                 f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
             )
     for option in ("FUSED_BACKWARD", "PACK_GQA", "deterministic", "invariant"):
-        if not isinstance(flag := options.get(option, False), bool):
-            raise ValueError(f"kernel option {option}={flag!r}; True or False is needed")
+        if option in options and not isinstance(options[option], bool):
+            raise ValueError(f"kernel option {option}={options[option]!r}; True or False is needed")
     splits = options.get("SPLIT_KV", 1)
     if isinstance(splits, bool) or not isinstance(splits, int) or splits < 1:
         raise ValueError(f"kernel option SPLIT_KV={splits!r}; a number of programs, 1 or more, is needed")
     if (precision := options.get("PRECISION", "ieee")) not in PRECISIONS:
         raise ValueError(f"kernel option PRECISION={precision!r}; one of {', '.join(PRECISIONS)} is needed")
-    if (route := options.get("ROUTE", ROUTES[0])) not in ROUTES:
+    if (route := options.get("ROUTE", "loops")) not in ROUTES:
         raise ValueError(f"kernel option ROUTE={route!r}; one of {', '.join(ROUTES)} is needed")
     if options.get("invariant"):
         _check_pinned(options)

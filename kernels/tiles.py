@@ -94,14 +94,10 @@ _NO_TENSOR = Strided(None, 0, 0, 0, 0, None)
 def copyable(x: torch.Tensor) -> bool:
     """Whether tiles of x [B, H, S, D] can be copied by tensor descriptor (TMA): contiguous
     channels, address and strides multiples of 16 bytes, no overlap of batch rows or heads."""
-    unit = 16 // x.element_size()
     strides = [stride for size, stride in zip(x.shape[:3], x.stride()) if size > 1]
-    return (
-        x.stride(3) == 1
-        and x.data_ptr() % 16 == 0
-        and all(stride > 0 and stride % unit == 0 for stride in strides)
-        and x.numel() > 0
-    )
+    apart = [stride * x.element_size() for stride in strides]
+    aligned = not any(offset % 16 for offset in (x.data_ptr(), *apart))
+    return x.stride(3) == 1 and aligned and all(strides) and 0 not in x.shape
 
 
 def descriptors(x: torch.Tensor, rows: int, widths: tuple[int, int]) -> list[TensorDescriptor | None]:

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.chunking.graphs import ATEN, UNIT, Builder, names
 from tritoncp.chunking import order, predict_timeline
 from tritoncp.chunking.streams.node_order import CostedGraph
+from tritoncp.chunking.streams.storages import Storages, dependencies_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,9 +70,12 @@ def test_an_order_keeps_dependencies_and_memory_and_is_never_slower(seed, count,
     free = order(random_graph(seed, count), UNIT)
     memory = written.peak + int(share * max(0, free.after.peak - written.peak))
     result = order(gm, UNIT, memory)
-    nodes = list(gm.graph.nodes)
+    nodes, needs = list(gm.graph.nodes), dependencies_of(gm, Storages(gm))
     for at, node in enumerate(nodes):
         assert before[node] <= set(nodes[:at])
+        assert set(needs[node]) <= before[node] | {
+            nodes[0]
+        }  # after the input, and no others without a reason
     assert result.before == written and result.after == predict_timeline(gm, UNIT)
     assert result.after.makespan <= written.makespan and result.after.peak <= memory
     assert free.after.makespan <= written.makespan
@@ -87,6 +91,8 @@ def test_orders_come_near_the_least_time_and_take_less_memory():
         least += max(written.compute, written.communication, *way.values())
         for i, memory in enumerate((None, written.peak)):
             times[i] += order(graphs[i], UNIT, memory).after.makespan
+        free = predict_timeline(graphs[0], UNIT)  # an order fits into the memory that it takes
+        assert order(random_graph(seed, 40), UNIT, free.peak).after.makespan <= free.makespan
         with pytest.raises(ValueError, match="pass memory=") as error:
             order(graphs[2], UNIT, 0)
         peaks += written.peak

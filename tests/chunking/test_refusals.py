@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from torch.nn import functional as F
 
 from tritoncp import causal, create_block_mask, flex_attention, make_plan
 from tritoncp.chunking import Eager, chunk, concretise, mark
-from tritoncp.chunking.regions import regions_of
+from tritoncp.chunking.eager import split_axis
+from tritoncp.chunking.regions import describe_modules, regions_of
 from tritoncp.chunking.sizes import free_symbols
 from tritoncp.ops import engine_factory
 from tritoncp.ops.call import decode_spec, encode_spec
@@ -28,7 +31,7 @@ def forward_graph(fn: Callable[..., Any], x: Tensor = X, mode: str = "symbolic")
     for node in gm.graph.nodes:
         if node.op == "call_function":
             node.meta["nn_module_stack"] = {"": ("L['self'].layers.0", "Layer")}
-            node.meta["stack_trace"] = "File model.py, line 7\n  return layer(x)"
+            node.meta["stack_trace"] = "File train.py, line 1\nFile model.py, line 7\n  return layer(x)"
     return gm
 
 
@@ -57,6 +60,22 @@ def with_target(name: str, target: Any) -> Callable[[GraphModule], None]:
 def in_backward(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         node.meta["fwd_nn_module_stack"] = node.meta.pop("nn_module_stack", None)
+
+
+def with_backward(name: str) -> Callable[[GraphModule], None]:
+    """Return an edit that moves a node out of the layer, to the backward pass."""
+    return lambda gm: node_of(gm, name).meta.update(nn_module_stack={}, partitioner_tag="is_backward")
+
+
+def outside(*names: str) -> Callable[[GraphModule], None]:
+    """Return an edit that moves nodes out of the layer."""
+
+    def edit(gm: GraphModule) -> None:
+        for node in gm.graph.nodes:
+            if node.name in names:
+                node.meta["nn_module_stack"] = {"": ("norm", "Norm")}
+
+    return edit
 
 
 def with_constant(gm: GraphModule) -> None:
@@ -91,8 +110,23 @@ REFUSED = {
         unchanged,
         r"mean.*mean over the tokens of a chunk.*no node is marked",
     ),
+    "forward sum for the backward pass": (
+        lambda x, w: (x @ w, x.sum().cosh()),
+        with_backward("cosh"),
+        r"node sum.* has no rows to join",
+    ),
     "dropout": (lambda x, w: F.dropout(x @ w), unchanged, "draws random numbers"),
     "two dimensions": (scores, unchanged, r"two dimensions of the size that is cut"),
+    "two dimensions from outside": (
+        lambda x, w: (x.sin().unsqueeze(1) * x.unsqueeze(2)).sum(-1).sum(-1),
+        outside("sin", "unsqueeze", "unsqueeze_1", "mul", "sum_1"),
+        "has 2 dimensions of the size that is cut, and one is needed",
+    ),
+    "rows of another order": (
+        lambda x, w: x.sin() + x.cosh().view(-1, 6).cos().view(x.shape),
+        outside("cosh", "view"),
+        r"dimension 0 is s\d+\*s\d+, of which the rows of a chunk are not adjacent",
+    ),
     "higher-order op": (
         lambda x, w: (x @ w).sin(),
         with_target("sin", hop),
@@ -112,7 +146,7 @@ REFUSED = {
     "constant": (
         lambda x, w: (x @ w).sin().view(4, x.shape[1], 2, 3),
         with_constant,
-        r"view.*traced at File model.py, line 7.*the constant 8 where the size",
+        r"view.*traced at File model.py, line 7; return layer.*the constant 8 where the size",
     ),
     "ranks": (attend, with_call(world="cp"), "tritoncp.forward.*exchanges keys between ranks.*repeat=True"),
     "latent": (attend, with_call(sizes=(1, 8, 8)), "tritoncp.forward.*values of latents, expand="),
@@ -126,8 +160,9 @@ def test_a_graph_is_refused_on_its_node_and_stays_as_it_was(name):
     gm = forward_graph(fn)
     edit(gm)
     before = gm.graph.python_code("self").src
-    with pytest.raises(ValueError, match=f"(?s){reason}"):
+    with pytest.raises(ValueError, match=f"(?s){reason}") as error:
         chunk(gm, dim="seq")
+    assert bool(re.search(r"used by \w+ \(", str(error.value))) is (name != "backward graph")
     gm.graph.lint()
     assert gm.graph.python_code("self").src == before
 
@@ -175,8 +210,19 @@ def test_wrong_arguments_are_refused(options, reason):
         chunk(forward_graph(lambda x, w: x @ w), **{"dim": "seq", **options})
 
 
+def test_an_error_names_eight_modules_at_most():
+    for count in (7, 8, 9):
+        graph = torch.fx.Graph()
+        for i in range(count):
+            graph.placeholder(f"x{i}").meta["nn_module_stack"] = {"": (f"m{i}", "")}
+        names = ", ".join(["m0", "m1", "m2", "m3", "m4", "m5", "m6", "m7"][:count])
+        assert describe_modules(graph).startswith(f"Its modules are {names}{', ...' * (count > 8)}; paths")
+
+
 def test_a_size_that_became_a_constant_is_refused():
-    with pytest.raises(ValueError, match=r"no input has a symbol for the sequence.*tritoncp.chunking.mark"):
+    with pytest.raises(
+        ValueError, match=r"no input has a symbol for the sequence: node x_1 .*tritoncp.chunking.mark"
+    ):
         chunk(forward_graph(lambda x, w: x @ w, mode="fake"), dim="seq")
 
 
@@ -193,7 +239,7 @@ def test_a_forward_graph_is_cut(dim, monkeypatch):
     marks = [node.meta["custom"]["tritoncp_chunk"] for node in gm.graph.nodes if node.meta.get("custom")]
     assert set(marks) == {("layers.0", 0), ("layers.0", 1)}
     assert report.regions == ("layers.0",) and report.live_outs == {"cat": 1}
-    assert report.keys == ((1, 2) if dim == "seq" else ())
+    assert report.keys == ((1, 2) if dim == "seq" else ()) and not report.waits_for_all_keys
 
 
 def test_concrete_graphs_check_their_sizes_and_call_graphs_without_symbols():
@@ -243,6 +289,29 @@ def test_eager_chunking_refuses_keys_of_later_chunks(monkeypatch):
     with pytest.raises(ValueError, match="queries of a chunk see keys of a later chunk"):
         Eager(Layer(), 2, "seq")(X)
     torch.testing.assert_close(Eager(Layer(), 2, "batch")(X), Layer()(X))
+    for dim in ("seq", "batch"):
+        assert torch.equal(Eager(Layer(), 1, dim)(X), Layer()(X))
+        with pytest.raises(ValueError, match='chunks=0: pass dim="batch" or "seq", and a number'):
+            Eager(Layer(), 0, dim)
+
+
+def test_eager_chunking_splits_other_tensors_where_they_have_the_size():
+    batch, rows = 3, 5
+    x, either = torch.empty(batch, rows, 2), (1, batch)
+    places = {
+        1: (either, (rows,)),
+        2: (either, (1,), (rows,)),
+        0: ((rows,),),
+    }  # sizes up to the place, in order
+    for shape in (shape for n in range(5) for shape in product((1, 2, batch, rows), repeat=n)):
+        value = torch.empty(shape)
+        seq = [
+            place
+            for place, sizes in places.items()
+            if len(shape) >= len(sizes) and all(size in own for size, own in zip(shape, sizes))
+        ]
+        assert split_axis(value, x, "seq") == (seq[0] if seq else None)
+        assert split_axis(value, x, "batch") == (0 if shape[:1] == (batch,) else None)
 
 
 def test_a_graph_whose_chunks_share_keys_refuses_other_plans_and_derivatives():

@@ -222,14 +222,14 @@ def test_inductor_compiles_chunks(shape, cpu_engine):
 
 
 class Half(torch.nn.Module):
-    """A layer of one weight, used in the dtype of its input. Its numbers are small integers."""
+    """A layer of one weight of small integers, transposed and used in the dtype of its input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.arange(256.0).view(16, 16) % 7 - 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.to(x.dtype)
+        return x @ self.weight.T.to(x.dtype)
 
 
 def half_in_chunks(dtype: torch.dtype, early: bool) -> tuple[Tensor, torch.fx.GraphModule]:
@@ -252,11 +252,11 @@ def test_gradients_are_summed_before_their_cast_if_early(early):
     gradient, gm = half_in_chunks(torch.bfloat16, early)
     dtypes = [n.meta["val"].dtype for n in gm.graph.nodes if n.target is torch.ops.aten.add.Tensor]
     assert dtypes == [torch.bfloat16 if early else torch.float32]
-    x, weight = torch.arange(256.0).view(2, 8, 16) % 5 - 2, Half().weight.detach()
+    x, weight = torch.arange(256.0).view(2, 8, 16) % 5 - 2, Half().weight.detach().T
     parts = [part.reshape(-1, 16) for part in x.split(4, 1)]
     terms = [(part.T @ (2 * (part @ weight)).bfloat16().float()).bfloat16() for part in parts]
     terms = terms if early else [term.float() for term in terms]
-    assert torch.equal(gradient, (terms[1] + terms[0]).float())
+    assert torch.equal(gradient.T, (terms[1] + terms[0]).float())
 
 
 def test_early_changes_nothing_without_casts():

@@ -16,7 +16,10 @@ from tests.chunking.graphs import ATEN, C10D, UNIT, Builder
 from tests.chunking.test_refusals import attend_by, forward_graph
 from tests.planning.memory_meter import LiveBytes
 from tritoncp.chunking import Timeline, chunk, predict_timeline
+from tritoncp.chunking.streams.storages import Storages
 from tritoncp.planning.cost import NVLINK
+
+NUMBERS = {"scale": torch.float32, "growth": torch.int32, "overflow": torch.float32}
 
 
 def chain(b: Builder) -> list:
@@ -212,9 +215,21 @@ def test_copies_of_a_node_with_one_fake_value_are_two_storages():
 def test_inputs_live_to_the_end_unless_the_graph_frees_them():
     b = Builder()
     y = b.call(ATEN.neg.default, b.input("x", 100))
-    gm = b.module(b.call(ATEN.cat.default, [b.call(ATEN.neg.default, y)] * 2))
-    assert predict_timeline(gm, UNIT).peak == 400
+    last = b.call(ATEN.cat.default, [b.call(ATEN.neg.default, y)] * 2)
+    gm = b.module(b.call(ATEN.neg_.default, last))
+    timeline = predict_timeline(gm, UNIT)
+    assert (timeline.peak, timeline.peak_node) == (400, last.name)  # the first of two
     assert predict_timeline(gm, UNIT, boxed=True).peak == 300
+
+
+def test_a_result_shares_memory_with_the_argument_of_its_alias_alone():
+    """Of two arguments that an op writes, each with an alias."""
+    b = Builder()
+    scale, growth, overflow = (b.input(name, dtype=dtype) for name, dtype in NUMBERS.items())
+    node = b.call(ATEN._amp_update_scale_.default, scale, growth, overflow, 2.0, 0.5, 1)
+    storages = Storages(b.module(node))
+    assert storages.of[node] == storages.of[scale]
+    assert storages.writes[node] == {*storages.of[scale], *storages.of[growth]}
 
 
 def test_symbolic_sizes_count_by_their_hints():

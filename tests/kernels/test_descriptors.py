@@ -61,11 +61,19 @@ def test_rows_behind_the_tokens_are_never_read() -> None:
     assert not any(copied(long, mask).values()) and all(copied(x, mask).values())
 
 
+def odd_heads(x: torch.Tensor) -> torch.Tensor:
+    """The same values, three elements between the heads."""
+    strides = 2 * x[0, 0].numel() + 6, x[0, 0].numel() + 3, x.shape[3], 1
+    return torch.zeros(strides[0]).as_strided_scatter(x, x.shape, strides).as_strided(x.shape, strides)
+
+
 UNFIT = {
     "channels apart": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
     "odd rows": lambda x: torch.cat([x, x[..., :1]], -1)[..., :-1],
     "odd address": lambda x: torch.cat([x, x[..., :4]], -1)[..., 1:-3],
     "shared heads": lambda x: x[:, :1].expand_as(x),
+    "one channel for all": lambda x: x[..., :1].expand_as(x),
+    "odd heads": odd_heads,
 }
 
 
@@ -82,12 +90,14 @@ def test_pointers_where_descriptors_cannot_go(name: str) -> None:
 def test_a_dimension_of_one_may_have_any_stride() -> None:
     x = torch.randn(1, 1, 8, 16).as_strided((1, 1, 8, 16), (3, 5, 16, 1))
     assert copyable(x)
+    assert not copyable(x[:, :, :0]) and not copyable(x[:0])
     (first, second) = descriptors(x, 8, (16, 0))
     assert first is not None and second is None
     assert all(stride % 4 == 0 for stride in first.strides[:3])
 
 
 def test_blocks_that_no_tile_divides_take_pointers() -> None:
-    mask = create_block_mask(causal(), None, None, 60, 60, BLOCK_SIZE=24)
-    assert not any(copied(qkv(60), mask).values())
-    assert not any(copied(qkv(60), replace(mask, window=None)).values())
+    for block in (16, 24, 32, 40):
+        mask = create_block_mask(causal(), None, None, 60, 60, BLOCK_SIZE=block)
+        for one in (mask, replace(mask, window=None)):
+            assert set(copied(qkv(60), one).values()) == {block % 16 == 0}

@@ -239,13 +239,19 @@ def test_rows_fill_tiles(
     assert plain.args["PACK"] == 1 and tiles_and_heads(plain)[1] == shape[1]
 
 
-def test_blocks_of_few_rows_are_filled_too() -> None:
-    mask = create_block_mask(causal(), 1, 1, 512, 512, BLOCK_SIZE=(16, 128))
-    prepared = launch(512, 8, 2, mask, keys=512)
-    assert (prepared.args["PACK"], prepared.config.BLOCK_M, tiles_and_heads(prepared)) == (4, 64, (32, 2))
-    mask = create_block_mask(causal(), 1, 1, 480, 512, BLOCK_SIZE=(96, 128))  # tiles divide a block
-    prepared = launch(480, 2, 2, mask, keys=512)
-    assert (prepared.args["PACK"], prepared.config.BLOCK_M, tiles_and_heads(prepared)) == (1, 32, (15, 2))
+@pytest.mark.parametrize(
+    ("block", "heads", "pack", "tile"),
+    [
+        (16, (8, 2), 4, 64),
+        (16, (4, 2), 2, 64),
+        (96, (2, 2), 1, 32),
+    ],  # tiles divide a block that is not packed
+)
+def test_blocks_of_few_rows_are_filled_too(block: int, heads: tuple[int, int], pack: int, tile: int) -> None:
+    mask = create_block_mask(causal(), 1, 1, 480, 512, BLOCK_SIZE=(block, 128))
+    prepared = launch(480, *heads, mask, keys=512)
+    assert (prepared.args["PACK"], prepared.config.BLOCK_M) == (pack, tile)
+    assert tiles_and_heads(prepared) == (480 * pack // tile, 2)
 
 
 @pytest.mark.parametrize("side", ["q", "kv"])

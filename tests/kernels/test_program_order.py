@@ -78,6 +78,9 @@ def test_no_dimension_of_a_grid_passes_the_limits_of_a_gpu() -> None:
     with pytest.raises(ValueError, match="65536 heads"):  # two programs share the keys of each
         run(qkv(1, heads=65_536), start=None, SPLIT_KV=2)
     engine = TritonEngine(Mods(), 1.0)
+    for rows in range(1, 200):
+        x = torch.zeros(()).expand(3, 2, rows, 16)
+        assert engine.delta(x, x, None, x[..., 0]).grid == (-(-rows // 64), 2, 3)
     for batch, heads, text in ((65_536, 1, "batch rows"), (1, 65_536, "heads")):
         x = torch.zeros(()).expand(batch, heads, 1, 16)
         with pytest.raises(ValueError, match=f"65536 {text}"):

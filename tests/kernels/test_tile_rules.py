@@ -10,13 +10,15 @@ import torch
 from torch.nn.attention.flex_attention import FlexKernelOptions
 from triton.runtime.errors import OutOfResources
 
-from tests.kernels.support.harness import check, cotangents, qkv, run, same
+from tests.kernels.support.harness import check, cotangents, qkv, run, same, single
 from tritoncp.kernels import tiles
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import choose, option_names
+from tritoncp.kernels.scores import Closure
 from tritoncp.kernels.tile_rules import PASSES, Config, default, fit, gqa_pack_factor, pieces
+from tritoncp.masks import full_mask
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
 TILES = {option for kind in PASSES for both in option_names(kind).values() for option in both}
@@ -104,6 +106,18 @@ def test_tiles_go_to_their_pass(kind: str, prefix: str, suffix: str) -> None:
     assert tile(kind, {**prefixed, "num_warps": 16}) == (32, 16, 2, 1)  # the prefixed name is stronger
     strangers = [other for other in PASSES if option_names(other)["num_warps"][1] != prefix + "num_warps"]
     assert all(chosen(other, {prefix + "num_warps": 2}) == chosen(other, {}) for other in strangers)
+
+
+def test_a_score_mod_of_unknown_loads_has_the_tiles_of_the_heaviest() -> None:
+    x = qkv(8, dim=128, dtype=torch.bfloat16)
+    tables = single(full_mask(128, 128)).tables("cpu", 1, 1)
+    configs = [
+        TritonEngine(Mods(score=Closure(object()), **loads), 1.0, arch="sm_100").config(
+            "forward", x.q, x.v, tables
+        )
+        for loads in ({}, {"score_loads": 2}, {"score_loads": 1})
+    ]
+    assert configs[0] == configs[1] != configs[2]
 
 
 def measured(kind: str, config: Config) -> dict[str, Any]:
@@ -238,7 +252,8 @@ def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.bar(9)
 def test_strides_whose_products_pass_31_bits_are_wide() -> None:
-    for strides in ((1, 1, 1 << 23, 1), (1, 1, 1, 1 << 23)):
+    """Those of rows and channels, of which a tile has 256 each."""
+    for place, stride in product(range(4), ((1 << 22) - 1, 1 << 22)):
+        strides = [stride if d == place else 1 for d in range(4)]
         x = torch.empty_strided((1, 1, 2, 2), strides, device="meta")
-        assert tiles.view(x).wide is not None
-    assert tiles.view(torch.empty(4, 64, 8, 256, device="meta").transpose(1, 2)).wide is None
+        assert (tiles.view(x).wide is not None) is (place > 1 and stride * 512 >= 1 << 31)

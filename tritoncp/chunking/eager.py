@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -88,10 +90,10 @@ def concatenate(results: list[Any], axis: int, rows: list[int]) -> Any:
     """Concatenate tensors, or the tensors of tuples, lists and dicts of one form. Raises ChunkingError for
     tensors that do not have the rows of their chunk."""
 
-    def join(*parts: Any) -> Any:
-        first = parts[0]
+    def join(first: Any, *others: Any) -> Any:
         if not isinstance(first, Tensor):
             return first
+        parts = [first, *others]
         if first.ndim <= axis or any(part.shape[axis] % n for part, n in zip(parts, rows, strict=True)):
             raise ChunkingError(f"a result of the shape {list(first.shape)} {NO_ROWS}")
         return torch.cat(parts, axis)
@@ -102,24 +104,26 @@ def concatenate(results: list[Any], axis: int, rows: list[int]) -> Any:
 class Calls:
     """The attention calls of a module that runs once a chunk: the keys and values of each call so far.
 
-    rows: of each chunk
+    rows: of each chunk. index: of the chunk that runs. numbers: of its next calls
     """
+
+    index: int
+    numbers: Iterator[int]
 
     def __init__(self, dim: str, rows: list[range]) -> None:
         self.dim, self.rows = dim, rows
-        self.index, self.number = 0, 0
         self.keys: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the number of the call in a chunk
 
     def begin(self, index: int) -> None:
         """Begin a chunk."""
-        self.index, self.number = index, 0
+        self.index, self.numbers = index, itertools.count()
 
     def run_chunk(
         self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, mesh: Any,
         options: Options,
     ) -> list[Tensor]:  # fmt: skip
         """Run attention of one chunk, with the arguments and results of `api.attention.run_call`."""
-        number, self.number = self.number, self.number + 1
+        number = next(self.numbers)
         plan = self._plan(query, key, plain_mask(mask), mesh)
         if self.dim == "batch":
             own = self.rows[self.index]

@@ -26,9 +26,12 @@ def module_path(node: Node) -> str:
     torchtitan's graph trainer.
 
     >>> node = torch.fx.Graph().placeholder("x")
-    >>> node.meta["nn_module_stack"] = {"": ("L['self']._modules['layers'].0.mlp", "MLP")}
-    >>> module_path(node)
-    'layers.0.mlp'
+    >>> for name in ("L['self']._modules['_orig_mod'].layers.0.mlp", "Layers.0", "Head.0"):
+    ...     node.meta["nn_module_stack"] = {"": (name, "MLP")}
+    ...     print(module_path(node))
+    layers.0.mlp
+    Layers.0
+    Head.0
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
@@ -43,8 +46,8 @@ def module_path(node: Node) -> str:
 def matched_region(path: str, pattern: str) -> str:
     """Return the shortest beginning of a module path that ends with a match of the pattern, "" if none.
 
-    >>> matched_region("model.layers.3.mlp.up", "layers.*"), matched_region("norm", "layers.*")
-    ('model.layers.3', '')
+    >>> [matched_region(path, "layers.*") for path in ("model.layers.3.mlp.up", "norm", "model.layers")]
+    ['model.layers.3', '', '']
     """
     parts, globs = path.split("."), pattern.split(".")
     for end in range(len(globs), len(parts) + 1):

@@ -13,6 +13,7 @@ everywhere.
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
@@ -58,11 +59,11 @@ class CostedGraph:
         self.needs = dependencies_of(gm, self.storages)
         self.followers: dict[Node, list[Node]] = {node: [] for node in self.nodes}
         self.way: dict[Node, float] = {}
-        self.exchange: dict[Node, tuple[float, int]] = {}
+        self.exchange: dict[Node, tuple[float, ...]] = {}
         for node in self.nodes:
             for other in self.needs[node]:
                 self.followers[other].append(node)
-        far = 0.0, len(self.nodes)
+        far = (math.inf,)
         for node in reversed(self.nodes):
             behind = self.followers[node]
             self.way[node] = self.costs[node].seconds + max((self.way[x] for x in behind), default=0.0)
