@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
+from torch.fx import Interpreter, Node
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from tritoncp import flex_attention
 
@@ -142,6 +144,33 @@ class Model(nn.Module):
         return self.norm(x)
 
 
+class CheckedGraph(Interpreter):
+    """Runs a graph, and compares sizes and strides of each tensor with those in its node's metadata, by which
+    compilers of a graph place memory."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        self.sizes: dict[Any, int] = {}
+        return super().run(*args, **kwargs)
+
+    def run_node(self, node: Node) -> Any:
+        result = super().run_node(node)
+        if node.op == "output" or "val" not in node.meta:
+            return result
+        for fake, value in zip(tree_leaves(node.meta["val"]), tree_leaves(result), strict=False):
+            if isinstance(fake, SymInt) and fake.node.expr.is_Symbol:
+                self.sizes.setdefault(fake.node.expr, int(value))
+            if isinstance(value, Tensor) and value.numel():
+                for d, size in enumerate(value.shape):
+                    assert self.is_number(fake.shape[d], size), node.format_node()
+                    assert size == 1 or self.is_number(fake.stride(d), value.stride(d)), node.format_node()
+        return result
+
+    def is_number(self, size: Any, number: int) -> bool:
+        """Return whether a size is a number, as far as the graph reads its symbols."""
+        expr = size.node.expr.xreplace(self.sizes) if isinstance(size, SymInt) else size
+        return expr == number or bool(getattr(expr, "free_symbols", ()))
+
+
 def compiled(
     model: nn.Module,
     rewrite: Callable[[torch.fx.GraphModule], Any],
@@ -150,8 +179,9 @@ def compiled(
     finish: Callable[[torch.fx.GraphModule], Any] = lambda gm: None,
 ) -> Callable[..., Any]:
     """Compile a model by Dynamo and AOTAutograd, whose joint graph ``rewrite`` edits, and ``finish`` its
-    forward and backward graphs, and run these eagerly."""
+    forward and backward graphs, and run these eagerly as :class:`CheckedGraph`."""
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import default_partition
 
     def partition(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
@@ -160,11 +190,11 @@ def compiled(
 
     def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         finish(gm)
-        return gm
+        return make_boxed_func(CheckedGraph(gm).run)
 
     def infer(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         rewrite(gm)
-        return gm
+        return keep(gm, inputs)
 
     backend = aot_autograd(
         fw_compiler=keep, bw_compiler=keep, inference_compiler=infer, partition_fn=partition

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.utils import fresh_cache
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.chunking.models import Model, Shape, compiled
@@ -112,6 +114,11 @@ class Case:
     def in_graph(self, **options: Any) -> dict[str, Tensor]:
         def rewrite(gm: torch.fx.GraphModule) -> None:
             self.reports.append(chunk(gm, dim=self.dim, chunks=self.chunks, **options))
+            for node in gm.graph.find_nodes(
+                op="call_function", target=torch.ops.aten.split_with_sizes.default
+            ):
+                x, sizes, *dim = map_arg(node.args, lambda x: x.meta["val"])
+                assert statically_known_true(sum(sizes) == x.shape[dim[0] if dim else 0]), node.format_node()
 
         model = copy.deepcopy(self.model)
         return self.run(model, compiled(model, rewrite), mark_inputs=True)
@@ -219,6 +226,36 @@ def test_inductor_compiles_chunks(shape, cpu_engine):
         if not name.endswith("calls"):  # each chunk is a call
             torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-4, msg=name)
     assert cut.reports[0].keys == (1, 2)
+
+
+class Columns(torch.nn.Module):
+    """A layer whose result is a view with gaps in memory: half of the columns of a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)[..., 2:6]
+
+
+@pytest.mark.parametrize("dim", ["batch", "seq"])
+def test_views_of_values_with_gaps_have_the_strides_of_their_chunks(dim):
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList([Columns(), Columns()])
+    x = torch.randn(6, 9, 4)
+    mark(x, ("batch", "seq").index(dim), 3)
+
+    def model(x: Tensor) -> Tensor:
+        between = layers[0](x.repeat(1, 1, 2)[..., 1:5]).unsqueeze(0).squeeze(0)
+        return layers[1](between).flatten(0, 1).square()
+
+    results = []
+    for call in (model, compiled(model, lambda gm: chunk(gm, "*", dim=dim, chunks=3))):
+        layers.zero_grad()
+        call(x).sum().backward()
+        results.append([parameter.grad.clone() for parameter in layers.parameters()])
+    torch.testing.assert_close(*results)
 
 
 class Half(torch.nn.Module):

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.nn import functional as F
 
 from tests.chunking.models import MLP, Shape, compiled, rotate
 from tests.multiprocess import ranks
 from tritoncp import causal, flex_attention
-from tritoncp.chunking import Eager, chunk, mark
+from tritoncp.chunking import Eager, Pass, chunk, mark
 from tritoncp.ops import engine_factory
 
 B, S, WIDTH, HEADS, LATENT, PLAIN, TURNED, VALUES = 4, 16, 16, 2, 8, 8, 4, 8
@@ -115,13 +116,15 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def train(group: Any, model: nn.Module, call: Callable[..., Tensor], dim: str = "") -> list[float]:
+def train(
+    group: Any, model: nn.Module, call: Callable[..., Tensor], dim: str = "", steps: int = STEPS
+) -> list[float]:
     """Train on this rank's part of each batch, and return the losses. Gradients of parameters that both
     ranks have are summed."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator, losses = torch.Generator().manual_seed(group.rank()), []
     turn = torch.arange(S)[:, None] / torch.tensor([1.0, 10.0])
-    for _ in range(STEPS):
+    for _ in range(steps):
         tokens = (torch.randint(TOKENS, (B, 1), generator=generator) + torch.arange(S)) % TOKENS
         if dim:
             mark(tokens, ("batch", "seq").index(dim), 2)
@@ -156,6 +159,25 @@ def run_rank(group: Any, dim: str) -> dict[str, Any]:
         losses = {"cut": train(group, cut, call, dim)}
     losses |= {"whole": train(group, whole, whole), "eager": train(group, eager, eager)}
     return losses | {"regions": [report.regions for report in reports]}
+
+
+def run_inductor(group: Any) -> dict[str, list[float]]:
+    """Train a block whole, and in chunks as inductor compiles them."""
+    engine_factory.uses_triton = lambda device: False  # this process ends with the test
+    torch.manual_seed(0)
+    Experts.group = group
+    whole = Model(1)
+    cut = copy.deepcopy(whole)
+    call = torch.compile(cut, fullgraph=True, options={"joint_custom_pre_pass": Pass(dim="seq")})
+    with fresh_cache(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+        losses = {"cut": train(group, cut, call, "seq", 2)}
+    return losses | {"whole": train(group, whole, whole, steps=2)}
+
+
+@pytest.mark.long
+def test_inductor_compiles_chunks_whose_sizes_are_read_from_data():
+    for result in ranks.run(2, run_inductor, timeout=600):
+        assert result["cut"] == pytest.approx(result["whole"], rel=1e-4)
 
 
 @pytest.mark.long  # a minute: unbacked sizes take Dynamo long

@@ -6,9 +6,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.utils._sympy.functions import FloorDiv
 
 from tritoncp.chunking.analysis import Cut
@@ -21,7 +23,8 @@ class AddedNodes:
     """Adds nodes to a graph, in front of its output.
 
     order: nodes of the rewritten graph so far. added: those of them that are new. cache: nodes that several
-    steps share, by what they are.
+    steps share, by what they are. dense: nodes whose memory has no gaps, unlike that of the value they stand
+    for.
     """
 
     def __init__(self, cut: Cut) -> None:
@@ -30,6 +33,7 @@ class AddedNodes:
         self.order: list[Node] = []
         self.added: list[Node] = []
         self.cache: dict[Any, Any] = {}
+        self.dense: set[Node] = set()
 
     def add_call(
         self, target: Any, args: tuple[Any, ...], value: Any, stage: dict[str, Any] | None = None
@@ -90,10 +94,9 @@ class AddedNodes:
         names = ("partitioner_tag", "autograd_backward")
         return {name: node.meta[name] for name in names if name in node.meta}
 
-    def split(
-        self, node: Node, value: Tensor, dim: int, factor: int, count: int, stage: dict[str, Any]
-    ) -> list[Node]:
+    def split(self, node: Node, dim: int, factor: int, count: int, stage: dict[str, Any]) -> list[Node]:
         """Split a value of the first ``count`` chunks: views."""
+        value = node.meta["val"]
         rows = [self.rows(c, factor) for c in range(count)]
         with self.sizes.fake_mode, self.sizes.env.suppress_guards():
             pieces = [
@@ -122,8 +125,7 @@ class AddedNodes:
             )
             copy.kwargs = {"memory_format": torch.contiguous_format}
             node = self.permute(copy, _inverse(order), stage)
-            node.meta["val"] = value
-            return node
+            return self.set_dense(node, value, order)
 
         with self.sizes.fake_mode, self.sizes.env.suppress_guards():
             return self.once(key, lambda: self.without_channel([piece], value, stage, clone))
@@ -146,6 +148,34 @@ class AddedNodes:
             ]
             result = make(squeezed, value.squeeze(1))
         return self.add_call(aten.unsqueeze.default, (result, 1), value, stage)
+
+    def set_dense(self, node: Node, value: Tensor, order: list[int]) -> Node:
+        """Give a node the metadata of a value, without gaps in memory, its dimensions from the outermost to
+        the innermost in ``order``."""
+        strides, step = list(value.stride()), 1
+        for d in reversed(order):
+            strides[d], step = step, step * value.shape[d]
+        node.meta["val"] = value
+        if any(sympy.expand(expression(a) - expression(b)) != 0 for a, b in zip(strides, value.stride())):
+            with self.sizes.fake_mode, self.sizes.env.suppress_guards():
+                node.meta["val"] = value.new_empty_strided(value.shape, strides)
+            self.dense.add(node)
+        return node
+
+    def compute_strides(self) -> None:
+        """Compute the metadata of views of dense nodes again. Guards are not suppressed: torch takes what it
+        checks then for checked later, too."""
+        for node in self.order:
+            target: Any = node.target
+            source = node.args[0] if node.args else None
+            if source not in self.dense or not (
+                target is operator.getitem or getattr(target, "is_view", False)
+            ):
+                continue
+            args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+            with self.sizes.fake_mode:
+                node.meta["val"] = target(*args, **kwargs)
+            self.dense.add(node)
 
     def memory_order(self, value: Tensor) -> list[int]:
         """List a tensor's dimensions from the outermost to the innermost in memory; those of one element, or
@@ -177,9 +207,8 @@ class AddedNodes:
         with self.sizes.fake_mode, self.sizes.env.suppress_guards():
             joined = value.permute(order)
         cat = self.add_call(aten.cat.default, (turned, order.index(dim)), joined, stage)
-        node = self.permute(cat, _inverse(order), stage)
-        node.meta["val"] = value
-        return node
+        self.set_dense(cat, joined, sorted(order))
+        return self.set_dense(self.permute(cat, _inverse(order), stage), value, order)
 
     def add_up(self, nodes: list[Node], value: Tensor, stage: dict[str, Any]) -> Node:
         """Add the values of nodes, from the first to the last."""

@@ -113,11 +113,14 @@ class Rewrite(AddedNodes):
             for node in reversed(self.added):
                 self.graph.erase_node(node)
             raise
+        for c, fresh in enumerate(self.fresh):
+            self.sizes.copy_asserts(c, fresh)
         for node, args, kwargs in links:
             node.args, node.kwargs = args, kwargs
         for node in self.order:
             if node.op not in ("placeholder", "output"):
                 self.output.prepend(node)
+        self.compute_strides()
         remaining = set(self.order)
         for node in reversed(list(self.graph.nodes)):
             if node not in remaining and node.op not in ("placeholder", "output"):
@@ -164,9 +167,7 @@ class Rewrite(AddedNodes):
         """Return a chunk of a value that comes from outside of the regions."""
         value, dim = x.meta["val"], self.cut.cut_dim(x)
         factor, stage = self.cut.factor(x, dim), self.stage_of(x)
-        pieces = self.once(
-            ("pieces", node), lambda: self.split(node, value, dim, factor, self.sizes.chunks, stage)
-        )
+        pieces = self.once(("pieces", node), lambda: self.split(node, dim, factor, self.sizes.chunks, stage))
         own = self.sizes.cut(value, range(c, c + 1))
         return self.make_dense(pieces[c], value, dim, own, ("piece", node, c), stage)
 
@@ -299,6 +300,6 @@ class Rewrite(AddedNodes):
 
         def split() -> list[Node]:
             gradient = self.add_call(operator.getitem, (copy, item), value, stage)
-            return [gradient] if count == 1 else self.split(gradient, value, 2, 1, count, stage)
+            return [gradient] if count == 1 else self.split(gradient, 2, 1, count, stage)
 
         return self.once(("gradients", call, reader, item), split)

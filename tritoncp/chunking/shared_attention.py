@@ -89,7 +89,7 @@ def landed_chunks(rewrite: Any, node: Node, item: int) -> list[Node]:
 
     def split() -> list[Node]:
         whole = rewrite.add_call(operator.getitem, (rewrite.values[node, RETURN], item - 1), value, stage)
-        return rewrite.split(whole, value, 2, 1, rewrite.sizes.chunks, stage)
+        return rewrite.split(whole, 2, 1, rewrite.sizes.chunks, stage)
 
     return rewrite.once(("landed", node, item), split)
 

@@ -198,6 +198,15 @@ class CutSymbol:
         if renamed:
             copy.meta["unbacked_bindings"] = renamed
 
+    def copy_asserts(self, c: int, fresh: Symbols) -> None:
+        """Assert of a chunk's sizes that are read from data what torch asserts of those of the whole, since
+        compilers decide by it."""
+        asserts = [x for group in self.env.deferred_runtime_asserts.values() for x in group]
+        symbols = {self.symbol: self.size_of(range(c, c + 1)), **fresh}
+        for whole in asserts:
+            if whole.expr.free_symbols & fresh.keys():
+                self.env.guard_or_defer_runtime_assert(whole.expr.xreplace(symbols), whole.msg)
+
 
 def input_symbols(graph: Graph) -> set[Any]:
     """Collect the symbols in the sizes of a graph's inputs."""

@@ -73,7 +73,7 @@ def _rows_of_list(rewrite: Any, x: Node, c: int) -> Node:
     if not isinstance(value, Tensor) or rewrite.cut.carries(x) or value.shape[0] == 1:
         return x
     count = rewrite.sizes.chunks
-    return rewrite.once(("rows", x), lambda: rewrite.split(x, value, 0, 1, count, {}))[c]
+    return rewrite.once(("rows", x), lambda: rewrite.split(x, 0, 1, count, {}))[c]
 
 
 def _shift(
