@@ -34,7 +34,13 @@ FACTORS: dict[str, Any] = {
     "layout": LAYOUTS,
     "sinks": (False, True),
     "scale": (None, 0.3, -0.2, 0.0),
-    "options": ({}, {"BLOCK_N": 32}, {"num_warps": 8, "num_stages": 1}, {"USE_TMA": False}),
+    "options": (
+        {},
+        {"BLOCK_N": 32},
+        {"num_warps": 8, "num_stages": 1},
+        {"USE_TMA": False},
+        {"SPLIT_KV": 3, "PACK_GQA": True},
+    ),
 }
 
 

@@ -4,10 +4,8 @@ neither as a GPU does."""
 import pytest
 import torch
 
-import tritoncp
-from tests.gpu.support import BF16, BLOCK, FP16, MASKS, SCORES, N, block_mask, check, qkv, run, same
+from tests.gpu.support import DEVICE, MASKS, N, block_mask, check, qkv, relative, run, same
 from tritoncp.kernels.tile_rules import architecture
-from tritoncp.kernels.tiles import copyable
 from tritoncp.kernels.toolchain import fused_fault
 from tritoncp.masks import causal
 
@@ -23,28 +21,6 @@ def test_same_bits_as_by_pointer(mask):
     same(copied, run(x, mask_mod, USE_TMA=False, **TILES))
     for _ in range(3):
         same(run(x, mask_mod, USE_TMA=True, **TILES), copied)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_views_of_one_projection(dtype):
-    """q, k and v as they come out of one matrix product: [B, S, 3, H, D], and padded rows in front."""
-    x = qkv(heads=2, kv_heads=2, dim=64, dtype=dtype)
-    joint = torch.stack([t.transpose(1, 2) for t in x[:3]], 2)
-    behind = torch.cat([torch.full_like(joint[:, :8], torch.nan), joint], 1)[:, 8:]
-    views = [behind[:, :, i].transpose(1, 2) for i in range(3)]
-    assert all(copyable(t) for t in views)
-    check(x, MASKS["causal"](), got=run(x._replace(q=views[0], k=views[1], v=views[2]), MASKS["causal"]()))
-
-
-def test_slots_of_a_gathered_buffer():
-    """Coordinates from a table: two ranks' blocks, dealt in zig-zag, in one buffer."""
-    x, n = qkv(n=4 * BLOCK, dim=128), 4 * BLOCK
-    plan = tritoncp.make_plan(block_mask(causal(), n), world_size=2, schedule="allgather")
-    world = tritoncp.simulate(2)
-    shards = [world.shard(t, plan, dim=2) for t in x[:3]]
-    outs = world.flex_attention(*shards, plan, enable_gqa=True, kernel_options={"USE_TMA": True})
-    expected = run(x, block_mask(causal(), n), USE_TMA=True)
-    torch.testing.assert_close(world.unshard(outs, plan, dim=2), expected.out, atol=2e-2, rtol=2e-2)
 
 
 def check_fused(x, mask, *score, **options):
@@ -64,8 +40,8 @@ def test_fused_backward(mask, dim):
 
 @pytest.mark.parametrize("tma", [False, True])
 def test_fused_backward_with_captures(tma):
-    score = SCORES["relative"]
-    check_fused(qkv(), MASKS["documents"](), score, score.captured(2), USE_TMA=tma)
+    table = torch.randn(2, 33, device=DEVICE)
+    check_fused(qkv(), MASKS["documents"](), relative, [table], USE_TMA=tma)
 
 
 def test_fused_backward_is_right_every_time():
@@ -75,5 +51,4 @@ def test_fused_backward_is_right_every_time():
     want = run(x, mask)
     for _ in range(0 if fused_fault(architecture(torch.device("cuda"))) else 5):
         got = run(x, mask, FUSED_BACKWARD=True)
-        torch.testing.assert_close(got.dq, want.dq, atol=2e-2, rtol=2e-2)
-        torch.testing.assert_close(got.dk, want.dk, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(got.grads[:2], want.grads[:2], atol=2e-2, rtol=2e-2)

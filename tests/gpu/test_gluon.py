@@ -22,18 +22,17 @@ from tests.gpu.support import (
     FP16,
     MASKS,
     ON_GPU,
-    QKV,
     N,
     block_mask,
-    check_forward,
-    close,
     documents,
-    equal,
-    forward,
-    oracle,
-    peer,
     qkv,
+    run,
+    same,
 )
+from tests.gpu.support import (
+    check as compare,
+)
+from tests.kernels.support.harness import QKV, Results, over_ranks
 from tritoncp.kernels.tile_rules import architecture, widest_route
 from tritoncp.masks import Mask, causal, full_mask, sliding_window
 
@@ -48,7 +47,7 @@ def attempt() -> None:
     """Run steps of every kind, which may hang."""
     for dim in (64, 128):
         for name in ("full", "causal", "window", "documents"):
-            forward(qkv(dim=dim, heads=4, kv_heads=2), MASKS[name](), **ROUTE)
+            run(qkv(dim=dim, heads=4, kv_heads=2), MASKS[name](), passes=1, **ROUTE)
             torch.cuda.synchronize()
 
 
@@ -90,9 +89,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert launched
 
 
-def check(x: QKV, mask: Mask, **options: Any) -> tuple[torch.Tensor, ...]:
+def check(x: QKV, mask: Mask, **options: Any) -> Results:
     """The forward pass against float64."""
-    return check_forward(x, mask, **ROUTE, **options)
+    return compare(x, mask, passes=1, **ROUTE, **options)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -127,7 +126,7 @@ def test_rows_that_see_nothing():
     n = 4 * BLOCK
     gap = block_mask(lambda b, h, q, kv: (q >= kv) & ((q < 40) | (q >= 3 * BLOCK)), n)
     got = check(qkv(n=n, dim=64), gap)
-    assert bool((got[0][:, :, 40 : 3 * BLOCK] == 0).all())
+    assert bool((got.out[:, :, 40 : 3 * BLOCK] == 0).all())
 
 
 def test_blocks_listed_as_full_everywhere():
@@ -146,11 +145,11 @@ def test_tables_of_batch_rows_and_heads():
 def test_long_rows_give_the_same_bits_every_time(name, dim):
     """No race between copies, groups and turns; and the results agree with the loop kernel up to rounding."""
     x, mask = qkv(n=LONG, heads=8, kv_heads=2, dim=dim), block_mask(ENDS[name], LONG)
-    first, loops = forward(x, mask, **ROUTE), forward(x, mask)
-    for got, want, near in zip(first, loops, (1e-2, 1e-4, 1e-4)):
+    first, loops = run(x, mask, passes=1, **ROUTE), run(x, mask, passes=1)
+    for got, want, near in zip(first[:3], loops[:3], (1e-2, 1e-4, 1e-4)):
         torch.testing.assert_close(got, want, atol=near, rtol=near)
     for _ in range(REPEATS):
-        equal(forward(x, mask, **ROUTE), first)
+        same(run(x, mask, passes=1, **ROUTE), first)
 
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch"])
@@ -158,9 +157,6 @@ def test_shards_and_steps(schedule):
     """Blocks in any order of slots, with (acc, m, l) passed from step to step."""
     n = (8 if ON_GPU else 4) * BLOCK
     x, mask = qkv(n=n, dim=128), block_mask(causal(), n)
-    world = tritoncp.simulate(2)
     plan = tritoncp.make_plan(mask, world_size=2, schedule=schedule)
-    shards = [world.shard(t, plan, dim=2) for t in x[:3]]
-    outs = world.flex_attention(*shards, plan, enable_gqa=True, kernel_options=ROUTE)
-    out = world.unshard(outs, plan, dim=2)
-    close("out", out, oracle(x, mask).out, peer(x, mask).out)
+    got = over_ranks(x, plan, start=None, **ROUTE)
+    compare(x, mask, got=got)

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tritoncp
-from tests.gpu.support import BLOCK, DEVICE, ON_GPU, N, close, oracle, peer, qkv
-from tritoncp import Plan, create_block_mask, document, make_plan
+from tests.gpu.support import BLOCK, DEVICE, ON_GPU, N, check, qkv, run
+from tritoncp import create_block_mask, document, make_plan
 from tritoncp.masks import Mask
 
 DELAY = 1 << 30  # cycles: half a second
@@ -61,36 +60,22 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def attend(x: Any, plan: Plan) -> list[Tensor]:
-    """Run both passes; return out, dq, dk, dv."""
-    leaves = [t.detach().requires_grad_() for t in x[:3]]
-    out = tritoncp.flex_attention(*leaves, plan, enable_gqa=True)
-    return [out.detach(), *torch.autograd.grad(out, leaves, x.dout)]
-
-
-def agree(got: list[Tensor], x: Any, mask: Mask) -> None:
-    x = x._replace(dlse=torch.zeros_like(x.dlse))
-    want, other = oracle(x, mask), peer(x, mask)
-    for name, tensor in zip(("out", "dq", "dk", "dv"), got, strict=True):
-        close(name, tensor, getattr(want, name), getattr(other, name))
-
-
 @pytest.mark.parametrize("kind", MASKS)
 def test_the_first_use_of_a_plan_on_two_streams_at_once(kind: str) -> None:
     """One stream is busy when the copies are queued on it; the other one waits for them."""
     x, mask, streams = qkv(), MASKS[kind](N // 3), [new_stream() for _ in range(2)]
     for stream in streams:  # compiled, and memory of these sizes holds another mask's tables
         with on(stream):
-            attend(x, make_plan(MASKS[kind](N // 5)))
+            run(x, make_plan(MASKS[kind](N // 5)))
     synchronize()
     gc.collect()
     plan, results = make_plan(mask), []
     for stream, delay in zip(streams, (DELAY, 0), strict=True):
         with on(stream, delay):
-            results.append(attend(x, plan))
+            results.append(run(x, plan))
     synchronize()
     for result in results:
-        agree(result, x, mask)
+        check(x, mask, got=result)
 
 
 @pytest.mark.parametrize("kind", MASKS)
@@ -99,13 +84,13 @@ def test_a_plan_that_is_dropped_while_a_kernel_runs(kind: str) -> None:
     x, mask, side = qkv(), MASKS[kind](N // 3), new_stream()
     before = torch.cuda.memory_allocated() if ON_GPU else 0
     plan, expected = make_plan(mask), MASKS[kind](N // 3)
-    tritoncp.flex_attention(*x[:3], plan, enable_gqa=True)  # copied on the default stream
+    tritoncp.flex_attention(*x, plan, enable_gqa=True)  # copied on the default stream
     nbytes = torch.cuda.memory_allocated() - before if ON_GPU else 1 << 12
     with on(side):
-        attend(x, plan)  # compiled
+        run(x, plan)  # compiled
     synchronize()
     with on(side, DELAY):
-        result = attend(x, plan)
+        result = run(x, plan)
     tables = weakref.ref(plan.tables(DEVICE, 1, 2))
     del plan, mask
     make_plan(expected)  # a new plan lets go of those whose handles are gone
@@ -115,4 +100,4 @@ def test_a_plan_that_is_dropped_while_a_kernel_runs(kind: str) -> None:
     rooms = [torch.zeros(size, dtype=torch.uint8, device=DEVICE) for size in sizes for _ in range(64)]
     synchronize()
     assert all(not room.any() for room in rooms)
-    agree(result, x, expected)
+    check(x, expected, got=result)

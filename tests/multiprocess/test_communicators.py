@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,32 +13,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import tritoncp
+from tests.cases import Answers, Case, agree, expected
+from tests.multiprocess.case_on_ranks import on_rank
 from tests.multiprocess.ranks import run
 from tritoncp.distributed import collectives, groups
 from tritoncp.ops import engine_factory
-from tritoncp.reference.dense import dense_attention
 
-S, HEADS, DIM = 40, 4, 8
 CUDA = torch.device("cuda", 0)
+CASE = Case(("window", 12), balancer="ptrr", heads=4, block=4)  # some ranks are idle in some turns of a ring
 SCHEDULES = {"allgather": 3, "ring": 3, "fetch": 3, "ulysses": 3, "ulysses+ring": 4}
-
-
-def mask_of() -> tritoncp.Mask:
-    """A window mask, with which some ranks are idle in some turns of a ring."""
-    return tritoncp.create_block_mask(tritoncp.sliding_window(11), 1, 1, S, S, BLOCK_SIZE=4)
-
-
-def tensors() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(1, HEADS, S, DIM, generator=generator, dtype=torch.float64) for _ in range(3)]
-
-
-def attend(plan: tritoncp.Plan, group: Any) -> list[Tensor]:
-    """Run a call on this rank's shards; return output and gradients, unsharded."""
-    shards = [tritoncp.shard(x, plan, dim=2).requires_grad_() for x in tensors()]
-    out = tritoncp.flex_attention(*shards, plan, group)
-    out.square().sum().backward()
-    return [tritoncp.unshard(x.detach(), plan, group, dim=2) for x in (out, *(x.grad for x in shards))]
 
 
 def spied(monkeypatch: pytest.MonkeyPatch, channel: Any) -> list[str]:
@@ -66,27 +50,23 @@ def spied(monkeypatch: pytest.MonkeyPatch, channel: Any) -> list[str]:
 def test_all_tensors_travel_on_one_communicator(schedule: str) -> None:
     """With and without a companion: forward, backward and unshard."""
 
-    def work(group: Any) -> list[Any]:
+    def work(group: Any) -> tuple[list[str], Answers]:
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
             companion = dist.new_group()
             monkeypatch.setattr(groups, "data_communicator", lambda of, device: companion)
-            mesh = (
-                group
-                if schedule != "ulysses+ring"
-                else init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
-            )
-            plan = tritoncp.make_plan(mask_of(), mesh, schedule=schedule)
             kinds = spied(monkeypatch, companion)
-            results = attend(plan, mesh)
-        return [kinds, *results]
+            return kinds, on_rank(group, case, mesh_of)
 
-    unsharded = [x.requires_grad_() for x in tensors()]
-    out = dense_attention(*unsharded, mask_of()).out
-    want = [out.detach(), *torch.autograd.grad(out.square().sum(), unsharded)]
-    for kinds, *results in run(SCHEDULES[schedule], work):
+    def mesh_of(group: Any) -> Any:
+        two = schedule == "ulysses+ring"
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses")) if two else group
+
+    case = replace(CASE, schedule=schedule, world=SCHEDULES[schedule])
+    want = expected(case)
+    for kinds, results in run(case.world, work):
         assert kinds, "the spies see something"
-        torch.testing.assert_close(results, want, atol=1e-8, rtol=1e-8)
+        agree(case, results, want)
 
 
 class StandIn:
@@ -140,7 +120,7 @@ def test_nccl_gets_a_companion_with_a_high_priority_stream() -> None:
             events = pretend_nccl(monkeypatch, high_priority=False)
             group.bound_device_id = CUDA
             for schedule in ("ring", "fetch", "allgather"):
-                tritoncp.make_plan(mask_of(), pair, schedule=schedule)
+                tritoncp.make_plan(CASE.block_mask(), pair, schedule=schedule)
             assert group.bound_device_id == CUDA
             creation, connected = events
             assert creation["backend"] == "nccl" and creation["ranks"] == [0, 2] and creation["bound"] is None
@@ -165,7 +145,7 @@ def test_a_group_with_a_high_priority_stream_carries_its_tensors(way: str) -> No
             if way == "environment":
                 monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "1")
             for _ in range(2):
-                tritoncp.make_plan(mask_of(), group, schedule="ring")
+                tritoncp.make_plan(CASE.block_mask(), group, schedule="ring")
             assert events == [{"connected": group}]
             assert groups.data_communicator(group, CUDA) is group
 
@@ -182,7 +162,9 @@ def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(backen
             monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
             monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
             monkeypatch.setattr(groups, "group_device", lambda *arguments: torch.device("cpu"))
-            attend(tritoncp.make_plan(mask_of(), group, schedule="ring"), group)
+            plan = tritoncp.make_plan(CASE.block_mask(), group, schedule="ring")
+            x = torch.ones(1, 4, plan.s_local, 8, requires_grad=True)
+            tritoncp.flex_attention(x, x, x, plan, group).sum().backward()
             assert not events
             groups.connect_data(group, CUDA)  # as a call with tensors there does
             assert events == [{"connected": group}]
@@ -196,7 +178,7 @@ def test_other_backends_and_single_ranks_need_no_companion() -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
             alone = [dist.new_group([rank]) for rank in range(2)][group.rank()]
             events = pretend_nccl(monkeypatch, high_priority=False)
-            tritoncp.make_plan(mask_of(), alone)
+            tritoncp.make_plan(CASE.block_mask(), alone)
             assert groups.data_communicator(alone, CUDA) is alone and not events
 
     run(2, work)

@@ -67,18 +67,18 @@ def qkv(q: int = 64, kv: int | None = None, *, batch: int = 1, heads: int = 1, k
 
 def cotangents(x: QKV, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Gradients of out and lse to start from."""
-    shape = x.q.shape[:3]
-    dlse = torch.randn(shape, dtype=F64).to(F64 if x.q.dtype == F64 else F32)
-    return torch.randn(*shape, x.v.shape[3], dtype=F64).to(dtype or x.q.dtype), dlse
+    shape, device = x.q.shape[:3], x.q.device
+    dlse = torch.randn(shape, dtype=F64).to(device, F64 if x.q.dtype == F64 else F32)
+    return torch.randn(*shape, x.v.shape[3], dtype=F64).to(device, dtype or x.q.dtype), dlse
 
 
 def run(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequence[Tensor] = (), *,
-        start: Start, scale: float | None = None, **options: Any) -> Results:  # fmt: skip
+        start: Start, scale: float | None = None, mesh: Any = None, **options: Any) -> Results:  # fmt: skip
     """Run the public call, with tritoncp's engine of this device."""
     leaves, own = _leaves(x, captured, start)
     out, aux = tritoncp.flex_attention(
         *leaves, score and score(*own), mask, scale, enable_gqa=True, kernel_options=options,
-        return_aux=AuxRequest(lse=True, max_scores=True),
+        return_aux=AuxRequest(lse=True, max_scores=True), mesh=mesh,
     )  # fmt: skip
     return _results(out, aux.lse, aux.max_scores, leaves, own, start)
 
