@@ -41,11 +41,13 @@ class Case:
     dims:      channels of q and k, of v
     mask:      of :data:`MASKS`, by name and number, or combined
     own_lists: whether batch rows and heads have block lists of their own, where one list would do
+    form:      of the mask in a call without a plan: "compact", "torch's" BlockMask, "without lists"
     size:      of q and k
     world:     ranks, 1 with balancer None: the call without ranks
     balancer:  a name, or "any pieces": shards of any length, passed with the mask in place of a plan
     seed:      of the numbers in tensors
     options:   kernel_options
+    compiled:  whether a call without ranks runs under torch.compile, as one graph
     """
 
     mask: Expression = ("causal", 0)
@@ -62,6 +64,7 @@ class Case:
     dims: tuple[int, int] = (8, 8)
     dtype: torch.dtype = torch.float64
     own_lists: tuple[bool, bool] = (False, False)
+    form: str = "compact"
     block: Any = 16
     sinks: bool = False
     scale: float | None = None
@@ -70,6 +73,7 @@ class Case:
     size: float = 1.0
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+    compiled: bool = False
 
     @property
     def sizes(self) -> Sizes:
@@ -92,6 +96,13 @@ class Case:
         batch = sizes.batch if rule.by_row or self.own_lists[0] else 1
         heads = sizes.heads if rule.by_head or self.own_lists[1] else 1
         return tritoncp.create_block_mask(rule.mod, batch, heads, *sizes[2:], BLOCK_SIZE=self.block)
+
+    def raw_mask(self) -> Any:
+        """Return the mask of a call without a plan."""
+        if self.form == "without lists":
+            return tritoncp.and_masks(tritoncp.sliding_window(-1, -1), self.rule.mod)
+        mask = self.block_mask()
+        return mask if self.form == "compact" else mask.to_block_mask()
 
     def visible(self) -> Tensor:
         """Return the visible pairs: bool [rows, heads, length, kv_length]."""
@@ -159,12 +170,15 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 def call(case: Case, q: Tensor, k: Tensor, v: Tensor, learned: Any = None, sinks: Any = None) -> list[Tensor]:
     """Return out, lse and max_scores of tritoncp, on one device or on all ranks of a simulated world."""
-    mask, score = case.block_mask(), case.score_mod(learned)
-    options: dict[str, Any] = {"scale": case.scale, "enable_gqa": True, "return_aux": AUX, "sinks": sinks}
+    score = case.score_mod(learned)
+    options: dict[str, Any] = {"scale": case.scale, "enable_gqa": True, "return_aux": AUX}
     options["kernel_options"] = dict(case.options)
     options["batch_offset"] = case.first_row or None
     if (case.world, case.balancer) == (1, None):
-        out, aux = tritoncp.flex_attention(q, k, v, score, mask, **options)
+        attend = partial(tritoncp.flex_attention, score_mod=score, block_mask=case.raw_mask(), **options)
+        if case.compiled:
+            attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        out, aux = attend(q, k, v, sinks=sinks)
         return [out, aux.lse, aux.max_scores]
     world = tritoncp.simulate(case.world)
     if case.balancer == "any pieces":
@@ -172,14 +186,14 @@ def call(case: Case, q: Tensor, k: Tensor, v: Tensor, learned: Any = None, sinks
             any_pieces(q, case.world, case.seed),
             *(any_pieces(x, case.world, case.seed + 1) for x in (k, v)),
         )
-        outs, aux = world.flex_attention(*parts, score, mask, **options)
+        outs, aux = world.flex_attention(*parts, score, case.raw_mask(), sinks=sinks, **options)
         return [torch.cat(xs, 2) for xs in (outs, aux.lse, aux.max_scores)]
-    plan = world.make_plan(mask, balancer=case.balancer, schedule=case.schedule)
+    plan = world.make_plan(case.block_mask(), balancer=case.balancer, schedule=case.schedule)
     placed = plan.batch_rows(case.first_row, case.rows) if case.first_row else plan
     if len(placed.positions) > 1:  # rows lie differently
         k, v = (x.expand(case.rows, -1, -1, -1) for x in (k, v))
     shards = [world.shard(x, placed, dim=2, side=side, pad=math.nan) for x, side in zip((q, k, v), SIDES)]
-    outs, aux = world.flex_attention(*shards, score, plan, **options)
+    outs, aux = world.flex_attention(*shards, score, plan, sinks=sinks, **options)
     for rank, out in enumerate(outs):
         padding = (~placed.for_rank(rank).valid)[:, None].expand(out.shape[:3])
         assert bool((out[padding] == 0).all()), f"out in the padding of rank {rank}"

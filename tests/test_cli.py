@@ -6,7 +6,9 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -94,65 +96,12 @@ EMPTY_REPORT = {
     "versions": {}, "newest_tested": {}, "devices": [], "ptxas": {}, "cpu": "", "nccl": None,
     "distributed": [], "environment": {}, "problems": [], "advice": [],
 }  # fmt: skip
-NINES = "9" * 30
 SMALL = "--seq-len=256"
-REFUSED = {
-    "plan": [
-        (["--mask", "causal & cusal"], "no mask is called 'cusal'"),
-        (["--mask", "os:getcwd"], "os:getcwd takes ()"),
-        (["--mask", "my_mods:three"], "takes (b, h, q); a mask_mod is a function (b, h, q_idx, kv_idx)"),
-        (["--mask", "my_mods:whole"], "returns torch.int64; a mask_mod must return bool"),
-        (["--mask", "my_mods:plain"], "my_mods:plain cannot be evaluated as a mask_mod"),
-        (["--mask", "my_mods:fails"], "ZeroDivisionError"),
-        (["--mask", "my_mods:rows"], "; one value for a pair is needed"),
-        (["--mask", "my_mods:absent"], "no attribute 'absent'"),
-        (["--mask", "leaving:x"], "cannot be imported (SystemExit: 0)"),
-        (["--mask", ""], "no mask expression"),
-        (["--mask", f"window({NINES})"], "that a sequence can have"),
-        (["--mask", "document(1000G)"], "tokens together are not planned"),
-        (["--mask", "document(-3)"], "must be integers >= 0"),
-        (["--mask", "causal&" * 15_000 + "causal"], "nested too deeply"),
-        (["--seq-len", "12Q"], "no whole number of tokens"),
-        (["--seq-len", "0"], "at least one token"),
-        (["--seq-len", "1G"], "at most 67108864 tokens"),
-        (["--seq-len", "2M", "--block-size", "1"], "--block-size larger"),
-        (["--world-size", "1000000"], "4096 ranks"),
-        (["--heads", "6", "--kv-heads", "4"], "must be a multiple"),
-        (["--head-dim", "300"], "not in the range 1<=x<=256"),
-        (["--lengths", "10 20", "--seq-len", "40"], "are 30 tokens together"),
-        (["--lengths", "[[3], []]"], "no lengths of documents"),
-        (["--lengths", "[[3], [4]]"], "must add up to the same"),
-        (["--lengths", "/dev/zero"], "no whole number of tokens"),
-        (["--lengths", sys.executable], "holds no text"),
-        (["--png", "plan.xyz", SMALL], "Format 'xyz' is not supported"),
-        (["--png", "/", SMALL], "is a directory"),
-        (["--lengths", "corpus.json"], "there is no file 'corpus.json'"),
-        (["--lengths", "nowhere/corpus"], "there is no file 'nowhere/corpus'"),
-    ],
-    "inspect": [
-        (["--arch", "sm_9000"], "known: sm_80, sm_86"),
-        (["--arch", "sm_90", "--kernel", "backwards"], "known: delta, forward"),
-        (["--arch", "sm_90", "--mask", "round"], "known: state, full"),
-        (["--arch", "sm_90", "--kernel", "delta", "--mask", "decode"], "no shipped kernel is all of that"),
-    ],
-    "autotune": [
-        (["--score-mod", "os:system"], "os:system takes (command)"),
-        (["--score-mod", "my_mods:near"], "takes (b, h, q, kv)"),
-        (["--budget", "nan"], "no time to work in"),
-        (["--out", "my_mods.py"], "is a file"),
-    ],
-    "demo": [
-        (["--seq-len", "0"], "not in the range"),
-        (["--steps", NINES], "bytes of text at most"),
-        (["--world-size", "1000000"], "64 local ranks at most"),
-        (["--out", "my_mods.py"], "is a file"),
-    ],
-    "check": [
-        (["--only=rings"], "--only 'rings' matches no case of 4 ranks; a case's name is, say, "),
-        (["--budget=0"], "0"),
-    ],
-    "doctor": [(["--fast"], "No such option"), (["now"], "unexpected extra argument")],
-}
+REFUSED = tomllib.loads(Path(__file__).with_name("refused_options.toml").read_text())
+REFUSED["plan"] += [
+    (["--mask", "causal&" * 15_000 + "causal"], "nested too deeply"),
+    (["--lengths", sys.executable], "holds no text"),
+]
 
 
 @pytest.mark.parametrize(

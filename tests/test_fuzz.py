@@ -6,13 +6,16 @@ dtype, layout and shapes, see :class:`tests.cases.Case`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.cases import DTYPES, LAYOUTS, PASSES, Case, Expression, case_of, check, named, pairs, spread
+from tests.compat import torch_mods
 from tests.zoo import BALANCERS, MASKS, SCORES
 
 pytestmark = [
@@ -33,6 +36,7 @@ FACTORS: dict[str, Any] = {
     "dims": ((8, 8), (3, 16), (16, 1), (1, 5)),
     "block": (8, 13, (8, 16), (16, 4), (32, 5)),
     "own_lists": ((False, False), (True, False), (False, True)),
+    "form": ("compact", "torch's", "without lists"),
     "layout": LAYOUTS,
     "sinks": (False, True),
     "scale": (None, 0.3, -0.2, 0.0),
@@ -64,24 +68,37 @@ SMALL = (
     }
 )
 EACH = spread(SMALL, len(MASKS))
+OF_TORCH = {
+    "mask": tuple(torch_mods.MASKS),
+    "score": tuple(torch_mods.SCORES),
+}  # of its flex attention's tests
+TORCHS, TORCHS_SMALL = (
+    [
+        replace(case, dtype=torch.float64) if case.score in torch_mods.FLOAT64 else case
+        for case in spread(factors | OF_TORCH, 2 * len(torch_mods.SCORES))
+    ]
+    for factors in (FACTORS, SMALL)
+)
 
 
 @CPU
-@pytest.mark.parametrize("case", named(PAIRS))
+@pytest.mark.parametrize("case", named([*PAIRS, *TORCHS]))
 @pytest.mark.bar(12)
 def test_every_pair_of_factors(engine: str, case: Case) -> None:
     check(case)
 
 
 @KERNELS
-@pytest.mark.parametrize("case", named(EACH))
+@pytest.mark.parametrize("case", named([*EACH, *TORCHS_SMALL[::2]]))
 def test_every_factor_in_kernels(engine: str, case: Case) -> None:
     check(case)
 
 
 @pytest.mark.long
 @KERNELS
-@pytest.mark.parametrize("case", named([case_of(row, seed) for seed, row in enumerate(pairs(SMALL))]))
+@pytest.mark.parametrize(
+    "case", named([*(case_of(row, seed) for seed, row in enumerate(pairs(SMALL))), *TORCHS_SMALL[1::2]])
+)
 @pytest.mark.bar(1)
 def test_every_pair_of_factors_in_kernels(engine: str, case: Case) -> None:
     check(case)
@@ -132,6 +149,7 @@ def cases(draw: st.DrawFn, longest: int) -> Case:
         dims=(draw(st.sampled_from([1, 3, 7, 16, 24, 40])), draw(st.sampled_from([1, 5, 16, 40]))),
         dtype=dtype,
         own_lists=draw(st.tuples(st.booleans(), st.booleans())),
+        form=draw(st.sampled_from(FACTORS["form"])),
         block=draw(st.sampled_from([4, 8, 13, 16, 32, 40, (8, 16), (16, 8), (16, 32), (32, 5)])),
         sinks=draw(st.booleans()),
         scale=draw(st.sampled_from([None, 0.3, 1.0, -0.2])),

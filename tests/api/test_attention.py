@@ -1,7 +1,6 @@
 """Tests of the public call: both argument shapes, every keyword of torch's, every kind of mask."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ from torch.nn.attention import flex_attention as flex
 
 import tritoncp
 from tests.kernels.support.harness import F32, F64, QKV, close, cotangents, oracle, qkv, same
-from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
 from tritoncp.masks.mask import create_block_mask
-from tritoncp.masks.mask_mod import and_masks
 
 pytestmark = [
     pytest.mark.usefixtures("cpu_engine"),  # unless a test asks for kernels
@@ -130,24 +127,6 @@ def test_a_mask_may_stand_in_fourth_or_fifth_place(name: str) -> None:
         same(tritoncp.flex_attention(*x, *args, **kw), want)
 
 
-CLOSED: dict[str, Callable[..., Tensor]] = {
-    "causal": causal(),
-    "window": sliding_window(7, 2),
-    "documents": and_masks(causal(), document(lengths=[11, 29])),
-    "documents by batch row": document(ids=torch.tensor([[0] * 11 + [1] * 29, [0] * 30 + [1] * 10])),
-    "prefix": prefix_lm(13),
-}
-
-
-@pytest.mark.parametrize("name", CLOSED)
-def test_a_closed_form_is_a_mask(name: str) -> None:
-    """A closed form has the lengths of the call, and is a mask_mod that torch accepts."""
-    x = tensors()
-    got = tritoncp.flex_attention(*x, CLOSED[name], enable_gqa=True)
-    torch_mask = flex.create_block_mask(CLOSED[name], 2, None, 40, 40, device="cpu")
-    close(got, flex.flex_attention(*x, block_mask=torch_mask, enable_gqa=True), "out")
-
-
 # -- nothing remembered, nothing changed --------------------------------------------------------------
 
 
@@ -192,6 +171,3 @@ def test_masks_and_plans_of_an_evaluation_under_inference_mode_serve_training() 
     whole = torch.ones(1, 40, requires_grad=True)
     tritoncp.shard(whole, dealt, dim=1).sum().backward()
     assert whole.grad is not None and whole.grad.sum() == (positions >= 0).sum()
-
-
-# -- engines ------------------------------------------------------------------------------------------

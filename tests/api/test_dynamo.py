@@ -209,26 +209,6 @@ def test_edits_of_captures_are_seen():
     assert counter.frame_count == 2  # with a score_mod, and without
 
 
-FACTOR = 1.0
-
-
-def scaled(s, b, h, q, kv):
-    return s * FACTOR
-
-
-def test_globals_are_read_at_every_call(monkeypatch):
-    """A graph identifies a function by its code, without a guard."""
-    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
-    x, plan = torch.randn(1, 1, S, 8, requires_grad=True), KINDS["plan"](3)
-    for factor in (1.0, 3.0):
-        monkeypatch.setitem(globals(), "FACTOR", factor)
-        answers = [
-            gradients(call(x, x, x, scaled, plan).square().sum(), x)
-            for call in (fast, tritoncp.flex_attention)
-        ]
-        assert all(map(torch.equal, *answers))
-
-
 def made_plan(q, mask):
     return tritoncp.flex_attention(q, q, q, make_plan(mask))
 

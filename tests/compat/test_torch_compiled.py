@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import tritoncp
-from tests.cases import AUX, Case, answers, expected
-from tests.cases import agree as verify_answers
-from tests.cases import tensors as zoo_tensors
+from tests.cases import Case
+from tests.cases import check as check_case
 from tests.compat.test_torch_calls import BUILTIN, attend_with_lse, causal, check, tensors
 from tests.kernels.support.harness import F64, QKV
 from tests.zoo import MASKS as ZOO_MASKS
@@ -38,16 +36,7 @@ pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")
 )
 def test_the_zoo_compiles_whole(case: Case) -> None:
     """Masks and score_mods of attention-gym's kinds, among others, at every batch row and head."""
-    case = replace(case, batch=2, own_lists=(True, True))
-    mask = case.block_mask()
-
-    def call(case: Case, q: Tensor, k: Tensor, v: Tensor, learned: Any = None) -> list[Tensor]:
-        score = case.score_mod(learned)
-        layer = functools.partial(tritoncp.flex_attention, score_mod=score, block_mask=mask, return_aux=AUX)
-        out, aux = torch.compile(layer, fullgraph=True, backend="eager")(q, k, v)
-        return [out, aux.lse, aux.max_scores]
-
-    verify_answers(case, answers(case, zoo_tensors(case), call), expected(case))
+    check_case(replace(case, batch=2, own_lists=(True, True), compiled=True))
 
 
 @pytest.mark.parametrize("name", ["identity", "causal", "squared", "alibi"])

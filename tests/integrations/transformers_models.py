@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,55 +17,11 @@ from tritoncp.integrations.transformers import register, shard_batch
 register()
 transformers.utils.logging.set_verbosity_error()  # of generation without an attention_mask
 
-SIZE, VOCABULARY, WINDOW = 128, 61, 20
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-}
-# The name of a model's classes, and what its config has besides.
-MODELS: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Mistral": {"sliding_window": WINDOW},
-    "Gemma2": {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
-    "GptOss": {
-        "sliding_window": WINDOW,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
-    "Qwen3": {
-        "use_sliding_window": True,
-        "sliding_window": WINDOW,
-        "layer_types": ["full_attention", "sliding_attention"],
-    },
-}
-MORE_MODELS: dict[str, dict[str, Any]] = {
-    "OPT": {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32},
-    "Gemma3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-    "Olmo2": {},
-    "Qwen3Next": {  # three layers of linear attention and one of attention
-        "num_hidden_layers": 4,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-    },
-    "Phi3": {"sliding_window": WINDOW},
-    "Qwen2": {},
-}
-
-
+SIZE, VOCABULARY = 128, 61
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+COMMON: dict[str, Any] = TABLE["common"]
+MODELS: dict[str, dict[str, Any]] = TABLE["models"]
+MORE_MODELS: dict[str, dict[str, Any]] = TABLE["more"]
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tests.cases import Case, agree, answers, call, tensors
+from tests.cases import Case, agree, answers, call, check, tensors
 from tritoncp import Mask
 from tritoncp.reference.dense import dense_attention
 
@@ -37,22 +37,8 @@ def small(mask: str) -> tuple[list[Tensor], Mask]:
 
 
 @pytest.mark.usefixtures("cpu_engine")
-def test_one_device_and_compiled_are_the_same() -> None:
-    (q, k, v), mask = small("causal")
-    sinks = torch.randn(2, requires_grad=True)
-
-    def layer(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        return tritoncp.flex_attention(q, k, v, mask, sinks=sinks)
-
-    want = layer(q, k, v, sinks)
-    assert not torch.allclose(want, tritoncp.flex_attention(q, k, v, mask))
-    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v, sinks)
-    torch.testing.assert_close(got, want)
-    for own, right in zip(
-        torch.autograd.grad(got.square().sum(), [q, k, v, sinks]),
-        torch.autograd.grad(want.square().sum(), [q, k, v, sinks]),
-    ):
-        torch.testing.assert_close(own, right)
+def test_a_compiled_call_takes_sinks() -> None:
+    check(Case(sinks=True, compiled=True))
 
 
 def test_a_sink_that_is_minus_infinity_takes_nothing() -> None:

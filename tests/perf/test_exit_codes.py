@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -43,45 +44,10 @@ def files(tmp_path_factory) -> dict[str, Path]:
     return paths | {"device": Path("/dev/null")}
 
 
-NO_SIDE = {
-    "empty": (3, "holds no measurement"),
-    "folder": (3, "holds no measurement"),
-    "junk": (2, "no line of it is a measurement"),
-    "nested": (2, "no line of it is a measurement"),
-    "link": (2, "is no file"),
-    "device": (2, "is a device"),
-    "nowhere": (2, "is no file"),
-}
-COMPARED = [
-    # words after `perf compare`, exit code, a part of the output
-    ("base base --fail-over 5", 0, "0 past 5 %"),
-    ("base slow4 --fail-over 5%", 0, "0 past 5 %"),
-    ("base slow15 --fail-over 5", 1, "1 past 5 %"),
-    ("base slow15 --fail-over 0.05", 1, "1 past 0.05 %"),
-    ("base slow15 --fail-over 20.%", 0, "0 past 20 %"),
-    ("base slow15", 0, "slower"),
-    ("base broke", 1, "FAILED"),
-    ("failing base", 0, "works now"),
-    ("base less", 1, "not measured again: d"),
-    ("base less --fail-over 5 --allow-missing", 0, "not measured again: d"),
-    ("base less --json", 1, '"missing": [\n    "d"'),
-    ("base less --markdown", 1, "❌"),
-    ("base less --markdown --allow-missing", 0, "✅"),
-    ("less base --fail-over 5", 0, "new: d"),
-    ("base base --baseline flex", 0, "2 cases"),
-    ("base base --baseline nope", 2, "no baseline 'nope' on both sides; before: flex; after: flex"),
-    ("base other --allow-missing", 3, "no case in common: nothing is compared"),
-    ("failing failing", 3, "every case fails on both sides"),
-    *((f"base base --fail-over {x}", 2, "not a percentage") for x in ("-5", "nan", "inf", "5%%", "1e400")),
-    *((f"base {side}", *ends) for side, ends in NO_SIDE.items()),
-    *((f"{side} base", *ends) for side, ends in NO_SIDE.items()),
-    ("base nan --fail-over 5", 0, "are not positive"),
-    ("base base --last 0", 2, "--last"),
-    ("base", 2, "Missing argument"),
-]  # fmt: skip
+ENDS = tomllib.loads(Path(__file__).with_name("exit_codes.toml").read_text())
 
 
-@pytest.mark.parametrize(("words", "code", "message"), COMPARED, ids=[words for words, *_ in COMPARED])
+@pytest.mark.parametrize(("words", "code", "message"), ENDS["compare"])
 def test_compare(words, code, message, files, tmp_path):
     named = [files.get(word, word) for word in words.split()]
     result = perf("compare", *named, "--history", tmp_path / "none")
@@ -108,15 +74,7 @@ RUN = ["run", "--device", "host", "--tier", "smoke"]
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        ("--budget 0", 3, "nothing was measured: the budget was used up before the first of 4 cases"),
-        ("--budget -5", 2, "--budget"),
-        ("--only nothing-*", 2, "no case of tier smoke for this device is named like 'nothing-*'"),
-        ("--try {", 2, "is not JSON"),
-        ("--out /dev/null/x --only mask-*", 2, "/dev/null"),
-        ("--out /proc/x.jsonl --only mask-*", 2, "/proc/x.jsonl"),
-    ],
+    ("words", "code", "message"), [*ENDS["run"], ("--try " + "[" * 5000, 2, "nested too deep")]
 )
 def test_run(words, code, message, tmp_path):
     result = perf(*RUN, "--out", tmp_path, *words.split())

@@ -10,6 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -70,91 +71,7 @@ PROGRAMS = {
     for code in codes
     if (program := PROGRAM.match(code))
 }
-# Lines that run after a program, in its namespace, and compare what it leaves and prints with the oracle.
-CHECKS = {
-    "drop_in": """
-expected = attend(*whole.double(), mask.to_dense())
-torch.testing.assert_close(out, expected.chunk(2, 2)[rank].float(), atol=1e-5, rtol=1e-5)
-""",
-    "five_lines": """
-whole = []
-for shard in (q, k, v):
-    parts = [torch.empty_like(shard) for _ in range(2)]
-    torch.distributed.all_gather(parts, shard)
-    whole.append(torch.cat(parts, 2).double())
-expected = attend(*whole, is_causal=True).chunk(2, 2)[mesh.get_local_rank()]
-torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
-""",
-    "balanced": """
-whole = [embed, project, unembed]
-whole = [type(part)(*shape) for part, shape in zip(whole, ((256, 64), (64, 192), (64, 256)))]
-for part, trained in zip(whole, (embed, project, unembed)):
-    part.load_state_dict(trained.state_dict())
-    part.double()
-x = rearrange(whole[1](whole[0](text[:, :-1])), "b s (qkv h d) -> qkv b h s d", qkv=3, h=4)
-at, head = torch.arange(S), torch.arange(heads)[:, None, None]
-bias = alibi(torch.zeros(1, dtype=torch.float64), 0, head, at[:, None], at)
-out = attend(*x, torch.where(at[:, None] >= at, bias, -torch.inf))
-logits = whole[2](rearrange(out, "b h s d -> b s (h d)"))
-F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
-for part, trained in zip(whole, (embed, project, unembed)):
-    for expected, got in zip(part.parameters(), trained.parameters()):
-        torch.testing.assert_close(got.grad, expected.grad.float(), atol=1e-6, rtol=1e-3)
-""",
-    "packed": """
-documents = [x.transpose(1, 2).double() for x in whole.split(cu_seqlens.diff().tolist(), 1)]
-expected = torch.cat([attend(*x, is_causal=True) for x in documents], 1).transpose(0, 1)
-expected = expected.chunk(2)[int(os.environ["RANK"])]
-torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
-""",
-    "two_orders": """
-exact = whole.double().requires_grad_()
-q = exact.unflatten(2, (4, 16)).transpose(1, 2)
-expected = attend(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
-expected.square().sum().backward()
-for result, want in ((y, expected), (x.grad, exact.grad)):
-    want = want.float().chunk(2, 1)[int(os.environ["RANK"])]
-    torch.testing.assert_close(result, want, atol=1e-5, rtol=1e-5)
-""",
-    "latents": """
-torch.manual_seed(0)
-q, latent = torch.randn(1, H, S, 48).double(), torch.randn(1, 1, S, 64).double()
-weight = torch.randn(latent_channels, H * 64).double()
-expected = attend(q, *expand(latent, weight), is_causal=True)
-torch.testing.assert_close(out, tritoncp.shard(expected, plan, dim=2).float(), atol=1e-4, rtol=1e-4)
-""",
-    "largest_scores": """
-scores = (whole[0] @ whole[1].mT * 0.25).masked_fill(torch.ones(512, 512).triu(1).bool(), -torch.inf)
-torch.testing.assert_close(largest, scores.amax((0, 2, 3)))
-""",
-    "state": """
-def expected(slope):
-    rule = lambda score, b, h, q_idx, kv_idx: score - slope * (q_idx - kv_idx)
-    return dense_attention(q.double(), k.double(), v.double(), before, rule).out.float()
-
-documents = torch.arange(256) // 100
-before = tritoncp.create_block_mask(tritoncp.causal() & tritoncp.document(ids=documents), 1, 1, 256, 256)
-torch.testing.assert_close(first, expected(0.5), atol=1e-5, rtol=1e-5)
-torch.testing.assert_close(second, expected(1.0), atol=1e-5, rtol=1e-5)
-assert "captured tensor" in output and "old state of documents" in output, output
-""",
-    "compiled": """
-mask = tritoncp.create_block_mask(documents, 1, 1, 256, 256)
-expected = dense_attention(*[x.double()] * 3, mask, alibi).out
-torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
-assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-""",
-    "two_ranks": "assert error < 5e-5  # float32 gradients: sums of up to 1000 terms, in another order",
-    "tree_step": "assert error < 5e-5",
-    "moved": """
-expected = dense_attention(*[x.double() for x in whole], mask, tritoncp.alibi(H)).out
-torch.testing.assert_close(result, expected.float(), atol=1e-5, rtol=1e-5)
-""",
-    "generate_beside_training": """
-lines = [line.split()[1] for line in output.splitlines()]
-assert lines == ([] if int(os.environ["RANK"]) else ["0", "1", "2", "3"])
-""",
-}
+CHECKS = tomllib.loads(Path(__file__).with_name("page_checks.toml").read_text())  # by program
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The table of layers and their allowed imports, compared with every import statement in the tree; no module
+"""The tables of docs/architecture.md, compared with every import statement in the tree; no module
 imports itself through others.
 
 Imports inside functions count like imports at the top of a module. The package's root, which gives users
@@ -8,72 +8,49 @@ import causal` are forbidden, `from tritoncp import mods` imports the module `tr
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
-class Layer(NamedTuple):
-    """A row of the table: a package of the spine, or the edges above it.
-
-    holds:   packages with everything below them, or single modules, which count first
-    imports: layers that it may import from, besides itself
-    outside: packages that it may import, besides the standard library
-    never:   modules of ``outside`` that it may not import
-    """
-
-    holds: set[str]
-    imports: set[str]
-    outside: set[str]
-    never: frozenset[str] = frozenset()  # exceptions from `outside`
+def rows(header: str) -> dict[str, list[str]]:
+    """Read a table of docs/architecture.md: the cells of each row, by its first cell, a code span."""
+    _, _, table = (ROOT / "docs/architecture.md").read_text().partition(f"| {header} |")
+    lines = table.split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {first.strip("`"): rest for first, *rest in cells}
 
 
-NO_RANKS = frozenset({"torch.distributed"})
-SPINE = {
-    "core",
-    "mods",
-    "masks",
-    "planning",
-    "kernels",
-    "distributed",
-    "reference",
-    "cpu",
-    "ops",
-    "api",
-}
-LAYERS = {
-    "core": Layer({"core", "_version"}, set(), {"torch"}, NO_RANKS),
-    "mods": Layer({"mods"}, {"core"}, {"torch", "triton"}, NO_RANKS),
-    "kernels": Layer({"kernels"}, {"core"}, {"torch", "triton"}, NO_RANKS),
-    "masks": Layer({"masks"}, {"core", "mods", "kernels"}, {"torch", "rich"}, NO_RANKS),
-    "planning": Layer({"planning"}, {"core", "mods", "masks"}, {"torch", "matplotlib", "rich"}, NO_RANKS),
-    "distributed": Layer({"distributed"}, {"core", "mods", "masks", "planning", "kernels"}, {"torch"}),
-    "reference": Layer({"reference"}, {"core", "masks"}, {"torch"}, NO_RANKS),
-    "executor": Layer({"executor"}, {"core"}, {"torch", "triton", "numpy", "networkx"}, NO_RANKS),
-    "cpu": Layer({"cpu"}, {"core", "masks", "planning"}, {"torch"}, NO_RANKS),
-    "ops": Layer({"ops"}, SPINE - {"api"}, {"torch", "filelock", "platformdirs", "rich"}),
-    "api": Layer({"api"}, SPINE, {"torch", "rich"}),
-    "chunking": Layer({"chunking"}, SPINE, {"torch", "sympy"}),
-    "command_base": Layer({"command_base"}, {"core"}, {"click"}),
-    "perf": Layer(
-        {"perf"},
-        SPINE | {"command_base"},
-        {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "numpy", "pytest", "ruptures", "scipy"},
-    ),
-    "edge": Layer(
-        {"", "__main__", "analysis", "cli", "demo", "doctor", "integrations", "self_check", "tuning"},
-         SPINE | {"chunking", "command_base", "executor", "perf"},
-         {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops", "transformers",
-          "torchtitan"},
-    ),
+# Layers that each may import from, besides itself: a package with everything below it, or the edges above.
+LAYERS = {layer: {layer, *re.findall(r"`(\w+)`", cells[-1])} for layer, cells in rows("layer").items()}
+EDGES = {"", "__main__", *rows("edge")}
+OUTSIDE = {  # packages that a layer may import, besides the standard library
+    "core": {"torch"},
+    "mods": {"torch", "triton"},
+    "kernels": {"torch", "triton"},
+    "masks": {"torch", "rich"},
+    "planning": {"torch", "matplotlib", "rich"},
+    "distributed": {"torch"},
+    "reference": {"torch"},
+    "executor": {"torch", "triton", "numpy", "networkx"},
+    "cpu": {"torch"},
+    "ops": {"torch", "filelock", "platformdirs", "rich"},
+    "api": {"torch", "rich"},
+    "chunking": {"torch", "sympy"},
+    "command_base": {"click"},
+    "perf": {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "numpy", "pytest", "ruptures",
+             "scipy"},
+    "edge": {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops", "transformers",
+             "torchtitan"},
 }  # fmt: skip
+KNOW_RANKS = {"distributed", "ops", "api", "chunking", "perf", "edge"}  # these may import torch.distributed
 
 
 def modules() -> dict[str, Path]:
@@ -87,13 +64,12 @@ def modules() -> dict[str, Path]:
 
 
 def layer_of(module: str) -> str:
-    for name in (module, module.split(".")[0]):
-        for layer, row in LAYERS.items():
-            if name in row.holds:
-                return layer
-    raise AssertionError(
-        f"tritoncp.{module} is in no layer: say in tests/repo/test_imports.py what it may import"
+    package = module.split(".")[0]
+    layer = "edge" if package in EDGES else "core" if package == "_version" else package
+    assert layer in LAYERS, (
+        f"tritoncp.{module} has no row in docs/architecture.md, which says what it may import"
     )
+    return layer
 
 
 @cache
@@ -143,14 +119,19 @@ def inner_module(name: str, modules: set[str]) -> str:
 def allowed(layer: str, name: str, modules: set[str]) -> bool:
     if name.split(".")[0] == "tritoncp":
         inner = inner_module(name, modules)
-        return not inner or layer_of(inner) in LAYERS[layer].imports | {layer}
+        return not inner or layer_of(inner) in LAYERS[layer]
     if name.split(".")[0] in sys.stdlib_module_names:
         return True
-    return reaches(name, LAYERS[layer].outside) and not reaches(name, LAYERS[layer].never)
+    has_ranks = layer in KNOW_RANKS or not reaches(name, {"torch.distributed"})
+    return reaches(name, OUTSIDE[layer]) and has_ranks
 
 
 def test_a_layer_imports_only_what_the_table_allows():
     present = modules()
+    packages = {module.split(".")[0] for module in present}
+    assert (LAYERS.keys() - {"edge"}) | EDGES == packages - {"_version"}, (
+        "a row for each package, and no other"
+    )
     for module, path in present.items():
         wrong = forbidden(module, imports(module, path), set(present))
         assert not wrong, (
@@ -315,14 +296,18 @@ def test_another_library_is_imported_by_its_adapter_alone():
                 assert module.startswith(f"integrations.{library}"), f"tritoncp.{module} imports {library}"
 
 
-def test_a_class_name_stands_for_one_class():
-    """Of tritoncp with its kernels and perf, at the top level of modules."""
-    homes: dict[str, list[str]] = {}
-    for path in sorted(
-        [*(ROOT / "tritoncp").rglob("*.py"), *(ROOT / "kernels").glob("*.py"), *(ROOT / "perf").rglob("*.py")]
-    ):
-        if not any(parent.is_symlink() for parent in path.parents):
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef):
-                    homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+PATH_OF_A_CALL = ("api", "ops", "distributed", "planning", "masks", "core", "chunking", "integrations")
+INTERFACES = {"forward", "backward"}  # of each schedule, and of the pass that runs it
+PUBLIC = {"create_block_mask", "flex_attention"}  # names that users import from two modules
+
+
+def test_a_name_stands_for_one_class_or_public_function():
+    """Classes of tritoncp with its kernels and perf; functions of packages that a call passes through."""
+    homes: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        kinds = (ast.ClassDef, ast.FunctionDef) if module.split(".")[0] in PATH_OF_A_CALL else (ast.ClassDef,)
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) or (isinstance(node, kinds) and node.name[0] != "_"):
+                homes.setdefault(node.name, set()).add(module)
+    repeated = {name: places for name, places in homes.items() if len(places) > 1}
+    assert repeated.keys() <= INTERFACES | PUBLIC, repeated
