@@ -1,10 +1,11 @@
-"""Cases of torch's flex attention tests beside the table: results on request, several calls, paged keys,
-tensor subclasses, masks and mods of unusual origin."""
+"""Cases of torch's flex attention tests beside the table: results on request, paged keys, tensor subclasses,
+masks and mods of unusual origin, compiled calls."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from torch.utils import _pytree as pytree
 
 import tritoncp
+from tests.cases import Case
+from tests.cases import check as check_case
 from tests.kernels.support.harness import F64, QKV, close, cotangents, oracle, qkv
+from tests.zoo import MASKS, SCORES, Sizes
 from tritoncp import sliding_window
 from tritoncp.reference.dense import dense_attention
 
@@ -72,18 +76,6 @@ def test_log_sums_of_two_masks_merge_into_the_whole(engine: str) -> None:
         return sum(out * torch.exp(own - lse)[..., None] for out, own in parts), lse
 
     check(merged, tensors(33, heads=2), causal)
-
-
-def test_only_the_bias_needs_gradients(engine: str) -> None:
-    x = qkv(37, batch=2, heads=2)
-    table, start = torch.randn(74, requires_grad=True), cotangents(x)
-
-    def bind(t: Tensor) -> Callable[..., Tensor]:
-        return lambda s, b, h, i, j: s + t[torch.abs(i - j)]
-
-    want = oracle(x, None, bind, [table], start=start)
-    grad = torch.autograd.grad(attend_with_lse(*x, bind(table)), table, start)[0]
-    close(grad, want.grads[3], "table")
 
 
 # -- paged keys -----------------------------------------------------------------------------------------
@@ -198,3 +190,31 @@ def test_an_autograd_function_is_part_of_a_score_mod(engine: str) -> None:
 
     call = functools.partial(attend_with_lse, score_mod=lambda s, b, h, q, kv: Hide.apply(s, q <= kv))
     check(call, tensors(33, heads=2), lambda b, h, q, kv: q <= kv)
+
+
+# -- compiled calls: graphs hold the same op for both engines --------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    "case",
+    [*(Case((name, 5)) for name in MASKS), *(Case(score=name) for name in SCORES if name != "none")],
+    ids=lambda case: f"{case.mask[0]}-{case.score}",
+)
+def test_the_zoo_compiles_whole(case: Case) -> None:
+    """Masks and score_mods of attention-gym's kinds, among others, at every batch row and head."""
+    check_case(replace(case, batch=2, own_lists=(True, True), compiled=True))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_named_tuple_in_a_closure_keeps_its_names() -> None:
+    """The mask_mod's cell arrives in the graph as a plain tuple: AttributeError where it is called."""
+    sizes = Sizes(1, 2, 32, 32)
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (q - kv <= sizes.q // 4)
+
+    mask = create_block_mask(mod, None, None, 32, 32, device="cpu", BLOCK_SIZE=16)
+    call = functools.partial(attend_with_lse, block_mask=mask)
+    check(torch.compile(call, fullgraph=True, backend="eager"), tensors(32, heads=2), mod)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tritoncp
+from tests.cases import Case, check
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.masks.mask import full_mask
 from tritoncp.reference.dense import dense_attention
@@ -33,22 +34,12 @@ def agree(out: Tensor, want: Tensor, leaves: list[Tensor]) -> None:
 @pytest.mark.parametrize("distance", [7, 40, 300])
 @pytest.mark.parametrize("block", [16, 24, 128])
 def test_bands_of_a_window_are_the_window(block: int, distance: int) -> None:
-    q, k, v = leaves = tensors((2, 4, 400, 8), (2, 2, 400, 8), (2, 2, 400, 8))
-    mask = tritoncp.create_block_mask(tritoncp.sliding_window(distance, 3), 1, 1, 400, 400, BLOCK_SIZE=block)
-    at = torch.arange(400)
-    gap = at[:, None] - at
-    visible = ((gap <= distance) & (gap >= -3)).expand(2, 4, -1, -1)
-    agree(
-        tritoncp.flex_attention(q, k, v, mask, enable_gqa=True), dense_attention(q, k, v, visible).out, leaves
-    )
+    check(Case(("window", distance + 1), batch=2, group=2, length=400, kv_length=400, block=block))
 
 
 def test_intervals_of_a_mask_mod_say_nothing_of_full_blocks() -> None:
     """Intervals are those of masked blocks: keys 0 to 3 are a full block, and 4 to 6 are in a masked one."""
-    q, k, v = leaves = tensors((1, 2, 8, 4), (1, 2, 46, 4), (1, 2, 46, 4))
-    mask = tritoncp.create_block_mask(lambda b, h, q, kv: q // 7 == kv // 7, 1, 1, 8, 46, BLOCK_SIZE=4)
-    visible = (torch.arange(8)[:, None] // 7 == torch.arange(46) // 7).expand(1, 2, -1, -1)
-    agree(tritoncp.flex_attention(q, k, v, mask), dense_attention(q, k, v, visible).out, leaves)
+    check(Case(("pieces", 6), length=8, kv_length=46, block=4))
 
 
 @pytest.mark.parametrize("form", ["a capture", "the score", "a constant"])

@@ -12,6 +12,7 @@ import io
 import os
 import re
 import signal
+import tomllib
 import traceback
 import warnings
 from collections.abc import Callable
@@ -27,15 +28,6 @@ import transformers
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from tests.integrations.family_sizes import (
-    CLASSES,
-    INPUTS,
-    LENGTH,
-    SIZES,
-    VARIANTS,
-    VOCABULARY,
-    options_of,
-)
 from tests.multiprocess import ranks
 from tritoncp.integrations.transformers import register, shard_batch
 
@@ -44,9 +36,47 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 HEADS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 NULLABLE = ("pad_token_id", "head_dim", "sliding_window")
 LIMIT, SECONDS = 1e-4, 150
+LENGTH, VOCABULARY = 64, 97
+TABLE = tomllib.loads(Path(__file__).with_name("family_sizes.toml").read_text())
+SIZES: dict[str, Any] = {name: value for value, *names in TABLE["sizes"] for name in names}
+VARIANTS: list[dict[str, Any]] = [
+    {name: None if value == "none" else value for name, value in sizes.items()} for sizes in TABLE["variants"]
+]
+CLASSES: dict[str, str] = TABLE["classes"]
 register()
 NOT_TRIED = "not tried: "
 MOST_WEIGHTS = 20_000_000
+
+
+def options_of(family: str) -> dict[str, Any]:
+    """Return the values of a config that a family needs besides."""
+    options = TABLE["options"].get(family, {})
+    return TABLE["options"][options] if isinstance(options, str) else options
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def _tokens(*shape: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(2))
+
+
+# Inputs of two rows besides tokens and labels, or in place of them.
+IMAGE = {"pixel_values": _normal(2, 3, 16, 16)}
+CODES = {"input_ids": _tokens(8, LENGTH), "labels": _tokens(2, LENGTH, 4)}
+INPUTS: dict[str, dict[str, Any]] = {
+    "blip": IMAGE,
+    "git": IMAGE,
+    "idefics": {"pixel_values": _normal(2, 1, 3, 16, 16), "image_attention_mask": torch.ones(2, LENGTH, 1)},
+    "kyutai_speech_to_text": {"input_ids": _tokens(2, LENGTH, 3)},
+    "kosmos-2": {**IMAGE, "image_embeds_position_mask": (torch.arange(LENGTH) < 4).expand(2, -1)},
+    "molmo2": {"mm_token_type_ids": torch.zeros(2, LENGTH, dtype=torch.int64)},
+    "musicgen": CODES,
+    "musicgen_melody": CODES,
+    "udop": {"bbox": torch.zeros(2, LENGTH, 4)},
+    "voxtral_realtime": {"input_features": _normal(2, 128, 8 * LENGTH)},
+}
 
 
 class Row(NamedTuple):

@@ -83,7 +83,11 @@ def on_ranks(
     if checkpointing is not None:
         model.activation_checkpointing_enable(checkpointing)
     local = shard_batch(batch, model, group, **{"BLOCK_SIZE": 16, **options})
-    loss, gradients = loss_and_gradients(model, local)
+    return sum_over_ranks(*loss_and_gradients(model, local))
+
+
+def sum_over_ranks(loss: float, gradients: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """Return the sums over all ranks of losses and gradients."""
     total = torch.tensor(loss, dtype=torch.float64)
     for x in (total, *gradients.values()):
         dist.all_reduce(x)

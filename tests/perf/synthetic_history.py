@@ -12,7 +12,6 @@ from tritoncp.perf.records.history import Point, Series, append
 H200 = Series("NVIDIA H200", "700.00 W", "default")
 H100 = Series("NVIDIA H100", "700.00 W", "locked 1500 MHz")
 ENV = {"commit": "a" * 40, "tritoncp": "0.1.0", "torch": "2.13.0", "triton": "3.7.1", "driver": "550.1"}
-WORK = {"flops": 4_400_000_000_000}
 FIRST = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
 
