@@ -78,24 +78,6 @@ def test_a_plan_of_rows_stands_by_itself() -> None:
     assert plan.batch_rows(1, 1).digest != plan.batch_rows(2, 1).digest
 
 
-@pytest.mark.parametrize(
-    ("offset", "error", "message"),
-    [
-        (2, ValueError, "batch_offset=2 and a query of 2 rows: rows 2 to 3 of a mask that has 3"),
-        (-1, ValueError, "batch_offset=-1"),
-        (1.0, TypeError, "batch_offset is a float"),
-        (True, TypeError, "batch_offset is a bool"),
-    ],
-)
-def test_rows_that_are_not_there_are_refused(offset: Any, error: type[Exception], message: str) -> None:
-    x = [torch.randn(2, HEADS, S, D) for _ in range(3)]
-    for mask in (MASKS["mask_mod"](), MASKS["torch's"](), tritoncp.make_plan(MASKS["mask_mod"]())):
-        with pytest.raises(error, match=message):
-            tritoncp.flex_attention(*x, mask, batch_offset=offset)
-    with pytest.raises(error, match=message):
-        tritoncp.simulate(1).flex_attention(*([t] for t in x), MASKS["mask_mod"](), batch_offset=offset)
-
-
 def test_one_plan_serves_every_offset_of_a_mask_that_does_not_read_the_row() -> None:
     x = [torch.randn(1, HEADS, S, D) for _ in range(3)]
     for mask in (causal(), MASKS["torch's"](), None):

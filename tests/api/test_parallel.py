@@ -164,20 +164,6 @@ def test_compiled_on_two_ranks_is_eager_on_two_ranks():
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_a_module_that_is_no_attention_is_refused():
-    mesh = object()
-    with pytest.raises(
-        TypeError, match=r"Linear.forward takes \(input\); ContextParallel is for the module that"
-    ):
-        ContextParallel()._apply(nn.Linear(2, 2), mesh)
-    with pytest.raises(TypeError, match=r"Block.forward takes .* put it on the inner module"):
-        ContextParallel()._apply(Block().double(), mesh)
-    with pytest.raises(TypeError, match="no argument dropout"):
-        ContextParallel(dropout=0.1)
-    with pytest.raises(ValueError, match="seq_dim is 2"):
-        ContextParallel(seq_dim=3)
-
-
 # -- checkpointing ---------------------------------------------------------------------------------------
 
 

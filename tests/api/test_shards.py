@@ -1,4 +1,4 @@
-"""Tests of shards by raw masks and by plans, and of positions."""
+"""Tests of shards by raw masks and by plans, of positions, and of masks that share a placement."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import tritoncp
 from tritoncp import causal, document, make_plan, positions, shard, unshard
 from tritoncp.api import shards
+from tritoncp.reference.dense import dense_attention
 
 S = 32
 
@@ -64,3 +65,37 @@ def test_positions_inside_documents_start_at_zero():
         inside = positions(own, ids)
         assert torch.equal(inside, expected[:, own.positions[0]])
         assert torch.equal(positions(own, document(ids=ids)), inside)
+
+
+# -- masks that share a placement --------------------------------------------------------------------------
+
+
+def wide_mask(mod, batch=1):
+    return tritoncp.create_block_mask(mod, batch, 1, 64, 64, BLOCK_SIZE=16)
+
+
+def test_masks_that_share_a_placement_are_weighed_together():
+    late = wide_mask(lambda b, h, q, kv: (q >= 48) | (q == kv))
+    early = wide_mask(lambda b, h, q, kv: (q < 16) | (q == kv))
+    plans = make_plan({"late": late, "early": early}, world_size=2)
+    assert torch.equal(plans["late"].owners, plans["early"].owners)
+    total = [sum(p.work[rank] for p in plans.values()) for rank in range(2)]
+    assert total[0] == total[1]
+    alone = make_plan(late, world_size=2)
+    assert plans["late"].mask.runs == alone.mask.runs
+
+
+@pytest.mark.usefixtures("cpu_engine")
+def test_layers_of_a_hybrid_model_run_on_one_placement():
+    """A mask for all batch rows and a mask per row share one placement."""
+    ids = torch.stack([torch.arange(64) // 40, torch.arange(64) // 9])
+    documents = tritoncp.and_masks(causal(), document(ids=ids))
+    masks = {"full": wide_mask(causal()), "documents": wide_mask(documents, batch=2)}
+    plans = make_plan(masks, world_size=2)
+    world = tritoncp.simulate(2)
+    q = torch.randn(2, 2, 64, 16)
+    shards = world.shard(q, plans["documents"], dim=2)
+    for name, mask in masks.items():
+        outs = world.flex_attention(shards, shards, shards, plans[name])
+        expected = dense_attention(q, q, q, mask).out
+        torch.testing.assert_close(world.unshard(outs, plans[name], dim=2), expected, atol=2e-6, rtol=1e-5)

@@ -23,8 +23,10 @@ from tritoncp.api.attention import flex_attention
 from tritoncp.api.plan_cache import plan_in_order
 from tritoncp.api.plans import make_plan
 from tritoncp.distributed import groups
+from tritoncp.kernels.engine import TritonEngine
+from tritoncp.kernels.operands import Mods
 from tritoncp.masks import full_mask
-from tritoncp.masks.expressions import mask_of
+from tritoncp.masks.expressions import count, lengths, mask_of
 from tritoncp.planning.build import build
 
 TABLE = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text())
@@ -72,12 +74,17 @@ def shards(mask, q):
     return tritoncp.simulate(2).flex_attention([q] * 2, [q] * 2, [q] * 2, block_mask=mask)
 
 
+def engine(options):
+    return TritonEngine(Mods(), 1.0, options)
+
+
 NAMES = {  # of the calls in the table, beside tritoncp's own
     "tritoncp": tritoncp, "torch": torch, "AuxRequest": AuxRequest, "S": S, "validate": validate,
     "sizes": validate.ShardSizes.of, "groups": groups, "plan_in_order": plan_in_order, "full_mask": full_mask,
     "mask_of": mask_of, "build": build, "random_mask": random_mask, "cumulative": cumulative, "x": x,
     "inputs": inputs, "expand_latent": expand_latent, "elsewhere": elsewhere, "whole": whole, "call": call,
     "plan": plan, "learned_mask": learned_mask, "lower": lower, "sliced": sliced, "shards": shards,
+    "engine": engine, "count": count, "lengths": lengths,
 }  # fmt: skip
 
 

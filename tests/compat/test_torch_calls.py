@@ -6,19 +6,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.utils import _pytree as pytree
 
 import tritoncp
-from tests.cases import Case
+from tests.cases import Case, agree, answers, expected, named
 from tests.cases import check as check_case
+from tests.cases import tensors as tensors_of
+from tests.compat import torch_mods
 from tests.kernels.support.harness import F64, QKV, close, cotangents, oracle, qkv
+from tests.masks.random_masks import assert_same_lists
 from tests.zoo import MASKS, SCORES, Sizes
 from tritoncp import sliding_window
 from tritoncp.reference.dense import dense_attention
@@ -218,3 +223,38 @@ def test_a_named_tuple_in_a_closure_keeps_its_names() -> None:
     mask = create_block_mask(mod, None, None, 32, 32, device="cpu", BLOCK_SIZE=16)
     call = functools.partial(attend_with_lse, block_mask=mask)
     check(torch.compile(call, fullgraph=True, backend="eager"), tensors(32, heads=2), mod)
+
+
+# -- the table of mods: blocks and answers of torch; tests/test_fuzz.py has the answers of both engines ---
+
+
+@pytest.mark.parametrize("size", [32, 128, (64, 32)], ids=str)
+@pytest.mark.parametrize("name", torch_mods.MASKS)
+def test_masks_have_torchs_blocks(name: str, size: int | tuple[int, int]) -> None:
+    mod = torch_mods.MASKS[name](Sizes(2, 2, 200, 230), 0).mod
+    own, torchs = (
+        create(mod, 2, 2, 200, 230, device="cpu", BLOCK_SIZE=size)
+        for create in (tritoncp.create_block_mask, torch_flex.create_block_mask)
+    )
+    assert_same_lists(own.to_block_mask(), torchs)
+
+
+def call_torch(case: Case, q: Tensor, k: Tensor, v: Tensor, learned: Any = None) -> list[Tensor]:
+    mask = torch_flex.create_block_mask(case.rule.mod, *case.sizes, device="cpu", BLOCK_SIZE=case.block)
+    aux, score = torch_flex.AuxRequest(lse=True), case.score_mod(learned)
+    out, more = torch_flex.flex_attention(q, k, v, score, mask, enable_gqa=True, return_aux=aux)
+    return [out, more.lse, torch.zeros_like(more.lse)]  # torch has no max_scores on CPU
+
+
+CASES = [
+    Case((mask, 0), score, batch=2, heads=2, group=2, loss="forward")
+    for mask, score in zip(cycle(torch_mods.MASKS), torch_mods.SCORES)
+]
+
+
+@pytest.mark.parametrize("case", named(CASES))
+def test_torch_gives_the_float64_answer_too(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own eager call in float64: the table means in torch what it means here."""
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    got, want = answers(case, tensors_of(case), call_torch), expected(case)
+    agree(case, got | {"max_scores": want["max_scores"]}, want)

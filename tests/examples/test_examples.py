@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 
 from tests.multiprocess import ranks
-from tritoncp.core.process_environment import use_loopback_interface
 from tritoncp.planning import traffic
 
 ROOT = Path(__file__).parents[2]
@@ -172,22 +168,10 @@ def test_a_padded_batch_has_the_loss_and_gradients_of_its_texts() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_torchrun_starts_an_example_as_its_docstring_says(example: Path, tmp_path: Path) -> None:
-    use_loopback_interface()
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     count = RANKS.get(example.stem, 2)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    done = subprocess.run(
-        [*launch, str(example)],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
-    assert sorted(line.split()[1].rstrip(":") for line in lines) == list(map(str, range(count))), done.stdout
+    output = ranks.run_torchrun(count, example, tmp_path)
+    numbers = [line.split()[1].rstrip(":") for line in output.splitlines() if line.startswith("rank ")]
+    assert sorted(numbers) == list(map(str, range(count))), output
 
 
 def test_an_example_is_short_names_its_command_and_is_listed() -> None:

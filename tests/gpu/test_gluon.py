@@ -94,24 +94,32 @@ def check(x: QKV, mask: Mask, **options: Any) -> Results:
     return compare(x, mask, passes=1, **ROUTE, **options)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "prefix"])
-def test_answers(mask, dim):
-    """Cases: grouped heads, batch rows, a last tile that reaches past the end of the tensor."""
-    check(qkv(dim=dim, heads=4, kv_heads=2, batch=2), MASKS[mask]())
+def alternating(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    """Each row of blocks has several full runs and no masked one."""
+    return (q // BLOCK + kv // BLOCK) % 2 == 0
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(("dim", "v_dim"), [(64, 128), (128, 64), (128, 128)])
-def test_dims_and_dtypes(dim, v_dim, dtype):
-    check(qkv(n=4 * BLOCK, dim=dim, v_dim=v_dim, dtype=dtype), block_mask(causal(), 4 * BLOCK))
+def by_row_and_head(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return q + 8 * b >= kv + BLOCK * h
 
 
-@pytest.mark.parametrize("n", [1, BLOCK // 2, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 1])
-def test_few_tiles(n):
-    """Cases: no, one or two full tiles; a second warp group without a row."""
-    check(qkv(n=n, dim=128), full_mask(n, n, block=BLOCK))
-    check(qkv(n=n, dim=128), block_mask(causal(), n))
+GROUPED = {"heads": 4, "kv_heads": 2, "batch": 2}  # and a last tile that reaches past the end of the tensor
+ANSWERS = [  # sizes of q, k and v, and the mask of n tokens
+    *((GROUPED | {"dim": dim}, lambda n, name=name: MASKS[name]())
+      for dim in (64, 128) for name in ("full", "causal", "window", "documents", "prefix")),
+    *(({"n": 4 * BLOCK, "dim": dim, "v_dim": v_dim, "dtype": dtype}, lambda n: block_mask(causal(), n))
+      for dim, v_dim in ((64, 128), (128, 64), (128, 128)) for dtype in (BF16, FP16)),
+    *(({"n": n, "dim": 128}, mask)  # no, one or two full tiles; a second warp group without a row
+      for n in (1, BLOCK // 2, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 1)
+      for mask in (lambda n: full_mask(n, n, block=BLOCK), lambda n: block_mask(causal(), n))),
+    ({"n": 6 * BLOCK, "dim": 64}, lambda n: block_mask(alternating, n)),
+    ({"batch": 2, "dim": 128}, lambda n: block_mask(by_row_and_head, n, 2, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "mask_of"), ANSWERS)
+def test_answers(sizes, mask_of):
+    check(qkv(**sizes), mask_of(sizes.get("n", N)))
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -127,17 +135,6 @@ def test_rows_that_see_nothing():
     gap = block_mask(lambda b, h, q, kv: (q >= kv) & ((q < 40) | (q >= 3 * BLOCK)), n)
     got = check(qkv(n=n, dim=64), gap)
     assert bool((got.out[:, :, 40 : 3 * BLOCK] == 0).all())
-
-
-def test_blocks_listed_as_full_everywhere():
-    """Alternating blocks: each row has several full runs and no masked one."""
-    n = 6 * BLOCK
-    check(qkv(n=n, dim=64), block_mask(lambda b, h, q, kv: (q // BLOCK + kv // BLOCK) % 2 == 0, n))
-
-
-def test_tables_of_batch_rows_and_heads():
-    mask = block_mask(lambda b, h, q, kv: q + 8 * b >= kv + BLOCK * h, N, 2, 2)
-    check(qkv(batch=2, dim=128), mask)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

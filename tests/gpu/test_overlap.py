@@ -69,15 +69,7 @@ if torch.cuda.device_count() > 1:
     def test_one_rank_per_gpu_agrees_with_one_device() -> None:
         """Every schedule, on NCCL, with the companion communicator."""
         ranks = f"--nproc-per-node={min(torch.cuda.device_count(), 8)}"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            ranks,
-            "-m",
-            "tritoncp",
-            "check",
-        ]
+        launch = ["-m", "torch.distributed.run", "--standalone", ranks]
+        command = [sys.executable, *launch, "-m", "tritoncp", "check"]
         result = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stdout + result.stderr

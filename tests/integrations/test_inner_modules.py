@@ -277,10 +277,3 @@ def refusals(group):
 
 def test_arguments_without_a_meaning_are_refused():
     ranks.run(1, refusals)
-
-
-def test_a_module_with_parameters_is_refused():
-    with pytest.raises(
-        TypeError, match=r"MultiheadAttention.forward takes .* and has 4 parameters of its own"
-    ):
-        ContextParallel()._apply(nn.MultiheadAttention(8, 2), object())

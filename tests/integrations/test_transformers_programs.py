@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import transformers  # noqa: F401 - before ranks are forked
 
 from tests.multiprocess import ranks
-from tritoncp.core.process_environment import use_loopback_interface
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/transformers.md").read_text()
@@ -42,21 +38,8 @@ def test_the_page_has_a_program_for_each_way() -> None:
 @pytest.mark.parametrize("index", range(3))
 def test_a_program_of_the_page_runs_as_printed(index: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAMS[index])
-    use_loopback_interface()
-    env = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] * (index > 0)
-    done = subprocess.run(
-        [sys.executable, *launch, "program.py"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = ranks.run_torchrun(2 if index else 1, tmp_path / "program.py", tmp_path).splitlines()
     if index == 1:
-        assert len({line.split("loss ")[1] for line in lines if line.startswith("rank ")}) == 1, done.stdout
+        assert len({line.split("loss ")[1] for line in lines if line.startswith("rank ")}) == 1, lines
     else:
-        assert any("loss" in line for line in lines), done.stdout
+        assert any("loss" in line for line in lines), lines

@@ -48,15 +48,6 @@ def test_any_block_and_lengths_that_do_not_divide(block: int | tuple, lengths: t
     check(x, create_block_mask(mod, None, None, *lengths, BLOCK_SIZE=block), fwd_BLOCK_M=32, bwd_BLOCK_N1=32)
 
 
-@pytest.mark.parametrize("tile", [16, 32, 128])
-@pytest.mark.parametrize("block", [64, 100, (128, 32)], ids=str)
-def test_tiles_do_not_change_the_answer(block: int | tuple, tile: int) -> None:
-    """Every pass with tiles smaller than, as large as, and not dividing the mask's blocks."""
-    x = qkv(70, 90)
-    names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
-    check(x, create_block_mask(causal(), None, None, 70, 90, BLOCK_SIZE=block), **dict.fromkeys(names, tile))
-
-
 def channels_apart(x: Tensor) -> Tensor:
     """The same values, neighbours in the last dimension three elements apart."""
     wide = torch.full((*x.shape, 3), torch.nan, dtype=x.dtype)

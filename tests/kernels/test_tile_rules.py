@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import asdict, replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -46,18 +45,6 @@ def test_what_goes_with_the_rules_tiles_does_not_go_with_others() -> None:
     wide = "dkdv", "sm_90", 256, torch.bfloat16, 128, 128
     assert choose(*wide, {}).FLIP and not choose(*wide, {"BLOCK_M1": 64}).FLIP
     assert choose(*wide, {"BLOCK_M1": 64, "FLIP": True}).FLIP
-
-
-def test_products_are_not_transposed_where_triton_gets_them_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = "dkdv", "sm_90", 256, torch.bfloat16
-    for version in ("3.7.1", "3.8.0+git12"):
-        monkeypatch.setattr("triton.__version__", version)
-        assert default(*wide).FLIP
-    for version in ("3.6.0", "3.7.0"):
-        monkeypatch.setattr("triton.__version__", version)
-        for kind, tma in product(("dkdv", "fused"), (True, False)):
-            config = default(kind, *wide[1:], tma)
-            assert config == Config(64, 64, 8, 1, USE_TMA=tma)
 
 
 def test_names_that_torch_knows_are_known(engine: str) -> None:
@@ -189,31 +176,6 @@ def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match=f"unknown kernel option '{name}'") as error:
         TritonEngine(Mods(), 1.0, {name: 64})
     assert all(option in str(error.value) for option in (*TILES, "PRECISION", "PRESCALE_QK"))
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "needed"),
-    [
-        ("BLOCK_M", 48, "16, 32, 64"),
-        ("BLOCK_N1", 8, "16, 32, 64"),
-        ("bwd_BLOCK_M2", 0, "16, 32, 64"),
-        ("fwd_BLOCK_N", "64", "16, 32, 64"),
-        ("BLOCK_M", 512, "128, 256"),
-        ("num_warps", 3, "1, 2, 4, 8"),
-        ("num_warps", True, "1, 2, 4, 8"),
-        ("bwd_num_stages", 0, "1, 2, 3"),
-        ("PRECISION", "bf16", "ieee, tf32, tf32x3"),
-        ("PRECISION", True, "ieee, tf32, tf32x3"),
-        ("SPLIT_KV", 0, "1 or more"),
-        ("SPLIT_KV", True, "1 or more"),
-        ("SPLIT_KV", "4", "1 or more"),
-        ("PACK_GQA", 1, "True or False"),
-        ("FUSED_BACKWARD", 2, "True or False"),
-    ],
-)
-def test_impossible_values_are_refused_with_the_possible_ones(option: str, value: Any, needed: str) -> None:
-    with pytest.raises(ValueError, match=f"kernel option {option}={value!r}.*{needed}"):
-        TritonEngine(Mods(), 1.0, {option: value})
 
 
 class TooLarge:

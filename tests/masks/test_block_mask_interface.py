@@ -122,34 +122,6 @@ def test_attention_with_a_selected_mask_is_that_of_the_selected_rows(name, index
     torch.testing.assert_close(out, select(whole)[:, :, rows])
 
 
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        (3, "3 selects none of the mask's 3 batch rows"),
-        ((0, -3), "-3 selects none of the mask's 2 heads"),
-        ((0, 0, 4), "4 selects none of the mask's 4 rows of blocks"),
-        ((0, 0, 0, slice(0, 8)), "make the mask of fewer keys with create_block_mask"),
-        ((0, 0, slice(0, 4, 2)), r"rows of blocks \[0, 2\] are not adjacent"),
-        *[
-            (index, "an int, a slice, or an integer or bool tensor")
-            for index in (
-                "b",
-                None,
-                True,
-                0.5,
-                torch.tensor([[0, 1]]),
-                torch.tensor([0.5]),
-                ["b"],
-                slice("b"),
-            )
-        ],
-    ],
-)
-def test_other_indices_are_refused(index, message) -> None:
-    with pytest.raises(IndexError, match=message):
-        pair("causal")[0][index]
-
-
 def test_integers_of_other_libraries_and_types_select_rows() -> None:
     mask, _ = pair("documents")
     for row in (np.int64(1), np.uint8(1), torch.tensor(1, dtype=torch.uint8)):

@@ -88,17 +88,3 @@ def test_a_bar_appears_only_past_two_seconds(monkeypatch, capsys) -> None:
         show(0.5)
     out, err = capsys.readouterr()
     assert not out and "mask of 8 x 8" in err and "50%" in err  # stdout belongs to the caller
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((None, 1, 1, 8, 8), TypeError, "mask_mod is a NoneType.*block_mask=None"),
-        ((torch.ones(8, 8).bool(), 1, 1, 8, 8), TypeError, r"mask_mod is a Tensor.*visible\[q_idx, kv_idx\]"),
-        ((tritoncp.causal(), 1, "2", 8, 8), TypeError, "H='2'; an int is needed"),
-        ((tritoncp.causal(), 1, 1, 8, 8, None, (1, 2, 3)), ValueError, r"\(1, 2, 3\); an int or a pair"),
-    ],
-)
-def test_arguments_of_another_type_are_refused_by_name(arguments, error, message) -> None:
-    with pytest.raises(error, match=message):
-        tritoncp.create_block_mask(*arguments)

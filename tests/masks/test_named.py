@@ -19,12 +19,6 @@ def test_softcap_is_the_scaled_tanh_within_its_cap(cap):
     assert bool((capped.abs() <= cap).all() & (capped.diff() >= 0).all())
 
 
-@pytest.mark.parametrize("cap", [0, -1.0, math.inf, math.nan])
-def test_softcap_refuses_a_cap_that_bounds_nothing(cap):
-    with pytest.raises(ValueError, match="finite number greater than 0"):
-        softcap(cap)
-
-
 def slopes(heads: int) -> list[float]:
     """Slopes of the authors' code (ofirpress/attention_with_linear_biases, fairseq/models/transformer.py)."""
 
@@ -43,9 +37,3 @@ def test_alibi_has_the_slopes_of_the_paper(heads):
     mod = alibi(heads)
     got = [mod(ZERO, 0, h, 9, 8).item() for h in range(heads)]  # a key one position before its query
     assert got == pytest.approx([-slope for slope in slopes(heads)])
-
-
-@pytest.mark.parametrize("heads", [0, -2, torch.zeros(2, 2), torch.tensor([1, 2])])
-def test_alibi_refuses_heads_and_slopes_without_a_meaning(heads):
-    with pytest.raises(ValueError, match="alibi"):
-        alibi(heads)

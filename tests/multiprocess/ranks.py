@@ -10,6 +10,7 @@ import pickle
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -73,6 +74,24 @@ def run_program(world_size: int, path: Path, result: Callable[[dict[str, Any], s
         return result(variables, output.getvalue())
 
     return run(world_size, run_rank)
+
+
+def run_torchrun(world_size: int, path: Path, folder: Path) -> str:
+    """Run a program by torchrun in a folder, as a user does; return its output."""
+    use_loopback_interface()
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", str(path)]
+    env = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launch],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def attempt(call: Callable[[], Any]) -> Any:

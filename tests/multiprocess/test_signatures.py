@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,28 +282,21 @@ def test_plans_of_a_group_are_evicted_alike_on_every_rank() -> None:
     assert run(2, work, timeout=120) == [[2, 0]] * 2
 
 
-def test_a_group_made_anew_shares_nothing_with_the_one_before() -> None:
+def test_a_group_made_anew_shares_nothing_with_the_one_before(tmp_path: Path) -> None:
     def work(group: Any) -> list[int]:
-        mask, counts = mask_of(), []
-        store = dist.FileStore(f"{STORES}/again", 2)
+        mask, rank, counts = mask_of(), group.rank(), []
+        store = dist.FileStore(str(tmp_path / "again"), 2)
         for prefix in ("a", "b"):
             dist.destroy_process_group()
-            dist.init_process_group(
-                "gloo", store=dist.PrefixStore(prefix, store), rank=rank_of[0], world_size=2
-            )
+            prefixed = dist.PrefixStore(prefix, store)
+            dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=2)
             fresh = dist.group.WORLD
             assert fresh.group_name == "0"
-            counts += [
-                count_exchanges(lambda g=fresh: tritoncp.flex_attention(*shards(), mask, g)) for _ in "ab"
-            ]
+            for _ in range(2):
+                counts.append(count_exchanges(lambda g=fresh: attend(mask, g, shards())))
         return counts
 
-    def start(group: Any) -> list[int]:
-        rank_of.append(group.rank())
-        return work(group)
-
-    rank_of: list[int] = []
-    assert run(2, start) == [[3, 0, 3, 0]] * 2
+    assert run(2, work) == [[3, 0, 3, 0]] * 2
 
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
@@ -320,12 +314,3 @@ def test_ranks_may_be_in_different_numbers_of_groups(schedule: str) -> None:
         return xs[0].grad
 
     assert all(bool(grad.isfinite().all()) for grad in run(2, work))
-
-
-STORES = ""
-
-
-@pytest.fixture(autouse=True)
-def stores(tmp_path_factory: pytest.TempPathFactory) -> None:
-    global STORES
-    STORES = str(tmp_path_factory.mktemp("stores"))

@@ -1,5 +1,6 @@
 """0 fine, 1 a regression, 2 bad usage or unreadable input, 3 nothing measured: for every perf command."""
 
+import json
 import os
 import signal
 import tomllib
@@ -47,12 +48,18 @@ def files(tmp_path_factory) -> dict[str, Path]:
 ENDS = tomllib.loads(Path(__file__).with_name("exit_codes.toml").read_text())
 
 
+VERDICTS = [["pass"], ["regression"], ["bad input"], ["nothing compared"]]
+
+
 @pytest.mark.parametrize(("words", "code", "message"), ENDS["compare"])
 def test_compare(words, code, message, files, tmp_path):
     named = [files.get(word, word) for word in words.split()]
     result = perf("compare", *named, "--history", tmp_path / "none")
     assert result.exit_code == code, result.output
     assert message in " ".join(result.output.split()) or message in result.output
+    if "Usage:" not in result.output and message != "is a device" and "--markdown" not in words:
+        facts = json.loads(perf("compare", *named, "--history", tmp_path / "none", "--json").stdout)
+        assert facts["exit_code"] == code and facts["verdict"] in VERDICTS[code]
 
 
 @pytest.mark.parametrize("word", ["", " ", "--help^{commit}", "x" * 5000, "a\nb"])

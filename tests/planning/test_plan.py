@@ -23,7 +23,6 @@ from tritoncp.masks import (
     causal,
     create_block_mask,
     document,
-    full_mask,
     sliding_window,
 )
 from tritoncp.masks.transposed_runs import transpose
@@ -272,23 +271,3 @@ def test_bytes_sent_are_the_bytes_that_move(
     sum(out.sum() for out in outs).backward()
     assert sum(counted.values()) == sum(p.bytes_sent(**shape) for p in ranks)
     assert (world_size == 1) == (counted["forward"] == 0)
-
-
-# -- mistakes -----------------------------------------------------------------------------------------
-
-
-def test_mistakes_say_what_is_needed() -> None:
-    mask = full_mask(64, 64, block=8)
-    with pytest.raises(ValueError, match="rank 2 is outside a world of 2"):
-        build(mask, 2, 2)
-    with pytest.raises(ValueError, match="rank 3 is outside the plan's world of 2"):
-        build(mask, 2).for_rank(3)
-    for world_size in (1, 2):
-        with pytest.raises(ValueError, match=r"unknown balancer 'fair'; known: .*ptrr"):
-            build(mask, world_size, balancer="fair")
-    with pytest.raises(ValueError, match=r"unknown balancer \['ptrr'\]; known: auto"):
-        build(mask, 2, balancer=["ptrr"])
-    with pytest.raises(ValueError, match=r"schedule='magic' is unknown; pass auto, .*allgather"):
-        build(mask, schedule="magic")
-    with pytest.raises(ValueError, match=r"query shards of the ranks are \[30, 30\].*60 together.*for 64"):
-        build(mask, 2, balancer=None, lengths=[30, 30])
