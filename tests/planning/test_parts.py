@@ -90,17 +90,3 @@ def test_rows_of_the_batch_read_their_own_indices(name, monkeypatch):
     whole = flex_attention(q, k, v, score, plan, enable_gqa=True)
     part = plan.batch_rows(1, 1)
     torch.testing.assert_close(flex_attention(q[1:], k[1:], v[1:], score, part, enable_gqa=True), whole[1:])
-
-
-def test_wrong_parts_are_refused():
-    plan = make_plan(MASKS["causal"]())
-    for arguments, reason in (
-        ((0, 50), "96 rows of queries in 50 chunks of 2 leave none for the last; cut 48 chunks"),
-        ((2, 2), "index=2 of 2 chunks; pass 0 to 1"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            plan.part(*arguments)
-    with pytest.raises(ValueError, match=r"keys=3; pass a number of chunks from 1 to 2"):
-        plan.part(0, 2, keys=3)
-    with pytest.raises(ValueError, match=r"queries of chunk 1 see keys of chunk 1.*pass keys=2 or None"):
-        plan.part(1, 2, keys=1)
