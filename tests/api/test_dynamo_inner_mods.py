@@ -14,35 +14,6 @@ pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")  # compiled c
 LEARNED = torch.ones(2, requires_grad=True)
 
 
-class Softcap(torch.nn.Module):
-    """Makes its score_mod inside forward, as transformers does."""
-
-    def __init__(self, cap):
-        super().__init__()
-        self.cap = cap
-
-    def forward(self, x, cap=None):
-        cap = self.cap if cap is None else cap
-
-        def score_mod(s, b, h, i, j):
-            return cap * torch.tanh(s / cap)
-
-        return attend(x, score_mod)
-
-
-def test_mods_made_inside_from_numbers_compile_whole():
-    layer, x = Softcap(2.0), x_of()
-    case = Compiled(layer)
-    first = case.check(x)
-    layer.cap = 0.5
-    second = case.check(x)
-    assert not torch.equal(first, second)
-    layer.cap = 2.0
-    assert torch.equal(case.check(x), first)
-    for cap in (1.0, 3.0, 4.0):  # a number that Dynamo may have made a symbol
-        case.check(x, cap)
-
-
 def test_mods_made_inside_from_functions_compile_whole():
     def inside(x, name):
         act, half = getattr(torch, name), 0.5
@@ -98,8 +69,10 @@ def by_size(a, b):
     return lambda s, batch, h, i, j: s * a + i * b * size[1] * size.numel()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("of", [by_default, by_tuple, by_named_tuple, by_nested_functions, by_size])
+OTHERS = (by_tuple, by_named_tuple, by_nested_functions, by_size)
+
+
+@pytest.mark.parametrize("of", [by_default, *(pytest.param(of, marks=pytest.mark.long) for of in OTHERS)])
 @pytest.mark.parametrize("kind", [int, float])
 def test_numbers_that_change_in_a_mod_made_inside(of, kind):
     case = Compiled(lambda x, a, b: attend(x, of(a, b)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
+from tests.masks.packed_documents import Answer
 from tests.multiprocess import ranks
 from tritoncp import causal, create_block_mask, document, flex_attention, sliding_window
 from tritoncp.masks.mask import Mask, full_mask
@@ -38,17 +39,6 @@ CASES = [
 ]
 
 
-class Bits(NamedTuple):
-    """Results of a call on global tensors."""
-
-    out: Tensor
-    lse: Tensor
-    max_scores: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
 def mask_of(name: str, length: int = LENGTH) -> Mask:
     mod = MODS[name]
     if mod is None:
@@ -63,7 +53,7 @@ def inputs(length: int = LENGTH, kv_heads: int = 2, dtype: torch.dtype = torch.b
 
 
 def attend(x: list[Tensor], mask: Mask, world: int = 1, schedule: str = "fetch", balancer: str | None = None,
-           **options: Any) -> Bits:  # fmt: skip
+           **options: Any) -> Answer:  # fmt: skip
     """Attend with the option in a simulated world, with a score_mod."""
     simulated = tritoncp.simulate(world)
     plan = simulated.make_plan(mask, schedule=schedule, balancer=balancer)
@@ -74,12 +64,12 @@ def attend(x: list[Tensor], mask: Mask, world: int = 1, schedule: str = "fetch",
     )
     out, lse, top = (simulated.unshard(parts, plan, dim=2) for parts in (outs, aux.lse, aux.max_scores))
     grads = torch.autograd.grad((out, lse), leaves, (x[3], x[4]))
-    return Bits(*(one.detach() for one in (out, lse, top)), *grads)
+    return Answer(*(one.detach() for one in (out, lse, top)), *grads)
 
 
 def same(got: Any, want: Any, count: int) -> None:
     """Compare the bits of the first ``count`` results."""
-    for name, a, b in list(zip(Bits._fields, got, want))[:count]:
+    for name, a, b in list(zip(Answer._fields, got, want))[:count]:
         assert torch.equal(a, b), f"{name} differs by {float((a - b).abs().max())}"
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tritoncp
+from tests.distributed.test_failures import run_out_of_memory
 from tests.multiprocess.ranks import attempt, outcomes, run
-from tritoncp.cpu.engine import CpuEngine
 
 S, TIMEOUT = 24, 2.0  # rows, and seconds of the group
 PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
@@ -77,12 +77,12 @@ def lead(group: Any, fault: str) -> None:
     out, x = attend(plan, group), torch.ones(1, 3, plan.s_local, 8)
     if fault.startswith("Ctrl-C"):
         if is_bad:
-            plant("dq", KeyboardInterrupt)
+            run_out_of_memory("dq", 1, KeyboardInterrupt)({})
         out.sum().backward()
     if is_bad and fault == "another call than that of the others":
         tritoncp.make_plan(mask_of(11), group)
     elif is_bad and fault.startswith("no memory"):
-        plant("forward", MemoryError)
+        run_out_of_memory("forward", 1)({})
     elif is_bad and fault in PLACES:
         PLACES[fault]()
     elif is_bad and not fault.startswith("a score_mod"):
@@ -94,15 +94,6 @@ def lead(group: Any, fault: str) -> None:
 
 def raising(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     raise ArithmeticError("of a score_mod")
-
-
-def plant(name: str, error: type[BaseException]) -> None:
-    """Have a method of the engine raise."""
-
-    def method(self: CpuEngine, *args: Any, **options: Any) -> Any:
-        raise error("planted")
-
-    setattr(CpuEngine, name, method)
 
 
 PLACES = {
