@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, replace
+from itertools import product
 from typing import Any
 
 import pytest
