@@ -229,28 +229,6 @@ def test_a_function_of_ones_own_may_leave_ranks_empty() -> None:
     assert [int((plan.for_rank(rank).positions >= 0).sum()) for rank in range(4)] == [40, 32, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("said", "match"),
-    [
-        ([[0, 1], [2]], "each of the blocks 0 to 3 once; it assigned block 3 0 times"),
-        ([[0, 1, 2], [2, 3, 1]], "assigned block 1 2 times, and 1 others"),
-        ([[0, 1, 2], [3, 4]], "blocks 0 to 3 once; it assigned block 4 1 times"),
-        ([[0, 1, 2, 3]], "lists for 1 ranks, there are 2; a rank without blocks has an empty list"),
-        ([0, 1, 0, 1], r"returned \[0, 1, 0, 1\]; it has to return a list of block numbers for each rank"),
-        (None, "returned None; it has to return a list of block numbers for each rank"),
-    ],
-    ids=["missing", "twice", "unknown", "ranks", "owners", "nothing"],
-)
-def test_results_of_a_custom_balancer_are_checked(said, match: str) -> None:
-    def custom(work: Work):
-        return said
-
-    with pytest.raises(ValueError, match=f"balancer custom .*{match}"):
-        make_plan(
-            create_block_mask(causal(), None, None, 32, 32, BLOCK_SIZE=8), world_size=2, balancer=custom
-        )
-
-
 # -- documents ----------------------------------------------------------------------------------------
 
 

@@ -113,21 +113,3 @@ def test_metrics_are_a_flat_dict_of_numbers_and_one_rank_needs_delta_alone() -> 
     assert alone["backward_extra_bytes"] == N * 4 * 4 and alone["remote_share"] == 0
     nothing = ("forward_sent_bytes", "backward_sent_bytes", "forward_extra_bytes")
     assert [alone[name] for name in nothing] == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "error", "message"),
-    [
-        ({"heads": 7, "kv_heads": 3}, ValueError, "7 query heads and 3 key heads: .* multiple of key heads"),
-        ({"heads": 4}, ValueError, "4 query heads and 8 key heads"),
-        ({"kv_heads": 0}, ValueError, "kv_heads=0: the sizes of a layer are at least 1"),
-        ({"head_dim": -1}, ValueError, "head_dim=-1"),
-        ({"heads": 2.5}, TypeError, "heads of a layer is a float"),
-        ({"head": 8}, TypeError, "no 'head'; pass batch, heads, kv_heads"),
-    ],
-)
-@pytest.mark.parametrize("call", ["metrics", "explain"])
-def test_shapes_that_no_layer_has_are_refused(call: str, sizes, error, message: str) -> None:
-    plan = make_plan(MASKS["causal"], world_size=4, rank=0)
-    with pytest.raises(error, match=message):
-        getattr(plan, call)(**sizes)

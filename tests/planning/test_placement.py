@@ -13,7 +13,7 @@ import tritoncp
 from tests.multiprocess.ranks import run
 from tritoncp.masks.block_runs import Runs
 from tritoncp.masks.closed_forms import causal, document
-from tritoncp.masks.mask import Mask, create_block_mask, full_mask
+from tritoncp.masks.mask import Mask, full_mask
 from tritoncp.masks.mask_mod import and_masks
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import row_positions
@@ -175,22 +175,6 @@ def test_the_backward_of_unshard_gives_each_shard_its_rows(plan: Plan) -> None:
     y = torch.randn_like(whole)
     for got, want in zip(torch.autograd.grad(whole, shards, y), world.shard(y, plan, dim=1)):
         assert torch.equal(got, want)
-
-
-# -- mistakes -----------------------------------------------------------------------------------------
-
-
-def test_mistakes_say_what_is_needed() -> None:
-    plan = tritoncp.make_plan(create_block_mask(BY_ROW, 2, None, 30, 30, BLOCK_SIZE=5), world_size=2, rank=0)
-    assert plan.q.slots[0].shape[0] == 2
-    with pytest.raises(
-        ValueError, match=r"global tensor is needed: 30 rows along dimension 1; got \(2, 15\)"
-    ):
-        tritoncp.shard(torch.zeros(2, 15), plan, dim=1)
-    with pytest.raises(ValueError, match=r"places 2 batch rows differently.*None for none"):
-        tritoncp.shard(torch.zeros(30), plan, dim=0)
-    with pytest.raises(ValueError, match=r"x requires grad: say grad='sum'.*grad=None"):
-        tritoncp.unshard(torch.zeros(2, 26, requires_grad=True), build(full_mask(26, 26)), dim=1)
 
 
 def test_unshard_over_real_ranks() -> None:

@@ -237,6 +237,19 @@ def test_hand_written_mods() -> None:
     assert score_mod(scaled).grad is None
 
 
+def test_hand_written_mods_of_the_wrong_kind() -> None:
+    with pytest.raises(TypeError, match="mask_mod is needed here; got a score_mod"):
+        mask_mod(scaled)
+    with pytest.raises(ValueError, match=r"takes \(b, h, q_idx, kv_idx, caps\)"):
+        Mod.from_triton(scaled_grad)
+    with pytest.raises(ValueError, match="tensors first"):
+        Mod.from_triton(near, captures=(5, IDS))
+    with pytest.raises(TypeError, match="float32 or float64"):
+        score_mod(capped(1.0, 2.0), torch.bfloat16)
+    with pytest.raises(TypeError, match="got a str"):
+        mask_mod("causal")  # type: ignore[arg-type]
+
+
 def test_tracing_adds_no_entry_to_torchs_cache_of_fake_results() -> None:
     """That cache is unbounded: an entry for each value of a captured number would leak in a training loop."""
     from torch._subclasses.fake_tensor import FakeTensorMode
