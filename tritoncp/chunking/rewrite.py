@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,19 +98,18 @@ class Rewrite(AddedNodes):
         try:
             if self.cut.source is None:
                 self._make_source()
+            makers: dict[int, Callable[[Node], Node]] = {
+                JOIN: self._join,
+                SEND: partial(shared_attention.send, self),
+                RETURN: partial(shared_attention.return_gradients, self),
+            }
             for node, c in self.routes.steps:
                 if c == KEEP:
                     args, kwargs = map_arg((node.args, node.kwargs), self.whole_node)
                     links.append((node, self._add_chunks(node, args), kwargs))
                     self.order.append(node)
-                elif c == JOIN:
-                    self.values[node, JOIN] = self._join(node)
-                elif c == SEND:
-                    self.values[node, SEND] = shared_attention.send(self, node)
-                elif c == RETURN:
-                    self.values[node, RETURN] = shared_attention.return_gradients(self, node)
                 else:
-                    self.values[node, c] = self._copy(node, c)
+                    self.values[node, c] = makers[c](node) if c in makers else self._copy(node, c)
         except Exception:
             for node in reversed(self.added):
                 self.graph.erase_node(node)
@@ -149,7 +150,7 @@ class Rewrite(AddedNodes):
 
     def whole_node(self, x: Node) -> Node:
         step = self.routes.whole(x)
-        return step[0] if step[1] == KEEP else self.values[step]
+        return self.values.get(step, step[0])  # a node that stays has no other value
 
     def chunk_node(self, x: Node, c: int) -> Node:
         """Return the node of a chunk of a node's value."""
@@ -269,9 +270,8 @@ class Rewrite(AddedNodes):
         """Return the first chunks of keys or values, concatenated. The backward pass concatenates them again,
         so that only the chunks are kept for it."""
         value, stage, dim = x.meta["val"], self.stage_of(node), 2
-        whole = self.routes.whole(x)
         if count == self.sizes.chunks and x not in self.cut.copied:
-            return whole[0] if whole[1] == KEEP else self.values[whole]
+            return x
         pieces = [self.chunk_node(x, c) for c in range(count)]
         key = "keys", x, count, is_backward(node)
         cut = self.sizes.cut(value, range(count))
