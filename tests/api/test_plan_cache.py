@@ -70,7 +70,7 @@ def test_the_same_mask_finds_its_plan(kind, built_plans):
     compact = tritoncp.create_block_mask(lower, 1, 1, S, S, BLOCK_SIZE=16)
     mask = {"torch": block_mask(), "compact": compact, "closed": causal(), "none": None}[kind]
     first = plan(mask)
-    assert plan(mask) is first and len(built_plans) == 1
+    assert plan(mask) is first is plan(mask, torch.zeros(1, 4, S, 8)) and len(built_plans) == 1
     if kind == "closed":
         assert plan(causal(), torch.zeros(1, 2, 24, 16)).q.length == 24 and len(built_plans) == 2
         assert plan(causal() & sliding_window(3)) is plan(causal() & sliding_window(3))
@@ -186,6 +186,13 @@ def test_hits_and_misses_are_counted_and_cached_bytes_are_bounded(monkeypatch):
     assert plan_cache.plan_cache_info()[:4] == (0, 0, 0, 0)
 
 
+def test_a_plan_that_served_a_call_of_a_key_is_not_checked_again():
+    own, checks = plan(causal()), []
+    for key in (None, None, "a", "a", "b"):
+        plan_cache.plan_of_rows(own, ShardSizes.of(Q, Q), None, key, lambda key=key: checks.append(key))
+    assert checks == [None, None, "a", "b"]
+
+
 # -- what cannot be compared -----------------------------------------------------------------------------
 
 
@@ -249,7 +256,8 @@ def test_an_untranslatable_mask_on_a_device_is_copied_once(host_copies):
     for _ in range(2):
         out = flex_attention(q, q, q, mask)
     assert host_copies == [5]
-    torch.testing.assert_close(out, dense_attention(q, q, q, plan_in_order(mask, 1, [S], [S], 0).mask).out)
+    whole = plan_in_order(mask, 1, [S], [S], 0, (2, 2)).mask
+    torch.testing.assert_close(out, dense_attention(q, q, q, whole).out)
 
 
 def test_a_mask_mod_for_one_device_is_evaluated_there(host_copies):

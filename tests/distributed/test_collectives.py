@@ -82,13 +82,16 @@ def test_a_process_group_answers_as_lockstep_does() -> None:
         assert groups.group_of(group) is group
         assert groups.group_by_name(group.group_name) is group
         inner = groups.group_of(mesh["cp"])
-        return results, collectives.exchange([rank, 10 * rank], group), inner.size()
+        parts = [collectives.exchange_bytes(bytes([255 - rank] * 21), length, group) for length in (19, 24)]
+        return results, collectives.exchange([rank, 10 * rank], group), parts, inner.size()
 
     answers = on_ranks(3, work)
     want = lockstep([rank_of(PROGRAM, rank, 3) for rank in range(3)])
-    for (results, numbers, size), expected in zip(answers, want):
+    for (results, numbers, parts, size), expected in zip(answers, want):
         assert all(torch.equal(a, b) for a, b in zip(results, expected))
         assert numbers == [[0, 0], [1, 10], [2, 20]]
+        whole = [bytes([255 - rank] * 21 + [0] * 3) for rank in range(3)]  # longer content is cut
+        assert parts == [[content[:19] for content in whole], whole]
         assert size == 3
 
 
@@ -124,6 +127,10 @@ DIFFERENT = {
     r"rank 1 sends torch.float32 \[2, 1\], and rank 0 has room for torch.float32 \[4, 1\]": (
         asks(SendRecv([(1, ONE)], [(1, TWO.clone())])),
         asks(SendRecv([(0, ONE)], [(0, ONE.clone())])),
+    ),
+    r"rank 1 sends torch.float32 \[4, 1\], and rank 0 has room for torch.float32 \[2, 1\]": (
+        asks(SendRecv([], [(1, ONE.clone())])),
+        asks(SendRecv([(0, TWO)], [])),
     ),
 }
 

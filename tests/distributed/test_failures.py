@@ -363,3 +363,91 @@ def test_a_backward_pass_that_a_program_leaves_out_is_told_where_asked_for(
         said = third if rank == 1 else second
         assert "Disagreement: the ranks differ in call" in said and "call 4: a backward pass" in said
         assert "GroupClosed" in third or rank == 1
+
+
+# -- errors of lost messages -------------------------------------------------------------------------------
+
+
+class StandIn:
+    """A stand-in for a process group of three ranks, in one process: its store, this rank."""
+
+    group_name = "stand-in"
+
+    def __init__(self, rank: int, store: dist.Store) -> None:
+        self.rank, self.size, self.get_group_store = lambda: rank, lambda: 3, lambda: store
+
+
+class DeadStore(dist.Store):
+    """A store whose host is lost."""
+
+    def add(self, *_: Any) -> int:
+        raise RuntimeError("gone\nwith details")
+
+    check = add
+
+
+@pytest.mark.parametrize(
+    ("kinds", "absent", "text"),
+    [
+        ({1: failures.WAITED, 2: failures.FAILED}, (2,), "entry of rank 2. End the job"),
+        ({1: failures.CLOSED, 2: failures.FAILED}, (2,), "entry of rank 2. End the job"),
+        ({1: failures.CLOSED, 2: failures.WAITED}, (1,), "entry of rank 1. End the job"),
+        ({2: failures.WAITED}, (1,), r"rank 1 did not come within 9 s .*\(lost\)"),
+        ({}, (1, 2), "ranks 1, 2 did not come within 9 s"),
+        (
+            {1: failures.WAITED, 2: failures.WAITED},
+            (),
+            "nor did those of the others: entry of rank 1; entry of",
+        ),
+        (None, (), r"store does not answer.*\(lost\)"),
+    ],
+)
+def test_the_error_of_a_lost_message_names_the_ranks_that_caused_it(
+    kinds: dict[int, str] | None, absent: tuple[int, ...], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DeadStore() if kinds is None else dist.HashStore()
+    for rank, kind in (kinds or {}).items():
+        failures._append(StandIn(rank, store), failures.LogEntry(rank, 4, kind, f"entry of rank {rank}"))
+    group = StandIn(0, store)
+    record = failures.record_of(group)
+    message = failures.AwaitedMessage(5, "tensors", lambda: "a message", lambda group: timedelta(seconds=9))
+    error = failures.peer_lost(group, record, message, "lost")
+    assert error.absent == absent
+    assert re.match(f"rank 0 of 3 was at a message, and .*{text}", str(error)), error
+    assert record.closed.startswith("group 'stand-in' is closed in this process")
+    assert kinds is not None or caplog.messages == ["the store of group 'stand-in' failed: gone"]
+
+
+class Waits(Exception):
+    """Raised in place of a pause."""
+
+
+@pytest.mark.parametrize(
+    ("others", "error"),
+    [
+        ([(failures.FAILED, 5), (failures.FAILED, 5)], None),
+        ([(failures.FAILED, 5)], Waits),
+        ([], Waits),
+        *[([(kind, 5)], failures.GroupClosed) for kind in (failures.CLOSED, failures.WAITED)],
+        *[([(failures.FAILED, 5), (failures.FAILED, n)], failures.GroupClosed) for n in (4, 6)],
+    ],
+)
+def test_a_call_after_a_failure_waits_only_for_ranks_that_may_have_failed_alike(
+    others: list[tuple[str, int]], error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pause(seconds: float) -> None:
+        raise Waits
+
+    monkeypatch.setattr(failures.time, "sleep", pause)
+    group = StandIn(0, dist.HashStore())
+    record = failures.record_of(group)
+    record.messages = 5
+    for rank, (kind, messages) in enumerate([(failures.FAILED, 5), *others]):
+        failures._append(group, failures.LogEntry(rank, messages, kind, f"entry of rank {rank}"))
+    record.stopped = "entry of rank 0"
+    if error is None:
+        assert failures.record_of(group).stopped == "" and record.messages == 6
+    else:
+        with pytest.raises(error):
+            failures.record_of(group)
+    assert bool(record.closed) == (error is failures.GroupClosed)

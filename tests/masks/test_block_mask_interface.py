@@ -1,5 +1,7 @@
 """Members that Mask and Plan share with torch's BlockMask: the same values, blocks and answers."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch.nn.attention import flex_attention as flex
 
 import tritoncp
 from tritoncp import causal, create_block_mask, document, make_plan
+from tritoncp.masks.mask_mod import num_batch_rows
 
 IDS = torch.tensor([[0] * 100 + [1] * 156, [0] * 200 + [1] * 56, [0] * 256])
 MODS = {
@@ -94,6 +97,7 @@ def test_an_index_selects_the_blocks_that_it_selects_in_torch(name, index) -> No
     else:
         theirs = theirs[parts[:3]]
     part = ours[index]
+    assert num_batch_rows(part.mask_mod) == (part.B if num_batch_rows(ours.mask_mod) > 1 else 1)
     assert torch.equal(listed(part.to_block_mask()), listed(theirs))
     # and the pairs are those of the whole: an int keeps its dimension
     dense = ours.to_dense()
@@ -137,3 +141,12 @@ def test_a_plan_is_indexed_by_batch_rows() -> None:
     for wrong in ((0, 0), slice(0, 3, 2), 3):
         with pytest.raises(IndexError):
             plan[wrong]
+    shared = make_plan(create_block_mask(causal(), 1, 1, 256, 256))  # serves every batch row
+    for first, count in itertools.product(range(-1, 4), range(4)):
+        for one, has_rows in ((plan, first + count <= 3), (shared, True)):
+            if first >= 0 and count >= 1 and has_rows:
+                rows = one.batch_rows(first, count).mask.B
+                assert rows == (1 if one is shared else count)
+            else:
+                with pytest.raises(ValueError, match=f"batch rows {first} to {first + count - 1} of a plan"):
+                    one.batch_rows(first, count)

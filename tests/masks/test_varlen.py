@@ -68,6 +68,8 @@ def test_intervals_the_mask_mod_and_blocks_are_the_loop_over_documents(docs, cau
     held = docs.is_token() if mask.tokens is None else mask.tokens
     assert all(map(torch.equal, held, docs.is_token()))
     assert (mask.tokens is None) == all(bool(side.all()) for side in docs.is_token())
+    if mask.tokens is not None and q_len > 4:
+        assert all(map(torch.equal, mask.rows(4, q_len).tokens, (held[0][4:], held[1])))
 
 
 def test_torch_builds_the_same_mask_from_the_mask_mod() -> None:

@@ -29,8 +29,12 @@ def mask_of(mod: Any = None) -> tritoncp.Mask:
     return tritoncp.create_block_mask(mod or tritoncp.causal(), 1, 1, S, S, BLOCK_SIZE=8)
 
 
-def shards(heads: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32, batch: int = 1) -> list[Tensor]:
-    return [torch.ones(batch, heads, S // 2, dim, dtype=dtype) for _ in range(3)]
+def shards(
+    heads: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32, batch: int = 1, kv_heads: int = 2,
+    v_dim: int = 16,
+) -> list[Tensor]:  # fmt: skip
+    sizes = (heads, dim), (kv_heads, dim), (kv_heads, v_dim)
+    return [torch.ones(batch, n, S // 2, channels, dtype=dtype) for n, channels in sizes]
 
 
 def count_exchanges(call: Any) -> int:
@@ -66,27 +70,49 @@ DIFFERENCES: dict[str, tuple[str, Any, tuple[str, str]]] = {
     "bf16 and fp16": (
         "dtype",
         lambda rank, go: go(shards(dtype=[torch.bfloat16, torch.float16][rank])),
-        ("bfloat16", "float16"),
+        ("bfloat16.", "float16."),
     ),
     "batch": ("batch", lambda rank, go: go(shards(batch=2 + rank)), ("batch 2", "batch 3")),
-    "heads": ("heads", lambda rank, go: go(shards(heads=3 + rank)), ("3 query heads", "4 query heads")),
-    "head dims": ("head dims", lambda rank, go: go(shards(dim=[32, 8][rank])), ("32", "8")),
-    "scale": ("scale", lambda rank, go: go(shards(), scale=0.5 + rank), ("scale 0.5", "scale 1.5")),
+    "heads": (
+        "heads",
+        lambda rank, go: go(shards(heads=4 + 4 * rank), enable_gqa=True),
+        ("4 query heads and 2 key heads.", "8 query heads and 2 key heads."),
+    ),
+    "key heads": (
+        "heads",
+        lambda rank, go: go(shards(heads=4, kv_heads=[1, 4][rank]), enable_gqa=True),
+        ("4 query heads and 1 key heads.", "4 query heads and 4 key heads."),
+    ),
+    "head dims": (
+        "head dims",
+        lambda rank, go: go(shards(dim=[32, 8][rank])),
+        ("head dim 32", "head dim 8"),
+    ),
+    "value's head dims": (
+        "head dims",
+        lambda rank, go: go(shards(v_dim=[32, 8][rank])),
+        ("head dim 16, of values 32.", "head dim 16, of values 8."),
+    ),
+    "scale": ("scale", lambda rank, go: go(shards(), scale=0.5 + rank), ("scale 0.5.", "scale 1.5.")),
     "kernel options": (
         "kernel_options",
         lambda rank, go: go(shards(), kernel_options={"PACK_GQA": bool(rank)}),
-        ("False", "True"),
+        ("kernel_options {'PACK_GQA': False}.", "kernel_options {'PACK_GQA': True}."),
     ),
-    "return flags": ("returns", lambda rank, go: go(shards(), return_lse=bool(rank)), ("out", "out, lse")),
+    "return flags": (
+        "returns",
+        lambda rank, go: go(shards(), return_lse=bool(rank), sinks=torch.zeros(2)),
+        ("out.", "out, lse."),
+    ),
     "sinks": (
         "sinks",
         lambda rank, go: go(shards(), sinks=torch.zeros(2) if rank else None),
-        ("no sinks", "sinks"),
+        ("no sinks.", "sinks."),
     ),
     "score_mod": (
         "score_mod",
         lambda rank, go: go(shards(), score_mod=[softcap, halved][rank]),
-        ("structure", "structure"),
+        ("a score_mod of structure ", "a score_mod of structure "),
     ),
 }
 
@@ -112,7 +138,22 @@ def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
             field, _, values = DIFFERENCES[name]
             assert text.startswith(f"Disagreement: the ranks differ in {field}: rank 0 against rank 1"), text
             for rank, value in enumerate(values):
-                assert f"Rank {rank} has" in text and value in text, text
+                assert f"Rank {rank} has {value}" in text, text
+
+
+def test_a_captured_graph_and_a_group_of_one_rank_compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(group: Any) -> list[int]:
+        alone = [dist.new_group([rank]) for rank in range(2)][group.rank()]
+        xs = [x.repeat(1, 1, 2, 1) for x in shards()]
+        counts = [count_exchanges(lambda: attend(tritoncp.make_plan(mask_of(), alone), alone, xs))]
+        plan = tritoncp.make_plan(mask_of(), group)
+        with monkeypatch.context() as capture:
+            for name in ("is_available", "is_current_stream_capturing"):
+                capture.setattr(torch.cuda, name, lambda: True)
+            counts.append(count_exchanges(lambda: attend(plan, group, shards())))
+        return [*counts, count_exchanges(lambda: attend(plan, group, shards()))]
+
+    assert run(2, work) == [[1, 0, 1]] * 2
 
 
 def test_a_compiled_call_is_compared_too() -> None:
@@ -213,7 +254,7 @@ def test_captured_values_are_compared_where_asked_for(kind: str, monkeypatch: py
 
 
 def test_plans_of_data_loaders_are_compared_at_their_first_use() -> None:
-    """Without hashing anything there: the digest comes with the plan."""
+    """Without hashing anything there: the digest comes with the plan. Those of the group were compared."""
 
     def shipped(group: Any, limit: int) -> tritoncp.Plan:
         mask = mask_of(Below(limit))
@@ -222,13 +263,14 @@ def test_plans_of_data_loaders_are_compared_at_their_first_use() -> None:
 
     def work(group: Any) -> tuple[list[int], str]:
         plans = [shipped(group, 9), shipped(group, 10)]
+        plans.append(tritoncp.make_plan(mask_of(Below(11)), group, schedule="allgather"))
         call = lambda plan: tritoncp.flex_attention(*shards(), plan, group)  # noqa: E731
-        counts = [count_exchanges(lambda i=i: call(plans[i])) for i in (0, 0, 1, 0, 1)]
-        odd = shipped(group, 11 + group.rank())
+        counts = [count_exchanges(lambda i=i: call(plans[i])) for i in (0, 0, 1, 0, 1, 2)]
+        odd = shipped(group, 12 + group.rank())
         return counts, attempt(lambda: call(odd))
 
     for counts, text in run(2, work):
-        assert counts == [1, 0, 1, 0, 0]
+        assert counts == [1, 0, 1, 0, 0, 0]
         assert "the ranks differ in mask: rank 0 against rank 1" in text
 
 

@@ -35,6 +35,7 @@ COMPARISONS = """Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt Eq_NotE
     NotEq_Eq NotEq_Lt NotEq_Gt Is_IsNot IsNot_Is"""
 OTHERS = """AddNot NumberReplacer ReplaceTrueWithFalse ReplaceFalseWithTrue ReplaceAndWithOr ReplaceOrWithAnd
     ReplaceBreakWithContinue ReplaceContinueWithBreak ExceptionReplacer ZeroIterationForLoop"""
+MATPLOTLIB = ("axes.", "axis.", "figure.")  # calls that place and colour what a picture shows: left out
 OPERATORS = [
     *(f"ReplaceBinaryOperator_{pair}" for pair in ARITHMETIC.split()),
     *(f"ReplaceComparisonOperator_{pair}" for pair in COMPARISONS.split()),
@@ -90,6 +91,8 @@ def spans_left_out(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[in
             parts.append(node)
         if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: raises where lengths differ
             parts.append(node.value)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(MATPLOTLIB):
+            parts += [*node.args, *node.keywords]
         for part in filter(None, parts):
             yield (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)
 

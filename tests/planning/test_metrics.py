@@ -76,6 +76,12 @@ def test_the_memory_of_expanded_latents_is_bounded(
                 assert least - slack <= got <= want + added * keys + slack
 
 
+def test_no_step_of_a_fetch_reads_more_rows_than_a_batch_row_has() -> None:
+    plan = make_plan(MASKS["documents"], world_size=4, rank=0, schedule="fetch")
+    steps = [rows_of_steps(plan.for_rank(rank), "fetch") for rank in range(4)]
+    assert all(0 < own == N // 4 and 0 < remote <= N - own for own, remote in steps)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_figures_are_those_of_the_rank_that_has_the_most(schedule: str) -> None:
     plan = make_plan(MASKS["window"], world_size=4, rank=2, balancer="contiguous", schedule=schedule)
@@ -98,6 +104,7 @@ def test_the_figures_are_those_of_the_rank_that_has_the_most(schedule: str) -> N
     rows = N // 4
     assert metrics["gradient_bytes"] == rows * (4 * 128 * 2 + 2 * 128) * 2
     assert metrics["shard_bytes"] == metrics["gradient_bytes"] + rows * 4 * 4
+    assert metrics["forward_peak_bytes"] == metrics["shard_bytes"] + metrics["forward_extra_bytes"]
     assert metrics["backward_peak_bytes"] == (
         metrics["shard_bytes"] + metrics["gradient_bytes"] + metrics["backward_extra_bytes"]
     )

@@ -99,6 +99,9 @@ def test_the_gathered_buffer_is_where_the_inverse_says(plan: Plan) -> None:
     assert torch.equal(buffer.gather(1, plan.q.inverse), want)
     slots = plan.q.gathered()
     assert torch.equal(row_positions(slots, buffer.shape[1]), buffer)
+    if buffer.shape[1] == plan.q.length:  # no padding
+        tables = *plan.q.slots, *everyone, plan.q.gathered_positions, plan.q.inverse
+        assert plan.q.nbytes == sum(table.nbytes for table in tables)
     used = slots[..., 2] > 0
     assert all(bool((s[u][:, 1].diff() > 0).all()) for s, u in zip(slots, used))  # by global position
 

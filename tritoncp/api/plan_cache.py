@@ -35,6 +35,7 @@ from tritoncp.planning.report.text import format_title
 
 MAX_PLANS = 64  # plans per group, or of calls without a group
 MAX_BYTES = 1 << 30  # bytes of their masks and placements
+MAX_NAME = 200  # characters of a mask_mod in a log line
 WARN_IMBALANCE = 1.2  # max/mean work above which natural order causes a warning
 
 
@@ -161,23 +162,25 @@ def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
     call = "flex_attention, which makes the plan of a raw mask"
 
     def compare_shapes() -> tuple[None, consistency.Facts, Sequence[int]]:
-        shape = signatures.shape_facts(sizes.batch, sizes.heads, sizes.kv_heads, sizes.dim)
-        same = {"call": fact(call), "versions": consistency.versions(), **shape}
+        same = {
+            "call": fact(call),
+            "versions": consistency.versions(),
+            "batch": fact(f"batch {sizes.batch}"),
+            "heads": fact(f"{sizes.heads} query heads and {sizes.kv_heads} key heads"),
+            "head dims": fact(f"head dim {sizes.dim}"),
+        }
         return None, same, (sizes.rows, sizes.kv_rows)
 
     _, rows = consistency.together(group, call, compare_shapes)
-    lengths, kv_lengths = ([row[i] for row in rows] for i in (0, 1))
+    lengths, kv_lengths = map(list, zip(*rows, strict=True))
     rank = 0 if group is None else group.rank()
 
     def build() -> tuple[Plan, consistency.Facts, Sequence[int]]:
         digest = sources.digest() if group else b""
         heads = sizes.heads, sizes.kv_heads
         result = _build_natural(sources, sizes.batch, lengths, kv_lengths, rank, digest, heads, sizes.layer)
-        if not group:
-            return result, {}, ()
         mask_fact = fact(lambda: signatures.mask_text(result.mask), digest)
-        facts = {"call": fact(call, b"building"), "mask": mask_fact}
-        return result, facts, ()
+        return result, {"call": fact(call, b"building"), "mask": mask_fact}, ()
 
     result, _ = consistency.together(group, call, build)
     connect_new_plans(group, [result])
@@ -196,16 +199,16 @@ def connect_new_plans(group: Any, plans: Iterable[Plan]) -> None:
 
 def plan_in_order(
     mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int,
-    heads: tuple[int, int] = (0, 0), layer: Mapping[str, int] | None = None,
+    heads: tuple[int, int], layer: Mapping[str, int] | None = None,
 ) -> Plan:  # fmt: skip
     """Make the plan of a raw mask whose ranks hold pieces of these lengths, in order. heads: of query and
     key, for messages. layer: see :func:`tritoncp.planning.build.build_all`"""
-    return _build_natural(Sources.of(mask), batch, lengths, kv_lengths, rank, heads=heads, layer=layer)
+    return _build_natural(Sources.of(mask), batch, lengths, kv_lengths, rank, b"", heads, layer)
 
 
 def _build_natural(
     sources: Sources, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int,
-    digest: bytes = b"", heads: tuple[int, int] = (0, 0), layer: Mapping[str, int] | None = None,
+    digest: bytes, heads: tuple[int, int], layer: Mapping[str, int] | None,
 ) -> Plan:  # fmt: skip
     mask = sources.compact(batch, sum(lengths), sum(kv_lengths))
     check_shard_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, heads)
@@ -233,7 +236,7 @@ def log_plan(sources: Sources, plan: Plan) -> None:
 
 def _mask_text(sources: Sources) -> str:
     """Return a mask_mod as it was written, or its name, for log lines."""
-    return "none" if sources.mod is None else name_of(sources.mod)[:200]
+    return "none" if sources.mod is None else name_of(sources.mod)[:MAX_NAME]
 
 
 def _warn_uneven(sources: Sources, natural: Plan) -> None:

@@ -81,10 +81,16 @@ def together(
     return result, [row[: len(numbers)] for row in rows]
 
 
+def can_compare(group: Any) -> bool:
+    """Return whether a call has ranks to compare: not alone, and not under CUDA-graph capture, which forbids
+    the host to wait."""
+    is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return group is not None and group.size() > 1 and not is_capturing
+
+
 def compare_kind(group: Any, kind: str) -> None:
     """Compare the kind and number of a call that has no other facts, under TRITONCP_CHECK=1."""
-    is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if CHECKED and group is not None and group.size() > 1 and not is_capturing:
+    if CHECKED and can_compare(group):
         together(group, kind, lambda: (None, {"call": fact(kind)}, ()))
 
 

@@ -171,10 +171,7 @@ def _reopen(group: Any, record: Record) -> None:
         if (
             time.monotonic() > deadline
             or not record.has_store
-            or any(
-                x.kind in (CLOSED, WAITED) or (x.kind == FAILED and x.messages != record.messages)
-                for x in stops
-            )
+            or any(x.kind != FAILED or x.messages != record.messages for x in stops)
         ):
             close(group, record, record.stopped)
         else:

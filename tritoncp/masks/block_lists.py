@@ -45,10 +45,11 @@ def kinds_from_lists(bm: BlockMask, rows: int, cols: int) -> Tensor:
         parts += [bm.full_kv_num_blocks, bm.full_kv_indices]
     if any(map(is_remote, parts)):
         parts = to_host(parts)
+    (q_len, _), (q_block, _) = bm.seq_lengths, bm.BLOCK_SIZE
     if parts[0].shape[-1] != rows:
         raise ValueError(
-            f"the BlockMask lists {parts[0].shape[-1]} rows of blocks, but its q_len={bm.seq_lengths[0]} has "
-            f"{rows} of {bm.BLOCK_SIZE[0]}: give the global mask, not a slice of it"
+            f"the BlockMask lists {parts[0].shape[-1]} rows of blocks, but its q_len={q_len} has {rows} of "
+            f"{q_block}: give the global mask, not a slice of it"
         )
     batch = (1,) * (3 - parts[0].ndim) + tuple(parts[0].shape[:-1])
     marks = torch.zeros(batch[0] * batch[1] * rows, cols, dtype=torch.uint8)

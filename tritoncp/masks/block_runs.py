@@ -256,7 +256,7 @@ class Runs:
 
 def merge_runs(row: Tensor, start: Tensor, end: Tensor, columns: int) -> Tensor:
     """Merge runs of columns that overlap or touch in a row: int64 [n, 3] rows (row, start, end)."""
-    line = columns + 2  # spare columns, so that runs of different rows do not touch
+    line = columns + 1  # a spare column, so that runs of different rows do not touch
     start, end = merge_ranges(row * line + start, row * line + end)
     row = start // line
     return torch.stack([row, start - row * line, end - row * line], 1)

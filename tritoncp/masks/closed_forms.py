@@ -203,11 +203,6 @@ class Selection(_View):
     def batch(self) -> int:
         return 1 if super().batch == 1 else super().batch if self.rows is None else len(self.rows)
 
-    @property
-    def reads(self) -> tuple[bool, bool]:
-        b, h = (selected is None or len(selected) > 1 for selected in (self.rows, self.heads))
-        return super().reads[0] and b, super().reads[1] and h
-
     def __repr__(self) -> str:
         places = [":" if part is None else str(list(part)) for part in (self.rows, self.heads)]
         return f"{name_of(self.part)}[{', '.join(places)}]"

@@ -14,7 +14,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState
@@ -34,6 +33,8 @@ from tritoncp.planning.plan import Plan
 
 MAX_SIGNATURES = 1024  # signatures and plans per group
 MAX_SCALES = 16  # values of scale that are compared per signature; further values are not
+MAX_VALUE = 100  # characters of a captured value in a message
+DIGITS = 12  # of a digest in a message
 CALL = "flex_attention"
 
 
@@ -82,22 +83,21 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     CUDA-graph capture nothing is compared.
     """
     group, plan, scale, score = call.group, call.plan, call.scale, call.score
-    table, shape = table_of(group), q.shape
-    # Only values that are equal on all ranks: not the length of a shard.
+    table, sizes = table_of(group), _sizes(q, k, v)
     signature = (
         score and (score.digest, score.wants, *map(type, score.numbers)), call.options, call.returns,
-        plan_structure(plan), plan.first_row, q.dtype, q.is_cuda, shape[0], shape[1], shape[3],
-        k.shape[1], v.shape[3], call.expand and structure_of_expansion(call.expand),
+        plan_structure(plan), plan.first_row, q.dtype, q.is_cuda, sizes,
+        call.expand and structure_of_expansion(call.expand),
     )  # fmt: skip
     scales = table.scales.get(signature)
     if (
         scales is not None
         and (scale in scales or len(scales) >= MAX_SCALES)
-        and plan.identity in table.plans
+        and table.plans.get(plan.identity)
         and not consistency.CHECKED
     ):
         return
-    if group.size() == 1 or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not consistency.can_compare(group):
         return
     purpose = purpose_of(q, k, v)
 
@@ -116,32 +116,31 @@ def purpose_of(q: Tensor, k: Tensor, v: Tensor) -> str:
     )
 
 
-def shape_facts(batch: int, heads: int, kv_heads: int, head_dim: int) -> Facts:
-    """Return the facts about shards that do not depend on their lengths."""
-    return {
-        "batch": fact(f"batch {batch}"),
-        "heads": fact(f"{heads} query heads and {kv_heads} key heads"),
-        "head dims": fact(f"head dim {head_dim}"),
-    }
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
+    """Return the sizes that are equal on all ranks, so not the length of a shard: batch, heads of query and
+    key, channels of query and value."""
+    (batch, heads, _, dim), (_, kv_heads, _, _), (_, _, _, v_dim) = q.shape, k.shape, v.shape
+    return batch, heads, kv_heads, dim, v_dim
 
 
 def _facts(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Facts:
     """Return the facts of a call that all ranks must share."""
     plan, score = call.plan, call.score
     mask, between = plan.mask, f"schedule {plan.schedule!r}, degree {plan.degree}"
+    batch, heads, kv_heads, dim, v_dim = _sizes(q, k, v)
     facts = {
         "versions": consistency.versions(),
         "device": fact(q.device.type),
         "dtype": fact(dtype_name(q)),
-        **shape_facts(q.shape[0], q.shape[1], k.shape[1], q.shape[3]),
-        "batch": fact(f"batch {q.shape[0]}" + f" from row {plan.first_row} on" * bool(plan.first_row)),
-        "head dims": fact(f"head dims {q.shape[3]} and {v.shape[3]}"),
+        "batch": fact(f"batch {batch} from row {plan.first_row} on"),
+        "heads": fact(f"{heads} query heads and {kv_heads} key heads"),
+        "head dims": fact(f"head dim {dim}, of values {v_dim}"),
         "lengths": fact(f"{mask.q_len} queries and {mask.kv_len} keys"),
         "scale": fact(f"scale {call.scale!r}"),
         "kernel_options": fact(f"kernel_options {dict(call.options)}"),
-        "returns": fact(", ".join(["out", *(x for x in call.returns if x != "sinks")])),
+        "returns": fact(", ".join(["out", *call.returns]).removesuffix(", sinks")),
         "sinks": fact("sinks" if "sinks" in call.returns else "no sinks"),
-        "score_mod": fact(f"a score_mod of structure {score.digest[:12]}" if score else "no score_mod"),
+        "score_mod": fact(f"a score_mod of structure {score.digest[:DIGITS]}" if score else "no score_mod"),
         "expand": fact(f"expand {structure_of_expansion(call.expand)}" if call.expand else "no expand"),
         "mask": fact(lambda: mask_text(mask), plan.mask_digest + form_of(mask.mask_mod).encode()),
         "placement": fact(f"balancer {plan.balancer!r}, {between}", plan.digest),
@@ -179,6 +178,8 @@ def form_of(mod: Any) -> str:
     >>> from tritoncp import causal, sliding_window
     >>> form_of(causal() & sliding_window(4)) == form_of(causal() & sliding_window(5)) != form_of(causal())
     True
+    >>> form_of(lambda b, h, q, kv: q >= kv) == form_of(lambda b, h, q, kv: q > kv)
+    False
     """
     if isinstance(mod, Mod):
         return mod.digest
@@ -190,7 +191,9 @@ def form_of(mod: Any) -> str:
     code = getattr(mod, "__code__", None)
     if code is None:
         return describe(mod)
-    return f"{describe(mod)} {hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:16]}"
+    return (
+        f"{describe(mod)} {hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:DIGITS]}"
+    )
 
 
 def mask_text(mask: Any) -> str:
@@ -209,7 +212,7 @@ def mod_text(mod: Any) -> str:
             case (str(path), (str(), str(number))):
                 values.append(f"{path} = {number}")
             case (str(path), (type(), value)):
-                values.append(f"{path} = {repr(value)[:100]}")
+                values.append(f"{path} = {repr(value)[:MAX_VALUE]}")
     name = repr(mod) if isinstance(mod, MaskMod) else f"{describe(mod)} ({origin(mod)})"
     return ", ".join([name, *dict.fromkeys(values)])
 
@@ -224,5 +227,5 @@ def _fields(mod: MaskMod) -> Iterator[Any]:
 
 def tensor_text(x: Tensor) -> str:
     """Format a tensor's dtype, shape and a digest of its contents."""
-    local = to_host([x])[0] if is_remote(x) else x.detach()
-    return f"{dtype_name(x)} {list(x.shape)} #{hashlib.sha256(content(local)).hexdigest()[:12]}"
+    (local,) = to_host([x]) if is_remote(x) else (x.detach(),)
+    return f"{dtype_name(x)} {list(x.shape)} #{hashlib.sha256(content(local)).hexdigest()[:DIGITS]}"

@@ -271,7 +271,7 @@ class Plan(BlockMaskInterface):
         >>> make_plan(mask).batch_rows(1, 2).mask.B
         2
         """
-        if first < 0 or count < 1 or not (self.batch == 1 or first + count <= self.batch):
+        if first < 0 or count < 1 or first + count > self.batch > 1:
             raise ValueError(
                 f"batch rows {first} to {first + count - 1} of a plan for {self.batch} batch rows; pass "
                 "batch_offset= the first row of the query in the batch"

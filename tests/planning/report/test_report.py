@@ -16,12 +16,13 @@ from PIL import Image
 import tritoncp
 from tritoncp import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.cli import main
+from tritoncp.planning import cost
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.report import drawing
+from tritoncp.planning.report.command import check_size
 from tritoncp.planning.report.facts import Facts
-from tritoncp.planning.report.text import WIDTH, format_meaning, owner_shares
-from tritoncp.planning.report.units import format_bytes
+from tritoncp.planning.report.text import WIDTH, format_lines, format_meaning, owner_shares
 
 LAYER = {"batch": 2, "heads": 8, "kv_heads": 4, "head_dim": 64, "v_head_dim": 32, "itemsize": 4}
 
@@ -124,12 +125,66 @@ def test_costs_and_bytes_are_the_plans() -> None:
     assert facts.own_cost.schedule == plan.schedule
     rows = plan.s_local * 2
     assert facts.shard_bytes == rows * 8 * (64 * 4 + 32 * 4 + 4) + rows * 4 * (64 + 32) * 4
-    who, even, travels, how = format_meaning(facts)
-    assert "2K tokens" in who and who.endswith("at 0-2K.")
-    wait = 100 * (1 - 1 / plan.imbalance)
-    assert plan.imbalance > 1.1 and "even: no" in even and f"wait {wait:.2g} %" in even
-    assert f"{100 * facts.metrics['remote_share']:.3g} % of the keys" in travels
-    assert f"at most {format_bytes(max(facts.bytes_sent[plan.schedule]))} sent by a rank" in how
+
+
+TEXT = """\
+Plan: 1024 queries × 1024 keys, blocks of 128 × 128; 3 ranks, this is 2; order contiguous; schedule ring (why)
+mask: and_masks(causal(), document(ids=[1024]))
+
+rank  sees
+   0  ▒·······
+   0  █▒······
+   0  ··▒·····
+   1  ··█▒····
+   1  ··██▒···
+   1  ··███▒··
+   2  ··████▒·
+   2  ··█████▒
+
+whose queries: token 0 (left) to 1K (right)
+   0  ███·····
+   1  ···███··
+   2  ······██
+
+work: blocks, mean 8.66667, most 11.5, max/mean 1.327
+   0  █████████████                     4.75
+   1  ███████████████████████████       9.75
+   2  ████████████████████████████████  11.5
+
+batch 2, 8:4 heads of 64, on a GPU (by hand); the slowest rank, predicted:
+  schedule    forward ms  backward ms  MiB more  MiB sent, mean      most
+  allgather        0.256        0.512       6.8             6.8       6.8
+→ ring             0.266        0.512       4.5             3.4       5.6
+  fetch            0.285        0.550       4.1             1.9       2.6
+  ulysses          0.499        0.917       9.1             6.9       6.9
+MiB of a rank: shard (q, k, v, out, lse) 3.4; at most in a pass: forward 6.4, backward with gradients 11.3
+
+"""
+MEANING = [
+    "Who computes what: each of the 3 ranks computes the queries of 256 to 384 tokens; those of rank 0 are "
+    "at 0-384.",
+    "Is it even: no, the busiest rank has 33 % more work than the mean, so ranks wait 25 % of the time in "
+    "attention.",
+    "What is sent: 38.5 % of the keys that queries see are on another rank (remote share).",
+    "How it is sent: ring: keys and values are sent from rank to rank, each as far as the last rank that "
+    "sees them; at most 5.62 MiB sent by a rank, forward and backward.",
+]
+
+
+def test_the_text_of_a_small_plan_is_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    mod = and_masks(causal(), document(lengths=[256, 768]))
+    mask = create_block_mask(mod, 1, 1, 1024, 1024)
+    plan = replace(build(mask, 3, 2, balancer="contiguous", schedule="ring"), reason="why")
+    facts = Facts.of(plan, cost.Hardware("a GPU", 1e13, 1e10, 1e-5, 0.7, "by hand"), **LAYER)
+    text, _, meaning = "\n".join(format_lines(facts)).partition("what this means:\n")
+    assert text == TEXT and meaning.split() == " ".join(MEANING).split() and format_meaning(facts) == MEANING
+    for imbalance, word in ((1.02, "yes"), (1.021, "nearly"), (1.1, "nearly"), (1.11, "no")):
+        monkeypatch.setattr(Plan, "imbalance", imbalance)
+        assert f"Is it even: {word}," in format_meaning(facts)[1]
+    for count, where in ((4, "at 0-128, 256-384, 512-640, 768-896."), (5, "in 5 pieces.")):
+        wide = create_block_mask(causal(), 1, 1, 256 * count, 256 * count)
+        alternating = build(wide, 2, balancer=lambda work: [range(i, len(work.costs), 2) for i in (0, 1)])
+        assert format_meaning(Facts.of(alternating))[0].endswith(where)
 
 
 def plan_command(*words: str) -> str:
@@ -148,6 +203,14 @@ def test_the_command_shows_the_text_of_print_and_draws(tmp_path: Path) -> None:
     assert got[1] == "mask: causal & document" and [got[0], *got[2:]] == [want[0], *want[2:]]
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
     assert "\nmask: causal & document, documents of 2K, 6K\n" in plan_command("--lengths=2K, 6K")
+
+
+def test_plans_up_to_a_size_are_made() -> None:
+    for sizes in ((1 << 26, 1 << 20, 1 << 8), (1 << 26, 1 << 16, 1 << 12)):
+        check_size(*sizes)
+        for place, size in enumerate(sizes):
+            with pytest.raises(ValueError, match="at most 67108864 tokens, 1048576 blocks, 4096 ranks, 2684"):
+                check_size(*sizes[:place], size + 1, *sizes[place + 1 :])
 
 
 def test_json_has_the_plans_own_figures() -> None:

@@ -174,7 +174,8 @@ class HeadExchange:
 
     def _pack(self, message: MessageLayout, xs: list[Tensor]) -> Tensor:
         """Copy tensors by sequence [B, H, S, D] into a flat message, one rank of the row after the other."""
-        sent = xs[0].new_empty(sum(message.token_sizes))
+        first, *_ = xs
+        sent = first.new_empty(sum(message.token_sizes))
         if any(x.shape[2] < message.rows for x in xs):
             sent.zero_()
         for part, heads, _ in self._part_pairs(message, sent, xs):
@@ -186,11 +187,11 @@ class HeadExchange:
         ranks are summed in rank order."""
         flights = []
         for message in (messages := self.messages(fields)):
-            xs = [fields[index][0] for index in message.indices]
-            if len(xs) == 1:
-                sent = _flat(xs[0].permute(2, 0, 1, 3))
+            first, *others = xs = [fields[index][0] for index in message.indices]
+            if not others:
+                sent = _flat(first.permute(2, 0, 1, 3))
             else:
-                sent = xs[0].new_empty(sum(message.head_sizes))
+                sent = first.new_empty(sum(message.head_sizes))
                 for target, source in zip(message.by_tokens(sent), xs, strict=True):
                     target.copy_(source)
             flights.append((yield AllToAll(sent, message.head_sizes, message.token_sizes)))

@@ -85,7 +85,7 @@ def cast_range(x: ValueRange, dtype: torch.dtype) -> ValueRange:
         return ValueRange(x.lo.to(dtype), x.hi.to(dtype), dtype)
     if x.dtype is torch.bool or is_integer(x.dtype):
         return limit_range(ValueRange(x.lo.double(), x.hi.double(), dtype, max(x.magnitude, 1)), dtype)
-    limit = min(torch.iinfo(dtype).max, MAX_EXACT - 1)
+    limit = min(torch.iinfo(dtype).max, MAX_EXACT)
     ends = (end.double().trunc() for end in (x.lo, x.hi))
     lo, hi = (end.masked_fill(~(end.abs() <= limit), torch.nan) for end in ends)
     most = max((int(end.nan_to_num().abs().max()) for end in (lo, hi) if end.numel()), default=0)
@@ -163,9 +163,9 @@ def _remainder(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange |
     constant, positive = (b.lo == b.hi), b.lo > 0
     first, last = torch.floor(a.lo / b.lo), torch.floor(a.hi / b.lo)
     period = constant & (first == last)
-    lo = torch.where(period, a.lo - first * b.lo, 0 * b.lo).masked_fill(~positive, torch.nan)
+    lo = torch.where(period, a.lo - first * b.lo, 0).masked_fill(~positive, torch.nan)
     hi = torch.where(period, a.hi - first * b.lo, b.hi - 1).masked_fill(~positive, torch.nan)
-    return ValueRange(lo + 0 * a.lo, hi + 0 * a.hi, dtype, b.magnitude)
+    return ValueRange(lo, hi, dtype, b.magnitude)
 
 
 def _shift_right(dtype: torch.dtype, a: ValueRange, b: ValueRange) -> ValueRange | None:

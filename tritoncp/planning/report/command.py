@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,19 @@ from tritoncp.planning.build import build
 from tritoncp.planning.report.facts import Facts
 
 DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
-MOST = 1 << 26  # tokens; a plan of so many takes about a minute and 4 GiB
+# The largest plan that is made: it takes about a minute and 4 GiB.
+MOST = {"tokens": 1 << 26, "blocks": 1 << 20, "ranks": 1 << 12, "pairs of a block and a rank": 1 << 28}
+
+
+def check_size(tokens: int, blocks: int, world_size: int) -> None:
+    """Raise ValueError for a plan that is too large to be made."""
+    sizes = tokens, blocks, world_size, blocks * world_size
+    if any(size > most for size, most in zip(sizes, MOST.values(), strict=True)):
+        raise ValueError(
+            f"{tokens} tokens in {blocks} blocks on {world_size} ranks: at most "
+            f"{', '.join(f'{most} {name}' for name, most in MOST.items())} are planned; make --block-size "
+            "larger or --world-size smaller"
+        )
 
 
 def collect_facts(
@@ -45,13 +56,7 @@ def collect_facts(
     size = total or seq_len or DEFAULT_TOKENS
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
-    blocks = -(-size // block_size) * len(rows)
-    if max(size * len(rows), 64 * blocks, blocks * world_size // 4, 4 * world_size**2) > MOST:
-        raise ValueError(
-            f"{size * len(rows)} tokens in {blocks} blocks on {world_size} ranks: at most {MOST} tokens, "
-            f"{MOST // 64} blocks, {isqrt(MOST // 4)} ranks and {4 * MOST} pairs of a block and a rank are "
-            "planned; make --block-size larger or --world-size smaller"
-        )
+    check_size(size * len(rows), -(-size // block_size) * len(rows), world_size)
     text = mask if mask is not None else "causal & document" if documents else "causal"
     mod = expressions.mask_of(text, documents)
     try:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tritoncp.planning.plan import Plan
 
 WIDTH = 64  # characters across the mask
+MOST_RANKS, MOST_MASK = 24, 72  # characters of a list of ranks, of a mask in a title
 LINES = 16  # most ranks for which a bar each is printed; with more, the mask has half the width
 EVEN, NEARLY_EVEN = 1.02, 1.1  # largest work over the mean, up to which work is called so
 MESSAGES = {
@@ -97,7 +98,7 @@ def format_blocks(plan: Plan) -> list[str]:
     drawing = plan.mask.draw(most).split("\n")
     scale = max(1, -(-max(plan.mask.runs.shape[2:]) // most))  # blocks that share a character
     owners = plan.owners[0].split(scale)
-    names = [shorten(format_ranks(sorted(set(owner.tolist())))) for owner in owners]
+    names = [shorten(format_ranks(sorted(set(owner.tolist()))), MOST_RANKS) for owner in owners]
     width = max([len("rank"), *map(len, names)])
     rows = [f"{name:>{width}}  {line}" for name, line in zip(names, drawing)]
     return [f"{'rank':>{width}}  sees", *rows]
@@ -175,7 +176,7 @@ def _mib(count: float) -> str:
 def format_headline(facts: Facts) -> tuple[str, str]:
     """Format the two title lines of a picture: the mask, and the plan's placement."""
     plan, mask = facts.plan, facts.plan.mask
-    suffix = f" · {shorten(facts.expression, 72)}" if facts.expression else ""
+    suffix = f" · {shorten(facts.expression, MOST_MASK)}" if facts.expression else ""
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     listed = 100 - mask.sparsity()
     return (
