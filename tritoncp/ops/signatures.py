@@ -153,7 +153,12 @@ def _facts(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Facts:
 
 def structure_of_expansion(expand: Expansion) -> tuple[Any, ...]:
     """Return the code of a function that expands latents, the forms of its arguments, and the sizes of its
-    results."""
+    results.
+
+    >>> import torch
+    >>> structure_of_expansion(Expansion.of(torch.mul, [torch.ones(2), 3.5], (1, 2, 2)))[1]
+    (('float32', (2,), False), '3.5')
+    """
     forms = [
         (dtype_name(x), tuple(x.shape), x.requires_grad) if isinstance(x, Tensor) else repr(x)
         for x in expand.arguments
