@@ -65,55 +65,24 @@ def halved(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return s / 2
 
 
-# By case: the field in the message, the call, both values.
-DIFFERENCES: dict[str, tuple[str, Any, tuple[str, str]]] = {
-    "bf16 and fp16": (
-        "dtype",
-        lambda rank, go: go(shards(dtype=[torch.bfloat16, torch.float16][rank])),
-        ("bfloat16.", "float16."),
-    ),
-    "batch": ("batch", lambda rank, go: go(shards(batch=2 + rank)), ("batch 2", "batch 3")),
-    "heads": (
-        "heads",
-        lambda rank, go: go(shards(heads=4 + 4 * rank), enable_gqa=True),
-        ("4 query heads and 2 key heads.", "8 query heads and 2 key heads."),
-    ),
-    "key heads": (
-        "heads",
-        lambda rank, go: go(shards(heads=4, kv_heads=[1, 4][rank]), enable_gqa=True),
-        ("4 query heads and 1 key heads.", "4 query heads and 4 key heads."),
-    ),
-    "head dims": (
-        "head dims",
-        lambda rank, go: go(shards(dim=[32, 8][rank])),
-        ("head dim 32", "head dim 8"),
-    ),
-    "value's head dims": (
-        "head dims",
-        lambda rank, go: go(shards(v_dim=[32, 8][rank])),
-        ("head dim 16, of values 32.", "head dim 16, of values 8."),
-    ),
-    "scale": ("scale", lambda rank, go: go(shards(), scale=0.5 + rank), ("scale 0.5.", "scale 1.5.")),
-    "kernel options": (
+SIZES = {"batch": 1, "heads": 4, "kv_heads": 2, "dim": 16, "v_dim": 16, "dtype": torch.float32}
+# By argument of the call or size of its shards: the field in the message, values of both ranks, their texts.
+DIFFERENCES: dict[str, tuple[str, tuple[Any, Any], tuple[str, str]]] = {
+    "dtype": ("dtype", (torch.bfloat16, torch.float16), ("bfloat16.", "float16.")),
+    "batch": ("batch", (2, 3), ("batch 2", "batch 3")),
+    "heads": ("heads", (6, 8), ("6 query heads and 2 key heads.", "8 query heads and 2 key heads.")),
+    "kv_heads": ("heads", (1, 4), ("4 query heads and 1 key heads.", "4 query heads and 4 key heads.")),
+    "dim": ("head dims", (32, 8), ("head dim 32", "head dim 8")),
+    "v_dim": ("head dims", (32, 8), ("head dim 16, of values 32.", "head dim 16, of values 8.")),
+    "scale": ("scale", (0.5, 1.5), ("scale 0.5.", "scale 1.5.")),
+    "kernel_options": (
         "kernel_options",
-        lambda rank, go: go(shards(), kernel_options={"PACK_GQA": bool(rank)}),
-        ("kernel_options {'PACK_GQA': False}.", "kernel_options {'PACK_GQA': True}."),
+        ({"PACK_GQA": False}, {"PACK_GQA": True}),
+        ("kernel_options {'P",) * 2,
     ),
-    "return flags": (
-        "returns",
-        lambda rank, go: go(shards(), return_lse=bool(rank), sinks=torch.zeros(2)),
-        ("out.", "out, lse."),
-    ),
-    "sinks": (
-        "sinks",
-        lambda rank, go: go(shards(), sinks=torch.zeros(2) if rank else None),
-        ("no sinks.", "sinks."),
-    ),
-    "score_mod": (
-        "score_mod",
-        lambda rank, go: go(shards(), score_mod=[softcap, halved][rank]),
-        ("a score_mod of structure ", "a score_mod of structure "),
-    ),
+    "return_lse": ("returns", (False, True), ("out.", "out, lse.")),
+    "sinks": ("sinks", (None, torch.zeros(4)), ("no sinks.", "sinks.")),
+    "score_mod": ("score_mod", (softcap, halved), ("a score_mod of structure",) * 2),
 }
 
 
@@ -124,20 +93,22 @@ def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
 
     def work(group: Any) -> list[tuple[str, str]]:
         said = []
-        for name, (_, call, _) in DIFFERENCES.items():
+        for name, (_, values, _) in DIFFERENCES.items():
+            own = {name: values[group.rank()]}
+            sizes, options = (SIZES | own, {}) if name in SIZES else (SIZES, own)
             few = dist.new_group(timeout=timedelta(seconds=20))
             for mask in (tritoncp.make_plan(mask_of(), few), mask_of()):
-                go = functools.partial(attend, mask, few)
-                if name not in ("return flags", "sinks"):
-                    go(shards())
-                said.append((name, attempt(functools.partial(call, group.rank(), go))))
+                go = functools.partial(attend, mask, few, enable_gqa=True)
+                if name not in ("return_lse", "sinks"):
+                    go(shards(**SIZES))
+                said.append((name, attempt(lambda: go(shards(**sizes), **options))))  # noqa: B023
         return said
 
     for said in run(2, work, timeout=120):
         for name, text in said:
-            field, _, values = DIFFERENCES[name]
+            field, _, texts = DIFFERENCES[name]
             assert text.startswith(f"Disagreement: the ranks differ in {field}: rank 0 against rank 1"), text
-            for rank, value in enumerate(values):
+            for rank, value in enumerate(texts):
                 assert f"Rank {rank} has {value}" in text, text
 
 
