@@ -21,6 +21,8 @@ from tritoncp.planning.balance import (
     ptrr,
 )
 from tritoncp.planning.build import build
+from tritoncp.planning.locality.pieces import View, even_counts, loads
+from tritoncp.planning.locality.search import even_work
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem, corpus_lengths, document_lengths
 from tritoncp.planning.work import MASKED_BLOCK_COST, Work, work_of_rows
@@ -203,6 +205,30 @@ def test_views_hold_costs_and_visible_columns_of_every_block(mask: Mask) -> None
         tokens = visible.repeat_interleave(mask.kv_block, 1)[:, : mask.kv_len]
         short = -mask.kv_len % unit
         assert torch.equal(said, torch.nn.functional.pad(tokens, (0, short)).unflatten(1, (-1, unit)).any(2))
+
+
+@given(st.lists(st.integers(0, 40), max_size=24), st.integers(1, 6), st.integers(0, 99))
+def test_locality_moves_and_swaps_blocks_only_where_that_helps(
+    costs: list[int], world_size: int, seed: int
+) -> None:
+    view = View.of(Work(torch.tensor(costs, dtype=torch.float64), world_size))
+    owner = torch.randint(0, world_size, (len(costs),), generator=torch.Generator().manual_seed(seed))
+    even = even_counts(owner, view)
+    before, counts = owner.bincount(minlength=world_size), even.bincount(minlength=world_size)
+    assert int(counts.max() - counts.min()) <= 1
+    assert int((owner != even).sum()) == int((before - counts).clamp(min=0).sum())
+    for rank in range(world_size):
+        left, stayed = (view.costs[(owner == rank) & moved] for moved in (owner != even, owner == even))
+        assert not len(left) or not len(stayed) or left.max() <= stayed.min()
+    cap = 1.02 * float(view.costs.mean().nan_to_num()) * len(costs) / world_size
+    swapped = even_work(even.clone(), view, cap)
+    load = loads(swapped, view.costs, world_size)
+    assert torch.equal(swapped.bincount(minlength=world_size), counts)
+    assert load.max() <= loads(even, view.costs, world_size).max()
+    busy = int(load.argmax())
+    for other in range(world_size if load[busy] > cap else 0):
+        change = view.costs[swapped == busy][:, None] - view.costs[swapped == other]
+        assert not bool(((change > 0) & (change < load[busy] - load[other])).any())
 
 
 def test_of_several_masks_each_counts_for_one_layer() -> None:
