@@ -18,7 +18,6 @@ import time
 import tomllib
 from collections import defaultdict
 from functools import cache
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,8 +168,7 @@ def main() -> int:
     args, start = parser.parse_args(), time.monotonic()
     if not args.measured:
         measure_lines(args.jobs)
-    by_rank = zip_longest(*(draw_mutants(module, args.count, args.seed) for module in args.modules))
-    drawn = [pair for row in by_rank for pair in zip(args.modules, row) if pair[1]]
+    drawn = [(name, x) for name in args.modules for x in draw_mutants(name, args.count, args.seed)]
     results: dict[str, list[Result]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder

@@ -36,17 +36,7 @@ def measure_lines(jobs: int) -> None:
         measured.mkdir()
         parts = [f"tests/{name}" for name in SUITE if (copy / "tests" / name).exists()]
         parts += [f"tests/{test}" for test in BESIDE.values()]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            str(jobs),
-            "-p",
-            "tests.mutants.contexts",
-            *parts,
-        ]
+        command = [sys.executable, *f"-m pytest -q -n {jobs} -p tests.mutants.contexts".split(), *parts]
         subprocess.run(command, cwd=copy, env=os.environ | {"MUTANTS_FOLDER": str(measured)}, check=False)
         collect_lines(copy, measured)
 
