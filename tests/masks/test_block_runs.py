@@ -111,6 +111,26 @@ def test_remap_drops_and_repeats_columns(make, kinds: Tensor, data: st.DataObjec
 
 @STORED
 @LAWS
+@given(kinds_maps(), st.data(), st.integers(1, 3))
+def test_cells_count_blocks_and_squares_unite_them(
+    make, kinds: Tensor, data: st.DataObject, size: int
+) -> None:
+    runs, listed = make(kinds), (kinds != ABSENT).float()
+    edges = [torch.tensor(sorted({0, n, *data.draw(st.sets(st.integers(0, n)))})) for n in kinds.shape[2:]]
+    for got, marks in zip(
+        runs.count_in_cells(*edges), (kinds == Kind.MASKED, (kinds != Kind.MASKED) & (kinds != ABSENT))
+    ):
+        before = torch.nn.functional.pad(marks.sum((0, 1)).cumsum(0).cumsum(1), (1, 0, 1, 0))
+        assert torch.equal(got, before[edges[0]][:, edges[1]].diff(dim=0).diff(dim=1))
+    squares = torch.nn.functional.max_pool2d(listed.amax((0, 1))[None, None], size, ceil_mode=True)
+    want = torch.where(squares > 0, int(Kind.FULL), ABSENT).to(torch.uint8)
+    assert torch.equal(runs.unite(size).to_kinds(), want)
+    bounded = kinds.masked_fill(kinds == Kind.FULL, int(Kind.BOUNDED))
+    assert torch.equal(runs.with_full_bounded().to_kinds(), bounded)
+
+
+@STORED
+@LAWS
 @given(kinds_maps())
 def test_expand_repeats_batch_and_heads(make, kinds: Tensor) -> None:
     one = make(kinds[:1, :1])
