@@ -1,6 +1,7 @@
 """Collectives: process groups and the simulated world give the same results."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,11 @@ def test_a_process_group_answers_as_lockstep_does() -> None:
         whole = [bytes([255 - rank] * 21 + [0] * 3) for rank in range(3)]  # longer content is cut
         assert parts == [[content[:19] for content in whole], whole]
         assert size == 3
+
+
+def test_the_only_rank_of_a_dry_run_gets_its_own_numbers_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "is_dry_run", lambda group: True)
+    assert collectives.exchange([4, 2], SimpleNamespace(size=lambda: 3)) == [[4, 2]] * 3
 
 
 def asks(*what: Any) -> Callable[[], collectives.Schedule[None]]:

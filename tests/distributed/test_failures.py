@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tritoncp
 from tests.multiprocess.ranks import attempt, run
 from tritoncp.cpu.engine import CpuEngine
-from tritoncp.distributed import consistency, failures
+from tritoncp.distributed import consistency, failures, groups
 from tritoncp.reference.dense import dense_attention
 
 S, STEPS, BAD = 24, 5, 2  # rows, batches, and the batch with the fault
@@ -416,6 +416,25 @@ def test_the_error_of_a_lost_message_names_the_ranks_that_caused_it(
     assert re.match(f"rank 0 of 3 was at a message, and .*{text}", str(error)), error
     assert record.closed.startswith("group 'stand-in' is closed in this process")
     assert kinds is not None or caplog.messages == ["the store of group 'stand-in' failed: gone"]
+
+
+@pytest.mark.parametrize("present", [1, 2])
+def test_a_communicator_is_made_once_all_ranks_are_there(
+    present: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three ranks, of which one or two others came."""
+
+    def connect() -> None:
+        assert present == 2
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(groups, "is_dry_run", lambda group: False)
+    monkeypatch.setattr(groups, "timeout", lambda group: timedelta(seconds=0.5))
+    store = dist.HashStore()
+    store.add("present", present)
+    with pytest.raises(failures.PeerLost, match="0 of 3 was at a call, and ranks 1, 2 did not") as error:
+        groups._connect(StandIn(0, store), store, "a call", connect)
+    assert ("refused" in str(error.value)) == (present == 2)
 
 
 class Waits(Exception):

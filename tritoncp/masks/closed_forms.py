@@ -191,6 +191,9 @@ class Selection(_View):
     """The mask_mod of selected batch rows and heads of a mask: b and h count the selected ones.
 
     rows, heads: b and h in ``part`` of the selected ones; None: all. A single one serves every b or h.
+
+    >>> Selection(causal(), None, (0, 2))
+    causal()[:, [0, 2]]
     """
 
     rows: tuple[int, ...] | None
