@@ -442,7 +442,7 @@ class Waits(Exception):
 
 
 @pytest.mark.parametrize(
-    ("others", "error"),
+    ("entries", "error"),
     [
         ([(failures.FAILED, 5), (failures.FAILED, 5)], None),
         ([(failures.FAILED, 5)], Waits),
@@ -452,7 +452,7 @@ class Waits(Exception):
     ],
 )
 def test_a_call_after_a_failure_waits_only_for_ranks_that_may_have_failed_alike(
-    others: list[tuple[str, int]], error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+    entries: list[tuple[str, int]], error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pause(seconds: float) -> None:
         raise Waits
@@ -461,7 +461,7 @@ def test_a_call_after_a_failure_waits_only_for_ranks_that_may_have_failed_alike(
     group = StandIn(0, dist.HashStore())
     record = failures.record_of(group)
     record.messages = 5
-    for rank, (kind, messages) in enumerate([(failures.FAILED, 5), *others]):
+    for rank, (kind, messages) in enumerate([(failures.FAILED, 5), *entries]):
         failures._append(group, failures.LogEntry(rank, messages, kind, f"entry of rank {rank}"))
     record.stopped = "entry of rank 0"
     if error is None:

@@ -187,8 +187,8 @@ class HeadExchange:
         ranks are summed in rank order."""
         flights = []
         for message in (messages := self.messages(fields)):
-            first, *others = xs = [fields[index][0] for index in message.indices]
-            if not others:
+            first, *rest = xs = [fields[index][0] for index in message.indices]
+            if not rest:
                 sent = _flat(first.permute(2, 0, 1, 3))
             else:
                 sent = first.new_empty(sum(message.head_sizes))
