@@ -95,6 +95,7 @@ def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
             own = build(mask, world_size, balancer="contiguous", schedule=schedule)
             extra = cost.plan_metrics(own, shape, one)
             assert one.memory == max(extra["forward_extra_bytes"], extra["backward_extra_bytes"])
+            assert (extra["forward_ms"], extra["backward_ms"]) == (1e3 * one.forward, 1e3 * one.backward)
             if name != "first":  # no rank receives more than it sends
                 assert one.total == pytest.approx(max(cost.bytes_under(plan, schedule, shape)))
                 assert schedule == "ulysses" or one.forward == pytest.approx(one.total / 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,22 @@ def test_needs_are_the_chunks_of_visible_keys(name, chunks):
     tiles = [rows.chunk(chunks, 1) for rows in dense.chunk(chunks)]
     seen = torch.tensor([[bool(tile.any()) for tile in row] for row in tiles])
     assert torch.equal(plan.needs(chunks), seen)
+
+
+def test_chunks_have_numbers_and_the_keys_that_they_see():
+    """Chunk i of a causal mask sees the keys of the first i + 1 chunks."""
+    plan = make_plan(MASKS["causal"]())
+    for index, keys in itertools.product(range(-1, 5), (None, *range(-1, 5))):
+        if 0 <= index < 3 and (keys is None or index < keys <= 3):
+            assert plan.part(index, 3, keys=keys).kv.length == S
+            continue
+        message = f"index={index} of 3 chunks; pass 0 to 2"
+        if 0 <= index < 3:
+            message = f"keys={keys}; pass a number of chunks from 1 to 3"
+            if keys in (1, 2):
+                message = f"of chunk {index} see keys of chunk {index}; pass keys={index + 1} or None"
+        with pytest.raises(ValueError, match=message):
+            plan.part(index, 3, keys=keys)
 
 
 @pytest.mark.parametrize("chunks", [2, 6, 7])
