@@ -210,7 +210,7 @@ def _intervals_of_rows(evaluator: TileEvaluator, runs: Runs, first: int, grid: G
         missing.scatter_add_(0, line[own], -visible.sum(2, dtype=torch.int32))
     overlap = hi.gather(0, line).minimum(left + grid.kv_block) - lo.gather(0, line).maximum(left)
     missing.scatter_add_(0, line, overlap.clamp(min=0))
-    bounds = torch.stack([torch.where(hi > 0, lo, 0), hi])
+    bounds = torch.stack([lo.minimum(hi), hi])  # an empty row is (0, 0)
     return None if bool(missing.any()) else bounds.view(2, b, h, rows * grid.q_block)
 
 
