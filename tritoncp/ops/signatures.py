@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState
-from tritoncp.core.host_copy import is_remote, to_host
+from tritoncp.core.host_copy import to_host
 from tritoncp.core.user_code import describe, origin
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.collectives import dtype_name
@@ -180,9 +180,10 @@ def plan_structure(plan: Plan) -> Any:
 def form_of(mod: Any) -> str:
     """Return the code of a mask_mod, or the kind of a closed form, without captures: equal on all ranks.
 
-    >>> from tritoncp import causal, sliding_window
-    >>> form_of(causal() & sliding_window(4)) == form_of(causal() & sliding_window(5)) != form_of(causal())
-    True
+    >>> from tritoncp import causal, prefix_lm, sliding_window
+    >>> window, other = (form_of(causal() & sliding_window(size)) for size in (4, 5))
+    >>> window == other, window == form_of(causal()), window == form_of(causal() & prefix_lm(4))
+    (True, False, False)
     >>> form_of(lambda b, h, q, kv: q >= kv) == form_of(lambda b, h, q, kv: q > kv)
     False
     """
@@ -232,5 +233,5 @@ def _fields(mod: MaskMod) -> Iterator[Any]:
 
 def tensor_text(x: Tensor) -> str:
     """Format a tensor's dtype, shape and a digest of its contents."""
-    (local,) = to_host([x]) if is_remote(x) else (x.detach(),)
-    return f"{dtype_name(x)} {list(x.shape)} #{hashlib.sha256(content(local)).hexdigest()[:DIGITS]}"
+    digest = hashlib.sha256(*map(content, to_host([x]))).hexdigest()
+    return f"{dtype_name(x)} {list(x.shape)} #{digest[:DIGITS]}"
