@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from tritoncp.command_base import OUTPUT_FILE
+from tritoncp.command_base import OutputFile
 from tritoncp.perf.console import make_console
 from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.dashboard import gate
@@ -102,7 +102,7 @@ def _parse_percent(context: click.Context, option: click.Parameter, text: str | 
     help="Exit with 0 if BEFORE has no measurement on AFTER's devices, as in a first run; different devices "
     "are not compared then.",
 )
-@click.option("--html", type=OUTPUT_FILE, metavar="FILE", help="Also write a page of it.")
+@click.option("--html", type=OutputFile(), metavar="FILE", help="Also write a page of it.")
 @click.option("--markdown", is_flag=True, help="For a comment on a pull request.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout: verdict, reasons, rows.")
 def compare(
@@ -217,7 +217,7 @@ def _print_comparison(result: gate.Gate) -> None:
 @click.option(
     "-o",
     "--out",
-    type=OUTPUT_FILE,
+    type=OutputFile(),
     default=Path("dashboard.html"),
     show_default=True,
 )

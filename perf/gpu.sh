@@ -92,7 +92,7 @@ overlap() { pytest -s tests/gpu/test_overlap.py; }
 
 # Which tiles and route are best for a usual call?
 autotune() {
-  "$python" -m tritoncp autotune --mask causal --ops routes,bwd --out "$out/configs" --budget "$(($1 - 12))s"
+  "$python" -m tritoncp autotune --mask causal --ops routes,bwd --out "$out/configs" --jobs "$jobs" --budget "$(($1 - 12))s"
 }
 
 # Does any kernel of the smoke tests read or write out of bounds? A memory pool would hide it.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tritoncp.core.checked_json import parse_json
 from tritoncp.core.paths import slug
 from tritoncp.perf.console import make_console
 from tritoncp.perf.exit_codes import (
@@ -254,7 +255,7 @@ def _init_device(device: str) -> tuple[torch.device, Any]:
 
 def _parse_options(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse_json(text.encode())
     except ValueError as error:
         raise click.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--try") from error
     if not isinstance(value, dict):

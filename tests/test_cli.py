@@ -100,7 +100,9 @@ SMALL = "--seq-len=256"
 REFUSED = tomllib.loads(Path(__file__).with_name("refused_options.toml").read_text())
 REFUSED["plan"] += [
     (["--mask", "causal&" * 15_000 + "causal"], "nested too deeply"),
+    (["--lengths", "[" * 100_000], "nested too deep"),
     (["--lengths", sys.executable], "holds no text"),
+    (["--png", f"{'a' * 300}.png"], "cannot be written: File name too long"),
 ]
 
 
@@ -120,7 +122,10 @@ def test_options_that_make_no_sense_are_refused_in_a_message(command, words, sai
 @pytest.mark.parametrize(
     ("words", "work", "said"),
     [
+        (["plan", "--png=/proc/x.png"], "planning.report.command.collect_facts", "/proc/x.png"),
         (["demo", "--out=/proc/x"], "demo.run.introduce", "/proc/x"),
+        (["perf", "dashboard", "/", "--out=nowhere/x.html"], "perf.cli.read", "nowhere/x.html"),
+        (["perf", "compare", "a", "b", "--html=/proc/x.html"], "perf.cli._read_side", "/proc/x.html"),
         (["plan", "--png=x.png"], "planning.report.command.collect_facts", "pip install matplotlib"),
         (["demo"], "demo.run.introduce", "pip install matplotlib"),
     ],

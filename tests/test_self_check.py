@@ -45,7 +45,7 @@ def wrong(report: dict) -> list[dict]:
 
 
 def test_the_json_has_every_schedule():
-    command = [sys.executable, "-m", "tritoncp", "check", "--json", "--budget=600"]
+    command = [sys.executable, "-m", "tritoncp", "check", "--json", "--jobs=2", "--budget=600"]
     done = subprocess.run(
         [*command, "--only=*-window-float32"], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=500, check=False,
@@ -137,7 +137,7 @@ def cases_of_one_device():
 @pytest.mark.long
 def test_ctrl_c_ends_a_check_and_its_processes():
     """SIGINT reaches all processes of the command, as Ctrl-C does. The rows so far have been shown."""
-    command = [sys.executable, "-m", "tritoncp", "check", "--json", "--budget=600"]
+    command = [sys.executable, "-m", "tritoncp", "check", "--json", "--jobs=2", "--budget=600"]
     with subprocess.Popen(
         [*command, "--only=*-causal-*"], cwd=ROOT, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -172,10 +172,9 @@ def test_a_fault_in_a_case_fails_that_case_alone(fault, why, processes, monkeypa
         return out * torch.nan if faulty else out, lse
 
     start = run.WorkerPool._start
-    monkeypatch.setattr(run, "count_cores", lambda: 1)
     monkeypatch.setattr(run.WorkerPool, "_start", lambda pool: started.append(1) or start(pool))
     monkeypatch.setattr(comparison, "flex_attention", planted)
-    code, report = check("--only=[ao]*-causal-float32")  # calls of simulated ranks are others
+    code, report = check("--only=[ao]*-causal-float32", "--jobs=1")  # calls of simulated ranks are others
     assert code == 1 and report["stopped"] is None and len(started) == processes
     right = {"one-device": False, "allgather": True}
     assert {case["schedule"]: case["right"] for case in report["cases"]} == right
@@ -193,7 +192,7 @@ def test_gradients_of_a_captured_tensor_and_of_sinks_are_compared(monkeypatch):
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
     for mask, tensor in (("score_mod", "dbias"), ("sinks", "dsinks")):
-        code, report = check(f"--only=one-device-{mask}-float32")
+        code, report = check(f"--only=one-device-{mask}-float32", "--jobs=1")
         assert code == 1
         assert [case["tensor"] for case in wrong(report)] == [tensor]
 
@@ -212,7 +211,7 @@ def test_a_wrong_kernel_is_named(kernel, tensors, monkeypatch):
         return right(engine, *args, **options)
 
     monkeypatch.setattr(TritonEngine, kernel, launch)
-    options = ["check", "--only=ring-[cw][ai]*-float32", "--budget=600"]
+    options = ["check", "--only=ring-[cw][ai]*-float32", "--jobs=1", "--budget=600"]
     done = CliRunner().invoke(main, options)
     assert done.exit_code == 1
     lines = done.stdout.splitlines()

@@ -15,7 +15,7 @@ import click
 
 from tritoncp._version import __version__
 from tritoncp.analysis.command import inspect
-from tritoncp.command_base import OUTPUT_FILE, errors_as_messages
+from tritoncp.command_base import OutputFile, errors_as_messages
 from tritoncp.demo.command import demo
 from tritoncp.doctor import doctor
 from tritoncp.perf.cli import perf
@@ -123,7 +123,7 @@ BALANCERS = (
 @click.option(
     "--block-size", type=click.IntRange(1, 1 << 20), default=128, show_default=True, help="Tokens of a block."
 )
-@click.option("--png", type=OUTPUT_FILE, help="File of the picture.")
+@click.option("--png", type=OutputFile(".png"), help="File of the picture.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def plan(png: Path | None, as_json: bool, **options: Any) -> None:
     """Show how the blocks of a mask would be assigned to ranks, and at which cost: no GPU is needed.

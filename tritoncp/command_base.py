@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
 from tritoncp.core.environment import DEBUG
 
-SECONDS = click.FloatRange(0, 86400, min_open=True)  # to wait: up to a day
 INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
-OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
+JOBS = click.IntRange(1, 1024)  # processes that compile at a time
 
 
 @contextlib.contextmanager
@@ -49,3 +50,48 @@ def _message_of(error: Exception) -> click.ClickException:
     return click.ClickException(
         f"a bug in tritoncp, {type(error).__name__}: {first}; TRITONCP_DEBUG=1 shows the traceback"
     )
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds to wait: more than 0, up to a day."""
+
+    name = "seconds"
+
+    def __init__(self) -> None:
+        super().__init__(min=0, max=86400, min_open=True)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if seconds != seconds:
+            self.fail(f"{value} is no number of seconds", param, ctx)
+        return seconds
+
+
+class OutputFile(click.Path):
+    """A file to write, in a folder that exists: one that cannot be written is refused before any work."""
+
+    def __init__(self, suffix: str = "") -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+        self.suffix = suffix
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
+        path: Path = click.Path.convert(self, value, param, ctx)  # type: ignore[assignment]
+        if self.suffix and path.suffix != self.suffix:
+            self.fail(f"{str(path)!r}: the file has to be called *{self.suffix}", param, ctx)
+        try:
+            is_new = not path.exists()
+            path.open("ab").close()
+            if is_new:
+                path.unlink()
+        except OSError as error:
+            self.fail(f"{str(path)!r} cannot be written: {error.strerror}", param, ctx)
+        return path
+
+
+def make_output_folder(path: Path) -> None:
+    """Make a folder for results, before any work. Raises OSError if files cannot be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise OSError(f"nothing can be written to {str(path)!r}: {error.strerror}") from error

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tritoncp.core.checked_json import parse_json
 from tritoncp.perf.exit_codes import InputError
 
 VERSION = 1
@@ -238,8 +239,8 @@ def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 def _parse_line(text: bytes) -> dict[str, Any] | str:
     """Parse a line: its JSON, or an error message."""
     try:
-        line = json.loads(text)
-    except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
+        line = parse_json(text)
+    except ValueError as error:  # includes UnicodeDecodeError
         if text.endswith(b"\n"):
             return f"not JSON: {error}"
         return f"the line is cut off after {len(text)} characters"

@@ -30,7 +30,7 @@ def test_the_table_was_made_from_the_kernels_and_tiles_that_are_here(monkeypatch
     older = tmp_path / "resources.json"
     resource_table.write([TABLE[0], TABLE[1] | {"digest": "of another kernel"}, *TABLE[3:]], older)
     monkeypatch.setattr(resource_table.read_table, "__defaults__", (older,))
-    assert resource_table.stale(LISTED) == LISTED[1:3]
+    assert resource_table.stale(LISTED, 1) == LISTED[1:3]
 
 
 def test_a_digest_ignores_comments_and_docstrings() -> None:
@@ -136,7 +136,7 @@ def test_measured_tiles_are_listed_checked_and_kept(monkeypatch, tmp_path) -> No
     assert len({resource_table.key(job.identity) for job in [*LISTED, *jobs]}) == len(LISTED) + len(jobs)
     monkeypatch.setattr(resource_table.measured, "__defaults__", (resource_table.ARCHS, folder))
     compiled = [job for job in jobs if job.variant == "state" and job.kernel in ("dkdv", "gluon")]
-    rows = {row["kernel"]: row for row in resource_table.inspect_jobs(compiled, 1)}
+    rows = {row["kernel"]: row for row in resource_table.inspect_jobs(compiled, 1, 300)}
     assert rows["gluon"]["config"] == asdict(Config(128, 64, 4, 2, USE_TMA=True))
     worse = rows["dkdv"]
     assert worse["spill_bytes"] > 0

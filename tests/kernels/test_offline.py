@@ -22,7 +22,7 @@ AGAIN = {"sm_80": (128,), "sm_90": (128,), "sm_100": (128,), "gfx942": (128,)}
 
 def compile_jobs(jobs: list[Job]) -> list[dict[str, Any]]:
     """Compile in one process: the suite runs in two already."""
-    return list(resource_table.inspect_jobs(jobs, 1))
+    return list(resource_table.inspect_jobs(jobs, 1, 300))
 
 
 @cache
@@ -140,7 +140,7 @@ def test_score_mods_spill_next_to_nothing(arch: str) -> None:
 @pytest.mark.nightly
 def test_nothing_that_is_shipped_got_worse() -> None:
     before = resource_table.read_table()
-    rows = resource_table.inspect_jobs([*resource_table.shipped(), *resource_table.measured()], 2)
+    rows = resource_table.inspect_jobs([*resource_table.shipped(), *resource_table.measured()], 2, 300)
     assert [
         line
         for row in rows

@@ -48,7 +48,7 @@ def test_two_runs_do_not_write_to_one_journal(tmp_path):
     tuner(tmp_path)
 
 
-@pytest.mark.parametrize("line", ["17", '{"finding": ', "\udcff", ""])
+@pytest.mark.parametrize("line", ["17", '{"finding": ', "[" * 100_000, "\udcff", ""])
 def test_a_malformed_line_costs_that_line_alone(tmp_path, line):
     """In place of the finding about the first candidate, and as the last line, without an end."""
     path = tmp_path / "journal.jsonl"

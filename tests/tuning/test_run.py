@@ -97,7 +97,7 @@ def compile_nothing(monkeypatch):
 def request(home):
     selection = targets.targets(["32x8,128,4096"], ["causal", "full"], ["fwd"], "bfloat16")
     device = tile_tables.Device("sm_90", "NVIDIA H200")
-    return selection, device, 60.0, False, home
+    return selection, device, 60.0, False, home, 1
 
 
 def measured(home):

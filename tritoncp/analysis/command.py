@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import click
 
+from tritoncp.command_base import JOBS, Seconds
 from tritoncp.perf.console import make_console
 
 
@@ -26,6 +27,8 @@ from tritoncp.perf.console import make_console
     metavar="NAME",
     help="full, causal, state, ...; --executed also takes expressions.",
 )
+@click.option("--jobs", type=JOBS, help="Kernels compiled at a time. [default: one a core]")
+@click.option("--timeout", type=Seconds(), default=300.0, show_default=True, help="Seconds for one kernel.")
 @click.option("--json", "as_json", is_flag=True, help="A list of rows on stdout, nothing else.")
 @click.option("--check", is_flag=True, help="Fail where something got worse since the table was written.")
 @click.option("--update", is_flag=True, help="Write stale rows of that table; with --check, all of them.")
@@ -52,6 +55,8 @@ def inspect(
     dims: tuple[int, ...],
     dtypes: tuple[str, ...],
     masks: tuple[str, ...],
+    jobs: int | None,
+    timeout: float,
     as_json: bool,
     check: bool,
     update: bool,
@@ -95,7 +100,7 @@ def inspect(
 
     listed = [*shipped(archs or ARCHS), *measured(archs or ARCHS)]
     rows = pick(listed, kernel=kernels, head_dim=dims, dtype=dtypes, variant=masks)
-    faults = run(rows, as_json=as_json, check=check, update=update)
+    faults = run(rows, jobs, timeout, as_json=as_json, check=check, update=update)
     for line in faults:
         click.echo(line, err=True)
     sys.exit(1 if faults else 0)

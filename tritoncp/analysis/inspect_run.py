@@ -35,14 +35,20 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
 
 
 def run(
-    jobs: Sequence[Job], *, as_json: bool = False, check: bool = False, update: bool = False
+    jobs: Sequence[Job],
+    processes: int | None = None,
+    timeout: float = 300.0,
+    *,
+    as_json: bool = False,
+    check: bool = False,
+    update: bool = False,
 ) -> list[str]:
     """Compile and show rows; ``check`` compares them with the table, ``update`` writes the stale ones (with
     both, all).  Returns a line for each fault."""
     if update and not check:
-        jobs = stale(jobs)
+        jobs = stale(jobs, processes)
     log = make_console(stderr=True)
-    rows = compile_rows(jobs, log)
+    rows = compile_rows(jobs, processes, timeout, log)
     order = {key(job.identity): i for i, job in enumerate(jobs)}
     rows.sort(key=lambda row: order[key(row)])
     before = read_table()
@@ -60,7 +66,7 @@ def run(
     return faults
 
 
-def compile_rows(jobs: Sequence[Job], console: Any) -> list[Row]:
+def compile_rows(jobs: Sequence[Job], processes: int | None, timeout: float, console: Any) -> list[Row]:
     """Compile the rows, with a progress bar on a terminal and a line for each row otherwise."""
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -68,7 +74,7 @@ def compile_rows(jobs: Sequence[Job], console: Any) -> list[Row]:
     rows = []
     columns = *Progress.get_default_columns()[:2], *figures
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    with bar, closing(inspect_jobs(jobs)) as done:
+    with bar, closing(inspect_jobs(jobs, processes, timeout)) as done:
         task = bar.add_task("compiling", total=len(jobs), last="")
         for row in done:
             rows.append(row)

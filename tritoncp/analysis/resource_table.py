@@ -95,10 +95,10 @@ def key(row: Row) -> tuple[Any, ...]:
     return (*identity, row["source"]) if row.get("source") else identity
 
 
-def inspect_jobs(jobs: Sequence[Job], processes: int | None = None) -> Generator[Row]:
+def inspect_jobs(jobs: Sequence[Job], processes: int | None, timeout: float) -> Generator[Row]:
     """Compile jobs and yield a row for each as it is done; ``failed`` has the error of a failed
     compilation."""
-    with Compilers(processes) as compilers:
+    with Compilers(processes, timeout) as compilers:
         for job, row in compilers.compile_jobs(jobs):
             yield job.identity | row
 
@@ -113,11 +113,11 @@ def read_table(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
     return table
 
 
-def stale(jobs: Sequence[Job]) -> list[Job]:
+def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:
     """List the jobs whose rows in the table are missing, or were made from other kernels, tiles or another
     Triton."""
     before = read_table()
-    with Compilers(question="digest") as compilers:
+    with Compilers(processes, 60.0, "digest") as compilers:
         current = {job: row.get("digest") for job, row in compilers.compile_jobs(jobs)}
     recorded = {job: before.get(key(job.identity), {}).get("digest") for job in jobs}
     return [job for job in jobs if current[job] is None or current[job] != recorded[job]]

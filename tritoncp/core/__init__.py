@@ -1,4 +1,4 @@
-"""Helpers without knowledge of attention: uploads, handles, host copies, tracing and paths.
+"""Helpers without knowledge of attention: uploads, handles, host copies, tracing, safe JSON and paths.
 
 May import: nothing of the package.
 """

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from tritoncp.api.shards import shard
 from tritoncp.api.simulate import simulate
+from tritoncp.command_base import make_output_folder
 from tritoncp.core.process_environment import interpret_without_gpu, torchrun_world_size
 from tritoncp.demo import ranks
 from tritoncp.demo.corpus import windows
@@ -52,7 +53,7 @@ def run(config: TrainingConfig, world_size: int | None, out: Path, console: Cons
     if (world_size or 0) > MAX_RANKS:
         raise ValueError(f"--world-size {world_size}: the demo starts {MAX_RANKS} local ranks at most")
     require_matplotlib()
-    out.mkdir(parents=True, exist_ok=True)
+    make_output_folder(out)
     world_size = world_size or default_world_size()
     plans = make_plans(config, world_size)
     introduce(config, plans[0], out, console)

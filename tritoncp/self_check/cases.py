@@ -37,10 +37,12 @@ DRAWS = 4  # random inputs per problem: the largest error of eager attention on 
 class CheckRequest:
     """The command's options, and the time when the check began.
 
+    jobs:   worker processes, None for one per core
     strict: whether cases that did not run within the budget are failures
     """
 
     only: str = "*"
+    jobs: int | None = None
     world_size: int = 4
     budget: float = 60.0
     timeout: float = 20.0

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from tritoncp.command_base import SECONDS
+from tritoncp.command_base import Seconds
 
 BUDGET = 60.0
 
@@ -21,14 +21,17 @@ BUDGET = 60.0
     help="Ranks of a simulated world; under torchrun the number of its ranks.  [default: 4]",
 )
 @click.option(
+    "--jobs", type=click.IntRange(1, 1024), help="Processes that share the device.  [default: one per core]"
+)
+@click.option(
     "--budget",
-    type=SECONDS,
+    type=Seconds(),
     help="Seconds for the whole check, and --strict.  [default: 60, not strict]",
 )
 @click.option("--strict", is_flag=True, help="A case that does not run in time is a failure.")
 @click.option(
     "--timeout",
-    type=SECONDS,
+    type=Seconds(),
     default=20.0,
     show_default=True,
     help="Seconds to wait for another rank, or for a kernel.",
@@ -37,6 +40,7 @@ BUDGET = 60.0
 def check(
     only: str,
     world_size: int | None,
+    jobs: int | None,
     budget: float | None,
     strict: bool,
     timeout: float,
@@ -67,7 +71,7 @@ def check(
     from tritoncp.self_check.run import main
 
     strict = strict or budget is not None
-    sys.exit(main(CheckRequest(only, world_size or 4, budget or BUDGET, timeout, strict), as_json))
+    sys.exit(main(CheckRequest(only, jobs, world_size or 4, budget or BUDGET, timeout, strict), as_json))
 
 
 def require_engine() -> None:

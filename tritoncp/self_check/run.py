@@ -71,7 +71,7 @@ def run_check(request: CheckRequest, console: Console | None, many: bool) -> Che
         set_up_process(device)
         outcomes = run_cases(cases, ranks, request)
     else:
-        outcomes = run_in_processes(split_into_parts(cases), ranks, count_cores(), request)
+        outcomes = run_in_processes(split_into_parts(cases), ranks, request.jobs or count_cores(), request)
     results: dict[CheckCase, Result] = {}
     stop: GroupClosed | None = None
     try:
@@ -178,7 +178,7 @@ def compile_share(cases: Sequence[CheckCase], ranks: Ranks, request: CheckReques
     if ranks.device.type != "cuda":
         return
     local, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    jobs = max(1, count_cores() // local_size)
+    jobs = request.jobs or max(1, count_cores() // local_size)
     with contextlib.suppress(Stopped):  # the real run ends for the same reason
         parts = split_into_parts(cases)[local::local_size]
         for _ in run_in_processes(parts, Ranks(ranks.device, ranks.world_size), jobs, request):

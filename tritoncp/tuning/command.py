@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tritoncp.command_base import JOBS, make_output_folder
 from tritoncp.perf.console import make_console
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     help="Folder of the choices and the journal; nothing is written elsewhere. [default: "
     "$TRITONCP_CONFIG_DIR, else the user's]",
 )
+@click.option("--jobs", type=JOBS, help="Kernels compiled at a time. [default: one a core]")
+@click.option("--json", "as_json", is_flag=True, help="A list of rows on stdout, the rest on stderr.")
 def autotune(
     presets: tuple[str, ...],
     shapes: tuple[str, ...],
@@ -64,6 +68,8 @@ def autotune(
     budget: str,
     resume: bool,
     out: Path | None,
+    jobs: int | None,
+    as_json: bool,
 ) -> None:
     """Measure tile shapes on this machine's GPU, and write down the shapes that beat the rule by 2 %.
 
@@ -89,9 +95,10 @@ def autotune(
     if fault:
         click.echo(fault, err=True)
     folder = out or search_run.output_folder()
+    make_output_folder(folder)
     console = make_console(stderr=True)
-    result = search_run.autotune(selection, device, seconds, resume, folder, console)
-    show_result(result)
+    result = search_run.autotune(selection, device, seconds, resume, folder, jobs, console)
+    show_result(result, as_json)
     sys.exit(130 if result.interrupted else 0 if result.rows else 1)
 
 
@@ -109,11 +116,13 @@ def find_device() -> Device:
     return device_of(torch.device("cuda", torch.cuda.current_device()))
 
 
-def show_result(result: TuningResult) -> None:
-    """Print the rows of a run as a table, and what the run did not get to."""
+def show_result(result: TuningResult, as_json: bool) -> None:
+    """Print the rows of a run, as a table or in JSON, and what the run did not get to."""
     from tritoncp.tuning import search_run
 
-    if result.rows:
+    if as_json:
+        click.echo(json.dumps(result.rows, indent=1))
+    elif result.rows:
         search_run.show(result, make_console())
     more = f"the journal is {result.journal}; --resume goes on from there"
     if result.interrupted:

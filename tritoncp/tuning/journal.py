@@ -13,6 +13,8 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tritoncp.core.checked_json import parse_json
+
 
 class TuningJournal:
     """A file of findings. With ``resume`` those of the last run are valid if it had the same ``conditions``;
@@ -34,7 +36,7 @@ class TuningJournal:
         lines = []
         for text in path.read_bytes().splitlines():
             with contextlib.suppress(ValueError):  # a line that was cut off
-                lines.append(json.loads(text))
+                lines.append(parse_json(text))
         self._findings: dict[str, dict[str, Any]] = {}
         if resume and lines[:1] == [{"about": conditions}]:
             findings = [line for line in lines if isinstance(line, dict) and "finding" in line]

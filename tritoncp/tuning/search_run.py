@@ -56,8 +56,9 @@ class TuningResult(NamedTuple):
 
 
 def autotune(
-    targets: Sequence[Target], device: Device, budget: float, resume: bool, folder: Path, console: Any
-) -> TuningResult:
+    targets: Sequence[Target], device: Device, budget: float, resume: bool, folder: Path, jobs: int | None,
+    console: Any,
+) -> TuningResult:  # fmt: skip
     """Tune targets within ``budget`` seconds. Choices and the journal are written to ``folder``, each choice
     when it is made: an interrupt loses none."""
     path = tile_tables.path_in(folder, device).with_suffix(".jsonl")
@@ -76,7 +77,7 @@ def autotune(
 
     total = sum(len(candidates(target, device.arch)) for target in targets)
     deadline, interrupted = time.monotonic() + budget, False
-    with Tally(total, console) as tally, closing(journal), Compilers(timeout=COMPILE_TIMEOUT) as pool:
+    with Tally(total, console) as tally, closing(journal), Compilers(jobs, COMPILE_TIMEOUT) as pool:
         tuner = Tuner(device.arch, journal, pool.compile_jobs, deadline, keep, tally=tally)
         try:
             tuner.run(targets, _device_bench())
