@@ -46,7 +46,7 @@ perf.add_command(run, "run")
 
 
 def _parse_percent(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
-    """Convert a percentage, with or without its sign, to a part of one."""
+    """Parse a percentage, with or without %, to a fraction."""
     if text is None:
         return None
     number = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?%?", text.strip())
@@ -177,7 +177,7 @@ def _compare_sides(sides: Sequence[list[Point]], baseline: str | None) -> compar
 
 
 def _read_side(word: str, history: Path, allow_empty: bool = False) -> list[Point]:
-    """Read the points that a word of the command line names, at least one unless none are allowed."""
+    """Read the points of a side (file, commit, run, ...); raise if there is none, unless allowed."""
     problems: list[BrokenLine] = []
     try:
         points = comparing.side(word, history, problems.append)
@@ -186,8 +186,8 @@ def _read_side(word: str, history: Path, allow_empty: bool = False) -> list[Poin
     if points or (allow_empty and not problems):
         return points
     if problems:
-        raise InputError(f"{word}: no line of it is a measurement")
-    raise NothingMeasured(f"{word} holds no measurement: nothing is compared")
+        raise InputError(f"{word}: no line is a measurement; pass a file of tritoncp perf run")
+    raise NothingMeasured(f"{word} has no measurement: nothing is compared")
 
 
 def _print_comparison(result: gate.Gate) -> None:
@@ -227,9 +227,7 @@ def _print_comparison(result: gate.Gate) -> None:
     help="Where commits are linked to, as https://github.com/owner/project. [default: from `git remote`]",
 )
 def dashboard(places: tuple[Path, ...], out: Path, repo_url: str | None) -> None:
-    """Write one page that shows a history: files and folders, perf/history by default.
-
-    The page needs nothing else: it opens from a disk, without a network.
+    """Write a history (files and folders, by default perf/history) as one self-contained HTML page.
 
     \b
     Examples:
@@ -242,7 +240,7 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str | None) -> None
     address = repository.find_repository() if repo_url is None else repository.web_address(repo_url)
     if repo_url and not address:
         raise click.BadParameter(
-            f"{repo_url!r} leads to no web page; give one as https://github.com/owner/project",
+            f"{repo_url!r} is not a web address; pass for example https://github.com/owner/project",
             param_hint="--repo-url",
         )
     places = places or (HISTORY,)
@@ -261,7 +259,7 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str | None) -> None
 
 
 def _report_problems(problems: Sequence[BrokenLine]) -> None:
-    """Report broken lines: the first of them one by one."""
+    """Print broken lines, the first MAX_PROBLEMS one by one."""
     for problem in problems[:MAX_PROBLEMS]:
         click.echo(str(problem), err=True)
     if len(problems) > MAX_PROBLEMS:

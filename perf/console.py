@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-PIPE_WIDTH = 10_000  # columns of a table that no terminal shows
+PIPE_WIDTH = 10_000  # columns if the output is not a terminal
 
 
 def make_console(stderr: bool = False) -> Any:
-    """Make a rich console whose tables are as wide as their text where no terminal ends the lines: cells are
-    not cut in a pipe or a file, whatever COLUMNS says."""
+    """Make a rich console; in a pipe or a file its tables are as wide as their text, so that no cell is
+    cut."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout

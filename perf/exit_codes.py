@@ -33,8 +33,8 @@ class NothingMeasured(click.ClickException):
 
 
 class PerfCommand(click.Command):
-    """A command with the exit codes above: errors of the file system, and packages of pages and comparisons
-    that are not installed, are input errors."""
+    """A command with the exit codes above. Errors of the file system and missing packages are input
+    errors."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"epilog": EPILOG} | options)

@@ -9,9 +9,9 @@ import click
 
 
 class Progress:
-    """Lines on stderr; those of measurements begin with their number and the time left.
+    """Progress lines on stderr; those of measurements begin with their number and the remaining time.
 
-    deadline: time.monotonic() after which the run starts nothing
+    deadline: time.monotonic() after which no measurement starts
     """
 
     def __init__(self, deadline: float) -> None:
@@ -19,21 +19,20 @@ class Progress:
         self._deadline, self._begin = deadline, time.monotonic()
 
     def add(self, measurements: int) -> None:
-        """Add measurements to those that the run is to make."""
+        """Increase the expected number of measurements."""
         if not self.total:
-            self._begin = time.monotonic()  # of the first measurement
+            self._begin = time.monotonic()  # start of the first measurement
         self.total += measurements
 
     def show(self, text: str, measured: bool) -> None:
-        """Print a line of text; measured: whether it ends one of the measurements."""
+        """Print a line. measured: whether it is the end of a measurement"""
         self.done += measured
         if text:
             number = f"[{self.done} of {self.total}{self.format_time_left()}] " if measured else ""
             click.echo(number + text, err=True)
 
     def format_time_left(self) -> str:
-        """Format the time left: for the other measurements at the speed so far, at most to the end of the
-        budget."""
+        """Format the remaining time: of the other measurements at the speed so far, at most of the budget."""
         if not 0 < self.done < self.total:
             return ""
         now = time.monotonic()

@@ -159,30 +159,30 @@ def main(
 
 @contextmanager
 def _message_of_interrupt(progress: Progress, journal: Journal, lead: bool) -> Iterator[None]:
-    """Turn Ctrl-C into a message and an exit code."""
+    """Context that turns Ctrl-C into a message and an exit code."""
     try:
         yield
     except KeyboardInterrupt:
         if lead:
-            kept = f"lines of {len(journal.points)} cases are in {journal.path}: add --resume to go on"
+            stored = f"{len(journal.points)} cases are stored in {journal.path}: pass --resume to continue"
             click.echo(
                 f"interrupted after {progress.done} of {progress.total} measurements; "
-                + (kept if journal.points else "nothing is kept"),
+                + (stored if journal.points else "nothing is stored"),
                 err=True,
             )
         sys.exit(INTERRUPTED)
 
 
 def _choose_device(device: str | None) -> str:
-    """Return the device to measure on: the GPU if there is one, else "host". Without the GPU kernels are
-    interpreted, which has to be set before Triton is imported."""
+    """Return the device to measure: the option, else "cuda" if there is a GPU, else "host". Other than for
+    "cuda", TRITON_INTERPRET=1 is set, before Triton is imported."""
     if device in (None, "cuda"):
         import torch
 
         if torch.cuda.is_available():
             return "cuda"
         if device == "cuda":
-            raise InputError("torch finds no GPU; --device host measures the cases that need none")
+            raise InputError("torch finds no GPU: pass --device host, for the cases that need none")
     os.environ.setdefault("TRITON_INTERPRET", "1")
     return device or "host"
 
@@ -203,27 +203,26 @@ def _select_cases(
         cases = select(tier, only, group.size() if group else 1)
     if not cases:
         names = " or ".join(map(repr, only))
-        raise InputError(f"no case of tier {tier} for this device is named like {names}")
+        raise InputError(f"--only {names}: no case of tier {tier} for this device matches")
     return series, cases
 
 
 def _report_left_out(journal: Journal, resumed_points: Sequence[Point], lead: bool) -> int:
-    """Say how many cases the budget was too short for; refuse a run without any measurement. Returns the exit
-    code."""
+    """Print the number of cases for which there was no time, and return the exit code. Raises NothingMeasured
+    if there was no time for any."""
     left_out = journal.left_out - {point.case for point in journal.points}
     if left_out and len(journal.points) == len(resumed_points):
         raise NothingMeasured(
-            f"nothing was measured: the budget was used up before the first of {len(left_out)} cases; give "
-            "more --budget"
+            f"nothing was measured: the budget ended before the first of {len(left_out)} cases; pass a "
+            "larger --budget"
         )
     if left_out and lead:
-        click.echo(f"{len(left_out)} cases were left out: the budget is used up", err=True)
+        click.echo(f"{len(left_out)} cases were left out: the budget ended", err=True)
     return FINE
 
 
 def _measure_attention(bench: Bench, cases: Sequence[Any], warm: bool) -> int:
-    """Measure attention cases; with ``warm`` compile their kernels and exit. Returns the number of
-    failures."""
+    """Measure attention cases, or with ``warm`` only compile their kernels; return the number of failures."""
     from tritoncp.ops.engine_factory import name_functions
     from tritoncp.perf.suite.measure import DeviceLost
 
@@ -272,7 +271,7 @@ def _open_journal(
     as_json: bool,
     progress: Progress,
 ) -> Journal:
-    """Open the journal of this run: in the file of the run that is resumed, or in the day's file."""
+    """Open the journal of this run: the resumed run's file, or the file of today."""
 
     def show_line(line: dict[str, Any]) -> None:
         if line["kind"] == "plan":
@@ -293,7 +292,7 @@ def _open_journal(
     unfinished_run = find_unfinished(out, series, env) if resume else None
     if unfinished_run is None:
         if resume:
-            click.echo("nothing to resume: no run of this code on this device is there; a new one", err=True)
+            click.echo("--resume: there is no run of this code on this device; a new one starts", err=True)
         return Journal(path, run, series, env, show_line)
     path, points = unfinished_run
     click.echo(f"resuming run {points[0].run} in {path}: {len(points)} cases are there", err=True)
@@ -301,7 +300,7 @@ def _open_journal(
 
 
 def format_line(line: dict[str, Any]) -> str:
-    """Format a line of a history for the screen.
+    """Format a line of a history for display.
 
     >>> format_line({"kind": "case", "case": "full-8k-fwd", "contenders": {"tritoncp": {"ms": 1.5}}})
     'full-8k-fwd                           1.5 ms'
@@ -316,8 +315,8 @@ def format_line(line: dict[str, Any]) -> str:
 
 
 def show(journal: Journal) -> None:
-    """Print a table: tritoncp's time and each family's best time over it, cases farthest below their goal
-    first."""
+    """Print a table of tritoncp's times and the speedups over each family's best time; cases farthest below
+    their goal first."""
     from rich.table import Table
 
     points = list(

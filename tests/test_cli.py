@@ -194,7 +194,8 @@ def test_too_little_memory_is_a_message(monkeypatch):
 
     monkeypatch.setattr(doctor, "examine", large)
     done = CliRunner().invoke(main, ["doctor"])
-    assert done.exit_code == 1 and done.stderr == "Error: this machine has not enough memory for that\n"
+    assert done.exit_code == 1
+    assert done.stderr == "Error: out of memory: use smaller sizes, or a machine with more memory\n"
 
 
 def test_a_closed_pipe_is_no_error():

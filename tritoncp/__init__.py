@@ -1,7 +1,7 @@
 """Context-parallel flex attention in Triton.
 
-Names are looked up where they live when they are first used (PEP 562), so that `import tritoncp` costs
-nothing and masks and plans can be made on a machine without Triton.
+Names are imported lazily from their modules (PEP 562), so that `import tritoncp` is fast, and masks and plans
+can be made on a machine without Triton.
 
 >>> import tritoncp
 >>> "causal" in dir(tritoncp)
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
 
 def _find_kernels() -> None:
-    """Make `tritoncp.kernels` and `tritoncp.perf` importable. Installed, both are folders of this package; in
-    a checkout they are beside it, as namespace packages. Raises ImportError where they are missing."""
+    """Make `tritoncp.kernels` and `tritoncp.perf` importable: folders of the installed package, or in a
+    checkout namespace packages beside it. Raises ImportError if they are missing."""
     package = os.path.dirname(os.path.abspath(__file__))
     checkout = os.path.dirname(package)
     if os.path.isfile(os.path.join(package, "kernels", "engine.py")):
@@ -71,7 +71,8 @@ def _find_kernels() -> None:
     if not os.path.isfile(os.path.join(checkout, "kernels", "engine.py")):
         raise ImportError(
             f"tritoncp has no kernels: neither {package}/kernels nor {checkout}/kernels has engine.py. "
-            "Install from a whole checkout or archive of the repository (pip install .), or install a wheel"
+            "Install from a complete checkout or archive of the repository (pip install .), or install a "
+            "wheel"
         )
     for name in ("kernels", "perf"):
         spec = ModuleSpec(f"{__name__}.{name}", None, is_package=True)
@@ -104,7 +105,7 @@ _WHERE = {
 }
 _MODULE_OF = {name: f"tritoncp.{module}" for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_MODULE_OF)
-# torch's own objects, for an import line of which tritoncp takes the place.
+# torch's own objects, so that an import line from torch works with tritoncp.
 _MODULE_OF |= dict.fromkeys(
     ("AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "create_mask", "noop_mask"),
     "torch.nn.attention.flex_attention",
@@ -115,7 +116,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'tritoncp' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value  # the next look-up does not come here
+    globals()[name] = value  # later look-ups do not call this function
     return value
 
 

@@ -1,7 +1,7 @@
-"""The command line: the group of all commands. Each command imports torch when it runs.
+"""The command line: the group of all commands. Commands import torch when they run.
 
-Exit codes: 0, done; 1, failed, or the result of a check is negative; 2, options that make no sense; 130,
-Ctrl-C. An error is a line on stderr; TRITONCP_DEBUG=1 shows the traceback instead.
+Exit codes: 0: success; 1: failure, or a negative result of a check; 2: invalid options; 130: Ctrl-C. An error
+is a line on stderr; with TRITONCP_DEBUG=1, a traceback.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Group(click.Group):
 
 
 HEADS = click.IntRange(1, 1 << 16)
-HEAD_DIM = click.IntRange(1, 256)  # as tritoncp.api.validate.MAX_HEAD_DIM, which would import torch here
+HEAD_DIM = click.IntRange(1, 256)  # equals api.validate.MAX_HEAD_DIM, whose import would import torch
 
 
 @click.group("tritoncp", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -143,7 +143,7 @@ def plan(png: Path | None, as_json: bool, **options: Any) -> None:
 
     if png is not None:
         require_matplotlib()
-    with contextlib.redirect_stdout(sys.stderr):  # of a mask_mod that prints
+    with contextlib.redirect_stdout(sys.stderr):  # for output of the user's mask_mod
         facts = collect_facts(**options)
         if png is not None:
             draw_figure(facts, png)

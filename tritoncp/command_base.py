@@ -19,8 +19,8 @@ JOBS = click.IntRange(1, 1024)  # processes that compile at a time
 
 @contextlib.contextmanager
 def errors_as_messages() -> Iterator[None]:
-    """Turn errors into messages of the command: a ValueError of the library is a usage error (exit code 2),
-    errors of files and memory are failures (1); anything else is a bug in tritoncp. Ctrl-C ends with 130."""
+    """Context that turns errors into messages: a ValueError is a usage error (exit code 2), errors of files
+    and memory are failures (1), all others are bugs in tritoncp. Ctrl-C exits with 130."""
     try:
         yield
     except (click.ClickException, click.Abort, click.exceptions.Exit):
@@ -37,10 +37,10 @@ def errors_as_messages() -> Iterator[None]:
 
 
 def _message_of(error: Exception) -> click.ClickException:
-    """Turn an error of the library into an error of the command: a message and an exit code."""
+    """Convert an exception to a click exception with a message and an exit code."""
     text = str(error).strip() or type(error).__name__
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
-        return click.ClickException("this machine has not enough memory for that")
+        return click.ClickException("out of memory: use smaller sizes, or a machine with more memory")
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
         return click.UsageError(text if len(text) <= 1000 else f"{text[:1000]}...")
     refused = isinstance(error, RuntimeError) and not isinstance(error, RecursionError | NotImplementedError)

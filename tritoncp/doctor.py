@@ -42,8 +42,8 @@ def doctor(as_json: bool) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Collect all facts as plain values. `problems` has a line with a remedy for each fault, `advice` one for
-    each setting that works but could be better.
+    """Return all facts as plain values. `problems` has a line with the remedy for each fault, `advice` one
+    for each setting that could be better.
 
     >>> facts = examine()
     >>> sorted(facts)[:5]
@@ -91,7 +91,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def assemblers(archs: Sequence[str]) -> dict[str, dict[str, str]]:
-    """The ptxas of each architecture, or why there is none. Without a GPU: those of Hopper and Blackwell."""
+    """Return the ptxas of each architecture, or the error; without a GPU for Hopper and Blackwell."""
     facts = {}
     for arch in archs or ("sm_90", "sm_100"):
         try:
@@ -102,14 +102,14 @@ def assemblers(archs: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def ptxas_advice(archs: Sequence[str]) -> Iterator[str]:
-    """Advise another ptxas where the one of these architectures is known to assemble some kernels wrong; one
-    that is bundled with Triton, if it has fewer faults."""
+    """Yield advice to use another ptxas, if the present one is known to miscompile some kernels: a newer one,
+    and one bundled with Triton if that has fewer faults."""
     yield from toolchain.broken_ptxas_paths()
     for arch in archs:
         try:
             used = toolchain.ptxas_for(arch)
         except LookupError:
-            continue  # the row of the table says why
+            continue  # the table has the error
         candidates = [used, *toolchain.bundled_ptxas()]
         faults = [list(toolchain.ptxas_faults(arch, ptxas.version)) for ptxas in candidates]
         at = min(range(len(faults)), key=lambda at: len(faults[at]))
@@ -123,7 +123,7 @@ def ptxas_advice(archs: Sequence[str]) -> Iterator[str]:
 
 
 def backends() -> list[str]:
-    """The backends of torch.distributed in this torch."""
+    """Return the backends of torch.distributed in this torch."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -133,7 +133,7 @@ def backends() -> list[str]:
 
 
 def nccl_version() -> tuple[int, ...] | None:
-    """The version of NCCL in this torch; None without NCCL or a GPU."""
+    """Return the version of NCCL in this torch; None without NCCL or a GPU."""
     import torch
 
     if not torch.cuda.is_available() or "nccl" not in backends():
@@ -142,22 +142,22 @@ def nccl_version() -> tuple[int, ...] | None:
 
 
 def nccl_advice(gpus: int) -> Iterator[str]:
-    """Advise NCCL settings on a machine with several GPUs: for messages that overlap with kernels, and for
-    safety with several communicators. docs/decisions/0001-one-data-communicator.md has the reasons."""
+    """Yield advice on NCCL settings for a machine with several GPUs, for overlap of messages with kernels and
+    safe use of several communicators (reasons: docs/decisions/0001-one-data-communicator.md)."""
     version = nccl_version()
     if gpus < 2 or version is None:
         return
     if os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") != "1":
         yield (
-            "a process group without a high-priority stream gets a companion communicator that has one; to "
-            "spare NCCL's buffers for it, set TORCH_NCCL_HIGH_PRIORITY=1, or make the group with "
+            "a process group without a high-priority stream gets a second communicator that has one; to save "
+            "the memory of its NCCL buffers, set TORCH_NCCL_HIGH_PRIORITY=1, or make the group with "
             "pg_options=ProcessGroupNCCL.Options(is_high_priority_stream=True)"
         )
     if os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "1":
         remedy = "set NCCL_LAUNCH_ORDER_IMPLICIT=1"
         if version < (2, 26):
             remedy = f"NCCL 2.26 is needed, this is {'.'.join(map(str, version))}: then {remedy}"
-        yield f"communicators that are in flight at once (FSDP's and this one, say) may deadlock: {remedy}"
+        yield f"communicators with concurrent messages, as FSDP's and this one, may deadlock: {remedy}"
 
 
 def problems(versions: dict[str, str | None], interpreted: bool) -> list[str]:
@@ -202,7 +202,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """List the facts as labels and texts."""
+    """Return the facts as pairs (label, text)."""
     nccl = f"nccl {report['nccl'] or ''}".strip()
     rows = {
         "versions": [f"{name} {version or '-'}" for name, version in report["versions"].items()],

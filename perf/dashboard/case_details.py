@@ -15,12 +15,13 @@ from tritoncp.perf.dashboard.shell import html_table, percent
 from tritoncp.perf.dashboard.trends import Trend
 from tritoncp.perf.records.history import OURS, Point
 
-FAILURES = 5  # the newest ones that are listed
+FAILURES = 5  # number of failures that are listed, the newest
 CLASSES = {"fails now": "worse", "fails still": "worse", "slower": "worse", "faster": "better"}
 
 
 def day_of(point: Point) -> str:
-    """Return the time of a measurement to the minute, in UTC; its text where that is no time."""
+    """Format the time of a measurement to the minute, in UTC; text that is not a time is returned
+    unchanged."""
     try:
         when = datetime.datetime.fromisoformat(point.time)
     except ValueError:
@@ -30,13 +31,14 @@ def day_of(point: Point) -> str:
 
 
 def commit_text(point: Point) -> str:
-    """Return a commit in short, with its + if it was changed."""
+    """Return the short form of a commit, with + for uncommitted changes."""
     commit = str(point.env.get("commit", "no commit"))
     return commit[:10] + "+" * commit.endswith("+") if re.fullmatch(r"[0-9a-f]{40}\+?", commit) else commit
 
 
 def commit_range(points: Sequence[Point], at: int, repository: str) -> tuple[str, str]:
-    """Return the commits from the point before ``at`` to it, and the address that compares them or ""."""
+    """Return (commits from the point before ``at`` to that at ``at``, web address that compares them or
+    "")."""
     last, first = points[max(0, at - 1)], points[at]
     before, after = (str(point.env.get("commit", "")).removesuffix("+") for point in (last, first))
     text = commit_text(first) if before == after else f"{commit_text(last)} … {commit_text(first)}"
@@ -48,7 +50,7 @@ def commit_range(points: Sequence[Point], at: int, repository: str) -> tuple[str
 
 
 def address_of(point: Point) -> str:
-    """Return the part of the page's address that shows a case.
+    """Return the URL fragment that selects a case on the page.
 
     >>> from tritoncp.perf.records.history import Series
     >>> address_of(Point("r", "t", "a b", Series("GPU"), {}, {}))
@@ -110,8 +112,8 @@ def _describe_change(trend: Trend, change: trends.Change, repository: str) -> st
         if trends.find_causes(points, at)
         else "Nothing that is recorded changed there: look at the machine."
     )
-    others = format_causes(points, at)
-    text += escape(f"Changed there: {others}." if others else nothing)
+    causes = format_causes(points, at)
+    text += escape(f"Changed there: {causes}." if causes else nothing)
     baselines = [points[i].baselines() for i in (max(0, at - 1), at)]
     moved = [
         f"{name} {percent(ms / baselines[0][name] - 1)}"
@@ -132,7 +134,7 @@ def format_causes(points: Sequence[Point], at: int) -> str:
 
 
 def figures_table(point: Point) -> str:
-    """Format the last figures of every contender, and the work of ranks."""
+    """Format tables of the newest figures of all contenders, and of the work of each rank."""
     rows = [_format_contender(name, figures) for name, figures in point.contenders.items()]
     heads = ("Who", "Median, ms", "Quartiles", "TFLOP/s", "Host, ms", "Set-up, s", "Memory, MiB", "Why not")
     lines = [

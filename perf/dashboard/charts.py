@@ -1,4 +1,4 @@
-"""The charts of a case; the page's script fills their source with the points of the case that is shown."""
+"""The charts of a case. The page's script fills their data source with the points of the selected case."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tritoncp.perf.dashboard.trends import Trend
 
 # Readable on white and on near-black, and distinct for most colour-blind readers (after Okabe and Ito).
 COLOURS = ("#0f7bc2", "#d95f02", "#12936e", "#b35a9c", "#a07800", "#7570b3", "#cc3311", "#5a7d2a")
-GREY = "#7d8794"  # of axes and text, on white and on near-black
+GREY = "#7d8794"  # colour of axes and text, on white and on near-black
 HOVER = [("", "@time"), ("commit", "@commit"), ("versions", "@versions")]
 
 
 def collect_points(
     all_trends: Sequence[Trend], numbers: Mapping[str, int], families: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """Collect the points of all cases, one case after another: NaN where there is no value.
+    """Collect the points of all cases as columns, case after case, NaN for missing values.
 
-    numbers: of the runs; families: of baselines, whose columns "ratio 0", ... are their time over tritoncp's
+    numbers: run -> its index; families: of baselines; columns "ratio 0", ... are their times over tritoncp's
     """
     points = [point for trend in all_trends for point in trend.points]
     own = [point.own for point in points]
@@ -46,7 +46,7 @@ def collect_points(
 
 
 def find_levels(trend: Trend) -> list[float]:
-    """Return the level at each point: the median of the points between two changes."""
+    """Return the level at each point: the median between the neighbouring changes."""
     times = np.array([point.ms or math.nan for point in trend.points])
     edges = [0, *(change.at for change in trend.changes), len(times)]
     levels = np.empty(len(times))
@@ -56,34 +56,34 @@ def find_levels(trend: Trend) -> list[float]:
     return levels.tolist()
 
 
-def make_time_chart(shown: ColumnDataSource) -> Any:
+def make_time_chart(source: ColumnDataSource) -> Any:
     """Make the chart of a case's times: median, quartiles, level and failures."""
     plot = _make_figure("milliseconds", 300)
-    plot.varea("x", "low", "high", source=shown, fill_color=COLOURS[0], fill_alpha=0.2)
-    plot.line("x", "ms", source=shown, line_color=COLOURS[0], line_width=1.2)
-    dots = plot.scatter("x", "ms", source=shown, color=COLOURS[0], size=5)
+    plot.varea("x", "low", "high", source=source, fill_color=COLOURS[0], fill_alpha=0.2)
+    plot.line("x", "ms", source=source, line_color=COLOURS[0], line_width=1.2)
+    dots = plot.scatter("x", "ms", source=source, color=COLOURS[0], size=5)
     plot.step(
         "x",
         "level",
-        source=shown,
+        source=source,
         line_color=GREY,
         line_width=2,
         line_dash="dashed",
         mode="before",
         alpha=0.8,
     )
-    crosses = plot.scatter("x", "failed", source=shown, marker="x", size=11, line_width=3, color=COLOURS[6])
+    crosses = plot.scatter("x", "failed", source=source, marker="x", size=11, line_width=3, color=COLOURS[6])
     tips = [("median", "@ms{0.0000} ms"), ("quartiles", "@low{0.0000} … @high{0.0000}"), *HOVER]
     plot.add_tools(HoverTool(renderers=[dots], tooltips=tips))
     plot.add_tools(HoverTool(renderers=[crosses], tooltips=[("failed", ""), *HOVER]))
     return plot
 
 
-def make_ratio_chart(shown: ColumnDataSource, families: Sequence[str]) -> Any:
-    """Make the chart of the baselines' times over tritoncp's."""
+def make_ratio_chart(source: ColumnDataSource, families: Sequence[str]) -> Any:
+    """Make the chart of speedups: the baselines' times divided by tritoncp's."""
     plot = _make_figure("baseline ÷ tritoncp", 280)
     for i, name in enumerate(families):
-        looks = {"source": shown, "color": COLOURS[i % len(COLOURS)], "legend_label": name}
+        looks = {"source": source, "color": COLOURS[i % len(COLOURS)], "legend_label": name}
         plot.line("x", f"ratio {i}", line_width=1.8, **looks)
         dots = plot.scatter("x", f"ratio {i}", size=4, **looks)
         plot.add_tools(

@@ -22,7 +22,7 @@ Z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 class Estimate(NamedTuple):
-    """A logarithm of a time: its variance (None: unknown), degrees of freedom, runs."""
+    """An estimate of the logarithm of a time, with its variance (or None), degrees of freedom, and runs."""
 
     mean: float
     variance: float | None
@@ -31,8 +31,8 @@ class Estimate(NamedTuple):
 
 
 class ComparedCase(NamedTuple):
-    """A case on both sides. before, after: milliseconds (or the multiple of a baseline); ratio: after over
-    before, None where a side failed, low and high its confidence interval, None where it is unknown."""
+    """A case on both sides. before, after: milliseconds (or multiples of a baseline's time); ratio: after /
+    before, None if a side failed; low, high: its confidence interval, None if unknown."""
 
     case: str
     series: str
@@ -65,10 +65,11 @@ class ComparedCase(NamedTuple):
 class Comparison(NamedTuple):
     """Rows, worst first, and the cases that have no row.
 
-    missing: cases measured before and not after: on the same series, or, if the case is gone, on any
-    new: cases measured after and not before
-    unmatched: cases in which the baseline took part on neither side
-    absent_series: measured before and not after, with cases that another series has after
+    missing: cases measured before but not after: on the same series, or on any if no series has the case
+    after
+    new: cases measured after but not before
+    unmatched: cases without a time of the baseline on either side
+    absent_series: series measured before but not after, of whose cases another series has a time after
     """
 
     rows: list[ComparedCase]
@@ -85,15 +86,15 @@ class Comparison(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was compared: no case in common, or all of them fail on both sides."""
+        """Whether there is no comparison: no common case, or all fail on both sides."""
         return all(row.before is None and row.after is None for row in self.rows)
 
 
 def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | None = None) -> Comparison:
-    """Compare the cases that both sides have, on the same series; on any, if no series is on both sides.
+    """Compare the common cases of two sides on equal series; if the sides have no common series, on any.
 
-    baseline: compare multiples of this family's time in the same run instead of times, since a change of the
-    machine affects both. Raises InputError, with a list of the baselines, where a side lacks it.
+    baseline: compare times divided by this family's time in the same run, on which a change of the machine
+    has less effect. Raises InputError, with a list of the baselines, if a side lacks it.
 
     >>> from tritoncp.perf.records.history import Series
     >>> def side(times):
@@ -134,12 +135,12 @@ def _check_baseline(baseline: str, *sides: Sequence[Point]) -> None:
 
 
 def _has_figures(points: Sequence[Point], baseline: str | None) -> bool:
-    """Whether some point has a figure to compare, or a failure."""
+    """Return whether any point has a figure to compare, or a failure."""
     return baseline is None or any(not point.ms or baseline in point.baselines() for point in points)
 
 
 def group_points(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], list[Point]]:
-    """Group points by case and series; of each run the last point counts."""
+    """Group points by case and series, with the last point of each run."""
     groups: dict[tuple[str, str], dict[str, Point]] = {}
     for point in points:
         key = point.case, str(point.series) if by_series else ""
@@ -199,8 +200,8 @@ def count_samples(row: dict[str, Any]) -> int:
 
 
 def median_variance(row: dict[str, Any]) -> float | None:
-    """Compute the variance of the logarithm of a median from its samples, else from quartiles and count; else
-    None."""
+    """Return the variance of the logarithm of a median: from its samples, or from quartiles and count; None
+    without these."""
     samples, n = sorted(row.get("samples", ())), count_samples(row)
     if len(samples) >= 5:
         rank = max(
@@ -248,13 +249,13 @@ def newest(points: Sequence[Point], runs: int) -> list[Point]:
 def side(
     word: str, history: Path, tell: Callable[[BrokenLine], object] = lambda problem: None
 ) -> list[Point]:
-    """Read the points that a word of the command line names: a file or folder; else, in a history, a commit
-    (or a name that git resolves to one), a run, or a device. ``tell`` is called with every broken line.
+    """Read the points of a side of a comparison. word: a file or folder; else, in the history, a commit (or a
+    name that git resolves to one), a version, a run, or a device. tell: called with every broken line
 
-    Raises InputError, which lists the known commits and devices.
+    Raises InputError with a list of the history's commits and devices.
     """
     if not word.strip():
-        raise InputError("an empty word names no file, commit, run, version or device")
+        raise InputError("BEFORE or AFTER is empty: pass a file, commit, run, version or device")
     place = Path(word) if Path(word).exists() else history
     points: list[Point] = []
     if place.exists():
@@ -281,7 +282,7 @@ def side(
 
 def _select_commit(points: Sequence[Point], word: str) -> list[Point]:
     if len(word) < 4 or not set(word.lower()) <= set("0123456789abcdef+"):
-        if word.startswith("-"):  # git would read an option
+        if word.startswith("-"):  # git would read it as an option
             return []
         command = ["git", "rev-parse", "--verify", "--quiet", f"{word}^{{commit}}"]
         try:
@@ -308,8 +309,7 @@ def lines(comparison: Comparison, limit: float | None) -> list[tuple[str, ...]]:
 
 
 def format_time(ms: float | None) -> str:
-    """Format a time to four digits. It is the exponential of a logarithm: its last digits are chance, and are
-    dropped first.
+    """Format a time to four digits, after rounding away the random last digits of exp(log(x)).
 
     >>> format_time(1.2344999999999999), format_time(None)
     ('1.234', 'failed')
@@ -337,7 +337,7 @@ HEAD = ("case", "before, ms", "after, ms", "change", f"{LEVEL:.0%} interval", "v
 
 
 def summary(comparison: Comparison, limit: float | None) -> str:
-    """Summarise in a line: number of cases, geometric mean, number past the limit, cases without a row."""
+    """Format a summary line: number of cases, geometric mean, cases beyond the limit, cases without a row."""
     mean = comparison.geomean
     text = f"{len(comparison.rows)} cases"
     text += f", geometric mean {100 * (mean - 1):+.1f} %" if mean else ""

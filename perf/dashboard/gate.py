@@ -1,4 +1,4 @@
-"""The gate: whether a comparison passes, with reasons; as JSON, and as a comment on a pull request."""
+"""The gate: verdict on a comparison, with reasons, as JSON and as a comment on a pull request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_COMMENT = 60_000  # characters; GitHub refuses comments of more than 65,536
 
 
 class Reason(NamedTuple):
-    """A reason why a gate does not pass. kind: slower, failed, missing, required, or nothing compared."""
+    """A reason for a failed gate. kind: slower, failed, missing, required, or nothing compared"""
 
     kind: str
     case: str
@@ -127,7 +127,7 @@ def _absence_reasons(comparison: Comparison, allow_missing: bool, required: Sequ
 
 
 def _shorten(texts: list[str], size: int) -> list[str]:
-    """Leave out the last lines of a text that is longer than ``size`` characters, and say so.
+    """Truncate lines to ``size`` characters in all; a last line says how many are left out.
 
     >>> _shorten(["a" * 9, "b" * 9, "c" * 9], 20)
     ['aaaaaaaaa', 'bbbbbbbbb', '', 'and 1 more']
@@ -141,7 +141,7 @@ def _shorten(texts: list[str], size: int) -> list[str]:
 
 
 def _code(text: str) -> str:
-    """Remove markup and cell ends from the text of a table's cell.
+    """Format text as code in a cell of a Markdown table.
 
     >>> _code("a`b|c\\n</details>")
     "`a'b/c </details>`"

@@ -1,6 +1,6 @@
-"""A history as one self-contained page: how the newest runs did, changes with their commits, every case.
+"""The dashboard: a history as one self-contained page, with the newest runs, changes with commits, all cases.
 
-All figures are computed here; the page's script only filters, and shows the case that was chosen.
+All figures are computed here; the page's script only filters cases and shows the selected one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tritoncp.perf.dashboard.shell import NUMBER, PERCENT, Column, html_table
 from tritoncp.perf.dashboard.trends import STATUSES, Trend
 from tritoncp.perf.records.history import History, Point
 
-WORST = 6  # cases in the card of a device
+WORST = 6  # cases in the card of a device, the worst
 
 
 class Run(NamedTuple):
@@ -43,8 +43,8 @@ class Run(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A change of a case at one of its points. ratio: after over before, None for a failure; sure: whether it
-    is a change of level or beyond the noise."""
+    """A change of a case at one of its points. ratio: after / before, None for a failure; sure: whether it is
+    a change of level or beyond the noise"""
 
     trend: Trend
     at: int
@@ -69,12 +69,12 @@ def page(history: History, repository: str = "") -> str:
     numbers = {run: i for i, run in enumerate(runs)}
     points = ColumnDataSource(charts.collect_points(all_trends, numbers, families))
     texts_of_runs = {name: [getattr(run, name) for run in runs.values()] for name in Run._fields}
-    # The points of the case that is shown: the page's script fills them.
-    shown = ColumnDataSource({name: [] for name in (*points.data, *Run._fields, "x")}, name="shown")
+    # The points of the selected case, which the page's script sets.
+    selected = ColumnDataSource({name: [] for name in (*points.data, *Run._fields, "x")}, name="shown")
     filters = _make_filters(all_trends)
-    models = {"cases": cases, "times": charts.make_time_chart(shown), **filters}
+    models = {"cases": cases, "times": charts.make_time_chart(selected), **filters}
     if families:
-        models["ratios"] = charts.make_ratio_chart(shown, families)
+        models["ratios"] = charts.make_ratio_chart(selected, families)
     if events:
         models["changes"] = _make_event_table(events, repository)
     now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="minutes")
@@ -92,7 +92,7 @@ def page(history: History, repository: str = "") -> str:
         (shell.ASSETS / "page.js").read_text(),
         cases=cases.source,
         points=points,
-        shown=shown,
+        shown=selected,
         runs=ColumnDataSource(texts_of_runs),
         chosen=chosen,
         filters=filters,
@@ -140,7 +140,7 @@ def _urgency_of_card(all_trends: Sequence[Trend]) -> tuple[Any, ...]:
 
 
 def _judge(all_trends: Sequence[Trend]) -> tuple[str, str]:
-    """Return whether a device got worse, as a class of the style sheet, and as a sentence."""
+    """Return the verdict on a device's newest run: (class of the style sheet, sentence)."""
     counts = {status: sum(trend.newest.status == status for trend in all_trends) for status in STATUSES}
     parts = [
         f"{counts[status]} {words}"
@@ -193,7 +193,7 @@ def _format_notes(history: History) -> str:
 
 
 def list_events(all_trends: Sequence[Trend]) -> list[Event]:
-    """List the changes of level, of the newest run alone, and to failures: newest first, then the largest."""
+    """List changes of level, changes of the newest run, and failures: the newest first, then by size."""
     events = []
     for trend in all_trends:
         points, newest, end = trend.points, trend.newest, len(trend.points) - 1
@@ -277,7 +277,7 @@ def _make_case_table(all_trends: Sequence[Trend], chosen: BooleanFilter, reposit
 
 
 def _make_filters(all_trends: Sequence[Trend]) -> dict[str, Any]:
-    """Make the controls that choose cases, by the column that they look at."""
+    """Make the controls that filter cases, by column."""
     lasts = [trend.points[-1] for trend in all_trends]
     present = {trend.newest.status for trend in all_trends}
     values = {

@@ -17,8 +17,8 @@ def find_repository() -> str:
 
 
 def web_address(url: str) -> str:
-    """Return the https address of a repository from an address that git takes, without user and password; ""
-    for an address that leads to no web page, as a folder's.
+    """Convert a git remote's address to an https address without user and password; "" for one without a web
+    page, as a folder's.
 
     >>> web_address("git@github.com:owner/project.git"), web_address("ssh://git@example.org:22/owner/project")
     ('https://github.com/owner/project', 'https://example.org/owner/project')

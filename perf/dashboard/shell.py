@@ -18,8 +18,9 @@ from bokeh.resources import Resources
 
 ASSETS = Path(__file__).parent / "assets"
 ROW, HEAD = 30, 34  # pixels of a table's rows and of its head
-MOST_ROWS = 14  # that a table shows at a time; the others scroll
-# Templates of cells: `value` is the cell's, other columns of its row are named; <%- escapes, <%= does not.
+MOST_ROWS = 14  # visible rows of a table; more scroll
+# Templates of cells: `value` is the cell's value, other columns are available by name; <%- escapes, <%= does
+# not.
 NUMBER = '<%= Number.isFinite(value) ? value.toPrecision(4) : "–" %>'
 PERCENT = (
     '<%= Number.isFinite(value) ? (value < 0 ? "−" : "+") + Math.abs(100 * value).toFixed(1) + " %" : "–" %>'
@@ -38,8 +39,8 @@ class Column(NamedTuple):
 def make_table(
     columns: Mapping[str, Column], more: Mapping[str, Sequence[Any]] | None = None, row_filter: Any = None
 ) -> DataTable:
-    """Make a table that sorts by a click on a head. more: columns that only templates and scripts read;
-    row_filter: a filter of Bokeh's."""
+    """Make a table that is sorted by a click on a column's head. more: hidden columns for templates and
+    scripts; row_filter: a Bokeh filter"""
     values = {name: _numbers(column.values) for name, column in columns.items()}
     source = ColumnDataSource({**values, **(more or {})})
     heads = [
@@ -87,8 +88,8 @@ def render(
 ) -> str:
     """Return a page as HTML.
 
-    layout:    file of assets/ with the places of models and texts, which are HTML, as <!--name-->
-    script:    runs when the models are shown, with ``arguments``, which are models too
+    layout:    file in assets/, in which <!--name--> is replaced by models and texts (HTML)
+    script:    runs when the models are loaded, with ``arguments``, which are models too
     """
     document = Document()
     for model in models.values():

@@ -1,9 +1,9 @@
-"""Trends of cases over runs: changes of level, their possible causes, and the newest time against its level.
+"""Trends of cases over runs: change points, their possible causes, and the newest time against its level.
 
-Logarithms of times, cleaned of outliers, are cut where that lowers the sum of squares around each piece's
-mean by more than a penalty (PELT, arXiv 1101.1438, by ruptures). The penalty was chosen by simulation, see
-tests/perf/dashboard/test_trends.py: with 1 % noise and 2 % of points 10 to 30 % too slow, 120 points, a
-step of 3 % is detected within 3 points in 99 of 100 series, and 2 in 1000 flat series are cut.
+The series of logarithms of times, without outliers, is split where that lowers the sum of squares around the
+pieces' means by more than a penalty (PELT, arXiv 1101.1438, by ruptures). The penalty was chosen by
+simulation, see tests/perf/dashboard/test_trends.py: with 1 % noise and 2 % of points 10 to 30 % too slow, 120
+points, a step of 3 % is detected within 3 points in 99 of 100 series, and 2 in 1000 flat series are split.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from tritoncp.perf.records.history import ATTRIBUTES, Point
 
 try:
     import ruptures
-except ImportError:  # its releases up to 1.1.10 refuse Python 3.14
+except ImportError:  # releases up to 1.1.10 do not support Python 3.14
     ruptures = None
 
-MISSING = (  # shown where it is not installed
-    "Changes of level were not searched for: the package ruptures is not installed, which has no release for "
-    "Python 3.14. Make the page with Python 3.11 to 3.13 and pip install ruptures."
+MISSING = (  # text of the page without ruptures
+    "Changes of level are not detected, since the package ruptures is not installed (there is no release for "
+    "Python 3.14): make the page with Python 3.11 to 3.13 and pip install ruptures."
 )
 WINDOW = 9  # points of the running median
 CLIP = 2.0  # standard deviations from the running median, beyond which points are clipped
-LEAST_POINTS = 5  # points of a piece
+LEAST_POINTS = 5  # least points of a piece
 PENALTY = 4.0  # smallest gain of a cut, in variances times log(points)
 LEAST = 0.01  # smallest relative change of the level that is reported
 NEAR = 3  # points before and after a change that are searched for causes
-LEAST_BEFORE = 4  # points of the level without which nothing is sure of the newest one
+LEAST_BEFORE = 4  # least points of a level for a sure verdict on the newest one
 CONFIDENCE = 0.99  # level of the interval around the newest point's ratio to its level
 GROSS = 6.0  # robust standard deviations from the median, beyond which points are left out of the noise
-LARGE = 0.1  # relative change that is reported even where noise or too few points leave it unsure
+LARGE = 0.1  # relative change that is reported even if it is not sure, by noise or too few points
 # Most urgent first. "maybe": a large change that noise, or too few points, may explain
 STATUSES = (
     *("fails now", "slower", "maybe slower", "fails still", "faster", "maybe faster", "as before"),
@@ -58,7 +58,7 @@ class Change(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """An attribute that changed at a point: how many points after the change (0: with it)."""
+    """An attribute that changed near a change of level. away: number of points after it (0: at it)"""
 
     name: str
     before: str
@@ -67,7 +67,7 @@ class Cause(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """The newest time over the level before it, and the interval of that ratio; None where unknown.
+    """The newest time divided by the level before it, and the interval of that ratio; None if unknown.
 
     status: one of STATUSES; earlier: number of points in the level before it
     """
@@ -80,8 +80,8 @@ class Newest(NamedTuple):
 
 
 class Trend(NamedTuple):
-    """A case on one series: its points in order of time, the changes of its level, and how its newest point
-    did. loss: the present level over the lowest one before it, 1 if it is the lowest."""
+    """The trend of a case on one series: points in order of time, changes of level, comparison of the newest
+    point. loss: the present level divided by the lowest earlier one, at least 1"""
 
     points: list[Point]
     changes: list[Change]
@@ -90,8 +90,8 @@ class Trend(NamedTuple):
 
     @property
     def urgency(self) -> tuple[float, ...]:
-        """The sort key of a case: new failures, slower cases by their ratio, old failures, cases slower than
-        at best, then by the distance below their goal."""
+        """Sort key: new failures, slower cases by ratio, old failures, cases slower than their best level,
+        then by distance below the goal."""
         last, newest = self.points[-1], self.newest
         slower = newest.status in ("slower", "maybe slower")
         groups = newest.status == "fails now", slower, newest.status == "fails still", self.loss > 1
@@ -174,14 +174,14 @@ def _estimate_level(logs: np.ndarray) -> tuple[float, float, int]:
 
 
 def _estimate_noise(logs: np.ndarray) -> float:
-    """Estimate the noise from the median of neighbours' differences, over √2: steps and outliers hardly
-    count."""
+    """Estimate the noise as the median difference of neighbours, over √2, on which steps and outliers have
+    little effect."""
     return float(1.4826 * np.median(np.abs(np.diff(logs))) / np.sqrt(2))
 
 
 def _running_median(x: np.ndarray) -> np.ndarray:
-    """Return the running median; the ends are mirrored without repeating them, so that an outlier there stays
-    a single point."""
+    """Return the running median, with mirrored ends (the end points are not repeated, so that an outlier
+    there counts once)."""
     width = min(WINDOW, len(x) - (len(x) + 1) % 2)
     padded = np.pad(x, width // 2, mode="reflect")
     return np.median(sliding_window_view(padded, width), axis=1)

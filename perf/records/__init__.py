@@ -1,1 +1,1 @@
-"""Histories of measurements: their file format, and imports into them."""
+"""Histories of measurements: their file format, readers and writers."""

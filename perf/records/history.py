@@ -1,7 +1,7 @@
-"""History: self-contained JSON lines in files that several runs may append to.
+"""Histories of measurements: files of self-contained JSON lines, to which several runs may append.
 
-A line of kind "case" is one measurement of one case, a `Point`; a line of kind "left out" a case that a run
-had no time for. A reader returns every complete line and names every broken one.
+A line of kind "case" is one measurement of one case, a `Point`; a line of kind "left out" is a case for which
+a run had no time. A reader returns every valid line and reports every broken one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tritoncp.perf.exit_codes import InputError
 
 VERSION = 1
 OURS = "tritoncp"
-# The contender that shows that a family of baselines was tuned; without its time the family is untuned.
+# Family of baselines -> the contender without whose time it counts as untuned.
 TUNED = {"flex": "flex max-autotune"}
-# Attributes that may differ between points of a series, and may explain a change.
+# Attributes that may differ between the points of a series, and may be the cause of a change.
 ATTRIBUTES = ("commit", "tritoncp", "torch", "triton", "ptxas", "driver", "cuda", "cudnn", "python")
 
 
 class Series(NamedTuple):
-    """Device, power limit and clocks: times of a case are comparable only within one series."""
+    """A series: device, power limit and clocks. Times of a case are comparable only within a series."""
 
     device: str
     power_limit: str = ""
@@ -43,7 +43,7 @@ class Series(NamedTuple):
 
 
 class BrokenLine(NamedTuple):
-    """A line that could not be used: its file, number and error."""
+    """An invalid line of a history: its file, number and error."""
 
     path: Path
     line: int
@@ -79,7 +79,7 @@ class Point:
 
     @property
     def own(self) -> dict[str, Any]:
-        """The figures of tritoncp, or the reason why there are none."""
+        """The figures of tritoncp, or {"why": reason of the failure}."""
         return self.contenders.get(OURS) or {"why": "tritoncp did not take part"}
 
     @property
@@ -88,8 +88,8 @@ class Point:
         return self.own.get("ms")
 
     def baselines(self) -> dict[str, float]:
-        """Return the best median of each family of baselines: the first word of a name is the family. Untuned
-        families are left out, because a ratio to them would be mistaken for one to a tuned baseline.
+        """Return the best median of each family of baselines (the first word of a contender's name), without
+        untuned families, ratios to which would be misleading.
 
         >>> figures = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}, "cudnn": {"ms": 1.5}, "x": {"why": ""}}
         >>> Point("r", "t", "c", Series("d"), {}, figures).baselines()
@@ -101,7 +101,7 @@ class Point:
         return {family: ms for family, ms in best.items() if family not in self.untuned()}
 
     def untuned(self) -> list[str]:
-        """List the families with a time, but without a time of the contender that TUNED requires.
+        """Return the untuned families: with a time, but without that of the contender in TUNED.
 
         >>> Point("r", "t", "c", Series("d"), {}, {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}}).untuned()
         ['flex']
@@ -142,7 +142,7 @@ class Point:
 
 @dataclass(frozen=True)
 class History:
-    """Contents of history files, in the order of files and lines, and problems with broken lines."""
+    """The points of history files, in the order of files and lines, and their broken lines."""
 
     points: list[Point]
     problems: list[BrokenLine]
@@ -158,14 +158,13 @@ def variant(options: Mapping[str, Any]) -> str:
 
 
 class DiskFull(InputError):
-    """Raised where a line could not be written in full; the lines before it are complete."""
+    """Raised if a line could not be written completely; earlier lines are complete."""
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
-    """Append one line to a file, in full or not at all, under a lock against concurrent writers.
+    """Append one line to a file atomically, under a lock against concurrent writers.
 
-    An unfinished line of an earlier writer is ended first, so that it does not spoil this one. Raises
-    DiskFull if there is no room.
+    An incomplete line of an earlier writer is ended first. Raises DiskFull if there is no space.
     """
     text = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
     file, num_written = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644), 0
@@ -188,9 +187,9 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def files(places: Iterable[Path]) -> list[Path]:
-    """List the .jsonl files of folders, and files themselves, in order of name.
+    """List files, and the .jsonl files in folders, by name.
 
-    Raises FileNotFoundError for a missing path, OSError for a device, which may have no end.
+    Raises FileNotFoundError for a missing path, OSError for a device, which may be endless.
     """
     paths: list[Path] = []
     for place in places:
@@ -208,7 +207,7 @@ def files(places: Iterable[Path]) -> list[Path]:
 
 
 def read(*places: Path) -> History:
-    """Read files and folders of lines. Broken lines become problems, never an exception.
+    """Read history files and folders. Broken lines are listed in the result, and never raise.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "a.jsonl")
@@ -229,7 +228,7 @@ def read(*places: Path) -> History:
 
 
 def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield the number of each line of a file, and the parsed JSON, or an error message."""
+    """Yield (number, parsed JSON or error message) of each line of a file."""
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             if text.strip():
@@ -237,7 +236,7 @@ def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _parse_line(text: bytes) -> dict[str, Any] | str:
-    """Parse a line: its JSON, or an error message."""
+    """Return the parsed JSON of a line, or an error message."""
     try:
         line = parse_json(text)
     except ValueError as error:  # includes UnicodeDecodeError
@@ -258,8 +257,8 @@ def _parse_line(text: bytes) -> dict[str, Any] | str:
 
 
 def point_of(line: dict[str, Any]) -> Point:
-    """Make a point from a line of kind "case". Raises KeyError, TypeError, ValueError or AttributeError for a
-    line that is no measurement."""
+    """Make a Point from a line of kind "case". Raises KeyError, TypeError, ValueError or AttributeError for
+    an invalid line."""
     for kind, names in ((str, ("run", "time", "case")), (dict, ("env", "tags", "work", "state", "goal"))):
         for name in names:
             if not isinstance(line[name] if kind is str else line.get(name, {}), kind):
@@ -276,10 +275,10 @@ def point_of(line: dict[str, Any]) -> Point:
 
 @dataclass
 class Journal:
-    """Points of one run, each written to a file as soon as it is measured.
+    """Writer of one run's points, each as soon as it is measured.
 
-    tell: called with every line that is written, and with lines of kinds "plan" and "check" that are not
-    left_out: names of cases that had no time
+    tell: called with every line, also of the kinds "plan" and "check", which are not written
+    left_out: names of cases for which there was no time
     """
 
     path: Path
@@ -291,11 +290,11 @@ class Journal:
     left_out: set[str] = field(default_factory=set)
 
     def announce(self, measurements: int) -> None:
-        """Tell, without writing, how many measurements follow."""
+        """Report the number of following measurements, without writing."""
         self.tell({"kind": "plan", "measurements": measurements})
 
     def leave_out(self, case: str) -> None:
-        """Write that there was no time for a case. Raises DiskFull."""
+        """Write a line "left out": there was no time for a case. Raises DiskFull."""
         self.left_out.add(case)
         self.write({"kind": "left out", "case": case, "why": "the time budget is used up"})
 
@@ -313,7 +312,7 @@ class Journal:
 
 
 def find_unfinished(folder: Path, series: Series, env: dict[str, Any]) -> tuple[Path, list[Point]] | None:
-    """Find the newest run with the same code, versions and device: its file, and its points so far."""
+    """Return (file, points) of the newest run with the same code, versions and device; None without one."""
     newest: tuple[Path, list[Point]] | None = None
     identity = ("sources", *ATTRIBUTES[1:])  # the same sources under another commit are the same code
     for path in files([folder]) if folder.exists() else ():

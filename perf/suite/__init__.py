@@ -1,1 +1,1 @@
-"""Benchmark cases, contenders, and the measurement of both."""
+"""Benchmark: cases, contenders (tritoncp and baselines), checks and timing."""

@@ -1,7 +1,7 @@
 """Contenders of the benchmark: tritoncp, PyTorch's compiled flex attention in variants, and SDPA's kernels.
 
-A contender takes q, k and v in the layout of its own API. Converting its results to [batch, heads, seq, dim]
-for comparison is not timed.
+A contender gets q, k and v in the layout of its own API. The conversion of its results to [batch, heads, seq,
+dim], for comparison, is not timed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {
     "flex max-autotune": ("max-autotune-no-cudagraphs", {}),
 }
 PASSES = ("forward", "backward")
-# Prefixes of the kernel options of tritoncp that do not affect a pass.
+# Pass -> prefixes of tritoncp's kernel options that do not affect it.
 _IRRELEVANT_PREFIXES = {
     "forward": ("bwd_", "FUSED_BACKWARD"),
     "backward": ("fwd_", "ROUTE", "PACK_GQA", "SPLIT_KV"),
@@ -45,7 +45,7 @@ _IRRELEVANT_PREFIXES = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of a problem: q, k, v are leaves [batch, heads, seq, dim], dout is the gradient of out."""
+    """Tensors of a problem: q, k, v [batch, heads, seq, dim], leaves that require grad, and dout."""
 
     q: Tensor
     k: Tensor
@@ -57,12 +57,12 @@ class Inputs:
 class Contender:
     """An implementation of attention, ready to run one problem.
 
-    call:   one forward pass over ``leaves``; a list of outputs where several ranks are on one device
-    leaves: q, k, v in the contender's own layout, requiring grad; of several ranks all q, then all k, all v
+    call:   runs a forward pass on ``leaves``; returns a list of outputs if several ranks are on one device
+    leaves: q, k, v in the contender's layout, requiring grad; for several ranks all q, then all k, all v
     dout:   gradients in the layout of the outputs
-    to_bhsd: converts out, dq, dk or dv (or the list of the ranks' parts) to [batch, heads, seq, dim]
-    repeat: the number of copies of each key head in the leaves
-    passes: the passes to time, which the contender's options change
+    to_bhsd: converts out, dq, dk or dv (or the list of the ranks' shards) to [batch, heads, seq, dim]
+    repeat: number of copies of each KV head in the leaves
+    passes: the passes to time: those that the contender's options affect
     """
 
     call: Callable[[], Any]
@@ -91,13 +91,13 @@ class Contender:
 
 
 class Unsupported(Exception):
-    """Raised where this PyTorch, device or baseline cannot run a case; the message says why."""
+    """Raised if this PyTorch, device or baseline cannot run a case, with the reason."""
 
 
 def inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
     """Draw unit-normal tensors for a problem."""
     if problem.queries and (problem.mask != "full" or problem.world > 1):
-        raise ValueError(f"{problem.name}: a case with few queries needs the full mask and one rank")
+        raise ValueError(f"{problem.name}: few queries are supported with the full mask on one rank only")
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(heads: int, width: int, rows: int = problem.seq) -> Tensor:
@@ -122,7 +122,7 @@ def one_device(problem: Problem, tensors: Inputs, options: dict[str, Any] | None
 
 
 def _passes_of(options: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return the passes that kernel options change.
+    """Return the passes that kernel options affect.
 
     >>> _passes_of({"ROUTE": "gluon", "fwd_BLOCK_N": 64}), _passes_of({"num_warps": 8})
     (('forward',), ('forward', 'backward'))
@@ -161,7 +161,7 @@ def split(
 
 
 def torch_split(problem: Problem, tensors: Inputs, group: Any) -> Contender:
-    """Prepare PyTorch's context parallel flex attention: gathered keys, blocks placed by PTRR."""
+    """Prepare PyTorch's context-parallel flex attention: all-gather of keys, blocks assigned by PTRR."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import _attention
 
@@ -191,7 +191,7 @@ def torch_split(problem: Problem, tensors: Inputs, group: Any) -> Contender:
 
 
 def flex(problem: Problem, tensors: Inputs, variant: str = "flex") -> Contender:
-    """Prepare torch's flex attention: compiled on a GPU, eager on a CPU, where only the answer matters."""
+    """Prepare torch's flex attention: compiled on a GPU; eager on a CPU, where it is not timed."""
     device = tensors.q.device
     mode, options = FLEX[variant]
     if options.get("BACKEND") == "FLASH":
@@ -217,7 +217,7 @@ def flex(problem: Problem, tensors: Inputs, variant: str = "flex") -> Contender:
 
 
 def _check_flash_backend() -> None:
-    """Raise Unsupported where flex attention cannot run on FlashAttention's CuTe kernels."""
+    """Raise Unsupported if flex attention cannot use FlashAttention's CuTe kernels."""
     if "BACKEND" not in torch_flex.FlexKernelOptions.__annotations__:
         raise Unsupported(f"flex_attention of torch {torch.__version__} has no kernel option BACKEND")
     if not (importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")):
@@ -231,7 +231,7 @@ def dense(problem: Problem, tensors: Inputs, backend: SDPBackend) -> Contender:
     """
     supported = MASKS[problem.mask].dense
     if supported is None:
-        raise Unsupported(f"scaled_dot_product_attention has no name for the mask {problem.mask!r}")
+        raise Unsupported(f"scaled_dot_product_attention has no argument for the mask {problem.mask!r}")
     group = problem.heads // problem.kv_heads
 
     def contender(repeat: int) -> Contender:
@@ -261,7 +261,7 @@ def packed(problem: Problem, tensors: Inputs) -> Contender:
     [tokens, heads, dim]."""
     mask = MASKS[problem.mask]
     if not mask.documents and mask.window is None:
-        raise Unsupported(f"varlen_attn has no name for the mask {problem.mask!r}")
+        raise Unsupported(f"varlen_attn has no argument for the mask {problem.mask!r}")
     from torch.nn.attention import varlen
 
     varlen_attn: Any = varlen.varlen_attn
@@ -291,7 +291,7 @@ def _varlen_options(parameters: Any, left: int, grouped: bool) -> dict[str, Any]
     elif left < 0:
         options = {"is_causal": True}
     else:
-        raise Unsupported("varlen_attn of this PyTorch takes no window")
+        raise Unsupported("varlen_attn of this PyTorch has no argument for windows")
     return options | ({"enable_gqa": True} if grouped and "enable_gqa" in parameters else {})
 
 

@@ -1,7 +1,7 @@
 """The table of benchmark cases, most important first.
 
-A case is data. Its name never changes meaning, so that figures of different days can be compared: a new
-shape or mask is a new case.
+The meaning of a case's name never changes, so that times of different days can be compared: a new shape or
+mask is a new case.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Case:
         return f"{self.problem.name}-{PASS_SUFFIXES[self.which]}"
 
     def shrunk(self) -> Case:
-        """Return the same case, small enough for interpreted kernels."""
+        """Return the case with sizes small enough for interpreted kernels."""
         heads, kv_heads = (4, 2) if self.problem.world > 1 else (2, 1)
         problem = replace(
             self.problem, seq=256, heads=heads, kv_heads=kv_heads, dim=16, v_dim=16, batch=1,
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def tags(self) -> dict[str, str]:
-        """Tags by which a reader of the history may filter cases.
+        """Tags for filters of the history's readers.
 
         >>> Case(Problem("causal", 16384), "forward").tags["shape"]
         '1×16384, 32/8 heads of 128'

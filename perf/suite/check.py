@@ -21,7 +21,7 @@ TOLERANCE = {
     torch.float32: (2e-5, 2e-4),
 }
 ROWS = 128
-_CHUNK = 1 << 26  # scores in memory at a time
+_CHUNK = 1 << 26  # most scores in memory at a time
 
 
 class Answer(NamedTuple):
@@ -41,7 +41,7 @@ class RelativeErrors(NamedTuple):
 
 
 def reference(problem: Problem, tensors: Inputs) -> Answer:
-    """Compute dense attention in float32 (float64 on a CPU), a few rows of one key head at a time.
+    """Compute dense attention in float32 (float64 on a CPU), a few rows of one KV head at a time.
 
     Every row must see a key, as in every mask of the table.
     """
@@ -76,7 +76,7 @@ def reference(problem: Problem, tensors: Inputs) -> Answer:
 
 
 def _shifted(score: Mod, b: int, h: int, row: int) -> Mod:
-    """Return a score_mod for a part of a tensor that begins at these indices."""
+    """Return a score_mod for a slice of a tensor that begins at these indices."""
     return lambda x, _, head, q_idx, kv_idx: score(x, torch.full_like(head, b), head + h, q_idx + row, kv_idx)
 
 
@@ -94,6 +94,6 @@ def errors(actual: Tensor, expected: Tensor) -> RelativeErrors:
 
 
 def acceptable(error: RelativeErrors, dtype: torch.dtype) -> bool:
-    """Whether errors are within the tolerance of a dtype."""
+    """Return whether errors are within the tolerance of a dtype."""
     whole, worst = TOLERANCE[dtype]
     return error.whole <= whole and error.worst <= worst

@@ -1,4 +1,4 @@
-"""Attention by the CPU engine, beside torch's attention on the CPU: contenders of host cases.
+"""Contenders of host cases: attention by the CPU engine, and torch's attention on the CPU.
 
 torch's flex attention has no backward pass on the CPU, and its eager form materialises all scores.
 """
@@ -28,7 +28,8 @@ LARGEST_EAGER = 2048  # tokens: scores of torch's eager flex attention take 16 b
 LARGEST_DENSE = 16384  # tokens: a dense mask in float32, 1 GiB
 SIZES_COMPILED = 2048, 4096  # tokens: torch.compile takes seconds for each mask, and at two sizes
 LONG = 8192  # tokens: an execution takes seconds from here on, and a case is timed in few rounds
-# Least speedups over baselines, by mask, from SHORTEST tokens on; of a forward pass with a score_mod besides
+# Goals: least speedups over baselines, by mask, from SHORTEST tokens on; and of a forward pass with a
+# score_mod
 SHORTEST = 2048
 GOALS = {"causal": {"sdpa-dense": 1.0}, "prefix": {"sdpa-dense": 1.0}}
 GOALS |= {mask: {"sdpa-dense": 2.0} for mask in ("document", "window")}
@@ -49,7 +50,7 @@ def cpu_engine() -> Iterator[None]:
 
 
 def goal_of(operation: str, problem: Problem) -> dict[str, float]:
-    """Return the least speedups of a case over baselines; a baseline that has no time is not judged."""
+    """Return the goals of a case: least speedups over baselines. (A baseline without a time is ignored.)"""
     if problem.seq < SHORTEST:
         return {}
     if problem.world > 1:
@@ -67,11 +68,11 @@ def make_contenders(problem: Problem, operation: str) -> Makers:
     x = inputs(problem, CPU)
     if not train:  # calls without gradients
         x = Inputs(*(tensor.detach() for tensor in (x.q, x.k, x.v, x.dout)))
-    ours = partial(one_device, problem, x)
+    prepare = partial(one_device, problem, x)
     if problem.world > 1:
-        contenders = {OURS: split(problem, x), "one-device": ours()}
+        contenders = {OURS: split(problem, x), "one-device": prepare()}
     else:
-        contenders = {OURS: ours()}
+        contenders = {OURS: prepare()}
         leaves = x.q, x.k, x.v
         for name, call in _torch_calls(problem, leaves, train).items():
             contenders[name] = Contender(call, leaves, x.dout)
@@ -111,7 +112,7 @@ def _torch_calls(
 
 
 def _dense_mask(plain: Callable[..., Tensor] | None, seq: int) -> Tensor:
-    """Return 0 for visible pairs, -inf for hidden ones: float32 [seq, seq]."""
+    """Return the mask as a bias: 0 for visible pairs, -inf for hidden ones, float32 [seq, seq]."""
     if plain is None:
         return torch.zeros(seq, seq)
     index, zero = torch.arange(seq), torch.zeros((), dtype=torch.int64)

@@ -1,6 +1,6 @@
-"""Measurements without a GPU: time and memory of masks and plans, and the Python time of a call.
+"""Host cases, without a GPU: time and memory of masks and plans, Python time of a call, and the CPU engine.
 
-Cases are written, compared and shown in the format of attention cases. The device of their series is the CPU.
+They are written, compared and displayed as attention cases. The device of their series is the CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tritoncp.planning.build import build
 from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
-# Operations of the CPU engine, with the end of a case's name
+# Operation of the CPU engine -> suffix of the case's name
 CPU_PASSES = {"attend": "fwd", "train": "fwd-bwd"}
 Makers = dict[str, Callable[[], Run]]
 
@@ -73,7 +73,7 @@ class HostCase:
 
     @property
     def goal(self) -> dict[str, float]:
-        """The least speedups over baselines; only cases of the CPU engine are judged."""
+        """Least speedups over baselines; {} except for cases of the CPU engine."""
         return cpu_attention.goal_of(self.operation, self.problem) if self.operation in CPU_PASSES else {}
 
     @property
@@ -149,7 +149,7 @@ def run(
     seconds: float,
     resumed_points: Sequence[Point] = (),
 ) -> int:
-    """Measure cases on one core and write a line for each. Returns the number of failures."""
+    """Measure cases on one core and write a line for each; return the number of failures."""
     torch.set_num_threads(1)
     measured_names, failures = {point.case for point in resumed_points}, 0
     remaining_cases = [case for case in cases if case.name not in measured_names]
@@ -168,7 +168,7 @@ def run(
 
 
 def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Measure every contender of a case. Returns their figures and facts about the work."""
+    """Measure all contenders of a case; return (their figures, facts about the work)."""
     contender_makers, work = make_contenders(case)
     with cpu_attention.cpu_engine() if case.operation in CPU_PASSES else no_launches():
         figures = time_interleaved(contender_makers, WallClock(), seconds, case.rounds)
@@ -180,7 +180,7 @@ def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], 
 
 
 def make_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
-    """Return functions that prepare one execution of a case, by contender, and facts about the work."""
+    """Return (contender -> function that prepares one execution of a case, facts about the work)."""
     if case.operation in CPU_PASSES:
         return cpu_attention.make_contenders(case.problem, case.operation), {}
     return {"mask": _mask_contenders, "plan": _plan_contenders}.get(case.operation, _call_contenders)(case)
@@ -224,7 +224,7 @@ def _call_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
 
 @contextmanager
 def no_launches() -> Iterator[None]:
-    """Prepare kernel launches without running them, to time the rest of a call."""
+    """Context in which kernel launches are prepared but not run, to time the rest of a call."""
     from tritoncp.kernels.launch import Launch
 
     with mock.patch.object(Launch, "__call__", return_value=None):

@@ -22,7 +22,7 @@ INTERPRETED = "cpu, interpreted"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Collect versions, driver, commit and digest of the code: attributes of a point."""
+    """Return versions, driver, commit and digest of the code: attributes of a point."""
     package = tile_tables.PACKAGE.resolve()
     facts: dict[str, Any] = {
         "python": platform.python_version(),
@@ -42,7 +42,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def _ptxas_version(arch: str) -> str | None:
-    """Return the version of the ptxas that Triton runs for an architecture; None where there is none."""
+    """Return the version of the ptxas that Triton uses for an architecture, or None."""
     try:
         return ptxas_for(arch).version
     except LookupError:
@@ -73,7 +73,7 @@ def processor() -> str:
 
 
 def commit(folder: Path) -> str | None:
-    """Return the commit of a folder, with a + if Python files differ from it; None without git."""
+    """Return the commit of a folder, with + if Python files have uncommitted changes; None without git."""
     head = _run_command("git", "-C", str(folder), "rev-parse", "HEAD")
     changed = head and _run_command("git", "-C", str(folder), "status", "--porcelain", "-uno", "--", "*.py")
     return f"{head}+" if changed else head
@@ -110,7 +110,7 @@ def _query_gpu(device: torch.device, *fields: str) -> dict[str, str]:
 
 
 def _run_command(*command: str) -> str | None:
-    """Run a command and return its output; None where the command is missing or fails."""
+    """Run a command and return its output; None if the command is missing or fails."""
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

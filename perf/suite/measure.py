@@ -1,4 +1,4 @@
-"""The benchmark: for each problem, checks the answers of all contenders, then times them."""
+"""The benchmark: for each problem, checks the results of all contenders, then times them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tritoncp.planning.problem import Problem
 
 THOROUGH = ["flex prescale tma", "flex max-autotune"]  # flex variants that compile for a minute
 QUICK = [name for name in FLEX if name not in THOROUGH]
-LOST = torch.AcceleratorError.__name__  # a launch that failed on the device
+LOST = torch.AcceleratorError.__name__  # error of a launch that failed on the device
 
 
 class DeviceLost(RuntimeError):
-    """Raised where a launch failed on the device; this process cannot use the device any more."""
+    """Raised if a launch failed on the device, which this process cannot use any more."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Bench:
         return clock if self.group is None else GroupClock(clock, self.device)
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Measure every case with contenders that compile fast; then the first size of each searched mask
+        """Measure all cases with contenders that compile fast; then the first size of each mask in SEARCHED
         with the flex variants that compile slowly."""
         measured = {point.case for point in self.resumed_points}
         groups = self._group_problems([case for case in cases if case.name not in measured])
@@ -107,8 +107,8 @@ class Bench:
         return {name: make for name, make in makers.items() if self._takes_part(name)}
 
     def _select_thorough(self, cases: Sequence[Case]) -> list[list[Case]]:
-        """Select the problems for which the slow variants are compiled, too: the first size of each searched
-        mask, unless the resumed run has measured them."""
+        """Select the problems for the variants that compile slowly: the first size of each mask in SEARCHED,
+        unless the resumed run has measured them."""
         if self.device.type != "cuda" or not any(self._takes_part(name) for name in THOROUGH):
             return []
         first: dict[str, list[Case]] = {}
@@ -121,7 +121,7 @@ class Bench:
         return [group for group in first.values() if any(case.name not in complete for case in group)]
 
     def _measure_in_budget(self, cases: list[Case], variants: Sequence[str], slowest: float) -> float:
-        """Measure one problem if there is time. Returns the seconds that it took."""
+        """Measure one problem if there is time; return the seconds that it took."""
         begin = time.monotonic()
         if self.clock.agree(begin + slowest - self.deadline) > 0:
             for case in cases:
@@ -155,26 +155,26 @@ class Bench:
             self._time_pass(case, working, checks)
 
     def _give_up(self, cases: list[Case], checks: dict[str, dict[str, Any]]) -> None:
-        """Write the cases without times after an error on the device, and raise DeviceLost. A resumed run
-        leaves them out."""
-        untimed = {"why": "not timed: another contender broke the device"}
+        """After an error on the device, write the cases without times, which a resumed run skips, and raise
+        DeviceLost."""
+        untimed = {"why": "not timed: another contender caused an error on the device"}
         contenders = {name: untimed | row for name, row in checks.items()}
         for case in cases:
             self._write(case, contenders, {})
         raise DeviceLost(
-            f"the device runs nothing in this process any more, since {cases[0].problem.name}-fwd; the "
-            "remaining cases are not measured: continue with --resume"
+            f"the device runs no more kernels in this process after an error in {cases[0].problem.name}-fwd; "
+            "the remaining cases are not measured: continue with --resume"
         )
 
     def _report_check(self, case: Case, name: str, row: dict[str, Any]) -> None:
-        """Show a contender's check; the line of the case comes after all contenders are timed."""
+        """Print a contender's check. (The line of the case follows after timing.)"""
         self.journal.tell({"kind": "check", "case": case.problem.name, "contender": name, **row})
 
     def _check_contender(
         self, case: Case, make: Callable[[], Contender], expected: check.Answer | None, passes: list[str]
     ) -> tuple[Contender | None, dict[str, Any]]:
-        """Run a contender and compare its answer with ``expected`` (None: no comparison). Returns the
-        contender, None if it failed or was wrong; and its set-up time, peak memory and errors, or why not."""
+        """Run a contender and compare its results with ``expected`` (None: no comparison). Return (contender,
+        or None if it failed or was wrong; its set-up time, peak memory and errors, or the reason)."""
         row: dict[str, Any] = {}
         begin, initial_bytes = time.monotonic(), self._reset_peak()
         contender = None
@@ -200,7 +200,7 @@ class Bench:
         return (None if "why" in row else contender), row
 
     def _reset_peak(self) -> int:
-        """Reset the peak memory count and return the bytes in use."""
+        """Reset the peak of allocated memory; return the bytes in use."""
         if self.device.type != "cuda":
             return 0
         torch.cuda.reset_peak_memory_stats(self.device)

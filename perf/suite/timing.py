@@ -1,4 +1,4 @@
-"""Timing of contenders: interleaved rounds, cold L2 cache, device clocks, medians."""
+"""Timing of contenders: interleaved rounds, cold L2 cache, device events, medians."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Run = Callable[[], object]
 
 
 class Sample(NamedTuple):
-    """One execution: milliseconds on the device, and of Python until everything was queued."""
+    """One execution: milliseconds on the device, and of the host until all work was queued."""
 
     device: float
     host: float
@@ -24,15 +24,15 @@ class Clock(Protocol):
     def sample(self, run: Run) -> Sample: ...
 
     def agree(self, x: float) -> float:
-        """Return the largest of the ranks' numbers, the same on every rank."""
+        """Return the maximum of x over ranks."""
         return x
 
 
 class DeviceClock(Clock):
-    """Times from device events around one execution with a cold L2 cache.
+    """Clock by device events around one execution, with a cold L2 cache.
 
-    A sleep kernel occupies the device while Python queues the work, so that Python does not add to the device
-    time, unless the host time exceeds about a millisecond.
+    A sleep kernel runs while Python queues the work, so that Python does not add to the device time, unless
+    the host time exceeds about a millisecond.
     """
 
     _CYCLES = 2_000_000
@@ -54,7 +54,7 @@ class DeviceClock(Clock):
 
 
 class WallClock(Clock):
-    """Host times, for testing the benchmark without a GPU."""
+    """Clock of host time, for tests of the benchmark without a GPU."""
 
     def sample(self, run: Run) -> Sample:
         begin = time.perf_counter()
@@ -64,7 +64,7 @@ class WallClock(Clock):
 
 
 class GroupClock(Clock):
-    """Times of the slowest rank of the default process group; all ranks start together."""
+    """Clock of the slowest rank of the default process group; all ranks start together."""
 
     def __init__(self, clock: Clock, device: torch.device) -> None:
         self._clock, self._device = clock, device
@@ -85,7 +85,7 @@ class GroupClock(Clock):
 
 
 class Figure(NamedTuple):
-    """Medians of one contender, the quartiles of its device times, and all device times."""
+    """Times of one contender: medians, quartiles of the device times, and all device times."""
 
     ms: float
     low: float
@@ -120,9 +120,9 @@ def figure(samples: list[Sample]) -> Figure:
 def time_interleaved(
     runs: Mapping[str, Callable[[], Run]], clock: Clock, seconds: float, least: int = 7, most: int = 40
 ) -> dict[str, Figure]:
-    """Time contenders in interleaved rounds for about ``seconds``; each is first in turn.
+    """Time contenders in interleaved rounds for about ``seconds``; each round begins with the next one.
 
-    runs: by name, a function that prepares an execution (not timed) and returns it
+    runs: name -> function that prepares an execution (not timed) and returns it
 
     The first round is dropped.
     """

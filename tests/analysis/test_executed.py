@@ -51,11 +51,11 @@ def test_a_backward_pass_beside_torchs() -> None:
 def test_what_torchs_templates_lack_is_named() -> None:
     problem, mask = problem_of("4x2,64x32,512", "causal | window(3)", "", "bfloat16")
     assert (problem.dim, problem.v_dim, problem.kv_heads) == (64, 32, 2) and mask is not None
-    with pytest.raises(ValueError, match="masks by name: full, causal"):
+    with pytest.raises(ValueError, match="a mask by name: pass full, causal"):
         check_against(problem, mask)
-    with pytest.raises(ValueError, match="'prefix' is not among those of torch's templates"):
+    with pytest.raises(ValueError, match="'prefix' is not implemented for torch"):
         check_against(Problem("prefix", 512), None)
-    with pytest.raises(ValueError, match="known for sm_80, sm_90; this is sm_100"):
+    with pytest.raises(ValueError, match="sm_100 has no list of torch's tiles; pass one of sm_80, sm_90"):
         next(torch_templates.candidates("forward", "sm_100", Problem("causal", 512)))
     with pytest.raises(ValueError, match="shape '4,64' is not HEADSxKV_HEADS"):
         problem_of("4,64", "causal", "", "bfloat16")

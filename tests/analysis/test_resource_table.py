@@ -78,8 +78,8 @@ def test_regressions_are_named() -> None:
     assert resource_table.find_regressions(was, was) == []
     for change, said in (
         ({"spill_bytes": 8}, "8 spilled bytes, before 0"),
-        ({"shared_bytes": 300_000}, "300000 bytes of shared memory, there are 232448"),
-        ({"tensor_columns": 608}, "608 columns of tensor memory, there are 512"),
+        ({"shared_bytes": 300_000}, "300000 bytes of shared memory, more than the limit 232448"),
+        ({"tensor_columns": 608}, "608 columns of tensor memory, more than 512"),
         ({"matrix": "HMMA"}, "by HMMA, before by HGMMA"),
         ({"failed": "it broke"}, "it broke"),
         ({"tma": 0}, "no TMA any more"),
@@ -150,7 +150,7 @@ def test_measured_tiles_are_listed_checked_and_kept(monkeypatch, tmp_path) -> No
     resource_table.write([TABLE[0]], table)
     assert len(resource_table.read_table(table)) == 2
     tile_tables.path_in(folder, tile_tables.Device("sm_90", "odd"), "3.7.1").write_text("{")
-    with pytest.raises(ValueError, match=r"odd-triton.*is no file of tritoncp autotune"):
+    with pytest.raises(ValueError, match=r"odd-triton.*is not a file of tritoncp autotune"):
         resource_table.measured(["sm_90"], folder)
 
 

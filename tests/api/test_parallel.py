@@ -118,9 +118,7 @@ def turned_on_ranks(group):
     natural = make_plan(mask(), mesh, balancer=None)
     tensors = [DTensor.from_local(shard(x, natural, dim=1), mesh, [Shard(1)]) for x in turned()]
     spread, _ = module(*tensors, tensors[1], attention_masks=natural)
-    with pytest.raises(
-        ValueError, match=r"ContextParallel takes plain shards, or DTensors placed \(Shard\(1\),\)"
-    ):
+    with pytest.raises(ValueError, match=r"ContextParallel needs plain shards, or .* \(Shard\(1\),\)"):
         module(*tensors, DTensor.from_local(k, mesh, [Shard(2)]))
     assert torch.equal(out, second)
     return unshard(out, plan, mesh, dim=1), unshard(lse, plan, mesh, dim=2), spread.full_tensor()
@@ -237,7 +235,7 @@ def test_a_policy_delegates_other_ops_to_the_passed_policy():
         ) + [save, recomputed]
     assert checkpoint_policy()(None, exp) == recomputed
     assert torch.ops.tritoncp.forward.default in tritoncp.SAVE_OPS
-    with pytest.raises(TypeError, match=r"torch.ops.aten.mm.default; got .*aten.mm"):
+    with pytest.raises(TypeError, match=r"otherwise lists .*aten.mm.*torch.ops.aten.mm.default"):
         checkpoint_policy([torch.ops.aten.mm])
 
 

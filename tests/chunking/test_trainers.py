@@ -245,10 +245,10 @@ def test_an_auxiliary_loss_of_a_block_is_refused_alike_in_graphs_and_eagerly(dim
             return y.sum() + loss
 
     model, x = Trained(Router()), torch.randn(B, S, WIDTH)
-    with pytest.raises(ValueError, match=r"has no rows to join.*auxiliary loss as"):
+    with pytest.raises(ValueError, match=r"has no rows to concatenate.*auxiliary loss as"):
         Eager(model.layers[0], 2, dim)(x)
     mark(x, ("batch", "seq").index(dim), 2)
-    with pytest.raises(Exception, match=r"node mean.* has no rows to join.*auxiliary loss as"):
+    with pytest.raises(Exception, match=r"node mean.* has no rows to concatenate.*auxiliary loss as"):
         compiled(model, lambda gm: chunk(gm, dim=dim))(x)
 
 
@@ -307,7 +307,9 @@ def test_a_simple_joint_graph_is_cut_as_a_whole():
     )
 
 
-@pytest.mark.parametrize(("region", "reason"), [("layers.*", "names no modules"), ("", "no node is marked")])
+@pytest.mark.parametrize(
+    ("region", "reason"), [("layers.*", "nodes have no module paths"), ("", "no node is marked")]
+)
 def test_a_joint_graph_that_is_traced_again_is_refused_with_the_captures_that_suit(region, reason):
     class Loss(Model):
         def forward(self, x: Tensor) -> tuple[Tensor]:
@@ -406,9 +408,9 @@ def test_positions_that_a_region_makes_are_those_of_eager_chunking_with_a_warnin
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_bits_of_eager(Model(Counted(reads_table)), dim)
-    told = [one for one in caught if "first ones, not those of its place" in str(one.message)]
-    assert {one.filename for one in told} == ({__file__} if dim == "seq" else set())
-    assert all(("slice" if reads_table else "arange") in str(one.message) for one in told)
+    place_warnings = [one for one in caught if "first ones, not those of its place" in str(one.message)]
+    assert {one.filename for one in place_warnings} == ({__file__} if dim == "seq" else set())
+    assert all(("slice" if reads_table else "arange") in str(one.message) for one in place_warnings)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ USED = {"sm_80": {"mma.sync"}, "sm_90": {"wgmma.mma_async"}, "sm_100": {"tcgen05
 @pytest.mark.parametrize("kind", TYPES)
 def test_products_are_exact_sums(kind: str, compiled_kernels: Any) -> None:
     architecture = compiled_kernels.architecture
-    given, summed = TYPES[kind]
+    operand_type, summed = TYPES[kind]
     refused = kind == "e4m3" and architecture == "sm_80"
     used = set()
     for m, n, k, transposed, precision, warps in (
@@ -54,8 +54,8 @@ def test_products_are_exact_sums(kind: str, compiled_kernels: Any) -> None:
         (16, 16, 32, False, "tf32x3", 4),
         (128, 128, 32, False, "tf32", 8),
     ):
-        a = torch.randint(-8, 8, (m, k)).to(given)
-        b = torch.randint(-8, 8, (n, k) if transposed else (k, n)).to(given)
+        a = torch.randint(-8, 8, (m, k)).to(operand_type)
+        b = torch.randint(-8, 8, (n, k) if transposed else (k, n)).to(operand_type)
         c = torch.empty(m, n, dtype=summed)
         # Triton 3.7 does not compile products of float64 in TF32 for sm_100
         shape = m, n, k, SUMS[summed], "ieee" if kind == "float64" else precision, transposed

@@ -259,7 +259,7 @@ def test_a_capture_uses_the_copies_of_an_earlier_call(recorder: Recorder) -> Non
     recorder.stream, recorder.capturing = 1, True
     with pytest.raises(RuntimeError, match=r"cpu while a CUDA graph is captured.*once before the capture"):
         tritoncp.flex_attention(q, q, q, plan)
-    with pytest.raises(RuntimeError, match=r"shard and unshard .call these outside the graph"):
+    with pytest.raises(RuntimeError, match=r"shard and unshard .call these outside of the graph"):
         tritoncp.shard(q, plan, dim=2)
     assert not recorder.calls
     recorder.stream, recorder.capturing = 0, False

@@ -158,7 +158,7 @@ def test_a_mesh_is_a_group_and_must_have_one_dimension():
         )
 
     for rank, (square, size, owner) in enumerate(run(2, work)):
-        assert "mesh of two dimensions needs a plan" in square and "mesh['cp']" in square
+        assert "mesh has two dimensions, for which a Plan is needed" in square and "mesh['cp']" in square
         assert "for 3 ranks, the mesh has 2; make the plan with this mesh" in size
         assert f"rank {1 - rank}'s, this is rank {rank}; use plan.for_rank({rank})" in owner
 

@@ -301,10 +301,10 @@ FAULTS_IN_GRAPHS: dict[str, tuple[Fault, str, str]] = {  # fault, error of the r
     "key": (shorten_key, said := r"ValueError: query \(1, 4, 8, 8\), key \(1, 4, 7, 8\)", said),
     "arguments": (
         pass_two_masks,
-        "Unsupported: .*two m",
+        "Unsupported: .*block_mask: the fourth",
         "RuntimeError: TypeError while torch.compile traced",
     ),
-    "arguments, in a graph with breaks": (pass_two_masks, said := "TypeError: two m", said),
+    "arguments, in a graph with breaks": (pass_two_masks, said := "TypeError: block_mask: the fourth", said),
     "no graph": (
         draw_in_mod,
         "Unsupported: .*list",

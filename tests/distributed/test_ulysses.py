@@ -161,5 +161,5 @@ def refused(group: Any) -> list[str]:
 def test_what_a_mesh_of_two_dimensions_cannot_do_is_said() -> None:
     for ring, raw, heads in ranks.run(2, refused):
         assert "1 x 2 ranks" in ring and ring.startswith("schedule='ring' with")
-        assert "needs a plan" in raw
+        assert "a Plan is needed" in raw
         assert "query has 1 heads, which the plan exchanges among 2 ranks" in heads

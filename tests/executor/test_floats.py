@@ -34,15 +34,15 @@ def zero_is_negative(operation: str, signs: list[int]) -> bool:
     return bool(((a ^ b) & c[0]) if operation == "fma" else (a & b))
 
 
-def expected(operation: str, given: list[int], formats: list[Format], out: Format) -> int | None:
+def expected(operation: str, operands: list[int], formats: list[Format], out: Format) -> int | None:
     """Bits of the result; None is any NaN."""
-    values = [value_of(bits, f) for bits, f in zip(given, formats)]
+    values = [value_of(bits, f) for bits, f in zip(operands, formats)]
     exact = combined(operation, *values)
     if isinstance(exact, float):
         if math.isnan(exact):
             return None
         return out.infinity | (out.sign_bit if exact < 0 else 0)
-    signs = [int(bool(bits & f.sign_bit)) for bits, f in zip(given, formats)]
+    signs = [int(bool(bits & f.sign_bit)) for bits, f in zip(operands, formats)]
     return bits_of(exact, out, zero_is_negative(operation, signs))
 
 
@@ -124,7 +124,7 @@ SUBNORMAL, MINUS_ZERO, ANY = 0x00000001, 0x80000000, None
 
 
 @pytest.mark.parametrize(
-    ("opcode", "given", "want"),
+    ("opcode", "operands", "want"),
     [
         ("add.sat.f32", (f32(0.75), f32(0.5)), f32(1.0)),
         ("add.sat.f32", (f32(-0.75), f32(0.5)), 0),
@@ -149,14 +149,14 @@ SUBNORMAL, MINUS_ZERO, ANY = 0x00000001, 0x80000000, None
         ("div.full.f32", (f32(1), f32(0)), f32(math.inf)),
     ],
 )
-def test_special_cases(opcode: str, given: tuple[int, ...], want: int) -> None:
-    text = f"{opcode} {{d}}, " + ", ".join(f"{{{x}}}" for x in "abc"[: len(given)]) + ";"
-    got = run_instruction(text, "u4", *(np.array([x], "u4") for x in given))
+def test_special_cases(opcode: str, operands: tuple[int, ...], want: int) -> None:
+    text = f"{opcode} {{d}}, " + ", ".join(f"{{{x}}}" for x in "abc"[: len(operands)]) + ";"
+    got = run_instruction(text, "u4", *(np.array([x], "u4") for x in operands))
     assert hex(int(got[0])) == hex(want)
 
 
 @pytest.mark.parametrize(
-    ("opcode", "given", "want"),
+    ("opcode", "operands", "want"),
     [
         ("fma.rn.relu.bf16", (0x3F80, 0x3F80, 0xC000), 0),  # 1 * 1 - 2
         ("add.sat.f16", (0x3C00, 0x3C00), 0x3C00),
@@ -166,9 +166,9 @@ def test_special_cases(opcode: str, given: tuple[int, ...], want: int) -> None:
         ("abs.f16", (0xBC00,), 0x3C00),
     ],
 )
-def test_special_cases_of_16_bits(opcode: str, given: tuple[int, ...], want: int) -> None:
-    text = f"{opcode} {{d}}, " + ", ".join(f"{{{x}}}" for x in "abc"[: len(given)]) + ";"
-    got = run_instruction(text, "u2", *(np.array([x], "u2") for x in given))
+def test_special_cases_of_16_bits(opcode: str, operands: tuple[int, ...], want: int) -> None:
+    text = f"{opcode} {{d}}, " + ", ".join(f"{{{x}}}" for x in "abc"[: len(operands)]) + ";"
+    got = run_instruction(text, "u2", *(np.array([x], "u2") for x in operands))
     assert hex(int(got[0])) == hex(want)
 
 
@@ -210,8 +210,8 @@ def test_approximations_keep_the_documented_error(
 
 
 def test_exponentials_at_the_ends() -> None:
-    given = np.array([-math.inf, math.inf, -0.0, 1e-40, -200, 200], "f4").view("u4")
-    got = run_instruction("ex2.approx.ftz.f32 {d}, {a};", "u4", given).view("f4")
+    operands = np.array([-math.inf, math.inf, -0.0, 1e-40, -200, 200], "f4").view("u4")
+    got = run_instruction("ex2.approx.ftz.f32 {d}, {a};", "u4", operands).view("f4")
     assert got.tolist() == [0, math.inf, 1, 1, 0, math.inf]
 
 

@@ -227,7 +227,7 @@ def f32(*values: float) -> Array:
 
 
 @pytest.mark.parametrize(
-    ("opcode", "given", "out", "want"),
+    ("opcode", "source", "out", "want"),
     [
         ("cvt.rzi.s32.f32", f32(1.9, -1.9, 3e9, -3e9, math.nan), "u4", [1, 2**32 - 1, 2**31 - 1, 2**31, 0]),
         ("cvt.rni.s32.f32", f32(0.5, 1.5, 2.5, -0.5), "u4", [0, 2, 2, 0]),
@@ -251,13 +251,13 @@ def f32(*values: float) -> Array:
         ("cvt.rn.satfinite.e4m3x2.f32", None, "u2", []),
     ],
 )
-def test_conversions(opcode: str, given: Array | None, out: str, want: list[int]) -> None:
-    if given is None:  # two sources: the first one is the upper byte
+def test_conversions(opcode: str, source: Array | None, out: str, want: list[int]) -> None:
+    if source is None:  # two sources: the first one is the upper byte
         a, b = f32(1.0, 1000, math.nan, -0.0), f32(-2.0, -1000, 0.5, 2**-9)
         got = run_instruction(f"{opcode} {{d}}, {{a}}, {{b}};", out, a, b)
         assert [hex(x) for x in got.tolist()] == ["0x38c0", "0x7efe", "0x7f30", "0x8001"]
         return
-    got = run_instruction(f"{opcode} {{d}}, {{a}};", out, given)
+    got = run_instruction(f"{opcode} {{d}}, {{a}};", out, source)
     assert [hex(x) for x in got.tolist()] == [hex(x) for x in want]
 
 
@@ -265,11 +265,11 @@ def test_conversions(opcode: str, given: Array | None, out: str, want: list[int]
 @pytest.mark.parametrize("of", ["u32", "s32", "u64", "s64"])
 def test_integers_to_floats_round_once(of: str, to: str) -> None:
     bits, f = int(of[1:]), FORMATS[to]
-    given = numbers(bits, 300, 0)
+    source = numbers(bits, 300, 0)
     got = run_instruction(
-        f"cvt.rn.{to}.{of} {{d}}, {{a}};", f"u{f.width // 8}", np.array(given, f"u{bits // 8}")
+        f"cvt.rn.{to}.{of} {{d}}, {{a}};", f"u{f.width // 8}", np.array(source, f"u{bits // 8}")
     )
-    values = [signed(x, bits) if of[0] == "s" else x for x in given]
+    values = [signed(x, bits) if of[0] == "s" else x for x in source]
     assert got.tolist() == [bits_of(Fraction(x), f) for x in values]
 
 
@@ -277,14 +277,14 @@ def test_integers_to_floats_round_once(of: str, to: str) -> None:
     ("of", "to"), [("f32", "f16"), ("f32", "bf16"), ("f64", "f32"), ("f16", "f32"), ("bf16", "f32")]
 )
 def test_floats_to_floats_round_once(of: str, to: str) -> None:
-    given = samples(FORMATS[of], 500, 0)
+    source = samples(FORMATS[of], 500, 0)
     mode = ".rn" if FORMATS[of].width > FORMATS[to].width else ""
     got = run_instruction(
         f"cvt{mode}.{to}.{of} {{d}}, {{a}};",
         f"u{FORMATS[to].width // 8}",
-        np.array(given, f"u{FORMATS[of].width // 8}"),
+        np.array(source, f"u{FORMATS[of].width // 8}"),
     )
-    for g, bits in zip(got.tolist(), given, strict=True):
+    for g, bits in zip(got.tolist(), source, strict=True):
         x = value_of(bits, FORMATS[of])
         if isinstance(x, Fraction):
             assert g == bits_of(x, FORMATS[to], bool(bits & FORMATS[of].sign_bit))

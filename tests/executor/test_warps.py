@@ -132,9 +132,9 @@ def test_matrices_return_from_shared_memory(transposed: bool) -> None:
     st.global.v4.b32 [%d4], {registers("r", 4)};
     ret;"""
     )
-    given = np.arange(256, dtype="u2").reshape(32, 4, 2)  # lane, matrix, half
-    out = np.zeros_like(given)
-    assert not run_module(module(body, 2, shared=512), given, out)
-    matrices = given.transpose(1, 0, 2).reshape(4, 8, 8)
+    source = np.arange(256, dtype="u2").reshape(32, 4, 2)  # lane, matrix, half
+    out = np.zeros_like(source)
+    assert not run_module(module(body, 2, shared=512), source, out)
+    matrices = source.transpose(1, 0, 2).reshape(4, 8, 8)
     want = matrices.transpose(0, 2, 1) if transposed else matrices
     assert np.array_equal(out.transpose(1, 0, 2).reshape(4, 8, 8), want)

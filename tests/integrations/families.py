@@ -205,7 +205,7 @@ def sum_over_ranks(group: Any, model: Any, batch: dict[str, Tensor]) -> Any:
     try:
         result = train(model, shard_batch(batch, model, group, BLOCK_SIZE=16))
     except ValueError as error:
-        if "leave labels out" not in str(error):
+        if "omit labels" not in str(error):
             raise
         rest = {name: x for name, x in batch.items() if name != "labels"}
         local = shard_batch({**rest, "targets": batch["labels"]}, model, group, BLOCK_SIZE=16)

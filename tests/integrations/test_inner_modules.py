@@ -254,11 +254,11 @@ def refusals(group):
         "is_causal=True and a mask": lambda: sdpa(q, k, v, attention_masks=plain),
         "dropout_p=0.5": lambda: wrapper(q, k, v, dropout_p=0.5),
         "block_mask is a Tensor; a mask or a Plan is needed": lambda: wrapper(q, k, v, attn_mask=q > 0),
-        "two masks": lambda: titan(q, k, v, attention_masks=plain, mask=tritoncp.full_mask(S, S)),
+        "another mask": lambda: titan(q, k, v, attention_masks=plain, mask=tritoncp.full_mask(S, S)),
         "unknown='x'": lambda: wrapper(q, k, v, unknown="x"),
         "without v_BLNH": lambda: titan(q, k, attention_masks=plain),
         "3 positional|4 positional": lambda: titan(q, k, v, plain),
-        "takes the place of return_lse": lambda: titan(
+        "out_transform with return_lse": lambda: titan(
             q, k, v, attention_masks=plain, return_lse=True, out_transform=with_sinks
         ),
     }
@@ -268,10 +268,10 @@ def refusals(group):
     heads = init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "tp"))
     parts = [DTensor.from_local(x, heads, [Shard(1), Shard(2)], run_check=False) for x in (q, k, v)]
     module = parallelize_module(FlexAttention(), heads["cp"], ContextParallel(seq_dim=1, enable_gqa=True))
-    with pytest.raises(ValueError, match="make a plan of the mask of all heads"):
+    with pytest.raises(ValueError, match="pass the plan of the mask of all heads"):
         module(*parts, attention_masks=mask(HEADS))
     other = DTensor.from_local(k, heads, [Shard(1), Replicate()], run_check=False)
-    with pytest.raises(ValueError, match="query, key and value alike"):
+    with pytest.raises(ValueError, match="query, key or value is a DTensor"):
         module(parts[0], other, parts[2], attention_masks=mask())
 
 

@@ -166,8 +166,8 @@ def prepared_inputs(group):
     assert torch.equal(labels[1], positions(plans["window"])[0] + 257)
     wrong = {
         "it is one of 'headtail', 'ptrr', None": (None, "ring"),
-        "is no key of attention_masks": (masks, "ptrr", "sliding"),
-        "a BlockMask is needed": ({"documents": torch.ones(2)}, "ptrr"),
+        "is not in attention_masks": (masks, "ptrr", "sliding"),
+        "a BlockMask of the whole sequence is needed": ({"documents": torch.ones(2)}, "ptrr"),
     }
     for message, arguments in wrong.items():
         with pytest.raises(ValueError, match=message):

@@ -92,7 +92,7 @@ def test_dropout_is_refused_in_training() -> None:
     model = models.build_model("Llama", attention_dropout=0.1)
     tokens = models.text_batch()["input_ids"]
     assert model.eval()(tokens).logits.shape == (2, models.SIZE, models.VOCABULARY)
-    with pytest.raises(ValueError, match="attention dropout of 0\\.1"):
+    with pytest.raises(ValueError, match="dropout=0\\.1"):
         model.train()(tokens)
 
 
@@ -131,10 +131,10 @@ def test_batches_that_contradict_themselves_are_refused() -> None:
     config, batch = models.build_model("Llama", **SMALL).config, models.packed_batch()
     mask, cu = torch.ones_like(batch["input_ids"]), torch.tensor([0, 50, 128])
     for wrong, message in (
-        ({"attention_mask": mask}, "restart within the tokens of attention_mask"),
-        ({"attention_mask": mask[:, None, None], "position_ids": None}, "padding [B, S] is needed"),
+        ({"attention_mask": mask}, "restart within a row that has an attention_mask"),
+        ({"attention_mask": mask[:, None, None], "position_ids": None}, "a padding mask [B, S] is needed"),
         ({"cu_seq_lens_q": cu}, "the batch has 2 rows"),
-        ({"input_ids": None}, "no input_ids"),
+        ({"input_ids": None}, "neither input_ids"),
         ({"labels": batch["labels"][:, 1:]}, "labels is [2, 127]; [2, 128] is needed"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -150,10 +150,10 @@ def test_batches_that_contradict_themselves_are_refused() -> None:
     ):
         plan.check_positions(axes)
     for options, message in (
-        ({"attention": "sdpa"}, "the attention of the config is 'sdpa'"),
+        ({"attention": "sdpa"}, "config has the attention 'sdpa'"),
         ({"output_router_logits": True}, "output_router_logits=True"),
         ({"layer_types": ["linear_attention"]}, "pass the model itself"),
-        ({"per_layer_config": {0: {"sliding_window": 9}}}, "values of sliding_window of their own"),
+        ({"per_layer_config": {0: {"sliding_window": 9}}}, "differ in sliding_window"),
     ):
         model = models.build_model("Llama", **SMALL)
         if options.pop("attention", None):

@@ -147,11 +147,11 @@ def test_a_shard_without_its_plan_and_positions_of_another_batch_raise() -> None
     for name in ("Llama", "GptOss"):
         first, second = ranks.run(2, errors, name)
         for message in (first[0], second[0], second[1]):
-            assert "this looks like a shard, called without its plan" in message
+            assert "this looks like a shard without its plan" in message
         assert first[1] == ""  # rank 0 of natural order: the first tokens alone, which see no others
         for messages in (first, second):
-            assert "position_ids are not those of the plan" in messages[2]
-            assert "an attention_mask beside the batch" in messages[3]
+            assert "position_ids differ from the plan" in messages[2]
+            assert "attention_mask is passed beside the batch" in messages[3]
 
 
 def test_a_model_whose_masks_know_no_positions_separates_documents_and_knows_its_shards() -> None:
@@ -162,7 +162,7 @@ def test_a_model_whose_masks_know_no_positions_separates_documents_and_knows_its
             result = models.on_ranks(group, "OPT", batch)
         model = models.build_model("OPT")
         local = shard_batch(batch, model.config, group, BLOCK_SIZE=16)
-        with pytest.raises(ValueError, match="called without its plan"):
+        with pytest.raises(ValueError, match="looks like a shard without its plan"):
             model(**{**local, "context_parallel": None})
         return result
 

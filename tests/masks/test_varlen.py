@@ -103,23 +103,25 @@ def in_a_world(x: Packed, plan: tritoncp.Plan) -> Answer:
     world = simulate(plan.world_size)
     sides = ("q", "kv", "kv", "q", "q")
     shards = [world.shard(t, plan, dim=0, side=side, batch_dim=None, pad=NAN) for t, side in zip(x, sides)]
-    leaves = [[t.detach().requires_grad_() for t in some] for some in shards[:3]]
-    heads_first = [[rearrange(t, "t h d -> 1 h t d") for t in some] for some in leaves]
+    leaves = [[t.detach().requires_grad_() for t in tensors] for tensors in shards[:3]]
+    heads_first = [[rearrange(t, "t h d -> 1 h t d") for t in tensors] for tensors in leaves]
     outs, aux = world.flex_attention(*heads_first, plan, enable_gqa=True, return_aux=AUX)
-    down = [[rearrange(t, "t h ... -> 1 h t ...") for t in some] for some in shards[3:]]
-    flat = [t for some in leaves for t in some]
+    down = [[rearrange(t, "t h ... -> 1 h t ...") for t in tensors] for tensors in shards[3:]]
+    flat = [t for tensors in leaves for t in tensors]
     grads = torch.autograd.grad([*outs, *aux.lse], flat, [*down[0], *down[1]])
     n = plan.world_size
-    rows = [[rearrange(t, "1 h t ... -> t h ...") for t in some] for some in (outs, aux.lse, aux.max_scores)]
+    rows = [
+        [rearrange(t, "1 h t ... -> t h ...") for t in tensors] for tensors in (outs, aux.lse, aux.max_scores)
+    ]
     rows += [grads[:n], grads[n : 2 * n], grads[2 * n :]]
-    for some, side in zip(rows, ("q", "q", "q", "q", "kv", "kv")):
-        for rank, t in enumerate(some):
+    for tensors, side in zip(rows, ("q", "q", "q", "q", "kv", "kv")):
+        for rank, t in enumerate(tensors):
             placed = plan.q if side == "q" else plan.kv
             padding = t[placed.positions(rank)[0] < 0]
             assert bool(((padding == 0) | (padding == -math.inf)).all())
     back = [
-        world.unshard([t.detach() for t in some], plan, dim=0, side=side, batch_dim=None)
-        for some, side in zip(rows, ("q", "q", "q", "q", "kv", "kv"))
+        world.unshard([t.detach() for t in tensors], plan, dim=0, side=side, batch_dim=None)
+        for tensors, side in zip(rows, ("q", "q", "q", "q", "kv", "kv"))
     ]
     if plan.mask.tokens is not None:
         for t in back[1:3]:

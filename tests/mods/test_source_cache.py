@@ -57,7 +57,7 @@ def test_a_folder_that_cannot_be_written_causes_a_warning(
 ) -> None:
     (tmp_path / "mods").write_text("no folder")
     monkeypatch.setenv("TRITONCP_CACHE_DIR", str(tmp_path))
-    with pytest.warns(UserWarning, match=f"no copy of a translated mod in TRITONCP_CACHE_DIR={tmp_path}"):
+    with pytest.warns(UserWarning, match=f"TRITONCP_CACHE_DIR={tmp_path}: no copy of a translated mod"):
         module = source_cache.load(source(5))
     assert module.VALUE == 5 and inspect.getsource(module) == source(5)
 

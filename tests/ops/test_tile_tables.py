@@ -72,7 +72,7 @@ def test_a_file_that_makes_no_sense_is_named_and_passed_over(places, text):
     path = tile_tables.path_in(places / "given", H200)
     path.parent.mkdir(parents=True)
     path.write_text(text, errors="surrogateescape")
-    with pytest.warns(UserWarning, match="given.*not used"):
+    with pytest.warns(UserWarning, match="given.*ignored"):
         assert blocks() == {"forward": 64}
 
 

@@ -31,7 +31,7 @@ with (folder.parent / "ran.txt").open("a") as ran:
     ran.write(" ".join(sys.argv[1:]) + "\\n")
 assert "TRITONCP_AUTOTUNE" not in os.environ
 if how == "fail":
-    sys.exit("torch finds no GPU here")
+    sys.exit("torch finds no GPU")
 if how == "die":
     os.abort()
 if how == "hang":
@@ -91,7 +91,7 @@ def test_nothing_is_tuned_unless_requested(stub, monkeypatch):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("fail", "torch finds no GPU here"),
+        ("fail", "torch finds no GPU"),
         ("die", "ended with -6"),
         ("hang", "had not ended after 1 s"),
         ("tear", "ended with 0"),
@@ -100,7 +100,7 @@ def test_nothing_is_tuned_unless_requested(stub, monkeypatch):
     ],
 )
 @pytest.mark.filterwarnings("ignore:TRITONCP_AUTOTUNE")
-@pytest.mark.filterwarnings("ignore:.*is no file of tritoncp autotune")
+@pytest.mark.filterwarnings("ignore:.*is not a file of tritoncp autotune")
 def test_tuning_that_fails_costs_a_call_nothing_but_time(places, stub, launched, monkeypatch, how, said):
     monkeypatch.setenv("STUB", how)
     monkeypatch.setenv("TRITONCP_AUTOTUNE", "0.5s")
@@ -109,12 +109,12 @@ def test_tuning_that_fails_costs_a_call_nothing_but_time(places, stub, launched,
     if how == "no folder":
         monkeypatch.delenv("TRITONCP_CONFIG_DIR")
         monkeypatch.setattr(tile_tables, "user_folder", lambda: None)
-    with pytest.warns(UserWarning, match=f"could not be measured, and are those of a rule: .*{said}"):
+    with pytest.warns(UserWarning, match=f"could not be tuned, so that built-in defaults are used: .*{said}"):
         attend(causal())
     assert dict(launched)["forward"] == 128
     count = len(stub())
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*could not be measured")
+        warnings.filterwarnings("error", ".*could not be tuned")
         attend(causal())
     assert len(stub()) == count, "once is enough"
 
@@ -142,7 +142,7 @@ def test_a_call_continues_after_waiting_too_long_for_another_process(stub, place
     path = tile_tables.path_in(places / "given", CPU).with_suffix(".tuning")
     with (
         tile_tables.locked(path, 60),
-        pytest.warns(UserWarning, match="could not be measured.*another process has held"),
+        pytest.warns(UserWarning, match="could not be tuned.*another process .* has held"),
     ):
         attend(causal())
     assert stub() == []

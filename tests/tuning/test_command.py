@@ -38,21 +38,21 @@ def home(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--preset", "llama9"], "known: llama3-8b"),
-        (["--mask", "round"], "known: causal, full"),
-        (["--ops", "sideways"], "known: fwd, bwd, fused, few, routes"),
-        (["--ops", "few", "--shapes", "128x1,128,4096"], "64 query heads of a key head"),
+        (["--preset", "llama9"], "pass one of llama3-8b"),
+        (["--mask", "round"], "pass one of causal, full"),
+        (["--ops", "sideways"], "pass one of fwd, bwd, fused, few, routes"),
+        (["--ops", "few", "--shapes", "128x1,128,4096"], "64 query heads per KV head"),
         (["--score-mod", "hardcap"], "pass softcap"),
         (["--score-mod", "math:pi"], "float, not a score_mod"),
         (["--score-mod", "tests.tuning.test_run:random_score"], "cannot be translated"),
-        (["--score-mod", "tests.tuning.test_run:kernel_score"], "give it in Python"),
+        (["--score-mod", "tests.tuning.test_run:kernel_score"], "pass a Python function"),
         (["--shapes", "8x8,64x64x64,128"], "128x128,192x128,8192"),
         (["--budget", "soon"], "15m"),
         (["--shapes", "32"], "32x8,128,16384"),
         (["--shapes", ""], "32x8,128,16384"),
         (["--shapes", "32x5,128,4096"], "divide"),
         (["--shapes", "8x8,512,64"], "256"),
-        (["--shapes", f"{'9' * 30}x1,64,64"], "fit no GPU"),
+        (["--shapes", f"{'9' * 30}x1,64,64"], "too many for a GPU"),
         (["--shapes", f"{'9' * 5000}x1,64,64"], "HEADSxKV_HEADS"),
     ],
 )
@@ -63,7 +63,7 @@ def test_refusals_name_valid_values(words, said):
 
 def test_without_a_gpu_the_error_says_so(home):
     done = invoke("--preset", "llama3-8b")
-    assert done.exit_code == 1 and "torch finds no GPU here" in done.output and not home.exists()
+    assert done.exit_code == 1 and "torch finds no GPU" in done.output and not home.exists()
 
 
 @pytest.mark.parametrize(("budget", "left_out"), [("1s", "all"), ("200s", "some"), ("100000s", "none")])
@@ -76,7 +76,7 @@ def test_candidates_without_time_are_counted(budget, left_out, monkeypatch, home
     words = [*ONE, "--mask", "full"]
     total = 2 * len(candidates(Target("forward", Problem("causal", 4096, 8, 8)), "sm_90"))
     done = invoke(*words, "--budget", budget, "--out", tmp_path / "out")
-    match = re.search(r"the budget left out (\d+) of (\d+) candidates: give more --budget", done.stderr)
+    match = re.search(r"the budget left out (\d+) of (\d+) candidates: pass a larger --budget", done.stderr)
     count, of = map(int, match.groups()) if match else (0, total)
     assert of == total
     assert {"all": count == total, "some": 0 < count < total, "none": count == 0}[left_out]
@@ -90,8 +90,8 @@ def test_ctrl_c_before_the_first_choice_says_that_the_table_is_empty(monkeypatch
     monkeypatch.setattr(Compilers, "compile_jobs", interrupt)
     done = invoke(*ONE, "--out", tmp_path / "out")
     assert done.exit_code == 130 and done.stdout == ""
-    assert "interrupted: the table is empty, since nothing was chosen yet; the journal is" in done.stderr
-    assert str(tmp_path / "out") in done.stderr and "--resume goes on from there" in done.stderr
+    assert "interrupted: nothing was chosen yet; the journal is" in done.stderr
+    assert str(tmp_path / "out") in done.stderr and "pass --resume to continue" in done.stderr
 
 
 def files_below(folder) -> list[str]:
@@ -110,7 +110,7 @@ def test_journals_are_written_where_out_says_and_nowhere_else(gpu, home, monkeyp
     assert files_below(tmp_path) == names
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
     done = invoke(*ONE)
-    assert done.exit_code == 2 and "name a folder for the results with --out" in done.output
+    assert done.exit_code == 2 and "pass --out with a folder for the results" in done.output
     assert files_below(tmp_path) == names
 
 

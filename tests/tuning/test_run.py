@@ -127,7 +127,7 @@ def test_ctrl_c_ends_the_command_with_the_choices_so_far(compile_nothing, gpu, h
     gpu.interrupt = 700
     words = ["--shapes", "8x8,128,4096", "--mask", "causal", "--ops", "fwd,bwd"]
     done = invoke(*words)
-    assert done.exit_code == 130 and "--resume goes on" in done.stderr and "forward" in done.stdout
+    assert done.exit_code == 130 and "pass --resume to continue" in done.stderr and "forward" in done.stdout
     (path,) = home.glob("*/*.json")
     before = len(tile_tables.entries_of(path))
     assert 0 < before < 3
@@ -211,7 +211,7 @@ def test_after_an_error_on_the_device_no_other_candidate_is_called_wrong(monkeyp
     assert "AcceleratorError: an illegal memory access" in (bench.wrong(target, Config(32, 16)) or "")
     monkeypatch.undo()
     for ask in (bench.wrong, bench.milliseconds):
-        with pytest.raises(RuntimeError, match="that candidate is marked: go on with --resume"):
+        with pytest.raises(RuntimeError, match="that candidate is marked: continue with --resume"):
             ask(target, Config(16, 64))
 
 

@@ -1,4 +1,4 @@
-"""Compiles kernels for absent GPUs, and reads the machine code.
+"""`tritoncp inspect`: cross-compilation of kernels for absent GPUs, and reports from the machine code.
 
-May import every package of the spine, the cases of perf, and other commands and tools, but not `cli`.
+May import `api` and every layer below, the cases of perf, and other commands and tools, but not `cli`.
 """

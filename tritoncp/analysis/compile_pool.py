@@ -1,4 +1,4 @@
-"""Compilation of many jobs at a time, in processes that interpret no kernel."""
+"""Parallel compilation of jobs, in processes without TRITON_INTERPRET."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tritoncp.core.worker_pool import Lost, WorkerPool
 
 
 class Compilers(WorkerPool):
-    """Compiler processes, reused from one list of jobs to the next, since they take seconds to start.
+    """Pool of compiler processes, which are reused, since they take seconds to start.
 
-    processes: how many compile at a time; default: one for each core
+    processes: their number; default: one for each core
     timeout:   seconds for one job
-    question:  "report"; "digest" for the digest alone, which compiles no kernel
+    question:  "report"; "digest" for the digest alone, without compilation
     """
 
     def __init__(
@@ -27,16 +27,16 @@ class Compilers(WorkerPool):
         super().__init__(answer, processes, setup=set_up, timeout=timeout, without="TRITON_INTERPRET")
 
     def compile_jobs(self, jobs: Iterable[Job]) -> Generator[tuple[Job, dict[str, Any]]]:
-        """Yield each job and its report, in the order of completion. Closing the generator ends the jobs in
-        work. A report is the result of :func:`tritoncp.analysis.kernel_report.report_kernel`, or
-        ``{"failed": why}``: a compiler that raises, dies or takes too long does not affect other jobs."""
+        """Yield (job, report) in the order of completion. Closing the generator kills running jobs. A report
+        is the result of :func:`tritoncp.analysis.kernel_report.report_kernel`, or ``{"failed": why}`` if the
+        compiler raises, dies or exceeds the timeout, which does not affect other jobs."""
         for job, answer in self.run([job] for job in jobs):
             yield job, {"failed": answer.why} if isinstance(answer, Lost) else answer
 
 
 def set_up() -> None:
-    """Set up a compiler process: what compilers print is discarded unless TRITONCP_OFFLINE_LOG=1, since a
-    report has the error message."""
+    """Set up a compiler process: discard the compilers' output unless TRITONCP_OFFLINE_LOG=1. (Reports have
+    the error messages.)"""
     from tritoncp.ops.engine_factory import name_functions
 
     if not OFFLINE_LOG.read():
@@ -59,5 +59,5 @@ def answer_jobs(question: str, jobs: Iterable[Job]) -> Iterator[dict[str, Any]]:
     for job in jobs:
         try:
             yield answers[question](job)
-        except Exception as error:  # any error of a compiler is an answer: other jobs go on
+        except Exception as error:  # any compiler error is a result: other jobs continue
             yield {"failed": f"{type(error).__name__}: {str(error).strip()[:500]}"}

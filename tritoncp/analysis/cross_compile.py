@@ -1,7 +1,7 @@
-"""Cross-compilation: compiles a launch of the engine for a GPU that this machine lacks.
+"""Cross-compilation of a kernel launch for a GPU that this machine lacks.
 
-Triton itself turns the arguments of a launch into a signature (`JITFunction.warmup`), with a stub in place of
-its driver that names the GPU: the compiled kernel is the one that a launch on that GPU would use.
+Triton's `JITFunction.warmup` derives the signature from the arguments of the launch, with a stub of its
+driver that names the GPU: the compiled kernel is the one that a launch on that GPU would use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DriverStub(NamedTuple):
         return 0
 
 
-# Architectures for which the rule has tiles and Triton compiles.
+# Architectures with default tiles, for which Triton compiles.
 TARGETS = (
     *("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
     *("gfx90a", "gfx942", "gfx950"),
@@ -34,11 +34,11 @@ TARGETS = (
 def check_target(arch: str) -> None:
     """Raise ValueError for an architecture that is not in TARGETS."""
     if arch not in TARGETS:
-        raise ValueError(f"architecture {arch!r} is not among those that are known: {', '.join(TARGETS)}")
+        raise ValueError(f"architecture {arch!r} is unknown; pass one of {', '.join(TARGETS)}")
 
 
 def target_of(arch: str) -> Any:
-    """Triton's GPUTarget of an architecture: sm_90, gfx942, ..."""
+    """Return Triton's GPUTarget of an architecture: sm_90, gfx942, ..."""
     from triton.backends.compiler import GPUTarget
 
     if arch.startswith("gfx"):
@@ -47,7 +47,7 @@ def target_of(arch: str) -> Any:
 
 
 def compile_launch(launch: Any, arch: str) -> Any:
-    """Compile a launch to Triton's kernel object: text of every stage, and metadata."""
+    """Compile a launch to Triton's kernel object, with the text of every stage and metadata."""
     from triton.runtime.driver import driver
 
     driver.set_active(DriverStub(target_of(arch)))

@@ -1,7 +1,7 @@
-"""Executed counts of a call: the kernels of tritoncp, and torch's templates beside them, run instruction by
-instruction on a CPU (:mod:`tritoncp.executor`), each compared with float64, with registers and spills.
+"""Counts of executed instructions of a call, for tritoncp's kernels and torch's templates.
 
-Counts cannot show what ptxas' schedule, latencies and clocks make of the instructions.
+Both run instruction by instruction on a CPU (:mod:`tritoncp.executor`), and are compared with float64. Counts
+do not show the effects of instruction scheduling by ptxas, of latencies and of clock rates.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from tritoncp.perf.suite.baselines import inputs
 from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import dense_attention
 
-PASSES = {"forward": ("forward",), "backward": ("dq", "dkdv")}  # kernels whose counts are added up
+PASSES = {"forward": ("forward",), "backward": ("dq", "dkdv")}  # kernels whose counts are added
 LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class ExecutedCounts:
-    """Counts of one pass, of all its kernels, for each query row and head.
+    """Counts of one pass, summed over its kernels, per query row and head.
 
-    who:          "tritoncp", "torch" (its default tile), "torch autotuned" (one of its other candidates)
-    tiles:        of each kernel
-    error:        the largest of the results against float64, relative to the largest number of each
-    instructions: of warps, without moves; flops: of tensor cores; special: exponentials, divisions, ...
+    who:          "tritoncp", "torch" (its default tile), "torch autotuned" (another candidate)
+    tiles:        tile shapes of each kernel
+    error:        largest error of a result against float64, relative to its largest element
+    instructions: warp instructions without moves; flops: of tensor cores; special: exponentials, divisions,
+    ...
     wavefronts:   of shared memory; sectors: of global memory
-    registers, spill_bytes: of a thread, by ptxas
+    registers, spill_bytes: per thread, by ptxas
     """
 
     who: str
@@ -61,7 +62,7 @@ class ExecutedCounts:
 
 @dataclass(frozen=True)
 class ExecutedCall:
-    """Inputs of a call and its results in float64."""
+    """Inputs of a call, and its results in float64."""
 
     problem: Problem
     mask: Mask
@@ -72,7 +73,7 @@ class ExecutedCall:
 
 
 def draw_call(problem: Problem, mask: Mask | None = None, seed: int = 0) -> ExecutedCall:
-    """Draw inputs, and compute the call in float64."""
+    """Draw random inputs, and compute the call's results in float64."""
     mask = problem.block_mask() if mask is None else mask
     x = inputs(problem, torch.device("cpu"), seed)
     tensors = tuple(tensor.detach() for tensor in (x.q, x.k, x.v, x.dout))
@@ -83,7 +84,7 @@ def draw_call(problem: Problem, mask: Mask | None = None, seed: int = 0) -> Exec
 
 
 def count_own(call: ExecutedCall, arch: str, which: str) -> ExecutedCounts:
-    """Count tritoncp's kernels of a pass: "forward" or "backward"."""
+    """Execute tritoncp's kernels of a pass, "forward" or "backward", and return their counts."""
     tensors = CallTensors(call.problem, torch.device("cpu"), call.tensors, call.mask)
     kernels = ("forward",) if which == "forward" else ("delta", "dq", "dkdv")
     if which == "backward":
@@ -94,13 +95,13 @@ def count_own(call: ExecutedCall, arch: str, which: str) -> ExecutedCounts:
     named = ", ".join(tiles(asdict(launch.parts[0].config)) for launch in own)
     counts = _execute(lambda: [launch() for launch in launches], arch, call.problem, skip="delta_kernel")
     results = {key: x for kernel in PASSES[which] for key, x in tensors.results(kernel).items()}
-    wanted = {"out": call.out, **dict(zip(("dq", "dk", "dv"), call.grads))}
-    error = max(_error(x, wanted[key]) for key, x in results.items())
+    expected = {"out": call.out, **dict(zip(("dq", "dk", "dv"), call.grads))}
+    error = max(_error(x, expected[key]) for key, x in results.items())
     return ExecutedCounts("tritoncp", named, error, **counts)
 
 
 def count_torch(call: ExecutedCall, job: TemplateJob) -> ExecutedCounts:
-    """Count torch's template for the pass of a job."""
+    """Execute torch's template for the pass of a job, and return its counts."""
     tensors = _template_tensors(call, job)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "flex_rendered.py"
@@ -113,14 +114,14 @@ def count_torch(call: ExecutedCall, job: TemplateJob) -> ExecutedCounts:
         counts = _execute(lambda: module.flex[job.grid](*arguments, **options), job.arch, call.problem)
     backward = job.template == "backward"
     results = [tensors[name] for name in (("DQ", "OUT", "DV") if backward else ("OUT",))]
-    wanted = call.grads if backward else [call.out]
-    error = max(map(_error, results, wanted))
+    expected = call.grads if backward else [call.out]
+    error = max(map(_error, results, expected))
     return ExecutedCounts("torch" if job.default else "torch autotuned", job.name, error, **counts)
 
 
 def compare(call: ExecutedCall, arch: str, which: str, against: str = "") -> Iterator[ExecutedCounts]:
-    """Yield tritoncp's row, and torch's at its default tile (against "torch") or at every candidate of
-    autotuning that fits and does not spill ("autotuned")."""
+    """Yield counts of tritoncp, then of torch: with its default tile (against "torch"), or with every
+    candidate of autotuning that fits and does not spill ("autotuned")."""
     yield count_own(call, arch, which)
     for job in candidates(which, arch, call.problem) if against else ():
         if job.default or against == "autotuned":
@@ -130,8 +131,8 @@ def compare(call: ExecutedCall, arch: str, which: str, against: str = "") -> Ite
 
 
 def _execute(run: Callable[[], Any], arch: str, problem: Problem, skip: str = "") -> dict[str, Any]:
-    """Run launches on the executor. Returns the fields of a row that are counted, summed over the launches,
-    and the resources of the largest kernel."""
+    """Run launches on the executor. Return the counted fields of a row, summed over the launches, and the
+    resources of the largest kernel."""
     from triton import knobs
 
     from tritoncp.executor import compiled_kernels
@@ -165,51 +166,52 @@ def _execute(run: Callable[[], Any], arch: str, problem: Problem, skip: str = ""
     }
 
 
-def _error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1))
+def _error(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).abs().max() / expected.abs().max().clamp(min=1))
 
 
 def _template_tensors(call: ExecutedCall, job: TemplateJob) -> dict[str, Tensor]:
-    """The tensors of a template by name, with float64's out and lse for a backward pass."""
+    """Return the tensors of a template by name; the backward pass gets out and lse of float64."""
     (q, k, v, dout), problem = call.tensors, call.problem
-    found = {"Q": q, "K": k, "V": v, "DO": dout, "MAX": torch.zeros(1)} | _block_lists(call)
+    tensors = {"Q": q, "K": k, "V": v, "DO": dout, "MAX": torch.zeros(1)} | _block_lists(call)
     if job.template == "backward":
         delta = (call.out * dout.double()).sum(-1).float()
-        found |= {"OUT": torch.zeros_like(k), "DQ": torch.zeros_like(q), "DV": torch.zeros_like(v)}
-        found |= {"LSE": (call.lse * LOG2E).float(), "DELTA": delta}
+        tensors |= {"OUT": torch.zeros_like(k), "DQ": torch.zeros_like(q), "DV": torch.zeros_like(v)}
+        tensors |= {"LSE": (call.lse * LOG2E).float(), "DELTA": delta}
     else:
-        found |= {"OUT": torch.zeros_like(dout), "LSE": torch.empty(q.shape[:3])}
-    if "document" in problem.mask:  # a document is known by its first key
+        tensors |= {"OUT": torch.zeros_like(dout), "LSE": torch.empty(q.shape[:3])}
+    if "document" in problem.mask:  # a document's index is that of its first key
         mod: Any = problem.closed_form()
         at = torch.arange(problem.seq)
-        found["DOCUMENT"] = mod(0, 0, at[:, None], at[None]).int().argmax(1).int()
+        tensors["DOCUMENT"] = mod(0, 0, at[:, None], at[None]).int().argmax(1).int()
     if problem.score == "alibi":
-        score: Any = problem.score_mod(torch.device("cpu"))  # of a pair one apart: the slope
-        found["SLOPES"] = score(torch.tensor(0.0), 0, torch.arange(problem.heads), 0, 1).float()
-    return found
+        score: Any = problem.score_mod(torch.device("cpu"))  # its value at distance 1 is the slope
+        tensors["SLOPES"] = score(torch.tensor(0.0), 0, torch.arange(problem.heads), 0, 1).float()
+    return tensors
 
 
 def _block_lists(call: ExecutedCall) -> dict[str, Tensor]:
-    """The lists of a BlockMask, as torch makes them."""
+    """Return the block lists of torch's BlockMask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     problem, rows, seq = call.problem, call.problem.rows, call.problem.seq
     names = ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")
     short = ("KV_NUM_BLKS", "KV_IDX", "Q_NUM_BLKS", "Q_IDX")
     mod = problem.closed_form()
-    if mod is None:  # one block that holds everything
+    if mod is None:  # one block with all pairs
         one, none = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
         lists = dict(zip(short, (one, none) * 2))
         return lists | {f"FULL_{name}": torch.zeros_like(x) for name, x in lists.items()}
-    made = create_block_mask(mod, None, None, rows, seq, device="cpu", BLOCK_SIZE=128)
+    block_mask = create_block_mask(mod, None, None, rows, seq, device="cpu", BLOCK_SIZE=128)
     pairs = [(s, n) for s, n in zip(short, names)] + [
         (f"FULL_{s}", f"full_{n}") for s, n in zip(short, names)
     ]
-    return {name: getattr(made, field).contiguous().to(torch.int32) for name, field in pairs}
+    return {name: getattr(block_mask, field).contiguous().to(torch.int32) for name, field in pairs}
 
 
 def show(rows: Sequence[ExecutedCounts], title: str, console: Any) -> None:
-    """Print rows as a table: counts for each query row and head, in brackets tritoncp's over the row's."""
+    """Print rows as a table: counts per query row and head, and in brackets tritoncp's divided by the
+    row's."""
     from rich.table import Table
 
     columns = ("kernels", "tiles", "instructions", "FLOPs", "special", "wavefronts", "sectors")
@@ -228,8 +230,8 @@ def show(rows: Sequence[ExecutedCounts], title: str, console: Any) -> None:
 
 
 def problem_of(shape: str, mask: str, score: str, dtype: str) -> tuple[Problem, Mask | None]:
-    """Make the problem of a shape HEADSxKV_HEADS,HEAD_DIM,LENGTH, a mask by name or as text, and a score_mod
-    by name. Raises ValueError for a shape in another format."""
+    """Parse a shape HEADSxKV_HEADS,HEAD_DIM,LENGTH, a mask (name or expression) and the name of a score_mod
+    to a problem. Raises ValueError for a shape in another format."""
     from tritoncp.masks.expressions import mask_of
     from tritoncp.masks.mask import create_block_mask
     from tritoncp.planning.problem import MASKS
@@ -241,7 +243,7 @@ def problem_of(shape: str, mask: str, score: str, dtype: str) -> tuple[Problem, 
 
 
 def check_against(problem: Problem, mask: Mask | None) -> None:
-    """Raise ValueError where torch's templates are not written for this mask."""
+    """Raise ValueError if the mask is not among those of torch's templates."""
     if mask is not None:
-        raise ValueError("--against torch takes masks by name: full, causal, window, document")
+        raise ValueError("--against torch needs a mask by name: pass full, causal, window or document")
     torch_templates.mask_of(problem)

@@ -1,4 +1,4 @@
-"""A run of `tritoncp inspect`: compiles rows with a progress bar, and prints them as tables."""
+"""A run of `tritoncp inspect`: compiles kernels with a progress bar, and prints tables of resources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tritoncp.analysis.resource_table import (
 )
 from tritoncp.perf.console import make_console
 
-# Heading of a column -> its value for a row.
+# Heading of a column -> function from a row to its value.
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "kernel": lambda row: row["kernel"],
     "D": lambda row: row["head_dim"],
@@ -43,8 +43,8 @@ def run(
     check: bool = False,
     update: bool = False,
 ) -> list[str]:
-    """Compile and show rows; ``check`` compares them with the table, ``update`` writes the stale ones (with
-    both, all).  Returns a line for each fault."""
+    """Compile jobs and print their rows. check: compare them with the table; update: write stale rows to it
+    (with check: all). Returns a line for each fault."""
     if update and not check:
         jobs = stale(jobs, processes)
     log = make_console(stderr=True)
@@ -101,7 +101,7 @@ def tiles(config: dict[str, Any]) -> str:
 
 
 def show(rows: Sequence[Row], console: Any) -> None:
-    """Print a table for each architecture, with dashes for values that a row lacks."""
+    """Print a table for each architecture, with dashes for missing values."""
     from rich.table import Table
 
     for arch in dict.fromkeys(row["arch"] for row in rows):
@@ -111,8 +111,8 @@ def show(rows: Sequence[Row], console: Any) -> None:
                 table.add_row(*(_cell(of, row) for of in COLUMNS.values()))
         console.print(table)
     console.print(
-        "\ntiles: M×N warps/stages, TMA if by descriptor; regs, spill (bytes): of a thread; shared: bytes of "
-        "a program; matrix: the unit that multiplies; TMA: bulk copies in the code",
+        "\ntiles: M×N warps/stages, TMA if by descriptor; regs, spill (bytes): per thread; shared: bytes per "
+        "CTA; matrix: instruction of matrix products; TMA: number of bulk copy instructions",
         style="dim",
     )
 

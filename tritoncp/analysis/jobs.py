@@ -14,8 +14,8 @@ S, HEADS, KV_HEADS = 1024, 8, 2
 
 
 class Variant(NamedTuple):
-    """A launch in a schedule: a problem, of which a job sets head dims, dtype and score_mod; whether the
-    launch goes on from a state (adds to gradients) and leaves one; kernel options."""
+    """A kind of launch in a schedule: a problem (head dims, dtype and score_mod are the job's), whether the
+    launch loads a state (adds to gradients) and stores one, and kernel options."""
 
     problem: Problem
     load: bool = False
@@ -30,19 +30,19 @@ _GATHERED = replace(_DOCUMENTS, world=4)
 _SPLIT = (("SPLIT_KV", 4),)
 VARIANTS = {
     "full": Variant(_FULL),
-    "causal": Variant(_CAUSAL),  # closed form: positions alone
+    "causal": Variant(_CAUSAL),  # closed form: kernels compare positions
     "window": Variant(replace(_FULL, mask="two-sided-window"), load=True),
     "documents": Variant(_DOCUMENTS),  # tables and row intervals
-    "state": Variant(_GATHERED, load=True, store=True),  # the same over gathered keys, step by step
+    "state": Variant(_GATHERED, load=True, store=True),  # a step over gathered keys, from and to a state
     "mask_mod": Variant(replace(_DILATED, world=4)),
-    "mask_mod_local": Variant(_DILATED),  # one buffer of keys, as torch's templates have it
+    "mask_mod_local": Variant(_DILATED),  # one buffer of keys, as in torch's templates
     "pointers": Variant(_GATHERED, load=True, store=True, options=(("USE_TMA", False),)),
     "few": Variant(replace(_DOCUMENTS, queries=16), load=True, options=_SPLIT),  # a tile of 4 heads
     "short": Variant(replace(_DOCUMENTS, queries=64), load=True, options=_SPLIT),  # two such tiles
     "decode": Variant(replace(_CAUSAL, queries=1), options=_SPLIT),
-    # everything that can be 1 is: Triton makes constants of those
+    # all sizes are 1 where possible: Triton specialises on 1
     "single": Variant(replace(_FULL, mask="neighbours", seq=1)),
-    "pair": Variant(replace(_CAUSAL, seq=1)),  # the same, without a window
+    "pair": Variant(replace(_CAUSAL, seq=1)),  # likewise, without a window
 }
 VARIANT_OF_KIND = {kind: kind for kind in ("full", "causal", "window")} | {
     "interval": "documents",
@@ -51,12 +51,12 @@ VARIANT_OF_KIND = {kind: kind for kind in ("full", "causal", "window")} | {
 KERNELS = ("forward", "delta", "dq", "dkdv")
 
 
-MAX_ELEMENTS = 1 << 34  # elements of a shape's queries
+MAX_ELEMENTS = 1 << 34  # most elements of a shape's queries
 
 
 def parse_shape(shape: str) -> Problem:
-    """Make the problem of a command's shape, HEADSxKV_HEADS,HEAD_DIM[xV_HEAD_DIM],LENGTH, with the full mask.
-    Raises ValueError for another format, and for a shape that no GPU can hold.
+    """Parse a shape HEADSxKV_HEADS,HEAD_DIM[xV_HEAD_DIM],LENGTH to a problem with the full mask. Raises
+    ValueError for another format, and for a shape too large for a GPU.
 
     >>> parse_shape("128x128,192x128,8192").shape
     '128x128,192x128,8192'
@@ -68,26 +68,28 @@ def parse_shape(shape: str) -> Problem:
         seq = int(length)
     except ValueError as error:
         raise ValueError(
-            f"shape {brief(shape)} is not HEADSxKV_HEADS,HEAD_DIM,LENGTH: 32x8,128,16384, or with "
-            "another head dim of values: 128x128,192x128,8192"
+            f"shape {brief(shape)} is not HEADSxKV_HEADS,HEAD_DIM,LENGTH: pass for example 32x8,128,16384, "
+            "or with another head dim of values 128x128,192x128,8192"
         ) from error
     if min(q_heads, kv_heads, dim, v_dim, seq) < 1 or q_heads % kv_heads or max(dim, v_dim) > 256:
-        raise ValueError(f"shape {shape!r}: key heads have to divide heads, head dims end at 256")
+        raise ValueError(f"shape {shape!r}: KV heads have to divide heads, and head dims be at most 256")
     if q_heads * seq * max(dim, v_dim) > MAX_ELEMENTS:
-        raise ValueError(f"shape {shape!r}: queries of more than {MAX_ELEMENTS >> 30}G numbers fit no GPU")
+        raise ValueError(
+            f"shape {shape!r}: queries have more than {MAX_ELEMENTS >> 30}G elements, too many for a GPU"
+        )
     return Problem("full", seq, q_heads, kv_heads, dim, v_dim)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to compile, in the launch of a problem.
+    """One kernel to compile, for the launch of a problem.
 
-    kernel: one of KERNELS; "fused": dK/dV that adds up dQ too; "few": forward with tiles for few rows
-        (variant "few" or "decode"); "combine": the launch after it, where several programs share its keys;
-        "gluon": the launch of that route
-    variant: a key of VARIANTS, whose state and options the launch has; "": the launch of a call on one device
-    config: the tiles; None = those of the rule
-    source: origin of the config, unless it is the rule
+    kernel: one of KERNELS; "fused": dK/dV with dQ in one kernel; "few": forward with tiles for few query rows
+        (variant "few" or "decode"); "combine": the launch after "few" if keys are split over several CTAs;
+        "gluon": the Gluon route
+    variant: key of VARIANTS, for state and options of the launch; "": the launch of a call on one device
+    config: the tiles; None: the built-in default
+    source: origin of a config other than the default
     """
 
     kernel: str
@@ -107,7 +109,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The job in words.
+        """The job as text.
 
         >>> step_job("dq", "sm_90", 128).name
         'dq sm_90 d128 bfloat16 state'
@@ -116,7 +118,7 @@ class Job:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The key of the job's row in the table of resources; ``source`` only if the config has one."""
+        """The key of the job's row in the table of resources; with ``source`` only if it is set."""
         key = {"kernel": self.kernel, "arch": self.arch, "head_dim": self.head_dim}
         key |= {"source": self.source} if self.source else {}
         return key | {"dtype": self.dtype, "variant": self.variant}
@@ -126,8 +128,7 @@ def step_job(
     kernel: str, arch: str, head_dim: int, dtype: str = "bfloat16", variant: str = "state",
     config: Config | None = None, v_head_dim: int | None = None, score: str = "", source: str = "",
 ) -> Job:  # fmt: skip
-    """Make the job of a variant with heads of ``head_dim`` channels, values of ``v_head_dim`` (None: the
-    same)."""
+    """Make the job of a variant with these head dims; v_head_dim None: head_dim."""
     problem = VARIANTS[variant].problem
     problem = replace(problem, dim=head_dim, v_dim=v_head_dim or head_dim, dtype=dtype, score=score)
     return Job(kernel, arch, problem, variant, config, source)
@@ -149,10 +150,10 @@ class Routed(Config):
 
 
 def kernel_of(kernel: str, config: Config | None) -> tuple[str, Config | None]:
-    """The kernel and tiles that are launched for a config of a target's kernel."""
+    """Return (kernel, tiles) to launch for a target's kernel and config."""
     return (config.kernel, config.tiles) if isinstance(config, Routed) else (kernel, config)
 
 
 def options_of(kernel: str, config: Config | None) -> dict[str, Any]:
-    """The engine options that select this config for a kernel; empty for None, the rule's config."""
+    """Return the engine options that select this config for a kernel; {} for None, the default config."""
     return {"CONFIGS": ((kernel, tuple(asdict(config).items())),)} if config else {}

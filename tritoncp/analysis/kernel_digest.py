@@ -1,4 +1,4 @@
-"""The digest of a launch: a hash of the code that its report depends on, without compilation."""
+"""The digest of a launch: a hash of all inputs of its compilation, without compiling."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 
 
 def hash_launch(launch: Any) -> str:
-    """Hash what a kernel's code depends on: Triton, tiles, arguments without the contents of memory, the
-    source of the kernel and of the functions it calls. Comments, docstrings and line numbers are left out.
+    """Hash all inputs of a kernel's compilation: Triton's version, tiles, arguments without tensor contents,
+    and the sources of the kernel and its callees without comments, docstrings and line numbers.
     """
     import triton
 
@@ -27,8 +27,8 @@ def hash_launch(launch: Any) -> str:
 
 
 def _describe_value(value: Any, sources: dict[str, str]) -> Any:
-    """Describe a kernel's argument, or a global of its module, as far as code depends on it: jit functions by
-    name, with their source and that of the functions they use in ``sources``."""
+    """Describe a kernel's argument, or a global of its module, as far as compiled code depends on it. Sources
+    of jit functions, and of functions that they use, are added to ``sources`` by name."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype)
     if hasattr(value, "block_shape"):  # a tensor descriptor
@@ -36,7 +36,7 @@ def _describe_value(value: Any, sources: dict[str, str]) -> Any:
     if isinstance(value, tuple):
         return [_describe_value(item, sources) for item in value]
     if (function := getattr(value, "fn", None)) is None:
-        return getattr(value, "__qualname__", str(value))  # the text of a plain function holds its address
+        return getattr(value, "__qualname__", str(value))  # str() of a plain function has its address
     name = f"{function.__module__}.{function.__qualname__}"
     if name not in sources:
         sources[name], names = read_syntax(function)
@@ -48,8 +48,7 @@ def _describe_value(value: Any, sources: dict[str, str]) -> Any:
 
 @functools.cache
 def read_syntax(code: Any) -> tuple[str, list[str]]:
-    """Read the syntax tree of a function or module as text, without comments, docstrings and positions, and
-    the names in it."""
+    """Return (syntax tree as text, without comments, docstrings and positions; names in it)."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):

@@ -1,4 +1,4 @@
-"""The report of one compiled kernel: registers, spills, shared memory, matrix unit and TMA."""
+"""The report of one compiled kernel: registers, spills, shared memory, matrix instructions and TMA."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tritoncp.analysis.jobs import Job
 from tritoncp.analysis.kernel_digest import hash_launch
 from tritoncp.analysis.launches import launch_of
 
-MATRIX = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|DMMA|v_mfma)")  # instructions of units that multiply matrices
+MATRIX = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|DMMA|v_mfma)")  # matrix product instructions
 
 
 def report_kernel(job: Job) -> dict[str, Any]:
-    """Compile a job and report what the compiler made, as JSON values.
+    """Compile a job and return its resources as JSON values.
 
-    digest: of its sources; registers of a thread; spill_bytes of a thread (the kernels have no arrays, so all
-        thread-local memory is spilled registers); shared_bytes of a program; tensor_columns: of sm_100's
-        tensor memory; matrix: the unit that multiplies matrices, "" for none; tma: bulk tensor copies
+    digest: of its sources; registers, spill_bytes: per thread (kernels have no arrays, so all thread-local
+        memory is spilled registers); shared_bytes: per CTA; tensor_columns: of sm_100's tensor memory;
+        matrix: instruction of matrix products, "" for none; tma: number of bulk tensor copies
     """
     launch = launch_of(job)
     if job.config and job.config.USE_TMA > launch.config.USE_TMA:
-        raise ValueError("these tensors' strides leave nothing to descriptors")
+        raise ValueError("these tensors' strides rule out tensor descriptors")
     kernel = compile_launch(launch, job.arch)
     resources = read_amd(kernel.asm["amdgcn"]) if "amdgcn" in kernel.asm else read_nvidia(kernel.asm["cubin"])
     return {
@@ -53,15 +53,15 @@ def read_nvidia(cubin: bytes) -> dict[str, Any]:
 
 
 def read_amd(text: str) -> dict[str, Any]:
-    """Read registers, spill_bytes, matrix and tma from AMD assembly. Scalar registers spill into lanes of
-    vector registers, which is no memory."""
+    """Read registers, spill_bytes, matrix and tma from AMD assembly. (Scalar registers spill into lanes of
+    vector registers, not into memory.)"""
     names = "vgpr_count", "private_segment_fixed_size", "vgpr_spill_count"
     registers, fixed, spilled = (_number(rf"\.{name}:\s*(\d+)", text) for name in names)
     return {"registers": registers, "spill_bytes": fixed + spilled, **_units(text)}
 
 
 def _units(text: str) -> dict[str, Any]:
-    """The matrix unit and the number of bulk copies in machine code.
+    """Return the matrix instruction and the number of bulk copies in machine code.
 
     >>> _units("UTMALDG.4D [UR8] ; HGMMA.64x128x16.F32.BF16 R24 ;")
     {'matrix': 'HGMMA', 'tma': 1}

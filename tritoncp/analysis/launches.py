@@ -1,5 +1,5 @@
-"""One attention call on one device, and launches of its single kernels. Compilation, checks and timing use
-the same launches, so that Triton's cache has the kernels that were compiled offline."""
+"""Launches of single kernels of an attention call on one device. Compilation, checks and timing use the same
+launches, so that Triton's cache has the kernels that were compiled offline."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ from tritoncp.planning.step_tables import BackwardStep
 
 
 class CallTensors:
-    """The tensors of a problem's call on one device, laid out as in the schedule of one rank.
+    """The tensors of a problem's call on one device, with the layouts of a single-rank schedule.
 
     tensors: q [1, Hq, Q, D], k [1, Hkv, S, D], v [1, Hkv, S, E], dout [1, Hq, Q, E]; default: uninitialised
-        memory
-    mask:    in place of the problem's
+    mask:    replaces the problem's
     """
 
     def __init__(
@@ -58,10 +57,10 @@ class CallTensors:
         self._out = torch.empty_like(self.dout)
         self._lse, self._delta = torch.empty(2, *self.q.shape[:3], device=device).unbind()
         self._dq, self._dk, self._dv = map(torch.empty_like, (self.q, self.k, self.v))
-        self._dq_sum = torch.empty_like(self.q, dtype=torch.float32)  # a fused kernel adds to it
+        self._dq_sum = torch.empty_like(self.q, dtype=torch.float32)  # accumulator of the fused kernel
 
     def results(self, kernel: str) -> dict[str, Tensor]:
-        """The tensors that a kernel writes."""
+        """Return the tensors that a kernel writes, by name."""
         dkdv = {"dk": self._dk, "dv": self._dv}
         return {
             "forward": {"out": self._out},
@@ -76,8 +75,8 @@ class CallTensors:
     def launch(
         self, kernel: str, config: Config | None, arch: str | None = None
     ) -> Launch | Launches | Callable[[], None]:
-        """Prepare a kernel with these tiles; with those of the rule for None. ``arch``: of a GPU other than
-        the device. Raises ValueError where a route has an obstacle."""
+        """Prepare a launch of a kernel. config: its tiles, None: the default; arch: of an absent GPU. Raises
+        ValueError if a route is not possible."""
         kernel, config = kernel_of(kernel, config)
         engine = self._engine(kernel, config, arch)
         q, k, v, tables = self.q, self.k, self.v, self._tables
@@ -96,13 +95,13 @@ class CallTensors:
         return engine.dkdv(step, self._dk, self._dv, self._dq_sum if kernel == "fused" else None)
 
     def in_steps(self, kernel: str, config: Config | None) -> Tensor:
-        """out, computed as by the two ranks of a ring, whose steps go on from states."""
+        """Compute out in two steps, the second from the state of the first, as in a ring of two ranks."""
         engine = self._engine(*kernel_of(kernel, config), None)
         plan = build(self._mask, 2, schedule="ring")
         sides = (self.q, plan.q), (self.k, plan.kv), (self.v, plan.kv)
         shards = [[take(x, side.positions(rank), 2, 0, 0) for x, side in sides] for rank in range(2)]
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "ROUTE=")  # a step that cannot have it goes by loops
+            warnings.filterwarnings("ignore", "ROUTE=")  # a step without this route uses "loops"
             ranks = [
                 schedule_of(p).forward(p, engine, *x, False)
                 for p, x in ((plan.seen_by(rank), x) for rank, x in enumerate(shards))
@@ -114,14 +113,14 @@ class CallTensors:
         options = options_of(kernel, config) | {"deterministic": False, "FUSED_BACKWARD": kernel == "fused"}
         if kernel in ROUTES:
             options["ROUTE"] = kernel
-        if kernel == "few" and self.q.device.type == "cpu":  # which has no number of multiprocessors
+        if kernel == "few" and self.q.device.type == "cpu":  # without multiprocessors to fill
             options["SPLIT_KV"] = 4
         return TritonEngine(self._mods, self.q.shape[3] ** -0.5, options, arch)
 
 
 def mods_of(problem: Problem, q: Tensor, mask: Mod | None = None) -> Mods:
-    """Prepare a problem's score_mod for kernels, for these queries, and a mask_mod. Gradients of the
-    score_mod's captures go to buffers that are discarded."""
+    """Prepare a problem's score_mod, and a mask_mod, for kernels. Gradients of the score_mod's captures are
+    written to buffers that are discarded."""
     score = problem.score_mod(q.device)
     if score is None:
         return engine_factory.kernel_mods(mask, None)
@@ -132,7 +131,7 @@ def mods_of(problem: Problem, q: Tensor, mask: Mod | None = None) -> Mods:
 
 
 def launch_of(job: Job) -> Any:
-    """The engine's launch of one job, on uninitialised memory of the CPU."""
+    """Return the engine's launch of one job, with uninitialised CPU tensors."""
     problem = job.problem
     if not job.variant:
         tensors = CallTensors(problem, torch.device("cpu"))

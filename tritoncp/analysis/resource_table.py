@@ -1,5 +1,5 @@
-"""The table ``kernels/configs/resources.json``: resources of every shipped kernel, compiled for absent
-GPUs; its stale rows, and regressions against it."""
+"""The table ``kernels/configs/resources.json``: registers, spills, ... of every shipped kernel, compiled for
+absent GPUs; stale rows, and regressions against it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TABLE = tile_tables.SHIPPED / "resources.json"
 KEY = ("kernel", "arch", "head_dim", "dtype", "variant")
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
-COLUMNS = ("digest", "registers", "spill_bytes", "shared_bytes", "matrix", "tma")  # of a row, after its key
+COLUMNS = ("digest", "registers", "spill_bytes", "shared_bytes", "matrix", "tma")  # columns after the key
 KIB = 1 << 10
 SHARED_BYTES = {
     **{"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_90": 227 * KIB, "sm_100": 227 * KIB},
     "gfx942": 64 * KIB,
-}  # of one program, by family
-TENSOR_COLUMNS = 512  # of sm_100's tensor memory
+}  # most shared memory of a CTA, by family
+TENSOR_COLUMNS = 512  # columns of sm_100's tensor memory
 
 
 def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
-    """List the kernels that are shipped for these architectures: bfloat16 with every kind of mask and for few
-    rows, without descriptors where they are the rule, and fused where tiles exist; head dims of two pieces,
-    float16 and float32 with the kind that needs the most registers.
+    """List jobs for the shipped kernels of these architectures: bfloat16 with every kind of mask and for few
+    query rows, also without descriptors where these are the default, and fused where tiles exist; head dims
+    that are split in two, float16 and float32 with the kind of mask that needs the most registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
     (110, 377)
@@ -56,8 +56,8 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
 
 
 def measured(archs: Iterable[str] = ARCHS, folder: Path = tile_tables.SHIPPED) -> list[Job]:
-    """List the kernels of tiles that are shipped because they were measured: with a mask of their kind, and
-    with the variant that needs the most registers. Raises ValueError for a file that cannot be read."""
+    """List jobs for the measured tiles that are shipped: with a mask of their kind, and with the variant that
+    needs the most registers. Raises ValueError for a file that cannot be read."""
     jobs = []
     for path in (path for arch in archs for path in sorted((folder / arch).glob("*.json"))):
         for entry in tile_tables.read(path):
@@ -72,8 +72,8 @@ def measured(archs: Iterable[str] = ARCHS, folder: Path = tile_tables.SHIPPED) -
 
 
 def pick(jobs: Sequence[Job], **criteria: Sequence[Any]) -> list[Job]:
-    """Select the jobs with one of these values of each field; no values: any. Raises ValueError for a value
-    that no job has, and where no job has all of it.
+    """Select the jobs with one of the given values in each field (no values: any). Raises ValueError for a
+    value that no job has, and if no job matches all criteria.
 
     >>> [job.name for job in pick(shipped(["sm_90"]), kernel=["delta"], head_dim=[64])]
     ['delta sm_90 d64 bfloat16 state']
@@ -82,15 +82,17 @@ def pick(jobs: Sequence[Job], **criteria: Sequence[Any]) -> list[Job]:
         field_values = dict.fromkeys(str(getattr(job, field)) for job in jobs)
         for value in values:
             if str(value) not in field_values:
-                raise ValueError(f"no shipped kernel has {field} {value!r}; known: {', '.join(field_values)}")
+                raise ValueError(
+                    f"{field} {value!r}: no such shipped kernel; pass one of {', '.join(field_values)}"
+                )
     picked = [job for job in jobs if all(getattr(job, f) in v for f, v in criteria.items() if v)]
     if not picked:
-        raise ValueError("no shipped kernel is all of that; tritoncp inspect lists them")
+        raise ValueError("no shipped kernel matches all options; tritoncp inspect without options lists them")
     return picked
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """The key of a row: KEY; then the source of its tiles, unless it is the rule."""
+    """Return the key of a row: the columns KEY, then the source of its tiles unless they are the default."""
     identity = tuple(row[name] for name in KEY)
     return (*identity, row["source"]) if row.get("source") else identity
 
@@ -124,27 +126,27 @@ def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:
 
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
-    """Write rows into the table, in place of the rows with the same keys: a line each. Rows of kernels that
-    are no longer shipped are dropped."""
+    """Write rows into the table, one per line, replacing rows with the same keys; rows of kernels that are no
+    longer shipped are dropped."""
     import triton
 
     old = read_table(path) if path.exists() else {}
     merged = old | {key(row): row for row in rows}
     order = [key(job.identity) for job in [*shipped(), *measured()]]
-    kept = [merged[identity] for identity in order if identity in merged]
-    lines = ",\n".join(json.dumps(_compact(row), separators=(",", ":")) for row in kept)
+    table = [merged[identity] for identity in order if identity in merged]
+    lines = ",\n".join(json.dumps(_compact(row), separators=(",", ":")) for row in table)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"triton": "{triton.__version__}", "rows": [\n{lines}\n]}}\n')
 
 
 def _compact(row: Row) -> list[Any]:
-    """The key as one word each, then the figures, then the source of the tiles if they were measured."""
+    """Return a row as a list: the key as text, the figures, then the source of measured tiles."""
     source = [row["source"]] if row.get("source") else []
     return [" ".join(str(row[name]) for name in KEY), *(row[name] for name in COLUMNS), *source]
 
 
 def find_regressions(row: Row, before: Row | None) -> list[str]:
-    """List a row's regressions against the table, and its violations of the GPU's limits.
+    """Return a line for each regression of a row against the table, and each violation of the GPU's limits.
 
     >>> was = {"arch": "sm_90", "spill_bytes": 0, "shared_bytes": 0, "matrix": "HGMMA", "tma": 4}
     >>> find_regressions(was | {"matrix": "HMMA", "tma": 0, "spill_bytes": 8}, was)
@@ -155,9 +157,9 @@ def find_regressions(row: Row, before: Row | None) -> list[str]:
     limit = SHARED_BYTES[family(row["arch"])]
     regressions = []
     if row["shared_bytes"] > limit:
-        regressions.append(f"{row['shared_bytes']} bytes of shared memory, there are {limit}")
+        regressions.append(f"{row['shared_bytes']} bytes of shared memory, more than the limit {limit}")
     if (row.get("tensor_columns") or 0) > TENSOR_COLUMNS:
-        regressions.append(f"{row['tensor_columns']} columns of tensor memory, there are {TENSOR_COLUMNS}")
+        regressions.append(f"{row['tensor_columns']} columns of tensor memory, more than {TENSOR_COLUMNS}")
     if before is None:
         return [*regressions, "not in the table: tritoncp inspect --update writes it"]
     if row["spill_bytes"] > before["spill_bytes"]:

@@ -1,5 +1,5 @@
-"""torch's templates of flex attention as kernels of their own: the source that torch would generate, and its
-candidates of tiles.  The templates are those of the installed torch.
+"""Kernels from torch's flex attention templates: the source that torch would generate, and its candidate
+tiles, of the installed torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TENSORS = {
     "backward": "Q K V LSE DELTA DO DQ DV KV_NUM_BLKS KV_IDX Q_NUM_BLKS Q_IDX FULL_KV_NUM_BLKS FULL_KV_IDX "
     "FULL_Q_NUM_BLKS FULL_Q_IDX",
 }
-# Attributes of torch's configs, which are constants of the templates in upper case.
+# Attributes of torch's configs that are, in upper case, constants of the templates.
 BLOCKS = {
     "forward": ("block_m", "block_n"),
     "backward": ("block_m1", "block_n1", "block_m2", "block_n2"),
 }
-# By torch's kind of tensor: documents are numbers of tokens, slopes those of ALiBi's heads.
+# Tensors of mods: DOCUMENT is the document index of each token, SLOPES are ALiBi's slopes of the heads.
 SCORES = {
     "": None,
     "alibi": "({score} - tl.load(arg_SLOPES + {h}) * ({m} - {n}).to(tl.float32))",
@@ -38,11 +38,11 @@ SCORES = {
 
 
 class TemplateMask(NamedTuple):
-    """A mask as torch compiles it.
+    """A mask in torch's templates.
 
-    code:   of its mask_mod, for a pair of query m and key n
-    block:  size of a block of its BlockMask
-    blocks: the BlockMask lists full blocks apart from others
+    code:   source of its mask_mod, for query m and key n
+    block:  block size of its BlockMask
+    blocks: whether the BlockMask has separate lists of full blocks
     """
 
     code: str
@@ -52,10 +52,10 @@ class TemplateMask(NamedTuple):
 
 @dataclass(frozen=True)
 class TemplateJob:
-    """One of torch's kernels, for bfloat16.
+    """One of torch's kernels, for bfloat16, with its tiles.
 
     template: "forward" or "backward"
-    default:  torch takes these tiles without autotuning
+    default:  whether these are torch's tiles without autotuning
     blocks:   values of BLOCKS
     """
 
@@ -69,7 +69,7 @@ class TemplateJob:
 
     @property
     def name(self) -> str:
-        """The tiles in words."""
+        """The tiles as text."""
         return f"{'×'.join(map(str, self.blocks))} {self.warps}/{self.stages}"
 
     @property
@@ -97,13 +97,13 @@ class TemplateJob:
 
 
 def mask_of(problem: Problem) -> TemplateMask:
-    """The mask of a problem as torch's templates have it. Raises ValueError for one that is not written here.
+    """Return a problem's mask for torch's templates. Raises ValueError for one that is not implemented here.
 
     >>> mask_of(Problem("causal", 1024)).code
     '{m} >= {n}'
     """
     causal, name = "{m} >= {n}", problem.mask
-    if name == "full":  # what block_mask=None becomes
+    if name == "full":  # torch's mask for block_mask=None
         return TemplateMask("tl.full([1], True, tl.int1)", 1 << 30, False)
     if name == "window":
         from tritoncp.planning.problem import window_of
@@ -113,20 +113,23 @@ def mask_of(problem: Problem) -> TemplateMask:
         return TemplateMask(f"({causal}) & (tl.load(arg_DOCUMENT + {{m}}) == tl.load(arg_DOCUMENT + {{n}}))")
     if name == "causal":
         return TemplateMask(causal)
-    raise ValueError(f"mask {name!r} is not among those of torch's templates: full, causal, window, document")
+    raise ValueError(f"mask {name!r} is not implemented for torch; pass full, causal, window or document")
 
 
 def candidates(template: str, arch: str, problem: Problem) -> Iterator[TemplateJob]:
-    """Yield the jobs that torch chooses from with mode="max-autotune" (its default search space), the default
-    first. Raises ValueError for an architecture, a score_mod or a pass that is not written here."""
+    """Yield the candidates of torch's mode="max-autotune" (default search space), the default tiles first.
+    Raises ValueError for an architecture, a score_mod or a pass that is not implemented here."""
     from torch._inductor import config
     from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic
 
     if arch not in CAPABILITIES:
-        raise ValueError(f"torch's tiles are known for {', '.join(CAPABILITIES)}; this is {arch}")
+        raise ValueError(
+            f"architecture {arch} has no list of torch's tiles; pass one of {', '.join(CAPABILITIES)}"
+        )
     if problem.score not in SCORES or (problem.score == "softcap" and template == "backward"):
         raise ValueError(
-            f"{problem.score!r} is not among torch's score_mods: alibi, and softcap in the forward pass"
+            f"score_mod {problem.score!r} is not implemented for torch; pass alibi, or softcap in the "
+            "forward pass"
         )
     heuristic = CUDAConfigHeuristic()
     listing = (
@@ -144,7 +147,7 @@ def candidates(template: str, arch: str, problem: Problem) -> Iterator[TemplateJ
 
 
 def write_source(job: TemplateJob) -> str:
-    """Write the Python source of a job's kernel, ``flex``, as torch would generate it."""
+    """Return the Python source of a job's kernel, ``flex``, as torch would generate it."""
     from torch._inductor.codegen.common import KernelTemplate
     from torch._inductor.kernel.flex.common import load_flex_template
 
@@ -193,7 +196,7 @@ def _with_score(text: str, job: TemplateJob) -> str:
     text, count = re.subn(
         at, lambda m: f"{m[1]} = {code.format(score=m[2], h=head, m='m', n='n')}", text, flags=re.MULTILINE
     )
-    assert count, "torch's template assigns its scores in another way"
+    assert count, "torch's template has no assignment of scores where score_mods can be inserted"
     return text
 
 

@@ -48,30 +48,30 @@ class Options(NamedTuple):
 
     @property
     def returns(self) -> tuple[str, ...]:
-        """All requested results besides out."""
+        """Names of the requested results besides out."""
         aux, sinks = self.return_aux, ("sinks",) * (self.sinks is not None)
         if aux is None:
             return ("lse", *sinks) if self.return_lse else sinks
         return ("lse",) * (self.return_lse or aux.lse) + ("max_scores",) * aux.max_scores + sinks
 
     def scale_for(self, query: Tensor) -> float:
-        """Return the scale of scores; torch's if none is passed."""
+        """Return the scale of scores: the argument, or 1/sqrt(head dim) as in torch."""
         if self.scale is None:
             return 1 / math.sqrt(query.shape[3])
         validate.check_scale(self.scale)
         return float(self.scale)
 
     def with_expansion(self, query: Tensor, key: Tensor, value: Any) -> tuple[Options, Tensor]:
-        """Return these options, with the record of the function that expands the key, and the value: for a
-        latent, a value without channels."""
+        """Return (options with the checked record of ``expand``, value); without ``expand``, both unchanged.
+        The value of a latent has zero channels."""
         if self.expand is None:
             return self, value
         expansion = validate.expansion_of(query, key, value, self.expand, self.enable_gqa)
         return self._replace(expand=expansion), key.detach()[..., :0]
 
     def check(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
-        """Check all that does not depend on the plan. mask: of the call, whose lengths may explain an
-        error."""
+        """Check the arguments that can be checked without a plan. mask: the call's; errors about shapes
+        compare with its lengths."""
         validate.check_aux(self.return_lse, self.return_aux)
         if self.expand is None:
             validate.check_tensors(query, key, value, self.enable_gqa, mask)
@@ -151,38 +151,39 @@ def flex_attention(
     Called as ``(q, k, v, block_mask, mesh)`` or with torch's own arguments plus ``mesh``, which have torch's
     meaning; masks and mods see global indices. Returns out [B, Hq, S_local, E]; with ``return_lse`` or
     ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local]. Out has the query's
-    stride order, each gradient its tensor's, the last dimension innermost: [B, S, H, D] seen through
-    ``transpose(1, 2)`` comes back so. Under autocast q, k, v are cast to its dtype first, and out has it.
-    Fake and meta tensors: shapes only. ``torch.func``'s transforms raise RuntimeError.
+    stride order, each gradient its tensor's, the last dimension innermost: a query that is
+    ``x.transpose(1, 2)`` of an x [B, S, H, D] gives such an out. Under autocast q, k, v are cast to its dtype
+    first, and out has that dtype. Fake and meta tensors: shapes only. ``torch.func``'s transforms raise
+    RuntimeError.
 
-    A tensor does not show the order of its rows. ``positions``: the global positions [S_local] or [B,
-    S_local] that the caller assumes for its rows, compared with the plan's (this waits for the device).
+    positions: global positions [S_local] or [B, S_local] of the rows, to check that the shards are in the
+    plan's order, which no shape shows (the check waits for the device).
     sinks: [Hq], learned logits that take probability and contribute no value (:mod:`tritoncp.ops.sinks`); lse
     then counts them, max_scores does not. There is no dropout. Raises TypeError and ValueError before any
     tensor data moves.
-    batch_offset: row of the whole batch that the tensors' row 0 is, for micro-batches: mods see
+    batch_offset: index in the whole batch of the tensors' batch row 0, for micro-batches: mods get
     b + batch_offset, and a mask or plan of the whole batch is read from that row on. None: the mask's batch
-    is the query's or 1.
+    size is the query's or 1.
 
     ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of
-    captures of score_mod are bitwise equal in every run; all other results always are.
+    captures of score_mod are bitwise equal in every run; all other results are so without it.
 
     ``kernel_options={"invariant": True}``: out, lse, max_scores and dq of a row have the same bits on any
     number of ranks, for any placement, alone and packed with documents, if each starts at a multiple of
     the tile of keys (the mask's BLOCK_SIZE is one); under Ulysses dk and dv too, where ranks share no KV
-    head. For the Triton kernels, under allgather, fetch and Ulysses, with the tiles of the rule.
+    head. Triton kernels only, with the built-in default tiles; schedules allgather, fetch and Ulysses.
 
-    Few rows (up to about a hundred) against many keys: query heads that share keys form one tile and
-    several CTAs share a row's keys, in numbers that fill the device. ``kernel_options``: ``"PACK_GQA"``,
-    True or False, and ``"SPLIT_KV"``, the number of CTAs; with ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and
-    tiles that are given too, rows cut off at a block boundary have the bits that they have in the whole.
+    For few query rows (up to about a hundred) and many keys, the query heads of a KV head form one tile, and
+    the keys of a row are split over as many CTAs as fill the device. ``kernel_options`` override this:
+    ``"PACK_GQA"``, True or False, and ``"SPLIT_KV"``, the number of CTAs. With ``{"PACK_GQA": False,
+    "SPLIT_KV": 1}`` and explicit tile sizes, a query cut at a block boundary gives the bits of the whole one.
 
-    expand: ``(fn, *parameters)``, as for :func:`torch.utils.checkpoint.checkpoint`: ``key`` is a latent [B,
-    heads, S_local, C] of any C, ``value`` None, and ``fn(latent, *parameters)`` returns key [B, Hkv,
-    rows, D] and value [B, Hkv, rows, E] of any rows of it. Ranks send the latent; each step expands the
-    rows that it reads, and the backward pass expands them again. Tensors among the parameters get this
-    rank's share of their gradients. ``fn`` maps each row by itself, with no positions: what depends on
-    them is a channel of the latent, as rotary channels that are rotated already. Not under Ulysses.
+    expand: ``(fn, *parameters)`` for latent attention (MLA): ``key`` is a latent [B, heads, S_local, C] of
+    any C, ``value`` is None, and ``fn(latent_rows, *parameters)`` returns key [B, Hkv, rows, D] and value [B,
+    Hkv, rows, E] of these rows. Ranks send the latent; each step expands the rows that it reads, and the
+    backward pass expands them again, as :func:`torch.utils.checkpoint.checkpoint` does. Tensors among the
+    parameters get this rank's part of their gradients. ``fn`` maps each row by itself and gets no positions:
+    rotary channels are part of the latent, rotated beforehand. Not under Ulysses.
 
     >>> import torch
     >>> from tritoncp import causal
@@ -205,18 +206,18 @@ def flex_attention(
 
 
 def sort_arguments(score_mod: Any, block_mask: Any, mesh: Any) -> tuple[Any, Any, Any]:
-    """Return (score_mod, block_mask, mesh) from the fourth and fifth argument and mesh=, of either call
-    shape."""
+    """Return (score_mod, block_mask, mesh) from the fourth and fifth argument and mesh=: calls are
+    ``(q, k, v, block_mask, mesh)`` or torch's ``(q, k, v, score_mod, block_mask, mesh=mesh)``."""
     if type(score_mod) is not FunctionType and isinstance(score_mod, MASKS):
         if block_mask is None:
             return None, score_mod, mesh
-        if mesh is not None:
-            raise TypeError("two meshes, the fifth argument and mesh=: pass one of them")
         if isinstance(block_mask, MASKS):
             raise TypeError(
-                "two masks, the fourth and the fifth argument: pass one of them; a score_mod goes in fourth "
-                "place"
+                "block_mask: the fourth and the fifth argument are both masks; pass one of them (a score_mod "
+                "is the fourth argument)"
             )
+        if mesh is not None:
+            raise TypeError("mesh is both the fifth argument and mesh=: pass one of them")
         return None, score_mod, block_mask
     if callable(score_mod):
         _check_score_mod(score_mod)
@@ -250,8 +251,8 @@ def _dense_mask_hint(argument: Any) -> str:
 
 def _check_score_mod(fn: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
-        return  # inspecting the signature would recompile for every function; translation checks it too
-    plain = type(fn) is FunctionType and not fn.__dict__  # else it may wrap another function
+        return  # to inspect the signature would recompile for every function; its translation checks it
+    plain = type(fn) is FunctionType and not fn.__dict__  # a __dict__ may hold a wrapped function
     if plain and fn.__code__.co_argcount - len(fn.__defaults__ or ()) != 4:
         return  # inspect.signature takes longer than a kernel launch
     try:
@@ -262,8 +263,8 @@ def _check_score_mod(fn: Any) -> None:
     needed = [p for p in parameters if p.kind in places and p.default is inspect.Parameter.empty]
     if len(needed) == 4 and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         raise TypeError(
-            "this is a mask_mod (four arguments), and a callable in fourth place is a score_mod; make the "
-            "mask with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) and pass that"
+            "score_mod, the fourth argument, is a mask_mod (it takes four arguments): pass the mask that "
+            "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) makes of it"
         )
 
 
@@ -303,7 +304,7 @@ def _run_on_host(
     group = groups.group_of(mesh)
     block_mask = plain_mask(block_mask)
     call_key = validate.call_key(query, key, value, group, options)
-    if call_key is None:  # the shards may be no tensors of four dimensions
+    if call_key is None:  # query, key and value may not be tensors of four dimensions
         options.check(query, key, value, block_mask)
     plan = plan_cache.plan_of_rows(
         block_mask, validate.ShardSizes.of(query, key, options.expand), group, call_key,
@@ -315,7 +316,7 @@ def _run_on_host(
 
 
 def make_call(query: Tensor, plan: Plan, score_mod: Any, group: Any, options: Options) -> Call:
-    """Make the record of a call from its checked plan, its score_mod and its options, which are checked."""
+    """Check the options of a call and make its record."""
     kernel_options: tuple[tuple[str, Any], ...] = ()
     if options.kernel_options:
         check_options(options.kernel_options, architecture(query.device))
@@ -331,8 +332,8 @@ _SUBSTITUTE: ContextVar[Substitute | None] = ContextVar("substitute", default=No
 
 @contextmanager
 def substitute_calls(call: Substitute | None) -> Iterator[None]:
-    """Have another function answer the calls of `flex_attention` in this context, with the arguments of
-    :func:`run_call`; None: none."""
+    """Replace `flex_attention` inside this context: ``call`` gets the arguments of :func:`run_call`. None:
+    no replacement."""
     token = _SUBSTITUTE.set(call)
     try:
         yield
@@ -341,11 +342,11 @@ def substitute_calls(call: Substitute | None) -> Iterator[None]:
 
 
 def _local_architecture(x: Tensor) -> str | None:
-    """Return the architecture of a tensor's device; None if this machine does not have it, as a fake or meta
-    tensor's."""
+    """Return the architecture of a tensor's GPU; None if this machine lacks that device, as a fake or meta
+    tensor's may be."""
     if x.device.type not in ("cpu", "cuda"):
         return None
     try:
         return architecture(x.device)
-    except (AssertionError, RuntimeError):  # of torch without CUDA, or without a GPU
+    except (AssertionError, RuntimeError):  # raised by torch without CUDA, or without a GPU
         return None

@@ -30,10 +30,10 @@ from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 def attend_in_graph(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, mesh: Any, options: Any
 ) -> list[Tensor]:
-    """Run one layer for this rank, traced or on tensors without values; return out, lse, max_scores.
+    """Trace one attention call into the graph, or run it on fake tensors; return out, lse, max_scores.
 
-    options: :class:`tritoncp.api.attention.Options`. Raises Uncapturable for a mod or mask that no graph can
-    carry.
+    options: :class:`tritoncp.api.attention.Options`. Raises Uncapturable for a mod or mask that cannot be
+    part of a graph.
     """
     world, is_misfit, refusal, scale = group_name(mesh), False, "", 1.0
     try:
@@ -46,7 +46,7 @@ def attend_in_graph(
         if not refusal:
             options.check(query, key, value, block_mask)
             key, value = validate.shared_batch(query, key, value)
-    except (TypeError, ValueError):  # with symbols in its text
+    except (TypeError, ValueError):  # its text has symbols for sizes; the run raises it with numbers
         if not world:
             raise
         is_misfit = True
@@ -96,8 +96,8 @@ def _plan(
     positions: Tensor | None,
     batch_offset: int | None = None,
 ) -> Tensor:
-    """A handle of the plan for a Plan or mask that :func:`flatten_callable` took apart, checked against the
-    shards.
+    """Return the handle of the plan of a Plan or mask, flattened by :func:`flatten_callable`, after a check
+    against the shards.
 
     shape: :class:`validate.ShardSizes`
     """
@@ -112,7 +112,7 @@ def _plan(
 
 
 def _fake_handle(*args: Any) -> Tensor:
-    """A handle that names no object, for shapes only."""
+    """Return a handle without an object, for fake tensors."""
     return torch.full((), -1, dtype=torch.int64, device="cpu")
 
 
@@ -122,7 +122,7 @@ plan_op = register_op("plan", _plan, _fake_handle)
 def _refuse(
     tensors: list[Tensor], sinks: Tensor | None, enable_gqa: bool, refusal: str, world: str
 ) -> list[Tensor]:
-    """Raise the error of a call that failed its checks while it was traced.
+    """Raise, when the graph runs, the error of a call whose check failed in tracing.
 
     tensors: query, key and value. refusal: the error, "" if it is about the tensors
     """
@@ -132,12 +132,14 @@ def _refuse(
             validate.check_tensors(query, key, value, enable_gqa)
             validate.check_sinks(query, sinks)
         raise ValueError(
-            refusal or "these tensors fit together, and those for which the graph was made did not"
+            refusal
+            or "query, key and value fit together, but those that torch.compile traced did not: call "
+            "torch.compiler.reset() to trace again"
         )
 
 
 def _fake_results(tensors: list[Tensor], *args: Any) -> list[Tensor]:
-    """Tensors like out, lse and max_scores."""
+    """Return tensors of the shapes of out, lse and max_scores."""
     query = tensors[0]
     return [torch.empty_like(query), *(query.new_empty(query.shape[:-1]) for _ in range(2))]
 
@@ -146,7 +148,7 @@ refuse_op = register_op("refuse", _refuse, _fake_results)
 
 
 def _part(handle: Tensor, index: int, count: int, keys: int | None) -> Tensor:
-    """A handle of the plan of a chunk's queries, see :meth:`tritoncp.Plan.part`, for that of the whole."""
+    """Return the handle of :meth:`tritoncp.Plan.part`, a chunk of the queries, from the handle of a plan."""
     return handle_of(object_of(handle).part(index, count, keys=keys))
 
 
@@ -154,8 +156,7 @@ part_op = register_op("part", _part, _fake_handle)
 
 
 def _batch_rows(handle: Tensor, first: int, count: int) -> Tensor:
-    """A handle of the plan of some batch rows, see :meth:`tritoncp.Plan.batch_rows`, for that of the whole
-    plan."""
+    """Return the handle of :meth:`tritoncp.Plan.batch_rows` from the handle of a plan."""
     return handle_of(object_of(handle).batch_rows(first, count))
 
 
@@ -163,8 +164,8 @@ batch_rows_op = register_op("batch_rows", _batch_rows, _fake_handle)
 
 
 def _view(handle: Tensor, first: int, heads: int, causal: int) -> Tensor:
-    """A handle of another view of a plan: of ``heads`` query heads from ``first`` on (0: of all), and with
-    the mask of scaled_dot_product_attention with ``is_causal=causal`` (-1: with its own mask)."""
+    """Return the handle of a plan of ``heads`` query heads from ``first`` on (0: all heads), whose mask is
+    that of scaled_dot_product_attention with ``is_causal=causal`` (-1: the plan's own mask)."""
     plan = object_of(handle)
     plan = plan.of_sdpa(bool(causal)) if causal >= 0 else plan
     return handle_of(plan.of_heads(first, heads) if heads else plan)
@@ -184,7 +185,7 @@ def trace_block_mask(
 ) -> TracedMask:
     """Make a mask in a graph that Dynamo traces, see :func:`tritoncp.create_block_mask`.
 
-    Raises Uncapturable for a mask_mod that a graph cannot carry.
+    Raises Uncapturable for a mask_mod that cannot be part of a graph.
     """
     tensors: list[Tensor] = []
     ints: list[int] = []
@@ -197,9 +198,9 @@ def trace_block_mask(
 def _block_mask(
     tensors: list[Tensor], ints: list[int], sizes: list[int], structure: str, device: str
 ) -> Tensor:
-    """A handle of the mask for a mask_mod that :func:`flatten_callable` took apart.
+    """Return the handle of the mask of a mask_mod, flattened by :func:`flatten_callable`.
 
-    sizes: B, H, Q_LEN, KV_LEN and the two block sizes. device: "" for that of the captured tensors.
+    sizes: B, H, Q_LEN, KV_LEN and the two block sizes. device: "" is the device of the captured tensors.
     """
     mask_mod = rebuild(structure, tensors, ints)
     state = captured_state(mask_mod)

@@ -1,4 +1,4 @@
-"""Public calls that involve a process group: where one raises, the group is closed."""
+"""Decorator of public functions that communicate: an exception closes their process group."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def group_call(fn: Function) -> Function:
-    """Have a function close its group where it raises, before other calls of this rank can follow: that of
-    the mesh among its arguments, else the groups for which the plan among them was made or compared.
+    """Wrap a function so that an exception closes the process group, before this rank can make other calls:
+    the group of the mesh argument; without one, the groups with which the plan argument was made or compared.
 
-    Dynamo traces the copy ``call.__wrapped__``, and never ``call``, whose code may be marked as untraced.
+    Dynamo traces the copy ``call.__wrapped__``, never ``call``, whose code may be marked as untraced.
     """
 
     @functools.wraps(fn)
@@ -32,7 +32,7 @@ def group_call(fn: Function) -> Function:
             arguments = (*args, *kwargs.values())
             if torch.compiler.is_dynamo_compiling():
                 for x in arguments:
-                    # Dynamo takes no group for an instance of a union.
+                    # Under Dynamo isinstance(group, A | B) is False for a group.
                     if isinstance(x, dist.ProcessGroup) or isinstance(x, dist.DeviceMesh):  # noqa: SIM101
                         stop_traced_call(group_name(x), type(error).__name__)
             else:
@@ -47,16 +47,16 @@ def group_call(fn: Function) -> Function:
 
 @constant_result
 def group_name(mesh: Any) -> str:
-    """Return the name of a mesh's group; "" for None. In a graph that Dynamo traces it is a constant."""
+    """Return the name of a mesh's group, "" without a mesh: a constant of the graph under Dynamo."""
     group = groups.group_of(mesh)
     return "" if group is None else group.group_name
 
 
 @constant_result
 def stop_traced_call(name: str, error: str) -> None:
-    """Close a group, by name, if tracing of a call on it failed and no frame will run the call, as under
-    ``fullgraph=True``. error: the type of the exception; its text may have symbols."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator  # loaded, as Dynamo traces
+    """Close the group of a call whose tracing failed, if the call will not run eagerly instead, as under
+    ``fullgraph=True``. error: the exception's type, without its text, which may have symbols."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # imported already: Dynamo is running
 
     tx = InstructionTranslator.current_tx()
     if name and (tx.one_graph or tx.error_on_graph_break):
@@ -69,7 +69,7 @@ def _groups_of(arguments: Iterable[Any]) -> Iterator[Any]:
     for mesh in meshes:
         try:
             yield groups.group_of(mesh)
-        except (TypeError, ValueError):  # no group of this process
+        except (TypeError, ValueError):  # this process is not in the group
             continue
     if not meshes:
         for plan in arguments:

@@ -1,5 +1,5 @@
-"""Calls of a model's inner attention modules: the names of their arguments, the layouts of their tensors,
-DTensors, and the masks of modules that call scaled_dot_product_attention."""
+"""Adapter from a model's inner attention module to flex_attention: argument names, tensor layouts, DTensors,
+and the is_causal argument of scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tritoncp.planning.plan import Plan
 
 MASK_NAMES = ("block_mask", "attention_masks", "attention_mask", "attn_mask", "mask")
 OPTIONS = ("score_mod", "scale", "enable_gqa", "return_lse", "kernel_options", "return_aux")
-# A forward of (*args, **kwargs) takes the arguments of the function that it calls, in flex_attention's order.
+# Parameters assumed of a forward(*args, **kwargs): flex_attention's, in its order.
 CALL = (
     "query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options",
 )  # fmt: skip
-# Keywords that change attention, which a forward's own **kwargs may not swallow.
+# Keywords that change the result of attention: refused, even where forward's own **kwargs would ignore them.
 UNSUPPORTED = frozenset(
     {
         "alibi_slopes", "attn_bias", "bias", "dropout", "dropout_p", "head_mask", "key_padding_mask",
@@ -40,11 +40,11 @@ UNSUPPORTED = frozenset(
 
 
 class Signature(NamedTuple):
-    """The arguments that the forward of an inner attention module takes.
+    """The parameters of an inner attention module's forward.
 
     names:    of positional arguments; the first three are query, key and value
     defaults: of parameters after these
-    open:     whether forward takes keywords without naming them, besides named parameters
+    open:     whether forward has **kwargs besides named parameters
     """
 
     names: tuple[str, ...]
@@ -53,7 +53,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> Signature:
-        """Read a module's signature. Raises TypeError for a module that is no inner attention."""
+        """Read a module's signature. Raises TypeError unless forward begins with query, key and value."""
         parameters = list(inspect.signature(module.forward).parameters.values())
         kinds = {p.kind for p in parameters}
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -73,8 +73,8 @@ class Signature(NamedTuple):
         return cls(positional, defaults, inspect.Parameter.VAR_KEYWORD in kinds)
 
     def sort(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return query, key and value, and all other arguments that differ from None, by name. Raises
-        TypeError for an argument without a meaning in flex_attention, unless it has its default."""
+        """Return ([query, key, value], {name: other argument that is not None}). Raises TypeError for an
+        argument that flex_attention does not have, unless it equals the parameter's default."""
         if len(args) > len(self.names):
             raise TypeError(f"{len(args)} positional arguments; forward takes {', '.join(self.names)}")
         arguments = {**self.defaults, **dict(zip(self.names, args)), **kwargs}
@@ -87,19 +87,19 @@ class Signature(NamedTuple):
             if value is None or self._is_ignored(name, value):
                 continue
             if not _is_option(name):
-                known = ", ".join(sorted((*OPTIONS, *MASK_NAMES)))
+                accepted = ", ".join(sorted((*OPTIONS, *MASK_NAMES)))
                 raise TypeError(
-                    f"{name}={value!r}: flex_attention has no argument {name!r}; it has {known}, and another "
-                    "parameter of the module has to keep its default"
+                    f"{name}={value!r}: flex_attention has no argument {name!r}, only {accepted}: leave the "
+                    "module's other parameters at their defaults"
                 )
             name = "block_mask" if name in MASK_NAMES else name
             if name in options and options[name] is not value:
-                raise TypeError("two masks in one call; pass one of them")
+                raise TypeError(f"{name} and another mask in one call: pass one of them")
             options[name] = value
         return inputs, options
 
     def _is_ignored(self, name: str, value: Any) -> bool:
-        """Return whether an argument without a meaning in flex_attention has no effect."""
+        """Return whether an argument that flex_attention does not have may be ignored."""
         if _is_option(name):
             return False
         if name == "dropout_p":
@@ -115,7 +115,7 @@ def _is_option(name: str) -> bool:
 
 
 class Layout(NamedTuple):
-    """The dimensions of an inner attention module's tensors, without the last one, of channels."""
+    """The indices of the batch, head and sequence dimensions of a module's tensors; channels come last."""
 
     batch: int | None
     seq: int
@@ -125,7 +125,7 @@ class Layout(NamedTuple):
         """Return a tensor as [B, H, S, D]."""
         if x.ndim != (3 if self.batch is None else 4):
             needed = {0: "[T, H, D]", 1: "[B, S, H, D]", 2: "[B, H, S, D]"}[self.seq]
-            raise ValueError(f"a tensor {tuple(x.shape)}; with seq_dim={self.seq}, {needed} is needed")
+            raise ValueError(f"the tensor is {tuple(x.shape)}; with seq_dim={self.seq}, {needed} is needed")
         if self.batch is None:
             return x.transpose(0, 1).unsqueeze(0)
         return x.transpose(1, 2) if self.seq == 1 else x
@@ -144,13 +144,13 @@ def run_inner_attention(
     inputs: Sequence[Any], options: dict[str, Any], mesh: DeviceMesh | None, seq_dim: int, plan: Any = None,
     first_head: int | None = None,
 ) -> Any:  # fmt: skip
-    """Run the attention of an inner module: query, key and value in its layout, plain or DTensors.
+    """Run flex_attention on an inner module's query, key and value: in its layout, plain or DTensors.
 
-    options: arguments of flex_attention, is_causal (of a module that calls scaled_dot_product_attention) and
-        out_transform, called with out and lse [..., heads] in the module's layout, as plain tensors
-    mesh: of context parallelism; of DTensors with a dimension "cp" it may be None
-    plan: Plan or mask of calls without one
-    first_head: number in the whole layer of the first head, of plain tensors that have some of its heads
+    options: arguments of flex_attention, is_causal of scaled_dot_product_attention, and out_transform, which
+        is called with plain tensors out and lse [..., heads] in the module's layout
+    mesh: the context-parallel mesh; may be None for DTensors whose mesh has a dimension "cp"
+    plan: Plan or mask of calls that pass none
+    first_head: index in the layer of the tensors' first head, for plain tensors with a part of the heads
     """
     layout, options = LAYOUTS[seq_dim], dict(options)
     is_causal, out_transform = options.pop("is_causal", None), options.pop("out_transform", None)
@@ -168,7 +168,7 @@ def run_inner_attention(
     query, key, value = [layout.to_call(x) for x in inputs]
     if out_transform is not None:
         if options.get("return_lse") or options.get("return_aux") is not None:
-            raise TypeError("out_transform takes the place of return_lse and return_aux; pass one of them")
+            raise TypeError("out_transform with return_lse or return_aux: pass one (out_transform gets lse)")
         options = {**options, "return_lse": True}
         out, lse = flex_attention(query, key, value, block_mask=mask, mesh=mesh, **options)
         return _as(q, out_transform(layout.from_call(out), layout.from_call(lse)))
@@ -179,8 +179,8 @@ def run_inner_attention(
 
 
 def resolve_mask(mask: Any, plan: Any, is_causal: bool | None) -> Any:
-    """Return the mask of a call: its own, else ``plan``. With is_causal, which a module has that calls
-    scaled_dot_product_attention, the mask is causal or full, in the order of the Plan if there is one."""
+    """Return the mask of a call: ``mask``, else ``plan``. If is_causal is not None, the module calls
+    scaled_dot_product_attention: the mask is causal or full, in the order of the Plan if there is one."""
     mask = plan if mask is None else mask
     if is_causal is None:
         return mask
@@ -192,14 +192,14 @@ def resolve_mask(mask: Any, plan: Any, is_causal: bool | None) -> Any:
         return mask.of_sdpa(bool(is_causal))
     if is_causal:
         raise ValueError(
-            "is_causal=True and a mask in one call, as scaled_dot_product_attention refuses them: pass "
-            "is_causal=False with the mask, or a Plan, whose order of tokens then holds for is_causal"
+            "is_causal=True and a mask in one call, which scaled_dot_product_attention refuses too: pass "
+            "is_causal=False with the mask, or a Plan, of which is_causal=True uses the order of tokens alone"
         )
     return mask
 
 
 def mask_of_heads(mask: Any, first: int, count: int) -> Any:
-    """Return the mask or plan of the query heads from ``first`` on, which alone a call has."""
+    """Return the mask or plan of ``count`` query heads from ``first`` on."""
     if isinstance(mask, Plan):
         if not mask.mask.reads[1] and mask.mask.H == 1:
             return mask
@@ -209,8 +209,8 @@ def mask_of_heads(mask: Any, first: int, count: int) -> Any:
     by_head = isinstance(mask, BlockMask | Mask) and mask.shape[1] > 1
     if by_head or (isinstance(mask, Mask | MaskMod) and mask.reads[1]):
         raise ValueError(
-            "heads are sharded and this mask differs between them: make a plan of the mask of all heads, "
-            "make_plan(block_mask, mesh), and pass that; it is cut to the heads of a call"
+            "block_mask differs between heads, and heads are sharded: pass the plan of the mask of all "
+            "heads, make_plan(block_mask, mesh), from which the heads of a call are selected"
         )
     return mask
 
@@ -219,18 +219,22 @@ def _score_of_head(
     score_mod: Callable[..., Tensor], first: int, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor,
     kv_idx: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Call a score_mod for a head counted from ``first``."""
+    """Call score_mod with the head index h + first."""
     return score_mod(score, b, h + first, q_idx, kv_idx)
 
 
 def _check_placements(
     inputs: Sequence[Any], mesh: DeviceMesh | None, layout: Layout
 ) -> tuple[DeviceMesh | None, int | None]:
-    """Return the context-parallel mesh of DTensors, and the dimension of their mesh that shards heads."""
+    """Check the placements of DTensors; return their context-parallel mesh, and the dimension of their mesh
+    that shards heads."""
     q = inputs[0]
     for x in inputs:
         if not isinstance(x, DTensor) or x.device_mesh != q.device_mesh:
-            raise ValueError("query, key and value are DTensors over one mesh, or all plain tensors")
+            raise ValueError(
+                "query, key and value are a mixture of plain tensors and DTensors, or on different meshes: "
+                "pass three plain tensors, or DTensors over one mesh"
+            )
     context = _context_dim(q.device_mesh, mesh)
     if mesh is None and context >= 0:
         mesh = q.device_mesh["cp"]
@@ -244,10 +248,11 @@ def _check_placements(
             )  # fmt: skip
             if not fits or placement != q.placements[dim] or (on_heads and heads not in (None, dim)):
                 raise ValueError(
-                    f"a DTensor {tuple(x.shape)} placed {x.placements} over {x.device_mesh}: ContextParallel "
-                    f"takes plain shards, or DTensors placed (Shard({layout.seq}),) over the "
-                    "context-parallel mesh, or over a mesh that has it as a dimension and shards heads "
-                    f"(Shard({layout.heads})) or the batch along another; query, key and value alike"
+                    f"query, key or value is a DTensor {tuple(x.shape)} placed {x.placements} over "
+                    f"{x.device_mesh}: ContextParallel needs plain shards, or three DTensors of equal "
+                    f"placement, (Shard({layout.seq}),) over the context-parallel mesh, or over a mesh of "
+                    "which that is a dimension and another one shards heads "
+                    f"(Shard({layout.heads})) or the batch"
                 )
             heads = dim if on_heads else heads
     return mesh, heads
@@ -255,7 +260,7 @@ def _check_placements(
 
 @constant_result
 def _context_dim(mesh: DeviceMesh, context: DeviceMesh | None) -> int:
-    """Return the dimension of a mesh whose groups are those of context parallelism, -1 if there is none."""
+    """Return the dimension of a mesh that is the context-parallel mesh, -1 if there is none."""
     if context is None:
         names = mesh.mesh_dim_names or ()
         return names.index("cp") if "cp" in names else -1
@@ -267,9 +272,12 @@ def _context_dim(mesh: DeviceMesh, context: DeviceMesh | None) -> int:
 
 @constant_result
 def _first_head(mesh: DeviceMesh, dim: int, heads: int) -> int:
-    """Return the first of this rank's heads, if a dimension of a mesh shards them."""
+    """Return the index of this rank's first head where mesh dimension ``dim`` shards the heads."""
     if heads % mesh.size(dim):
-        raise ValueError(f"{heads} heads do not divide evenly among {mesh.size(dim)} ranks")
+        raise ValueError(
+            f"{heads} heads cannot be sharded evenly over {mesh.size(dim)} ranks: use a degree of tensor "
+            "parallelism that divides them"
+        )
     return mesh.get_local_rank(dim) * (heads // mesh.size(dim))
 
 

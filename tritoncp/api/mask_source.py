@@ -1,5 +1,5 @@
-"""Sources of a raw mask (index tensors, captures, code) and its compact form, with at most one device-to-host
-copy."""
+"""Inputs from which a raw mask was made (index tensors, captures, code), and its compact form: at most one
+device-to-host copy."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class MaskState(NamedTuple):
                 mask.check_state()
             return constant
         if isinstance(mask, Plan):
-            raise TypeError("this is a Plan already; pass it where the mask goes")
+            raise TypeError("block_mask is a Plan already; pass it in place of the mask")
         if mask is not None and not isinstance(mask, BlockMask | Mask | MaskMod):
             raise TypeError(
-                f"a BlockMask or a tritoncp Mask is needed; got a {type(mask).__name__}. "
-                "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) makes one"
+                f"block_mask is a {type(mask).__name__}; a BlockMask or a tritoncp Mask is needed: "
+                "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
             )
         mask = _without_noop(mask)
         mod = mask.mask_mod if isinstance(mask, BlockMask | Mask) else mask
@@ -115,7 +115,7 @@ class Sources:
         return {id(t): copy for t, copy in zip(remote, to_host(remote), strict=True)}
 
     def on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors of this mask, the remote ones as their host copies."""
+        """Return tensors of this mask, those on a device as host copies."""
         return [self.host_copies.get(id(t), t) for t in tensors]
 
     @cached_property
@@ -125,8 +125,8 @@ class Sources:
         return with_tensors(self.mod, self.host_copies) if remote else self.mod
 
     def compact(self, batch: int, q_len: int, kv_len: int) -> Mask:
-        """Return the mask in runs, its intervals searched again: captures may have been edited since the mask
-        was made. The lengths are those of the call, for masks without lengths."""
+        """Return the mask as runs. Its row intervals are computed again: captures may have been edited since
+        the mask was made. batch, q_len, kv_len: the call's, for masks without sizes of their own."""
         mask = self.mask
         validate.check_mask_captures(self.captures)
         if mask is None:
@@ -134,11 +134,11 @@ class Sources:
         if isinstance(mask, MaskMod):
             with self._host_captures():
                 compacted = create_block_mask(mask, batch if mask.reads[0] else 1, 1, q_len, kv_len)
-            return replace(compacted, mask_mod=mask)  # whose state is that of its own tensors
+            return replace(compacted, mask_mod=mask)  # the closed form carries its tensors' versions
         if getattr(self.mod, "__name__", "") == "_sliced_mask_mod_error":
             raise ValueError(
-                "this BlockMask is a slice of another, and torch drops a slice's mask_mod; pass the whole, "
-                "global mask: each rank takes its own part of it"
+                "block_mask is a slice of a BlockMask, and torch drops the mask_mod of a slice: pass the "
+                "global mask, of which each rank selects its own rows"
             )
         opaque = mods.hand_written(self.mod)
         if isinstance(mask, Mask):
@@ -149,14 +149,14 @@ class Sources:
         return compacted if opaque or compacted.mask_mod is None else self._with_intervals(compacted)
 
     def _is_constant(self) -> bool:
-        """Return whether the mask_mod is a closed form without tensors, which cannot be edited."""
+        """Return whether the mask is a closed form without tensors, so that no edit can change it."""
         if self.mod is None:
             return True
         closed = isinstance(self.mod, MaskMod) and not self.captures
         return closed and self.mod.intervals(0, 0) is not None
 
     def _host_captures(self) -> AbstractContextManager[Any]:
-        """Compute with host copies in place of remote tensors."""
+        """Return a context in which the mask_mod reads host copies in place of tensors on devices."""
         return TensorReplacement(self.host_copies) if self.host_copies else nullcontext()
 
     def _with_intervals(self, mask: Mask) -> Mask:
@@ -169,13 +169,13 @@ class Sources:
         except RuntimeError:
             if self.evaluate is self.mod:
                 raise
-            # The mask_mod runs only on its own device: it is evaluated there, in every masked block.
+            # The mask_mod runs only on its own device: it is evaluated there, for every masked block.
             return replace(mask, interval=None, window=None, reads=(True, True))
 
     @property
     def evaluators(self) -> tuple[tuple[Any, torch.device], ...]:
-        """The mask_mod and the device of its indices: on the host without another copy, and on the device of
-        its captures, in case the mask_mod runs only there."""
+        """Pairs (mask_mod, device of its indices) to try in order: the host, then the device of its captures
+        for a mask_mod that runs only there."""
         on_host = self.evaluate, torch.device("cpu")
         if self.evaluate is self.mod:
             return (on_host,)
@@ -192,7 +192,7 @@ class Sources:
         return hasher.digest()
 
     def warn_incomparable(self) -> None:
-        """Warn, once for a mask_mod's name, that the plan of its mask is made again at every call."""
+        """Warn, once per name of a mask_mod, that its plan cannot be cached."""
         name = describe(self.mod)
         if name not in _WARNED:
             _WARNED.add(name)
@@ -226,7 +226,7 @@ def _lists(mask: RawMask) -> tuple[tuple[Tensor, ...], Any]:
 
 
 def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
-    """Return the BlockMask over these index tensors."""
+    """Return a copy of the BlockMask with these index tensors."""
     if all(a is b for a, b in zip(_lists(mask)[0], lists)):
         return mask
     count, index, *rest = lists
@@ -244,7 +244,7 @@ def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
 
 
 def _stable(key: Any) -> Any:
-    """Return a fingerprint's key without addresses and device numbers, which differ between processes."""
+    """Return a fingerprint's key without addresses and device indices, which differ between processes."""
     if isinstance(key, Identity):
         thing = key.obj
         named = type(thing) if isinstance(thing, enum.Enum) else thing

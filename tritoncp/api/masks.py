@@ -23,30 +23,30 @@ def create_block_mask(
 ) -> Mask:
     """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact :class:`Mask`.
 
-    mask_mod: (b, h, q_idx, kv_idx) -> bool. B, H: batch rows and heads with masks of their own; None: they
-    share one. device: of the tensors that mask_mod captures; None: it is read from them. ``_compile`` is
-    accepted for compatibility with torch and ignored.
+    mask_mod: (b, h, q_idx, kv_idx) -> bool. B, H: batch size and query heads, or None where the mask is the
+    same for all. device: that of the tensors which mask_mod captures; None: read from them. ``_compile`` is
+    ignored; torch has it.
 
-    A closed form (``causal()``, ``document(...)``, ...) needs arithmetic alone. Any other mask_mod is
-    traced and bounded over ever smaller tiles; only where that decides nothing is it evaluated, a few million
-    pairs at a time: in torch on the CPU, by a Triton kernel on a GPU. The result is on the CPU and can be
-    passed as block_mask; ``.to_block_mask()`` converts it to torch's. After two seconds a progress bar
-    appears on stderr.
+    The blocks of a closed form (``causal()``, ``document(...)``, ...) follow from its parameters. Any other
+    mask_mod is traced, and interval arithmetic bounds it over ever smaller tiles; only tiles that this leaves
+    undecided are evaluated, a few million pairs at a time: in torch on the CPU, by a Triton kernel on a GPU.
+    The result is on the CPU and can be passed as block_mask; ``.to_block_mask()`` converts it to torch's.
+    After two seconds a progress bar appears on stderr.
 
     Inside torch.compile the mask is made when the graph runs, from the tensors and lengths of that run; the
-    result is its handle, which flex_attention takes. There a mask_mod comes from outside, or captures no
-    tensors; others break the graph, and are an error under ``fullgraph=True``.
+    result is a handle for flex_attention. There mask_mod has to be defined outside of the compiled function,
+    or capture no tensors; any other breaks the graph, and is an error under ``fullgraph=True``.
 
     >>> mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 4096), None, None, 2**20, 2**20)
     >>> print(f"{mask.sparsity():.1f} % of {mask.runs.shape[2]} x {mask.runs.shape[3]} blocks are empty")
     99.6 % of 8192 x 8192 blocks are empty
     """
     if torch.compiler.is_dynamo_compiling():
-        from tritoncp.api import dynamo  # loads every layer, which masks do without
+        from tritoncp.api import dynamo  # late: it imports every layer, and masks need few
 
         try:
             return dynamo.trace_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)  # type: ignore
-        except TypeError as error:  # of a mask_mod that the graph cannot carry
+        except TypeError as error:  # the mask_mod cannot be part of the graph
             reason = error.args[0]
         torch._dynamo.graph_break(msg=reason)
     return create_on_device(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)

@@ -23,11 +23,11 @@ SAVE_OPS = (forward_op, dynamo.plan_op, dynamo.part_op, dynamo.batch_rows_op, se
 def checkpoint_policy(
     otherwise: Callable[..., CheckpointPolicy | bool] | Sequence[Any] | None = None,
 ) -> Callable[..., CheckpointPolicy | bool]:
-    """Return a policy for selective activation checkpointing under which recomputation never communicates.
+    """Return a policy for selective activation checkpointing that never communicates in recomputation.
 
-    It saves attention's out and lse, whose recomputation would send K and V again, and what ``reshard``
-    returns. ``otherwise`` decides about every other op: a policy of yours, a list of ops to save, or None,
-    which recomputes them.
+    It saves attention's out and lse, whose recomputation would send K and V again, and the results of
+    ``reshard``. ``otherwise`` decides about all other ops: a policy, a list of ops to save, or None, which
+    recomputes them.
 
     >>> from functools import partial
     >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -41,7 +41,9 @@ def checkpoint_policy(
         ops = frozenset(otherwise)
         for op in ops:
             if not isinstance(op, torch._ops.OpOverload):
-                raise TypeError(f"ops to save are overloads, as torch.ops.aten.mm.default; got {op!r}")
+                raise TypeError(
+                    f"otherwise lists {op!r}; op overloads are needed, for example torch.ops.aten.mm.default"
+                )
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
         if op in SAVE_OPS:
@@ -55,30 +57,29 @@ def checkpoint_policy(
 
 
 class ContextParallel(ParallelStyle):
-    """A ParallelStyle that makes an inner attention module context parallel, through ``parallelize_module``.
+    """A ParallelStyle for ``parallelize_module`` that makes an inner attention module context parallel.
 
-    For a module whose forward takes query, key and value first, then any of flex_attention's arguments by
-    their names (``block_mask`` may be called ``attention_masks``, ``attention_mask``, ``attn_mask`` or
-    ``mask``), ``is_causal`` and ``out_transform``; their defaults hold. Other parameters are passed over as
-    long as they are None or have their defaults; what forward's own ``**kwargs`` takes is ignored, but names
-    that change attention are refused, as ``dropout_p=0.1`` is. A forward of ``(*args, **kwargs)`` takes
-    flex_attention's arguments in its order. forward is replaced by :func:`tritoncp.flex_attention` over the
-    mesh that is passed to parallelize_module. Global state, context managers and other modules stay as they
-    are.
+    It replaces the module's forward by :func:`tritoncp.flex_attention` over the mesh of parallelize_module;
+    no global state, context manager or other module is changed. forward has to begin with query, key and
+    value. Other parameters are matched by name with flex_attention's arguments (``block_mask`` may be called
+    ``attention_masks``, ``attention_mask``, ``attn_mask`` or ``mask``), ``is_causal`` and ``out_transform``,
+    and keep their defaults. A parameter of any other name has to be None or its default. Names in forward's
+    own ``**kwargs`` are ignored, except that names that change attention, as ``dropout_p=0.1``, are an error.
+    A forward of ``(*args, **kwargs)`` has flex_attention's arguments in its order.
 
     plan:     Plan or global mask for calls that pass none; shards are in its order
-    seq_dim:  the sequence's dimension: 2 for [B, H, S_local, D], 1 for [B, S_local, H, D], 0 for
-              [S_local, H, D], in and out
-    always:   arguments that the module's forward fixes itself, as ``enable_gqa=True`` or ``is_causal=True``
+    seq_dim:  the sequence dimension of inputs and out: 2 for [B, H, S_local, D], 1 for [B, S_local, H, D],
+              0 for [S_local, H, D]
+    always:   arguments for every call, as ``enable_gqa=True`` or ``is_causal=True``
 
-    A module with ``is_causal`` is one that calls scaled_dot_product_attention: its mask is causal or full. Of
-    a Plan, its own or the call's, it takes the order of tokens alone, so that one plan serves a model whose
-    other layers call flex_attention. ``out_transform(out, lse)`` gets both in the module's layout, lse
-    without the last dimension.
+    A module with ``is_causal`` is one that calls scaled_dot_product_attention: its mask is causal or full,
+    and only the order of tokens is read from a Plan, so that one plan serves all layers of a model that
+    has both kinds. ``out_transform(out, lse)`` gets both in the module's layout, lse without the last
+    dimension.
 
     Tensors are this rank's shards: plain, or DTensors sharded along the sequence over this mesh, or over a
-    mesh that has it as a dimension. Heads may then be sharded along another one (tensor parallelism): mods
-    and the plan's mask count the heads of the whole layer.
+    mesh of which it is a dimension. Another dimension may shard the heads (tensor parallelism): head indices
+    of mods and of the plan's mask are those of the whole layer.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.tensor.parallel import parallelize_module
@@ -100,10 +101,13 @@ class ContextParallel(ParallelStyle):
         super().__init__()
         unknown = set(always) - {*OPTIONS, "block_mask", "is_causal", "out_transform"}
         if unknown:
-            raise TypeError(f"flex_attention has no argument {', '.join(sorted(unknown))}")
+            raise TypeError(
+                f"{', '.join(sorted(unknown))}: flex_attention has no such argument; pass arguments of "
+                "flex_attention, is_causal or out_transform"
+            )
         if seq_dim not in LAYOUTS:
             raise ValueError(
-                f"seq_dim is 2 for [B, H, S, D], 1 for [B, S, H, D] or 0 for [S, H, D]; got {seq_dim}"
+                f"seq_dim={seq_dim}: pass 2 for [B, H, S, D], 1 for [B, S, H, D] or 0 for [S, H, D]"
             )
         self.plan, self.seq_dim, self.always = plan, seq_dim, always
 

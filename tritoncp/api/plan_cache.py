@@ -1,12 +1,12 @@
 """Cache of the plans of raw masks: a plan is made once and reused until its mask changes.
 
-A plan is reused while the mask has the same code, plain values and lengths, and the very same tensors,
+A plan is reused while the mask has the same code, plain values and lengths, and the same tensor objects,
 unedited, see :class:`tritoncp.core.bounded_cache.TensorCache`; writes through ``.data`` or NumPy are not
-noticed.
+detected.
 
-Making a plan for a group communicates. So every group has a cache of its own, which other calls of this
-process do not touch, and eviction is in call order, by the number of plans and the bytes of their masks and
-placements, which are equal on every rank: all ranks reuse a plan, or all make one.
+To make a plan for a group is a collective operation, so that a look-up must hit or miss on all ranks alike.
+Therefore every group has its own cache, which only calls on that group change, and eviction is in call
+order, by the number of plans and the bytes of their masks and placements, which are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ WARN_IMBALANCE = 1.2  # max/mean work above which natural order causes a warning
 
 
 class CacheInfo(NamedTuple):
-    """Counts of the plan cache since the last `plan_cache_clear`, over all groups and calls without one; the
-    limits are those of each group's cache."""
+    """Counts of the plan cache since the last `plan_cache_clear`, summed over groups and calls without one,
+    and the limits of each group's cache."""
 
     hits: int
     misses: int
@@ -59,11 +59,11 @@ def nbytes(plan: Plan) -> int:
 _CACHES = OwnedState(lambda: TensorCache(MAX_PLANS, lambda entry: nbytes(entry[0]), MAX_BYTES))
 _COUNTS = {"hits": 0, "misses": 0}
 plan_log, cache_log = area_logger("plan"), area_logger("cache")
-_WARNED: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about uneven work
+_WARNED: set[Any] = set()  # (name of a mask_mod, number of ranks) with a warning about uneven work
 
 
 def _pass_check() -> None:
-    """Do nothing: the check of a call whose arguments passed before."""
+    """Do nothing: the check for arguments that were checked before."""
 
 
 def plan_of_rows(
@@ -74,12 +74,12 @@ def plan_of_rows(
     check: Callable[[], None] = _pass_check,
     batch_offset: int | None = None,
 ) -> Plan:
-    """Return the plan of a call, checked against its shards: the plan that was passed, whose mask's state is
-    read, or that of a raw mask, which is found by its state or made from it.
+    """Return the plan of a call, checked against the shards: ``mask`` itself if it is a Plan whose mask is
+    unchanged, else the cached or new plan of the raw mask.
 
-    call_key: :func:`validate.call_key` of the call: a plan that served a call of this key needs no check
-    check: raises for wrong inputs, before a plan is made
-    batch_offset: batch row of the mask that is the shards' row 0 (None: they have all rows)
+    call_key: :func:`validate.call_key`; a plan checked once for a key is not checked again for it
+    check: function that raises for wrong inputs; called before a plan is made
+    batch_offset: batch row of the mask for row 0 of the shards (None: the shards have all rows)
     """
     if batch_offset is not None:
         rows = validate.whole_batch(mask, sizes.batch, batch_offset)
@@ -130,10 +130,10 @@ def plan_for(
 
 
 def plan_cache_info() -> CacheInfo:
-    """Return hits and misses of the cache of raw masks' plans, the number of cached plans, and their bytes.
+    """Return hits, misses, number of plans and bytes of the cache for the plans of raw masks.
 
-    A training loop with a new mask every step misses every time: make its plans with `make_plan`, in the data
-    loader's workers.
+    Where every training step has a new mask, every look-up is a miss: make the plans with `make_plan`, in
+    the data loader's workers.
 
     >>> import torch, tritoncp
     >>> tritoncp.plan_cache_clear()
@@ -151,14 +151,14 @@ def plan_cache_info() -> CacheInfo:
 
 
 def plan_cache_clear() -> None:
-    """Empty the cache of raw masks' plans and reset its counts. With several ranks, call it on every rank."""
+    """Empty the cache for the plans of raw masks and reset its counts. Call it on all ranks of a group."""
     _CACHES.clear()
     _COUNTS.update(hits=0, misses=0)
 
 
 @on_host
 def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
-    """Make the plan of a raw mask from the lengths of all ranks' shards. All ranks of the group call it."""
+    """Exchange the lengths of the shards and make the plan of a raw mask (collective over the group)."""
     call = "flex_attention, which makes the plan of a raw mask"
 
     def compare_shapes() -> tuple[None, consistency.Facts, Sequence[int]]:
@@ -188,7 +188,7 @@ def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
 
 
 def connect_new_plans(group: Any, plans: Iterable[Plan]) -> None:
-    """Record that the ranks compared new plans, and make the communicator of the group's data."""
+    """Record that the group's ranks have compared new plans, and make its data communicator."""
     if group is None:
         return
     table = signatures.table_of(group)
@@ -227,7 +227,7 @@ def _log_look_up(sources: Sources, is_hit: bool) -> None:
 
 
 def log_plan(sources: Sources, plan: Plan) -> None:
-    """Log the decisions of a new plan."""
+    """Log the placement, schedule and balance of a new plan."""
     if plan_log.isEnabledFor(logging.INFO):
         title = format_title(plan).removeprefix("Plan: ")
         line = "mask %s, %s; work of a rank, max/mean %.3f"
@@ -240,15 +240,15 @@ def _mask_text(sources: Sources) -> str:
 
 
 def _warn_uneven(sources: Sources, natural: Plan) -> None:
-    """Warn about uneven work, on the first rank, once for a mask_mod's name and a number of ranks."""
+    """Warn about uneven work: on the first rank, once per mask_mod name and number of ranks."""
     warning_key = describe(sources.mod), natural.world_size
     if natural.rank or natural.imbalance <= WARN_IMBALANCE or warning_key in _WARNED:
         return
     _WARNED.add(warning_key)
     busiest = max(range(natural.world_size), key=natural.work.__getitem__)
     warn_caller(
-        f"in natural order rank {busiest} of {natural.world_size} does {natural.imbalance:.2f} times "
-        "the mean work of this mask. Two lines balance it:\n"
+        f"block_mask without a plan: in natural order rank {busiest} of {natural.world_size} does "
+        f"{natural.imbalance:.2f} times the mean work. Two lines balance it:\n"
         "    plan = tritoncp.make_plan(block_mask, mesh)\n"
         "    q, k, v = (tritoncp.shard(x, plan, dim=2) for x in (q, k, v))  # of the global tensors\n"
         "and flex_attention(q, k, v, plan, mesh) in place of the mask."

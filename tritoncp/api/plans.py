@@ -1,4 +1,4 @@
-"""`make_plan`: one placement of a mask's blocks on ranks, before any call."""
+"""`make_plan`: assignment of a mask's blocks to ranks, and the schedule of their communication."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ def make_plan(
     rank: int | None = None,
     layer: Mapping[str, int] | None = None,
 ) -> Plan | dict[str, Plan]:
-    """Assign the blocks of the global mask to ranks.
+    """Assign the blocks of the global mask to ranks, and choose a schedule of communication.
 
-    block_mask: a mask, or a dict of masks of one model's layers: their work is summed, so that one placement
-    serves all, and a dict of plans comes back. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call
-    this (2-D for "ulysses" and "ulysses+ring": the second dimension trades heads); or ``world_size`` and
-    ``rank`` (0 unless passed) without one. balancer: a name in ``tritoncp.balancers`` ("locality": few keys
-    to fetch; "ptrr_unweighted": torch's placement), a function of your own from a
-    ``tritoncp.planning.work.Work`` to each rank's blocks, None for natural order, or "auto": the cheapest of
-    these names and natural order, each with its cheapest schedule, by the predicted time of a layer of each
-    mask; ``plan.reason`` has the times. "auto" takes as long as all of them, 2 s for 1M tokens on 64 ranks;
-    it leaves out "locality" beyond twice that size. schedule: "auto" (the cheapest for the placement), or a
-    name. layer: sizes of the layer for which "auto" chooses, as for :meth:`Plan.explain`, with ``latent`` for
-    one that calls :func:`flex_attention` with ``expand``; None: 32 heads on 8 of keys, of 128 channels.
-    Raises TypeError for a mask_mod, which has no lengths; raises on every rank where one rank fails, or
-    ranks differ in mask, options or versions.
+    block_mask: a mask, or a dict of the masks of a model's layers: their work is summed for one placement,
+    and the result is a dict of plans. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call this (2-D
+    for "ulysses" and "ulysses+ring": the second dimension exchanges heads); without a mesh, ``world_size``
+    and ``rank`` (0 by default). balancer: a name in ``tritoncp.balancers`` ("locality": few keys to fetch;
+    "ptrr_unweighted": torch's placement), a function from a ``tritoncp.planning.work.Work`` to the blocks of
+    each rank, None for natural order, or "auto": of these names and natural order, each with its fastest
+    schedule, the one with the shortest predicted time for a layer of each mask; ``plan.reason`` has the
+    times. "auto" makes all these placements, in 2 s for 1M tokens on 64 ranks; beyond twice that size it
+    omits "locality". schedule: a name, or "auto" (the fastest for the placement). layer: sizes of the layer
+    for which "auto" predicts, as for :meth:`Plan.explain`, with ``latent`` for one that calls
+    :func:`flex_attention` with ``expand``; None: 32 query heads, 8 KV heads, head dim 128. Raises TypeError
+    for a mask_mod, which has no lengths; raises on all ranks where one fails, or where ranks differ in mask,
+    options or versions.
 
     >>> import torch
     >>> from tritoncp import causal, create_block_mask, sliding_window
@@ -87,7 +87,7 @@ def make_plan(
         world_size, rank = group.size(), group.rank()
     for name, number in (("world_size", world_size), ("rank", rank)):
         if number is not None and not isinstance(number, Integral):
-            raise TypeError(f"{name}={number!r}; an int is needed")
+            raise TypeError(f"{name}={number!r} is a {type(number).__name__}; an int is needed")
     masks = block_mask if isinstance(block_mask, Mapping) else {"": block_mask}
     masks = {name: plain_mask(mask) for name, mask in masks.items()}
     world_size, rank = 1 if world_size is None else int(world_size), int(rank or 0)
@@ -102,15 +102,15 @@ def make_plan(
 def _make_plans(
     masks: Mapping[str, Any], group: Any, world_size: int, rank: int, options: dict[str, Any]
 ) -> tuple[dict[str, Plan], consistency.Facts, Sequence[int]]:
-    """Make one placement for all these masks, and a plan for each; return them with the facts that ranks
-    compare."""
+    """Make one placement for all masks and a plan for each; return (plans, facts for the ranks to compare,
+    numbers to exchange)."""
     check_plannable({name: None if has_no_lengths(mask) else mask for name, mask in masks.items()})
     sources = {name: Sources.of(mask) for name, mask in masks.items()}
     compact = [source.compact(1, 0, 0) for source in sources.values()]
     built = build_all(compact, world_size, rank, **options)
     for source, one in zip(sources.values(), built, strict=True):
         plan_cache.log_plan(source, one)
-    # Also without a group: a data loader's worker may pass the plan to one.
+    # Also without a group: a data loader's worker may send the plan to a process that has one.
     digests = [source.digest() if world_size > 1 else b"" for source in sources.values()]
     plans = {
         name: replace(one, evaluators=source.evaluators, mask_digest=digest).pinned()

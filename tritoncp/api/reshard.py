@@ -1,4 +1,4 @@
-"""Shards to shards in another order, or to the global tensor."""
+"""`reshard`, from shards of one plan to those of another, and `unshard`, from shards to the global tensor."""
 
 from __future__ import annotations
 
@@ -46,20 +46,19 @@ def reshard(
     batch_dim: int | None = 0,
     pad: float | int | bool = 0,
 ) -> Any:
-    """Move a sharded tensor from the order of one plan to that of another: this rank's shard in, its shard
-    out.
+    """Redistribute a sharded tensor from the placement of one plan to that of another.
 
     x: this rank's shard by ``source``, any tensor with the shard's rows along ``dim``; in a simulated world,
-    the list of all ranks' shards, and a list comes back. source, target: plans for the same ranks and a
-    sequence of the same length, or None for natural order, in even pieces, as :func:`shard` has it.
-    batch_dim: dimension of the batch, needed where a plan places batch rows differently. ``pad`` fills rows
-    of the result that no rank holds in ``source``: padding.
+    the list of all ranks' shards, with a list as result. source, target: plans for the same ranks and a
+    sequence of the same length, or None for natural order in even pieces, as in :func:`shard`. batch_dim:
+    the batch dimension, needed where a plan places batch rows differently. ``pad`` fills the padding rows of
+    the result.
 
-    Exactly the rows that change ranks are sent, in one all-to-all, and every rank has to call. Which rows
-    these are is computed once for each pair of plans. At the first call with a pair of plans, a shape or a
-    dtype, and at every call under ``TRITONCP_CHECK=1``, the ranks compare these, and all raise Disagreement
-    where they differ. Differentiable: gradients move back, those of padding
-    are 0. In a compiled graph it is one op. Raises ValueError for shards and plans that do not fit together.
+    All ranks of the group call this. One all-to-all sends exactly the rows that change ranks; their indices
+    are computed once for each pair of plans. At the first call with a pair of plans, a shape or a dtype, and
+    at every call under ``TRITONCP_CHECK=1``, the ranks compare these, and all raise Disagreement where they
+    differ. Differentiable: gradients are sent back, and are 0 for padding. In a compiled graph it is one op.
+    Raises ValueError for shards and plans that do not fit together.
 
     >>> import torch
     >>> from tritoncp import causal, create_block_mask, reshard, simulate
@@ -85,7 +84,7 @@ def _reshard_in_world(
     """Move the shards of all ranks of a simulated world."""
     size = world.world_size
     if len(xs) != size:
-        raise ValueError(f"a list of {size} shards, one a rank, is needed; got {len(xs)}")
+        raise ValueError(f"x is a list of {len(xs)} shards; {size} are needed, one for each rank")
     for plan in (source, target):
         _check_plan(plan, size, None)
     return _move(xs, ("", size, 0), source, target, *options)
@@ -105,7 +104,7 @@ def _move(
         shards.check_pad(x, pad)
     dim, batch_dim = dim % xs[0].ndim, None if batch_dim is None else batch_dim % xs[0].ndim
     if source is None and target is None:
-        if world and not is_traced(xs[0]):  # no op of a graph
+        if world and not is_traced(xs[0]):  # eager
             call = Reshard(None, None, side, dim, batch_dim, xs[0].shape[dim], pad, world)
             compare_reshard(call, groups.group_by_name(world), xs[0])
         return list(xs)
@@ -120,8 +119,8 @@ def _move(
 def _check_batch_dim(x: Tensor, batch_dim: int | None) -> None:
     if batch_dim is not None and not -x.ndim <= batch_dim < x.ndim:
         raise ValueError(
-            f"the tensor {tuple(x.shape)} has no dimension {batch_dim}; batch_dim= is that of its batch, or "
-            "None"
+            f"batch_dim={batch_dim}: the tensor {tuple(x.shape)} has no such dimension; pass that of its "
+            "batch, or None"
         )
 
 
@@ -129,16 +128,17 @@ def _check_plan(plan: Any, world_size: int, rank: int | None) -> None:
     if isinstance(plan, Plan):
         validate.check_place(plan, world_size, rank)
     elif plan is not None:
-        raise TypeError(f"source and target are Plans, or None for natural order; got {plan!r}")
+        raise TypeError(f"source or target is {plan!r}; pass a Plan, or None for natural order")
 
 
 def _lengths(plan: Any, other: Any, side: str, world_size: int) -> Sequence[int]:
-    """Return the rows of each rank's shard by a plan; by None, in natural order, of the other's sequence."""
+    """Return the length of each rank's shard: by ``plan``, or if it is None in natural order, for the
+    sequence of the ``other`` plan."""
     length = (other if plan is None else plan).side(side).length
     if other is not None and other.side(side).length != length:
         raise ValueError(
-            f"a plan places {length} tokens, the other {other.side(side).length}; source and target are "
-            "plans of one sequence"
+            f"source and target are plans of {length} and {other.side(side).length} tokens: pass plans of "
+            "one sequence"
         )
     return pieces(length, world_size) if plan is None else plan.side(side).lengths
 
@@ -158,8 +158,8 @@ def unshard(
     """Gather the shards of all ranks into the global tensor, without padding. In a compiled graph it is one
     op.
 
-    ``grad``: how the backward pass combines gradients when x requires grad: "sum" (the loss is a sum over
-    ranks: reduce-scatter) or "slice" (every rank computes the same loss: own part, no communication).
+    ``grad``: needed if x requires grad, the backward pass: "sum" (the loss is a sum over ranks:
+    reduce-scatter) or "slice" (every rank computes the same loss: each keeps its rows, no communication).
     """
     place, plan_or_mask = shards.place_in_group(mesh), plain_mask(plan_or_mask)
     _check_gathered(plan_or_mask, place[1])
@@ -168,8 +168,8 @@ def unshard(
     shards.check_rows_along(x, dim, placement.lengths[rank], "this rank's shard")
     if x.requires_grad and grad not in ("sum", "slice"):
         raise ValueError(
-            "x requires grad: say grad='sum' (the loss is summed over ranks) or grad='slice' (every rank "
-            f"computes the same loss); got grad={grad!r}"
+            f"grad={grad!r} and x requires grad: pass grad='sum' (the loss is summed over ranks) or "
+            "grad='slice' (every rank computes the same loss)"
         )
     handle = plan_or_mask.pinned().handle if isinstance(plan_or_mask, Plan) else None
     dim, batch_dim = dim % x.ndim, None if batch_dim is None else batch_dim % x.ndim
@@ -183,7 +183,7 @@ def _check_gathered(plan_or_mask: Any, world_size: int) -> None:
     """Check the plan or mask argument of unshard."""
     if isinstance(plan_or_mask, MaskMod) or plan_or_mask is None or has_no_lengths(plan_or_mask):
         raise TypeError(
-            f"{plan_or_mask!r} does not say how long the whole sequence is; pass the Plan or "
+            f"plan_or_mask is {plan_or_mask!r}, which has no length; pass the Plan or "
             "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
         )
     if isinstance(plan_or_mask, Plan) and plan_or_mask.world_size != world_size:

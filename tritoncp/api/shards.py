@@ -1,4 +1,4 @@
-"""Global tensors to shards, and the positions of a shard's rows."""
+"""`shard`, from a global tensor to this rank's shard, and `positions`, the global positions of its rows."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ def shard(
     batch_dim: int | None = 0,
     pad: float | int | bool = 0,
 ) -> Tensor:
-    """Return this rank's part of a global tensor: in a plan's order; for a raw mask its r-th piece.
+    """Return this rank's shard of a global tensor: by a plan's placement, or the r-th piece for a raw mask.
 
     x: any tensor whose dimension ``dim`` is the global sequence. ``pad`` fills the padding at the end of a
-    plan's shard. Differentiable: the backward pass puts own positions back and zeros elsewhere, without
-    communication.
+    plan's shard. Differentiable without communication: the gradient of x is zero outside of this rank's rows.
 
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
@@ -54,7 +53,7 @@ def shard(
 
 @constant_result
 def place_in_group(mesh: Any) -> tuple[str, int, int]:
-    """Return the name of a mesh's group, its number of ranks and this rank: constants of a graph."""
+    """Return (group name, world size, rank) of a mesh: constants of a graph under Dynamo."""
     group = groups.group_of(mesh)
     return ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())
 
@@ -62,7 +61,8 @@ def place_in_group(mesh: Any) -> tuple[str, int, int]:
 def placement_of(
     x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str
 ) -> tuple[Placement, int]:
-    """Return the placement of tokens and this rank, after checks. place: see :func:`place_in_group`"""
+    """Check the arguments of `shard`; return (placement of tokens, this rank). place: of
+    :func:`place_in_group`"""
     world, world_size, rank = place
     check_dim(x, dim)
     if world and isinstance(plan_or_mask, Plan):
@@ -74,9 +74,9 @@ def placement_of(
 def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
     """Return the global position of each local token, -1 at padding: int64 [B or 1, S_local].
 
-    documents: number of each global token's document, [N] or [B, N], or the ``document(...)`` mask: positions
-    then start at 0 in every document, as rotary embeddings of packed sequences need them. Or the
-    ``tree(...)`` mask: positions are depths, the numbers of tokens before a token on its path.
+    documents: document index of each global token, [N] or [B, N], or the ``document(...)`` mask: positions
+    then start at 0 in every document, as rotary embeddings of packed sequences need them. With a
+    ``tree(...)`` mask a position is the depth of the token: the number of tokens before it on its path.
 
     >>> from tritoncp import causal, create_block_mask, make_plan, tree
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
@@ -95,18 +95,19 @@ def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
 
 
 def _positions_within(documents: Any, length: int) -> Tensor:
-    """Return the position of each token in its document, or in its path of a tree: int64 [B or 1, length]."""
+    """Return each token's position in its document, or its depth in a tree: int64 [B or 1, length]."""
     mask = document(ids=documents) if isinstance(documents, Tensor) else documents
     if isinstance(mask, Tree):
         return mask.positions(length)
     if not isinstance(mask, Document):
         raise TypeError(
-            f"documents is a tensor with the document of each token, document(...) or tree(...); got {mask!r}"
+            f"documents is {mask!r}; pass a tensor of document indices, document(...) or tree(...)"
         )
     intervals = mask.intervals(length, length)
     if intervals is None:
         raise ValueError(
-            "a document comes in several pieces; positions within documents need each in one piece"
+            "documents: a document is not contiguous; for positions within documents, give each contiguous "
+            "piece an index of its own"
         )
     return torch.arange(length) - intervals[0][:, 0]
 
@@ -116,36 +117,38 @@ def _positions_within(documents: Any, length: int) -> Tensor:
 
 def check_dim(x: Tensor, dim: int) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"a tensor with a dimension of the sequence is needed; got a {type(x).__name__}")
+        raise TypeError(f"x is a {type(x).__name__}; a tensor with a sequence dimension is needed")
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"the tensor {tuple(x.shape)} has no dimension {dim}; dim= is that of its sequence")
+        raise ValueError(
+            f"dim={dim}: the tensor {tuple(x.shape)} has no such dimension; pass that of its sequence"
+        )
 
 
 def check_pad(x: Tensor, pad: float) -> None:
-    """Refuse a padding value that x's dtype would change: -100 in uint8 is 156."""
+    """Raise ValueError for a padding value that x's dtype cannot hold: -100 in uint8 is 156."""
     if not pad or x.is_floating_point() or x.is_complex():
         return
     limits = None if x.dtype == torch.bool else torch.iinfo(x.dtype)
     lowest, highest = (0, 1) if limits is None else (limits.min, limits.max)
     if not lowest <= pad <= highest or pad != int(pad):
         raise ValueError(
-            f"pad={pad} is no value of {x.dtype}, the dtype of x; convert x before it is cut, as "
+            f"pad={pad} is not a value of {x.dtype}, the dtype of x: convert x first, for example "
             f"shard(x.long(), plan, dim=..., pad=-100)"
         )
 
 
 def check_rows_along(x: Tensor, dim: int, length: int, what: str) -> None:
-    """Refuse a tensor that does not have ``length`` rows along a dimension. what: the needed tensor"""
+    """Raise ValueError unless x has ``length`` rows along dim. what: words for the needed tensor"""
     if x.shape[dim] != length:
-        raise ValueError(f"{what} is needed: {length} rows along dimension {dim}; got {tuple(x.shape)}")
+        raise ValueError(f"x is {tuple(x.shape)}; {what} is needed, {length} rows along dimension {dim}")
 
 
 def _placement_of(
     plan_or_mask: Any, world_size: int, rank: int, side: str, length: int
 ) -> tuple[Placement, int]:
-    """Return the placement of tokens and this rank: a Plan's own, or natural order for a raw mask.
+    """Return (placement of tokens, this rank): of a Plan, or natural order for a raw mask.
 
-    length: of the global sequence, for closed forms, which have no length.
+    length: of the global sequence, for closed forms, which have none
     """
     if isinstance(plan_or_mask, Plan):
         return plan_or_mask.side(side), plan_or_mask.rank
@@ -156,7 +159,7 @@ def _placement_of(
         length = plan_or_mask.q_len if side == "q" else plan_or_mask.kv_len
     elif plan_or_mask is not None and not isinstance(plan_or_mask, BlockMask | MaskMod):
         raise TypeError(
-            f"a Plan or a mask is needed; got a {type(plan_or_mask).__name__}. make_plan(block_mask, mesh) "
-            "makes a plan, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) a mask"
+            f"plan_or_mask is a {type(plan_or_mask).__name__}; pass a Plan, make_plan(block_mask, mesh), or "
+            "a mask, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
         )
     return in_order(length, world_size), rank

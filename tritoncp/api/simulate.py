@@ -1,7 +1,7 @@
-"""Simulated worlds: all ranks in one process, with the same plans and schedules, one autograd node, one
-thread.
+"""Simulated worlds: all ranks in one process and thread, with the plans and schedules of real ranks.
 
-For tests, for debugging context parallelism on one device, and for timing one rank of a larger world.
+For tests, for debugging context parallelism on one device, and for timing one rank of a larger world. A call
+is one autograd node for all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tritoncp.planning.plan import Plan
 
 
 class RankAux(NamedTuple):
-    """torch's AuxOutput of a simulated world: of each field a list with the tensor of every rank, or None."""
+    """torch's AuxOutput for a simulated world: each field is a list of tensors by rank, or None."""
 
     lse: list[Tensor] | None
     max_scores: list[Tensor] | None
@@ -36,7 +36,7 @@ class RankAux(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """A world of ``world_size`` ranks in lockstep; each rank's tensor is an entry of a list."""
+    """A simulated world of ``world_size`` ranks in lockstep; sharded tensors are lists by rank."""
 
     world_size: int
 
@@ -46,7 +46,7 @@ class World:
     def make_plan(self, block_mask: Mapping[str, BlockMask | Mask], **options: Any) -> dict[str, Plan]: ...
     @host_only
     def make_plan(self, block_mask: Any, **options: Any) -> Plan | dict[str, Plan]:
-        """Make rank 0's plan, as :func:`tritoncp.make_plan` does; ``plan.for_rank(r)`` is rank r's view."""
+        """Call :func:`tritoncp.make_plan` for rank 0; ``plan.for_rank(r)`` is rank r's plan."""
         plan: Plan | dict[str, Plan] = plans.make_plan(
             block_mask, world_size=self.world_size, rank=0, **options
         )
@@ -54,7 +54,7 @@ class World:
 
     @host_only
     def shard(self, x: Tensor, plan: Plan, **options: Any) -> list[Tensor]:
-        """Return each rank's part of the global tensor ``x``, see :func:`tritoncp.shard`."""
+        """Return the shards of all ranks of the global tensor ``x``, see :func:`tritoncp.shard`."""
         self._check(plan)
         return [shards.shard(x, plan.for_rank(rank), **options) for rank in range(self.world_size)]
 
@@ -62,7 +62,7 @@ class World:
     def unshard(
         self, xs: Sequence[Tensor], plan: Plan, *, dim: int, side: str = "q", batch_dim: int | None = 0
     ) -> Tensor:
-        """Return the global tensor of all ranks' shards. Differentiable: each shard gets its part."""
+        """Gather the shards of all ranks into the global tensor. Differentiable."""
         self._check(plan)
         self._count(xs)
         placement = plan.side(side)
@@ -122,9 +122,9 @@ class World:
         batch_offset: int | None = None,
         expand: Sequence[Any] | None = None,
     ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]:
-        """:func:`tritoncp.flex_attention` of every rank: lists of shards in, lists out.
+        """Run :func:`tritoncp.flex_attention` on all ranks: arguments and results are lists of shards.
 
-        A Plan may be any rank's; a raw mask means pieces in natural order. Returns outs, or ``(outs, lses)``
+        A Plan may be any rank's; with a raw mask, shards are in natural order. Returns outs, ``(outs, lses)``
         with ``return_lse``, or ``(outs, RankAux)`` with ``return_aux``.
 
         >>> from tritoncp import causal, create_block_mask, simulate
@@ -189,7 +189,9 @@ class World:
 
     def _count(self, xs: Sequence[Tensor]) -> None:
         if len(xs) != self.world_size:
-            raise ValueError(f"a list of {self.world_size} shards, one a rank, is needed; got {len(xs)}")
+            raise ValueError(
+                f"got a list of {len(xs)} shards; {self.world_size} are needed, one for each rank"
+            )
 
 
 def simulate(world_size: int) -> World:
@@ -200,7 +202,7 @@ def simulate(world_size: int) -> World:
     World(world_size=8)
     """
     if not isinstance(world_size, Integral):
-        raise TypeError(f"world_size={world_size!r}; an int is needed")
+        raise TypeError(f"world_size={world_size!r} is a {type(world_size).__name__}; an int is needed")
     if world_size < 1:
-        raise ValueError(f"a world has at least one rank; got {world_size}")
+        raise ValueError(f"world_size={world_size}: pass at least 1")
     return World(world_size)

@@ -1,4 +1,5 @@
-"""Prefix trees in training: packing of trajectories, and their labels as edges of the tree."""
+"""Training on prefix trees: `pack_trajectories` merges common prefixes, `tree_edges` gives rows and labels of
+the loss."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tritoncp.planning.plan import Plan
 
 
 class TreeEdges(NamedTuple):
-    """The labels of one rank's rows: an edge leads from a token to one that follows it on some path.
+    """Rows and labels for the loss of one rank: an edge joins a token to a token that follows it on a path.
 
     ``(logits.logsumexp(-1)[rows] - logits[rows, labels]) * weights``, summed over edges and ranks, is the
     loss; logits: [S_local, vocabulary], or [B * S_local, vocabulary]. Every rank has as many edges as the
@@ -35,17 +36,17 @@ class TreeEdges(NamedTuple):
 
 @host_only
 def tree_edges(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor | None = None) -> TreeEdges:
-    """Return the edges of a prefix tree whose sources this rank holds, without communication.
+    """Return rows and labels for the loss of this rank's part of a prefix tree, without communication.
 
-    Every token but the first of a root is the target of one edge, from the token before it on its path. A
-    token with several children has several labels.
+    Every token but the first of a root is the label of the token before it on its path: an edge, which is
+    on the rank that holds its source. A token with several children has several labels.
 
     plan: of a mask of the whole buffer; ``plan.for_rank(r)`` for another rank's edges.
     tokens: ids of the whole buffer, integers [N] or [B, N]. The results are on their device.
-    weights: weight of each token as a label, floats [N] or [B, N]; None: 1. If it is the sum of the token's
-    weights in all trajectories (``PackedTree.weights``), a loss that is linear in log-probabilities is that
-    of the trajectories. Raises ValueError where tokens, weights, tree and plan differ in length or batch
-    rows, and TypeError for what is no plan, tree or tensor, and for tokens that are no integers.
+    weights: weight of each token as a label, floats [N] or [B, N]; None: 1. With the sum of a token's weights
+    in all trajectories (``PackedTree.weights``), a loss that is linear in log-probabilities equals that of
+    the trajectories. Raises ValueError where tokens, weights, tree and plan differ in length or batch rows,
+    and TypeError for arguments of another type, and for tokens that are not integers.
 
     >>> from tritoncp import create_block_mask, make_plan, tree
     >>> answers = tree([-1, 0, 0], [2, 1, 2])       # a prompt of 2 tokens with answers of 1 and 2
@@ -54,11 +55,9 @@ def tree_edges(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor | None = 
     [(tensor([0, 1, 1]), tensor([11, 12, 13])), (tensor([0, 0, 0]), tensor([14,  0,  0]))]
     """
     if not isinstance(plan, Plan):
-        raise TypeError(f"tree_edges: plan is a {type(plan).__name__}; a plan of make_plan is needed")
+        raise TypeError(f"plan is a {type(plan).__name__}; a Plan is needed: make_plan(block_mask, mesh)")
     if not isinstance(tree, Tree):
-        raise TypeError(
-            f"tree_edges: tree is a {type(tree).__name__}; tritoncp.tree(parent, lengths) is needed"
-        )
+        raise TypeError(f"tree is a {type(tree).__name__}; tritoncp.tree(parent, lengths) is needed")
     _check_types(tokens, weights)
     weights = torch.ones(tokens.shape, device=tokens.device) if weights is None else weights
     batch = _check_batch(plan, tree, tokens, weights)
@@ -73,13 +72,14 @@ def _check_types(tokens: Any, weights: Any) -> None:
     """Raise TypeError unless tokens are a tensor of integers, and weights a tensor or None."""
     for name, x in (("tokens", tokens), ("weights", weights)):
         if not isinstance(x, Tensor) and (x is not None or name == "tokens"):
-            raise TypeError(f"tree_edges: {name} is a {type(x).__name__}; a tensor [N] or [B, N] is needed")
+            raise TypeError(f"{name} is a {type(x).__name__}; a tensor [N] or [B, N] is needed")
     if not is_integer(tokens.dtype):
-        raise TypeError(f"tree_edges: tokens are {tokens.dtype}; ids are integers: tokens.long()")
+        raise TypeError(f"tokens is {tokens.dtype}; integers are needed: tokens.long()")
 
 
 def _check_batch(plan: Plan, tree: Tree, tokens: Tensor, weights: Tensor) -> int:
-    """Return the number of batch rows; raise ValueError unless all are for the same tokens."""
+    """Check that plan, tree, tokens and weights have the same length and batch rows; return the batch
+    size."""
     length = plan.q.length
     shapes = {"tokens": tokens.shape, "weights": weights.shape, "tree": tree.leave.shape}
     rows = {name: shape[0] if len(shape) == 2 else 1 for name, shape in shapes.items()}
@@ -101,21 +101,22 @@ def _local_edges(plan: Plan, tree: Tree, batch: int) -> tuple[Tensor, Tensor]:
     """Return rows and targets of this rank's edges, sorted by row and padded: int64 [E] each."""
     depth = tree.depth.detach().cpu().long().view(-1, plan.q.length)
     source = torch.stack([_sources(row) for row in depth]).expand(batch, -1)
-    place = plan.q.inverse.expand(batch, -1).gather(1, source.clamp(min=0))  # in the gathered buffer
+    place = plan.q.inverse.expand(batch, -1).gather(1, source.clamp(min=0))  # row of the gathered buffer
     owner = torch.where(source >= 0, place // plan.q.s_max, -1)
     counts = torch.bincount(owner[owner >= 0], minlength=1)
     b, target = (owner == plan.rank).nonzero(as_tuple=True)
     rows = b * plan.q.lengths[plan.rank] + place[b, target] % plan.q.s_max
     rows, order = rows.sort(stable=True)
-    has_rows = plan.q.lengths[plan.rank] > 0  # row 0 stands for padding
+    has_rows = plan.q.lengths[plan.rank] > 0  # padding edges have row 0
     padding = (0, int(counts.max()) - len(rows) if has_rows else 0)
     targets = (b * plan.q.length + target)[order]
     return torch.nn.functional.pad(rows, padding), torch.nn.functional.pad(targets, padding, value=-1)
 
 
 def _sources(depth: Tensor) -> Tensor:
-    """Return the token before each one on its path, -1 for a root's first, from depths in depth-first order:
-    the last token before it that is one less deep. int64 [N].
+    """Return the index of the token before each token on its path, -1 for the first of a root: int64 [N].
+
+    depth: [N], tokens in depth-first order, so that this is the last token before it of depth - 1
 
     >>> _sources(torch.tensor([0, 1, 2, 2, 3, 0])).tolist()
     [-1, 0, 1, 1, 3, -1]
@@ -135,8 +136,8 @@ def _sources(depth: Tensor) -> Tensor:
 class PackedTree(NamedTuple):
     """Trajectories packed into a prefix tree of N tokens in n segments.
 
-    Its mask_mod is ``tree(packed.parent, packed.lengths)``. ``paths`` has the positions of each trajectory's
-    tokens in the buffer: trajectory j is tokens[paths[j]], and its edges have the targets paths[j][1:].
+    Its mask_mod is ``tree(packed.parent, packed.lengths)``. Trajectory j is ``tokens[paths[j]]``, and its
+    edges have the targets ``paths[j][1:]``.
     """
 
     tokens: Tensor  # int64 [N], the buffer
@@ -146,13 +147,13 @@ class PackedTree(NamedTuple):
     paths: list[Tensor]  # int64 [tokens of the trajectory]
 
     def unpack(self, values: Tensor) -> list[Tensor]:
-        """Return each trajectory's values, [its tokens, ...], from the buffer's: values [N, ...].
+        """Split values [N, ...] of the buffer's tokens into one tensor [tokens, ...] for each trajectory.
 
         Differentiable: a token's gradient is the sum over the trajectories through it.
         """
         if not isinstance(values, Tensor) or values.shape[:1] != self.tokens.shape:
             got = list(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
-            raise ValueError(f"unpack: values [{len(self.tokens)}, ...] are needed, a tensor, got {got}")
+            raise ValueError(f"values is {got}; a tensor [{len(self.tokens)}, ...] is needed")
         (index,) = upload([torch.cat(self.paths)], values.device)
         return list(values[index].split([len(path) for path in self.paths]))
 
@@ -162,13 +163,13 @@ class PackedTree(NamedTuple):
 def pack_trajectories(
     trajectories: Sequence[Sequence[int] | Tensor], weights: Sequence[Sequence[float] | Tensor] | None = None
 ) -> PackedTree:
-    """Pack trajectories into a prefix tree, which stores a beginning that several share once.
+    """Pack trajectories into a prefix tree, which stores common prefixes once.
 
-    trajectories: the tokens of each, integers, a list or a tensor [L_j] on any device; they may be equal,
-    empty, or end inside another. weights: of each token of each trajectory as a label, floats [L_j], as 0 for
-    prompts; None: 1. Results are on the CPU, and the same on every rank that packs the same.
+    trajectories: token ids of each, a list or an integer tensor [L_j] on any device; they may be equal,
+    empty, or a prefix of another. weights: floats [L_j] for each, the weight of each token as a label, for
+    example 0 for prompts; None: 1. Results are on the CPU, and equal on all ranks for equal arguments.
     Raises ValueError for trajectories that are not integers [L_j], for weights of other lengths, and if there
-    is no token; TypeError for trajectories or weights that are no lists of numbers or tensors.
+    is no token; TypeError for trajectories or weights that are not lists of numbers or tensors.
 
     >>> packed = pack_trajectories([[7, 8, 1], [7, 8, 2, 3], [7, 8, 1]])
     >>> packed.tokens.tolist(), packed.weights.tolist()
@@ -181,16 +182,14 @@ def pack_trajectories(
     _check_lists("trajectories", trajectories)
     sequences = [_token_ids(j, x) for j, x in enumerate(trajectories)]
     if not any(map(len, sequences)):
-        raise ValueError(
-            f"pack_trajectories: {len(sequences)} trajectories without a token; give at least one"
-        )
+        raise ValueError(f"trajectories: {len(sequences)} without a token; pass at least one token")
     order = sorted(range(len(sequences)), key=[content(x) for x in sequences].__getitem__)
     none = torch.empty(0, dtype=torch.int64)
     suffixes: list[Tensor] = []
     paths = [none] * len(sequences)
-    source = {}  # the token before each suffix on its path
+    source = {}  # first token of each suffix -> token before it on its path
     size, last, path = 0, none, none
-    for j in order:  # neighbours share the longest beginnings
+    for j in order:  # sorted, so that neighbours have the longest common prefixes
         shared = _common_length(last, sequences[j])
         last, suffix = sequences[j], sequences[j][shared:]
         if len(suffix):
@@ -206,43 +205,41 @@ def _token_ids(j: int, x: Any) -> Tensor:
     """Return the tokens of trajectory j as int64 [L] on the CPU."""
     ids = _as_tensor(f"trajectory {j}", x)
     if ids.ndim != 1 or (len(ids) and not is_integer(ids.dtype)):
-        raise ValueError(
-            f"pack_trajectories: trajectory {j} must be integers [tokens], got {ids.dtype} {list(ids.shape)}"
-        )
+        raise ValueError(f"trajectories[{j}] is {ids.dtype} {list(ids.shape)}; integers [tokens] are needed")
     return ids.long()
 
 
 def _check_lists(name: str, x: Any) -> None:
-    """Raise TypeError for trajectories or weights that are text or a mapping, or not iterable."""
+    """Raise TypeError unless x is an iterable other than text or a mapping."""
     if isinstance(x, str | bytes | Mapping) or not isinstance(x, Iterable):
         raise TypeError(
-            f"pack_trajectories: {name} is a {type(x).__name__}; a list with a list or tensor for each "
-            "trajectory is needed"
+            f"{name} is a {type(x).__name__}; a list with a list or tensor for each trajectory is needed"
         )
 
 
 def _as_tensor(name: str, x: Any) -> Tensor:
-    """Return a list of numbers, or a tensor, as a tensor on the CPU; raise TypeError for anything else."""
+    """Convert a list of numbers or a tensor to a tensor on the CPU; raise TypeError for anything else."""
     try:
         return torch.as_tensor(x).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"pack_trajectories: {name} is the {type(x).__name__} {repr(x)[:80]}; a list of numbers or a "
-            f"tensor [tokens] is needed ({error})"
+            f"{name} is the {type(x).__name__} {repr(x)[:80]}; a list of numbers or a tensor [tokens] is "
+            f"needed ({error})"
         ) from error
 
 
 def _common_length(one: Tensor, two: Tensor) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the length of the common prefix of two sequences."""
     n = min(len(one), len(two))
     differs = (one[:n] != two[:n]).nonzero()
     return int(differs[0]) if len(differs) else n
 
 
 def _segments(source: dict[int, int], size: int) -> tuple[Tensor, Tensor]:
-    """Return parent and lengths, int64 [n] each, from the token before each suffix in the buffer.
+    """Return parent and lengths of a tree's segments, int64 [n] each.
 
-    A segment begins where a suffix does, and behind every token from which another suffix branches off.
+    source: first token of each suffix -> token before it on its path. A segment begins at every suffix, and
+    after every token from which another suffix branches off.
 
     >>> _segments({0: -1, 5: 1}, 6)     # the suffix at 5 continues token 1
     (tensor([-1,  0,  0]), tensor([2, 3, 1]))
@@ -254,17 +251,17 @@ def _segments(source: dict[int, int], size: int) -> tuple[Tensor, Tensor]:
 
 
 def _sum_weights(paths: list[Tensor], weights: Any, size: int) -> Tensor:
-    """Return the sum over trajectories of each token's weights: floats [size]."""
+    """Sum the weights of each token over trajectories: floats [size]."""
     if weights is None:
         weights = [torch.ones(len(path)) for path in paths]
     _check_lists("weights", weights)
-    given = [_as_tensor(f"weights[{j}]", x) for j, x in enumerate(weights)]
-    if [list(x.shape) for x in given] != [[len(path)] for path in paths]:
-        shapes = [list(x.shape) for x in given[:8]]
+    tensors = [_as_tensor(f"weights[{j}]", x) for j, x in enumerate(weights)]
+    if [list(x.shape) for x in tensors] != [[len(path)] for path in paths]:
+        shapes = [list(x.shape) for x in tensors[:8]]
         raise ValueError(
-            f"pack_trajectories: weights [tokens] for each of {len(paths)} trajectories are needed, got "
-            f"{len(given)} of shapes {shapes}"
+            f"weights has {len(tensors)} tensors of shapes {shapes}; one of shape [tokens] is needed for "
+            f"each of {len(paths)} trajectories"
         )
-    each = torch.cat(given)
-    total = torch.zeros(size, dtype=torch.float64).index_add_(0, torch.cat(paths), each.double())
-    return total.to(torch.promote_types(each.dtype, torch.float32))
+    flat = torch.cat(tensors)
+    total = torch.zeros(size, dtype=torch.float64).index_add_(0, torch.cat(paths), flat.double())
+    return total.to(torch.promote_types(flat.dtype, torch.float32))

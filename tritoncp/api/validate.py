@@ -1,6 +1,6 @@
-"""Checks of a call's arguments, before any tensor moves.
+"""Checks of a call's arguments, before any communication.
 
-Each message names the argument that was passed, the requirement and the remedy.
+Each error message names the argument, the requirement and the remedy.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DEVICES = ("cuda", "cpu", "meta")  # meta: shapes only
 
 
 class ShardSizes(NamedTuple):
-    """The sizes of a rank's query [batch, heads, rows, dim] and key [.., kv_heads, kv_rows, dim]. latent:
-    channels of a token's latent that is expanded to such keys; 0: there is none."""
+    """Sizes of a rank's query [batch, heads, rows, dim] and key [.., kv_heads, kv_rows, dim]. latent:
+    channels per token of the latent from which ``expand=`` computes keys and values, 0 without it."""
 
     batch: int
     heads: int
@@ -47,7 +47,7 @@ class ShardSizes(NamedTuple):
 
     @property
     def layer(self) -> dict[str, int] | None:
-        """The sizes of the layer for which a schedule is chosen; None: of a standard one."""
+        """Sizes of a latent layer, for the choice of a schedule; None for plain keys: a standard layer."""
         names = "heads", "kv_heads", "head_dim", "latent"
         sizes = self.heads, self.kv_heads, self.dim, self.latent
         return dict(zip(names, sizes, strict=True)) if self.latent else None
@@ -57,8 +57,8 @@ _facts = attrgetter("shape", "dtype", "device", "layout")
 
 
 def call_key(q: Any, k: Any, v: Any, group: Any, options: Any) -> Any:
-    """Return the key of a call under one plan: calls of equal keys pass or fail the same checks. None if
-    sizes may be symbols, which cannot be part of a key. options: :class:`tritoncp.api.attention.Options`"""
+    """Return a hashable key of all properties of a call that checks read, so that calls of equal keys need
+    one check per plan. None if sizes may be symbols. options: :class:`tritoncp.api.attention.Options`"""
     sinks = options.sinks
     for x in (q, k, v):
         if type(x) is not Tensor or x.is_nested or x.ndim != 4:
@@ -74,11 +74,11 @@ def call_key(q: Any, k: Any, v: Any, group: Any, options: Any) -> Any:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any = None) -> None:
-    """Check one rank's shards independently of the mask. mask: of the call, whose lengths may explain an
-    error."""
+    """Check dtypes, devices and shapes of one rank's shards. mask: the call's; its lengths serve to recognise
+    a tensor with sequence and heads exchanged."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         _check_tensor(name, x, q)
-    # Equal symbols first: whether an unbacked size is 1 cannot be read.
+    # Compare symbols first: `== 1` of an unbacked size raises.
     other = any(x.shape[0] != q.shape[0] and x.shape[0] != 1 for x in (k, v))
     if other or k.shape[1:3] != v.shape[1:3] or q.shape[3] != k.shape[3]:
         raise ValueError(
@@ -88,7 +88,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any =
     if q.shape[1] == k.shape[1]:
         return
     sides = [(name, x, _rows_of(mask, side)) for name, x, side in (("query", q, "q"), ("key", k, "kv"))]
-    # Heads first: whether an unbacked size of the sequence is equal to a number cannot be read.
+    # Compare heads first: a comparison of an unbacked sequence length with a number raises.
     heads_are_rows = any(x.shape[1] == rows for _, x, rows in sides)
     if heads_are_rows and all(rows in x.shape[1:3] for _, x, rows in sides):
         for name, x, rows in sides:
@@ -96,13 +96,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any =
                 raise ValueError(_exchanged(name, x.shape[2], x.shape[1]))
     heads = f"{q.shape[1]} query heads and {k.shape[1]} key heads"
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{heads}: query heads must be a multiple of key heads; repeat or drop some of them")
+        raise ValueError(f"{heads}; query heads must be a multiple of key heads: repeat or drop some of them")
     if not enable_gqa:
         raise ValueError(f"{heads} without enable_gqa: pass enable_gqa=True if groups of heads share a key")
 
 
 def expansion_of(q: Any, k: Any, v: Any, expand: Any, enable_gqa: bool) -> Expansion:
-    """Check a latent and the function that expands it, which is called for two rows of ones; return its
+    """Check a latent and the function that expands it, by a call with two rows of ones; return the function's
     record."""
     if not isinstance(expand, tuple | list) or not expand or not callable(expand[0]):
         raise TypeError(
@@ -111,8 +111,8 @@ def expansion_of(q: Any, k: Any, v: Any, expand: Any, enable_gqa: bool) -> Expan
         )
     if v is not None:
         raise ValueError(
-            "value is given, and expand= computes it: fn(latent, *parameters) returns key and value; pass "
-            "the latent as key, and value=None"
+            "value is a tensor beside expand=, whose fn(latent, *parameters) returns key and value: pass the "
+            "latent as key, and value=None"
         )
     _check_shard("query", q, q)
     _check_shard("key", k, q)
@@ -129,7 +129,7 @@ def expansion_of(q: Any, k: Any, v: Any, expand: Any, enable_gqa: bool) -> Expan
     try:
         check_tensors(q[:1], key, value, enable_gqa)
     except ValueError as error:
-        raise ValueError(f"expand: of the key and value that fn returned: {error}") from None
+        raise ValueError(f"expand: wrong key or value returned by fn: {error}") from None
     device = q.device.type
     is_cast = device != "meta" and torch.is_autocast_enabled(device)
     autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if is_cast else ""
@@ -137,7 +137,7 @@ def expansion_of(q: Any, k: Any, v: Any, expand: Any, enable_gqa: bool) -> Expan
 
 
 def _check_expanded(result: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Check what the function of expand= returned for rows of a latent; return it."""
+    """Check the key and value that the function of expand= returned for rows of a latent; return them."""
     if not isinstance(result, tuple | list) or [isinstance(x, Tensor) for x in result] != [True, True]:
         raise TypeError(
             f"expand: fn returned a {type(result).__name__}; a pair of tensors is needed: return key, value"
@@ -158,7 +158,7 @@ def _check_expanded(result: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows_of(mask: Any, side: str) -> int | None:
-    """Return the rows of queries or keys that a mask is for, of a Plan those of its rank; None if it has no
+    """Return the sequence length of a mask on one side, or of a Plan's shard; None for a mask without
     lengths."""
     if isinstance(mask, Plan):
         return mask.side(side).lengths[mask.rank]
@@ -168,7 +168,7 @@ def _rows_of(mask: Any, side: str) -> int | None:
 
 
 def _exchanged(name: str, rows: int, heads: int) -> str:
-    """Format the error of a tensor that has as many heads as the mask has rows."""
+    """Format the error of a tensor whose heads and sequence dimensions look exchanged."""
     return (
         f"{name} has {heads} heads and {rows} rows, and the mask is for {heads} rows: [batch, heads, "
         "sequence, head dim] is needed, and this looks like [batch, sequence, heads, head dim]; pass "
@@ -177,7 +177,7 @@ def _exchanged(name: str, rows: int, heads: int) -> str:
 
 
 def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
-    """Check one rank's shard and its head dim."""
+    """Check one shard: type, layout, dtype, device and head dim."""
     _check_shard(name, x, q)
     if not 0 < x.shape[3] <= MAX_HEAD_DIM:
         raise ValueError(
@@ -186,7 +186,7 @@ def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def _check_shard(name: str, x: Tensor, q: Tensor) -> None:
-    """Check the kind of a rank's shard, its dtype and device."""
+    """Check one shard: type, layout, dtype and device."""
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{name} is a {type(x).__name__}; a tensor [batch, heads, sequence, head dim] is needed"
@@ -236,63 +236,64 @@ def shared_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_scale(scale: Any) -> None:
-    """Refuse a scale that is no number, or that would lose its gradient."""
+    """Raise for a scale that is not a number, or that requires grad."""
     if isinstance(scale, str):
         raise TypeError(
-            f"scale={scale!r} is a str; a number is needed, as 0.125, or None for 1/sqrt(head dim)"
+            f"scale={scale!r} is a str; pass a number, for example 0.125, or None for 1/sqrt(head dim)"
         )
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise ValueError(
-            "scale is a tensor that requires grad, and no gradient reaches it: a scale is read as a number. "
-            "Multiply the query, query * scale, and pass scale=1.0, or multiply the score in a score_mod"
+            "scale is a tensor that requires grad, but is read as a number, without a gradient: pass query * "
+            "scale as the query and scale=1.0, or multiply the score in a score_mod"
         )
     if isinstance(scale, Tensor) and torch.compiler.is_dynamo_compiling():
-        raise TypeError("scale is a tensor, which no graph can read: pass a number, or query * scale")
+        raise TypeError(
+            "scale is a tensor, whose value torch.compile cannot read: pass a number, or query * scale as "
+            "the query and scale=1.0"
+        )
 
 
 def check_aux(return_lse: bool, return_aux: Any) -> None:
-    """Refuse a return_aux that is no AuxRequest, and one beside return_lse."""
+    """Raise for a return_aux that is not an AuxRequest, or that is passed with return_lse."""
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise TypeError(
-            f"return_aux is a {type(return_aux).__name__}; pass an AuxRequest of "
-            "torch.nn.attention.flex_attention, as return_aux=AuxRequest(lse=True)"
+            f"return_aux is a {type(return_aux).__name__}; pass torch.nn.attention.flex_attention's "
+            "AuxRequest, for example return_aux=AuxRequest(lse=True)"
         )
     if return_lse and return_aux is not None:
-        raise ValueError(
-            "return_lse and return_aux are both given; pass return_aux=AuxRequest(lse=True) alone"
-        )
+        raise ValueError("return_lse and return_aux in one call: pass return_aux=AuxRequest(lse=True) alone")
 
 
 def check_mesh(mask: Any, degree: int) -> None:
-    """Refuse a mesh of two dimensions without a Plan. degree: size of its second dimension, 0 for others."""
+    """Raise for a 2-D mesh without a Plan. degree: size of its second dimension, 0 for a 1-D mesh."""
     if degree and not isinstance(mask, Plan):
         raise ValueError(
-            "a mesh of two dimensions needs a plan, whose schedule gives each dimension its use: pass "
-            "make_plan(mask, mesh, schedule='ulysses+ring') in place of the mask, or the context-parallel "
-            "dimension alone, for example mesh['cp']"
+            "mesh has two dimensions, for which a Plan is needed: pass make_plan(mask, mesh, "
+            "schedule='ulysses+ring') in place of the mask, or the context-parallel dimension alone, for "
+            "example mesh['cp']"
         )
 
 
 def whole_batch(mask: Any, rows: int, batch_offset: int) -> int:
-    """Return the batch size to plan for, if a call has ``rows`` rows from ``batch_offset`` on: the mask's; if
-    that is 1, the call's; for a closed form without lists, the rows up to the end of the call's."""
+    """Return the batch size of the plan for a call with ``rows`` batch rows from ``batch_offset`` on: the
+    mask's; if that is 1, ``rows``, or ``batch_offset + rows`` for a mask_mod without block lists."""
     if isinstance(batch_offset, bool) or not isinstance(batch_offset, int | torch.SymInt):
-        raise TypeError(f"batch_offset is a {type(batch_offset).__name__}; a number of batch rows is needed")
+        raise TypeError(f"batch_offset is a {type(batch_offset).__name__}; an int is needed")
     batch = mask.batch if isinstance(mask, Plan | MaskMod) else mask.B if isinstance(mask, Mask) else 1
     if isinstance(mask, BlockMask):
         batch = mask.shape[0]
     if batch_offset < 0 or (batch > 1 and batch_offset + rows > batch):
         raise ValueError(
-            f"batch_offset={batch_offset} and a query of {rows} rows: rows {batch_offset} to "
-            f"{batch_offset + rows - 1} of a mask that has {batch}; batch_offset is the row of the mask's "
-            "batch that the query begins with"
+            f"batch_offset={batch_offset} and a query of batch size {rows}: rows {batch_offset} to "
+            f"{batch_offset + rows - 1} of a mask of batch size {batch}; pass the batch index in the mask of "
+            "the query's row 0"
         )
     without_lists = isinstance(mask, MaskMod) and not is_closed_form(mask)
     return batch if batch > 1 else batch_offset + rows if without_lists else rows
 
 
 def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
-    """Refuse sinks that are not one floating-point logit for each query head, on the query's device."""
+    """Raise unless sinks has one floating-point logit for each query head, on the query's device."""
     if sinks is None:
         return
     if not isinstance(sinks, Tensor):
@@ -305,12 +306,12 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
 
 
 def check_ranks(plan: Plan, group: Any) -> None:
-    """Check that a plan is for this group's ranks, and for this one of them."""
+    """Check that a plan is for the size of this group, and for this rank."""
     check_place(plan, *((1, None) if group is None else (group.size(), group.rank())))
 
 
 def check_place(plan: Plan, world_size: int, rank: int | None) -> None:
-    """Check that a plan is for this many ranks, and for this one of them. rank: None without a group."""
+    """Check that a plan is for this world size and rank. rank: None without a group."""
     if plan.world_size != world_size:
         missing = "; pass the mesh it was made with" if rank is None else "; make the plan with this mesh"
         raise ValueError(f"the plan is for {plan.world_size} ranks, the mesh has {world_size}{missing}")
@@ -355,7 +356,7 @@ def check_shard_lengths(
 ) -> None:
     """Check that the shards of all ranks, in natural order, add up to a raw mask's lengths.
 
-    heads: of this rank's query and key, which may explain an error
+    heads: of this rank's query and key, to recognise tensors with sequence and heads exchanged
     """
     sides = (("query", lengths, q_len, heads[0]), ("key", kv_lengths, kv_len, heads[1]))
     for what, rows, whole, num_heads in sides:
@@ -366,15 +367,15 @@ def check_shard_lengths(
             raise ValueError(_exchanged(what, rows[0], num_heads))
         if len(rows) == 1:
             raise ValueError(
-                f"{what} has {total} rows, the mask is for {whole}; make the mask for this length, or pass "
-                "mesh= if the sequence is sharded"
+                f"{what} has {total} rows, the mask is for {whole}; make the mask for {total}, or pass mesh= "
+                "if the sequence is sharded"
             )
         hint = ""
         if set(rows) == {whole}:
             hint = " Either this is one rank's local mask, or every rank holds the whole sequence."
         raise ValueError(
-            f"the {what} shards of the ranks are {_abbreviate(rows)} rows long, {total} together, the mask "
-            f"is for {whole}.{hint} Make the mask for the global sequence, and give rank r the r-th piece of "
+            f"{what}: the shards of all ranks are {_abbreviate(rows)} rows long, {total} together, the mask "
+            f"is for {whole}.{hint} Make the mask for the global sequence, and pass rank r the r-th piece of "
             f"it: shard({what}, mask, mesh, dim=2)"
         )
 
@@ -388,7 +389,7 @@ def check_positions(plan: Plan, positions: Tensor) -> None:
     """Compare the caller's positions with the plan's: a tensor does not show the order of its rows."""
     if not isinstance(positions, Tensor):
         raise TypeError(f"positions is a {type(positions).__name__}; a tensor is needed: positions(plan)")
-    claimed = positions.detach().cpu().long()  # waits for the device: this is a debugging aid
+    claimed = positions.detach().cpu().long()  # synchronises: the check is a debugging aid
     expected = plan.positions
     claimed = claimed[None] if claimed.ndim == 1 else claimed
     if (
@@ -398,7 +399,7 @@ def check_positions(plan: Plan, positions: Tensor) -> None:
     ):
         raise ValueError(
             f"positions is {tuple(positions.shape)}; [S_local] or [B, S_local] is needed, here "
-            f"{list(expected.shape)}: take them from positions(plan)"
+            f"{list(expected.shape)}: pass positions(plan)"
         )
     wrong = (claimed != expected) & (expected >= 0)
     if bool(wrong.any()):
@@ -412,12 +413,10 @@ def check_positions(plan: Plan, positions: Tensor) -> None:
 
 
 def check_order(plan: Plan, positions: Tensor | None = None) -> None:
-    """Compare the positions of a shard's rows with the plan's. Without positions, warn, once per plan, that
-    its blocks are out of order, if its order was never read.
+    """Check that shards are in the plan's order: compare ``positions``, or without them warn, once per plan
+    that reorders blocks, if neither `shard` nor `positions` was ever called with it.
 
-    A tensor does not show the order of its rows; but a program that shards by a plan has called `shard` or
-    `positions` with it. The order of an unpickled plan, as from a data loader's worker, may have been read in
-    the other process, so that it causes no warning.
+    No warning for an unpickled plan, as from a data loader's worker: the other process may have called them.
     """
     if positions is not None:
         check_positions(plan, positions)
@@ -434,20 +433,20 @@ def check_order(plan: Plan, positions: Tensor | None = None) -> None:
 
 
 def check_mask_captures(tensors: Sequence[Tensor]) -> None:
-    """Refuse a mask_mod that captures a tensor which requires grad: a mask has no gradient."""
+    """Raise if the mask_mod captures a tensor that requires grad: a mask has no gradient."""
     for tensor in tensors:
         if tensor.requires_grad:
             raise ValueError(
                 f"the mask_mod captures a tensor {tuple(tensor.shape)} that requires grad, and a mask has no "
-                "gradient; capture tensor.detach(), or put what is learned in a score_mod"
+                "gradient; capture tensor.detach(), or learn it in a score_mod"
             )
 
 
 def check_plannable(masks: Mapping[Any, Any]) -> None:
-    """Check that there are masks to plan for, and that they have lengths."""
+    """Check that there is at least one mask, and that all have lengths."""
     if not masks:
         raise ValueError(
-            "make_plan of an empty dict: pass a mask, or a dict of the masks of a model's layers"
+            "block_mask is an empty dict: pass a mask, or a dict of the masks of a model's layers"
         )
     for mask in masks.values():
         if mask is None:
@@ -458,7 +457,6 @@ def check_plannable(masks: Mapping[Any, Any]) -> None:
         if isinstance(mask, MaskMod) or is_plain:
             name = name_of(mask) if name_of(mask) != "<lambda>" else "mask_mod"
             raise TypeError(
-                f"{name} has no lengths, and a plan needs Q_LEN and KV_LEN, the numbers of queries and keys "
-                "of the whole sequence. Make the mask with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN): "
-                f"make_plan(create_block_mask({name}, None, None, Q_LEN, KV_LEN), mesh)"
+                f"{name} has no lengths, and a plan needs Q_LEN and KV_LEN, the global lengths of queries "
+                f"and keys: make_plan(create_block_mask({name}, None, None, Q_LEN, KV_LEN), mesh)"
             )

@@ -1,4 +1,5 @@
-"""Attention over packed documents [t, heads, head dim], and conversion from and to Megatron's order."""
+"""Attention over packed documents [t, heads, head dim], and conversion from and to the load-balanced order
+of Megatron and TransformerEngine."""
 
 from __future__ import annotations
 
@@ -78,25 +79,25 @@ def varlen_attention(
     return_aux: AuxRequest | None = None,
     kernel_options: dict[str, Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """Compute attention within documents that are packed end to end, sharded over ``mesh``.
+    """Attention within packed documents (variable length, THD layout), sharded over ``mesh``.
 
     q: [t, Hq, D]; k: [t_kv, Hkv, D]; v: [t_kv, Hkv, E]: this rank's shard of the packed buffers; Hq a
-    multiple of Hkv. The other arguments are those of the whole buffer, equal on every rank: see
+    multiple of Hkv. The other arguments are of the whole buffer, and equal on all ranks: see
     :func:`tritoncp.varlen_mask` for ``cu_seqlens_*``, ``causal`` and ``window``, and
-    :func:`tritoncp.flex_attention` for the rest; score_mod sees positions in the buffer.
-    Shards are pieces of the buffer in order, of any lengths: rank r holds the r-th. Documents may cross their
-    edges. Or make a plan, ``make_plan(varlen_mask(...), mesh)``, which balances the work, shard with
-    ``shard(x, plan, dim=0, batch_dim=None)``, and pass the plan (or the mask, for pieces in order) in place
-    of ``cu_seqlens_q``; it contains ``causal`` and all other properties of documents.
+    :func:`tritoncp.flex_attention` for the rest; score_mod gets positions in the buffer.
+    Rank r holds the r-th piece of the buffer, of any length; a document may extend over several ranks. To
+    balance the work, make a plan, ``make_plan(varlen_mask(...), mesh)``, shard with ``shard(x, plan, dim=0,
+    batch_dim=None)``, and pass the plan in place of ``cu_seqlens_q``; it contains ``causal`` and all other
+    properties of the documents. (A mask in this place: pieces in order.)
 
     Returns out [t, Hq, E]; with ``return_lse`` or ``return_aux`` also lse and max_scores, float32 [t, Hq]
-    (``max_scores.amax(0)`` is the max_logit of each head). Padding is never read, whatever its contents: its
-    out and all its gradients are 0, its lse and max_scores -inf (lse the sink, if there are sinks). The same
-    holds for queries of a document without keys.
+    (``max_scores.amax(0)`` is the max_logit of each head). Padding is never read: its out and gradients are
+    0, its lse and max_scores -inf (lse is the sink, if there are sinks). The same holds for queries of a
+    document without keys.
 
     cu_seqlens on a device are copied to the host once, when the plan is made; a call with the same tensors,
     unedited, does not synchronise. Raises TypeError and ValueError as :func:`tritoncp.varlen_mask`, and where
-    cu_seqlens do not account for every row of the buffer.
+    cu_seqlens do not cover every row of the buffer.
 
     >>> x = torch.randn(8, 2, 16)
     >>> out = varlen_attention(x, x, x, torch.tensor([0, 3, 8]), causal=True)
@@ -107,8 +108,8 @@ def varlen_attention(
         if not isinstance(x, Tensor) or x.ndim != 3:
             text = list(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ValueError(
-                f"{name} is {text}; packed [t, heads, head dim] is needed: put the documents of a batch one "
-                "after the other along t"
+                f"{name} is {text}; packed [t, heads, head dim] is needed: concatenate the documents of a "
+                "batch along t"
             )
     lengths = {
         "cu_seqlens_kv": cu_seqlens_kv,
@@ -137,12 +138,12 @@ def _mask(
         extra += ["causal"] * (causal is not None) + ["window"] * (window != EVERYTHING)
         if extra:
             raise TypeError(
-                f"{', '.join(extra)} beside a {type(cu_seqlens_q).__name__}, which says all that already: "
-                "give them to varlen_mask(...) when you make it"
+                f"{', '.join(extra)} beside a {type(cu_seqlens_q).__name__}, which contains them already: "
+                "pass them to varlen_mask(...) that makes it"
             )
         return cu_seqlens_q
     if causal is None:
-        raise TypeError("causal=True or causal=False is needed: there is no usual value")
+        raise TypeError("causal is missing and has no default: pass causal=True or causal=False")
     return varlen(cu_seqlens_q, causal=causal, window=window, **lengths)
 
 
@@ -156,16 +157,16 @@ def _rows(x: Tensor) -> Tensor:
 def dual_chunk_to_contiguous(
     x: Tensor, cu_seqlens: Tensor, mesh: Any = None, *, world_size: int | None = None, dim: int = 0
 ) -> Tensor:
-    """Convert the load-balanced order of TransformerEngine and Megatron to pieces in order.
+    """Convert shards from the load-balanced order of TransformerEngine and Megatron to contiguous pieces.
 
-    In that order every document is cut into 2 W chunks of equal length, and rank r holds chunks r and
-    2 W - 1 - r of each, documents one after the other. cu_seqlens: [n + 1], of the buffer's rows (the padded
-    ones, where there is padding); x: any tensor with the shard's rows along ``dim``.
-    With a mesh: this rank's shard in, its piece of the buffer out, in one all-to-all of exactly the rows that
-    change ranks; every rank calls it. Without a mesh, x holds the shards of ``world_size`` ranks one after
-    the other, and the result is the whole buffer in order. Differentiable: gradients take the inverse route.
+    In that order every document is cut into 2 W chunks of equal length, and rank r of W holds chunks r and
+    2 W - 1 - r of each document. cu_seqlens: [n + 1], of the buffer's rows (with padding, the padded ones);
+    x: any tensor with the shard's rows along ``dim``. With a mesh, x is this rank's shard and the result its
+    piece of the buffer; one all-to-all sends exactly the rows that change ranks, and all ranks call it.
+    Without a mesh, x is the concatenation of the shards of ``world_size`` ranks, and the result the whole
+    buffer in order. Differentiable.
 
-    Raises ValueError for a document that 2 W does not divide.
+    Raises ValueError for a document whose length 2 W does not divide.
 
     >>> shards = torch.tensor([0, 3, 4, 5, 10, 11, 1, 2, 6, 7, 8, 9])  # rank 0's, then rank 1's
     >>> dual_chunk_to_contiguous(shards, torch.tensor([0, 4, 12]), world_size=2)
@@ -193,15 +194,16 @@ def _reorder(
     group = groups.group_of(mesh)
     if (group is None) == (world_size is None):
         raise ValueError(
-            "give either mesh= (x is this rank's shard) or world_size= (x is all shards, one after the other)"
+            "mesh and world_size: pass either mesh= (x is this rank's shard) or world_size= (x is the "
+            "concatenation of all shards)"
         )
     world = world_size or 1 if group is None else group.size()
     dual, handle = _cached_placement(cu_seqlens, world, group is None)
     if x.shape[dim] != dual.s_max:
-        whose = "the shards of all ranks have" if group is None else "each rank's shard has"
+        whose = "the shards of all ranks" if group is None else "each rank's shard"
         raise ValueError(
-            f"x is {tuple(x.shape)}, {x.shape[dim]} rows along dimension {dim}; by cu_seqlens {whose} "
-            f"{dual.s_max}: pass the cu_seqlens of the whole buffer's rows, padding included"
+            f"x is {tuple(x.shape)}, {x.shape[dim]} rows along dimension {dim}; by cu_seqlens {dual.s_max} "
+            f"are needed, the rows of {whose}: pass the cu_seqlens of the whole buffer, padding included"
         )
     source, target = (None, handle) if to_dual else (handle, None)
     name = "" if group is None else group.group_name
@@ -212,8 +214,8 @@ _PLACEMENTS = TensorCache(64)
 
 
 def _cached_placement(cu_seqlens: Tensor, world: int, is_merged: bool) -> tuple[Placement, Tensor]:
-    """Return the placement of dual-chunk order and its handle: cached for this tensor object, if it was not
-    edited; else computed, which needs a copy to the host. is_merged: one process holds all ranks' shards."""
+    """Return the placement of dual-chunk order and its handle, cached by tensor object and version; a miss
+    copies cu_seqlens to the host. is_merged: one process holds all ranks' shards."""
     key = id(cu_seqlens), world, is_merged
     cached: tuple[Placement, Tensor] | None = _PLACEMENTS.find(key, [cu_seqlens])
     if cached is None:

@@ -1,9 +1,9 @@
-"""Graph chunking: a training graph cut by batch or sequence, through attention, so that the exchange of one
-chunk can run under the compute of another.
+"""Graph chunking: splits a training graph into chunks of the batch or sequence, through attention, so that
+the communication of one chunk can overlap with the computation of another.
 
 The chunked graph is a plain ``torch.fx.GraphModule``. Every node that belongs to one chunk of a region has
 ``node.meta["custom"]["tritoncp_chunk"] = (region, index)``: the path of its module, as ``"layers.0"``, and
-the chunk's number. Its other metadata are the original node's, ``meta["val"]`` has the chunk's sizes. Nodes
+the chunk's index. Its other metadata are the original node's; ``meta["val"]`` has the chunk's sizes. Nodes
 that cut, join and sum chunks, and nodes that all chunks share, have no such mark.
 """
 

@@ -1,4 +1,4 @@
-"""Nodes that a rewrite adds to a graph: sizes of chunks, pieces of values, their concatenation and sum."""
+"""Nodes that chunking adds to a graph: sizes of chunks, pieces of values, their concatenation and sum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class AddedNodes:
-    """Adds nodes to a graph, in front of its output.
+    """Adds nodes to the end of a graph.
 
     order: nodes of the rewritten graph so far. added: those of them that are new. cache: nodes that several
     steps share, by what they are. dense: nodes whose memory has no gaps, unlike that of the value they stand
@@ -38,7 +38,7 @@ class AddedNodes:
     def add_call(
         self, target: Any, args: tuple[Any, ...], value: Any, stage: dict[str, Any] | None = None
     ) -> Node:
-        """Add a call of a function at the present place."""
+        """Add a call_function node."""
         with self.graph.inserting_before(self.output):
             node = self.graph.call_function(target, args)
         self.added.append(node)
@@ -47,7 +47,7 @@ class AddedNodes:
         return node
 
     def add_attribute(self, name: str) -> Node:
-        """Add a node of an attribute of the module that owns the graph."""
+        """Add a get_attr node of the module that owns the graph."""
         with self.graph.inserting_before(self.output):
             node = self.graph.get_attr(name)
         self.added.append(node)
@@ -55,20 +55,20 @@ class AddedNodes:
         return node
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the nodes of a key of the cache, made by ``make`` at the first call."""
+        """Return the cached nodes of a key; the first call makes them with ``make``."""
         if key not in self.cache:
             self.cache[key] = make()
         return self.cache[key]
 
     def rows(self, c: int, factor: int = 1) -> Node:
-        """Return the node of the number of rows of a chunk, times a factor."""
+        """Return the node of the length of chunk c times a factor."""
         if c == self.sizes.chunks - 1:
             whole = self.add_size(operator.mul, self.cut.source, factor)
             return self.add_size(operator.sub, whole, self.first_row(c, factor))
         return self.first_row(1, factor)
 
     def first_row(self, c: int, factor: int = 1) -> Any:
-        """Return the node of the first row of a chunk, times a factor; 0 for the first chunk."""
+        """Return the node of the first row of chunk c times a factor; 0 for the first chunk."""
         if c == 0:
             return 0
         unit, count = self.sizes.unit, self.sizes.chunks
@@ -77,7 +77,7 @@ class AddedNodes:
         return self.add_size(operator.mul, part, c * factor * unit)
 
     def add_size(self, operation: Any, x: Any, y: Any) -> Any:
-        """Add the node of an operation on two sizes, each a node or a number, once."""
+        """Return the node of an operation on two sizes, each a node or a number; equal ones are one node."""
         if operation is operator.mul and y == 1:
             return x
 
@@ -90,7 +90,7 @@ class AddedNodes:
         return self.once((operation, x, y), make)
 
     def stage_of(self, node: Node) -> dict[str, Any]:
-        """Return the metadata that say whether a node is of the backward pass."""
+        """Return the metadata that mark a node as forward or backward."""
         names = ("partitioner_tag", "autograd_backward")
         return {name: node.meta[name] for name in names if name in node.meta}
 
@@ -111,8 +111,8 @@ class AddedNodes:
     def make_dense(
         self, piece: Node, whole: Tensor, dim: int, value: Tensor, key: Any, stage: dict[str, Any]
     ) -> Node:
-        """Return a piece of a value in memory of its own, in the whole's memory order: views of the whole are
-        no views of a piece with gaps."""
+        """Copy a piece of a value to contiguous memory, in the memory order of the whole: later views, valid
+        for the whole, may be invalid for a piece with gaps."""
         order = self.memory_order(whole)
         if order[0] == dim and 0 not in whole.stride():
             return piece
@@ -137,8 +137,8 @@ class AddedNodes:
         stage: dict[str, Any],
         make: Callable[[list[Node], Tensor], Node],
     ) -> Node:
-        """Make a value of nodes of its form, without dimension 1 if that has one element in [B, 1, S, D]:
-        inductor takes such a value for channels last and sorts its strides, which unbacked sizes forbid."""
+        """Call ``make`` on nodes of value's shape; for [B, 1, S, D], on views without dimension 1: inductor
+        would treat that as channels-last and sort its strides, which fails for unbacked sizes."""
         if value.ndim < 4 or expression(value.shape[1]) != 1:
             return make(nodes, value)
         with self.sizes.fake_mode, self.sizes.env.suppress_guards():
@@ -178,8 +178,8 @@ class AddedNodes:
             self.dense.add(node)
 
     def memory_order(self, value: Tensor) -> list[int]:
-        """List a tensor's dimensions from the outermost to the innermost in memory; those of one element, or
-        expanded ones, where they are."""
+        """Return a tensor's dimensions from the outermost to the innermost in memory; dimensions of size 1
+        and expanded ones keep their places."""
         strides: list[float] = []
         for d in reversed(range(value.ndim)):
             stride = self.sizes.hint(expression(value.stride(d)))
@@ -189,7 +189,7 @@ class AddedNodes:
         return sorted(range(value.ndim), key=lambda d: -strides[d])
 
     def permute(self, node: Node, order: list[int], stage: dict[str, Any]) -> Node:
-        """Permute the dimensions of a value; return its own node if the order is theirs."""
+        """Permute the dimensions of a value; return the node itself if they are in this order."""
         if order == sorted(order):
             return node
         with self.sizes.fake_mode, self.sizes.env.suppress_guards():
@@ -211,7 +211,7 @@ class AddedNodes:
         return self.set_dense(self.permute(cat, _inverse(order), stage), value, order)
 
     def add_up(self, nodes: list[Node], value: Tensor, stage: dict[str, Any]) -> Node:
-        """Add the values of nodes, from the first to the last."""
+        """Add the sum of nodes, from the first to the last."""
         total = nodes[0]
         for node in nodes[1:]:
             total = self.add_call(aten.add.Tensor, (total, node), value, stage)

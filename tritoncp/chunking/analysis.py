@@ -1,4 +1,5 @@
-"""Analysis of a graph before it is cut: nodes to copy, share, cut and join, and the reasons to refuse it."""
+"""Analysis of a graph before chunking: nodes to copy, share, cut and join, and the errors of graphs that
+cannot be chunked."""
 
 from __future__ import annotations
 
@@ -37,20 +38,20 @@ RESHAPES = {f"aten::{name}" for name in ("view", "_unsafe_view", "reshape")}
 COUNTS, SLICES = {"aten::arange", "prims::iota"}, {"aten::slice", "aten::narrow"}
 LINEAR = CASTS | REDUCTIONS | {f"aten::{name}" for name in VIEWS} | {"_c10d_functional::wait_tensor"}
 NO_BACKWARD = (
-    ", as far as the graph tells: no node is marked as one of the backward pass. torch.compile, torchtitan's "
-    "graph trainer and aot_export_joint_with_descriptors mark them, make_fx alone and "
-    "aot_export_module(trace_joint=True), which traces its graph again, do not"
+    ", as far as can be seen, since no node is marked as backward: capture the graph by torch.compile, "
+    "torchtitan's graph trainer or aot_export_joint_with_descriptors, which mark these nodes (make_fx alone "
+    "and aot_export_module(trace_joint=True), which traces the graph again, do not)"
 )
 TORCH_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
 
 
 def is_size(node: Node) -> bool:
-    """Return whether a node computes a size, or a condition on sizes."""
+    """Return whether a node computes a size or a condition on sizes."""
     return isinstance(node.meta.get("val"), SymInt | SymFloat | SymBool)
 
 
 def size_argument(node: Node) -> Sequence[Any]:
-    """Return the argument of an op that lists the sizes of its result, empty if it has none."""
+    """Return the argument of an op that is the shape of its result, () if it has none."""
     schema = getattr(node.target, "_schema", None)
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name in ("size", "shape") and place < len(node.args):
@@ -60,11 +61,13 @@ def size_argument(node: Node) -> Sequence[Any]:
 
 
 class Cut:
-    """The cut of a graph.
+    """The nodes of a graph by their role in chunking.
 
-    inside: region of each node in one; copied: nodes that each chunk has of its own; chained: inputs whose
-    new values are computed in a region, and the nodes of the new values; joined: copied nodes with other
-    users, and how their chunks become one value: "cat", "sum" or "chain"; source: the node of the whole size
+    inside:  node -> region, for nodes in a region
+    copied:  nodes of which each chunk has a copy
+    chained: mutated input -> node of its new value, if a region computes that
+    joined:  copied node with users outside -> how its chunks become one value: "cat", "sum" or "chain"
+    source:  node of the size that is cut
     """
 
     def __init__(self, graph: Graph, region: str, dim: str, chunks: int, early: bool, repeat: bool) -> None:
@@ -95,12 +98,12 @@ class Cut:
     def _check_passes(self, region: str) -> None:
         if not self.inside:
             raise ChunkingError(
-                f"region={region!r} is no module of the graph. {describe_modules(self.graph)}"
+                f"region={region!r} matches no module of the graph. {describe_modules(self.graph)}"
             )
         if all(map(is_backward, self.inside)):
             raise ChunkingError(
-                "a backward graph alone cannot be cut, as its inputs are values of the whole forward pass; "
-                "cut the joint graph, before it is partitioned"
+                "the graph is a backward graph, whose inputs are values of the whole forward pass: cut the "
+                "joint graph, before it is partitioned"
             )
 
     def _live_ins(self) -> Iterator[Node]:
@@ -110,7 +113,7 @@ class Cut:
                     yield x
 
     def _outputs(self) -> Iterator[tuple[Node | None, Any]]:
-        """Yield each output with its descriptor, None if the graph has none."""
+        """Yield (output, its descriptor or None)."""
         output = self.graph.output_node()
         values: Any = output.args[0]
         values = list(values) if isinstance(values, tuple | list) else [values]
@@ -118,14 +121,12 @@ class Cut:
         if not isinstance(descriptors, tuple | list) or len(descriptors) != len(values):
             descriptors = [None] * len(values)
         for value, descriptor in zip(values, descriptors, strict=True):
-            while isinstance(
-                descriptor, SubclassGetAttrAOTOutput
-            ):  # of a DTensor, whose local tensor this is
+            while isinstance(descriptor, SubclassGetAttrAOTOutput):  # this is the local tensor of a DTensor
                 descriptor = descriptor.base
             yield value, descriptor
 
     def _new_values(self) -> dict[Node, Node]:
-        """Map inputs that are mutated to the nodes of their new values, if a region computes them."""
+        """Return {mutated input: node of its new value} where a region computes the new value."""
         inputs = {
             x.meta["desc"]: x
             for x in self.graph.nodes
@@ -141,11 +142,11 @@ class Cut:
         return {old: new for old, new in pairs if old is not None and new in self.inside}
 
     def is_whole_size(self, node: Node) -> bool:
-        """Return whether a node is the size that is cut."""
+        """Return whether a node is the whole size that is cut."""
         return is_size(node) and expression(node.meta["val"]) == self.sizes.whole
 
     def _is_source(self, node: Node) -> bool:
-        """Return whether a node reads the size that is cut from an input."""
+        """Return whether a node reads the size that is cut from an input's shape."""
         inputs = node.all_input_nodes
         return self.is_whole_size(node) and all(x.op == "placeholder" for x in inputs)
 
@@ -154,16 +155,16 @@ class Cut:
         return is_size(node) and free_symbols(node.meta["val"]) <= self.pure_symbols
 
     def _is_size_check(self, node: Node) -> bool:
-        """Return whether a node checks sizes of inputs, which hold for the whole."""
+        """Return whether a node asserts something about input sizes, so that it is true of the whole only."""
         return op_name(node) == "aten::_assert_scalar" and all(map(self.is_pure_size, node.all_input_nodes))
 
     def carries(self, node: Node) -> bool:
-        """Return whether a node's value has rows, or depends on the rows, that are cut."""
+        """Return whether a node's value has the cut dimension, or depends on the rows of a chunk."""
         return self.sizes.holds(node.meta.get("val"))
 
     def _dependents(self) -> set[Node]:
-        """Collect the nodes that are copied: those inside that depend on rows, sizes or new values of inputs,
-        and sizes outside that they read."""
+        """Return the nodes to copy for each chunk: nodes inside regions that depend on the cut rows, the cut
+        size or new values of inputs, and size nodes outside that they read."""
         copied: set[Node] = set()
         for node in self.graph.nodes:
             if node not in self.inside or self._is_size_check(node):
@@ -181,8 +182,8 @@ class Cut:
         return copied
 
     def _warn_of_first_rows(self) -> None:
-        """Warn of positions and tables that a region makes for the size of the sequence: each chunk makes the
-        first rows of them, as in :class:`tritoncp.chunking.Eager`, and not its own."""
+        """Warn about tensors made from the sequence length inside a region, as torch.arange(S): every chunk
+        gets their first rows, not the rows of its place, as in :class:`tritoncp.chunking.Eager`."""
         for node in self.graph.nodes:
             name, value, inputs = op_name(node), node.meta.get("val"), node.all_input_nodes
             if self.dim != "seq" or node not in self.copied or name not in COUNTS | SLICES:
@@ -193,13 +194,13 @@ class Cut:
                 continue  # new values of an input
             if name in SLICES or any(expression(size) == self.sizes.whole for size in value.shape):
                 warn_caller(
-                    f"{describe_node(node)} makes rows for the size of the sequence in a region: each "
-                    "chunk has the first ones, not those of its place. If they are positions or rotary "
-                    "tables, make them outside of the region, and pass them in"
+                    f"{describe_node(node)} makes rows from the sequence length in a region: each chunk gets "
+                    "the first ones, not those of its place. If these are positions or rotary tables, make "
+                    "them outside of the region and pass them in"
                 )
 
     def region_of(self, node: Node) -> str:
-        """Return the region of a copied node, that of a user for a size outside."""
+        """Return the region of a copied node; of a size outside, the region of a user."""
         while node not in self.inside:
             node = next(user for user in node.users if user in self.copied)
         return self.inside[node]
@@ -210,14 +211,15 @@ class Cut:
         return any(self._reads_whole(user, node) for user in node.users)
 
     def _reads_whole(self, user: Node, node: Node) -> bool:
-        """Return whether a user reads all chunks of a copied node: outside, or as a capture of a mod."""
+        """Return whether a user reads the whole value of a copied node: a user outside, or a mod's
+        capture."""
         if self.is_whole_size(user):
             return False
         return user not in self.copied or node in attention.whole_inputs(user)
 
     def _share_reductions(self) -> None:
-        """Have gradients of parameters that are cast or gathered forward summed before the cast back or the
-        reduction between ranks, rather than after."""
+        """Move the sum over chunks of a parameter's gradient before its cast or reduce-scatter, so that these
+        run once."""
         casts = {x.meta.get("seq_nr") for x in self.graph.nodes if op_name(x) in CASTS and not is_backward(x)}
         for node in list(self.inside):
             if not self._has_other_users(node) or self.carries(node):
@@ -236,7 +238,8 @@ class Cut:
                 log.debug("%s is summed before %s", node.name, chain[at - 1].name)
 
     def _kind_of_join(self, node: Node) -> str:
-        """Return how the chunks of a node that is used outside become one value. Raises ChunkingError."""
+        """Return how the chunks of a node with users outside are joined: "cat", "sum" or "chain". Raises
+        ChunkingError."""
         value = node.meta.get("val")
         if node in self.chained.values():
             return "chain"
@@ -248,13 +251,13 @@ class Cut:
         if is_gradient and self._reaches_gradients_alone(node):
             return "sum"
         raise ChunkingError(
-            f"{describe_node(node, users=True)} {NO_ROWS}. It is neither a gradient nor a new value of an "
+            f"{describe_node(node, users=True)} {NO_ROWS}. It is not a gradient or a new value of an "
             f"input{'' if any(map(is_backward, self.graph.nodes)) else NO_BACKWARD}"
         )
 
     def _reaches_gradients_alone(self, node: Node) -> bool:
-        """Return whether a value goes to outputs that are gradients of inputs, and to no other: by their
-        descriptors, else to outputs that the backward pass computes."""
+        """Return whether all outputs that depend on a node are gradients of inputs: by their descriptors, or
+        without these, nodes of the backward pass."""
         described = any(descriptor for _, descriptor in self.outputs)
         is_gradient: dict[Node, bool] = {}
         for value, descriptor in self.outputs:
@@ -276,13 +279,13 @@ class Cut:
                 check(node)
 
     def _check_op(self, node: Node) -> None:
-        """Raise ChunkingError for a copied node whose op chunks cannot have."""
+        """Raise ChunkingError for a copied node whose op cannot be computed in chunks."""
         for reason in (self._op_fault(node), self._shape_fault(node)):
             if reason:
                 raise ChunkingError(f"{describe_node(node, users=True)} {reason}")
 
     def _check_inputs(self, node: Node) -> None:
-        """Raise ChunkingError for an input of a copied node that has no rows of a chunk."""
+        """Raise ChunkingError for an input of a copied node that cannot be cut into chunks."""
         for x in node.all_input_nodes:
             value = x.meta.get("val")
             if x in self.copied or x in attention.whole_inputs(node) or not isinstance(value, Tensor):
@@ -298,74 +301,77 @@ class Cut:
             return torch_attention.torch_attention_fault(node, self)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return (
-                f"is the higher-order op {node.target.name()}, whose function may mix rows; only torch's "
-                "flex attention is cut, by batch. Move it out of the region"
+                f"is the higher-order op {node.target.name()}, whose function may mix rows (only torch's "
+                "flex attention can be cut, by batch): move it out of the region"
             )
         if any(part in name for part in TORCH_ATTENTION) and self.dim == "seq":
-            return "is torch's attention, whose chunks need the keys of others: call tritoncp.flex_attention"
+            return "is torch's attention, whose chunks need all keys: call tritoncp.flex_attention"
         if self._is_random(node):
-            return "draws random numbers, other ones in chunks than in the whole; move it out of the region"
+            return (
+                "draws random numbers, which would differ from those of the whole: move it out of the region"
+            )
         if "c10d" in name and self.dim == "seq" and self.carries(node):
             if name in GATHERS and any(map(attention.is_attention, self.inside)):
                 return (
-                    "brings together rows of all ranks in a region with attention: those of a chunk are not "
-                    'adjacent. Cut by dim="batch", or a region without attention, as the feed-forward '
-                    "network, whose chunks gather their rows"
+                    "gathers rows of all ranks in a region with attention, where the rows of a chunk are not "
+                    'adjacent: pass dim="batch", or a region without attention, as the feed-forward network'
                 )
             if name not in GATHERS | EXCHANGES:
                 return (
-                    "is a collective of rows that is not cut by sequence; sums, gathers, reduce-scatters "
-                    'and exchanges of experts are. Move it out of the region, or cut by dim="batch"'
+                    "is a collective that cannot be cut by sequence (all-reduce, all-gather, reduce-scatter "
+                    'and all-to-all of experts can): move it out of the region, or pass dim="batch"'
                 )
         return ""
 
     def _is_random(self, node: Node) -> bool:
-        """Return whether an op draws random numbers: it is marked so, and has no dropout of 0."""
+        """Return whether an op draws random numbers: it is tagged so, and its dropout is not 0."""
         if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             return False
         arguments = enumerate(node.target._schema.arguments)  # type: ignore[union-attr] # it is an op
         places = [i for i, argument in arguments if argument.name == "dropout_p"]
-        given = [node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0) for i in places]
-        return given != [0.0]
+        dropout = [node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0) for i in places]
+        return dropout != [0.0]
 
     def _shape_fault(self, node: Node) -> str:
         value = node.meta.get("val")
         for x in value if isinstance(value, tuple | list) else (value,):
             if isinstance(x, Tensor) and len(self.sizes.dims(x)) > 1:
-                return f"has two dimensions of the size that is cut: {list(x.shape)}"
+                return (
+                    f"has two dimensions of the size that is cut, {list(x.shape)}: move it out of the region"
+                )
         sizes = size_argument(node)
         if isinstance(value, Tensor):
             for size, number in zip(value.shape, sizes, strict=False):
                 if self.sizes.symbol in free_symbols(size) and type(number) is int and number != -1:
-                    return f"has the constant {number} where the size {size} belongs; write x.shape[i], or -1"
+                    return f"has the constant {number} for the size {size}: write x.shape[i], or -1"
         source = node.all_input_nodes[0].meta.get("val") if op_name(node) in RESHAPES else None
         if isinstance(value, Tensor) and isinstance(source, Tensor):
             for c in range(self.sizes.chunks):
                 shapes = [self.sizes.shape_of(x, c) for x in (source, value)]
                 if all(shapes) and math.prod(shapes[0]) != math.prod(shapes[1]):
                     return (
-                        f"cannot view {shapes[0]} as {shapes[1]} in chunk {c}: cut another number of chunks, "
-                        "or pad the rows, so that the view divides each chunk"
+                        f"cannot view {shapes[0]} as {shapes[1]} in chunk {c}: pass another number of "
+                        "chunks, or pad the rows, so that the view divides each chunk"
                     )
         return ""
 
     def cut_dim(self, node: Node) -> int:
-        """Return the dimension of a tensor along which it is cut or joined. Raises ChunkingError."""
+        """Return the dimension along which a tensor is cut or joined. Raises ChunkingError."""
         value = node.meta["val"]
         dims = self.sizes.dims(value) if isinstance(value, Tensor) else []
         if len(dims) != 1:
             raise ChunkingError(
-                f"{describe_node(node, users=True)} has {len(dims)} dimensions of the size that is cut, and "
-                "one is needed where it enters or leaves a region"
+                f"{describe_node(node, users=True)} has {len(dims)} dimensions of the size that is cut; "
+                "exactly one is needed where a tensor enters or leaves a region"
             )
         expr = expression(value.shape[dims[0]])
         if expr != self.sizes.whole and not (self.dim == "batch" and (expr / self.sizes.whole).is_Integer):
             raise ChunkingError(
-                f"{describe_node(node, users=True)}: dimension {dims[0]} is {expr}, of which the rows of a "
-                "chunk are not adjacent; move the view that makes it into the region, or out of it"
+                f"{describe_node(node, users=True)}: dimension {dims[0]} is {expr}, where the rows of a "
+                "chunk are not adjacent: move the view that makes it into the region, or out of it"
             )
         return dims[0]
 
     def factor(self, node: Node, dim: int) -> int:
-        """Return the rows of a tensor's cut dimension for each row that is cut."""
+        """Return the ratio of the size of dimension ``dim`` to the size that is cut."""
         return int(expression(node.meta["val"].shape[dim]) / self.sizes.whole)

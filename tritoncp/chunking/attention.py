@@ -1,5 +1,5 @@
-"""Attention in a graph that is cut: which arguments are of the chunk, of all chunks or of the first ones, and
-how many chunks of keys the queries of a chunk read."""
+"""Chunks of tritoncp's attention: which arguments are cut, and how many chunks of keys each chunk of queries
+reads."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tritoncp.ops.autograd import backward_op, forward_op
 from tritoncp.ops.call import decode_spec
 from tritoncp.planning.plan import Plan
 
-# Places of arguments of the two ops: query, key, value, captures, numbers, plan.
+# Indices of the arguments of the two ops: query, key, value, captures, numbers, plan.
 FORWARD = {"q": 0, "k": 1, "v": 2, "captures": 3, "ints": 4, "plan": 6, "spec": 7}
-HANDLE = '"h"'  # the structure of a call of tritoncp::plan whose only tensor is the handle of a plan or mask
+HANDLE = '"h"'  # the structure of a tritoncp::plan node whose only tensor is the handle of a plan or mask
 COPIES = {f"aten::{name}" for name in ("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy")}
 BACKWARD = {"q": 2, "k": 3, "v": 4, "captures": 7, "ints": 8, "plan": 10, "spec": 11}
 
@@ -36,7 +36,7 @@ def is_attention(node: Node) -> bool:
 
 
 def is_plan(node: Node) -> bool:
-    """Return whether a node makes a plan or a mask, which is that of the whole in every chunk."""
+    """Return whether a node makes a plan or a mask, which all chunks share."""
     return node.target in (plan_op, block_mask_op, part_op, batch_rows_op, view_op)
 
 
@@ -45,18 +45,18 @@ def places(node: Node) -> dict[str, int]:
 
 
 def argument(node: Node, name: str) -> Any:
-    """Return an argument of an attention."""
+    """Return an argument of an attention node by name."""
     return node.args[places(node)[name]]
 
 
 def keys_of(node: Node) -> tuple[Node, Node]:
-    """Return the nodes of the key and the value of an attention."""
+    """Return the (key, value) nodes of an attention node."""
     return argument(node, "k"), argument(node, "v")
 
 
 def whole_inputs(node: Node) -> set[Node]:
-    """Return the inputs of a node that are the whole's in every chunk: captures and numbers of a mod, which
-    are indexed by global positions, and the plan."""
+    """Return the inputs of a node that are not cut: the plan, and captures and numbers of mods, which are
+    indexed by global positions."""
     if torch_attention.is_torch_attention(node):
         return torch_attention.captures(node)
     if not is_attention(node):
@@ -66,25 +66,27 @@ def whole_inputs(node: Node) -> set[Node]:
 
 
 def fault(node: Node, cut: Any) -> str:
-    """Return the reason to refuse an attention, "" if there is none."""
+    """Return why an attention node cannot be cut, "" if it can."""
     spec = decode_spec(argument(node, "spec"))
     if spec.sizes is not None:
-        return "computes keys and values of latents, expand=, which chunks would compute once each"
+        return "has expand=, and each chunk would compute keys and values again: expand before the call"
     if dict(spec.options).get("invariant"):
-        return "has the kernel option invariant=True, whose sums are those of a whole call"
+        return "has the kernel option invariant=True, which holds for whole calls alone: omit the option"
     if spec.world and cut.dim == "seq" and not cut.repeat and not shares_keys(node, cut):
         return f"exchanges keys between ranks{_sharing_fault(node, cut)}"
     captures = argument(node, "captures")
     if any(cut.carries(captures[i]) for i in spec.wants):
-        return "has a capture with the size that is cut that wants a gradient, whose parts have no place"
+        return (
+            "has a capture that has the size that is cut and requires grad: detach it, or cut the other dim"
+        )
     if cut.dim == "batch" and not all(map(cut.carries, keys_of(node))):
-        return "has keys without the batch that is cut; expand them to the batch"
+        return "has keys without the batch dimension that is cut: expand them to the batch"
     return ""
 
 
 def shares_keys(node: Node, cut: Any) -> bool:
-    """Return whether the chunks of an attention share one exchange of keys between ranks: if they are cut by
-    sequence, and the graph shows that the schedule sends keys to the queries as they are."""
+    """Return whether the chunks of an attention can share one exchange of keys between ranks: they are chunks
+    of the sequence, and the plan, if known from the graph, has a schedule that sends keys unchanged."""
     if cut.dim != "seq" or cut.repeat or not all(map(cut.carries, keys_of(node))):
         return False
     plan = plan_between_ranks(node)
@@ -92,8 +94,8 @@ def shares_keys(node: Node, cut: Any) -> bool:
 
 
 def plan_between_ranks(node: Node) -> Plan | None:
-    """Return the plan of an attention between ranks, None for one of this rank alone and if the graph does
-    not show it."""
+    """Return the plan of an attention over several ranks; None on a single rank, and if the graph does not
+    have the plan as a constant."""
     if not decode_spec(argument(node, "spec")).world:
         return None
     with unset_fake_temporarily(), _disable_current_modes():
@@ -101,11 +103,10 @@ def plan_between_ranks(node: Node) -> Plan | None:
 
 
 def _sharing_fault(node: Node, cut: Any) -> str:
-    """Return the reason that chunks cannot share an exchange of keys, unless one rank alone runs; and what to
-    do."""
+    """Return why chunks cannot share an exchange of keys between ranks, with the remedy."""
     plan = plan_between_ranks(node)
     if plan is None:
-        reason = "by a schedule that the graph does not show; pass a tritoncp.Plan of a schedule that does"
+        reason = "by a schedule that is not known in the graph; pass a tritoncp.Plan of a schedule that does"
     elif plan.schedule in shared_keys.SCHEDULES:
         reason = "and they are not cut along with the queries; pass keys of the same sequence"
     else:
@@ -118,7 +119,7 @@ def _sharing_fault(node: Node, cut: Any) -> str:
 
 
 def item_of(node: Node) -> tuple[Node, int] | None:
-    """Return the attention and the number of the result, if a node selects a result of a backward pass."""
+    """Return (attention node, index of the result) if a node selects a result of attention's backward op."""
     args: Any = node.args
     if node.target is operator.getitem and getattr(args[0], "target", None) is backward_op:
         return args[0], args[1]
@@ -126,24 +127,24 @@ def item_of(node: Node) -> tuple[Node, int] | None:
 
 
 class Keys:
-    """Chunks of keys that the queries of each chunk read: the first ones, up to the last that they see.
+    """How many chunks of keys each chunk of queries reads: the first ones, up to the last that it sees.
 
-    needs: bool [chunks, chunks] of the caller; None: of the plans that the graph shows. Where it shows none,
-    each chunk reads all keys.
+    needs: bool [chunks, chunks], an argument of the caller; None: from the plans that are constants of the
+    graph, and all keys where the plan is unknown
     """
 
     def __init__(self, cut: Any, needs: Tensor | None) -> None:
         self.cut, self.chunks = cut, cut.sizes.chunks
         if needs is not None and tuple(needs.shape) != (self.chunks, self.chunks):
             raise ChunkingError(
-                f"needs has the shape {tuple(needs.shape)}; pass plan.needs({self.chunks}), of "
-                f"[{self.chunks}, {self.chunks}]"
+                f"needs has the shape {tuple(needs.shape)}; [{self.chunks}, {self.chunks}] is needed: pass "
+                f"plan.needs({self.chunks})"
             )
         with unset_fake_temporarily(), _disable_current_modes():
             self.common = None if needs is None else prefixes(needs, self.chunks)
 
     def counts(self, node: Node) -> tuple[int, ...]:
-        """Return the number of chunks of keys that each chunk of an attention reads."""
+        """Return how many chunks of keys each chunk of an attention node reads."""
         return self._counts_of(argument(node, "plan"))
 
     @computed_once
@@ -161,16 +162,16 @@ class Keys:
         return shares_keys(node, self.cut)
 
     def are_cut(self, node: Node) -> bool:
-        """Return whether the keys of an attention are cut along with its queries, by sequence."""
+        """Return whether the keys of an attention node are cut by sequence, as its queries."""
         return self.cut.dim == "seq" and all(map(self.cut.carries, keys_of(node)))
 
     def readers(self, node: Node, index: int) -> list[int]:
-        """List the chunks of queries that read a chunk of keys, the last first."""
+        """Return the chunks of queries that read chunk ``index`` of the keys, the last first."""
         counts = self.counts(node)
         return [c for c in reversed(range(self.chunks)) if counts[c] > index]
 
     def inputs(self, node: Node, chunk: int) -> list[tuple[Node, int]]:
-        """List the inputs of one chunk of an attention that are cut, each with a chunk of it."""
+        """Return pairs (input that is cut, chunk of it) that one chunk of an attention node reads."""
         whole, (k, v) = whole_inputs(node), keys_of(node)
         count = None
         if self.are_cut(node):
@@ -184,14 +185,14 @@ class Keys:
         return inputs
 
     def _is_read_twice(self, node: Node, x: Node) -> bool:
-        """Return whether a key or value is also another argument, as the query."""
+        """Return whether a key or value is also another argument, for example the query."""
         at = places(node)
-        others = [arg for place, arg in enumerate(node.args) if place not in (at["k"], at["v"])]
-        return any(x in arg if isinstance(arg, list | tuple) else x is arg for arg in others)
+        args = [arg for place, arg in enumerate(node.args) if place not in (at["k"], at["v"])]
+        return any(x in arg if isinstance(arg, list | tuple) else x is arg for arg in args)
 
 
 def prefixes(needs: Tensor, chunks: int) -> tuple[int, ...]:
-    """Return the number of chunks of keys up to the last that each chunk of queries needs, at least one.
+    """Return the length of the shortest prefix of key chunks that has all that each query chunk needs, >= 1.
 
     >>> import torch
     >>> prefixes(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]]), 3)
@@ -202,8 +203,8 @@ def prefixes(needs: Tensor, chunks: int) -> tuple[int, ...]:
 
 
 def known_plan(handle: Node) -> Plan | None:
-    """Return the plan that a node of the graph names, for the hinted sizes, None if the graph does not show
-    it: its mask is computed from inputs without values. Called outside of fake tensor modes."""
+    """Return the plan of a handle's node, for the hinted sizes; None if it depends on inputs of the graph
+    whose values are unknown. Called outside of fake tensor modes."""
     target: Any = handle.target
     if target in (part_op, batch_rows_op):
         return None
@@ -216,7 +217,7 @@ def known_plan(handle: Node) -> Plan | None:
         if structure == HANDLE and isinstance(plan := object_of(tensors[0]), Plan):
             return plan
         if world:
-            return None  # evaluating it would communicate
+            return None  # to evaluate it would communicate
         rest = [shape, structure, world, *rest]
         return object_of(plan_op(list(tensors), list(ints), list(rest[0]), *rest[1:]))
     except _Unknown:
@@ -224,7 +225,7 @@ def known_plan(handle: Node) -> Plan | None:
 
 
 class _Unknown(Exception):
-    """An argument that has no value before the graph runs."""
+    """Raised for an argument without a value before the graph runs."""
 
 
 def _constant(node: Node) -> Any:
@@ -242,8 +243,8 @@ def _constant(node: Node) -> Any:
 
 
 def value_of(node: Node) -> Tensor | None:
-    """Return the tensor of a node that is a constant of the graph, a copy of one, or an input of the program
-    that is traced now; else None."""
+    """Return the real tensor of a node: a constant of the graph, a copy of one, or an example input while
+    torch.compile traces; else None."""
     if node.op == "get_attr":
         value: Any = node.graph.owning_module
         for name in str(node.target).split("."):
@@ -258,8 +259,8 @@ def value_of(node: Node) -> Tensor | None:
 
 
 def _example(fake: FakeTensor) -> Tensor | None:
-    """Return the tensor that a fake input of the traced program was made of: AOTAutograd's inputs share
-    memory with the fake tensors that Dynamo made of the real ones."""
+    """Return the real tensor behind a fake input: AOTAutograd's fake inputs share storage with those that
+    Dynamo made of the real ones."""
     converter = fake.fake_mode.fake_tensor_converter
     memory = fake.untyped_storage()._cdata
     numbers = {n for n, x in converter.tensor_memo.items() if x.untyped_storage()._cdata == memory}

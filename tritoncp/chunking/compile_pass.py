@@ -1,4 +1,4 @@
-"""The pass as an option of torch.compile."""
+"""Graph chunking as an option of torch.compile."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ log = area_logger("chunking")
 
 
 class Pass(CustomGraphPass):
-    """:func:`tritoncp.chunking.chunk` as a pass of inductor over joint graphs, with the same arguments.
+    """:func:`tritoncp.chunking.chunk` as an inductor pass over joint graphs, with the same arguments.
 
     ``torch.compile(model, options={"joint_custom_pre_pass": tritoncp.chunking.Pass(dim="seq")})``. A graph
-    without a module of the region stays as it is; there is a warning, with the modules that it has, while no
-    graph was cut. ``reports`` has what was done to each graph that was cut; none for a compiled graph that
-    inductor took from its cache.
+    without a module of the region is not changed; as long as no graph was cut, a warning lists its modules.
+    ``reports`` has a report for each graph that was cut, but not for graphs from inductor's cache.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Pass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         if not regions_of(graph, self.region):
-            message = f"region={self.region!r} is no module of a compiled graph, which is not cut"
+            message = f"region={self.region!r} matches no module of a compiled graph, which is not cut"
             log.info("%s", message)
             if not self.reports:
                 warn_caller(f"{message}. {describe_modules(graph)}")
@@ -52,7 +51,7 @@ class Pass(CustomGraphPass):
         self.reports.append(chunk(graph, self.region, **self.options))
 
     def uuid(self) -> tuple[str, ...]:
-        """Return the key of the pass in inductor's cache of compiled graphs."""
+        """Return the pass's key for inductor's cache of compiled graphs."""
         needs = self.options["needs"]
         options = {**self.options, "needs": needs if needs is None else needs.tolist()}
         return "tritoncp.chunking.Pass", __version__, self.region, repr(options)

@@ -1,4 +1,4 @@
-"""Graphs with numbers in place of the symbol of chunks."""
+"""Conversion of a graph with symbolic sizes to a graph with constant sizes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from tritoncp.chunking.sizes import Symbols, hint_of, substitute
 
 
 def concretise(gm: GraphModule) -> GraphModule:
-    """Return a graph with the hinted sizes as numbers: no symbol of an input is left, in no node, no metadata
-    and no GraphModule that a node calls.
+    """Replace the symbolic input sizes of a graph by their hints, in nodes, metadata and inner GraphModules.
 
-    gm: a graph whose inputs have symbols with hints, as :func:`tritoncp.chunking.mark` gives them. Metadata
-    stay, marks of chunks included; sizes that are read from data stay symbols. The result checks its input
-    sizes when it is called and raises ValueError for others, as unbacked sizes have no guard.
+    gm: a graph whose input symbols have hints, as from :func:`tritoncp.chunking.mark`. Other metadata are
+    kept, and sizes that depend on data remain symbols. The result checks the sizes of its inputs at each call
+    and raises ValueError for others, since unbacked sizes have no guards.
     """
     numbers = {symbol: sympy.Integer(number) for symbol, number in hints(gm).items()}
     result = _concretised(gm, numbers)
@@ -33,7 +32,7 @@ def concretise(gm: GraphModule) -> GraphModule:
 
 
 def hints(gm: GraphModule) -> dict[Any, int]:
-    """Map the symbols of a graph's inputs to their hints. Raises ChunkingError for one that has none."""
+    """Return {symbol of an input: its hint}. Raises ChunkingError for a symbol without a hint."""
     numbers: dict[Any, int] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
@@ -51,12 +50,12 @@ def hints(gm: GraphModule) -> dict[Any, int]:
 
 
 def _checked_sizes(value: Any) -> Any:
-    """Return the sizes that an input must have: of a tensor, or the number itself."""
+    """Return the shape of a tensor input, or a number input itself, for comparison."""
     return tuple(value.shape) if isinstance(value, Tensor) else value if isinstance(value, int) else None
 
 
 def _check_sizes(sizes: Sequence[Any], module: Any, args: tuple[Any, ...]) -> None:
-    """A hook before the call of a graph that checks the sizes of its inputs."""
+    """Check the sizes of a graph's inputs: a forward pre-hook."""
     for place, (value, needed) in enumerate(zip(args, sizes, strict=False)):
         given = _checked_sizes(value)
         if needed is not None and given != needed:

@@ -1,4 +1,4 @@
-"""Chunks without a graph: the reference of the pass."""
+"""Chunked execution without a graph: the reference for tests of the pass."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tritoncp.planning.plan import Plan
 
 
 class Eager(nn.Module):
-    """A module that runs once a chunk, in order, and whose results are concatenated.
+    """Wrapper that runs a module on one chunk of its inputs after another and concatenates the results.
 
-    module: takes x [B, S, ...] first; chunks: their number; dim: "batch" or "seq"
+    module: its first argument is x [B, S, ...]; chunks: how many; dim: "batch" or "seq"
 
-    Other tensors are split with x where they have its size: by sequence in dimension 1 if dimension 0 is 1 or
-    the batch, in dimension 2 of [B or 1, 1, S, ...], else in dimension 0; by batch in dimension 0.
-    :func:`tritoncp.flex_attention` inside the module takes the mask or plan of the whole. By sequence, the
-    queries of chunk c see the keys of chunks 0 to c of the same call; masks whose queries see later chunks
-    raise ChunkingError, a ValueError.
+    Other tensor arguments are split as x where they have its size: by sequence in dimension 1 if dimension 0
+    is 1 or the batch, in dimension 2 of [B or 1, 1, S, ...], else in dimension 0; by batch in dimension 0.
+    :func:`tritoncp.flex_attention` inside the module gets the mask or plan of the whole. By sequence, the
+    queries of chunk c see the keys of chunks 0 to c; a mask by which they see later chunks raises
+    ChunkingError, a ValueError.
 
     >>> from tritoncp import causal, flex_attention
     >>> class Layer(nn.Module):
@@ -45,7 +45,7 @@ class Eager(nn.Module):
     def __init__(self, module: nn.Module, chunks: int, dim: str) -> None:
         super().__init__()
         if dim not in ("batch", "seq") or chunks < 1:
-            raise ChunkingError(f'dim={dim!r}, chunks={chunks}: pass dim="batch" or "seq", and a number')
+            raise ChunkingError(f'dim={dim!r}, chunks={chunks}: pass dim="batch" or "seq", and chunks >= 1')
         self.module, self.chunks, self.dim = module, chunks, dim
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class Eager(nn.Module):
         return concatenate(results, axis, list(map(len, calls.rows)))
 
     def _piece(self, value: Any, x: Tensor, index: int) -> Any:
-        """Return a chunk of a tensor that has the size of x that is cut, else the value."""
+        """Return a chunk of the value if it is a tensor that is cut along with x, else the value."""
         axis = split_axis(value, x, self.dim) if isinstance(value, Tensor) else None
         return value if axis is None else value.chunk(self.chunks, axis)[index].contiguous()
 
@@ -87,22 +87,22 @@ def split_axis(value: Tensor, x: Tensor, dim: str) -> int | None:
 
 
 def concatenate(results: list[Any], axis: int, rows: list[int]) -> Any:
-    """Concatenate tensors, or the tensors of tuples, lists and dicts of one form. Raises ChunkingError for
-    tensors that do not have the rows of their chunk."""
+    """Concatenate the results of chunks: tensors, or pytrees of tensors. Raises ChunkingError for tensors
+    that do not have the rows of their chunk."""
 
     def join(first: Any, *others: Any) -> Any:
         if not isinstance(first, Tensor):
             return first
         parts = [first, *others]
         if first.ndim <= axis or any(part.shape[axis] % n for part, n in zip(parts, rows, strict=True)):
-            raise ChunkingError(f"a result of the shape {list(first.shape)} {NO_ROWS}")
+            raise ChunkingError(f"a result of shape {list(first.shape)} {NO_ROWS}")
         return torch.cat(parts, axis)
 
     return tree_map(join, *results)
 
 
 class Calls:
-    """The attention calls of a module that runs once a chunk: the keys and values of each call so far.
+    """Attention calls of the module in :class:`Eager`: collects keys and values of previous chunks.
 
     rows: of each chunk. index: of the chunk that runs. numbers: of its next calls
     """
@@ -135,15 +135,15 @@ class Calls:
     def _add_keys(
         self, plan: Plan, chunks: list[tuple[Tensor, Tensor]], key: Tensor, value: Tensor
     ) -> tuple[Plan, Tensor, Tensor]:
-        """Add this chunk's keys to those of the chunks before it, and return the chunk's plan with the keys
-        and values up to the last that its queries need."""
+        """Append this chunk's keys and values; return its plan, and the keys and values of all chunks up to
+        the last one that its queries need."""
         total = len(self.rows)
         needs = plan.needs(total)
         if bool(needs.triu(1).any()):
             raise ChunkingError(
-                "queries of a chunk see keys of a later chunk, which runs after it: by sequence, Eager "
-                "runs masks that see no later keys, as causal ones. Run the layer in phases, the keys of all "
-                "chunks first"
+                "block_mask lets queries of a chunk see keys of a later chunk, which Eager computes "
+                "afterwards: with dim='seq' pass a mask without later keys, as a causal one, or compute the "
+                "keys of all chunks before the attention"
             )
         chunks.append((key, value))
         count = prefixes(needs, total)[self.index]

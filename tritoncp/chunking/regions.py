@@ -21,9 +21,9 @@ def op_name(node: Node) -> str:
 
 
 def module_path(node: Node) -> str:
-    """Return the path of the innermost module that a node was traced in, "" if it has none: forward its
-    ``nn_module_stack``, backward its ``fwd_nn_module_stack``, else the annotation ``module_fqn`` of
-    torchtitan's graph trainer.
+    """Return the path of the innermost module that a node was traced in, "" if unknown: from the metadata
+    ``nn_module_stack`` (forward), ``fwd_nn_module_stack`` (backward), or ``module_fqn`` of torchtitan's graph
+    trainer.
 
     >>> node = torch.fx.Graph().placeholder("x")
     >>> for name in ("L['self']._modules['_orig_mod'].layers.0.mlp", "Layers.0", "Head.0"):
@@ -44,7 +44,7 @@ def module_path(node: Node) -> str:
 
 
 def matched_region(path: str, pattern: str) -> str:
-    """Return the shortest beginning of a module path that ends with a match of the pattern, "" if none.
+    """Return the shortest prefix of a module path that ends with a match of the pattern, "" if none does.
 
     >>> [matched_region(path, "layers.*") for path in ("model.layers.3.mlp.up", "norm", "model.layers")]
     ['model.layers.3', '', '']
@@ -64,30 +64,31 @@ def is_backward(node: Node) -> bool:
 
 
 def describe_modules(graph: Graph) -> str:
-    """Describe in an error the modules that a graph has, and the region that is all of it."""
+    """Format, for errors, the modules of a graph and the region that is the whole graph."""
     paths = [path for path in dict.fromkeys(map(module_path, graph.nodes)) if path]
-    seen = (
-        "It names no modules: torch.compile, torch.export and aot_export_joint_with_descriptors of a graph "
-        "that Dynamo captured do; aot_export_module(trace_joint=True) traces its graph again, and loses them"
+    text = (
+        "Its nodes have no module paths: capture it by torch.compile, torch.export or "
+        "aot_export_joint_with_descriptors of a graph from Dynamo; aot_export_module(trace_joint=True) "
+        "traces the graph again, without them"
     )
     if paths:
-        known = ", ".join(paths[:8]) + ", ..." * (len(paths) > 8)
-        seen = f"Its modules are {known}; paths begin at the module that is compiled"
-    return f'{seen}. region="" is the whole graph, as of a block that is compiled alone'
+        modules = ", ".join(paths[:8]) + ", ..." * (len(paths) > 8)
+        text = f"Its modules are {modules}; paths begin at the module that is compiled"
+    return f'{text}. region="" is the whole graph, as for a block that is compiled alone'
 
 
 def has_tensor(node: Node) -> bool:
-    """Return whether a node computes a tensor, or several."""
+    """Return whether a node's value is a tensor or a sequence with tensors."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor | tuple | list)
 
 
 def regions_of(graph: Graph, pattern: str) -> dict[Node, str]:
-    """Map each node inside a region to the region's path.
+    """Return {node: path of its region} for all nodes inside regions.
 
-    A node without a module is inside if all its tensors come from regions and go to regions, a sum of
-    gradients also if it adds one from outside; its region is that of its last tensor. A selected item belongs
-    where the sequence does. Under the pattern "" all calls are inside: the graph is one region, "".
+    A node without a module is inside if all its tensor inputs and users are, a sum of gradients also if it
+    adds a gradient from outside; its region is that of its last tensor input. A getitem node is in the region
+    of its sequence. With the pattern "" all calls are inside one region, "".
     """
     if not pattern:
         return {node: "" for node in graph.nodes if node.op == "call_function"}
@@ -122,9 +123,9 @@ def _tensors(node: Node) -> list[Node]:
 
 
 def _is_surrounded(node: Node, inside: dict[Node, str], members: set[Node]) -> bool:
-    """Return whether a node comes from regions and goes to regions. Of a sum, one end is enough: what it adds
-    from outside is cut, and what leaves backward is joined once. Sums of gradients of parameters are outside:
-    autograd adds those of each call of a module to the sum of the calls before."""
+    """Return whether all inputs and users of a node are inside regions. For a sum of gradients, one of these
+    is enough: an input from outside is cut, and a result for outside is joined once. Sums of gradients of
+    parameters are outside: autograd adds the gradient of each call of a module to those of earlier calls."""
     tensors = _tensors(node)
     sources = [x in inside or x in members for x in tensors]
     users = [x in inside or x in members for x in node.users]

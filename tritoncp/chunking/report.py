@@ -1,4 +1,4 @@
-"""The report of a pass over a graph, as numbers and as a table, and the error of a graph that it refuses."""
+"""The report of chunking a graph, as numbers and as a table, and ChunkingError."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tritoncp.planning.parts import chunk_range
 
 
 class ChunkingError(ValueError):
-    """A graph, or a size, that cannot be cut into chunks. The graph is unchanged."""
+    """Raised for a graph or a size that cannot be cut into chunks. The graph is unchanged."""
 
 
 NO_ROWS = (
-    "has no rows to join: a sum or mean over the tokens of a chunk is not that of all tokens. Return a value "
-    "of each token, an auxiliary loss as [B, S], and reduce it outside of the region"
+    "has no rows to concatenate, since a sum or mean over a chunk is not that of all tokens: return a value "
+    "for each token, an auxiliary loss as [B, S], and reduce it outside of the region"
 )
 
 
 def describe_node(node: Node, users: bool = False) -> str:
-    """Describe a node in an error: its name, its op, the source line that it was traced from and its users.
+    """Format a node for errors: its name, op, source line and, on request, users.
 
     >>> import torch
     >>> describe_node(torch.fx.Graph().placeholder("x"))
@@ -36,7 +36,7 @@ def describe_node(node: Node, users: bool = False) -> str:
 
 
 def readable(graph: Graph, name: str) -> str:
-    """Return a graph as Python code, and add it to torch's structured trace under a name."""
+    """Return a graph as Python code, and log it to torch's structured trace under a name."""
     code = graph.python_code("self", verbose=True).src
     trace_structured(
         "artifact",
@@ -48,15 +48,14 @@ def readable(graph: Graph, name: str) -> str:
 
 @dataclass
 class Report:
-    """Numbers of the regions, values and messages of a graph that :func:`tritoncp.chunking.chunk` cut.
+    """Statistics of a graph that :func:`tritoncp.chunking.chunk` cut.
 
-    regions: paths of the regions that were cut; rows: of the whole, None if the graph has no hint
-    live_outs: values that were joined, by kind: "cat", "sum" (gradients) and "chain" (new values of inputs)
-    keys: chunks of keys that each chunk of queries reads by its mask, if attention was cut by sequence
-    exchanges: passes of attention whose chunks share one exchange of keys between ranks
-    nodes_before, nodes_after: of the graph
-    before, after: the graph as Python code with the shapes of values, which torch's structured trace
-    (TORCH_TRACE) has too
+    regions: paths of the regions that were cut; rows: the size that was cut, None if the graph has no hint
+    live_outs: numbers of joined values, by kind: "cat", "sum" (gradients) and "chain" (new values of inputs)
+    keys: how many chunks of keys each chunk of queries reads, if attention was cut by sequence
+    exchanges: number of attention passes whose chunks share one exchange of keys between ranks
+    nodes_before, nodes_after: numbers of nodes
+    before, after: the graph as Python code with shapes, also in torch's structured trace (TORCH_TRACE)
     """
 
     dim: str
@@ -73,8 +72,8 @@ class Report:
 
     @property
     def waits_for_all_keys(self) -> bool:
-        """Whether the mask makes the first chunk of queries wait for the keys of all chunks. A shared
-        exchange waits for them in any case."""
+        """Whether, by the mask, the first chunk of queries needs the keys of all chunks (as it does with a
+        shared exchange)."""
         return bool(self.keys) and self.keys[0] == self.chunks
 
     def __str__(self) -> str:

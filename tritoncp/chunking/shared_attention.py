@@ -1,5 +1,5 @@
-"""The nodes of an attention between ranks whose chunks share one exchange of keys: the exchange, the chunks'
-attention on the buffer, and the return of the gradients of keys."""
+"""Graph nodes of an attention over several ranks whose chunks share one exchange of keys: the exchange, each
+chunk's attention on the buffer, and the return of the keys' gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ wait_op = torch.ops._c10d_functional.wait_tensor.default
 
 
 def send(rewrite: Any, node: Node) -> Node:
-    """Add the exchange of keys of an attention, forward or backward; return the node of the buffer."""
+    """Add the exchange of an attention's keys, forward or backward; return the node of the buffer."""
     k, v = _keys(rewrite, node)
     backward = node.target is attention.backward_op
     args = (k, v, backward, *_call(rewrite, node))
@@ -38,7 +38,7 @@ def send(rewrite: Any, node: Node) -> Node:
 
 
 def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
-    """Return the op and the arguments of the attention of a chunk's queries."""
+    """Return (op, arguments) for the attention of one chunk of the queries."""
 
     def chunk(x: Node) -> Node:
         return rewrite.chunk_node(x, c)
@@ -55,7 +55,7 @@ def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
 
 
 def gradient_values(rewrite: Any, node: Node) -> list[Tensor]:
-    """Return the values of what a chunk adds to the gradients of the rows of the buffer."""
+    """Return fake values of a chunk's terms of dk and dv, for the rows of the buffer."""
     own: Any = node.args
     buffer, dtype = rewrite.values[node, SEND].meta["val"], own[6].meta["val"].dtype
     d = attention.argument(node, "q").meta["val"].shape[3]
@@ -65,7 +65,7 @@ def gradient_values(rewrite: Any, node: Node) -> list[Tensor]:
 
 
 def return_gradients(rewrite: Any, node: Node) -> Node:
-    """Add the return of the gradients of keys, summed over chunks; return the node of dk and dv."""
+    """Add nodes that sum dk and dv over chunks and send them back; return the node of (dk, dv)."""
     stage, chunks = rewrite.stage_of(node), range(rewrite.sizes.chunks)
     values = gradient_values(rewrite, node)
     parts = [
@@ -84,7 +84,7 @@ def return_gradients(rewrite: Any, node: Node) -> Node:
 
 
 def landed_chunks(rewrite: Any, node: Node, item: int) -> list[Node]:
-    """Return the chunks of the gradient of keys (item 1) or values (2): views of the whole's."""
+    """Return the chunks of dk (item 1) or dv (item 2), views of the whole gradient."""
     value, stage = node.meta["val"][item], rewrite.stage_of(node)
 
     def split() -> list[Node]:
@@ -101,13 +101,13 @@ def _keys(rewrite: Any, node: Node) -> tuple[Node, Node]:
 
 
 def _call(rewrite: Any, node: Node) -> tuple[Any, ...]:
-    """Return the arguments of an attention besides its tensors, as :class:`tritoncp.ops.call.OpArguments`."""
+    """Return an attention's arguments besides its tensors: :class:`tritoncp.ops.call.OpArguments`."""
     own: Any = node.args
     return map_arg(own[attention.places(node)["captures"] :], rewrite.whole_node)
 
 
 def _stage(node: Node) -> dict[str, Any]:
-    """Return the metadata of an attention that hold for its exchanges: all but those of its value."""
+    """Return the metadata of an attention node for the nodes of its exchange: all except its value."""
     own = "val", "tensor_meta", "eager_input_vals", "unbacked_bindings"
     return {name: value for name, value in node.meta.items() if name not in own}
 
@@ -115,8 +115,8 @@ def _stage(node: Node) -> dict[str, Any]:
 def _exchange(
     rewrite: Any, node: Node, op: Any, args: tuple[Any, ...], shape: tuple[Any, Any], dtype: Any
 ) -> Node:
-    """Add a message [n, heads, width], whose rows n only a run tells, and the wait for it. Both stay in their
-    pass: partitioners keep a wait, and with it the message, in each pass that could run it.
+    """Add a message [n, heads, width], with n unknown before the run, and the wait for it. Tags keep both
+    in their pass: without, partitioners would put them in every pass that can run them.
 
     shape: (heads, width)
     """

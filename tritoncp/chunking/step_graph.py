@@ -1,4 +1,4 @@
-"""The order of the rewritten graph's nodes: each after the nodes that it reads, regions chunk after chunk."""
+"""Order of the nodes in a chunked graph: each after its inputs, and in a region chunk after chunk."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.report import ChunkingError, describe_node
 
-# A step of the rewritten graph: a chunk's copy of a node, the value of all its chunks (JOIN), or the node
-# (KEEP); of an attention whose chunks share an exchange of keys, that (SEND), and that of gradients (RETURN).
+# A step of the rewritten graph, (node, c): chunk c's copy of the node; KEEP: the node itself; JOIN: the
+# joined value of its chunks. For an attention whose chunks share an exchange of keys, SEND is that exchange,
+# and RETURN the one of their gradients.
 Step = tuple[Node, int]
 KEEP, JOIN, SEND, RETURN = -1, -2, -3, -4
 
 
 class StepGraph:
-    """The steps of the rewritten graph and the steps that each reads.
+    """The steps of the rewritten graph, and the steps that each one reads.
 
-    steps: in their order: those of a region chunk after chunk, backward the last chunk first, and each step
-    after the steps that it reads
+    steps: in order: each after the steps that it reads; in a region chunk after chunk, the backward pass from
+    the last chunk to the first
     """
 
     def __init__(self, cut: Cut, keys: attention.Keys) -> None:
@@ -32,7 +33,7 @@ class StepGraph:
         self._place()
 
     def inputs(self, step: Step) -> list[Step]:
-        """List the steps that a step reads."""
+        """Return the steps that a step reads."""
         node, c = step
         if c == JOIN:
             chunks = range(self.cut.sizes.chunks)
@@ -61,7 +62,7 @@ class StepGraph:
         return inputs + {SEND: [], RETURN: [(node, i) for i in reversed(chunks)]}[kind]
 
     def sums_keys(self, item: tuple[Node, int]) -> bool:
-        """Return whether an item of an attention's backward pass is the gradient of keys that are cut."""
+        """Return whether a result of attention's backward op is dk or dv of keys that are cut."""
         return item[1] in (1, 2) and self.keys.are_cut(item[0])
 
     def whole(self, x: Node) -> Step:
@@ -71,7 +72,8 @@ class StepGraph:
         return (x, JOIN) if x in self.cut.joined else (x, KEEP)
 
     def chunk_of(self, x: Node, c: int) -> Step:
-        """Return the step of a chunk of a node's value: of the whole, if it is cut from that or shared."""
+        """Return the step of chunk c of a node's value: the whole's, if the chunk is a view of it or
+        shared."""
         if x in self.cut.copied:
             return x, c
         if x in self.cut.chained and c > 0:
@@ -86,7 +88,7 @@ class StepGraph:
             self._add((self.cut.source, KEEP))
         for node in self.cut.graph.nodes:
             if node.op == "call_function" and self.cut.is_whole_size(node):
-                continue  # all read the source
+                continue  # all nodes read the source
             if is_forward and node.op == "call_function" and is_backward(node):
                 self._place_chunks(pending, group)
                 pending, is_forward = [], False
@@ -107,8 +109,8 @@ class StepGraph:
         self._place_chunks(pending, group)
 
     def _join_forward(self) -> None:
-        """Add what is joined forward, and sizes, which have no mark of the backward pass: partitioners take
-        all nodes up to the last forward one for forward."""
+        """Add the joins of forward values and all sizes before the backward pass: partitioners assign all
+        nodes up to the last one without a backward mark to the forward pass."""
         for node in self.cut.graph.nodes:
             if node in self.cut.copied and self.cut.is_pure_size(node):
                 for c in range(self.cut.sizes.chunks):
@@ -124,7 +126,7 @@ class StepGraph:
                 self._add((node, c))
 
     def _add(self, step: Step) -> None:
-        """Add a step after all steps that it reads. Raises ChunkingError if they read each other."""
+        """Add a step after all steps that it reads. Raises ChunkingError for a cycle."""
         path, active = [step], {step}
         while path:
             top = path[-1]
@@ -139,7 +141,7 @@ class StepGraph:
             if missing[0] in active:
                 raise ChunkingError(
                     f"{describe_node(missing[0][0], users=True)}: a chunk needs a value of a later chunk, "
-                    "which needs this chunk's new value of an input"
+                    "and that needs this chunk's update of an input: move the update out of the region"
                 )
             path.append(missing[0])
             active.add(missing[0])

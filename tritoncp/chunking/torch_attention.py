@@ -1,5 +1,5 @@
-"""torch's flex attention in a graph that is cut by batch: a chunk has its rows of the mask's block lists, and
-its mods get batch indices of the whole."""
+"""Chunks of torch's flex attention by batch: each chunk gets its rows of the mask's block lists, and its mods
+get batch indices of the whole batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ forward_op, backward_op = (
     torch.ops.higher_order.flex_attention_backward,
 )
 
-# Places of arguments of both ops: the mask's block lists and mask_mod; captures of the mods.
+# Indices of arguments of both ops: the mask's block lists and mask_mod; captures of the mods.
 BLOCKS, SCORE_CAPTURES, MASK_CAPTURES = -5, -2, -1
 SCORE_MODS = {forward_op: (3,), backward_op: (7, 8)}  # places of the score_mod, and of its gradient
 
@@ -28,28 +28,30 @@ def is_torch_attention(node: Node) -> bool:
 
 
 def captures(node: Node) -> set[Node]:
-    """Return the nodes that the mods of an attention capture, which are the whole's in every chunk."""
+    """Return the nodes that the mods of an attention capture, which all chunks share."""
     args: Any = node.args
     return {x for place in (SCORE_CAPTURES, MASK_CAPTURES) for x in args[place] if isinstance(x, Node)}
 
 
 def torch_attention_fault(node: Node, cut: Any) -> str:
-    """Return the reason to refuse an attention, "" if there is none."""
+    """Return why an attention node cannot be cut, "" if it can."""
     args: Any = node.args
     if cut.dim == "seq":
         return (
-            "is torch's flex attention, whose block lists and mods are those of the whole sequence: call "
-            'tritoncp.flex_attention in the region, or cut by dim="batch"'
+            "is torch's flex attention, which cannot be cut by sequence: call tritoncp.flex_attention in the "
+            'region, or pass dim="batch"'
         )
     if not all(map(cut.carries, args[1:3])):
-        return "has keys without the batch that is cut; expand them to the batch"
+        return "has keys without the batch dimension that is cut: expand them to the batch"
     if node.target is backward_op and cut.sizes.holds(node.meta["val"][3]):
-        return "has a capture with the size that is cut that wants a gradient, whose parts have no place"
+        return (
+            "has a capture that has the size that is cut and requires grad: detach it, or cut the other dim"
+        )
     return ""
 
 
 def chunk_arguments(rewrite: Any, node: Node, c: int) -> tuple[Any, ...]:
-    """Return the arguments of a chunk's attention."""
+    """Return the arguments of the attention of chunk c."""
     own: Any = node.args
     args: list[Any] = list(map_arg(own, lambda x: rewrite.chunk_node(x, c)))
     for place in (SCORE_CAPTURES, MASK_CAPTURES):
@@ -68,7 +70,7 @@ def chunk_arguments(rewrite: Any, node: Node, c: int) -> tuple[Any, ...]:
 
 
 def _rows_of_list(rewrite: Any, x: Node, c: int) -> Node:
-    """Return a chunk's rows of a tensor of the mask, which has the batch as a number, or one row for all."""
+    """Return chunk c's batch rows of a tensor of the mask; the tensor itself if it has one row for all."""
     value = x.meta.get("val")
     if not isinstance(value, Tensor) or rewrite.cut.carries(x) or value.shape[0] == 1:
         return x
@@ -79,10 +81,10 @@ def _rows_of_list(rewrite: Any, x: Node, c: int) -> Node:
 def _shift(
     rewrite: Any, node: Node, mods: list[Node], place: int, captures: tuple[Any, ...], c: int
 ) -> tuple[list[Node], tuple[Any, ...]]:
-    """Return mods and captures for batch indices of the whole: if a mod reads its index, the first row of
-    the chunk is one more capture, and is added to it.
+    """Return mods and captures that get batch indices of the whole batch: if a mod reads the batch index, the
+    chunk's first row becomes another capture, which is added to the index.
 
-    place: of the batch index among the inputs of each mod
+    place: index of the batch index among the inputs of each mod
     """
     graphs = [rewrite.graph.owning_module.get_submodule(mod.target) for mod in mods]
     if not any(graph.graph.find_nodes(op="placeholder")[place].users for graph in graphs):
@@ -96,7 +98,7 @@ def _shift(
 
 
 def _first_row(rewrite: Any, node: Node, c: int) -> Node:
-    """Add a tensor of the first batch row of a chunk."""
+    """Add a 0-d tensor with the index of chunk c's first batch row."""
     query: Any = node.args[0]
     device = query.meta["val"].device
     with rewrite.sizes.fake_mode:
@@ -108,8 +110,8 @@ def _first_row(rewrite: Any, node: Node, c: int) -> Node:
 
 
 def _add_shifted(rewrite: Any, mod: Node, module: GraphModule, place: int) -> Node:
-    """Add a mod with one more input, the last one, which it adds to its batch index. The gradient of a mod
-    has one more result, None."""
+    """Add a copy of a mod with one more input, which is added to its batch index. (The gradient function of a
+    mod gets one more result, None.)"""
     module = copy.deepcopy(module)
     graph = module.graph
     inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()

@@ -1,4 +1,5 @@
-"""Caches of bounded size with one rule of eviction, and state and results that are freed with their owner."""
+"""LRU caches of bounded size, a cache keyed by tensors, and per-object state that is freed with the
+object."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ P = ParamSpec("P")
 
 
 def computed_once(method: Callable[Concatenate[Any, P], V]) -> Callable[Concatenate[Any, P], V]:
-    """Compute the result of a method once for each key, and keep it with the object. Threads that meet
-    compute equal results, so that no lock is needed."""
+    """Decorate a method to cache its results by arguments in the object. No lock: threads that run it at the
+    same time compute equal results."""
     name = f"_{method.__name__}"
 
     @functools.wraps(method)
@@ -43,10 +44,11 @@ class _Entry:
 
 
 class BoundedCache(Generic[K, V]):
-    """A cache of at most ``size`` entries, of which the least recently used are evicted. A look-up takes no
-    lock and hashes the key once. No value is None.
+    """An LRU cache of at most ``size`` entries. A look-up takes no lock and hashes the key once. Values are
+    not None.
 
-    weigh, max_weight: weight of a value, and the largest sum of weights; one entry is kept, however heavy
+    weigh, max_weight: function for the weight of a value, and limit of the sum of weights; the newest entry
+        is kept even if it is heavier
 
     >>> cache = BoundedCache(2)
     >>> for key in "aba":
@@ -59,10 +61,10 @@ class BoundedCache(Generic[K, V]):
         self.size, self.max_weight, self._weigh = size, max_weight, weigh
         self._entries: dict[K, _Entry] = {}
         self._clock = itertools.count()
-        self._lock = threading.Lock()  # guards changes of _entries
+        self._lock = threading.Lock()  # for changes of _entries
 
     def get(self, key: K) -> V | None:
-        """Return the value of a key, None if there is none, and record the use."""
+        """Return the value of a key and mark it as used; None if there is none."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -71,7 +73,7 @@ class BoundedCache(Generic[K, V]):
 
     def put(self, key: K, value: V) -> V:
         """Store a value, evict the least recently used ones, and return the value."""
-        removed: list[Any] = []  # freed after the lock is released: they may free other objects
+        removed: list[Any] = []  # freed after the lock is released, since they may free other objects
         with self._lock:
             used = next(self._clock)
             removed.append(self._entries.pop(key, None))
@@ -101,8 +103,8 @@ class BoundedCache(Generic[K, V]):
 
 
 class TensorCache(BoundedCache[Any, Any]):
-    """A cache of values that are made from tensors. A value serves the very same tensors, unedited: they are
-    compared by weak references (a freed id is reused for another tensor) and by their version counters."""
+    """A cache of values made from tensors. A look-up hits for the same tensor objects, unedited: they are
+    compared by weak reference (an id may be reused) and by version counter."""
 
     def find(self, key: Any, tensors: Sequence[Tensor]) -> Any:
         """Return the value of a key that was made from these tensors, None if there is none."""
@@ -117,14 +119,13 @@ class TensorCache(BoundedCache[Any, Any]):
         return value
 
     def keep(self, key: Any, tensors: Sequence[Tensor], value: Any) -> None:
-        """Store a value that was made from these tensors."""
+        """Store a value with a key and the tensors from which it was made."""
         self.put(key, (value, [(weakref.ref(tensor), tensor._version) for tensor in tensors]))
 
 
 class OwnedState(Generic[V]):
-    """State of objects, one value for each owner: made at its first use, freed with the owner, to which it
-    must not refer. None has a value too. Owners are told apart as objects: a new process group may have the
-    name of one that was destroyed.
+    """One value per owner object (or None): made at the first use, and freed with the owner, to which it must
+    not refer. Owners are compared by identity: a new process group may have the name of a destroyed one.
 
     >>> class Group: ...
     >>> state, group = OwnedState(list), Group()
@@ -136,7 +137,7 @@ class OwnedState(Generic[V]):
     def __init__(self, make: Callable[[], V]) -> None:
         self._make = make
         self._values: weakref.WeakKeyDictionary[Any, V] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()  # guards changes of _values
+        self._lock = threading.Lock()  # for changes of _values
 
     def of(self, owner: Any) -> V:
         """Return the value of an owner."""

@@ -1,4 +1,4 @@
-"""Warnings that show the line of the user's call, whatever functions of the package lie between."""
+"""Warnings with the file and line of the user's call, outside of this package and torch."""
 
 import re
 import sys
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 PLACE = re.compile(r'File "([^"]+)", line (\d+)')
-_shown: dict[Any, Any] = {}  # warnings of graphs, which are traced several times; filters decide
+_registry: dict[Any, Any] = {}  # warning registry for traced graphs: filters decide about repetitions
 
 
 def warn_caller(message: str) -> None:
-    """Warn at the line of the nearest caller outside the package and torch; where torch traces a graph again,
-    at the line that its present node comes from."""
+    """Warn at the line of the nearest caller outside of the package and torch; while torch retraces a graph,
+    at the source line of the present node."""
     if place := _traced_place():
-        warnings.warn_explicit(message, UserWarning, *place, registry=_shown)
+        warnings.warn_explicit(message, UserWarning, *place, registry=_registry)
         return
     level, frame = 2, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("tritoncp", "torch"):
@@ -23,7 +23,7 @@ def warn_caller(message: str) -> None:
 
 
 def _traced_place() -> tuple[str, int] | None:
-    """Return the file and line of the node that torch traces again, None if there is none."""
+    """Return the source (file, line) of the node that torch is retracing, None if it is not."""
     traceback: Any = sys.modules.get("torch.fx.traceback")
     if traceback is None or not traceback.has_preserved_node_meta():
         return None

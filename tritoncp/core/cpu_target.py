@@ -1,4 +1,4 @@
-"""How Triton kernels run on CPU tensors: compiled for an architecture and executed, or interpreted."""
+"""The way in which Triton kernels run on CPU tensors: executed as compiled for a GPU, or interpreted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_executed: list[str] = []  # architectures of the executors in use, the innermost last
+_executed: list[str] = []  # architectures of active executors, the innermost last
 
 
 def cpu_target() -> str | None:
@@ -22,7 +22,7 @@ def executed_target() -> str | None:
 
 @contextmanager
 def execute_for(architecture: str) -> Iterator[None]:
-    """Let calls on CPU tensors run kernels that are compiled for an architecture."""
+    """Context in which calls on CPU tensors execute kernels compiled for an architecture."""
     _executed.append(architecture)
     try:
         yield

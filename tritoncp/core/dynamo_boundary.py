@@ -1,8 +1,7 @@
-"""The boundary between torch.compile and code that runs on the host: plans, masks, uploads, launches.
+"""Decorators that stop torch.compile from tracing code for the host: plans, masks, uploads, launches.
 
-Dynamo would trace into that code, frame by frame, wherever it is called outside of a graph but below a
-compiled function. Marks on the code of public entry points keep it out. They cost nothing per call, and
-setting them does not import torch._dynamo.
+After a graph break Dynamo would trace such code frame by frame. Marks on the code objects of public entry
+points prevent this; they cost nothing per call, and setting them does not import torch._dynamo.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ MOVE = "call it outside the compiled function and pass its result in"
 
 
 def host_only(fn: Function) -> Function:
-    """Mark a function that no graph contains: a call of it breaks the graph, and is an error under
+    """Decorate a function that cannot be part of a graph: a call of it is a graph break, and an error under
     ``fullgraph=True``."""
     function: Any = fn
     function._torchdynamo_disable = True
@@ -28,10 +27,10 @@ def host_only(fn: Function) -> Function:
 
 
 def graph_entry(fn: Function) -> Function:
-    """Mark a function that a graph can contain. Dynamo traces through it from a compiled caller, or where it
-    is compiled itself. Called after a graph break of its caller, it and all it calls run as plain Python.
+    """Decorate a function that can be part of a graph: Dynamo traces it from a compiled caller, or if it is
+    compiled itself; after a graph break of the caller, it and its callees run as plain Python.
 
-    Of a function that wraps another (``functools.wraps``), Dynamo traces the inner one.
+    Of a wrapper (``functools.wraps``), Dynamo traces the wrapped function.
     """
     function: Any = fn
     if hasattr(function, "__wrapped__"):
@@ -44,7 +43,7 @@ def graph_entry(fn: Function) -> Function:
 
 
 def traced_copy(fn: Function) -> Function:
-    """Copy a function for Dynamo to trace: marks on the code of the original are not on that of the copy."""
+    """Copy a function, so that Dynamo traces the copy although the original's code is marked as untraced."""
     function: Any = fn
     code = function.__code__.replace(co_filename=function.__code__.co_filename)
     copy: Any = types.FunctionType(
@@ -56,15 +55,15 @@ def traced_copy(fn: Function) -> Function:
 
 
 def untraced(fn: Function) -> Function:
-    """Have Dynamo skip frames of a function, and all frames that it calls, where Python calls it. Where
-    Dynamo traces its caller, it traces the function too."""
+    """Mark a function so that Dynamo skips its frames and those of its callees, when Python calls it. When
+    Dynamo traces the caller, it traces the function too."""
     function: Any = fn
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return fn
 
 
 def constant_result(fn: Function) -> Function:
-    """Have a graph take the result of a call as a constant: ``torch.compiler.assume_constant_result``,
+    """Mark the result of a function as a constant of graphs: ``torch.compiler.assume_constant_result``
     without the import of torch._dynamo."""
     function: Any = fn
     function._dynamo_marked_constant = True

@@ -1,6 +1,6 @@
-"""Environment variables of tritoncp: a table of their names, accepted values and defaults.
+"""Environment variables of tritoncp: names, accepted values and defaults (effects: docs/environment.md).
 
-docs/environment.md says what each does. Loads neither torch nor Triton.
+Imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 PREFIX = "TRITONCP_"
 ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-TUNING_SECONDS = 60.0  # that TRITONCP_AUTOTUNE=1 allows
+TUNING_SECONDS = 60.0  # time for tuning with TRITONCP_AUTOTUNE=1
 
 
 def parse_switch(text: str) -> bool:
@@ -25,7 +25,7 @@ def parse_switch(text: str) -> bool:
     """
     word = text.strip().lower()
     if word not in (*ON, *OFF):
-        raise ValueError(f"{text!r} is neither 0 nor 1")
+        raise ValueError(f"{text!r} is not a switch; pass 0 or 1")
     return word in ON
 
 
@@ -41,12 +41,12 @@ def parse_seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise ValueError(f"budget {text!r} is no time to work in: 90s, 15m, 1.5h")
+        raise ValueError(f"budget {text!r} is not a positive time; pass for example 90s, 15m or 1.5h")
     return seconds
 
 
 def parse_budget(text: str) -> float:
-    """Parse the seconds for tuning: a switch, where 1 means a minute, or a time.
+    """Parse TRITONCP_AUTOTUNE to seconds for tuning: a switch, where 1 is a minute, or a time.
 
     >>> parse_budget("0"), parse_budget("1"), parse_budget("5m")
     (0.0, 60.0, 300.0)
@@ -61,9 +61,9 @@ def parse_budget(text: str) -> float:
 class Variable:
     """An environment variable of tritoncp.
 
-    parse:   turns its text into a value; raises ValueError for text that is not accepted
-    values:  the accepted texts, in words
-    default: the value of a variable that is not set or empty
+    parse:   function from text to value; raises ValueError for text that is not accepted
+    values:  description of the accepted texts
+    default: the value if the variable is empty or not set
     """
 
     name: str
@@ -72,8 +72,7 @@ class Variable:
     default: Any = False
 
     def read(self) -> Any:
-        """Return the value of the variable. Text that is not accepted causes a warning and counts as not
-        set."""
+        """Return the value of the variable; for text that is not accepted, warn and return the default."""
         text = os.environ.get(self.name, "")
         try:
             return self.parse(text) if text else self.default
@@ -95,19 +94,19 @@ UNSAFE_FUSED = Variable("TRITONCP_UNSAFE_FUSED")
 VARIABLES = {
     one.name: one for one in (AUTOTUNE, CACHE_DIR, CHECK, CONFIG_DIR, DEBUG, OFFLINE_LOG, UNSAFE_FUSED)
 }
-# Of other packages, beside those of Triton, torch and NCCL.
+# Variables of other packages, besides all those of Triton, torch and NCCL.
 OF_OTHERS = ("GLOO_SOCKET_IFNAME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def set_variables() -> dict[str, str]:
-    """Return the variables that are set and concern the package: its own, those of Triton, torch and NCCL,
-    and OF_OTHERS."""
+    """Return the set variables with an effect on this package: its own, those of Triton, torch and NCCL, and
+    OF_OTHERS."""
     prefixes = "TRITON", "TORCH", "NCCL"
     return {k: v for k, v in sorted(os.environ.items()) if k in OF_OTHERS or k.startswith(prefixes)}
 
 
 def faults() -> Iterator[str]:
-    """Yield a line for each variable that is set to a value that is not accepted, or that nothing reads."""
+    """Yield a line for each variable of the package with an invalid value or an unknown name."""
     for name, text in sorted(os.environ.items()):
         variable = VARIABLES.get(name)
         if variable is not None:
@@ -116,4 +115,4 @@ def faults() -> Iterator[str]:
             except ValueError:
                 yield variable.describe_fault(text)
         elif name.startswith(PREFIX):
-            yield f"{name} is set, and nothing reads it; the variables are {', '.join(VARIABLES)}"
+            yield f"{name} is set, but is unknown; the variables are {', '.join(VARIABLES)}"

@@ -1,4 +1,4 @@
-"""Work on the host, apart from the caller's modes, and copies of tensors from a device to the CPU."""
+"""Host computations without the caller's torch modes, and copies of tensors from a device to the CPU."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ T = TypeVar("T")
 
 
 def has_default_device() -> bool:
-    """Return whether a default device other than the CPU is set, by a mode of torch functions."""
+    """Return whether the default device is not the CPU."""
     return torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
 
 
 def has_modes() -> bool:
-    """Return whether a mode of the caller changes what operations do: another default device, autocast, or a
-    dispatch mode, as for fake tensors, tracing and counting. While Dynamo traces, only the first is asked:
-    the others act on the graph when it runs."""
+    """Return whether the caller has a mode that affects operations: another default device, autocast, or a
+    dispatch mode, as for fake tensors, tracing and counting. Under Dynamo only the first counts: others act
+    on the graph when it runs."""
     if torch.compiler.is_dynamo_compiling():
         return has_default_device()
     return torch._C._len_torch_dispatch_stack() > 0 or has_default_device() or _is_any_autocast_enabled()
 
 
 def makes_inference_tensors() -> bool:
-    """Return whether the caller is under inference mode. False while Dynamo traces, which cannot ask."""
+    """Return whether inference mode is on; False under Dynamo, which cannot trace the query."""
     return not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled()
 
 
 def host() -> AbstractContextManager[object]:
-    """Return a context in which operations run as written, whatever modes the caller is in, and tensors made
-    without a device are on the CPU. Tensors made in it are normal tensors, under inference mode too: masks
-    and plans outlive a call, and autograd saves their tensors in later ones."""
-    if has_modes():  # a mode would cost every operation in it
+    """Return a context without the caller's modes (:func:`has_modes`), with the CPU as the default device.
+    New tensors are normal tensors, under inference mode too: masks and plans outlive a call, and autograd
+    saves their tensors in later ones."""
+    if has_modes():  # only then, since a mode slows every operation
         return _without_modes()
     return normal_tensors() if makes_inference_tensors() else contextlib.nullcontext()
 
@@ -55,7 +55,7 @@ def _without_modes() -> Iterator[None]:
         with device:
             yield
         return
-    # Dynamo leaves frames under dispatch modes alone, and would compile them once there are none.
+    # Dynamo does not compile frames under dispatch modes; without the modes it would.
     callback = set_eval_frame(None)
     try:
         with _disable_current_modes(), torch._C._DisableAutocast(), device, normal_tensors():
@@ -66,7 +66,7 @@ def _without_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Make new tensors normal tensors, under inference mode too, and record no gradients there.
+    """Context in which new tensors are normal tensors, under inference mode too, without gradient recording.
 
     >>> with torch.inference_mode(), normal_tensors():
     ...     torch.zeros(1).is_inference(), torch.is_grad_enabled()
@@ -75,12 +75,12 @@ def normal_tensors() -> Iterator[None]:
     if not makes_inference_tensors():
         yield
         return
-    with torch.inference_mode(False), torch.no_grad():  # the first alone would record gradients
+    with torch.inference_mode(False), torch.no_grad():  # inference_mode(False) alone would record gradients
         yield
 
 
 def on_host(call: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function to run within `host()`, of which Dynamo compiles no frame.
+    """Decorate a function to run within `host()`; Dynamo compiles none of its frames.
 
     >>> with torch.device("meta"):
     ...     torch.zeros(1).device.type, on_host(lambda: torch.zeros(1).device.type)()
@@ -98,7 +98,7 @@ def on_host(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors of one device to the CPU in one transfer, as bytes one after the other.
+    """Copy tensors of one device to the CPU in one transfer, as concatenated bytes.
 
     >>> to_host([torch.tensor([1.5]), torch.tensor(True)])
     [tensor([1.5000]), tensor(True)]
@@ -109,10 +109,10 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     parts = [t.detach().to(device).reshape(-1).contiguous().view(torch.uint8) for t in tensors]
     whole = torch.cat(parts).cpu()
     pieces = whole.split([part.numel() for part in parts])
-    # A piece may start anywhere: cloned, it is aligned for its type.
+    # A piece may start at any byte; its clone is aligned for its dtype.
     return [piece.clone().view(t.dtype).view(t.shape) for piece, t in zip(pieces, tensors)]
 
 
 def is_remote(tensor: Tensor) -> bool:
-    """Return whether reading the tensor on the host needs a copy that waits for its device."""
+    """Return whether the tensor is on a device, so that to read it needs a synchronising copy."""
     return tensor.device.type != "cpu"

@@ -1,6 +1,6 @@
-"""Loggers of the package, one for each area, and lines about decisions.
+"""Loggers of the package, one for each area, and log lines about decisions.
 
-    tritoncp.plan      plans: order of the tokens, schedule, reason, evenness of work
+    tritoncp.plan      plans: order of the tokens, schedule, reason, balance of work
     tritoncp.engine    executables: engine, route of the forward pass
     tritoncp.cache     look-ups in caches: hit or miss
     tritoncp.tiles     tile shapes: their files, and those of each kernel
@@ -25,13 +25,13 @@ _rank_name: Callable[[], str] = str  # names the rank of this process; "" if it 
 
 
 def name_rank_by(function: Callable[[], str]) -> None:
-    """Have messages begin with the name of this process's rank, which a higher layer knows."""
+    """Set the function that returns the name of this process's rank, with which messages begin."""
     global _rank_name
     _rank_name = function
 
 
 def _add_rank(record: logging.LogRecord) -> bool:
-    """Put the rank in front of a record's message."""
+    """Prepend the rank to a record's message."""
     if rank := _rank_name():
         record.msg = f"{rank}: {record.msg}"
     return True
@@ -46,7 +46,7 @@ def area_logger(area: str) -> logging.Logger:
 
 
 def log_decision(log: logging.Logger, message: str, *values: object) -> None:
-    """Log a decision: at INFO if the line is new in this process, else at DEBUG."""
+    """Log a line at INFO if it is new in this process, else at DEBUG."""
     if not log.isEnabledFor(logging.INFO):
         return
     line = log.name, message, values
@@ -58,6 +58,6 @@ def log_decision(log: logging.Logger, message: str, *values: object) -> None:
 
 
 def forget_decisions() -> None:
-    """Count every decision as new again."""
+    """Forget the logged lines, so that they are logged at INFO again."""
     global _LOGGED
     _LOGGED = BoundedCache(MAX_DECISIONS)

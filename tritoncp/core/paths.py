@@ -1,4 +1,4 @@
-"""File names that are built from data, such as a device's name."""
+"""File names made from text, as a device's name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def slug(name: str) -> str:
-    """Write a product's name in at most 100 lower-case letters, digits and hyphens: a part of a file name.
+    """Convert a name to at most 100 lower-case letters, digits and hyphens, for a file name.
 
     >>> slug("NVIDIA H200"), slug("../../etc/passwd"), slug("…")
     ('nvidia-h200', 'etc-passwd', 'device')

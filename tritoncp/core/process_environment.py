@@ -7,7 +7,7 @@ import torch
 
 
 def interpret_without_gpu() -> None:
-    """Have Triton interpret kernels where there is no GPU. Call it before Triton is imported."""
+    """Set TRITON_INTERPRET=1 if there is no GPU. Call it before Triton is imported."""
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -18,8 +18,8 @@ def torchrun_world_size() -> int | None:
 
 
 def use_loopback_interface() -> None:
-    """Have gloo connect the ranks of this machine by the loopback interface. By default it resolves the
-    host's name, which fails in many containers."""
+    """Set gloo's interface to the loopback, for ranks on one machine. By default gloo resolves the host name,
+    which fails in many containers."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -1,7 +1,6 @@
-"""How torch calls a user's mask_mod or score_mod: on index scalars, vmapped.
+"""Calls of mask_mods and score_mods in torch: vmapped over index scalars, recorded, and differentiated.
 
-`table[q_idx]` with a vmapped q_idx works only if the index stays a tensor, which :class:`TensorIndexing` sees
-to.
+`table[q_idx]` with a vmapped q_idx works only if the index remains a tensor: see :class:`TensorIndexing`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ aten = torch.ops.aten
 Mod = Callable[..., Tensor]
 InDims = tuple[int | None, ...]
 
-# These read the shape, dtype or device of their argument, not its value.
+# Operations that read the shape, dtype or device of their argument, not its value.
 SHAPE_ONLY = {f"new_{fill}" for fill in ("ones", "zeros", "full", "empty")}
 SHAPE_ONLY |= {f"{fill}_like" for fill in ("ones", "zeros", "full", "empty")}
 
@@ -39,20 +38,20 @@ with ThreadPoolExecutor(1) as _thread:
 
 @contextmanager
 def fresh_dispatch() -> Iterator[None]:
-    """Within an op, dispatch as in a new thread, without gradients.
+    """Context inside an op with the dispatch keys of a new thread, and without gradients.
 
-    An op runs below autograd, and where a dispatch mode is on (the first call of a compiled graph, selective
-    checkpointing) below functorch as well; translating a mod and the CPU engine need both.
+    An op runs below autograd, and under a dispatch mode (the first call of a compiled graph, selective
+    checkpointing) also below functorch; translation of mods and the CPU engine need both.
     """
     with torch._C._ForceDispatchKeyGuard(*_FRESH), torch.no_grad(), host():
         yield
 
 
 class TensorIndexing(TorchFunctionMode):
-    """Function mode that makes x[i, :, j] with 0-d tensors i, j a gather, which may be vmapped.
+    """Torch function mode that turns x[i, :, j] with 0-d tensors i, j into a gather, which vmap supports.
 
-    Without it, torch reads the value of a 0-d index. torch's own mode takes no slices beside tensors, and its
-    gradients are wrong under vmap where x is vmapped, or a row: it sums them over the vmapped dimension.
+    Without it, torch reads the value of a 0-d index. torch's own mode does not support slices beside tensors,
+    and its gradients are wrong under vmap if x is vmapped, or a row: it sums over the vmapped dimension.
 
     >>> table = torch.arange(6).view(2, 3)
     >>> with TensorIndexing():
@@ -77,7 +76,8 @@ def _gather(x: Tensor, indices: tuple[Any, ...]) -> Tensor:
 
 
 def _tensors_first(x: Any, items: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]] | None:
-    """A view of x, and the indices of its first dimensions, that make x[items]; None if it is no gather."""
+    """Return (view of x, indices of its first dimensions) whose gather is x[items]; None if it is no
+    gather."""
     if not isinstance(x, Tensor) or not items:
         return None
     plain = [isinstance(item, Tensor | int) and not isinstance(item, bool) for item in items]
@@ -98,11 +98,12 @@ def _tensors_first(x: Any, items: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, .
 
 
 def vmapped(mod: Mod, *levels: InDims) -> Mod:
-    """Apply torch.vmap to mod once for each of `levels` (in_dims), the innermost first. A function of four
-    arguments is a mask_mod, of five a score_mod.
+    """Apply torch.vmap to a mask_mod (four arguments) or score_mod (five) once for each of `levels`
+    (in_dims), the innermost first.
 
-    Calls raise TypeError, with the line of mod and the remedy, for results that are not 0-d tensors, of a
-    mask_mod bools, and for what vmap refuses: branches on tensors, `.item()`, random numbers.
+    Calls raise TypeError, with the line of mod and the remedy, if a result is not a 0-d tensor (of bool, for
+    a mask_mod), and for operations that vmap does not support: branches on tensors, `.item()`, random
+    numbers.
 
     >>> f = vmapped(lambda q, kv: q >= kv, (None, 0), (0, None))
     >>> f(torch.arange(2), torch.arange(3)).tolist()
@@ -125,7 +126,7 @@ def vmapped(mod: Mod, *levels: InDims) -> Mod:
 
 
 class Rounding(torch.autograd.Function):
-    """Rounding of values to a narrower type within the wide type; gradients pass unchanged."""
+    """Autograd function that rounds values to a narrower dtype but keeps the wide one; identity backward."""
 
     generate_vmap_rule = True
 
@@ -143,8 +144,8 @@ class Rounding(torch.autograd.Function):
 
 
 class WideGradients(torch.fx.Interpreter):
-    """A score_mod's graph around captures that were widened to ``dtype``: the values are those of the narrow
-    types it was traced with, rounded after each operation, and gradients are summed in ``dtype``.
+    """Interpreter of a score_mod's graph with captures converted to a wider ``dtype``: results are rounded
+    after each operation to the narrow dtypes of tracing, and gradients are accumulated in ``dtype``.
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> def f(t, i):
@@ -169,7 +170,7 @@ class WideGradients(torch.fx.Interpreter):
         return Rounding.apply(out.to(self.dtype), traced.dtype)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op with the wide type in place of narrow dtype arguments; `run_node` rounds its result."""
+        """Run an op with narrow dtype arguments replaced by the wide one; `run_node` rounds its result."""
         args, kwargs = tree_map_only(torch.dtype, self._widened, (args, kwargs))
         return super().call_function(target, args, kwargs)
 
@@ -181,15 +182,14 @@ class WideGradients(torch.fx.Interpreter):
 
 
 class GraphRecorder(TorchDispatchMode):
-    """Dispatch mode that records the operations of a function as a torch.fx graph of aten operations.
+    """Dispatch mode that records the aten operations of a function as a torch.fx graph.
 
-    graph: the operations; its output are the results. root: the module of the tensors that the graph reads.
-    `node.meta["val"]` is the result without data; tensors that are neither arguments nor results are
-    attributes of the graph's module. The graph is that of torch's `make_fx`, which loads Dynamo and Inductor
-    and takes a second for that.
+    graph: the recorded operations; root: the module whose attributes are tensors that are neither arguments
+    nor results. `node.meta["val"]` is a result without data. The graph is that of torch's `make_fx`, which
+    takes a second, since it imports Dynamo and Inductor.
 
-    device: of each ``node.meta["val"]``; None for that of the result, where a mode makes tensors without data
-    keeps_detach: whether a detached tensor has a node of its own
+    device: device of each ``node.meta["val"]``; None: the result's, under a mode that makes fake tensors
+    keeps_detach: whether detach() is recorded
     """
 
     def __init__(self, device: str | None = "meta", keeps_detach: bool = False) -> None:
@@ -197,17 +197,18 @@ class GraphRecorder(TorchDispatchMode):
         self._device, self._keeps_detach = device, keeps_detach
         self.graph, self.root = torch.fx.Graph(), torch.nn.Module()
         self._nodes: dict[int, torch.fx.Node] = {}  # by id of the tensor
-        self._tensors: list[Tensor] = []  # keeps the ids in use
-        self._constants: set[torch.fx.Node] = set()  # made of Python numbers and captures
+        self._tensors: list[Tensor] = []  # keeps tensors alive, so that ids are not reused
+        self._constants: set[torch.fx.Node] = set()  # computed from Python numbers and captures alone
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """For other modes torch loads Dynamo, which takes a second, to exclude them from compilation."""
+        """Return True; otherwise torch would import Dynamo, for a second, to exclude the mode from
+        compilation."""
         return False
 
     def record(self, fn: Callable[..., Any], arguments: Sequence[Tensor], names: Sequence[str] = ()) -> None:
-        """Run ``fn`` once. Raises what ``fn`` raises, and RuntimeError where a Python value depends on a
-        tensor of the graph."""
+        """Record one run of ``fn``. Passes on its exceptions; raises RuntimeError where a Python value
+        depends on a tensor of the graph."""
         for argument, name in zip(arguments, names or [f"arg{i}_1" for i in range(len(arguments))]):
             self._note(argument, self.graph.placeholder(name))
         with self:
@@ -216,7 +217,7 @@ class GraphRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # of a fake tensor
+        if func is torch.ops.prim.device.default:  # called for fake tensors
             return func(*args)
         with self:
             parts = func.decompose(*args, **kwargs)
@@ -244,13 +245,13 @@ class GraphRecorder(TorchDispatchMode):
         return out
 
     def _lift(self, value: Tensor) -> torch.fx.Node:
-        """Add the node of a tensor of Python numbers."""
+        """Add the node of a constant tensor of Python numbers."""
         with _disable_current_modes():
-            copy = value.clone()  # edits in place of the result change the tensor itself
+            copy = value.clone()  # in-place operations on the result would change the constant
         return self.graph.call_function(aten.lift_fresh_copy.default, (self._node(copy),))
 
     def _node(self, tensor: Tensor) -> torch.fx.Node:
-        """Return the node of a tensor, that of a new attribute if it is neither argument nor result."""
+        """Return the node of a tensor; for a capture, add an attribute of the module."""
         if id(tensor) not in self._nodes:
             name = f"_tensor_constant{len(self._tensors)}"
             self.root.register_buffer(name, tensor)
@@ -258,7 +259,7 @@ class GraphRecorder(TorchDispatchMode):
         return self._nodes[id(tensor)]
 
     def _note(self, out: Any, node: torch.fx.Node) -> None:
-        """Note that ``node`` computes ``out``: a tensor, or a sequence of which each item gets a node."""
+        """Record ``node`` as the node of ``out``: a tensor, or a sequence, each item of which gets a node."""
         if isinstance(out, Tensor):
             self._nodes[id(out)] = node
             self._tensors.append(out)
@@ -276,7 +277,7 @@ def graph_of(mask_mod: Mod, device: str | torch.device = "cpu") -> torch.fx.Grap
         with torch.no_grad(), TensorIndexing():
             recorder = GraphRecorder()
             recorder.record(mask_mod, scalars)
-    except Exception:  # any error of the user's code: the mask_mod can still be evaluated pair by pair
+    except Exception:  # raised by user code; the mask_mod can still be evaluated pair by pair
         return None
     recorder.graph.eliminate_dead_code()
     return torch.fx.GraphModule(recorder.root, recorder.graph)
@@ -301,7 +302,7 @@ def reads_batch_or_head(mask_mod: Mod, device: str | torch.device = "cpu") -> tu
 
 
 class _OwnGradient(torch.autograd.Function):
-    """A score_mod's graph, with the graph of its derivative; None: the backward pass raises."""
+    """Autograd function of a score_mod's graph and the graph of its derivative (None: backward raises)."""
 
     generate_vmap_rule = True
 
@@ -319,9 +320,9 @@ class _OwnGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.back is None:
             raise NotImplementedError(
-                f"score_mod calls {ctx.names}, an autograd.Function, and captures a tensor that requires a "
-                "gradient, which the CPU engine computes by torch's own derivatives alone. Write a gradient "
-                "of your own with detach(), as x + (f(x) - x).detach(), or run on a GPU"
+                f"score_mod calls {ctx.names}, an autograd.Function, and captures a tensor that requires "
+                "grad, for which the CPU engine supports torch's own derivatives alone: write a custom "
+                "gradient with detach(), as x + (f(x) - x).detach(), or run on a GPU"
             )
         arguments = [n if x is None else x for x, n in zip(ctx.saved_tensors, ctx.numbers, strict=True)]
         (dscore,) = ctx.back(grad, *arguments)
@@ -329,9 +330,10 @@ class _OwnGradient(torch.autograd.Function):
 
 
 def own_gradient(run: Callable[..., Tensor], names: str, back: Any, *arguments: Any) -> Tensor:
-    """Call a score_mod's graph that does not show the autograd.Functions ``names`` of the user.
+    """Call a score_mod's graph, in which the user's autograd.Functions ``names`` are not visible, with its
+    gradient.
 
-    back: from (gradient of the result, *arguments) to (gradient of the score,); None: it cannot be computed.
+    back: (gradient of the result, *arguments) -> (gradient of the score,); None: it cannot be computed
     """
     out: Tensor = _OwnGradient.apply(run, names, back, *arguments)
     return out

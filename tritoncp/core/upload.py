@@ -1,7 +1,7 @@
-"""Copies of host tensors on a device: through pinned memory, and safe on every stream that reads them.
+"""Copies of host tensors to a device, through pinned memory, that are safe to use on several streams.
 
-A cached copy may be read on other streams than the one that made it. Each such stream waits once for the copy
-to end, and is recorded once with the allocator (`record_stream`), which then reuses the freed memory only
+A cached copy may be read on other streams than the one that made it. Each such stream waits once for the end
+of the copy, and is recorded once with the allocator (`record_stream`), which then reuses freed memory only
 after the kernels that read it have ended.
 """
 
@@ -19,24 +19,24 @@ ALIGNMENT = 128  # bytes between the starts of tensors in one buffer: a cache li
 
 
 class Streams:
-    """The calls that uploads make to a device and its streams."""
+    """The stream operations of a device that uploads need."""
 
     def is_asynchronous(self, device: torch.device) -> bool:
-        """Whether work on the device is queued on streams."""
+        """Return whether work on the device is queued on streams."""
         return device.type == "cuda"
 
     def current(self, device: torch.device) -> int:
-        """The current stream of this thread, by its raw handle."""
+        """Return the raw handle of this thread's current stream."""
         return int(torch._C._cuda_getCurrentRawStream(device.index))
 
     def is_capturing(self, device: torch.device) -> bool:
-        """Whether the current stream is being captured into a CUDA graph."""
+        """Return whether the current stream is being captured into a CUDA graph."""
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Allocate pinned host memory. It may be freed while copies from it are queued: a non_blocking copy_
-        records an event with torch's host allocator, which reuses the memory after that event."""
+        """Allocate pinned host memory. It may be freed while copies from it are queued: torch's host
+        allocator reuses it only after an event that a non_blocking copy_ records."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, pinned: Tensor, device: torch.device) -> Tensor:
@@ -44,17 +44,17 @@ class Streams:
         return pinned.to(device, non_blocking=True)
 
     def record_event(self, device: torch.device) -> Any:
-        """Record an event after the work that is queued on the current stream."""
+        """Record an event on the current stream."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         return event
 
     def wait(self, event: Any, device: torch.device) -> None:
-        """Have the current stream wait for an event."""
+        """Make the current stream wait for an event."""
         torch.cuda.current_stream(device).wait_event(event)
 
     def record_use(self, memory: Tensor, device: torch.device) -> None:
-        """Tell the allocator that the current stream reads this memory."""
+        """Record with the allocator that the current stream reads this memory."""
         memory.record_stream(torch.cuda.current_stream(device))
 
 
@@ -62,9 +62,9 @@ STREAMS = Streams()  # tests replace it with a recorder
 
 
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy CPU tensors to ``device``, for use on the current stream; tensors on a GPU already are not copied.
+    """Copy CPU tensors to ``device`` for use on the current stream; return tensors on a GPU unchanged.
 
-    Only for copies that are not cached: cached ones need a :class:`DeviceCopy`.
+    Not for cached copies, which need a :class:`DeviceCopy`.
     """
     if not STREAMS.is_asynchronous(device) or torch.compiler.is_compiling():
         return [x if x.device == device else x.to(device) for x in tensors]
@@ -72,21 +72,21 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class DeviceCopy(Generic[T]):
-    """A value made from tensors that were copied to a device once, for use on all of its streams.
+    """A value made from copies of tensors on a device, for use on all its streams.
 
-    Under CUDA graph capture no stream waits: the copy was made before the capture began (making one under
-    capture raises) and has ended, since ``torch.cuda.graph`` and ``make_graphed_callables`` synchronise the
-    device before they capture. A program that calls ``capture_begin`` itself has to synchronise too. A graph
-    does not keep the memory alive: its owner has to keep the plan.
+    Under CUDA graph capture streams do not wait: the copy was made before the capture (under capture this
+    raises) and has ended, since ``torch.cuda.graph`` and ``make_graphed_callables`` synchronise the device
+    before they capture. A program that calls ``capture_begin`` itself has to synchronise too. A graph does
+    not keep the memory alive: its owner has to keep the plan.
 
     >>> DeviceCopy([torch.ones(2)], torch.device("cpu"), torch.sum).on_current_stream()
     tensor(2.)
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device, make: Callable[..., T]) -> None:
-        """make: computes the value from the tensors on the device.
+        """Copy the tensors. make: function from the copies to the value.
 
-        The tensors can be saved by autograd even if their first use is under inference_mode.
+        Autograd can save the copies, even if they are made under inference_mode.
         """
         self._memory: Tensor | None = None
         self._streams: set[int] = set()  # streams that may read the memory
@@ -101,7 +101,7 @@ class DeviceCopy(Generic[T]):
             self._value = make(*copies)
 
     def on_current_stream(self) -> T:
-        """Return the value, for work that is queued on the current stream afterwards. Call it at each use."""
+        """Return the value for use by work that is queued on the current stream next. Call it at each use."""
         if self._memory is not None and STREAMS.current(self._device) not in self._streams:
             self._admit_current_stream()
         return self._value
@@ -115,21 +115,21 @@ class DeviceCopy(Generic[T]):
                 return
             STREAMS.wait(self._event, self._device)
             STREAMS.record_use(self._memory, self._device)
-            self._streams.add(stream)  # last, because other threads on this stream then skip the lock
+            self._streams.add(stream)  # last: afterwards other threads on this stream skip the lock
 
 
 def _upload(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Tensor], Tensor | None]:
-    """Copy the CPU tensors to the device in one piece. Returns all tensors there, and the memory that the
-    copies share (None without copies)."""
+    """Copy the CPU tensors to the device in one transfer. Return (all tensors on the device, memory that the
+    copies share, or None without copies)."""
     on_host = [x for x in tensors if x.device.type == "cpu"]
     if not on_host:
         return list(tensors), None
     if STREAMS.is_capturing(device):
         raise RuntimeError(
-            f"CPU tensors cannot be copied to {device} while a CUDA graph is captured. Make the same call "
-            "once before the capture, with the same plan or mask and the same shapes. Two things are copied "
-            f"at every call: a 0-d CPU tensor that a score_mod captures (move it to {device}), and the "
-            "indices of shard and unshard (call these outside the graph)"
+            f"CPU tensors cannot be copied to {device} while a CUDA graph is captured: make the same call "
+            "once before the capture, with the same plan or mask and the same shapes. Copied at every call "
+            f"are only 0-d CPU tensors that a score_mod captures (move them to {device}), and indices of "
+            "shard and unshard (call these outside of the graph)"
         )
     starts, end = [], 0
     for x in on_host:

@@ -1,7 +1,7 @@
-"""Functions that users pass (mask_mods, score_mods): names and lines for messages, checks of their results,
-and errors with the remedy.
+"""Error messages about users' mask_mods and score_mods: names and lines, checks of results, explanations of
+vmap's errors.
 
-Torch evaluates them under vmap, and translation traces them; both refuse the same mistakes, for the reasons
+Torch evaluates mods under vmap, and translation traces them; both fail for the same mistakes, for the reasons
 below.
 """
 
@@ -27,7 +27,7 @@ HAS_DATA_DEPENDENT_SHAPE = "the shape of its result depends on data"
 
 _SINGLE = "it is called for single elements (use operations on elements, as == for torch.equal)"
 
-# For texts in messages of torch.vmap: what the user's function does, and why that cannot be.
+# Pattern of torch.vmap's error message -> (operation in the user's function, reason why it fails).
 _REFUSALS = {
     r"inplace arithmetic|doesn't match the broadcast shape": (
         "an edit in place by a value that differs at more pairs than the edited tensor",
@@ -53,7 +53,7 @@ _REFUSALS = {
 
 
 def origin(fn: Any) -> str:
-    """Return file:line of a function's definition, or a description of another callable."""
+    """Return file:line of a function's definition, or a description of any other callable."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     code = getattr(fn, "__code__", None)
@@ -84,12 +84,13 @@ _LIBRARY_PATHS = (
 
 
 def _is_user_file(filename: str) -> bool:
-    """Whether a file holds neither torch, nor this package's evaluation of mods, nor generated code."""
+    """Return whether a file is user code: not torch's, not generated, and not the part of this package that
+    evaluates mods."""
     return not filename.startswith(_LIBRARY_PATHS) and "/contextlib.py" not in filename
 
 
 def user_line() -> str:
-    """file:line of the innermost frame of the stack that is in a user's file."""
+    """Return file:line of the innermost stack frame in user code."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         if _is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{line}"
@@ -97,17 +98,17 @@ def user_line() -> str:
 
 
 def last_user_line(stack: Sequence[traceback.FrameSummary], default: str) -> str:
-    """file:line of the innermost frame of a traceback that is in a user's file."""
+    """Return file:line of the innermost traceback frame in user code, else ``default``."""
     lines = [f"{frame.filename}:{frame.lineno}" for frame in stack if _is_user_file(frame.filename)]
     return lines[-1] if lines else default
 
 
 def check_result(out: Any, fn: Any, kind: str = "mask_mod", ndim: int = 0) -> Tensor:
-    """Return the result of a user's function. Raises TypeError unless it is a tensor of at most ``ndim``
-    dimensions, of a mask_mod a bool.
+    """Return the result of a user's function; raise TypeError unless it is a tensor of at most ``ndim``
+    dimensions (and of bool, for a mask_mod).
 
-    kind: of the function, "mask_mod" or "score_mod"; others in messages only. ndim: of the arguments, 0 for
-    elements
+    kind: of the function, "mask_mod", "score_mod", or another name for messages. ndim: of the arguments, 0
+    for scalars
     """
     is_mask = kind == "mask_mod"
     if not isinstance(out, Tensor):
@@ -123,8 +124,8 @@ def check_result(out: Any, fn: Any, kind: str = "mask_mod", ndim: int = 0) -> Te
         )
     if out.ndim > ndim:
         raise TypeError(
-            f"the {kind} at {origin(fn)} returns a tensor {list(out.shape)}; one value for a pair is needed, "
-            "whose b, h, q_idx and kv_idx have no dimensions: index captured tensors by them, or reduce"
+            f"the {kind} at {origin(fn)} returns a tensor {list(out.shape)}; one value is needed for 0-d b, "
+            "h, q_idx and kv_idx: index captured tensors by these, or reduce the result"
         )
     if is_mask and out.dtype != torch.bool:
         raise TypeError(
@@ -136,8 +137,8 @@ def check_result(out: Any, fn: Any, kind: str = "mask_mod", ndim: int = 0) -> Te
 
 @contextmanager
 def explained_errors(fn: Callable[..., Any], kind: str) -> Iterator[None]:
-    """Raise a TypeError that names the user's line and the remedy in place of torch.vmap's refusal of what a
-    function does. Errors of other causes pass."""
+    """Context that replaces torch.vmap's errors about a user's function by a TypeError with the user's line
+    and the remedy. Other errors are passed on."""
     try:
         yield
     except RuntimeError as error:

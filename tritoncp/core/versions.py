@@ -1,8 +1,8 @@
-"""Versions of torch and Triton: the oldest that are accepted, the newest that the test suite has run with.
+"""Supported versions of torch and Triton: the oldest, and the newest with which the tests have run.
 
-`pyproject.toml` has no upper bounds: users cannot lift a library's bound, it keeps fixes of torch from them,
-and installers evade it by an older tritoncp that has none. A newer version is taken, with a warning at the
-first call and a line in `tritoncp doctor`.
+`pyproject.toml` has no upper bounds: users could not lift them, would not get fixes of torch, and installers
+would evade them by an older tritoncp without bounds. Newer versions only cause a warning at the first call,
+and a line in `tritoncp doctor`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEWEST_TESTED = {"torch": "2.13.0", "triton": "3.7.1"}  # the pins of constraint
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed package; None where it is not installed."""
+    """Return the version of an installed package, else None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -36,7 +36,8 @@ def minor_of(version: str) -> tuple[int, ...]:
 
 
 def list_untested() -> list[str]:
-    """List the installed packages that are newer than the tests; another patch release counts as tested."""
+    """Return a line for each package newer than the tested version; another patch release counts as
+    tested."""
     return [
         f"{package} {installed} is newer than {tested}, the newest that tritoncp was tested with"
         for package, tested in NEWEST_TESTED.items()
@@ -46,7 +47,7 @@ def list_untested() -> list[str]:
 
 @cache
 def warn_untested() -> None:
-    """Warn once in a process where torch or Triton is newer than the tests."""
+    """Warn once per process if torch or Triton is newer than the tested version."""
     if untested := list_untested():
         pins = " ".join(f"{package}=={tested}" for package, tested in NEWEST_TESTED.items())
         warn_caller(

@@ -1,4 +1,4 @@
-"""A pool of worker processes: a case whose process dies or takes too long costs its own result alone."""
+"""A pool of worker processes in which a crash or timeout affects only the case that caused it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Self
 
-POLL = 0.2  # seconds between looks at limits
-DYING = 2.0  # seconds to wait for a process whose pipe has ended, or that was killed
+POLL = 0.2  # seconds between checks of time limits
+DYING = 2.0  # seconds to wait for the exit of a process that was killed, or whose pipe was closed
 
 
 class Lost(NamedTuple):
-    """In place of the result of a case: why there is none."""
+    """Stands for the missing result of a case; has the reason."""
 
     why: str
 
 
 class WorkerPool:
-    """Up to ``jobs`` processes, reused from one batch of cases to the next. Leaving a ``with`` block kills
-    them.
+    """A pool of up to ``jobs`` processes, which run one batch of cases after another. A context manager,
+    which kills them at the end.
 
     function: a batch of cases -> an iterator of their results, in order. If it ends before the last case,
               another process runs the rest.
     setup:    called once in each process
-    timeout:  seconds for a case, with the start of its process
-    method:   "spawn" takes seconds, and pickles function and setup; "fork" is quick, but not for CUDA
-    without:  an environment variable that the processes do not have
+    timeout:  seconds for a case, including the start of its process
+    method:   "spawn" takes seconds, and pickles function and setup; "fork" is fast, but not possible with
+    CUDA
+    without:  an environment variable that is unset in the processes
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class WorkerPool:
     def run(
         self, batches: Iterable[Sequence[Any]], poll: Callable[[], object] = list
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield each case with its result or :class:`Lost`, in the order of completion. ``poll`` is called
-        several times a second, and may raise. Closing the iterator kills the processes that are at work."""
+        """Yield (case, its result or :class:`Lost`) in the order of completion. ``poll`` is called several
+        times a second, and may raise. Closing the iterator kills busy processes."""
         queue = deque(list(batch) for batch in batches)
         try:
             while queue or self._busy:
@@ -81,7 +82,7 @@ class WorkerPool:
                     else:
                         continue
                     if worker.ended:
-                        poll()  # it may have ended for the same reason: its case is not lost
+                        poll()  # it may raise for the same reason, so that the case is not lost
                         worker.kill()
                     if result is not None:
                         yield worker.cases.pop(0), result
@@ -104,7 +105,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """A process, and the cases of its batch without a result."""
+    """A process, and the cases of its batch that have no result yet."""
 
     def __init__(self, context: Any, arguments: tuple[Any, ...]) -> None:
         self.cases: list[Any] = []
@@ -112,15 +113,15 @@ class _Worker:
         self.pipe, child_pipe = context.Pipe()
         self.process = context.Process(target=_work, args=(child_pipe, *arguments), daemon=True)
         self.process.start()
-        child_pipe.close()  # so that the pipe ends when the process dies
+        child_pipe.close()  # so that the pipe is closed when the process dies
 
     def give(self, cases: list[Any]) -> None:
         self.cases, self.began, self._num_results = cases, time.monotonic(), 0
-        with contextlib.suppress(OSError):  # a process that died while idle: receive() reports it
+        with contextlib.suppress(OSError):  # the process died while idle: receive() reports it
             self.pipe.send(cases)
 
     def receive(self) -> Any:
-        """Receive the next result. If the process has ended: Lost, or None if it ended in order after a
+        """Receive the next result; Lost if the process has died, None if it exited normally after a
         result."""
         try:
             result = self.pipe.recv()
@@ -135,7 +136,7 @@ class _Worker:
         return result
 
     def kill(self) -> None:
-        """Kill the process, and all that it has started."""
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -145,14 +146,14 @@ class _Worker:
 def _work(
     pipe: Connection, function: Callable[[list[Any]], Iterable[Any]], setup: Callable[[], object]
 ) -> None:
-    """Run batches until the pipe ends, or a batch ends before its last case."""
-    os.setpgrp()  # a group of its own: what it starts ends with it, and Ctrl-C is for the parent
+    """Run batches until the pipe is closed, or a batch ends before its last case."""
+    os.setpgrp()  # own process group: children are killed with it, Ctrl-C reaches the parent only
     parent = os.getppid()
     setup()
     complete = True
     while complete:
         while not pipe.poll(1.0):
-            if os.getppid() != parent:  # the pipe need not have ended: forked processes share it
+            if os.getppid() != parent:  # the parent died; forked processes may keep the pipe open
                 os._exit(0)
         try:
             cases = pipe.recv()
@@ -167,5 +168,5 @@ def _work(
 
 
 def count_cores() -> int:
-    """Count the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,1 +1,1 @@
-"""The CPU engine: the kernels' step contract in blocks, by torch's flash kernel and batched products."""
+"""The CPU engine: attention steps as in the Triton kernels, by torch's flash kernel and batched products."""

@@ -1,8 +1,8 @@
-"""The CPU engine: the same step contract as the kernels, in blocks, in plain torch.
+"""The CPU engine: runs attention steps, with the same contract as the Triton kernels, in plain torch.
 
-A step is a few batches of equal tiles. Without a score_mod torch's flash kernel computes them, else batched
-products and pointwise operations; the results of tiles are merged in float32 (float64 for float64 tensors).
-Memory is O(S * block).
+A step is a few batches of tiles of equal shape. Without a score_mod torch's flash kernel computes them, else
+batched products and pointwise operations; the results of tiles are merged in float32 (float64 for float64
+tensors). Memory is O(S * block).
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from tritoncp.planning.step_tables import BackwardStep, Tables
 
 Launch = Callable[[], None]
 LN2 = math.log(2)
-CACHE_SCORES = 1 << 20  # scores of a tile that pointwise operations keep in the cache
-MAX_EXPONENT = 8.0  # of a weight, above which sums are scaled down first
-GATHERED = 1 << 24  # numbers that a batch of tiles gathers
+CACHE_SCORES = 1 << 20  # most scores of a tile for pointwise operations, so that they fit in the cache
+MAX_EXPONENT = 8.0  # largest exponent of a weight; beyond it, sums are rescaled first
+GATHERED = 1 << 24  # most elements that a batch of tiles gathers
 
 
 @dataclass(frozen=True)
 class CpuEngine:
-    """One attention call.
+    """The CPU engine of one attention call.
 
-    mask:     the user's function over (b, h, q_idx, kv_idx)
-    score:    from the captures that require gradients to the score_mod over (score, b, h, q_idx, kv_idx)
-    captures: these tensors, at least as wide as their gradients' sums; ``grads`` are buffers for the sums
-    first_row: batch row of the whole that row 0 of the tensors is, for the indices of masks and mods
-    steps:    steps of earlier calls, see :meth:`Step.of`
+    mask:     the mask_mod (b, h, q_idx, kv_idx) -> bool
+    score:    (captures that require grad) -> the score_mod (score, b, h, q_idx, kv_idx) -> score
+    captures: these tensors, in the dtype in which gradients are accumulated; grads: buffers for these
+    gradients
+    first_row: index in the whole batch of the tensors' batch row 0, for masks and mods
+    steps:    cache of steps, see :meth:`Step.of`
     """
 
     scale: float
@@ -59,7 +60,7 @@ class CpuEngine:
         max_scores: Tensor | None = None, state: Sequence[Tensor] | None = None, load_state: bool = False,
         store_state: bool = False, h_offset: int = 0,
     ) -> Launch:  # fmt: skip
-        """Run a forward step with the contract of the kernels.
+        """Prepare a forward step, with the arguments of the kernels.
 
         state: (acc [B, H, S, E], m, l [B, H, S]), m in log2 units
         """
@@ -100,14 +101,15 @@ class CpuEngine:
         return run
 
     def dq(self, inputs: BackwardStep, dq: Tensor, *, add: bool = False, h_offset: int = 0) -> Launch:
-        """Clear dq, which :meth:`dkdv` adds to."""
+        """Prepare to clear dq, to which :meth:`dkdv` then adds."""
         return lambda: None if add else _clear(dq)
 
     def dkdv(
         self, inputs: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False,
         h_offset: int = 0,
     ) -> Launch:  # fmt: skip
-        """Compute dk and dv, and add to dq and to the buffers of captures' gradients."""
+        """Prepare a backward step: compute dk and dv, and add to dq and to the buffers of captures'
+        gradients."""
         q, k, v, dout, lse, delta, tables = inputs
 
         @fresh_dispatch()
@@ -151,12 +153,12 @@ class CpuEngine:
     def _tiles(
         self, step: Step, q: Tensor, use_flash: bool
     ) -> Iterator[tuple[HeadGroup, TileBatch, Tensor | None]]:
-        """Yield the batches of a step, in parts that fit into the memory for them, and the pairs that each
-        shows (:meth:`Step.visible`)."""
+        """Yield (head group, tiles, :meth:`Step.visible` of the tiles) for all batches of a step, split so
+        that memory is bounded."""
         for group, tiles in self._parts(step, q, use_flash):
             visible = None if use_flash and tiles.kind == "causal" else step.visible(group, tiles)
             if visible is not None and self.score is not None:
-                # A score_mod need not be defined where no pair is visible.
+                # Skip tiles without visible pairs, for which a score_mod may be undefined.
                 shows = visible.flatten(1).any(1)
                 if not bool(shows.all()):
                     tiles, visible = tiles.take(shows.nonzero()[:, 0].tolist()), visible[shows]
@@ -164,7 +166,7 @@ class CpuEngine:
                 yield group, tiles, visible
 
     def _parts(self, step: Step, q: Tensor, use_flash: bool) -> Iterator[tuple[HeadGroup, TileBatch]]:
-        """Split the batches of a step."""
+        """Yield the batches of a step, split so that memory is bounded."""
         for group in step.groups:
             heads = group.heads.stop - group.heads.start
             for tiles in group.batches:
@@ -195,8 +197,8 @@ class CpuEngine:
         return scores.forward(rows, keys, values, self.captures)
 
     def _add_largest(self, step: Step, q: Tensor, k: Tensor, max_scores: Tensor, add: bool) -> None:
-        """Write the largest scores of rows, or raise those of earlier steps. The other results are computed
-        apart, and do not depend on whether these are requested."""
+        """Write max_scores, or with ``add`` the maximum of these and those of earlier steps. (Separate from
+        the other results, which so do not depend on whether max_scores is requested.)"""
         top = q.new_full(q.shape[:2], -torch.inf)
         if add:
             top = step.q.pack(max_scores[..., None], q.dtype)[..., 0]
@@ -236,10 +238,10 @@ class CpuEngine:
 
 @dataclass
 class _Sums:
-    """The merged results of tiles, of packed rows: the sums of exp(score - m) * value and of exp(score - m).
+    """Merged results of tiles for packed rows: sums of exp(score - m) * value and of exp(score - m).
 
-    acc, l: the sums [H, T, E] and [H, T]
-    m:      about the logarithm of the largest part of the sum [H, T], -inf for rows without a key
+    acc, l: these sums, [H, T, E] and [H, T]
+    m:      [H, T], about the logarithm of the sum's largest part, -inf for rows without a key
     """
 
     acc: Tensor
@@ -252,32 +254,32 @@ class _Sums:
         return cls(zeros, q.new_full(q.shape[:2], -torch.inf), q.new_zeros(q.shape[:2]))
 
     def load(self, step: Step, acc: Tensor, m: Tensor, l: Tensor, *, own: bool) -> None:
-        """Continue from a state; ``own``: in its memory, where that holds packed rows."""
+        """Load a state. own: accumulate in its memory, if that has packed rows"""
         packed = step.q.pack(acc, self.l.dtype, self.acc.shape[2])
         self.acc = packed.clone() if packed.data_ptr() == acc.data_ptr() and not own else packed
         m, l = (step.q.pack(x[..., None], self.l.dtype)[..., 0] for x in (m, l))
         self.m, self.l = m * LN2, l.clone()
 
     def store(self, step: Step, acc: Tensor, m: Tensor, l: Tensor) -> None:
-        """Write the state."""
+        """Store the state."""
         if self.acc.data_ptr() != acc.data_ptr():
             step.q.unpack(self.acc[..., : acc.shape[3]], acc)
         for packed, into in ((self.m / LN2, m), (self.l, l)):
             step.q.unpack(packed[..., None], into[..., None])
 
     def finish(self, step: Step, out: Tensor, lse: Tensor) -> None:
-        """Write the results of the call."""
-        if bool(self.l.any()):  # else zeros without memory
+        """Write out and lse."""
+        if bool(self.l.any()):  # else acc is zeros without memory
             self.acc.div_(torch.where(self.l == 0, 1, self.l)[..., None])
         step.q.unpack(self.acc[..., : out.shape[3]], out)
         step.q.unpack((self.m + self.l.log())[..., None], lse[..., None])
 
     def add(self, group: HeadGroup, tiles: TileBatch, first: bool, out: Tensor, lse: Tensor) -> None:
-        """Merge the results of a batch of tiles; ``first``: these rows have none yet."""
+        """Merge the results of a batch of tiles. first: these rows have no results yet"""
         if first and out.shape == (1, *self.acc.shape):  # one tile has all rows of all heads
             self.acc, self.m, self.l = out[0], lse[0], (lse[0] != -torch.inf).to(lse.dtype)
             return
-        self.acc = self.acc.contiguous()  # zeros get memory here
+        self.acc = self.acc.contiguous()  # allocates memory for the zeros
         totals = self.acc[group.heads], self.m[group.heads, :, None], self.l[group.heads, :, None]
         lse = lse[..., None]
         if first:

@@ -1,7 +1,7 @@
-"""Tiles by torch's flash kernel for the CPU.
+"""Attention of tiles by torch's flash kernel for the CPU.
 
-It returns lse 0 for rows that see no key, so these get -inf here. Its backward pass takes out and lse of the
-whole row, and gives the tile's exact share of the gradients.
+The kernel returns lse 0 for rows that see no key; these get -inf here. Its backward pass, with out and lse of
+the whole row, returns exactly the tile's part of the gradients.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (out [n, H, height, D], lse [n, H, height]) of tiles; q, k and v have one D.
+    """Return (out [n, H, height, D], lse [n, H, height]) of tiles; q, k and v have equal D.
 
-    bias: added to the scores [n, 1 or H, height, width]; causal: whether keys above the diagonal are hidden
+    bias: [n, 1 or H, height, width], added to the scores; causal: whether keys above the diagonal are hidden
     """
     out, lse = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     if bias is not None:
@@ -32,10 +32,10 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, bias: Tensor | None,
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv) of tiles. out: any rows whose products with dout are delta; lse: finite."""
+    """Return (dq, dk, dv) of tiles. out: any rows whose dot products with dout are delta; lse: finite"""
     tiles, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
     shared = tiles * kv_heads < min(torch.get_num_threads(), tiles * heads)
-    if shared:  # torch's kernel has one thread for each head of k
+    if shared:  # torch's kernel runs one thread per head of k: expand k for more threads
         k, v = (x[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).flatten(1, 2) for x in (k, v))
     dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
     if shared:
@@ -44,8 +44,8 @@ def backward(
 
 
 def rows_with_delta(dout: Tensor, delta: Tensor) -> Tensor | None:
-    """Return rows whose products with dout [H, T, D] are delta [H, T], which torch's kernel takes in place of
-    out; None where there are none: a row of dout is 0, and delta is not."""
+    """Return rows whose dot products with dout [H, T, D] are delta [H, T], to pass to torch's kernel as out;
+    None if impossible, since a row of dout is 0 and its delta is not."""
     norm = torch.linalg.vector_norm(dout, dim=-1)
     limits = torch.finfo(dout.dtype)
     if not bool(((norm > (limits.tiny / limits.eps) ** 0.5) & (norm < torch.inf)).all()):
@@ -58,12 +58,12 @@ def rows_with_delta(dout: Tensor, delta: Tensor) -> Tensor | None:
 
 
 def can_compute(q: Tensor, k: Tensor, v: Tensor | None, scale: float, backward: bool = False) -> bool:
-    """Return whether torch's kernel computes tiles exactly. It scales products of q and k after it has them,
-    and returns lse 0 for rows whose scores are all -inf: products must be finite.
+    """Return whether torch's kernel computes these tiles correctly. It scales after the product of q and k,
+    and returns lse 0 for rows whose scores are all -inf, so that products must be finite.
 
-    v:        must be finite too where tiles hide pairs: those of absent blocks are among them; else None
-    backward: whether in addition scores must be so small that their rounding, which differs from that of the
-              forward pass, changes no probability by more than about a thousandth
+    v:        has to be finite too if tiles hide pairs, as those of absent blocks; else None
+    backward: whether scores must also be so small that their rounding, which differs from that of the forward
+              pass, changes probabilities by at most about a thousandth
     """
     if not q.numel() or not k.numel():
         return True
@@ -71,24 +71,24 @@ def can_compute(q: Tensor, k: Tensor, v: Tensor | None, scale: float, backward: 
     largest = limits.max / max(1.0, abs(scale))
     if backward and scale:
         largest = min(largest, 1e-3 / limits.eps / abs(scale))
-    # Of numbers' sizes first, which is quicker; neither holds for a NaN.
+    # First by magnitudes, which is faster, then by norms; both comparisons are False for NaN.
     fits = _size(q) * _size(k) * q.shape[-1] < largest or _norm(q) * _norm(k) < largest
     return bool(fits) and (v is None or bool(_size(v) < torch.inf))
 
 
 def _size(x: Tensor) -> Tensor:
-    """Return the largest size of a number in x; NaN if there is one."""
+    """Return the largest magnitude in x, NaN if x has one."""
     return torch.stack(torch.aminmax(x)).abs().amax()
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Return the largest norm of a row of x [H, T, D]."""
+    """Return the largest norm of the rows of x [H, T, D]."""
     return torch.linalg.vector_norm(x, dim=-1).amax()
 
 
 def hide(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return 0 for visible pairs, -inf for hidden ones; for one tile if all tiles have the same; None where
-    all pairs are visible."""
+    """Convert visible pairs to a bias: 0, or -inf for hidden pairs; one tile if all are equal; None for
+    None."""
     if visible is None:
         return None
     visible = visible[:1] if visible.stride(0) == 0 else visible

@@ -1,7 +1,6 @@
-"""Packed rows: the tokens of a buffer in the order of its slots, batch rows one after the other.
+"""Packed rows: the tokens of a buffer in the order of its slots, concatenated over batch rows: [H, T, D].
 
-In packed rows a run of slots is one range, there is no padding, and the batch is no dimension of its own:
-tensors are [H, T, D].
+In packed rows a run of slots is one range, and there is no padding and no batch dimension.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from torch import Tensor
 
 from tritoncp.masks.block_runs import ramps
 
-ALIGNMENT = 64  # bytes, of memory that torch allocates
+ALIGNMENT = 64  # bytes, the alignment of torch's allocations
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The rows of a buffer [B, H, S, D] that slots cover.
+    """The map between a buffer [B, H, S, D] and its packed rows.
 
-    rows:      the buffer's rows in packed order for each batch row; None for all rows in order
+    rows:      for each batch row, the buffer's rows in packed order; None: all rows in order
     positions: global position of each packed row, int64 [T]
-    edges:     slots' first packed rows, for each batch row; the last entry is the end of its last slot
+    edges:     for each batch row, the first packed row of each slot, then the end of the last slot
     """
 
     rows: tuple[Tensor | None, ...]
@@ -49,10 +48,10 @@ class Packing:
         return cls(tuple(rows), torch.cat([empty, *positions]), tuple(edges))
 
     def pack(self, x: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:
-        """Return the packed rows [H, T, D] of x [B, H, S, D], zeros in channels past D if ``width`` has
-        more. Their layout is always the same: BLAS may round differently with another."""
+        """Return the packed rows [H, T, width] of x [B, H, S, D], with zeros in channels from D on. The
+        memory layout is always the same, since BLAS may round differently with another."""
         parts = [y if rows is None else y.index_select(1, rows) for y, rows in zip(x, self.rows)]
-        empty = x.new_zeros(x.shape[1], 0, x.shape[3])  # of no batch row
+        empty = x.new_zeros(x.shape[1], 0, x.shape[3])  # for a batch size of 0
         packed = (parts[0] if len(parts) == 1 else torch.cat([empty, *parts], 1)).to(dtype)
         if width is not None and width > packed.shape[2]:
             packed = torch.nn.functional.pad(packed, (0, width - packed.shape[2]))
@@ -60,8 +59,8 @@ class Packing:
         return packed if aligned else packed.clone(memory_format=torch.contiguous_format)
 
     def unpack(self, packed: Tensor, into: Tensor, add: bool = False) -> None:
-        """Write packed rows [H, T, D] to their places in ``into`` [B, H, S, D], or add them. Where batch rows
-        share storage (stride 0), the sum over them is written."""
+        """Write packed rows [H, T, D] to ``into`` [B, H, S, D], or add them. If batch rows of ``into`` share
+        memory (stride 0), the sum over the batch is written."""
         shared = into.stride(0) == 0 and into.shape[0] > 1
         if shared and not add:
             into[0].zero_()
@@ -76,8 +75,8 @@ class Packing:
 
 
 def gather(x: Tensor, starts: Sequence[int], length: int) -> Tensor:
-    """Return the rows [start, start + length) of x [H, T, D] for each start: [n, H, length, D], a view where
-    the starts are evenly spaced."""
+    """Gather the rows [start, start + length) of x [H, T, D] for each start: [n, H, length, D]; a view if the
+    starts are evenly spaced."""
     step = even_step(starts)
     if step is not None:
         (heads, rows, inner), shape = x.stride(), (len(starts), x.shape[0], length, x.shape[2])
@@ -86,12 +85,12 @@ def gather(x: Tensor, starts: Sequence[int], length: int) -> Tensor:
 
 
 def row_index(starts: Sequence[int], length: int) -> Tensor:
-    """Return the row numbers of equally long ranges: int64 [n, length]."""
+    """Return the row indices of ranges of equal length: int64 [n, length]."""
     return torch.tensor(starts)[:, None] + torch.arange(length)
 
 
 def even_step(starts: Sequence[int]) -> int | None:
-    """Return the distance of neighbours in an evenly spaced ascending list; 0 for one item, None if uneven.
+    """Return the step of an evenly spaced ascending list; 0 for one item, None if not evenly spaced.
 
     >>> even_step([3, 5, 7]), even_step([3]), even_step([0, 1, 5])
     (2, 0, None)
@@ -104,9 +103,9 @@ def even_step(starts: Sequence[int]) -> int | None:
 
 
 def scatter(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
-    """Write parts [n, H, length, D] to the rows of x [H, T, D] that begin at ``starts``, which are disjoint.
+    """Write parts [n, H, length, D] to disjoint ranges of rows of x [H, T, D] that begin at ``starts``.
 
-    One operation for all parts: threads meet at the end of each."""
+    One operation for all parts, since threads synchronise after each operation."""
     if even_step(starts) is not None:
         gather(x, starts, parts.shape[2]).copy_(parts)
     else:
@@ -114,8 +113,8 @@ def scatter(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
 
 
 def scatter_add(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
-    """Add parts [n, H, length, D] to the rows of x [H, T, D] that begin at ``starts``. Parts that have no row
-    in common are added at once, in the order of :func:`disjoint`."""
+    """Add parts [n, H, length, D] to ranges of rows of x [H, T, D] that begin at ``starts``: one operation
+    for each group of disjoint ranges, in the order of :func:`disjoint`."""
     length = parts.shape[2]
     for index in disjoint(starts, length):
         subset = [starts[i] for i in index]
@@ -129,11 +128,11 @@ def scatter_add(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
 
 @dataclass
 class Total:
-    """A sum of parts, of packed rows [H, T, D], which a buffer [B, H, S, <= D] gets.
+    """An accumulator of packed rows [H, T, D], whose sum is stored in a buffer [B, H, S, <= D].
 
-    add:   whether it is added to the values of the buffer, instead of written over them
-    own:   whether ``rows`` are the buffer
-    empty: whether no part has been added; zeros take no memory until then
+    add:   whether the sum is added to the buffer's values, or overwrites them
+    own:   whether ``rows`` is the buffer's memory
+    empty: whether no part was added yet; until then zeros take no memory
     """
 
     packing: Packing
@@ -145,14 +144,14 @@ class Total:
 
     @classmethod
     def of(cls, packing: Packing, like: Tensor, into: Tensor, add: bool) -> Total:
-        """Start a sum of packed rows with the shape and dtype of ``like``."""
+        """Make an accumulator with the shape and dtype of ``like``."""
         own = packing.rows == (None,) and into.shape[1:] == like.shape and into.dtype == like.dtype
         if own and not add:
             into.zero_()
         return cls(packing, into, add, into[0] if own else like.new_zeros(()).expand(like.shape), own)
 
     def add_parts(self, heads: slice, starts: Sequence[int], parts: Tensor) -> None:
-        """Add parts [n, h, length, D] to the rows of some heads, as :func:`scatter_add` does."""
+        """Add parts [n, h, length, D] to rows of some heads by :func:`scatter_add`."""
         if self.empty and not self.own and parts.shape == (1, *self.rows.shape):
             self.rows = parts[0]
         else:
@@ -161,13 +160,13 @@ class Total:
         self.empty = False
 
     def store(self) -> None:
-        """Bring the sum to the buffer."""
+        """Store the sum in the buffer."""
         if not self.own:
             self.packing.unpack(self.rows[..., : self.into.shape[3]], self.into, self.add)
 
 
 def disjoint(starts: Sequence[int], length: int) -> list[list[int]]:
-    """Group ranges of one length so that those of a group have nothing in common: the indices of each group.
+    """Split ranges of equal length into groups of disjoint ranges; return the indices of each group.
 
     >>> disjoint([0, 2, 4, 0], 4)
     [[0, 2], [3], [1]]

@@ -1,4 +1,4 @@
-"""Tiles by batched products and pointwise operations, for calls with a score_mod."""
+"""Attention of tiles by batched products and pointwise operations, for calls with a score_mod."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from tritoncp.core.tracing import vmapped
 
 ScoreMod = Callable[..., Tensor]
-# Dimensions of (score, b, h, q_idx, kv_idx), from keys to tiles: indices of all pairs, and of each pair
+# vmap dimensions of (score, b, h, q_idx, kv_idx) from keys to tiles: for indices of rows and keys, and for
+# indices of each pair
 _GRID = (0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None), (0, 0, None, 0, 0)
 _PAIR = (0, None, None, 0, 0)
 
@@ -22,7 +23,7 @@ _PAIR = (0, None, None, 0, 0)
 class Scores:
     """The scores of a batch of tiles.
 
-    score:   from the captures that require gradients to the user's function, or None
+    score:   (captures that require grad) -> the score_mod, or None
     indices: b [n], h [H], q_idx [n, height], kv_idx [n, width]
     visible: bool [n, 1 or H, height, width], None for all pairs
     """
@@ -37,10 +38,10 @@ class Scores:
         scores = self._modified(self._raw(q, k), captures)
         top = scores.amax(-1)
         m = torch.where(top == -torch.inf, 0, top)
-        # A score_mod may return a view of the scores, or of a capture: torch.sub makes a new tensor.
+        # torch.sub, not sub_: a score_mod may return a view of the scores or of a capture.
         p = _probabilities(torch.sub(scores, m[..., None]))
         total = p.sum(-1)
-        filled = total != 0  # a NaN is passed on
+        filled = total != 0  # True for NaN
         total = torch.where(filled, total, 1)
         lse = torch.where(filled, m + total.log(), -torch.inf)
         return _products(p, v) / total[..., None], lse
@@ -49,12 +50,12 @@ class Scores:
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
         captures: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:  # fmt: skip
-        """Return (dq, dk, dv) of tiles, and the gradients of captures. lse: finite."""
+        """Return (dq, dk, dv, gradients of captures) of tiles. lse: finite"""
         raw, captured = self._raw(q, k), ()
         if self.score is None:
             scores, pull = self._modified(raw, ()), None
         else:
-            # An op runs below autograd; functorch's transforms bring their own.
+            # Inside an op, autograd is off; functorch's transforms work nevertheless.
             scores, pull, *_ = torch.func.vjp(lambda raw, *caps: self._modified(raw, caps), raw, *captures)
         p = _probabilities(scores - lse[..., None])
         ds = _products(dout, v, transpose=True).sub_(delta[..., None]).mul_(p)
@@ -76,8 +77,8 @@ class Scores:
         return _products(q * self.scale, k, transpose=True)
 
     def _modified(self, raw: Tensor, captures: Sequence[Tensor]) -> Tensor:
-        """Apply the score_mod; scores of hidden pairs are -inf. The function gets the score and the indices
-        of a visible pair in place of those of a hidden one: it need not be defined there."""
+        """Apply the score_mod; scores of hidden pairs become -inf. For a hidden pair, where it may be
+        undefined, the score_mod gets the score and indices of a visible pair."""
         scores, (b, h, rows, keys) = raw, self.indices
         if self.score is not None:
             mod = self.score(captures)
@@ -90,8 +91,8 @@ class Scores:
         return scores if self.visible is None else torch.where(self.visible, scores, -torch.inf)
 
     def _with_visible_pairs(self, raw: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return scores, heads [H] or [n, H], rows and keys [n, (H,) height, width] of all pairs: for hidden
-        ones those of a tile's first visible pair for this head, or for the first head that has one."""
+        """Return (scores, heads [H] or [n, H], rows and keys [n, (H,) height, width]) of all pairs, in which
+        a hidden pair is replaced by its tile's first visible pair for this head, or else for another head."""
         assert self.visible is not None
         _, heads, rows, keys = self.indices
         first = self.visible.flatten(2).int().argmax(-1)  # [n, 1 or H]
@@ -113,35 +114,35 @@ class Scores:
 
 
 def _pair_levels(heads: Tensor, rows: Tensor) -> tuple[Any, ...]:
-    """Return the dimensions for :func:`vmapped` where rows and keys are those of each pair."""
+    """Return the dimensions for :func:`vmapped` if rows and keys have an entry for each pair."""
     per_head = None if rows.ndim == 3 else 0
     tile = 0, 0, None if heads.ndim == 1 else 0, 0, 0
     return _PAIR, _PAIR, (0, None, 0, per_head, per_head), tile
 
 
 def _probabilities(x: Tensor) -> Tensor:
-    """Return exp(x) in the memory of x, which rounding may have made positive. Where that is so small that
-    products with it could be subnormal, it is 0: exp and products of subnormal numbers take up to 80 times as
-    long, and exp of -inf 8 times."""
+    """Compute exp(x) in place, with x <= 0 up to rounding. Results so small that products with them could be
+    subnormal are 0: exp and products of subnormal numbers take up to 80 times as long, exp of -inf 8
+    times."""
     limits = torch.finfo(x.dtype)
     least = limits.tiny / limits.eps
     return torch.threshold_(x.clamp_(math.log(least), 0).exp_(), 2 * least, 0)
 
 
 def _products(a: Tensor, b: Tensor, transpose: bool = False) -> Tensor:
-    """Multiply a [n, H, rows, x] by b [n, Hkv, x, y], or by transposed b [n, Hkv, y, x], each KV head with
-    the query heads that share it."""
+    """Multiply a [n, H, rows, x] by b [n, Hkv, x, y], or by transposed b [n, Hkv, y, x]: grouped-query
+    products."""
     n, heads, rows, x = a.shape
     kv_heads = b.shape[1]
     joined = a.reshape(n * kv_heads, heads // kv_heads * rows, x)
-    b = b.reshape(n * kv_heads, *b.shape[2:])  # before it is transposed: one layout, whether it copies or not
+    b = b.reshape(n * kv_heads, *b.shape[2:])  # before the transpose, so that the layout is always the same
     product = torch.bmm(joined, b.mT if transpose else b)
     return product.view(n, heads, rows, product.shape[2])
 
 
 def _reduced(scores: Tensor, x: Tensor, kv_heads: int) -> Tensor:
-    """Sum the products of transposed scores [n, H, rows, keys] and x [n, H, rows, D] over the query heads
-    that share a KV head: [n, Hkv, keys, D]."""
+    """Multiply transposed scores [n, H, rows, keys] by x [n, H, rows, D], and sum over the query heads of
+    each KV head: [n, Hkv, keys, D]."""
     n, heads, rows, keys = scores.shape
     group = heads // kv_heads * rows
     left = scores.reshape(n * kv_heads, group, keys)

@@ -1,4 +1,5 @@
-"""One step for the CPU engine: packed rows, tiles for each group of heads, and which pairs a tile hides."""
+"""One attention step for the CPU engine: packed rows, tiles for each group of heads, visible pairs of
+tiles."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ from tritoncp.cpu.tiles import (
 )
 from tritoncp.planning.step_tables import Tables
 
-PAIRS = 1 << 21  # that a mask is evaluated for at once
+PAIRS = 1 << 21  # most pairs for which a mask is evaluated at once
 
 
 @dataclass(frozen=True, eq=False)
 class HeadGroup:
-    """Query heads with the same tiles.
+    """Query heads with equal tiles.
 
-    heads, kv_heads: of the step's tensors
+    heads, kv_heads: slices of the step's tensors
     lo, hi:          row intervals of packed rows, int64 [T], or None
     batches:         the tiles
     """
@@ -46,9 +47,9 @@ class HeadGroup:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The tables of a step for tensors of one shape.
+    """A step's tables converted to tiles, for tensors of one shape.
 
-    mask: the user's function over (b, h, q_idx, kv_idx), if masked tiles call it
+    mask: the mask_mod, if masked tiles call it
     """
 
     q: Packing
@@ -64,8 +65,8 @@ class Step:
         cls, tables: Tables, q: Tensor, k: Tensor, mask: Callable[..., Tensor] | None, first_row: int,
         first_head: int, flash: bool, steps: BoundedCache[Any, Step],
     ) -> Step:  # fmt: skip
-        """Make the step of tensors with the shapes of q and k; ``flash``: for torch's flash kernel;
-        ``steps``: those of earlier calls, which the new one is added to."""
+        """Return the cached or new step for tensors with the shapes of q and k. flash: for torch's flash
+        kernel; steps: the cache"""
         key = tables, q.shape[:3], k.shape[:3], first_row, first_head, flash
         if (step := steps.get(key)) is None:
             packings = (
@@ -78,7 +79,7 @@ class Step:
 
     @property
     def hides(self) -> bool:
-        """Whether some tile may hide pairs."""
+        """Return whether any tile may hide pairs."""
         return any(batch.kind != "full" for group in self.groups for batch in group.batches)
 
     def indices(self, group: HeadGroup, batch: TileBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -119,12 +120,12 @@ class Step:
         return pairs | ((column >= full[:, :1]) & (column < full[:, 1:]))[:, None, None]
 
     def decision(self, group: HeadGroup) -> Decision:
-        """Return how the step decides which pairs are visible."""
+        """Return the functions by which visible pairs of masked blocks are decided."""
         return Decision(partial(self.diagonal, group), partial(self._decides, group), self.window is not None)
 
     def _decides(self, group: HeadGroup, slots: Sequence[SlotRow], keys: Range) -> bool:
-        """Return whether window or intervals decide all pairs of slots and keys. Intervals that were found
-        by a mask_mod hold inside masked blocks only."""
+        """Return whether window or intervals decide all pairs of these slots and keys. (Intervals derived
+        from a mask_mod are valid in masked blocks only.)"""
         if self.window is not None:
             return True
         if group.lo is None or group.hi is None:
@@ -142,13 +143,13 @@ class Step:
         return True
 
     def _equally_far(self, batch: TileBatch) -> bool:
-        """Return whether rows and keys of all tiles have the same distance."""
+        """Return whether key position minus row position is the same in all tiles."""
         distance = self.q.positions[batch.rows] - self.kv.positions[batch.cols]
         return bool((distance == distance[0]).all())
 
     def diagonal(self, group: HeadGroup, tiles: Sequence[PackedTile]) -> list[bool]:
-        """Return which square masked tiles hide exactly the keys above their diagonals; never for a
-        mask_mod."""
+        """Return for each square masked tile whether it hides exactly the keys above its diagonal; False with
+        a mask_mod."""
         if self.window is None and group.lo is None:
             return [False] * len(tiles)
         flags = [False] * len(tiles)
@@ -166,7 +167,7 @@ class Step:
 
 
 def _head_groups(step: Step, tables: Tables, q: Tensor, k: Tensor, flash: bool) -> list[HeadGroup]:
-    """Make the tiles of each group of heads: one group, unless the mask differs between heads."""
+    """Make the head groups of a step with their tiles: one group, unless the mask differs between heads."""
     batch, heads = q.shape[:2]
     per_group = heads // k.shape[1]
     differs = any(x is not None and x.shape[1] > 1 for x in (tables.row_ptr, tables.lo))
@@ -188,12 +189,12 @@ def _head_groups(step: Step, tables: Tables, q: Tensor, k: Tensor, flash: bool) 
 
 
 def _of_head(x: Tensor, b: int, head: int) -> Tensor:
-    """Return the entry of a batch row and a query head of the layer in a table [1 or B, 1 or H, ...]."""
+    """Return the entry of a table [1 or B, 1 or H, ...] for a batch row and a query head of the layer."""
     return x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0]
 
 
 def _packed_bounds(packing: Packing, bounds: Tensor | None, head: int, batch: int) -> Tensor | None:
-    """Return one bound of the row intervals of a head, of packed rows."""
+    """Return one bound of a head's row intervals, in packed rows."""
     if bounds is None:
         return None
     parts: list[Any] = [bounds.new_zeros(0)]

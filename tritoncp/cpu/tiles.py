@@ -1,9 +1,10 @@
-"""Batches of tiles of equal shape: the tables of a step as rectangles of packed rows and packed keys.
+"""Tiles of the CPU engine: a step's blocks as rectangles of packed rows and keys, batched by equal shape.
 
-Full blocks are joined to large rectangles: the keys that a stretch of Q slots has in common are one rectangle
-if that saves more than merging its results costs, and the halves of the stretch share the rest. Masked tiles
-on the diagonal of a large causal triangle join it: torch's kernel has a flag for triangles. What a few
-neighbouring slots list, as under a window, is one masked tile, a band, if little of it is hidden.
+Full blocks are joined to large rectangles: the keys that all slots of a range of Q slots see are one
+rectangle, if that saves more time than merging its results takes; then the same for each half of the range.
+Masked tiles on the diagonal of a large causal triangle become one tile with it, for which torch's kernel has
+a flag. The blocks of a few neighbouring Q slots, as under a window, become one masked tile (a band), if few
+of its pairs are hidden.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from torch import Tensor
 
 from tritoncp.masks.block_runs import Kind
 
-SHORT = 4  # KV slots: a row of tiles up to this long is one masked tile
-LEAST_TRIANGLE = 4  # Q slots: shorter diagonals stay masked tiles, where a row of tiles is short
-LARGE_TRIANGLE = 1024  # rows: for smaller ones torch's kernel computes as many pairs as for bands
-BAND_ROWS = 256  # torch's kernel has smaller products for less
-BAND_COLUMNS = 2048  # of a band whose mask is not that of other bands
-BAND_WASTE = 1.35  # times the pairs of listed blocks that a band may have
-MAX_COLUMNS = 1024  # of a tile for products in the cache
-# Time of torch's flash kernel for a pair, relative to large tiles, by the least rows of a tile that has it
+SHORT = 4  # KV slots: up to this many KV slots of a Q slot form one masked tile
+LEAST_TRIANGLE = 4  # Q slots: shorter diagonals remain masked tiles, if their slots have few keys
+LARGE_TRIANGLE = 1024  # rows: for smaller triangles torch's kernel computes as many pairs as for bands
+BAND_ROWS = 256  # rows of a band; with fewer, torch's kernel uses smaller products
+BAND_COLUMNS = 2048  # most columns of a band whose mask differs from that of other bands
+BAND_WASTE = 1.35  # largest ratio of a band's pairs to the pairs of listed blocks
+MAX_COLUMNS = 1024  # most columns of a tile whose products are to fit in the cache
+# (least rows of a tile, time of torch's flash kernel per pair relative to large tiles)
 PAIR_TIMES = (768, 1.0), (192, 1.1), (0, 1.3)
-MERGE_TIME = 55  # of merging the results of a row, in pairs of a large tile
+MERGE_TIME = 55  # time to merge the results of a row, in units of a pair in a large tile
 
 Range = tuple[int, int]
 Diagonal = Callable[[Sequence["PackedTile"]], list[bool]]
@@ -35,8 +36,8 @@ Diagonal = Callable[[Sequence["PackedTile"]], list[bool]]
 class PackedTile(NamedTuple):
     """A rectangle of packed rows [row, row + height) and packed keys [col, col + width) of one batch row.
 
-    kind: "full", "causal" (key j <= row i, counted from the corner) or "masked"
-    full: the keys of a masked tile that every row sees
+    kind: "full", "causal" (key j <= row i, relative to the corner) or "masked"
+    full: in a masked tile, the range of keys that all rows see
     """
 
     kind: str
@@ -50,7 +51,7 @@ class PackedTile(NamedTuple):
 
 @dataclass(frozen=True)
 class TileBatch:
-    """Tiles of one kind and shape, no two of which have a row in common.
+    """Tiles of one kind and shape with disjoint rows.
 
     first: whether no earlier batch has any of these rows
     """
@@ -96,15 +97,15 @@ class TileBatch:
 
 
 class SlotRow(NamedTuple):
-    """A Q slot's packed rows, and the ranges of packed keys that it lists: full ones, and masked ones cut at
-    the ends of KV slots."""
+    """A Q slot's packed rows, and its ranges of packed keys: full ones, and masked ones split at the ends of
+    KV slots."""
 
     rows: Range
     full: list[Range]
     masked: list[Range]
 
     def unlisted(self, keys: Range) -> list[Range]:
-        """Return the parts of a range of keys that are not listed."""
+        """Return the parts of a range of keys that are in neither list."""
         parts = [keys]
         for listed in (*self.full, *self.masked):
             parts = _without(parts, listed)
@@ -114,7 +115,7 @@ class SlotRow(NamedTuple):
 def slot_rows(
     ptr: Tensor, runs: Sequence[Sequence[int]], q_edges: Sequence[int], kv_edges: Sequence[int]
 ) -> list[SlotRow]:
-    """List the Q slots of one batch row and head that hold tokens.
+    """List the non-empty Q slots of one batch row and head.
 
     ptr: int [slots, 3], see :class:`Runs`
     """
@@ -136,11 +137,11 @@ def slot_rows(
 
 @dataclass(frozen=True)
 class Decision:
-    """How a step decides which pairs of masked blocks are visible.
+    """The rule by which a step decides visible pairs of masked blocks.
 
-    diagonal: whether each of some square masked tiles hides exactly the keys above its diagonal
-    covers:   whether it decides all pairs of some slots and keys, also of blocks that are not masked
-    uniform:  whether it depends only on the distance of a key to its row
+    diagonal: (square masked tiles) -> for each, whether it hides exactly the keys above its diagonal
+    covers:   (slots, keys) -> whether the rule holds for all their pairs, also outside of masked blocks
+    uniform:  whether the rule depends on the distance of key and row alone
     """
 
     diagonal: Diagonal
@@ -149,8 +150,8 @@ class Decision:
 
 
 def tiles_of(slots: Sequence[SlotRow], batch: int, flash: bool, decision: Decision) -> list[PackedTile]:
-    """Cut what the slots of a batch row list into tiles: large ones for the flash kernel, else ones whose
-    scores fit into the cache."""
+    """Make the tiles of the slots of a batch row: large tiles for the flash kernel, else tiles whose scores
+    fit in the cache."""
     tiles: list[PackedTile] = []
     if flash:
         slots = _take_triangles(slots, batch, decision.diagonal, tiles, large=True)
@@ -174,7 +175,7 @@ def tiles_of(slots: Sequence[SlotRow], batch: int, flash: bool, decision: Decisi
 
 
 def batches_of(tiles: Sequence[PackedTile]) -> list[TileBatch]:
-    """Group tiles of equal kind and shape whose rows are disjoint; the largest batch comes first."""
+    """Group tiles into batches of equal kind and shape with disjoint rows; the largest batch first."""
     groups: dict[tuple[str, int, int, int], list[PackedTile]] = {}
     ends: dict[tuple[str, int, int, int], int] = {}
     for tile in sorted(tiles, key=lambda tile: (tile.row, tile.col)):
@@ -198,7 +199,8 @@ def _tile(kind: str, batch: int, rows: Range, keys: Range, full: Range = (0, 0))
 
 
 def _short_tile(slot: SlotRow, batch: int) -> PackedTile | None:
-    """Return one masked tile for all keys of a slot, if they are few, contiguous and have one full range."""
+    """Return one masked tile for all keys of a slot, if they are few and contiguous with one full range, else
+    None."""
     merged = _merge([*slot.full, *slot.masked])
     if not slot.masked or len(merged) != 1 or len(slot.full) > 1:
         return None
@@ -209,7 +211,7 @@ def _short_tile(slot: SlotRow, batch: int) -> PackedTile | None:
 
 
 def _joined(ranges: Sequence[Range]) -> list[Range]:
-    """Join neighbouring ranges, up to SHORT of them."""
+    """Join adjacent ranges, up to SHORT at a time."""
     joined: list[tuple[int, int, int]] = []
     for first, last in ranges:
         if joined and joined[-1][1] == first and joined[-1][2] < SHORT:
@@ -222,7 +224,7 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
 def _take_bands(
     slots: Sequence[SlotRow], batch: int, decision: Decision, tiles: list[PackedTile]
 ) -> list[SlotRow]:
-    """Move the slots that bands hold to ``tiles``, and return the others."""
+    """Append bands to ``tiles``; return the slots that are in no band."""
     rest, i = [], 0
     while i < len(slots):
         end, band = i + 1, None
@@ -243,8 +245,8 @@ def _take_bands(
 
 
 def _band(slots: Sequence[SlotRow], batch: int, decision: Decision) -> PackedTile | None:
-    """Return one masked tile for all keys of some slots; None if most of them are hidden or too many, or none
-    are."""
+    """Return one masked tile for all keys of these slots; None if too many of its pairs are hidden, it is too
+    wide, or nothing is masked."""
     adjacent = all(a.rows[1] == b.rows[0] for a, b in pairwise(slots))
     merged = _merge([keys for slot in slots for keys in (*slot.full, *slot.masked)])
     if not adjacent or len(merged) != 1 or not any(slot.masked for slot in slots):
@@ -262,8 +264,8 @@ def _band(slots: Sequence[SlotRow], batch: int, decision: Decision) -> PackedTil
 def _take_triangles(
     slots: Sequence[SlotRow], batch: int, diagonal: Diagonal, tiles: list[PackedTile], large: bool = False
 ) -> list[SlotRow]:
-    """Move causal triangles from the slots to ``tiles``, and return the slots with what is left; ``large``:
-    only large ones whose slots list no other masked keys."""
+    """Append causal triangles to ``tiles``; return the slots without the keys of these. large: only large
+    triangles whose slots have no other masked keys"""
     squares = [
         (i, keys) for i, slot in enumerate(slots) for keys in slot.masked
         if keys[1] - keys[0] == slot.rows[1] - slot.rows[0]
@@ -283,14 +285,14 @@ def _take_triangles(
         whole = [(first, corners[j][1]) for j in range(i, end)]
         rows = slots[i].rows[0], slots[end - 1].rows[1]
         if large:
-            taken = rows[1] - rows[0] >= LARGE_TRIANGLE and all(
+            is_triangle = rows[1] - rows[0] >= LARGE_TRIANGLE and all(
                 len(slots[j].masked) == 1 for j in range(i, end)
             )
         else:
-            taken = end - i >= LEAST_TRIANGLE or _short_tile(slots[end - 1], batch) is None or all(
+            is_triangle = end - i >= LEAST_TRIANGLE or _short_tile(slots[end - 1], batch) is None or all(
                 _merge([*slots[j].full, *slots[j].masked]) == [whole[j - i]] for j in range(i, end)
             )  # fmt: skip
-        if taken:
+        if is_triangle:
             tiles.append(_tile("causal", batch, rows, (first, corners[end - 1][1])))
             for j in range(i, end):
                 masked = [keys for keys in slots[j].masked if keys != corners[j]]
@@ -300,14 +302,14 @@ def _take_triangles(
 
 
 def _continues(before: SlotRow, slot: SlotRow, first: int, corner: Range, next_corner: Range) -> bool:
-    """Return whether a slot continues a triangle that starts at key ``first``."""
+    """Return whether a slot continues a causal triangle that starts at key ``first``."""
     adjacent = before.rows[1] == slot.rows[0] and corner[1] == next_corner[0]
     return adjacent and any(a <= first and next_corner[0] <= b for a, b in slot.full)
 
 
 def _stack(slots: Sequence[SlotRow], batch: int, tiles: list[PackedTile]) -> None:
-    """Add full tiles: the keys that all slots see, if one tile of them is worth a merge of its rows, then
-    those that each half sees besides."""
+    """Append full tiles: one of the keys that all slots see, if it is worth the merge of its rows; then, by
+    recursion, of the other keys of each half of the slots."""
     slots = [slot for slot in slots if slot.full]
     if not slots:
         return
@@ -330,7 +332,7 @@ def _stack(slots: Sequence[SlotRow], batch: int, tiles: list[PackedTile]) -> Non
 
 
 def _pair_time(rows: int) -> float:
-    """Return the relative time of a pair in a full tile."""
+    """Return the relative time per pair in a full tile with this many rows."""
     return next(time for least, time in PAIR_TIMES if rows >= least)
 
 

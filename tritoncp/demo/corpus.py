@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the source of the standard library, packed as documents."""
+"""Training text of the demo: source files of Python's standard library, packed as documents."""
 
 import random
 import sysconfig
@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-IGNORE = -100  # the label that cross_entropy leaves out
+IGNORE = -100  # the label that cross_entropy ignores
 
 
 class Window(NamedTuple):
-    """One training step's text, the same on every rank: several documents in one sequence.
+    """The text of one training step, equal on all ranks: several documents in one sequence.
 
     tokens:  int64 [1, S], bytes
-    labels:  int64 [1, S], the next byte of the same document; IGNORE where a document ends
-    lengths: of the documents, adding up to S
+    labels:  int64 [1, S], the next byte of the same document; IGNORE at its end
+    lengths: lengths of the documents, which add up to S
     """
 
     tokens: Tensor
@@ -36,7 +36,7 @@ def windows(seq_len: int, steps: int) -> list[Window]:
 
 
 def documents(longest: int) -> Iterator[bytes]:
-    """Source files in a fixed shuffled order, cut at ends of lines into documents of all lengths."""
+    """Yield documents of various lengths: source files in a fixed shuffled order, split at line ends."""
     rng = random.Random(0)
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.name)
     while True:

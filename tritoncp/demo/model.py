@@ -1,4 +1,4 @@
-"""A transformer of the kind in use: RMSNorm, rotary positions, grouped query heads, a gated MLP."""
+"""The transformer of the demo: RMSNorm, rotary positions, grouped query heads, a gated MLP."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,15 +43,15 @@ class Layer(nn.Module):
 
     def attention(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attention) -> Tensor:
         s = self.shape
-        heads = rearrange(self.qkv(x), "b s (h d) -> b h s d", d=s.head_dim)  # h: of queries, keys and values
+        heads = rearrange(self.qkv(x), "b s (h d) -> b h s d", d=s.head_dim)  # h: query, key and value heads
         q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], 1)
         out = attend(rotate(q, turn), rotate(k, turn), v)  # [B, Hq, S_local, D]
         return self.out(rearrange(out, "b h s d -> b s (h d)"))
 
 
 class Transformer(nn.Module):
-    """Logits of the next byte. A shard is a batch like any other: only `positions` and `attend` depend on
-    it."""
+    """The model, from bytes to logits of the next byte. A shard is an ordinary batch: only `positions` and
+    `attend` differ."""
 
     def __init__(self, shape: ModelShape):
         super().__init__()
@@ -62,7 +62,8 @@ class Transformer(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attention) -> Tensor:
-        """tokens: int64 [B, S_local]; positions: int64 [B or 1, S_local], global -> float [B, S_local, V]"""
+        """Return logits [B, S_local, V]. tokens: int64 [B, S_local]; positions: int64 [B or 1, S_local],
+        global"""
         turn = angles(positions, self.shape.head_dim)
         x = self.embed(tokens)
         for layer in self.layers:
@@ -71,7 +72,7 @@ class Transformer(nn.Module):
 
 
 def angles(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angles, each [B or 1, 1, S_local, D / 2]."""
+    """Return cosine and sine of the rotary angles, each [B or 1, 1, S_local, D / 2]."""
     rate = 10000.0 ** (-torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
     angle = positions[:, None, :, None] * rate
     return angle.cos(), angle.sin()

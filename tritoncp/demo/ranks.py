@@ -1,7 +1,4 @@
-"""Local processes that train together as the ranks of a process group.
-
-One GPU a process and NCCL where there are enough of them; gloo otherwise.
-"""
+"""Training in local processes, as the ranks of a process group: NCCL with a GPU for each, otherwise gloo."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,8 +17,7 @@ TIMEOUT = timedelta(minutes=5)  # far more than one step takes
 
 
 class RankFailed(RuntimeError):
-    """Raised where a rank raised or died. The message holds that rank's error; all other ranks were
-    stopped."""
+    """Raised if a rank raised or died, with its error; all other ranks were stopped."""
 
 
 def device_of(rank: int) -> torch.device:
@@ -30,14 +26,14 @@ def device_of(rank: int) -> torch.device:
 
 
 def backend(world_size: int) -> str:
-    """Choose the backend: NCCL needs a GPU for every rank; gloo runs on any."""
+    """Return the backend: "nccl" if there is a GPU for every rank, else "gloo"."""
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
     return "nccl" if enough and dist.is_nccl_available() else "gloo"
 
 
 def train_on_ranks(config: TrainingConfig, world_size: int) -> Iterator[TrainingStep]:
-    """Train in ``world_size`` processes, and yield the steps of rank 0. Raises RankFailed with the first
-    failure. All processes have ended when the iterator has, or is closed."""
+    """Train in ``world_size`` processes, and yield the steps of rank 0. Raises RankFailed for the first
+    failure. At the end, or when the iterator is closed, all processes have ended."""
     use_loopback_interface()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     queue = mp.get_context("spawn").SimpleQueue()  # CUDA cannot follow a fork
@@ -69,7 +65,7 @@ def train_rank(rank: int, world_size: int, port: int, config: TrainingConfig, qu
 
 @contextlib.contextmanager
 def join_group(rank: int, world_size: int, device: torch.device, port: int) -> Iterator[Any]:
-    """The process group, from when this rank joins until all leave."""
+    """Context of the process group, which all ranks leave together."""
     store, kind = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT), backend(world_size)
     torch.set_num_threads(1)  # ranks share the cores
     if device.type == "cuda":
@@ -86,8 +82,8 @@ def join_group(rank: int, world_size: int, device: torch.device, port: int) -> I
 
 
 def leave_together(store: dist.Store, world_size: int) -> None:
-    """Wait for all ranks, through the store: a rank that disconnects early can break the last collective of a
-    slower one, and so could a barrier."""
+    """Wait for all ranks, by the store: a rank that disconnects early can break the last collective of a
+    slower one, even if that is a barrier."""
     if store.add("tritoncp/leaving", 1) == world_size:
         store.set("tritoncp/left", "all")
     store.wait(["tritoncp/left"], TIMEOUT)

@@ -1,4 +1,4 @@
-"""The demo from its options to its verdict: the plan as a picture, both runs, tables and six lines."""
+"""A run of the demo: the plan as a picture, training on several ranks and on one, tables and the verdict."""
 
 import multiprocessing
 import os
@@ -24,9 +24,9 @@ from tritoncp.demo.train import TrainingConfig, bias_of, plan_documents, train
 from tritoncp.ops.engine_factory import uses_triton
 from tritoncp.planning.report.drawing import require_matplotlib
 
-MAX_RANKS = 64  # local processes
-MAX_BYTES = 1 << 24  # of text, in all steps together
-INTERPRETED_TOKENS = 1024  # at most, of the attention call by interpreted kernels: a second or two
+MAX_RANKS = 64  # most local processes
+MAX_BYTES = 1 << 24  # most bytes of text in all steps
+INTERPRETED_TOKENS = 1024  # most tokens of the attention call by interpreted kernels: a second or two
 # Both runs do the same float32 arithmetic in another order. Losses of 2 to 6 lie on a grid of 2.4e-7 or
 # 4.8e-7, and AdamW carries differences in the last bits on: over 20 steps they stayed below 1e-6. The mildest
 # bug tried, ALiBi that sees keys in gathered instead of global order, gives 8e-4 at once and 3e-3 by step 3.
@@ -42,8 +42,8 @@ def run(config: TrainingConfig, world_size: int | None, out: Path, console: Cons
     """
     if config.seq_len * config.steps > MAX_BYTES:
         raise ValueError(
-            f"--seq-len {config.seq_len} and --steps {config.steps}: the demo trains on {MAX_BYTES} bytes "
-            "of text at most, in all steps together"
+            f"--seq-len {config.seq_len} and --steps {config.steps}: pass a product of at most {MAX_BYTES} "
+            "bytes of text"
         )
     interpret_without_gpu()
     torch.set_num_threads(1)
@@ -51,7 +51,7 @@ def run(config: TrainingConfig, world_size: int | None, out: Path, console: Cons
     if torchrun_world_size():
         raise ValueError("the demo starts its ranks itself: run it without torchrun")
     if (world_size or 0) > MAX_RANKS:
-        raise ValueError(f"--world-size {world_size}: the demo starts {MAX_RANKS} local ranks at most")
+        raise ValueError(f"--world-size {world_size}: pass at most {MAX_RANKS} local ranks")
     require_matplotlib()
     make_output_folder(out)
     world_size = world_size or default_world_size()
@@ -78,20 +78,20 @@ def run(config: TrainingConfig, world_size: int | None, out: Path, console: Cons
 
 
 def make_plans(config: TrainingConfig, world_size: int) -> list[Any]:
-    """Every step's plan as rank 0 has it, made without a process group."""
+    """Return rank 0's plan of every step, made without a process group."""
     texts = windows(config.seq_len, config.steps)
     return [plan_documents(text.lengths, world_size=world_size, rank=0) for text in texts]
 
 
 def default_world_size() -> int:
-    """A rank for each GPU; with fewer than two, four ranks that share the device."""
+    """Return the number of GPUs; with fewer than two, 4 ranks that share the device."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return gpus if gpus > 1 else 4
 
 
 def compare_engines(config: TrainingConfig, world_size: int) -> float:
-    """Run one attention call by the CPU engine, and by interpreted kernels in another process, since Triton
-    reads once whether it interprets. Returns the largest difference of their outputs."""
+    """Run one attention call by the CPU engine, and by interpreted kernels in another process (Triton reads
+    TRITON_INTERPRET once); return the largest difference of their outputs."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         os.environ["TRITON_INTERPRET"] = "1"  # inherited by the process
         try:
@@ -102,8 +102,8 @@ def compare_engines(config: TrainingConfig, world_size: int) -> float:
 
 
 def attend_once(config: TrainingConfig, world_size: int) -> list[float]:
-    """Attend on simulated ranks, with a plan of the demo and unit-normal inputs in float32. Returns the
-    elements of all outputs."""
+    """Run one attention call on simulated ranks, with a plan of the demo and unit-normal float32 inputs;
+    return the elements of all outputs."""
     shape, size = config.shape, min(config.seq_len, INTERPRETED_TOKENS)
     plan = plan_documents(windows(size, 1)[0].lengths, world_size=world_size, rank=0)
     generator = torch.Generator().manual_seed(0)
@@ -118,7 +118,7 @@ def attend_once(config: TrainingConfig, world_size: int) -> list[float]:
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest difference; infinite if a loss is missing or not a number.
+    """Return the largest difference of losses; infinite if a loss is missing or not finite.
 
     >>> difference([2.0, 1.0], [2.0, 1.5]), difference([1.0], []), difference([float("nan")], [1.0])
     (0.5, inf, inf)
@@ -160,8 +160,8 @@ def show_work(plans: Sequence[Any], console: Console) -> None:
 def format_summary(
     config: TrainingConfig, plan: Any, losses_gap: float, outputs_gap: float | None, seconds: float, out: Path
 ) -> list[str]:
-    """Format the last six lines, in rich's markup. plan: of the first step; outputs_gap: None where kernels
-    trained"""
+    """Format the six lines of the verdict, in rich's markup. plan: of the first step; outputs_gap: None if
+    training used the kernels"""
     device, shape = ranks.device_of(0), config.shape
     kernels = "Triton kernels, interpreted" if device.type == "cpu" else "Triton kernels"
     if outputs_gap is None:

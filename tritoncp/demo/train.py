@@ -40,7 +40,7 @@ class TrainingStep(NamedTuple):
 def plan_documents(
     lengths: list[int], mesh: Any = None, world_size: int | None = None, rank: int | None = None
 ) -> Any:
-    """The plan of document-causal attention over one window, balanced over the ranks."""
+    """Make the plan of document-causal attention over one window, balanced over the ranks."""
     size = sum(lengths)
     visible = and_masks(causal(), document(lengths=lengths))
     mask = create_block_mask(visible, 1, 1, size, size)
@@ -48,7 +48,7 @@ def plan_documents(
 
 
 def bias_of(heads: int, device: torch.device | None = None) -> Any:
-    """The score_mod of the demo: ALiBi, each head with its own slope."""
+    """Return the score_mod of the demo: ALiBi, with a slope for each head."""
     return alibi(2.0 ** -torch.arange(1, heads + 1, device=device))
 
 
@@ -89,7 +89,7 @@ def loss_of(model: Transformer, text: Window, bias: Any, group: dist.ProcessGrou
 
 
 def add_up(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sum over ranks, in place and in one message: parameters are replicated, gradients are partial."""
+    """All-reduce partial gradients of replicated parameters, in place and in one message."""
     if group is None:
         return
     flat = torch.cat([t.flatten() for t in tensors])

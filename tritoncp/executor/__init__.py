@@ -1,6 +1,7 @@
-"""Executes the PTX that Triton compiles on a CPU, and checks memory, races and barriers: `compiled_kernels`.
+"""Executor of compiled Triton kernels (PTX) on a CPU, with checks of memory, races and barriers:
+`compiled_kernels`.
 
-It knows nothing of attention: any Triton kernel runs, on CPU tensors, as its compiler's output says.
+It is independent of attention: any Triton kernel runs, on CPU tensors.
 """
 
 from tritoncp.executor.device import ExecutorDevice, compiled_kernels

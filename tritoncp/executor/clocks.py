@@ -1,13 +1,14 @@
-"""Vector clocks: which accesses of one warp, or of one asynchronous unit, come before those of another.
+"""Vector clocks for race detection: the happens-before order of accesses by warps and asynchronous units.
 
 An agent is a warp, the tensor core (tcgen05), the engine of TMA loads, that of TMA stores, or the products of
-a warpgroup (wgmma). A tag `clock << 6 | agent` names what an agent did up to a release; a warp knows of it
-once its row of the matrix has that clock, by a barrier, an mbarrier or a wait. All clocks of a CTA count the
-same events, so that one number, the floor, tells that a tag is known to all.
+a warpgroup (wgmma). A tag `clock << 6 | agent` stands for the accesses of an agent up to a release. They
+happen before later accesses of a warp if the warp's row of the matrix has that clock, from a barrier, an
+mbarrier or a wait. All clocks of a CTA count the same events, so that tags below one number, the floor,
+happen before the accesses of all warps.
 
 A second matrix has the clocks of writes that a `fence.proxy.async` made visible to the asynchronous proxy.
-The fence may be the writer's, or that of any warp which knows of the write: the memory model of PTX asks for
-one on the way from the write to its use.
+The fence may be by the writer, or by any warp after the write: PTX's memory model requires one between the
+write and its use.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
     from tritoncp.executor.threads import Access
 
 Array = np.ndarray[Any, Any]
-SHIFT, AGENTS = 6, 63  # bits of the agent in a tag
+SHIFT, AGENTS = 6, 63  # number of bits, and mask, of the agent in a tag
 
 
 class Clocks:
-    """The clocks of a number of CTAs: `knows` and `fenced` [cta, warp, agent] are the two parts of `rows`."""
+    """The vector clocks of some CTAs: `knows` and `fenced` [cta, warp, agent] are the two parts of `rows`."""
 
     def __init__(self, ctas: int, warps: int) -> None:
         self.warps = warps
         self.tensor, self.copy, self.bulk = warps, warps + 1, warps + 2
-        self.group = warps + 3  # and those after it, one a warpgroup
+        self.group = warps + 3  # first of the warpgroups' agents
         self.groups = -(-warps // 4)
         # Parts of products that a warp waits for itself; a product is done when all its four parts are
         self.part = self.group + self.groups
@@ -38,7 +39,7 @@ class Clocks:
         self.knows, self.fenced = self.rows[:, :, 0], self.rows[:, :, 1]
         own = np.arange(warps)
         self.knows[:, own, own] = 1
-        self.last = np.zeros((ctas, agents), np.int32)  # clock of what an agent does now
+        self.last = np.zeros((ctas, agents), np.int32)  # clock of an agent's present accesses
         self.last[:, :warps] = 1
         self.now = np.ones(ctas, np.int32)
         self.floor = np.full(ctas, AGENTS, np.int32)  # as a tag
@@ -48,33 +49,34 @@ class Clocks:
         return (self.last[cta, warp] << SHIFT) | warp.astype(np.int32)
 
     def lower_floor(self, ctas: Any = slice(None)) -> None:
-        """Find the newest clock that every warp knows of every agent. Called when rows change."""
+        """Recompute the floor, after rows changed: the newest clock that all warps have for all agents."""
         knows = self.knows[ctas]
         parts = knows[..., self.part :].reshape(*knows.shape[:-1], self.groups, 4)
         knows[..., self.group : self.part] = parts.min(-1)
         self.knows[ctas] = knows
         now = self.now[ctas][..., None, None]
-        known = np.where(knows >= self.last[ctas][..., None, :], now, knows).min((-1, -2))
-        self.floor[ctas] = (known << SHIFT) | AGENTS
+        floor = np.where(knows >= self.last[ctas][..., None, :], now, knows).min((-1, -2))
+        self.floor[ctas] = (floor << SHIFT) | AGENTS
         self.version += 1
 
     def meet(self, ctas: Array, present: Array) -> None:
-        """Warps at a barrier know of the same events; `present` [ctas, warps]."""
-        rows, here = self.rows[ctas], present[:, :, None, None]
-        joined = np.where(here, rows, 0).max(1)
-        self.rows[ctas] = np.where(here, joined[:, None], rows)
+        """Join the rows of warps that meet at a barrier. present: bool [ctas, warps]"""
+        rows, at_barrier = self.rows[ctas], present[:, :, None, None]
+        joined = np.where(at_barrier, rows, 0).max(1)
+        self.rows[ctas] = np.where(at_barrier, joined[:, None], rows)
         c, w = np.nonzero(present)
         self.begin(ctas[c], w)
         self.lower_floor(ctas)
 
     def begin(self, cta: Array, warp: Array) -> None:
-        """Let what these warps do next have a clock of its own."""
+        """Start a new clock for the next accesses of these warps."""
         self.now[np.unique(cta)] += 1
         self.last[cta, warp] = self.knows[cta, warp, warp] = self.now[cta]
         self.version += 1
 
     def fence(self, cta: Array, warp: Array, whole: Array) -> None:
-        """`fence.proxy.async` of warps; a part of a warp does not fence what the warp wrote last."""
+        """`fence.proxy.async` of warps. By a part of a warp, it does not cover the warp's present
+        accesses."""
         own = self.knows[cta, warp, warp] - ~whole
         fenced = np.maximum(self.fenced[cta, warp], self.knows[cta, warp])
         fenced[np.arange(len(warp)), warp] = np.maximum(self.fenced[cta, warp, warp], own)
@@ -82,7 +84,8 @@ class Clocks:
         self.begin(cta, warp)
 
     def release(self, cta: int, warp: int) -> Array:
-        """Copy a warp's clock for the warps that wait for its arrival; later accesses are not in it."""
+        """Return a copy of a warp's rows, for warps that wait for its arrival; later accesses get a new
+        clock."""
         rows = self.rows[cta, warp].copy()
         self.begin(np.full(1, cta), np.full(1, warp))
         return rows
@@ -92,21 +95,21 @@ class Clocks:
         self.lower_floor(cta)
 
     def start(self, cta: Array | int, agent: Array | int) -> Array:
-        """A clock for what an asynchronous unit does next."""
+        """Start and return a new clock for the next accesses of an asynchronous unit."""
         self.now[cta] += 1
         self.last[cta, agent] = self.now[cta]
         self.lower_floor(cta)
         return self.now[cta].copy()
 
     def learn(self, cta: int, warps: Array, agent: int, clock: int) -> None:
-        """Warps have waited for a unit."""
+        """Record that warps have waited for a unit up to a clock."""
         self.knows[cta, warps, agent] = np.maximum(self.knows[cta, warps, agent], clock)
         self.lower_floor(cta)
 
     def unordered(self, tags: Array, cta: Array, warp: Array, own: int | None = None) -> Array | None:
-        """Where tags [n, k] name accesses that do not come before what a warp does now; None where none does.
+        """Return which tags [n, k] do not happen before the present accesses of a warp; None if all do.
 
-        own: an agent on whose behalf the warp acts, which knows of its own work.
+        own: an agent for which the warp acts, and whose own accesses are ordered
         """
         late = tags > self.floor[cta][:, None]
         if not late.any():
@@ -121,7 +124,8 @@ class Clocks:
         return late if late.any() else None
 
     def unfenced(self, tags: Array, cta: Array, warp: Array) -> Array:
-        """Where tags [n, k] name writes of which no fence lies before what a warp does now."""
+        """Return for which writes, by tags [n, k], there is no fence before the present accesses of a
+        warp."""
         return self.fenced[cta[:, None], warp[:, None], tags & AGENTS] < tags >> SHIFT
 
     def agent_name(self, tag: int) -> str:
@@ -133,14 +137,15 @@ class Clocks:
 
 
 class Shadow:
-    """Tags of each cell of a memory: of its last writer, its last reader, and another reader before that."""
+    """Shadow of a memory: for each cell the tags of its last writer, its last reader, and a previous reader
+    by another agent."""
 
     def __init__(self, memory: str, clocks: Clocks, *arrays: Array) -> None:
         self.memory, self.clocks = memory, clocks
         self.writer, self.reader, self.reader2 = arrays
 
     def shaped(self, *shape: int) -> Shadow:
-        """The same cells in another shape."""
+        """Return a view of the same cells in another shape."""
         parts = (self.writer, self.reader, self.reader2)
         return Shadow(self.memory, self.clocks, *(x.reshape(shape) for x in parts))
 
@@ -154,11 +159,11 @@ class Shadow:
         own: int | None = None,
         same: Array | None = None,
     ) -> bool:
-        """Report threads whose access to cells does not come after the last write of these; where it writes,
-        after the last reads too. Whether there are any.
+        """Report threads whose access does not happen after the last write of their cells, or for a write
+        after the last reads; return whether there are any.
 
-        own:  an agent on whose behalf the threads act
-        same: threads that write what the cells hold: no race with another write
+        own:  an agent for which the threads act
+        same: threads that write the cells' present values, which is no race with another write
         """
         before = [("write", self.writer), ("read", self.reader), ("read", self.reader2)]
         faulty = False
@@ -181,21 +186,21 @@ class Shadow:
         return faulty
 
     def note_reader(self, cells: Any, tag: Array) -> None:
-        """Tag cells with their last reader; one of another agent before it stays known as the second one."""
+        """Tag cells with their last reader; a previous reader by another agent becomes the second reader."""
         before = self.reader[cells]
         self.reader[cells] = tag
         now = self.reader[cells]
-        for other in (before, tag):  # several agents may read one cell at once
+        for other in (before, tag):  # several agents may read a cell in one access
             lost = (other != 0) & ((other ^ now) & AGENTS != 0)
             if not lost.any():
                 continue
             at, tags = np.nonzero(lost), np.broadcast_to(other, lost.shape)
-            if isinstance(cells, tuple):  # of slices
+            if isinstance(cells, tuple):  # slices
                 self.reader2[cells][at] = tags[at]
-            else:  # an index of which cells may come twice
+            else:  # an index, in which cells may be repeated
                 self.reader2[(cells[at[: cells.ndim]], *at[cells.ndim :])] = tags[at]
 
 
 def no_accesses(memory: str, clocks: Clocks, cells: int) -> Shadow:
-    """The shadow of a memory that nobody accessed."""
+    """Return the shadow of a memory without accesses yet."""
     return Shadow(memory, clocks, *(np.zeros(cells, np.int32) for _ in range(3)))

@@ -1,4 +1,4 @@
-"""Operations that threads issue, commit in groups and wait for: of cp.async, wgmma, TMA, tensor memory."""
+"""Asynchronous operations with commit groups and waits: cp.async, wgmma, TMA stores, tensor memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Array = np.ndarray[Any, Any]
 
 
 class CommitGroups:
-    """pending: of each operation under way the lanes that issued it, their groups, and what its unit notes of
-    each lane"""
+    """The commit groups of all lanes. pending: for each operation in progress, the lanes that issued it,
+    their groups, and notes of the unit for each lane"""
 
     def __init__(self, count: int) -> None:
         self.commits = np.zeros(count, np.int64)
@@ -24,7 +24,8 @@ class CommitGroups:
         self.commits[lanes] += 1
 
     def wait(self, lanes: Array, left: int) -> list[list[Array]]:
-        """Take out all but the `left` newest groups of some threads: lanes and notes of their operations."""
+        """Remove all but the `left` newest groups of some lanes; return lanes and notes of their
+        operations."""
         if not self.pending:
             return []
         active = np.zeros(len(self.commits), bool)

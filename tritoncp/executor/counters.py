@@ -1,4 +1,4 @@
-"""Exact counts of what a launch executes: warp instructions by kind and source line, memory by address."""
+"""Exact counts of a launch: warp instructions by kind and source line, memory transactions by address."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tritoncp.executor.ptx.instruction import Instruction
 from tritoncp.executor.threads import Access, Threads
 
 Array = np.ndarray[Any, Any]
-SECTOR, BANKS, WAVEFRONT = 32, 32, 128  # bytes, words, bytes
+SECTOR, BANKS, WAVEFRONT = 32, 32, 128  # in bytes, words, bytes
 SPECIAL_FUNCTIONS = frozenset(("ex2", "lg2", "rcp", "sqrt", "rsqrt", "sin", "cos", "tanh"))
 KINDS = (
     *("mma", "mufu", "fp32", "int", "predicate", "branch", "convert", "shuffle"),
@@ -37,7 +37,7 @@ OF_OPERATION = {
 
 
 def kind_of(i: Instruction) -> str:
-    """The pipe, roughly, that an instruction occupies; "move" is mostly gone after ptxas."""
+    """Return roughly the pipe of an instruction. ("move": ptxas removes most of these.)"""
     p = i.parts
     operation, t = p[0], p[-1]
     if operation in OF_OPERATION:
@@ -62,7 +62,7 @@ def kind_of(i: Instruction) -> str:
 
 
 def flops_of(i: Instruction) -> int:
-    """Of one warp that executes a product of matrices."""
+    """Return the FLOPs of a matrix product for one warp."""
     shape = re.search(r"m(\d+)n(\d+)k(\d+)", i.opcode)
     if not shape or kind_of(i) != "mma":
         return 0
@@ -73,11 +73,11 @@ def flops_of(i: Instruction) -> int:
 class LaunchCounts:
     """The counts of one launch.
 
-    warps, lanes:  that executed each block
-    memory:        sums over the accesses by (space, site): requests, lanes, nbytes, units (sectors of global
-                   memory, wavefronts of shared memory) and the least units that hold these bytes
-    sectors:       of global memory that each access reads, or writes
-    operand_bytes: of shared memory that tensor cores read by descriptors
+    warps, lanes:  how many executed each block
+    memory:        sums over accesses by (space, site): requests, lanes, nbytes, units (sectors of global
+                   memory, wavefronts of shared memory), and the least units possible for these bytes
+    sectors:       sectors of global memory, read and written
+    operand_bytes: bytes of shared memory that tensor cores read by descriptors
     """
 
     def __init__(self, program: PtxProgram) -> None:
@@ -88,7 +88,7 @@ class LaunchCounts:
         self.sectors: dict[str, list[Array]] = {"read": [], "write": []}
         self.operand_bytes = 0
 
-    # what the executor reports
+    # called by the executor
 
     def block(self, n: int, threads: Threads) -> None:
         self.warps[n] += threads.count // 32 if threads.whole else len(np.unique(threads.lanes >> 5))
@@ -105,7 +105,7 @@ class LaunchCounts:
         )
 
     def by_warp(self, access: Access, address: Array) -> Array:
-        """Addresses [warps, 32], -1 where a lane takes no part, of warps that take part."""
+        """Return addresses [warps, 32] of the participating warps, -1 for lanes that do not participate."""
         threads = access.threads
         a: Array = np.full(threads.count, -1, np.int64)
         a[access.where] = access.pick(address).astype(np.int64)
@@ -124,19 +124,19 @@ class LaunchCounts:
             return
         sectors = np.sort(np.where(a < 0, -1, a // SECTOR), 1)
         new = first_of_each(sectors)
-        items = first_of_each(np.sort(np.where(a < 0, -1, a // nbytes), 1))  # what lanes share counts once
+        items = first_of_each(np.sort(np.where(a < 0, -1, a // nbytes), 1))  # shared addresses count once
         least = int((-(-items.sum(1) * nbytes // SECTOR)).sum())
         lanes = int((a >= 0).sum())
         self.add("global", access, len(a), lanes, lanes * nbytes, int(new.sum()), least)
         self.sectors[way].append(np.unique(sectors[new]))
 
     def shared_access(self, access: Access, address: Array, nbytes: int) -> None:
-        """Wavefronts: 128 bytes of lanes at a time, each as often as words of one bank differ."""
+        """Count wavefronts: for each 128 bytes of lanes, the most different words in one bank."""
         a = self.by_warp(access, address)
         if not len(a):
             return
         unit = max(4, nbytes)
-        groups = WAVEFRONT // unit  # of banks, and lanes at a time
+        groups = WAVEFRONT // unit  # number of bank groups, and of lanes per wavefront
         words = np.sort(np.where(a < 0, -1, a // unit).reshape(-1, groups), 1)
         new = first_of_each(words)
         row, _ = np.nonzero(new)
@@ -148,7 +148,7 @@ class LaunchCounts:
         self.add("shared", access, len(a), lanes, lanes * nbytes, int(conflicts.sum()), least)
 
     def box(self, access: Access, address: Array, ok: Array, element: int, way: str) -> None:
-        """A copy by TMA that one thread issues."""
+        """Count a TMA copy, which one thread issues."""
         sectors = np.unique(address[ok].astype(np.int64) // SECTOR)
         nbytes, whole = int(ok.sum()) * element, len(address) * element
         wavefronts = -(-whole // WAVEFRONT)
@@ -159,7 +159,7 @@ class LaunchCounts:
     # results
 
     def kinds(self) -> Counter[str]:
-        """Warp instructions by kind, products' flops, and special functions by name."""
+        """Return warp instructions by kind, FLOPs of matrix products, and special functions by name."""
         out: Counter[str] = Counter()
         for block, warps in zip(self.program.kernel.blocks, self.warps):
             for i in block.instructions:
@@ -170,7 +170,7 @@ class LaunchCounts:
         return out
 
     def totals(self) -> dict[str, int]:
-        """All counts of the launch by name."""
+        """Return all counts of the launch by name."""
         kinds = self.kinds()
         out = {kind: kinds[kind] for kind in (*KINDS, "flops", "ex2")}
         out["instructions"] = sum(kinds[kind] for kind in KINDS if kind != "move")
@@ -190,7 +190,7 @@ class LaunchCounts:
 
 
 def first_of_each(rows: Array) -> Array:
-    """Where sorted rows have a number >= 0 for the first time."""
+    """Return where sorted rows have the first occurrence of a number >= 0."""
     new = rows >= 0
     new[:, 1:] &= rows[:, 1:] != rows[:, :-1]
     return new

@@ -1,4 +1,5 @@
-"""CTAs that run together: what their threads are, and the parts that generated code calls by name."""
+"""The state of CTAs that run together: their threads, and the memories and units that generated code
+calls."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ u4 = np.uint32
 class Ctas:
     """`n` CTAs of a launch, with `count` threads in all; `launch.build_ctas` adds their memories and units.
 
-    program:  number of each thread's program, from 1
-    progress: grows when something happens that a thread in a loop may look at: a change of memory, an arrival
+    program:  index of each thread's CTA in the grid, from 1
+    progress: incremented at events for which a thread may poll: a change of memory, an arrival
     """
 
     globals: Any

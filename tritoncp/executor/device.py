@@ -20,7 +20,7 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
 
 
 class ExecutorDevice(NamedTuple):
-    """The records of launches, in order, and their faults."""
+    """The result of `compiled_kernels`: records of launches in order, and their faults."""
 
     architecture: str
     launches: list[LaunchRecord]
@@ -35,19 +35,19 @@ def compiled_kernels(
     raise_faults: bool = True,
     check: bool = True,
 ) -> Iterator[ExecutorDevice]:
-    """Run Triton kernels on CPU tensors as they are compiled for a GPU, instruction by instruction.
+    """Execute compiled Triton kernels on CPU tensors, instruction by instruction.
 
-    Triton specialises, compiles and launches as it does with a GPU; the PTX is executed with NumPy, one
-    element of an array for each thread. Meanwhile `torch.empty` and its kin fill memory with a pattern, NaN
-    in floating-point types, so that a kernel that reads it before anything wrote it is seen.
+    Triton specialises, compiles and launches as with a GPU; the PTX is executed with NumPy, with an array
+    element for each thread. Within the context `torch.empty` and similar functions fill memory with a
+    pattern, NaN in floating-point types, to detect kernels that read uninitialised memory.
 
     Args:
         architecture: "sm_80", "sm_86", "sm_89", "sm_90" or "sm_100".
-        seed: shuffles the order of programs, warps and atomics, and draws the lane that a warp elects.
-        count: keep counts of what is executed in `device.launches`.
-        raise_faults: raise the faults of a launch at its end. One after which the launch cannot go on is
-            always raised.
-        check: look for faults other than accesses out of bounds; without, launches take about half the time.
+        seed: shuffles the order of CTAs, warps and atomics, and draws the lane that a warp elects.
+        count: record counts of executed instructions and memory transactions in `device.launches`.
+        raise_faults: raise the faults of a launch at its end. A fault after which the launch cannot continue
+            is always raised.
+        check: check for faults other than out-of-bounds accesses; without, launches take about half the time.
 
     Yields:
         The device: records of its launches, and faults.
@@ -70,11 +70,11 @@ def compiled_kernels(
         (True, 1, [])
     """
     if architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture {architecture!r}, needed is one of {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"architecture {architecture!r} is unknown; pass one of {', '.join(ARCHITECTURES)}")
     if not isinstance(triton.language.zeros, triton.JITFunction):
         raise RuntimeError(
-            "Triton was imported with TRITON_INTERPRET=1, which makes kernels Python functions that are "
-            "never compiled. Run this in a process that does not set it."
+            "Triton was imported with TRITON_INTERPRET=1, under which kernels are not compiled: unset it "
+            "before Triton is imported"
         )
     capability = int(re.sub(r"\D", "", architecture))
     new = ExecutorDriver(capability, Settings(seed, count, raise_faults, check))

@@ -1,4 +1,5 @@
-"""A driver for Triton without a GPU: Triton's own JIT, compiler and launch, and an executor of the PTX."""
+"""A Triton driver without a GPU: uses Triton's JIT, compiler and launch code, and executes the PTX on the
+CPU."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}
 
 @dataclass
 class LaunchRecord:
-    """A launch that was executed.
+    """The record of an executed launch.
 
-    grid:   programs in x, y and z
-    warps:  of a program
-    counts: of what it executed, where the device counts
+    grid:   numbers of CTAs in x, y and z
+    warps:  warps per CTA
+    counts: counts of executed instructions, if requested
     """
 
     kernel: str
@@ -43,7 +44,7 @@ class LaunchRecord:
 
 @dataclass
 class LoadedKernel:
-    """A loaded kernel; `program` is written at its first launch."""
+    """A loaded kernel; `program` is generated at the first launch."""
 
     name: str
     ptx: str
@@ -77,7 +78,7 @@ class Utilities:
 
 
 class Launcher:
-    """Flattens the arguments of a kernel as Triton's generated launcher does."""
+    """Kernel launcher: flattens arguments as Triton's generated launcher does, then executes the kernel."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self.signature = list(src.signature.items())
@@ -105,10 +106,10 @@ class Launcher:
         for (name, kind), argument in zip(self.signature, arguments, strict=True):
             values += self.flatten(name, kind, argument, extents, described)
         m = self.metadata
-        kept = []
+        scratch_memory = []
         for size in (m.global_scratch_size, m.profile_scratch_size):
             scratch = torch.empty(x * y * z * size, dtype=torch.int8)
-            kept.append(scratch)
+            scratch_memory.append(scratch)
             if size:
                 extents.append(extent_of(scratch, "scratch memory"))
             values.append(("*i8", scratch.data_ptr() if size else 0))
@@ -117,7 +118,7 @@ class Launcher:
     def flatten(
         self, name: str, kind: Any, argument: Any, extents: list[Extent], described: Iterator[Any]
     ) -> list[tuple[str, Any]]:
-        """The parameters of an argument: (type, value)."""
+        """Return the kernel parameters of an argument: pairs (type, value)."""
         if isinstance(kind, tuple):
             names = getattr(argument, "_fields", range(len(kind)))
             parts = zip(names, kind, argument, strict=True)
@@ -134,7 +135,8 @@ class Launcher:
     def descriptor(
         self, name: str, kind: str, argument: Any, extents: list[Extent], described: Any
     ) -> list[tuple[str, Any]]:
-        """A tensor map where the architecture has TMA, else a pointer, sizes and strides; then both again."""
+        """Return the kernel parameters of a descriptor: with TMA a tensor map, else pointer, sizes and
+        strides; then sizes and strides."""
         extents.append(extent_of(argument.base, name))
         if described is not None:
             values: list[tuple[str, Any]] = [("map", (argument, described))]
@@ -151,7 +153,7 @@ class Launcher:
 
 
 def parameter_bits(kind: str, value: Any, memory: GlobalMemory) -> int | TensorMap:
-    """The bits of a kernel parameter; a pointer carries the number of its region."""
+    """Return the bits of a kernel parameter; those of a pointer include the index of its region."""
     if kind == "map":
         argument, meta = value
         return tensor_map(argument, meta, memory)
@@ -167,15 +169,16 @@ def parameter_bits(kind: str, value: Any, memory: GlobalMemory) -> int | TensorM
 
 
 def rounds_to_tf32(descriptor: Any) -> bool | None:
-    """Whether loads by a descriptor round float32 to tf32; None before Triton 3.7, which has no such flag."""
+    """Return whether loads by a descriptor round float32 to tf32; None before Triton 3.7, without this
+    flag."""
     return getattr(descriptor, "round_f32_to_tf32", None)
 
 
 def tensor_map(argument: Any, meta: dict[str, Any], memory: GlobalMemory) -> TensorMap:
-    """The tensor map that Triton's launcher encodes of a descriptor.
+    """Return the tensor map that Triton's launcher encodes for a descriptor.
 
     Raises:
-        ValueError: where CUDA refuses it: base and strides are multiples of 16 bytes.
+        ValueError: base or strides are not multiples of 16 bytes, which CUDA requires.
     """
     size = meta["elem_size"]
     base, strides = argument.base.data_ptr(), [int(s) * size for s in argument.strides]
@@ -193,7 +196,7 @@ def tensor_map(argument: Any, meta: dict[str, Any], memory: GlobalMemory) -> Ten
 
 
 class ExecutorDriver(DriverBase):
-    """A driver of Triton's runtime for one architecture and CPU tensors."""
+    """A driver for Triton's runtime, for one architecture and CPU tensors."""
 
     def __init__(self, capability: int, settings: Settings) -> None:
         self.capability, self.settings = capability, settings
@@ -222,7 +225,7 @@ class ExecutorDriver(DriverBase):
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        """Triton keeps compiled kernels by this number: one for each architecture, none of a GPU."""
+        """Return a device index, by which Triton caches kernels: unique to the architecture, and no GPU's."""
         return 1000 + self.capability
 
     def set_current_device(self, device: int) -> None:
@@ -251,7 +254,7 @@ class ExecutorDriver(DriverBase):
         values: Sequence[tuple[str, Any]],
         extents: list[Extent],
     ) -> None:
-        """Run a launch, and raise its faults if the device does."""
+        """Execute a launch; raise its faults if `raise_faults` is set."""
         if function.program is None:
             function.program = load_program(function.ptx)
         launch = GridExecution(function.program, grid, warps * 32, function.shared, extents, self.settings)

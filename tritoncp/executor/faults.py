@@ -1,4 +1,4 @@
-"""Faults of a compiled kernel: their kind, place and threads."""
+"""Faults of a compiled kernel: kind, instruction, threads and address."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tritoncp.executor.ptx.instruction import Instruction
 
 @dataclass
 class Fault:
-    """A fault of one instruction, as often as it happened in a launch.
+    """A fault of one instruction, with all its occurrences in a launch.
 
-    kind:        what is wrong, in words
+    kind:        description of the fault
     kernel:      name of the compiled function
-    source:      `file:line` of the kernel's Python source; empty where the compiler gave none
+    source:      `file:line` of the kernel's Python source; "" if unknown
     instruction: the PTX instruction; `line` is its line in the PTX
-    count:       threads, or accesses, that were at fault
-    program:     ids (x, y, z) of the first program
-    threads:     first threads of that program
-    address:     first address; an offset where the memory is shared or tensor memory
-    tensor:      label of the tensor, the parameter's name, where one is near
-    text:        more about the first time
+    count:       number of threads, or accesses, at fault
+    program:     ids (x, y, z) of the first CTA at fault
+    threads:     first threads at fault in that CTA
+    address:     first address; for shared and tensor memory an offset
+    tensor:      name of the parameter whose tensor is nearest to the address, if any
+    text:        details of the first occurrence
     """
 
     kind: str
@@ -55,17 +55,17 @@ class Fault:
 
 
 class ExecutionFault(RuntimeError):
-    """A launch with faults. `faults` has them all."""
+    """Raised for a launch with faults, which are in `faults`."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self.faults = list(faults)
-        shown = "\n".join(f"  {fault}" for fault in self.faults[:8])
+        lines = "\n".join(f"  {fault}" for fault in self.faults[:8])
         more = f"\n  and {len(self.faults) - 8} more" if len(self.faults) > 8 else ""
-        super().__init__(f"compiled code executed with {len(self.faults)} faults:\n{shown}{more}")
+        super().__init__(f"compiled code executed with {len(self.faults)} faults:\n{lines}{more}")
 
 
 class CannotContinue(Exception):
-    """A fault after which a launch has no defined state."""
+    """Raised for a fault after which the state of a launch is undefined."""
 
     def __init__(self, kind: str, site: int | None = None, text: str = "") -> None:
         super().__init__(kind)
@@ -73,7 +73,7 @@ class CannotContinue(Exception):
 
 
 class FaultLog:
-    """Faults of one launch, joined by kind and instruction."""
+    """Log of a launch's faults, merged by kind and instruction."""
 
     def __init__(self, kernel: str, sites: list[Instruction]) -> None:
         self.kernel, self.sites = kernel, sites
@@ -84,7 +84,7 @@ class FaultLog:
         return list(self.by_place.values())
 
     def add(self, kind: str, site: int | Instruction | None, count: int = 1, **details: Any) -> None:
-        """Note a fault of an instruction; details are fields of `Fault`, kept of the first time."""
+        """Record a fault. details: fields of `Fault`, kept for the first occurrence"""
         i = self.sites[site] if isinstance(site, int) else site
         key = kind, i.line if i else 0
         if key in self.by_place:

@@ -1,4 +1,4 @@
-"""One launch of a compiled kernel: its grid, memory, parameters and faults."""
+"""Execution of one launch of a compiled kernel: grid, memory, parameters and faults."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tritoncp.executor.units.tma import TensorMap, Tma
 from tritoncp.executor.units.wgmma import Wgmma
 
 Array = np.ndarray[Any, Any]
-THREADS_AT_ONCE = 8192  # so many that NumPy's calls cost little beside their work
-SHARED_AT_ONCE = 16 << 20  # bytes
+THREADS_AT_ONCE = 8192  # threads that run together, so many that the overhead of NumPy calls is small
+SHARED_AT_ONCE = 16 << 20  # most bytes of shared memory of CTAs that run together
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How launches are executed, see `device.compiled_kernels`."""
+    """Settings of launches, see `device.compiled_kernels`."""
 
     seed: int | None = None
     count: bool = False
@@ -41,11 +41,11 @@ class Settings:
 
 
 class GridExecution:
-    """Executes a program on a grid.
+    """Execution of a compiled kernel on a grid.
 
-    elected_lane: that `elect.sync` names
-    random:       decides the order of programs, warps and atomics, if there is a seed
-    step:         threads that stay together under a seed: warps, or warpgroups where the code needs them
+    elected_lane: lane that `elect.sync` returns
+    random:       generator for the order of CTAs, warps and atomics, if there is a seed
+    step:         threads that remain together under a seed: a warp, or a warpgroup if the code needs that
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class GridExecution:
         self.program, self.grid, self.check = program, grid, settings.check
         self.threads = program.kernel.threads or threads
         if self.threads % 32:
-            raise ValueError(f"a program of {self.threads} threads, the executor runs whole warps of 32")
+            raise ValueError(f"a CTA has {self.threads} threads; a multiple of 32 is needed: whole warps")
         opcodes = [i.opcode for block in program.kernel.blocks for i in block.instructions]
         self.shared_bytes = dynamic_shared + sum(n for _, n in program.kernel.shared.values())
         self.local_bytes = max((a + n for a, n in program.kernel.local.values()), default=0)
@@ -83,14 +83,14 @@ class GridExecution:
         self.step = 128 if grouped else 32
 
     def order(self, n: int) -> Array | None:
-        """The order in which n threads update memory, None for their own."""
+        """Return the order in which n threads update memory; None: by index."""
         return None if self.random is None else self.random.permutation(n)
 
     def run(self, parameters: Sequence[int | TensorMap]) -> None:
-        """Execute all programs. Parameters are their bits, or tensor maps.
+        """Execute all CTAs. parameters: their bits, or tensor maps
 
         Raises:
-            CannotContinue: after which results are undefined; the fault is in the log.
+            CannotContinue: for a fault after which results are undefined; it is in the log.
         """
         self.parameter_maps = {n: p for n, p in enumerate(parameters) if isinstance(p, TensorMap)}
         raw = [b"" if isinstance(p, TensorMap) else p.to_bytes(8, "little") for p in parameters]
@@ -122,20 +122,20 @@ class GridExecution:
 
 
 def smallest_access(opcodes: list[str], space: str) -> int:
-    """Bytes of the smallest access to a space, at most 4: what its shadow tells apart."""
+    """Return the bytes of the smallest access to a space, at most 4: the granule of its shadow."""
     smallest = 4
     for o in opcodes:
         parts = o.split(".")
         generic = not {"global", "shared", "shared::cta", "local", "param", "const"} & set(parts)
-        here = space in parts or space + "::cta" in parts or generic
-        if parts[0] in ("ld", "st", "atom", "red") and here and parts[-1] in WIDTHS:
+        is_access = space in parts or space + "::cta" in parts or generic
+        if parts[0] in ("ld", "st", "atom", "red") and is_access and parts[-1] in WIDTHS:
             vector = next((int(p[1:]) for p in parts if p in ("v2", "v4", "v8")), 1)
             smallest = min(smallest, WIDTHS[parts[-1]] // 8 * vector)
     return smallest
 
 
 def build_ctas(launch: GridExecution, programs: Array) -> Ctas:
-    """Make CTAs for programs of these numbers."""
+    """Make the state of the CTAs with these indices in the grid."""
     ctas = Ctas(launch, programs)
     ctas.globals = launch.memory
     ctas.shared = SharedMemory(ctas, launch.shared_bytes, launch.granule, ctas.n)

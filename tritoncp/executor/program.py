@@ -1,4 +1,4 @@
-"""A kernel as Python functions, one a basic block, kept in Triton's cache by the hash of its PTX."""
+"""Translation of a kernel to Python functions, one per basic block, cached in Triton's cache by PTX hash."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ assert forms  # its import fills the table of instructions
 
 @dataclass
 class PtxProgram:
-    """Code that can run, of a kernel.
+    """A kernel translated to Python.
 
-    source:    Python source of the functions
-    literals:  name, NumPy type and value of each constant of the code; a value (symbol, offset) is an address
-    borders:   of each block, the numbers of registers that enter it and that leave it
-    rank:      of each block, see `meeting_order`
-    sites:     instructions by the numbers under which the code reports them
-    early:     uses of registers that are still in flight
+    source:    Python source of the blocks' functions
+    literals:  name, NumPy type and value of each constant; a value (symbol, offset) is an address
+    borders:   for each block, the indices of registers live at its start and at its end
+    rank:      rank of each block, see `meeting_order`
+    sites:     instructions by index, for reports
+    early:     uses of registers that an asynchronous instruction still writes
     """
 
     kernel: Kernel
@@ -56,19 +56,19 @@ class PtxProgram:
 
     @functools.cached_property
     def dtypes(self) -> list[np.dtype[Any]]:
-        """Of registers between blocks."""
+        """NumPy types of registers between blocks."""
         return [np.dtype("?" if w == 1 else OF_WIDTH[w]) for w in self.kernel.registers.values()]
 
     @functools.cached_property
     def constants(self) -> dict[str, tuple[Array, int]]:
-        """Memory and bytes of global and constant variables."""
+        """Memory and size in bytes of global and constant variables."""
         return {
             name: (np.frombuffer(bytearray(data + bytes(16)), np.uint8), len(data))
             for name, (_, data) in self.kernel.constants.items()
         }
 
     def functions(self, addresses: dict[str, int]) -> list[Callable[..., Any]]:
-        """The functions of the blocks, where global constants lie at these addresses."""
+        """Return the functions of the blocks. addresses: of global constants"""
         space: dict[str, Any] = {"np": np, "F": floating, "I": integers, "W": warps}
         for name, t, value in self.literals:
             raw = addresses[value[0]] + value[1] if isinstance(value, tuple) else value
@@ -84,7 +84,7 @@ def constant(raw: int, t: str) -> Any:
 
 
 def load_program(ptx: str) -> PtxProgram:
-    """Write the code of a PTX module, or take it from Triton's cache."""
+    """Translate a PTX module to Python, or load the translation from Triton's cache."""
     cache = get_cache_manager(hashlib.sha256((fingerprint() + ptx).encode()).hexdigest())
     if path := cache.get_file("executor.code"):
         fields, compiled = pickle.loads(Path(path).read_bytes())
@@ -99,7 +99,7 @@ def load_program(ptx: str) -> PtxProgram:
 
 @functools.cache
 def fingerprint() -> str:
-    """A hash of the sources that write code, and of the versions that run it."""
+    """Return a hash of the translator's sources, and of the versions of Python and NumPy."""
     folder = Path(__file__).parent
     digest = hashlib.sha256(f"{sys.version} {np.__version__}".encode())
     for path in sorted(folder.rglob("*.py")):
@@ -129,7 +129,7 @@ def write_program(ptx: str) -> PtxProgram:
         leaving = sorted(written & live_out[block.number], key=names.index.__getitem__)
         values = [writer.read(r, OF_WIDTH[names.widths[r]]) for r in leaving]
         end, condition = block.end, "None"
-        if end:  # threads of the predicate, or all, take a branch
+        if end:  # the condition of the branch: its predicate, or all threads
             switch = end.parts[0] == "brx"
             condition = writer.array(end.operands[0], "u4") if switch else writer.predicate(end)
         writer.line(f"return ({''.join(v + ', ' for v in values)}), {condition}")

@@ -1,7 +1,7 @@
-"""Runs the threads of some CTAs block by block, parts that meet together, until all have returned.
+"""Scheduler of the threads of some CTAs: runs groups of threads block by block until all have returned.
 
-Threads that parted wait for the others where their ways meet: of all groups of threads, the one in the block
-of lowest rank goes on (`meeting_order`). A seed lets warps, or warpgroups, run ahead of the others by chance.
+Divergent threads reconverge, since of all groups the one in the block of lowest rank runs next
+(`meeting_order`). With a seed, random warps, or warpgroups, run ahead of others.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from tritoncp.executor.ptx.instruction import Instruction
 from tritoncp.executor.threads import Threads
 
 Array = np.ndarray[Any, Any]
-KEPT = 16  # groups of threads whose arrays are kept
+KEPT = 16  # number of groups of threads whose arrays are cached
 
 
 class Scheduler:
-    """groups:  lanes that are to execute a block
-    waiting: lanes by (barrier, block after it)
-    visits:  registers with which threads came to the start of a loop, since `Ctas.progress` grew last
-    stuck:   starts of loops to which they came again with the same ones, as polls do, until it grows
+    """The scheduler's state.
+
+    groups:  block -> lanes that execute it next
+    waiting: (barrier, block after it) -> lanes
+    visits:  register values with which threads entered loops since `Ctas.progress` was last incremented
+    stuck:   loops that threads entered again with equal values, as in polling, until it is incremented
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Scheduler:
         self.kept: dict[Any, Threads] = {}
         self.groups: dict[int, list[Array]] = {0: [self.everyone.lanes]}
         self.waiting: dict[tuple[int, int], list[Array]] = {}
-        self.barrier = np.full(ctas.count, -1)  # at which a thread waits
+        self.barrier = np.full(ctas.count, -1)  # index of the barrier at which a thread waits, or -1
         self.needs: dict[int, int | None] = {}
         self.alive = np.ones(ctas.count, bool)
         self.visits: dict[tuple[int, Threads], list[Array]] = {}
@@ -75,7 +77,7 @@ class Scheduler:
         return "; ".join(lines)
 
     def looks(self) -> str:
-        """The instructions of the blocks at which threads are stuck that may look for something."""
+        """Format the polling instructions in the blocks at which threads are stuck."""
         looks = [i for b in self.groups for i in self.blocks[b].instructions if is_look(i)]
         return "; ".join(f"{i}, {i.source} (PTX line {i.line})" for i in looks)
 
@@ -87,7 +89,7 @@ class Scheduler:
             raise CannotContinue("deadlock: every thread waits", None, self.looks())
         ready.sort(key=self.rank.__getitem__)
         if self.launch.random is not None:
-            # Some warps by chance, and of these the group that meets the others first
+            # random warps, and of their groups the one that reconverges first
             random, step = self.launch.random, self.launch.step
             drawn = random.random(-(-self.ctas.count // step)) < random.choice([0.3, 0.7, 1.0])
             chosen = np.repeat(drawn, step)[: self.ctas.count]
@@ -112,7 +114,7 @@ class Scheduler:
         return self.kept[key]
 
     def put(self, block: int, threads: Threads, mask: Array | None = None) -> None:
-        """Send threads to a block."""
+        """Add threads to the group of a block."""
         self.stuck.discard(block)
         lanes = threads.lanes if mask is None else threads.lanes[mask]
         self.groups.setdefault(block, []).append(lanes)
@@ -120,13 +122,14 @@ class Scheduler:
     # blocks
 
     def repeats(self, n: int, threads: Threads, entering: list[Array]) -> bool:
-        """Whether threads come to a loop as they came before, and nothing has happened in between."""
+        """Return whether threads enter a loop with the same register values as before, without an event
+        since."""
         before = self.visits.get((n, threads))
         self.visits[n, threads] = entering
         return before is not None and all(x is y or np.array_equal(x, y) for x, y in zip(before, entering))
 
     def execute(self, n: int, threads: Threads, entering: list[Array]) -> Array | None:
-        """Run one block; return what decides where the threads go."""
+        """Execute one block; return the condition of its branch."""
         if self.ctas.counts is not None:
             self.ctas.counts.block(n, threads)
         values, condition = self.functions[n](threads, self.ctas, self.parameter, *entering)
@@ -149,12 +152,12 @@ class Scheduler:
         self.registers[r] = value
 
     def follow(self, n: int, threads: Threads, condition: Array | None) -> None:
-        """Send threads on from a block, by its end."""
+        """Add threads to the groups of the blocks that follow, by the end of their block."""
         end = self.ends[n]
         match end.parts[0] if end else "":
             case "bra":
-                taken = np.ones(threads.count, bool) if condition is None else condition
-                for block, mask in ((n + 1, ~taken), (self.blocks[n].targets[0], taken)):
+                branches = np.ones(threads.count, bool) if condition is None else condition
+                for block, mask in ((n + 1, ~branches), (self.blocks[n].targets[0], branches)):
                     if mask.any():
                         self.put(block, threads, None if mask.all() else mask)
             case "brx":
@@ -173,9 +176,9 @@ class Scheduler:
                 self.put(n + 1, threads)
 
     def retire(self, n: int, threads: Threads, condition: Array | None) -> None:
-        """Threads return; barriers count those that are left."""
-        gone = threads.lanes if condition is None else threads.lanes[condition]
-        self.alive[gone] = False
+        """Retire threads that return; barriers then expect the remaining ones."""
+        returned = threads.lanes if condition is None else threads.lanes[condition]
+        self.alive[returned] = False
         if condition is not None and not condition.all():
             self.put(n + 1, threads, ~condition)
         for number in {key[0] for key in self.waiting}:
@@ -214,7 +217,7 @@ class Scheduler:
         return int(values[0])
 
     def check_whole(self, barrier: Instruction, threads: Threads) -> None:
-        """`bar.sync` is for whole warps."""
+        """Report a `bar.sync` by a part of a warp."""
         if threads.whole or not self.launch.check:
             return
         present = np.zeros(self.ctas.count, bool)
@@ -226,7 +229,7 @@ class Scheduler:
             self.launch.log.add("divergence: a part of a warp at a barrier", barrier, len(lone))
 
     def release(self, number: int) -> None:
-        """Let CTAs go on all of whose threads, or as many as it needs, wait at a barrier."""
+        """Release a barrier in CTAs where all threads, or as many as it needs, wait at it."""
         at = self.barrier == number
         count = np.bincount(self.ctas.cta[at], minlength=self.ctas.n)
         need = self.needs.get(number)
@@ -257,7 +260,7 @@ def joined(parts: list[Array]) -> Array:
 
 
 def is_look(i: Instruction) -> bool:
-    """Whether an instruction may find that something has happened elsewhere."""
+    """Return whether an instruction may poll for an event: a load, an atomic, a test of an mbarrier."""
     looks = i.parts[0] in ("ld", "atom") and bool(
         {"volatile", "relaxed", "acquire", "acq_rel"} & set(i.parts)
     )

@@ -1,4 +1,5 @@
-"""The threads that execute a block together, and those of them that take part in one instruction."""
+"""`Threads`: a group that executes a block together, and `Access`: those of them that execute an
+instruction."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ u4 = np.uint32
 
 
 class Threads:
-    """Arrays with one element per thread, in the order of threads; special registers of PTX by their names.
+    """A group of threads: arrays with one element per thread, and PTX's special registers by name.
 
-    lanes: numbers of the threads within their CTAs, or None for all
-    whole: every warp is complete
+    lanes: indices of the threads, or None for all
+    whole: whether every warp is complete
     """
 
     def __init__(self, ctas: Ctas, lanes: Array | None) -> None:
@@ -36,14 +37,14 @@ class Threads:
         self._tags: tuple[int, Array | None] = -1, None
 
     def are_runs(self, n: int) -> bool:
-        """Whether the threads are complete aligned runs of n."""
+        """Return whether the threads are complete aligned runs of n."""
         if self.count % n:
             return False
         first, last = self.lanes[::n], self.lanes[n - 1 :: n]
         return bool((first % n == 0).all() and (last - first == n - 1).all())
 
     def full(self, value: Any) -> Array:
-        """A constant for every thread."""
+        """Return an array with a constant for every thread."""
         key = value.dtype.char, value.tobytes()
         if key not in self._full:
             self._full[key] = np.full(self.count, value)
@@ -66,7 +67,7 @@ class Threads:
             raise CannotContinue(f"{what} by a part of a warpgroup")
 
     def tags(self) -> Array:
-        """The key of each thread's accesses in `Clocks`."""
+        """Return the tag of each thread's present accesses, see `Clocks`."""
         clocks = self.ctas.clocks
         if self._tags[0] != clocks.version:
             self._tags = clocks.version, clocks.own_tags(self.cta, self.warp)
@@ -75,15 +76,15 @@ class Threads:
         return tags
 
     def access(self, mask: Array | None, site: int) -> Access:
-        """An instruction by the threads of a mask, or by all."""
+        """Return the access of an instruction by the threads of a mask, or by all."""
         return Access(self, site, None if mask is None else np.flatnonzero(mask))
 
 
 class Access:
-    """The threads that take part in an instruction; arrays have one element for each of them.
+    """The threads that execute an instruction; arrays have one element for each of them.
 
-    site: number of the instruction, for reports
-    at:   positions of the threads in their group, None for all of it
+    site: index of the instruction, for reports
+    at:   positions of the threads in their group; None: all
     """
 
     def __init__(self, threads: Threads, site: int, at: Array | None) -> None:
@@ -100,28 +101,29 @@ class Access:
         return self.threads.count if self.at is None else len(self.at)
 
     def pick(self, x: Array) -> Array:
-        """The elements of these threads, of an array with one for each of the group."""
+        """Select the elements of these threads from an array for the whole group."""
         return x if self.at is None else x[self.at]
 
     @property
     def positions(self) -> Array:
         return np.arange(self.threads.count) if self.at is None else self.at
 
-    def some(self, rows: Array | None) -> Access:
-        """The access by these rows of the threads, which may repeat; None for all."""
+    def select(self, rows: Array | None) -> Access:
+        """Return the access by a selection of these threads; rows may repeat; None: all"""
         return self if rows is None else Access(self.threads, self.site, self.positions[rows])
 
-    def each(self) -> Iterator[tuple[int, Access]]:
-        """Yield the threads one by one, with their positions."""
+    def single_threads(self) -> Iterator[tuple[int, Access]]:
+        """Yield (position, access) of each single thread."""
         for j in self.positions:
             yield int(j), Access(self.threads, self.site, np.full(1, j))
 
     def times(self, n: int) -> Access:
-        """n accesses of the first thread."""
+        """Return an access with the first thread n times."""
         return Access(self.threads, self.site, np.repeat(self.positions[:1], n))
 
     def used_bytes(self, nbytes: int) -> Array:
-        """Which bytes the program uses of a load, where the compiler says so: else all."""
+        """Return a mask of the bytes of a load that the program uses, if the compiler declares it; else
+        all."""
         used = self.ctas.launch.program.sites[self.site].used_bytes
         return np.ones(nbytes, bool) if used is None else (used >> np.arange(nbytes) & 1).astype(bool)
 
@@ -133,11 +135,11 @@ class Access:
         tensor: str | None = None,
         text: str | Callable[[int], str] = "",
     ) -> bool:
-        """Report a fault of the threads that are bad, or of all; whether there are any.
+        """Report a fault of the bad threads, or of all; return whether there are any.
 
-        bad:     [threads, ...]; one true element is enough
-        address: of each thread, or the only one
-        text:    or a function of the row of the first bad thread
+        bad:     bool [threads, ...]; a thread with any true element is bad
+        address: of each thread, or one for all
+        text:    details, or a function from the row of the first bad thread to these
         """
         if not (len(self) if bad is None else bad.any()):
             return False

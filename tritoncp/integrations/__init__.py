@@ -1,4 +1,4 @@
-"""Adapters for the libraries that call attention: one package for each library, which it imports.
+"""Adapters for other libraries, transformers and torchtitan: one module or package each, which imports it.
 
-May import: every package of the spine, `api` and below.
+May import: `api` and every layer below.
 """

@@ -1,8 +1,8 @@
-"""torchtitan: inner attention for ``--override.imports``, inputs of context parallelism, and checkpointing.
+"""torchtitan: inner attention for ``--override.imports``, sharding of inputs, and activation checkpointing.
 
 Written for torchtitan 0.3. :func:`flex_attention` and :func:`selective_ac` are overrides, which need no
-change of torchtitan; :func:`prepare_context_parallel_input` and :func:`apply_cp_to_forward` take the places
-of torchtitan's functions of the same names, which it imports by name: ``docs/torchtitan.md``.
+change of torchtitan; :func:`prepare_context_parallel_input` and :func:`apply_cp_to_forward` replace
+torchtitan's functions of the same names, as ``docs/torchtitan.md`` shows.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tritoncp.masks.mask import create_block_mask
 from tritoncp.planning.plan import Plan
 
 BALANCERS = {"headtail": "head_tail", "ptrr": "ptrr", None: None}
-SEQ_DIM = 1  # of [B, L, N, H], torchtitan's layout
-BLOCK = 128  # most tokens of a block of the plan of a model without masks
+SEQ_DIM = 1  # sequence dimension of [B, L, N, H], torchtitan's layout
+BLOCK = 128  # largest block of the plan of a model without masks
 
 
 class FlexAttention(attention.FlexAttention):
     """torchtitan's inner attention, computed by :func:`tritoncp.flex_attention`.
 
-    Its masks are Plans, as :func:`prepare_context_parallel_input` makes them, or torch's BlockMasks. Of
-    tensor-parallel heads, mods see the numbers in the whole layer. Config.kernel_options, which are
-    Inductor's, are not used.
+    Masks are Plans, from :func:`prepare_context_parallel_input`, or torch's BlockMasks. Under tensor
+    parallelism, mods get head indices of the whole layer. Config.kernel_options, which are Inductor's, are
+    ignored.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -54,11 +54,11 @@ class FlexAttention(attention.FlexAttention):
         self._tp_rank: int | None = None
 
     def set_context_mesh(self, mesh: DeviceMesh | None) -> None:
-        """Set the mesh of context parallelism, for calls with a Plan."""
+        """Set the context-parallel mesh, for calls with a Plan."""
         self._cp_mesh = mesh
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Read the meshes of context and tensor parallelism, then do what torchtitan declares."""
+        """Store the context- and tensor-parallel meshes, then call torchtitan's ``parallelize``."""
         self.set_context_mesh(parallel_dims.get_optional_mesh("cp"))
         tp_mesh = parallel_dims.get_optional_mesh("tp")
         self._tp_rank = None if tp_mesh is None else tp_mesh.get_local_rank()
@@ -92,9 +92,9 @@ class FlexAttention(attention.FlexAttention):
     description="tritoncp's flex attention; keys and values stay sharded along the sequence",
 )
 def flex_attention(config: Any) -> FlexAttention.Config:
-    """Replace torchtitan's FlexAttention, for ``--override.imports
-    tritoncp.integrations.torchtitan.flex_attention``. Keys and values arrive as this rank's shards: the
-    sharding that torchtitan declares would gather them before the module runs."""
+    """Override torchtitan's FlexAttention: ``--override.imports
+    tritoncp.integrations.torchtitan.flex_attention``. The module gets this rank's shards of keys and values,
+    without the all-gather of torchtitan's sharding config."""
     sharding = config.sharding_config
     if sharding is not None:
         q, *_ = layouts = tuple(sharding.in_src_shardings.values())
@@ -108,8 +108,8 @@ def flex_attention(config: Any) -> FlexAttention.Config:
 
 
 class SelectiveAC(activation_checkpoint.SelectiveAC):
-    """torchtitan's selective checkpointing, which also saves what recomputed attention would communicate for:
-    :data:`tritoncp.SAVE_OPS`."""
+    """torchtitan's selective activation checkpointing that also saves :data:`tritoncp.SAVE_OPS`, whose
+    recomputation would communicate."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(activation_checkpoint.SelectiveAC.Config):
@@ -125,23 +125,24 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
     description="selective checkpointing that saves tritoncp's attention",
 )
 def selective_ac(config: Any) -> SelectiveAC.Config:
-    """Replace torchtitan's SelectiveAC, for ``--override.imports
+    """Override torchtitan's SelectiveAC: ``--override.imports
     tritoncp.integrations.torchtitan.selective_ac``."""
     return derive(config, SelectiveAC.Config)
 
 
 def apply_cp_to_forward(attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh) -> None:
-    """Make inner attention modules context parallel, in place of torchtitan's function of this name.
+    """Make inner attention modules context parallel: replaces torchtitan's function of this name.
 
-    The backend "partial_dtensor" calls it. Modules of FlexAttention and of ScaledDotProductAttention may be
-    mixed. Raises NotImplementedError for VarlenAttention.
+    For the backend "partial_dtensor". A model may have both FlexAttention and ScaledDotProductAttention
+    modules. Raises NotImplementedError for VarlenAttention.
     """
     style = ContextParallel(seq_dim=SEQ_DIM)
     for module in attention_modules:
         if isinstance(module, attention.VarlenAttention):
             raise NotImplementedError(
-                "VarlenAttention is not context parallel here: use FlexAttention, which knows documents, by "
-                'attn_backend="flex" of the model (as --config gpt_oss_debugmodel_flex)'
+                "VarlenAttention is not supported under context parallelism: use FlexAttention, which "
+                'supports packed documents, with attn_backend="flex" of the model '
+                "(--config gpt_oss_debugmodel_flex)"
             )
         if isinstance(module, FlexAttention):
             module.set_context_mesh(cp_mesh)
@@ -158,19 +159,19 @@ def prepare_context_parallel_input(
     load_balancer_type: str | None = "headtail",
     ptrr_mask_key: str | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Shard inputs, labels and positions [B, L] and make Plans of the masks, in place of torchtitan's
-    function of this name. Returns inputs, labels and the updated extra_kwargs.
+    """Shard inputs, labels and positions [B, L] and make Plans of the masks: replaces torchtitan's function
+    of this name. Returns (inputs, labels, updated extra_kwargs).
 
-    extra_kwargs: has "positions"; "attention_masks" is a BlockMask or a dict of them, None or absent for a
+    extra_kwargs: "positions", and "attention_masks", a BlockMask or a dict of them; None or absent for a
         model that calls scaled_dot_product_attention, which then gets the plan of a causal mask
-    load_balancer_type: "headtail", "ptrr" or None for natural order, by the work of all masks together
-    ptrr_mask_key: a key of the masks; checked, and not needed
+    load_balancer_type: "headtail", "ptrr" (by the summed work of all masks), or None for natural order
+    ptrr_mask_key: checked to be a key of the masks, otherwise ignored
 
     Raises ValueError for another balancer, key or type of mask.
     """
     if load_balancer_type not in BALANCERS:
         names = ", ".join(map(repr, BALANCERS))
-        raise ValueError(f"load_balancer_type={load_balancer_type!r}; it is one of {names}")
+        raise ValueError(f"load_balancer_type={load_balancer_type!r}; pass one of {names}")
     masks = extra_kwargs.get("attention_masks")
     _check_masks(masks, ptrr_mask_key)
     if masks is None:
@@ -187,16 +188,16 @@ def _check_masks(masks: Any, key: str | None) -> None:
     for name, mask in masks.items() if by_name else (("", masks),):
         if mask is not None and not isinstance(mask, BlockMask):
             raise ValueError(
-                f"attention_masks {name!r} is a {type(mask).__name__}; a BlockMask is needed, of the whole "
-                "sequence: use FlexAttention"
+                f"attention_masks {name!r} is a {type(mask).__name__}; a BlockMask of the whole sequence is "
+                "needed: use FlexAttention"
             )
     if by_name and key is not None and key not in masks:
         raise ValueError(
-            f"context_parallel_ptrr_mask_key {key!r} is no key of attention_masks: {sorted(masks)}"
+            f"context_parallel_ptrr_mask_key {key!r} is not in attention_masks: pass one of {sorted(masks)}"
         )
 
 
 def _causal_mask(length: int, world_size: int) -> Any:
-    """Return the causal mask of a model without masks, in blocks of which every rank can have two."""
+    """Return the causal mask of a model without masks, with blocks so small that each rank can get two."""
     block = max(16, math.gcd(BLOCK, length // (2 * world_size)))
     return create_block_mask(causal(), None, None, length, length, BLOCK_SIZE=block)

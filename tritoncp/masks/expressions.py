@@ -115,7 +115,9 @@ sliding_window, window
         numbered = re.sub(r"\b\d+[KMGkmg]\b", lambda number: str(count(number[0])), text)
         return _mask_of_node(ast.parse(re.sub(r"\s", " ", numbered), mode="eval").body, documents)
     except SyntaxError:
-        raise ValueError(f"{brief(text)} is no mask expression, as causal & window(1024)") from None
+        raise ValueError(
+            f"{brief(text)} is not a mask expression; pass for example causal & window(1024)"
+        ) from None
     except (RecursionError, MemoryError):  # raised by Python's parser for deep nesting
         raise ValueError(f"the mask expression {brief(text)} is nested too deeply") from None
 

@@ -1,9 +1,9 @@
-"""Any Python mask_mod or score_mod as readable Triton source.
+"""Translation of Python mask_mods and score_mods to readable Triton source.
 
 `mask_mod(fn)` and `score_mod(fn)` trace a function (`translate.trace`), write it as Triton
-(`translate.emit`), keep the source where Triton can read it (`source_cache`) and return a `Mod`: @triton.jit
-functions with their captured values. `fingerprint` and `snapshot` detect a changed function; they need no
-Triton, so the names of this package are imported when they are first used. May import: core.
+(`translate.emit`), load the source as a module that Triton can read (`source_cache`) and return a `Mod`:
+@triton.jit functions with their captured values. `fingerprint` and `snapshot` detect a changed function; they
+need no Triton, so the names of this package are imported lazily. May import: core.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Reads of a function's bytecode: chains of attributes and subscripts that begin at its variables.
+"""The state that a function's bytecode reads: chains of attributes and subscripts that begin at a variable.
 
-``Config.limits["cap"]`` compiles to the load of a global, an attribute and a constant subscript, one after
-the other. `code_reads` collects such chains once for each code object; `fingerprint` follows them at each
-call. Of attributes of other values (local variables, results of calls) only the names are collected.
+``Config.limits["cap"]`` compiles to loads of a global, an attribute and a constant subscript. `code_reads`
+collects such chains once per code object; `fingerprint` evaluates them at each call. Of attributes of other
+values (local variables, results of calls) only the names are collected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Step = tuple[str, Any]  # (ATTRIBUTE, name) or (ITEM, constant key)
 
 
 class Chain(NamedTuple):
-    """A variable and the attributes and constant subscripts read from it, in order."""
+    """A variable and the attributes and constant subscripts that are read from it, in order."""
 
     kind: str
     name: str
@@ -27,7 +27,7 @@ class Chain(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The chain as text, for messages: "global Config.limits['cap']"."""
+        """The chain as text, for error messages: "global Config.limits['cap']"."""
         texts = [f"[{key!r}]" if step == ITEM else f".{key}" for step, key in self.steps]
         return f"{self.kind} {self.name}{''.join(texts)}"
 
@@ -37,8 +37,8 @@ class Reads(NamedTuple):
 
     chains: with their paths, from globals, closure variables, imported modules and the function's first
         argument (``self``)
-    attributes: names read from values that no chain leads to
-    obstacle: an operation that hides which state the code reads; empty if there is none
+    attributes: names of attributes of values that are no chain
+    obstacle: an operation that makes it unknown which state the code reads; "" if there is none
     """
 
     chains: tuple[tuple[Chain, str], ...]
@@ -88,24 +88,24 @@ def _is_assigned(name: str, code: types.CodeType) -> bool:
 
 
 def _names(instruction: dis.Instruction) -> tuple[Any, ...]:
-    """The variables of an instruction: later releases of Python join two loads into one."""
+    """Return the variables that an instruction loads: newer Python versions load two with one instruction."""
     value = instruction.argval
     return value if isinstance(value, tuple) else (value,)
 
 
 class _Attribute(NamedTuple):
-    """An attribute of a value that no chain leads to."""
+    """An attribute of a value that is no chain."""
 
     name: str
 
 
 def _find_reads(code: types.CodeType, scope: dict[str, str]) -> Iterator[Chain | _Attribute | str]:
-    """Yield the reads of a code object and of the code objects inside it, and obstacles in words.
+    """Yield the reads of a code object and those nested in it; an obstacle (:class:`Reads`) is a str.
 
-    scope: variables of enclosing functions, and the first argument, that chains may begin at
+    scope: variables of enclosing functions and the first argument, at which chains may begin
     """
     instructions = [i for i in dis.get_instructions(code) if i.opname not in _GAPS or i.is_jump_target]
-    end = 0  # of the last chain
+    end = 0  # index of the instruction after the last chain
     for index, instruction in enumerate(instructions):
         operation, argument = instruction.opname, instruction.argval
         if index < end:
@@ -115,9 +115,9 @@ def _find_reads(code: types.CodeType, scope: dict[str, str]) -> Iterator[Chain |
             roots = [(GLOBAL, argument)]
         elif operation in _CELLS or operation.startswith("LOAD_FAST"):
             roots = [(scope[name], name) for name in _names(instruction) if name in scope]
-        elif operation == "IMPORT_NAME":  # a dot for each level of a relative import
+        elif operation == "IMPORT_NAME":  # with a dot for each level of a relative import
             roots = [(IMPORT, "." * instructions[index - 2].argval + argument)]
-        for i, root in enumerate(roots, start=1):  # the last of them is on top of the stack
+        for i, root in enumerate(roots, start=1):  # the last root is on top of the stack
             steps, end = _steps(instructions, index + 1) if i == len(roots) else ((), end)
             yield Chain(*root, steps)
         if operation in _ATTRIBUTES or operation in ("IMPORT_FROM", "LOAD_SUPER_ATTR"):
@@ -133,8 +133,8 @@ def _find_reads(code: types.CodeType, scope: dict[str, str]) -> Iterator[Chain |
 
 
 def _steps(instructions: list[dis.Instruction], index: int) -> tuple[tuple[Step, ...], int]:
-    """Return the attributes and constant subscripts that the instructions from `index` on read from the value
-    loaded last, and the index of the instruction behind them."""
+    """Return (attributes and constant subscripts that instructions from `index` on read from the value loaded
+    last, index of the instruction after them)."""
     steps: list[Step] = []
     while not instructions[index].is_jump_target:
         instruction = instructions[index]

@@ -1,7 +1,7 @@
-"""Captures of a mod: the parts of a function and of the containers in it, and calls with other tensors.
+"""Captures of a mod: listing the parts of functions and containers, and replacing captured tensors.
 
-A function is run with other tensors by `with_tensors`, and made again from the inputs of a compiled graph by
-`ops.graph.inputs.rebuild`.
+`with_tensors` runs a function with other tensors; `ops.graph.inputs.rebuild` makes a function again from the
+inputs of a compiled graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ABSENT = _Absent()
 
 
 def captured_numbers(fn: Any) -> list[int | float]:
-    """Collect the ints and floats in a function's closures, defaults and partial arguments."""
+    """Return the ints and floats in a function's closures, defaults and partial arguments."""
     numbers: list[int | float] = []
     visited: set[int] = set()
 
@@ -45,7 +45,7 @@ def captured_numbers(fn: Any) -> list[int | float]:
 
 
 class TensorReplacement(TorchFunctionMode):
-    """Function mode in which operations take new[id(t)] in place of tensor t."""
+    """Torch function mode that replaces tensor t by new[id(t)] in the arguments of operations."""
 
     def __init__(self, new: Mapping[int, Tensor]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def with_tensors(fn: Callable[..., Any], new: Mapping[int, Tensor]) -> Callable[
 
 
 def cell_value(cell: types.CellType) -> Any:
-    """Return the value of a closure's variable; ABSENT before it has one."""
+    """Return the value of a closure cell; ABSENT if the cell is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -93,12 +93,12 @@ def function_parts(fn: types.FunctionType) -> list[Any]:
 
 
 def empty_function(code: types.CodeType, scope: dict[str, Any], name: str) -> types.FunctionType:
-    """Make a function without values in its cells. scope: its globals"""
+    """Make a function with empty closure cells. scope: its globals"""
     return types.FunctionType(code, scope, name, None, tuple([types.CellType() for _ in code.co_freevars]))
 
 
 def fill_function(fn: types.FunctionType, keywords: tuple[str, ...], parts: list[Any]) -> types.FunctionType:
-    """Set the `function_parts` of an empty function, and return it. keywords: names of the last of them"""
+    """Set the `function_parts` of an empty function and return it. keywords: names of the last parts"""
     cells, split = fn.__closure__ or (), len(parts) - len(keywords)
     for cell, part in zip(cells, parts):
         if part is not ABSENT:
@@ -109,8 +109,8 @@ def fill_function(fn: types.FunctionType, keywords: tuple[str, ...], parts: list
 
 
 def take_apart(obj: Any) -> tuple[str, Any, list[Any]] | None:
-    """Return the kind of a container, partial or method, and the constant and the parts from which
-    ``MAKERS[kind]`` makes it again; None for any other object. Dynamo traces this."""
+    """Split a container, partial or method into (kind, constant, parts), from which ``MAKERS[kind]`` makes it
+    again; None for any other object. Dynamo traces this."""
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return "call", type(obj), [*obj]
     if isinstance(obj, tuple | list):

@@ -8,9 +8,9 @@ _HAND_WRITTEN = (
 
 
 class Untranslatable(Exception):
-    """An operation of a mask_mod or score_mod has no translation to Triton.
+    """Raised for an operation of a mask_mod or score_mod that cannot be translated to Triton.
 
-    The message names the operation, the line of the user's file it stands on, and what to do.
+    The message names the operation, its line in the user's file, and the remedy.
 
     >>> print(Untranslatable("Tensor.item()", "model.py:12", "it differs at every element"))
     Tensor.item() at model.py:12 cannot be translated to Triton: it differs at every element.

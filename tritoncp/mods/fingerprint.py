@@ -1,13 +1,12 @@
 """Fingerprint of a Python function: a hashable key of its code and of all state that the code can read.
 
 Two functions with equal fingerprints trace to the same graph. :mod:`.bytecode` lists the chains of attributes
-and subscripts that a function reads. Each is read as the function will read it, and the value at its end
-enters the key: a number, a text, a tensor, a container of these, or a function, whose own reads enter the key
-too.
+and subscripts that a function reads. Each chain is evaluated, and its value enters the key: a number, a text,
+a tensor, a container of these, or a function, whose own reads enter the key too.
 
-A function that reads other state is *incomparable* and has no key. Such state is: an object that is passed or
-called as a whole, since any of its attributes may then be read; state that has no value (a file, the clock,
-an iterator). A function that edits the state that it reads has no key.
+A function that reads other state is *incomparable* and has no key: an object that is passed or called as a
+whole, since any of its attributes may then be read, or state without a value to compare (a file, the clock,
+an iterator). A function that edits the state that it reads has no key either.
 
 Tensors enter the key by dtype, shape, device and requires_grad, never by identity or contents.
 """
@@ -29,7 +28,7 @@ import torch
 from tritoncp.mods.bytecode import ARGUMENT, ATTRIBUTE, CELL, GLOBAL, IMPORT, Chain, code_reads
 from tritoncp.mods.captures import ABSENT, cell_value, take_apart
 
-MAX_VALUES = 1024  # in one fingerprint: a recording of the function takes less time than comparing more
+MAX_VALUES = 1024  # values per fingerprint; beyond this, a recording of the function takes less time
 HEAP_TYPE = 1 << 9  # of a class's __flags__; not set for static types, which are written in C
 
 _tensor_facts = attrgetter("dtype", "shape", "requires_grad", "device")
@@ -52,7 +51,7 @@ _EDITS = frozenset(  # methods of containers; `format` reads attributes that its
     {"append", "appendleft", "add", "clear", "discard", "extend", "format", "format_map", "insert", "pop"}
     | {"popitem", "popleft", "remove", "reverse", "setdefault", "sort", "update", "__setitem__"}
 )
-# Names in torch that give a Python value which depends on the contents of tensors or on settings.
+# Names in torch whose results are Python values that depend on tensor contents or on settings.
 _IMPURE_TORCH = re.compile(
     r"equal|allclose|is_nonzero|data_ptr|_version|grad|is_leaf|get_.*|are_.*|is_\w+_enabled|initial_seed"
     r"|current_\w+|stride|is_contiguous|\w*storage\w*"
@@ -60,11 +59,12 @@ _IMPURE_TORCH = re.compile(
 
 
 class Incomparable(Exception):
-    """Raised for state of a function that cannot be compared between calls."""
+    """Raised where a function reads state that cannot be compared between calls."""
 
 
 class Identity:
-    """A hashable reference to an object, equal by identity. It keeps the object, and so its id, alive."""
+    """A hashable reference to an object, compared by identity. It keeps the object alive, so that its id is
+    not reused."""
 
     __slots__ = ("obj",)
 
@@ -140,7 +140,7 @@ class Fingerprint(ModState):
     # -- values ------------------------------------------------------------------------------------------
 
     def _value(self, path: str, obj: Any) -> Any:
-        """The key of a value that the function reads."""
+        """Return the key of a value that the function reads."""
         self._count += 1
         if self._count > MAX_VALUES:
             raise Incomparable(f"{path} has more than {MAX_VALUES} values")
@@ -165,7 +165,7 @@ class Fingerprint(ModState):
             place = len(self.tensors)
             self._places[id(tensor)] = place, tensor
             self.tensors.append(tensor)
-            # Compiled calls leave notes on tensors, which no mod reads.
+            # torch.compile sets attributes on tensors, which no mod reads.
             read = tensor.__dict__ and {
                 n: x for n, x in tensor.__dict__.items() if not n.startswith("_dynamo_")
             }
@@ -193,7 +193,7 @@ class Fingerprint(ModState):
             if isinstance(owner, torch.Tensor):
                 _refuse_impure(path, [obj.__name__])
             elif obj.__name__ in _EDITS:
-                raise Incomparable(f"{path}() edits what the function reads, or reads what a text names")
+                raise Incomparable(f"{path}() edits a container, or reads attributes by a format string")
             return "method", obj.__name__, self._value(path, owner)
         if not _is_of_library(obj, kind):
             raise Incomparable(f"{path} is {_describe(obj)}, of which any state may be read")
@@ -202,7 +202,7 @@ class Fingerprint(ModState):
     # -- functions ---------------------------------------------------------------------------------------
 
     def _function(self, path: str, fn: types.FunctionType, owner: Any) -> Any:
-        """The key of a function; owner: the object that its first argument is bound to, or None."""
+        """Return the key of a function. owner: the object bound to its first argument, or None"""
         name = id(fn), id(owner)
         if (visited := self._places.get(name)) is not None:
             return "function", visited[0]
@@ -233,8 +233,8 @@ class Fingerprint(ModState):
         return "function", place
 
     def _torch_function(self, path: str, fn: types.FunctionType, owner: Any) -> Any:
-        """The key of a function of torch: its identity, and the values in its closure that are not torch's:
-        mask_mods that `and_masks` combines, the function that `torch.no_grad` decorates."""
+        """Return the key of a torch function: its identity, and values in its closure that are not torch's,
+        as mask_mods that `and_masks` combines, or a function decorated by `torch.no_grad`."""
         if owner is not None:
             raise Incomparable(f"{path} is a method of a {type(owner).__qualname__}")
         _refuse_impure(path, [fn.__name__])
@@ -245,7 +245,7 @@ class Fingerprint(ModState):
         return Identity(fn)
 
     def _follow(self, chain: Chain, path: str, value: Any) -> Any:
-        """The value at the end of a chain; _COMPUTED where a property or a tensor computes it."""
+        """Evaluate a chain; return _COMPUTED where a property or a tensor computes the value."""
         for position, (step, name) in enumerate(chain.steps):
             if value is ABSENT:
                 break
@@ -261,18 +261,18 @@ class Fingerprint(ModState):
             if isinstance(value, torch.Tensor) and value is not read_step(owner, step, name):
                 getter = getattr(type(owner), str(name), None)
                 if type(getter) is not property or type(getter.fget) is not types.FunctionType:
-                    raise Incomparable(f"{path} is another tensor at each read")
+                    raise Incomparable(f"{path} is a new tensor at each read")
                 self._entries.append((path, self._function(path, getter.fget, owner)))
                 value = _COMPUTED
         return value
 
 
-_CONSTRUCTORS = ("__init__", "__new__")  # of an enumeration
+_CONSTRUCTORS = ("__init__", "__new__")  # methods that an enumeration may define
 
 
 def root_of(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
-    """Return the value of the variable that a chain begins at. Raises Incomparable for imported modules, but
-    torch and math."""
+    """Return the value of a chain's variable. Raises Incomparable for modules imported in the function,
+    except torch and math."""
     if chain.kind == GLOBAL:
         value = fn.__globals__.get(chain.name, ABSENT)
         return getattr(builtins, chain.name, ABSENT) if value is ABSENT else value
@@ -284,7 +284,7 @@ def root_of(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
 
 
 def read_step(obj: Any, step: str, name: Any) -> Any:
-    """Return ``obj.name`` or ``obj[name]``; ABSENT where there is none."""
+    """Return ``obj.name`` or ``obj[name]``; ABSENT if it does not exist."""
     try:
         return getattr(obj, name) if step == ATTRIBUTE else obj[name]
     except (AttributeError, LookupError, TypeError):
@@ -294,11 +294,11 @@ def read_step(obj: Any, step: str, name: Any) -> Any:
 def _refuse_impure(path: str, names: Iterable[str]) -> None:
     for name in sorted(names):
         if _IMPURE_TORCH.fullmatch(name):
-            raise Incomparable(f"{path} calls {name}, which contents of tensors or settings decide")
+            raise Incomparable(f"{path} calls {name}, which depends on tensor contents or settings")
 
 
 def _is_of_library(obj: Any, kind: type) -> bool:
-    """Whether a value is a module, class or function of Python or torch without state of its own."""
+    """Return whether a value is a stateless module, class or function of Python or torch."""
     module = obj.__name__ if kind is types.ModuleType else getattr(obj, "__module__", None) or ""
     package = module.split(".")[0]
     if kind is types.ModuleType:
@@ -320,18 +320,18 @@ def _describe(obj: Any) -> str:
 
 
 def _is_of_torch(obj: Any) -> bool:
-    """Whether a value is a class of torch or an instance of one, but a tensor."""
+    """Return whether a value is a class of torch, or an instance of one other than a tensor."""
     cls = obj if isinstance(obj, type) else type(obj)
     return cls.__module__.split(".")[0] == "torch" and not issubclass(cls, torch.Tensor)
 
 
 def _is_closed_form(obj: Any) -> bool:
-    """Whether a value is a mask of this package, whose methods read nothing but its fields."""
+    """Return whether a value is a closed-form mask of this package, whose methods only read its fields."""
     return type(obj).__module__.split(".")[0] == "tritoncp" and hasattr(obj, "__dict__")
 
 
 def _is_plain_enum(kind: type) -> bool:
-    """Whether members of an enumeration hold nothing but their fields."""
+    """Return whether members of an enumeration have no state besides their fields."""
     fields = [item for base in kind.__mro__ if base.__module__ != "enum" for item in vars(base).items()]
     return not any(
         type(field) is property

@@ -25,12 +25,12 @@ from tritoncp.mods.recording import read_state
 if TYPE_CHECKING:
     from tritoncp.mods.translate.trace import ModTrace
 
-JITFunction: TypeAlias = Any  # the result of @triton.jit; its class differs in the interpreter
+JITFunction: TypeAlias = Any  # a result of @triton.jit, which in the interpreter is of another class
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """In place of the @triton.jit functions of a mod that only torch can run: the reason."""
+    """Stands for the @triton.jit functions of a mod that only torch can run; has the reason."""
 
     arg_names: tuple[str, ...]
     error: Untranslatable
@@ -38,24 +38,24 @@ class Refusal:
 
 @dataclass(frozen=True, eq=False)
 class Mod:
-    """A mask_mod or score_mod as Triton source, and the tensors and numbers that it captures.
+    """A mask_mod or score_mod translated to Triton, and the tensors and numbers that it captures.
 
     In a kernel, with b, h int32 scalars and q_idx, kv_idx int32 tiles that broadcast to the score tile:
 
         fn(b, h, q_idx, kv_idx, caps) -> bool                                   # a mask_mod
         fn(score, b, h, q_idx, kv_idx, caps) -> score                           # a score_mod
-        grad(dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps) -> dscore   # of the score that went in
+        grad(dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps) -> dscore   # gradient of the input score
 
-    `grad` also adds to `dcaps`, atomically, wherever `keep` (a bool tile of the score's shape) is set.
+    Where `keep` (a bool tile of the score's shape) is set, `grad` also adds to `dcaps`, atomically.
     Indices are global and lie in [0, 2^30).
 
-    digest: of `source`, and of the code of `graph`; Mods of one digest differ in captures alone
-    fn: a Refusal where there is no translation, but a torch form
-    wants: positions of the tensors that `grad` adds gradients for, in the order of `dcaps`
-    graph: the torch form of `fn`; None for hand-written Triton
-    back: `grad` for callers that only want dscore: adds nothing to dcaps
-    loads: number of axes of a score tile with which loads from `tensors` vary: 0 where their addresses depend
-        on b and h alone, 2 where each score has its own
+    digest: hash of `source` and of the code of `graph`; Mods of equal digest differ in captures alone
+    fn: a Refusal if there is only a torch form
+    wants: indices in `tensors` of those whose gradients `grad` computes, in the order of `dcaps`
+    graph: `fn` as a torch graph; None for hand-written Triton
+    back: `grad` without additions to dcaps
+    loads: number of axes of a score tile (q, kv) on which addresses of loads from `tensors` depend: 0 if only
+        on b and h, 2 if each score loads its own value
     """
 
     digest: str
@@ -70,21 +70,25 @@ class Mod:
     loads: int = 2
 
     def __call__(self, *arguments: Tensor) -> Tensor:
-        """Call the torch form with the current captures: a Mod is a mask_mod or score_mod for torch too."""
+        """Call the torch form with the current captures, so that a Mod is a mask_mod or score_mod in
+        torch."""
         if self.graph is None:
-            raise TypeError("a hand-written @triton.jit mod runs in kernels only; torch cannot call it")
+            raise TypeError(
+                "a hand-written @triton.jit mod cannot be called in torch: pass it to flex_attention, or "
+                "write it in Python"
+            )
         return self.graph(*arguments, *self.tensors, *self.numbers)
 
     def __post_init__(self) -> None:
-        # `structure_of` finds the Mod without captures as long as a Mod of its digest lives.
+        # `structure_of` finds the Mod without captures as long as any Mod of its digest is alive.
         if (structure := _STRUCTURES.get(self.digest)) is None:
             copy = object.__new__(Mod)
             vars(copy).update(vars(self), tensors=(), numbers=())
             structure = _STRUCTURES.setdefault(self.digest, copy)
-        vars(self).update(graph=structure.graph, _structure=structure)  # one graph for all of a digest
+        vars(self).update(graph=structure.graph, _structure=structure)  # all Mods of a digest share a graph
 
     def with_captures(self, tensors: Sequence[Tensor] = (), numbers: Sequence[int | float] = ()) -> Mod:
-        """Copy the mod with other captures, in a fifth of the time of `dataclasses.replace`."""
+        """Copy the mod with other captures (five times as fast as `dataclasses.replace`)."""
         copy = object.__new__(Mod)
         vars(copy).update(vars(self), tensors=tuple(tensors), numbers=tuple(numbers))
         vars(copy).setdefault("_structure", self)
@@ -92,27 +96,27 @@ class Mod:
 
     @property
     def is_score(self) -> bool:
-        """Whether `fn` takes a score."""
+        """Whether this is a score_mod."""
         return len(self.fn.arg_names) >= 6
 
     def check_kernels(self) -> Mod:
-        """Return the mod. Raises Untranslatable if only torch can run it."""
+        """Return the mod; raise Untranslatable if only torch can run it."""
         if isinstance(self.fn, Refusal):
             raise self.fn.error.with_traceback(None)
         return self
 
     def caps(self, tensors: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
-        """The `caps` argument of a kernel: (pointer, sizes, strides) of each tensor, then the numbers.
+        """Return the `caps` argument of a kernel: (pointer, sizes, strides) of each tensor, then numbers.
 
-        `tensors` replace the captured ones: tensors that an autograd function saved, or copies on a device.
+        tensors: replace the captured ones, as tensors that an autograd function saved or copies on a device
         """
         return arguments(self.tensors if tensors is None else tensors, self.numbers)
 
     def dcaps(self, grads: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The `dcaps` argument: buffers to add the gradients of `tensors[i] for i in wants` to.
+        """Return the `dcaps` argument of a kernel: buffers for the gradients of `tensors[i] for i in wants`.
 
-        grads: float32 (float64 for float64 captures), each of the shape of its tensor, zeroed by the caller;
-        or int64 with the slots of `deterministic_sum.buffer` as a last dimension.
+        grads: zeroed, of the shapes of these tensors, float32 (float64 for float64 captures); or int64
+        accumulators of `deterministic_sum.buffer`
         """
         expected = [tuple(self.tensors[i].shape) for i in self.wants]
         shapes = [tuple(g.shape[:-1] if g.dtype is torch.int64 else g.shape) for g in grads]
@@ -131,16 +135,17 @@ class Mod:
     ) -> Mod:
         """Make a Mod from hand-written @triton.jit functions, with the signatures in :class:`Mod`.
 
-        captures: the items of `caps`, tensors first, then numbers. wants: which of the tensors `grad` adds
-        gradients for, in the order of `dcaps`; by default those that require grad, if there is a `grad`.
-        Without `grad` a score_mod runs forward only. back: like grad, but adds nothing to dcaps; needed
-        where captures want gradients, since dQ and dK/dV both differentiate the score.
+        captures: the items of `caps`, tensors first, then numbers. wants: indices of the tensors whose
+        gradients `grad` computes, in the order of `dcaps`; default: with `grad`, those that require grad.
+        Without `grad` a score_mod has no backward pass. back: grad without additions to dcaps; needed where
+        captures require grad, since the kernels of dQ and of dK/dV both differentiate the score.
         """
         tensors = tuple(c for c in captures if isinstance(c, Tensor))
         numbers = tuple(c for c in captures if not isinstance(c, Tensor))
         if any(isinstance(c, Tensor) for c in tuple(captures)[len(tensors) :]):
             raise ValueError(
-                "captures are tensors first, then numbers; reorder them, and caps[i] in the function"
+                "captures has a number before a tensor: put tensors first, and renumber caps[i] in the "
+                "function"
             )
         _check_signature(fn, grad)
         source = "\n\n".join(inspect.getsource(f.fn) for f in (fn, grad) if f is not None)
@@ -151,7 +156,10 @@ class Mod:
         structure = [(t.dtype, t.ndim) for t in tensors], [type(n) for n in numbers], learned
         digest = source_cache.digest_of(f"{source}\n{structure}")
         if learned and back is None:
-            raise ValueError("captures want gradients: pass back=, which is grad without the adding to dcaps")
+            raise ValueError(
+                "back is missing, and captures require grad: pass back=, a copy of grad that adds nothing to "
+                "dcaps"
+            )
         return cls(digest, source, fn, grad, tensors, numbers, learned, None, back or grad, 2 * bool(tensors))
 
 
@@ -161,19 +169,19 @@ _STRUCTURES: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary
 def structure_of(digest: str) -> Mod:
     """Return the Mod of a digest, without captures.
 
-    Raises RuntimeError once every Mod of that digest has been freed.
+    Raises RuntimeError if all Mods of that digest were freed.
     """
     mod = _STRUCTURES.get(digest)
     if mod is None:
         raise RuntimeError(
-            f"the score_mod or mask_mod {digest[:12]}, which a recorded call names, has been freed; keep the "
-            "result of tritoncp.mods.score_mod(fn) for as long as the call may run again"
+            f"the score_mod or mask_mod {digest[:12]} of a recorded call was freed: keep the result of "
+            "tritoncp.mods.score_mod(fn) for as long as the call may run again"
         )
     return mod
 
 
 def arguments(tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> tuple[Any, ...]:
-    """The `caps` argument of a kernel for these captures, see :meth:`Mod.caps`."""
+    """Return the `caps` argument of a kernel for these captures, see :meth:`Mod.caps`."""
     return (*map(_argument, tensors), *numbers)
 
 
@@ -201,26 +209,25 @@ def _check_signature(fn: JITFunction, grad: JITFunction | None) -> None:
     count = len(fn.arg_names)
     if count not in _ARGUMENTS:
         raise ValueError(
-            f"a @triton.jit mod takes ({_ARGUMENTS[5]}) or ({_ARGUMENTS[6]}); "
-            f"this one takes ({', '.join(fn.arg_names)})"
+            f"fn has the parameters ({', '.join(fn.arg_names)}); a @triton.jit mod needs ({_ARGUMENTS[5]}) "
+            f"or ({_ARGUMENTS[6]})"
         )
     if grad is not None and (count != 6 or len(grad.arg_names) != 9):
         raise ValueError(
-            f"the gradient of a score_mod takes ({_GRAD_ARGUMENTS}); got ({', '.join(grad.arg_names)})"
+            f"grad has the parameters ({', '.join(grad.arg_names)}); ({_GRAD_ARGUMENTS}) are needed"
         )
 
 
 def is_jit_function(fn: Any) -> bool:
-    """Whether `fn` is a @triton.jit function. There is none before Triton is loaded, and this does not load
-    it."""
-    if type(fn) is types.FunctionType:  # the usual case, decided at once
+    """Return whether `fn` is a @triton.jit function. Does not import Triton: without it, there is none."""
+    if type(fn) is types.FunctionType:  # the usual case, for speed
         return False
     triton_jit = sys.modules.get("triton.runtime.jit")
     return triton_jit is not None and isinstance(fn, triton_jit.KernelInterface)
 
 
 def hand_written(fn: Any) -> bool:
-    """Whether `fn` is @triton.jit code, alone or as a Mod, which torch cannot call."""
+    """Return whether `fn` is hand-written @triton.jit code, which torch cannot call; alone or as a Mod."""
     return is_jit_function(fn) or (isinstance(fn, Mod) and fn.graph is None)
 
 
@@ -228,7 +235,7 @@ def hand_written(fn: Any) -> bool:
 
 
 _LOCK = threading.RLock()
-# By state, arguments and dtypes: a Mod without captured tensors, and the `_tensor_sources` of these.
+# (state, number of arguments, dtypes) -> (Mod without captured tensors, `_tensor_sources` of these).
 _TRANSLATIONS: BoundedCache[Any, Any] = BoundedCache(256)
 
 
@@ -236,7 +243,7 @@ _TRANSLATIONS: BoundedCache[Any, Any] = BoundedCache(256)
 def mask_mod(fn: Callable[..., Any] | JITFunction | Mod) -> Mod:
     """Translate `fn(b, h, q_idx, kv_idx) -> bool`, a torch mask_mod, to Triton.
 
-    Raises Untranslatable, naming the operation and the line, for what cannot run inside a kernel.
+    Raises Untranslatable, with the operation and its line, if an operation cannot run inside a kernel.
 
     >>> print(mask_mod(lambda b, h, q, kv: q >= kv).source.splitlines()[-1].strip())
     return at_least
@@ -250,9 +257,10 @@ def score_mod(
 ) -> Mod:
     """Translate `fn(score, b, h, q_idx, kv_idx) -> score`, a torch score_mod, and its gradient to Triton.
 
-    dtype: the kernel's scores, float32 or float64. Captured float tensors that require grad get gradients.
-    kernels: whether an operation without a translation raises Untranslatable; else the Mod runs in torch
-        alone, and `Mod.check_kernels` raises it. Operations that cannot be traced raise it in any case.
+    dtype: of scores in the kernel, float32 or float64. Captured float tensors that require grad get
+    gradients.
+    kernels: raise Untranslatable for an operation without a translation; if False, such a Mod runs in torch
+        alone, and `Mod.check_kernels` raises. Operations that cannot be traced always raise.
 
     >>> mod = score_mod(lambda s, b, h, q, kv: s + (q * torch.ones(999)).median(), kernels=False)
     >>> float(mod(torch.tensor(1.0), *torch.tensor([0, 0, 5, 0])))
@@ -303,8 +311,8 @@ def translate(
 def _trace(
     fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState
 ) -> tuple[Mod, tuple[int | Tensor, ...] | None]:
-    """Trace and translate a mod; the sources are those of :func:`_tensor_sources`."""
-    from tritoncp.mods.translate.trace import trace_mod  # loads Dynamo, which plans do without
+    """Trace and translate a mod; return it with its :func:`_tensor_sources`."""
+    from tritoncp.mods.translate.trace import trace_mod  # late: it imports Dynamo, which plans do not need
 
     trace = trace_mod(fn, is_score, dtype, state)
     return _build(trace), _tensor_sources(trace, state.tensors)
@@ -323,7 +331,7 @@ def _build(trace: ModTrace) -> Mod:
 
 
 def _build_kernels(trace: ModTrace) -> Mod:
-    from tritoncp.mods.translate.emit import emit_source  # loads Dynamo
+    from tritoncp.mods.translate.emit import emit_source  # late: it imports Dynamo
 
     source, loads = emit_source(trace)
     module = source_cache.load(source)
@@ -331,20 +339,20 @@ def _build_kernels(trace: ModTrace) -> Mod:
     grad = module.score_grad if trace.is_score else None
     score_only = replace(trace, joint=trace.back, wants=())
     back = source_cache.load(emit_source(score_only)[0]).score_grad if trace.wants else grad
-    digest = source_cache.digest_of(f"{source}\n{_torch_form(trace)}")  # one source, several torch forms
+    digest = source_cache.digest_of(f"{source}\n{_torch_form(trace)}")  # torch forms of a source may differ
     captures = trace.tensors, trace.numbers, trace.wants
     return Mod(digest, source, fn, grad, *captures, trace.forward, back, loads)
 
 
 def _torch_form(trace: ModTrace) -> str:
-    """Return the code of the torch form, with that of its derivative where autograd.Functions decide it."""
+    """Return the code of the torch form, with that of derivatives that autograd.Functions define."""
     names, back = trace.forward.meta["own_gradients"]
     return f"{trace.forward.code}\n{names}\n{back.code}" if names else trace.forward.code
 
 
 def _tensor_sources(trace: ModTrace, state_tensors: Sequence[Tensor]) -> tuple[int | Tensor, ...] | None:
-    """Return for each captured tensor its position in `ModState.tensors`, or the tensor if the function makes
-    it; None if the trace captured another tensor."""
+    """Return for each captured tensor its index in `ModState.tensors`, or the tensor itself if the function
+    makes it; None if the trace captured any other tensor."""
     sources: list[int | Tensor] = []
     for i, tensor in enumerate(trace.tensors):
         position = next((p for p, candidate in enumerate(state_tensors) if candidate is tensor), None)

@@ -1,8 +1,8 @@
-"""Recording of a function's operations, to compare functions whose state cannot be compared.
+"""Recordings of a function's operations, to compare functions whose state has no fingerprint.
 
 The function and its gradient run once on 0-d tensors while `core.tracing.GraphRecorder` records their graph.
-Functions with equal graphs are the same, however their states differ. It takes about a millisecond where a
-fingerprint takes microseconds, and needs no translation to Triton.
+Functions with equal graphs are equal, whatever state they read. A recording takes about a millisecond, where
+a fingerprint takes microseconds; it needs no translation to Triton.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tritoncp.mods.fingerprint import Fingerprint, ModState
 
 
 def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torch.float32) -> ModState:
-    """Read the fingerprint of a function, or record the function where it reads incomparable state.
+    """Return the fingerprint of a function, or a recording if it reads incomparable state.
 
-    Warns once, naming that state, since a recording takes a hundred times as long.
+    Warns once about that state, since a recording takes a hundred times as long.
     """
     fingerprint = Fingerprint(fn)
     if fingerprint.key is not None:
@@ -48,8 +48,8 @@ def _warn_incomparable(fn: Callable[..., Any], reason: str) -> None:
     if (name, origin(fn)) not in _WARNED:
         _WARNED.add((name, origin(fn)))
         warnings.warn(
-            f"{name} reads state that cannot be compared between calls: {reason}. It is run again at every "
-            "call, about a millisecond, to see whether it changed. Read the value once and capture it "
+            f"{name} reads state that cannot be compared between calls ({reason}), so that it is run again "
+            "at every call, for about a millisecond, to detect changes. Read the value once and capture it "
             "instead: `cap = config.cap` in an enclosing function, and `cap` in the mask_mod or score_mod",
             stacklevel=5,
         )
@@ -59,13 +59,13 @@ def _warn_incomparable(fn: Callable[..., Any], reason: str) -> None:
 def record(
     fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
-    """Record the operations of fn(score?, b, h, q_idx, kv_idx) and of its gradient, and the captured tensors.
+    """Return (key of the operations of fn(score?, b, h, q_idx, kv_idx) and its gradient, captured tensors).
 
-    None where it cannot run on 0-d tensors.
+    None if fn cannot run on 0-d tensors.
     """
-    # The caller's hooks for saved tensors, as for offloaded activations, must not see the recording.
+    # Mask the caller's saved-tensor hooks, as for offloading of activations.
     hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    for index in (0, 1):  # a function may divide by an index, or read a table of one entry
+    for index in (0, 1):  # index 0 fails if fn divides by it, index 1 if fn reads a table of one entry
         recorder = GraphRecorder()
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(is_score), hooks, TensorIndexing():
@@ -73,15 +73,15 @@ def record(
                 if is_score:
                     arguments.insert(0, torch.ones((), dtype=dtype, device=device, requires_grad=True))
                 recorder.record(partial(_call_and_differentiate, fn, recorder), arguments)
-        except Exception:  # of the user's code; a translation, if one is needed, raises it again
+        except Exception:  # raised by user code; a later translation raises it again
             continue
         return _describe(recorder)
     return None
 
 
 def _call_and_differentiate(fn: Callable[..., Any], recorder: GraphRecorder, *arguments: Tensor) -> Any:
-    """Return fn's result and its gradients by the score and by the captured tensors."""
-    # A copy of the score: the function may edit it in place.
+    """Return fn's result and its gradients with respect to the score and the captured tensors."""
+    # Clone the score: fn may edit it in place.
     out = fn(*[x.clone() if x.requires_grad else x for x in arguments])
     if not isinstance(out, Tensor) or not out.requires_grad:
         return out
@@ -90,7 +90,7 @@ def _call_and_differentiate(fn: Callable[..., Any], recorder: GraphRecorder, *ar
 
 
 def _describe(recorder: GraphRecorder) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """A hashable form of a recorded graph, and the captured tensors in order of first use."""
+    """Return (hashable form of a recorded graph, captured tensors in order of first use)."""
     lines: list[Any] = []
     captured: list[Tensor] = []
     for node in recorder.graph.nodes:
@@ -99,7 +99,7 @@ def _describe(recorder: GraphRecorder) -> tuple[tuple[Any, ...], list[Tensor]]:
             tensor = recorder.root.get_buffer(str(node.target))
             lines.append((tensor.dtype, tensor.shape, tensor.requires_grad, tensor.device))
             if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
-                lines.append(repr(tensor.tolist()))  # a tensor of Python numbers, inside the function
+                lines.append(repr(tensor.tolist()))  # a constant tensor that the function makes
             else:
                 captured.append(tensor)
     return tuple(lines), captured

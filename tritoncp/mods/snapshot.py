@@ -1,4 +1,4 @@
-"""Snapshots of the state of a mask_mod, to compare with its later state."""
+"""Snapshots of a mask_mod's state, to detect changes after a mask was made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tritoncp.mods.recording import read_state
 
 
 class Snapshot:
-    """The state of a mask_mod at the construction of a mask. Keeps no captured tensor alive.
+    """The state of a mask_mod when a mask was made. Keeps no captured tensor alive.
 
     >>> width = 40
     >>> def near(b, h, q_idx, kv_idx):
@@ -27,7 +27,7 @@ class Snapshot:
     """
 
     def __init__(self, mask_mod: Callable[..., Any], fixed: bool = False) -> None:
-        """Read the state. fixed: whether only the contents of its tensors can change, as in closed forms."""
+        """Read the state. fixed: only contents of its tensors can change, as in closed forms"""
         state = captured_state(mask_mod)
         self._fixed = fixed or _is_translated(mask_mod)
         self._key = state.key
@@ -35,9 +35,9 @@ class Snapshot:
         self._versions = [_version(tensor) for tensor in state.tensors]
 
     def difference(self, mask_mod: Callable[..., Any], state: ModState | None = None) -> str:
-        """Describe the state that has changed since the snapshot; empty if none has.
+        """Describe the first change since the snapshot as text; "" if there is none.
 
-        state: the current one; read if it is not passed.
+        state: the present state; None: it is read here
         """
         if not self._fixed and (text := self._key_difference(state or captured_state(mask_mod))):
             return text
@@ -53,14 +53,14 @@ class Snapshot:
                 return f"the operations of the mask_mod changed ({state.incomparable or 'with its state'})"
             return first_difference(self._key, state.key)
         for ref, tensor in zip(self._tensors, state.tensors):
-            # A recording may capture tensors that the function makes at each call, which have been freed.
+            # A recording may capture tensors that the function makes at each call, which are freed by now.
             if ref() is not tensor and (ref() is not None or not state.incomparable):
                 return f"a captured tensor of shape {tuple(tensor.shape)} was replaced by another"
         return ""
 
 
 def first_difference(old: Any, new: Any) -> str:
-    """Describe the first state in which two keys differ."""
+    """Describe the first difference of two keys as text."""
     for before, after in zip(old, new):
         if before != after:
             path = after[0] if before[0] == after[0] else before[0]
@@ -78,7 +78,7 @@ def _text(value: Any) -> str:
 
 
 def captured_state(mask_mod: Any) -> ModState:
-    """Return the state of a mask_mod, also of a translated one or None."""
+    """Return the state of a mask_mod, which may also be a Mod, @triton.jit code or None."""
     if mask_mod is None:
         return ModState((), (), ())
     if not _is_translated(mask_mod):
@@ -90,7 +90,7 @@ def captured_state(mask_mod: Any) -> ModState:
 
 
 def _is_translated(mask_mod: Any) -> bool:
-    """Whether a mask_mod is @triton.jit code or a Mod, which no longer reads Python state."""
+    """Return whether a mask_mod is @triton.jit code or a Mod, which read no Python state."""
     return (
         type(mask_mod).__module__.split(".")[0] == "triton"
         or type(mask_mod).__module__ == "tritoncp.mods.mod"
@@ -98,5 +98,5 @@ def _is_translated(mask_mod: Any) -> bool:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Number of edits in place; None where they are not counted."""
+    """Return a tensor's version counter; None if it has none."""
     return None if tensor.is_inference() else tensor._version

@@ -1,9 +1,8 @@
-"""Emitted source as modules in memory.
+"""Cache of modules made from emitted source, in memory.
 
-A module is compiled from the text that was emitted; no file is read. `linecache` holds the text, which is
-where tracebacks, debuggers, `inspect` and Triton read it. Profilers read files: with TRITONCP_CACHE_DIR a
-copy of each source is written there, which is never executed. A module is freed with the last function
-defined in it.
+A module is compiled from the emitted text, not from a file. The text is in `linecache`, from which
+tracebacks, debuggers, `inspect` and Triton read it. For profilers, which read files, a copy of each source is
+written to TRITONCP_CACHE_DIR, if that is set; it is never executed. A module is freed with its last function.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def digest_of(source: str) -> str:
 
 
 def load(source: str) -> ModuleType:
-    """Return the module of a source: the same one as long as a function of it is alive."""
+    """Return the module of a source, which is cached as long as a function of it is alive."""
     digest = digest_of(source)
     with _LOCK:
         module = _MODULES.get(digest)
@@ -41,10 +40,10 @@ def load(source: str) -> ModuleType:
 
 
 def _execute(digest: str, source: str, path: str) -> ModuleType:
-    """Execute a source in a new module with this file name."""
+    """Execute a source in a new module with the file name ``path``."""
     module = ModuleType(f"tritoncp_mod_{digest[:16]}")
     module.__file__ = path
-    vars(module)["__module__"] = module  # kept alive by its functions, which hold these globals
+    vars(module)["__module__"] = module  # its functions keep it alive by their globals
     # Without a modification time, so that checkcache() does not compare it with a file.
     lines: tuple[Any, ...] = (len(source), None, source.splitlines(keepends=True), path)
     linecache.cache[path] = lines
@@ -60,11 +59,11 @@ def _drop_lines(path: str, lines: tuple[Any, ...]) -> None:
 
 
 def _release(module: ModuleType) -> None:
-    """Remove the module's functions from Triton's process-wide tables, which would keep them for ever.
+    """Remove the module's functions from Triton's process-wide tables, which would keep them alive for ever.
 
-    These are the compiler's, for constants of kernels that are loaded ahead of time, and the interpreter's
-    table of rewritten functions, in whose place each function gets a table of its own. The interpreter enters
-    a function into the compiler's table as it rewrites it, and so has to do that here.
+    These are the compiler's table of constants of kernels loaded ahead of time, and the interpreter's table
+    of rewritten functions, which is replaced by one table per function. Since the interpreter enters a
+    function into the compiler's table when it rewrites it, functions are rewritten here first.
     """
     registry = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
     for name, value in list(vars(module).items()):
@@ -76,7 +75,7 @@ def _release(module: ModuleType) -> None:
 
 
 def _file_name(digest: str, source: str) -> str:
-    """Return a name for a source: the path of its copy in $TRITONCP_CACHE_DIR, if that is set."""
+    """Return a file name for a source: the path of its copy in $TRITONCP_CACHE_DIR, if that is set."""
     if folder := CACHE_DIR.read():
         path = Path(folder) / "mods" / f"{digest}.py"
         try:
@@ -86,6 +85,6 @@ def _file_name(digest: str, source: str) -> str:
             unfinished.replace(path)
             return str(path)
         except OSError as error:
-            message = f"no copy of a translated mod in TRITONCP_CACHE_DIR={folder}: {error}"
+            message = f"TRITONCP_CACHE_DIR={folder}: no copy of a translated mod could be written ({error})"
             warnings.warn(message, stacklevel=2)
     return f"<tritoncp mod {digest}>"

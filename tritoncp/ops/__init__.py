@@ -1,4 +1,4 @@
-"""Runs one checked call: registered ops, choice of engine, call specification, tile tables.
+"""Execution of one checked call: registered ops, autograd, choice of the engine, tables of tile shapes.
 
 May import: distributed, reference, planning, masks, mods, core, kernels.
 """

@@ -1,8 +1,8 @@
-"""The two passes of a call, their registered ops, and the autograd node that joins them.
+"""Forward and backward pass of a call, their registered ops, and their autograd function.
 
-Each op is one whole pass: launches and collectives stay inside, so neither step counts nor Work handles enter
-a graph. A call outside of graphs is a :class:`~tritoncp.ops.call.Call`, which goes to the passes as it is; it
-is written as arguments of an op only where the dispatcher is needed.
+Each op is one whole pass: launches and collectives stay inside, so that neither step counts nor Work handles
+enter a graph. Outside of graphs a :class:`~tritoncp.ops.call.Call` is passed to the passes directly; it is
+encoded as arguments of an op only where the dispatcher is needed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def current_device(x: Tensor) -> AbstractContextManager[Any]:
 
 
 class BackwardInputs(NamedTuple):
-    """The tensors of a backward pass besides captures: the gradients of out and lse (None: there is none of
-    lse), and the inputs and results of the forward pass."""
+    """Tensors of a backward pass besides captures: gradients of out and lse (dlse None: lse is unused),
+    inputs and results of the forward pass."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -78,7 +78,7 @@ def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]
     def steps() -> Schedule[Any]:
         schedule, (q, k, v) = schedule_of(call.plan, call.is_invariant), qkv
         if call.expand is not None and not k.stride(0):
-            k = k.clone(memory_format=torch.contiguous_format)  # batch rows have gradients of their own
+            k = k.clone(memory_format=torch.contiguous_format)  # a separate gradient for each batch row
         grads = yield from schedule.backward(call.plan, engine, q, k, v, dout, inputs.lse, delta)
         return [in_own_memory(grad, x) for grad, x in zip(grads, qkv, strict=True)]
 
@@ -86,10 +86,10 @@ def backward_schedule(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]
 
 
 def backward_engine(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) -> tuple[Any, Tensor, Tensor]:
-    """Return the engine of a backward pass, dout in a memory order that kernels read, and delta =
-    rowsum(out * dout) - dlse [B, H, S]."""
+    """Return (engine of a backward pass, dout in a memory order that kernels read, delta = rowsum(out * dout)
+    - dlse [B, H, S])."""
     dout, dlse, q, k, v, out, lse = inputs
-    if dlse is not None:  # lse is -inf in rows that see no key, and the gradient of a loss there may be NaN
+    if dlse is not None:  # in rows that see no key, lse is -inf and dlse may be NaN
         dlse = dlse.masked_fill(lse == -torch.inf, 0).contiguous()
     dout = dout if 0 not in dout.stride() else dout.contiguous()
     extra = (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
@@ -101,8 +101,8 @@ def backward_engine(call: Call, inputs: BackwardInputs, sums: Sequence[Tensor]) 
 
 
 def in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
-    """Convert a gradient of x to the dtype and memory order of x, the only rounding, in its own memory: dk
-    and dv may be views of one buffer, and outputs of an op must not share memory."""
+    """Copy a gradient into x's dtype (its only rounding) and memory order, unless it has both: dk and dv may
+    be views of one buffer, and outputs of an op must not share memory."""
     if grad.untyped_storage().nbytes() > grad.nbytes:
         return laid_out_as(x, x.shape[3]).copy_(grad)
     return grad.to(x.dtype)
@@ -113,7 +113,7 @@ def _drive(call: Call, schedule: Schedule[Any], x: Tensor, direction: str = "") 
     with current_device(x):
         if call.group is None:
             return collectives.run_alone(schedule)
-        # Views of messages are not tracked below autograd, and take half the time.
+        # Below autograd, views of messages are not tracked and take half the time.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return collectives.run(schedule, call.group, call.plan.schedule, direction)
 
@@ -127,7 +127,7 @@ def forward_pass(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def backward_pass(call: Call, inputs: BackwardInputs) -> list[Tensor]:
-    """Compute dq, dk, dv, then the gradients of captures that require one."""
+    """Compute [dq, dk, dv, *gradients of captures that require grad]."""
     consistency.compare_kind(call.group, "a backward pass")
     sums = gradient_buffers(call, inputs.lse)
     grads: list[Tensor]
@@ -139,14 +139,14 @@ def backward_pass(call: Call, inputs: BackwardInputs) -> list[Tensor]:
 
 
 def _forward_body(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
-    """Run :func:`forward_pass` of a call that is written as :class:`OpArguments`."""
+    """Body of the forward op: run :func:`forward_pass` on decoded :class:`OpArguments`."""
     written = OpArguments(*arguments).with_leaves()
     with failures.closing(written.group):
         return forward_pass(written.decode(q), q, k, v)
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
-    """Allocate the results of :func:`_forward_body` for shapes only."""
+    """Fake kernel of the forward op: allocate its results."""
     spec = decode_spec(OpArguments(*arguments).spec)
     e = v.shape[3] if spec.sizes is None else spec.sizes[2]
     results = [laid_out_as(q, e), q.new_empty(q.shape[:3], dtype=stats_dtype(q))]
@@ -154,7 +154,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tens
 
 
 def _backward_body(*args: Any) -> list[Tensor]:
-    """Run :func:`backward_pass` of a call: :class:`BackwardInputs`, then :class:`OpArguments`."""
+    """Body of the backward op. args: fields of :class:`BackwardInputs`, then of :class:`OpArguments`"""
     inputs, written = BackwardInputs(*args[:7]), OpArguments(*args[7:]).with_leaves()
     with failures.closing(written.group):
         call = written.decode(inputs.q, is_backward=True)
@@ -163,7 +163,7 @@ def _backward_body(*args: Any) -> list[Tensor]:
 
 
 def _backward_fake(*args: Any) -> list[Tensor]:
-    """Allocate the results of :func:`_backward_body` for shapes only."""
+    """Fake kernel of the backward op: allocate its results."""
     written = OpArguments(*args[7:])
     sums = [x.new_empty(x.shape) for x in map(written.captures.__getitem__, written.wants)]
     return [laid_out_as(x, x.shape[3]) for x in args[2:5]] + sums
@@ -173,13 +173,13 @@ def _backward_fake(*args: Any) -> list[Tensor]:
 
 
 class Attention(torch.autograd.Function):
-    """The autograd node of one call. Its tensors are query, key, value, and the captures of the score_mod."""
+    """Autograd function of one call. tensors: query, key, value, then captures of the score_mod"""
 
     @staticmethod
     def forward(ctx: Any, call: Call | OpArguments, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = _run_forward(call, tensors)
         ctx.save_for_backward(*results[:2], *tensors)
-        ctx.call = call.with_captures(())  # whose edits autograd notices, and which hooks may move
+        ctx.call = call.with_captures(())  # captures are saved tensors, for version checks and hooks
         ctx.mark_non_differentiable(*results[2:])
         ctx.set_materialize_grads(False)
         return tuple(results)
@@ -190,7 +190,7 @@ class Attention(torch.autograd.Function):
         try:
             return Attention.gradients(ctx, dout, dlse)
         except BaseException as error:
-            with contextlib.suppress(ValueError):  # of a group that was destroyed
+            with contextlib.suppress(ValueError):  # raised if the group was destroyed
                 failures.stop(ctx.call.group, error)
             raise
 
@@ -212,7 +212,7 @@ class Attention(torch.autograd.Function):
 
 
 class Final(torch.autograd.Function):
-    """The autograd node of a backward pass under ``create_graph``, which raises for a second derivative."""
+    """Autograd function around a backward pass, which raises for a second derivative."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[[], Iterable[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -222,8 +222,8 @@ class Final(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, *grads: Any) -> None:
         raise RuntimeError(
-            "tritoncp.flex_attention can be differentiated once: its backward pass has no derivative. "
-            "Compute second derivatives with torch's flex_attention, on one device and a small problem"
+            "tritoncp.flex_attention has no second derivative: compute it with torch's flex_attention, on "
+            "one device and a small problem"
         )
 
 
@@ -256,7 +256,7 @@ def _run_forward(call: Call | OpArguments, tensors: Sequence[Tensor]) -> list[Te
 
 
 def backward(call: Call | OpArguments, inputs: BackwardInputs) -> list[Tensor]:
-    """Run the backward pass of a call so that a second derivative raises."""
+    """Run the backward pass of a call; a second derivative raises."""
     present = [x for x in (*inputs, *call.captures) if x is not None]
 
     def compute() -> list[Tensor]:
@@ -264,7 +264,7 @@ def backward(call: Call | OpArguments, inputs: BackwardInputs) -> list[Tensor]:
             return list(call_op(backward_op, *inputs, *call.as_arguments()))
         if isinstance(call, OpArguments):
             return _backward_body(*inputs, *call)
-        groups.group_of(call.group)  # raises for one that was destroyed since
+        groups.group_of(call.group)  # raises if the group was destroyed after the forward pass
         call.plan.check_sources()
         return backward_pass(call, inputs)
 
@@ -272,7 +272,7 @@ def backward(call: Call | OpArguments, inputs: BackwardInputs) -> list[Tensor]:
 
 
 def refuse_second_derivative(compute: Callable[[], list[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Run a backward pass over ``tensors`` so that a second derivative raises."""
+    """Run ``compute``, a backward pass of ``tensors``; a second derivative raises."""
     return list(Final.apply(compute, *tensors)) if needs_autograd(tensors) else compute()
 
 

@@ -1,4 +1,4 @@
-"""The record of one checked call of attention, and its form as arguments of the registered ops."""
+"""The record of one checked attention call, and its encoding as arguments of the registered ops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tritoncp.planning.plan import Plan
 
 
 class Call(NamedTuple):
-    """One checked call of a rank: all that its two passes need besides query, key and value.
+    """One checked call on one rank: all inputs of its forward and backward pass except query, key and value.
 
     plan:    the rank's plan, for the batch rows of the query
     score:   the score_mod without its captured tensors; None: there is none
@@ -59,7 +59,7 @@ class Call(NamedTuple):
 
     @property
     def wants(self) -> tuple[int, ...]:
-        """The places of captures that require gradients."""
+        """Indices of the captures that require grad."""
         wants = () if self.score is None else self.score.wants
         if self.expand is None:
             return wants
@@ -75,7 +75,7 @@ class Call(NamedTuple):
 
     @on_host
     def as_arguments(self) -> OpArguments:
-        """Write the call as arguments of the registered ops."""
+        """Encode the call as arguments of the registered ops."""
         world = "" if self.group is None else self.group.group_name
         sizes = None if self.expand is None else self.expand.sizes
         spec = encode_spec(None, self.wants, world, self.options, self.returns, None, sizes)
@@ -87,12 +87,12 @@ CALL_SCHEMA = "Tensor[] captures, SymInt[] ints, float scale, Tensor plan, str s
 
 
 class OpArguments(NamedTuple):
-    """A call as arguments of the registered ops, after their other tensors: where a graph, a dispatcher or a
-    subclass of tensors needs the op.
+    """A call encoded as the last arguments of the registered ops, for graphs, dispatch modes and tensor
+    subclasses.
 
-    ints: numbers that a score_mod captures, in a graph
-    plan: handle of the plan, in a graph, which serves all plans as the handle's value is an input of it; else
-          of the :class:`Call`, without captures. See :mod:`tritoncp.core.handles`
+    ints: in a graph, the numbers that the score_mod captures
+    plan: handle (:mod:`tritoncp.core.handles`): in a graph of the plan, an input, so that one graph serves
+          all plans; else of the :class:`Call` without captures
     spec: text of a :class:`CallConstants`
     """
 
@@ -104,7 +104,7 @@ class OpArguments(NamedTuple):
 
     @property
     def wants(self) -> tuple[int, ...]:
-        """The places of captures that require gradients."""
+        """Indices of the captures that require grad."""
         return decode_spec(self.spec).wants
 
     @property
@@ -119,8 +119,8 @@ class OpArguments(NamedTuple):
         return self
 
     def decode(self, x: Tensor, is_backward: bool = False) -> Call:
-        """Read the call, for tensors like x. The state of its mask is read here, but in the forward pass
-        of a graph, where the op that looks up the plan has read it. A traced module keeps a :class:`Call`."""
+        """Decode the call. x: a tensor on its device. Checks that the state of its mask is unchanged, except
+        in the forward pass of a graph, where the op that looks up the plan has done so."""
         named, spec, score, expand = object_of(self.plan), decode_spec(self.spec), None, None
         score_tensors: Sequence[Tensor] = ()
         is_call = isinstance(named, Call)
@@ -129,7 +129,7 @@ class OpArguments(NamedTuple):
         if is_call:
             return named.with_captures(self.captures)
         if spec.graph_score or spec.graph_expand:
-            from tritoncp.ops.graph import inputs  # loads Dynamo, which plans do without
+            from tritoncp.ops.graph import inputs  # late: it imports Dynamo, which plans do not need
 
             tensors, ints = iter(self.captures), iter(self.ints)
             if spec.graph_score:
@@ -142,26 +142,26 @@ class OpArguments(NamedTuple):
         return Call(named, score, self.scale, *rest)
 
     def with_leaves(self) -> OpArguments:
-        """Detach the captures; those in ``wants`` require gradients, which the ops' own tensors do not."""
+        """Detach the captures and mark those in ``wants`` as requiring grad, which an op's inputs do not."""
         leaves = [x.detach().requires_grad_(i in self.wants) for i, x in enumerate(self.captures)]
         return self._replace(captures=leaves)
 
     def order_sums(self, call: Call, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of captures in the order of ``wants``, from those of the decoded call: a
-        score_mod that a graph rebuilds may read its captures in another order, or leave some out."""
+        """Sort ``sums``, gradients of the decoded call's captures, into the order of ``wants``: a score_mod
+        rebuilt in a graph may read its captures in another order, or not read some of them."""
         places = {id(call.captures[i]): at for at, i in enumerate(call.wants)}
         targets = [self.captures[i] for i in self.wants]
         return [sums[places[id(x)]] if id(x) in places else torch.zeros_like(x) for x in targets]
 
 
 class CallConstants(NamedTuple):
-    """The constant part of a call in a graph, which registered ops take as text.
+    """The constants of a call in a graph, which registered ops get as text.
 
-    graph_score: structure of the score_mod, see ops/graph/inputs.py; None: there is none
-    wants:       places of captured tensors that require gradients
+    graph_score: structure of the score_mod, see ops/graph/inputs.py, or None
+    wants:       indices of the captures that require grad
     world:       name of the process group; "": all ranks are in this process
-    graph_expand: structure of ((fn, *arguments), autocast) of an :class:`Expansion`; None: there is none
-    sizes:       (Hkv, D, E) of the keys and values of latents; None: key and value have them
+    graph_expand: structure of ((fn, *arguments), autocast) of an :class:`Expansion`, or None
+    sizes:       (Hkv, D, E) of expanded keys and values; None without ``expand``
     """
 
     graph_score: str | None
@@ -179,19 +179,19 @@ class CallConstants(NamedTuple):
 
     @property
     def group(self) -> Any:
-        """The process group of the call. Raises ValueError for one that was destroyed."""
+        """The process group of the call. Raises ValueError if it was destroyed."""
         return groups.group_by_name(self.world) if self.world else None
 
 
 @lru_cache(256)
 def encode_spec(*fields: Any) -> str:
-    """Write a :class:`CallConstants` with these fields as text."""
+    """Encode the fields of a :class:`CallConstants` as text."""
     return json.dumps(fields)
 
 
 @lru_cache(256)
 def decode_spec(text: str) -> CallConstants:
-    """Read the text of :func:`encode_spec`."""
+    """Decode the text of :func:`encode_spec`."""
     graph_score, wants, world, options, returns, *expand = json.loads(text)
     return CallConstants(
         graph_score, tuple(wants), world, tuple(map(tuple, options)), tuple(returns), *expand

@@ -36,8 +36,8 @@ def translate_score(score_mod: Callable[..., Any], q: Tensor) -> tuple[Mod, Sequ
 
 def translate_mask(plan: Plan, q: Tensor) -> DeviceCopy[Mod] | None:
     """Return the translated mask_mod of a call, None if no masked block needs it. It is cached with the plan,
-    with copies of captured CPU tensors on the queries' device: a plan refuses to run after one was edited."""
-    by_rows = plan.schedule.startswith("ulysses")  # ranks exchange heads for rows, and have rows of all ranks
+    with copies of captured CPU tensors on the query's device: plans check that captures were not edited."""
+    by_rows = plan.schedule.startswith("ulysses")  # after the exchange, ranks have the rows of all ranks
     ranks = tuple(range(plan.world_size)) if by_rows else (plan.rank,)
     batch, heads, device = q.shape[0], q.shape[1], q.device
     if plan.mask.interval_for(batch, heads) is not None:
@@ -52,13 +52,13 @@ def translate_mask(plan: Plan, q: Tensor) -> DeviceCopy[Mod] | None:
 
 
 def _has_masked(plan: Plan) -> bool:
-    """Return whether this rank's queries see any masked block."""
+    """Return whether any block of this rank's queries is masked (partly visible)."""
     _, runs = plan.listed()
     return runs.has_kind(Kind.MASKED)
 
 
 def _translate_or_tabulate(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod:
-    """Translate a plan's mask_mod, or a bitmap of its values where it cannot be translated."""
+    """Translate a plan's mask_mod to Triton; if it cannot be translated, translate a bitmap of its values."""
     fn = plan.mask.mask_mod
     assert fn is not None
     with contextlib.suppress(Untranslatable):
@@ -73,7 +73,7 @@ def _translate_or_tabulate(plan: Plan, ranks: Sequence[int], batch: int, heads: 
 
 
 def _copy_to(mod: Mod, device: torch.device) -> DeviceCopy[Mod]:
-    """Copy a mod's captured CPU tensors to a device. Raises ValueError for one on another device."""
+    """Copy a mod's captured CPU tensors to a device. Raises ValueError for captures on other devices."""
     for tensor in mod.tensors:
         if tensor.device.type != "cpu" and tensor.device != device:
             raise ValueError(

@@ -1,10 +1,10 @@
-"""The ops ``tritoncp::*`` and torch's modes: registration of ops, autocast, tracing, fake tensors, and the
-transforms of torch.func, which are refused.
+"""Ops ``tritoncp::*`` and torch's dispatch modes: registration, autocast, tracing, fake tensors, and errors
+for the transforms of torch.func.
 
 Ops are registered directly: torch.library.custom_op and register_autograd search every list of tensors for
 nested tensors, at each call and for each derivative, which takes longer than the rest of a call. A call that
-is traced, or whose tensors have shapes and no values, runs as in a compiled graph: the plan is made by an op,
-which has a fake, so that nothing reads values before they exist.
+is traced or has fake tensors runs as in a compiled graph: an op with a fake kernel makes the plan, so that no
+values are read in tracing.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def register_op(
     name: str, body: Callable[..., Any], fake: Callable[..., Any], autograd_kernel: Any = None,
     schema: str = "", caller: str = "flex_attention",
 ) -> Any:  # fmt: skip
-    """Register the op ``tritoncp::name``: its body, its fake, and its Autograd kernel. schema: by default
-    that of the body's annotations. caller: the public function that calls it, for messages."""
+    """Register the op ``tritoncp::name`` with its body, fake and Autograd kernel. schema: default: inferred
+    from the body's annotations. caller: name of the public function, for error messages."""
 
     def run_body(*args: Any) -> Any:
         with fresh_dispatch():
@@ -69,9 +69,9 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def needs_dispatcher(tensors: Iterable[Tensor]) -> bool:
-    """Return whether the dispatcher has an effect on a call: under dispatch modes, functorch, autocast,
-    tracing, inference mode, profilers or another default device, and for subclasses, meta tensors and lazily
-    negated or zero tensors."""
+    """Return whether a call has to go through torch's dispatcher: under dispatch modes, functorch, autocast,
+    tracing, inference mode, profilers or another default device, and for tensor subclasses, meta tensors and
+    lazily negated or zero tensors."""
     for is_active in DISPATCH_MODES:
         if is_active():
             return True
@@ -88,8 +88,8 @@ _Key = torch._C._TorchDispatchModeKey
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Cast floating-point tensors to the autocast dtype of their device, if autocast is on for it; float64
-    stays, as in torch's own attention.
+    """Cast floating-point tensors to the autocast dtype, if autocast is on for their device; float64 is not
+    cast, as in torch's attention.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     [x.dtype for x in cast_for_autocast(torch.zeros(1), torch.zeros(1, dtype=torch.float64))]
@@ -106,8 +106,8 @@ def _cast(x: Tensor) -> Tensor:
 
 
 def is_traced(q: Any) -> bool:
-    """Return whether a call is recorded in a graph, or its query has no values: inside torch.compile, under
-    tracing and fake tensor modes, on fake and on meta tensors."""
+    """Return whether a call is traced or its query has no values: inside torch.compile, under tracing and
+    fake tensor modes, for fake and meta tensors."""
     if torch.compiler.is_dynamo_compiling():
         return True
     if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACING)):
@@ -121,27 +121,27 @@ _TRACING = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 
 
 def fake_mode_of(q: Tensor) -> AbstractContextManager[Any]:
-    """Return the fake tensor mode of a fake query, to run in it also after the program has left that mode."""
+    """Return the fake tensor mode of a fake query, if no such mode is active; else a null context."""
     if isinstance(q, FakeTensor) and torch._C._get_dispatch_mode(_Key.FAKE) is None:
         return q.fake_mode
     return nullcontext()
 
 
 def as_inputs(tensors: Iterable[Any]) -> list[Any]:
-    """Return inputs of an op, tensors or None: in a fake tensor mode, those with values become fake ones, and
-    constants of the graph that a tracer records."""
+    """Prepare tensors (or None) as inputs of an op: under a fake tensor mode, convert those with values to
+    fake tensors, which are constants of a traced graph."""
     if torch.compiler.is_dynamo_compiling() or torch._C._get_dispatch_mode(_Key.FAKE) is None:
         return list(tensors)
     return [torch.ops.aten.lift_fresh(x) if type(x) in PLAIN_TYPES else x for x in tensors]
 
 
 def run_on_values(op: Any, tensors: Sequence[Tensor], ints: Sequence[Any], *args: Any) -> Tensor:
-    """Run an op that returns a handle. In a fake tensor mode that no tracer uses it runs on values, if all
-    its inputs have some: its checks apply, and its result is known."""
+    """Run an op that returns a handle. Under a fake tensor mode without a tracer, run its real body if all
+    inputs have values, so that its checks apply."""
     if torch.compiler.is_dynamo_compiling():
         return op(tensors, ints, *args)
-    others = map(torch._C._get_dispatch_mode, (_Key.PROXY, _Key.FUNCTIONAL))
-    is_fake = isinstance(torch._C._get_dispatch_mode(_Key.FAKE), FakeTensorMode) and not any(others)
+    tracers = map(torch._C._get_dispatch_mode, (_Key.PROXY, _Key.FUNCTIONAL))
+    is_fake = isinstance(torch._C._get_dispatch_mode(_Key.FAKE), FakeTensorMode) and not any(tracers)
     leaves = tree_leaves((tensors, ints, args))
     is_symbolic = any(isinstance(x, torch.SymInt | Tensor) and type(x) not in PLAIN_TYPES for x in leaves)
     if is_fake and not is_symbolic:
@@ -175,7 +175,7 @@ def refuse_transforms() -> None:
 
 
 def refuse_transform(kind: Any, caller: str = "flex_attention") -> None:
-    """Raise RuntimeError for a kind of transform that attention, or another caller, does not support."""
+    """Raise RuntimeError if the function ``caller`` does not support a kind of transform."""
     if kind in _CALLERS:
         raise RuntimeError(
             f"tritoncp.{caller} was called under {_CALLERS[kind]}, which it does not support: "

@@ -1,4 +1,4 @@
-"""Choice of the engine of a call (Triton kernels or the CPU engine), and the form of its mods."""
+"""Choice of the engine of a call, Triton kernels or the CPU engine, and conversion of its mods for it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ CPU_ENGINE_LINE = (
 
 
 def score_kind(score: Mod | None) -> int:
-    """Return the kind of score_mod by which tiles are looked up: 0 for none, 2 for one that loads a value for
-    each score, else 1."""
+    """Return the kind of score_mod in tables of tile shapes: 0 for none, 2 if it loads a value for each
+    score, else 1."""
     return 0 if score is None else 2 if score.loads == 2 else 1
 
 
@@ -52,11 +52,11 @@ def uses_triton(device: torch.device) -> bool:
 def engine_of(
     call: Call, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor] = (), grads: Sequence[Tensor] = ()
 ) -> Any:
-    """Return the engine of a pass over q, k, v and ``extra`` tensors. ``grads``: a buffer for each capture in
-    ``wants`` of the call.
+    """Return the engine for one pass of a call. extra: further tensors of the pass; grads: a buffer for the
+    gradient of each capture in ``call.wants``.
 
-    Executables are cached with the plan, by the constants of the call, the structure of the score_mod, the
-    state of the tile tables, the view of the plan, and the layouts of all tensors.
+    Engines are cached with the plan, by the constants of the call, the structure of the score_mod, the
+    generation of the tile tables, the plan's rank and batch rows, and the layouts of all tensors.
     """
     if call.expand is not None:
         expand, call = call.expand, call._replace(expand=None)
@@ -69,8 +69,8 @@ def engine_of(
     if not q.is_cuda and not uses_triton(device):
         if call.is_invariant:
             raise ValueError(
-                "kernel option invariant=True on the CPU engine, whose products have other bits for other "
-                "shapes; leave it out, or run the Triton kernels: on a GPU, or with TRITON_INTERPRET=1"
+                "kernel option invariant=True on the CPU engine, where the bits of matrix products depend on "
+                "shapes: omit it, or run the Triton kernels, on a GPU or with TRITON_INTERPRET=1"
             )
         mask = call_mods.translate_mask(plan, q)
         return cpu_engine(call, None if mask is None else mask.on_current_stream(), q.dtype, grads)
@@ -106,8 +106,8 @@ def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) 
     plan, score = call.plan, call.score
     if score and score.graph is None and any(grad.dtype is torch.int64 for grad in grads):
         raise ValueError(
-            "this score_mod is hand-written @triton.jit code whose gradient adds floats with atomics, and "
-            "deterministic results are requested; write it in Python, or pass captures that need no gradient"
+            "score_mod is hand-written @triton.jit code, whose gradient adds floats with atomics, and "
+            "deterministic results are requested: write it in Python, or detach its captures"
         )
     (_, heads, rows, d), e, device = q.shape, v.shape[3], v.device
     copy = call_mods.translate_mask(plan, q)
@@ -116,23 +116,23 @@ def _make_executable(call: Call, q: Tensor, v: Tensor, grads: Sequence[Tensor]) 
         v.dtype, (d, e), tile_lookup.kind_of(plan.mask, mask is not None), score_kind(score)
     )
     tune_on_first_call.tune_if_requested(device, call.group, properties, (heads, v.shape[1], rows))
-    if call.options:  # options of a compiled call are not checked before
+    if call.options:  # options of a compiled call were not checked yet
         check_options(dict(call.options), architecture(device))
     by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
-    # Hand-written mods get one head at a time (h is a scalar), so GQA heads cannot be packed.
+    # Hand-written mods get a scalar h, so that the query heads of a KV head cannot be packed in one tile.
     unpacked = {"PACK_GQA": False} if by_hand else {}
     measured = PINNED if call.is_invariant else tile_lookup.measured_options(device, properties)
     options = {**measured, **unpacked, **dict(call.options)}
     mods, launches = kernel_mods(mask, score), BoundedCache[Any, Any](MAX_LAUNCHES)
     engine = TritonEngine(mods, call.scale, options, first_row=plan.first_row, launches=launches)
-    engine.route  # noqa: B018 - computed once, for the copies with other captures too
+    engine.route  # noqa: B018 - a cached property: copies with other captures share it
     _log_triton_engine(engine, device, properties)
     return Executable(engine, copy)
 
 
 def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence[Tensor]) -> CpuEngine:
-    """Make the CPU engine of one call, for queries of ``dtype``. It sums gradients of captures in float32 at
-    least, also those of narrower dtypes."""
+    """Make the CPU engine of one call, for queries of ``dtype``. It accumulates gradients of captures in
+    float32 or float64."""
     if engine_log.isEnabledFor(logging.INFO):
         log_decision(engine_log, CPU_ENGINE_LINE)
     plan, score = call.plan, _check_torch_form(call.score)
@@ -159,11 +159,11 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
 
 
 def _check_torch_form(mod: Mod | None) -> Mod | None:
-    """Return a mod. Raises ValueError for a hand-written Triton function, which torch cannot call."""
+    """Return the mod; raise ValueError if it is a hand-written Triton function, which torch cannot call."""
     if mod is not None and mod.graph is None:
         raise ValueError(
-            "a hand-written @triton.jit mod needs Triton: run on a GPU, or interpreted with "
-            "TRITON_INTERPRET=1"
+            "mask_mod or score_mod is a hand-written @triton.jit function, which the CPU engine cannot call: "
+            "run on a GPU, or with TRITON_INTERPRET=1"
         )
     return mod
 
@@ -190,8 +190,8 @@ def kernel_mods(
 
 
 def gradient_buffers(call: Call, like: Tensor) -> list[Tensor]:
-    """Allocate zeros for the gradients of captures: floats that kernels add to in any order, or, for
-    deterministic results, integers, whose sum does not depend on the order."""
+    """Allocate zeroed buffers for the gradients of captures: floats, which kernels add to in any order, or
+    for deterministic results integers, whose sum does not depend on the order."""
     if not call.wants:
         return []
     targets, device, sums = [call.captures[i] for i in call.wants], like.device, []
@@ -199,18 +199,18 @@ def gradient_buffers(call: Call, like: Tensor) -> list[Tensor]:
     if deterministic and uses_triton(device):
         count = 0 if call.score is None else len(call.score.wants)
         sums = [deterministic_sum.buffer(x, device) for x in targets[:count]]
-        targets = targets[count:]  # those of expand=, whose sums have a fixed order
+        targets = targets[count:]  # captures of expand=: their sums have a fixed order
     return sums + [torch.zeros(x.shape, dtype=like.dtype, device=device) for x in targets]
 
 
 def sum_gradients(call: Call, grads: Sequence[Tensor]) -> list[Tensor]:
-    """Convert the sums in the buffers to gradients of captures, in their own dtypes."""
+    """Convert the buffers of :func:`gradient_buffers` to gradients in the dtypes of the captures."""
     totals = [deterministic_sum.total(grad) if grad.dtype is torch.int64 else grad for grad in grads]
     return [total.to(call.captures[i].dtype) for total, i in zip(totals, call.wants, strict=True)]
 
 
 def _log_triton_engine(engine: Any, device: torch.device, key: tile_lookup.TileKey) -> None:
-    """Log the engine of a new executable, the route of its forward pass, and the reason of that route."""
+    """Log the engine of a new executable, the route of its forward pass, and the reason for that route."""
     if not engine_log.isEnabledFor(logging.INFO):
         return
     kind = "Triton kernels, interpreted," if device.type == "cpu" else f"Triton kernels on {device}"
@@ -221,11 +221,11 @@ def _log_triton_engine(engine: Any, device: torch.device, key: tile_lookup.TileK
 
 
 def name_functions() -> None:
-    """Have Triton hash all functions that kernels call, in a fixed order. Called before the first launch.
+    """Make Triton hash all functions that kernels call, in a fixed order, before the first launch.
 
-    The key of a compiled kernel depends on what the process has hashed before: a caller's hash holds the
-    global constants of its callees, but only of those that were hashed already (triton 3.7.1, in
-    ``DependenciesFinder._update_hash``). Without this, one process misses the cached kernels of another.
+    Without this, a process may miss the cached kernels of another one: a function's hash includes the global
+    constants of its callees only if these were hashed before (triton 3.7.1, in
+    ``DependenciesFinder._update_hash``).
     """
     from tritoncp.kernels import (
         backward,
@@ -238,7 +238,7 @@ def name_functions() -> None:
     from tritoncp.mods.translate import triton_helpers
 
     modules = tiles, tile_runs, scores, triton_helpers, forward, backward
-    for module in modules if tiles.INTERPRETED else (*modules, forward_gluon):  # Gluon cannot be interpreted
+    for module in modules if tiles.INTERPRETED else (*modules, forward_gluon):  # Gluon has no interpreter
         for function in vars(module).values():
             if getattr(function, "__module__", "") == module.__name__:
                 _ = getattr(function, "cache_key", None)  # jit functions have one

@@ -1,4 +1,4 @@
-"""The executable of a call: its engine, its mask_mod on the device and its launches, found by one look-up.
+"""Caches of a plan for execution: engines with their launches, mask_mods on devices, steps of the CPU engine.
 
 The caches of a plan are those of ``plan.derived``, which the views of all ranks share.
 """
@@ -23,10 +23,10 @@ MAX_STRUCTURES, MAX_COUNTS = 16, 1024
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """The parts that all calls of one signature under a plan share.
+    """The engine and mask_mod that all calls with one signature and plan share.
 
-    engine:   the TritonEngine, without the captures of the score_mod, with its cache of launches
-    mask_mod: the mask_mod whose captures the engine reads, on the device
+    engine:   the TritonEngine with its cached launches, without the captures of the score_mod
+    mask_mod: the translated mask_mod with its captures on the device
     """
 
     engine: Any
@@ -34,9 +34,9 @@ class Executable:
 
 
 class PlanCaches:
-    """The caches of one plan, for all ranks' views of it.
+    """The caches of one plan, shared by the views of all ranks.
 
-    executables:   by what :func:`tritoncp.ops.engine_factory.engine_of` lists, each with MAX_LAUNCHES
+    executables:   by the key in :func:`tritoncp.ops.engine_factory.engine_of`, each with up to MAX_LAUNCHES
                    launches by kernel, tables, first head and flags
     mask_mods:     by ranks, batch rows, heads and device
     cpu_steps:     steps of the CPU engine, by tables, shapes, first row and head

@@ -1,9 +1,10 @@
-"""Keys and values that are computed on arrival: ranks send a latent, and each step expands the rows it reads.
+"""Latent attention (MLA): ranks send latents, and each step expands the latent rows that it reads to keys and
+values.
 
 Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) computes the keys and values of all heads from a
 few channels of each token. A schedule sends these channels as it sends keys, and this engine computes the
-keys of one step. The backward pass computes them again, and turns their gradients into those of the latent,
-which return to its rank, and of the parameters, which are this rank's share.
+keys and values of one step. The backward pass recomputes them, and from their gradients those of the latent,
+which are sent to its rank, and of the parameters, as this rank's part of a sum over ranks.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from tritoncp.planning.step_tables import BackwardStep
 
 
 class Expansion(NamedTuple):
-    """The function that computes keys and values from rows of a latent, and its arguments.
+    """The user's function from rows of a latent to keys and values (``expand=``), and its arguments.
 
     fn:        (latent [B, Hl, rows, C], *arguments) -> key [B, Hkv, rows, D], value [B, Hkv, rows, E]
-    arguments: tensors and constants; None in the places of tensors that an autograd node saves
-    places:    places of the tensors in arguments
-    wants:     places in the list of tensors of those that require gradients
+    arguments: tensors and constants; None replaces tensors that an autograd node saves
+    places:    indices of the tensors in arguments
+    wants:     indices, in ``tensors``, of those that require grad
     sizes:     (Hkv, D, E)
-    autocast:  name of the dtype of autocast where the call was made; "": it was off
+    autocast:  name of the autocast dtype of the call; "": autocast was off
     """
 
     fn: Callable[..., Any]
@@ -44,7 +45,7 @@ class Expansion(NamedTuple):
     def of(
         cls, fn: Callable[..., Any], arguments: Iterable[Any], sizes: Sequence[int], autocast: str = ""
     ) -> Expansion:
-        """Make the record of a function and its arguments; ``sizes`` are those of its results."""
+        """Make the record of a function and its arguments. sizes: (Hkv, D, E) of its results"""
         arguments = tuple(arguments)
         places = tuple([i for i, x in enumerate(arguments) if isinstance(x, Tensor)])
         wants = tuple([at for at, i in enumerate(places) if arguments[i].requires_grad])
@@ -52,11 +53,11 @@ class Expansion(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors among the arguments; none while an autograd node keeps them."""
+        """The tensors among the arguments; () while an autograd node saves them."""
         return tuple([self.arguments[i] for i in self.places if self.arguments[i] is not None])
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Expansion:
-        """Copy the record with other tensors; () for none."""
+        """Copy the record with other tensors; () drops them."""
         by_place: dict[int, Any] = dict.fromkeys(self.places) | dict(zip(self.places, tensors))
         return self._replace(arguments=tuple([by_place.get(i, x) for i, x in enumerate(self.arguments)]))
 
@@ -73,32 +74,31 @@ class Expansion(NamedTuple):
         """Raise ValueError for a plan whose schedule exchanges heads, and for the kernel option invariant."""
         if is_invariant:
             raise ValueError(
-                "kernel option invariant=True with expand=, whose function may have other bits for other "
-                "numbers of rows; expand before the call and pass key and value, or leave the option out"
+                "kernel option invariant=True with expand=, whose function's bits may depend on the number "
+                "of rows: expand before the call and pass key and value, or omit the option"
             )
         if plan.world_size > 1 and plan.schedule.startswith("ulysses"):
             raise ValueError(
-                f"expand= with a plan of schedule {plan.schedule!r}, which gives each rank some heads; a "
-                "latent serves all of them: make the plan with schedule='allgather', 'ring' or 'fetch'"
+                f"expand= with a plan of schedule {plan.schedule!r}, which shards heads, while a latent is "
+                "for all heads: make the plan with schedule='allgather', 'ring' or 'fetch'"
             )
 
 
 class ExpandedStep(NamedTuple):
-    """The keys and values of a step, their engine, and the tensors that get gradients: the latent, then the
-    parameters. Keys and values are those of the latent's batch rows in memory."""
+    """Expanded keys and values of a step, their engine, and ``leaves``, the tensors that get gradients: the
+    latent, then parameters. A latent expanded over the batch has one batch row here."""
 
     keys: tuple[Tensor, Tensor]
     engine: Any
     leaves: list[Tensor]
 
     def inputs(self, step: BackwardStep) -> BackwardStep:
-        """Replace the latents of a step by their keys and values."""
+        """Replace the latents of a step by the expanded keys and values."""
         key, value = _for_batch(self.keys, step.q)
         return step._replace(k=key, v=value)
 
     def gradients(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the gradients of the leaves, from those of keys and values; zeros for a leaf that they do
-        not depend on."""
+        """Compute the gradients of the leaves from those of keys and values; zeros for an unused leaf."""
         pairs = [(x, grad.to(x.dtype)) for x, grad in zip(self.keys, grads, strict=True) if x.requires_grad]
         with fresh_dispatch():
             results, grads = zip(*pairs, strict=True)
@@ -107,11 +107,11 @@ class ExpandedStep(NamedTuple):
 
 @dataclass(eq=False)
 class ExpandingEngine:
-    """An engine of steps whose keys are latents and whose values have no channels.
+    """An engine whose steps get latents in place of keys, expand them, and run another engine.
 
-    expansion: the function
-    engine_of: returns the engine of given keys and values
-    base:      an engine for what reads no keys
+    expansion: the function from latents to keys and values
+    engine_of: (keys, values) -> the engine for them
+    base:      an engine for operations that read no keys
     sums:      buffers for the gradients of the tensors in ``expansion.wants``
     """
 
@@ -126,14 +126,14 @@ class ExpandingEngine:
         cls, expansion: Expansion, engine_of: Callable[[Tensor, Tensor], Any], q: Tensor,
         sums: Sequence[Tensor] = (),
     ) -> ExpandingEngine:  # fmt: skip
-        """Make the engine for queries q. The base gets keys and values without memory."""
+        """Make the engine for queries q. Its base is made for keys and values without memory."""
         heads, d, e = expansion.sizes
         base = engine_of(*(q.new_empty(()).expand(q.shape[0], heads, 1, dim) for dim in (d, e)))
         return cls(expansion, engine_of, base, sums)
 
     @property
     def v_head_dim(self) -> int:
-        """Channels of a value, and so of out."""
+        """Head dim of values and out."""
         return self.expansion.sizes[2]
 
     @property
@@ -159,8 +159,8 @@ class ExpandingEngine:
     def dkdv(
         self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False, h_offset: int = 0
     ) -> Callable[[], None]:
-        """Prepare the gradients of latents, into or added to dk; those of parameters are added to their
-        buffers."""
+        """Prepare a step's gradients of latents, written (or with ``add`` added) to dk, and of parameters,
+        added to ``sums``."""
         expanded = self._expand(step)
 
         def run() -> None:
@@ -179,8 +179,8 @@ class ExpandingEngine:
         return 1
 
     def _expand(self, step: BackwardStep) -> ExpandedStep:
-        """Return the keys and values of a step, for the first of its two launches computed, and dropped at
-        the second."""
+        """Return the expanded keys and values of a step. dq and dkdv of a step both call this: the first call
+        computes them, the second returns and drops them."""
         if self._step is not None:
             expanded, self._step = self._step, None
             return expanded
@@ -195,13 +195,13 @@ class ExpandingEngine:
 
 
 def _rows_in_memory(x: Tensor) -> Tensor:
-    """Return one batch row of x [B, ...] whose batch rows share their memory, else x."""
+    """Return x[:1] if x [B, ...] was expanded from batch size 1, else x."""
     return x if x.stride(0) else x[:1]
 
 
 def _fill_padding(latent: Tensor, tables: Any) -> Tensor:
-    """Replace the rows that no slot of a step covers by ones, for which the function has run before: padding
-    may be anything, and no derivative there, finite or not, reaches a gradient."""
+    """Replace padding, the latent rows that no slot of a step covers, by ones, for which the function was
+    checked: at arbitrary values it might be NaN, and so would be gradients of parameters."""
     slots, rows = tables.kv_slots, latent.shape[2]
     if len(slots) == 1 and tables.kv_rows == rows:
         return latent
@@ -209,7 +209,7 @@ def _fill_padding(latent: Tensor, tables: Any) -> Tensor:
     edges, step = first.new_zeros(len(slots), rows + 1), torch.ones_like(first)
     edges.scatter_add_(1, first, step).scatter_add_(1, first + tokens, -step)
     covered = edges[:, :rows].cumsum(1) > 0
-    if len(latent) == 1:  # batch rows share its memory, and each row belongs to one of them
+    if len(latent) == 1:  # batch rows share its memory; a row is a token if it is one for any of them
         covered = covered.any(0, keepdim=True)
     return latent.masked_fill(~covered[:, None, :, None], 1)
 

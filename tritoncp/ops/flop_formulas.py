@@ -1,6 +1,6 @@
-"""Floating-point operations of the ops, counted exactly: the products of visible pairs alone.
+"""FLOP formulas of the ops for torch's FlopCounterMode: exact, products of visible pairs alone.
 
-FlopCounterMode reads the formulas from torch's registry. For a full mask they give torch's own counts.
+For a full mask they give torch's own counts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from tritoncp.planning.plan import Plan
 
 
 def count_flops(pairs: int, dim: int, v_dim: int, forward: bool) -> int:
-    """Count the multiplications and additions of one pass: two matrix products forward, five backward, which
-    compute the scores again.
+    """Return the FLOPs of one pass: two matrix products forward, five backward (with recomputed scores).
 
     >>> count_flops(10, 64, 64, forward=True), count_flops(10, 64, 64, forward=False)
     (2560, 6400)
@@ -48,8 +47,8 @@ def count_pairs(plan: Plan, batch: int, heads: int) -> int:
 
 
 def register_formulas() -> None:
-    """Register the formulas with torch, if the program has loaded its counter, and with the counters that run
-    now. The counter's module takes too long to load for programs that do not count."""
+    """Register the formulas with torch and with active FlopCounterModes, if the program has imported
+    torch.utils.flop_counter, which takes too long to import otherwise."""
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None:
         return
@@ -74,12 +73,12 @@ def _backward_flops(*args: Any, out_val: Any = None) -> int:
 
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, spec: str, forward: bool) -> int:
-    """Count the operations of this rank; all pairs of its shards if a fake handle names no plan. The function
-    that expands latents is not counted."""
-    # A call on meta tensors with a mask on meta has a handle without a plan.
+    """Return the FLOPs of this rank, without the function that expands latents. For a fake handle, without a
+    plan, all pairs of its shards count."""
+    # Calls on meta tensors with a mask on meta have such a handle.
     named: Tensor | None = handle.constant if isinstance(handle, FakeTensor) else handle
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-    with fresh_dispatch():  # evaluating a mask needs functorch
+    with fresh_dispatch():  # a mask is evaluated by functorch
         if named is not None and named.item() >= 0:
             thing: Plan | Call = object_of(named)
             plan = thing.plan if isinstance(thing, Call) else thing

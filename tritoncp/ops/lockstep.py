@@ -1,4 +1,4 @@
-"""Calls of all ranks of a simulated world: one autograd node, whose passes run in lockstep."""
+"""Calls of all ranks of a simulated world in lockstep, as one autograd function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attend_in_lockstep(
 ) -> list[list[Tensor]]:
     """Run the calls of all ranks, differentiably; return out, lse and, if requested, max_scores of each.
 
-    A rank's tensors without values go through the op by themselves, as shapes send no messages.
+    With fake or meta tensors each rank's op runs separately: nothing is sent.
     """
     shards = list(zip(q, k, v, strict=True))
     if dispatch.is_traced(q[0]):
@@ -40,8 +40,8 @@ def _run_op(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 class Lockstep(torch.autograd.Function):
-    """The autograd node of all ranks. Its tensors are q, k, v of each rank, then the captures of the
-    score_mod, which all ranks share; its results are out, lse and, if requested, max_scores of each rank."""
+    """Autograd function of the calls of all ranks. tensors: q, k, v of each rank, then the captures of the
+    score_mod, which all ranks share. Results: out, lse and, if requested, max_scores of each rank."""
 
     @staticmethod
     def forward(ctx: Any, calls: Sequence[Call], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -99,5 +99,5 @@ def _run(schedules: Sequence[Callable[[], Any]], x: Tensor) -> list[Any]:
 
 
 def _cut(flat: Sequence[Any], width: int) -> list[Any]:
-    """Cut a sequence into rows of this width."""
+    """Split a sequence into lists of ``width`` items."""
     return [flat[at : at + width] for at in range(0, len(flat), width)]

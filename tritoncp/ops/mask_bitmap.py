@@ -1,6 +1,6 @@
-"""Bitmaps of a mask_mod that cannot be translated: its values in the blocks that a rank needs.
+"""Bitmaps for a mask_mod that cannot be translated to Triton: its values in the masked blocks of some ranks.
 
-Torch evaluates the mask_mod once in these blocks, and a mask_mod that only indexes tensors replaces it.
+Torch evaluates the mask_mod once in these blocks; a mask_mod that only indexes tensors takes its place.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from tritoncp.planning.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class Bitmask:
-    """Values of a mask_mod in the masked blocks that some ranks need, eight values to a byte.
+    """Values of a mask_mod in the masked blocks of some ranks, eight to a byte.
 
-    rows:  int32 [q blocks], the row of ``ids`` for each block of queries
-    ids:   int32 [B or 1, H or 1, n, kv blocks], index of the block in ``bits``; -1 for blocks that are not
-           needed
+    rows:  int32 [q blocks], the row of ``ids`` for each query block
+    ids:   int32 [B or 1, H or 1, n, kv blocks], index of the block in ``bits``, -1 for other blocks
     bits:  uint8 [blocks, q_block, ceil(kv_block / 8)], lowest bit first
-    first_row: the batch row that row 0 of ``ids`` is for
+    first_row: batch index of row 0 of ``ids``
     """
 
     rows: Tensor
@@ -35,8 +34,7 @@ class Bitmask:
     first_row: int = 0
 
     def mask_mod(self) -> Callable[..., Tensor]:
-        """Return a mask_mod that only indexes tensors, with the same values in the blocks of this bitmap;
-        its values in other blocks are arbitrary."""
+        """Return a mask_mod that looks up this bitmap; its values in other blocks are arbitrary."""
         rows, ids, bits, q_block, kv_block = self.rows, self.ids, self.bits, self.q_block, self.kv_block
         each_batch, each_head, first_row = ids.shape[0] > 1, ids.shape[1] > 1, self.first_row
 
@@ -58,10 +56,10 @@ def bitmask(
     evaluate: MaskFn,
     device: torch.device | str = "cpu",
 ) -> Bitmask:
-    """Evaluate a mask_mod in the blocks that ``ranks`` of a plan need, for ``batch`` rows and ``heads`` query
-    heads.
+    """Evaluate a mask_mod in the masked blocks of a plan's ``ranks``, for ``batch`` rows and ``heads`` query
+    heads, into a bitmap.
 
-    evaluate: the plan's mask_mod, called with indices on ``device``.
+    evaluate: the plan's mask_mod, called with indices on ``device``
     """
     mask, first_row = plan.mask, plan.first_row
     B = max(mask.B, batch if mask.reads[0] else 1)
@@ -86,7 +84,7 @@ def bitmask(
 
 
 def _owned_blocks(plan: Plan, ranks: Sequence[int]) -> Tensor:
-    """Mark the blocks of queries of which these ranks hold any token: bool [Bp, q blocks]."""
+    """Return which query blocks have a token on one of these ranks: bool [Bp, q blocks]."""
     mask = plan.mask
     owned = torch.zeros(plan.q.slots[0].shape[0], mask.runs.shape[2] + 1, dtype=torch.bool)
     for rank in ranks:

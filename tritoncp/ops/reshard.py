@@ -1,5 +1,5 @@
-"""The op that moves rows of a tensor between shards in two placements, or between shards and the whole
-sequence, and its autograd node."""
+"""The op of `reshard` and `unshard`, which moves rows between two placements or gathers shards to the global
+tensor, and its autograd function."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Reshard(NamedTuple):
     """The arguments of the op besides its tensor.
 
     source, target: handles of a Plan or of a Placement; None: natural order
-    side:      of the plans: "q" or "kv"
+    side:      side of the plans, "q" or "kv"
     dim:       dimension of the sequence; batch_dim: of the batch, None if the tensor has none
     rows:      rows of the result along ``dim``
-    pad:       value of its rows that have no row in the source
+    pad:       value of the result's padding rows
     world:     name of the process group; "": one process
-    whole:     end that is the global tensor on every rank, "source" or "target"; "": both are shards
-    grad:      gradients of the global tensor: "sum" over ranks, or "slice" where all ranks have the same
+    whole:     "source" or "target": the one that is the global tensor on every rank; "": both are shards
+    grad:      gradient of the global tensor: "sum" over ranks, or "slice": all ranks have the same one
     """
 
     source: Tensor | None
@@ -54,17 +54,16 @@ class Reshard(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The public function of the call."""
+        """Name of the public function of the call."""
         return "unshard" if self.whole else "reshard"
 
     def back(self, rows: int) -> Reshard:
-        """Return the arguments of the backward pass, of gradients of this many rows."""
+        """Return the arguments of the backward pass. rows: length of the input along ``dim``"""
         whole = {"source": "target", "target": "source"}.get(self.whole, "")
         return self._replace(source=self.target, target=self.source, rows=rows, pad=0, whole=whole)
 
     def shards_of(self, x: Tensor, world_size: int) -> Placement:
-        """Return the placement of the shards that are gathered to the global tensor, or cut from it. x: the
-        input."""
+        """Return the placement of the shards where the other end is the global tensor. x: the input"""
         handle = self.source if self.whole == "target" else self.target
         if handle is None:
             return in_order(self.rows if self.whole == "target" else x.shape[self.dim], world_size)
@@ -79,7 +78,7 @@ class Reshard(NamedTuple):
         return source, target
 
     def facts(self, x: Tensor, world_size: int) -> consistency.Facts:
-        """Return the facts of a call that all ranks must share. x: a rank's shard."""
+        """Return the facts of a call that must be equal on all ranks. x: a rank's shard"""
         handles, digests = (self.source, self.target), [b"", b""]
         if self.whole:
             digests[self.whole == "source"] = self.shards_of(x, world_size).digest
@@ -107,8 +106,8 @@ _MOVES = TensorCache(64)
 
 @torch.inference_mode(False)
 def _moves_of(source: Placement, target: Placement, rank: int, device: torch.device) -> Moves:
-    """Return a rank's moves between two placements on a device, computed once."""
-    slots = source.slots[0], target.slots[0]  # made for one placement, and not edited
+    """Return, cached, the row indices that a rank sends, keeps and receives between two placements."""
+    slots = source.slots[0], target.slots[0]  # tensors of one placement each, never edited: the cache's key
     key = *map(id, slots), source.lengths, target.lengths, rank, device
     copy: DeviceCopy[Moves] | None = _MOVES.find(key, slots)
     if copy is None:
@@ -122,8 +121,8 @@ def _moves_of(source: Placement, target: Placement, rank: int, device: torch.dev
 
 
 def exchange_rows(x: Tensor, call: Reshard, rank: int) -> collectives.Schedule[Tensor]:
-    """Move the rows of one rank's shard: those of other ranks in one all-to-all, while those that stay are
-    copied."""
+    """Redistribute one rank's shard: an all-to-all of the rows that change ranks, and, meanwhile, copies of
+    the others."""
     source, target = call.placements()
     moves, rows = _moves_of(source, target, rank, x.device), target.lengths[rank]
     shape = [*x.shape[: call.dim], rows, *x.shape[call.dim + 1 :]]
@@ -144,8 +143,8 @@ def exchange_rows(x: Tensor, call: Reshard, rank: int) -> collectives.Schedule[T
 
 
 def gather_or_cut(x: Tensor, call: Reshard, rank: int, world_size: int) -> collectives.Schedule[Tensor]:
-    """Gather the shards of all ranks into the global tensor; or cut a rank's shard of the global tensors of
-    all ranks, which are summed, or of its own."""
+    """All-gather the shards into the global tensor (``call.whole == "target"``); else cut this rank's shard
+    from a global tensor: from the sum over ranks (a reduce-scatter), or from its own."""
     place, dim, batch_dim = call.shards_of(x, world_size), call.dim, call.batch_dim
     _check_batch(x, call, place.batch)
     if call.whole == "target":
@@ -163,8 +162,8 @@ def gather_or_cut(x: Tensor, call: Reshard, rank: int, world_size: int) -> colle
 def _check_batch(x: Tensor, call: Reshard, batch: int) -> None:
     if batch > 1 and (call.batch_dim is None or x.shape[call.batch_dim] != batch):
         raise ValueError(
-            f"the plans place {batch} batch rows differently; pass batch_dim=, the dimension of the tensor "
-            f"{tuple(x.shape)} that has them, not {call.batch_dim}"
+            f"batch_dim={call.batch_dim}: the plans place {batch} batch rows differently; pass the dimension "
+            f"of the tensor {tuple(x.shape)} that has {batch} batch rows"
         )
 
 
@@ -177,7 +176,7 @@ def _rows_first(x: Tensor, call: Reshard, batch: int) -> Tensor:
 
 
 def compare_reshard(call: Reshard, group: Any, x: Tensor) -> None:
-    """Compare a call across the ranks, if its placements or its tensor's shape and dtype are new to the
+    """Compare a reshard call across ranks, if its placements or its tensor's shape and dtype are new to the
     group, or if TRITONCP_CHECK=1.
 
     Raises Disagreement on every rank where the ranks differ. Under CUDA-graph capture nothing is compared.
@@ -199,7 +198,7 @@ def _body(x: Tensor, *arguments: Any) -> Tensor:
     call = Reshard(*arguments)
     group = groups.group_by_name(call.world) if call.world else None
     with failures.closing(group):
-        if call.grad != "slice" or call.whole == "target":  # the own slice is no message
+        if call.grad != "slice" or call.whole == "target":  # a slice of the own tensor needs no message
             compare_reshard(call, group, x)
         rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
         schedule = gather_or_cut(x, call, rank, world_size) if call.whole else exchange_rows(x, call, rank)
@@ -214,7 +213,7 @@ def _fake(x: Tensor, *arguments: Any) -> Tensor:
 
 
 class MoveRows(torch.autograd.Function):
-    """The autograd node of the op, or of all ranks of a simulated world, whose tensors are their shards. The
+    """Autograd function of one rank's op, or of all ranks of a simulated world. xs: their shards. The
     backward pass moves the rows back."""
 
     @staticmethod
@@ -237,7 +236,7 @@ def _autograd(x: Tensor, *arguments: Any) -> Tensor:
 
 
 def move_rows(call: Reshard, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Move the rows of one rank's shard, or those of all ranks of a simulated world."""
+    """Run the op on one rank's shard, or on those of all ranks of a simulated world."""
     if len(xs) > 1:
         return list(MoveRows.apply(call, *xs))
     with fake_mode_of(xs[0]):

@@ -1,9 +1,9 @@
-"""Signatures of calls: the settings that all ranks of a group share, compared at a signature's first call.
+"""Signatures of calls: the settings that must be equal on all ranks, compared at the first call with them.
 
 Once for each group and signature the ranks compare dtype, heads, lengths, scale, options and the structure of
-mods and mask, on the host; a call whose signature was compared costs a look-up. Contents of tensors and
-captured numbers are compared only under TRITONCP_CHECK=1, at every call. A plan that another
-process made, as a data loader's worker, is compared at its first use.
+mods and mask, on the host; later calls cost a look-up. Contents of tensors and captured numbers are compared
+only under TRITONCP_CHECK=1, at every call. A plan made in another process, as in a data loader's worker, is
+compared at its first use.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ CALL = "flex_attention"
 
 
 class Table:
-    """The signatures that a group's ranks compared: equal on every rank, as all make the same calls in one
-    order.
+    """Signatures that a group's ranks have compared; equal on all ranks, which make the same calls in the
+    same order.
 
-    scales: scales that were compared, by signature
-    plans:  identities of plans that were compared
-    moves:  pairs of placements, and shapes of tensors, that were compared for reshard
+    scales: compared scales, by signature
+    plans:  identities of compared plans
+    moves:  compared pairs of placements, and shapes of tensors, for reshard
     """
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ class Table:
         self.moves: BoundedCache[Any, bool] = BoundedCache(MAX_SIGNATURES)
 
     def note(self, signature: Any, scale: float, plan: Plan) -> None:
-        """Record that the ranks compared this call."""
+        """Record that the ranks have compared a call."""
         scales = self.scales.get(signature)
         (self.scales.put(signature, set()) if scales is None else scales).add(scale)
         self.note_plan(plan)
 
     def note_plan(self, plan: Plan) -> None:
-        """Record that the ranks compared this plan."""
+        """Record that the ranks have compared a plan."""
         self.plans.put(plan.identity, True)
 
 
@@ -72,7 +72,7 @@ def table_of(group: Any) -> Table:
 
 
 def groups_of(plan: Plan) -> list[Any]:
-    """List the groups whose ranks made or compared this plan."""
+    """Return the groups whose ranks made or compared this plan."""
     return [group for group, table in _TABLES.items() if plan.identity in table.plans]
 
 
@@ -106,11 +106,11 @@ def compare_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
 
     consistency.together(group, purpose, facts)
     table.note(signature, scale, plan)
-    groups.connect_data(group, q.device)  # for a plan made in another process, as a data loader's
+    groups.connect_data(group, q.device)  # not yet made if the plan is of another process
 
 
 def purpose_of(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Describe a call of attention, for messages."""
+    """Format an attention call's shapes, for error messages."""
     return (
         f"{CALL} of query {list(q.shape)}, key {list(k.shape)} and value {list(v.shape)} in {dtype_name(q)}"
     )
@@ -124,7 +124,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
 
 
 def _facts(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Facts:
-    """Return the facts of a call that all ranks must share."""
+    """Return the facts of a call that must be equal on all ranks."""
     plan, score = call.plan, call.score
     mask, between = plan.mask, f"schedule {plan.schedule!r}, degree {plan.degree}"
     batch, heads, kv_heads, dim, v_dim = _sizes(q, k, v)
@@ -167,8 +167,7 @@ def structure_of_expansion(expand: Expansion) -> tuple[Any, ...]:
 
 
 def plan_structure(plan: Plan) -> Any:
-    """Return the structure of a plan, without its mask's tensors and numbers: hashable, equal on all
-    ranks."""
+    """Return a hashable structure of a plan, without its mask's tensors and numbers: equal on all ranks."""
     structures, key = caches_of(plan).structures, (plan.schedule, plan.degree)
     if (structure := structures.get(key)) is None:
         mask = plan.mask
@@ -192,7 +191,7 @@ def form_of(mod: Any) -> str:
     if isinstance(mod, functools.partial):
         return f"partial({form_of(mod.func)})"
     if isinstance(mod, MaskMod):
-        parts = [form_of(part) for part in _fields(mod) if callable(part)]  # that a closed form combines
+        parts = [form_of(part) for part in _fields(mod) if callable(part)]  # mask_mods combined by mod
         return f"{type(mod).__qualname__}({', '.join(parts)})"
     code = getattr(mod, "__code__", None)
     if code is None:
@@ -203,7 +202,7 @@ def form_of(mod: Any) -> str:
 
 
 def mask_text(mask: Any) -> str:
-    """Format a mask and the values that its mask_mod reads, for messages."""
+    """Format a mask and the values that its mask_mod reads, for error messages."""
     return f"{mask!r} of {mod_text(getattr(mask, 'mask_mod', mask))}"
 
 
@@ -224,7 +223,7 @@ def mod_text(mod: Any) -> str:
 
 
 def _fields(mod: MaskMod) -> Iterator[Any]:
-    """Yield the values of a closed form's fields, and the items of those that are sequences."""
+    """Yield the values of a closed form's fields; for a sequence, its items."""
     fields: tuple[Any, ...] = dataclasses.fields(mod) if dataclasses.is_dataclass(mod) else ()
     for field in fields:
         value = getattr(mod, field.name)

@@ -1,8 +1,9 @@
 """Attention sinks: a learned logit per head, which takes probability and contributes no value.
 
-Applied once, after the last step of any schedule: with z = exp(lse) the sum over keys, the softmax over keys
-and sink is that over keys times z / (z + exp(sink)) = sigmoid(lse - sink).  out and lse are differentiable,
-so the gradients of q, k, v and of the sinks follow (StreamingLLM, arXiv 2309.17453; gpt-oss learns logits).
+Applied once, after the last step of any schedule. With z = exp(lse), the sum over keys, a softmax over keys
+and sink is the softmax over keys times z / (z + exp(sink)) = sigmoid(lse - sink). out and lse are
+differentiable, so that autograd has the gradients of q, k, v and sinks (StreamingLLM, arXiv 2309.17453; in
+gpt-oss sinks are learned).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from torch import Tensor
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Extend the softmax behind out [B, H, S, E] and lse [B, H, S] by ``sinks`` [H], logits in natural units
-    to which neither scale nor score_mod applies. A row that sees no key has out 0 and lse the sink.
+    """Apply attention sinks to out [B, H, S, E] and lse [B, H, S]. sinks: [H], logits to the base e, to which
+    neither scale nor score_mod applies. A row that sees no key gets out 0 and lse = sink.
 
     >>> out, lse = with_sinks(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1), torch.zeros(1))
     >>> out.tolist(), round(lse.item(), 4)

@@ -1,7 +1,7 @@
-"""The look-up of measured tiles for a call, in the table of its device.
+"""Look-up of measured tile shapes for a call, in the table of its device.
 
 A table is text: JSON rows of a key (:func:`tritoncp.ops.tile_tables.entry_key`) and a config. Every rank
-reads the files of its host: tiles change neither messages nor results beyond rounding.
+reads the files of its own host: tile shapes change no messages, and results only by rounding.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from tritoncp.ops import tile_tables
 from tritoncp.ops.tile_tables import Device
 
 tiles_log = area_logger("tiles")
-FEW_ROWS_KIND = "full"  # few rows are measured with this kind only: nearly all their tiles are full
+FEW_ROWS_KIND = "full"  # the only kind of mask measured for few query rows: nearly all their tiles are full
 
 
 class TileKey(NamedTuple):
-    """The properties of a call by which tiles are looked up: of all problems of a kind of mask and of any
-    length, where a :class:`~tritoncp.planning.problem.Problem` is one of them.
+    """The key of measured tile shapes: dtype, head dims, kind of mask and of score_mod, for all lengths.
 
-    dims: of q and k, and of v; mask: see :func:`kind_of`; score: 1 for a score_mod, 2 for one that loads a
-    value for each score, 0 for none
+    dims: head dim of q and k, and of v; mask: see :func:`kind_of`; score: 0 without a score_mod, 2 if it
+    loads a value for each score, else 1
     """
 
     dtype: str
@@ -72,10 +71,9 @@ def local_table(device: torch.device) -> str:
 def choose_tiles(text: str, dtype: str, dims: tuple[int, int], mask: str, score: int) -> tuple[Any, ...]:
     """Choose measured tiles for one call from a table: (kernel, items of its config) of each kernel.
 
-    For a call with a score_mod, entries measured with one come before entries without (where it loads a value
-    for each score, only such entries count); then entries of the same head dims before those of the larger
-    one; then the same kind of mask before the nearest. A route is chosen only by an entry equal in all of
-    these.
+    Where no entry equals the call in everything, an entry with the same use of a score_mod is preferred (if
+    that loads a value for each score, it is required), then one of the same head dims to one of larger dims,
+    then one of the same kind of mask to one of the nearest kind. A route needs an entry that equals the call.
     """
     configs_by_key = {tuple(key): config for *key, config in json.loads(text)}
     nearest = tile_tables.NEAREST_KIND.get(mask, "")
@@ -97,7 +95,7 @@ def choose_tiles(text: str, dtype: str, dims: tuple[int, int], mask: str, score:
 
 
 def measured_options(device: torch.device, call: TileKey) -> dict[str, Any]:
-    """Return the engine's options for one call: CONFIGS, or none if no measured tiles apply."""
+    """Return engine options with the measured tiles of a call: {"CONFIGS": ...}, or {} without any."""
     tiles = choose_tiles(local_table(device), *call)
     if not has_pass_tiles(tiles):
         _warn_untuned(device)
@@ -115,7 +113,7 @@ def _log_tiles(device: torch.device, call: TileKey, tiles: tuple[Any, ...]) -> N
 
 
 def has_pass_tiles(tiles: tuple[Any, ...]) -> bool:
-    """Return whether any tiles are for a pass over many rows."""
+    """Return whether any of these tiles are for a pass over many query rows."""
     return any(kernel in PASSES for kernel, _ in tiles)
 
 
@@ -123,8 +121,7 @@ WARNED_DEVICES: set[Device] = set()
 
 
 def _warn_untuned(device: torch.device) -> None:
-    """Warn once per GPU model, on rank 0 of the job, that no tiles were measured for it, and how to measure
-    them."""
+    """Warn once per GPU model, on rank 0, that no tile shapes were measured for it."""
     if device.type == "cpu" or environment.CONFIG_DIR.read() == "-":
         return
     model = tile_tables.device_of(device)
@@ -133,9 +130,9 @@ def _warn_untuned(device: torch.device) -> None:
         return
     WARNED_DEVICES.add(model)
     warnings.warn(
-        f"nothing like this call has been tuned for {model.name} ({model.arch}): tile shapes are those of a "
-        "rule. `tritoncp autotune --preset llama3-8b`, or with the --shapes of your model, run once, "
-        "measures better ones; TRITONCP_AUTOTUNE=1 does so for a minute at the first call of a kind, and "
-        "TRITONCP_CONFIG_DIR=- keeps the rule and says nothing",
+        f"tile shapes for {model.name} ({model.arch}) were not tuned, so that built-in defaults are used: "
+        "run `tritoncp autotune --preset llama3-8b` once, or with the --shapes of your model; "
+        "TRITONCP_AUTOTUNE=1 tunes for a minute at the first call of a kind, and TRITONCP_CONFIG_DIR=- uses "
+        "the defaults without this warning",
         stacklevel=2,
     )

@@ -1,13 +1,13 @@
 """Files and tables of the tile shapes that ``tritoncp autotune`` measured.
 
 A file has the measurements of one device with one Triton version:
-``<folder>/<arch>/<device>-triton-<version>.json``.  The first folder with an entry wins:
-TRITONCP_CONFIG_DIR, the user's, the package's; then, in the same order, files of other devices of the same
-architecture or of other Triton versions; then the rule in ``kernels/tile_rules.py``.  With
+``<folder>/<arch>/<device>-triton-<version>.json``.  The first entry counts, of the folders
+TRITONCP_CONFIG_DIR, the user's, the package's; then, in the same order, of files for other devices of the
+same architecture or for other Triton versions; then the defaults in ``kernels/tile_rules.py``.  With
 ``TRITONCP_CONFIG_DIR=-`` no folder is read.
 
 An entry of kernel "route" names the fastest route of the forward pass for a call.  It applies only to calls
-with all its properties, on that device with that Triton: other routes were not verified.
+with exactly its properties, on that device with that Triton, where the route was verified.
 
 ``tile_lookup.py`` looks up tiles for a call. A call without an entry can tune first, if requested:
 ``tune_on_first_call.py``.
@@ -38,18 +38,18 @@ from tritoncp.kernels.tile_rules import architecture
 tiles_log = area_logger("tiles")
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(tile_rules.__file__).with_name("configs")
-LOCK_SECONDS = 60.0  # that a writer waits for the lock, which each writer holds for milliseconds
-# Nearest kind of mask if its own was not measured: both have long rows of full blocks.
+LOCK_SECONDS = 60.0  # timeout of a writer for the lock, which each writer holds for milliseconds
+# Kind of mask whose tiles are used if a kind was not measured: both have long rows of full blocks.
 NEAREST_KIND = {"full": "causal", "causal": "full", "interval": "causal", "mod": "interval"}
-MIN_SPEEDUP = 1.02  # time of the rule over that of tiles worth keeping
+MIN_SPEEDUP = 1.02  # tiles are stored if at least this much faster than the built-in default
 
-# Keys: kernel, dtype, head_dim, mask, config; v_head_dim if it differs; score, the name of a score_mod, and
-# loads = 2 if that loads a value for each score.
+# An entry's keys: kernel, dtype, head_dim, mask, config; v_head_dim if it differs; score, the name of a
+# score_mod, and loads = 2 if that loads a value for each score.
 Entries = list[dict[str, Any]]
 
 
 class Device(NamedTuple):
-    """A GPU model: its architecture, as kernels/tile_rules.py names it, and its product name."""
+    """A GPU model: its architecture, as in kernels/tile_rules.py, and its product name."""
 
     arch: str
     name: str
@@ -70,7 +70,7 @@ def _gpu_of(device: torch.device) -> Device:
 
 
 def folders() -> list[Path]:
-    """Return the folders that are searched for files of tile shapes, best first."""
+    """Return the folders with files of tile shapes, in order of preference."""
     variable = CONFIG_DIR.read()
     if variable == "-":
         return []
@@ -88,7 +88,7 @@ def user_folder() -> Path | None:
 
 
 def path_in(folder: Path, device: Device, triton: str | None = None) -> Path:
-    """Return the file of a device's tile shapes.
+    """Return the path of a device's file of tile shapes.
 
     >>> path_in(Path("x"), Device("sm_90", "NVIDIA H200"), "3.7.1").as_posix()
     'x/sm_90/nvidia-h200-triton-3.7.1.json'
@@ -98,7 +98,7 @@ def path_in(folder: Path, device: Device, triton: str | None = None) -> Path:
 
 
 def sources(device: Device) -> Iterator[Path]:
-    """Yield files that may have tile shapes for a device, best first."""
+    """Yield the existing files with tile shapes for a device, in order of preference."""
     exact = [path_in(folder, device) for folder in folders()]
     yield from (path for path in exact if path.is_file())
     own = exact[0].name.partition("-triton-")[0] if exact else ""
@@ -108,19 +108,22 @@ def sources(device: Device) -> Iterator[Path]:
 
 
 def read(path: Path) -> Entries:
-    """Read the entries of a file. Raises ValueError for a file that cannot be used."""
+    """Read the entries of a file. Raises ValueError for a file that is not of ``tritoncp autotune``."""
     try:
         entries = parse_json(path.read_bytes())["entries"]
         for entry in entries:
             check_entry(entry)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {str(error)[:300]}"
-        raise ValueError(f"{path} is no file of tritoncp autotune and is not used: {why}") from error
+        raise ValueError(
+            f"{path} is not a file of tritoncp autotune and is ignored ({why}): remove it, or run tritoncp "
+            "autotune again"
+        ) from error
     return entries
 
 
 def entries_of(path: Path) -> Entries:
-    """Read the entries of a file; warn and return none where the file cannot be used."""
+    """Read the entries of a file; for an unusable file, warn and return no entries."""
     try:
         return read(path)
     except ValueError as error:
@@ -140,7 +143,7 @@ def entry_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def kernel_and_tiles(kernel: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the kernel that an entry's config is for, and its tiles.
+    """Return (kernel, tiles) of an entry; a config may name the kernel of a route.
 
     >>> kernel_and_tiles("route", {"ROUTE": "gluon", "num_stages": 3})
     ('gluon', {'num_stages': 3})
@@ -154,23 +157,22 @@ def kernel_and_tiles(kernel: str, config: Mapping[str, Any]) -> tuple[str, dict[
 
 
 def check_entry(entry: Mapping[str, Any]) -> None:
-    """Raise ValueError, KeyError or TypeError for an entry that cannot be used."""
+    """Raise ValueError, KeyError or TypeError for an invalid entry."""
     if entry["kernel"] == "route":
         check_options({"ROUTE": entry["config"]["ROUTE"]})
     kernel, tiles = kernel_and_tiles(entry["kernel"], entry["config"])
     check_options({"CONFIGS": ((kernel, tuple(tiles.items())),)})
     _, dtype, *dims, mask, _ = entry_key(entry)
     if not isinstance(getattr(torch, dtype), torch.dtype) or mask not in (*NEAREST_KIND, "window"):
-        raise ValueError(f"no call has dtype {dtype!r} and a mask of kind {mask!r}")
+        raise ValueError(f"an entry has dtype {dtype!r} and mask {mask!r}, of which one is unknown")
     if not all(type(dim) is int and 0 < dim <= 256 for dim in dims):
-        raise ValueError(f"head dims {dims} are not between 1 and 256")
+        raise ValueError(f"an entry has head dims {dims}; 1 to 256 are supported")
 
 
 @functools.lru_cache(maxsize=16)
 def table(device: Device, config_dir: str | None) -> str:
-    """Return all configs for a device, as text that ranks can compare; of entries with the same key the first
-    counts. ``config_dir`` is TRITONCP_CONFIG_DIR, which a process may change: plans keep the tiles that they
-    looked up before until :func:`forget`."""
+    """Return all configs for a device as text; of entries with equal keys the first counts. config_dir: the
+    present TRITONCP_CONFIG_DIR. Plans use the tiles that they looked up until :func:`forget`."""
     configs_by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
     paths = list(sources(device))
     origin = f"files {', '.join(map(str, paths))}" if paths else "no file, the rule chooses them"
@@ -183,18 +185,18 @@ def table(device: Device, config_dir: str | None) -> str:
     return json.dumps([[*of, config] for of, config in configs_by_key.items()])
 
 
-table_generation = 0  # incremented by forget(): tiles of an earlier generation are looked up again
+table_generation = 0  # incremented by forget(), after which tiles are looked up again
 
 
 def forget() -> None:
-    """Drop the cached tables, after files were written or ranks agreed."""
+    """Drop the cached tables, after files were written."""
     global table_generation
     table_generation += 1
     table.cache_clear()
 
 
 def environment(without: str) -> dict[str, str]:
-    """Return this process's environment except one variable, for a subprocess that imports this package."""
+    """Return this process's environment without one variable, for a subprocess that imports this package."""
     env = {name: value for name, value in os.environ.items() if name != without}
     home = str(PACKAGE.parent)
     return env | {"PYTHONPATH": os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])}
@@ -207,11 +209,11 @@ def write(
     facts: Mapping[str, Any],
     triton: str | None = None,
 ) -> Path:
-    """Write entries into the device's file, replacing those with the same key. The file is replaced as a
-    whole, under a lock, so that no entry of another writer is lost.
+    """Write entries into the device's file, replacing those with the same key. The file is replaced
+    atomically, under a lock, so that no entry of another writer is lost.
 
-    facts: other fields of the file's header; triton: the version that the entries were measured with, by
-    default the installed one. Raises the errors of :func:`locked`.
+    facts: further fields of the file's header; triton: version with which the entries were measured, default:
+    the installed one. Raises the errors of :func:`locked`.
     """
     path = path_in(folder, device, triton)
     version = triton or installed_version("triton") or "none"
@@ -245,8 +247,9 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
         lock = FileLock(name).acquire(timeout=seconds)
     except Timeout as error:
         raise TimeoutError(
-            f"{path} is not written: another process has held {name} for {seconds:g} s (tritoncp "
-            "autotune, or a program with TRITONCP_AUTOTUNE); wait for it or end it, then run again"
+            f"{path} is not written: another process (tritoncp autotune, or a program with "
+            f"TRITONCP_AUTOTUNE) has held the lock {name} for {seconds:g} s; wait for it or end it, then run "
+            "again"
         ) from error
     except OSError as error:
         raise OSError(

@@ -1,7 +1,7 @@
-"""Tuning at the first call of a kind, if TRITONCP_AUTOTUNE is set.
+"""Autotuning at the first call of a kind, if TRITONCP_AUTOTUNE is set.
 
-The command `tritoncp autotune` runs in a subprocess, whose crash or hang does not affect training. It writes
-the user's files (:mod:`tritoncp.ops.tile_tables`) before the call looks up its tiles.
+`tritoncp autotune` runs in a subprocess, so that a crash or hang does not affect training. It writes the
+user's files (:mod:`tritoncp.ops.tile_tables`) before the call looks up its tiles.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from tritoncp.planning.problem import MEASURED_KINDS, Problem
 
 COMMAND = (sys.executable, "-m", "tritoncp", "autotune")
 MEASURED = {kind: mask for mask, kind in MEASURED_KINDS.items()}
-# Shortest and longest sequence that is measured; the call's length is clamped to them.
+# Shortest and longest sequence that is measured; the length of a call is clamped to this range.
 LENGTHS = (1024, 16384)
 _ATTEMPTS: set[TileKey] = set()  # calls that were tuned, or whose tuning failed
 
 
 def tune_if_requested(device: torch.device, group: Any, call: TileKey, shape: tuple[int, int, int]) -> None:
-    """Tune once for a kind of call without measured tiles, if TRITONCP_AUTOTUNE is set; shape: query heads,
-    key heads and rows of the call.
+    """Tune tile shapes once for a kind of call without measured ones, if TRITONCP_AUTOTUNE is set.
 
-    Every process decides by itself: one of a machine measures at a time, and the next one uses its results.
-    Ranks of other machines wait for their messages meanwhile, well within the group's timeout.
+    shape: query heads, KV heads and rows of the call. Every process decides by itself: one process per
+    machine measures at a time, and the next one uses its results. Ranks on other machines wait for messages
+    meanwhile, for less than the group's timeout.
     """
     if call.mask == "mod":  # ranks without masked blocks have kind "interval"
         call = call._replace(mask="interval")
     if call.score == 2 or _is_tuned(device, call):
-        return  # the measured stand-in for a score_mod loads no value for each score
+        return  # the score_mod that stands for others when tuning loads no value for each score
     allowed = 0.0 if CONFIG_DIR.read() == "-" else float(AUTOTUNE.read())
-    if group is not None:  # tuning takes up to twice as long
+    if group is not None:  # tuning may take twice the allowed time
         allowed = min(allowed, groups.timeout(group).total_seconds() / 4)
     if not allowed or call in _ATTEMPTS or not _tunable(device):
         return
     _ATTEMPTS.add(call)
     try:
         _tune(device, call, shape, allowed)
-    except Exception as error:  # the call continues with tiles of the rule
-        outcome = "could not be measured, and are those of a rule"
-        warnings.warn(f"tile shapes for calls like this one {outcome}: {error}", stacklevel=2)
-    finally:  # warnings may be errors
+    except Exception as error:  # the call continues with the default tiles
+        outcome = "could not be tuned, so that built-in defaults are used"
+        warnings.warn(f"tile shapes for this kind of call {outcome}: {error}", stacklevel=2)
+    finally:  # also where warnings are errors
         tile_lookup.WARNED_DEVICES.add(tile_tables.device_of(device))
         tile_tables.forget()
 
 
 def _is_tuned(device: torch.device, call: TileKey) -> bool:
-    """Return whether the device's table has tiles for a call's pass over many rows."""
+    """Return whether the device's table has tiles for a pass of this call over many query rows."""
     return tile_lookup.has_pass_tiles(tile_lookup.choose_tiles(tile_lookup.local_table(device), *call))
 
 
@@ -65,13 +65,12 @@ def _tunable(device: torch.device) -> bool:
 
 
 def _tune(device: torch.device, call: TileKey, shape: tuple[int, int, int], allowed: float) -> None:
-    """Run the command, for at most twice the time ``allowed``, as it compiles first.  One process of a
-    machine runs it at a time: the next process uses its results. Raises RuntimeError if no tiles were
-    measured."""
+    """Run `tritoncp autotune`, for at most twice ``allowed`` seconds, since it compiles first. One process
+    per machine runs it at a time. Raises RuntimeError if no tiles were measured."""
     deadline = time.monotonic() + 2 * allowed
     folder = next((folder for folder in tile_tables.folders() if folder != tile_tables.SHIPPED), None)
     if folder is None:
-        raise RuntimeError("no folder to keep them in: set TRITONCP_CONFIG_DIR, or install platformdirs")
+        raise RuntimeError("there is no folder for results: set TRITONCP_CONFIG_DIR, or install platformdirs")
     path = tile_tables.path_in(folder, tile_tables.device_of(device)).with_suffix(".tuning")
     with tile_tables.locked(path, max(0.0, deadline - time.monotonic())):
         tile_tables.forget()
@@ -80,7 +79,7 @@ def _tune(device: torch.device, call: TileKey, shape: tuple[int, int, int], allo
         arguments = _command_arguments(call, shape, allowed)
         warnings.warn(
             f"TRITONCP_AUTOTUNE: this call waits about {allowed:.0f} s for `tritoncp autotune "
-            f"{' '.join(arguments)}`, whose result is kept in {folder}",
+            f"{' '.join(arguments)}`, whose results are stored in {folder}",
             stacklevel=2,
         )
         remaining = max(1.0, deadline - time.monotonic())
@@ -100,8 +99,8 @@ def _tune(device: torch.device, call: TileKey, shape: tuple[int, int, int], allo
 
 
 def _command_arguments(call: TileKey, shape: tuple[int, int, int], allowed: float) -> list[str]:
-    """Return the command's arguments for a call: its shape, a mask of its kind, and softcap for any
-    score_mod.
+    """Return arguments of `tritoncp autotune` for a call: its shape, a mask of its kind, and softcap in place
+    of any score_mod.
 
     >>> " ".join(_command_arguments(TileKey("bfloat16", (192, 128), "interval", False), (16, 16, 5000), 60))
     '--shapes 16x16,192x128,4992 --mask document --ops fwd,bwd --dtype bfloat16 --budget 60s'

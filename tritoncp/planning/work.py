@@ -121,9 +121,9 @@ def _visible_columns(runs: Runs, n_cols: int, column: int, block: int) -> Runs:
 
 
 def document_starts(work: Work) -> list[int]:
-    """Return the first block of each document. No pair crosses a document boundary between blocks; if a
-    document ends inside a block, the block behind is a start, and sees only that block across the boundary.
-    Of several masks, the boundaries that all have."""
+    """Return the first block of each document. At a boundary between blocks, no block sees keys of earlier
+    blocks; if a document ends inside a block, the next block is a start, although it sees that block. For
+    several masks, return the boundaries that all have."""
     n = len(work.costs)
     crossings = torch.zeros(
         n + 2, dtype=torch.int64

@@ -20,7 +20,7 @@ from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention
 
 ONE_DEVICE = "one-device"
-# The names of masks in a report -> keys of planning.problem.MASKS.
+# Name of a mask in the report -> key of planning.problem.MASKS.
 MASKS = {
     "causal": "causal",
     "documents": "few-documents",
@@ -28,9 +28,9 @@ MASKS = {
     "score_mod": "causal",
     "sinks": "causal",
 }
-LEARNED = ("bias", "sinks")  # replicated: the sum of their gradients over ranks is compared
-PERIOD = 61  # entries of the score_mod's table: with many, the largest error varies little between draws
-DRAWS = 4  # random inputs per problem: the largest error of eager attention on one small tensor varies a lot
+LEARNED = ("bias", "sinks")  # replicated tensors: the sum of their gradients over ranks is compared
+PERIOD = 61  # length of the score_mod's table; with a long one, the largest error varies little between draws
+DRAWS = 4  # random inputs per problem: the largest error of eager attention varies much between small tensors
 
 
 @dataclass
@@ -61,8 +61,8 @@ class CheckRequest:
 
 
 class CheckCase(NamedTuple):
-    """The name of a schedule's forward and backward pass over a mask, in one dtype. A case holds no
-    :class:`~tritoncp.planning.problem.Problem`, whose sizes depend on the device and the number of ranks."""
+    """A case: forward and backward pass of a schedule with a mask, in one dtype. (Sizes, as in
+    :class:`~tritoncp.planning.problem.Problem`, depend on the device and the number of ranks.)"""
 
     schedule: str
     mask: str
@@ -79,12 +79,12 @@ class CheckCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a case: the tensor whose error is largest relative to the allowed error.
+    """The result of a case: the tensor with the largest ratio of error to allowed error.
 
-    tensor, error, allowed: None for a case that did not run to its end
-    rank:  the rank that holds that part of the tensor; None for a sum over ranks, or without an error
-    ranks: all ranks with a wrong part
-    why:   the reason why there is no error to report
+    tensor, error, allowed: None for a case that did not complete
+    rank:  the rank that holds that shard of the tensor; None for a sum over ranks, or without an error
+    ranks: all ranks with a wrong shard
+    why:   the reason if there is no error
     """
 
     case: CheckCase
@@ -106,9 +106,9 @@ class Result:
 
 
 def choose_sizes(device: torch.device, world_size: int) -> Problem:
-    """Choose the sizes for a device, of a length that is not a multiple of its blocks. On a GPU: shards of a
-    multiple of 16 tokens, because other lengths need more kernels. Interpreted: the smallest length with
-    several blocks."""
+    """Choose problem sizes for a device, with a length that is not a multiple of the block size. On a GPU
+    shards have a multiple of 16 tokens, since other lengths need more kernels; interpreted, the length is the
+    smallest with several blocks."""
     if device.type == "cuda":
         return Problem("causal", 1424, 8, 2)
     heads, kv_heads = (4, 2) if world_size % 2 and world_size > 1 else (2, 1)
@@ -116,8 +116,8 @@ def choose_sizes(device: torch.device, world_size: int) -> Problem:
 
 
 def choose_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """Choose the 16-bit dtype; float32 always comes second. Interpreted kernels run in float16, because the
-    interpreter truncates to bfloat16 where a GPU rounds."""
+    """Return (a 16-bit dtype, float32). Interpreted kernels run in float16, since the interpreter truncates
+    to bfloat16 where a GPU rounds."""
     interpreted = device.type == "cpu" and engine_factory.uses_triton(device)
     return (torch.float16 if interpreted else torch.bfloat16), torch.float32
 
@@ -134,8 +134,8 @@ def choose_degree(world_size: int, heads: int) -> int | None:
 
 
 def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[CheckCase]:
-    """List the cases that fit the world and match ``only``; cases that share kernels are adjacent. Raises
-    ValueError where there are none."""
+    """List the cases for a world size that match ``only``; cases that share kernels are adjacent. Raises
+    ValueError if there is none."""
     fitting = [ONE_DEVICE]
     if world_size > 1:
         fitting += [name for name in SCHEDULES if name != "ulysses+ring"]
@@ -146,7 +146,7 @@ def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[C
     cases = [CheckCase(schedule, mask, dtype) for dtype, mask, schedule in parts]
     if not (chosen := [case for case in cases if fnmatch(case.name, only)]):
         raise ValueError(
-            f"--only {only!r} matches no case of {world_size} ranks; a case's name is, say, {cases[-1].name}"
+            f"--only {only!r} matches no case of {world_size} ranks; pass for example {cases[-1].name}"
         )
     return chosen
 
@@ -156,12 +156,12 @@ def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[C
 
 @dataclass(frozen=True)
 class CheckProblem:
-    """Unsharded tensors with their exact results, identical on every rank.
+    """Unsharded tensors with their exact results, equal on all ranks.
 
-    leaves:  q, k, v, and the bias [H, PERIOD] that the score_mod captures, or the sinks [H]
+    leaves:  q, k, v, and the score_mod's captured bias [H, PERIOD], or sinks [H]
     starts:  gradients of out and lse
-    exact:   float64 results: "out", "lse" and the gradient of each leaf, as "dq"
-    allowed: the allowed error of each
+    exact:   float64 results: "out", "lse" and the gradients of leaves, as "dq"
+    allowed: allowed error of each result
     """
 
     mask: Mask
@@ -183,7 +183,7 @@ def make_score_mod(bias: Tensor | None) -> Callable[..., Tensor] | None:
 
 @lru_cache(1)  # adjacent cases have one problem
 def make_problem(mask: str, dtype: str, device: torch.device, world_size: int) -> CheckProblem:
-    """Draw the problem of a mask and a dtype; its allowed errors are the largest over DRAWS random inputs."""
+    """Draw the problem of a mask and a dtype; its allowed errors are maxima over DRAWS random inputs."""
     sizes = replace(choose_sizes(device, world_size), mask=MASKS[mask], dtype=dtype)
     problem, *redraws = (draw_problem(mask, sizes, device, seed) for seed in range(DRAWS))
     allowed = {key: max(draw.allowed[key] for draw in (problem, *redraws)) for key in problem.exact}

@@ -63,7 +63,7 @@ def check(
     started = torchrun_world_size() or 1
     if started > 1 and world_size not in (None, started):
         raise click.UsageError(
-            f"--world-size {world_size}, but torchrun started {started} ranks: leave it out"
+            f"--world-size {world_size}, but torchrun started {started} ranks: omit the option"
         )
     interpret_without_gpu()  # before Triton is imported
     require_engine()
@@ -75,8 +75,8 @@ def check(
 
 
 def require_engine() -> None:
-    """Check that kernels are interpreted only without a GPU, and can be. Raises RuntimeError, with the
-    remedy, if the interpreter lacks a package, or if there is a GPU, which the check would not test."""
+    """Raise RuntimeError, with the remedy, if kernels cannot be interpreted since a package is missing, or if
+    they are although there is a GPU, which the check would not test."""
     from tritoncp.doctor import examine
 
     report = examine()

@@ -1,4 +1,4 @@
-"""Runs a case's schedule on the ranks of a world, and compares each rank's part with the exact results."""
+"""Running a case on the ranks of a world, and comparison of each rank's shards with the exact results."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ Errors = dict[tuple[int | None, str], float]  # by rank (None: the sum over rank
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that this process computes: its own in a process group, all of them in a simulated world.
+    """The ranks that this process runs: its own one of a process group, or all of a simulated world.
 
     world_size: ranks of the group, or of the simulated world
-    group:      None for a simulated world
-    host:       the same ranks, for results on the host
+    group:      the process group for tensors; None for a simulated world
+    host:       a group of the same ranks for results on the host
     """
 
     device: torch.device
@@ -53,17 +53,17 @@ class Ranks:
         return make_problem(case.mask, case.dtype, self.device, self.world_size)
 
     def plan(self, schedule: str, mask: Mask, heads: int) -> Plan | None:
-        """Make the schedule's plan, None for one device."""
+        """Make a plan for a schedule; None for a single device."""
         if schedule == ONE_DEVICE:
             return None
         if self.group is None:
             plan = make_plan(mask, world_size=self.world_size, rank=0, schedule=schedule)
             degree = choose_degree(self.world_size, heads) if schedule == "ulysses+ring" else 0
-            return replace(plan, degree=degree or 0).pinned()  # a mesh would give its second dimension here
+            return replace(plan, degree=degree or 0).pinned()  # the size of a 2-D mesh's second dimension
         return make_plan(mask, self.mesh if schedule == "ulysses+ring" else self.group, schedule=schedule)
 
     def members(self, plan: Plan | None) -> list[int]:
-        """List the ranks whose shards this process holds under a plan."""
+        """Return the ranks whose shards this process holds under a plan."""
         if self.group is not None:
             return [self.group.rank()]
         return [0] if plan is None else list(range(self.world_size))
@@ -71,7 +71,7 @@ class Ranks:
     def run_forward(
         self, plan: Plan | None, mask: Mask, qkv: Sequence[list[Tensor]], score: Any, sinks: Any
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the forward pass: out and lse of each member."""
+        """Run the forward pass; return out and lse of each member."""
         options: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "sinks": sinks}
         q, k, v = qkv
         if plan is not None and self.group is None:
@@ -81,8 +81,7 @@ class Ranks:
         return [out], [lse]
 
     def gather(self, own: Any) -> list[Any]:
-        """Gather a value of every process, in order of rank. Raises GroupClosed, which names the absent
-        ranks."""
+        """Gather a value from all processes, by rank. Raises GroupClosed with the absent ranks."""
         if self.host is None:
             return [own]
         text = pickle.dumps(own)
@@ -92,14 +91,14 @@ class Ranks:
 
 
 def run_case(ranks: Ranks, case: CheckCase, wait: Callable[[], None]) -> Errors:
-    """Run both passes of a case, and compare the results of this process with its shards of the exact
-    tensors. ``wait`` blocks until the device has finished its work."""
+    """Run both passes of a case, and compare this process's results with its shards of the exact tensors.
+    wait: blocks until the device has finished its work"""
     problem = ranks.problem(case)
     plan = ranks.plan(case.schedule, problem.mask, problem.leaves["q"].shape[1])
     members = ranks.members(plan)
 
     def cut(x: Tensor, name: str) -> list[Tensor]:
-        """Cut a tensor [B, H, S, ...], or its gradient, into the shards of the members."""
+        """Shard a tensor [B, H, S, ...], or its gradient, for the members."""
         if plan is None or name in LEARNED:
             return [x]
         side, pad = "kv" if name in ("k", "v") else "q", -math.inf if name == "lse" else 0
@@ -127,14 +126,14 @@ def run_case(ranks: Ranks, case: CheckCase, wait: Callable[[], None]) -> Errors:
         wait()
         for rank, x, exact in zip(members, parts, cut(problem.exact[name], leaf)):
             x = x.detach()
-            if name == "lse":  # padding rows have -inf, or the sink
+            if name == "lse":  # -inf, or the sink, in padding rows
                 x = torch.where(exact == -math.inf, exact, x.to(exact.dtype))
             errors[None if is_sum else rank, name] = largest_error(x, exact)
     return errors
 
 
 def judge_case(case: CheckCase, allowed: dict[str, float], processes: Sequence[Errors]) -> Result:
-    """Judge a case by the errors of every process."""
+    """Combine the errors of all processes into the result of a case."""
     errors = {key: error for part in processes for key, error in part.items()}
     excess = {key: error / allowed[key[1]] for key, error in errors.items()}
     rank, name = worst = max(excess, key=lambda key: excess[key])

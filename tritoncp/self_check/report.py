@@ -1,4 +1,4 @@
-"""Output of `tritoncp check`: a line a case, the machine, the verdict, and a line for a bug report."""
+"""Output of `tritoncp check`: a line for each case, the machine, the verdict, and a line for a bug report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CheckReport:
     """The result of a check.
 
     results: a result for each case, in the order of the cases
-    stopped: why the check ended before its last case
+    stopped: the reason if the check ended before its last case
     absent:  the ranks that were lost
     """
 
@@ -34,8 +34,8 @@ class CheckReport:
 
     @property
     def right(self) -> bool:
-        """Whether all cases that ran are right, and either all ran, or the budget was over (which is no
-        failure unless the command is strict) after a case of each schedule."""
+        """Whether no case was wrong, and all cases ran, or, unless the command is strict, the budget ended
+        after at least one case of each schedule."""
         if not all(result.right for result in self.results if result.ran):
             return False
         if all(result.ran for result in self.results):
@@ -44,7 +44,7 @@ class CheckReport:
 
     @property
     def untested(self) -> list[str]:
-        """The schedules without a case that ran."""
+        """Schedules of which no case ran."""
         tested = {result.case.schedule for result in self.results if result.ran}
         return [x for x in dict.fromkeys(result.case.schedule for result in self.results) if x not in tested]
 
@@ -55,7 +55,7 @@ class CheckReport:
 
 
 def collect_facts(device: torch.device, world: str) -> dict[str, Any]:
-    """Collect the facts of `tritoncp doctor`, driver and commit; the caller fills in ``ranks``."""
+    """Collect the facts of `tritoncp doctor`, the driver and the commit; the caller sets ``ranks``."""
     environment = machine.environment(device)
     note = "float16 replaces bfloat16, to which the interpreter truncates instead of rounding"
     return {
@@ -71,7 +71,7 @@ def collect_facts(device: torch.device, world: str) -> dict[str, Any]:
 
 def print_line(console: Console, line: str, style: str = "") -> None:
     console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-    console.file.flush()  # so that a file has the line even if this process is killed
+    console.file.flush()  # so that the line is written even if this process is killed
 
 
 def print_case(console: Console, result: Result, number: int, total: int) -> None:
@@ -96,7 +96,7 @@ def print_report(console: Console, report: CheckReport) -> None:
 
 
 def describe(result: Result) -> str:
-    """Describe the error of a case, or the reason why there is none."""
+    """Format the error of a case, or the reason if there is none."""
     if result.error is None:
         return result.why or ""
     place = "summed over ranks" if result.rank is None else f"on rank {result.rank}"
@@ -116,9 +116,9 @@ def format_verdict(report: CheckReport) -> Iterator[str]:
     elif report.stopped:
         yield f"stopped: {report.stopped}"
     if report.untested and report.stopped == report.request.late:
-        yield f"no case ran of {', '.join(report.untested)}: --budget gives the check more seconds"
+        yield f"no case ran of {', '.join(report.untested)}: pass more seconds, --budget"
     if wrong:
-        # A case without an error to show comes first.
+        # Failed cases without an error first.
         worst = max(wrong, key=lambda x: math.inf if x.error is None else x.error / (x.allowed or 1.0))
         line = f"{worst.case.name}: {describe(worst)}"
         yield f"worst: {line}"

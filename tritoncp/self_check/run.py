@@ -1,4 +1,5 @@
-"""Runs the cases in simulated worlds on one device, or on the ranks that torchrun started, within limits."""
+"""Running the cases of the self-check, with time limits: in simulated worlds on one device, or on the ranks
+of torchrun."""
 
 from __future__ import annotations
 
@@ -28,28 +29,28 @@ from tritoncp.self_check.cases import CheckCase, CheckRequest, Result, choose_de
 from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_case
 from tritoncp.self_check.report import CheckReport, collect_facts, print_case, print_report
 
-GRACE = 5.0  # extra seconds, after a message has timed out, for ranks to exchange their results
-LINGER = 2.0  # seconds that a rank waits after a loss before it exits: slower ranks may still need it
+GRACE = 5.0  # seconds, after the timeout of a message, for ranks to exchange their results
+LINGER = 2.0  # seconds that a rank waits after a loss before it exits, since slower ranks may need it
 
 
 def main(request: CheckRequest, as_json: bool) -> int:
-    """Run the check, print its report, and return the exit code. Exits the process where a rank is lost."""
+    """Run the check, print its report, and return the exit code. Exits the process if a rank was lost."""
     many = (torchrun_world_size() or 1) > 1
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if many else (0, 1)
     console = Console(stderr=as_json)
     if many:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's when a rank has died: the report names it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by torchrun if a rank has died: report it first
     report = run_check(request, console if rank == 0 else None, many)
     if rank == min(set(range(world_size)) - set(report.absent)):  # the first one that is not lost
         ended = [result for result in report.results if result.ran] if rank else ()
-        for number, result in enumerate(ended, start=1):  # that rank 0, which is lost, had printed
+        for number, result in enumerate(ended, start=1):  # print again: rank 0, which had, is lost
             print_case(console, result, number, len(report.results))
         print_report(console, report)
         if as_json:
-            print(json.dumps(report.as_json(), indent=2), flush=True)  # a worker that hangs delays the end
+            print(json.dumps(report.as_json(), indent=2), flush=True)  # a hanging worker delays the exit
     code = 0 if report.right else 1
     if report.stopped and (many or torch.cuda.is_initialized()):
-        # A normal exit would wait for the lost rank's messages or the hanging kernel.
+        # A normal exit would wait for messages of the lost rank, or for a hanging kernel.
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(LINGER if many else 0)
@@ -58,8 +59,9 @@ def main(request: CheckRequest, as_json: bool) -> int:
 
 
 def run_check(request: CheckRequest, console: Console | None, many: bool) -> CheckReport:
-    """Run every case: in a simulated world on one device, or, with ``many``, on the ranks of torchrun, where
-    those that are not lost return the same report. console: of the rank that prints cases as they end"""
+    """Run all cases and return the report. many: on the ranks of torchrun, which (if not lost) return the
+    same report; else in simulated worlds on one device. console: where this rank prints finished cases, or
+    None"""
     device = select_device(many)
     world_size = int(os.environ["WORLD_SIZE"]) if many else request.world_size
     cases = list_cases(world_size, device, request.only)
@@ -91,16 +93,15 @@ def run_check(request: CheckRequest, console: Console | None, many: bool) -> Che
 
 
 def split_into_parts(cases: Sequence[CheckCase]) -> list[list[CheckCase]]:
-    """Split cases into parts that share kernels, in their order: one dtype and mask each."""
+    """Split cases, in order, into parts of one dtype and mask, which share kernels."""
     return [list(part) for _, part in groupby(cases, lambda case: (case.dtype, case.mask))]
 
 
 def run_in_processes(
     parts: Sequence[Sequence[CheckCase]], ranks: Ranks, jobs: int, request: CheckRequest
 ) -> Iterator[Result]:
-    """Run parts in up to ``jobs`` processes that share a device, because compiling (on a GPU) or Python (on a
-    CPU) takes most time. A case during which its process dies has failed. Raises Stopped where a limit is
-    reached."""
+    """Run parts in up to ``jobs`` processes on one device, where most time is spent in compilation (GPU) or
+    in Python (CPU). A case whose process dies has failed. Raises Stopped at a time limit."""
 
     def check_budget() -> None:
         if request.over:
@@ -114,30 +115,30 @@ def run_in_processes(
 
 
 def run_part(ranks: Ranks, request: CheckRequest, cases: Sequence[CheckCase]) -> Iterator[Result]:
-    """Run cases in a worker process, up to one after which its device cannot be used."""
+    """Run cases in a worker process, until one makes its device unusable."""
     with contextlib.suppress(Stopped):
         yield from run_cases(cases, ranks, request)
 
 
 def set_up_process(device: torch.device) -> None:
-    """Set up a process so that other processes find the kernels that it compiles in Triton's cache."""
+    """Set up a process so that its cache keys of compiled kernels equal those of other processes."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*heads cannot be divided")  # such worlds are cases
+    warnings.filterwarnings("ignore", message=".*heads cannot be divided")  # some cases are of this kind
     if device.type == "cuda":
         torch.cuda.set_device(device)
         name_functions()
 
 
 def select_device(many: bool) -> torch.device:
-    """Select the CPU on a machine without GPUs, else the present GPU, or the one with this rank's local
-    number. Raises ValueError where a machine has fewer GPUs than ranks."""
+    """Return the CPU on a machine without GPUs; else the current GPU, or with ``many`` that of this local
+    rank. Raises ValueError if a machine has fewer GPUs than ranks."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if many:
         ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
         if gpus < ranks:
             raise ValueError(
-                f"torchrun started {ranks} ranks on a machine with {gpus} GPUs; start one rank for each, or "
+                f"torchrun started {ranks} ranks on a machine with {gpus} GPUs: start one rank per GPU, or "
                 "run `tritoncp check` without torchrun, which simulates ranks on one GPU"
             )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -148,12 +149,12 @@ def select_device(many: bool) -> torch.device:
 
 
 def join_groups(request: CheckRequest, device: torch.device, world_size: int) -> Ranks:
-    """Make the process groups, for tensors and for results on the host. NCCL's timeout is longer than this
-    process waits for the GPU, because NCCL kills a process whose messages time out."""
+    """Make the process groups, for tensors and for results on the host. NCCL's timeout is longer than the
+    check's wait for the GPU, since NCCL kills a process when a message times out."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         use_loopback_interface()
     budget = timedelta(seconds=request.budget)
-    store, rank, _ = next(iter(dist.rendezvous("env://", timeout=budget)))  # ranks may start late
+    store, rank, _ = next(iter(dist.rendezvous("env://", timeout=budget)))  # other ranks may start late
     gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if gpu else "gloo",
@@ -172,9 +173,9 @@ def join_groups(request: CheckRequest, device: torch.device, world_size: int) ->
 
 
 def compile_share(cases: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> None:
-    """Compile this rank's share of a GPU's kernels into Triton's cache on disk, by running its share of the
-    cases in a simulated world, and wait for the other ranks. Results are dropped: only the run on real ranks
-    counts. Raises RuntimeError, which names the ranks that have not compiled theirs in time."""
+    """Compile this rank's share of the kernels on a GPU into Triton's cache on disk, and wait for the other
+    ranks. It runs its share of the cases in a simulated world and drops the results. Raises RuntimeError with
+    the ranks that have not finished in time."""
     if ranks.device.type != "cuda":
         return
     local, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -190,30 +191,31 @@ def compile_share(cases: Sequence[CheckCase], ranks: Ranks, request: CheckReques
 
 
 class Stopped(GroupClosed):
-    """Raised where the check cannot go on. absent: the lost ranks that could be identified."""
+    """Raised if the check cannot continue. absent: the lost ranks, as far as known"""
 
 
 class Failure(NamedTuple):
-    """In place of the errors of a case: why it failed in one process, and whether that was a wait in vain for
-    another rank or for the device."""
+    """The failure of a case in one process: the reason, and whether it is a timeout in waiting for another
+    rank or the device."""
 
     why: str
     waited: bool
 
 
 def run_cases(cases: Iterable[CheckCase], ranks: Ranks, request: CheckRequest) -> Iterator[Result]:
-    """Run cases in turn on all ranks, and yield their results. Raises Stopped where the rest cannot run."""
+    """Run cases one after another on all ranks, and yield their results. Raises Stopped if the rest cannot
+    run."""
     for case in cases:
         try:
             attempts, over = zip(*ranks.gather((attempt_case(case, ranks, request), request.over)))
         except GroupClosed as error:
-            absent = error.absent or (0,)  # none is known where the store is lost, which rank 0 keeps
+            absent = error.absent or (0,)  # if none is known, the store is lost, which is in rank 0
             yield Result(case, rank=absent[0], ranks=absent, why=str(error))
             lost = ", ".join(map(str, absent))
             raise Stopped(f"lost while {case.name} ran: rank {lost}", absent) from error
         failures = {rank: one for rank, one in enumerate(attempts) if isinstance(one, Failure)}
         if failures:  # the group is closed, or the device may be unusable
-            # The rank that failed on its own, before ranks that only timed out waiting for it.
+            # Ranks that failed themselves, before ranks that only timed out in waiting for them.
             rank = min(failures, key=lambda rank: (failures[rank].waited, rank))
             why = failures[rank].why if len(attempts) == 1 else f"rank {rank}: {failures[rank].why}"
             yield Result(case, rank=rank, ranks=tuple(failures), why=why)
@@ -224,7 +226,7 @@ def run_cases(cases: Iterable[CheckCase], ranks: Ranks, request: CheckRequest) -
 
 
 def attempt_case(case: CheckCase, ranks: Ranks, request: CheckRequest) -> Errors | Failure:
-    """Run a case in this process; an exception becomes a failure."""
+    """Run a case in this process; return a Failure for an exception."""
     try:
         return run_case(ranks, case, lambda: wait_for_device(ranks.device, request.timeout))
     except Exception as error:
@@ -234,8 +236,8 @@ def attempt_case(case: CheckCase, ranks: Ranks, request: CheckRequest) -> Errors
 
 
 def wait_for_device(device: torch.device, timeout: float) -> None:
-    """Wait until a GPU has finished its queued work. Raises TimeoutError after the timeout: a kernel that
-    hangs never ends, and neither does a message from a lost rank."""
+    """Wait until a GPU has finished its queued work. Raises TimeoutError after the timeout, as for a hanging
+    kernel or a message from a lost rank."""
     if device.type != "cuda":
         return
     event, end = torch.cuda.Event(), time.monotonic() + timeout

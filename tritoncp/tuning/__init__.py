@@ -1,4 +1,4 @@
-"""`tritoncp autotune`: measure tile shapes, and write down the shapes that beat the rule.
+"""`tritoncp autotune`: measures tile shapes, and stores those that are faster than the built-in default.
 
-May import every package of the spine, the cases and histories of perf, and `analysis`.
+May import `api` and every layer below, the cases and histories of perf, and `analysis`.
 """

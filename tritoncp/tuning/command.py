@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     "--ops",
     default="fwd,bwd",
     show_default=True,
-    help="Of fwd, bwd, few (a decoding step), fused (the backward pass in one kernel) and routes (other ways "
-    "through the forward pass than fwd, against the best of that).",
+    help="Of fwd, bwd, few (a decoding step), fused (the backward pass in one kernel) and routes (other "
+    "kernels of the forward pass, compared with the best of fwd).",
 )
 @click.option(
     "--score-mod", "score", metavar="NAME", default="", help="softcap, softcap(30), alibi, module:function."
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True
 )
 @click.option("--budget", default="15m", show_default=True, help="Time for all of it: 90s, 15m, 1h.")
-@click.option("--resume", is_flag=True, help="Take over what the last run found before it ended.")
+@click.option("--resume", is_flag=True, help="Continue the last run from its journal.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -71,11 +71,11 @@ def autotune(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Measure tile shapes on this machine's GPU, and write down the shapes that beat the rule by 2 %.
+    """Measure tile shapes on this machine's GPU, and store those at least 2 % faster than the defaults.
 
     Candidates are compiled first, and dropped if they spill or do not fit; the rest is
     checked against float32 and timed in turn, the better half for longer. Every choice is written at once,
-    and used by tritoncp from then on. Ctrl-C keeps the choices so far; --resume goes on from there.
+    and used by tritoncp from then on. Ctrl-C keeps the choices so far; --resume continues the run.
 
     \b
     Examples:
@@ -103,33 +103,34 @@ def autotune(
 
 
 def find_device() -> Device:
-    """Return this process's GPU. Raises RuntimeError where there is none."""
+    """Return this process's GPU. Raises RuntimeError without one."""
     import torch
 
     from tritoncp.ops.tile_tables import device_of
 
     if not torch.cuda.is_available():
         raise RuntimeError(
-            "torch finds no GPU here, and only a GPU can say how fast a kernel is: run this on the machine "
-            "whose tiles you want to measure; tritoncp inspect compiles kernels for absent GPUs"
+            "torch finds no GPU, which is needed to time kernels: run this on a machine with the GPU to tune "
+            "for (tritoncp inspect compiles kernels for absent GPUs)"
         )
     return device_of(torch.device("cuda", torch.cuda.current_device()))
 
 
 def show_result(result: TuningResult, as_json: bool) -> None:
-    """Print the rows of a run, as a table or in JSON, and what the run did not get to."""
+    """Print the results of a run, as a table or in JSON, and the number of targets and candidates left
+    out."""
     from tritoncp.tuning import search_run
 
     if as_json:
         click.echo(json.dumps(result.rows, indent=1))
     elif result.rows:
         search_run.show(result, make_console())
-    more = f"the journal is {result.journal}; --resume goes on from there"
+    more = f"the journal is {result.journal}; pass --resume to continue"
     if result.interrupted:
-        kept = "what is shown is kept" if result.rows else "the table is empty, since nothing was chosen yet"
-        click.echo(f"interrupted: {kept}; {more}", err=True)
+        outcome = "the choices above are stored" if result.rows else "nothing was chosen yet"
+        click.echo(f"interrupted: {outcome}; {more}", err=True)
     elif not result.rows:
-        click.echo(f"the table is empty: no kernel was measured together with its rule; {more}", err=True)
+        click.echo(f"the table is empty: no kernel was timed against its default tiles; {more}", err=True)
     if (tally := result.tally).left_out and not result.interrupted:
         count = f"{tally.left_out} of {tally.total} candidates"
-        click.echo(f"the budget left out {count}: give more --budget; {more}", err=True)
+        click.echo(f"the budget left out {count}: pass a larger --budget; {more}", err=True)

@@ -1,4 +1,4 @@
-"""Single kernels on the GPU of this process: checks of their results, and their times."""
+"""Checks and timing of single kernels on the GPU of this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tritoncp.tuning.targets import Target
 
 
 class DeviceBench:
-    """Launches single kernels on the GPU of this process."""
+    """Checks and times single kernels on the GPU of this process."""
 
     def __init__(self, device: torch.device) -> None:
         name_functions()  # as in the compiler processes, so that cache keys agree
@@ -26,7 +26,7 @@ class DeviceBench:
 
     def _problem_for(self, target: Target) -> ReferenceProblem:
         if self._problem is None or self._problem[0] != target.problem:
-            self._problem = None  # frees the tensors of the last problem
+            self._problem = None  # free the tensors of the last problem first
             self._problem = target.problem, ReferenceProblem(target.problem, self._device)
         return self._problem[1]
 
@@ -34,18 +34,19 @@ class DeviceBench:
         self._check_device()
         try:
             return self._problem_for(target).wrong(target.kernel, config)
-        except Exception as error:  # any error of a compiler or launch: other candidates go on
+        except Exception as error:  # any error of compilation or launch: continue with other candidates
             why = f"{type(error).__name__}: {str(error).strip()[:300]}"
             self._device_error = why if isinstance(error, torch.AcceleratorError) else ""
             return why
 
     def _check_device(self) -> None:
-        """Raise after an error on the device: it runs no more kernels in this process, so later failures say
-        nothing about the candidates."""
+        """Raise RuntimeError after an error on the device, which runs no more kernels in this process, so
+        that later failures would not be those of candidates."""
         if self._device_error:
             raise RuntimeError(
-                f"the GPU runs no kernels in this process since one candidate failed ({self._device_error}); "
-                "all findings are written down, and that candidate is marked: go on with --resume"
+                "the GPU runs no more kernels in this process after a candidate failed "
+                f"({self._device_error}). All findings are stored, and that candidate is marked: continue "
+                "with --resume"
             )
 
     def milliseconds(self, target: Target, config: Config) -> float:
@@ -63,14 +64,14 @@ class ReferenceProblem:
         self._dtype = problem.torch_dtype
         tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
         self.call = CallTensors(problem, device, tensors)
-        for kernel in ("forward", "delta"):  # the inputs of the backward pass
+        for kernel in ("forward", "delta"):  # they compute inputs of the backward pass
             self.call.launch(kernel, None)()
         self._lse = self.call.results("route")["lse"].clone()
 
     def wrong(self, kernel: str, config: Config) -> str | None:
         results = self.call.results(kernel)
         for name, tensor in results.items():
-            tensor.fill_(0.0 if (kernel, name) == ("fused", "dq") else float("nan"))  # it adds to dq
+            tensor.fill_(0.0 if (kernel, name) == ("fused", "dq") else float("nan"))  # "fused" adds to dq
         self.call.launch(kernel, config)()
         if kernel == "route":
             results["out in steps"] = self.call.in_steps(kernel, config)
@@ -81,8 +82,8 @@ class ReferenceProblem:
         return None
 
     def _errors(self, name: str, tensor: Tensor) -> tuple[check.RelativeErrors, torch.dtype]:
-        """Errors of a result and the dtype that sets its tolerance. lse, which the gradients are computed
-        from, is compared with the lse of the loops and then replaced by it."""
+        """Return (errors of a result, dtype that determines its tolerance). lse, from which gradients are
+        computed, is compared with that of route "loops" and then replaced by it."""
         if name != "lse":
             return check.errors(tensor, getattr(self.expected, name.split()[0])), self._dtype
         errors = check.errors(tensor, self._lse)

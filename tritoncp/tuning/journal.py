@@ -1,8 +1,8 @@
-"""The journal of a tuning run: its findings, so that a resumed run need not repeat them and a choice can be
-traced to its measurements.
+"""The journal of a tuning run: a file of its findings, for resumed runs and to trace a choice to
+measurements.
 
-A line each, in JSON, appended at once. The first has the conditions of the run (device, architecture, Triton,
-code), the others a finding, by stage (compile, check, time), target, config and number of rounds.
+JSON lines, each appended at once. The first has the conditions of the run (device, architecture, Triton,
+code), the others a finding each, by stage (compile, check, time), target, config and number of rounds.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tritoncp.core.checked_json import parse_json
 
 
 class TuningJournal:
-    """A file of findings. With ``resume`` those of the last run are valid if it had the same ``conditions``;
-    otherwise the file begins anew.
+    """A file of findings. With ``resume``, findings of the last run are kept if it had the same
+    ``conditions``; otherwise the file is emptied.
 
-    Raises RuntimeError while another process writes to the file, and OSError.
+    Raises RuntimeError if another process writes to the file, and OSError.
     """
 
     def __init__(self, path: Path, conditions: dict[str, Any], resume: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = path.open("ab")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, however
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends or dies
         except BlockingIOError as error:
             self._file.close()
             raise RuntimeError(
@@ -41,7 +41,7 @@ class TuningJournal:
         if resume and lines[:1] == [{"about": conditions}]:
             findings = [line for line in lines if isinstance(line, dict) and "finding" in line]
             self._findings = {json.dumps(line["finding"]): line["found"] for line in findings}
-            self._file.write(b"\n")  # ends a line that was cut off
+            self._file.write(b"\n")  # ends an incomplete line
         else:
             self._file.truncate(0)
             self._append({"about": conditions})

@@ -1,4 +1,4 @@
-"""The progress of a tuning run."""
+"""Progress output of a tuning run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Tally:
-    """Counts of a run: a bar on a terminal, else a line for each target and each twentieth candidate; reasons
-    of failures are printed. Without a console nothing is shown.
+    """Counters of a run, shown as a progress bar on a terminal, else by a line for each target and every
+    twentieth candidate; reasons of failures are printed. Without a console nothing is shown.
 
-    total, left_out: candidates of all targets, and those for which there was no time
+    total, left_out: number of candidates of all targets, and of those for which there was no time
     """
 
     def __init__(self, total: int = 0, console: Any = None) -> None:
@@ -37,7 +37,7 @@ class Tally:
         self._print(str(self))
 
     def count(self, why: str | None = None, **steps: int) -> None:
-        """Add to the counters by name, and show them; why: the reason of a failure."""
+        """Increase counters by name, and show them. why: reason of a failure, to print"""
         for name, n in steps.items():
             setattr(self, name, getattr(self, name) + n)
         self._bar.update(self._task, completed=self.tried, description=str(self))

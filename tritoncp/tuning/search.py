@@ -1,10 +1,11 @@
-"""The search for tiles: compile, drop candidates that do not fit or spill, check the results, then time the
-rest by successive halving.
+"""Search for the fastest tiles of a kernel: compile candidates, drop those that do not fit or spill, check
+results, then time the others by successive halving.
 
-Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): all candidates in turn within a round, twice
-the rounds for the better half, the rule's own config always among them. A winner must be at least 2 % faster
-than the rule. A stage may take half of the time that is left, the candidates most like the rule first, so
-that even a short run compares some of them with the rule.  Routes are compared with the best tiles of loops.
+Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): a round times all candidates once, and the
+faster half gets twice the number of rounds; the default config is never dropped. A candidate is chosen if it
+is at least 2 % faster than the default. Each stage may take half of the remaining time, and begins with the
+candidates nearest to the default, so that even a short run compares some of them. Routes are compared with
+the best tiles of route "loops".
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from tritoncp.tuning.targets import Target, candidates
 if TYPE_CHECKING:
     from tritoncp.tuning.device_bench import DeviceBench
 
-MAX_TIMED = 24  # candidates at most: those most like the rule
-ROUNDS = 4  # of the first halving
+MAX_TIMED = 24  # most candidates to time: those nearest to the default
+ROUNDS = 4  # rounds of the first halving
 
 
 class Choice(NamedTuple):
-    """A config, and its median and the rule's in the last round that both finished."""
+    """The chosen config, and the median times of it and of the default in the last rounds of both."""
 
     config: Config
     ms: float
@@ -53,7 +54,7 @@ class Tuner:
 
     compile_jobs: yields jobs with their reports, see :class:`tritoncp.analysis.compile_pool.Compilers`
     now:          a clock in seconds; no work is started after ``deadline``
-    keep:         called with each target's choice at once
+    keep:         called with the choice of each target as soon as it is made
     """
 
     arch: str
@@ -66,13 +67,13 @@ class Tuner:
     chosen: dict[Target, Choice] = field(default_factory=dict)
 
     def candidates(self, target: Target) -> list[Config]:
-        """The candidates; the first is the config that calls use by default."""
+        """Return the candidate configs, the default first."""
         loops = self.chosen.get(replace(target, kernel="forward"))
         return candidates(target, self.arch, *([loops.config] if loops and target.kernel == "route" else []))
 
     def select(self, target: Target, until: float) -> list[Config]:
-        """Select the rule's config, and the candidates most like it that compile, fit and do not spill, as a
-        call on one device and as a step of a schedule."""
+        """Return the default config, and the candidates nearest to it that compile, fit and do not spill, in
+        the launch of a call on one device and in that of a step of a schedule."""
         self.tally.target = target.name
         rule, *rivals = listed = self.candidates(target)
         faults: dict[Config, str] = {}
@@ -96,8 +97,8 @@ class Tuner:
     def _find_faults(
         self, target: Target, configs: Sequence[Config]
     ) -> Generator[tuple[Config, dict[str, Any]]]:
-        """Yield the faults of configs, "" for none: those of the journal, then, in order of completion, those
-        of configs that are compiled now."""
+        """Yield (config, fault or "") for all configs: those in the journal, then the others, which are
+        compiled, in the order of completion."""
         jobs: dict[Job, Config] = {}
         for config in configs:
             if finding := self._finding("compile", target, config):
@@ -117,12 +118,12 @@ class Tuner:
                     yield jobs[job], finding
 
     def _fault(self, report: dict[str, Any]) -> str:
-        """Return the reason why a candidate is not worth a measurement; "" if it is."""
+        """Return why a compiled candidate is not to be timed, "" if it is."""
         if "failed" in report:
             return report["failed"]
         limit = SHARED_BYTES[family(self.arch)]
         if report["shared_bytes"] > limit:
-            return f"{report['shared_bytes']} bytes of shared memory, there are {limit}"
+            return f"{report['shared_bytes']} bytes of shared memory, more than the limit {limit}"
         return f"spills {report['spill_bytes']} bytes" if report["spill_bytes"] else ""
 
     def _finding(self, stage: str, target: Target, config: Config, rounds: int = 0) -> dict[str, Any] | None:
@@ -134,18 +135,18 @@ class Tuner:
         self.journal.add(finding, stage, target.name, asdict(config), rounds)
 
     def choose(self, target: Target, bench: DeviceBench, until: float) -> Choice | None:
-        """Choose the fastest right candidate, if it beats the rule; else the rule. None without a measurement
-        of both.  An interrupt is passed on after the best choice so far was written down."""
+        """Return the fastest correct candidate, or the default if none is at least 2 % faster; None if there
+        was no time to measure both. On an interrupt, store the best choice so far, and pass it on."""
         rule, *rivals = self.candidates(target)
         if target.kernel == "route" and not (rivals and replace(target, kernel="forward") in self.chosen):
-            return None  # no other route, or no measured loops to compare with
+            return None  # no other route, or no measured tiles of route "loops" for comparison
         alive = self.select(target, self._half(until))
         best: Choice | None = None
         try:
             checked = self._half(until)
             alive = [config for config in alive if self._right(target, config, bench, checked)]
             if rule not in alive:
-                return None  # no baseline for the comparison
+                return None  # without the default, there is no comparison
             rounds = ROUNDS
             while self.now() < until:
                 times = self._times(target, alive, bench, rounds, until)
@@ -169,14 +170,14 @@ class Tuner:
         return best
 
     def _right(self, target: Target, config: Config, bench: DeviceBench, until: float) -> bool:
-        """Whether a candidate's results are right; False if time is up before the check."""
+        """Return whether a candidate's results are correct; False if there is no time for the check."""
         finding = self._finding("check", target, config)
         if finding is None:
             if self.now() > until:
                 self.tally.count(left_out=1)
                 return False
-            if isinstance(config, Routed) and config.ROUTE in ROUTES[1:]:  # one that never ends is tried once
-                self._add({"wrong": "was being checked when a run ended"}, "check", target, config)
+            if isinstance(config, Routed) and config.ROUTE in ROUTES[1:]:  # one that hangs is tried once
+                self._add({"wrong": "a run ended during its check"}, "check", target, config)
             finding = {"wrong": bench.wrong(target, config)}
             self._add(finding, "check", target, config)
         self.tally.count(failed=finding["wrong"] is not None, why=finding["wrong"])
@@ -185,15 +186,15 @@ class Tuner:
     def _times(
         self, target: Target, alive: Sequence[Config], bench: DeviceBench, rounds: int, until: float
     ) -> dict[Config, float] | None:
-        """Medians over ``rounds`` rounds. A round runs each candidate once, beginning with the next one; None
-        if time is up before. An incomplete set of rounds is repeated as a whole."""
+        """Return median times over ``rounds`` rounds, None if there is no time. Each round runs all
+        candidates once, starting with the next one. An incomplete set of rounds is repeated as a whole."""
         findings = [self._finding("time", target, config, rounds) for config in alive]
-        known = {config: finding["ms"] for config, finding in zip(alive, findings) if finding}
-        if len(known) == len(alive):
-            return known
+        times = {config: finding["ms"] for config, finding in zip(alive, findings) if finding}
+        if len(times) == len(alive):
+            return times
         samples: dict[Config, list[float]] = {config: [] for config in alive}
         for config in alive:
-            bench.milliseconds(target, config)  # warm
+            bench.milliseconds(target, config)  # warm-up
         for turn in range(rounds):
             first = turn % len(alive)
             for config in [*alive[first:], *alive[:first]]:
@@ -206,7 +207,7 @@ class Tuner:
         return times
 
     def run(self, requested: Sequence[Target], bench: DeviceBench) -> dict[Target, Choice]:
-        """Tune every target in turn; each may use its share of the time that is left."""
+        """Tune the targets one after another; each may use an equal share of the remaining time."""
         for i, target in enumerate(requested):
             left = self.deadline - self.now()
             if left <= 0:

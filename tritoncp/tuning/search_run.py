@@ -1,4 +1,4 @@
-"""A run of `tritoncp autotune`: its files and its results."""
+"""A run of `tritoncp autotune`: its output files, and its table of results."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ COMPILE_TIMEOUT = 60.0  # seconds for one kernel
 
 
 def output_folder() -> Path:
-    """Return the folder of configurations that calls search first, except the shipped one. Raises ValueError
-    where calls search none, RuntimeError where there is none."""
+    """Return the first folder in which calls look for tiles, other than the package's. Raises ValueError if
+    calls use no measured tiles, RuntimeError if there is no such folder."""
     if environment.CONFIG_DIR.read() == "-":
         raise ValueError(
-            "with TRITONCP_CONFIG_DIR=- calls use no measured tiles: name a folder for the results with "
-            "--out, or unset the variable"
+            "TRITONCP_CONFIG_DIR=-: calls use no measured tiles; pass --out with a folder for the results, "
+            "or unset the variable"
         )
     folder = next(
         (path for path in tile_tables.folders() if path != tile_tables.SHIPPED), tile_tables.user_folder()
     )
     if folder is None:
         raise RuntimeError(
-            "platformdirs, which knows the folder for configurations, is not installed: name one with --out, "
-            "or in TRITONCP_CONFIG_DIR"
+            "there is no folder for results, since platformdirs is not installed: pass one with --out or "
+            "TRITONCP_CONFIG_DIR"
         )
     return folder
 
 
 class TuningResult(NamedTuple):
-    """The entry of each target's choice, the counts, the journal, and whether Ctrl-C ended the run."""
+    """The result of a run: an entry for each target's choice, counters, journal, whether Ctrl-C ended it."""
 
     rows: list[dict[str, Any]]
     tally: Tally
@@ -68,7 +68,7 @@ def autotune(
     rows: list[dict[str, Any]] = []
 
     def keep(target: Target, choice: Choice) -> None:
-        """Write a choice; the rule too, where no candidate beats it: it has been measured."""
+        """Store a choice, also if it is the default, as a record that it was measured."""
         times = {"ms": round(choice.ms, 5), "rule_ms": round(choice.rule_ms, 5)}
         entry = {**target.entry, "config": asdict(choice.config), **times}
         rows.append(entry | {"gain": round(choice.gain, 3)})

@@ -17,9 +17,9 @@ from tritoncp.masks.expressions import score_of
 from tritoncp.mods import Untranslatable, hand_written, score_mod
 from tritoncp.planning.problem import MEASURED_KINDS, MODELS, Problem
 
-# "fused" is tuned only for calls that request it, and is not part of "bwd": it adds up dQ in a varying order,
-# and a file of tiles must not make a deterministic call nondeterministic.  "few" is a decoding step.
-# "routes" compares the other forward kernels with the best tiles of loops, which therefore are tuned first.
+# "fused" is not part of "bwd", since it sums dQ in varying order, and measured tiles must not make results
+# nondeterministic; calls request it. "few" is a decoding step. "routes" compares the other forward kernels
+# with the best tiles of route "loops", which are tuned first.
 OPS = {
     "fwd": ("forward",),
     "bwd": ("dq", "dkdv"),
@@ -27,7 +27,7 @@ OPS = {
     "few": ("few",),
     "routes": ("forward", "route"),
 }
-# A model of planning.problem.MODELS and a length, by the name that the command takes.
+# Name of a preset -> (model of planning.problem.MODELS, length).
 PRESETS = {
     "llama3-8b": ("Llama-3 8B", 16384),
     "llama3-70b": ("Llama-3 70B", 16384),
@@ -40,7 +40,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Target:
-    """A kernel of one problem, whose tiles are tuned.
+    """A kernel and a problem for which tiles are tuned.
 
     kernel: forward, dq, dkdv, fused; "few": forward of a single query; "route": routes of the forward pass
     """
@@ -50,7 +50,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """The target in words.
+        """The target as text.
 
         >>> Target("dq", Problem("causal", 16384)).name
         'dq causal 32x8 d128 16384 bfloat16'
@@ -63,12 +63,12 @@ class Target:
         return " ".join(filter(None, words))
 
     def job(self, arch: str, config: Config | None) -> Job:
-        """The launch to time."""
+        """Return the job to time: the launch of a call on one device."""
         kernel, tiles = kernel_of(self.kernel, config)
         return Job(kernel, arch, self.problem, config=tiles)
 
     def step(self, arch: str, config: Config | None) -> Job:
-        """The same kernel as a step of a schedule, which needs the most registers."""
+        """Return the job of the same kernel in a step of a schedule, which needs the most registers."""
         (kernel, tiles), problem = kernel_of(self.kernel, config), self.problem
         variant = "few" if kernel == "few" else "state"
         sizes = (problem.dim, problem.dtype, variant, tiles, problem.v_dim)
@@ -76,7 +76,7 @@ class Target:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """The key of an entry as files store it, and the shape that was measured."""
+        """Return the fields of an entry in a file of tiles: its key, and the measured shape."""
         problem = self.problem
         key = {"kernel": self.kernel, **problem.tile_key}
         key |= {"score": problem.score} if problem.score else {}
@@ -85,9 +85,9 @@ class Target:
 
 
 def preset(name: str) -> tuple[str, ...]:
-    """The shapes of a preset."""
+    """Return the shapes of a preset, a model by name."""
     if name not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
+        raise ValueError(f"preset {name!r} is unknown; pass one of {', '.join(PRESETS)}")
     model, seq = PRESETS[name]
     return (Problem("causal", seq, **MODELS[model]).shape,)
 
@@ -95,9 +95,9 @@ def preset(name: str) -> tuple[str, ...]:
 def targets(
     shapes: Sequence[str], masks: Sequence[str], ops: Sequence[str], dtype: str, score: str = ""
 ) -> list[Target]:
-    """Make the targets for shapes: HEADSxKV_HEADS,HEAD_DIM,LENGTH, or HEAD_DIMxV_HEAD_DIM where they differ.
-    Of shapes for which calls look up the same tiles, only the first is a target. Raises ValueError for a name
-    that is unknown or a shape in another format.
+    """List the targets for shapes HEADSxKV_HEADS,HEAD_DIM[xV_HEAD_DIM],LENGTH. Of shapes for which calls look
+    up the same tiles, only the first is a target. Raises ValueError for an unknown name, or a shape in
+    another format.
 
     >>> [target.name for target in targets(["32x8,128,4096"], ["full"], ["bwd"], "float16")]
     ['dq full 32x8 d128 4096 float16', 'dkdv full 32x8 d128 4096 float16']
@@ -105,13 +105,15 @@ def targets(
     targets_by_key: dict[tuple[Any, ...], Target] = {}
     for names, choices, what in ((masks, MEASURED_KINDS, "mask"), (ops, OPS, "op")):
         if unknown := [name for name in names if name not in choices]:
-            raise ValueError(f"unknown {what} {unknown[0]!r}; known: {', '.join(choices)}")
+            raise ValueError(f"{what} {unknown[0]!r} is unknown; pass one of {', '.join(choices)}")
     for shape, mask, op in itertools.product(shapes, masks, ops):
         problem = replace(parse_shape(shape), mask=mask, dtype=dtype, score=score)
         if score:
             _check(score, problem.heads)
         if op == "few" and problem.heads // problem.kv_heads > FEW:
-            raise ValueError(f"shape {shape!r}: up to {FEW} query heads of a key head are few rows")
+            raise ValueError(
+                f"shape {shape!r} with --ops few: at most {FEW} query heads per KV head are supported"
+            )
         for kernel in OPS[op]:
             measured = replace(problem, mask="full", queries=1) if kernel == "few" else problem
             key = kernel, problem.dim, problem.v_dim, MEASURED_KINDS[measured.mask]
@@ -120,8 +122,8 @@ def targets(
 
 
 def without_faults(requested: Sequence[Target], arch: str) -> tuple[list[Target], str]:
-    """Select the targets that this Triton compiles right for ``arch``. Returns them, and a line with the
-    reason if some are left out, else "". Raises ValueError where no target remains."""
+    """Return (targets without those that this Triton version miscompiles for ``arch``, reason for the
+    omission or ""). Raises ValueError if no target remains."""
     why = fused_fault(arch)
     right = [target for target in requested if target.kernel != "fused" or why is None]
     if len(right) == len(requested):
@@ -133,11 +135,12 @@ def without_faults(requested: Sequence[Target], arch: str) -> tuple[list[Target]
 
 
 def _check(score: str, heads: int) -> None:
-    """Check that kernels and torch (the reference) can run a score_mod. Raises ValueError."""
+    """Raise ValueError unless both kernels and torch (the reference) can run a score_mod."""
     fn = score_of(score, heads)
     if hand_written(fn):
         raise ValueError(
-            f"{score} is @triton.jit code, which has no reference to check results against; give it in Python"
+            f"--score-mod {score} is @triton.jit code, for which results cannot be checked: pass a Python "
+            "function"
         )
     try:
         score_mod(fn)
@@ -146,9 +149,9 @@ def _check(score: str, heads: int) -> None:
 
 
 def candidates(target: Target, arch: str, loops: Config | None = None) -> list[Config]:
-    """List the rule's config, then configs with tiles of half to twice its size, the most like it first; by
-    descriptor and by pointer, where the rule of an architecture has both.  For "route": loops with these
-    tiles (None: the rule's), then the other routes, where an architecture has any.
+    """List candidates: the default config, then tiles of half to twice its size, the nearest first; with and
+    without descriptors, if the architecture has both. For "route": route "loops" with the tiles ``loops``
+    (None: the default), then the architecture's other routes.
 
     >>> problem = Problem("causal", 16384)
     >>> configs = candidates(Target("forward", problem), "sm_90")
@@ -170,14 +173,14 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
             [n for n in (16, 32, 64, 128) if size // 2 <= n <= size * 2]
             for size in (rule.BLOCK_M, rule.BLOCK_N)
         ]
-        near[0] = [rule.BLOCK_M] if target.kernel == "few" else near[0]  # a tile is as high as rows are many
+        near[0] = [rule.BLOCK_M] if target.kernel == "few" else near[0]  # determined by the number of rows
         plain = replace(rule, FLIP=False, maxnreg=None)
         sized = [replace(plain, BLOCK_M=m, BLOCK_N=n) for m, n in itertools.product(*near)]
         configs |= {
             replace(config, num_warps=warps, num_stages=stages)
             for config, warps, stages in itertools.product(sized, (4, 8), (1, 2, 3, 4))
         }
-        if not arch.startswith("gfx"):  # two programs on a multiprocessor
+        if not arch.startswith("gfx"):  # so that two CTAs fit on a multiprocessor
             configs |= {replace(config, num_warps=8, maxnreg=128) for config in sized}
         if target.kernel not in ("forward", "few"):
             flips = (c for c in sized if flips_right(arch, flipped_rows(target.kernel, c)))
@@ -192,7 +195,7 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
 
 
 def _aligned(target: Target) -> bool:
-    """Whether strides allow copies by tensor descriptor."""
+    """Return whether strides allow tensor descriptors."""
     problem = target.problem
     return all(width * problem.torch_dtype.itemsize % 16 == 0 for width in (problem.dim, problem.v_dim))
 
@@ -206,14 +209,13 @@ def _rule(target: Target, arch: str, tma: bool = True) -> Config:
 
 @functools.lru_cache
 def _loads(score: str) -> tuple[int, bool]:
-    """The number of tile dimensions that loads of a named score_mod depend on, and whether its captures have
-    gradients."""
+    """Return (`Mod.loads` of a named score_mod, whether its captures require grad)."""
     mod = score_mod(score_of(score, 1)) if score else None
     return (mod.loads, bool(mod.wants)) if mod else (0, False)
 
 
 def _routes(target: Target, arch: str, loops: Config) -> Iterator[Routed]:
-    """List the routes that an architecture has; other obstacles, such as a score_mod, appear at
+    """Yield the routes that an architecture has. Other obstacles, such as a score_mod, raise at
     compilation."""
     yield Routed(**asdict(loops))
     widest, dtype = max(target.problem.dim, target.problem.v_dim), target.problem.torch_dtype

@@ -111,5 +111,5 @@ def test_a_dense_gradient_is_refused() -> None:
 
 def test_buffers_of_the_wrong_shape_are_refused() -> None:
     mod = score_mod(lambda s, b, h, q, k: s + SLOPES[h])
-    with pytest.raises(ValueError, match=r"\(4,\).*needed.*\(5,\)"):
+    with pytest.raises(ValueError, match=r"\(4,\).*are needed.*\(5,\)"):
         mod.dcaps([torch.zeros(5)])

@@ -1,1 +1,1 @@
-"""Prediction and order of a graph on two streams, computation and messages."""
+"""Graphs on two streams, computation and communication: predicted timeline, and order of the nodes."""

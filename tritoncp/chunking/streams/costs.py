@@ -1,6 +1,7 @@
-"""Predicted seconds of each node of a graph: products, attention, messages, and memory traffic for the rest.
+"""Predicted time of each node of a graph: matrix products, attention, messages; memory traffic for the rest.
 
-Every figure is a function of the graph and of numbers that all ranks share, so that ranks derive one order.
+Times depend only on the graph and on numbers that are equal on all ranks, so that all ranks derive the same
+order of nodes.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from tritoncp.planning.plan import Plan
 ALLOCATIONS = {
     f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
-# Read as many rows as they return.
+# Ops that read as many rows as they return.
 LOOKUPS = {f"aten::{name}" for name in ("embedding", "gather", "index", "index_select")}
-# Places of the query, before the keys, of the chunk's number and of the plan's handle, in ops of a chunk that
-# reads keys sent before.
+# Indices of the query (the keys follow), the chunk's index and the plan's handle among the arguments of the
+# ops forward_part and backward_part.
 PART_PLACES = {forward_part_op: (0, 2, 7), backward_part_op: (2, 6, 11)}
 
 
 class NodeCost(NamedTuple):
-    """Predicted seconds of one node, and the quantity that they are predicted from.
+    """Predicted seconds of one node, and the quantity from which they are computed.
 
     kind: "product", "attention", "memory" (bytes read and written), "message", "wait", or "nothing": inputs,
         views, sizes, allocations and handles
@@ -47,8 +48,8 @@ class NodeCost(NamedTuple):
 
 
 def node_costs(gm: GraphModule, hardware: Hardware) -> dict[Node, NodeCost]:
-    """Predict the seconds of every node of a graph."""
-    with fresh_dispatch():  # a pass may run under a mode for fake tensors
+    """Predict the time of every node of a graph."""
+    with fresh_dispatch():  # a compiler pass may run under a fake tensor mode
         return {node: _cost(node, hardware) for node in gm.graph.nodes}
 
 
@@ -68,7 +69,7 @@ def _cost(node: Node, hardware: Hardware) -> NodeCost:
 
 
 def _computes_nothing(node: Node) -> bool:
-    """Return whether a node is an input, a view, an allocation, a size or the handle of a plan."""
+    """Return whether a node takes no time: an input, a view, an allocation, a size or a plan's handle."""
     if not node.op.startswith("call") or node.target is operator.getitem or is_view(node):
         return True
     is_handle = op_name(node).startswith("tritoncp::") and all(x.dim() == 0 for x in tensors_of(node))
@@ -84,15 +85,15 @@ def _traffic(node: Node) -> int:
 
 
 def _message_seconds(node: Node, hardware: Hardware) -> float:
-    """Predict the time of a collective: that of its arguments or of its result, whichever is larger, twice
-    for a sum to all ranks."""
+    """Predict the time of a collective from the bytes of its arguments or its result, whichever are more,
+    doubled for an all-reduce."""
     moved, name = max(bytes_of(*node.all_input_nodes), bytes_of(node)), op_name(node)
     rate = hardware.bandwidth * (hardware.scattered if "::all_to_all" in name else 1.0)
     return moved * (2 if "::all_reduce" in name else 1) / rate + hardware.latency
 
 
 def _product_flops(node: Node) -> int:
-    """Count the operations of a product by torch's formulas, 0 for other nodes."""
+    """Return the FLOPs of a matrix product by torch's formulas, 0 for other nodes."""
     formula = flop_registry.get(getattr(node.target, "overloadpacket", node.target))
     if formula is None:
         return 0
@@ -101,8 +102,8 @@ def _product_flops(node: Node) -> int:
 
 
 def _on_meta(value: Any) -> Any:
-    """Return a value with each tensor as a meta tensor of hinted sizes and each symbol as a number: formulas
-    of FLOPs compare sizes, which symbols that depend on data forbid."""
+    """Replace tensors by meta tensors of hinted sizes, and symbols by numbers: FLOP formulas compare sizes,
+    which raises for unbacked symbols."""
 
     def convert(x: Any) -> Any:
         if isinstance(x, SymInt):
@@ -113,8 +114,8 @@ def _on_meta(value: Any) -> Any:
 
 
 def _attention_flops(node: Node) -> int:
-    """Count the operations of an attention by the blocks of its plan, of the rank that has most; by all pairs
-    of its rows if the graph does not show the plan. Messages inside the op are not counted."""
+    """Return an attention's FLOPs from the blocks of its plan, on the rank with the most; from all pairs of
+    its rows if the graph does not have the plan. Messages inside the op are not counted."""
     args: Any = node.args
     if node.target in PART_PLACES:
         q_at, index_at, plan_at = PART_PLACES[node.target]
@@ -133,7 +134,7 @@ def _attention_flops(node: Node) -> int:
 
 
 def _plan_of_handle(handle: Node) -> Plan | None:
-    """Return the plan behind a handle, or the part of a plan; None if only a run tells it."""
+    """Return the plan, or part of a plan, of a handle's node; None if it is unknown before the run."""
     if handle.target not in (part_op, batch_rows_op):
         return attention.known_plan(handle)
     whole = _plan_of_handle(handle.all_input_nodes[0])
@@ -147,8 +148,8 @@ def _plan_of_handle(handle: Node) -> Plan | None:
 
 
 def _pairs(plan: Plan) -> float:
-    """Count the pairs in the visible blocks of the rank that has most, masked blocks by their cost: of one
-    head and batch row."""
+    """Return the pairs in visible blocks, on the rank with the most, per head and batch row; masked blocks
+    are weighted by their cost."""
     mask = plan.mask
     block = min(mask.q_block, mask.q_len) * min(mask.kv_block, mask.kv_len)
     return max(plan.work) * block / (plan.batch * mask.H)

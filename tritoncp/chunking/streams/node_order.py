@@ -1,13 +1,13 @@
-"""The order of a graph's nodes in which messages travel while the device computes.
+"""Order of a graph's nodes that overlaps communication with computation.
 
 List scheduling on the two streams of :mod:`tritoncp.chunking.streams.timeline`: a collective is issued as
-soon as its inputs are there, and of the nodes that could compute now the one with the longest way from its
-next exchange to the end goes first.
+soon as its inputs are computed; of the nodes that are ready to compute, the one is issued whose next
+collective has the longest path to the end of the graph.
 
-Ranks that issue collectives in different orders hang. The order is a function of the graph and of predicted
-times, which come from numbers that are equal on all ranks; ties go to the node that was written first. Hints
-of symbolic sizes are such numbers if all ranks trace equal shapes; sizes that depend on data count alike
-everywhere.
+Ranks that issue collectives in different orders hang. The order depends only on the graph and on predicted
+times, which are computed from numbers that are equal on all ranks; ties are broken by the original order.
+Hints of symbolic sizes are equal if all ranks trace equal shapes; sizes that depend on data have the same
+constant hint everywhere.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tritoncp.chunking.streams.storages import LiveBytes, Storages, dependencies
 from tritoncp.chunking.streams.timeline import LEGEND, StreamClock, Timeline, replay
 from tritoncp.planning.cost import Hardware
 
-# A schedule may have to exceed its limit where no ready node fits; one with a lower limit then fits.
+# Memory limits to try: a list schedule exceeds its limit where no ready node fits, so lower limits may fit.
 MEMORY_SHARES = (1.0, 0.96, 0.9, 0.0)
 
 
 @dataclass(frozen=True)
 class Order:
-    """The result of :func:`order`: predicted runs before and after, and the order that was taken.
+    """The result of :func:`order`: predicted timelines before and after, and the order that was chosen.
 
     variant: "as written", or "list schedule" with the limit of memory that it ran under
     """
@@ -45,12 +45,12 @@ class Order:
 
 
 class CostedGraph:
-    """A graph to be ordered: its nodes as written, with their costs, storages and places.
+    """A graph to be ordered: its nodes in their original order, with costs, storages and indices.
 
-    needs:     nodes that each node follows
-    followers: nodes that follow each node
-    way:       seconds from the start of each node to the end of the graph, by the longest way
-    exchange:  the next message behind each node: its negative way and its place, the smallest goes first
+    needs:     nodes that each node depends on
+    followers: nodes that depend on each node
+    way:       length in seconds of the longest path from the start of each node to the end of the graph
+    exchange:  priority of each node, the smallest first: (-way, index) of the next message after it
     """
 
     def __init__(self, gm: GraphModule, hardware: Hardware) -> None:
@@ -73,13 +73,11 @@ class CostedGraph:
 
 
 def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, boxed: bool = False) -> Order:
-    """Reorder the nodes of a forward, backward or joint graph in place, so that communication hides, and
-    return its predicted runs. The new order is never slower than the one as written, unless only a slower
-    one fits into ``memory``.
+    """Reorder a forward, backward or joint graph in place, to overlap communication with computation; return
+    the predicted timelines. The predicted time never grows, unless only a slower order fits in ``memory``.
 
-    memory: most bytes alive, inputs included (``Timeline.peak``); None for any number. The order as written
-        stays if no faster one fits. Raises ValueError if no order that was tried fits; the graph is
-        unchanged then
+    memory: limit of live bytes, inputs included (``Timeline.peak``), or None. Raises ValueError, without a
+        change of the graph, if no order fits
     boxed: whether the graph frees its inputs after their last user, see
         :func:`tritoncp.chunking.streams.timeline.predict_timeline`
     """
@@ -100,8 +98,8 @@ def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, box
     if not fitting:
         least = min(after.peak for _, after in variants.values())
         raise ValueError(
-            f"memory={memory}: the graph needs {before.peak} bytes as written and {least} in the smallest "
-            f"order that was tried; pass memory={least} or more"
+            f"memory={memory}: the graph needs {before.peak} bytes in its present order, and at least "
+            f"{least} in all others that were tried; pass memory={least} or more"
         )
     name = min(fitting, key=lambda name: (_rounded(fitting[name][1].makespan), fitting[name][1].peak))
     nodes, after = fitting[name]
@@ -110,12 +108,12 @@ def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, box
 
 
 def _rounded(seconds: float) -> float:
-    """Round a time to nine digits: sums in different orders differ in the last ones."""
+    """Round a time to nine digits: the last digits depend on the order of summation."""
     return float(f"{seconds:.9g}")
 
 
 def _reorder(gm: GraphModule, nodes: list[Node]) -> None:
-    """Put the nodes of a graph into a new order, the output last."""
+    """Reorder the nodes of a graph in place, with the output last."""
     *others, output = nodes
     for node in others:
         output.prepend(node)
@@ -126,11 +124,11 @@ def _reorder(gm: GraphModule, nodes: list[Node]) -> None:
 class ListSchedule:
     """One pass of list scheduling.
 
-    Chunks at the same stage have ways of one length and would advance in lockstep, so that no message travels
-    while the other chunk computes. By the way of their next exchange, the nodes before one exchange tie, and
-    one chunk goes first.
+    Priority is the path length of the next exchange, not of the node itself: by the latter, chunks at the
+    same stage would advance in lockstep, and no message would overlap with another chunk's computation. By
+    the former, all nodes before one exchange tie, and the chunks run one after another.
 
-    memory: bytes alive that a node may not exceed as long as another node does not; 0 for the fewest
+    memory: limit of live bytes; nodes that exceed it are issued only if all ready nodes do. 0: fewest bytes
     """
 
     def __init__(self, graph: CostedGraph, memory: int | None, boxed: bool) -> None:
@@ -138,8 +136,8 @@ class ListSchedule:
         self.clock = StreamClock(graph.costs, graph.storages)
         self.bytes = LiveBytes(graph.storages, boxed)
         self.missing = {node: len(needs) for node, needs in graph.needs.items()}
-        self.free: list[int] = []  # places of nodes that are ready and take no time, a heap
-        self.ready: dict[Node, None] = {}  # other nodes whose dependencies have run
+        self.free: list[int] = []  # heap: indices of ready nodes that take no time
+        self.ready: dict[Node, None] = {}  # the other ready nodes
         self.order: list[Node] = []
 
     def nodes(self) -> list[Node]:
@@ -157,7 +155,7 @@ class ListSchedule:
         return self.order
 
     def _admit(self, node: Node) -> None:
-        """Enter a node whose dependencies have run."""
+        """Mark a node as ready: its dependencies have run."""
         if self.graph.costs[node].kind == "nothing" and not self.graph.storages.new_bytes[node]:
             heapq.heappush(self.free, self.graph.place[node])
         else:

@@ -1,9 +1,8 @@
-"""Storages of a graph: which nodes share memory, which write it, how many bytes are alive, and which node has
-to follow which.
+"""Memory of a graph: which nodes share a storage or write to it, live bytes, and dependencies between nodes.
 
-Two values share memory if the op's schema says so, or if the fake values of a node and of its own argument
-have one storage. Storages of nodes that are not joined by an argument are not compared: copies of a node may
-share its fake value.
+Two values share memory if the op's schema says so, or if the fake values of a node and of one of its
+arguments have the same storage. Other nodes are not compared, since copies of a node may share its fake
+value.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from tritoncp.chunking.sizes import hint_of
 
 COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
 KEY_EXCHANGES = ("tritoncp::send_keys", "tritoncp::send_gradients")
-UNLISTED_VIEW = "aten::_unsafe_view"  # shares memory although its schema does not say so
-UNBACKED_SIZE = 8192  # taken for a size that depends on data and has no hint
+UNLISTED_VIEW = "aten::_unsafe_view"  # shares memory, which its schema does not say
+UNBACKED_SIZE = 8192  # assumed for a size that depends on data and has no hint
 
 
 def hint(size: Any) -> int:
@@ -38,7 +37,7 @@ def hint(size: Any) -> int:
 
 
 def tensors_of(node: Node) -> list[Tensor]:
-    """List the tensors of a node's fake value, nested sequences included."""
+    """Return the tensors of a node's fake value, nested sequences included."""
     return _tensors_in(node.meta.get("val"))
 
 
@@ -47,23 +46,22 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def bytes_of(*nodes: Node) -> int:
-    """Count the bytes of the elements of all tensors of nodes."""
+    """Return the bytes of all tensors of these nodes."""
     return sum(math.prod(map(hint, x.shape)) * x.dtype.itemsize for node in nodes for x in tensors_of(node))
 
 
 def is_wait(node: Node) -> bool:
-    """Whether a node waits for a collective."""
+    """Return whether a node waits for a collective."""
     return op_name(node).startswith(COLLECTIVES) and op_name(node).endswith("::wait_tensor")
 
 
 def is_collective(node: Node) -> bool:
-    """Whether a node starts a collective, which a wait ends: torch's, or an exchange of keys that chunks
-    share."""
+    """Return whether a node starts an asynchronous collective: torch's, or an exchange of keys."""
     return op_name(node).startswith((*COLLECTIVES, *KEY_EXCHANGES)) and not is_wait(node)
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node's op is a view by its schema."""
+    """Return whether a node's op is a view by its schema."""
     op = node.target
     return op_name(node) == UNLISTED_VIEW or (
         isinstance(op, torch._ops.OpOverload) and op.is_view and not _may_copy(op)
@@ -71,17 +69,17 @@ def is_view(node: Node) -> bool:
 
 
 def _may_copy(op: torch._ops.OpOverload) -> bool:
-    """Whether an op with an alias in its schema copies for some layouts, as reshape() and contiguous()."""
+    """Return whether an op with an alias in its schema may copy, as reshape() and contiguous() do."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return op.is_view and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
 
 
 class Storages:
-    """The storages of a graph, by number.
+    """The storages of a graph, numbered.
 
-    of:     storages of each node's value, one for each tensor of it
+    of:     storages of each node's value, one per tensor
     size:   bytes of each storage
-    is_input: whether the caller holds the storage: of inputs and constants
+    is_input: whether the caller owns the storage, as of inputs and constants
     uses:   storages that a node reads, writes or makes
     writes: storages that a node writes
     new_bytes: bytes of the storages that a node allocates
@@ -95,7 +93,7 @@ class Storages:
         self.writes: dict[Node, set[int]] = {}
         self.new_bytes: Counter[Node] = Counter()
         inputs: dict[Any, int] = {}
-        # Inputs of the collective that makes a storage: they live until its wait.
+        # storage that a collective fills -> inputs of the collective, which live until its wait
         source: dict[int, list[int]] = {}
         for node in gm.graph.nodes:
             self.of[node] = self._results(node, inputs)
@@ -108,7 +106,7 @@ class Storages:
             self.writes[node] = {number for arg in _written(node) for number in self.of[arg]}
 
     def _results(self, node: Node, inputs: dict[Any, int]) -> list[int]:
-        """Return the storages of a node's value; storages that it makes are added."""
+        """Return the storages of a node's value; add those that it allocates."""
         if node.op == "output":
             return []
         if node.target is operator.getitem:
@@ -135,7 +133,7 @@ class Storages:
         return numbers
 
     def _items(self, node: Node) -> list[int]:
-        """Return the storages of one item of a sequence, all of them if the item's place is not known."""
+        """Return the storages of a getitem node; of the whole sequence if the index is unknown."""
         (source,), index = node.all_input_nodes[:1], node.args[1]
         value = source.meta.get("val")
         if not isinstance(value, list | tuple) or not isinstance(index, int):
@@ -146,8 +144,7 @@ class Storages:
 
 
 def _alias_arguments(node: Node) -> list[tuple[Any, list[Node]]]:
-    """List the arguments of an op's call that its schema gives an alias: the alias, and the nodes of the
-    argument."""
+    """Return (alias annotation, nodes) of each argument that has one in the op's schema."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     schema = node.target._schema.arguments
@@ -160,7 +157,7 @@ def _alias_arguments(node: Node) -> list[tuple[Any, list[Node]]]:
 
 
 def _aliased(node: Node) -> list[Node]:
-    """List the arguments that a node's results share memory with, by the op's schema."""
+    """Return the arguments that a node's results alias by the op's schema."""
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or _may_copy(op):
         return []
@@ -170,7 +167,7 @@ def _aliased(node: Node) -> list[Node]:
 
 
 def _written(node: Node) -> list[Node]:
-    """List the inputs that a node writes: by the op's schema, all of a call without one."""
+    """Return the inputs that a node mutates by the op's schema; all inputs without a schema."""
     if isinstance(node.target, torch._ops.OpOverload):
         return [x for alias, nodes in _alias_arguments(node) if alias.is_write for x in nodes]
     is_call = node.op.startswith("call") and node.target is not operator.getitem
@@ -178,8 +175,7 @@ def _written(node: Node) -> list[Node]:
 
 
 def _storage_bytes(x: Tensor) -> int:
-    """Count the bytes between the first and the last element of a tensor: those of its storage, if the tensor
-    is not a view."""
+    """Return the bytes from the first to the last element of a tensor: its storage's, unless it is a view."""
     sizes = [hint(size) for size in x.shape]
     if not math.prod(sizes) or x.layout != torch.strided:
         return math.prod(sizes) * x.dtype.itemsize
@@ -188,30 +184,30 @@ def _storage_bytes(x: Tensor) -> int:
 
 
 def _key(x: Tensor) -> Any:
-    """Return a key of a fake value's storage; one of its own for a tensor that has none."""
+    """Return a key of a fake tensor's storage; a unique key if it has no storage."""
     return StorageWeakRef(x.untyped_storage()) if x.layout == torch.strided else id(x)
 
 
 class LiveBytes:
-    """Bytes of the storages alive while the nodes of a graph run, in any order.
+    """Counter of live bytes while the nodes of a graph are run in some order.
 
-    A storage lives from the node that makes it until the last node that uses it or a view of it. Inputs live
-    to the end, as their caller holds them, or with ``boxed`` until their last user, as in compiled backward
-    passes.
+    A storage is live from the node that allocates it to the last node that uses it or a view of it. Inputs
+    are live to the end, since the caller owns them, or with ``boxed`` to their last user, as in compiled
+    backward passes.
     """
 
     def __init__(self, storages: Storages, boxed: bool) -> None:
         self.storages, self.boxed = storages, boxed
-        self.users = Counter(itertools.chain(*storages.uses.values()))  # that have still to run
-        self.live = self.peak = self.step = 0  # bytes now, at most, and while the last node ran
+        self.users = Counter(itertools.chain(*storages.uses.values()))  # number of users still to run
+        self.live = self.peak = self.step = 0  # bytes now, their maximum, and bytes during the last node
         self.peak_node = ""
 
     def during(self, node: Node) -> int:
-        """Count the bytes alive while a node runs next."""
+        """Return the bytes live during a node, if it is run next."""
         return self.live + self.storages.new_bytes[node]
 
     def after(self, node: Node) -> int:
-        """Count the bytes alive once a node has run next."""
+        """Return the bytes live after a node, if it is run next."""
         return self.during(node) - sum(
             self.storages.size[number]
             for number in self.storages.uses[node]
@@ -219,7 +215,7 @@ class LiveBytes:
         )
 
     def run(self, node: Node) -> None:
-        """Allocate a node's storages, then free the storages whose last user it is."""
+        """Run a node: allocate its storages, then free those of which it is the last user."""
         self.step = self.during(node)
         if self.step > self.peak:
             self.peak, self.peak_node = self.step, node.name
@@ -228,9 +224,9 @@ class LiveBytes:
 
 
 def dependencies_of(gm: GraphModule, storages: Storages) -> dict[Node, list[Node]]:
-    """List the nodes that each node has to follow: the nodes of its inputs; for memory that is written,
-    all earlier users of it before the write and the write before all later users; for side effects and random
-    numbers, the one before. Inputs of the graph come first, in their order, and its output last."""
+    """Return {node: nodes that must run before it}: its inputs; all earlier users of memory that it writes,
+    and the last write to memory that it uses; for side effects and random numbers, the previous such node.
+    Inputs of the graph are first, in their order, and the output is last."""
     before: dict[Node, dict[Node, None]] = {}
     writer: dict[int, Node] = {}
     readers: dict[int, list[Node]] = {}
@@ -261,9 +257,9 @@ def dependencies_of(gm: GraphModule, storages: Storages) -> dict[Node, list[Node
 
 
 def has_effect(node: Node) -> bool:
-    """Whether a node has an effect beside its result and the memory that it writes: assertions, prints,
-    random numbers (which come in the order of their calls), and calls whose effects are not known.
-    Collectives and waits, which torch calls impure so that they are not removed, have none."""
+    """Return whether a node has an effect besides its result and memory writes: an assertion, a print, random
+    numbers (which depend on the order of calls), or a call with unknown effects. Collectives and waits, which
+    torch declares impure so that they are not removed, have none."""
     if is_collective(node) or is_wait(node):
         return False
     schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())

@@ -1,7 +1,7 @@
-"""The predicted run of a graph on two streams, computation and communication, without a device.
+"""Predicted timeline of a graph on two streams, computation and communication, without a device.
 
 Nodes are issued in the graph's order. A collective starts when the computation issued before it is done and
-the stream of communication is free; the next node that needs its result, in general its wait, blocks the
+the communication stream is free; the first node that needs its result, in general its wait, blocks the
 computation until it is done.
 """
 
@@ -25,13 +25,12 @@ LEGEND = "# products  @ attention  - memory traffic  = messages; digits: the chu
 
 @dataclass(frozen=True)
 class Span:
-    """The time that one node takes on a stream, in seconds from the start.
+    """Start and end of one node on a stream, in seconds from the start of the graph.
 
     name:  the node's name
-    kind:  what its time is predicted from: product, attention, memory, message; "wait" where computation
-        waits
-    chunk: (region, index) of the chunk that the node belongs to, None for nodes of no chunk
-    live:  bytes alive while the node runs
+    kind:  "product", "attention", "memory", "message", as in :class:`NodeCost`; "wait": computation waits
+    chunk: (region, index) of the node's chunk, None for nodes of no chunk
+    live:  bytes live during the node
     """
 
     name: str
@@ -53,11 +52,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The predicted run of a graph: spans of both streams in the order of their nodes.
+    """The predicted timeline of a graph: spans of both streams in the order of the nodes.
 
-    peak:      most bytes alive, inputs included
-    peak_node: name of the node at which the peak is reached
-    hardware:  the figures behind the times
+    peak:      maximum of live bytes, inputs included
+    peak_node: name of the node with this maximum
+    hardware:  the speeds from which times were predicted
     """
 
     spans: tuple[Span, ...]
@@ -77,28 +76,28 @@ class Timeline:
 
     @property
     def communication(self) -> float:
-        """Seconds in which messages travel."""
+        """Seconds in which messages are sent."""
         return sum(span.seconds for span in self.spans if span.kind == "message")
 
     @property
     def exposed(self) -> float:
-        """Seconds in which messages travel and nothing computes."""
+        """Seconds of communication that no computation overlaps."""
         return max(0.0, self.makespan - self.compute)
 
     def __str__(self) -> str:
         return self.format()
 
     def format(self, width: int = 96, makespan: float | None = None) -> str:
-        """Format the run as text: a line of figures, and for each stream a line with a sign for each stretch
-        of time, and a line with its chunk.
+        """Format the timeline as text: a line of figures, then for each stream a line of signs for the kinds
+        of its spans, and a line of chunk indices.
 
-        width: columns of a stream; makespan: seconds that they stand for, by default those of the run
+        width: number of columns; makespan: seconds that they represent, default: those of this timeline
         """
         scale = (makespan or self.makespan) / width or 1.0
         lines = [
             f"{self.makespan * 1e3:.3g} ms, of which {self.exposed * 1e3:.3g} ms of communication exposed; "
             f"computes {self.compute * 1e3:.3g} ms, sends {self.communication * 1e3:.3g} ms; at most "
-            f"{self.peak / 2**20:.4g} MiB alive"
+            f"{self.peak / 2**20:.4g} MiB live"
         ]
         for stream in STREAMS:
             spans = [span for span in self.spans if span.stream == stream]
@@ -109,7 +108,7 @@ class Timeline:
 
 
 def _columns(spans: list[Span], scale: float, width: int, sign_of: Callable[[Span], str]) -> str:
-    """Return the sign of each column of time: of the kind of span that takes most of it, blank if idle."""
+    """Return one sign per column of time: that of the spans with the largest share, blank if idle."""
     shares = [Counter({" ": scale}) for _ in range(width)]
     for span in spans:
         for column in range(int(span.start / scale), min(width - 1, int(span.end / scale)) + 1):
@@ -126,15 +125,15 @@ def _chunk_sign(span: Span) -> str:
 
 
 class StreamClock:
-    """The time of both streams while nodes are issued one after another."""
+    """Clock of both streams while nodes are issued one after another."""
 
     def __init__(self, costs: dict[Node, NodeCost], storages: Storages) -> None:
         self.costs, self.storages = costs, storages
-        self.compute = self.communication = 0.0  # when each stream is free
-        self.pending: dict[int, float] = {}  # when each storage is there that a collective fills
+        self.compute = self.communication = 0.0  # time at which each stream is free
+        self.pending: dict[int, float] = {}  # storage that a collective fills -> time of its completion
 
     def start_of(self, node: Node) -> float:
-        """Return when a node would start if it were issued now."""
+        """Return the time at which a node would start if it were issued now."""
         kind = self.costs[node].kind
         if kind == "message":
             return max(self.compute, self.communication, self._arrival(node))
@@ -143,12 +142,12 @@ class StreamClock:
         return max(self.compute, self._arrival(node))
 
     def _arrival(self, node: Node) -> float:
-        """Return when the last input of a node is there that a collective fills."""
+        """Return the time at which all collectives that fill inputs of a node are complete."""
         numbers = [number for arg in node.all_input_nodes for number in self.storages.of[arg]]
         return max((self.pending.get(number, 0.0) for number in numbers), default=0.0)
 
     def run(self, node: Node) -> tuple[float, float]:
-        """Issue a node, and return its start and end."""
+        """Issue a node; return its start and end."""
         start = self.start_of(node)
         end = start + self.costs[node].seconds
         if self.costs[node].kind == "message":
@@ -161,8 +160,8 @@ class StreamClock:
 
 
 def predict_timeline(gm: GraphModule, hardware: Hardware, *, boxed: bool = False) -> Timeline:
-    """Predict the run of a graph in its order. The graph may be a forward, a backward or a joint graph; its
-    nodes need fake values (``meta["val"]``), and symbolic sizes count by their hints.
+    """Predict the timeline of a forward, backward or joint graph. Its nodes need fake values
+    (``meta["val"]``); symbolic sizes are replaced by their hints.
 
     boxed: the graph frees its inputs after their last user, as compiled backward passes do with saved
         tensors; else inputs live to the end
@@ -173,7 +172,7 @@ def predict_timeline(gm: GraphModule, hardware: Hardware, *, boxed: bool = False
 def replay(
     nodes: list[Node], costs: dict[Node, NodeCost], storages: Storages, hardware: Hardware, boxed: bool
 ) -> Timeline:
-    """Predict the run of a graph's nodes in some order, from their costs and storages."""
+    """Predict the timeline of nodes in some order, from their costs and storages."""
     clock, memory, spans = StreamClock(costs, storages), LiveBytes(storages, boxed), []
     for node in nodes:
         free, kind, chunk = clock.compute, costs[node].kind, chunk_of(node)
@@ -187,6 +186,6 @@ def replay(
 
 
 def chunk_of(node: Node) -> tuple[Any, int] | None:
-    """Return the (region, index) of the chunk that a node belongs to, None for nodes of no chunk."""
+    """Return (region, index) of a node's chunk, None for nodes of no chunk."""
     custom = node.meta.get("custom")
     return custom.get("tritoncp_chunk") if isinstance(custom, dict) else None

@@ -1,1 +1,1 @@
-"""Arithmetic of PTX on NumPy arrays with one element per thread."""
+"""PTX arithmetic on NumPy arrays with one element per thread."""

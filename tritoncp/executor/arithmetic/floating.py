@@ -1,7 +1,7 @@
-"""Floating-point arithmetic of PTX on NumPy arrays: rounding, flushing of subnormal numbers, 16-bit types.
+"""PTX floating-point arithmetic on NumPy arrays: rounding, flushing of subnormal numbers, 16-bit types.
 
-bfloat16 and float16 lie in uint16, pairs of them in uint32. Where PTX leaves the payload of a NaN open, so
-does this; conversions to 16 bits and minima give the NaN that PTX names.
+bfloat16 and float16 are stored as uint16, pairs of them as uint32. The payload of a NaN is unspecified where
+PTX leaves it open; conversions to 16 bits and min/max return PTX's canonical NaN.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 f4, f8, u1, u2, u4, u8 = np.float32, np.float64, np.uint8, np.uint16, np.uint32, np.uint64
 Array = np.ndarray[Any, Any]
 SMALLEST = f4(np.finfo(f4).tiny)
-MIDPOINT_MASK, MIDPOINT = u8(0x1FFFFFFF), u8(0x10000000)  # of float32 numbers in float64
+MIDPOINT_MASK, MIDPOINT = u8(0x1FFFFFFF), u8(0x10000000)  # float64 bits halfway between float32 numbers
 NAN32 = u4(0x7FFFFFFF)
 
 
 def ftz(x: Array) -> Array:
-    """Flush subnormal float32 numbers to zeros of their sign."""
+    """Flush subnormal float32 numbers to zeros with the same sign."""
     small = np.abs(x) < SMALLEST
     return np.where(small, np.copysign(f4(0), x), x) if small.any() else x
 
@@ -31,12 +31,12 @@ def saturate(x: Array) -> Array:
 
 
 def relu(x: Array) -> Array:
-    """Negative numbers become 0; NaN remains."""
+    """Replace negative numbers by 0; NaN is unchanged."""
     return np.where(x < 0, x.dtype.type(0), x)
 
 
 def sum_rounded_to_odd(a: Array, b: Array) -> Array:
-    """a + b in float64, rounded to odd: exact once it is rounded to 51 or fewer bits."""
+    """Return a + b in float64, rounded to odd, so that a second rounding to 51 or fewer bits is correct."""
     s = a + b
     bb = s - a
     rest = (a - (s - bb)) + (b - bb)
@@ -49,7 +49,7 @@ def sum_rounded_to_odd(a: Array, b: Array) -> Array:
 
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
-    """float32 a × b + c, rounded once."""
+    """Return a × b + c in float32, rounded once."""
     product = np.multiply(a, b, dtype=f8)
     total = product + c
     bits = total.view(u8)
@@ -61,7 +61,7 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
 
 
 def two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """a × b in float64, and its rounding error (Dekker)."""
+    """Return (a × b in float64, its rounding error), by Dekker's algorithm."""
     splitter = f8(134217729)
     p = a * b
     ta, tb = a * splitter, b * splitter
@@ -71,7 +71,8 @@ def two_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
-    """float64 a × b + c, rounded once (Boldo and Melquiond), where nothing over- or underflows on the way."""
+    """Return a × b + c in float64, rounded once (Boldo and Melquiond), unless an intermediate result over- or
+    underflows."""
     a, b, c = np.broadcast_arrays(a, b, c)
     high, low = two_product(a, b)
     s = c + low
@@ -86,7 +87,7 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
 
 
 def extremum(operation: str, a: Array, b: Array, nan: bool) -> Array:
-    """ "min" or "max" of two numbers, -0 before +0; NaN counts as no number, or wins where `nan`."""
+    """Return "min" or "max" of two numbers, with -0 < +0. nan: propagate NaN; else return the other number"""
     out = getattr(np, f"{operation}imum" if nan else f"f{operation}")(a, b)
     zero = out == 0
     if zero.any():
@@ -101,7 +102,7 @@ def extremum(operation: str, a: Array, b: Array, nan: bool) -> Array:
 
 
 def sign_of_both(out: Array, a: Array, b: Array) -> Array:
-    """`.xorsign.abs`: a magnitude with the signs of two numbers multiplied."""
+    """`.xorsign.abs`: set the sign of `out` to the product of the signs of a and b."""
     return np.copysign(out, np.where(np.signbit(a) ^ np.signbit(b), f4(-1), f4(1)))
 
 
@@ -109,7 +110,7 @@ def sign_of_both(out: Array, a: Array, b: Array) -> Array:
 
 
 def to_bf16(x: Array) -> Array:
-    """float32 to bfloat16, to nearest even."""
+    """Convert float32 to bfloat16, rounded to nearest even."""
     bits = x.view(u4)
     out = (bits + u4(0x7FFF) + ((bits >> u4(16)) & u4(1))) >> u4(16)
     lost = np.isnan(x)
@@ -124,19 +125,19 @@ def to_bf16_towards_zero(x: Array) -> Array:
 
 
 def to_f16(x: Array) -> Array:
-    """float32 or float64 to float16, to nearest even."""
+    """Convert float32 or float64 to float16, rounded to nearest even."""
     out = x.astype(np.float16).view(u2)
     lost = np.isnan(x)
     return np.where(lost, u2(0x7FFF), out) if lost.any() else out
 
 
 def narrow(t: str, x: Array) -> Array:
-    """float32 to the bits of a 16-bit type."""
+    """Convert float32 to the bits of a 16-bit type."""
     return to_bf16(x) if t.startswith("bf16") else to_f16(x)
 
 
 def narrow64(t: str, x: Array) -> Array:
-    """float64, exact or rounded to odd, to the bits of a 16-bit type."""
+    """Convert float64, exact or rounded to odd, to the bits of a 16-bit type."""
     if not t.startswith("bf16"):
         return to_f16(x)
     near = x.astype(f4)  # rounded to odd once more, so that the second rounding is the only one
@@ -147,17 +148,17 @@ def narrow64(t: str, x: Array) -> Array:
 
 
 def widen(t: str, x: Array) -> Array:
-    """Bits of a 16-bit type to float32."""
+    """Convert the bits of a 16-bit type to float32."""
     return (x.astype(u4) << u4(16)).view(f4) if t.startswith("bf16") else x.view(np.float16).astype(f4)
 
 
 def pack2(t: str, high: Array, low: Array) -> Array:
-    """Two float32 arrays to pairs of a 16-bit type."""
+    """Convert two float32 arrays to pairs of a 16-bit type."""
     return (narrow(t, high).astype(u4) << u4(16)) | narrow(t, low)
 
 
 def arithmetic16(operation: str, t: str, a: Array, b: Array) -> Array:
-    """Sums, differences and products of 16-bit numbers or pairs of them, rounded once."""
+    """Add, subtract or multiply 16-bit numbers or pairs of them, rounded once."""
     x, y = widen(t, a.view(u2)).astype(f8), widen(t, b.view(u2)).astype(f8)
     if operation == "mul":
         total = x * y
@@ -172,7 +173,7 @@ def fma16(t: str, a: Array, b: Array, c: Array) -> Array:
 
 
 def through_float32(function: Callable[[Array], Array], t: str, a: Array) -> Array:
-    """A function of float32 numbers, of 16-bit numbers or pairs of them."""
+    """Apply a float32 function to 16-bit numbers or pairs of them."""
     return narrow(t, function(widen(t, a.view(u2)))).view(a.dtype)
 
 
@@ -181,7 +182,7 @@ def extremum16(operation: str, t: str, a: Array, b: Array, nan: bool) -> Array:
 
 
 def to_tf32(x: Array, ties: str) -> Array:
-    """float32 to tf32, to nearest, ties away from zero ("rna") or to even ("rn")."""
+    """Convert float32 to tf32, rounded to nearest, ties away from zero ("rna") or to even ("rn")."""
     bits = x.view(u4)
     half = u4(0x1000) if ties == "rna" else u4(0xFFF) + ((bits >> u4(13)) & u4(1))
     return np.where(np.isfinite(x), (bits + half) & u4(0xFFFFE000), np.where(np.isnan(x), NAN32, bits))
@@ -192,7 +193,7 @@ def tf32_of(bits: Array) -> Array:
     return (bits & u4(0xFFFFE000)).view(f4)
 
 
-# approximations: computed to the last bit or so, within the errors that PTX documents
+# approximations: accurate to about the last bit, within the errors that PTX documents
 
 
 def rsqrt(x: Array) -> Array:
@@ -200,7 +201,7 @@ def rsqrt(x: Array) -> Array:
 
 
 def high_word(x: Array) -> Array:
-    """The result of a float64 approximation, whose lower 32 bits are zero."""
+    """Return a float64 approximation with its lower 32 bits set to zero."""
     return (x.view(u8) & u8(0xFFFFFFFF00000000)).view(f8)
 
 
@@ -222,7 +223,7 @@ ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
 def to_integer(x: Array, mode: str, t: str) -> Array:
-    """float to integer: saturates; NaN becomes 0, or the highest bit from or to 64 bits."""
+    """Convert float to integer with saturation; NaN becomes 0, or from or to 64 bits the highest bit."""
     info = np.iinfo(t)
     wide = x.dtype == f8 or info.bits == 64
     y = ROUND[mode](x.astype(f8))
@@ -241,14 +242,14 @@ def to_integer(x: Array, mode: str, t: str) -> Array:
 
 
 def saturated(x: Array, t: str) -> Array:
-    """An integer clamped to the range of another type."""
-    info, given = np.iinfo(t), np.iinfo(x.dtype)
-    low, high = max(info.min, given.min), min(info.max, given.max)
+    """Convert integers to another type with saturation."""
+    info, source = np.iinfo(t), np.iinfo(x.dtype)
+    low, high = max(info.min, source.min), min(info.max, source.max)
     return np.clip(x, x.dtype.type(low), x.dtype.type(high)).astype(t)
 
 
 def integer_to_16(t: str, x: Array) -> Array:
-    """An integer to float16 or bfloat16, rounded once."""
+    """Convert integers to float16 or bfloat16, rounded once."""
     wide = x.astype(np.float64)
     if x.dtype.itemsize == 8:  # rounded to odd, as numbers past 2^53 are not exact
         low = (x & x.dtype.type(0x7FF)).astype(bool)
@@ -259,7 +260,7 @@ def integer_to_16(t: str, x: Array) -> Array:
 
 
 def to_fp8(t: str, high: Array, low: Array) -> Array:
-    """Two float32 arrays to pairs of 8-bit floats, to nearest even; what is too large becomes the largest."""
+    """Convert two float32 arrays to pairs of 8-bit floats, rounded to nearest even, with saturation."""
     dtype, most = FP8[t]
     bytes_ = []
     for x in (low, high):
@@ -270,6 +271,6 @@ def to_fp8(t: str, high: Array, low: Array) -> Array:
 
 
 def of_fp8(t: str, pairs: Array) -> Array:
-    """Pairs of 8-bit floats to pairs of float16, exactly."""
+    """Convert pairs of 8-bit floats to pairs of float16 (exact)."""
     codes = torch.from_numpy(np.ascontiguousarray(pairs).view(u1).copy())
     return codes.view(FP8[t][0]).to(torch.float16).view(torch.int16).numpy().view(u4)

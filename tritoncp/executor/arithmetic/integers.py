@@ -8,7 +8,7 @@ import numpy as np
 
 u1, u4, u8 = np.uint8, np.uint32, np.uint64
 Array = np.ndarray[Any, Any]
-COMBINE: dict[str, np.ufunc] = {  # of reductions over a warp, and of atomic updates
+COMBINE: dict[str, np.ufunc] = {  # operations of warp reductions and atomic updates
     "add": np.add,
     "min": np.minimum,
     "max": np.maximum,
@@ -26,7 +26,7 @@ def combine_pairs(operation: str, kind: str, a: Array, b: Array) -> Array:
 
 
 def multiply_high(a: Array, b: Array) -> Array:
-    """The upper half of products."""
+    """Return the upper halves of products."""
     size = a.dtype.itemsize
     if size <= 4:
         wide = np.dtype(f"{a.dtype.kind}{2 * size}").type
@@ -42,7 +42,7 @@ def multiply_high(a: Array, b: Array) -> Array:
 
 
 def divide(a: Array, b: Array) -> Array:
-    """Quotients towards zero; all bits are set where the divisor is zero."""
+    """Divide with rounding towards zero; all bits are set where the divisor is zero."""
     safe = np.where(b == 0, 1, b).astype(a.dtype)
     if a.dtype.kind == "u":
         return np.where(b == 0, ~np.zeros_like(a), a // safe)
@@ -56,7 +56,7 @@ def remainder(a: Array, b: Array) -> Array:
 
 
 def shift_left(a: Array, b: Array) -> Array:
-    """Shifts by the width or more give zero."""
+    """`shl`: shifts by the width or more give zero."""
     bits = u4(8 * a.dtype.itemsize)
     if np.ndim(b) == 0:
         return a << a.dtype.type(b) if b < bits else np.zeros_like(a)
@@ -64,7 +64,7 @@ def shift_left(a: Array, b: Array) -> Array:
 
 
 def shift_right(a: Array, b: Array) -> Array:
-    """Shifts by the width or more give zero, or the sign in every bit."""
+    """`shr`: shifts by the width or more give zero, or the sign in every bit."""
     bits = u4(8 * a.dtype.itemsize)
     if np.ndim(b) == 0 and b < bits:
         return a >> a.dtype.type(b)
@@ -73,7 +73,7 @@ def shift_right(a: Array, b: Array) -> Array:
 
 
 def funnel_shift(side: str, mode: str, low: Array, high: Array, count: Array) -> Array:
-    """`shf`: 32 bits of the pair high:low."""
+    """`shf`: return 32 bits of the shifted pair high:low."""
     n = (np.minimum(count, u4(32)) if mode == "clamp" else count & u4(31)).astype(u8)
     pair = (high.astype(u8) << u8(32)) | low
     return ((pair << n) >> u8(32)).astype(u4) if side == "l" else (pair >> n).astype(u4)
@@ -88,7 +88,8 @@ def count_leading_zeros(x: Array) -> Array:
 
 
 def find_highest(x: Array) -> Array:
-    """`bfind`: the number of the highest bit that differs from the sign; all bits set where there is none."""
+    """`bfind`: return the index of the highest bit that differs from the sign; all bits set if there is
+    none."""
     y = np.where(x < 0, ~x, x) if x.dtype.kind == "i" else x
     y = y.view(f"u{x.dtype.itemsize}")
     zeros = count_leading_zeros(y)
@@ -103,12 +104,12 @@ def reverse_bits(x: Array) -> Array:
 
 
 def low_bits(count: Array, t: np.dtype[Any]) -> Array:
-    """Numbers whose lowest bits are set, so many."""
+    """Return numbers whose lowest `count` bits are set."""
     return ~shift_left(np.full(len(count), ~t.type(0)), count)
 
 
 def extract_field(x: Array, position: Array, count: Array) -> Array:
-    """`bfe`: a field of bits, extended by zeros or by its sign."""
+    """`bfe`: extract a bit field, extended by zeros or by its sign."""
     bits = u4(8 * x.dtype.itemsize)
     p, n = (np.minimum(v & u4(255), bits) for v in (position, count))
     wide = x.view(f"u{x.dtype.itemsize}")
@@ -121,14 +122,14 @@ def extract_field(x: Array, position: Array, count: Array) -> Array:
 
 
 def insert_field(field: Array, x: Array, position: Array, count: Array) -> Array:
-    """`bfi`: x with a field of bits replaced."""
+    """`bfi`: replace a bit field of x."""
     p, n = (np.minimum(v & u4(255), u4(8 * x.dtype.itemsize)) for v in (position, count))
     mask = shift_left(low_bits(n, x.dtype), p)
     return (shift_left(field, p) & mask) | (x & ~mask)
 
 
 def permute_bytes(a: Array, b: Array, selector: Array) -> Array:
-    """`prmt`: bytes of the pair b:a, or their signs."""
+    """`prmt`: select bytes of the pair b:a, or their signs."""
     source = np.stack([a, b], 1).view(u1)
     out = np.empty((len(a), 4), u1)
     rows = np.arange(len(a))
@@ -140,7 +141,7 @@ def permute_bytes(a: Array, b: Array, selector: Array) -> Array:
 
 
 def lookup3(a: Array, b: Array, c: Array, table: int) -> Array:
-    """`lop3`: any function of three bits, by its table."""
+    """`lop3`: apply a bitwise function of three operands, given by its truth table."""
     out = np.zeros_like(a)
     for j in range(8):
         if table >> j & 1:
@@ -149,7 +150,7 @@ def lookup3(a: Array, b: Array, c: Array, table: int) -> Array:
 
 
 def add_carry(a: Array, b: Array, carry: Array) -> tuple[Array, Array]:
-    """a + b + carry, and the carry out."""
+    """Return (a + b + carry, carry out)."""
     total = a + b
     out = total < a
     total = total + carry.astype(a.dtype)
@@ -157,7 +158,7 @@ def add_carry(a: Array, b: Array, carry: Array) -> tuple[Array, Array]:
 
 
 def subtract_borrow(a: Array, b: Array, borrow: Array) -> tuple[Array, Array]:
-    """a - b - borrow, and the borrow out."""
+    """Return (a - b - borrow, borrow out)."""
     total = a - b
     out = np.asarray(a < b)
     return total - borrow.astype(a.dtype), out | (borrow & (total == 0))

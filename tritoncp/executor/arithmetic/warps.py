@@ -1,4 +1,4 @@
-"""Exchange between the lanes of warps, products of matrices, and where registers of a warp hold elements."""
+"""Warp-level operations: shuffles, votes, reductions, and matrix products with their register layouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FP8 = {
 
 
 def shuffle(threads: Threads, mode: str, a: Array, b: Array, c: Array) -> tuple[Array, Array]:
-    """Values of other lanes, and whether the lane asked for lies in the segment."""
+    """`shfl`: return (values of other lanes, whether the source lane is in the segment)."""
     threads.need_warps("shfl")
     x = a.reshape(-1, 32)
     if np.ndim(b) == 0 and np.ndim(c) == 0:
@@ -43,7 +43,7 @@ def source_lanes(mode: str, b: Array, c: Array) -> tuple[Array, Array]:
 
 
 def need_every_lane(members: Array) -> None:
-    """Raises where an instruction names fewer members than the lanes of a warp."""
+    """Raise CannotContinue if a member mask lacks lanes of a warp."""
     if (members != 0xFFFFFFFF).any():
         raise CannotContinue("an exchange of a part of a warp")
 
@@ -69,14 +69,15 @@ def reduce(threads: Threads, operation: str, a: Array, magnitude: bool, nan: boo
 
 
 def elect(threads: Threads) -> tuple[Array, Array]:
-    """The lane that leads its warp (any may, a launch with a seed draws one), and whether a thread is it."""
+    """`elect.sync`: return (elected lane of each warp, whether a thread is it). Any lane may be elected; with
+    a seed, a launch draws one."""
     threads.need_warps("elect")
     lane = threads.full(np.uint32(threads.ctas.launch.elected_lane))
     return lane, threads.laneid == lane
 
 
 def decode(t: str, raw: Array) -> Array:
-    """Unsigned integers of the width of a type to float32."""
+    """Convert elements of type t, stored as unsigned integers, to float32."""
     if t == "tf32":
         return tf32_of(raw)
     if t in FP8:
@@ -87,7 +88,8 @@ def decode(t: str, raw: Array) -> Array:
 
 
 def fragment_a(registers: tuple[Array, ...], t: str) -> Array:
-    """[warps, 16, K] of operand A, two rows of eight and K in turns."""
+    """Return operand A [warps, 16, K] from its registers, which alternate between the halves of rows and of
+    K."""
     warps = len(registers[0]) // 32
     x = np.empty((warps, 2, 8, len(registers) // 2, 4), np.uint32)  # row / 8, row % 8, K, K
     for j, v in enumerate(registers):
@@ -96,7 +98,7 @@ def fragment_a(registers: tuple[Array, ...], t: str) -> Array:
 
 
 def fragment_b(registers: tuple[Array, ...], t: str) -> Array:
-    """[warps, K, 8] of operand B."""
+    """Return operand B [warps, K, 8] from its registers."""
     warps = len(registers[0]) // 32
     x = np.empty((warps, 8, len(registers), 4), np.uint32)
     for j, v in enumerate(registers):
@@ -105,7 +107,8 @@ def fragment_b(registers: tuple[Array, ...], t: str) -> Array:
 
 
 def add_to_result(product: Array, to: str, summands: tuple[Array, ...] | None) -> list[Array]:
-    """Registers of a [warps, 16, N] product, plus an accumulator's: float32, int32 or pairs of float16."""
+    """Return the registers of a product [warps, 16, N] plus an accumulator: float32, int32 or pairs of
+    float16."""
     warps, _, n = product.shape
     d = product.reshape(warps, 2, 8, n // 8, 4, 2)
     if to == "f16":
@@ -125,7 +128,8 @@ def add_to_result(product: Array, to: str, summands: tuple[Array, ...] | None) -
 def multiply64(
     threads: Threads, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...]
 ) -> list[Array]:
-    """A × B + C of float64; registers of A lie in one or two groups of eight rows, those of B along K."""
+    """Return A × B + C in float64. Registers of A are of one or two groups of eight rows, those of B along
+    K."""
     threads.need_warps("mma")
     groups, depth = len(c) // 2, len(b)
     x = np.stack([v.reshape(-1, 8, 4) for v in a], 1)  # [warps, registers, 8, 4]

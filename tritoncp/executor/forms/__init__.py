@@ -1,4 +1,4 @@
-"""The forms of PTX instructions that the executor knows, by subject; importing this fills their table."""
+"""The PTX instructions that the executor supports, by subject; the import fills their table."""
 
 from tritoncp.executor.forms import arithmetic, blackwell, hopper, memory, registers, warps
 

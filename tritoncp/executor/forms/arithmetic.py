@@ -1,4 +1,4 @@
-"""Arithmetic, bits and conversions: an opcode is one expression of its operands."""
+"""PTX instructions of arithmetic, bits and conversions, each as one expression of its operands."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ for name in ("min", "max"):
 
 @form(*(f"{name}[.ftz][.NaN].f32" for name in ("min", "max")), "min.f64", "max.f64")
 def extremum(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """Of two numbers, or of three."""
-    d, first, *others = i.operands
+    """Emit min or max of two or three numbers."""
+    d, first, *rest = i.operands
     t, nan = i.parts[-1], "NaN" in i.parts
     out = source(w, i, first, t)
-    for x in others:
+    for x in rest:
         out = f"F.extremum('{i.parts[0]}', {out}, {source(w, i, x, t)}, {nan})"
     w.write(d, NUMPY[t], finish(i, t, out), i)
 
@@ -154,7 +154,8 @@ formula("F.of_fp8('{of}', {a})", "cvt.rn[.relu].<to:f16x2>.<of:e4m3x2|e5m2x2>")
 @form("cvt.rn[.relu].<to:f16|bf16>.<of:f32>")
 @form("cvt.rn[.relu].<to:f16x2|bf16x2>.<of:f32>", "cvt.rn.satfinite[.relu].<to:e4m3x2|e5m2x2>.<of:f32>")
 def narrow(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """Sources are clamped, so that no negative zero remains. Of two, the first is the upper half."""
+    """Emit conversions to narrower floats. With relu, sources are clamped first, so that no negative zero
+    remains. Of two sources, the first is the upper half."""
     if len(i.operands) != (3 if "x2" in m["to"] else 2):
         raise UnsupportedInstruction(f"{i.opcode} of {len(i.operands)} operands")
     x = ", ".join(finish(i, m["of"], w.array(a, NUMPY[m["of"]])) for a in i.operands[1:])

@@ -1,4 +1,4 @@
-"""tcgen05: tensor memory and its products."""
+"""PTX instructions of tcgen05: tensor memory and matrix products."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tritoncp.executor.ptx.block_writer import BlockWriter
 from tritoncp.executor.ptx.instruction import Address, Instruction
 from tritoncp.executor.ptx.opcodes import UnsupportedInstruction, form
 
-# Barriers, and mbarriers that release and acquire, order tcgen05 without a fence. PTX needs it beside relaxed
-# arrivals and waits, which have no form.
+# tcgen05.fence has no effect: barriers, and mbarriers with release and acquire semantics, order tcgen05
+# without it. PTX requires it with relaxed arrivals and waits, which are not supported.
 without_effect("tcgen05.fence::<when:before_thread_sync|after_thread_sync>")
 effect("S.tensor.wait(T, '{what}')", "tcgen05.wait::<what:ld|st>.sync.aligned")
 ALLOCATE = "tcgen05.alloc.cta_group::1.sync.aligned[.<space:shared::cta>].b32"

@@ -1,4 +1,4 @@
-"""Opcodes as formulas: expressions of NumPy arrays, or calls of memories and units, of their operands."""
+"""Opcodes defined by formulas: NumPy expressions of their operands, or calls of memories and units."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ def formula(expression: str, *templates: str, of: str = "", to: str = "", member
     """Register opcodes whose results are an expression.
 
     Args:
-        expression: `{a}` to `{d}` are operands; all but `{a}` may be scalars, in capitals they are arrays.
-            `{A:tuple}` has the items of a vector, or the coordinates of a box; `{a:number}` is an immediate
-            number. `{access}` is the access by the threads of the predicate, `{every}` that of all threads.
-            `{op}` is the first part of the opcode, `{t}` the NumPy type of the result, `{n}` the number of
-            results, `{memory}` the memory that the opcode names; other names are choices of the template, or
-            tell whether the opcode has the part of that name.
-        of: types of the operands, the last one for all that follow; default: the choice `of`, or the type at
-            the opcode's end
-        to: type of the result; default: the choice `to`, or the type of the first operand. Of several results
-            (a pair, or a list of `{n}`) their types, the last one for all that follow. "none": no result
-        members: the last operand names lanes of the warp, which must be all
+        expression: `{a}` to `{d}` are operands: `{a}` is an array, the others may be scalars, in capitals all
+            are arrays. `{A:tuple}` has the items of a vector, or the coordinates of a box; `{a:number}` is an
+            immediate number. `{access}` is the `Access` of the threads with a true predicate, `{every}` that
+            of all threads. `{op}` is the first part of the opcode, `{t}` the NumPy type of the result, `{n}`
+            the number of results, `{memory}` the opcode's memory; other names are choices of the template, or
+            are true if the opcode has a part of that name.
+        of: types of the operands, the last one also for all that follow; default: the choice `of`, or the
+            type at the opcode's end
+        to: type of the result; default: the choice `to`, or the type of the first operand. For several
+            results (a pair, or a list of `{n}`) their types, the last one also for all that follow. "none":
+            no result
+        members: the last operand is a mask of lanes, which must be all of the warp
     """
     names = {name for _, name, _, _ in Formatter().parse(expression) if name}
     count = len({name.lower() for name in names} & set("abcd"))
@@ -38,7 +39,7 @@ def formula(expression: str, *templates: str, of: str = "", to: str = "", member
         d, *operands = ("_", *i.operands) if to == "none" else i.operands
         if members:
             need_all_lanes(w, i, operands.pop())
-        if len(operands) != count + ("L2::cache_hint" in i.parts):  # a policy of caches comes last
+        if len(operands) != count + ("L2::cache_hint" in i.parts):  # a cache policy is the last operand
             raise UnsupportedInstruction(f"{len(operands)} operands")
         if "every" in names or (to == "none" and "access" not in names):
             unguarded(i)
@@ -64,17 +65,17 @@ def formula(expression: str, *templates: str, of: str = "", to: str = "", member
 
 
 def effect(call: str, *templates: str, of: str = "u32") -> None:
-    """Register opcodes without a result: a call as in `formula`."""
+    """Register opcodes without a result. call: an expression as in `formula`"""
     formula(call, *templates, of=of, to="none")
 
 
 def without_effect(*templates: str) -> None:
-    """Register opcodes that change no result."""
+    """Register opcodes that have no effect on results."""
     form(*templates, writes="none")(lambda w, i, m: None)
 
 
 class FormulaOperand(NamedTuple):
-    """An operand in a formula, which reads it in the form that its place asks for."""
+    """An operand in a formula, emitted as array, scalar, tuple or number by its format."""
 
     writer: BlockWriter
     instruction: Instruction
@@ -96,10 +97,11 @@ class FormulaOperand(NamedTuple):
 
 
 def words_of(i: Instruction, m: re.Match[str], names: set[str]) -> dict[str, object]:
-    """Names of a formula that the opcode tells: of a type also its bits, and the type twice as wide."""
+    """Return the values of a formula's names from the opcode; for types also bits and the type twice as
+    wide."""
     choices = m.groupdict()
     words: dict[str, object] = {name: name in i.parts for name in names}
-    memory = MEMORIES.get(choices.get("space") or "", "generic")  # without a space, the address tells it
+    memory = MEMORIES.get(choices.get("space") or "", "generic")  # generic: the address determines the space
     words |= {"op": i.parts[0], "memory": memory}
     if bits := re.search(r"\d+$", choices.get("type") or ""):
         words |= {"bits": f"b{bits[0]}", "wide": f"{m['type'][0]}{2 * int(bits[0])}"}
@@ -107,7 +109,7 @@ def words_of(i: Instruction, m: re.Match[str], names: set[str]) -> dict[str, obj
 
 
 def need_all_lanes(w: BlockWriter, i: Instruction, members: Operand) -> None:
-    """Triton lets all lanes of a warp take part in an exchange."""
+    """Raise UnsupportedInstruction unless all lanes are members of an exchange, as in all code of Triton."""
     if w.is_register(members) and not i.predicate:
         w.line(f"W.need_every_lane({w.array(members, 'u4')})")
     elif i.predicate or int(str(members), 0) & 0xFFFFFFFF != 0xFFFFFFFF:
@@ -115,7 +117,7 @@ def need_all_lanes(w: BlockWriter, i: Instruction, members: Operand) -> None:
 
 
 def need_count(m: re.Match[str], registers: Sequence[Operand]) -> None:
-    """The choice `count` of an opcode is the number of its registers."""
+    """Raise UnsupportedInstruction unless an opcode's `count` is the number of its registers."""
     if "count" in m.groupdict() and len(registers) != int(m["count"][1:]):
         raise UnsupportedInstruction(f"{len(registers)} registers")
 
@@ -132,13 +134,14 @@ def unguarded(i: Instruction) -> None:
 
 
 def source(w: BlockWriter, i: Instruction, operand: Operand, t: str, scalar: bool = False) -> str:
-    """An operand, flushed where the opcode says so. 2^x of a subnormal x is 1, flushed or not."""
+    """Return the source of an operand, flushed if the opcode has .ftz (except ex2: 2^x is 1 in both
+    cases)."""
     x = (w.read if scalar else w.array)(operand, NUMPY[t])
     return f"F.ftz({x})" if "ftz" in i.parts and t == "f32" and i.parts[0] != "ex2" else x
 
 
 def finish(i: Instruction, t: str, expression: str) -> str:
-    """Flush and clamp a result where the opcode says so."""
+    """Return the source of a result, flushed and clamped if the opcode has .ftz and .sat."""
     if "ftz" in i.parts and t == "f32":
         expression = f"F.ftz({expression})"
     clamp = "relu" if "relu" in i.parts else "saturate" if "sat" in i.parts and "f" in t else ""

@@ -1,4 +1,4 @@
-"""mbarriers, TMA and products of warpgroups."""
+"""PTX instructions of mbarriers, TMA and wgmma."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ effect("S.tma.wait({access}, {a:number})", "cp.async.bulk.wait_group[.read]")
 MAP, IN_SHARED = "tensormap.replace.tile", "shared::cta.b1024.<of:b32|b64>"
 FIELDS = "global_address|rank|elemtype|interleave_layout|swizzle_mode|fill_mode"
 effect("S.tma.replace({access}, {A}, '{field}', 0, {B})", f"{MAP}.<field:{FIELDS}>.{IN_SHARED}", of="{of}")
-FIELDS = "box_dim|global_dim|global_stride|element_stride"  # of a dimension
+FIELDS = "box_dim|global_dim|global_stride|element_stride"  # fields that have a value for each dimension
 effect(
     "S.tma.replace({access}, {A}, '{field}', {b:number}, {C})",
     f"{MAP}.<field:{FIELDS}>.{IN_SHARED}",
@@ -51,7 +51,7 @@ effect(
 )
 PUBLISH = "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release"
 effect("S.tma.publish({access}, {A}, {B}, {c:number})", f"{PUBLISH}.<scope:gpu|cta|sys>.sync.aligned")
-without_effect("wgmma.fence.sync.aligned")  # registers are read when the product is issued
+without_effect("wgmma.fence.sync.aligned")  # the executor reads registers when the product is issued
 effect("S.wgmma.commit(T)", "wgmma.commit_group.sync.aligned")
 effect("S.wgmma.wait(T, {a:number})", "wgmma.wait_group.sync.aligned")
 WIDTHS = "|".join(f"m64n{n}k{k}" for k in (8, 16, 32) for n in range(8, 257, 8))

@@ -1,4 +1,4 @@
-"""Loads, stores, atomics, matrices in shared memory, asynchronous copies of threads, fences."""
+"""PTX instructions of memory: loads, stores, atomics, ldmatrix, stmatrix, cp.async and fences."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_parameter(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
 ORDERED = "relaxed|acquire|release|acq_rel"
 SEMANTICS = (
     f"[.<semantics:{ORDERED}>][.{SCOPE}][.<space:global|shared|shared::cta>]",
-    f"[.<space:global|shared|shared::cta>][.{SCOPE}][.<semantics:{ORDERED}>]",  # ptxas takes both orders
+    f"[.<space:global|shared|shared::cta>][.{SCOPE}][.<semantics:{ORDERED}>]",  # ptxas accepts both orders
 )
 ATOMICS = (
     ".<op:add>[.L2::cache_hint].<type:u32|s32|u64|f32|f64>",
@@ -68,8 +68,8 @@ ATOMICS = (
 )
 @form(*(f"red{s}{x}" for s in SEMANTICS for x in ATOMICS), writes="none")
 def atomic(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """An update for each element of a vector; cas has the expected value and the new one. Sums of float32 in
-    global memory flush subnormal numbers."""
+    """Emit an atomic update for each element of a vector. (cas has an expected value and a new one; float32
+    sums in global memory flush subnormal numbers.)"""
     to, at, *values = ("_", *i.operands) if i.parts[0] == "red" else i.operands
     kind, t, memory = m["type"], NUMPY[m["type"]], MEMORIES.get(m["space"], "generic")
     if kind == "f32" and memory != "shared":
@@ -79,8 +79,8 @@ def atomic(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
     results = items_of(to) if to != "_" else ["_"] * len(columns[0])
     for j, (register, *sources) in enumerate(zip(results, *columns, strict=True)):
         address = w.address(at._replace(offset=at.offset + j * bits_of(t) // 8), "u8")
-        given = w.arrays(Vector(tuple(sources)), t)
-        call = f"{w.access(i)}, {address}, '{t}', '{kind}', '{m['op']}', {given}"
+        operands = w.arrays(Vector(tuple(sources)), t)
+        call = f"{w.access(i)}, {address}, '{t}', '{kind}', '{m['op']}', {operands}"
         w.write(register, t, w.temporary(f"S.{memory}.atomic({call})"), i)
 
 
@@ -102,9 +102,9 @@ def copy_async(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
         raise UnsupportedInstruction(f"{n} bytes")
     if size and "L2::cache_hint" in i.parts:
         size = size[:-1]
-    taken = w.array(size[0], "u4") if size else "None"
+    copied = w.array(size[0], "u4") if size else "None"
     addresses = f"{w.address(to, 'u8')}, {w.address(of, 'u8')}"
-    w.line(f"S.async_copies.copy({w.access(i)}, {addresses}, {n}, {taken})")
+    w.line(f"S.async_copies.copy({w.access(i)}, {addresses}, {n}, {copied})")
 
 
 effect("S.async_copies.commit(T)", "cp.async.commit_group")
@@ -113,7 +113,7 @@ effect("S.async_copies.commit(T); S.async_copies.wait(T, 0)", "cp.async.wait_all
 formula("T.need_warps('bar.warp.sync')", "bar.warp.sync", to="none", members=True)
 effect("S.shared.fence_proxy(T)", "fence.proxy.async[.<space:shared::cta|shared::cluster>]")
 without_effect(
-    # Programs run in order, and descriptors in memory are read as they are
+    # No effect, since CTAs run in order, and descriptors are read directly from memory
     *("membar.<scope:cta|gl|sys>", f"fence.<order:sc|acq_rel|acquire|release>.{SCOPE}"),
     *("fence.mbarrier_init.release.cluster", "fence.proxy.async.<space:global>"),
     f"fence.proxy.tensormap::generic.<way:acquire|release>.{SCOPE}",
@@ -128,5 +128,5 @@ without_effect(
     "createpolicy.fractional.<level:L2::evict_last|L2::evict_first|L2::evict_normal|L2::evict_unchanged>.b64"
 )
 def cache_policy(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """A hint: its value has no meaning here."""
+    """Emit a zero as the cache policy, a hint without effect."""
     w.write(i.operands[0], "u8", f"T.full({w.constant(0, 'u8')})", i)

@@ -1,4 +1,4 @@
-"""Moves, comparisons, sums with a carry, and the instructions that end a block."""
+"""PTX instructions of registers: moves, comparisons, sums with carry, and those that end a block."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pack(w: BlockWriter, i: Instruction, a: Vector, t: str) -> None:
     w.write(i.operands[0], whole, " | ".join(parts), i)
 
 
-# Generic addresses tell the spaces apart by high bits
+# High bits of a generic address determine the space
 formula("{a}", "cvta[.to].global.u64")
 for space, bits in (("shared", SHARED), ("local", LOCAL), ("param", PARAMETER)):
     formula(f"{{a}} | np.uint64({bits})", f"cvta.{space}.u64")
@@ -56,7 +56,7 @@ CARRIED = "<type:u32|s32|b32|u64|s64|b64>"
 @form("mad.<half:lo|hi>.cc.<type:u32|s32|u64|s64>")
 @form("madc.<half:lo|hi>[.cc].<type:u32|s32|u64|s64>")
 def carried(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
-    """A sum or difference with the carry of one before, or for one behind."""
+    """Emit a sum or difference that reads or sets the carry flag."""
     d, a, b, *summand = i.operands
     t = NUMPY[m["type"]]
     if summand:
@@ -87,11 +87,11 @@ OF_FLOATS = {
     "geu": "~({x} < {y})",
     "num": "~(np.isnan({x}) | np.isnan({y}))",
     "nan": "np.isnan({x}) | np.isnan({y})",
-}  # NaN is in no relation but those that end in u
+}  # comparisons with NaN are false, except for relations that end in u
 
 
 def compared(w: BlockWriter, i: Instruction, a: Operand, b: Operand, m: re.Match[str]) -> str:
-    """Whether two operands are in the relation of an opcode."""
+    """Return the source of an opcode's comparison of two operands."""
     t = m["type"]
     if t in ("f16", "bf16"):
         x, y = (f"F.widen('{t}', {w.array(v, 'u2')})" for v in (a, b))
@@ -114,7 +114,7 @@ def compare(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
         w.write(register, "b", f"{value}{join}", i)
 
 
-without_effect("bra[.uni]", "ret[.uni]", "exit")  # the scheduler follows them
+without_effect("bra[.uni]", "ret[.uni]", "exit")  # executed by the scheduler
 
 
 @form("brx.idx[.uni]", "bar[.cta].sync", "barrier[.cta].sync[.aligned]", writes="none")

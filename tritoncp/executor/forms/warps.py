@@ -1,4 +1,4 @@
-"""Exchange between the lanes of a warp, and products of matrices of a warp."""
+"""PTX instructions of warps: shuffles, votes, reductions and matrix products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = {
     "m16n8k32": ("s8", "u8", "e4m3", "e5m2"),
 }
 OPERANDS = "f16|bf16|tf32|e4m3|e5m2"
-RESULTS = {"f32": "f4", "s32": "i4", "f16": "u4"}  # types of registers with a product's elements
+RESULTS = {"f32": "f4", "s32": "i4", "f16": "u4"}  # element type of a product -> type of its registers
 
 
 @form(
@@ -50,7 +50,7 @@ def multiply(w: BlockWriter, i: Instruction, m: re.Match[str]) -> None:
 
 
 def fragment(w: BlockWriter, which: str, registers: Operand, t: str) -> str:
-    """Several products share a fragment: it is laid out once."""
+    """Return the source of a matrix fragment; products that share it convert it once."""
     expression = f"W.fragment_{which}({w.arrays(registers, 'u4')}, '{t}')"
     return w.once((which, t), list(items_of(registers)), expression)
 

@@ -1,1 +1,1 @@
-"""Memories of a launch, with the checks of accesses by threads."""
+"""Memories of a launch, with checks of all accesses."""

@@ -1,4 +1,4 @@
-"""`cp.async`: copies of threads from global to shared memory, in groups that they wait for."""
+"""`cp.async`: asynchronous copies by threads from global to shared memory, with commit groups."""
 
 from __future__ import annotations
 
@@ -17,56 +17,57 @@ Array = np.ndarray[Any, Any]
 
 
 class AsyncCopies:
-    """Data are taken when a copy is issued, and lie in shared memory once its thread has waited.
+    """The cp.async unit: data are read when a copy is issued, and written when its thread has waited.
 
-    copies: notes of each thread are its place in shared memory, the data, and whether a fence.proxy.async of
-            the thread followed
+    copies: commit groups; notes of each thread are its index in shared memory, the data, and whether a
+            fence.proxy.async of the thread followed
     """
 
     def __init__(self, ctas: Ctas) -> None:
         self.ctas = ctas
         self.copies = CommitGroups(ctas.count)
 
-    def copy(self, access: Access, to: Array, of: Array, nbytes: int, taken: Array | None) -> None:
-        """taken: bytes of each thread that are copied, all or none: then zeros."""
+    def copy(self, access: Access, to: Array, of: Array, nbytes: int, size: Array | None) -> None:
+        """Issue copies. size: bytes to read for each thread, `nbytes` or 0 (then zeros are written); None:
+        all"""
         counts, shared = self.ctas.counts, self.ctas.shared
         if counts is not None:
-            live = access if taken is None else access.some(np.flatnonzero(access.pick(taken)))
+            live = access if size is None else access.select(np.flatnonzero(access.pick(size)))
             counts.global_access(live, of, nbytes, "read")
             counts.shared_access(access, to, nbytes)
         if not len(access):
             return
-        data = self.read(access, access.pick(of), nbytes, None if taken is None else access.pick(taken))
+        data = self.read(access, access.pick(of), nbytes, None if size is None else access.pick(size))
         idx = shared.locate(access, to, nbytes, "cp.async")
         shared.check_race(access, idx, nbytes, "cp.async")
         shared.check_busy(access, "cp.async", idx, nbytes)
         shared.expect_copy(idx, nbytes, access.tags[:, None])
         self.copies.add(access.lanes, idx, data, np.zeros(len(access), bool))
 
-    def read(self, access: Access, of: Array, nbytes: int, taken: Array | None) -> Array:
-        """The data of the threads; `of` and `taken` are theirs."""
+    def read(self, access: Access, of: Array, nbytes: int, size: Array | None) -> Array:
+        """Return the data of the threads. of, size: of these threads"""
         data, memory = np.zeros(len(access), UNSIGNED[nbytes]), self.ctas.globals
-        some = np.arange(len(access)) if taken is None else np.flatnonzero(taken)
-        if taken is not None and (taken[some] != nbytes).any():
+        rows_read = np.arange(len(access)) if size is None else np.flatnonzero(size)
+        if size is not None and (size[rows_read] != nbytes).any():
             raise CannotContinue(f"cp.async of {nbytes} bytes from a source of another size", access.site)
-        for region, rows, idx in memory.locate(access.some(some), of[some], nbytes, "cp.async"):
-            here = some if rows is None else some[rows]
-            data[here] = region.views[nbytes].take(idx)
-            memory.observe(access.some(here), region, idx, nbytes)
+        for region, rows, idx in memory.locate(access.select(rows_read), of[rows_read], nbytes, "cp.async"):
+            valid = rows_read if rows is None else rows_read[rows]
+            data[valid] = region.views[nbytes].take(idx)
+            memory.observe(access.select(valid), region, idx, nbytes)
         return data
 
     def commit(self, threads: Threads) -> None:
         self.copies.commit(threads.lanes)
 
     def fence(self, threads: Threads) -> None:
-        """`fence.proxy.async` of these threads. It covers copies under way too: Triton places it before their
-        wait, and CUTLASS multiplies what cp.async wrote with wgmma without any (its
-        sm90_mma_multistage_gmma_ss_warpspecialized), so that hardware does not need one behind the wait."""
+        """`fence.proxy.async` of these threads. It covers copies in progress too: Triton places it before
+        their wait, and CUTLASS has no fence between cp.async and wgmma
+        (sm90_mma_multistage_gmma_ss_warpspecialized), so that hardware needs none after the wait."""
         for lanes, _, _, _, fenced in self.copies.pending:
             fenced[np.isin(lanes, threads.lanes)] = True
 
     def wait(self, threads: Threads, left: int) -> None:
-        """Until at most `left` of the newest groups of each thread are under way."""
+        """Wait until at most the `left` newest groups of each thread are in progress."""
         shared, clocks = self.ctas.shared, self.ctas.clocks
         for lanes, idx, data, fenced in self.copies.wait(threads.lanes, left):
             nbytes = data.itemsize

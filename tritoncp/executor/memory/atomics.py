@@ -20,14 +20,14 @@ UPDATES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def update(memory: Array, idx: Array, kind: str, operation: str, values: tuple[Array, ...]) -> Array:
-    """Combine values into memory[idx], equal indices one after the other; return the old values.
+    """Update memory[idx] by values, equal indices one after another; return the old values.
 
-    kind:   type of PTX, or "f32 flushed"
-    values: one array; for "cas" the expected values and the new ones
+    kind:   PTX type, or "f32 flushed"
+    values: one array; for "cas" the expected and the new values
     """
     old = np.empty(len(idx), memory.dtype)
     left = np.arange(len(idx))
-    while len(left):  # each round takes the first of every index
+    while len(left):  # each round updates the first occurrence of every index
         _, first = np.unique(idx[left], return_index=True)
         now = left[first]
         old[now] = memory[idx[now]]

@@ -1,4 +1,4 @@
-"""Global memory of a launch: bounds of its tensors, and races of programs and warps in a shadow."""
+"""Global memory of a launch: checks of tensor bounds, and of races between CTAs and warps by a shadow."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tritoncp.executor.threads import Access
 
 Array = np.ndarray[Any, Any]
 u8 = np.uint64
-SHARED_READ = -2  # read by several programs
-# Kinds of accesses that do not read, and those that write
+SHARED_READ = -2  # reader of a granule that several CTAs read
+# Kinds of accesses that do not read, and kinds that write
 BLIND, WRITES = ("store", "TMA store"), ("store", "TMA store", "TMA reduction", "atomic")
 
 
 class GlobalMemory(Memory):
-    """Tensors of a launch. Addresses carry the number of the region that they were derived from."""
+    """The tensors of a launch. An address includes the index of the region from which it was derived."""
 
     name = "global"
 
@@ -36,14 +36,14 @@ class GlobalMemory(Memory):
         self.starts = np.array([r.start for r in self.regions], u8)
 
     def tag(self, address: int) -> int:
-        """An address that a launch passes to the kernel, with its region."""
+        """Return a kernel argument's address with the index of its region."""
         for region in self.regions:
             if region.start <= address < region.end or address == region.start:
                 return tagged(address, region.number)
         return address
 
     def place(self, address: int) -> str:
-        """An address in words, relative to the tensor that it was derived from."""
+        """Format an address relative to the tensor from which it was derived."""
         place, number = address & PLACE_MASK, (address >> REGION_SHIFT & REGION_MASK) - 1
         near = next((r for r in self.regions if r.start <= place < r.end), None)
         if not 0 <= number < len(self.regions):
@@ -61,13 +61,13 @@ class GlobalMemory(Memory):
         number = (address >> REGION_SHIFT & REGION_MASK) - 1
         return self.regions[number].label if 0 <= number < len(self.regions) else None
 
-    # where an access lies
+    # location of accesses
 
     def places(
         self, access: Access, address: Array, nbytes: int, kind: str
     ) -> Iterator[tuple[Access, Region, Array]]:
         for region, rows, idx in self.locate(access, access.pick(address), nbytes, kind):
-            yield access.some(rows), region, idx
+            yield access.select(rows), region, idx
 
     def count(self, access: Access, address: Array, nbytes: int, way: str) -> None:
         if access.ctas.counts is not None:
@@ -76,14 +76,15 @@ class GlobalMemory(Memory):
     def locate(
         self, access: Access, a: Array, nbytes: int, kind: str
     ) -> Iterator[tuple[Region, Array | None, Array]]:
-        """Yield (region, rows of `a` or None for all, index in units of nbytes) of what may be accessed."""
+        """Yield (region, rows of `a` or None for all, index in units of nbytes) of valid accesses; report the
+        others."""
         if not len(a):
             return
         wrong = (a & u8(nbytes - 1)) != 0
         if nbytes > 1 and wrong.any():
             self.fault(access, f"misaligned global {kind} of {nbytes} bytes", a, wrong)
             keep = np.flatnonzero(~wrong)
-            for region, rows, idx in self.locate(access.some(keep), a[keep], nbytes, kind):
+            for region, rows, idx in self.locate(access.select(keep), a[keep], nbytes, kind):
                 yield region, keep if rows is None else keep[rows], idx
             return
         low, high = int(a.min()), int(a.max())
@@ -98,21 +99,21 @@ class GlobalMemory(Memory):
         numbers = self.numbers(a)
         place = a & u8(PLACE_MASK)
         for n in np.unique(numbers):
-            here = ok = numbers == n
+            inside = ok = numbers == n
             if 0 <= n < len(self.regions):
                 region = self.regions[n]
-                ok = here & (place >= u8(region.start)) & (place + u8(nbytes) <= u8(region.end))
+                ok = inside & (place >= u8(region.start)) & (place + u8(nbytes) <= u8(region.end))
             else:
                 ok = np.zeros(len(a), bool)
-            self.fault(access, f"out of bounds global {kind}", a, here & ~ok)
+            self.fault(access, f"out of bounds global {kind}", a, inside & ~ok)
             rows = np.flatnonzero(ok)
             if len(rows):
                 idx = ((place[rows] - u8(region.base)) // u8(nbytes)).astype(np.int64)
-                self.check_content(access.some(rows), region, a[rows], idx, nbytes, kind)
+                self.check_content(access.select(rows), region, a[rows], idx, nbytes, kind)
                 yield region, rows, idx
 
     def numbers(self, a: Array) -> Array:
-        """Numbers of the regions of addresses; an address without one belongs where it lies."""
+        """Return the indices of the regions of addresses; without one, by the value of the address."""
         numbers = (a >> u8(REGION_SHIFT)).astype(np.int64) - 1
         bare = numbers == -1
         if bare.any():
@@ -120,7 +121,7 @@ class GlobalMemory(Memory):
         return numbers
 
     def fault(self, access: Access, kind: str, a: Array, bad: Array) -> None:
-        """Report the threads of an access whose addresses are bad, if there are any."""
+        """Report the threads of an access with bad addresses, if any."""
         if bad.any():
             address = int(a[np.nonzero(bad)[0][0]])
             text = "" if kind.startswith("misaligned") else self.place(address)
@@ -129,7 +130,7 @@ class GlobalMemory(Memory):
     def check_content(
         self, access: Access, region: Region, a: Array, idx: Array, nbytes: int, kind: str
     ) -> None:
-        """Report bytes between elements, and those that are read before anybody wrote them."""
+        """Report accesses to bytes between elements, and reads of uninitialised bytes."""
         if region.holes is not None:
             bad = region.holes.reshape(-1, nbytes)[idx]
             self.fault(access, "global access between the elements of a strided tensor", a, bad)
@@ -145,10 +146,10 @@ class GlobalMemory(Memory):
     # races
 
     def check_atomic(self, access: Access, region: Region, idx: Array, nbytes: int) -> None:
-        """Programs and warps may update one address."""
+        """Do nothing: CTAs and warps may update the same address."""
 
     def note_write(self, access: Access, region: Region, idx: Array, nbytes: int) -> None:
-        """The check has noted the writer."""
+        """Do nothing: the check has recorded the writer."""
 
     def observe(
         self,
@@ -159,9 +160,9 @@ class GlobalMemory(Memory):
         data: Array | None = None,
         kind: str = "",
     ) -> None:
-        """Look for races of programs, and of a program's warps with a write of another, and note an access.
+        """Record an access, and report races between CTAs, and between warps of a CTA.
 
-        data: what it writes; equal data that several warps write are no race
+        data: values to write; equal values written by several warps are no race
         """
         if not self.check or nbytes < self.granule:
             return
@@ -176,7 +177,7 @@ class GlobalMemory(Memory):
         way = "read" if data is None else "write"
         race = f"race of two programs on global memory: {way}"
         access.fault(race, bad, None, region.label, lambda row: program_text(int(other[row].max())))
-        # Of the program's own warps
+        # between warps of the CTA
         tags = region.tags.reshape(-1, k)
         late = access.ctas.clocks.unordered(np.where(other == me, tags[idx], 0), access.cta, access.warp)
         if late is not None:

@@ -1,4 +1,4 @@
-"""Loads, stores and atomics of threads, the same for every memory; addresses that tell the memory."""
+"""Loads, stores and atomics for all memories, and generic addresses, which determine the memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ u8 = np.uint64
 
 
 class Memory:
-    """A memory finds the places of an access, and checks it.
+    """Base class of memories, which locate and check accesses by these methods:
 
-    places:       (threads that may go on, their place with `views` and `label`, indices of units in it) of an
-                  access, addresses, bytes and a kind
-    check_read:   of threads, a place, indices and bytes; `check_write` also of data and a kind
-    check_atomic: the same, of an update; those of several warps are no race
-    note_write:   the same, called when data lie in their place
-    count:        an access, where the launch counts
+    places:       (access, addresses, bytes, kind) -> (access of threads with valid addresses, their place
+                  with `views` and `label`, indices in units of bytes)
+    check_read:   (access, place, indices, bytes); check_write: also data and a kind
+    check_atomic: likewise for updates, of which those by several warps are no race
+    note_write:   likewise, called after data were written
+    count:        count an access, if the launch counts
     """
 
     name: str
@@ -37,7 +37,7 @@ class Memory:
     count: Callable[..., None]
 
     def address(self, idx: Array, nbytes: int) -> Array | None:
-        """Of units of a place, where these tell it."""
+        """Return the addresses of units, if their indices determine these."""
         return None
 
     def load(self, access: Access, address: Array, t: str, n: int) -> list[Array]:
@@ -69,21 +69,21 @@ class Memory:
     def atomic(
         self, access: Access, address: Array, t: str, kind: str, operation: str, values: tuple[Array, ...]
     ) -> Array:
-        """Update memory, one thread after the other in the launch's order; return the old values."""
+        """Update memory by threads one after another, in the launch's order; return the old values."""
         nbytes = int(t[1])
         self.count(access, address, nbytes, "write")
-        access = access.some(access.ctas.launch.order(len(access)))
+        access = access.select(access.ctas.launch.order(len(access)))
         out = np.zeros(access.threads.count, t)
         for part, place, idx in self.places(access, address, nbytes, "atomic"):
             self.check_atomic(part, place, idx, nbytes)
-            cells, given = place.views[nbytes].view(t), tuple(part.pick(v) for v in values)
-            out[part.where] = old = update(cells, idx, kind, operation, given)
+            cells, operands = place.views[nbytes].view(t), tuple(part.pick(v) for v in values)
+            out[part.where] = old = update(cells, idx, kind, operation, operands)
             access.ctas.progress += not np.array_equal(old, cells[idx])
         return out
 
 
 def holds(views: dict[int, Array], idx: Array, nbytes: int, data: Array) -> Array:
-    """Whether memory has these data at each index of units of nbytes."""
+    """Return whether memory has these data at each index, in units of nbytes."""
     if nbytes <= 8:
         return views[nbytes][idx] == data
     words = nbytes // 8
@@ -91,20 +91,20 @@ def holds(views: dict[int, Array], idx: Array, nbytes: int, data: Array) -> Arra
 
 
 class GenericMemory:
-    """Sends each thread's access to the memory that its address names."""
+    """Generic memory: dispatches the access of each thread to the memory of its address."""
 
     def __init__(self, ctas: Ctas) -> None:
         self.ctas = ctas
 
     def parts(self, access: Access, address: Array) -> list[tuple[Any, Access, Array]]:
-        """(memory, access of its threads, addresses in it) of each space in use."""
+        """Return (memory, access of its threads, addresses in it) for each space in use."""
         shared, local = (address & u8(SHARED)) != 0, (address & u8(LOCAL)) != 0
         spaces = (
             (self.ctas.globals, ~shared & ~local, 0),
             (self.ctas.shared, shared, SHARED),
             (self.ctas.local, local, LOCAL),
         )
-        parts = [(m, access.some(np.flatnonzero(access.pick(here))), bit) for m, here, bit in spaces]
+        parts = [(m, access.select(np.flatnonzero(access.pick(inside))), bit) for m, inside, bit in spaces]
         return [(m, part, address & ~u8(bit)) for m, part, bit in parts if len(part)]
 
     def load(self, access: Access, address: Array, t: str, n: int) -> list[Array]:

@@ -1,4 +1,4 @@
-"""Regions of global memory: the tensors of a launch in place, with what is known of their bytes."""
+"""Regions of global memory: the memory of a launch's tensors, with the state of each byte."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     import torch
 
 Array = np.ndarray[Any, Any]
-# How a 64-bit address tells its space, and its tensor: bits 47 to 58 of a global address number the region
-# of memory, from 1, that the address was derived from. One that leaves its tensor is seen though it lands in
-# another one. 0 is an address that came out of memory.
+# Bits 47 to 58 of a global address are the index, from 1, of the region from which the address was derived,
+# so that an access outside of its tensor is detected even if it is inside of another one. 0: an address that
+# was loaded from memory.
 REGION_SHIFT = 47
 REGION_MASK = 0xFFF
-PLACE_MASK = (1 << REGION_SHIFT) - 1  # of the address within the process
+PLACE_MASK = (1 << REGION_SHIFT) - 1  # bits of the address within the process
 SHARED, PARAMETER, LOCAL = 1 << 59, 1 << 60, 1 << 61
-# Types of a number of bytes; those of 16 and 32 are copied only
+# bytes -> NumPy type; those of 16 and 32 bytes are only copied
 UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16", 32: "V32"}
 
 
 def tagged(address: int, region: int) -> int:
-    """An address in the region of a number."""
+    """Return an address with the index of its region."""
     return address | (region + 1) << REGION_SHIFT
 
 
 @dataclass
 class Extent:
-    """Bytes that a launch may touch, of a tensor or of the compiler's memory."""
+    """Memory that a launch may access: a tensor's, or the compiler's scratch memory."""
 
     start: int
     end: int
@@ -42,7 +42,7 @@ class Extent:
 
 
 def extent_of(tensor: torch.Tensor, label: str) -> Extent:
-    """From the first to the last element of a tensor."""
+    """Return the extent from the first to the last element of a tensor."""
     start = tensor.data_ptr()
     if tensor.numel() == 0:
         return Extent(start, start, label, tensor)
@@ -51,14 +51,14 @@ def extent_of(tensor: torch.Tensor, label: str) -> Extent:
 
 
 class Region:
-    """Extents that overlap.
+    """A region: the union of overlapping extents.
 
-    number:    of the region, from 0
+    number:    index of the region, from 0
     base:      the start rounded down to 32 bytes
-    writers:   the program + 1 that wrote each granule; `readers` those that read it
-    tags:      of each granule's last writer in its program (`Clocks`)
-    holes:     bytes between the elements of strided tensors, if there are any
-    unwritten: bytes that nobody wrote, if there are any
+    writers:   for each granule, the index + 1 of the CTA that wrote it; readers: of that which read it
+    tags:      tag of each granule's last writer in its CTA (`Clocks`)
+    holes:     mask of bytes between the elements of strided tensors, or None
+    unwritten: mask of uninitialised bytes, or None
     """
 
     def __init__(self, extents: list[Extent], number: int, granule: int, check: bool) -> None:
@@ -88,7 +88,8 @@ class Region:
         return holes if inside.any() else None
 
     def find_unwritten(self, n: int) -> Array | None:
-        """Bytes of elements that hold the pattern of their type; where types overlap the widest decides."""
+        """Return the bytes of elements that have the pattern of uninitialised memory of their dtype; of
+        overlapping tensors, the widest dtype counts."""
         unwritten, parts = np.zeros(n, bool), []
         for e in self.extents:
             pattern = None if e.tensor is None else pattern_of(e.tensor.dtype)
@@ -101,7 +102,7 @@ class Region:
 
 
 def regions_of(extents: list[Extent], granule: int, check: bool) -> list[Region]:
-    """Join extents that overlap."""
+    """Merge overlapping extents to regions."""
     groups: list[list[Extent]] = []
     for e in sorted(extents, key=lambda e: (e.start, e.end)):
         if groups and e.start < max(x.end for x in groups[-1]):

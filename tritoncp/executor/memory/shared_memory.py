@@ -1,5 +1,5 @@
-"""Shared memory of some CTAs, and its shadow: which bytes are written, by whom, read by whom. Local memory is
-such memory of each thread."""
+"""Shared memory of CTAs, and its shadow: which bytes are written, and by whom written and read. Local memory
+is the same for each thread."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tritoncp.executor.threads import Access, Threads
 Array = np.ndarray[Any, Any]
 u1, u2, u4, u8 = np.uint8, np.uint16, np.uint32, np.uint64
 
-# States of a byte. BY_THREADS is a write that the asynchronous proxy (TMA, wgmma, tcgen05) may use behind a
-# fence.proxy.async only. MBARRIER is the memory of an mbarrier that is valid.
+# States of a byte. BY_THREADS: written by threads, so that the asynchronous proxy (TMA, wgmma, tcgen05) may
+# use it only after a fence.proxy.async. MBARRIER: memory of a valid mbarrier.
 UNWRITTEN, WRITTEN, ON_ITS_WAY, MBARRIER, BY_THREADS = range(5)
 REASONS = {
     UNWRITTEN: "that was never written",
@@ -35,10 +35,10 @@ def in_every_byte(value: int, nbytes: int) -> Any:
 
 
 class SharedMemory(Memory):
-    """One array for the memory of all CTAs, `size` bytes each, of which a kernel may use `used`."""
+    """Shared memory of all CTAs in one array, `size` bytes each, of which a kernel may use `used`."""
 
     name = "shared"
-    label = None  # no tensor
+    label = None  # not of a tensor
 
     def __init__(self, ctas: Ctas, used: int, granule: int, owners: int) -> None:
         self.ctas, self.used, self.granule = ctas, used, granule
@@ -53,7 +53,7 @@ class SharedMemory(Memory):
         self.by_threads = BY_THREADS if ctas.launch.has_async_proxy else WRITTEN
 
     def starts(self, access: Access) -> Array:
-        """Where the memory of each thread's owner starts."""
+        """Return the start of the memory of each thread's CTA (or of each thread)."""
         return access.cta * self.size
 
     def count(self, access: Access, address: Array, nbytes: int, way: str) -> None:
@@ -64,7 +64,7 @@ class SharedMemory(Memory):
         return idx * nbytes % self.size
 
     def granules(self, nbytes: int) -> Shadow:
-        """The shadow as rows of the granules of nbytes."""
+        """Return the shadow with a row of granules for each nbytes."""
         return self.shadow.shaped(-1, nbytes // self.granule)
 
     def places(
@@ -73,7 +73,8 @@ class SharedMemory(Memory):
         return [(access, self, self.locate(access, address, nbytes, kind))] if len(access) else []
 
     def locate(self, access: Access, address: Array, nbytes: int, kind: str) -> Array:
-        """Index in units of nbytes; what is out of bounds or misaligned is reported, and moved inside."""
+        """Return the index in units of nbytes; report addresses out of bounds or misaligned, and replace them
+        by valid ones."""
         a = access.pick(address).astype(np.int64)
         if nbytes > 1:
             wrong = (a & (nbytes - 1)) != 0
@@ -88,7 +89,7 @@ class SharedMemory(Memory):
     # checks
 
     def check_read(self, access: Access, place: Any, idx: Array, nbytes: int) -> None:
-        """Of threads: bytes that nobody wrote, copies under way, and races; note the readers."""
+        """Report reads of uninitialised bytes and of copies in progress, and races; record the readers."""
         if not self.check or not len(idx):
             return
         self.check_atomic(access, place, idx, nbytes)
@@ -97,7 +98,7 @@ class SharedMemory(Memory):
             self.granules(nbytes).note_reader(idx, access.tags[:, None])
 
     def check_atomic(self, access: Access, place: Any, idx: Array, nbytes: int) -> None:
-        """Atomics of several warps are no race; what they read has to be written."""
+        """Report atomics on uninitialised bytes. (Atomics by several warps are no race.)"""
         if not self.check:
             return
         wide = min(nbytes, 8)
@@ -110,7 +111,7 @@ class SharedMemory(Memory):
     def report_state(
         self, access: Access, kind: str, state: Array, address: Array, reasons: dict[int, str]
     ) -> bool:
-        """Report units of which a byte [n, nbytes] is in one of these states; whether there are any."""
+        """Report units with a byte [n, nbytes] in one of these states; return whether there are any."""
         faults = [
             access.fault(f"{kind} of {self.name} memory {text}", state == value, address)
             for value, text in reasons.items()
@@ -118,7 +119,7 @@ class SharedMemory(Memory):
         return any(faults)
 
     def check_busy(self, access: Access, kind: str, idx: Array, nbytes: int) -> None:
-        """Report a write to where a copy is under way, or an mbarrier lies."""
+        """Report writes to the destination of a copy in progress, or to an mbarrier."""
         if self.check:
             state = self.state.reshape(-1, nbytes)[idx]
             self.report_state(access, kind, state, self.address(idx, nbytes), BUSY)
@@ -132,7 +133,7 @@ class SharedMemory(Memory):
         data: Array | None = None,
         agent: int | None = None,
     ) -> None:
-        """Races of a write. Equal data that several warps write at once are none."""
+        """Report races of a write. (Equal data written by several warps are no race.)"""
         if not self.check or nbytes < self.granule or not len(idx):
             return
         same = None if data is None else holds(self.views, idx, nbytes, data)
@@ -156,7 +157,8 @@ class SharedMemory(Memory):
         self.states[nbytes][idx] = in_every_byte(value, nbytes)
 
     def expect_copy(self, idx: Array, nbytes: int, tag: Array) -> None:
-        """Note a copy that is about to write, and overwrite its bytes, so that results show their use too."""
+        """Record a copy in progress, and overwrite its destination, so that early use also changes
+        results."""
         self.mark(idx, nbytes, ON_ITS_WAY)
         self.note_writer(idx, nbytes, tag)
         self.views[nbytes][idx] = in_every_byte(0xFF, nbytes)
@@ -164,14 +166,14 @@ class SharedMemory(Memory):
     # matrices
 
     def matrix_rows(self, access: Access, address: Array, n: int, kind: str) -> tuple[Access, Array]:
-        """Rows of `ldmatrix` and `stmatrix`: lane 8 j + r has the address of row r of matrix j."""
+        """Return the rows of `ldmatrix` and `stmatrix`: lane 8 j + r has the address of row r of matrix j."""
         access.threads.need_warps(kind)
-        access = access.some(np.flatnonzero(access.threads.laneid < 8 * n))
+        access = access.select(np.flatnonzero(access.threads.laneid < 8 * n))
         self.count(access, address, 16, kind)
         return access, self.locate(access, address, 16, kind)
 
     def load_matrices(self, access: Access, address: Array, n: int, transposed: bool) -> list[Array]:
-        """`ldmatrix`: n matrices of 8 × 8 for each warp."""
+        """`ldmatrix`: load n matrices of 8 × 8 for each warp."""
         access, idx = self.matrix_rows(access, address, n, "ldmatrix")
         self.check_read(access, self, idx, 16)
         warps, rows = access.threads.count // 32, self.views[16].take(idx)
@@ -185,7 +187,7 @@ class SharedMemory(Memory):
     def store_matrices(
         self, access: Access, address: Array, values: tuple[Array, ...], transposed: bool
     ) -> None:
-        """`stmatrix`, the inverse of `ldmatrix`."""
+        """`stmatrix`: store matrices, the inverse of `ldmatrix`."""
         n, warps = len(values), access.threads.count // 32
         access, idx = self.matrix_rows(access, address, n, "stmatrix")
         out = np.stack([v.reshape(warps, 32) for v in values], 1)
@@ -197,13 +199,13 @@ class SharedMemory(Memory):
     # the asynchronous proxy
 
     def fence_proxy(self, threads: Threads) -> None:
-        """`fence.proxy.async`: what these threads wrote is visible to TMA and tensor cores."""
+        """`fence.proxy.async`: make the writes of these threads visible to TMA and tensor cores."""
         self.ctas.async_copies.fence(threads)
         warps, lanes = np.unique(threads.lanes >> 5, return_counts=True)
         self.ctas.clocks.fence(warps // self.ctas.warps, warps % self.ctas.warps, lanes == 32)
 
     def check_async_read(self, access: Access, idx: Array, reader: str) -> bool:
-        """Look for faults of a read of 16-byte units by TMA or a tensor core; whether there are any."""
+        """Report faults of a read of 16-byte units by TMA or a tensor core; return whether there are any."""
         state, address = self.state.reshape(-1, 16)[idx], self.address(idx, 16)
         faulty = self.report_state(access, f"{reader}'s read", state, address, REASONS)
         if self.granules(16).check(access, idx, f"{reader} reads", address=address):
@@ -214,18 +216,19 @@ class SharedMemory(Memory):
         """Report 16-byte units that threads wrote without a fence for the asynchronous proxy."""
         by_threads = (self.state.reshape(-1, 16 // self.granule, self.granule)[idx] == BY_THREADS).any(2)
         rows = np.flatnonzero(by_threads.any(1))
-        writer, some = self.granules(16).writer[idx[rows]], access.some(rows)
-        unfenced = by_threads[rows] & self.ctas.clocks.unfenced(writer, some.cta, some.warp)
+        writer, part = self.granules(16).writer[idx[rows]], access.select(rows)
+        unfenced = by_threads[rows] & self.ctas.clocks.unfenced(writer, part.cta, part.warp)
         kind = f"{kind} of shared memory written without fence.proxy.async"
-        return some.fault(kind, unfenced, self.address(idx[rows], 16))
+        return part.fault(kind, unfenced, self.address(idx[rows], 16))
 
     def note_async_reader(self, idx: Array, clock: Array, agent: Array | int) -> None:
-        """Tag 16-byte units with a unit that reads them; a reader before it stays known as the second one."""
+        """Tag 16-byte units with the asynchronous unit that reads them; the previous reader becomes the
+        second."""
         self.granules(16).note_reader(idx, ((clock << SHIFT) | agent).astype(np.int32)[:, None])
 
 
 class LocalMemory(SharedMemory):
-    """The memory of each thread."""
+    """Local memory of each thread."""
 
     name = "local"
 
@@ -233,4 +236,4 @@ class LocalMemory(SharedMemory):
         return access.lanes * self.size
 
     def count(self, access: Access, address: Array, nbytes: int, way: str) -> None:
-        """It is not counted."""
+        """Do nothing: local memory is not counted."""

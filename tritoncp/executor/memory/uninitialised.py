@@ -1,4 +1,4 @@
-"""Uninitialised memory: `torch.empty` fills it with a pattern, by which a launch tells it from data."""
+"""Detection of uninitialised memory: `torch.empty` fills it with a pattern, which data do not have."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
 def pattern_of(dtype: torch.dtype) -> int | None:
-    """The bits of an element that nobody wrote: a NaN that arithmetic does not make, or a huge integer.
+    """Return the bits of an uninitialised element: a NaN that no arithmetic produces, or a huge integer.
 
-    None for types of which every number occurs: bool, those of 8 bits, and integers of 16.
+    None for dtypes in which all values are common: bool, 8 bits, and 16-bit integers.
     """
     size = dtype.itemsize
     if size in INTEGERS and (size > 2 or dtype.is_floating_point):
@@ -38,7 +38,7 @@ def fill(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def filled_allocations() -> Iterator[None]:
-    """Let torch's functions that allocate without writing fill their results."""
+    """Context in which torch's functions for uninitialised memory fill their results with the pattern."""
 
     def filled(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def allocate_filled(*arguments: Any, **keywords: Any) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""PTX: its text as blocks of instructions, and the Python source written for them."""
+"""PTX: parser to basic blocks of instructions, and translation of these to Python source."""

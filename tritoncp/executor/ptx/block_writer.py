@@ -1,4 +1,4 @@
-"""Basic blocks as Python functions on NumPy arrays with one element per thread."""
+"""Translation of basic blocks to Python functions on NumPy arrays with one element per thread."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NUMPY = {
     **{"u32": "u4", "b32": "u4", "s32": "i4", "f32": "f4", "f16x2": "u4", "bf16x2": "u4", "tf32": "u4"},
     **{"u64": "u8", "b64": "u8", "s64": "i8", "f64": "f8", "f32x2": "u8", "pred": "b"},
     **{"e4m3x2": "u2", "e5m2x2": "u2"},
-}  # types of arrays by types of PTX
-OF_WIDTH = {1: "b", 8: "u1", 16: "u2", 32: "u4", 64: "u8"}  # types of registers between blocks
+}  # PTX type -> NumPy type
+OF_WIDTH = {1: "b", 8: "u1", 16: "u2", 32: "u4", 64: "u8"}  # bits of a register -> its type between blocks
 SPECIAL = {f"{name}_{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"}
 SPECIAL |= {"laneid", "warpid", "nwarpid"}
 
@@ -29,10 +29,10 @@ def unsigned(numpy_type: str) -> str:
 
 
 class Names:
-    """State that the functions of all blocks share: numbers of registers, constants, places in the PTX.
+    """Names that all blocks of a kernel share: register indices, constants, instructions for reports.
 
-    symbols:   values of names that are known when code is written
-    addresses: names whose addresses are known when it is loaded
+    symbols:   name -> value, known in translation
+    addresses: names of variables whose addresses are known when the code is loaded
     """
 
     def __init__(self, registers: dict[str, int], symbols: dict[str, int], addresses: set[str]) -> None:
@@ -42,26 +42,27 @@ class Names:
         self.sites: list[Instruction] = []
 
     def constant(self, value: Any, numpy_type: str) -> str:
-        """The name of a constant; `value` is its bits as an integer, or (name of a symbol, offset)."""
+        """Return the name of a constant. value: its bits as an integer, or (symbol, offset)"""
         return self.constants.setdefault((numpy_type, value), f"C{len(self.constants)}")
 
     def site(self, i: Instruction) -> int:
-        """Number an instruction, for reports."""
+        """Return an index for an instruction, for reports."""
         if not self.sites or self.sites[-1] is not i:
             self.sites.append(i)
         return len(self.sites) - 1
 
 
 class BlockWriter:
-    """Writes the lines of one block's function.
+    """Writer of the lines of one block's function.
 
-    A register is a local variable for each NumPy type in which the block uses it, views of one array.
+    A register has a local variable for each NumPy type in which the block uses it; these are views of one
+    array.
     """
 
     def __init__(self, names: Names, entering: list[str]) -> None:
         self.names = names
         self.lines: list[str] = []
-        self.variables: dict[str, dict[str, str]] = {}  # of a register, by type
+        self.variables: dict[str, dict[str, str]] = {}  # register -> NumPy type -> variable
         self.versions: dict[str, int] = {}
         self.memo: dict[Any, str] = {}
         self.temporaries = 0
@@ -70,7 +71,7 @@ class BlockWriter:
             self.variables[r] = {t: self.variable(r, t)}
 
     def emit(self, i: Instruction) -> None:
-        """Write one instruction."""
+        """Emit one instruction."""
         entry, match = form_of(i.opcode)
         try:
             entry.emit(self, i, match)
@@ -81,13 +82,14 @@ class BlockWriter:
         self.lines.append(text)
 
     def temporary(self, expression: str) -> str:
-        """Name an expression."""
+        """Assign an expression to a new variable; return its name."""
         self.temporaries += 1
         self.lines.append(f"t{self.temporaries} = {expression}")
         return f"t{self.temporaries}"
 
     def once(self, key: tuple[Any, ...], registers: list[Operand], expression: str) -> str:
-        """Name an expression that later instructions use again while its registers keep their values."""
+        """Return a variable with the value of an expression, which is reused until one of its registers
+        changes."""
         versions = tuple(self.versions.get(r, 0) for r in registers if isinstance(r, str))
         full = (*key, *map(str, registers), *versions)
         if full not in self.memo:
@@ -103,7 +105,7 @@ class BlockWriter:
         return f"v{self.names.index[register]}_{t}"
 
     def read(self, operand: Operand, t: str) -> str:
-        """An operand as an array of a NumPy type, or as a scalar if it is a constant."""
+        """Return the source of an operand as an array of a NumPy type, or as a scalar if it is a constant."""
         if not isinstance(operand, str):
             raise UnsupportedInstruction(f"operand {operand}")
         if operand.startswith("!"):
@@ -128,13 +130,13 @@ class BlockWriter:
         return low if unsigned(t) == t else f"{low}.view('{t}')"
 
     def array(self, operand: Operand, t: str) -> str:
-        """An operand as an array, constants too."""
+        """Return the source of an operand as an array, also for constants."""
         expression = self.read(operand, t)
         one = not self.is_register(operand) and str(operand)[0] not in "%!"
         return f"T.full({expression})" if one else expression
 
     def arrays(self, operand: Operand, t: str) -> str:
-        """The items of an operand as a tuple of arrays."""
+        """Return the source of an operand's items as a tuple of arrays."""
         return f"({', '.join(self.array(x, t) for x in items_of(operand))},)"
 
     def special(self, name: str, t: str) -> str:
@@ -156,13 +158,13 @@ class BlockWriter:
             raise UnsupportedInstruction(f"operand {text}") from None
         return self.constant(value, t)
 
-    def float_bits(self, value: int, given: str, t: str) -> str:
-        if bits_of(t) != bits_of(given):
-            raise UnsupportedInstruction(f"an immediate {given} as {t}")
+    def float_bits(self, value: int, source: str, t: str) -> str:
+        if bits_of(t) != bits_of(source):
+            raise UnsupportedInstruction(f"an immediate {source} as {t}")
         return self.names.constant(value, t)
 
     def constant(self, value: int, t: str) -> str:
-        """The name of an integer constant."""
+        """Return the name of an integer constant."""
         if t == "b":
             return self.names.constant(int(value != 0), t)
         if t[0] == "f":
@@ -171,7 +173,7 @@ class BlockWriter:
         return self.names.constant(value & ((1 << bits_of(t)) - 1), t)
 
     def address(self, operand: Operand, t: str) -> str:
-        """The address of a memory operand, as an array."""
+        """Return the source of a memory operand's address, as an array."""
         assert isinstance(operand, Address), operand
         base, offset = operand.base, operand.offset
         if base in self.names.addresses:
@@ -188,20 +190,20 @@ class BlockWriter:
         return expression if width == t else f"{expression}.astype('{t}')"
 
     def predicate(self, i: Instruction) -> str:
-        """The guard of an instruction, or None in words."""
+        """Return the source of an instruction's predicate, or the text "None"."""
         if not i.predicate:
             return "None"
-        held = self.read(i.predicate, "b")
-        return self.once(("not",), [i.predicate], f"~{held}") if i.negated else held
+        guard = self.read(i.predicate, "b")
+        return self.once(("not",), [i.predicate], f"~{guard}") if i.negated else guard
 
     def access(self, i: Instruction) -> str:
-        """The threads that execute an instruction, as `threads.Access`."""
+        """Return the source of the `threads.Access` of the threads that execute an instruction."""
         return f"T.access({self.predicate(i)}, {self.names.site(i)})"
 
     # results
 
     def write(self, register: Operand, t: str, expression: str, i: Instruction) -> None:
-        """Assign an array to a register; `_` takes none. A type narrower than the register is extended."""
+        """Assign an array to a register (`_`: drop it). A type narrower than the register is extended."""
         if register == "_":
             return
         if not isinstance(register, str) or register not in self.names.widths:
@@ -222,7 +224,7 @@ class BlockWriter:
     def write_each(
         self, registers: Sequence[Operand], types: list[str], expression: str, i: Instruction
     ) -> None:
-        """Assign a list of arrays to registers; the last type is that of all that follow."""
+        """Assign a list of arrays to registers; the last type is also for all that follow."""
         out = self.temporary(expression)
         for n, (register, t) in enumerate(zip(registers, types + types[-1:] * len(registers))):
             self.write(register, t, f"{out}[{n}]", i)

@@ -1,4 +1,5 @@
-"""Which registers live at the borders of blocks, and in which order threads that parted meet again."""
+"""Analysis of control flow: live registers between blocks, and the order in which divergent threads
+reconverge."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from tritoncp.executor.ptx.opcodes import reads_and_writes
 
 
 def liveness(kernel: Kernel) -> tuple[list[set[str]], list[set[str]]]:
-    """Registers that are read before they are written, from the start of each block and from its end."""
+    """Return the live registers at the start and at the end of each block."""
     reads, writes = [], []
     for block in kernel.blocks:
         read: set[str] = set()
@@ -35,8 +36,8 @@ def liveness(kernel: Kernel) -> tuple[list[set[str]], list[set[str]]]:
 
 
 def meeting_order(kernel: Kernel) -> list[int]:
-    """Rank the blocks so that threads that parted meet again if the lowest rank goes first: a topological
-    order in which each loop is in one piece, before what follows it."""
+    """Rank the blocks so that divergent threads reconverge if the lowest rank runs first: a topological order
+    in which each loop is contiguous and before its successors."""
     follows = kernel.successors()
     order: list[int] = []
     arrange(set(range(len(follows))), None, follows, order)
@@ -47,7 +48,7 @@ def meeting_order(kernel: Kernel) -> list[int]:
 
 
 def arrange(nodes: set[int], header: int | None, follows: list[list[int]], order: list[int]) -> None:
-    """Append blocks in topological order; the inside of a loop is arranged without edges to its header."""
+    """Append blocks to `order` in topological order; within a loop, edges to its header are ignored."""
     edges = ((n, x) for n in nodes for x in follows[n] if x in nodes and x != header)
     graph = networkx.DiGraph(edges)
     graph.add_nodes_from(nodes)

@@ -1,15 +1,15 @@
-"""Registers that asynchronous instructions still write: a use of one before its wait is a fault.
+"""Static check for uses of registers that an asynchronous instruction still writes.
 
-The rule holds for every path through the program, whatever threads take it: results of `tcgen05.ld` until
-`tcgen05.wait::ld`, accumulators of `wgmma.mma_async` until a `wgmma.wait_group` that covers them. A copy
-(`mov`) takes the state along, as the compiler may rename before the wait.
+It covers every path through the program: results of `tcgen05.ld` until `tcgen05.wait::ld`, accumulators of
+`wgmma.mma_async` until a `wgmma.wait_group` that covers them. A copy (`mov`) has the state of its source, as
+the compiler may rename registers before the wait.
 
-Products also need a `wgmma.fence` behind other writes of their registers. Accumulators need it after the last
-write. Operands A in registers need one since the group of products before: LLVM packs them behind the fence
-of their own group, and ptxas keeps that order by the registers. LLVM also puts copies of one accumulator to
-another behind the fence, where several start with the same value; ptxas puts them in front of the machine
-code's fence (`WARPGROUP.ARRIVE`; read in what ptxas of Triton 3.7.1 makes of `forward_kernel` for one key).
-So a copy of an accumulator that has its fence is no write to the accumulator that it starts.
+Products also need a `wgmma.fence` after other writes of their registers. For accumulators it has to follow
+the last write. For operands A in registers, one after the previous group of products is enough: LLVM packs
+them after the fence of their own group, and ptxas preserves this order. LLVM also copies one accumulator to
+another after the fence, if several have the same initial value; ptxas moves these copies before the machine
+code's fence (`WARPGROUP.ARRIVE`; seen in the output of ptxas of Triton 3.7.1 for `forward_kernel` with one
+key). So a copy from a fenced accumulator is not a write to its destination.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from __future__ import annotations
 from tritoncp.executor.ptx.instruction import Instruction, Kernel, Vector
 from tritoncp.executor.ptx.opcodes import reads_and_writes, registers_of
 
-State = dict[str, int]  # of a register: commits since its product, from 0, or one of these
-LOADED, FRESH = -1, 1 << 30  # by tcgen05.ld; written by another instruction, no wgmma.fence since
-NEW_GROUP = "a commit without a wgmma.fence since"  # FRESH in the place of a register
+State = dict[str, int]  # register -> number of commits since its product, or LOADED or FRESH
+LOADED, FRESH = -1, 1 << 30  # result of tcgen05.ld; written by another instruction after the last wgmma.fence
+NEW_GROUP = "a commit without a wgmma.fence since"  # a key in place of a register, with the value FRESH
 ASYNCHRONOUS = ("wgmma.mma", "tcgen05.ld")
 
 
 def early_uses(kernel: Kernel) -> list[tuple[Instruction, str]]:
-    """List the instructions that use a register in flight."""
+    """List (instruction, fault) for uses of registers that an asynchronous instruction still writes."""
     opcodes = (i.opcode for block in kernel.blocks for i in block.instructions)
     if not any(o.startswith(ASYNCHRONOUS) for o in opcodes):
         return []
@@ -49,7 +49,7 @@ def early_uses(kernel: Kernel) -> list[tuple[Instruction, str]]:
 
 
 def merge(before: State | None, new: State) -> State:
-    """Merge registers in flight over all paths; of two products the younger one counts."""
+    """Merge the states of two paths; for a register of two products the younger one counts."""
     merged = dict(before or {})
     for r, age in new.items():
         merged[r] = min(age, merged.get(r, age))
@@ -62,9 +62,9 @@ def drop(state: State, registers: list[str]) -> None:
 
 
 class Rules:
-    """How instructions change the state of registers.
+    """Transfer function of the check: the effect of each instruction on the state of registers.
 
-    operands: registers of all products; accumulators: those that they add to
+    operands: registers of all products; accumulators: those of their results
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -76,14 +76,14 @@ class Rules:
         self.accumulators = {r for i in products for r in self.parts(i)[0]}
 
     def parts(self, i: Instruction) -> tuple[list[str], list[str]]:
-        """Registers of a product's accumulator, and those of its operand A."""
+        """Return (registers of a product's accumulator, registers of its operand A)."""
         a = i.operands[1]
         return registers_of(i.operands[0], self.registers), (
             registers_of(a, self.registers) if isinstance(a, Vector) else []
         )
 
     def advance(self, state: State, i: Instruction) -> str | None:
-        """Update the state by an instruction; the text of its fault, if it has one."""
+        """Update the state by an instruction; return its fault or None."""
         if i.opcode.startswith("wgmma.mma"):
             return self.issue(state, i)
         if i.opcode.startswith("tcgen05.wait::ld"):
@@ -101,7 +101,7 @@ class Rules:
         return None
 
     def issue(self, state: State, i: Instruction) -> str | None:
-        """A product: its accumulators may be those of the products before it."""
+        """Update the state by a product, whose accumulators may be those of earlier products."""
         accumulators, fragments = self.parts(i)
         ages = {state[r] for r in accumulators if r in state}
         busy = LOADED in ages or any(state.get(r, FRESH) < FRESH for r in fragments)
@@ -115,7 +115,7 @@ class Rules:
         return None
 
     def use(self, state: State, i: Instruction) -> str | None:
-        """Any other instruction."""
+        """Update the state by any other instruction."""
         reads, writes = reads_and_writes(i, self.registers)
         busy = [r for r in reads if state.get(r, FRESH) < FRESH]
         ages = [state[r] for r in busy]

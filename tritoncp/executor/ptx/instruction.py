@@ -11,7 +11,7 @@ WIDTHS = {
     **dict.fromkeys(("b16", "u16", "s16", "f16", "bf16"), 16),
     **dict.fromkeys(("b32", "u32", "s32", "f32", "f16x2", "bf16x2", "tf32"), 32),
     **dict.fromkeys(("b64", "u64", "s64", "f64", "f32x2"), 64),
-}  # bits of a type
+}  # PTX type -> bits
 
 BRANCHES, BARRIERS = ("bra", "brx", "ret", "exit"), ("bar", "barrier")  # operations that end a block
 
@@ -34,7 +34,8 @@ Operand: TypeAlias = "str | Vector | Address"
 
 
 def items_of(operand: Operand) -> tuple[Operand, ...]:
-    """The operands in braces, or the coordinates of a tensor map; else the operand alone."""
+    """Return the items of an operand in braces, or the coordinates of a tensor map; else the operand
+    itself."""
     if isinstance(operand, Address) and operand.coordinates:
         operand = operand.coordinates
     return operand.items if isinstance(operand, Vector) else (operand,)
@@ -42,13 +43,13 @@ def items_of(operand: Operand) -> tuple[Operand, ...]:
 
 @dataclass(slots=True)
 class Instruction:
-    """One instruction.
+    """A PTX instruction.
 
-    opcode:      with all its modifiers, `add.rn.f32`
-    predicate:   register that guards it, negated or not
-    line:        of the PTX
+    opcode:      with all modifiers, as `add.rn.f32`
+    predicate:   its guard, a register with or without negation, or None
+    line:        line in the PTX
     source:      `file:line` of the kernel's Python source
-    used_bytes:  bits of the bytes of a load whose value the program uses, where the compiler says so
+    used_bytes:  mask of the bytes of a load that the program uses, if the compiler declares it
     """
 
     opcode: str
@@ -74,9 +75,9 @@ class Instruction:
 
 @dataclass(slots=True)
 class BasicBlock:
-    """Instructions without a branch between them; the last one may be a branch, a return or a barrier.
+    """A basic block; its last instruction may be a branch, a return or a barrier.
 
-    targets: blocks to which that branches
+    targets: the blocks to which it branches
     """
 
     number: int
@@ -85,25 +86,25 @@ class BasicBlock:
 
     @property
     def end(self) -> Instruction | None:
-        """The branch, return or barrier that ends it."""
+        """The branch, return or barrier at its end, or None."""
         last = self.instructions[-1] if self.instructions else None
         return last if last and last.ends_block else None
 
     @property
     def goes_on(self) -> bool:
-        """Whether threads may go on to the next block."""
+        """Whether threads may continue with the next block."""
         return not self.end or self.end.parts[0] in BARRIERS or bool(self.end.predicate)
 
 
 @dataclass(slots=True)
 class Kernel:
-    """The entry of a PTX module, with its calls inlined.
+    """The entry function of a PTX module, with calls inlined.
 
-    registers: bits by name
-    shared:    offset and bytes of static shared memory by name, external memory last
-    constants: alignment and bytes of global and constant variables by name
-    local:     offset and bytes of variables of each thread by name
-    threads:   of a CTA, where the module requires it, else 0
+    registers: name -> bits
+    shared:    name -> offset and bytes of static shared memory, external memory last
+    constants: name -> alignment and bytes of global and constant variables
+    local:     name -> offset and bytes of variables in local memory
+    threads:   threads per CTA that the module requires, or 0
     """
 
     name: str
@@ -116,5 +117,5 @@ class Kernel:
     threads: int = 0
 
     def successors(self) -> list[list[int]]:
-        """Blocks that may follow each block."""
+        """Return the blocks that may follow each block."""
         return [[*block.targets, *([block.number + 1] if block.goes_on else [])] for block in self.blocks]

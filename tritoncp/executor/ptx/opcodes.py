@@ -1,6 +1,6 @@
-"""The table of instruction forms: an opcode or modifier that no form has is an error, never ignored.
+"""The table of supported PTX instructions; an unknown opcode or modifier is an error, never ignored.
 
-A form is an opcode with all its modifiers in order. `[.ftz]` may be absent, `<type:f16|bf16>` is one of two:
+A template is an opcode with its modifiers in order. `[.ftz]` is optional, `<type:f16|bf16>` is one of two:
 
     @form("min[.ftz][.NaN].f32", "min.<type:s32|u32>")
     def minimum(writer, instruction, match): ...
@@ -15,18 +15,18 @@ from typing import NamedTuple
 
 from tritoncp.executor.ptx.instruction import Address, Instruction, Operand, items_of
 
-Emit = Callable[..., None]  # of a block_writer.BlockWriter, the instruction and the match of its form
+Emit = Callable[..., None]  # (block_writer.BlockWriter, instruction, match of its template) -> None
 CARRY = "%carry"  # the carry flag, as a register
 
 
 class UnsupportedInstruction(NotImplementedError):
-    """An instruction, a modifier or an operand that the executor does not execute."""
+    """Raised for an instruction, modifier or operand that the executor does not support."""
 
 
 class Form(NamedTuple):
-    """How an opcode is executed.
+    """The implementation of an opcode.
 
-    writes: "first", the first operand; "none"; "accumulator", the first operand, which it reads too
+    writes: "first": the first operand; "none"; "accumulator": the first operand, which is also read
     """
 
     pattern: re.Pattern[str]
@@ -39,7 +39,7 @@ TOKEN = re.compile(r"<(?P<name>\w+):(?P<choices>[^>]*)>|(?P<open>\[)|(?P<close>\
 
 
 def form(*templates: str, writes: str = "first") -> Callable[[Emit], Emit]:
-    """Register a function that writes the code of opcodes."""
+    """Decorate a function that emits the code of opcodes, given by templates."""
 
     def register(emit: Emit) -> Emit:
         for template in templates:
@@ -63,10 +63,10 @@ def pattern_of(template: str) -> re.Pattern[str]:
 
 @functools.cache
 def form_of(opcode: str) -> tuple[Form, re.Match[str]]:
-    """Find the form of an opcode.
+    """Return the form of an opcode, and the match of its template.
 
     Raises:
-        UnsupportedInstruction: where the table has none.
+        UnsupportedInstruction: the table has no such opcode.
     """
     for entry in FORMS.get(opcode.split(".")[0], ()):
         if m := entry.pattern.fullmatch(opcode):
@@ -75,7 +75,7 @@ def form_of(opcode: str) -> tuple[Form, re.Match[str]]:
 
 
 def registers_of(operand: Operand, registers: dict[str, int]) -> list[str]:
-    """List the registers that an operand names."""
+    """Return the registers in an operand."""
     if isinstance(operand, str):
         name = operand.removeprefix("!")
         return [name] if name in registers else []
@@ -86,8 +86,8 @@ def registers_of(operand: Operand, registers: dict[str, int]) -> list[str]:
 
 
 def reads_and_writes(i: Instruction, registers: dict[str, int]) -> tuple[list[str], list[str]]:
-    """List the registers that an instruction reads, and those that it writes. One that is guarded by a
-    predicate reads what it may leave as it was."""
+    """Return (registers that an instruction reads, registers that it writes). With a predicate, it also reads
+    those that it writes, since their values may remain."""
     entry, _ = form_of(i.opcode)
     writes: list[str] = []
     rest = i.operands

@@ -1,4 +1,5 @@
-"""PTX text to a kernel of basic blocks. Calls of functions are inlined: Triton's are never recursive."""
+"""Parser from PTX text to a kernel of basic blocks. Function calls, which in Triton are never recursive, are
+inlined."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tritoncp.executor.ptx.instruction import (
 
 
 class PtxSyntaxError(SyntaxError):
-    """A statement of PTX that the executor does not know."""
+    """Raised for a PTX statement that the executor does not support."""
 
 
 TOKEN = re.compile(
@@ -38,7 +39,7 @@ FORMAL = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\s.*?)?([
 
 
 def parse_ptx(text: str) -> Kernel:
-    """Parse the module's only entry."""
+    """Parse the only entry function of a PTX module."""
     text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n"), text, flags=re.S)
     lines = [line.split("//")[0] for line in text.split("\n")]
     debug = (n for n, line in enumerate(lines) if line.lstrip().startswith(".section"))
@@ -66,7 +67,7 @@ def parse_ptx(text: str) -> Kernel:
 
 
 class PtxFunction(NamedTuple):
-    """A function's text, its formals and results: names and types."""
+    """A function's text, and its parameters and results as (name, type)."""
 
     kind: str
     name: str
@@ -112,7 +113,7 @@ def constants_of(head: str) -> dict[str, tuple[int, bytes]]:
 
 
 def split_operands(text: str) -> list[str]:
-    """Split at commas outside of brackets."""
+    """Split a text at commas outside of brackets."""
     parts, depth, start = [], 0, 0
     for n, c in enumerate(text):
         depth += (c in "{[(") - (c in "}])")
@@ -129,9 +130,9 @@ class Label(str):
 
 
 class Body:
-    """The statements of an entry and of the functions that it calls, each call with names of its own.
+    """The statements of an entry function with inlined calls; the names of each call are made unique.
 
-    scopes: names of registers, labels and local variables within braces, and what is unique in their place
+    scopes: for each open brace, name of a register, label or local variable -> unique name
     """
 
     def __init__(self, text: str, functions: dict[str, PtxFunction], files: dict[int, str]) -> None:
@@ -141,13 +142,13 @@ class Body:
         self.statements: list[Label | Instruction] = []
         self.tables: dict[str, list[str]] = {}
         self.scopes: list[dict[str, str]] = []
-        self.names = 0  # given so far
+        self.names = 0  # number of unique names so far
         self.calls: list[str] = []
         self.source = ""
         self.used_bytes: int | None = None
 
     def read(self, function: PtxFunction, end: Label | None = None) -> None:
-        """Append a function's statements; `ret` jumps to `end` where there is one."""
+        """Append a function's statements. end: label to which `ret` jumps, in an inlined call"""
         if function.name in self.calls:
             raise PtxSyntaxError(f"{function.name} calls itself")
         self.calls.append(function.name)
@@ -191,7 +192,7 @@ class Body:
         return f"{name}@{self.names}"
 
     def declare(self, name: str, width: int) -> None:
-        """Give a register of the innermost scope a name of its own."""
+        """Declare a register in the innermost scope, under a unique name."""
         outermost = len(self.calls) == 1 and len(self.scopes) == 1
         self.scopes[-1][name] = unique = name if outermost else self.unique("%u")
         self.registers[unique] = width
@@ -202,7 +203,7 @@ class Body:
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), name)
 
     def label(self, name: str) -> str:
-        """The name of a label for the innermost scope that has one, known or still to come."""
+        """Return the unique name of a label in the innermost scope that defines it, possibly later."""
         if self.resolve(name) == name:
             self.scopes[0 if name.startswith("$") else -1][name] = self.unique(name)
         return self.resolve(name)
@@ -263,7 +264,7 @@ class Body:
         self.statements.append(self.parameter_move(new))
 
     def parameter_move(self, new: Instruction) -> Instruction:
-        """A load or store of a parameter of an inlined call is a move of a register."""
+        """Replace a load or store of an inlined call's parameter by a move of a register."""
         if not new.opcode.startswith(("ld.param", "st.param")):
             return new
         at = next(x for x in new.operands if isinstance(x, Address))
@@ -300,7 +301,7 @@ class Body:
 
 
 def blocks_of(statements: list[Label | Instruction], tables: dict[str, list[str]]) -> list[BasicBlock]:
-    """Cut statements into blocks behind branches and barriers, and at the labels that branches name."""
+    """Split statements into basic blocks: after branches and barriers, and at labels that branches use."""
     targets = {str(s.operands[0]) for s in statements if isinstance(s, Instruction) and s.parts[0] == "bra"}
     targets |= {name for table in tables.values() for name in table}
     blocks, numbers = [BasicBlock(0)], {}

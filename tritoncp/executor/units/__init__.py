@@ -1,1 +1,1 @@
-"""Units that work beside the threads on Hopper and Blackwell: copies of boxes, products, their barriers."""
+"""Asynchronous units of Hopper and Blackwell: TMA, wgmma, tcgen05, and mbarriers."""

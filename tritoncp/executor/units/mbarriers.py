@@ -1,4 +1,4 @@
-"""mbarriers: arrivals, bytes that are awaited, phases, and what their waiters learn."""
+"""mbarriers: arrivals, expected bytes, phases, and the vector clocks that waiting warps acquire."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from tritoncp.executor.memory.shared_memory import MBARRIER, UNWRITTEN
 from tritoncp.executor.threads import Access
 
 Array = np.ndarray[Any, Any]
-Key = tuple[int, int]  # CTA and offset in its shared memory
+Key = tuple[int, int]  # (CTA, offset in its shared memory)
 
 
 @dataclass
 class Mbarrier:
-    """arriving: what this phase's arrivals know; done: what those of the phases before knew, see `Clocks`."""
+    """An mbarrier. arriving: joined clocks of this phase's arrivals; done: of those of earlier phases."""
 
     expected: int
-    left: int  # arrivals
-    initialiser: tuple[int, int]  # warp and its clock
+    left: int  # missing arrivals
+    initialiser: tuple[int, int]  # (warp, its clock)
     arriving: Array
     done: Array
-    nbytes: int = 0  # awaited from copies
+    nbytes: int = 0  # expected from copies
     phase: int = 0
-    waiters: dict[int, int] = field(default_factory=dict)  # clocks by warp
-    looked: set[int] = field(default_factory=set)  # warps that found nothing yet
+    waiters: dict[int, int] = field(default_factory=dict)  # warp -> clock
+    looked: set[int] = field(default_factory=set)  # warps whose first test failed
 
     def arrive(self, count: int, row: Array) -> None:
         self.left -= count
         np.maximum(self.arriving, row, out=self.arriving)
 
     def advance(self) -> None:
-        """Begin the next phase, if this one is complete."""
+        """Start the next phase if this one is complete."""
         if self.left == 0 and self.nbytes == 0:
             self.left, self.phase = self.expected, self.phase + 1
             np.maximum(self.done, self.arriving, out=self.done)
 
 
 class Mbarriers:
-    """All mbarriers of some CTAs, and the work of asynchronous units that will arrive at them."""
+    """All mbarriers of some CTAs, and the asynchronous operations that will arrive at them."""
 
     def __init__(self, ctas: Ctas) -> None:
         self.ctas = ctas
         self.barriers: dict[Key, Mbarrier] = {}
 
     def keys(self, access: Access, address: Array) -> Iterator[tuple[Key, Access]]:
-        """Yield each barrier with the threads that name it."""
+        """Yield (key of a barrier, access of the threads with its address)."""
         codes = access.cta.astype(np.int64) << 32 | access.pick(address).astype(np.int64)
         for code in np.unique(codes):
-            yield (int(code) >> 32, int(code) & 0xFFFFFFFF), access.some(np.flatnonzero(codes == code))
+            yield (int(code) >> 32, int(code) & 0xFFFFFFFF), access.select(np.flatnonzero(codes == code))
 
     def initialise(self, access: Access, address: Array, count: Array) -> None:
         clocks = self.ctas.clocks
@@ -67,8 +67,8 @@ class Mbarriers:
             self.write(part, address, MBARRIER)
 
     def write(self, access: Access, address: Array, state: int) -> None:
-        """Note that a thread writes the memory of a barrier."""
-        shared, one = self.ctas.shared, access.some(np.zeros(1, int))
+        """Record that a thread writes the memory of a barrier."""
+        shared, one = self.ctas.shared, access.select(np.zeros(1, int))
         idx = shared.locate(one, address, 8, "mbarrier")
         shared.check_race(one, idx, 8, "mbarrier")
         shared.note_writer(idx, 8, one.tags[:, None])
@@ -92,11 +92,11 @@ class Mbarriers:
                 part.fault(kind, None, key[1])
 
     def is_awaited(self, key: Key) -> bool:
-        """Whether asynchronous work under way will arrive at a barrier."""
+        """Return whether asynchronous operations in progress will arrive at a barrier."""
         return bool(self.ctas.tma.arriving.get(key)) or self.ctas.tcgen05.will_arrive(key)
 
     def find(self, access: Access, key: Key) -> Mbarrier:
-        """The barrier, whose initialisation all these threads must know of."""
+        """Return a barrier; report threads that are not ordered after its initialisation."""
         b = self.barriers.get(key)
         if b is None:
             raise CannotContinue("mbarrier used that is not initialised", access.site, f"offset {key[1]}")
@@ -121,10 +121,10 @@ class Mbarriers:
             self.ctas.progress += 1
 
     def wait(self, access: Access, address: Array, parity: Array) -> Array:
-        """Whether the phase of a parity is complete.
+        """Return whether the phase of a parity is complete.
 
-        The first look of each warp finds nothing, and asynchronous work ends at the second one, so that a
-        kernel that does not look until the phase changes is seen to use what is not there yet.
+        The first test by each warp fails, and asynchronous operations complete at the second, so that a
+        kernel that does not repeat the test until it succeeds is seen to use incomplete data.
         """
         out = np.zeros(access.threads.count, bool)
         for key, part in self.keys(access, address):
@@ -141,11 +141,11 @@ class Mbarriers:
         return out
 
     def second_looks(self, b: Mbarrier, access: Access) -> Access:
-        """The threads whose warps have looked before."""
+        """Return the threads whose warps have tested before."""
         first = [w for w in np.unique(access.warp).tolist() if w not in b.looked]
         self.ctas.progress += len(first)
         b.looked.update(first)
-        return access.some(np.flatnonzero(~np.isin(access.warp, first))) if first else access
+        return access.select(np.flatnonzero(~np.isin(access.warp, first))) if first else access
 
     def learn(self, key: Key, b: Mbarrier, passed: Array, looking: Array) -> None:
         clocks = self.ctas.clocks

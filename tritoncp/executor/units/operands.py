@@ -1,4 +1,4 @@
-"""Operands of tensor cores in shared memory: the units of 16 bytes that a matrix descriptor names."""
+"""Operands of tensor cores in shared memory: addresses of 16-byte units from a matrix descriptor."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ u8 = np.uint64
 
 
 def swizzled(offset: Array, swizzle: int) -> Array:
-    """Addresses of a swizzled layout: 0 none, 1 of 32 bytes, 2 of 64, 3 of 128."""
+    """Apply a swizzle to offsets: 0 none, 1 of 32 bytes, 2 of 64, 3 of 128."""
     return offset if swizzle == 0 else offset ^ (((offset >> 7) & ((1 << swizzle) - 1)) << 4)
 
 
 def fields(descriptor: Array) -> tuple[Array, Array, Array]:
-    """Start, leading and stride offsets in bytes, [n, 1, 1]."""
+    """Return a descriptor's start, leading and stride offsets in bytes, [n, 1, 1] each."""
     start, leading, stride = (
         (((descriptor >> u8(shift)) & u8(0x3FFF)) << u8(4)).astype(np.int64)[:, None, None]
         for shift in (0, 16, 32)
@@ -29,7 +29,8 @@ def fields(descriptor: Array) -> tuple[Array, Array, Array]:
 
 
 def unit_offsets(descriptor: Array, swizzle: int, rows: int, k: int, t: str, transposed: bool) -> Array:
-    """Offsets of 16-byte units in shared memory: [n, rows, units of K]; transposed [n, units of rows, K]."""
+    """Return offsets of 16-byte units in shared memory: [n, rows, units of K], transposed [n, units of rows,
+    K]."""
     start, leading, stride = fields(descriptor)
     nbytes, width = NBYTES[t], 16 << swizzle
     per = 16 // nbytes
@@ -60,10 +61,10 @@ def read_operand(
     clock: Array,
     agent: Array | int,
 ) -> Array:
-    """[n, rows, k] float32 of operands in shared memory, a row of the arrays for each.
+    """Read operands [n, rows, k] from shared memory as float32; arrays have a row for each operand.
 
-    readers: the threads that must know of the writes of what is read
-    agent:   that reads, and its clock, see `Clocks`
+    readers: the threads that must be ordered after the writes of the operands
+    agent, clock: the reading agent, see `Clocks`
     """
     access, n, nbytes = readers[0], len(descriptor), NBYTES[t]
     shared = access.ctas.shared
@@ -79,7 +80,7 @@ def read_operand(
     if shared.check:
         flat, row = units.reshape(-1), np.repeat(np.arange(n), units[0].size)
         for reader in readers:
-            if shared.check_async_read(reader.some(row), flat, what):
+            if shared.check_async_read(reader.select(row), flat, what):
                 break
         shared.note_async_reader(flat, clock[row], np.broadcast_to(agent, n)[row])
     raw = shared.views[16][units].view(f"u{nbytes}")

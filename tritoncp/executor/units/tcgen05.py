@@ -1,7 +1,8 @@
-"""`tcgen05.mma`: products of the tensor core of sm_100, which a CTA waits for by mbarriers.
+"""`tcgen05.mma`: matrix products of sm_100's tensor core, for which CTAs wait by mbarriers.
 
-A product is computed when it is issued. A warp may use it, or what it read, once it knows of the commit that
-covers it: the tensor core is an agent of the clocks, and a commit tells its mbarrier the agent's clock.
+A product is computed when it is issued. A warp may use the result, or overwrite the operands, after the
+commit that covers it: the tensor core is an agent of the clocks, and a commit passes its clock to the
+mbarrier.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ TYPES = {
     "f16": {0: "f16", 1: "bf16"},
     "tf32": {2: "tf32"},
     "f8f6f4": {0: "e4m3", 1: "e5m2"},
-}  # of an instruction descriptor's fields, by kind
-SWIZZLES = {0: 0, 2: 3, 4: 2, 6: 1}  # of a matrix descriptor's mode
+}  # kind -> types by field of an instruction descriptor
+SWIZZLES = {0: 0, 2: 3, 4: 2, 6: 1}  # mode of a matrix descriptor -> swizzle
 
 
 class ProductShape(NamedTuple):
-    """An instruction descriptor."""
+    """The fields of an instruction descriptor."""
 
     m: int
     n: int
@@ -61,8 +62,10 @@ def shape_of(descriptor: int, kind: str, site: int) -> ProductShape:
 
 
 class Tcgen05:
-    """opened: clock of the products since the last commit of each CTA, 0 where there are none
-    commits: of each CTA, in order: (clock, offset of the mbarrier)
+    """The tensor core of sm_100.
+
+    opened:  for each CTA, clock of the products since the last commit, 0 without any
+    commits: for each CTA, in order: (clock, offset of the mbarrier)
     """
 
     def __init__(self, ctas: Ctas) -> None:
@@ -81,12 +84,13 @@ class Tcgen05:
         keep: Array,
         kind: str,
     ) -> None:
-        """One thread of each CTA issues its product; CTAs whose products have one form go together."""
+        """Issue products by one thread of each CTA. CTAs whose products have equal shapes are computed
+        together."""
         self.ctas.tensor.prepare()
         cta, first = np.unique(access.cta, return_index=True)
         if len(cta) != len(access):
             access.fault("tcgen05.mma issued by several threads of a program")
-            access = access.some(first)
+            access = access.select(first)
         if not len(access):
             return
         d, a, b, descriptor, keep = (access.pick(x) for x in (d, a, b, descriptor, keep))
@@ -94,10 +98,10 @@ class Tcgen05:
         places = a if in_tensor_memory else np.zeros(len(a))
         forms = np.stack([d, places, descriptor, keep, *layouts], 1).astype(np.int64)
         for one in np.unique(forms, axis=0):
-            here = np.flatnonzero((forms == one).all(1))
-            left = int(one[1]) if in_tensor_memory else a[here]
+            equal = np.flatnonzero((forms == one).all(1))
+            left = int(one[1]) if in_tensor_memory else a[equal]
             shape = shape_of(int(one[2]), kind, access.site)
-            self.product(access.some(here), int(one[0]), left, b[here], shape, bool(one[3]))
+            self.product(access.select(equal), int(one[0]), left, b[equal], shape, bool(one[3]))
 
     def product(
         self, access: Access, d: int, a: int | Array, b: Array, shape: ProductShape, keep: bool
@@ -126,7 +130,7 @@ class Tcgen05:
         self.ctas.progress += 1
 
     def cells(self, access: Access, address: int, n: int, rows: int, what: str) -> Any:
-        """Index of [CTAs, 4, rows / 4, n] cells of tensor memory."""
+        """Return the index of cells of tensor memory [CTAs, 4, rows / 4, n]."""
         cta, lane, column = access.cta, address >> 16, address & 0xFFFF
         if lane not in ((0,) if rows == 128 else (0, 16)):
             access.fault(f"{what} of tcgen05.mma at lane {lane}", None, address)
@@ -155,7 +159,7 @@ class Tcgen05:
         return ((self.opened[cta] << SHIFT) | np.int32(self.ctas.clocks.tensor))[:, None, None, None]
 
     def stored_operand(self, access: Access, a: int, d: int, shape: ProductShape) -> Array:
-        """[CTAs, M, K] of operand A in tensor memory."""
+        """Read operand A [CTAs, M, K] from tensor memory."""
         if shape.flip_a:
             raise CannotContinue("a transposed operand in tensor memory", access.site)
         if shape.m == 64 and (a ^ d) >> 16 & 16:
@@ -175,7 +179,7 @@ class Tcgen05:
         return decode(shape.a, raw.reshape(-1).view(f"u{nbytes}")).reshape(-1, shape.m, shape.k)
 
     def operand(self, access: Access, d: Array, rows: int, k: int, t: str, transposed: bool) -> Array:
-        """[CTAs, rows, K] of an operand in shared memory."""
+        """Read an operand [CTAs, rows, K] from shared memory."""
         high = int(d[0] >> u8(46))
         if high & 7 != 1 or high >> 3 & 7 or high >> 6 & 0x1FF or high >> 15 not in SWIZZLES:
             raise CannotContinue(f"a tcgen05 descriptor {int(d[0]):#x}", access.site)
@@ -185,8 +189,8 @@ class Tcgen05:
     # completion
 
     def commit(self, access: Access, address: Array) -> None:
-        """An arrival at an mbarrier once the products so far are done."""
-        for j, one in access.each():
+        """Register an arrival at an mbarrier for when the products so far are complete."""
+        for j, one in access.single_threads():
             cta, offset = int(one.cta[0]), int(address[j])
             self.ctas.mbarriers.find(one, (cta, offset))
             clock = int(self.opened[cta]) or int(self.ctas.clocks.last[cta, self.ctas.clocks.tensor])
@@ -197,7 +201,7 @@ class Tcgen05:
         return any(offset == key[1] for _, offset in self.commits.get(key[0], ()))
 
     def finish(self, key: Key) -> None:
-        """Complete the operations committed to an mbarrier, and all earlier commits."""
+        """Complete the products committed to an mbarrier, and all earlier commits."""
         cta = key[0]
         todo = self.commits.get(cta, [])
         count = max((n + 1 for n, (_, offset) in enumerate(todo) if offset == key[1]), default=0)
@@ -215,7 +219,7 @@ class Tcgen05:
         del todo[:count]
 
     def finish_program(self) -> None:
-        """Report products that nobody waits for at the end of the CTAs."""
+        """Report products without a wait at the end of the CTAs."""
         log = self.ctas.launch.log
         if self.opened.any():
             log.add(

@@ -1,4 +1,4 @@
-"""Tensor memory of sm_100: 128 lanes of 512 columns of 32 bits for each CTA, with its shadow."""
+"""Tensor memory of sm_100, 128 lanes of 512 columns of 32 bits per CTA, with its shadow."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from tritoncp.executor.threads import Access, Threads
 Array = np.ndarray[Any, Any]
 u1, u4 = np.uint8, np.uint32
 LANES, COLUMNS = 128, 512
-WRITTEN, STORING, LOADING = u1(1), u1(2), u1(4)  # flags of a cell
+WRITTEN, STORING, LOADING = u1(1), u1(2), u1(4)  # flags of cells
 
 
 class TensorMemory:
-    """Cells of all CTAs in one array, by CTA, lane and column; made when a kernel allocates some."""
+    """Tensor memory of all CTAs in one array [CTA, lane, column], made at the first allocation of a
+    kernel."""
 
     def __init__(self, ctas: Ctas) -> None:
         self.ctas = ctas
@@ -39,19 +40,19 @@ class TensorMemory:
         self.ready = True
 
     def columns(self, x: Array) -> Array:
-        """An array of cells by CTA, quarter of the lanes, lane and column."""
+        """View an array of cells as [CTA, quarter of the lanes, lane, column]."""
         return x.reshape(self.ctas.n, 4, 32, COLUMNS)
 
     def shadow_columns(self) -> Shadow:
-        """The shadow, shaped as by :meth:`columns`."""
+        """Return the shadow in the shape of :meth:`columns`."""
         return self.shadow.shaped(self.ctas.n, 4, 32, COLUMNS)
 
     # allocation
 
     def leaders(self, access: Access) -> Access:
-        """One thread of each warp that takes part."""
+        """Return the access by one thread of each warp."""
         self.need_uniform(access)
-        return access.some(np.flatnonzero(access.pick(access.threads.laneid) == 0))
+        return access.select(np.flatnonzero(access.pick(access.threads.laneid) == 0))
 
     @staticmethod
     def need_uniform(access: Access) -> None:
@@ -64,16 +65,18 @@ class TensorMemory:
         self.prepare()
         lead = self.leaders(access)
         if columns & (columns - 1) or not 32 <= columns <= COLUMNS:
-            raise CannotContinue(f"tcgen05.alloc of {columns} columns", access.site)
+            raise CannotContinue(
+                f"tcgen05.alloc of {columns} columns, not a power of 2 from 32 on", access.site
+            )
         bases = np.zeros(len(lead), u4)
         for row, cta in enumerate(lead.cta):
             if not self.permit[cta]:
-                lead.some(np.full(1, row)).fault("tcgen05.alloc after its permit was given up")
+                lead.select(np.full(1, row)).fault("tcgen05.alloc after its permit was given up")
             free = [c for c in range(0, COLUMNS, columns) if not self.allocated[cta, c : c + columns].any()]
             if not free:
                 kind = "deadlock: tcgen05.alloc waits for tensor memory that nobody frees"
                 raise CannotContinue(kind, access.site)
-            base = free[-1]  # not column 0, so that a kernel that does not add it is seen
+            base = free[-1]  # not column 0, so that a kernel that does not add it is detected
             self.allocated[cta, base : base + columns] = True
             self.columns(self.state)[cta, :, :, base : base + columns] = 0
             self.columns(self.data)[cta, :, :, base : base + columns] = 0xFFFFFFFF
@@ -85,7 +88,7 @@ class TensorMemory:
 
     def free(self, access: Access, base: Array, columns: int) -> None:
         self.prepare()
-        for j, one in self.leaders(access).each():
+        for j, one in self.leaders(access).single_threads():
             cta, b = int(one.cta[0]), int(base[j])
             if b % columns or not self.allocated[cta, b : b + columns].all():
                 one.fault("tcgen05.dealloc of columns that are not allocated", None, b)
@@ -104,7 +107,7 @@ class TensorMemory:
         self.permit[self.leaders(access).cta] = False
 
     def finish_program(self) -> None:
-        """Report what is left at the end of the CTAs."""
+        """Report memory that is still allocated at the end of the CTAs."""
         if self.ready and self.allocated.any():
             n = int(self.allocated.any(1).sum())
             self.ctas.launch.log.add("tensor memory is not freed at the end of a program", None, n)
@@ -112,7 +115,7 @@ class TensorMemory:
     # registers
 
     def cells(self, access: Access, address: Array, shape: str, n: int, apart: int) -> Array:
-        """Cells [threads, n] of an access."""
+        """Return the cells [threads, n] of an access."""
         self.prepare()
         self.need_uniform(access)
         a, lane = (access.pick(x).astype(np.int64) for x in (address, access.threads.laneid))
@@ -123,7 +126,7 @@ class TensorMemory:
         if shape == "32x32b":
             wrong = row != quarter
             row = row + lane
-        else:  # 16x32bx2: the upper half of the warp lies `apart` columns on
+        else:  # 16x32bx2: the upper half of the warp accesses cells `apart` columns further
             wrong = (row & ~16) != quarter
             row, column = row + lane % 16, column + (lane >> 4) * apart
         if access.fault("a warp's access to lanes of tensor memory of another warp", wrong, a):
@@ -137,15 +140,15 @@ class TensorMemory:
 
     @staticmethod
     def addresses(idx: Array) -> Array:
-        """Of the first cells [threads, n] of an access: lane and column."""
+        """Return the addresses, lane and column, of the first cells of an access [threads, n]."""
         return idx[:, 0] // COLUMNS % LANES << 16 | idx[:, 0] % COLUMNS
 
     def load(
         self, access: Access, address: Array, shape: str, apart: int, n: int, halves: str | None
     ) -> list[Array]:
-        """n registers of each thread. Their use before tcgen05.wait::ld is found in the program.
+        """Load n registers per thread. (`in_flight` finds their use before tcgen05.wait::ld.)
 
-        halves: ".pack::16b", the lower halves of two columns make a register
+        halves: ".pack::16b": a register gets the lower halves of two columns
         """
         if halves:
             columns = self.load(access, address, shape, apart, 2 * n, None)
@@ -153,11 +156,11 @@ class TensorMemory:
         idx = self.cells(access, address, shape, n, apart)
         if self.ctas.launch.check and len(access):
             state = self.state[idx]
-            # Triton loads ahead of a loop that may not run, and then uses nothing of it: a program that finds
-            # none of its cells written reads the poison, which shows in results if it is used.
+            # Triton may load before a loop that does not run, without using the values: a CTA that has
+            # written none of these cells reads poison, without a fault; in results it would be visible.
             written = (state & WRITTEN) != 0
-            some = np.bincount(access.cta, written.sum(1), self.ctas.n) > 0
-            missing = ~written & some[access.cta][:, None]
+            has_written = np.bincount(access.cta, written.sum(1), self.ctas.n) > 0
+            missing = ~written & has_written[access.cta][:, None]
             where = self.addresses(idx)
             access.fault("read of tensor memory that was never written", missing, where)
             access.fault("read of tensor memory before tcgen05.wait::st", (state & STORING) != 0, where)
@@ -177,7 +180,7 @@ class TensorMemory:
         values: tuple[Array, ...],
         halves: str | None,
     ) -> None:
-        """halves: ".unpack::16b", a register makes the lower halves of two columns"""
+        """Store registers. halves: ".unpack::16b": a register sets the lower halves of two columns"""
         if halves:
             values = tuple(half for v in values for half in (v & u4(0xFFFF), v >> u4(16)))
         idx = self.cells(access, address, shape, len(values), apart)
@@ -191,7 +194,7 @@ class TensorMemory:
         self.ctas.progress += 1
 
     def wait(self, threads: Threads, what: str) -> None:
-        """`tcgen05.wait::ld` or `::st`: the accesses of these threads are done."""
+        """`tcgen05.wait::ld` or `::st`: complete the accesses of these threads."""
         self.prepare()
         for lanes, done in self.accesses[what].wait(threads.lanes, left=-1):
             tags = self.ctas.clocks.own_tags(self.ctas.cta[lanes], self.ctas.warp[lanes])

@@ -1,4 +1,4 @@
-"""TMA: copies of boxes between global and shared memory by tensor maps."""
+"""TMA: copies of boxes between global and shared memory, by tensor maps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tritoncp.executor.units.operands import swizzled
 
 Array = np.ndarray[Any, Any]
 u8 = np.uint64
-# By tensormap.replace.elemtype: NumPy type of elements, PTX type of their sums, NaN of what lies outside
+# tensormap.replace.elemtype -> NumPy type of elements, PTX type of their sums, NaN for elements out of bounds
 ELEMENTS = {
     0: ("u1", "u8", 0),
     1: ("u2", "u16", 0),
@@ -38,11 +38,11 @@ ELEMENTS = {
 
 @dataclass
 class TensorMap:
-    """A descriptor, outermost dimension first.
+    """A tensor map, outermost dimension first.
 
     base:    address, with its region
     strides: in bytes
-    kind:    of elements, see `ELEMENTS`
+    kind:    type of elements, see `ELEMENTS`
     swizzle: 0 none, 1 of 32 bytes, 2 of 64, 3 of 128
     """
 
@@ -60,11 +60,12 @@ class TensorMap:
 
     @property
     def nbytes(self) -> int:
-        """Of a box."""
+        """Bytes of a box."""
         return int(np.prod(self.box)) * self.element
 
     def addresses(self, coordinates: list[int]) -> tuple[Array, Array]:
-        """Addresses of a box's elements, and which lie inside of the tensor; innermost coordinate first."""
+        """Return (addresses of a box's elements, whether they are inside the tensor). coordinates: innermost
+        first"""
         address, ok = np.full(1, self.base, np.int64), np.ones(1, bool)
         for n, stride, extent, first in zip(self.box, self.strides, self.shape, reversed(coordinates)):
             c = first + np.arange(n)
@@ -74,8 +75,8 @@ class TensorMap:
 
 
 class Box(NamedTuple):
-    """A box that one thread copies: addresses of its elements, which lie in the tensor, and 16-byte units of
-    shared memory."""
+    """A box that one thread copies: addresses of its elements, which of them are inside the tensor, and its
+    16-byte units of shared memory."""
 
     one: Access
     map: TensorMap
@@ -85,16 +86,16 @@ class Box(NamedTuple):
 
 
 class Tma:
-    """Loads are there once their mbarrier is looked at twice, see `Mbarriers.wait`.
+    """The TMA unit. Loads complete at the second test of their mbarrier, see `Mbarriers.wait`.
 
-    arriving: data of loads under way by mbarrier: (units, data, bytes, clock)
+    arriving: mbarrier -> loads in progress: (units, data, bytes, clock)
     """
 
     def __init__(self, ctas: Ctas) -> None:
         self.ctas = ctas
         self.arriving: dict[Key, list[tuple[Array, Array, int, int]]] = {}
         self.drafts: dict[Key, dict[tuple[str, int], int]] = {}
-        self.stores = CommitGroups(ctas.count)  # with their clocks
+        self.stores = CommitGroups(ctas.count)  # notes are clocks
 
     # descriptors
 
@@ -142,8 +143,8 @@ class Tma:
     def boxes(
         self, access: Access, handles: Array, coordinates: tuple[Array, ...], shared: Array, way: str
     ) -> Iterator[Box]:
-        """Yield the box of each thread: of the tensor map, and at an address of shared memory."""
-        for j, one in access.each():
+        """Yield the box of each thread. handles: of tensor maps; shared: addresses in shared memory"""
+        for j, one in access.single_threads():
             tensor_map = self.map_of(int(handles[j]), access.site)
             address, ok = tensor_map.addresses([int(c[j]) for c in coordinates])
             if self.ctas.counts is not None:
@@ -153,7 +154,7 @@ class Tma:
                 yield Box(one, tensor_map, address, ok, units)
 
     def units_of(self, one: Access, shared: int, tensor_map: TensorMap) -> Array | None:
-        """Indices of the 16-byte units of a box at an address of shared memory."""
+        """Return the indices of a box's 16-byte units at an address of shared memory; None after a fault."""
         memory, nbytes = self.ctas.shared, tensor_map.nbytes
         if tensor_map.swizzle and tensor_map.box[-1] * tensor_map.element > 16 << tensor_map.swizzle:
             raise CannotContinue("a TMA box wider than its swizzle", one.site)
@@ -188,7 +189,8 @@ class Tma:
         return data
 
     def observe(self, one: Access, region: Region, idx: Array, size: int, data: Array | None = None) -> None:
-        """Look for races of an access to elements; of those smaller than granules, where they fill one."""
+        """Report races of an access to elements; if these are smaller than granules, only for full
+        granules."""
         memory = self.ctas.globals
         if size < memory.granule:
             per = memory.granule // size
@@ -200,7 +202,7 @@ class Tma:
         memory.observe(one.times(len(idx)), region, idx, size, data)
 
     def begin(self, box: Box, data: Array, key: Key) -> None:
-        """Issue a load."""
+        """Start a load."""
         shared, clocks, units = self.ctas.shared, self.ctas.clocks, box.units
         access = box.one.times(len(units))
         shared.check_race(access, units, 16, "TMA load", None, clocks.copy)
@@ -212,13 +214,13 @@ class Tma:
         self.arriving.setdefault(key, []).append((units, data, box.map.nbytes, clock))
 
     def finish_loads(self, key: Key, barrier: Mbarrier) -> None:
-        """Data of loads lie in shared memory, and their bytes arrive at the mbarrier."""
+        """Complete loads: write their data to shared memory, and count their bytes at the mbarrier."""
         for units, data, nbytes, clock in self.arriving.pop(key, ()):
             self.ctas.shared.views[16][units] = data
             self.ctas.shared.mark(units, 16, WRITTEN)
             barrier.nbytes -= nbytes
-            known = barrier.arriving[0]
-            known[self.ctas.clocks.copy] = max(known[self.ctas.clocks.copy], clock)
+            knows = barrier.arriving[0]
+            knows[self.ctas.clocks.copy] = max(knows[self.ctas.clocks.copy], clock)
             self.ctas.progress += 1
 
     def store(
@@ -230,10 +232,10 @@ class Tma:
         operation: str | None = None,
     ) -> None:
         for box in self.boxes(access, handles, coordinates, source, "write"):
-            self.write(box, self.taken(box.one, box.units, box.map.element), operation)
+            self.write(box, self.read_shared(box.one, box.units, box.map.element), operation)
 
-    def taken(self, one: Access, units: Array, size: int) -> Array:
-        """Read shared memory for a store, which goes on reading until it is waited for."""
+    def read_shared(self, one: Access, units: Array, size: int) -> Array:
+        """Read shared memory for a store; until a wait, the store counts as still reading."""
         shared, clocks = self.ctas.shared, self.ctas.clocks
         if self.ctas.launch.check:
             shared.check_async_read(one.times(len(units)), units, "TMA store")
@@ -248,15 +250,15 @@ class Tma:
         access, way = box.one.times(len(inside)), "TMA reduction" if operation else "TMA store"
         self.ctas.progress += 1
         for region, rows, idx in memory.locate(access, box.address[inside], size, way):
-            here = data[inside if rows is None else inside[rows]]
+            values = data[inside if rows is None else inside[rows]]
             if operation is None:
-                self.observe(box.one, region, idx, size, here)
-                region.views[size][idx] = here
+                self.observe(box.one, region, idx, size, values)
+                region.views[size][idx] = values
             else:
-                update(region.views[size].view(t), idx, kind, operation, (here.view(t),))
+                update(region.views[size].view(t), idx, kind, operation, (values.view(t),))
 
     def finish_program(self) -> None:
-        """Report copies that nobody waits for at the end of the CTAs, when others take their memory."""
+        """Report copies without a wait at the end of the CTAs, when their memory is reused."""
         loads = sum(map(len, self.arriving.values()))
         for what, left in (("load", loads), ("store", len(self.stores.pending))):
             if left:
@@ -267,7 +269,7 @@ class Tma:
         self.stores.commit(access.lanes)
 
     def wait(self, access: Access, left: int) -> None:
-        """Until at most `left` of the newest groups of each thread still read shared memory."""
+        """Wait until at most the `left` newest groups of each thread still read shared memory."""
         clocks = self.ctas.clocks
         for lanes, clock in self.stores.wait(access.lanes, left):
             clocks.learn(int(self.ctas.cta[lanes[0]]), self.ctas.warp[lanes], clocks.bulk, int(clock[0]))

@@ -1,7 +1,7 @@
-"""`wgmma`: products of warpgroups, which read shared memory until they are waited for.
+"""`wgmma`: asynchronous matrix products of warpgroups, with operands in shared memory.
 
-A result lies in its registers at once: uses of them before their wait are found in the program (`in_flight`),
-writes to the operands by the clocks.
+A product is computed when it is issued. Uses of its registers before the wait are found statically
+(`in_flight`), writes to its operands by the clocks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from tritoncp.executor.units.operands import read_operand
 
 Array = np.ndarray[Any, Any]
 u8 = np.uint64
-SWIZZLES = {0: 0, 1: 3, 2: 2, 3: 1}  # of a descriptor's mode
+SWIZZLES = {0: 0, 1: 3, 2: 2, 3: 1}  # mode of a descriptor -> swizzle
 
 
 class Wgmma:
-    """products:  by the first lane of their warpgroups, with their clocks
-    registers: counts that warpgroups of all CTAs set, in order
-    settings:  how many each warp has set
+    """The wgmma unit.
+
+    products:  commit groups by the first lane of a warpgroup, with clocks
+    registers: for each warpgroup, the counts of setmaxnreg in order
+    settings:  for each warp, how many of these it has set
     """
 
     def __init__(self, ctas: Ctas) -> None:
@@ -35,8 +37,8 @@ class Wgmma:
         self.settings = np.zeros((ctas.n, ctas.warps), np.int64)
 
     def set_registers(self, access: Access, count: int) -> None:
-        """`setmaxnreg`: all warps of a warpgroup set the same counts in the same order. Each may do so by an
-        instruction of its own: Triton writes one for each partition that shares a warpgroup."""
+        """`setmaxnreg`: report warps of a warpgroup that do not set the same counts in the same order. (They
+        may use different instructions: Triton emits one for each partition that shares a warpgroup.)"""
         access.threads.need_warps("setmaxnreg")
         for j in range(0, len(access), 32):
             cta, warp = int(access.cta[j]), int(access.warp[j])
@@ -47,10 +49,10 @@ class Wgmma:
                 counts.append(count)
             elif counts[position] != count:
                 text = f"{count} registers, another warp of the warpgroup set {counts[position]}"
-                access.some(np.full(1, j)).fault("setmaxnreg that differs inside of a warpgroup", text=text)
+                access.select(np.full(1, j)).fault("setmaxnreg that differs inside of a warpgroup", text=text)
 
     def finish_program(self) -> None:
-        """Report warpgroups of which some warps never set their registers."""
+        """Report warpgroups in which some warps have not executed all setmaxnreg."""
         for (cta, group), counts in self.registers.items():
             if (self.settings[cta, 4 * group : 4 * group + 4] != len(counts)).any():
                 self.ctas.launch.log.add("setmaxnreg by a part of a warpgroup", None)
@@ -70,9 +72,9 @@ class Wgmma:
         keep: Any,
         accumulator: tuple[Array, ...],
     ) -> list[Array]:
-        """64 × k by k × n for each warpgroup; a is a descriptor or registers, b a descriptor.
+        """Issue a product of 64 × k by k × n for each warpgroup. a: descriptor or registers; b: descriptor
 
-        keep: whether the product is added to the accumulator, True, False or an array
+        keep: whether to add the accumulator: True, False or an array
         """
         access.threads.need_groups("wgmma")
         lane, cta, number = access.lanes[::128], access.cta[::128], access.warp[::128] // 4
@@ -102,7 +104,7 @@ class Wgmma:
         transposed: bool,
         clock: Array,
     ) -> Array:
-        """[warpgroups, rows, k] of an operand in shared memory."""
+        """Read an operand [warpgroups, rows, k] from shared memory."""
         d = descriptor.reshape(-1, 128)
         if (d != d[:, :1]).any():
             raise CannotContinue("a wgmma descriptor that differs inside of a warpgroup", access.site)
@@ -110,7 +112,7 @@ class Wgmma:
         modes = np.unique(d >> u8(62))
         if ((d >> u8(49)) & u8(7)).any() or len(modes) > 1:
             raise CannotContinue("a wgmma descriptor with a base offset, or of several swizzles", access.site)
-        readers = [access.some(np.arange(32 * warp, len(access), 128)) for warp in range(4)]
+        readers = [access.select(np.arange(32 * warp, len(access), 128)) for warp in range(4)]
         agent = self.ctas.clocks.group + readers[0].warp // 4
         swizzle = SWIZZLES[int(modes[0])]
         return read_operand(readers, d, swizzle, rows, k, t, transposed, "wgmma", clock, agent)
@@ -120,8 +122,8 @@ class Wgmma:
         self.products.commit(threads.lanes)
 
     def wait(self, threads: Threads, left: int) -> None:
-        """Until at most `left` of the newest groups are under way: of each warp's part of the products, the
-        other warps of its warpgroup may still read."""
+        """Wait until at most the `left` newest groups of each warp's part of the products are in progress.
+        (Other warps of its warpgroup may still read operands.)"""
         threads.need_groups("wgmma.wait_group")
         clocks = self.ctas.clocks
         complete = self.products.wait(threads.lanes, left)

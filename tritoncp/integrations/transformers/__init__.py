@@ -17,7 +17,7 @@ __all__ = ["ContextParallelTrainer", "register", "shard_batch"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first read: only the Trainer needs accelerate."""
+    """Import public names lazily: only the Trainer needs accelerate."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

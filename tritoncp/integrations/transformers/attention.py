@@ -1,4 +1,4 @@
-"""The attention function that transformers' models call, and its registration."""
+"""The attention implementation "tritoncp" for transformers: the attention function, and its registration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tritoncp.masks.named import softcap as softcap_mod
 from tritoncp.masks.varlen import varlen
 from tritoncp.planning.plan import Plan
 
-# Modules of transformers that look up a class of attention by the name of the implementation, in a dict.
+# Modules of transformers that have a dict from names of implementations to classes of attention.
 TABLES = (
     "bark.modeling_bark", "data2vec.modeling_data2vec_vision", "deepseek_ocr2.modeling_deepseek_ocr2",
     "falcon.modeling_falcon", "git.modeling_git", "gpt_neo.modeling_gpt_neo", "gptj.modeling_gptj",
@@ -37,16 +37,17 @@ TABLES = (
 
 
 def register(name: str = "tritoncp") -> None:
-    """Register attention and its mask function with transformers, both under ``name``.
+    """Register the attention function and its mask function with transformers, both under ``name``.
 
-    Models then take ``attn_implementation=name``, or ``model.set_attn_implementation(name)``. Sinks, soft
-    capping, windows, chunks, packed documents, padding and ``cu_seq_lens_q`` follow transformers' own
-    implementations; keys and values keep their heads. Queries [B, Hq, S, D] in bf16, fp16 or fp32, on GPUs
-    and CPUs; out is [B, S, Hq, E]. The model runs on one process like any other, and on the ranks of a mesh
-    with the batches of :func:`shard_batch`. A second call changes nothing.
+    Select it by ``attn_implementation=name``, or ``model.set_attn_implementation(name)``. Sinks, soft
+    capping, windows, chunks, packed documents, padding and ``cu_seq_lens_q`` have the meaning of
+    transformers' own implementations; keys and values are not repeated for query heads. Queries
+    [B, Hq, S, D] in bf16, fp16 or fp32, on GPUs and CPUs; out is [B, S, Hq, E]. The model runs on one process
+    without other changes, and on the ranks of a mesh with the batches of :func:`shard_batch`. A second call
+    has no effect.
 
-    A model raises ValueError for attention dropout in training; a shard without its plan raises ValueError
-    too. One that computes attention itself does so as with "eager".
+    The model raises ValueError for attention dropout in training, and for a shard without its plan. A model
+    with attention code of its own runs that code, as with "eager".
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -59,14 +60,14 @@ def register(name: str = "tritoncp") -> None:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, create_mask)
     for module in TABLES:
-        with suppress(ImportError):  # of other versions of transformers
+        with suppress(ImportError):  # other versions of transformers lack this module
             for table, classes in vars(import_module(f"transformers.models.{module}")).items():
                 if table.endswith("_ATTENTION_CLASSES"):
                     classes[name] = classes["eager"]
 
 
 def is_registered(name: str | None) -> bool:
-    """Return whether an attention implementation is this one, under any name."""
+    """Return whether the name of an attention implementation is one that :func:`register` added."""
     return AttentionInterface().get(name) is attention_forward
 
 
@@ -79,19 +80,18 @@ def attention_forward(
     sinks: Any = None, indices: Tensor | None = None, context_parallel: ContextParallelPlan | None = None,
     kernel_options: dict[str, Any] | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend as transformers' attention interface says.
+    """Compute attention with the signature of transformers' attention interface.
 
-    query: [B, Hq, S, D]; key: [B, Hkv, S_kv, D]; value: [B, Hkv, S_kv, E]. attention_mask: of
-    :func:`tritoncp.integrations.transformers.masks.create_mask`, or of pairs, [B or 1, 1 or Hq, S, S_kv]:
-    bool, or float, added to the scores. s_aux: [Hq], sinks. indices: [B, S, n], the keys
-    that each query may see. context_parallel: of :func:`shard_batch`, then tensors are shards. Other keyword
-    arguments of a model reach every implementation, and are not of this one. Returns out [B, S, Hq, E], and
-    no weights.
+    query: [B, Hq, S, D]; key: [B, Hkv, S_kv, D]; value: [B, Hkv, S_kv, E]. attention_mask: from
+    :func:`tritoncp.integrations.transformers.masks.create_mask`, or dense [B or 1, 1 or Hq, S, S_kv]: bool,
+    or float, added to the scores. s_aux: [Hq], sinks. indices: [B, S, n], the keys that each query may see.
+    context_parallel: from :func:`shard_batch`; then tensors are shards. Other keyword arguments, which models
+    pass to every implementation, are ignored. Returns (out [B, S, Hq, E], None).
     """
     if dropout > 0:
         raise ValueError(
-            f"attention dropout of {dropout} in training: tritoncp has none; set the dropout of the config "
-            "to 0, as attention_dropout=0.0, or call model.eval()"
+            f"dropout={dropout} in training: tritoncp has no attention dropout; set it to 0 in the config, "
+            "attention_dropout=0.0, or call model.eval()"
         )
     if query.shape[3] > MAX_HEAD_DIM:
         raise ValueError(
@@ -105,8 +105,8 @@ def attention_forward(
         bias = selected if bias is None else bias + selected
     if sinks is not None:
         raise ValueError(
-            "sinks of each query, made of its tokens, are not supported, only one a head: load this model "
-            'with attn_implementation="eager"'
+            "sinks depend on the query, and only one sink per head is supported: load this model with "
+            'attn_implementation="eager"'
         )
     pairs = query.shape[2], key.shape[2]
     context_parallel = context_parallel or plan_of_call(module)
@@ -114,8 +114,8 @@ def attention_forward(
         context_parallel.check_positions(position_ids)
         if bias is not None:
             raise ValueError(
-                "a position bias, as T5's, or indices of keys, made of the tokens of a shard: run this "
-                "model on whole sequences, without shard_batch"
+                "position_bias or indices are computed from the tokens of a shard alone: run this model on "
+                "whole sequences, without shard_batch"
             )
         mask, mesh = context_parallel.layer_plan(attention_mask), context_parallel.mesh
     else:
@@ -133,8 +133,8 @@ def attention_forward(
             is_causal = getattr(module, "is_causal", True)
         if isinstance(attention_mask, ModelMask) and attention_mask.kv_len != key.shape[2]:
             raise ValueError(
-                f"attention over {key.shape[2]} keys, and the mask is for {attention_mask.kv_len}: this "
-                'model adds keys itself; load it with attn_implementation="eager", on one process'
+                f"attention_mask is for {attention_mask.kv_len} keys, the call has {key.shape[2]}: this "
+                'model adds keys of its own; load it with attn_implementation="eager", on one process'
             )
         default = _default_mask(is_causal and query.shape[2] > 1, sliding_window)
         mask = _mask_of(attention_mask, default, cu_seq_lens_q, cu_seq_lens_k)
@@ -148,11 +148,11 @@ def attention_forward(
     return out.transpose(1, 2), None
 
 
-_softcap = cache(softcap_mod)  # one function for each cap
+_softcap = cache(softcap_mod)  # one function object per cap
 
 
 def _add_bias(bias: Tensor, inner: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-    """Return a score_mod that adds a mask of pairs, float [B or 1, 1 or Hq, S, S_kv], to the scores."""
+    """Return a score_mod that adds a dense float mask [B or 1, 1 or Hq, S, S_kv] to the scores."""
     if bias.ndim != 4:
         raise ValueError(
             f"attention_mask is {list(bias.shape)}; a float mask [batch, heads, queries, keys] is needed"
@@ -167,7 +167,7 @@ def _add_bias(bias: Tensor, inner: Callable[..., Tensor] | None) -> Callable[...
 
 
 def _default_mask(is_causal: bool, window: int | None) -> SlidingWindow:
-    """Return the mask of a module that has none of its own. window: of transformers, counts the query."""
+    """Return the mask of a module for calls without one. window: as in transformers, including the query"""
     left = UNBOUNDED if window is None else window - 1
     return SlidingWindow(left, 0 if is_causal else left)
 
@@ -195,34 +195,34 @@ def _mask_of(
 
 
 def _packed_mask(mask: Any, default: SlidingWindow, cu_q: Tensor, cu_k: Tensor | None) -> MaskMod:
-    """Return the mask of packed documents that flash attention's keyword arguments describe."""
+    """Return the mask of packed documents from flash attention's ``cu_seq_lens`` arguments."""
     left, right = default.window
     if isinstance(mask, ModelMask):
         if mask.pattern is None or mask.pattern.chunk or mask.padding is not None or mask.batch != 1:
             raise ValueError(
-                "cu_seq_lens_q is for one row of packed documents, without padding, chunks or a mask "
-                "function of your own: pass position_ids that restart at each document instead"
+                "cu_seq_lens_q needs one row of packed documents without padding, chunks or a custom mask "
+                "function: pass position_ids that restart at each document instead"
             )
         left, right = mask.pattern.window
     elif mask is not None:
-        raise ValueError("cu_seq_lens_q and an attention_mask: pass one of them")
+        raise ValueError("cu_seq_lens_q and attention_mask in one call: pass one of them")
     return varlen(cu_q, cu_k, causal=False, window=(left, right))
 
 
 def _visible_keys(mask: Any) -> Tensor | None:
-    """Return which keys one query sees."""
+    """Return the visible keys of a single query, a dense mask with one row; None for all."""
     if isinstance(mask, ModelMask):
-        raise ValueError("the mask is for several queries, and the call has one")
+        raise ValueError("attention_mask is for several queries, the call has one: pass [batch, 1, 1, keys]")
     if mask is not None:
         _check_dense(mask)
     return mask
 
 
 def _check_dense(mask: Any) -> None:
-    """Raise unless a mask is a bool mask of pairs."""
+    """Raise ValueError unless a mask is a dense bool mask."""
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.dtype != torch.bool:
         kind = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"attention_mask is {kind}; padding [batch, tokens], a mask [batch, 1, queries, keys] of bool or "
-            "float, or a mask of tritoncp is needed"
+            f"attention_mask is {kind}; a padding mask [batch, tokens], a bool or float mask [batch, 1, "
+            "queries, keys], or a mask of tritoncp is needed"
         )

@@ -1,4 +1,4 @@
-"""Shards of a global batch: the masks of a model's layers, one placement for all, and tensors cut by it."""
+"""`shard_batch`: shards a global batch for a model, by one placement for the masks of all its layers."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from tritoncp.masks.varlen import Documents
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer
 
-IGNORED = -100  # the label that transformers' losses leave out
-# Kinds of layers that are no attention, or have another part beside it.
+IGNORED = -100  # the label that transformers' losses ignore
+# Kinds of layers other than attention, or with another part besides it.
 OTHER_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-# Inputs that a model turns into embeddings and puts in the places of tokens.
+# Inputs whose embeddings the model puts in the places of tokens.
 FEATURES = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
-# Consumed by the plan: they describe the whole sequence.
+# Inputs that describe the whole sequence: the plan contains them, the model does not get them.
 CONSUMED = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -60,25 +60,26 @@ def shard_batch(
 ) -> dict[str, Any]:
     """Return this rank's shard of a global batch, with its plans, as keyword arguments of the model.
 
-    batch: the same on all ranks of the mesh. ``input_ids`` int64 [B, S] or ``inputs_embeds`` [B, S, E];
+    batch: equal on all ranks of the mesh. ``input_ids`` int64 [B, S] or ``inputs_embeds`` [B, S, E];
     ``labels`` [B, S], not shifted; ``position_ids`` [B or 1, S], which restart at 0 in each packed document;
     or ``cu_seq_lens_q`` [documents + 1] for one row; or ``attention_mask`` [B, S], 0 at padding. Other
-    tensors [B, S, ...] are sharded too, everything else is passed on.
-    config: of the model, or the model itself, which one with recurrent or convolutional layers (Mamba, gated
-    delta nets) needs: hooks then run these on whole sequences, gathered and cut again. The kinds of layers
-    (``layer_types``, ``sliding_window``, chunks, bidirectional) get a plan each, of one placement.
-    mesh: as for :func:`tritoncp.make_plan`, which has ``balancer`` and ``schedule``; None: this process
-    alone, the same call without communication. BLOCK_SIZE: tokens of a block of the placement.
+    tensors [B, S, ...] are sharded too; all other values are passed through.
+    config: the model's config; or the model itself, which is needed for recurrent or convolutional layers
+    (Mamba, gated delta nets): hooks then gather the inputs of these layers to whole sequences, and shard
+    their outputs. Each kind of layer (``layer_types``, ``sliding_window``, chunks, bidirectional) gets a
+    plan; all plans have one placement.
+    mesh, balancer, schedule: see :func:`tritoncp.make_plan`; mesh None: one process, without communication.
+    BLOCK_SIZE: tokens per block of the placement.
 
-    Returns a dict for ``model(**batch)``: tensors [B, S_local], equally long on all ranks; ``shift_labels``,
-    shifted before sharding (``labels`` only make the model compute its loss); ``num_items_in_batch``, the
-    labels of the whole batch, so that a rank's loss is its part of the mean: the parts of all ranks add up
-    to it, and gradients are those of the sum. ``context_parallel`` holds plans and mesh.
+    Returns a dict for ``model(**batch)``: tensors [B, S_local], of equal length on all ranks;
+    ``shift_labels``, shifted before sharding (``labels`` is there only so that the model computes a loss);
+    ``num_items_in_batch``, the number of labels in the whole batch, so that the losses of all ranks add up to
+    the mean loss, and gradients are those of this sum; ``context_parallel``, plans and mesh.
 
     Raises ValueError for tensors that do not fit, an attention_mask together with restarting position_ids,
-    images and audio on several ranks, a config that is not set to this attention, models that compute
-    attention themselves, and the config alone of one with recurrent layers; RuntimeError on all ranks if one
-    of them fails, or their token ids differ.
+    images and audio on several ranks, a config with another attention implementation, models that compute
+    attention themselves, and a config without the model if it has recurrent layers; RuntimeError on all ranks
+    if one of them fails, or their token ids differ.
 
     >>> from transformers import LlamaConfig
     >>> from tritoncp.integrations.transformers import register
@@ -93,9 +94,7 @@ def shard_batch(
     config = config if model is None else getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
         wrong = type(config if model is None else model).__name__
-        raise TypeError(
-            f"shard_batch has a {wrong} for the model: pass the model of transformers, or its config"
-        )
+        raise TypeError(f"config is a {wrong}; pass the transformers model, or its config")
     group = groups.group_of(mesh)
     read = partial(_read_batch, batch, config, model, group)
     (kinds, position_ids), _ = together(group, "shard_batch", read)
@@ -125,26 +124,25 @@ def shard_batch(
 def _read_batch(
     batch: Mapping[str, Any], config: PreTrainedConfig, model: nn.Module | None, group: Any
 ) -> tuple[tuple[dict[str, ModelMask], Tensor], Facts, tuple[int, ...]]:
-    """Return the mask of each kind of layer and the position_ids [B, S], and the facts for ranks to
-    compare."""
+    """Return ((mask of each kind of layer, position_ids [B, S]), facts for the ranks to compare, numbers)."""
     text, tokens = _check_config(config, model), _tokens(batch)
     several = group is not None and group.size() > 1
     if several and not (may_be_recurrent(text) or takes_positions(text, model)):
         raise ValueError(
-            f"the models of {type(text).__name__} take no position_ids, and would count positions within a "
-            "shard: run them on whole sequences, without shard_batch"
+            f"models of {type(text).__name__} have no argument position_ids, and would count positions "
+            "within a shard: run them on whole sequences, without shard_batch"
         )
     features = [name for name in FEATURES if batch.get(name) is not None]
     if several and features:
         raise ValueError(
-            f"the batch has {', '.join(features)}, which the model would put in the places of the tokens of "
-            "a shard: put them into inputs_embeds [B, S, E] of the whole batch, in place of input_ids, or "
-            "run the model on whole sequences, without shard_batch"
+            f"the batch has {', '.join(features)}, whose embeddings the model puts in the places of tokens, "
+            "which on a shard are others: pass inputs_embeds [B, S, E] of the whole batch with them, in "
+            "place of input_ids, or run the model on whole sequences, without shard_batch"
         )
     if several and batch.get("labels") is not None and has_loss_of_its_own(config, model):
         raise ValueError(
-            f"the model of {type(config).__name__} computes its loss itself, which a rank would do of its "
-            f"shard alone: {OWN_LOSS}"
+            f"labels: the model of {type(config).__name__} computes its own loss, which on a rank would be "
+            f"that of its shard alone: {OWN_LOSS}"
         )
     shape, device = tokens.shape[:2], tokens.device
     documents, position_ids = _positions(batch, text, shape, device)
@@ -154,15 +152,17 @@ def _read_batch(
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:
-    """Return what the model embeds, [B, S], or its embeddings, [B, S, E]."""
+    """Return the batch's token ids [B, S], or embeddings [B, S, E]."""
     tokens = batch.get("input_ids") if batch.get("input_ids") is not None else batch.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
-        raise ValueError("the batch has no input_ids [B, S] and no inputs_embeds [B, S, E]")
+        raise ValueError(
+            "the batch has neither input_ids [B, S] nor inputs_embeds [B, S, E]: pass one of them"
+        )
     return tokens
 
 
 def _fact_of(tokens: Tensor) -> tuple[Text, bytes]:
-    """Return the fact about a batch that ranks compare: its token ids, or the shape of its embeddings."""
+    """Return the fact for the ranks to compare: a digest of the token ids, or the shape of the embeddings."""
     size = f"{tokens.dtype} {list(tokens.shape)}"
     if tokens.is_floating_point():
         return fact(f"embeddings {size}")
@@ -172,40 +172,41 @@ def _fact_of(tokens: Tensor) -> tuple[Text, bytes]:
 
 
 def _check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTrainedConfig:
-    """Return the config of the text model, if the model, or any of the config, can be context parallel."""
+    """Return the config of the text model; raise ValueError if the model (if None, a model of this config)
+    cannot be context parallel."""
     text = config.get_text_config()
     if not is_registered(text._attn_implementation):
         raise ValueError(
-            f"the attention of the config is {text._attn_implementation!r}: call register(), then load the "
-            'model with attn_implementation="tritoncp", or model.set_attn_implementation("tritoncp")'
+            f"config has the attention {text._attn_implementation!r}: call register(), then load the model "
+            'with attn_implementation="tritoncp", or call model.set_attn_implementation("tritoncp")'
         )
     if config.is_encoder_decoder:
         raise ValueError(
-            "encoder-decoder models are not supported, for queries and keys have two lengths: run them on "
+            "config is of an encoder-decoder model, where queries and keys have different lengths: run it on "
             "whole sequences, without shard_batch"
         )
     other_kinds = set(getattr(text, "layer_types", None) or ()) & OTHER_LAYERS
     if model is None and (other_kinds or may_be_recurrent(text) or may_convolve(text)):
         raise ValueError(
-            f"models of {type(text).__name__} have layers that are no attention "
-            f"({', '.join(sorted(other_kinds)) or 'recurrent or convolutional'}) and run on whole sequences: "
-            "pass the model itself, shard_batch(batch, model, mesh)"
+            f"models of {type(text).__name__} have layers other than attention "
+            f"({', '.join(sorted(other_kinds)) or 'recurrent or convolutional'}), which need whole "
+            "sequences: pass the model itself, shard_batch(batch, model, mesh), to gather for these layers"
         )
     modules = model.modules() if model is not None and may_be_recurrent(text) else ()
     if computes_attention_itself(text) and not any(map(is_recurrent, modules)):
         raise ValueError(
-            f"the models of {type(text).__name__} compute attention, its mask or what replaces it by code "
-            "of their own, which would see a shard alone: run them on whole sequences, without shard_batch"
+            f"models of {type(text).__name__} compute attention or its mask by code of their own, which "
+            "would see a shard alone: run them on whole sequences, without shard_batch"
         )
     if hasattr(config, "patching_mode"):
         raise ValueError(
-            f"the models of {type(config).__name__} group tokens into patches by a model of the whole "
+            f"models of {type(config).__name__} group tokens into patches by a model that needs the whole "
             "sequence: run them on whole sequences, without shard_batch"
         )
     if has_sparse_layers(text):
         raise ValueError(
-            f"layers of {type(text).__name__} select keys by scores of the whole sequence "
-            f"({', '.join(sorted(SPARSE_LAYERS.intersection(text.layer_types)))}), which a rank would select "
+            f"layers of {type(text).__name__} select keys by scores over the whole sequence "
+            f"({', '.join(sorted(SPARSE_LAYERS.intersection(text.layer_types)))}); a rank would select "
             "within its shard: run the model on whole sequences, without shard_batch"
         )
     own = {"sliding_window", "attention_chunk_size"}.intersection(
@@ -213,13 +214,13 @@ def _check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTrain
     )
     if own and not text.allow_global_per_layer_attribute_access:
         raise ValueError(
-            f"the layers of {type(text).__name__} have values of {' and '.join(sorted(own))} of their own, "
-            "from which transformers makes no masks of a whole batch: run the model without shard_batch"
+            f"layers of {type(text).__name__} differ in {' and '.join(sorted(own))}, for which transformers "
+            "makes no masks of a whole batch: run the model without shard_batch"
         )
     if getattr(text, "output_router_logits", False):
         raise ValueError(
-            "output_router_logits=True adds a loss of the experts' load, which a rank would compute of its "
-            "own tokens: set it to False"
+            "output_router_logits=True adds an auxiliary loss of the experts' load, which a rank would "
+            "compute for its own tokens: set it to False"
         )
     return text
 
@@ -227,10 +228,9 @@ def _check_config(config: PreTrainedConfig, model: nn.Module | None) -> PreTrain
 def _positions(
     batch: Mapping[str, Any], config: PreTrainedConfig, shape: torch.Size, device: torch.device
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the positions that separate documents, None if there are none, and those of the embeddings:
-    [B, S].
+    """Return (positions that mark packed documents or None, positions of the embeddings [B, S]).
 
-    Raises ValueError for positions that do not fit, or contradict the attention_mask.
+    Raises ValueError for positions of another shape, or that contradict the attention_mask.
     """
     ids, mask = batch.get("position_ids"), batch.get("attention_mask")
     if ids is not None and (ids.ndim != 2 or ids.shape[1] != shape[1] or ids.shape[0] not in (1, shape[0])):
@@ -246,9 +246,9 @@ def _positions(
         broken = (ids.diff(dim=1) != 1) & (tokens[:, 1:] & tokens[:, :-1]).to(ids.device)
         if bool(broken.any()):
             raise ValueError(
-                "position_ids restart within the tokens of attention_mask: transformers then lets documents "
-                "see each other. Leave attention_mask out for packed documents, or position_ids for one text "
-                "a row"
+                "position_ids restart within a row that has an attention_mask, where transformers lets "
+                "documents see each other: omit attention_mask for packed documents, or position_ids for one "
+                "text per row"
             )
         return None, ids
     return ids, ids
@@ -257,8 +257,8 @@ def _positions(
 def _default_positions(
     batch: Mapping[str, Any], config: PreTrainedConfig, shape: torch.Size, device: torch.device
 ) -> Tensor:
-    """Return the positions that a model makes itself, [B, S]: RoBERTa's begin behind the id of padding, OPT's
-    leave padding out."""
+    """Return the positions that a model computes by default, [B, S]: RoBERTa's begin after the padding id,
+    OPT's do not count padding."""
     mask = batch.get("attention_mask")
     if mask is not None and counts_by_padding_mask(config):
         return mask.long().cumsum(1) * mask.long() - 1
@@ -280,7 +280,7 @@ def _packed_positions(batch: Mapping[str, Any], shape: torch.Size, device: torch
         or (cu_k is not None and not torch.equal(cu, cu_k))
     ):
         raise ValueError(
-            "cu_seq_lens_q is for one row of packed documents, the same for queries and keys and without an "
+            "cu_seq_lens_q needs one row of packed documents, equal lengths for queries and keys, and no "
             f"attention_mask; the batch has {shape[0]} rows: pass position_ids that restart at each document"
         )
     return Documents.of("cu_seq_lens_q", cu, cu, shape[1]).of_rows()[1][None].to(device)
@@ -293,11 +293,11 @@ def _kinds(
     shape: torch.Size,
     device: torch.device,
 ) -> dict[str, ModelMask]:
-    """Return the global mask of each kind of layer: transformers says what kinds there are."""
+    """Return {kind of layer: global mask}, by transformers' functions for the model's config."""
     if attention_mask is not None and attention_mask.shape != shape:
         raise ValueError(
-            f"attention_mask is {list(attention_mask.shape)}; padding [B, S] is needed, here {list(shape)}: "
-            "for a mask of pairs, make a plan of your own and call tritoncp.flex_attention"
+            f"attention_mask is {list(attention_mask.shape)}; a padding mask [B, S] is needed, here "
+            f"{list(shape)}: for any other mask, make a plan and call tritoncp.flex_attention"
         )
     arguments = {
         "config": config,
@@ -309,15 +309,15 @@ def _kinds(
     requests = masking_utils.create_masks_for_generate(**arguments)
     requests = requests.values() if isinstance(requests, dict) else [requests]
     kinds = {one.kind: one for one in requests if isinstance(one, ModelMask) and one.kind}
-    if not kinds:  # layers that are no attention, or of kinds that transformers has no masks for
+    if not kinds:  # layers other than attention, or of kinds for which transformers has no masks
         one = masking_utils.create_causal_mask(**arguments)
         one = one if isinstance(one, ModelMask) else create_mask(shape[0], shape[1], shape[1])
         kinds = {str(one.kind): one}
-    return dict(sorted(kinds.items()))  # transformers lists a set, in another order in each process
+    return dict(sorted(kinds.items()))  # transformers iterates over a set, whose order differs by process
 
 
 def _labels(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the labels of the next tokens, and their number in the whole batch unless the batch has it."""
+    """Return shifted labels, and num_items_in_batch unless the batch has it."""
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if shifted is None:
         if labels is None:
@@ -333,7 +333,7 @@ def _labels(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _shard(name: str, x: Any, plan: Plan, shape: torch.Size) -> Any:
-    """Return this rank's part of a tensor [B, S, ...]; anything else as it is."""
+    """Return this rank's shard of a tensor [B, S, ...]; any other value unchanged."""
     if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[:2] != shape:
         if name in ("labels", "shift_labels"):
             raise ValueError(f"{name} is {list(x.shape)}; {list(shape)} is needed")

@@ -1,8 +1,8 @@
-"""Closed forms of the mask functions that transformers composes, read off their code and closures.
+"""Conversion of transformers' mask functions to closed forms, from their code objects and closures.
 
 `transformers.masking_utils` builds the mask function of a layer from a few factories: causal, window, chunks,
-packed documents, and their intersection. A function that they made is recognised by its code object, and its
-closure has the numbers. So nothing is traced, and equal masks of two calls are equal objects.
+packed documents, and their intersection. The code object identifies the factory, and the closure has its
+numbers. So nothing is traced, and equal masks of two calls are equal objects.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tritoncp.masks.mask_mod import UNBOUNDED, MaskMod
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """The pairs that a kind of layer shows.
+    """Visible pairs of one kind of layer: an intersection of window, chunks and documents.
 
     window:       (left, right): -right <= q - kv <= left, -1 = unbounded
-    chunk:        tokens of a chunk: queries see the keys of their own chunk only; 0: no chunks
+    chunk:        length of chunks, within which queries see keys; 0: no chunks
     left_padding: [B], padding before the first chunk of each row
-    documents:    [B, S], number of each token's document: queries see the keys of their own only
+    documents:    [B, S], index of each token's document, within which queries see keys
     positions:    [B, S], the position_ids from which the documents were derived
     """
 
@@ -39,7 +39,7 @@ class Pattern:
 
     @property
     def kind(self) -> str:
-        """The window and the chunks as text: equal for layers of one kind, in every batch, on every rank."""
+        """Window and chunks as text: equal for all layers of one kind, in all batches, on all ranks."""
         return f"window{self.window}" + f" in chunks of {self.chunk}" * (self.chunk > 0)
 
     def mask_mod(self, length: int) -> MaskMod:
@@ -49,7 +49,7 @@ class Pattern:
         return window if segments is None else window & document(ids=segments)
 
     def _segments(self, length: int) -> Tensor | None:
-        """Return the number of each token's chunk within its document, [S] or [B, S]; None: there is one."""
+        """Return an index for each token's chunk within its document, [S] or [B, S]; None: one segment."""
         if not self.chunk:
             return None if self.documents is None else _shared(self.documents)
         padding = self.left_padding
@@ -67,18 +67,19 @@ class Pattern:
 
 
 def _shared(ids: Tensor) -> Tensor:
-    """Return [S] for ids [1, S], which all batch rows share."""
+    """Return ids [1, S] as [S]; ids [B, S] unchanged."""
     return ids[0] if len(ids) == 1 else ids
 
 
 @lru_cache(64)
 def _chunk_ids(chunk: int, length: int) -> Tensor:
-    """Return the chunk of each token: int64 [length]. One tensor for all calls, so that plans are reused."""
+    """Return the chunk index of each token: int64 [length]. Cached, since plans are reused by tensor
+    object."""
     return torch.arange(length) // chunk
 
 
 def read_pattern(function: Callable[..., Any]) -> Pattern | None:
-    """Return the pattern of a mask function made by transformers.masking_utils; None for any other.
+    """Return the pattern of a mask function of transformers.masking_utils; None for any other function.
 
     >>> read_pattern(masking_utils.sliding_window_causal_mask_function(4)).window
     (3, 0)
@@ -99,7 +100,7 @@ def _read_intersection(mask_functions: tuple[Callable[..., Any], ...]) -> Patter
 
 
 def _intersect(one: Pattern | None, other: Pattern | None) -> Pattern | None:
-    """Return the pairs that both patterns show; None if both have chunks, or both documents."""
+    """Return the intersection of two patterns; None if both have chunks, or both have documents."""
     if one is None or other is None:
         return None
     if (one.chunk and other.chunk) or (one.documents is not None and other.documents is not None):
@@ -116,8 +117,9 @@ def _intersect(one: Pattern | None, other: Pattern | None) -> Pattern | None:
 
 
 def _read_remapped(mask_function: Callable[..., Any], position_ids: Tensor) -> Pattern | None:
-    """Read a pattern of positions within documents. These increase by one within a document, and it is always
-    intersected with the documents: distances, and so windows, are those of the rows."""
+    """Return the pattern of a mask function that is applied to positions within documents. It is always
+    intersected with the documents, within which positions increase by one, so that distances between
+    positions, and thus windows, are those between rows."""
     pattern = read_pattern(mask_function)
     return pattern and replace(pattern, positions=position_ids)
 
@@ -127,7 +129,7 @@ _READERS: dict[Any, Callable[..., Pattern | None]] = {
     masking_utils.causal_mask_function.__code__: lambda: Pattern((UNBOUNDED, 0)),
     masking_utils.bidirectional_mask_function.__code__: Pattern,
     masking_utils.sliding_window_overlay(1).__code__: lambda sliding_window: Pattern(
-        (sliding_window - 1, UNBOUNDED)  # transformers counts the query itself
+        (sliding_window - 1, UNBOUNDED)  # transformers' window includes the query itself
     ),
     masking_utils.sliding_window_bidirectional_overlay(1).__code__: lambda sliding_window: Pattern(
         (sliding_window, sliding_window)

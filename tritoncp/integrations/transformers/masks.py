@@ -1,4 +1,4 @@
-"""Masks of the layers of a model: built when attention first needs them, and once for all layers."""
+"""Masks for the layers of a transformers model, computed at their first use and shared by all layers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tritoncp.planning.plan import Plan
 
 @dataclass(eq=False)
 class ModelMask(BlockMaskInterface):
-    """The mask of one kind of layer in one call of a model. Its closed form is made at the first use, so a
-    call that has a plan builds none.
+    """The mask of one kind of layer in one call of a model, evaluated at its first use (never, if the call
+    has a plan).
 
-    function:  transformers' mask function, (b, h, q_idx, kv_idx) -> bool, of positions with their offsets
-    pattern:   its closed form; None where it has none
-    q_offset, kv_offset: position of the first query and of the first key, ints or tensors without dimensions
+    function:  transformers' mask function, (b, h, q_idx, kv_idx) -> bool, of positions including the offsets
+    pattern:   its closed form, or None
+    q_offset, kv_offset: position of the first query and of the first key, ints or 0-d tensors
     attention_mask:      bool [B, tokens], False at padding, or None
     """
 
@@ -43,10 +43,11 @@ class ModelMask(BlockMaskInterface):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise ValueError: a model computes with the mask as if it were a tensor."""
+        """Raise ValueError where a model uses the mask as a tensor."""
         raise ValueError(
-            f"the mask of this attention is used as a tensor, in {getattr(function, '__name__', function)}: "
-            'this model computes attention itself; load it with attn_implementation="eager", on one process'
+            "attention_mask is used as a tensor by the model's own attention code, in "
+            f'{getattr(function, "__name__", function)}: load it with attn_implementation="eager", on one '
+            "process"
         )
 
     def __getitem__(self, index: Any) -> Any:
@@ -62,18 +63,18 @@ class ModelMask(BlockMaskInterface):
 
     @property
     def kind(self) -> str | None:
-        """The kind of the layers that have this mask; None where the mask function is a custom one."""
+        """The kind of layers that have this mask; None for a custom mask function."""
         return None if self.pattern is None else self.pattern.kind
 
     @cached_property
     def padding(self) -> Tensor | None:
-        """Which keys are tokens, bool [B, kv_len]; None if all are. Waits for the device."""
+        """Which keys are tokens rather than padding, bool [B, kv_len]; None if all are. Synchronises."""
         if self.attention_mask is None:
             return None
         tokens = self.attention_mask.bool()
         if bool(tokens.all()) and tokens.shape[1] >= self._offsets[1] + self.kv_len:
             return None
-        # Keys of a static cache that are not written yet count as padding.
+        # Keys of a static cache that are not yet written count as padding.
         padded = masking_utils.prepare_padding_mask(tokens, self.kv_len, self._offsets[1])
         keys = padded[:, self._offsets[1] : self._offsets[1] + self.kv_len]
         causal = self.pattern is not None and self.pattern.window[1] == 0
@@ -88,14 +89,14 @@ class ModelMask(BlockMaskInterface):
             return self._custom_mask_mod()
         mod = self.pattern.mask_mod(max(self.kv_len, self.q_len + offset))
         if self.padding is not None:
-            # Tokens see tokens only. Padding sees padding: its rows are read by no token, and none is empty.
+            # Tokens see tokens only; padding sees padding, so that no row is empty.
             ids = torch.nn.functional.pad(self.padding.int(), (0, max(0, self.q_len + offset - self.kv_len)))
             mod = mod & document(ids=ids)
         return _skip_queries(mod, offset)
 
     @cached_property
     def _offsets(self) -> tuple[int, int]:
-        """Offsets of queries and keys; those of a static cache are tensors, read once."""
+        """Offsets of queries and keys as ints; tensors, as with a static cache, are read once."""
         return int(self.q_offset), int(self.kv_offset)
 
     def _custom_mask_mod(self) -> MaskMod:
@@ -109,7 +110,7 @@ class ModelMask(BlockMaskInterface):
 
 
 def _skip_queries(mod: MaskMod, count: int) -> MaskMod:
-    """Return the mask_mod without its first ``count`` queries; a window stays a window where it can."""
+    """Return the mask_mod for queries from index ``count`` on; for a window, a window if possible."""
     if not count:
         return mod
     if isinstance(mod, SlidingWindow):
@@ -130,11 +131,12 @@ def create_mask(
     attention_mask: Any = None,
     **options: Any,
 ) -> Any:
-    """Return a layer's mask: a :class:`ModelMask`; for one query the visible keys, bool [B, 1, 1, kv_length],
-    or None for all. This is transformers' mask interface; it calls it once for each kind of layer.
+    """Create a layer's mask, with the signature of transformers' mask interface, which calls it once for each
+    kind of layer.
 
-    attention_mask: bool [B, tokens], False at padding, or a mask that was made before, which is returned.
-    A model that computes attention itself, or selects keys, gets transformers' own dense mask.
+    attention_mask: bool [B, tokens], False at padding, or a complete mask, which is returned. Returns a
+    :class:`ModelMask`; for a single query bool [B, 1, 1, kv_length], or None if it sees all keys; for models
+    that compute attention themselves or select keys, transformers' dense mask.
     """
     config = options.get("config")
     if config is not None and (computes_attention_itself(config) or has_sparse_layers(config)):
@@ -143,7 +145,7 @@ def create_mask(
         )
     if isinstance(attention_mask, ModelMask | Mask | Plan | MaskMod | BlockMask):
         return attention_mask
-    if q_length == 1:  # a decoded token: one row, that torch evaluates as it is
+    if q_length == 1:  # decoding: one row of the mask, evaluated by torch
         return masking_utils.sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options
         )

@@ -1,4 +1,4 @@
-"""Questions about the classes of a model, which transformers keeps in a module beside that of its config."""
+"""Properties of a model, found in the code of its classes: own attention, own loss, recurrent layers, ..."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name by which models look up their attention
-# Kinds of layers that combine the mask with an index of their own.
+# Kinds of layers that combine the mask with their own selection of keys.
 SPARSE_LAYERS = frozenset(
     ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
 )
-RECURRENT_CACHES = ("cache_params", "state")  # arguments of the modules that are recurrent
-CACHES = (*RECURRENT_CACHES, "past_key_values")  # arguments of the modules that mix tokens
+RECURRENT_CACHES = ("cache_params", "state")  # cache arguments of recurrent modules
+CACHES = (*RECURRENT_CACHES, "past_key_values")  # cache arguments of all modules that mix tokens
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _once_a_class(function: F) -> F:
-    """Return functools.cache of a function of a class, which mypy does not take for hashable."""
+    """Apply functools.cache to a function of a class. (mypy does not accept that classes are hashable.)"""
     return cast(F, cache(function))
 
 
 def modeling_of(config: PreTrainedConfig) -> Any:
-    """Return the module of transformers with the models of a config; None for other code."""
+    """Return transformers' module with the model classes of a config; None for a config of other code."""
     return _import_modeling(type(config).__module__)
 
 
@@ -48,7 +48,7 @@ def _import_modeling(module: str) -> Any:
 
 
 def computes_attention_itself(config: PreTrainedConfig) -> bool:
-    """Return whether the models of a config do without transformers' attention interface."""
+    """Return whether the models of a config do not use transformers' attention interface."""
     modeling = modeling_of(config)
     return modeling is not None and (
         getattr(modeling, INTERFACE, None) is not modeling_utils.ALL_ATTENTION_FUNCTIONS
@@ -56,12 +56,12 @@ def computes_attention_itself(config: PreTrainedConfig) -> bool:
 
 
 def has_sparse_layers(config: PreTrainedConfig) -> bool:
-    """Return whether layers of a config select keys by scores of their own, from a mask as a tensor."""
+    """Return whether layers of a config select keys by their own scores, for which they need a dense mask."""
     return not SPARSE_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model of transformers within DistributedDataParallel and torch.compile."""
+    """Return the transformers model inside DistributedDataParallel and torch.compile wrappers."""
     while not isinstance(model, PreTrainedModel):
         inner = getattr(model, "_orig_mod", getattr(model, "module", None))
         if not isinstance(inner, nn.Module):
@@ -71,7 +71,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def takes_positions(config: PreTrainedConfig, model: nn.Module | None) -> bool:
-    """Return whether a model takes ``position_ids``; without it, whether any model of the config does."""
+    """Return whether a model (if None, any model of the config) has an argument ``position_ids``."""
     if model is None:
         modeling = modeling_of(config)
         classes = [one for one in vars(modeling or object).values() if inspect.isclass(one)]
@@ -83,8 +83,8 @@ def takes_positions(config: PreTrainedConfig, model: nn.Module | None) -> bool:
 
 
 def has_loss_of_its_own(config: PreTrainedConfig, model: nn.Module | None) -> bool:
-    """Return whether a model computes its loss from ``labels`` itself, not by transformers' loss function,
-    which reads ``shift_labels``. Without the model: whether the generating model of the config does."""
+    """Return whether a model (if None, the language model of the config) computes its loss from ``labels`` by
+    code of its own, not by transformers' loss function, which reads ``shift_labels``."""
     if model is not None:
         base = getattr(model, "get_base_model", lambda: model)()
         if _takes_labels(type(base)):
@@ -122,14 +122,14 @@ def _calls_loss_function(cls: Any) -> bool:
         if "loss_function" in names:
             return True
         lower = {name.lower() for name in names - {"loss"}}
-        if any("loss" in name or "entropy" in name for name in lower):  # around the forward of a base
+        if any("loss" in name or "entropy" in name for name in lower):  # it wraps the forward of a base
             return False
     return False
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Return the names of globals and attributes in compiled code, also that of functions within it: classes
-    made by exec, or by FSDP, have no source."""
+    """Return the names of globals and attributes in a code object and those nested in it. (Classes made by
+    exec, or by FSDP, have no source.)"""
     inner = [_names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     return set(code.co_names).union(*inner)
 
@@ -140,7 +140,7 @@ def _source_of(module: Any) -> str:
 
 
 def counts_from_padding(config: PreTrainedConfig) -> bool:
-    """Return whether positions of the models of a config begin behind the id of padding, as RoBERTa's."""
+    """Return whether positions of the models of a config begin after the padding id, as RoBERTa's."""
     return "def create_position_ids_from_input_ids(" in _source_of(modeling_of(config))
 
 
@@ -153,7 +153,7 @@ def counts_by_padding_mask(config: PreTrainedConfig) -> bool:
 
 
 def may_be_recurrent(config: PreTrainedConfig) -> bool:
-    """Return whether models of a config may have state-space layers, by the classes beside them."""
+    """Return whether models of a config may have state-space layers: their module has classes for these."""
     classes = vars(modeling_of(config) or object).values()
     return any(
         inspect.isclass(one)
@@ -164,14 +164,15 @@ def may_be_recurrent(config: PreTrainedConfig) -> bool:
 
 
 def may_convolve(config: PreTrainedConfig) -> bool:
-    """Return whether models of a config may convolve tokens, by the code beside them, or their neighbours, as
-    MobileBERT's embeddings."""
+    """Return whether models of a config may convolve tokens, or concatenate neighbouring ones, as
+    MobileBERT's
+    embeddings: their module has such code."""
     return "nn.Conv1d(" in _source_of(modeling_of(config)) or getattr(config, "trigram_input", False)
 
 
 def attention_without_arguments(model: nn.Module) -> list[nn.Module]:
-    """Return the attention modules of a model of texts that a module around them calls without the keyword
-    arguments that it gets, as StableLM and Nemotron do."""
+    """Return the attention modules that do not get the model's keyword arguments, since the enclosing module
+    does not pass them on, as in StableLM and Nemotron."""
     config = getattr(model, "config", None)
     if config is None or config.sub_configs:
         return []
@@ -179,11 +180,11 @@ def attention_without_arguments(model: nn.Module) -> list[nn.Module]:
     return list(
         {
             part
-            for around in model.modules()
-            if around not in attention
-            and not isinstance(around, nn.ModuleList)
-            and not _passes_on(type(around))
-            for part in around.modules()
+            for parent in model.modules()
+            if parent not in attention
+            and not isinstance(parent, nn.ModuleList)
+            and not _passes_on(type(parent))
+            for part in parent.modules()
             if part in attention
         }
     )
@@ -191,14 +192,14 @@ def attention_without_arguments(model: nn.Module) -> list[nn.Module]:
 
 @_once_a_class
 def _passes_on(cls: Any) -> bool:
-    """Return whether the forward method of a class calls anything with `**arguments`."""
+    """Return whether the forward method of a class passes on keyword arguments by ``**``."""
     codes = (inspect.unwrap(one).__code__ for one in _forwards_of(cls))
     return any(step.opname == "CALL_FUNCTION_EX" for code in codes for step in dis.get_instructions(code))
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Return whether a module mixes tokens without computing attention, and none of its parts does: it takes
-    a cache of earlier tokens, convolves, or reads the neighbours of a token."""
+    """Return whether a module mixes tokens by other means than attention, and contains no such module: it has
+    a cache argument, convolves, or reads neighbours of a token."""
     if not _mixes_tokens(module) or isinstance(module, PreTrainedModel | GradientCheckpointingLayer):
         return False
     parts = list(module.modules())[1:]
@@ -217,7 +218,7 @@ def _parameters(cls: Any) -> frozenset[str]:
 
 
 def _computes_attention(cls: Any) -> bool:
-    """Return whether a method of a class, or of a base below nn.Module, looks up attention or has a
+    """Return whether a method of a class, or of a base below nn.Module, calls an attention function or
     softmax."""
     names = _names_of_methods(cls)
     return INTERFACE in names or any("softmax" in name for name in names)

@@ -1,4 +1,4 @@
-"""The plans of a batch, as attention gets them."""
+"""`ContextParallelPlan`: the plans of a sharded batch, which the model passes to every attention layer."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Work
 
 OWN_LOSS = (
-    "leave labels out and compute the loss from the logits of each rank, with the labels that "
-    "tritoncp.shard(labels, batch['context_parallel'].plan, dim=1, pad=-100) cuts"
+    "omit labels, and compute the loss from the logits of each rank and "
+    "tritoncp.shard(labels, batch['context_parallel'].plan, dim=1, pad=-100)"
 )
 
 
 @dataclass(frozen=True, eq=False)
 class BatchMasks:
-    """The masks of a whole batch: one for each kind of layer.
+    """Factory of the global masks of a batch for all kinds of layers.
 
-    request: the mask of one kind, from which others differ in window and chunks
-    block:   tokens of a block
+    request: the mask of one kind; other kinds differ in window and chunks
+    block:   tokens per block
     """
 
     request: ModelMask
     block: int | tuple[int, int]
 
     def create(self, layer: ModelMask) -> Mask:
-        """Return the mask of layers of the kind of one: with the documents and the padding of the batch."""
+        """Return the global mask, with the batch's documents and padding, for layers of the kind of
+        ``layer``."""
         pattern = layer.pattern or Pattern()
         padding = self.request.attention_mask
         left = None if padding is None else (padding.cumsum(-1) == 0).sum(-1)
@@ -53,16 +54,16 @@ class BatchMasks:
 
 @dataclass(frozen=True, eq=False)
 class ContextParallelPlan:
-    """The plans of one batch and their mesh, which are passed together, as a keyword argument of a model's
-    call, to every attention.
+    """The plans of one batch and their mesh: a keyword argument of the model, which passes it to every
+    attention layer.
 
     plans:        a plan for each kind of layer, all with one placement
     mesh:         the mesh of the ranks; None: one process
     position_ids: [B, S_local], of this rank's tokens
-    masks:        the masks of the whole batch
-    schedule:     of the plans
-    whole:        arguments that describe the whole sequence, for layers that run on it
-    labels:       whether the batch has labels that were shifted here, for a loss of next tokens
+    masks:        factory of the batch's global masks
+    schedule:     schedule of the plans
+    whole:        arguments that describe the whole sequence, for layers that run on whole sequences
+    labels:       whether shard_batch has shifted labels of the batch, for a next-token loss
     """
 
     plans: dict[str, Plan]
@@ -76,14 +77,16 @@ class ContextParallelPlan:
 
     @property
     def plan(self) -> Plan:
-        """A plan with the placement of all, for :func:`tritoncp.shard` and :func:`tritoncp.unshard`."""
+        """One of the plans, to pass to :func:`tritoncp.shard` and :func:`tritoncp.unshard` (all have the same
+        placement)."""
         return next(iter(self.plans.values()))
 
     def layer_plan(self, attention_mask: Any) -> Plan:
-        """Return the plan of the layer whose mask, of the local tokens, the model passes to its attention.
+        """Return the plan of a layer. attention_mask: the mask that the model made from this rank's tokens,
+        which determines the kind of layer.
 
-        A kind of layer that the config does not tell, as bidirectional ones, is planned here: all ranks come
-        to the same layer.
+        For a kind of layer that is not in the config, as bidirectional ones, the plan is made here (all ranks
+        reach the same layer).
         """
         if isinstance(attention_mask, Plan):
             return attention_mask
@@ -96,24 +99,24 @@ class ContextParallelPlan:
                 else f"a mask of its own, a {type(attention_mask).__name__}"
             )
             raise ValueError(
-                f"a layer has {kind}, made of the tokens of a shard: this model cannot be context parallel; "
-                "run it on whole sequences, without shard_batch"
+                f"attention_mask: a layer has {kind}, made from the tokens of a shard: run this model on "
+                "whole sequences, without shard_batch"
             )
         if self._is_padded(attention_mask.attention_mask):
             raise ValueError(
-                "an attention_mask beside the batch of shard_batch: its plan has the padding already; put "
-                "the mask into the batch before it is sharded"
+                "attention_mask is passed beside the batch of shard_batch, whose plan has the padding: put "
+                "the mask into the batch before shard_batch"
             )
         pattern = attention_mask.pattern
         if pattern is None:
             raise ValueError(
-                "a layer has a mask function of the model's own (as for images or a prefix), which sees only "
-                "the tokens of a shard: run the model on whole sequences, without shard_batch"
+                "attention_mask has a custom mask function of the model (as for images or a prefix), which "
+                "gets the tokens of a shard alone: run the model on whole sequences, without shard_batch"
             )
         if self.labels and pattern.window[1] != 0:
             raise ValueError(
-                f"a layer sees later tokens, and the batch has labels of next tokens: {OWN_LOSS}; or pass "
-                "shift_labels beside labels, if the loss of the model reads them"
+                f"labels were shifted for a next-token loss, but a layer sees later tokens: {OWN_LOSS}; or "
+                "pass shift_labels beside labels, if the loss of the model reads them"
             )
         self._warn_of_documents(pattern)
         if pattern.kind not in self.plans:
@@ -121,7 +124,7 @@ class ContextParallelPlan:
         return self.plans[pattern.kind]
 
     def _is_padded(self, mask: Tensor | None) -> bool:
-        """Return whether a padding mask of local tokens hides any; some models make one that does not."""
+        """Return whether a padding mask of local tokens has padding (some models make a mask without)."""
         if mask is None or mask in self._checked:
             return False
         if not bool(mask.all()):
@@ -130,7 +133,7 @@ class ContextParallelPlan:
         return False
 
     def _plan_alike(self, layer: ModelMask) -> Plan:
-        """Make the plan of another kind of layer, with the placement of the others."""
+        """Make the plan of another kind of layer, with the placement of the existing plans."""
         rows = iter(self.plan.owners)
 
         def same_placement(work: Work) -> Sequence[Sequence[int]]:
@@ -141,13 +144,13 @@ class ContextParallelPlan:
         plan = make_plan(self.masks.create(layer), self.mesh, balancer=balancer, schedule=self.schedule)
         if not torch.equal(plan.positions, self.plan.positions):
             raise ValueError(
-                f"layers of the kind {layer.kind} cannot have the placement of the others: pass "
+                f"layers of the kind {layer.kind} cannot have the placement of the existing plans: pass "
                 "balancer=None to shard_batch"
             )
         return plan
 
     def _warn_of_documents(self, pattern: Pattern) -> None:
-        """Warn where the model itself would let the documents of a row see each other."""
+        """Warn if the model, on one process, would let the documents of a row see each other."""
         request = self.masks.request.pattern
         if request is None or request.documents is None or pattern.documents is not None:
             return
@@ -160,7 +163,8 @@ class ContextParallelPlan:
             )
 
     def check_positions(self, position_ids: Tensor | None) -> None:
-        """Raise ValueError if a call has other positions than the batch, whose own tensor is not read."""
+        """Raise ValueError if a call's positions differ from the batch's. (The batch's own tensor object
+        needs no comparison.)"""
         own = self.position_ids
         if position_ids is None or position_ids is own or position_ids in self._checked:
             return
@@ -170,12 +174,12 @@ class ContextParallelPlan:
                 "images and video) itself, and counts them within a shard: run it on whole sequences, "
                 "without shard_batch"
             )
-        found = position_ids[0] if position_ids.ndim == 3 else position_ids
+        rows = position_ids[0] if position_ids.ndim == 3 else position_ids
         valid = self.plan.valid.to(own.device)
-        same = found.shape[-1] == own.shape[-1] and found.ndim == 2
-        if not same or bool(((found != own) & valid).any()):
+        same = rows.shape[-1] == own.shape[-1] and rows.ndim == 2
+        if not same or bool(((rows != own) & valid).any()):
             raise ValueError(
-                "position_ids are not those of the plan: tokens, positions and plan of a batch belong "
-                "together; pass all of shard_batch(batch, model.config, mesh) to the model, unedited"
+                "position_ids differ from the plan's: pass the tokens, positions and plan of one "
+                "shard_batch(batch, model.config, mesh) to the model, unedited"
             )
         self._checked.add(position_ids)

@@ -1,8 +1,8 @@
-"""Checks of position_ids: against the plan of a shard, and for shards without a plan.
+"""Checks of position_ids, to detect a shard that is passed without its plan.
 
 transformers reads packed documents from position_ids: a step other than +1 begins a document. The positions
-of a shard in a plan's order look like that too, and the model would attend within pieces of the shard,
-without an error. Documents begin at position 0; a piece that begins elsewhere is part of a larger sequence.
+of a shard in a plan's order have such steps too, so that the model would attend within pieces of the shard,
+without an error. But documents begin at position 0; a piece that begins elsewhere is of a larger sequence.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch import Tensor
 from tritoncp.integrations.transformers.masks import ModelMask
 
 NO_PLAN = (
-    "this looks like a shard, called without its plan. Pass all of shard_batch(batch, model.config, mesh) to "
-    "the model, model(**batch); a model that does not pass keyword arguments on to its attention needs "
+    "this looks like a shard without its plan. Pass all of shard_batch(batch, model.config, mesh) to the "
+    "model, model(**batch); if the model does not pass keyword arguments on to its attention, call "
     "shard_batch(batch, model, mesh), with the model in place of its config"
 )
 
 
 class CheckedTensors:
-    """Tensors that passed a check, until they are edited or freed: all layers of a model get one tensor."""
+    """Set of tensors that passed a check, valid until they are edited or freed (all layers get one
+    tensor)."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -47,10 +48,10 @@ SHARDS: weakref.WeakSet[Any] = weakref.WeakSet()  # objects with the position_id
 
 
 def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: bool) -> None:
-    """Raise ValueError if a call without a plan has the positions of a shard. Only processes of a group of
-    several ranks check; this waits for the device once for each tensor of positions.
+    """Raise ValueError if a call without a plan has the positions of a shard. Checked only where there are
+    several ranks; synchronises once for each tensor of positions.
 
-    mask: of the call; with padding, positions say nothing. from_start: whether there are no earlier keys.
+    mask: of the call; with padding there is no check. from_start: whether there are no earlier keys
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
@@ -67,11 +68,11 @@ def refuse_local_positions(mask: Any, position_ids: Tensor | None, from_start: b
     if position_ids in _WHOLE:
         return
     begins = torch.nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0), value=True)
-    elsewhere = begins & (position_ids != 0)
-    if bool(elsewhere.any()):
-        row, column = (int(i) for i in elsewhere.nonzero()[0])
+    continuations = begins & (position_ids != 0)
+    if bool(continuations.any()):
+        row, column = (int(i) for i in continuations.nonzero()[0])
         raise ValueError(
-            f"position_ids of row {row} go on at {int(position_ids[row, column])} in column {column}, and "
-            f"documents begin at 0: {NO_PLAN}"
+            f"position_ids of row {row} continue at {int(position_ids[row, column])} in column {column}, "
+            f"while documents begin at 0: {NO_PLAN}"
         )
     _WHOLE.add(position_ids)

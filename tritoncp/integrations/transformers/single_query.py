@@ -1,4 +1,4 @@
-"""Attention of one query, as a decoded token: plain torch, without a mask or a plan."""
+"""Attention of a single query, as in decoding, in plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def attend_one_query(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return out [B, Hq, 1, E] of one query for each sequence.
+    """Compute attention with one query per sequence; return out [B, Hq, 1, E].
 
     query: [B, Hq, 1, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, E], Hq a multiple of Hkv. visible: bool
     [B or 1, 1, 1, S]; None: all keys. sinks: [Hq], see :func:`tritoncp.flex_attention`. Without softcap and
@@ -31,7 +31,7 @@ def attend_one_query(
             query, key, value, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
     key_heads, dim = key.shape[1], query.shape[3]
-    grouped = rearrange(query, "b (k g) 1 d -> b k g d", k=key_heads)  # rows of a key head: its query heads
+    grouped = rearrange(query, "b (k g) 1 d -> b k g d", k=key_heads)  # g: the query heads of a KV head
     scores = (grouped @ key.mT).float() * (dim**-0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

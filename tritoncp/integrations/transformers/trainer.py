@@ -1,4 +1,4 @@
-"""A Trainer whose ranks share the tokens of each batch."""
+"""transformers' Trainer with context parallelism."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from tritoncp.integrations.transformers.batches import shard_batch
 
 
 class ContextParallelTrainer(Trainer):
-    """transformers' Trainer with context parallelism: the ranks of a mesh train on the same documents, and
-    each holds its shard of their tokens.
+    """transformers' Trainer with context parallelism: the ranks of a mesh train on the same documents, each
+    on its shard of their tokens.
 
-    Trainer's arguments, and:
+    Arguments are Trainer's, and:
 
     mesh:     1-D DeviceMesh or ProcessGroup of the ranks that share documents, as ``mesh["cp"]``, or a 2-D
-              mesh for Ulysses; all other dimensions of the world are data parallel. None: all ranks.
+              mesh for Ulysses; all other dimensions of the world are data parallel. None: all ranks
     sharding: keyword arguments of :func:`shard_batch`: balancer, schedule, BLOCK_SIZE
 
-    The loss of a step is the mean over the labels of all ranks, and gradients are those of the sum over ranks
-    of each rank's part: the scale that undoes the average of DDP and FSDP is in the loss. The sampler assigns
-    documents to data-parallel ranks only, and batch sizes count those. Batches are [B, S] on the ranks'
-    devices, as the collator returns them: padded with an attention_mask, or packed with position_ids.
+    The loss of a step is the mean over the labels of all ranks, and gradients are its gradients: the loss of
+    a rank is scaled to cancel the averaging of gradients by DDP and FSDP. Documents are distributed over
+    data-parallel ranks, and batch sizes are per data-parallel rank. Batches are [B, S] on the ranks' devices,
+    as the collator returns them: padded with an attention_mask, or packed with position_ids.
 
-    Raises ValueError for a model without this attention, accelerate's own context parallelism, label
-    smoothing, loss functions and metrics that read whole logits, and data that rank 0 dispatches.
+    Raises ValueError for a model with another attention, accelerate's own context parallelism, label
+    smoothing, loss functions and metrics that need whole logits, and batches dispatched from rank 0.
 
     >>> import tempfile, torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
@@ -66,32 +66,34 @@ class ContextParallelTrainer(Trainer):
         config = self.model.config.get_text_config()
         if not is_registered(config._attn_implementation):
             raise ValueError(
-                f"the model's attention is {config._attn_implementation!r}: call register() and "
+                f"model has the attention {config._attn_implementation!r}: call register() and "
                 'model.set_attn_implementation("tritoncp")'
             )
         parallel = self.accelerator.parallelism_config
         if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
             raise ValueError(
-                "accelerate's cp_size and sp_size are its own context parallelism, which drops masks: leave "
-                "them out of ParallelismConfig and pass mesh= to this trainer"
+                "cp_size or sp_size of ParallelismConfig is accelerate's own context parallelism, which "
+                "drops masks: omit it, and pass mesh= to this trainer"
             )
         if self.label_smoother is not None or self.compute_loss_func is not None:
             raise ValueError(
-                "label smoothing and compute_loss_func shift labels within a shard: leave them out, or "
+                "label_smoothing_factor and compute_loss_func shift labels within a shard: omit them, or "
                 "compute your loss from shift_labels in a loop of your own"
             )
         if self.compute_metrics is not None or self.preprocess_logits_for_metrics is not None:
             raise ValueError(
-                "metrics would read logits of shards as whole texts: evaluate the loss alone, without "
-                "compute_metrics"
+                "compute_metrics would get the logits of shards instead of whole sequences: omit it, and "
+                "evaluate the loss alone"
             )
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
-                f"{type(self.model).__name__}.forward has no **kwargs, through which plans are passed"
+                f"model: {type(self.model).__name__}.forward has no **kwargs, by which plans are passed to "
+                "its layers: add **kwargs and pass them on"
             )
 
     def get_cp_size(self) -> int:
-        """Return the number of ranks that share documents, by which batch sizes and label counts divide."""
+        """Return the number of ranks that share documents; Trainer divides batch sizes and label counts by
+        it."""
         group = groups.group_of(self.context_mesh)
         return 1 if group is None else group.size()
 
@@ -103,7 +105,7 @@ class ContextParallelTrainer(Trainer):
         dispatch = self.accelerator.dispatch_batches
         if dispatch or (dispatch is None and isinstance(dataset, IterableDataset)):
             raise ValueError(
-                "rank 0 would read the data and send other documents to each rank: set "
+                "dispatch_batches=True sends different documents from rank 0 to each rank: set "
                 'accelerator_config={"dispatch_batches": False} in TrainingArguments'
             )
         own = [self.args.process_index in ranks for ranks in self._replicas]
@@ -112,7 +114,7 @@ class ContextParallelTrainer(Trainer):
             if hasattr(part, "num_processes") and hasattr(part, "process_index"):
                 part.num_processes, part.process_index = count, index
                 if count == 1 and hasattr(part, "even_batches"):
-                    part.even_batches = False  # one replica has nothing to be even with
+                    part.even_batches = False  # with one replica, no batches have to be padded
         return loader
 
     def compute_loss(
@@ -122,42 +124,44 @@ class ContextParallelTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Shard the batch and return this rank's part of the loss, times the ranks that average it."""
+        """Shard the batch; return this rank's part of the loss, times the number of ranks over which
+        gradients are averaged."""
         local = shard_batch(inputs, self.model, self.context_mesh, **self.sharding)
         if num_items_in_batch is None:
-            raise ValueError(f"the batch has no labels to train or evaluate on; it has {', '.join(inputs)}")
+            raise ValueError(f"the batch has no labels, only {', '.join(inputs)}: add labels [B, S]")
         return super().compute_loss(model, local, return_outputs, num_items_in_batch)
 
     @property
     def gather_function(self) -> Callable[[Tensor], Tensor]:
-        """The function that collects the losses of an evaluation: those of a replica's ranks count once."""
+        """The function by which Trainer gathers losses in evaluation: one value per replica."""
         return self._gather_losses
 
     @gather_function.setter
     def gather_function(self, function: Any) -> None:
-        """Ignore the accelerator's function, which Trainer sets before and after each evaluation."""
+        """Ignore assignments: Trainer sets accelerate's function before and after each evaluation."""
 
     def _gather_losses(self, losses: Tensor) -> Tensor:
-        """Return the mean over the ranks of each replica, one replica after the other: [replicas * n]."""
+        """Gather losses [n] of all ranks and average over the ranks of each replica: [replicas * n]."""
         gathered = self.accelerator.gather(losses)
         every = rearrange(gathered, "(rank n) -> rank n", rank=self.args.world_size)
         means = torch.cat([every[ranks].mean(0) for ranks in self._replicas])
         state = self.accelerator.gradient_state
-        if state.end_of_dataloader and state.remainder > 0:  # documents that fill the last batch
+        if state.end_of_dataloader and state.remainder > 0:  # drop documents that only fill the last batch
             return means[: state.remainder]
         return means
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """Evaluate the loss of a batch. Raises ValueError for predictions, which are logits of a shard."""
+        """Evaluate the loss of a batch. Raises ValueError if predictions are requested: they would be logits
+        of a shard."""
         if not prediction_loss_only:
-            raise ValueError("predictions are logits of shards: evaluate the loss alone, with evaluate()")
+            raise ValueError("predict() would return logits of shards: call evaluate(), for the loss alone")
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
 
 def _list_replicas(mesh: Any) -> list[list[int]]:
-    """Return the ranks of each data-parallel replica. All ranks of the world call it."""
+    """Return the ranks of each data-parallel replica (collective over the world)."""
     if mesh is None:
         return [[0]]
     if isinstance(mesh, DeviceMesh):

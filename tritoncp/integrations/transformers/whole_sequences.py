@@ -1,7 +1,7 @@
-"""The plan of a call for layers that do not get it as an argument, and recurrent layers on whole sequences.
+"""Hooks that run recurrent layers on whole sequences, and pass the plan to layers that do not get it.
 
-Recurrences, linear attention and convolutions (Mamba, gated delta nets) read the tokens in their order. On a
-shard they run on the whole sequence: every rank gathers their input, runs them, and keeps its own part of
+Recurrences, linear attention and convolutions (Mamba, gated delta nets) need all tokens in order. Under
+context parallelism every rank gathers their input, runs them on the whole sequence, and keeps its shard of
 the output.
 """
 
@@ -22,14 +22,14 @@ from tritoncp.api.shards import shard
 from tritoncp.integrations.transformers.model_classes import attention_without_arguments, is_recurrent
 from tritoncp.integrations.transformers.plans import ContextParallelPlan
 
-CURRENT = "_tritoncp_current_plan"  # the attribute of a model that has the hooks
-# Attributes that hold torch's checkpoint: of transformers' layers, and of torch's CheckpointWrapper.
+CURRENT = "_tritoncp_current_plan"  # attribute of models with the hooks
+# Attributes with the checkpoint function: in transformers' layers, and in torch's CheckpointWrapper.
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 class CurrentPlan:
-    """The plan of the call of a model that is running, for modules that do not get it as an argument. A copy
-    of the model starts without one."""
+    """The plan of the running call of a model, for modules that do not get it as an argument. It is not
+    copied with the model."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[nn.Module | None, ContextParallelPlan | None]] = []  # the innermost is last
@@ -39,20 +39,20 @@ class CurrentPlan:
         return CurrentPlan, ()
 
     def of(self, kwargs: dict[str, Any]) -> ContextParallelPlan | None:
-        """Return the plan of a call: its argument, or that of the call around it."""
+        """Return the plan of a call: its argument, or else the enclosing call's plan."""
         if "context_parallel" in kwargs:
             return kwargs["context_parallel"]
         if self.calls:
             return self.calls[-1][1]
         if self.had_plan and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                "a layer is recomputed in backward by a checkpoint that does not tell the batch: use "
-                "model.activation_checkpointing_enable(), or torch's checkpoint_wrapper"
+                "a layer is recomputed in the backward pass by a checkpoint without the plan of its batch: "
+                "use model.activation_checkpointing_enable(), or torch's checkpoint_wrapper"
             )
         return None
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any], *, is_top: bool) -> None:
-        """Begin the call of a module, which has the plan as an argument, or is the model itself."""
+        """Start the call of a module that has the plan as an argument, or of the model itself."""
         if not is_top and "context_parallel" not in kwargs:
             return
         plan = kwargs.get("context_parallel")
@@ -65,7 +65,7 @@ class CurrentPlan:
                     setattr(part, name, CheckpointWithPlan(self, function))
 
     def leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        """End the call of a module, also one that raised."""
+        """End the call of a module, also if it raised."""
         if self.calls and self.calls[-1][0] is module:
             self.calls.pop()
 
@@ -79,7 +79,7 @@ class CurrentPlan:
 
 @dataclass
 class CheckpointWithPlan:
-    """A checkpoint function whose recomputation has the plan of its forward call."""
+    """Wrapper of a checkpoint function that restores the plan of the forward call in recomputation."""
 
     current: CurrentPlan
     checkpoint: Callable[..., Any]
@@ -100,8 +100,8 @@ class CheckpointWithPlan:
 
 
 def hook_layers(model: nn.Module) -> None:
-    """Have the recurrent layers of a model run on whole sequences where a call has a plan, by hooks, and tell
-    the plan to attention that does not get it as an argument. A second call changes nothing."""
+    """Add hooks to a model: recurrent layers then run on whole sequences in calls with a plan, and attention
+    that does not get the plan as an argument finds it. A second call has no effect."""
     if CURRENT in vars(model):
         return
     current = CurrentPlan()
@@ -117,13 +117,13 @@ def hook_layers(model: nn.Module) -> None:
 
 
 def plan_of_call(module: nn.Module) -> ContextParallelPlan | None:
-    """Return the plan of the call of a model that is running, for attention that does not get it."""
+    """Return the plan of the running call of a model, for attention that does not get it as an argument."""
     current = vars(module).get(CURRENT)
     return None if current is None else current.of({})
 
 
 def _gather_input(current: CurrentPlan, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Replace shards among the arguments by whole tensors, and a mask by the padding of the whole batch."""
+    """Pre-hook: gather shards among the arguments to whole tensors; replace a mask by the batch's padding."""
     plan = current.of(kwargs)
     if plan is None:
         return None
@@ -138,15 +138,15 @@ def _gather_input(current: CurrentPlan, module: nn.Module, args: Any, kwargs: di
     call.arguments |= {name: x for name, x in plan.whole.items() if name in signature.parameters}
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
     if rest is not None:
-        others = {name: x for name, x in plan.whole.items() if name not in signature.parameters}
-        call.arguments[rest] = {**call.arguments.get(rest, {}), **others}
+        unnamed = {name: x for name, x in plan.whole.items() if name not in signature.parameters}
+        call.arguments[rest] = {**call.arguments.get(rest, {}), **unnamed}
     return call.args, call.kwargs
 
 
 def _shard_output(
     current: CurrentPlan, module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any
 ) -> Any:
-    """Replace whole tensors of the output by this rank's shards."""
+    """Hook: replace whole tensors in the output by this rank's shards."""
     plan = current.of(kwargs)
     if plan is None:
         return None

@@ -1,1 +1,2 @@
-"""Translation of a traced torch graph of one attention element to Triton source, and of its gradient."""
+"""Translation to Triton source of a traced torch graph of one attention score or mask value, and its
+gradient."""

@@ -1,7 +1,7 @@
-"""Torch graph -> readable Triton source: one line an operation.
+"""Emission of readable Triton source from a torch graph: one line per operation.
 
-The names, types and helpers of the emitted source come from fixed tables; of the user's text it contains
-numbers, and the function's name reduced to letters, digits and dots.
+Names, types and helpers of the emitted source come from fixed tables; it contains nothing of the user's
+source but numbers, and the function's name reduced to letters, digits and dots.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from tritoncp.mods.translate.trace import ModTrace
 
 
 def emit_source(trace: ModTrace) -> tuple[str, int]:
-    """Emit the source of a module with `mask_mod`, or with `score_mod` and `score_grad`; count the axes of a
-    score tile with which its loads vary, see `Mod.loads`."""
+    """Return (source of a module with `mask_mod`, or `score_mod` and `score_grad`; its `Mod.loads`)."""
     writer = GraphWriter(trace)
     lines = _emit_forward(trace, writer)
     if not trace.is_score:
@@ -48,7 +47,7 @@ def _emit_function(name: str, arguments: str, lines: list[str]) -> str:
 
 
 def _emit_header(trace: ModTrace, body: str) -> str:
-    from tritoncp.mods.translate import triton_helpers  # loads Triton, which plans do without
+    from tritoncp.mods.translate import triton_helpers  # late: it imports Triton, which plans do not need
 
     kind = f"score_mod ({TRITON_NAME[trace.dtype]} scores)" if trace.is_score else "mask_mod"
     lines = [f'"""The {kind} `{trace.name}`, translated from Python by tritoncp.', ""]
@@ -98,8 +97,8 @@ def _emit_backward(trace: ModTrace, joint: fx.GraphModule) -> list[str]:
 
 
 def _fold_scale(lines: list[str], block: Block) -> bool:
-    """Multiply by `scale` the factor that all scores share, if `score` has no other use; return whether that
-    was so. Kernels then save the product of each score with the scale of attention."""
+    """If `score` is only multiplied by a factor that all scores of a tile share, multiply that factor by the
+    scale of attention, which kernels then need not multiply each score by; return whether this was done."""
     uses = [i for i, line in enumerate(lines) if re.search(r"\bscore\b", line)]
     factor = r"[A-Za-z_]\w*|-?[\d.]+(?:e[+-]?\d+)?"
     product = re.fullmatch(rf"(\w+ = score \*) ({factor})", lines[uses[0]]) if len(uses) == 1 else None

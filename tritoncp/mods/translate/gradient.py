@@ -1,7 +1,7 @@
-"""Operations on the gradient of a captured tensor, which is zero but at a few indices.
+"""Operations on the gradient of a captured tensor, which is zero except at a few indices (`Sparse`).
 
-Such a gradient is a `Sparse`. Backward graphs are linear in it: a scatter makes one, and products with dense
-factors, sums and reshapes map its entries. An operation whose result would be dense is refused.
+Backward graphs are linear in it: a scatter makes one, and products with dense factors, sums and reshapes map
+its entries. An operation whose result would be dense raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from tritoncp.mods.translate.view_ops import permutation
 
 
 class GradientScope(NamedTuple):
-    """The values that gradient operations need besides their operands.
+    """The context of gradient operations, besides their operands.
 
-    block: takes the emitted lines
-    captures: the dimensions of each captured tensor that needs a gradient
-    pointwise: returns the rule of a pointwise operation on Scalars, and its operands
+    block: the function that is being emitted
+    captures: the dimensions of each captured tensor that requires grad
+    pointwise: function that returns the rule of a pointwise operation on Scalars, and its operands
     """
 
     block: Block
@@ -57,22 +57,22 @@ class GradientScope(NamedTuple):
     pointwise: Callable[..., tuple[Callable[..., Scalar], list[Any]]]
 
 
-MAKERS = frozenset(["select_backward", "slice_backward", "index_put"])  # of a Sparse
+MAKERS = frozenset(["select_backward", "slice_backward", "index_put"])  # operations that make a Sparse
 
 
 def has_sparse(inputs: Sequence[Any]) -> bool:
-    """Whether an operand, or an item of a list of operands, is the gradient of a tensor with dimensions."""
+    """Return whether an operand, or an item of a list of operands, is a Sparse gradient."""
     return any(isinstance(i, Sparse) for i in _flatten(inputs))
 
 
 def _flatten(inputs: Sequence[Any]) -> list[Any]:
-    """Operands and items of lists of operands; a Scalar, which is a tuple too, is an operand."""
+    """Return operands and items of lists of operands. (A Scalar, although a tuple, is one operand.)"""
     lists = [i if type(i) in (list, tuple) else [i] for i in inputs]
     return [item for items in lists for item in items]
 
 
 def make_dense(block: Block, inputs: Sequence[Any]) -> list[Any]:
-    """The operands with each Sparse as a Lazy."""
+    """Replace each Sparse among the operands by a Lazy."""
 
     def convert(value: Any) -> Any:
         if type(value) in (list, tuple):
@@ -101,7 +101,7 @@ def _map_indices(value: Sparse, shape: tuple[Dim, ...], change: Callable[[Any], 
 
 
 def collapse(block: Block, value: Sparse) -> Scalar | Sparse:
-    """The sum of the entries of a Sparse without dimensions; a Sparse with dimensions is unchanged."""
+    """Return the sum of the entries of a 0-d Sparse; a Sparse with dimensions unchanged."""
     if value.shape:
         return value
     values = [entry.value for entry in value.entries] or [constant(0, value.dtype)]
@@ -109,9 +109,9 @@ def collapse(block: Block, value: Sparse) -> Scalar | Sparse:
 
 
 def as_sparse(value: Scalar | Sparse | Lazy) -> Sparse:
-    """A gradient as a Sparse: a Scalar is one entry without indices, and a dense zero has no entry.
+    """Convert a gradient to a Sparse: a Scalar to one entry without indices, a dense zero to no entry.
 
-    Each element of a short dense gradient is an entry. Raises TooLong for others.
+    A short dense gradient gets an entry per element. Raises TooLong for longer ones.
     """
     if isinstance(value, Scalar):
         return Sparse((), value.dtype, (GradientEntry((), value),))
@@ -130,7 +130,7 @@ def _all_indices(shape: Sequence[Dim]) -> list[Indices]:
 
 
 def as_dense(block: Block, value: Sparse) -> Lazy:
-    """A short gradient as a Lazy, of which an element is the sum of the entries at its index."""
+    """Convert a short Sparse to a Lazy: an element is the sum of the entries at its index."""
     check_length(math.prod(dim_sizes(value.shape)))
     zero = constant(0, value.dtype)
 
@@ -154,7 +154,7 @@ def as_dense(block: Block, value: Sparse) -> Lazy:
 
 
 def _index_put(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    """Zeros with values at 0-d indices: the backward of `index_maps.gather`."""
+    """index_put of values into zeros at 0-d indices: the backward of `index_maps.gather`."""
     if as_sparse(inputs[0]).entries:
         raise NotImplementedError("an edit of a tensor that is not zero")
     indices, values = inputs[1], as_sparse(inputs[2])
@@ -172,9 +172,9 @@ def _index_put(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse
 
 
 def _read_dims(scope: GradientScope, shape: Sequence[int]) -> tuple[Dim, ...]:
-    """The dimensions of a gradient, read from captured tensors with the same sizes if there are any.
+    """Return the dimensions of a gradient: those of a captured tensor of the same sizes, if there is one.
 
-    Any source that gives the traced size at run time is right; that of a capture fits other sizes too.
+    Constants would be right too, but with those of a capture the source is right for other sizes as well.
     """
     by_size: dict[int, Dim] = {}
     for dims in scope.captures:
@@ -214,14 +214,14 @@ def _add(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
 
 
 def _pointwise(scope: GradientScope, node: fx.Node, name: str, inputs: list[Any]) -> Sparse:
-    """Apply an operation to the entries alone, with the elements of dense operands at their indices."""
+    """Apply an operation to the entries, with the elements of dense operands at the same indices."""
     rule, operands = scope.pointwise(node, name, inputs, node.meta["val"])
     gradients = [i for i, operand in enumerate(operands) if isinstance(operand, Sparse)]
     if len(gradients) != 1 or not _keeps_zero(node, name, operands, gradients[0]):
         raise NotImplementedError("it would make a dense gradient of a whole captured tensor")
     value = operands[gradients[0]]
     _check_shape(node, value)
-    if name == "mul":  # the gradient is written first
+    if name == "mul":  # emit the gradient as the first factor
         operands.sort(key=lambda operand: operand is not value)
 
     def element(entry: GradientEntry) -> Scalar:
@@ -233,10 +233,10 @@ def _pointwise(scope: GradientScope, node: fx.Node, name: str, inputs: list[Any]
 
 
 def _keeps_zero(node: fx.Node, name: str, operands: list[Any], place: int) -> bool:
-    """Whether an operation gives zero wherever the operand at `place` is zero."""
+    """Return whether an operation is zero wherever the operand at `place` is zero."""
     if name == "where":
-        others = [o for i, o in enumerate(operands) if i not in (0, place)]
-        return place != 0 and all((o.const if isinstance(o, Scalar) else o.fill) == 0 for o in others)
+        rest = [o for i, o in enumerate(operands) if i not in (0, place)]
+        return place != 0 and all((o.const if isinstance(o, Scalar) else o.fill) == 0 for o in rest)
     if name == "div":
         return place == 0 and not node.kwargs.get("rounding_mode")
     return name in ("mul", "neg", "_to_copy", "convert_element_type")

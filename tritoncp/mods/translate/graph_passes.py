@@ -1,5 +1,5 @@
-"""Passes over the aten graph of a mod: removal of side effects, lifting of numbers, splitting of outputs, and
-torch's decompositions of operations that have no rule."""
+"""Passes over the aten graph of a mod: removal of in-place edits, lifting of captured numbers to inputs,
+splitting by outputs, and torch's decompositions of operations without a rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class FakeRecorder(GraphRecorder):
-    """Recorder of operations on fake tensors. table: decompositions, which run in place of operations"""
+    """Recorder of operations on fake tensors. table: decompositions, which replace operations"""
 
     def __init__(self, table: dict[Any, Callable[..., Any]] | None = None) -> None:
         super().__init__(device=None, keeps_detach=True)
@@ -51,7 +51,7 @@ class FakeRecorder(GraphRecorder):
 
 
 def make_pure(graph: fx.Graph, origin: str) -> None:
-    """Turn edits in place into pure operations. origin: file:line of the function, for errors"""
+    """Replace in-place operations by functional ones. origin: file:line of the function, for errors"""
     for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
@@ -62,7 +62,7 @@ def make_pure(graph: fx.Graph, origin: str) -> None:
 def _replace_edit(graph: fx.Graph, node: fx.Node, origin: str) -> None:
     """Replace add_ by add and a cast to the dtype of the edited tensor.
 
-    Tracing has already turned later uses of the edited tensor into uses of the result.
+    In the traced graph, later uses of the edited tensor are uses of the result already.
     """
     target: Any = node.target
     packet = getattr(aten, target.overloadpacket.__name__.removesuffix("_"), None)
@@ -83,7 +83,7 @@ def _replace_edit(graph: fx.Graph, node: fx.Node, origin: str) -> None:
 
 
 def _erase_unused_nodes(graph: fx.Graph) -> None:
-    """Erase operations that no output needs; operations of a mod have no side effects."""
+    """Erase operations that no output needs. (Operations of a mod have no side effects.)"""
     for node in reversed(list(graph.nodes)):
         if node.op not in ("placeholder", "output") and not node.users:
             graph.erase_node(node)
@@ -92,9 +92,9 @@ def _erase_unused_nodes(graph: fx.Graph) -> None:
 def lift_numbers(
     graph: fx.Graph, values: Sequence[int | float], places: dict[Place, int]
 ) -> tuple[int | float, ...]:
-    """Make captured numbers inputs n0, n1, ..., and return them in order.
+    """Replace constants that are captured numbers by inputs n0, n1, ...; return these numbers in order.
 
-    places: where the graph uses values[i] as a constant; nodes are numbered as before the call
+    places: (node, argument) of a constant -> index in ``values``; nodes are numbered as before the call
     """
     nodes, numbers = list(graph.nodes), dict[int, fx.Node]()
     last_input = next(node for node in reversed(nodes) if node.op == "placeholder")
@@ -113,10 +113,10 @@ def lift_numbers(
 def split_outputs(
     graph: fx.Graph, is_score: bool, order: Sequence[int]
 ) -> tuple[fx.GraphModule, fx.GraphModule | None, fx.GraphModule | None]:
-    """Split a graph of (out, dscore, *gradients) into one of out, one of dscore and the gradients, and one of
-    dscore alone. A mask has the first.
+    """Split a graph of (out, dscore, *gradients) into three: of out, of (dscore, *gradients) and of dscore;
+    for a mask_mod only the first.
 
-    order: positions of the gradients that the second graph gives
+    order: indices of the gradients that the second graph returns
     """
     if not is_score:
         return _graph_module(graph), None, None
@@ -135,8 +135,8 @@ def split_outputs(
 
 
 def _graph_module(graph: fx.Graph) -> fx.GraphModule:
-    """Make the module of a graph, without its Python source in linecache and in torch's cache, which keeps it
-    for ever. Tracebacks alone use these copies; ``module.code`` has the source too."""
+    """Make the GraphModule of a graph, and remove its source from linecache and torch's cache, which would
+    keep it for ever. Only tracebacks read these copies; ``module.code`` has the source too."""
     module = fx.GraphModule(torch.nn.Module(), graph)
     name = type(module).forward.__code__.co_filename
     linecache.cache.pop(name, None)
@@ -149,7 +149,7 @@ def _graph_module(graph: fx.Graph) -> fx.GraphModule:
 
 @functools.lru_cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """torch's decompositions of operations, and those here."""
+    """Return torch's decompositions of operations, and those of this module."""
     table = {
         op: decomposition
         for op, decomposition in global_decomposition_table["post_autograd"].items()
@@ -183,7 +183,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
-    """The matrix product a @ b as products and a sum, in float32 for half precisions."""
+    """Decompose a @ b into products and a sum, in float32 for half precisions."""
     wide = torch.float32 if a.is_floating_point() and a.itemsize == 2 else a.dtype
     x, y = a.to(wide), b.to(wide)
     if b.ndim == 1:
@@ -192,8 +192,7 @@ def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _cumulate(step: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
-    """The sums or products of the first elements along a dimension: of integers in int64, as torch has them,
-    and in float32 for half precisions."""
+    """Decompose cumsum or cumprod: integers in int64, as in torch, half precisions in float32."""
     dtype = dtype or (x.dtype if x.is_floating_point() else torch.int64)
     if not x.ndim:
         return x.to(dtype, copy=True)
@@ -204,7 +203,7 @@ def _cumulate(step: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tens
 
 
 def _along(x: Tensor, dim: int, index: Tensor) -> tuple[Tensor, ...]:
-    """The indices of the elements that `torch.gather` reads."""
+    """Return the indices of the elements that `torch.gather` reads, for advanced indexing."""
     places = [torch.arange(size, device=x.device) for size in index.shape]
     shapes = [[-1 if i == d else 1 for i in range(x.ndim)] for d in range(x.ndim)]
     dim %= max(x.ndim, 1)
@@ -212,7 +211,7 @@ def _along(x: Tensor, dim: int, index: Tensor) -> tuple[Tensor, ...]:
 
 
 def _scatter(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Tensor:
-    """A tensor with another value at one index along a dimension, as in the gradient of torch.max."""
+    """Decompose a scatter of one value along a dimension, as in the gradient of torch.max."""
     if not x.ndim:
         return torch.where(index == 0, value, x)
     if [*index.shape] != [1 if d == dim % x.ndim else size for d, size in enumerate(x.shape)]:
@@ -222,14 +221,14 @@ def _scatter(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Tenso
 
 
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The mean of x, computed in float32 for half precisions."""
+    """Decompose mean, in float32 for half precisions."""
     dims, dtype = list(dim) if dim else list(range(x.ndim)), dtype or x.dtype
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     return (x.sum(dims, keepdim, dtype=wide) / math.prod(x.shape[d] for d in dims)).to(dtype)
 
 
 def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
-    """The variance of x, computed in float32 for half precisions."""
+    """Decompose var, in float32 for half precisions."""
     wide = x.float() if x.itemsize == 2 else x
     dims = list(dim) if dim else list(range(x.ndim))
     count = math.prod(x.shape[d] for d in dims)
@@ -247,9 +246,9 @@ def _shrink_backward(grad: Tensor, x: Tensor, bound: float) -> Tensor:
 
 
 def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:
-    """The graph of an operation's decomposition into operations named in `ruled`, or None if it has none.
+    """Return the graph of an operation's decomposition into operations named in `ruled`, or None.
 
-    Its inputs are those of the node, in the order of `node.all_input_nodes`.
+    Its inputs are `node.all_input_nodes`, in order.
     """
     if node.target not in decompositions():
         return None

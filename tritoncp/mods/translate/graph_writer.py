@@ -1,6 +1,6 @@
-"""Interpretation of a torch graph on symbolic values: each operation becomes a line of Triton source.
+"""Interpreter of a torch graph on symbolic values, which emits a line of Triton source for each operation.
 
-Tensors with dimensions are functions of an index, see `symbolic`: only their elements are written.
+Tensors with dimensions are functions of an index, see `symbolic`: source is emitted for elements only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _RULED = frozenset(["arange", "where", "clamp", "copy", "to"]).union(
 
 
 class GraphWriter:
-    """Interpreter of a graph on symbolic values, which writes its operations to one Block.
+    """Interpreter of a graph on symbolic values, which emits its operations into one Block.
 
     values: the symbolic value of each node; None for an input without users
     """
@@ -70,8 +70,8 @@ class GraphWriter:
         self.block = Block(exact=not trace.is_score)
         self.block.reserve(*_INPUTS, "keep", "caps", "dcaps")
         self.values: dict[fx.Node, Value | None] = {}
-        self._num_casts = 0  # first lines, which convert b and h
-        self.load_axes = 0  # of "q" and "kv", with which one load varies
+        self._num_casts = 0  # number of first lines, which convert b and h
+        self.load_axes = 0  # largest number of axes ("q", "kv") on which the address of a load depends
 
     def run(self, graph: fx.Graph) -> list[Value | None]:
         for node in graph.nodes:
@@ -85,7 +85,7 @@ class GraphWriter:
         raise AssertionError("a graph ends in its output")
 
     def lines(self) -> list[str]:
-        """The emitted lines, and those that unpack the captures which they use."""
+        """Return the emitted lines, after lines that unpack the captures that these use."""
         used = set(re.findall(r"\w+", "\n".join(self.block.lines)))
         names = ([f"t{i}", f"t{i}_sizes", f"t{i}_strides"] for i in range(len(self.trace.tensors)))
         unpacked = [f"{', '.join(own)} = caps[{i}]" for i, own in enumerate(names) if used & {*own}]
@@ -121,7 +121,7 @@ class GraphWriter:
         return Scalar(text, torch.int64, f"int{bits}", interval, weak=True)
 
     def _shape(self, place: int) -> tuple[Dim, ...]:
-        """The dimensions of a captured tensor, as the emitted source reads them."""
+        """Return the dimensions of a captured tensor, with their names in the emitted source."""
         sizes = self.trace.tensors[place].shape
         return tuple(Dim(size, f"t{place}_sizes[{i}]") for i, size in enumerate(sizes))
 
@@ -194,7 +194,7 @@ class GraphWriter:
         return self.pointwise(node, name, inputs, result)
 
     def _decomposed(self, node: fx.Node, part: fx.Graph) -> Any:
-        """Write the operations of a node's decomposition."""
+        """Emit the operations of a node's decomposition."""
         inputs = iter(node.all_input_nodes)
         for step in part.nodes:
             if step.op == "placeholder":
@@ -295,7 +295,7 @@ class GraphWriter:
 
 
 def _options(node: fx.Node, num_operands: int) -> dict[str, Any]:
-    """The arguments after the operands of an aten operation that differ from their defaults."""
+    """Return the arguments of an aten operation, after its operands, that differ from their defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     values = dict(zip((argument.name for argument in schema), node.args)) | node.kwargs
     options = schema[num_operands:]
@@ -303,7 +303,7 @@ def _options(node: fx.Node, num_operands: int) -> dict[str, Any]:
 
 
 def _example(argument: Any) -> Any:
-    """A value of the operand's dtype and kind, for torch.result_type."""
+    """Return an example of the operand's dtype and kind (tensor or number), for torch.result_type."""
     if isinstance(argument, fx.Node):
         return argument.meta["number"] if "number" in argument.meta else argument.meta["val"]
     return argument

@@ -32,7 +32,7 @@ _ANY = IntegerRange(0, 2**63 - 1)
 
 
 class TooLong(NotImplementedError):
-    """A tensor of which every element would be computed for each pair has more than MAX_UNROLLED elements."""
+    """Raised if more than MAX_UNROLLED elements would be computed for each pair of query and key."""
 
     remedy = (
         "A product of rows, as q_rope[i] @ k_rope[j]: fold it into q and k, that is, concatenate "
@@ -54,12 +54,12 @@ def check_length(size: int) -> None:
 
 
 def constant_index(position: int) -> Index:
-    """The index of a position that is in range."""
+    """Return a constant Index, which is in range."""
     return Index(constant(position, torch.int64), None)
 
 
 def element_at(value: Scalar | Lazy, indices: Indices, out_rank: int) -> Scalar:
-    """The element of a value, broadcast to `out_rank` dimensions, at `indices`."""
+    """Return the element at `indices` of a value broadcast to `out_rank` dimensions."""
     if isinstance(value, Scalar):
         return value
     own = indices[out_rank - len(value.shape) :]
@@ -69,7 +69,7 @@ def element_at(value: Scalar | Lazy, indices: Indices, out_rank: int) -> Scalar:
 
 
 def broadcast(shape: Sequence[int], values: Sequence[Scalar | Lazy | Sparse]) -> tuple[Dim, ...]:
-    """The dimensions of a result, read from the operands where one of them has that size."""
+    """Return the dimensions of a broadcast result, named as those of the operands of the same size."""
     dims = [fixed_dim(size) for size in shape]
     for value in values:
         own = () if isinstance(value, Scalar) else value.shape
@@ -80,7 +80,7 @@ def broadcast(shape: Sequence[int], values: Sequence[Scalar | Lazy | Sparse]) ->
 
 
 def wrap(block: Block, dim: Dim, index: Scalar) -> Index:
-    """A user's index into a dimension: a negative one counts from the end, one out of range is invalid."""
+    """Convert a user's index into a dimension: a negative one counts from the end, with a bounds check."""
     if index.const is not None and dim.text.isdigit():
         position = int(index.const) % dim.size if -dim.size <= index.const < dim.size else 0
         return Index(constant(position, torch.int64), None)
@@ -132,9 +132,9 @@ def shift(block: Block, index: Index, start: int, step: int) -> Index:
 
 
 def reshape(block: Block, indices: Indices, old: Sequence[int], new: Sequence[int]) -> Indices:
-    """The index, in a contiguous tensor of shape `new`, of the element at `indices` in one of shape `old`.
+    """Convert the index of an element for a contiguous tensor from shape `old` to shape `new`.
 
-    Each of its parts is valid only if all of `indices` are: a later view may drop the other parts.
+    Each part of the result has the bounds checks of all `indices`, since a later view may drop other parts.
     """
     if [s for s in old if s != 1] == [s for s in new if s != 1]:
         rest = iter(index for index, size in zip(indices, old, strict=True) if size != 1)
@@ -156,9 +156,9 @@ def reshape(block: Block, indices: Indices, old: Sequence[int], new: Sequence[in
 
 
 def element_address(block: Block, base: str, indices: Indices) -> tuple[str, str]:
-    """The source of the pointer to an element, and of its bounds checks ("" if every index is in range).
+    """Return the source of (pointer to an element, its bounds checks or "").
 
-    Terms that are the same for the whole tile are added first: one 64-bit sum for all elements.
+    Terms that are uniform over the tile are added first, as one 64-bit sum for all elements.
     """
     tile_terms, element_terms = list[str](), list[str]()
     for i, index in enumerate(indices):
@@ -182,7 +182,7 @@ def dim_sizes(shape: Sequence[Dim]) -> list[int]:
 
 
 def remap(value: Lazy, shape: tuple[Dim, ...], source_index: Callable[[Indices], Indices]) -> Scalar | Lazy:
-    """A view of a Lazy: `source_index` maps an index of the result to one of the source."""
+    """Return a view of a Lazy: `source_index` maps an index of the result to one of the source."""
     if not shape:
         return value.at(source_index(()))
     return Lazy(shape, value.dtype, lambda result: value.at(source_index(result)), value.fill)

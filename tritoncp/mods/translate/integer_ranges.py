@@ -1,8 +1,8 @@
-"""Ranges of integers: which int64 values of torch may live in 32-bit registers.
+"""Interval arithmetic of integers: which int64 values of torch fit in 32-bit registers.
 
-An `IntegerRange` holds every value that an expression can take, in exact Python integers. b, h, q_idx and
-kv_idx lie in [0, 2^30); captured integer tensors span their dtype; arithmetic gives the intervals of results.
-A result that can leave its torch dtype wraps around, so its interval becomes that of the dtype.
+An `IntegerRange` contains all values of an expression, as exact Python integers. b, h, q_idx and kv_idx are
+in [0, 2^30); captured integer tensors have the range of their dtype. A result that can overflow its torch
+dtype wraps around, so its interval becomes that of the dtype.
 
 >>> add(INDEX, INDEX).fits(32), mul(INDEX, INDEX).fits(32)
 (True, False)
@@ -22,7 +22,7 @@ class IntegerRange(NamedTuple):
     hi: int
 
     def fits(self, bits: int) -> bool:
-        """Whether a signed integer of this many bits holds every value."""
+        """Return whether all values fit in a signed integer of this many bits."""
         return -(1 << (bits - 1)) <= self.lo and self.hi < 1 << (bits - 1)
 
     def within(self, other: IntegerRange) -> bool:
@@ -33,14 +33,14 @@ INDEX = IntegerRange(0, 2**30 - 1)
 
 
 def dtype_interval(dtype: torch.dtype) -> IntegerRange | None:
-    """All values of an integer dtype; None for floating point."""
+    """Return the range of an integer dtype; None for floating point."""
     if dtype is torch.bool or dtype.is_floating_point:
         return IntegerRange(0, 1) if dtype is torch.bool else None
     return IntegerRange(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def wrap_interval(exact: IntegerRange, dtype: torch.dtype) -> IntegerRange:
-    """The interval of a result that wraps to `dtype`; `exact`: its interval before that."""
+    """Return the interval of a result that wraps to `dtype`. exact: its interval before wrapping"""
     limits = dtype_interval(dtype)
     assert limits is not None, f"{dtype} is no integer type"
     return exact if exact.within(limits) else limits
@@ -112,7 +112,7 @@ def fmod(a: IntegerRange, b: IntegerRange) -> IntegerRange:
 
 
 def bits(a: IntegerRange, b: IntegerRange) -> IntegerRange:
-    """The interval of a & b, a | b and a ^ b: as many bits as the wider operand."""
+    """The interval of a & b, a | b and a ^ b: all values with as many bits as the wider operand."""
     if a.lo >= 0 and b.lo >= 0:
         return IntegerRange(0, (1 << max(a.hi.bit_length(), b.hi.bit_length())) - 1)
     width = max(v.bit_length() for v in (a.lo, a.hi, b.lo, b.hi)) + 1

@@ -1,8 +1,8 @@
 """Captured numbers among the constants of a traced graph, which become runtime arguments.
 
-A constant that equals a captured number is taken for that number: equality by chance makes an argument of the
-same value, which is right. Other constants stay in the emitted source. Each new value of a number is traced
-on its own, as the function may branch on it.
+Every constant that equals a captured number becomes an argument: if they are equal by chance, the argument
+still has the right value. Other constants stay in the emitted source. The function is traced again for each
+new value of a number, as it may branch on it.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-# Where a Python number may be a runtime argument: operands of these, never shapes, dims or exponents.
+# Operations whose operands may be runtime arguments; shapes, dims and exponents may not.
 _NUMBER_OPS = frozenset(
     {"add", "sub", "rsub", "mul", "div", "floor_divide", "remainder", "fmod", "maximum", "minimum", "clamp"}
     | {"eq", "ne", "lt", "le", "gt", "ge", "where", "scalar_tensor", "full"}
     | {"bitwise_and", "bitwise_or", "bitwise_xor"}
 )
 
-Place = tuple[int, int]  # (node, argument), both counted from 0
+Place = tuple[int, int]  # (index of the node, index of the argument)
 
 
 def number_places(
     graph: fx.Graph, captured: Sequence[int | float], read: Sequence[int | float]
 ) -> dict[Place, int]:
-    """Map places of constants to the positions in `[*captured, *read]` of the numbers that they equal.
+    """Return {place of a constant: index in `[*captured, *read]` of the number that it equals}.
 
     captured: numbers in closures, defaults and partial arguments
     read: numbers from globals and attributes
 
-    0 and 1 stay constants: equality with them is mostly chance. So do integers of `read` in the address of
-    a captured tensor, mostly sizes and offsets: as an argument, one took the forward kernel of a bias table
-    from 241 registers to 32 spilled bytes.
+    0 and 1 remain constants, since equality with them is mostly chance. So do integers of `read` in addresses
+    of captured tensors, mostly sizes and offsets: with one as an argument, the forward kernel of a bias table
+    spilled 32 bytes, instead of none with 241 registers.
     """
     places: dict[Place, int] = {}
     addresses = _address_nodes(graph)
@@ -51,7 +51,7 @@ def number_places(
 
 
 def _address_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Collect the nodes that an index into a tensor is computed from."""
+    """Return the nodes from which indices into tensors are computed."""
     nodes: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if "index" in str(node.target) or "gather" in str(node.target) or "scatter" in str(node.target):
@@ -62,7 +62,7 @@ def _address_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _takes_number(node: fx.Node, key: int, number: int | float) -> bool:
-    """Whether a kernel may compute this argument of an operation from a number that it is given."""
+    """Return whether this argument of an operation may be a kernel argument."""
     packet = getattr(node.target, "overloadpacket", None)
     name = getattr(packet, "__name__", "").rstrip("_")
     if name not in _NUMBER_OPS or key > 2 or (isinstance(number, float) and number != number):

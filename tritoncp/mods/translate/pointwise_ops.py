@@ -1,6 +1,6 @@
 """Rules that emit pointwise aten operations on Scalars, with torch's type promotion.
 
-A Python number in an aten call is a weak Scalar: it takes the type that the operation computes in.
+A Python number in an aten call is a weak Scalar: it is converted to the type of the computation.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from tritoncp.mods.translate import integer_ranges
 from tritoncp.mods.translate.integer_ranges import IntegerRange, dtype_interval, wrap_interval
 from tritoncp.mods.translate.symbolic import TRITON_NAME, Block, Scalar, as_rep, constant, opmath, spell
 
-# fn(block, dtype, *operands): `dtype` is the result's (for comparisons: the type compared in)
+# fn(block, dtype, *operands): `dtype` is the result's (for comparisons: the dtype in which to compare)
 Rule = Callable[..., Scalar]
 
 
 def _integer_type(
     block: Block, dtype: torch.dtype, exact: IntegerRange | None, *operands: Scalar
 ) -> tuple[str, IntegerRange]:
-    """The Triton type in which an integer operation is exact, and the interval of its result."""
+    """Return (Triton type in which an integer operation is exact, interval of its result)."""
     interval = wrap_interval(exact, dtype) if exact is not None else dtype_interval(dtype)
     assert interval is not None
     small = dtype is torch.int64 and exact is not None and exact.fits(32)
@@ -30,13 +30,13 @@ def _integer_type(
 
 
 def _convert_all(block: Block, dtype: torch.dtype, operands: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
-    """Operands in the common dtype; Python numbers in the type the operation computes in."""
+    """Convert operands to the common dtype, and Python numbers to the type of the computation."""
     wide = torch.float32 if opmath(dtype) == "float32" else dtype
     return tuple(block.convert(o, wide if o.weak else dtype) for o in operands)
 
 
 def _operand(value: Scalar, rep: str, other: Scalar | None = None) -> str:
-    """The source of an operand of an infix operator: an untyped literal if the other has a type."""
+    """Return the source of an operand of an infix operator: an untyped literal if the other has a type."""
     finite = value.const is not None and not isinstance(value.const, bool) and abs(value.const) < float("inf")
     if finite and other is not None and other.const is None and rep in _LITERAL_TYPES:
         text = spell(value.const, rep)  # type: ignore[arg-type]
@@ -54,10 +54,11 @@ def _two_operands(
     hint: str, floats: str = "", interval: Intervals | None = None, ints: str = "", bools: str = "",
     naturals: str = "",
 ) -> Rule:  # fmt: skip
-    """The rule of an operation by templates of its source, in which {a} and {b} are operands of one type; {x}
-    and {y} are the same, or an untyped literal for one of them.
+    """Make the rule of a binary operation from templates of its source: {a} and {b} are operands of one type;
+    {x} and {y} are these, or an untyped literal for one of them.
 
-    ints, bools: of integers and bools, if it differs. naturals: of non-negative integers, the second positive
+    ints, bools: templates for integers and bools, if different. naturals: for non-negative integers with a
+    positive second operand
     """
 
     def rule(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
@@ -111,8 +112,8 @@ def _comparison_rule(symbol: str, hint: str) -> Rule:
 
 
 def _divide(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
-    """Emit true division, of which the result is floating point for integers too; in a score_mod, the product
-    with the inverse of a number or of a value that all scores share, which is rounded twice."""
+    """Emit true division (of integers too, with a float result); in a score_mod, if the divisor is a number
+    or uniform over the tile, the product with its inverse, which is rounded twice."""
     a, b = _convert_all(block, dtype, (a, b))
     rep = opmath(dtype)
     if not block.exact and dtype is torch.float32 and a.axes and not b.axes and b.const != 0:
@@ -127,7 +128,7 @@ def _divide(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
 
 
 def _extreme_rule(name: str, floats: str, interval: Intervals) -> Rule:
-    """The rule of maximum or minimum, of which `floats` decides what becomes of NaN."""
+    """Make the rule of maximum or minimum. floats: template for floats, which has the treatment of NaN"""
     bools = "{a} | {b}" if name == "maximum" else "{a} & {b}"
     return _two_operands(name[:3], floats, interval, ints=f"tl.{name}({{a}}, {{b}})", bools=bools)
 
@@ -261,13 +262,13 @@ def _function_rule(template: str, hint: str, exact: str | None = None) -> Rule:
 
 
 def _rounding_rule(template: str, hint: str) -> Rule:
-    """The rule of floor, ceil, trunc or round, which leave integers as they are."""
+    """Make the rule of floor, ceil, trunc or round, which return integers unchanged."""
     call = _function_rule(template, hint)
     return lambda block, dtype, a: call(block, dtype, a) if dtype.is_floating_point else a
 
 
 def _signed_rule(template: str, hint: str, interval: Callable[[IntegerRange], IntegerRange]) -> Rule:
-    """The rule of a function of floats and integers."""
+    """Make the rule of a unary function of floats and integers."""
 
     def rule(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
         a = block.convert(a, dtype)
@@ -303,7 +304,7 @@ def _signbit(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
     return COMPARE["lt"](block, a.dtype, a, constant(0, a.dtype))
 
 
-# Functions of CUDA's libdevice and of AMD's, which have the name of the operation.
+# Functions of CUDA's and AMD's libdevice with the name of the aten operation.
 LIBDEVICE = (
     "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "erfinv", "lgamma",
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Concatenations and reductions of short tensors, unrolled into operations on their elements.
 
-A kernel computes a score_mod at every pair of query and key: there is no axis to reduce over. `a[i] * b[j]`
-with rows of 64 elements therefore becomes 64 products, and its sum 63 additions. MAX_UNROLLED bounds the
+A kernel computes a score_mod for every pair of query and key, and tiles have no axis to reduce over. So
+`(a[i] * b[j]).sum()` with rows of 64 elements becomes 64 products and 63 additions. MAX_UNROLLED limits the
 number of elements.
 """
 
@@ -38,7 +38,8 @@ Fold = Callable[[Block, torch.dtype, list[Scalar]], Scalar]
 
 
 def _fold(step: Callable[[Block, torch.dtype, Scalar, Scalar], Scalar], exact: bool = False) -> Fold:
-    """Fold elements from the first to the last, half precisions in float32 as torch does, unless `exact`."""
+    """Make a fold from the first to the last element, in float32 for half precisions (as torch) unless
+    exact."""
 
     def fold(block: Block, dtype: torch.dtype, elements: list[Scalar]) -> Scalar:
         wide = torch.float32 if dtype.itemsize == 2 and dtype.is_floating_point and not exact else dtype
@@ -49,7 +50,7 @@ def _fold(step: Callable[[Block, torch.dtype, Scalar, Scalar], Scalar], exact: b
 
 
 def _position_fold(comparison: str) -> Fold:
-    """The position of the first extreme element; a NaN is more extreme than numbers."""
+    """Make the fold of argmax or argmin: the position of the first extreme element, or of the first NaN."""
 
     def fold(block: Block, dtype: torch.dtype, elements: list[Scalar]) -> Scalar:
         best, position = elements[0], constant(0, torch.int64)
@@ -82,7 +83,7 @@ _FOLDS: dict[str, Fold] = {
 def reduce(
     block: Block, source: Scalar | Lazy, dims: Iterable[int], keep: bool, dtype: torch.dtype, fold: Fold
 ) -> Scalar | Lazy:
-    """Reduce over `dims` (all, if there are none). Raises TooLong for more than MAX_UNROLLED elements."""
+    """Reduce over `dims` (all, if empty). Raises TooLong for more than MAX_UNROLLED elements."""
     shape = () if isinstance(source, Scalar) else source.shape
     reduced = {int(d) % max(len(shape), 1) for d in dims} or set(range(len(shape)))
     sizes = [shape[d].size for d in sorted(reduced) if d < len(shape)]
@@ -116,7 +117,7 @@ def _reduction_rule(name: str) -> Callable[..., Value]:
 
 
 def _dims_and_keep(node: fx.Node) -> tuple[list[int], bool]:
-    """The arguments `dim` (`dims` in prims) and `keepdim` of a reduction; [] for all dimensions."""
+    """Return the arguments (`dim` or prims' `dims`, `keepdim`) of a reduction; [] for all dimensions."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     arguments = dict(zip(names, node.args)) | node.kwargs
     dims: Any = arguments.get("dim", arguments.get("dims"))

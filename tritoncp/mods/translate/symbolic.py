@@ -1,4 +1,4 @@
-"""Values of a graph while Triton source is emitted.
+"""Symbolic values of a graph for the emission of Triton source.
 
 - `Scalar`: one value per element of the tile (a Triton scalar or tile), named in the emitted source.
 - `Lazy`: a tensor with dimensions, which is a function from an index tuple to a Scalar.
@@ -31,12 +31,12 @@ class Scalar(NamedTuple):
     """A value in the emitted source.
 
     text: a Triton expression without side effects
-    dtype: of the value in torch
-    rep: the Triton type of `text`; int32 for an int64 of torch where `range` proves that it fits
-    range: every value of an integer; None for floating point
-    const: the value, where it is the same in every call
-    axes: of the score tile, "q", "kv" and "score", with which the value varies
-    weak: a Python number, which takes the dtype of the other operand
+    dtype: torch dtype of the value
+    rep: Triton type of `text`; int32 for an int64 in torch if `range` fits
+    range: interval of an integer; None for floating point
+    const: the value, if it is a constant
+    axes: axes of the score tile, "q", "kv" and "score", on which the value depends
+    weak: whether it is a Python number, which is converted to the dtype of the other operand
     """
 
     text: str
@@ -49,14 +49,14 @@ class Scalar(NamedTuple):
 
 
 class Dim(NamedTuple):
-    """The length of a dimension: `size` when traced, `text` in the emitted source."""
+    """The length of a dimension: `size` in tracing, `text` in the emitted source."""
 
     size: int
     text: str
 
 
 class Index(NamedTuple):
-    """An index from the beginning of a dimension; `valid`: source of its bounds check, None if in range."""
+    """A non-negative index into a dimension. valid: source of its bounds check, None if it is in range"""
 
     at: Scalar
     valid: str | None
@@ -66,7 +66,7 @@ Indices = tuple[Index, ...]
 
 
 class Lazy(NamedTuple):
-    """A tensor with dimensions; `at` gives an element, `fill` the value of all elements if they are equal."""
+    """A tensor with dimensions. at: returns an element; fill: the value of all elements if they are equal"""
 
     shape: tuple[Dim, ...]
     dtype: torch.dtype
@@ -75,14 +75,14 @@ class Lazy(NamedTuple):
 
 
 class GradientEntry(NamedTuple):
-    """An addend of a gradient, and the index of the element that it belongs to."""
+    """A term of a gradient, and the index of the element to which it is added."""
 
     indices: Indices
     value: Scalar
 
 
 class Sparse(NamedTuple):
-    """The gradient of a tensor with dimensions: the sum of its entries at each index, zero elsewhere."""
+    """The gradient of a tensor with dimensions: at each index the sum of the entries there."""
 
     shape: tuple[Dim, ...]
     dtype: torch.dtype
@@ -93,12 +93,12 @@ Value = Scalar | Lazy | Sparse
 
 
 def fixed_dim(size: int) -> Dim:
-    """A dimension whose length is a constant of the emitted source."""
+    """Return a dimension whose length is a constant in the emitted source."""
     return Dim(size, str(size))
 
 
 def spell(value: Number, rep: str) -> str:
-    """The shortest literal of a value in a Triton type."""
+    """Return the shortest literal of a value in a Triton type."""
     if rep == "int1":
         return repr(bool(value))
     if not rep.startswith(("float", "bfloat")):
@@ -116,14 +116,14 @@ def _float32(value: float) -> float:
 
 
 def literal(value: Number, rep: str) -> str:
-    """The source of a constant of a Triton type. Triton's interpreter fills no bfloat16."""
+    """Return the source of a constant of a Triton type. (tl.full of bfloat16 fails in the interpreter.)"""
     if rep == "bfloat16":
         return f"tl.cast({literal(value, 'float32')}, tl.bfloat16)"
     return f"tl.full((), {spell(value, rep)}, tl.{rep})"
 
 
 def constant(value: Number, dtype: torch.dtype) -> Scalar:
-    """A constant of a torch dtype, rounded to it; integers take 32 bits where they fit."""
+    """Return a constant rounded to a torch dtype; integers have 32 bits if they fit."""
     if isinstance(value, int) and dtype.is_floating_point:
         value = float(value)
     if isinstance(value, float) or dtype is torch.bool:
@@ -137,7 +137,7 @@ def constant(value: Number, dtype: torch.dtype) -> Scalar:
 
 
 def weak_scalar(value: Number) -> Scalar:
-    """A Python number as the operand of an operation, see `Scalar.weak`."""
+    """Return a Python number as an operand, see `Scalar.weak`."""
     dtype = (
         torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
     )
@@ -145,7 +145,7 @@ def weak_scalar(value: Number) -> Scalar:
 
 
 def as_rep(value: Scalar, rep: str) -> str:
-    """The source of `value` as a Triton type."""
+    """Return the source of `value` converted to a Triton type."""
     if value.const is not None:
         return literal(value.const, rep)
     if value.rep == rep:
@@ -156,7 +156,7 @@ def as_rep(value: Scalar, rep: str) -> str:
 
 
 def opmath(dtype: torch.dtype) -> str:
-    """The Triton type that torch computes in: float32 for half precisions."""
+    """Return the Triton type in which torch computes: float32 for half precisions."""
     return "float32" if dtype in (torch.float16, torch.bfloat16) else TRITON_NAME[dtype]
 
 
@@ -164,8 +164,8 @@ def opmath(dtype: torch.dtype) -> str:
 class Block:
     """The lines of one emitted function.
 
-    exact: whether divisions and roots are rounded as IEEE 754 says, as in masks, although that is slower
-    uniform: variables that all scores of a tile share
+    exact: whether divisions and roots are rounded correctly (IEEE 754), which is slower; for masks
+    uniform: variables that are uniform over a score tile
     """
 
     exact: bool
@@ -185,7 +185,7 @@ class Block:
         return self._variables[expression]
 
     def reserve(self, *names: str) -> None:
-        """Keep names of parameters from being given to variables."""
+        """Reserve names of parameters, so that no variable gets them."""
         for name in names:
             self._name_counts[name] = max(self._name_counts.get(name, 0), 1)
 
@@ -198,7 +198,7 @@ class Block:
         range: IntegerRange | None,
         *parents: Scalar,
     ) -> Scalar:
-        """Emit an operation; its result varies with the axes of all operands."""
+        """Emit an operation; its result depends on the axes of all operands."""
         axes = frozenset().union(*(p.axes for p in parents)) if parents else NO_AXES
         name = self.name(expression, hint)
         if not axes:
@@ -212,7 +212,7 @@ class Block:
         return self.scalar(expression, hint, torch.bool, "int1", dtype_interval(torch.bool), *parents)
 
     def float_scalar(self, expression: str, hint: str, dtype: torch.dtype, *parents: Scalar) -> Scalar:
-        """Emit a float operation that is computed in opmath(dtype) and rounded to dtype."""
+        """Emit a float operation computed in opmath(dtype) and rounded to dtype."""
         rep = TRITON_NAME[dtype]
         if opmath(dtype) != rep:
             expression = f"tl.cast({expression}, tl.{rep})"

@@ -1,9 +1,9 @@
-"""Python callable -> torch graph of one attention element.
+"""Tracing of a mask_mod or score_mod to a torch graph for one pair of query and key.
 
-The function is run on 0-d fake tensors (score, b, h, q_idx, kv_idx) under `make_fx`. The result is an aten
-graph whose inputs are these five, then every captured tensor in order of first use, then the captured numbers
-that may change without changing the graph. torch's private `TransformGetItemToIndex` keeps an index by a 0-d
-tensor a gather.
+The function runs on 0-d fake tensors (score, b, h, q_idx, kv_idx) under `make_fx`. The result is an aten
+graph whose inputs are these five, then all captured tensors in order of first use, then the captured numbers
+that may change without a change of the graph. Under torch's private `TransformGetItemToIndex` an index by a
+0-d tensor is traced as a gather.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 
 @dataclass(frozen=True)
 class ModTrace:
-    """Graphs and captures of a mask_mod or score_mod.
+    """Traced graphs and captures of a mask_mod or score_mod.
 
     forward(score?, b, h, q_idx, kv_idx, *tensors, *numbers) -> out
     joint(dscore, score, b, h, q_idx, kv_idx, *tensors, *numbers)
         -> (gradient of the score, *gradients of tensors[i] for i in wants)
     back: the same -> (gradient of the score,)
 
-    name, origin: of the function, for messages; origin is file:line of its definition
-    dtype: of the scores
-    constants: positions in `tensors` of those that the function itself makes, the same at every call
+    name, origin: name and file:line of the function, for messages
+    dtype: dtype of scores
+    constants: indices in `tensors` of constant tensors that the function itself makes
     """
 
     name: str
@@ -79,7 +79,7 @@ class ModTrace:
 def trace_mod(
     fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState | None = None
 ) -> ModTrace:
-    """Trace `fn`, and find the captured numbers among the graph's constants."""
+    """Trace `fn`, and replace constants of the graph that are captured numbers by inputs."""
     state = state or read_state(fn, is_score, dtype)
     device = _device(state.tensors)
     numbers = captured_numbers(fn)
@@ -100,7 +100,8 @@ def trace_mod(
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
-    """The device of the captured tensors, of a 0-d one, which may be a CPU scalar, only if all are 0-d."""
+    """Return the device of the captured tensors; 0-d ones, which may be CPU scalars, count only if all
+    are."""
     devices = [t.device for t in tensors if t.ndim] or [t.device for t in tensors]
     return devices[0] if devices else torch.device("cpu")
 
@@ -108,8 +109,8 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
 def _record(
     fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: torch.device, recorder: _Recorder
 ) -> tuple[list[Tensor], list[str]]:
-    """Run a function once on fake tensors. Returns the captured tensors that require gradients, in the order
-    of the graph's gradients, and the names of the user's autograd.Functions that compute the result."""
+    """Record one run of a function on fake tensors. Return (captured tensors that require grad, in the order
+    of the graph's gradients; names of the user's autograd.Functions on the way to the result)."""
     leaves: list[Tensor] = []
     own_gradients: list[str] = []
 
@@ -122,7 +123,7 @@ def _record(
         return out if out.dtype == torch.bool else out != 0
 
     def joint(dscore: Tensor, score: Tensor, *rest: Tensor) -> Any:
-        out = call(score.clone(), *rest).to(dtype)  # a copy: the function may edit it in place
+        out = call(score.clone(), *rest).to(dtype)  # clone: the function may edit it in place
         leaves.extend(t for t in recorder.captures if t.requires_grad and t.is_floating_point())
         own_gradients.extend(_own_gradients(out, recorder.captures))
         recorder.detaches = False
@@ -131,7 +132,7 @@ def _record(
         grads = torch.autograd.grad(out, [score, *leaves], dscore, allow_unused=True)
         return out, torch.zeros_like(score) if grads[0] is None else grads[0], *grads[1:]
 
-    # The caller's hooks for saved tensors (offloaded activations, say) must not see fake tensors. torch's
+    # The caller's saved-tensor hooks, as for offloading, must not see fake tensors. torch's
     # cache of fake results is off: it is unbounded, with an entry for each value of a captured number.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False
@@ -148,13 +149,13 @@ def _record(
                 recorder.record(mask, indices, INDEX_NAMES)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         line = last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))
-        why = "its result depends on data known only in the kernel"
+        why = "its result depends on data that only the kernel has"
         raise Untranslatable(str(error.func), line, why) from error
     return leaves, own_gradients
 
 
 def _own_gradients(out: Tensor, captures: Sequence[Tensor]) -> list[str]:
-    """Names of the user's autograd.Functions between captured tensors and a result."""
+    """Return the names of the user's autograd.Functions between captured tensors and a result."""
     nodes, names = [out.grad_fn], {capture.grad_fn: "" for capture in captures}
     while nodes:
         node = nodes.pop()
@@ -166,7 +167,7 @@ def _own_gradients(out: Tensor, captures: Sequence[Tensor]) -> list[str]:
 
 
 def _as_tensor(out: Any, fn: Callable[..., Any], argument: Tensor) -> Tensor:
-    """The result of `fn` as a 0-d tensor on the device of `argument`."""
+    """Return the result of `fn` as a 0-d tensor on the device of `argument`."""
     if isinstance(out, bool | int | float):
         out = torch.scalar_tensor(
             out, dtype=torch.bool if isinstance(out, bool) else None, device=argument.device
@@ -176,17 +177,18 @@ def _as_tensor(out: Any, fn: Callable[..., Any], argument: Tensor) -> Tensor:
             f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         )
         raise Untranslatable(
-            "return", origin(fn), f"it gives {result} where one value per (q, kv) pair is needed"
+            "return", origin(fn), f"it returns {result}, and one value per (q, kv) pair is needed"
         )
     return out
 
 
 class _Recorder(FakeRecorder):
-    """Recorder that makes captured tensors inputs t0, t1, ... of the graph, and refuses operations that a
-    kernel cannot run.
+    """Recorder that makes captured tensors inputs t0, t1, ... of the graph, and raises Untranslatable for
+    operations that a kernel cannot run.
 
-    tensors: these inputs, in order of first use. constants: positions of those that the function itself makes
-    detaches: whether to detach results without gradients, for the torch form to have the function's gradient
+    tensors: these inputs, in order of first use. constants: indices of those that the function itself makes
+    detaches: whether to record detach() of results that do not require grad, so that the torch form has the
+        function's gradient
     """
 
     def __init__(self) -> None:
@@ -194,11 +196,11 @@ class _Recorder(FakeRecorder):
         self.tensors: list[Tensor] = []
         self.constants: list[int] = []
         self.detaches = False
-        self._views: list[Tensor] = []  # and the tensors that they are views of
+        self._views: list[Tensor] = []  # views, and the tensors of which they are views
 
     @property
     def captures(self) -> list[Tensor]:
-        """The tensors that the function does not make itself."""
+        """The tensors other than constants that the function makes."""
         return [tensor for i, tensor in enumerate(self.tensors) if i not in self.constants]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -210,7 +212,8 @@ class _Recorder(FakeRecorder):
             node.stack_trace = node.stack_trace or user_line()
         if _is_view(func):
             self._views += [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
-        # An edit in place keeps the gradient of what it edits: torch.cosine_similarity bounds its norms so.
+        # Under no_grad an in-place operation keeps the gradient of the edited tensor: torch.cosine_similarity
+        # clamps its norms so.
         is_edit = getattr(func, "_schema", None) is not None and func._schema.is_mutable
         if self.detaches and not torch.is_grad_enabled() and not is_edit and self._nodes.get(id(out)) in new:
             self._note(out, self.graph.call_function(aten.detach.default, (self._node(out),)))
@@ -252,7 +255,7 @@ class _Recorder(FakeRecorder):
 
 
 class _ValueChecks(TorchFunctionMode):
-    """Function mode that refuses `tolist` and `numpy`, which read values without an operation to trace."""
+    """Torch function mode that raises Untranslatable for `tolist` and `numpy`, which cannot be traced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
@@ -270,7 +273,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _has_dynamic_shape(func: Any, args: Any) -> bool:
-    """Whether the result's shape depends on data; that of a gather or scatter does only with a bool index."""
+    """Return whether the result's shape depends on data; for gathers and scatters, only with a bool index."""
     if func.overloadpacket not in (aten.index, aten.index_put, aten._unsafe_index):
         return True
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])

@@ -1,4 +1,4 @@
-"""Views and gathers of captured tensors, node by node: aten's arguments -> index maps."""
+"""Rules of views and gathers of captured tensors: from arguments of aten nodes to index maps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def op_name(node: fx.Node) -> str:
 
 
 def op_base_name(op: Any) -> str:
-    """The name of an aten operation without its overload; edits in place lose their last underscore."""
+    """Return the name of an aten operation without its overload, and without the underscore of in-place
+    ones."""
     name = getattr(getattr(op, "overloadpacket", None), "__name__", str(op))
     return name if name.startswith("__") else name.removesuffix("_")
 
@@ -70,7 +71,7 @@ def _permute(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> 
 
 
 def permutation(node: fx.Node, rank: int) -> list[int]:
-    """The order of the source's dimensions in the result of permute, transpose or t."""
+    """Return the order of the source's dimensions in the result of permute, transpose or t."""
     if op_name(node) == "permute":
         return [int(d) % rank for d in node.args[1]]  # type: ignore
     order = list(range(rank))

@@ -1,1 +1,1 @@
-"""Mods and masks in compiled graphs: their layout, and their captures as inputs of the graph."""
+"""Mask_mods, score_mods and masks in compiled graphs: structure as constants, captures as graph inputs."""

@@ -1,8 +1,8 @@
-"""User functions as inputs of a compiled graph: structure as text, captures as arguments.
+"""Mask_mods and score_mods as inputs of a compiled graph: structure as text, captures as arguments.
 
-Dynamo traces :func:`flatten_callable`. It reads a function's closure and objects there, by the layout of
-:mod:`.layouts`, so that captured tensors become inputs of the graph and captured numbers become symbols
-once they have changed. Inside an op, where real values arrive, :func:`rebuild` makes the function again.
+Dynamo traces :func:`flatten_callable`, which reads a function's closure and objects by a layout
+(:mod:`.layouts`), so that captured tensors become inputs of the graph, and captured numbers symbols once they
+have changed. Inside an op, which gets the values, :func:`rebuild` makes the function again.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from tritoncp.planning.plan import Plan
 
 
 def flatten_callable(thing: Any, tensors: list[Tensor], ints: list[int]) -> str:
-    """Return the structure of a mod or mask, as text that depends on no captured number or tensor contents.
-    Captures are appended to ``tensors`` and ``ints``, floats to ``tensors`` as 0-d float64.
+    """Split a mod or mask into its structure, returned as text, and its captures, appended to ``tensors`` and
+    ``ints`` (floats to ``tensors``, as 0-d float64).
 
-    Raises Uncapturable for what a graph cannot carry.
+    Raises Uncapturable for objects that cannot be part of a graph.
     """
     return _flatten(thing, tensors, ints, is_called=True)
 
 
 def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool = False) -> str:
-    """Flatten an object by its type. is_called: whether the object is the mod, of which only a call reads."""
+    """Flatten an object by its type. is_called: it is the mod, so that only state that its call reads
+    counts."""
     if isinstance(thing, Tensor):
         tensors.append(thing)
         return '"t"'
@@ -78,7 +79,7 @@ def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool
     return _flatten_parts(thing, layout, tensors, ints)
 
 
-_BLOCK_MASK_FIELDS = (  # as BlockMask.from_kv_blocks takes them
+_BLOCK_MASK_FIELDS = (  # the arguments of BlockMask.from_kv_blocks
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE", "mask_mod",
     "seq_lengths",
 )  # fmt: skip
@@ -110,8 +111,8 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
 
 
 def _part_of(thing: Any, place: str, name: Any) -> Any:
-    """Return a part of an object. Not by `function_parts`: Dynamo fails with "Cell is empty" where that
-    catches the ValueError of a cell without a value."""
+    """Return a part of an object. (Under Dynamo `function_parts` fails with "Cell is empty", where it catches
+    the ValueError of an empty cell.)"""
     if place == "item":
         return thing[name]
     if place == "attribute":
@@ -122,14 +123,15 @@ def _part_of(thing: Any, place: str, name: Any) -> Any:
 
 
 def _handle(thing: Plan | Mask | TracedMask) -> Tensor:
-    """Return the handle of a plan or mask. Raises Uncapturable for one made inside the compiled function."""
+    """Return the handle of a plan or mask. Raises Uncapturable if the compiled function made it."""
     if thing.handle is None:
         raise Uncapturable(f"this {type(thing).__name__} was {MADE_INSIDE}")
     return thing.handle
 
 
 def _layout_of(thing: Any, is_called: bool) -> tuple[Layout, tuple[int | float, ...]]:
-    """Return the layout of an object, and the symbolic numbers captured by a function made in the graph."""
+    """Return (layout of an object, symbolic numbers that it captures if it is a function made in the
+    graph)."""
     if not torch.compiler.is_dynamo_compiling():
         return layouts.layout_of(thing, is_called), ()
     from torch._dynamo.comptime import comptime
@@ -143,7 +145,7 @@ def _layout_of(thing: Any, is_called: bool) -> tuple[Layout, tuple[int | float, 
 
 
 def _guard_identity(thing: Any) -> None:
-    """Have the graph serve only calls with this very object."""
+    """Add a guard, so that the graph is reused only for this very object."""
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
@@ -163,8 +165,8 @@ def _mod_id(digest: str) -> int:
 
 
 def rebuild(structure: str, tensors: Iterable[Tensor], ints: Iterable[int]) -> Any:
-    """Rebuild the object of :func:`flatten_callable`, with the captures of this call. Iterators continue with
-    those of the next object.
+    """Rebuild an object from its structure (:func:`flatten_callable`) and the captures of this call. If these
+    are iterators, only this object's captures are consumed.
 
     >>> tensors, ints = [], []
     >>> text = flatten_callable(lambda b, h, q_idx, kv_idx, w=3: q_idx - kv_idx < w, tensors, ints)
@@ -180,7 +182,7 @@ def _parsed(structure: str) -> Any:
 
 
 def _rebuild(node: Any, tensors: Iterator[Tensor], ints: Iterator[int]) -> Any:
-    """Rebuild one node of a structure; its captures are the next of ``tensors`` and ``ints``."""
+    """Rebuild one node of a structure from the next ``tensors`` and ``ints``."""
     if isinstance(node, str):
         return next(ints) if node == "i" else _LEAVES[node](next(tensors))
     kind, number, *parts = node

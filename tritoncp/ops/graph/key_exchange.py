@@ -1,5 +1,5 @@
-"""Ops of a graph whose chunks of queries share one exchange of keys between ranks; the pass of
-:mod:`tritoncp.chunking` puts them in the place of the ops of :mod:`tritoncp.ops.autograd`.
+"""Ops by which chunks of the queries share one exchange of keys between ranks; :mod:`tritoncp.chunking`
+replaces the ops of :mod:`tritoncp.ops.autograd` by them in a graph.
 
 Forward: ``send_keys``, a wait, ``forward_part`` of each chunk. Backward: ``send_keys`` and a wait again,
 ``backward_part`` of each chunk, ``send_gradients``, a wait, ``land_gradients``. The waits are
@@ -32,7 +32,7 @@ from tritoncp.planning.plan import Plan
 
 
 def _plan(handle: Tensor) -> Plan:
-    """Return the plan of a handle, after a check that its keys travel once."""
+    """Return the plan of a handle, after a check that its schedule sends each key once."""
     plan: Plan = object_of(handle)
     plan.check_sources()
     shared_keys.check_schedule(plan)
@@ -40,11 +40,11 @@ def _plan(handle: Tensor) -> Plan:
 
 
 def _send_keys(k: Tensor, v: Tensor, backward: bool, *arguments: Any) -> Tensor:
-    """Start the exchange of keys and values; the buffer is filled once it was waited for."""
+    """Start the exchange of keys and values; return the buffer, which is filled after a wait."""
     written = OpArguments(*arguments).with_leaves()
     with failures.closing(written.group):
         whole = _plan(written.plan)
-        if not backward:  # the backward pass of a call that was compared
+        if not backward:  # the forward pass has compared the call across ranks
             signatures.compare_call(written.decode(k), k, k, v)
         return shared_keys.send_keys(whole, k, v, written.group)
 
@@ -54,7 +54,7 @@ def _send_keys_fake(k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 
 def _reading_call(written: OpArguments, q: Tensor, index: int, count: int) -> Call:
-    """Read the call of one of ``count`` chunks of the queries, which read the buffer of the whole plan."""
+    """Decode the call for one of ``count`` chunks of the queries, with the whole plan's buffer of keys."""
     call = written.decode(q)
     shared_keys.check_schedule(call.plan)
     return call._replace(plan=shared_keys.reading_part(call.plan, index, count))
@@ -80,7 +80,7 @@ def _backward_part(
     dout: Tensor, dlse: Tensor | None, q: Tensor, buffer: Tensor, out: Tensor, lse: Tensor, index: int,
     count: int, *arguments: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute dq of a chunk, what it adds to dk and dv of the buffer's rows, and gradients of captures."""
+    """Compute for one chunk: dq, its terms of dk and dv of the buffer's rows, and gradients of captures."""
     written = OpArguments(*arguments).with_leaves()
     with failures.closing(written.group), current_device(q):
         call = _reading_call(written, q, index, count)
@@ -102,7 +102,7 @@ def _backward_part_fake(
 
 
 def _send_gradients(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Tensor, spec: str) -> Tensor:
-    """Start to return the gradients of keys and values, summed over all chunks, to the ranks of the keys."""
+    """Sum dk and dv over chunks and start to send them to the ranks that hold the keys."""
     with failures.closing(group := decode_spec(spec).group):
         return shared_keys.send_gradients(_plan(plan), dk, dv, k, group)
 
@@ -112,7 +112,7 @@ def _send_gradients_fake(dk: list[Tensor], dv: list[Tensor], k: Tensor, plan: Te
 
 
 def _land_gradients(returned: Tensor, k: Tensor, v: Tensor, plan: Tensor) -> list[Tensor]:
-    """Return dk and dv of this rank's shards."""
+    """Return dk and dv of this rank's shards from the received messages."""
     grads = shared_keys.land_gradients(_plan(plan), returned, k)
     return [in_own_memory(grad, x) for grad, x in zip(grads, (k, v), strict=True)]
 
@@ -122,18 +122,18 @@ def _land_gradients_fake(returned: Tensor, k: Tensor, v: Tensor, plan: Tensor) -
 
 
 def _new_size() -> Any:
-    """Return the rows of a message, which only the plan tells."""
+    """Return the unbacked symbol for the rows of a message, which depend on the plan."""
     return torch.library.get_ctx().new_dynamic_size()
 
 
 def _below_autograd(op: str) -> Any:
-    """Make the Autograd kernel of an op, which has no derivative: the graph has its backward pass."""
+    """Make the Autograd kernel of an op without a derivative: the joint graph contains the backward pass."""
 
     def run(*args: Any) -> Any:
         if needs_autograd(x for x in _tensors(args)):
             raise RuntimeError(
-                f"tritoncp::{op} has no derivative: it belongs to a joint graph that chunking.chunk cut. Cut "
-                "the graph where AOTAutograd partitions it, or run it under torch.no_grad()"
+                f"tritoncp::{op} has no derivative, since it belongs to a joint graph that chunking.chunk "
+                "rewrote: rewrite the graph where AOTAutograd partitions it, or run it under torch.no_grad()"
             )
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.tritoncp, op).default(*args)

@@ -1,20 +1,20 @@
-"""Layouts: which state of a Python function a compiled graph has to read, as nested tuples of text and ints.
+"""Layouts: nested tuples of text and ints that list the state of a Python function that a graph has to read.
 
-Made once for each graph, on the real objects, from the reads in the function's bytecode
-(:mod:`tritoncp.mods.bytecode`). :mod:`.inputs` follows a layout where Dynamo traces it, so that
-tensors become inputs of the graph and plain values are guarded. Code and classes stay in this process and are
-named by number. Globals are in no layout: a rebuilt function reads them when it runs.
+A layout is made once per graph, from the real objects and the reads in the function's bytecode
+(:mod:`tritoncp.mods.bytecode`). Dynamo traces :mod:`.inputs`, which follows the layout, so that tensors
+become inputs of the graph and plain values are guarded. Code and classes are in a table of this process and
+stand in a layout by their number. Globals are not in a layout: a rebuilt function reads them when it runs.
 
-The forms of a layout:
+Forms of a layout:
 
     ("value",)                     flatten it by its type
     ("is", number)                 a constant object, the same in every call of the graph
-    ("unset", number)              a variable of a closure without a value, or an absent attribute
+    ("unset", number)              an empty closure cell, or an absent attribute
     ("parts", maker, number, ((place, name, layout), ...))
                                    a function, method, object or dict, by the parts that are read;
                                    `inputs.rebuild` makes it again by the maker's name
     ("inside", structure)          a function that the graph makes, see :mod:`.variables`
-    ("refuse", reason)             no graph can carry it
+    ("refuse", reason)             it cannot be part of a graph
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ MADE_INSIDE = "made inside torch.compile; make it outside the compiled function 
 MAX_PARTS = 512  # objects and attributes in one layout
 
 VALUE: Layout = ("value",)
-# Objects that graphs name by number, each in a tuple. A graph that runs keeps its own in use.
+# Objects by the number in graphs, each in a tuple. A running graph marks its objects as recently used.
 _CONSTANTS: BoundedCache[int, tuple[Any]] = BoundedCache(1 << 15)
 _NUMBERS: BoundedCache[Any, int] = BoundedCache(1 << 15)  # by the constant's key
 _COUNT = itertools.count()
 
 
 class Uncapturable(TypeError):
-    """A mod or mask that no graph can carry; the message says why, and the remedy."""
+    """Raised for a mod or mask that cannot be part of a graph; the message has the reason and the remedy."""
 
 
 def register_constant(key: Any, thing: Any) -> int:
-    """Return the number of a constant object, by which graphs name it; equal keys share a number."""
+    """Return the number that stands for a constant object in graphs; equal keys share a number."""
     number: int | None = _NUMBERS.get(key)
     if number is None or _CONSTANTS.get(number) is None:
         number = next(_COUNT)
@@ -68,11 +68,11 @@ def register_constant(key: Any, thing: Any) -> int:
 
 
 def constant_of(number: int) -> Any:
-    """Return the object of `register_constant`. Raises RuntimeError if too many others were used since."""
+    """Return the object of `register_constant`. Raises RuntimeError if it was evicted from the table."""
     if (entry := _CONSTANTS.get(number)) is None:
         raise RuntimeError(
-            "a compiled graph names an object that is no longer in the table of constants: more than "
-            f"{_CONSTANTS.size} others were used since its last run. Compile it again, after "
+            "a compiled graph refers to an object that was evicted from the table of constants, since more "
+            f"than {_CONSTANTS.size} others were used after its last run: compile it again, after "
             "torch._dynamo.reset()"
         )
     return entry[0]
@@ -81,8 +81,8 @@ def constant_of(number: int) -> Any:
 def register_function(
     code: types.CodeType, scope: dict[str, Any], name: str, keywords: tuple[str, ...]
 ) -> int:
-    """Return the number of the constants of a function: all but its `function_parts`. keywords: the names of
-    the last of these"""
+    """Register the constants of a function, all but its `function_parts`, and return their number. keywords:
+    names of the last of these parts"""
     return register_constant((code, id(scope), keywords), (code, scope, name, keywords))
 
 
@@ -95,7 +95,7 @@ def make_function(constant: tuple[Any, ...], parts: list[Any]) -> types.Function
 def layout_of(thing: Any, is_called: bool = True) -> Layout:
     """Return the layout of a function, method or object that was made outside of the graph.
 
-    is_called: whether an object is the mod, of which only its call reads; else all its attributes may be read
+    is_called: the object is the mod, so that only state that its call reads counts; else all attributes count
 
     >>> class Cap:
     ...     value, other = 2.0, None
@@ -146,8 +146,8 @@ def _layout(thing: Any, is_called: bool = True) -> tuple[Layout, _Reads]:
 
 
 def is_fixed(thing: Any) -> bool:
-    """Whether an object is a constant of a graph: it has no state, or state that is read when it runs."""
-    if isinstance(thing, types.MethodType):  # as Function.apply of an autograd function
+    """Return whether an object is a constant of a graph: it has no state, or only state read at run time."""
+    if isinstance(thing, types.MethodType):  # for example apply of an autograd Function
         return is_fixed(thing.__self__) and is_fixed(thing.__func__)
     if isinstance(thing, types.FunctionType):
         is_torch = str(thing.__globals__.get("__name__")).split(".")[0] == "torch"
@@ -165,14 +165,14 @@ def is_fixed(thing: Any) -> bool:
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-# Types of the objects that `inputs.flatten_callable` flattens by their type.
+# Types that `inputs.flatten_callable` knows how to flatten.
 _FLAT = (Tensor, tuple, list, *_FUNCTIONS, Plan, Mask, TracedMask, Mod, MaskMod, BlockMask)
 
 
 class _Node:
-    """An object on the way of a function's reads.
+    """An object that a function reads.
 
-    parts: its parts that are read, by (kind, name). whole: whether the function reads the object itself
+    parts: the parts of it that are read, by (kind, name). whole: whether it is read as a whole
     """
 
     def __init__(self, thing: Any) -> None:
@@ -184,7 +184,7 @@ class _Node:
 
 
 class _Reads:
-    """Collects the reads of a function, and of the methods and properties that it calls on its objects."""
+    """Collector of the state that a function reads, also in the methods and properties that it calls."""
 
     def __init__(self) -> None:
         self.captured: set[int] = set()  # ids of tensors that become inputs of the graph
@@ -193,8 +193,8 @@ class _Reads:
         self._count = 0
 
     def function(self, fn: types.FunctionType, owner: _Node | None) -> Layout:
-        """Follow the reads of a function and return its layout. owner: the object its first argument is
-        bound to."""
+        """Collect the reads of a function and return its layout. owner: the object bound to its first
+        argument"""
         values = zip(fn.__code__.co_freevars, map(cell_value, fn.__closure__ or ()), strict=True)
         cells = {name: None if value is ABSENT else _Node(value) for name, value in values}
         self._follow_function(fn, owner, cells)
@@ -211,7 +211,7 @@ class _Reads:
     def _follow_function(
         self, fn: types.FunctionType, owner: _Node | None, cells: dict[str, _Node | None]
     ) -> None:
-        """Follow the reads of a function. cells: objects in its closure, none for a method of an object."""
+        """Collect the reads of a function. cells: objects in its closure, none for a method of an object"""
         name = id(fn), 0 if owner is None else id(owner)
         if name in self._functions:
             return
@@ -228,7 +228,7 @@ class _Reads:
                 self._follow(owner, chain.steps)
 
     def _follow(self, node: _Node, steps: tuple[Step, ...]) -> None:
-        """Follow attributes and items that are read from an object."""
+        """Collect the attributes and items that are read from an object."""
         for step, name in steps:
             obj = node.thing
             if is_fixed(obj) or isinstance(obj, _FLAT):
@@ -251,7 +251,7 @@ class _Reads:
         return None
 
     def call(self, node: _Node) -> None:
-        """Follow the reads of the call of an object."""
+        """Collect the reads of a call of an object."""
         kind = type(node.thing)
         name = "forward" if isinstance(node.thing, torch.nn.Module) else "__call__"
         call = getattr(kind, name, None)
@@ -265,7 +265,7 @@ class _Reads:
             node.whole = True
 
     def layout(self, node: _Node) -> Layout:
-        """Return the layout of an object, by the parts of it that are read."""
+        """Return the layout of an object with the parts that were collected."""
         thing = node.thing
         if isinstance(thing, _FLAT) and not is_fixed(thing):
             self._note(thing)
@@ -295,7 +295,7 @@ class _Reads:
         return "parts", "object", number, tuple(parts)
 
     def _note(self, value: Any) -> None:
-        """Note the tensors of a value that is flattened by its type."""
+        """Record the tensors of a value that is flattened by its type."""
         if isinstance(value, Tensor):
             self.captured.add(id(value))
         elif isinstance(value, types.FunctionType | types.MethodType):
@@ -332,7 +332,7 @@ def _add_all_parts(node: _Node) -> None:
 
 
 def _fields_of(obj: Any) -> dict[str, Any]:
-    """The attributes that an object holds, in slots and in its dictionary."""
+    """Return the attributes of an object, from its slots and its __dict__."""
     slots = [base.__dict__.get("__slots__", ()) for base in type(obj).__mro__]
     names = [name for group in slots for name in ((group,) if isinstance(group, str) else group)]
     own = ("__dict__", "__weakref__")
@@ -346,7 +346,8 @@ def _check_hooks(module: torch.nn.Module) -> None:
 
 
 def _parts_of_class(thing: Any, parts: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
-    """Return (place, name) of each part of a stand-in: an attribute, an item, or a table of an nn.Module."""
+    """Return (place, name) of each part of a copy by `stand_in`: an attribute, an item, or a table of an
+    nn.Module."""
     kind = type(thing)
     builtin = [base for base in kind.__mro__ if base is not object and not base.__flags__ & HEAP_TYPE]
     if builtin and kind not in (dict, OrderedDict):
@@ -361,7 +362,7 @@ def _parts_of_class(thing: Any, parts: tuple[tuple[str, Any], ...]) -> tuple[tup
 
 
 def stand_in(constant: tuple[Any, tuple[tuple[str, Any], ...]], values: list[Any]) -> Any:
-    """Make an object of a class with these parts, in the place of one that a function reads."""
+    """Make a partial copy of an object: of the same class, with the parts that a function reads."""
     kind, parts = constant
     copy = kind() if kind in (dict, OrderedDict) else object.__new__(kind)
     if isinstance(copy, torch.nn.Module):
@@ -377,7 +378,7 @@ def stand_in(constant: tuple[Any, tuple[tuple[str, Any], ...]], values: list[Any
 
 
 def check_gradients(fn: Any, captured: AbstractSet[int]) -> None:
-    """Raise Uncapturable if a function reads a tensor that requires grad and is no input of the graph.
+    """Raise Uncapturable if a function reads a tensor that requires grad but is not an input of the graph.
 
     captured: ids of the tensors that are inputs
     """

@@ -1,7 +1,7 @@
-"""Layouts of Dynamo's variables: the objects behind what a graph is traced with, and functions that it makes.
+"""Layouts of Dynamo's variables: of the real object behind a variable, or of a function that the graph makes.
 
-This reads private parts of Dynamo (torch 2.11 to 2.13), and nothing else of the package does. Import it only
-while Dynamo traces: it loads Dynamo.
+The only module that reads private parts of Dynamo (torch 2.11 to 2.13). Import it only while Dynamo traces,
+since it imports Dynamo.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ AROUND = f"{MADE_INSIDE}, or have it capture numbers and functions only, not ten
 
 
 def set_layout(context: Any) -> None:
-    """Set two local variables of a frame that Dynamo traces: ``layout`` to the layout of its local variable
-    ``thing``, see `layout_of`, and ``symbols`` to the tuple of the symbolic numbers that ``thing`` captures,
-    if the graph makes it. context: the ComptimeContext of that frame"""
+    """Set local variables of a frame that Dynamo traces: ``layout`` to the layout of its variable ``thing``
+    (`layout_of`), and ``symbols`` to the symbolic numbers that ``thing`` captures, if the graph makes it.
+    context: the ComptimeContext of that frame"""
     translator = context._ComptimeContext__tx
     symbols: list[Any] = []
     layout = _layout_of_variable(context, symbols)
@@ -62,11 +62,11 @@ def _layout_of_variable(context: Any, symbols: list[Any]) -> Layout:
 
 
 def _structure_of(variable: Any, symbols: list[Any]) -> tuple[str, Any]:
-    """Return the structure of a Dynamo variable, as `inputs.rebuild` reads it, and its value: a number,
-    a function without captures, a sequence of such, or a function that the graph makes around such. Raises
-    Uncapturable for others.
+    """Return (structure for `inputs.rebuild`, value) of a Dynamo variable: a number, a function without
+    captures, a sequence of these, or a function made in the graph that captures these. Raises Uncapturable
+    for other variables.
 
-    symbols: the variables of symbolic numbers are appended to it; their value is None
+    symbols: variables of symbolic numbers are appended; their value is None
     """
     variable = variable.realize()
     if isinstance(variable, NestedUserFunctionVariable):
@@ -95,7 +95,7 @@ def _structure_of_all(variables: Iterable[Any], symbols: list[Any]) -> tuple[str
 
 
 def _structure_of_function(variable: Any, symbols: list[Any]) -> tuple[str, types.FunctionType]:
-    """Return the structure and the value of a function that the graph makes."""
+    """Return (structure, value) of a function that the graph makes."""
     defaults = variable.defaults.items if variable.defaults else ()
     keywords = variable.kwdefaults.items if variable.kwdefaults else {}
     names = tuple([name.vt.as_python_constant() for name in keywords])
@@ -108,19 +108,19 @@ def _structure_of_function(variable: Any, symbols: list[Any]) -> tuple[str, type
 
 
 def guard_identity(context: Any) -> None:
-    """Guard that the local variable ``thing`` of a frame that Dynamo traces stays the same object."""
+    """Add an identity guard on the local variable ``thing`` of a frame that Dynamo traces."""
     _guard(context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker().realize())
 
 
 def _guard(variable: Any) -> None:
-    """Guard that a Dynamo variable from outside of the graph stays the same object. Dynamo's own guards tell
-    numbers and texts apart, and functions by their code only."""
+    """Add an identity guard on a Dynamo variable from outside of the graph; Dynamo's own guards compare
+    functions by their code only. Numbers and strings need none."""
     if variable.source is not None and not isinstance(variable, ConstantVariable | SymNodeVariable):
         install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
 
 
 def _object_of(variable: Any) -> Any:
-    """Return the object of a Dynamo variable. Raises Uncapturable if the graph makes the object."""
+    """Return the real object of a Dynamo variable. Raises Uncapturable if the graph makes the object."""
     variable = variable.realize()
     if isinstance(variable, SymNodeVariable):
         return variable.evaluate_expr()  # a guard makes it constant
@@ -140,7 +140,7 @@ def _kind_of(variable: Any) -> str:
 
 
 def _type_of(variable: Any) -> type | None:
-    """Return the type of a Dynamo variable's object, None where Dynamo does not name it."""
+    """Return the type of a Dynamo variable's object, None if unknown."""
     try:
         kind: type = variable.python_type()
     except Exception:
@@ -149,8 +149,8 @@ def _type_of(variable: Any) -> type | None:
 
 
 def _key_of(constant: Any) -> Any:
-    """Return a hashable key of a constant. Raises Uncapturable for objects with state, whose edits no guard
-    sees."""
+    """Return a hashable key of a constant. Raises Uncapturable for objects with state, which guards do not
+    compare."""
     if isinstance(constant, float | complex):
         return type(constant), repr(constant)
     if isinstance(constant, types.FunctionType) and not is_fixed(constant):
