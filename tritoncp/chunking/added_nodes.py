@@ -120,12 +120,9 @@ class AddedNodes:
         def clone(pieces: list[Node], value: Tensor) -> Node:
             order = self.memory_order(whole.squeeze(1) if value.ndim < whole.ndim else whole)
             turned = self.permute(pieces[0], order, stage)
-            copy = self.add_call(
-                aten.clone.default, (turned,), torch.empty_like(turned.meta["val"]).contiguous(), stage
-            )
+            copy = self.add_dense(aten.clone.default, (turned,), value.permute(order), stage)
             copy.kwargs = {"memory_format": torch.contiguous_format}
-            node = self.permute(copy, _inverse(order), stage)
-            return self.set_dense(node, value, order)
+            return self.permute(copy, _inverse(order), stage)
 
         with self.sizes.fake_mode, self.sizes.env.suppress_guards():
             return self.once(key, lambda: self.without_channel([piece], value, stage, clone))
@@ -149,13 +146,11 @@ class AddedNodes:
             result = make(squeezed, value.squeeze(1))
         return self.add_call(aten.unsqueeze.default, (result, 1), value, stage)
 
-    def set_dense(self, node: Node, value: Tensor, order: list[int]) -> Node:
-        """Give a node the metadata of a value, without gaps in memory, its dimensions from the outermost to
-        the innermost in ``order``."""
-        strides, step = list(value.stride()), 1
-        for d in reversed(order):
-            strides[d], step = step, step * value.shape[d]
-        node.meta["val"] = value
+    def add_dense(self, target: Any, args: tuple[Any, ...], value: Tensor, stage: dict[str, Any]) -> Node:
+        """Add a call whose result has the sizes of a value, and no gaps in memory."""
+        node, strides = self.add_call(target, args, value, stage), [1]
+        for size in reversed(value.shape[1:]):
+            strides.insert(0, size * strides[0])
         if any(sympy.expand(expression(a) - expression(b)) != 0 for a, b in zip(strides, value.stride())):
             with self.sizes.fake_mode, self.sizes.env.suppress_guards():
                 node.meta["val"] = value.new_empty_strided(value.shape, strides)
@@ -206,9 +201,8 @@ class AddedNodes:
         turned = [self.permute(piece, order, stage) for piece in pieces]
         with self.sizes.fake_mode, self.sizes.env.suppress_guards():
             joined = value.permute(order)
-        cat = self.add_call(aten.cat.default, (turned, order.index(dim)), joined, stage)
-        self.set_dense(cat, joined, sorted(order))
-        return self.set_dense(self.permute(cat, _inverse(order), stage), value, order)
+        cat = self.add_dense(aten.cat.default, (turned, order.index(dim)), joined, stage)
+        return self.permute(cat, _inverse(order), stage)
 
     def add_up(self, nodes: list[Node], value: Tensor, stage: dict[str, Any]) -> Node:
         """Add the sum of nodes, from the first to the last."""

@@ -150,7 +150,7 @@ class Rewrite(AddedNodes):
 
     def whole_node(self, x: Node) -> Node:
         step = self.routes.whole(x)
-        return self.values.get(step, step[0])  # a node that stays has no other value
+        return step[0] if step[1] == KEEP else self.values[step]
 
     def chunk_node(self, x: Node, c: int) -> Node:
         """Return the node of a chunk of a node's value."""

@@ -59,7 +59,7 @@ class StepGraph:
         chunks = range(self.cut.sizes.chunks)
         inputs = [self.chunk_of(x, i) for x in attention.keys_of(node) for i in chunks]
         inputs += [self.whole(x) for x in attention.whole_inputs(node)]
-        return inputs + {SEND: [], RETURN: [(node, i) for i in reversed(chunks)]}[kind]
+        return inputs if kind == SEND else inputs + [(node, i) for i in reversed(chunks)]
 
     def sums_keys(self, item: tuple[Node, int]) -> bool:
         """Return whether a result of attention's backward op is dk or dv of keys that are cut."""
