@@ -1,4 +1,4 @@
-"""`python -m tritoncp` in a process of its own."""
+"""Programs and `python -m tritoncp` in a process of their own."""
 
 import os
 import subprocess
@@ -8,13 +8,25 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def tritoncp(*words, **environment) -> subprocess.CompletedProcess:
-    """Run a command with more environment variables."""
+def python(*words, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
+    """Run Python with more environment variables."""
     return subprocess.run(
-        [sys.executable, "-m", "tritoncp", *words],
-        cwd=ROOT,
+        [sys.executable, *words],
+        cwd=cwd,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def tritoncp(*words, **environment) -> subprocess.CompletedProcess:
+    """Run a command with more environment variables."""
+    return python("-m", "tritoncp", *words, **environment)
+
+
+def run_code(code: str, cwd=ROOT, **environment) -> str:
+    """Run the text of a program, which has to succeed; return its output."""
+    done = python("-c", code, cwd=cwd, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -5,16 +5,14 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
 
+from tests.command_process import tritoncp
 from tritoncp.cli import main
 from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, windows
@@ -23,7 +21,6 @@ from tritoncp.demo.ranks import RankFailed, train_on_ranks
 from tritoncp.demo.run import difference
 from tritoncp.demo.train import TrainingConfig, TrainingStep, train
 
-ROOT = Path(__file__).parents[1]
 SMALL = TrainingConfig(seq_len=256, steps=2, shape=ModelShape(layers=1))
 
 
@@ -74,16 +71,8 @@ def test_the_loss_falls():
 CPU = torch.device("cpu")
 
 
-def tritoncp_demo(*words, **environment) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tritoncp", "demo", *words]
-    env = {**os.environ, **environment}
-    return subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
-    )
-
-
 def test_ranks_and_one_rank_agree(tmp_path):
-    done = tritoncp_demo("--steps=2", "--seq-len=320", "--world-size=2", f"--out={tmp_path}")
+    done = tritoncp("demo", "--steps=2", "--seq-len=320", "--world-size=2", f"--out={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert Image.open(tmp_path / "plan.png").size[0] > 600
     lines = done.stdout.splitlines()

@@ -8,20 +8,19 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 import tritoncp
+from tests import command_process
 from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.planning.step_tables import BackwardStep
 from tritoncp.self_check import comparison, run
 from tritoncp.self_check.cases import CheckRequest, Result, list_cases
 
-ROOT = Path(__file__).parents[1]
 SCHEDULES = ("one-device", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 MASKS = ("causal", "documents", "window", "score_mod", "sinks")
 DTYPES = ("float16", "float32")  # the interpreter truncates bfloat16
@@ -45,11 +44,8 @@ def wrong(report: dict) -> list[dict]:
 
 
 def test_the_json_has_every_schedule():
-    command = [sys.executable, "-m", "tritoncp", "check", "--json", "--jobs=2", "--budget=600"]
-    done = subprocess.run(
-        [*command, "--only=*-window-float32"], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+    words = "check", "--json", "--jobs=2", "--budget=600", "--only=*-window-float32"
+    done = command_process.tritoncp(*words, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["right"] and report["stopped"] is None
@@ -139,7 +135,7 @@ def test_ctrl_c_ends_a_check_and_its_processes():
     """SIGINT reaches all processes of the command, as Ctrl-C does. The rows so far have been shown."""
     command = [sys.executable, "-m", "tritoncp", "check", "--json", "--jobs=2", "--budget=600"]
     with subprocess.Popen(
-        [*command, "--only=*-causal-*"], cwd=ROOT, text=True, start_new_session=True,
+        [*command, "--only=*-causal-*"], cwd=command_process.ROOT, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TRITON_INTERPRET": "1"},
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # also in the background
     ) as process:  # fmt: skip

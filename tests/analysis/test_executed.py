@@ -2,22 +2,18 @@
 template beside them.  Kernels are compiled only in a process without TRITON_INTERPRET."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.command_process import tritoncp
 from tritoncp.analysis import torch_templates
 from tritoncp.analysis.executed import check_against, problem_of
-from tritoncp.ops import tile_tables
 from tritoncp.planning.problem import Problem
 
 
 def run(*words: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tritoncp", "inspect", "--executed", "--json", *words]
-    env = tile_tables.environment(without="TRITON_INTERPRET")
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = tritoncp("inspect", "--executed", "--json", *words, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -1,8 +1,5 @@
 """Tests of masks, plans and shards that are made inside functions compiled by torch.compile."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -10,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tritoncp
 from tests.api.compiled_calls import Compiled
+from tests.command_process import run_code
 from tritoncp import causal, create_block_mask, flex_attention, make_plan, shard, simulate
 
 pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")  # compiled code is outside the kernels
@@ -224,4 +222,4 @@ assert torch.equal(out, model(x))
 @pytest.mark.long
 def test_the_first_call_of_a_process():
     """Marks on entry points do not import Dynamo, and a mask may be traced before any other call."""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_CALL], check=True, timeout=300)
+    run_code(FIRST_CALL)

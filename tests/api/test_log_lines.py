@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 import tritoncp
+from tests.command_process import python
 from tests.multiprocess import ranks
 from tests.ops.measured_tiles import CPU, places, put
 from tritoncp.core import log_lines
@@ -21,7 +18,6 @@ from tritoncp.kernels import options
 from tritoncp.ops import tile_tables
 
 __all__ = ["places"]  # a fixture
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -112,8 +108,7 @@ for _ in range(2):
 
 
 def test_torch_logs_shows_the_lines_which_break_no_graph():
-    env = os.environ | {"TORCH_LOGS": "+tritoncp", "TRITON_INTERPRET": "0"}
-    run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, cwd=ROOT, capture_output=True, text=True)
+    run = python("-c", PROGRAM, TORCH_LOGS="+tritoncp", TRITON_INTERPRET="0")
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("mask causal(), 64 queries × 64 keys") == 1
     assert "run on the CPU engine, in plain torch" in run.stderr

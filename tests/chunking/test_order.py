@@ -3,9 +3,6 @@
 import os
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +11,10 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.chunking.graphs import ATEN, UNIT, Builder, names
+from tests.command_process import run_code
 from tritoncp.chunking import order, predict_timeline
 from tritoncp.chunking.streams.node_order import CostedGraph
 from tritoncp.chunking.streams.storages import Storages, dependencies_of
-
-ROOT = Path(__file__).parents[2]
 
 
 def random_graph(seed: int, count: int):
@@ -176,15 +172,7 @@ print(*names(gm))
 @pytest.mark.long
 def test_two_processes_derive_one_order():
     seed = "1" if os.environ.get("PYTHONHASHSEED") == "2" else "2"
-    run = subprocess.run(
-        [sys.executable, "-c", DIGEST],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONHASHSEED": seed},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
     gm = random_graph(7, 40)
     written = names(gm)
     order(gm, UNIT)
-    assert names(gm) == run.stdout.split() != written
+    assert names(gm) == run_code(DIGEST, PYTHONHASHSEED=seed).split() != written

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
+from tests.command_process import ROOT, python
 from tests.command_process import tritoncp as command
 from tritoncp.core.environment import OF_OTHERS, VARIABLES
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_has_a_row_for_each_variable():
@@ -72,8 +67,7 @@ def test_ranks_are_compared_as_the_variable_says_and_a_typing_error_is_reported(
         ("yes", "True", ""),
         ("ja", "False", "TRITONCP_CHECK='ja'"),
     ):
-        env = os.environ | {"TRITONCP_CHECK": text}
-        run = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+        run = python("-c", code, TRITONCP_CHECK=text)
         assert run.stdout.strip() == line and warning in run.stderr, run.stderr
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.command_process import run_code
 from tritoncp.core.tracing import TensorIndexing, graph_of, vmapped
 
 IDS = torch.arange(64) // 10
@@ -148,8 +146,6 @@ print(*({name.partition(".")[0] if not name.startswith("torch.") else name
 
 
 def test_first_mask_and_plan_load_neither_dynamo_nor_triton_nor_sympy() -> None:
-    command = [sys.executable, "-c", COLD]
-    root = Path(__file__).parents[2]
-    loaded = set(subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split())
+    loaded = set(run_code(COLD).split())
     heavy = {"torch._dynamo", "torch._inductor", "triton", "sympy", "matplotlib", "rich", "networkx", "click"}
     assert not heavy & loaded and "tritoncp" in loaded

@@ -3,22 +3,16 @@
 Triton decides when it is imported whether it interprets.
 """
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
+from tests.command_process import python
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 
 
 def run_compiled(arch: str, *words: str) -> None:
     """Run tests in a process of their own, with kernels that are compiled for ``arch``."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "--compiled", arch, *words]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = python("-m", "pytest", "-q", "-n0", "--compiled", arch, *words)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
 
 

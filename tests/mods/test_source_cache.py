@@ -7,7 +7,6 @@ import gc
 import inspect
 import linecache
 import os
-import subprocess
 import sys
 import traceback
 import weakref
@@ -18,6 +17,7 @@ import torch
 import triton
 
 import tritoncp
+from tests.command_process import run_code
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.mods import mask_mod, mod, source_cache
 
@@ -123,8 +123,4 @@ del function
 gc.collect()
 print(ref() is None, source_cache.load({JITTED.format(1)!r}).add.cache_key == key)
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "0"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert run.stdout.split() == ["True", "True"]
+    assert run_code(code, TRITON_INTERPRET="0").split() == ["True", "True"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -15,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import tritoncp
+from tests.command_process import run_code
 from tritoncp import causal, create_block_mask, simulate
 
 S, D, E, BATCH, HEADS = 96, 16, 8, 2, 4
@@ -118,7 +117,7 @@ def test_compiled_calls_are_counted():
 @pytest.mark.long
 def test_formulas_register_after_either_import():
     """The counter's module loads Triton, which importing tritoncp must not; its formulas register later."""
-    code = """
+    run_code("""
 import sys, torch, tritoncp
 from tritoncp import flex_attention
 assert "torch.utils.flop_counter" not in sys.modules
@@ -128,6 +127,4 @@ x = torch.randn(1, 2, 32, 16)
 with FlopCounterMode(display=False) as counter:
     flex_attention(x, x, x)
 assert counter.get_total_flops() == 4 * 2 * 32 * 32 * 16
-"""
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+""")

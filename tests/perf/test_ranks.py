@@ -1,7 +1,5 @@
 """Cases of several ranks: the answer of one device, one line from all, PyTorch's context parallelism."""
 
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.command_process import run_code
 from tests.multiprocess import ranks
 from tritoncp.perf.records import history
 from tritoncp.perf.suite import baselines, check, measure, timing
@@ -17,15 +16,12 @@ from tritoncp.perf.suite.cases import CASES, Case, select
 from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
 
 
 def run_in_new_process(check: Callable[[], None]) -> None:
     """Run a check in a new interpreter, whose forked ranks compile with torch: in ranks forked from a process
     that has compiled much before, torch's compiler did not come to an end."""
-    command = f"from {check.__module__} import {check.__name__}; {check.__name__}()"
-    done = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_code(f"from {check.__module__} import {check.__name__}; {check.__name__}()")
 
 
 def case_of(schedule: str, mask: str = "document", **more) -> Case:

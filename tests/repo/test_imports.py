@@ -7,9 +7,7 @@ import causal` are forbidden, `from tritoncp import mods` imports the module `tr
 """
 
 import ast
-import os
 import re
-import subprocess
 import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -17,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.command_process import ROOT, run_code
 
 
 def rows(header: str) -> dict[str, list[str]]:
@@ -168,9 +166,7 @@ def test_no_module_imports_itself_through_others():
 
 
 def loaded_after(statement: str) -> set[str]:
-    code = f"import sys; {statement}; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(run.stdout.split())
+    return set(run_code(f"import sys; {statement}; print(*sys.modules)").split())
 
 
 def test_importing_the_package_loads_neither_triton_nor_torch():
@@ -202,10 +198,8 @@ for mask in "causal", "mask_of_a_user:near":
 def test_plans_and_shards_are_made_where_triton_is_not_installed(tmp_path):
     (tmp_path / "mask_of_a_user.py").write_text("def near(b, h, q, kv):\n    return abs(q - kv) < 1000\n")
     path = f"import sys; sys.modules['triton'] = None; sys.path.insert(0, {str(ROOT)!r})"
-    code = f"{path}\n{PLANS}\n{PLAN_COMMANDS}"
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("4 ranks") >= 2, run.stdout
+    output = run_code(f"{path}\n{PLANS}\n{PLAN_COMMANDS}", tmp_path)
+    assert output.count("4 ranks") >= 2, output
 
 
 BARE = """
@@ -219,10 +213,7 @@ main(["check", "--help"])
 
 
 def test_kernels_checks_and_measurements_run_where_einops_is_not_installed():
-    code = f"import sys; sys.modules['einops'] = None; sys.path.insert(0, {str(ROOT)!r})\n{BARE}"
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run_code(f"import sys; sys.modules['einops'] = None\n{BARE}", TRITON_INTERPRET="1")
 
 
 def test_the_command_line_shows_its_help_without_torch():

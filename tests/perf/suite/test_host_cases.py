@@ -1,8 +1,6 @@
-"""Figures without a GPU: the calls that they time, and resuming a run that was killed."""
+"""Figures without a GPU: the calls that they time."""
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +10,6 @@ from tritoncp.perf.records.history import read
 from tritoncp.perf.suite import cpu_attention, host_cases
 from tritoncp.perf.suite.host_cases import HostCase, measure, measure_growth, no_launches
 from tritoncp.planning.problem import Problem
-
-ROOT = Path(__file__).parents[3]
-RUN = [sys.executable, "-m", "tritoncp", "perf", "run", "--device", "host", "--tier", "core", "--filter"]
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -1,17 +1,15 @@
 """Facts about the machine, from stand-ins for NVIDIA's tools, and without these tools."""
 
 import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.command_process import run_code
 from tritoncp.perf.suite import machine
 
 GPU = torch.device("cuda")
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -74,6 +72,4 @@ def test_a_commit_with_changed_python_files_is_marked(tmp_path):
     ],
 )
 def test_modules_load_only_the_packages_that_they_need(modules, never):
-    code = f"import sys, {modules}; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not never & set(run.stdout.split())
+    assert not never & set(run_code(f"import sys, {modules}; print(*sys.modules)").split())
