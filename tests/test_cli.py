@@ -104,6 +104,7 @@ REFUSED["plan"] += [
     (["--lengths", sys.executable], "holds no text"),
     (["--png", f"{'a' * 300}.png"], "cannot be written: File name too long"),
 ]
+REFUSED["autotune"].append((["--shapes", f"{'9' * 5000}x1,64,64"], "HEADSxKV_HEADS"))
 
 
 @pytest.mark.parametrize(

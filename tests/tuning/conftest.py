@@ -1,10 +1,28 @@
-"""A GPU for the tests of tuning, whose times are a formula."""
+"""A home and a compiler for the tests of tuning, and a GPU whose times are a formula."""
 
 import pytest
 
 from tests.tuning.stand_ins import tile_times
+from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.ops import tile_tables
 from tritoncp.tuning import command, search_run
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    """Use a folder of measured tiles that does not exist yet."""
+    tile_tables.forget()
+    monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path / "configs"))
+    yield tmp_path / "configs"
+    tile_tables.forget()
+
+
+@pytest.fixture
+def compile_nothing(monkeypatch):
+    """Replace compilers by one that returns a fixed report; return the report."""
+    report = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "tma": 0}
+    monkeypatch.setattr(Compilers, "compile_jobs", lambda self, jobs: ((job, report) for job in jobs))
+    return report
 
 
 @pytest.fixture

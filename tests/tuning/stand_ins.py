@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import torch
+from click.testing import CliRunner, Result
 
+from tritoncp.cli import main
 from tritoncp.kernels.tile_rules import default
 from tritoncp.planning.problem import Problem
 from tritoncp.tuning.journal import TuningJournal
@@ -14,6 +16,11 @@ TARGET = Target("forward", Problem("causal", 4096, 32, 8))
 RULE = default("forward", "sm_90", 128, torch.bfloat16)
 BEST = replace(RULE, num_stages=3)
 CONDITIONS = {"device": "formula"}
+
+
+def invoke(*words) -> Result:
+    """Run `tritoncp autotune`."""
+    return CliRunner().invoke(main, ["autotune", *map(str, words)])
 
 
 def cost(config):

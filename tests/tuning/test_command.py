@@ -1,4 +1,4 @@
-"""`tritoncp autotune` on the command line: requests that need no GPU, messages, and the files it writes."""
+"""`tritoncp autotune` on the command line: messages, and the files it writes."""
 
 from __future__ import annotations
 
@@ -7,61 +7,20 @@ import re
 
 import pytest
 import torch
-from click.testing import CliRunner
 
+from tests.tuning.stand_ins import invoke
 from tritoncp.analysis.compile_pool import Compilers
-from tritoncp.cli import main
 from tritoncp.ops import tile_tables
 from tritoncp.planning.problem import Problem
 from tritoncp.tuning import search, search_run
 from tritoncp.tuning.targets import Target, candidates
 
-REPORT = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "tma": 0}
 ONE = ["--shapes", "8x8,128,4096", "--mask", "causal", "--ops", "fwd"]
+pytestmark = pytest.mark.usefixtures("compile_nothing")
 
 
-def invoke(*words):
-    return CliRunner().invoke(main, ["autotune", *map(str, words)])
-
-
-@pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    """A home without a GPU, and a compiler that returns a fixed report."""
-    tile_tables.forget()
-    monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path / "configs"))
+def test_without_a_gpu_the_error_says_so(home, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(Compilers, "compile_jobs", lambda self, jobs: ((job, REPORT) for job in jobs))
-    yield tmp_path / "configs"
-    tile_tables.forget()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--preset", "llama9"], "pass one of llama3-8b"),
-        (["--mask", "round"], "pass one of causal, full"),
-        (["--ops", "sideways"], "pass one of fwd, bwd, fused, few, routes"),
-        (["--ops", "few", "--shapes", "128x1,128,4096"], "64 query heads per KV head"),
-        (["--score-mod", "hardcap"], "pass softcap"),
-        (["--score-mod", "math:pi"], "float, not a score_mod"),
-        (["--score-mod", "tests.tuning.test_run:random_score"], "cannot be translated"),
-        (["--score-mod", "tests.tuning.test_run:kernel_score"], "pass a Python function"),
-        (["--shapes", "8x8,64x64x64,128"], "128x128,192x128,8192"),
-        (["--budget", "soon"], "15m"),
-        (["--shapes", "32"], "32x8,128,16384"),
-        (["--shapes", ""], "32x8,128,16384"),
-        (["--shapes", "32x5,128,4096"], "divide"),
-        (["--shapes", "8x8,512,64"], "256"),
-        (["--shapes", f"{'9' * 30}x1,64,64"], "too many for a GPU"),
-        (["--shapes", f"{'9' * 5000}x1,64,64"], "HEADSxKV_HEADS"),
-    ],
-)
-def test_refusals_name_valid_values(words, said):
-    done = invoke(*words)
-    assert done.exit_code == 2 and said in done.output, "also on a machine without a GPU"
-
-
-def test_without_a_gpu_the_error_says_so(home):
     done = invoke("--preset", "llama3-8b")
     assert done.exit_code == 1 and "torch finds no GPU" in done.output and not home.exists()
 
@@ -82,9 +41,11 @@ def test_candidates_without_time_are_counted(budget, left_out, monkeypatch, home
     assert {"all": count == total, "some": 0 < count < total, "none": count == 0}[left_out]
 
 
-def test_ctrl_c_before_the_first_choice_says_that_the_table_is_empty(monkeypatch, gpu, tmp_path):
+def test_ctrl_c_before_the_first_choice_says_that_the_table_is_empty(
+    compile_nothing, monkeypatch, gpu, tmp_path
+):
     def interrupt(self, jobs):
-        yield jobs[0], REPORT
+        yield jobs[0], compile_nothing
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Compilers, "compile_jobs", interrupt)

@@ -8,19 +8,17 @@ import math
 import pickle
 import re
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
-from click.testing import CliRunner
 
+from tests.tuning.stand_ins import invoke
 from tritoncp.analysis import launches
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import Routed
 from tritoncp.analysis.launches import CallTensors, launch_of
-from tritoncp.cli import main
 from tritoncp.kernels import engine
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.tile_rules import Config
@@ -32,21 +30,8 @@ from tritoncp.tuning.device_bench import DeviceBench
 from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.targets import Target, candidates
 
-ROOT = Path(__file__).parents[2]
 SMALL = Target("forward", Problem("causal", 64, 2, 1, 16, 16, dtype="float32"))
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    tile_tables.forget()
-    monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path / "configs"))
-    yield tmp_path / "configs"
-    tile_tables.forget()
-
-
-def invoke(*words):
-    return CliRunner().invoke(main, ["autotune", *words])
 
 
 BIAS = torch.linspace(-1, 1, 8).requires_grad_()
@@ -86,12 +71,6 @@ def test_candidates_that_do_not_fit_are_dropped_by_the_compiler_without_a_gpu(mo
     own, _, fits = few(requested[0], "sm_90")
     assert forward == [own, fits] and fused == few(requested[1], "sm_90")
     assert (tuner.tally.tried, tuner.tally.pruned, tuner.tally.failed) == (4, 1, 0)
-
-
-@pytest.fixture
-def compile_nothing(monkeypatch):
-    report = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "tma": 0}
-    monkeypatch.setattr(Compilers, "compile_jobs", lambda self, jobs: ((job, report) for job in jobs))
 
 
 def request(home):
