@@ -2,13 +2,11 @@
 
 import json
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from tritoncp.analysis import inspect_run, resource_table
-from tritoncp.analysis.kernel_digest import read_syntax
 from tritoncp.cli import main
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
@@ -24,38 +22,13 @@ def test_the_table_has_a_row_for_all_that_is_shipped_and_no_other() -> None:
     assert [resource_table.key(row) for row in TABLE] == [resource_table.key(job.identity) for job in LISTED]
 
 
-def test_the_table_was_made_from_the_kernels_and_tiles_that_are_here(monkeypatch, tmp_path) -> None:
-    """Remedy for a failure: run ``tritoncp inspect --update`` and commit the table. The table here lacks a
-    row and has one of another kernel, so that exactly these two are stale."""
-    older = tmp_path / "resources.json"
-    resource_table.write([TABLE[0], TABLE[1] | {"digest": "of another kernel"}, *TABLE[3:]], older)
-    monkeypatch.setattr(resource_table.read_table, "__defaults__", (older,))
-    assert resource_table.stale(LISTED, 1) == LISTED[1:3]
-
-
-def test_a_digest_ignores_comments_and_docstrings() -> None:
-    def plain() -> Any:
-        def f(x: int) -> int:
-            return x + 1
-
-        return f
-
-    def explained() -> Any:
-        def f(x: int) -> int:
-            """One more."""
-            # for everyone
-            return x + 1
-
-        return f
-
-    def changed() -> Any:
-        def f(x: int) -> int:
-            return x + 2
-
-        return f
-
-    one, same, other = (read_syntax(make_function()) for make_function in (plain, explained, changed))
-    assert one == same != other
+def test_the_table_was_made_from_the_kernels_and_tiles_that_are_here(tmp_path) -> None:
+    """Remedy for a failure: run ``tritoncp inspect --update`` and commit the table."""
+    assert json.loads(resource_table.TABLE.read_text())["origin"] == resource_table.origin()
+    path = tmp_path / "resources.json"
+    for rows, origin in ((TABLE, resource_table.origin()), (TABLE[1:], {})):
+        resource_table.write(rows, path)
+        assert json.loads(path.read_text())["origin"] == origin
 
 
 def test_shipped_kernels_spill_nothing_fit_and_use_matrix_units() -> None:

@@ -19,7 +19,7 @@ from tests.mutants.sample import MODULES, ROOT, Mutant, copy_checkout
 
 BUILD = ROOT / "build" / "mutants"
 SUITE = (*MODULES, "ops", "api", "multiprocess", "test_fuzz.py", "repo/test_doctests.py")  # of tests/
-# Tests of the defaults of public functions, and of the launches that other processes prepare, by package.
+# Tests of the defaults of public functions, and of the kernels that were compiled, by package.
 BESIDE = {
     "": "repo/test_public_surface.py::test_the_public_surface_is_unchanged",
     "kernels/": "analysis/test_resource_table.py"

@@ -31,7 +31,7 @@ from tritoncp.perf.console import make_console
 @click.option("--timeout", type=Seconds(), default=300.0, show_default=True, help="Seconds for one kernel.")
 @click.option("--json", "as_json", is_flag=True, help="A list of rows on stdout, nothing else.")
 @click.option("--check", is_flag=True, help="Fail where something got worse since the table was written.")
-@click.option("--update", is_flag=True, help="Write stale rows of that table; with --check, all of them.")
+@click.option("--update", is_flag=True, help="Write the rows into that table.")
 @click.option(
     "--executed", is_flag=True, help="Run a call's kernels on the CPU, and count what they execute."
 )

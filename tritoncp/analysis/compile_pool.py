@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import partial
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from tritoncp.analysis.jobs import Job
@@ -17,14 +16,10 @@ class Compilers(WorkerPool):
 
     processes: their number; default: one for each core
     timeout:   seconds for one job
-    question:  "report"; "digest" for the digest alone, without compilation
     """
 
-    def __init__(
-        self, processes: int | None = None, timeout: float = 300.0, question: str = "report"
-    ) -> None:
-        answer = partial(answer_jobs, question)
-        super().__init__(answer, processes, setup=set_up, timeout=timeout, without="TRITON_INTERPRET")
+    def __init__(self, processes: int | None = None, timeout: float = 300.0) -> None:
+        super().__init__(report_jobs, processes, setup=set_up, timeout=timeout, without="TRITON_INTERPRET")
 
     def compile_jobs(self, jobs: Iterable[Job]) -> Generator[tuple[Job, dict[str, Any]]]:
         """Yield (job, report) in the order of completion. Closing the generator kills running jobs. A report
@@ -45,19 +40,12 @@ def set_up() -> None:
     name_functions()
 
 
-def answer_jobs(question: str, jobs: Iterable[Job]) -> Iterator[dict[str, Any]]:
-    """Compile jobs, or hash their sources, in a compiler process. Triton is imported here, without
-    TRITON_INTERPRET."""
-    from tritoncp.analysis.kernel_digest import hash_launch
+def report_jobs(jobs: Iterable[Job]) -> Iterator[dict[str, Any]]:
+    """Compile jobs in a compiler process. Triton is imported here, without TRITON_INTERPRET."""
     from tritoncp.analysis.kernel_report import report_kernel
-    from tritoncp.analysis.launches import launch_of
 
-    answers: dict[str, Callable[[Job], dict[str, Any]]] = {
-        "report": report_kernel,
-        "digest": lambda job: {"digest": hash_launch(launch_of(job))},
-    }
     for job in jobs:
         try:
-            yield answers[question](job)
+            yield report_kernel(job)
         except Exception as error:  # any compiler error is a result: other jobs continue
             yield {"failed": f"{type(error).__name__}: {str(error).strip()[:500]}"}

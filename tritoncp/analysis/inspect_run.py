@@ -14,7 +14,6 @@ from tritoncp.analysis.resource_table import (
     inspect_jobs,
     key,
     read_table,
-    stale,
     write,
 )
 from tritoncp.perf.console import make_console
@@ -43,10 +42,8 @@ def run(
     check: bool = False,
     update: bool = False,
 ) -> list[str]:
-    """Compile jobs and print their rows. check: compare them with the table; update: write stale rows to it
-    (with check: all). Returns a line for each fault."""
-    if update and not check:
-        jobs = stale(jobs, processes)
+    """Compile jobs and print their rows. check: compare them with the table; update: write them to it.
+    Returns a line for each fault."""
     log = make_console(stderr=True)
     rows = compile_rows(jobs, processes, timeout, log)
     order = {key(job.identity): i for i, job in enumerate(jobs)}

@@ -11,7 +11,6 @@ from typing import Any
 
 from tritoncp.analysis.cross_compile import compile_launch
 from tritoncp.analysis.jobs import Job
-from tritoncp.analysis.kernel_digest import hash_launch
 from tritoncp.analysis.launches import launch_of
 
 MATRIX = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|DMMA|v_mfma)")  # matrix product instructions
@@ -20,9 +19,9 @@ MATRIX = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|DMMA|v_mfma)")  # matrix product i
 def report_kernel(job: Job) -> dict[str, Any]:
     """Compile a job and return its resources as JSON values.
 
-    digest: of its sources; registers, spill_bytes: per thread (kernels have no arrays, so all thread-local
-        memory is spilled registers); shared_bytes: per CTA; tensor_columns: of sm_100's tensor memory;
-        matrix: instruction of matrix products, "" for none; tma: number of bulk tensor copies
+    registers, spill_bytes: per thread (kernels have no arrays, so all thread-local memory is spilled
+        registers); shared_bytes: per CTA; tensor_columns: of sm_100's tensor memory; matrix: instruction of
+        matrix products, "" for none; tma: number of bulk tensor copies
     """
     launch = launch_of(job)
     if job.config and job.config.USE_TMA > launch.config.USE_TMA:
@@ -31,7 +30,6 @@ def report_kernel(job: Job) -> dict[str, Any]:
     resources = read_amd(kernel.asm["amdgcn"]) if "amdgcn" in kernel.asm else read_nvidia(kernel.asm["cubin"])
     return {
         "config": asdict(launch.config),
-        "digest": hash_launch(launch),
         **resources,
         "shared_bytes": kernel.metadata.shared,
         "tensor_columns": getattr(kernel.metadata, "tmem_size", None) or 0,

@@ -1,8 +1,10 @@
 """The table ``kernels/configs/resources.json``: registers, spills, ... of every shipped kernel, compiled for
-absent GPUs; stale rows, and regressions against it."""
+absent GPUs; regressions against it."""
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import json
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TABLE = tile_tables.SHIPPED / "resources.json"
 KEY = ("kernel", "arch", "head_dim", "dtype", "variant")
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
-COLUMNS = ("digest", "registers", "spill_bytes", "shared_bytes", "matrix", "tma")  # columns after the key
+COLUMNS = ("registers", "spill_bytes", "shared_bytes", "matrix", "tma")  # columns after the key
 KIB = 1 << 10
 SHARED_BYTES = {
     **{"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_90": 227 * KIB, "sm_100": 227 * KIB},
@@ -115,28 +117,35 @@ def read_table(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
     return table
 
 
-def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:
-    """List the jobs whose rows in the table are missing, or were made from other kernels, tiles or another
-    Triton."""
-    before = read_table()
-    with Compilers(processes, 60.0, "digest") as compilers:
-        current = {job: row.get("digest") for job, row in compilers.compile_jobs(jobs)}
-    recorded = {job: before.get(key(job.identity), {}).get("digest") for job in jobs}
-    return [job for job in jobs if current[job] is None or current[job] != recorded[job]]
+def origin() -> dict[str, str]:
+    """Return what a whole table is made from: Triton's version, and a hash of the kernels and rules of tiles
+    without comments and docstrings."""
+    import triton
+
+    parts = []
+    for path in sorted(tile_tables.SHIPPED.parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and (_is_kernel(node) or path.name == "tile_rules.py"):
+                body = node.body[ast.get_docstring(node) is not None :]
+                parts.append(ast.dump(ast.Module([node.args, *body], [])))  # type: ignore[list-item]
+    return {"triton": triton.__version__, "kernels": hashlib.sha256(repr(parts).encode()).hexdigest()[:10]}
+
+
+def _is_kernel(function: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator).endswith("jit") for decorator in function.decorator_list)
 
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
     """Write rows into the table, one per line, replacing rows with the same keys; rows of kernels that are no
-    longer shipped are dropped."""
-    import triton
-
+    longer shipped are dropped. The origin is written with a whole table."""
     old = read_table(path) if path.exists() else {}
-    merged = old | {key(row): row for row in rows}
+    new = {key(row): row for row in rows}
     order = [key(job.identity) for job in [*shipped(), *measured()]]
-    table = [merged[identity] for identity in order if identity in merged]
+    table = [(old | new)[identity] for identity in order if identity in old | new]
+    head = origin() if new.keys() >= {*order} else {}
     lines = ",\n".join(json.dumps(_compact(row), separators=(",", ":")) for row in table)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"triton": "{triton.__version__}", "rows": [\n{lines}\n]}}\n')
+    path.write_text(f'{{"origin": {json.dumps(head)}, "rows": [\n{lines}\n]}}\n')
 
 
 def _compact(row: Row) -> list[Any]:
