@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
@@ -22,7 +23,6 @@ from tritoncp.perf.dashboard.case_details import (
     commit_range,
     commit_text,
     day_of,
-    describe_newest,
     format_causes,
     status_class,
 )
@@ -30,8 +30,6 @@ from tritoncp.perf.dashboard.compare import group_points
 from tritoncp.perf.dashboard.shell import NUMBER, PERCENT, Column, html_table
 from tritoncp.perf.dashboard.trends import STATUSES, Trend
 from tritoncp.perf.records.history import History, Point
-
-WORST = 6  # cases in the card of a device, the worst
 
 
 class Run(NamedTuple):
@@ -62,7 +60,6 @@ def page(history: History, repository: str = "") -> str:
     runs, lines = order_by_runs(history.points)
     all_trends = sorted(map(trends.find_trend, lines), key=lambda trend: trend.urgency)
     families = sorted({name for points in lines for point in points for name in point.baselines()})
-    cards = sorted(_group_by_device(all_trends).items(), key=lambda item: _urgency_of_card(item[1]))
     events = list_events(all_trends)
     chosen = BooleanFilter(booleans=[True] * len(all_trends))
     cases = _make_case_table(all_trends, chosen, repository)
@@ -79,7 +76,7 @@ def page(history: History, repository: str = "") -> str:
         models["changes"] = _make_event_table(events, repository)
     now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="minutes")
     texts = {
-        "cards": "".join(_format_card(*card, runs) for card in cards),
+        "devices": format_devices(all_trends, runs),
         "changes-title": "<h2>Changes, newest first</h2>" if events else "",
         "notes": _format_notes(history),
         "made": f"Made {now[:16]} by tritoncp {__version__}. Tables and charts: Bokeh.",
@@ -124,62 +121,21 @@ def _versions(point: Point) -> str:
     return ", ".join(f"{name} {point.env[name]}" for name in names if name in point.env)
 
 
-# -- cards ---------------------------------------------------------------------------------------------------
-
-
-def _group_by_device(all_trends: Sequence[Trend]) -> dict[str, list[Trend]]:
-    groups: dict[str, list[Trend]] = {}
-    for trend in all_trends:
-        groups.setdefault(str(trend.points[-1].series), []).append(trend)
-    return groups
-
-
-def _urgency_of_card(all_trends: Sequence[Trend]) -> tuple[Any, ...]:
-    kind = ["worse", "unsure", "better", ""].index(_judge(all_trends)[0])
-    return kind, all_trends[0].urgency
-
-
-def _judge(all_trends: Sequence[Trend]) -> tuple[str, str]:
-    """Return the verdict on a device's newest run: (class of the style sheet, sentence)."""
-    counts = {status: sum(trend.newest.status == status for trend in all_trends) for status in STATUSES}
-    parts = [
-        f"{counts[status]} {words}"
-        for status, words in (
-            ("fails now", "failing now"),
-            ("slower", "slower than their noise allows"),
-            ("maybe slower", "maybe slower, too few runs or too much noise to be sure"),
-        )
-        if counts[status]
-    ]
-    if counts["fails now"] or counts["slower"]:
-        return "worse", f"Worse: {', '.join(parts)}"
-    if parts:
-        return "unsure", f"Maybe worse: {parts[0]}"
-    if counts["first run"] == len(all_trends):
-        return "", "The first run: nothing to compare it with"
-    return "better", "Not worse"
-
-
-def _format_card(device: str, all_trends: Sequence[Trend], runs: dict[str, Run]) -> str:
-    """Format the card of a device, whose trends are in order of urgency."""
-    numbers = {run: i for i, run in enumerate(runs)}
-    newest = max((trend.points[-1].run for trend in all_trends), key=numbers.__getitem__)
-    measured = sum(trend.points[-1].run == newest for trend in all_trends)
-    kind, sentence = _judge(all_trends)
-    parts = [f'<h3>{escape(device)}</h3><p class="verdict {kind}">{sentence}</p>']
-    of_all = f"{measured} of {len(all_trends)} measured"
-    part = f'<span class="unsure">{of_all}</span>' if measured < len(all_trends) else of_all
-    parts.append(
-        f"<p>Newest run: {escape(runs[newest].time)}, <code>{escape(runs[newest].commit)}</code>: {part}</p>"
-    )
-    bad = [trend for trend in all_trends if trend.newest.status in STATUSES[:3]][:WORST]
-    rows = [(case_link(trend), describe_newest(trend)) for trend in bad]
-    return f'<article class="card {kind}">{"".join(parts)}{html_table((), rows) if rows else ""}</article>'
-
-
-def case_link(trend: Trend) -> str:
-    point = trend.points[-1]
-    return f'<a href="#{case_details.address_of(point)}">{escape(point.case)}</a>'
+def format_devices(all_trends: Sequence[Trend], runs: dict[str, Run]) -> str:
+    """Format the table of devices, that of the worst case first: the newest run, and its cases by status.
+    ``all_trends`` are in order of urgency."""
+    rows = []
+    for device in dict.fromkeys(str(trend.points[-1].series) for trend in all_trends):
+        of_device = [trend for trend in all_trends if str(trend.points[-1].series) == device]
+        newest = max((trend.points[-1].run for trend in of_device), key=[*runs].index)
+        measured = sum(trend.points[-1].run == newest for trend in of_device)
+        counts = Counter((status_class(trend), trend.newest.status) for trend in of_device)
+        statuses = [
+            f'<span class="{kind}">{count} {status}</span>' for (kind, status), count in counts.items()
+        ]
+        run = f"{escape(runs[newest].time)}, <code>{escape(runs[newest].commit)}</code>"
+        rows.append((escape(device), ", ".join(statuses), run, f"{measured} of {len(of_device)}"))
+    return html_table(("Device", "Cases", "Newest run", "Measured in it"), rows)
 
 
 def _format_notes(history: History) -> str:
