@@ -36,11 +36,9 @@ class Column(NamedTuple):
     template: str = "<%- value %>"
 
 
-def make_table(
-    columns: Mapping[str, Column], more: Mapping[str, Sequence[Any]] | None = None, row_filter: Any = None
-) -> DataTable:
+def make_table(columns: Mapping[str, Column], more: Mapping[str, Sequence[Any]] | None = None) -> DataTable:
     """Make a table that is sorted by a click on a column's head. more: hidden columns for templates and
-    scripts; row_filter: a Bokeh filter"""
+    scripts"""
     values = {name: _numbers(column.values) for name, column in columns.items()}
     source = ColumnDataSource({**values, **(more or {})})
     heads = [
@@ -56,7 +54,7 @@ def make_table(
     return DataTable(
         source=source,
         columns=heads,
-        view=CDSView() if row_filter is None else CDSView(filter=row_filter),
+        view=CDSView(),
         index_position=None,
         autosize_mode="none",
         reorderable=False,
