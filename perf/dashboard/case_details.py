@@ -134,7 +134,7 @@ def format_causes(points: Sequence[Point], at: int) -> str:
 
 
 def figures_table(point: Point) -> str:
-    """Format tables of the newest figures of all contenders, and of the work of each rank."""
+    """Format the newest figures of all contenders, and facts of their work."""
     rows = [_format_contender(name, figures) for name, figures in point.contenders.items()]
     heads = ("Who", "Median, ms", "Quartiles", "TFLOP/s", "Host, ms", "Set-up, s", "Memory, MiB", "Why not")
     lines = [
@@ -146,13 +146,6 @@ def figures_table(point: Point) -> str:
     facts += [f"a rank sends at most {work['wire_bytes'] / 1e6:.2f} MB"] if work.get("wire_bytes") else []
     facts += [f"{name} {value}" for name, value in point.state.items()]
     lines.append(f'<p class="help">{escape("; ".join(map(str, facts)))}</p>' if facts else "")
-    if "rank_work" in work:
-        amounts = zip(work["rank_work"], work["rank_bytes"])
-        by_rank = [
-            (str(rank), f"{blocks:g}", f"{sent / 1e6:.2f}") for rank, (blocks, sent) in enumerate(amounts)
-        ]
-        table = html_table(("Rank", "Work, blocks", "Sent forward, MB"), by_rank)
-        lines.append(f"<details><summary>Work and bytes of each rank</summary>{table}</details>")
     return "".join(lines)
 
 

@@ -210,9 +210,7 @@ def _plan_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
     result = build(mask, problem.world, schedule=problem.schedule)
     layer = {"batch": 1, "heads": problem.heads, "kv_heads": problem.kv_heads, "head_dim": problem.dim}
     rank_bytes = [result.for_rank(rank).bytes_sent(**layer, backward=False) for rank in range(problem.world)]
-    work: dict[str, Any] = {"imbalance": round(result.imbalance, 5), "wire_bytes": max(rank_bytes)}
-    if problem.world <= 64:
-        work |= {"rank_work": [round(x) for x in result.work], "rank_bytes": rank_bytes}
+    work = {"imbalance": round(result.imbalance, 5), "wire_bytes": max(rank_bytes)}
     return {OURS: lambda: plan}, work
 
 
