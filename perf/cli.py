@@ -85,11 +85,6 @@ def _parse_percent(context: click.Context, option: click.Parameter, text: str | 
     help="Report cases that were measured before and not after, without exiting with 1.",
 )
 @click.option(
-    "--baseline",
-    metavar="FAMILY",
-    help="Compare multiples of this baseline's time in the same run (flex, flash, cudnn, ...).",
-)
-@click.option(
     "--require",
     "required",
     multiple=True,
@@ -112,7 +107,6 @@ def compare(
     last: int | None,
     fail_over: float | None,
     allow_missing: bool,
-    baseline: str | None,
     required: tuple[str, ...],
     allow_new_device: bool,
     html: Path | None,
@@ -145,7 +139,7 @@ def compare(
             first_run = ""
             sides = [points if last is None else comparing.newest(points, last) for points in sides]
             with input_errors():
-                comparison = _compare_sides(sides, baseline)
+                comparison = _compare_sides(sides)
         result = gate.judge(comparison, fail_over, allow_missing, required, first_run)
     except (InputError, NothingMeasured) as error:
         if as_json:
@@ -166,9 +160,9 @@ def compare(
     sys.exit(result.exit_code)
 
 
-def _compare_sides(sides: Sequence[list[Point]], baseline: str | None) -> comparing.Comparison:
+def _compare_sides(sides: Sequence[list[Point]]) -> comparing.Comparison:
     """Compare two sides, which need to have a case in common."""
-    comparison = comparing.compare(sides[0], sides[1], baseline)
+    comparison = comparing.compare(sides[0], sides[1])
     if not comparison.rows:
         raise NothingMeasured(
             "the sides have no case in common: nothing is compared. " + comparing.summary(comparison, None)

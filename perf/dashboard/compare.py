@@ -12,10 +12,10 @@ import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tritoncp.perf.exit_codes import InputError
-from tritoncp.perf.records.history import TUNED, BrokenLine, Point, read
+from tritoncp.perf.records.history import BrokenLine, Point, read
 
 LEVEL = 0.95
 Z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
@@ -31,8 +31,8 @@ class Estimate(NamedTuple):
 
 
 class ComparedCase(NamedTuple):
-    """A case on both sides. before, after: milliseconds (or multiples of a baseline's time); ratio: after /
-    before, None if a side failed; low, high: its confidence interval, None if unknown."""
+    """A case on both sides. before, after: milliseconds; ratio: after / before, None if a
+    side failed; low, high: its confidence interval, None if unknown."""
 
     case: str
     series: str
@@ -68,14 +68,12 @@ class Comparison(NamedTuple):
     missing: cases measured before but not after: on the same series, or on any if no series has the case
     after
     new: cases measured after but not before
-    unmatched: cases without a time of the baseline on either side
     absent_series: series measured before but not after, of whose cases another series has a time after
     """
 
     rows: list[ComparedCase]
     missing: list[str]
     new: list[str]
-    unmatched: list[str]
     absent_series: list[str]
 
     @property
@@ -90,11 +88,8 @@ class Comparison(NamedTuple):
         return all(row.before is None and row.after is None for row in self.rows)
 
 
-def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | None = None) -> Comparison:
+def compare(before: Sequence[Point], after: Sequence[Point]) -> Comparison:
     """Compare the common cases of two sides on equal series; if the sides have no common series, on any.
-
-    baseline: compare times divided by this family's time in the same run, on which a change of the machine
-    has less effect. Raises InputError, with a list of the baselines, if a side lacks it.
 
     >>> from tritoncp.perf.records.history import Series
     >>> def side(times):
@@ -104,39 +99,18 @@ def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | Non
     >>> f"{row.ratio:.2f} [{row.low:.2f}, {row.high:.2f}]"
     '1.10 [1.08, 1.12]'
     """
-    if baseline is not None:
-        _check_baseline(baseline, before, after)
     common = {point.series for point in before} & {point.series for point in after}
     series = {str(item) for item in common} or {""}
     cases = {point.case for point in after}
-    points_before, points_after = (group_points(points, bool(common)) for points in (before, after))
-    first, second = (
-        {key: points for key, points in side.items() if _has_figures(points, baseline)}
-        for side in (points_before, points_after)
-    )
+    first, second = (group_points(points, bool(common)) for points in (before, after))
     dropped = [key for key in first if key not in second]
-    rows = [_make_row(key, first[key], second[key], baseline) for key in first if key in second]
+    rows = [_make_row(key, first[key], second[key]) for key in first if key in second]
     return Comparison(
         sorted(rows, key=_sort_key, reverse=True),
         [case for case, name in dropped if name in series or case not in cases],
         [case for case, name in second if (case, name) not in first],
-        [key[0] for key in points_before if key in points_after and key not in first and key not in second],
         sorted({name for case, name in dropped if name not in series and case in cases}),
     )
-
-
-def _check_baseline(baseline: str, *sides: Sequence[Point]) -> None:
-    families = [{name for point in points for name in point.baselines()} for points in sides]
-    if not all(baseline in names for names in families):
-        before, after = (", ".join(sorted(names)) or "none" for names in families)
-        untuned = any(baseline in point.untuned() for points in sides for point in points)
-        why = f"; its times without {TUNED[baseline]!r} are untuned and do not count" if untuned else ""
-        raise InputError(f"no baseline {baseline!r} on both sides; before: {before}; after: {after}{why}")
-
-
-def _has_figures(points: Sequence[Point], baseline: str | None) -> bool:
-    """Return whether any point has a figure to compare, or a failure."""
-    return baseline is None or any(not point.ms or baseline in point.baselines() for point in points)
 
 
 def group_points(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], list[Point]]:
@@ -148,11 +122,9 @@ def group_points(points: Iterable[Point], by_series: bool) -> dict[tuple[str, st
     return {key: list(runs.values()) for key, runs in groups.items()}
 
 
-def _make_row(
-    key: tuple[str, str], before: list[Point], after: list[Point], baseline: str | None
-) -> ComparedCase:
+def _make_row(key: tuple[str, str], before: list[Point], after: list[Point]) -> ComparedCase:
     why = "" if after[-1].ms else after[-1].own["why"]
-    first, second = (estimate(points, baseline) for points in (before, after))
+    first, second = (estimate(points) for points in (before, after))
     runs = (len(before), len(after))
     time_before, time_after = (
         side_estimate and math.exp(side_estimate.mean) for side_estimate in (first, second)
@@ -163,8 +135,8 @@ def _make_row(
     return ComparedCase(*key, time_before, time_after, math.exp(second.mean - first.mean), low, high, runs)
 
 
-def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate | None:
-    """Estimate the time of a case, or its multiple of a baseline, from several runs; None if all failed.
+def estimate(points: Sequence[Point]) -> Estimate | None:
+    """Estimate the time of a case from several runs; None if all failed.
 
     >>> from tritoncp.perf.records.history import Series
     >>> figures = {"ms": 2.0, "samples": [1.98, 1.99, 2.0, 2.01, 2.02] * 4}
@@ -172,46 +144,25 @@ def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate |
     >>> round(math.exp(result.mean), 3), round(math.sqrt(result.variance), 4), result.runs
     (2.0, 0.0026, 1)
     """
-    timed_points = [
-        point for point in points if point.ms and (baseline is None or baseline in point.baselines())
-    ]
+    timed_points = [point for point in points if point.ms]
     if not timed_points:
         return None
-    units = [1.0 if baseline is None else point.baselines()[baseline] for point in timed_points]
-    logs = [math.log(point.ms / unit) for point, unit in zip(timed_points, units) if point.ms]
+    logs = [math.log(point.ms) for point in timed_points if point.ms]
     if len(logs) > 1:
         spread = statistics.variance(logs) / len(logs)
         return Estimate(statistics.fmean(logs), spread, len(logs) - 1, len(logs))
-    figures = timed_points[0].own
-    variance = median_variance(figures)
-    if baseline is not None and variance is not None:
-        unit_variance = median_variance(_fastest_member(timed_points[0], baseline))
-        variance = None if unit_variance is None else variance + unit_variance
-    return Estimate(logs[0], variance, max(1, count_samples(figures) - 1), 1)
+    samples = timed_points[0].own.get("samples", ())
+    return Estimate(logs[0], median_variance(samples), max(1, len(samples) - 1), 1)
 
 
-def _fastest_member(point: Point, family: str) -> dict[str, Any]:
-    members = (row for name, row in point.contenders.items() if name.split()[0] == family)
-    return min((row for row in members if "ms" in row), key=lambda row: row["ms"])
-
-
-def count_samples(row: dict[str, Any]) -> int:
-    return len(row.get("samples", ())) or row.get("n", 0)
-
-
-def median_variance(row: dict[str, Any]) -> float | None:
-    """Return the variance of the logarithm of a median: from its samples, or from quartiles and count; None
-    without these."""
-    samples, n = sorted(row.get("samples", ())), count_samples(row)
-    if len(samples) >= 5:
-        rank = max(
-            0, round((n + 1) / 2 - Z * math.sqrt(n / 4)) - 1
-        )  # the median's interval: from here to -rank
-        return (math.log(samples[n - 1 - rank] / samples[rank]) / (2 * Z)) ** 2
-    if n >= 5 and "low" in row and "high" in row:
-        deviation = math.log(row["high"] / row["low"]) / 1.349  # a normal distribution's interquartile range
-        return (math.pi / 2) * deviation**2 / n
-    return None
+def median_variance(samples: Sequence[float]) -> float | None:
+    """Return the variance of the logarithm of the median of samples; None for too few of them."""
+    n, ordered = len(samples), sorted(samples)
+    if n < 5:
+        return None
+    # The median's interval is from here to -rank.
+    rank = max(0, round((n + 1) / 2 - Z * math.sqrt(n / 4)) - 1)
+    return (math.log(ordered[n - 1 - rank] / ordered[rank]) / (2 * Z)) ** 2
 
 
 def _ratio_interval(before: Estimate, after: Estimate) -> tuple[float | None, float | None]:
@@ -346,7 +297,6 @@ def summary(comparison: Comparison, limit: float | None) -> str:
     for label, names in (
         ("not measured again", comparison.missing),
         ("new", comparison.new),
-        ("without this baseline", comparison.unmatched),
         ("no measurement after on", comparison.absent_series),
     ):
         text += f"; {label}: {', '.join(names)}" if names else ""

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from tests.perf.synthetic_history import H100, H200, perf
-from tritoncp.perf.dashboard import compare, gate
+from tritoncp.perf.dashboard import compare
 from tritoncp.perf.records.history import TUNED, Point, Series, append
 
 ROOT = Path(__file__).parents[3]
@@ -54,14 +54,7 @@ def test_the_interval_of_several_runs_is_welchs(before, after):
     assert (math.log(row.low), math.log(row.high)) == pytest.approx((expected.low, expected.high), rel=1e-6)
 
 
-def test_an_interval_comes_from_quartiles_without_samples():
-    draw = random.Random(1)
-    samples = [draw.lognormvariate(0, 0.02) for _ in range(40)]
-    low, middle, high = statistics.quantiles(samples, n=4)
-    by_samples = compare.median_variance({"ms": middle, "samples": samples})
-    by_quartiles = compare.median_variance({"ms": middle, "low": low, "high": high, "n": 40})
-    assert 0.5 < (by_quartiles / by_samples) ** 0.5 < 2
-    assert compare.median_variance({"ms": 1.0, "n": 40}) is None
+def test_an_interval_is_unknown_without_samples():
     row = compare.compare([point("c", 1.0)], [point("c", 1.2)]).rows[0]
     assert (row.low, row.high) == (None, None) and row.regressed(0.1), "unknown is no excuse"
 
@@ -93,38 +86,10 @@ def test_series_are_compared_only_with_themselves_if_any_is_common():
     assert row.ratio == 2.0 and row.series == ""
 
 
-def test_a_ratio_to_a_baseline_removes_changes_of_the_machine():
-    before, after = runs("c", [1.0, 1.01, 1.0], flex=2.0), runs("c", [1.1, 1.11, 1.1], flex=2.2)
-    assert compare.compare(before, after).rows[0].regressed(0.05)
-    (row,) = compare.compare(before, after, "flex").rows
-    assert row.ratio == pytest.approx(1.0, rel=1e-2) and not row.regressed(0.05)
-    with pytest.raises(
-        compare.InputError, match="no baseline 'cudnn' on both sides; before: flex; after: flex"
-    ):
-        compare.compare(before, after, "cudnn")
-
-
 def test_an_untuned_baseline_does_not_count():
     """A ratio to PyTorch's defaults alone would not be a ratio to a tuned baseline."""
-    tuned = runs("c", [1.0, 1.01, 1.0], flex=2.0)
     defaults = runs("c", [1.0, 1.01, 1.0], **{"flex prescale": 1.5})
     assert [measurement.speedups() for measurement in defaults] == [{}] * 3
-    with pytest.raises(compare.InputError, match=r"after: none; .*'flex max-autotune' are untuned"):
-        compare.compare(tuned, defaults, "flex")
-    other = compare.compare(
-        [*tuned, point("d", 1.0, flex=2.0)], [*defaults, point("d", 1.0, flex=2.0)], "flex"
-    )
-    assert [row.case for row in other.rows] == ["d"] and other.missing == ["c"]
-
-
-def test_cases_without_the_baseline_are_listed_and_one_that_lost_it_is_missing():
-    before = [point("both", 1.0, flex=2.0), point("never", 1.0), point("lost", 1.0, flex=2.0)]
-    after = [point("both", 1.0, flex=2.0), point("never", 1.0), point("lost", 1.0)]
-    comparison = compare.compare(before, after, "flex")
-    assert [row.case for row in comparison.rows] == ["both"]
-    assert (comparison.unmatched, comparison.missing) == (["never"], ["lost"])
-    assert [reason.kind for reason in gate.judge(comparison, 0.05).reasons] == ["missing"]
-    assert "without this baseline: never" in compare.summary(comparison, None)
 
 
 def test_an_absent_device_is_named_and_cases_without_any_device_are_missing():
