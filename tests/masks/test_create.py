@@ -1,4 +1,4 @@
-"""The public create_block_mask: torch's signature, few evaluated pairs, little memory, a progress bar."""
+"""The public create_block_mask: torch's signature, few evaluated pairs, little memory."""
 
 import inspect
 import random
@@ -9,7 +9,6 @@ from torch.nn.attention import flex_attention as flex
 
 import tritoncp
 from tritoncp import masks
-from tritoncp.masks import create
 from tritoncp.masks.classification.classify import PAIRS, TileEvaluator, torch_evaluator
 
 S = 1 << 20
@@ -75,16 +74,3 @@ def test_a_mask_that_cannot_be_traced_is_evaluated_in_bounded_chunks(monkeypatch
     mask = masks.create_block_mask(opaque, None, None, 400, 300, BLOCK_SIZE=64, evaluate=recording_evaluator)
     assert mask.runs == masks.create_block_mask(tritoncp.causal(), None, None, 400, 300, BLOCK_SIZE=64).runs
     assert max(sizes) <= 1 << 12
-
-
-def test_a_bar_appears_only_past_two_seconds(monkeypatch, capsys) -> None:
-    now = [0.0]
-    monkeypatch.setattr(create.time, "monotonic", lambda: now[0])
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich draws no bar on what is no terminal
-    with create.progress_bar("mask of 8 x 8") as show:
-        show(0.2)
-        assert not "".join(capsys.readouterr())
-        now[0] = create._BAR_DELAY + 0.1
-        show(0.5)
-    out, err = capsys.readouterr()
-    assert not out and "mask of 8 x 8" in err and "50%" in err  # stdout belongs to the caller

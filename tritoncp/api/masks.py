@@ -31,7 +31,6 @@ def create_block_mask(
     mask_mod is traced, and interval arithmetic bounds it over ever smaller tiles; only tiles that this leaves
     undecided are evaluated, a few million pairs at a time: in torch on the CPU, by a Triton kernel on a GPU.
     The result is on the CPU and can be passed as block_mask; ``.to_block_mask()`` converts it to torch's.
-    After two seconds a progress bar appears on stderr.
 
     Inside torch.compile the mask is made when the graph runs, from the tensors and lengths of that run; the
     result is a handle for flex_attention. There mask_mod has to be defined outside of the compiled function,

@@ -1,10 +1,7 @@
-"""Creation of masks on the host: the device that evaluates a mask_mod, and the progress bar."""
+"""Creation of masks on the host, and the device that evaluates a mask_mod."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,21 +13,17 @@ from tritoncp.masks.classification.classify import PairEvaluator
 from tritoncp.masks.mask import Device, Mask, create_block_mask
 from tritoncp.masks.mask_mod import MaskFn
 
-_BAR_DELAY = 2.0  # seconds before the progress bar appears
-
 
 @host_only
 def create_on_device(
     mask_mod: MaskFn, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Device | None,
     BLOCK_SIZE: int | tuple[int, int],
 ) -> Mask:  # fmt: skip
-    """Make a mask, evaluated on ``device`` (None: that of the captured tensors), with a progress bar."""
+    """Make a mask, evaluated on ``device`` (None: that of the captured tensors)."""
     _check_function(mask_mod)
     place = torch.device(device) if device is not None else _capture_device(mask_mod)
     on_gpu = None if place.type == "cpu" else _triton_evaluator(mask_mod, place)
-    with progress_bar(f"create_block_mask {Q_LEN} x {KV_LEN}") as show:
-        size = B, H, Q_LEN, KV_LEN, place, BLOCK_SIZE
-        return create_block_mask(mask_mod, *size, evaluate=on_gpu, progress=show)
+    return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, place, BLOCK_SIZE, evaluate=on_gpu)
 
 
 def _check_function(mask_mod: Any) -> None:
@@ -63,24 +56,3 @@ def _triton_evaluator(mask_mod: MaskFn, device: torch.device) -> PairEvaluator |
     except mods.Untranslatable:
         return None
     return make_evaluator(mod.fn, mod.caps(upload(mod.tensors, device)), device)
-
-
-@contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
-    """Yield a function of the completed fraction, 0 to 1. After _BAR_DELAY seconds it shows a bar on stderr,
-    which is removed at the end."""
-    bars: list[Any] = []
-    start = time.monotonic()
-    with ExitStack() as stack:
-
-        def show(fraction: float) -> None:
-            if not bars and time.monotonic() - start > _BAR_DELAY:
-                from rich.console import Console
-                from rich.progress import Progress
-
-                bars.append(stack.enter_context(Progress(console=Console(stderr=True), transient=True)))
-                bars[0].add_task(title, total=1.0)
-            for bar in bars:
-                bar.update(bar.task_ids[0], completed=fraction)
-
-        yield show

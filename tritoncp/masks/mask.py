@@ -6,7 +6,7 @@ full block unmasked, even where the mask_mod disagrees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -321,15 +321,13 @@ def create_block_mask(
     BLOCK_SIZE: int | tuple[int, int] = 128,
     *,
     evaluate: classify.PairEvaluator | None = None,
-    progress: Callable[[float], object] = lambda fraction: None,
 ) -> Mask:
     """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact Mask on the CPU.
 
     A closed form needs arithmetic alone. Any other mask_mod is traced and bounded over ever smaller tiles;
     where that decides nothing it is evaluated, on ``device``, a few million pairs at a time.
 
-    evaluate: evaluates pairs in place of torch, see `classify.PairEvaluator`. progress: called with the
-    fraction of the mask that is classified, from 0 to 1.
+    evaluate: evaluates pairs in place of torch, see `classify.PairEvaluator`.
 
     >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
     [[[1, 1, 3]]]
@@ -354,7 +352,7 @@ def create_block_mask(
         return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, None, None, mask_mod.reads)
     grid = Grid(Q_LEN, KV_LEN, q_block, kv_block)
     evaluator = classify.TileEvaluator.of_mask_mod(mask_mod, device or "cpu", evaluate)
-    runs = classify.find_runs(evaluator, B, H, grid, progress)
+    runs = classify.find_runs(evaluator, B, H, grid)
     return Mask(*grid, runs, mask_mod, None, None, evaluator.reads)
 
 

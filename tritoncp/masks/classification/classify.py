@@ -127,19 +127,12 @@ def evaluate_blocks(evaluate: PairEvaluator, blocks: Tensor, grid: Grid) -> Iter
         yield chunk, visible
 
 
-def find_runs(
-    evaluator: TileEvaluator,
-    B: int,
-    H: int,
-    grid: Grid,
-    progress: Callable[[float], object] = lambda fraction: None,
-) -> Runs:
+def find_runs(evaluator: TileEvaluator, B: int, H: int, grid: Grid) -> Runs:
     """Classify the blocks of a mask as torch does: FULL if every pair of a whole block is visible, MASKED if
-    only some are. progress: called with the fraction of the mask that is classified."""
+    only some are."""
     reads = evaluator.reads
     b, h = (size if read else 1 for size, read in zip((B, H), reads, strict=True))
     collector = _RunCollector((b, h, grid.rows), grid.cols)
-    total = b * h * grid.rows * grid.cols
 
     def visit(tiles: Tensor) -> Tensor:
         some, every = evaluator.bound_tiles(grid.to_tokens(tiles))
@@ -149,12 +142,9 @@ def find_runs(
         collector.add(tiles[full], torch.tensor(int(Kind.FULL)).expand(int(full.sum())))
         for blocks in tiles[undecided & (size == 1)].split(_BLOCKS):
             collector.add(blocks, _kinds(evaluator, blocks, grid))
-        undecided &= size > 1
-        collector.area += int(size[~undecided].sum())
-        progress(collector.area / total)
-        return undecided
+        return undecided & (size > 1)
 
-    if total:
+    if b * h * grid.rows * grid.cols:
         evaluator.check()
         batch, head = torch.arange(b).repeat_interleave(h), torch.arange(h).repeat(b)
         edges = torch.tensor([0, grid.rows, 0, grid.cols]).expand(b * h, 4)
@@ -225,13 +215,10 @@ def masked_blocks(runs: Runs) -> Tensor:
 
 
 class _RunCollector:
-    """Collects classified tiles in any order and merges them into Runs.
-
-    area: number of blocks classified, which the caller counts.
-    """
+    """Collects classified tiles in any order and merges them into Runs."""
 
     def __init__(self, shape: tuple[int, int, int], cols: int) -> None:
-        self.shape, self.cols, self.area = shape, cols, 0
+        self.shape, self.cols = shape, cols
         self.unmerged: list[tuple[Tensor, ...]] = []  # (row, start, end, kind)
         self.count = 0
 
