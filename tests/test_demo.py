@@ -1,7 +1,6 @@
 """Tests of the demo: its text, model and processes, and its verdict on wrong results."""
 
 import itertools
-import math
 import multiprocessing
 import os
 import signal
@@ -78,12 +77,11 @@ def test_ranks_and_one_rank_agree(tmp_path):
     lines = done.stdout.splitlines()
     for name in ("2 ranks", "1 rank"):
         assert any(line.startswith(f"{name}: step 2/2 loss") for line in lines)
-    summary = {line.split()[0]: line for line in lines[-6:]}
-    assert [*summary] == ["ran", "losses", "kernels", "sent", "picture", "next"]
+    summary = {line.split()[0]: line for line in lines[-5:]}
+    assert [*summary] == ["ran", "losses", "sent", "picture", "next"]
     assert summary["losses"].split()[1] == "agree:"
     if " on cpu by " in summary["ran"]:
-        assert "the CPU engine" in summary["ran"] and summary["kernels"].split()[1] == "agree:"
-        assert "difference 0.0e+00" not in summary["kernels"], "two engines round differently"
+        assert "the CPU engine" in summary["ran"]
     assert summary["next"].endswith("tritoncp check")
 
 
@@ -115,19 +113,14 @@ def test_a_rank_that_is_killed_is_noticed():
 # verdict and display
 
 
-@pytest.mark.parametrize(
-    ("second", "gap"),
-    [([2.0, 1.5], 0.0), ([2.0, float("nan")], 0.0), ([2.0], 0.0), ([2.0, 1.0], 0.1), ([2.0, 1.0], math.inf)],
-)
-def test_a_disagreement_is_shown_and_fails(second, gap, monkeypatch, tmp_path):
+@pytest.mark.parametrize("second", [[2.0, 1.5], [2.0, float("nan")], [2.0]])
+def test_a_disagreement_is_shown_and_fails(second, monkeypatch, tmp_path):
     def steps(losses):
         return lambda *arguments: [TrainingStep(i, x, 0.1) for i, x in enumerate(losses, 1)]
 
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # the command sets it
-    monkeypatch.setattr(demo_run, "uses_triton", lambda device: False)
     monkeypatch.setattr(demo_run.ranks, "train_on_ranks", steps([2.0, 1.0]))
     monkeypatch.setattr(demo_run, "train", steps(second))
-    monkeypatch.setattr(demo_run, "compare_engines", lambda config, world_size: gap)
     done = CliRunner().invoke(main, ["demo", "--steps=2", "--seq-len=256", f"--out={tmp_path}"])
     assert done.exit_code == 1
     assert done.output.count("DISAGREE") == 1
