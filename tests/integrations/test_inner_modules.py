@@ -239,32 +239,7 @@ def test_heads_sharded_on_another_dimension_of_the_mesh(heads, compiled):
 
 
 def refusals(group):
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     q, k, v = (x.transpose(1, 2) for x in tensors())
-    titan = parallelize_module(FlexAttention(), mesh, ContextParallel(seq_dim=1, enable_gqa=True))
-    sdpa = parallelize_module(ScaledDotProductAttention(), mesh, ContextParallel(seq_dim=1, enable_gqa=True))
-    later = parallelize_module(PackedFlexAttention(), mesh, ContextParallel(seq_dim=0))
-    wrapper = parallelize_module(SDPAWrapper(), mesh, ContextParallel(seq_dim=1))
-    plain = tritoncp.full_mask(S, S)
-    calls = {
-        "dropout_p=0.1": lambda: titan(q, k, v, attention_masks=plain, dropout_p=0.1),
-        "sinks=": lambda: titan(q, k, v, attention_masks=plain, sinks=slopes()),
-        "layer_id=8": lambda: later(q[0], k[0], v[0], layer_id=8),
-        r"\[T, H, D\] is needed": lambda: later(q, k, v),
-        "is_causal=True and a mask": lambda: sdpa(q, k, v, attention_masks=plain),
-        "dropout_p=0.5": lambda: wrapper(q, k, v, dropout_p=0.5),
-        "block_mask is a Tensor; a mask or a Plan is needed": lambda: wrapper(q, k, v, attn_mask=q > 0),
-        "another mask": lambda: titan(q, k, v, attention_masks=plain, mask=tritoncp.full_mask(S, S)),
-        "unknown='x'": lambda: wrapper(q, k, v, unknown="x"),
-        "without v_BLNH": lambda: titan(q, k, attention_masks=plain),
-        "3 positional|4 positional": lambda: titan(q, k, v, plain),
-        "out_transform with return_lse": lambda: titan(
-            q, k, v, attention_masks=plain, return_lse=True, out_transform=with_sinks
-        ),
-    }
-    for message, call in calls.items():
-        with pytest.raises((TypeError, ValueError), match=message):
-            call()
     heads = init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "tp"))
     parts = [DTensor.from_local(x, heads, [Shard(1), Shard(2)], run_check=False) for x in (q, k, v)]
     module = parallelize_module(FlexAttention(), heads["cp"], ContextParallel(seq_dim=1, enable_gqa=True))
@@ -275,5 +250,6 @@ def refusals(group):
         module(parts[0], other, parts[2], attention_masks=mask())
 
 
-def test_arguments_without_a_meaning_are_refused():
+def test_sharded_heads_without_a_meaning_are_refused():
+    """tests/api/mistakes.toml has the other arguments."""
     ranks.run(1, refusals)

@@ -72,11 +72,6 @@ def test_wrapped_models_and_subclasses_take_labels_on_ranks() -> None:
     ranks.run(2, work)
 
 
-def test_a_wrapper_without_a_config_is_refused() -> None:
-    with pytest.raises(TypeError, match="config is a Wrapper; pass the transformers model"):
-        shard_batch(models.text_batch(), Wrapper(models.build_model("Llama", num_hidden_layers=1)))
-
-
 def test_a_loss_of_an_inner_model_is_one_of_the_model() -> None:
     model = models.build_model("Llama", num_hidden_layers=1)
     outer = model.model  # takes no labels itself
@@ -153,12 +148,6 @@ def test_attention_that_gets_no_arguments_has_the_plan_of_its_call() -> None:
     expected = models.loss_and_gradients(build("eager"), models.packed_batch())
     models.assert_equal(ranks.run(2, work)[0], expected)
     assert not model_classes.attention_without_arguments(models.build_model("Llama"))
-
-
-def test_heads_that_are_too_wide_are_refused_with_a_remedy() -> None:
-    model = models.build_model("Llama", head_dim=264, num_hidden_layers=1)
-    with pytest.raises(ValueError, match=r'head dim 264; 1 to 256 is supported: load this model .*"sdpa"'):
-        model(models.text_batch()["input_ids"])
 
 
 def test_every_table_of_attention_classes_is_extended() -> None:

@@ -168,17 +168,6 @@ def test_query_heads_share_tiles_where_that_takes_a_tenth_fewer() -> None:
         assert gqa_pack_factor(rows, group, tile) == (pack if 10 * together <= 9 * apart else 1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["BLOCK_Q", "block_m", "fwd_BLOCK_M1", "bwd_BLOCK_N", "fwd_PRECISION", "TMA", "num_consumer_groups",
-     "num_buffers_warp_spec", "FLOAT32_PRECISION"],
-)  # fmt: skip
-def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown kernel option '{name}'") as error:
-        TritonEngine(Mods(), 1.0, {name: 64})
-    assert all(option in str(error.value) for option in (*TILES, "PRECISION", "PRESCALE_QK"))
-
-
 class TooLarge:
     """A kernel for which this GPU has too little shared memory."""
 

@@ -245,21 +245,6 @@ def test_empty_sequences() -> None:
         assert isinstance(full.draw(), str)
 
 
-def test_a_slice_is_refused_and_so_are_broken_lists() -> None:
-    bm = flex.create_block_mask(causal(), 1, 1, 64, 64, device="cpu", BLOCK_SIZE=16)
-    with pytest.raises(
-        ValueError, match=r"lists 1 rows of blocks, but its q_len=64 has 4 of 16: give the global mask"
-    ):
-        from_block_mask(bm[:, :, :1])
-    bm.full_kv_num_blocks, bm.full_kv_indices = bm.kv_num_blocks, bm.kv_indices
-    with pytest.raises(ValueError, match=r"block \(q block 0, kv block 0\) more than once"):
-        from_block_mask(bm)
-    far = flex.create_block_mask(causal(), 1, 1, 64, 64, device="cpu", BLOCK_SIZE=16)
-    far.kv_indices = far.kv_indices + 7
-    with pytest.raises(ValueError, match="lists kv blocks 7 to 10, but kv_len has only 4 blocks"):
-        from_block_mask(far)
-
-
 @FEW
 @given(geometries(), st.integers(0, 999), st.data())
 def test_rows_of_a_mask_have_the_same_visible_pairs(geometry, seed: int, data: st.DataObject) -> None:

@@ -152,6 +152,17 @@ def test_backward_runs_on_a_thread_of_its_own(engine):
         torch.testing.assert_close(x.grad, grad, rtol=0, atol=1e-8)
 
 
+def test_functionalize_is_allowed():
+    """tests/api/mistakes.toml has the transforms that are refused."""
+    x, plan = inputs(), make_plan(create_block_mask(causal(), 1, 1, S, S))
+
+    def attend(q, k, v):
+        return tritoncp.flex_attention(q, k, v, plan)
+
+    expected = attend(*x)  # also makes the tables of the plan
+    assert torch.equal(torch.func.functionalize(attend)(*x), expected)
+
+
 def test_dispatch_modes_do_not_reach_into_the_ops():
     """A dispatch mode sees one op, not the collectives and launches inside, and the result is the same."""
     from torch.utils._python_dispatch import TorchDispatchMode

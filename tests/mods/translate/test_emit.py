@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from tests.mods.harness import N, eager_mask, eager_score, read_formulas, run_mask, run_score
-from tritoncp.mods import Untranslatable, mask_mod, score_mod
+from tritoncp.mods import mask_mod, score_mod
 
 G = torch.Generator().manual_seed(1)
 TABLE = torch.randn(4, 30, generator=G)
@@ -60,13 +60,10 @@ def test_a_factor_of_all_scores_takes_the_scale() -> None:
     assert folded == {"softcap", "exponents of heads", "literals", "edit in place", "another dtype"}
 
 
-def test_an_argument_without_a_rule_is_refused() -> None:
-    with pytest.raises(Untranslatable, match="decimals=1 has no rule"):
-        score_mod(lambda s, b, h, q, k: torch.round(s, decimals=1))
-    assert (
-        run_score(score_mod(lambda s, b, h, q, k: torch.round(s, decimals=0)), torch.full((N, N), 1.7))[0, 0]
-        == 2
-    )
+def test_an_argument_at_its_default_needs_no_rule() -> None:
+    """tests/api/mistakes.toml has the refusal of decimals=1."""
+    mod = score_mod(lambda s, b, h, q, k: torch.round(s, decimals=0))
+    assert run_score(mod, torch.full((N, N), 1.7))[0, 0] == 2
 
 
 def test_fp64_constants_keep_their_digits() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.mods.harness import N, eager_score, grad_kernel, read_formulas, run_grad, run_score
-from tritoncp.mods import Untranslatable, score_mod
+from tritoncp.mods import score_mod
 
 
 def learn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -102,14 +102,3 @@ def test_only_captures_that_require_grad_get_gradients() -> None:
     assert [mod.tensors[i] is SLOPES for i in mod.wants] == [True]
     assert "dcaps[0]" in mod.source
     assert "dcaps[1]" not in mod.source
-
-
-def test_a_dense_gradient_is_refused() -> None:
-    with pytest.raises(Untranslatable, match=r"aten\.sum"):
-        score_mod(lambda s, b, h, q, k: s + TABLE.sum())
-
-
-def test_buffers_of_the_wrong_shape_are_refused() -> None:
-    mod = score_mod(lambda s, b, h, q, k: s + SLOPES[h])
-    with pytest.raises(ValueError, match=r"\(4,\).*are needed.*\(5,\)"):
-        mod.dcaps([torch.zeros(5)])

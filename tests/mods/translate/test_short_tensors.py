@@ -79,25 +79,6 @@ def test_the_rope_term_equals_folding_it_into_q_and_k(engine: str) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_a_long_row_is_refused_with_the_remedy() -> None:
-    a, b = torch.randn(2, 12, 200)
-    for fn in (
-        lambda s, b_, h, q, k: s + a[q] @ b[k],
-        lambda s, b_, h, q, k: s + (a[q] * b[k]).sum(-1),
-        lambda s, b_, h, q, k: s + a[q].norm(),
-    ):
-        with pytest.raises(
-            Untranslatable, match=r"(?s)test_short_tensors.py.*200 elements[^$]*fold it into q and k"
-        ):
-            score_mod(fn)
-
-
-def test_a_long_learned_row_is_refused() -> None:
-    a = torch.randn(12, 99, requires_grad=True)
-    with pytest.raises(Untranslatable, match="99 elements"):
-        score_mod(lambda s, b, h, q, k: s + torch.relu(a[q]).max())
-
-
 def test_plain_torch_takes_operations_without_translation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long rows, sorting, and functions without a formula; interpreted kernels refuse them."""
     a, b = learn(12, 99), learn(12, 99)
