@@ -3,7 +3,6 @@ device-to-host copy."""
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import types
 import weakref
@@ -246,11 +245,9 @@ def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
 def _stable(key: Any) -> Any:
     """Return a fingerprint's key without addresses and device indices, which differ between processes."""
     if isinstance(key, Identity):
-        thing = key.obj
-        named = type(thing) if isinstance(thing, enum.Enum) else thing
+        named = key.obj
         name = getattr(named, "__qualname__", getattr(named, "__name__", type(named).__qualname__))
-        member = thing.name if isinstance(thing, enum.Enum) else ""
-        return getattr(named, "__module__", ""), name, member
+        return getattr(named, "__module__", ""), name
     if isinstance(key, types.CodeType):
         return key.co_name, key.co_code.hex(), key.co_names, _stable(key.co_consts)
     if isinstance(key, torch.device):
