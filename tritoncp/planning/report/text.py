@@ -6,7 +6,6 @@ import textwrap
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tritoncp.masks.block_runs import merge_ranges
 from tritoncp.planning.report.facts import Facts
@@ -30,12 +29,11 @@ MESSAGES = {
 
 def format_lines(facts: Facts) -> list[str]:
     """Format a line for each query block (or group of blocks): its owner, then the key blocks that it sees,
-    from █ all to · none. Below them the queries of each rank, its work in blocks, the cost of each schedule,
-    and what that means in plain words."""
+    from █ all to · none. Below them the work of each rank in blocks, the cost of each schedule, and
+    what that means in plain words."""
     plan = facts.plan
     mask = [f"mask: {facts.expression}"] if facts.expression else []
     parts = [format_title(plan), *mask, "", *format_blocks(plan), ""]
-    parts += [*format_shares(plan), ""] if plan.world_size > 1 else []
     parts += [*format_work(plan), "", *format_costs(facts), format_memory(facts), "", "what this means:"]
     for sentence in format_meaning(facts):
         parts += textwrap.wrap(sentence, 2 * WIDTH, initial_indent="  ", subsequent_indent="    ")
@@ -102,38 +100,6 @@ def format_blocks(plan: Plan) -> list[str]:
     width = max([len("rank"), *map(len, names)])
     rows = [f"{name:>{width}}  {line}" for name, line in zip(names, drawing)]
     return [f"{'rank':>{width}}  sees", *rows]
-
-
-def format_shares(plan: Plan) -> list[str]:
-    """Format the part of the sequence whose queries each rank has, from token 0 on the left to the last one:
-    █ all of it, ▒ some. More than 16 ranks stand in two columns, more than 64 in groups."""
-    columns = 1 if plan.world_size <= LINES else 2
-    shares = owner_shares(plan, WIDTH, WIDTH // columns)
-    groups: list[list[int]] = [[] for _ in shares]
-    for rank in range(plan.world_size):
-        groups[rank * len(shares) // plan.world_size].append(rank)
-    names, mark = [format_ranks(ranks) for ranks in groups], "·▒█"
-    width = max([len("rank"), *map(len, names)])
-    strips = [
-        f"{name:>{width}}  " + "".join(mark[(share > 0) + (share >= 1)] for share in line)
-        for name, line in zip(names, shares.tolist())
-    ]
-    title = f"whose queries: token 0 (left) to {format_tokens(plan.mask.q_len)} (right)"
-    lines = -(-len(strips) // columns)
-    return [title, *("   ".join(strips[i::lines]) for i in range(lines))]
-
-
-def owner_shares(plan: Plan, lines: int, width: int) -> Tensor:
-    """Return the share of each part of the sequence that each group of neighbouring ranks has, in the first
-    batch row: float32 [<= lines, <= width]."""
-    owners = plan.owners[0]
-    lines, width = min(lines, plan.world_size), min(width, len(owners))
-    place = torch.arange(len(owners)) * width // max(1, len(owners))
-    counts, owned = torch.zeros(lines, width), owners >= 0
-    counts.index_put_(
-        ((owners * lines // plan.world_size)[owned], place[owned]), torch.ones(()), accumulate=True
-    )
-    return counts / torch.bincount(place, minlength=width)
 
 
 def format_work(plan: Plan) -> list[str]:
