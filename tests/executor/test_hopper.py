@@ -87,7 +87,10 @@ FENCE = "wgmma.fence.sync.aligned;\n"
         (PRODUCT.replace("group.sync.aligned 0", "group.sync.aligned 1") + COPY, "wgmma.wait_group"),
         (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r2, %r1;"), None),  # a copy, as LLVM places it
         (PRODUCT.replace(FENCE, FENCE + "add.u32 %r1, %r1, 1; mov.b32 %r2, %r1;"), "wgmma.fence"),
-        (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r2, %r5;"), "wgmma.fence"),
+        (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r2, %r5;"), None),  # of a register written before it
+        (PRODUCT.replace(FENCE, "mov.b32 %r6, 0;" + FENCE + "mov.b32 %r5, %r6; mov.b32 %r2, %r5;"), None),
+        (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r6, 0; mov.b32 %r5, %r6; mov.b32 %r2, %r5;"), "wgmma.fence"),
+        (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r2, 0;"), "wgmma.fence"),
         (PRODUCT.replace(FENCE, "mov.b32 %r2, %r1;"), "wgmma.fence"),
     ],
 )  # fmt: skip

@@ -6,10 +6,11 @@ the compiler may rename registers before the wait.
 
 Products also need a `wgmma.fence` after other writes of their registers. For accumulators it has to follow
 the last write. For operands A in registers, one after the previous group of products is enough: LLVM packs
-them after the fence of their own group, and ptxas preserves this order. LLVM also copies one accumulator to
-another after the fence, if several have the same initial value; ptxas moves these copies before the machine
-code's fence (`WARPGROUP.ARRIVE`; seen in the output of ptxas of Triton 3.7.1 for `forward_kernel` with one
-key). So a copy from a fenced accumulator is not a write to its destination.
+them after the fence of their own group, and ptxas preserves this order. LLVM also copies one register to
+several accumulators after the fence, if these have the same initial value; ptxas moves these copies before
+the machine code's fence (`WARPGROUP.ARRIVE`), or makes them RZ if the value is 0 (seen in the output of ptxas
+of Triton 3.7.1 for `forward_kernel` and `dq_kernel` with one key). So a copy of a register that was last
+written before the fence is not a write to an accumulator.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def drop(state: State, registers: list[str]) -> None:
 class Rules:
     """Transfer function of the check: the effect of each instruction on the state of registers.
 
-    operands: registers of all products; accumulators: those of their results
+    operands: registers of all products, and of their initial sums
+    sums:     accumulators of all products, and registers that are copied to them
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -72,8 +74,12 @@ class Rules:
         products = [
             i for block in kernel.blocks for i in block.instructions if i.opcode.startswith("wgmma.mma")
         ]
-        self.operands = {r for i in products for part in self.parts(i) for r in part}
-        self.accumulators = {r for i in products for r in self.parts(i)[0]}
+        self.sums = {r for i in products for r in self.parts(i)[0]}
+        moves = [i for block in kernel.blocks for i in block.instructions if i.opcode.startswith("mov.")]
+        copies = [reads_and_writes(i, self.registers) for i in moves]
+        while sources := {r for reads, (to, *_) in copies if to in self.sums for r in reads} - self.sums:
+            self.sums |= sources
+        self.operands = self.sums.union(*(part for i in products for part in self.parts(i)))
 
     def parts(self, i: Instruction) -> tuple[list[str], list[str]]:
         """Return (registers of a product's accumulator, registers of its operand A)."""
@@ -121,9 +127,8 @@ class Rules:
         ages = [state[r] for r in busy]
         drop(state, writes)
         is_copy = i.opcode.startswith("mov.") and bool(reads) and not i.predicate
-        copies_sum = (
-            is_copy and self.accumulators.issuperset(reads + writes) and state.keys().isdisjoint(reads)
-        )
+        is_of_sum = len(reads) == len(writes) == 1 and self.sums.issuperset(reads + writes)
+        copies_sum = is_copy and is_of_sum and state.keys().isdisjoint(reads)
         if i.opcode.startswith("tcgen05.ld"):
             state |= dict.fromkeys(writes, LOADED)
         elif ages and is_copy:
