@@ -4,7 +4,6 @@ It handles tensors, tables and jit functions; masks, meshes and ranks belong to 
 """
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib import import_module
@@ -26,7 +25,7 @@ from tritoncp.kernels.operands import (
     step_tables,
     streamed_tensors,
 )
-from tritoncp.kernels.options import ROUTES, check_options, choose, option_names
+from tritoncp.kernels.options import ROUTES, TileRequest, check_options, choose, option_names
 from tritoncp.kernels.program_order import arrange_programs, check_grid, section_heads
 from tritoncp.kernels.route_check import verify_route
 from tritoncp.kernels.scores import Closure, Origin
@@ -95,23 +94,27 @@ class TritonEngine:
         deterministic = self.options.get("deterministic", torch.are_deterministic_algorithms_enabled())
         return bool(self.options.get("FUSED_BACKWARD")) and not deterministic
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch | Launches:
+    def forward(self, step: Any, *, h_offset: int = 0) -> Launch | Launches:
         """Prepare one step of attention by the requested route, else by the route that was measured to be the
-        fastest; arguments are those of :meth:`loops`."""
+        fastest.
+
+        step: :class:`tritoncp.planning.step_tables.ForwardStep`; h_offset: the layer's index of its first
+              query head
+        """
         name = self.route
-        if name == ROUTES[0] or ("ROUTE" not in self.options and q.shape[2] < FULL_TILE_ROWS):
-            return self.loops(q, k, v, tables, **step)
+        if name == ROUTES[0] or ("ROUTE" not in self.options and step.q.shape[2] < FULL_TILE_ROWS):
+            return self.loops(step, h_offset)
         route, is_explicit = route_of(name), "ROUTE" in self.options
-        obstacle = next(route.obstacles(self, q, k, v, tables), None)
-        why = obstacle or verify_route(self, route.launch, q, k, v, tables, **step)
+        obstacle = next(route.obstacles(self, step), None)
+        why = obstacle or verify_route(self, route.launch, step, h_offset)
         if why is None:
-            return route.launch(self, q, k, v, tables, **step)
+            return route.launch(self, step, h_offset)
         if is_explicit or not obstacle:
             origin = "requested" if is_explicit else "in the table of measured tiles"
             category = RequestedRouteWarning if is_explicit else UserWarning
             message = f"ROUTE={name!r} is {origin}; this step goes by 'loops': {why}"
             warnings.warn(message, category, stacklevel=2)
-        return self.loops(q, k, v, tables, **step)
+        return self.loops(step, h_offset)
 
     @cached_property
     def route(self) -> str:
@@ -124,32 +127,15 @@ class TritonEngine:
         other = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1 or options.keys() & tiles
         return dict(entry)["ROUTE"] if entry and not other else "loops"
 
-    def loops(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tables: Any,
-        *,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        max_scores: Tensor | None = None,
-        state: Sequence[Tensor] | None = None,
-        load_state: bool = False,
-        store_state: bool = False,
-        h_offset: int = 0,
-        kind: str = "forward",
-    ) -> Launch | Launches:
-        """Prepare attention of q [B, Hq, S, D] to k, v [B, Hkv, rows, D|E], into out, lse, max_scores, or
-        into ``state``.
-
-        One launch has a loop over masked blocks and one over full ones.
+    def loops(self, step: Any, h_offset: int = 0, kind: str = "forward") -> Launch | Launches:
+        """Prepare a step of attention: one launch with a loop over masked blocks and one over full ones.
 
         Where rows are few, a tile holds the rows of all query heads that share a KV head (option PACK_GQA
         forces or forbids it; tables for each head rule it out), and several programs share their keys
         (SPLIT_KV sets the number), whose states a second kernel combines, in the order of the keys: equal
         calls give equal bits, but another number of programs gives other bits.
         """
+        q, k, v, tables, out, lse, max_scores, state, load_state, store_state = step
         tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "max_scores": max_scores}
         tensors["state"] = state and tuple.__new__(State, state)
         flags = {"LOAD_STATE": load_state, "STORE_STATE": store_state}
@@ -227,7 +213,7 @@ class TritonEngine:
         dim = max(q.shape[3], v.shape[3])
         learns = bool(self.mods.score_grad.captured)
         score = weight(kind, self.mods.score_loads, learns) if self.mods.score.fn else ""
-        return choose(kind, arch, dim, q.dtype, block, tables.kv_block, self.options, tma, score)
+        return choose(TileRequest(kind, arch, dim, q.dtype, block, tables.kv_block, tma, score), self.options)
 
     def _forward_tiling(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tma: bool) -> Tiling:
         """Choose tiles that few rows fill, and enough programs to fill the device, or follow PACK_GQA and
@@ -331,7 +317,7 @@ class TritonEngine:
 
 def route_of(name: str) -> Any:
     """Import the module of a route of the forward pass other than "loops". Its ``launch`` takes an engine and
-    the arguments of :meth:`TritonEngine.loops`; its ``obstacles`` yield reasons why a step should not use it.
+    the arguments of :meth:`TritonEngine.loops`; its ``obstacles`` yield reasons why a step cannot use it.
     """
     return import_module(f"tritoncp.kernels.forward_{name}")
 

@@ -15,7 +15,6 @@ Unverified on GPUs, and Gluon has no interpreter.  ``tests/gpu/test_gluon.py`` n
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -426,10 +425,10 @@ def gluon_forward_kernel(
     )
 
 
-def launch(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch:
-    """Prepare a step by this route, from the arguments of ``engine.loops``."""
-    loops = engine.loops(q, k, v, tables, **step, kind="gluon")
-    q_desc, _ = descriptors(q, GROUP_ROWS.value, (q.shape[3], 0))
+def launch(engine: Any, step: Any, h_offset: int = 0) -> Launch:
+    """Prepare a step by this route, with the arguments of ``engine.forward``."""
+    loops = engine.loops(step, h_offset, kind="gluon")
+    q_desc, _ = descriptors(step.q, GROUP_ROWS.value, (step.q.shape[3], 0))
     args = loops.args
     args |= {
         "q_desc": laid_out(q_desc),
@@ -442,8 +441,9 @@ def launch(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: An
     return Launch(gluon_forward_kernel, loops.grid, values, loops.config, compiled, {"maxnreg": REGISTERS})
 
 
-def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
+def obstacles(engine: Any, step: Any) -> Iterator[str]:
     """Reasons why a step cannot take the route in Gluon."""
+    q, k, v, tables = step[:4]
     arch, dims = engine.arch or architecture(q.device), {q.shape[3], v.shape[3]}
     if arch == "interpreter" and "ROUTE" in engine.options:
         raise ValueError("ROUTE='gluon' is for GPUs and cannot be interpreted; leave it out on a CPU")

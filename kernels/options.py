@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -139,17 +139,27 @@ def _check_transposed(options: dict[str, Any], arch: str) -> None:
         raise ValueError(f"kernel option {flips[-1]}=True: {why}, or leave the option out")
 
 
-def choose(
-    kind: str,
-    arch: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    q_block: int,
-    kv_block: int,
-    options: dict[str, Any],
-    tma: bool = True,
-    score: str = "",
-) -> Config:
+class TileRequest(NamedTuple):
+    """The properties of a launch that decide its default config.
+
+    kind:     of the kernel, see :data:`tritoncp.kernels.tile_rules.KINDS`
+    head_dim: the larger one of q, k and of v
+    q_block, kv_block: the largest tile
+    tma:      whether the tensors allow tensor descriptors
+    score:    weight of the score_mod, see :func:`tritoncp.kernels.tile_rules.weight`
+    """
+
+    kind: str
+    arch: str
+    head_dim: int
+    dtype: torch.dtype
+    q_block: int
+    kv_block: int
+    tma: bool = True
+    score: str = ""
+
+
+def choose(request: TileRequest, options: dict[str, Any]) -> Config:
     """Choose the config of a launch: the default, overridden by measured tiles (the option CONFIGS), then by
     the user's ``kernel_options``, fitted to the mask's blocks and the tensors.  CONFIGS has (pass, ((field of
     Config, value), ...)) for some passes; measured tiles that need descriptors are dropped where tensors have
@@ -164,33 +174,23 @@ def choose(
     warps take turns.  Where a route is not available, a warning names the reason, and "loops" runs.
     (PACK_GQA and SPLIT_KV: see ``TritonEngine.loops``.)
     """
-    transposes = multiplies_transposed(arch)
+    transposes = multiplies_transposed(request.arch)
     if not transposes:
-        _check_transposed(options | {"FUSED_BACKWARD": kind == "fused"}, arch)
-    fences = not copies(arch) or fences_async_copies()
-    call = kind, arch, head_dim, dtype, q_block, kv_block, tma, score, transposes, fences
-    return _chosen(*call, tuple(options.items()))
+        _check_transposed(options | {"FUSED_BACKWARD": request.kind == "fused"}, request.arch)
+    fences = not copies(request.arch) or fences_async_copies()
+    return _choose(request, tuple(options.items()), transposes, fences)
 
 
 @lru_cache(1024)
-def _chosen(
-    kind: str,
-    arch: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    q_block: int,
-    kv_block: int,
-    tma: bool,
-    score: str,
-    transposes: bool,
-    fences: bool,
-    options: tuple[tuple[str, Any], ...],
+def _choose(
+    request: TileRequest, options: tuple[tuple[str, Any], ...], transposes: bool, fences: bool
 ) -> Config:
     """Choose a config as :func:`choose` does, cached.
 
     transposes: whether tiles of CONFIGS may have FLIP
     fences:     whether tiles that are not copied by descriptor may have several stages
     """
+    kind, arch, head_dim, dtype, q_block, kv_block, tma, score = request
     by_option, names = dict(options), option_names(kind).items()
     settings: dict[str, Any] = {
         name: by_option[option] for name, both in names for option in both if option in by_option

@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from tritoncp.core.log_lines import area_logger, log_decision
-from tritoncp.kernels.launch import State
 from tritoncp.kernels.options import WRONG_ROUTE
 from tritoncp.kernels.tiles import INTERPRETED
 
@@ -29,17 +28,16 @@ MAX_VERDICTS = 256
 _VERDICTS: dict[Any, str | None] = {}  # result of verify_route by kind of step
 
 
-def verify_route(
-    engine: Any, launch: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any
-) -> str | None:
+def verify_route(engine: Any, launch: Callable[..., Any], step: Any, h_offset: int) -> str | None:
     """Compare a route with the loops at the first step of each kind. Returns None if the results agree, else
     the reason why the route must not be used. Leaves the tensors as they are.
 
-    launch: runs the route; takes the arguments of :meth:`TritonEngine.loops`
+    launch: prepares a step by the route, with the engine and the arguments of :meth:`TritonEngine.forward`
     """
     if not COMPILED:
         return None
-    flags = tuple((key, x if isinstance(x, bool) else x is None) for key, x in sorted(step.items()))
+    q, k, v, tables, *results, load_state, store_state = step
+    flags = *(x is None for x in results), load_state, store_state
     blocks = tables.mask, tables.has_masked, bool(tables.window), tables.q_block, tables.kv_block
     dims = q.shape[3], v.shape[3], q.shape[1] // k.shape[1]
     kind = engine.kernel_set, q.device, q.dtype, dims, flags, blocks
@@ -49,40 +47,36 @@ def verify_route(
         if len(_VERDICTS) >= MAX_VERDICTS:
             del _VERDICTS[next(iter(_VERDICTS))]
         uncached = replace(engine, launches={})  # the results below have other layouts
-        _VERDICTS[kind] = _compare_with_loops(
-            partial(launch, uncached), uncached.loops, (q, k, v, tables), step
-        )
+        _VERDICTS[kind] = _compare_with_loops(partial(launch, uncached), uncached.loops, step, h_offset)
         verdict = _VERDICTS[kind] or "agrees with 'loops'"
         log_decision(engine_log, "route %s on %s: %s", engine.route, q.device, verdict)
     return _VERDICTS[kind]
 
 
 def _compare_with_loops(
-    launch: Callable[..., Any], loops: Callable[..., Any], inputs: tuple[Any, ...], step: dict[str, Any]
+    launch: Callable[..., Any], loops: Callable[..., Any], step: Any, h_offset: int
 ) -> str | None:
     try:
-        actual = _run_step(partial(launch, *inputs), step)
+        actual = _run_step(launch, step, h_offset)
     except (TritonError, RuntimeError) as error:  # RuntimeError: a pass of the compiler
         first: BaseException = error
         while first.__cause__:
             first = first.__cause__
         message = str(first).strip().splitlines() or ["no message"]
         return f"it fails: {type(first).__name__}: {message[-1]}"
-    return _describe_difference(actual, _run_step(partial(loops, *inputs), step), inputs[0].dtype)
+    return _describe_difference(actual, _run_step(loops, step, h_offset), step.q.dtype)
 
 
-def _run_step(route: Callable[..., Any], step: dict[str, Any]) -> dict[str, Tensor]:
-    """Run a step into fresh memory and return its results by name; a stored state is
-    converted to its out and lse."""
-    written = {key: x for key, x in step.items() if isinstance(x, Tensor)}
-    buffers: dict[str, Any] = {key: torch.full_like(x, torch.nan) for key, x in written.items()}
-    state = step.get("state")
-    if state is not None:
-        buffers["state"] = State(*(x.clone() for x in state))
-    route(**step | buffers)()
-    if state is None or not step.get("store_state"):
-        return {key: buffers[key] for key in written}
-    acc, m, l = buffers["state"]
+def _run_step(route: Callable[..., Any], step: Any, h_offset: int) -> dict[str, Tensor]:
+    """Run a step into fresh memory and return its results by name; a stored state is converted to its out and
+    lse."""
+    names = [name for name in ("out", "lse", "max_scores") if getattr(step, name) is not None]
+    results = {name: torch.full_like(getattr(step, name), torch.nan) for name in names}
+    state = step.state and [x.clone() for x in step.state]
+    route(step._replace(state=state, **results), h_offset)()
+    if not step.store_state:
+        return results
+    acc, m, l = state
     return {"out": acc.div_(l[..., None]), "lse": l.log2_().add_(m)}
 
 

@@ -17,7 +17,6 @@ import tritoncp
 from tests import command_process
 from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
-from tritoncp.planning.step_tables import BackwardStep
 from tritoncp.self_check import comparison, run
 from tritoncp.self_check.cases import CheckRequest, Result, list_cases
 
@@ -201,7 +200,7 @@ def test_a_wrong_kernel_is_named(kernel, tensors, monkeypatch):
     right = getattr(TritonEngine, kernel)
 
     def launch(self, *args, **options):
-        tables = args[0].tables if isinstance(args[0], BackwardStep) else args[3]
+        tables = args[0].tables
         windowed = tables.window is not None and tables.window[0] is not None
         engine = replace(self, scale=self.scale * 1.05, launches={}) if windowed else self
         return right(engine, *args, **options)

@@ -13,6 +13,7 @@ import tritoncp
 from tests.cases import Case, check
 from tritoncp.cpu.engine import CpuEngine
 from tritoncp.masks.mask import full_mask
+from tritoncp.planning.step_tables import ForwardStep
 from tritoncp.reference.dense import dense_attention
 
 pytestmark = pytest.mark.usefixtures("cpu_engine")
@@ -102,7 +103,7 @@ def test_a_state_changes_only_where_the_step_stores_it(stored: bool, dtype: torc
     m[:, :, 7], l[:, :, 7], acc[:, :, 7] = -math.inf, 0, 0
     state, before = (acc, m, l), [x.clone() for x in (acc, m, l)]
     out, lse = torch.full_like(q, math.nan), torch.full_like(m, math.nan)
-    engine.forward(q, k, v, tables, out=out, lse=lse, state=state, load_state=True, store_state=stored)()
+    engine.forward(ForwardStep(q, k, v, tables, out, lse, None, state, True, stored))()
     results = dense_attention(q, k, v, torch.ones(1, 2, 96, 80, dtype=torch.bool), scale=0.3)
     weights = torch.softmax(torch.stack([before[1] * math.log(2), results.lse]), 0)[..., None]
     want = weights[0] * before[0] + weights[1] * results.out
@@ -172,10 +173,8 @@ def test_keys_in_any_order_of_steps_have_one_sum() -> None:
         out, lse = torch.empty(1, 1, 64, 8), torch.empty(1, 1, 64)
         for step, piece in enumerate(order):
             keys, values = (x[:, :, 16 * piece : 16 * piece + 16] for x in (k, v))
-            engine.forward(
-                q, keys, values, tables, out=out, lse=lse, state=(acc, m, l), load_state=step > 0,
-                store_state=step < 5,
-            )()  # fmt: skip
+            state = acc, m, l
+            engine.forward(ForwardStep(q, keys, values, tables, out, lse, None, state, step > 0, step < 5))()
         want = dense_attention(*(x.double() for x in (q, k, v)), torch.ones(1, 1, 64, 96).bool(), scale=1.0)
         torch.testing.assert_close(out.double(), want.out, rtol=0, atol=2e-5)
         torch.testing.assert_close(lse.double(), want.lse, rtol=1e-6, atol=0)

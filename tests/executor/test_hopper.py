@@ -74,6 +74,7 @@ wgmma.wait_group.sync.aligned 0;
 """
 COPY = "mov.b32 %r5, %r4; add.u32 %r6, %r5, 1;"
 FENCE = "wgmma.fence.sync.aligned;\n"
+COPIES = "mov.b32 %r5, %r6; mov.b32 %r2, %r5;"
 
 
 @pytest.mark.parametrize(
@@ -88,8 +89,8 @@ FENCE = "wgmma.fence.sync.aligned;\n"
         (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r2, %r1;"), None),  # a copy, as LLVM places it
         (PRODUCT.replace(FENCE, FENCE + "add.u32 %r1, %r1, 1; mov.b32 %r2, %r1;"), "wgmma.fence"),
         (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r2, %r5;"), None),  # of a register written before it
-        (PRODUCT.replace(FENCE, "mov.b32 %r6, 0;" + FENCE + "mov.b32 %r5, %r6; mov.b32 %r2, %r5;"), None),
-        (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r6, 0; mov.b32 %r5, %r6; mov.b32 %r2, %r5;"), "wgmma.fence"),
+        (PRODUCT.replace(FENCE, f"mov.b32 %r6, 0; {FENCE} {COPIES}"), None),
+        (PRODUCT.replace(FENCE, f"{FENCE} mov.b32 %r6, 0; {COPIES}"), "wgmma.fence"),
         (PRODUCT.replace(FENCE, FENCE + "mov.b32 %r2, 0;"), "wgmma.fence"),
         (PRODUCT.replace(FENCE, "mov.b32 %r2, %r1;"), "wgmma.fence"),
     ],

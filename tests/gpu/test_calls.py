@@ -29,6 +29,7 @@ from tests.gpu.support import (
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
 from tritoncp.masks import causal, create_block_mask, full_mask, sliding_window
+from tritoncp.planning.step_tables import ForwardStep
 
 KEYS = 8 * N if ON_GPU else N
 ROWS = 16 if ON_GPU else 5
@@ -101,7 +102,7 @@ def test_the_rule_packs_and_splits():
     x = qkv(n=1, kv=KEYS, heads=4, kv_heads=1, dim=128)
     tables = tritoncp.make_plan(full_mask(1, KEYS, block=BLOCK)).tables(DEVICE, 1, 4)
     out, lse = torch.empty_like(x.q), torch.empty(1, 4, 1, device=DEVICE)
-    launch = TritonEngine(Mods(), 128**-0.5).forward(*x, tables, out=out, lse=lse)
+    launch = TritonEngine(Mods(), 128**-0.5).forward(ForwardStep(*x, tables, out, lse))
     args = launch.parts[0].args
     assert (args["PACK"], (args["splits"] or 1) > 1) == ((4, True) if ON_GPU else (1, False))
     launch()

@@ -18,7 +18,7 @@ from tests.kernels.support.harness import (
 )
 from tritoncp.kernels.tiles import copyable, descriptors
 from tritoncp.masks import Mask, causal, create_block_mask
-from tritoncp.planning.step_tables import BackwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
 
 def copied(x: QKV, mask: Mask) -> dict[str, bool]:
@@ -27,7 +27,7 @@ def copied(x: QKV, mask: Mask) -> dict[str, bool]:
     out, lse = torch.empty(*x.q.shape[:3], x.v.shape[3]), torch.empty(x.q.shape[:3])
     backward = BackwardStep(*x, out, lse, lse, tables)
     launches = {
-        "forward": engine.forward(*x, tables, out=out, lse=lse),
+        "forward": engine.forward(ForwardStep(*x, tables, out, lse)),
         "dq": engine.dq(backward, torch.empty_like(x.q)),
         "dkdv": engine.dkdv(backward, torch.empty_like(x.k), torch.empty_like(x.v)),
     }
@@ -56,7 +56,7 @@ def test_rows_behind_the_tokens_are_never_read() -> None:
     plan = single(mask)
     start = torch.empty(1, 1, 64, 16), torch.empty(1, 1, 64)
     engine = engine_of(x, USE_TMA=True)
-    engine.forward(*long, plan.tables("cpu", 1, 1), out=start[0], lse=start[1])()
+    engine.forward(ForwardStep(*long, plan.tables("cpu", 1, 1), *start))()
     assert torch.equal(start[0][:, :, :50].isnan(), torch.zeros(1, 1, 50, 16, dtype=torch.bool))
     assert not any(copied(long, mask).values()) and all(copied(x, mask).values())
 

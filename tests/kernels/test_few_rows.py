@@ -38,6 +38,7 @@ from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.masks.mask_mod import and_masks
 from tritoncp.mods import Mod
 from tritoncp.ops.executable import caches_of
+from tritoncp.planning.step_tables import ForwardStep
 from tritoncp.reference.dense import dense_attention
 
 ROWS, KEYS, HEADS = 5, 75, 3
@@ -205,7 +206,7 @@ def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str 
     tables = single(mask or full_mask(rows, keys)).tables("cpu", batch, heads)
     tables = replace(tables, q_first=first) if first else tables
     out, lse = torch.empty_like(x[0]), torch.empty(batch, heads, rows, dtype=F32, device=device)
-    return TritonEngine(Mods(), 1.0, options, arch=arch).forward(*x, tables, out=out, lse=lse).parts[0]
+    return TritonEngine(Mods(), 1.0, options, arch=arch).forward(ForwardStep(*x, tables, out, lse)).parts[0]
 
 
 def tiles_and_heads(prepared: Any) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.scores import Closure
 from tritoncp.masks import Mask, causal, create_block_mask
+from tritoncp.planning.step_tables import ForwardStep
 
 BF16 = torch.bfloat16
 
@@ -52,7 +53,8 @@ def why(
 ) -> list[str]:
     engine = replace(engine_of(x), options=options, arch=arch, scale=scale)
     engine = replace(engine, mods=Mods(score=Closure(object()))) if score else engine
-    return list(forward_gluon.obstacles(engine, *x, single(mask).tables("cpu", *x.q.shape[:2])))
+    tables = single(mask).tables("cpu", *x.q.shape[:2])
+    return list(forward_gluon.obstacles(engine, ForwardStep(*x, tables, x.q, x.q)))
 
 
 CAUSAL = blocks(causal(), 512)
@@ -111,12 +113,12 @@ def test_a_step_that_cannot_go_this_way_goes_by_loops_and_says_so() -> None:
     with pytest.warns(
         UserWarning, match="ROUTE='gluon' is requested; this step goes by 'loops': it takes head"
     ):
-        launch = engine.forward(*x, tables, out=out, lse=lse)
+        launch = engine.forward(ForwardStep(*x, tables, out, lse))
     assert isinstance(launch, Launch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         x = tensors(256)
-        launch = replace(engine).forward(*x, tables, out=torch.empty(1, 2, 256, 64), lse=lse)
+        launch = replace(engine).forward(ForwardStep(*x, tables, torch.empty(1, 2, 256, 64), lse))
     assert isinstance(launch, Launch) and launch.kernel is forward_gluon.gluon_forward_kernel
 
 

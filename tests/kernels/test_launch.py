@@ -20,6 +20,7 @@ from tritoncp.kernels.layouts import layout_of, specialisation_of
 from tritoncp.kernels.operands import Mods
 from tritoncp.ops import executable
 from tritoncp.ops.executable import caches_of
+from tritoncp.planning.step_tables import ForwardStep
 from tritoncp.reference.dense import dense_attention
 
 S = 32
@@ -83,9 +84,9 @@ def test_layouts_that_are_promised_and_not_kept_are_found_where_kernels_are_inte
     tables = plan.tables(x.q.device, 1, 2)
     out, lse = torch.empty_like(x.q), torch.empty(1, 2, S)
     engine = TritonEngine(Mods(), 0.25, launches={})
-    engine.forward(*x, tables, out=out, lse=lse)()
+    engine.forward(ForwardStep(*x, tables, out, lse))()
     with pytest.raises(AssertionError, match=r"forward_kernel.*layouts"):
-        engine.forward(x.q.transpose(1, 2), x.k, x.v, tables, out=out, lse=lse)
+        engine.forward(ForwardStep(x.q.transpose(1, 2), x.k, x.v, tables, out, lse))
 
 
 def test_simulated_ranks_of_unlike_tensors_share_an_engine() -> None:

@@ -21,12 +21,13 @@ from tritoncp.kernels.launch import Launches
 from tritoncp.kernels.operands import Mods
 from tritoncp.masks import Mask, create_block_mask
 from tritoncp.planning import traffic
+from tritoncp.planning.step_tables import ForwardStep
 
 PLACE = ast.parse("x = 1").body[0]
 ROUTE = {"ROUTE": "gluon"}
 N = 48
 FINE, COARSE = torch.float16, torch.bfloat16  # tolerance of right routes; error of wrong ones
-Damage = Callable[[dict[str, Any]], None]
+Damage = Callable[[ForwardStep], None]
 
 
 def blocks(mod: Callable[..., torch.Tensor], n: int, batch: int = 1, heads: int = 1) -> Mask:
@@ -51,9 +52,9 @@ def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
     """Make the route apply ``damage`` to its results; return a list that names each of its launches."""
     launched = []
 
-    def launch(*args: Any, **step: Any) -> Launches:
+    def launch(own: Any, step: ForwardStep, h_offset: int) -> Launches:
         launched.append("launch")
-        return Launches((engine.TritonEngine.loops(*args, **step), lambda: damage(step)))
+        return Launches((own.loops(step, h_offset), lambda: damage(step)))
 
     broken = SimpleNamespace(launch=launch, obstacles=lambda *args: iter(()))
     monkeypatch.setattr(engine, "route_of", lambda name: broken)
@@ -92,25 +93,25 @@ def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch)
     assert launched
 
 
-def one_row(step: dict[str, Any]) -> None:
+def one_row(step: ForwardStep) -> None:
     """A small error in one row."""
-    if step.get("store_state"):
-        step["state"].l[..., 5] *= 1.1
+    if step.store_state:
+        step.state[2][..., 5] *= 1.1
     else:
-        step["out"][..., 5, :] *= 1.1
+        step.out[..., 5, :] *= 1.1
 
 
-def forgotten(step: dict[str, Any]) -> None:
-    if step.get("store_state"):
-        step["state"].acc[..., 3, :] = torch.nan
+def forgotten(step: ForwardStep) -> None:
+    if step.store_state:
+        step.state[0][..., 3, :] = torch.nan
     else:
-        step["out"][..., 3, :] = torch.nan
+        step.out[..., 3, :] = torch.nan
 
 
-def lse(step: dict[str, Any]) -> None:
+def lse(step: ForwardStep) -> None:
     """A wrong lse beside a right out, which would spoil the backward pass."""
-    if not step.get("store_state"):
-        step["lse"][..., 1] += 0.05
+    if not step.store_state:
+        step.lse[..., 1] += 0.05
 
 
 @pytest.mark.parametrize("damage", [one_row, forgotten, lse], ids=lambda f: f.__name__)
@@ -211,7 +212,7 @@ def test_a_route_that_cannot_be_compiled_is_not_taken(
 ) -> None:
     """A route that this version of Triton does not compile is replaced by the loops."""
 
-    def fail(step: dict[str, Any]) -> None:
+    def fail(step: ForwardStep) -> None:
         raise error
 
     x, mask = qkv(N, dtype=COARSE), MASKS["causal"](N)

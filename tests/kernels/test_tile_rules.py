@@ -15,7 +15,7 @@ from tritoncp.kernels import tiles
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.operands import Mods
-from tritoncp.kernels.options import choose, option_names
+from tritoncp.kernels.options import TileRequest, choose, option_names
 from tritoncp.kernels.scores import Closure
 from tritoncp.kernels.tile_rules import PASSES, Config, default, fit, gqa_pack_factor, pieces
 from tritoncp.masks import full_mask
@@ -26,7 +26,7 @@ TILES = {option for kind in PASSES for both in option_names(kind).values() for o
 
 def chosen(kind: str, options: dict[str, Any], q_block: int = 128, kv_block: int = 128) -> Config:
     TritonEngine(Mods(), 1.0, options)
-    return choose(kind, "sm_90", 128, torch.bfloat16, q_block, kv_block, options)
+    return choose(TileRequest(kind, "sm_90", 128, torch.bfloat16, q_block, kv_block), options)
 
 
 @pytest.mark.parametrize("kind", PASSES)
@@ -40,12 +40,12 @@ def test_every_architecture_and_dim_has_a_default(arch: str, kind: str) -> None:
 
 def test_what_goes_with_the_rules_tiles_does_not_go_with_others() -> None:
     """A limit on registers, a transposed product: made for tiles of one size."""
-    small = "dq", "sm_100", 64, torch.bfloat16, 128, 128
-    assert choose(*small, {}).maxnreg == 256 and choose(*small, {"num_stages": 3}).maxnreg == 256
-    assert choose(*small, {"BLOCK_N2": 64}).maxnreg is None
-    wide = "dkdv", "sm_90", 256, torch.bfloat16, 128, 128
-    assert choose(*wide, {}).FLIP and not choose(*wide, {"BLOCK_M1": 64}).FLIP
-    assert choose(*wide, {"BLOCK_M1": 64, "FLIP": True}).FLIP
+    small = TileRequest("dq", "sm_100", 64, torch.bfloat16, 128, 128)
+    assert choose(small, {}).maxnreg == 256 and choose(small, {"num_stages": 3}).maxnreg == 256
+    assert choose(small, {"BLOCK_N2": 64}).maxnreg is None
+    wide = TileRequest("dkdv", "sm_90", 256, torch.bfloat16, 128, 128)
+    assert choose(wide, {}).FLIP and not choose(wide, {"BLOCK_M1": 64}).FLIP
+    assert choose(wide, {"BLOCK_M1": 64, "FLIP": True}).FLIP
 
 
 def test_names_that_torch_knows_are_known(engine: str) -> None:
@@ -132,9 +132,10 @@ def test_tiles_measured_with_descriptors_say_nothing_of_pointers(kind: str) -> N
     call = kind, "sm_90", 128, torch.bfloat16
     rule = default(*call, tma=False)
     copied, plain = (Config(32, 16, 2, 4, tma) for tma in (True, False))
-    assert choose(*call, 128, 128, measured(kind, copied), tma=False) == rule
+    request = TileRequest(*call, 128, 128, tma=False)
+    assert choose(request, measured(kind, copied)) == rule
     assert chosen(kind, measured(kind, copied) | {"USE_TMA": False}) == rule
-    assert choose(*call, 128, 128, measured(kind, plain), tma=False) == plain
+    assert choose(request, measured(kind, plain)) == plain
 
 
 POWERS = [16, 32, 64, 128, 256]

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tritoncp
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
-from tritoncp.kernels.options import check_options, choose
+from tritoncp.kernels.options import TileRequest, check_options, choose
 from tritoncp.kernels.tile_rules import Config, architecture, default
 from tritoncp.kernels.toolchain import BUNDLED, bundled_ptxas, ptxas_faults, ptxas_for
 from tritoncp.planning.problem import Problem
@@ -65,7 +65,7 @@ def call_on_gpu(**options) -> str:
 
 
 def tiles(kind: str, arch: str, options: dict) -> Config:
-    return choose(kind, arch, 64, torch.bfloat16, 128, 128, options)
+    return choose(TileRequest(kind, arch, 64, torch.bfloat16, 128, 128), options)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
@@ -135,19 +135,19 @@ def test_no_tiles_of_a_launch_have_flip_where_it_is_compiled_wrong(arch, version
     for kind, dim, tma in itertools.product(BACKWARD, (64, 128, 192, 256), (False, True)):
         rule = default(kind, arch, dim, torch.bfloat16, tma)
         assert not (affected and rule.FLIP)
-        call = kind, arch, dim, torch.bfloat16, 128, 128
-        config = choose(*call, flipped(kind), tma)
+        request = TileRequest(kind, arch, dim, torch.bfloat16, 128, 128, tma)
+        config = choose(request, flipped(kind))
         rule = replace(rule, num_stages=config.num_stages)
         assert config == (rule if affected else Config(64, 64, 8, 1, FLIP=True))
         for option in ("FLIP", "bwd_FLIP"):
-            assert bool(refusal(lambda: choose(*call, {option: True}, tma))) is affected  # noqa: B023
+            assert bool(refusal(lambda: choose(request, {option: True}))) is affected  # noqa: B023
 
 
 @pytest.mark.parametrize(("arch", "version"), PAIRS)
 def test_one_stage_where_no_fence_follows_asynchronous_copies(arch, version, pretend):
     affected = arch in ("sm_90", "sm_100") and not VERSIONS[version]
     for options, tma in itertools.product(({}, {"num_stages": 3}, {"USE_TMA": False}), (False, True)):
-        call = "forward", arch, 128, torch.bfloat16, 128, 128, options, tma
+        call = TileRequest("forward", arch, 128, torch.bfloat16, 128, 128, tma), options
         pretend(arch, "3.7.1")
         want = choose(*call)
         pretend(arch, version)

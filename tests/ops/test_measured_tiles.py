@@ -95,9 +95,9 @@ def test_calls_use_the_measured_route_if_it_is_available(places, kernels, monkey
     """Only calls that request a route warn about it. The loops stand in for the route, which is compiled."""
     loops, obstacles, steps = ["forward"], ["in the way"], []
 
-    def launch(own, *args, **step):
+    def launch(own, *args):
         steps.append(own)
-        return own.loops(*args, **step)
+        return own.loops(*args)
 
     tile_tables.write(places / "user", CPU, [entry(64) | ROUTED | {"mask": "interval"}], {})
     with warnings.catch_warnings():

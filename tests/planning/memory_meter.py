@@ -15,6 +15,7 @@ from tritoncp import Plan
 from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, SendRecv, Ticket, Wait
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.planning.cost import Shape
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
 META = torch.device("meta")
 
@@ -75,12 +76,12 @@ class ExpandingNoEngine(NoEngine):
     def _expand(self, latent: Tensor) -> Tensor:
         return latent.new_empty(latent.shape[2] * self.shape.expanded_row)
 
-    def forward(self, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Callable[[], None]:
-        self._expand(k)
+    def forward(self, step: ForwardStep, **options: Any) -> Callable[[], None]:
+        self._expand(step.k)
         return lambda: None
 
-    def dq(self, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Callable[[], None]:
-        return self._backward(k)
+    def dq(self, step: BackwardStep, *grads: Tensor, **options: Any) -> Callable[[], None]:
+        return self._backward(step.k)
 
     dkdv = dq
 

@@ -3,7 +3,6 @@ launches, so that Triton's cache has the kernels that were compiled offline."""
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from tritoncp.ops import call_mods, engine_factory
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import lengthen, take
 from tritoncp.planning.problem import Problem
-from tritoncp.planning.step_tables import BackwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
 
 class CallTensors:
@@ -80,13 +79,13 @@ class CallTensors:
         kernel, config = kernel_of(kernel, config)
         engine = self._engine(kernel, config, arch)
         q, k, v, tables = self.q, self.k, self.v, self._tables
-        into: dict[str, Any] = {"out": self._out, "lse": self._lse}
+        forward_step = ForwardStep(q, k, v, tables, self._out, self._lse)
         if kernel in ("forward", "few"):
-            return engine.loops(q, k, v, tables, **into)
+            return engine.loops(forward_step)
         if kernel in ROUTES:
-            for why in route_of(kernel).obstacles(engine, q, k, v, tables):
+            for why in route_of(kernel).obstacles(engine, forward_step):
                 raise ValueError(why)
-            return route_of(kernel).launch(engine, q, k, v, tables, **into)
+            return route_of(kernel).launch(engine, forward_step)
         if kernel == "delta":
             return engine.delta(self._out, self.dout, None, self._delta)
         step = BackwardStep(q, k, v, self.dout, self._lse, self._delta, tables)
@@ -153,12 +152,9 @@ def launch_of(job: Job) -> Any:
     engine = TritonEngine(mods_of(problem, q, mod), d**-0.5, options, arch=job.arch)
     if job.kernel in ("forward", "few", "combine", "gluon"):
         state = State(acc, m, l) if variant.load or variant.store else None
-        steps: dict[str, Any] = {"state": state, "load_state": variant.load, "store_state": variant.store}
-        step: Callable[..., Launch | Launches] = engine.loops
-        if job.kernel in ROUTES:
-            step = functools.partial(route_of(job.kernel).launch, engine)
-        parts = step(q, k, v, tables, out=out, lse=lse, **steps).parts
-        return parts[-1 if job.kernel == "combine" else 0]
+        step = ForwardStep(q, k, v, tables, out, lse, None, state, variant.load, variant.store)
+        launch = route_of(job.kernel).launch(engine, step) if job.kernel in ROUTES else engine.loops(step)
+        return launch.parts[-1 if job.kernel == "combine" else 0]
     if job.kernel == "delta":
         return engine.delta(out, dout, lse, delta)
     inputs = BackwardStep(q, k, v, dout, lse, delta, tables)

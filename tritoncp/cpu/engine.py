@@ -22,7 +22,7 @@ from tritoncp.cpu.packing import Total, even_step, gather, scatter
 from tritoncp.cpu.pointwise import Scores
 from tritoncp.cpu.step import HeadGroup, Step
 from tritoncp.cpu.tiles import TileBatch
-from tritoncp.planning.step_tables import BackwardStep, Tables
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep, Tables
 
 Launch = Callable[[], None]
 LN2 = math.log(2)
@@ -55,15 +55,9 @@ class CpuEngine:
     def fused(self) -> bool:
         return True
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, *, out: Tensor, lse: Tensor,
-        max_scores: Tensor | None = None, state: Sequence[Tensor] | None = None, load_state: bool = False,
-        store_state: bool = False, h_offset: int = 0,
-    ) -> Launch:  # fmt: skip
-        """Prepare a forward step, with the arguments of the kernels.
-
-        state: (acc [B, H, S, E], m, l [B, H, S]), m in log2 units
-        """
+    def forward(self, inputs: ForwardStep, *, h_offset: int = 0) -> Launch:
+        """Prepare a forward step."""
+        q, k, v, tables, out, lse, max_scores, state, load_state, store_state = inputs
 
         @fresh_dispatch()
         def run() -> None:

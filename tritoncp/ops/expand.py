@@ -20,7 +20,7 @@ from torch import Tensor
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.distributed.schedules import buffers
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
 
 class Expansion(NamedTuple):
@@ -144,11 +144,13 @@ class ExpandingEngine:
         launch: Callable[[], None] = self.base.delta(*tensors)
         return launch
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Callable[[], None]:
+    def forward(self, step: ForwardStep, **options: Any) -> Callable[[], None]:
         """Prepare a forward step over latents k [B, Hl, rows, C]."""
         with fresh_dispatch():
-            key, value = _for_batch(self.expansion(_fill_padding(_rows_in_memory(k), tables)), q)
-        launch: Callable[[], None] = self.engine_of(key, value).forward(q, key, value, tables, **step)
+            latents = _fill_padding(_rows_in_memory(step.k), step.tables)
+            key, value = _for_batch(self.expansion(latents), step.q)
+        expanded = step._replace(k=key, v=value)
+        launch: Callable[[], None] = self.engine_of(key, value).forward(expanded, **options)
         return launch
 
     def dq(self, step: BackwardStep, dq: Tensor, **options: Any) -> Callable[[], None]:

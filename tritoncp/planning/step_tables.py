@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,6 +14,26 @@ from tritoncp.masks.block_runs import Kind, Runs
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import UNBOUNDED
 from tritoncp.masks.transposed_runs import transpose
+
+
+class ForwardStep(NamedTuple):
+    """The arguments of one forward step: attention of queries [B, Hq, S, D] to the keys [B, Hkv, rows, D] and
+    values [B, Hkv, rows, E] of a buffer, into out [B, Hq, S, E], lse and max_scores [B, Hq, S].
+
+    state: (acc [B, Hq, S, E], m, l [B, Hq, S]) between the steps of a row, m in log2 units: the step
+           continues it with ``load_state``, and with ``store_state`` writes it in place of results
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tables: Tables
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor | None = None
+    state: Sequence[Tensor] | None = None
+    load_state: bool = False
+    store_state: bool = False
 
 
 class BackwardStep(NamedTuple):

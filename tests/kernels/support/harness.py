@@ -21,7 +21,7 @@ from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document,
 from tritoncp.ops.engine_factory import kernel_mods
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 from tritoncp.reference.dense import dense_attention
 
 F32, F64 = torch.float32, torch.float64
@@ -206,7 +206,7 @@ def forward(engine: TritonEngine, x: QKV, plan: Plan, **state: Any) -> tuple[Ten
     """(out, lse) of one step over poisoned memory."""
     out = torch.empty(*x.q.shape[:3], x.v.shape[3], dtype=x.q.dtype)
     lse = torch.empty(x.q.shape[:3], dtype=F64 if x.q.dtype == F64 else F32)
-    engine.forward(*x, plan.tables("cpu", *x.q.shape[:2]), out=out, lse=lse, **state)()
+    engine.forward(ForwardStep(*x, plan.tables("cpu", *x.q.shape[:2]), out, lse, **state))()
     return out, lse
 
 

@@ -14,7 +14,7 @@ from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, outputs, pack, separate, views
 from tritoncp.planning import traffic
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
 
 def forward(
@@ -30,9 +30,9 @@ def forward(
         keys, values = views((yield Wait(flight)), k)
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
-        final = {"out": out_, "lse": lse_, "max_scores": top_}
+        step = ForwardStep(q_, keys, values, tables, out_, lse_, top_)
         with step_range(plan, index):
-            engine.forward(q_, keys, values, tables, **final, h_offset=h_offset)()
+            engine.forward(step, h_offset=h_offset)()
         h_offset += q_.shape[1]
     return out, lse, top
 

@@ -21,7 +21,7 @@ from tritoncp.distributed.schedules.buffers import (
     views,
 )
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
 
 def forward(
@@ -29,16 +29,17 @@ def forward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, engine, q, v, want_max)
-    final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
+    results = out, lse, top, new_state(out, lse)
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     has_remote = sum(plan.fetch.takes) > 0
     flight = yield request_rows(plan, pack(k, v, k.shape[2]).packed)
     with step_range(plan, 0):
-        engine.forward(q, k, v, near, **final, store_state=has_remote)()
+        engine.forward(ForwardStep(q, k, v, near, *results, store_state=has_remote))()
     fetched = yield Wait(flight)
     if has_remote:
+        keys, values = views(fetched, k)
         with step_range(plan, 1):
-            engine.forward(q, *views(fetched, k), far, **final, load_state=True)()
+            engine.forward(ForwardStep(q, keys, values, far, *results, load_state=True))()
     return out, lse, top
 
 

@@ -12,7 +12,7 @@ from tritoncp.distributed.collectives import Schedule
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, empty_grad, outputs
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
 
 def forward(
@@ -22,7 +22,7 @@ def forward(
     out, lse, top = outputs(plan, engine, q, v, want_max)
     tables = plan.tables(q.device, q.shape[0], q.shape[1], plan.rank)
     with step_range(plan, 0):
-        engine.forward(q, k, v, tables, out=out, lse=lse, max_scores=top)()
+        engine.forward(ForwardStep(q, k, v, tables, out, lse, top))()
     return out, lse, top
     yield  # a schedule is a generator
 

@@ -24,7 +24,7 @@ from tritoncp.distributed.schedules.buffers import (
     views,
 )
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 from tritoncp.planning.traffic import Hop
 
 
@@ -33,16 +33,15 @@ def forward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, engine, q, v, want_max)
-    final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
+    results = out, lse, top, new_state(out, lse)
     current, free = _kv_buffers(plan, k, v)
     where = q.device, q.shape[0], q.shape[1]
     for turn, hop in enumerate(plan.ring):
         flight = yield _send_kv(hop, current, free)
         if hop.reads:
             tables = plan.tables(*where, hop.owner)
-            flags = {"load_state": turn > 0, "store_state": hop.more}
             with step_range(plan, turn):
-                engine.forward(q, current.k, current.v, tables, **final, **flags)()
+                engine.forward(ForwardStep(q, current.k, current.v, tables, *results, turn > 0, hop.more))()
         if (yield Wait(flight)):
             current, free = free, current
     return out, lse, top

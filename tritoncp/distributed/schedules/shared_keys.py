@@ -21,7 +21,7 @@ from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, outputs, pack
 from tritoncp.distributed.schedules.fetch import number_rows
 from tritoncp.planning.derived import DerivedTables
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
 SCHEDULES = "allgather", "fetch"  # that send keys to the queries as they are
 
@@ -66,7 +66,7 @@ def forward(
     """Compute (out, lse, max_scores or None) of a chunk's queries; keys and values: of :func:`views_of`."""
     out, lse, top = outputs(plan, engine, q, values, want_max)
     with step_range(plan, 0):
-        engine.forward(q, keys, values, _tables(plan, q), out=out, lse=lse, max_scores=top)()
+        engine.forward(ForwardStep(q, keys, values, _tables(plan, q), out, lse, top))()
     return out, lse, top
 
 

@@ -22,7 +22,7 @@ from tritoncp.distributed.schedules import local, ordered
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.distributed.schedules.head_exchange import HeadExchange
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.step_tables import BackwardStep
+from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
 
 def with_inner(inner: ModuleType) -> SimpleNamespace:
@@ -98,16 +98,14 @@ class HeadSubsetEngine:
     engine: Any
     exchange: HeadExchange
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, *, out: Tensor, lse: Tensor,
-                max_scores: Tensor | None = None, state: Sequence[Tensor] = (), h_offset: int = 0,
-                **flags: bool) -> Callable[[], None]:  # fmt: skip
+    def forward(self, step: ForwardStep, *, h_offset: int = 0) -> Callable[[], None]:
+        rows = step.q, step.out, step.lse, step.max_scores, *(step.state or ())
         return _join_launches(
             self.engine.forward(
-                q, k, v, tables, out=out, lse=lse, max_scores=top, state=own or None, h_offset=first, **flags
+                step._replace(q=q, k=k, v=v, out=out, lse=lse, max_scores=top, state=state or None),
+                h_offset=first,
             )
-            for first, (q, out, lse, top, *own), (k, v) in self._pieces(
-                (q, out, lse, max_scores, *state), (k, v)
-            )
+            for first, (q, out, lse, top, *state), (k, v) in self._pieces(rows, (step.k, step.v))
         )
 
     def dq(
