@@ -74,7 +74,8 @@ class ExpandingNoEngine(NoEngine):
         self.expanded: Tensor | None = None
 
     def _expand(self, latent: Tensor) -> Tensor:
-        return latent.new_empty(latent.shape[2] * self.shape.expanded_row)
+        batch = latent.shape[0] if latent.stride(0) else 1  # of the rows in memory
+        return latent.new_empty(batch * latent.shape[2] * self.shape.expanded_row // self.shape.batch)
 
     def forward(self, step: ForwardStep, **options: Any) -> Callable[[], None]:
         self._expand(step.k)

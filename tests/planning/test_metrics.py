@@ -59,14 +59,14 @@ def test_predicted_memory_is_that_of_the_schedules_buffers(
 
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch"])
-@pytest.mark.parametrize("name", ["causal", "window", "uneven"])
+@pytest.mark.parametrize("name", ["causal", "window", "uneven", "documents"])
 def test_the_memory_of_expanded_latents_is_bounded(
     name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prediction adds the largest step's keys to the peak of the messages."""
     monkeypatch.setattr(Plan, "tables", lambda *_: None)
     monkeypatch.setattr(Plan, "fetch_rows", lambda plan, device: plan.fetch.rows.to(device))
-    shape = Shape(heads=16, kv_heads=16, head_dim=192, latent=576)
+    shape = Shape(batch=MASKS[name].B, heads=16, kv_heads=16, head_dim=192, latent=576)
     for world_size in (1, 4):
         plan = make_plan(MASKS[name], world_size=world_size, rank=0, schedule=schedule)
         for view in {rank: plan.for_rank(rank) for rank in (0, world_size - 1)}.values():
