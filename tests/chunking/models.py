@@ -145,8 +145,8 @@ class Model(nn.Module):
 
 
 class CheckedGraph(Interpreter):
-    """Runs a graph, and compares sizes and strides of each tensor with those in its node's metadata, by which
-    compilers of a graph place memory."""
+    """Runs a graph, and compares dtype, sizes and strides of each tensor with those in its node's metadata,
+    by which compilers of a graph place memory."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         self.sizes: dict[Any, int] = {}
@@ -159,6 +159,7 @@ class CheckedGraph(Interpreter):
         for fake, value in zip(tree_leaves(node.meta["val"]), tree_leaves(result), strict=False):
             if isinstance(fake, SymInt) and fake.node.expr.is_Symbol:
                 self.sizes.setdefault(fake.node.expr, int(value))
+            assert not isinstance(value, Tensor) or fake.dtype == value.dtype, node.format_node()
             if isinstance(value, Tensor) and value.numel():
                 for d, size in enumerate(value.shape):
                     assert self.is_number(fake.shape[d], size), node.format_node()

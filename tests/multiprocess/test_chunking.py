@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tritoncp
 from tests.chunking import models
+from tests.distributed.test_profiler_ranges import LOCAL, ranges
 from tests.multiprocess import ranks
 from tritoncp import and_masks, causal, create_block_mask, document, make_plan
-from tritoncp.chunking import chunk, mark, order
+from tritoncp.chunking import chunk, mark, order, predict_timeline
+from tritoncp.chunking.streams.storages import hint
 from tritoncp.distributed import collectives
 from tritoncp.ops import engine_factory
 from tritoncp.planning.cost import NVLINK
@@ -158,3 +161,62 @@ def test_chunks_share_one_exchange_of_keys_or_repeat_it() -> None:
         assert ring.report.waits_for_all_keys  # rank 1's first chunk sees all keys of rank 0
         assert "the schedule 'ring'" in ring.refusal
         assert by_batch.parts == (2 * by_batch.whole[0], by_batch.whole[1])  # each row's keys travel once
+
+
+# -- one attention --------------------------------------------------------------------------------------
+
+
+def attention_seconds(gm: torch.fx.GraphModule) -> list[float]:
+    return [span.seconds for span in predict_timeline(gm, NVLINK).spans if span.kind == "attention"]
+
+
+def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool) -> None:
+    """Compare one attention, forward and backward, in chunks that share its keys with the whole one: results,
+    sizes, passes and predicted times."""
+    mask = create_block_mask(MASKS[kind](), B if kind == "documents" else None, None, S, S, BLOCK_SIZE=8)
+    plan, g = make_plan(mask, group, schedule=schedule), torch.Generator().manual_seed(1)
+    shapes = (6, S, 8), (3, S, 8), (3, S, 5), (6, S, 5), (6, S)  # q, k, v, and the gradients of out and lse
+    whole = [torch.randn(B, *shape, generator=g, dtype=torch.float64) for shape in shapes]
+    tensors = [tritoncp.shard(x, plan, dim=2) for x in whole]
+
+    def step(q: Tensor, k: Tensor, v: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        results = tritoncp.flex_attention(*leaves, None, plan, enable_gqa=True, return_lse=True, mesh=group)
+        count = 2 if with_lse else 1
+        return *results, *torch.autograd.grad(results[:count], leaves, grads[:count])
+
+    gm = make_fx(step, tracing_mode="symbolic")(*tensors)
+    names = [node.name for node in gm.graph.nodes]
+    for node in gm.graph.nodes:
+        follows = names.index(node.name) >= names.index("backward")
+        node.meta["partitioner_tag"] = "is_backward" if follows else "is_forward"
+    want, seconds = gm(*tensors), attention_seconds(gm)
+    assert chunk(gm, "", dim="seq", chunks=CHUNKS).exchanges == 2
+    graph, results = models.CheckedGraph(gm), []
+    names = ranges(lambda: results.extend(graph.run(*tensors)))
+    assert {name for name in names if "step" in name} == {f"{schedule}/{step}" for step in LOCAL}
+    for got, expected in zip(results, want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    sent = [node for node in calls if "tritoncp.send" in str(node.target)]
+    passes = ["must_be_in_forward", "must_be_in_backward", "must_be_in_backward"]
+    assert [node.meta["partitioner_tag"] for node in sent] == passes
+    assert [hint(node.meta["val"].shape[0]) for node in sent] == [S * B] * 3
+    last = max(at for at, node in enumerate(calls) if isinstance(node.meta["val"], torch.SymInt))
+    assert last < calls.index(
+        sent[1]
+    )  # partitioners assign all nodes before the last size to the forward pass
+    shares = [max(plan.part(c, CHUNKS).work) / max(plan.work) for c in (0, 1, 1, 0)]
+    parts = [seconds[at // 2] * share for at, share in enumerate(shares)]
+    assert attention_seconds(gm) == pytest.approx(parts, rel=1e-6)
+
+
+def test_chunks_that_share_keys_compute_and_take_what_the_whole_does() -> None:
+    """Where each batch row, or all batch rows together, fetch keys, and with all keys on each rank."""
+
+    def work(group: Any) -> None:
+        engine_factory.uses_triton = lambda device: False  # this process ends with the test
+        for case in (("allgather", "causal", True), ("fetch", "causal", False), ("fetch", "documents", True)):
+            share_one_exchange(group, *case)
+
+    ranks.run(2, work)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Schedule, Ticket, Wait
 from tritoncp.distributed.profiler_ranges import step_range
-from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, outputs, pack, separate, views
+from tritoncp.distributed.schedules.buffers import dkdv, dq_of_one_step, outputs, pack, separate, views
 from tritoncp.planning import traffic
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
@@ -43,7 +43,7 @@ def backward(
     """Compute dq, and dk and dv in lse's dtype, of this rank's shards; gradients of captures go to the
     engine's buffers."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
-    dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
+    dq = dq_of_one_step(plan, engine, q, lse)
     kv, q_groups = _groups(plan, k, v, q, dout, lse, delta, dq)
     returning: list[Ticket] = []
     flight = yield _gather(plan, *kv[0])

@@ -110,6 +110,11 @@ def empty_dq(plan: Plan, engine: Any, q: Tensor, dtype: torch.dtype) -> Tensor:
     return empty_grad(q, dtype, plan.q.is_filled(plan.rank) and not engine.fused)
 
 
+def dq_of_one_step(plan: Plan, engine: Any, q: Tensor, lse: Tensor) -> Tensor:
+    """Allocate dQ whose rows one step writes: in q's dtype, or for a fused engine, which adds, in lse's."""
+    return empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
+
+
 def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the state (acc, m, l) that is carried between steps, in lse's dtype."""
     return torch.empty_like(out, dtype=lse.dtype), torch.empty_like(lse), torch.empty_like(lse)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritoncp.distributed.collectives import Schedule
 from tritoncp.distributed.profiler_ranges import step_range
-from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, empty_grad, outputs
+from tritoncp.distributed.schedules.buffers import dkdv, dq_of_one_step, empty_grad, outputs
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
@@ -34,7 +34,7 @@ def backward(
     """Compute (dq, dk, dv) in the dtypes of q, k, v, or dk and dv in ``key_dtype``; gradients of captures go
     to the engine's buffers."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1], plan.rank)
-    dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
+    dq = dq_of_one_step(plan, engine, q, lse)
     dk, dv = (empty_grad(x, key_dtype or x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
     step = BackwardStep(q, k, v, dout, lse, delta, tables)
     with step_range(plan, 0, "dq"):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, start_in_graph
 from tritoncp.distributed.profiler_ranges import step_range
-from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, outputs, pack, separate, views
+from tritoncp.distributed.schedules.buffers import dkdv, dq_of_one_step, outputs, pack, separate, views
 from tritoncp.distributed.schedules.fetch import number_rows
 from tritoncp.planning.derived import DerivedTables
 from tritoncp.planning.plan import Plan
@@ -75,7 +75,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq of a chunk's queries, and what they add to the gradients of all rows of the buffer, in lse's
     dtype: [n, heads, D] and [n, heads, E]."""
-    dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
+    dq = dq_of_one_step(plan, engine, q, lse)
     step = BackwardStep(q, keys, values, dout, lse, delta, _tables(plan, q))
     with step_range(plan, 0, "dq"):
         engine.dq(step, dq)()
@@ -91,7 +91,7 @@ def backward(
 def send_gradients(plan: Plan, dk: Sequence[Tensor], dv: Sequence[Tensor], k: Tensor, group: Any) -> Tensor:
     """Sum the gradients of all chunks, and start to return them to the ranks of the keys; return the buffer
     for :func:`land_gradients`."""
-    d = dk[0].shape[2]
+    d = k.shape[3]
     total = torch.cat([dk[0], dv[0]], 2)
     for one, other in zip(dk[1:], dv[1:], strict=True):
         total[..., :d] += one
