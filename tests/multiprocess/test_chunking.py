@@ -16,6 +16,7 @@ from tests.distributed.test_profiler_ranges import LOCAL, ranges
 from tests.multiprocess import ranks
 from tritoncp import and_masks, causal, create_block_mask, document, make_plan
 from tritoncp.chunking import chunk, mark, order, predict_timeline
+from tritoncp.chunking.streams import costs
 from tritoncp.chunking.streams.storages import hint
 from tritoncp.distributed import collectives
 from tritoncp.ops import engine_factory
@@ -166,8 +167,12 @@ def test_chunks_share_one_exchange_of_keys_or_repeat_it() -> None:
 # -- one attention --------------------------------------------------------------------------------------
 
 
-def attention_seconds(gm: torch.fx.GraphModule) -> list[float]:
-    return [span.seconds for span in predict_timeline(gm, NVLINK).spans if span.kind == "attention"]
+def attention_seconds(gm: torch.fx.GraphModule, known: bool = True) -> list[float]:
+    """Predict the times of attention nodes. known: by their plans, else by all pairs"""
+    with pytest.MonkeyPatch.context() as patch:
+        if not known:
+            patch.setattr(costs, "_plan_of_handle", lambda handle: None)
+        return [span.seconds for span in predict_timeline(gm, NVLINK).spans if span.kind == "attention"]
 
 
 def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool) -> None:
@@ -190,7 +195,7 @@ def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool) -> 
     for node in gm.graph.nodes:
         follows = names.index(node.name) >= names.index("backward")
         node.meta["partitioner_tag"] = "is_backward" if follows else "is_forward"
-    want, seconds = gm(*tensors), attention_seconds(gm)
+    want, seconds, pairs = gm(*tensors), attention_seconds(gm), attention_seconds(gm, known=False)
     assert chunk(gm, "", dim="seq", chunks=CHUNKS).exchanges == 2
     graph, results = models.CheckedGraph(gm), []
     names = ranges(lambda: results.extend(graph.run(*tensors)))
@@ -209,6 +214,8 @@ def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool) -> 
     shares = [max(plan.part(c, CHUNKS).work) / max(plan.work) for c in (0, 1, 1, 0)]
     parts = [seconds[at // 2] * share for at, share in enumerate(shares)]
     assert attention_seconds(gm) == pytest.approx(parts, rel=1e-6)
+    # One of two chunks with the keys of both ranks has as many pairs as the rank's shard.
+    assert attention_seconds(gm, known=False) == pytest.approx([pairs[at // 2] for at in range(4)], rel=1e-6)
 
 
 def test_chunks_that_share_keys_compute_and_take_what_the_whole_does() -> None:

@@ -21,14 +21,16 @@ from tritoncp.planning.derived import DerivedTables
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan
 
+NO_ROW = 1 << 40  # a row past the end of every buffer
+
 
 @dataclass(frozen=True, eq=False)
 class OrderedStep:
     """A step of a rank over rows in global order.
 
     plan:         the step as a plan of one rank, which has exactly these rows
-    q_rows:       row of the rank's queries that each of the step's queries is: int64 [Bp, n]; where batch
-                  rows have fewer, the number of the rank's rows
+    q_rows:       row of the rank's queries that each of the step's queries is: int64 [Bp, n]; NO_ROW where
+                  batch rows have fewer
     kv_rows:      the same for the keys, in the buffer of all keys that the rank reads
     """
 
@@ -57,8 +59,8 @@ def _make(plan: Plan, buffer: str) -> OrderedStep:
     mask = replace(plan.mask, runs=plan.mask.runs.with_full_bounded(), window=None)
     slots = plan.q.slots[plan.rank], plan.derived.slots(plan.rank, buffer)
     sides, rows = [], []
-    for one, side, size in zip(slots, (plan.q, plan.kv), _buffer_sizes(plan, buffer), strict=True):
-        joined, at = join_slots(one, side.block, size)
+    for one, side in zip(slots, (plan.q, plan.kv), strict=True):
+        joined, at = join_slots(one, side.block)
         sides.append(Placement(side.length, side.block, (joined,), (at.shape[1],)))
         rows.append(at)
     q, kv = sides
@@ -67,31 +69,23 @@ def _make(plan: Plan, buffer: str) -> OrderedStep:
     return OrderedStep(own, *rows)
 
 
-def _buffer_sizes(plan: Plan, buffer: str) -> tuple[int, int]:
-    """Return the rows of a rank's queries, and those of a buffer of keys."""
-    own = plan.kv.lengths[plan.rank]
-    if buffer == "gathered":
-        return plan.s_local, plan.kv.s_max * plan.world_size
-    fetch = plan.fetch
-    return plan.s_local, own * (plan.batch if fetch.batched else 1) + sum(fetch.takes)
-
-
-def join_slots(slots: Tensor, block: int, size: int) -> tuple[Tensor, Tensor]:
+def join_slots(slots: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Join slots [Bp, n, 3] of adjacent positions of a block, as (row, position, tokens) of a buffer that has
-    their rows one after the other: int32 [Bp, m, 3]. Also return the row of each in the old buffer of
-    ``size`` rows: int64 [Bp, rows], ``size`` where a batch row has fewer.
+    their rows one after the other: int32 [Bp, m, 3]. Also return the row of each in the old buffer: int64
+    [Bp, rows], NO_ROW where a batch row has fewer.
 
-    >>> slots = torch.tensor([[[9, 0, 3], [0, 3, 1], [1, 4, 4]]])
-    >>> [x.tolist() for x in join_slots(slots, 4, 12)]
-    [[[[0, 0, 4], [4, 4, 4]]], [[9, 10, 11, 0, 1, 2, 3, 4]]]
+    >>> slots = torch.tensor([[[9, 0, 3], [0, 3, 1], [1, 4, 4], [5, 9, 1], [6, 11, 1], [0, 0, 0]]])
+    >>> [x.tolist() for x in join_slots(slots, 4)]
+    [[[[0, 0, 4], [4, 4, 4], [8, 9, 1], [9, 11, 1]]], [[9, 10, 11, 0, 1, 2, 3, 4, 5, 6]]]
     """
     tables, places = [], []
     for table in slots.long():
         row, position, tokens = table[table[:, 2] > 0].unbind(1)
         opens = torch.ones(len(row), dtype=torch.bool)
-        opens[1:] = (position[1:] % block == 0) | (position[1:] != (position + tokens)[:-1])
-        counts = torch.zeros(int(opens.sum()), dtype=torch.int64).index_add_(0, opens.cumsum(0) - 1, tokens)
-        tables.append(torch.stack([counts.cumsum(0) - counts, position[opens], counts], 1))
+        opens[1:] = (position[1:] % block == 0) | (position[1:] > (position + tokens)[:-1])
+        first = (tokens.cumsum(0) - tokens)[opens]
+        counts = torch.diff(first, append=tokens.sum()[None])
+        tables.append(torch.stack([first, position[opens], counts], 1))
         places.append(ramps(row, tokens))
-    rows = pad_sequence(places, batch_first=True, padding_value=size)
+    rows = pad_sequence(places, batch_first=True, padding_value=NO_ROW)
     return pad_sequence(tables, batch_first=True).int(), rows

@@ -96,8 +96,8 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
 
 def _put_back(x: Tensor, rows: Tensor, length: int, padding: float) -> Tensor:
     """Write x [B, H, n, ...] to rows [Bp, n] of a tensor of ``length`` rows; all other rows are padding."""
-    whole = x.new_full((*x.shape[:2], length + 1, *x.shape[3:]), padding)
-    return whole.scatter_(2, _index(rows, x.shape), x)[:, :, :length]
+    whole = x.new_full((*x.shape[:2], length + 1, *x.shape[3:]), padding)  # the last for NO_ROW
+    return whole.scatter_(2, _index(rows.clamp(max=length), x.shape), x)[:, :, :length]
 
 
 def _index(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
