@@ -157,8 +157,10 @@ class CheckedGraph(Interpreter):
         if node.op == "output" or "val" not in node.meta:
             return result
         for fake, value in zip(tree_leaves(node.meta["val"]), tree_leaves(result), strict=False):
-            if isinstance(fake, SymInt) and fake.node.expr.is_Symbol:
-                self.sizes.setdefault(fake.node.expr, int(value))
+            sizes = zip(fake.shape, value.shape) if isinstance(value, Tensor) else [(fake, value)]
+            for size, number in sizes:
+                if isinstance(size, SymInt) and size.node.expr.is_Symbol:
+                    self.sizes.setdefault(size.node.expr, int(number))
             assert not isinstance(value, Tensor) or fake.dtype == value.dtype, node.format_node()
             if isinstance(value, Tensor) and value.numel():
                 for d, size in enumerate(value.shape):
