@@ -35,12 +35,14 @@ def forward_graph(fn: Callable[..., Any], x: Tensor = X, mode: str = "symbolic")
     return gm
 
 
-def attend_by(mask: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """Make attention of one head of x @ w, whose queries are its keys and values."""
+def attend_by(mask: Any, biased: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """Make attention of one head of x @ w, whose queries are its keys and values. biased: with a score_mod
+    that captures a number of each token"""
 
     def attend(x: Tensor, w: Tensor) -> Tensor:
-        q = (x @ w).unsqueeze(1)
-        return flex_attention(q, q, q, mask).squeeze(1)
+        q, bias = (x @ w).unsqueeze(1), x[0, :, 0]
+        score = (lambda s, b, h, q, kv: s + bias[kv]) if biased else None
+        return flex_attention(q, q, q, score, mask).squeeze(1)
 
     return attend
 
@@ -150,6 +152,11 @@ REFUSED = {
     ),
     "ranks": (attend, with_call(world="cp"), "tritoncp.forward.*exchanges keys between ranks.*repeat=True"),
     "latent": (attend, with_call(sizes=(1, 8, 8)), "tritoncp.forward.*has expand="),
+    "capture": (
+        attend_by(causal(), biased=True),
+        with_call(wants=(0,)),
+        "tritoncp.forward.*capture that has the size that is cut and requires grad",
+    ),
     "invariant": (attend, with_call(options=(("invariant", True),)), "tritoncp.forward.*invariant=True"),
 }
 

@@ -206,6 +206,7 @@ def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool) -> 
     sent = [node for node in calls if "tritoncp.send" in str(node.target)]
     passes = ["must_be_in_forward", "must_be_in_backward", "must_be_in_backward"]
     assert [node.meta["partitioner_tag"] for node in sent] == passes
+    assert [node.args[2] for node in sent[:2]] == [False, True]  # ranks compare their calls once, forward
     assert [hint(node.meta["val"].shape[0]) for node in sent] == [S * B] * 3
     last = max(at for at, node in enumerate(calls) if isinstance(node.meta["val"], torch.SymInt))
     assert last < calls.index(
