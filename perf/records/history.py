@@ -179,8 +179,8 @@ def append(path: Path, line: dict[str, Any]) -> None:
         if num_written:
             os.ftruncate(file, size)
         raise DiskFull(
-            f"{path}: {error.strerror}. All earlier lines are complete; make room (or name another file with "
-            "--out) and run again with --resume"
+            f"{path}: {error.strerror}. All earlier lines are complete; make room, or name another file with "
+            "--out"
         ) from error
     finally:
         os.close(file)
@@ -309,19 +309,3 @@ class Journal:
         """Write a line of any kind. Raises DiskFull."""
         append(self.path, {"run": self.run, **line})
         self.tell(line)
-
-
-def find_unfinished(folder: Path, series: Series, env: dict[str, Any]) -> tuple[Path, list[Point]] | None:
-    """Return (file, points) of the newest run with the same code, versions and device; None without one."""
-    newest: tuple[Path, list[Point]] | None = None
-    identity = ("sources", *ATTRIBUTES[1:])  # the same sources under another commit are the same code
-    for path in files([folder]) if folder.exists() else ():
-        runs: dict[str, list[Point]] = {}
-        for point in read(path).points:
-            is_same = all(point.env.get(name) == env.get(name) for name in identity)
-            if point.series == series and is_same:
-                runs.setdefault(point.run, []).append(point)
-        for points in runs.values():
-            if newest is None or points[-1].time >= newest[1][-1].time:
-                newest = path, points
-    return newest
