@@ -24,7 +24,7 @@ def comparison_page(before: str, after: str, result: Gate) -> str:
     items = [f"<li><code>{escape(case)}</code>: {escape(text)}</li>" for case, text in notes]
     rows = [[*map(escape, cells)] for cells in compare.lines(result.comparison, result.limit)]
     parts = [
-        f'<h1>{escape(title)}</h1><p class="verdict {kind}">{verdict}</p><p>{escape(result.summary)}</p>',
+        f'<h1>{escape(title)}</h1><p class="{kind}">{verdict}</p><p>{escape(result.summary)}</p>',
         f"<ul>{''.join(items)}</ul>{html_table(compare.HEAD, rows)}<p class='help'>{HELP}</p>",
     ]
     return fill_page(title, "".join(parts))
