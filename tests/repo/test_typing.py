@@ -10,7 +10,7 @@ import pytest
 import tritoncp
 
 SCRIPT = Path(__file__).with_name("typed_script.py")
-OVERLOADED = tritoncp.flex_attention, tritoncp.varlen_attention, tritoncp.make_plan
+OVERLOADED = tritoncp.flex_attention, tritoncp.make_plan
 
 
 def has_type(value: object, expected: object) -> bool:
