@@ -28,7 +28,7 @@ def test_the_page_has_a_row_for_each_variable():
         ("TRITONCP_AUTOTUNE", "1", 60.0),
         ("TRITONCP_AUTOTUNE", "1.5h", 5400.0),
         ("TRITONCP_CONFIG_DIR", "-", "-"),
-        ("TRITONCP_CACHE_DIR", "", None),
+        ("TRITONCP_CONFIG_DIR", "", None),
     ],
 )
 def test_accepted_values(monkeypatch, name, text, value):
@@ -73,10 +73,10 @@ def test_ranks_are_compared_as_the_variable_says_and_a_typing_error_is_reported(
 
 def test_doctor_shows_the_variables_that_are_set_and_those_that_are_wrong(tmp_path):
     wrong = {"TRITONCP_DEBUG": "maybe", "TRITONCP_CHEK": "1"}
-    run = command("doctor", "--json", TRITONCP_CACHE_DIR=str(tmp_path), WORLD_SIZE="2", **wrong)
+    run = command("doctor", "--json", TRITONCP_CONFIG_DIR=str(tmp_path), WORLD_SIZE="2", **wrong)
     report = json.loads(run.stdout)
     assert report["problems"] == [] and run.returncode == 0
-    shown = {"TRITONCP_CACHE_DIR": str(tmp_path), "WORLD_SIZE": "2"} | wrong
+    shown = {"TRITONCP_CONFIG_DIR": str(tmp_path), "WORLD_SIZE": "2"} | wrong
     assert shown.items() <= report["environment"].items()
     advice = "\n".join(report["advice"])
     assert "TRITONCP_DEBUG='maybe' is not understood; accepted: 0 or 1" in advice

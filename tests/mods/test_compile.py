@@ -12,7 +12,7 @@ from tests.command_process import python
 
 @pytest.mark.long
 def test_every_mod_compiles_for_sm_90(tmp_path: Path) -> None:
-    caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TRITONCP_CACHE_DIR": str(tmp_path / "mods")}
+    caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton")}
     process = python("-m", "tests.mods.offline", TRITON_INTERPRET="0", **caches)
     assert process.returncode == 0, process.stderr[-3000:]
     report = json.loads(process.stdout.splitlines()[-1])

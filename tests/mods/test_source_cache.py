@@ -10,7 +10,6 @@ import os
 import sys
 import traceback
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,8 +27,7 @@ def source(number: int) -> str:
     return f'"""A module."""\n\nVALUE = {number}\n\n\ndef fail():\n    return 1 // 0\n'
 
 
-def test_text_is_readable_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITONCP_CACHE_DIR", raising=False)
+def test_text_is_readable_without_a_file() -> None:
     module = source_cache.load(source(3))
     assert module.VALUE == 3 and source_cache.load(source(3)) is module
     assert inspect.getsource(module) == source(3) and not os.path.exists(module.__file__ or "")
@@ -38,28 +36,6 @@ def test_text_is_readable_without_a_file(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "return 1 // 0" in "".join(traceback.format_exception(error.value))
     made = mask_mod(lambda b, h, q, k: q * 7 >= k)
     assert "def mask_mod" in inspect.getsource(source_cache.load(made.source).mask_mod.fn)
-
-
-def test_the_copy_for_profilers_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITONCP_CACHE_DIR", str(tmp_path))
-    path = tmp_path / "mods" / f"{source_cache.digest_of(source(4))}.py"
-    path.parent.mkdir()
-    path.write_text("VALUE = 'planted'\n")
-    module = source_cache.load(source(4))
-    assert module.VALUE == 4 and module.__file__ == str(path)
-    assert [*path.parent.iterdir()] == [path] and path.read_text() == source(4)
-    path.write_text("VALUE = 'planted'\n")
-    assert inspect.getsource(module) == source(4)
-
-
-def test_a_folder_that_cannot_be_written_causes_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mods").write_text("no folder")
-    monkeypatch.setenv("TRITONCP_CACHE_DIR", str(tmp_path))
-    with pytest.warns(UserWarning, match=f"TRITONCP_CACHE_DIR={tmp_path}: no copy of a translated mod"):
-        module = source_cache.load(source(5))
-    assert module.VALUE == 5 and inspect.getsource(module) == source(5)
 
 
 def test_a_module_goes_with_its_functions() -> None:

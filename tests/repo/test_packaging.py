@@ -140,7 +140,7 @@ print(tritoncp.__file__)
 @pytest.mark.long
 def test_an_installed_wheel_is_used_as_the_readme_says(wheel_python, tmp_path):
     """Attention and the commands, in a folder without a checkout."""
-    environment = bare_environment() | {"TRITON_INTERPRET": "0", "TRITONCP_CACHE_DIR": str(tmp_path)}
+    environment = bare_environment() | {"TRITON_INTERPRET": "0"}
 
     def run(*command) -> str:
         return sh(*command, cwd=tmp_path, env=environment)

@@ -85,15 +85,12 @@ class Variable:
 
 
 AUTOTUNE = Variable("TRITONCP_AUTOTUNE", parse_budget, "0, 1 (a minute) or a time as 90s, 5m, 1h", 0.0)
-CACHE_DIR = Variable("TRITONCP_CACHE_DIR", str, "a folder", None)
 CHECK = Variable("TRITONCP_CHECK")
 CONFIG_DIR = Variable("TRITONCP_CONFIG_DIR", str, "a folder, or - for none", None)
 DEBUG = Variable("TRITONCP_DEBUG")
 OFFLINE_LOG = Variable("TRITONCP_OFFLINE_LOG")
 UNSAFE_FUSED = Variable("TRITONCP_UNSAFE_FUSED")
-VARIABLES = {
-    one.name: one for one in (AUTOTUNE, CACHE_DIR, CHECK, CONFIG_DIR, DEBUG, OFFLINE_LOG, UNSAFE_FUSED)
-}
+VARIABLES = {one.name: one for one in (AUTOTUNE, CHECK, CONFIG_DIR, DEBUG, OFFLINE_LOG, UNSAFE_FUSED)}
 # Variables of other packages, besides all those of Triton, torch and NCCL.
 OF_OTHERS = ("GLOO_SOCKET_IFNAME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 

@@ -1,24 +1,18 @@
 """Cache of modules made from emitted source, in memory.
 
 A module is compiled from the emitted text, not from a file. The text is in `linecache`, from which
-tracebacks, debuggers, `inspect` and Triton read it. For profilers, which read files, a copy of each source is
-written to TRITONCP_CACHE_DIR, if that is set; it is never executed. A module is freed with its last function.
+tracebacks, debuggers, `inspect` and Triton read it. A module is freed with its last function.
 """
 
 from __future__ import annotations
 
 import hashlib
 import linecache
-import os
 import sys
 import threading
-import warnings
 import weakref
-from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-from tritoncp.core.environment import CACHE_DIR
 
 _LOCK = threading.RLock()
 _MODULES: weakref.WeakValueDictionary[str, ModuleType] = weakref.WeakValueDictionary()  # by digest
@@ -35,7 +29,7 @@ def load(source: str) -> ModuleType:
     with _LOCK:
         module = _MODULES.get(digest)
         if module is None:
-            module = _MODULES[digest] = _execute(digest, source, _file_name(digest, source))
+            module = _MODULES[digest] = _execute(digest, source, f"<tritoncp mod {digest}>")
         return module
 
 
@@ -72,19 +66,3 @@ def _release(module: ModuleType) -> None:
                 value.rewritten_fn = {}
                 value.rewrite()
             registry.pop(f"{module.__name__}:{name}", None)
-
-
-def _file_name(digest: str, source: str) -> str:
-    """Return a file name for a source: the path of its copy in $TRITONCP_CACHE_DIR, if that is set."""
-    if folder := CACHE_DIR.read():
-        path = Path(folder) / "mods" / f"{digest}.py"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}")  # another rank may write or read the same file
-            unfinished.write_text(source, encoding="utf-8", newline="")
-            unfinished.replace(path)
-            return str(path)
-        except OSError as error:
-            message = f"TRITONCP_CACHE_DIR={folder}: no copy of a translated mod could be written ({error})"
-            warnings.warn(message, stacklevel=2)
-    return f"<tritoncp mod {digest}>"
