@@ -23,10 +23,10 @@ __all__ = ["places"]  # a fixture
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Have every decision and look-up of the test be new."""
-    log_lines.forget_decisions()
+    log_lines._LOGGED._entries.clear()
     tritoncp.plan_cache_clear()
     yield
-    log_lines.forget_decisions()
+    log_lines._LOGGED._entries.clear()
 
 
 def lines(caplog, area: str, level: int = logging.INFO) -> list[str]:

@@ -278,7 +278,7 @@ def test_one_graph_serves_all_plans_of_a_size() -> None:
 
 
 def test_messages_log_their_bytes_once(caplog: pytest.LogCaptureFixture) -> None:
-    log_lines.forget_decisions()
+    log_lines._LOGGED._entries.clear()
     world, plan = tritoncp.simulate(2), build(full_mask(16, 16, block=4), 2, balancer="head_tail")
     shards = world.shard(torch.zeros(16, 3), plan, dim=0)
     with caplog.at_level("INFO", "tritoncp.messages"):

@@ -72,10 +72,10 @@ class ExecutedCall:
     grads: tuple[Tensor, ...]  # dq, dk, dv
 
 
-def draw_call(problem: Problem, mask: Mask | None = None, seed: int = 0) -> ExecutedCall:
+def draw_call(problem: Problem, mask: Mask | None = None) -> ExecutedCall:
     """Draw random inputs, and compute the call's results in float64."""
     mask = problem.block_mask() if mask is None else mask
-    x = inputs(problem, torch.device("cpu"), seed)
+    x = inputs(problem, torch.device("cpu"))
     tensors = tuple(tensor.detach() for tensor in (x.q, x.k, x.v, x.dout))
     q, k, v = leaves = [tensor.double().requires_grad_() for tensor in tensors[:3]]
     out, lse, _ = dense_attention(q, k, v, mask, problem.score_mod(torch.device("cpu")))

@@ -55,9 +55,3 @@ def log_decision(log: logging.Logger, message: str, *values: object) -> None:
         log.info(message, *values, stacklevel=2)
     else:
         log.debug(message, *values, stacklevel=2)
-
-
-def forget_decisions() -> None:
-    """Forget the logged lines, so that they are logged at INFO again."""
-    global _LOGGED
-    _LOGGED = BoundedCache(MAX_DECISIONS)

@@ -130,15 +130,14 @@ class Mod:
         fn: JITFunction,
         grad: JITFunction | None = None,
         captures: Sequence[Tensor | int | float] = (),
-        wants: Sequence[int] | None = None,
         back: JITFunction | None = None,
     ) -> Mod:
         """Make a Mod from hand-written @triton.jit functions, with the signatures in :class:`Mod`.
 
-        captures: the items of `caps`, tensors first, then numbers. wants: indices of the tensors whose
-        gradients `grad` computes, in the order of `dcaps`; default: with `grad`, those that require grad.
-        Without `grad` a score_mod has no backward pass. back: grad without additions to dcaps; needed where
-        captures require grad, since the kernels of dQ and of dK/dV both differentiate the score.
+        captures: the items of `caps`, tensors first, then numbers. `grad` adds to `dcaps` the gradients of
+        the tensors that require grad, in their order; without it a score_mod has no backward pass. back: grad
+        without additions to dcaps; needed where captures require grad, since the kernels of dQ and of dK/dV
+        both differentiate the score.
         """
         tensors = tuple(c for c in captures if isinstance(c, Tensor))
         numbers = tuple(c for c in captures if not isinstance(c, Tensor))
@@ -149,10 +148,7 @@ class Mod:
             )
         _check_signature(fn, grad)
         source = "\n\n".join(inspect.getsource(f.fn) for f in (fn, grad) if f is not None)
-        learned = (
-            tuple(i for i, t in enumerate(tensors) if t.requires_grad) if wants is None else tuple(wants)
-        )
-        learned = learned if grad is not None else ()
+        learned = tuple(i for i, t in enumerate(tensors) if t.requires_grad and grad is not None)
         structure = [(t.dtype, t.ndim) for t in tensors], [type(n) for n in numbers], learned
         digest = source_cache.digest_of(f"{source}\n{structure}")
         if learned and back is None:

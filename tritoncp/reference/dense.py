@@ -83,7 +83,6 @@ def eager_attention(
     score_mod: Callable[..., Tensor] | None = None,
     captured: Sequence[Tensor] = (),
     *,
-    scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Training:
     """Compute both passes with the rounding of torch's eager flex attention: scores and softmax in float32;
@@ -96,7 +95,7 @@ def eager_attention(
     q, k, v = (x.detach() for x in (q, k, v))
     group, dtype = q.shape[1] // k.shape[1], q.dtype
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    factor = 1 / math.sqrt(q.shape[-1])
     scores = (q.float() @ k.float().mT * factor).requires_grad_()
     b, h, i, j = (torch.arange(size, device=q.device) for size in scores.shape)
     index = b[:, None, None, None], h[:, None, None], i[:, None], j
