@@ -17,8 +17,9 @@ from tests.multiprocess import ranks
 from tritoncp import contiguous_to_dual_chunk, dual_chunk_to_contiguous, varlen_attention, varlen_mask
 from tritoncp.api import varlen
 from tritoncp.distributed import collectives
-from tritoncp.ops import engine_factory
 from tritoncp.planning.placement import pieces
+
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 # -- Megatron's order -----------------------------------------------------------------------------------
 
@@ -78,7 +79,6 @@ def test_the_order_is_copied_from_a_device_once(monkeypatch: pytest.MonkeyPatch)
 
 def one_rank(group: Any, docs: Any, how: str) -> Answer:
     """Run this rank's part of a layer; return all results in the order of the buffer."""
-    engine_factory.uses_triton = lambda device: False  # this process is the rank's own
     torch.manual_seed(3)
     x = buffers(docs)
     rank, n = group.rank(), group.size()
@@ -131,7 +131,6 @@ def test_two_processes(layout: str, how: str) -> None:
 
 def dual_rank(group: Any, edges: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Run a rank of Megatron: convert its shard, attend, convert back; return the result and the gradient."""
-    engine_factory.uses_triton = lambda device: False
     rank, n = group.rank(), group.size()
     own = contiguous_to_dual_chunk(x, edges, world_size=n).chunk(n)[rank].requires_grad_()
     piece = dual_chunk_to_contiguous(own, edges, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from tritoncp import flex_attention
+from tritoncp.chunking import Eager
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,13 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x, turn, mask, score)
         return self.norm(x)
+
+
+def in_chunks(model: nn.Module, chunks: int, dim: str) -> Any:
+    """Return a copy of a model, each of whose layers runs in chunks without a graph."""
+    eager: Any = copy.deepcopy(model)
+    eager.layers = nn.ModuleList(Eager(layer, chunks, dim) for layer in eager.layers)
+    return eager
 
 
 class CheckedGraph(Interpreter):

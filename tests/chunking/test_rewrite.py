@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.chunking.models import Model, Shape, compiled
+from tests.chunking.models import Model, Shape, compiled, in_chunks
 from tritoncp import (
     and_masks,
     causal,
@@ -28,7 +28,7 @@ from tritoncp import (
     make_plan,
     sliding_window,
 )
-from tritoncp.chunking import Eager, Pass, chunk, concretise, mark
+from tritoncp.chunking import Pass, chunk, concretise, mark
 from tritoncp.chunking.concrete import hints
 from tritoncp.chunking.sizes import free_symbols
 
@@ -74,8 +74,7 @@ MASKS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
+def sizes_from_data(fresh_dynamo: None) -> Iterator[None]:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         yield
 
@@ -124,9 +123,7 @@ class Case:
         return self.run(model, compiled(model, rewrite), mark_inputs=True)
 
     def by_eager(self) -> dict[str, Tensor]:
-        model = copy.deepcopy(self.model)
-        for i, layer in enumerate(model.layers):
-            model.layers[i] = Eager(layer, self.chunks, self.dim)
+        model = in_chunks(self.model, self.chunks, self.dim)
         results = self.run(model, model)
         return {name.replace(".module.", "."): value for name, value in results.items()}
 

@@ -20,11 +20,9 @@ TEMPERATURES = torch.rand(5, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(autouse=True)
-def gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gradients_on_cpu(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
     """torch refuses gradients of flex attention on CPUs, though its dense form has them."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
 
 
 def block_mask(batch: int | None, rows: int, first: int = 0) -> Any:

@@ -29,18 +29,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.chunking import models
-from tests.chunking.models import compiled
+from tests.chunking.models import compiled, in_chunks
 from tritoncp import causal, flex_attention
 from tritoncp.chunking import Eager, Pass, chunk, mark
 
 B, S, WIDTH = 4, 32, 16
-pytestmark = pytest.mark.usefixtures("cpu_engine")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")
 
 
 class Block(nn.Module):
@@ -107,9 +101,7 @@ def results(model: nn.Module, call: Callable[..., Any], x: Tensor) -> list[Tenso
 def assert_bits_of_eager(
     model: nn.Module, dim: str = "seq", chunks: int = 2, batch: int = B, rows: int = S
 ) -> None:
-    eager = copy.deepcopy(model)
-    for i, layer in enumerate(eager.layers):
-        eager.layers[i] = Eager(layer, chunks, dim)
+    eager = in_chunks(model, chunks, dim)
     call = compiled(model, lambda gm: chunk(gm, dim=dim, chunks=chunks))
     for size in (rows, 2 * rows):
         x = torch.randn(batch, size, WIDTH) if dim == "seq" else torch.randn(size // 4, S, WIDTH)
@@ -172,8 +164,7 @@ def test_a_view_that_does_not_divide_a_chunk_is_refused_with_its_shapes():
 
 def test_one_graph_serves_sizes_that_chunks_divide_and_others():
     model, graphs = Model(Block()), []
-    eager = copy.deepcopy(model)
-    eager.layers[0] = Eager(eager.layers[0], 3, "seq")
+    eager = in_chunks(model, 3, "seq")
     call = compiled(model, lambda gm: graphs.append(chunk(gm, dim="seq", chunks=3)))
     for rows in (48, 31, 62, 8):
         x = torch.randn(B, rows, WIDTH)
@@ -190,8 +181,7 @@ def test_one_graph_serves_sizes_that_chunks_divide_and_others():
 @pytest.mark.parametrize("dim", ["batch", "seq"])
 def test_a_batch_of_the_size_of_the_sequence_is_told_from_it(dim):
     model, x = Model(Block()), torch.randn(8, 8, WIDTH)
-    eager = copy.deepcopy(model)
-    eager.layers[0] = Eager(eager.layers[0], 2, dim)
+    eager = in_chunks(model, 2, dim)
     want = results(eager, eager, x)
     mark(x, ("batch", "seq").index(dim), 2)
     got = results(model, compiled(model, lambda gm: chunk(gm, dim=dim)), x)
@@ -212,9 +202,8 @@ def test_an_embedding_and_its_tied_head_in_one_region_differ_in_the_order_of_the
 def test_a_block_that_is_compiled_alone_is_cut_as_a_whole_graph():
     """As trainers compile: each block, whose inputs its hook marks outside of the graph."""
     model, x, reports = Model(Block(), Block()), torch.randn(B, S, WIDTH), []
-    eager = copy.deepcopy(model)
+    eager = in_chunks(model, 2, "seq")
     for i, block in enumerate(model.layers):
-        eager.layers[i] = Eager(eager.layers[i], 2, "seq")
         model.layers[i] = compiled(block, lambda gm: reports.append(chunk(gm, "", dim="seq")))
         model.layers[i].register_forward_pre_hook(lambda module, args: mark(args[0], 1, 2))
     assert all(map(torch.equal, results(model, model, x), results(eager, eager, x)))
@@ -256,12 +245,10 @@ def test_an_auxiliary_loss_of_a_block_is_refused_alike_in_graphs_and_eagerly(dim
 @pytest.mark.parametrize("size", [Dim("s", min=4, max=400), 2 * Dim("n", min=2, max=200)], ids=str)
 def test_exported_programs_are_cut(strict, size):
     model, x = Model(Block()), torch.randn(B, S, WIDTH)
-    eager = copy.deepcopy(model)
-    eager.layers[0] = Eager(eager.layers[0], 2, "seq")
     program = export(model, (x,), dynamic_shapes={"x": {1: size}}, strict=strict)
     report = chunk(program.graph_module, dim="seq")
     assert report.keys == (1, 2) and report.rows == S
-    assert torch.equal(program.module()(x), eager(x))
+    assert torch.equal(program.module()(x), in_chunks(model, 2, "seq")(x))
 
 
 def test_an_exported_multiple_is_cut_in_its_units_or_refused():
@@ -371,8 +358,7 @@ def test_a_step_of_torchtitans_graph_trainer_is_cut_by_a_pass_of_its_list():
     fakes = [mode.from_tensor(weight, static_shapes=True) for weight in weights]
     inputs = [*fakes, mode.from_tensor(x, symbolic_context=dynamic)]
     gm = cut_layers(trace_step(step, inputs), inputs)
-    eager = copy.deepcopy(model)
-    eager.layers[0] = Eager(eager.layers[0], 2, "seq")
+    eager = in_chunks(model, 2, "seq")
     loss = eager(x).square().sum()
     want = [loss, *torch.autograd.grad(loss, list(eager.parameters()))]
     assert all(map(torch.equal, gm(*(weight.detach() for weight in weights), x), want))
@@ -449,9 +435,7 @@ def train(model: nn.Module, call: Callable[..., Tensor], marks: bool) -> list[fl
 def test_layers_with_routed_experts_train_in_chunks_with_the_losses_of_the_whole():
     """Ten steps of rotary attention and sorted experts, whose counters chunks share."""
     whole = models.Model(models.Shape(layers=2, experts=3, dispatch="sorted"))
-    cut, eager = copy.deepcopy(whole), copy.deepcopy(whole)
-    for i, layer in enumerate(eager.layers):
-        eager.layers[i] = Eager(layer, 2, "seq")
+    cut, eager = copy.deepcopy(whole), in_chunks(whole, 2, "seq")
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         losses = train(cut, compiled(cut, lambda gm: chunk(gm, dim="seq")), marks=True)
     assert losses == train(eager, eager, marks=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import warnings
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 
 import tritoncp
 from tests.multiprocess.ranks import attempt, run
+from tests.ops.test_expand import expand_latent, inputs
 from tritoncp import causal, document, flex_attention, make_plan
 from tritoncp.distributed import consistency
+from tritoncp.masks import full_mask
 
 S = 32
 IDS = torch.arange(S) // 5
@@ -38,95 +41,97 @@ def other_ids(rank):
     return ids
 
 
+def plan(mod, group):
+    return make_plan(mask(mod), group)
+
+
+def attend(mod, group):
+    return flex_attention(q(), q(), q(), mask(mod), group)
+
+
+def plan_by_torch(version, group):
+    with mock.patch.object(consistency, "versions", return_value=consistency.fact(f"torch {version}")):
+        return plan(None, group)
+
+
+def deal(rank, group):
+    def mixed(blocks):
+        return [range(len(blocks.costs)), []][:: 1 - 2 * rank]
+
+    return make_plan(mask(), group, balancer=mixed)
+
+
+CODE = (lambda b, h, q, kv: q > kv), (lambda b, h, q, kv: q >= kv)
+
+
+def negated(latent, *arguments):
+    key, value = expand_latent(latent, *arguments)
+    return -key, value
+
+
+def expand(rank, group):
+    x = inputs(8, dtype=torch.float32)
+    made = make_plan(full_mask(16, 16, block=4), group, schedule="ring")
+    expand = (expand_latent, negated)[rank], *x[2:4], 2
+    return flex_attention(*x[:2], None, made, group, enable_gqa=True, expand=expand)
+
+
+# By name: the field in the message, the call of a rank, and the values of ranks 0 and 1 in it.
 DIFFERENT = {
-    "tensor": lambda rank: document(ids=other_ids(rank)),
-    "number": lambda rank: tritoncp.sliding_window(3 + rank),
-    "code": lambda rank: (lambda b, h, q, kv: q >= kv) if rank else (lambda b, h, q, kv: q > kv),
-    "captured number": lambda rank: lambda b, h, q, kv: q - kv < 4 + rank,
+    "tensor": ("mask", lambda rank, group: plan(document(ids=other_ids(rank)), group), ("Mask(B=1",) * 2),
+    "number": (
+        "mask",
+        lambda rank, group: attend(tritoncp.sliding_window(3 + rank), group),
+        ("sliding_window(3", "sliding_window(4"),
+    ),
+    "code": ("mask", lambda rank, group: plan(CODE[rank], group), ("Mask(B=1",) * 2),
+    "captured number": (
+        "mask",
+        lambda rank, group: plan(lambda b, h, q, kv: q - kv < 4 + rank, group),
+        ("rank = 0", "rank = 1"),
+    ),
+    "options": (
+        "options",
+        lambda rank, group: make_plan(mask(), group, balancer=["ptrr", "head_tail"][rank]),
+        ("'ptrr'", "'head_tail'"),
+    ),
+    "placement": ("placement", deal, ("balancer='mixed'",) * 2),
+    "versions": ("versions", plan_by_torch, ("torch 0", "torch 1")),
+    "expand": ("expand", expand, ("", "")),
+    "call": ("call", lambda rank, group: (plan, attend)[rank](None, group), ("", "")),
 }
 
 
-VALUES = {  # parts of the message on every rank
-    "tensor": ("Rank 0 has", "Rank 1 has"),
-    "number": ("sliding_window(3", "sliding_window(4"),
-    "code": ("test_consistency.py",),
-    "captured number": ("rank = 0", "rank = 1"),
-}
-
-
-def test_different_masks_are_named_on_every_rank():
-    """Each in a group of its own, by make_plan and by flex_attention."""
+@pytest.mark.bar(18)
+def test_a_difference_is_named_on_every_rank():
+    """Each in a group of its own."""
 
     def work(group):
-        calls = make_plan, lambda mask, group: flex_attention(q(), q(), q(), mask, group)
-        masks = {what: mask(make(group.rank())) for what, make in DIFFERENT.items()}
-        return [
-            (what, attempt(partial(call, one, torch.distributed.new_group())))
-            for what, one in masks.items()
-            for call in calls
-        ]
+        texts = []
+        for _, call, _ in DIFFERENT.values():
+            own = torch.distributed.new_group()
+            texts.append(attempt(partial(call, group.rank(), own)))
+        closed = attempt(lambda: plan(None, own))  # by the call of another kind, the last
+        assert re.match("GroupClosed: .*the ranks differ in call", closed, re.DOTALL)
+        return texts
 
-    for rank, outcomes in enumerate(run(2, work)):
-        for what, text in outcomes:
-            assert text.startswith("Disagreement: the ranks differ in mask: rank 0 against rank 1")
-            assert f"Rank {rank} has Mask(B=1" in text and "Every rank needs the same global mask" in text
-            assert all(value in text for value in VALUES[what])
+    for texts in run(2, work):
+        for (field, _, values), text in zip(DIFFERENT.values(), texts, strict=True):
+            assert text.startswith(f"Disagreement: the ranks differ in {field}: rank 0 against rank 1"), text
+            for rank, value in enumerate(values):
+                assert re.search(rf"Rank {rank} has .*{re.escape(value)}", text), text
+            assert field != "mask" or "Every rank needs the same global mask" in text
 
 
-def test_the_same_mask_made_twice_is_the_same():
+def test_the_same_call_of_all_ranks_raises_nothing():
     def work(group):
-        for name in DIFFERENT:
-            make_plan(mask(DIFFERENT[name](0)), group)
+        for _, call, _ in DIFFERENT.values():
+            call(0, group)
         table = torch.arange(S) + 0
         bm = torch_block_mask(lambda b, h, q, kv: kv <= table[q], 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
         return make_plan(bm, group).rank
 
     assert run(2, work) == [0, 1]
-
-
-@pytest.mark.bar(18)
-def test_different_options_calls_shapes_and_versions_are_named(monkeypatch):
-    def work(group):
-        rank = group.rank()
-        outcomes = [
-            attempt(lambda: make_plan(mask(), group, balancer=["ptrr", "head_tail"][rank])),
-            attempt(
-                lambda: flex_attention(*[q(dtype=[torch.float32, torch.float64][rank])] * 3, causal(), group),
-            ),
-        ]
-        versions = consistency.versions
-        if rank:
-            consistency.versions = lambda: consistency.fact("torch 9")
-        outcomes.append(attempt(lambda: make_plan(mask(), group)))
-        consistency.versions = versions
-        calls = make_plan, lambda mask, group: flex_attention(q(), q(), q(), mask, group)
-        outcomes.append(attempt(lambda: calls[rank](mask(), group)))
-        closed = attempt(lambda: make_plan(mask(), group))
-        assert re.match("GroupClosed: .*the ranks differ in call", closed, re.DOTALL)
-        return outcomes
-
-    for rank, outcomes in enumerate(run(2, work)):
-        for text, name in zip(outcomes, ("options", "dtype", "versions", "call"), strict=True):
-            assert text.startswith(f"Disagreement: the ranks differ in {name}: rank 0 against rank 1")
-        assert ["'ptrr'", "'head_tail'"][rank] in outcomes[0]
-        assert ["float32", "float64"][rank] in outcomes[1]
-
-
-def test_a_balancer_of_ones_own_is_known_by_what_it_deals():
-    def work(group):
-        def mine(blocks):
-            return [range(4), range(4, len(blocks.costs))]
-
-        def mixed(blocks):
-            return [range(len(blocks.costs)), []][:: 1 - 2 * group.rank()]
-
-        return make_plan(mask(), group, balancer=mine).balancer, attempt(
-            lambda: make_plan(mask(), group, balancer=mixed)
-        )
-
-    for rank, (name, text) in enumerate(run(2, work)):
-        assert name == "mine" and text.startswith("Disagreement")
-        assert "differ in placement" in text and f"Rank {rank} has balancer='mixed'" in text
 
 
 def test_lengths_that_do_not_add_up_are_told_everywhere():
@@ -186,15 +191,23 @@ def test_uneven_natural_order_is_told_once_by_the_first_rank():
 # -- at every call, where asked for ------------------------------------------------------------------------
 
 
+def scaled(factor):
+    return lambda s, b, h, q, kv: s * factor
+
+
 def differ(group, name):
     """Agree on plans, and then make different calls."""
     odd = group.rank() == 1
     plan, other = make_plan(mask(), group), make_plan(mask(document(ids=IDS)), group)
     flex_attention(q(), q(), q(), causal(), group)  # a plan both ranks remember
+    for factor in (0.5, torch.tensor(0.5)):
+        flex_attention(q(), q(), q(), scaled(factor), plan, mesh=group)
     calls = {
         "mask": lambda: flex_attention(q(), q(), q(), other if odd else plan, group),
         "hit and miss": lambda: flex_attention(q(), q(), q(), document(ids=IDS) if odd else causal(), group),
         "failure": lambda: flex_attention(q(), q(), q()[:, :1] if odd else q(), plan, group),
+        "tensor": lambda: flex_attention(q(), q(), q(), scaled(torch.tensor(0.5 + odd)), plan, mesh=group),
+        "number": lambda: flex_attention(q(), q(), q(), scaled(0.5 + odd), plan, mesh=group),
     }
     return attempt(calls[name])
 
@@ -202,7 +215,9 @@ def differ(group, name):
 NAMED = {  # by call: the difference in the errors of ranks 0 and 1
     "mask": ("Disagreement: .*differ in mask",) * 2,
     "hit and miss": ("Disagreement: .*differ in call",) * 2,
-    "failure": ("PeerLost: .*call 2 of rank 1 failed: ValueError.*do not fit together", "ValueError"),
+    "failure": ("PeerLost: .*call 4 of rank 1 failed: ValueError.*do not fit together", "ValueError"),
+    "tensor": ("Disagreement: .*differ in captures",) * 2,
+    "number": ("Disagreement: .*differ in captures.*Rank 0 has 0.5. Rank 1 has 1.5",) * 2,
 }
 
 

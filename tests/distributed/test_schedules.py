@@ -21,7 +21,6 @@ from tests.kernels.support.harness import (
     oracle,
     over_ranks,
     qkv,
-    same,
 )
 from tests.multiprocess.ranks import run as on_ranks
 from tritoncp.distributed import collectives
@@ -211,33 +210,6 @@ def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int, s
 
 
 # -- over processes -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "kernels"])
-def test_real_ranks_compute_what_lockstep_does(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit on the CPU engine in float64 with two ranks, where a sum has one order."""
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: kernels)
-    plan = build(MASK, 2)
-    x = qkv(24, heads=2, dtype=F64)
-    dout, dlse = cotangents(x)
-
-    whole = over_ranks(x, plan, start=(dout, dlse))
-
-    def shards(rank: int, *tensors: Tensor) -> list[Tensor]:
-        pads = [-torch.inf if t is whole.lse else 0 for t in tensors]
-        return [tritoncp.shard(t, plan.for_rank(rank), dim=2, pad=pad) for t, pad in zip(tensors, pads)]
-
-    def work(group: Any) -> list[Tensor]:
-        leaves = [t.requires_grad_() for t in shards(group.rank(), *x)]
-        rank_plan = plan.for_rank(group.rank())
-        out, lse = tritoncp.flex_attention(*leaves, rank_plan, group, return_lse=True)
-        grads = torch.autograd.grad([out, lse], leaves, shards(group.rank(), dout, dlse))
-        return [out.detach(), lse.detach(), *grads]
-
-    agree(whole, oracle(x, MASK, start=(dout, dlse)), 1e-10)
-    assert not all(bool(plan.for_rank(rank).valid.all()) for rank in range(2))  # one shard is padded
-    for rank, answer in enumerate(on_ranks(2, work)):
-        same(answer, shards(rank, whole.out, whole.lse, *whole.grads))
 
 
 def test_a_plan_with_another_schedule_is_another_plan() -> None:

@@ -19,9 +19,9 @@ from tritoncp.chunking import chunk, mark, order, predict_timeline
 from tritoncp.chunking.streams import costs
 from tritoncp.chunking.streams.storages import hint
 from tritoncp.distributed import collectives
-from tritoncp.ops import engine_factory
 from tritoncp.planning.cost import NVLINK
 
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 B, S, CHUNKS = 4, 64, 2
 IDS = torch.tensor([[0] * 20 + [1] * 44, [0] * 50 + [1] * 14] * 2)  # of each batch row
 MASKS = {
@@ -102,7 +102,6 @@ class Result(NamedTuple):
 
 def one_rank(group: Any, schedule: str, kind: str, balancer: str | None, dim: str, repeat: bool) -> Any:
     """Compare a step in chunks with the whole's."""
-    engine_factory.uses_triton = lambda device: False  # this process ends with the test
     models.Attention.mesh = group
     mask = create_block_mask(MASKS[kind](), B if kind == "documents" else None, None, S, S, BLOCK_SIZE=8)
     plan = make_plan(mask, group, schedule=schedule, balancer=balancer)
@@ -223,7 +222,6 @@ def test_chunks_that_share_keys_compute_and_take_what_the_whole_does() -> None:
     """Where each batch row, or all batch rows together, fetch keys, and with all keys on each rank."""
 
     def work(group: Any) -> None:
-        engine_factory.uses_triton = lambda device: False  # this process ends with the test
         for case in (("allgather", "causal", True), ("fetch", "causal", False), ("fetch", "documents", True)):
             share_one_exchange(group, *case)
 

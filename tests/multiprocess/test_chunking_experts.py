@@ -15,14 +15,14 @@ from torch._inductor.utils import fresh_cache
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.nn import functional as F
 
-from tests.chunking.models import MLP, Shape, compiled, rotate
+from tests.chunking.models import MLP, Shape, compiled, in_chunks, rotate
 from tests.multiprocess import ranks
 from tritoncp import causal, flex_attention
-from tritoncp.chunking import Eager, Pass, chunk, mark
-from tritoncp.ops import engine_factory
+from tritoncp.chunking import Pass, chunk, mark
 
 B, S, WIDTH, HEADS, LATENT, PLAIN, TURNED, VALUES = 4, 16, 16, 2, 8, 8, 4, 8
 EXPERTS, TOP_K, STEPS, TOKENS = 4, 2, 10, 11
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 
 class LatentAttention(nn.Module):
@@ -147,13 +147,10 @@ def train(
 
 def run_rank(group: Any, dim: str) -> dict[str, Any]:
     """Train the model whole, in chunks without a graph, and in chunks of the compiled graph."""
-    engine_factory.uses_triton = lambda device: False  # this process ends with the test
     torch.manual_seed(0)
     Experts.group, reports = group, []
     whole = Model(2)
-    cut, eager = copy.deepcopy(whole), copy.deepcopy(whole)
-    for i, layer in enumerate(eager.layers):
-        eager.layers[i] = Eager(layer, 2, dim)
+    cut, eager = copy.deepcopy(whole), in_chunks(whole, 2, dim)
     call = compiled(cut, lambda gm: reports.append(chunk(gm, dim=dim)))
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         losses = {"cut": train(group, cut, call, dim)}
@@ -163,7 +160,6 @@ def run_rank(group: Any, dim: str) -> dict[str, Any]:
 
 def run_inductor(group: Any) -> dict[str, list[float]]:
     """Train a block whole, and in chunks as inductor compiles them."""
-    engine_factory.uses_triton = lambda device: False  # this process ends with the test
     torch.manual_seed(0)
     Experts.group = group
     whole = Model(1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tritoncp
 from tests.multiprocess.ranks import attempt, run
-from tritoncp.distributed import collectives, consistency
+from tritoncp.distributed import collectives
 from tritoncp.masks import MaskMod
 from tritoncp.reference.dense import dense_attention
 
@@ -196,32 +196,6 @@ def test_parts_of_a_batch_are_compared_by_their_rows() -> None:
     for counts, text in run(2, work):
         assert counts == [1, 1, 0, 0]
         assert "the ranks differ in batch: rank 0 against rank 1" in text and "from row 1 on" in text
-
-
-# -- values ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["tensor", "number"])
-def test_captured_values_are_compared_where_asked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consistency, "CHECKED", True)
-
-    def work(group: Any) -> tuple[str, str]:
-        plan = tritoncp.make_plan(mask_of(), group)
-
-        def call(offset: int) -> None:
-            table, slope = torch.full((2,), 1.0 + offset), 0.5 + offset
-            mods = {
-                "tensor": lambda s, b, h, q, kv: s * table[h],
-                "number": lambda s, b, h, q, kv: s * slope,
-            }
-            tritoncp.flex_attention(*shards(), mods[kind], plan, mesh=group)
-
-        return attempt(lambda: call(0)), attempt(lambda: call(group.rank()))
-
-    for same, differing in run(2, work):
-        assert same is None
-        assert "the ranks differ in captures: rank 0 against rank 1" in differing
-        assert kind == "tensor" or ("Rank 0 has 0.5. Rank 1 has 1.5" in differing)
 
 
 def test_plans_of_data_loaders_are_compared_at_their_first_use() -> None:
