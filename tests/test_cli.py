@@ -81,10 +81,7 @@ both = causal() & near
 @pytest.fixture
 def mods(tmp_path, monkeypatch):
     """Make a folder with user modules, and run commands in it."""
-    for name, text in {
-        "my_mods": MODS,
-        "leaving": "raise SystemExit(0)",
-    }.items():
+    for name, text in {"my_mods": MODS, "leaving": "raise SystemExit(0)"}.items():
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.chdir(tmp_path)

@@ -107,11 +107,7 @@ def scores(x: Tensor, w: Tensor) -> Tensor:
 hop = torch.ops.higher_order.associative_scan
 broadcast = torch.ops._c10d_functional.broadcast.default
 REFUSED = {
-    "mean": (
-        lambda x, w: x.mean(),
-        unchanged,
-        r"mean.*mean over a chunk.*no node is marked",
-    ),
+    "mean": (lambda x, w: x.mean(), unchanged, r"mean.*mean over a chunk.*no node is marked"),
     "forward sum for the backward pass": (
         lambda x, w: (x @ w, x.sum().cosh()),
         with_backward("cosh"),

@@ -71,11 +71,7 @@ class Loop(nn.Module):
         return torch.cat(outs)
 
 
-CASES = (
-    ("of all rows", False, 4, 2),
-    ("of all rows", True, 5, 3),
-    ("of each row", True, 5, 3),
-)
+CASES = (("of all rows", False, 4, 2), ("of all rows", True, 5, 3), ("of each row", True, 5, 3))
 
 
 @pytest.mark.parametrize(("mask", "by_row", "rows", "chunks"), CASES)

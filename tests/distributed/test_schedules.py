@@ -13,15 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
-from tests.kernels.support.harness import (
-    F32,
-    F64,
-    agree,
-    cotangents,
-    oracle,
-    over_ranks,
-    qkv,
-)
+from tests.kernels.support.harness import F32, F64, agree, cotangents, oracle, over_ranks, qkv
 from tests.multiprocess.ranks import run as on_ranks
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Wait

@@ -250,12 +250,7 @@ def check(family: str, head: str) -> Row:
     whole = several[1]
     if not isinstance(whole, str):
         whole = attempt(lambda: train(model, shard_batch(batches[1], model, BLOCK_SIZE=16), labels))
-    return Row(
-        family,
-        compare(alone, expected),
-        compare(several[0], expected),
-        compare(several[1], whole),
-    )
+    return Row(family, compare(alone, expected), compare(several[0], expected), compare(several[1], whole))
 
 
 def attempt(work: Callable[[], Any]) -> Any:

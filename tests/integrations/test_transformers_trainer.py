@@ -135,24 +135,3 @@ def test_ranks_share_the_documents_of_a_stream(tmp_path: Path) -> None:
         train_on_ranks(2, 2, tmp_path, args, 4, train_dataset=Stream())
     args |= {"accelerator_config": {"dispatch_batches": False}}
     assert_equal(train_on_ranks(2, 2, tmp_path, args, 4, train_dataset=Stream()), expected)
-
-
-def test_what_needs_whole_logits_is_refused(tmp_path: Path) -> None:
-    def trainer(attention: str = "tritoncp", args: dict[str, Any] | None = None, **options: Any) -> Any:
-        model = models.build_model("Llama", attention, num_hidden_layers=1)
-        return ContextParallelTrainer(
-            model, arguments(tmp_path, **args or {}), train_dataset=documents(), **options
-        )
-
-    with pytest.raises(ValueError, match="model has the attention 'sdpa'"):
-        trainer("sdpa")
-    with pytest.raises(ValueError, match="label_smoothing_factor and compute_loss_func"):
-        trainer(args={"label_smoothing_factor": 0.1})
-    with pytest.raises(ValueError, match="label_smoothing_factor and compute_loss_func"):
-        trainer(compute_loss_func=lambda outputs, labels, num_items_in_batch: outputs.loss)
-    with pytest.raises(ValueError, match="compute_metrics would get the logits of shards"):
-        trainer(compute_metrics=lambda prediction: {})
-    with pytest.raises(ValueError, match="would return logits of shards"):
-        trainer().predict(documents())
-    with pytest.raises(ValueError, match="has no labels"):
-        trainer().compute_loss(models.build_model("Llama"), {"input_ids": documents()[0]["input_ids"][None]})

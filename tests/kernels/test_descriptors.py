@@ -5,17 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.support.harness import (
-    MASKS,
-    QKV,
-    check,
-    cotangents,
-    engine_of,
-    qkv,
-    run,
-    same,
-    single,
-)
+from tests.kernels.support.harness import MASKS, QKV, check, cotangents, engine_of, qkv, run, same, single
 from tritoncp.kernels.tiles import copyable, descriptors
 from tritoncp.masks import Mask, causal, create_block_mask
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep

@@ -92,10 +92,7 @@ def test_masks_by_batch_row_and_head(reads: str, listed: str) -> None:
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q + (9 * b if rb > 1 else 0) >= kv + (5 * h if rh > 1 else 0)
 
-    check(
-        qkv(28, batch=2, heads=2, kv_heads=1),
-        create_block_mask(mask_mod, B, H, 28, 28, BLOCK_SIZE=16),
-    )
+    check(qkv(28, batch=2, heads=2, kv_heads=1), create_block_mask(mask_mod, B, H, 28, 28, BLOCK_SIZE=16))
 
 
 # -- routes -------------------------------------------------------------------------------------------

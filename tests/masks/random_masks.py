@@ -7,11 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from tritoncp.masks import (
-    ABSENT,
-    Kind,
-    Mask,
-)
+from tests.zoo import MASKS, Sizes
+from tritoncp.masks import ABSENT, Kind, Mask
 
 LAWS = settings(max_examples=60, deadline=None)
 FEW = settings(max_examples=25, deadline=None)
@@ -36,19 +33,10 @@ def geometries(draw: st.DrawFn) -> tuple[int, int, int, int]:
 
 
 def make_mask_mod(seed: int, q_len: int, kv_len: int):
-    """Return a mask_mod by its seed. Its tables are as long as the sequences: an index past them raises."""
-    g = torch.Generator().manual_seed(seed)
-    lo = torch.randint(0, kv_len, (2, 3, q_len), generator=g)
-    hi = lo + torch.randint(0, kv_len, (2, 3, q_len), generator=g)
-    keys = torch.rand(kv_len, generator=g) < 0.7
-    rows = torch.rand(q_len, generator=g) < 0.7
-    return [
-        lambda b, h, q, kv: (lo[b, h, q] <= kv) & (kv < hi[b, h, q]),
-        lambda b, h, q, kv: q + h >= kv + b,
-        lambda b, h, q, kv: keys[kv] & rows[q],
-        lambda b, h, q, kv: (kv <= q) & rows[q],
-        lambda b, h, q, kv: (q - kv).abs() % 5 < 2,
-    ][seed % 5]
+    """Return a mask_mod of the zoo by its seed. Its tables are as long as the sequences: an index past them
+    raises."""
+    names = "bits", "windows of heads", "hidden rows", "blocks of heads", "dilated"
+    return MASKS[names[seed % 5]](Sizes(2, 3, q_len, kv_len), seed).mod
 
 
 def kinds_of_pairs(visible: Tensor, q_block: int, kv_block: int) -> Tensor:

@@ -8,18 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.masks.random_masks import (
-    LAWS,
-    geometries,
-    kinds_maps,
-    kinds_of_pairs,
-)
-from tritoncp.masks import (
-    ABSENT,
-    Kind,
-    Runs,
-    transposed_runs,
-)
+from tests.masks.random_masks import LAWS, geometries, kinds_maps, kinds_of_pairs
+from tritoncp.masks import ABSENT, Kind, Runs, transposed_runs
 from tritoncp.masks.transposed_runs import transpose
 
 

@@ -24,10 +24,7 @@ from tritoncp.planning.cost import NVLINK
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 B, S, CHUNKS = 4, 64, 2
 IDS = torch.tensor([[0] * 20 + [1] * 44, [0] * 50 + [1] * 14] * 2)  # of each batch row
-MASKS = {
-    "causal": causal,
-    "documents": lambda: and_masks(causal(), document(ids=IDS)),
-}
+MASKS = {"causal": causal, "documents": lambda: and_masks(causal(), document(ids=IDS))}
 
 
 class Messages:

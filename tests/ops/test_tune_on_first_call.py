@@ -155,10 +155,7 @@ def test_the_command_measures_where_the_call_is(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [
         tune_on_first_call._environment(device)["CUDA_VISIBLE_DEVICES"] for device in (cuda_device, first)
-    ] == [
-        "1",
-        "0",
-    ]
+    ] == ["1", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7f,6")
     assert tune_on_first_call._environment(cuda_device)["CUDA_VISIBLE_DEVICES"] == "6"
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "3,5")

@@ -24,30 +24,22 @@ case "$*" in $HANG) sleep 60 & wait ;; $FAIL) exit 1 ;; esac
 """
 
 
-def make_gpu(folder: Path, **more: str) -> tuple[int, str, list[str]]:
+def run_gpu(folder: Path, *command: str | Path, **more: str) -> tuple[int, str, list[str]]:
     """Return the exit code, the output and the commands that ran."""
     python, log = folder / "python", folder / "log"
     python.write_text(STAND_IN)
     python.chmod(0o755)
     (folder / "compute-sanitizer").symlink_to("/bin/true")
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    env |= {
-        "LOG": str(log),
-        "FAIL": "-",
-        "HANG": "-",
-        "NO_GPU": "0",
-        "PATH": f"{folder}:{env['PATH']}",
-    } | more
-    words = [
-        "make",
-        "gpu",
-        f"PYTHON={python}",
-        f"OUT={folder / 'out'}",
-        "JOBS=2",
-        f"PARTS={env.pop('PARTS', '')}",
-    ]
-    result = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    env |= {"PYTHON": str(python), "OUT": str(folder / "out"), "LOG": str(log)}
+    env |= {"PATH": f"{folder}:{env['PATH']}", "FAIL": "-", "HANG": "-", "NO_GPU": "0"} | more
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     return result.returncode, result.stdout, log.read_text().splitlines() if log.exists() else []
+
+
+def make_gpu(folder: Path, **more: str) -> tuple[int, str, list[str]]:
+    words = f"PYTHON={folder / 'python'}", f"OUT={folder / 'out'}", "JOBS=2", "PARTS="
+    return run_gpu(folder, "make", "gpu", *words, **more)
 
 
 @pytest.mark.parametrize(
@@ -66,19 +58,13 @@ def test_all_parts_run_in_order_and_failures_do_not_stop_those_after_them(tmp_pa
 
 
 def test_a_part_that_hangs_ends_with_its_time(tmp_path):
-    script = (ROOT / "perf/gpu.sh").read_text().replace("run check 60", "run check 2")
-    folder = tmp_path / "perf"
-    folder.mkdir()
-    (folder / "gpu.sh").write_text(script)
-    python = tmp_path / "python"
-    python.write_text(STAND_IN)
-    python.chmod(0o755)
-    env = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "LOG": str(tmp_path / "log")}
-    env |= {"HANG": "*check*", "FAIL": "-", "NO_GPU": "0", "PARTS": "check tiles"}
+    script = tmp_path / "perf/gpu.sh"
+    script.parent.mkdir()
+    script.write_text((ROOT / "perf/gpu.sh").read_text().replace("run check 60", "run check 2"))
     begin = time.monotonic()
-    result = subprocess.run(["bash", folder / "gpu.sh"], env=env, capture_output=True, text=True, timeout=60)
-    assert time.monotonic() - begin < 30 and result.returncode == 1
-    assert "check: out of time" in result.stdout and "fwd_maxnreg" in (tmp_path / "log").read_text()
+    code, output, commands = run_gpu(tmp_path, "bash", script, HANG="*check*", PARTS="check tiles")
+    assert time.monotonic() - begin < 30 and code == 1
+    assert "check: out of time" in output and any("fwd_maxnreg" in command for command in commands)
 
 
 def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path):

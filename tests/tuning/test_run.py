@@ -212,8 +212,7 @@ def test_offline_launches_equal_those_of_calls(kernel):
     """Every argument has the same type and the same divisibility by 16, so that Triton's cache has the kernel
     that another process compiled."""
     target = Target(
-        kernel,
-        Problem("document", 512, 4, 2, 32, 16, dtype="float16", score="tests.tuning.test_run:biased"),
+        kernel, Problem("document", 512, 4, 2, 32, 16, dtype="float16", score="tests.tuning.test_run:biased")
     )
     config = Config(64, 64, 4, 1)
     if kernel == "few":
