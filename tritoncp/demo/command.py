@@ -34,9 +34,8 @@ import click
 def demo(steps: int, seq_len: int, world_size: int | None, out: Path, engine: str) -> None:
     """Train a small transformer on several ranks and on one, and compare the losses.
 
-    Starts local processes. Without a GPU the CPU engine trains, and one attention call is repeated by the
-    interpreted kernels.
-    Exits with 1 if losses or outputs differ by more than rounding explains, or a rank fails.
+    Starts local processes. Without a GPU the CPU engine trains. Exits with 1 if losses differ by more than
+    rounding explains, or a rank fails.
 
     \b
     Examples:
