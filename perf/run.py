@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tritoncp.core.checked_json import parse_json
 from tritoncp.core.paths import slug
 from tritoncp.perf.console import make_console
 from tritoncp.perf.exit_codes import (
@@ -249,8 +248,8 @@ def _init_device(device: str) -> tuple[torch.device, Any]:
 
 def _parse_options(text: str) -> dict[str, Any]:
     try:
-        value = parse_json(text.encode())
-    except ValueError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--try") from error
     if not isinstance(value, dict):
         raise click.BadParameter(f"{text!r} is not an object, as '{{\"BLOCK_N\": 64}}'", param_hint="--try")

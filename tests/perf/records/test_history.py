@@ -42,12 +42,11 @@ BROKEN = [
         (json.dumps(point().as_line() | harm).encode(), why)
         for harm, why in (
             ({"contenders": {"tritoncp": {"ms": -1.0}}}, "not positive"),
-            ({"contenders": {"tritoncp": {"ms": float("nan")}}}, "NaN is no number"),
+            ({"contenders": {"tritoncp": {"ms": float("nan")}}}, "not positive"),
             ({"contenders": {"tritoncp": OWN | {"samples": [1.0, 0]}}}, "not positive"),
             ({"contenders": {"tritoncp": {"why": 5}}}, "neither ms nor why"),
             ({"series": {"gpu": "x"}}, "unexpected keyword"),
             ({"case": 7}, "case is no text"),
-            ({"env": {"torch": float("inf")}}, "Infinity is no number"),
         )
     ),
 ]
