@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -243,14 +244,11 @@ def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
         results = []
         for pattern, (part, source, target) in (calls | gathers).items():
             few = dist.new_group(timeout=timedelta(seconds=20))
-            try:
-                if pattern in gathers and (target or first):
-                    unshard(part, source, few, dim=0, grad=target)
-                else:
-                    reshard(part, source, target, few, dim=0)
-                results.append((pattern, "nothing"))
-            except Exception as error:
-                results.append((pattern, f"{type(error).__name__}: {error}"))
+            if pattern in gathers and (target or first):
+                call = partial(unshard, part, source, few, dim=0, grad=target)
+            else:
+                call = partial(reshard, part, source, target, few, dim=0)
+            results.append((pattern, ranks.attempt(call)))
         few, counts = dist.new_group(timeout=timedelta(seconds=20)), []
         pairs = [(None, one), (None, one), (one, None), (None, None), (None, one), (None, None)]
         with mock.patch.object(collectives, "exchange", wraps=collectives.exchange) as exchange:

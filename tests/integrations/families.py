@@ -11,13 +11,11 @@ import contextlib
 import io
 import os
 import re
-import signal
 import tomllib
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +27,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from tests.multiprocess import ranks
+from tritoncp.core.worker_pool import Lost, WorkerPool
 from tritoncp.integrations.transformers import register, shard_batch
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
@@ -269,28 +268,19 @@ def message_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:300].rstrip()
 
 
+def check_families(cases: list[tuple[str, str]]) -> Iterator[Row]:
+    """Try families one after the other, without their output."""
+    for family, head in cases:
+        with contextlib.redirect_stdout(io.StringIO()):
+            row = attempt(partial(check, family, head))
+        yield Row(family, *(NOT_TRIED + row,) * 3) if isinstance(row, str) else row
+
+
 def check_in_child(family: str, head: str) -> Row:
     """Try a family in a process of its own, which may die or take too long."""
-    receiver, sender = Pipe(duplex=False)
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException), contextlib.redirect_stdout(io.StringIO()):
-            os.setpgid(0, 0)
-            row = attempt(partial(check, family, head))
-            sender.send(Row(family, *(NOT_TRIED + row,) * 3) if isinstance(row, str) else row)
-        os._exit(0)
-    sender.close()
-    try:
-        if receiver.poll(SECONDS):
-            return receiver.recv()
-        return Row(family, *(f"no result after {SECONDS} s",) * 3)
-    except EOFError:
-        return Row(family, *("the process died",) * 3)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        receiver.close()
+    with WorkerPool(check_families, 1, timeout=SECONDS, method="fork") as pool:
+        ((_, row),) = pool.run([[(family, head)]])
+    return Row(family, *(row.why,) * 3) if isinstance(row, Lost) else row
 
 
 def prepare() -> None:

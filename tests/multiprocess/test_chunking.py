@@ -14,6 +14,7 @@ import tritoncp
 from tests.chunking import models
 from tests.distributed.test_profiler_ranges import LOCAL, ranges
 from tests.multiprocess import ranks
+from tests.planning.memory_meter import sent_bytes
 from tritoncp import and_masks, causal, create_block_mask, document, make_plan
 from tritoncp.chunking import chunk, mark, order, predict_timeline
 from tritoncp.chunking.streams import costs
@@ -43,15 +44,7 @@ class Messages:
 
     def record(self, request: Any, group: Any) -> Any:
         self.count += 1
-        match request:
-            case collectives.AllGather(x):
-                self.bytes += x.nbytes
-            case collectives.ReduceScatter(x):
-                self.bytes += x.nbytes // 2
-            case collectives.AllToAll(x, sends):
-                self.bytes += sends[1 - self.rank] * (x.nbytes // len(x)) if len(x) else 0
-            case collectives.SendRecv(sends):
-                self.bytes += sum(x.nbytes for _, x in sends)
+        self.bytes += sent_bytes(request, 2, self.rank)
         return self.start(request, group)
 
 

@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import tritoncp
+from tests.distributed.test_schedules import record_requests
 from tests.multiprocess import ranks
-from tests.planning.memory_meter import drive
+from tests.planning.memory_meter import drive, sent_bytes
 from tests.planning.test_placement import placements, random_mask
 from tritoncp import causal, create_block_mask, flex_attention, sliding_window
 from tritoncp.chunking.eager import Eager
@@ -181,25 +182,10 @@ def test_padding_has_no_gradient_and_changes_none(schedule: str) -> None:
 @cpu_engine
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_messages_have_the_latents_channels(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests: list[Any] = []
-    run_turn = collectives._run_turn
-    monkeypatch.setattr(collectives, "_run_turn", lambda turn: requests.append(turn[0]) or run_turn(turn))
+    requests = record_requests(monkeypatch)
     plan = build(random_mask(1, 8, 0, 4, 1), 4, schedule=schedule)
     over_ranks(inputs(32), plan)
-    sent = 0
-    for request in requests:
-        if isinstance(request, Wait):
-            continue
-        match request:
-            case collectives.AllToAll(x, sends, _, _):
-                assert sends[0] == 0
-                sent += x.nbytes
-            case collectives.SendRecv(parts, _, _):
-                sent += sum(x.nbytes for _, x in parts)
-            case collectives.AllGather(x):
-                sent += 3 * x.nbytes
-            case collectives.ReduceScatter(x):
-                sent += x.nbytes // 4 * 3
+    sent = sum(sent_bytes(request, 4, 0) for request in requests if not isinstance(request, Wait))
     shape = memory.Shape(2, HEADS, KV_HEADS, D, E, 8, latent=LATENT + ROPE)
     assert sent == memory.bytes_sent(plan, shape) > 0
     whole = memory.bytes_sent(plan, replace(shape, latent=0))

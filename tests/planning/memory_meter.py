@@ -123,6 +123,20 @@ def receive(request: Any, world_size: int) -> Any:
             return [x for _, x in recvs]
 
 
+def sent_bytes(request: Any, world_size: int, rank: int) -> int:
+    """Return the bytes that a rank sends for a collective."""
+    match request:
+        case SendRecv(sends):
+            return sum(x.nbytes for _, x in sends)
+        case AllToAll(x, sends):
+            return (sum(sends) - sends[rank]) * x[:1].nbytes
+        case AllGather(x):
+            return x.nbytes * (world_size - 1)
+        case ReduceScatter(x):
+            return x.nbytes * (world_size - 1) // world_size
+    raise TypeError(f"{type(request).__name__} is no collective")
+
+
 def own_memory(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a gradient as the op does, which copies views of larger memory."""
     return grad.to(dtype, copy=grad.untyped_storage().nbytes() > grad.nbytes)

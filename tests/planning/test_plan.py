@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritoncp
+from tests.planning.memory_meter import sent_bytes
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import SCHEDULES
 from tritoncp.masks import (
@@ -217,18 +218,6 @@ def test_plans_are_copied_and_pickled(clone: Callable[[Plan], Plan]) -> None:
 # -- bytes --------------------------------------------------------------------------------------------
 
 
-def sent(request: collectives.Collective, world_size: int, rank: int) -> int:
-    """Return the bytes that a rank sends for a collective."""
-    if isinstance(request, collectives.SendRecv):
-        return sum(x.numel() * x.element_size() for _, x in request.sends)
-    if isinstance(request, collectives.AllToAll):
-        remote_rows = sum(request.sends) - request.sends[rank]
-        return remote_rows * request.x[:1].numel() * request.x.element_size()
-    whole = request.x.numel() * request.x.element_size()
-    gather = isinstance(request, collectives.AllGather)
-    return whole * (world_size - 1) if gather else whole * (world_size - 1) // world_size
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -252,7 +241,7 @@ def test_bytes_sent_are_the_bytes_that_move(
                 except StopIteration as stop:
                     return stop.value
                 counted[name] += (
-                    0 if isinstance(request, collectives.Wait) else sent(request, world_size, plan.rank)
+                    0 if isinstance(request, collectives.Wait) else sent_bytes(request, world_size, plan.rank)
                 )
                 answer = yield request
 
