@@ -7,10 +7,9 @@ import re
 from collections.abc import Sequence
 from html import escape
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 from tritoncp.perf.dashboard import trends
-from tritoncp.perf.dashboard.repository import compare_address
 from tritoncp.perf.dashboard.shell import html_table, percent
 from tritoncp.perf.dashboard.trends import Trend
 from tritoncp.perf.records.history import OURS, Point
@@ -47,6 +46,16 @@ def commit_range(points: Sequence[Point], at: int, repository: str) -> tuple[str
     )
     address = compare_address(repository, before, after) if linked else ""
     return text, address
+
+
+def compare_address(repository: str, before: str, after: str) -> str:
+    """Return the address that compares two commits.
+
+    >>> compare_address("https://gitlab.com/owner/project", "12ab", "34cd")
+    'https://gitlab.com/owner/project/-/compare/12ab...34cd'
+    """
+    folder = "/-" if "gitlab" in (urlsplit(repository).hostname or "") else ""
+    return f"{repository.rstrip('/')}{folder}/compare/{before}...{after}"
 
 
 def address_of(point: Point) -> str:
