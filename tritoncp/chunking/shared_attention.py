@@ -67,18 +67,18 @@ def gradient_values(rewrite: Any, node: Node) -> list[Tensor]:
 def return_gradients(rewrite: Any, node: Node) -> Node:
     """Add nodes that sum dk and dv over chunks and send them back; return the node of (dk, dv)."""
     stage, chunks = rewrite.stage_of(node), range(rewrite.sizes.chunks)
-    values = gradient_values(rewrite, node)
+    dk, dv = gradient_values(rewrite, node)
     parts = [
         [
             rewrite.add_call(operator.getitem, (rewrite.values[node, c], item), value, stage)
             for c in reversed(chunks)
         ]
-        for item, value in enumerate(values, 1)
+        for item, value in enumerate((dk, dv), 1)
     ]
     k, v = _keys(rewrite, node)
     handle, spec = rewrite.whole_node(attention.argument(node, "plan")), attention.argument(node, "spec")
-    shape = values[0].shape[1], sum(x.shape[2] for x in values)
-    returned = _exchange(rewrite, node, send_gradients_op, (*parts, k, handle, spec), shape, values[0].dtype)
+    shape = dk.shape[1], dk.shape[2] + dv.shape[2]
+    returned = _exchange(rewrite, node, send_gradients_op, (*parts, k, handle, spec), shape, dk.dtype)
     landed = list(node.meta["val"][1:3])
     return rewrite.add_call(land_gradients_op, (returned, k, v, handle), landed, _stage(node))
 
