@@ -80,7 +80,11 @@ class Problem:
 
     @property
     def tile_key(self) -> dict[str, Any]:
-        """The dtype and head dims, as an entry of a file of tile shapes stores them."""
+        """The dtype and head dims, as an entry of a file of tile shapes stores them.
+
+        >>> Problem("causal", 16384).tile_key, Problem("causal", 16384, dim=192).tile_key["v_head_dim"]
+        ({'dtype': 'bfloat16', 'head_dim': 128}, 128)
+        """
         key = {"dtype": self.dtype, "head_dim": self.dim}
         return key | ({"v_head_dim": self.v_dim} if self.v_dim != self.dim else {})
 
@@ -165,7 +169,11 @@ def corpus_lengths(seq: int) -> list[int]:
 
 
 def window_of(seq: int) -> int:
-    """Return the number of earlier keys in a sliding window: 1023, or fewer for a short sequence."""
+    """Return the number of earlier keys in a sliding window: 1023, or fewer for a short sequence.
+
+    >>> window_of(16384), window_of(1024)
+    (1023, 255)
+    """
     return min(1024, seq // 4) - 1
 
 
