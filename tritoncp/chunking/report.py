@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch._logging import trace_structured
 from torch.fx import Graph, Node
 
-from tritoncp.planning.parts import chunk_range
+from tritoncp.planning.parts import chunk_size
 
 
 class ChunkingError(ValueError):
@@ -56,6 +56,20 @@ class Report:
     exchanges: number of attention passes whose chunks share one exchange of keys between ranks
     nodes_before, nodes_after: numbers of nodes
     before, after: the graph as Python code with shapes, also in torch's structured trace (TORCH_TRACE)
+
+    >>> print(Report("seq", 3, 9, ("layers.0",), {"cat": 2, "sum": 0}, (3, 3, 3), 2, 9, 30))
+    chunks              3 by seq of 3 of 9 rows
+    regions             layers.0
+    chunks of keys      3, 3, 3 (the first waits for all)
+    keys between ranks  one exchange for all chunks, in 2 passes
+    values joined       2 cat
+    nodes               9 before, 30 after
+    >>> print(Report("batch", 3, 8, ("layers.0", "layers.1"), keys=(1, 2)))
+    chunks          3 by batch of 3 of 8 rows, the last of 2
+    regions         layers.0, layers.1
+    chunks of keys  1, 2
+    values joined   none
+    nodes           0 before, 0 after
     """
 
     dim: str
@@ -79,9 +93,9 @@ class Report:
     def __str__(self) -> str:
         rows = ""
         if self.rows is not None:
-            name = f"{self.rows} rows"
-            size, rest = (len(chunk_range(self.rows, c, self.chunks, name)) for c in (0, self.chunks - 1))
-            rows = f" of {size} of {self.rows} rows" + f", the last of {rest}" * (rest != size)
+            size = chunk_size(self.rows, self.chunks, f"{self.rows} rows")
+            rest = self.rows - size * (self.chunks - 1)
+            rows = f" of {size} of {self.rows} rows" + f", the last of {rest}" * (rest < size)
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.live_outs.items() if count) or "none"
         lines = [("chunks", f"{self.chunks} by {self.dim}{rows}"), ("regions", ", ".join(self.regions))]
         if self.keys:

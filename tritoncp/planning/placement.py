@@ -265,7 +265,7 @@ def row_positions(slots: Tensor, rows: int) -> Tensor:
     """Return the global position of each row, -1 if no slot covers it: int64 [Bp, rows]."""
     out = torch.full((slots.shape[0], rows), -1, dtype=torch.int64)
     for batch, table in enumerate(slots.to(torch.int64)):
-        row, position, tokens = table[table[:, 2] > 0].unbind(1)
+        row, position, tokens = table.unbind(1)
         out[batch, ramps(row, tokens)] = ramps(position, tokens)
     return out
 
