@@ -167,11 +167,10 @@ def _aliased(node: Node) -> list[Node]:
 
 
 def _written(node: Node) -> list[Node]:
-    """Return the inputs that a node mutates by the op's schema; all inputs without a schema."""
+    """Return the inputs that a node mutates by the op's schema; all inputs without a schema, except items."""
     if isinstance(node.target, torch._ops.OpOverload):
         return [x for alias, nodes in _alias_arguments(node) if alias.is_write for x in nodes]
-    is_call = node.op.startswith("call") and node.target is not operator.getitem
-    return node.all_input_nodes if is_call else []
+    return [] if node.target is operator.getitem else node.all_input_nodes
 
 
 def _storage_bytes(x: Tensor) -> int:
