@@ -57,11 +57,10 @@ class Gate(NamedTuple):
         }
 
     def markdown(self) -> str:
-        """Format a comment: the summary, the reasons, and the table, folded if the gate passes."""
+        """Format a comment: the summary, the reasons, and the table, folded if the gate passes. The end of a
+        comment that GitHub would refuse is left out."""
         failed = self.exit_code != FINE
-        text = self.summary
-        text = text if len(text) < MAX_COMMENT // 8 else f"{text[: MAX_COMMENT // 8]} …"
-        title = f"{'❌' if failed else '🆕' if self.first_run else '✅'} **tritoncp perf**: {text}\n"
+        title = f"{'❌' if failed else '🆕' if self.first_run else '✅'} **tritoncp perf**: {self.summary}\n"
         reasons = [f"- {_code(reason.case)}: {reason.text}" for reason in self.reasons]
         whys = [f"- {_code(row.case)}: {_code(row.why)}" for row in self.comparison.rows if row.why]
         opened = " open" if failed else ""
@@ -69,12 +68,11 @@ class Gate(NamedTuple):
         table = [f"| {' | '.join(HEAD)} |", "|---|--:|--:|--:|--:|---|"]
         for case, *cells in lines(self.comparison, self.limit):
             table.append(f"| {_code(case)} | {' | '.join(cells)} |")
-        parts = [title, *_shorten(reasons, MAX_COMMENT // 4), *([""] if reasons else [])]
-        if self.first_run:
-            return "\n".join(parts)
-        parts += [head, *_shorten(table, MAX_COMMENT // 4)]
-        parts += ["", *_shorten(whys, MAX_COMMENT // 4)] if whys else []
-        return "\n".join([*parts, "\n</details>\n"])
+        parts = [title, *reasons, *([""] if reasons else [])]
+        if not self.first_run:
+            parts += [head, *table, *(["", *whys] if whys else []), "\n</details>\n"]
+        text = "\n".join(parts)
+        return text if len(text) < MAX_COMMENT else f"{text[:MAX_COMMENT]} …\n\n</details>\n"
 
 
 def describe(word: str, exit_code: int, reasons: Sequence[Reason]) -> dict[str, Any]:
@@ -124,20 +122,6 @@ def _absence_reasons(comparison: Comparison, allow_missing: bool, required: Sequ
     text = "required, and no such case has a time after"
     unmet = [pattern for pattern in required if not fnmatch.filter(timed, pattern)]
     return reasons + [Reason("required", pattern, text) for pattern in unmet]
-
-
-def _shorten(texts: list[str], size: int) -> list[str]:
-    """Truncate lines to ``size`` characters in all; a last line says how many are left out.
-
-    >>> _shorten(["a" * 9, "b" * 9, "c" * 9], 20)
-    ['aaaaaaaaa', 'bbbbbbbbb', '', 'and 1 more']
-    """
-    length = 0
-    for i, text in enumerate(texts):
-        length += len(text) + 1
-        if length > size:
-            return [*texts[:i], "", f"and {len(texts) - i} more"]
-    return texts
 
 
 def _code(text: str) -> str:
