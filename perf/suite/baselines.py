@@ -7,7 +7,6 @@ dim], for comparison, is not timed.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -269,9 +268,7 @@ def packed(problem: Problem, tensors: Inputs) -> Contender:
     lengths *= problem.batch
     edges = torch.tensor([0, *lengths]).cumsum(0).to(tensors.q.device, torch.int32)
     left = mask.window(problem.seq) if mask.window else -1
-    options = _varlen_options(
-        inspect.signature(varlen_attn).parameters, left, problem.heads != problem.kv_heads
-    )
+    options = {"window_size": (left, 0), "enable_gqa": problem.heads != problem.kv_heads}
 
     def rows(x: Tensor) -> Tensor:
         return x.detach().transpose(1, 2).flatten(0, 1).contiguous()
@@ -282,17 +279,6 @@ def packed(problem: Problem, tensors: Inputs) -> Contender:
     q, k, v = (rows(x).requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
     call = partial(varlen_attn, q, k, v, edges, edges, max(lengths), max(lengths), **options)
     return Contender(call, (q, k, v), rows(tensors.dout), to_bhsd)
-
-
-def _varlen_options(parameters: Any, left: int, grouped: bool) -> dict[str, Any]:
-    """Return the options of varlen_attn for a causal window; their names depend on the PyTorch release."""
-    if "window_size" in parameters:
-        options: dict[str, Any] = {"window_size": (left, 0)}
-    elif left < 0:
-        options = {"is_causal": True}
-    else:
-        raise Unsupported("varlen_attn of this PyTorch has no argument for windows")
-    return options | ({"enable_gqa": True} if grouped and "enable_gqa" in parameters else {})
 
 
 def contenders(
