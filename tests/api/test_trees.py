@@ -210,6 +210,9 @@ def test_unpack_inverts_pack(lists) -> None:
     """The tree is the trie: every beginning is stored once, its weight is the number of trajectories."""
     packed = tritoncp.pack_trajectories(lists)
     assert [x.tolist() for x in packed.unpack(packed.tokens)] == lists
+    values = torch.ones(len(packed.tokens), dtype=torch.float64, requires_grad=True)
+    (count,) = torch.autograd.grad(sum(x.sum() for x in packed.unpack(values)), values)
+    assert torch.equal(count, packed.weights.double())
     beginnings = [tuple(x[: i + 1]) for x in lists for i in range(len(x))]
     assert len(packed.tokens) == len(set(beginnings))
     for path, x in zip(packed.paths, lists, strict=True):
@@ -220,50 +223,6 @@ def test_unpack_inverts_pack(lists) -> None:
     ends = {int(path[-1]) for path in packed.paths if len(path)}
     last = packed.lengths.cumsum(0) - 1
     assert all(int(end) in ends or n > 1 for n, end in zip(children, last, strict=True))  # none could merge
-
-
-def test_a_step_of_policy_gradient_with_clipped_ratios() -> None:
-    """Ratios differ between the trajectories through an edge: each rank clips its own edges of each one."""
-    g = torch.Generator().manual_seed(0)
-    prompt = torch.randint(0, VOCABULARY, (14,), generator=g)
-    lists = [torch.cat([prompt[:n], torch.randint(0, VOCABULARY, (9,), generator=g)]) for n in (14, 14, 6, 9)]
-    lists.append(lists[0])  # the same answer twice, with another advantage
-    old = [torch.randn(len(x) - 1, generator=g, dtype=torch.float64) * 0.3 - 1.6 for x in lists]
-    advantages = torch.tensor([1.0, -0.5, 2.0, -1.5, 0.25], dtype=torch.float64)
-
-    def objective(new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-        ratio = (new - old).exp()
-        return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-
-    def by_trajectory(model: Model) -> Tensor:
-        parts = zip(lists, old, advantages, strict=True)
-        return sum(objective(label_logits(alone(model, x, -1), x), o, a).sum() for x, o, a in parts)
-
-    def by_tree(model: Model) -> Tensor:
-        packed = tritoncp.pack_trajectories(lists)
-        batch = Batch([packed], -1, 4, balancer="locality")
-        loss = torch.zeros((), dtype=torch.float64)
-        for logits, edges in zip(batch.logits(model), batch.edges(), strict=True):
-            new = torch.full(batch.tokens.shape[1:], torch.nan, dtype=torch.float64)
-            real = edges.targets >= 0
-            new = new.index_put((edges.targets[real],), -edge_losses(logits, edges)[real])
-            for values, o, a in zip(packed.unpack(new[: len(packed.tokens)]), old, advantages, strict=True):
-                own = ~values[1:].isnan()
-                loss = loss + objective(values[1:][own], o[own], a).sum()
-        return loss
-
-    after = []
-    for loss in (by_trajectory, by_tree):
-        model = Model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss(model).backward()
-            optimizer.step()
-        after.append(list(model.parameters()))
-    for one, other, first in zip(*after, Model().parameters(), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-11)
-        assert float((one - first).detach().abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize(

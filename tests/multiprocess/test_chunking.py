@@ -48,19 +48,6 @@ class Messages:
         return self.start(request, group)
 
 
-class Model(torch.nn.Module):
-    """Layers of attention with residuals."""
-
-    def __init__(self, layers: int = 1) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(models.Attention(models.Shape()) for _ in range(layers))
-
-    def forward(self, x: Tensor, turn: Tensor, mask: Any) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x, turn, mask)
-        return x.sin()
-
-
 def step(group: Any, model: Any, call: Any, plan: Any, dim: str = "") -> tuple[dict[str, Tensor], Messages]:
     """Run one training step on this rank's shard, of which ``dim`` is marked."""
     g = torch.Generator().manual_seed(1)
@@ -96,7 +83,7 @@ def one_rank(group: Any, schedule: str, kind: str, balancer: str | None, dim: st
     mask = create_block_mask(MASKS[kind](), B if kind == "documents" else None, None, S, S, BLOCK_SIZE=8)
     plan = make_plan(mask, group, schedule=schedule, balancer=balancer)
     torch.manual_seed(0)
-    model = Model()
+    model = models.Model(models.Shape())
     other = copy.deepcopy(model)
     want, whole = step(group, model, model, plan)
     reports, orders, refusals = [], [], [""]

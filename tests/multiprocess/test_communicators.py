@@ -17,8 +17,8 @@ from tests.cases import Answers, Case, agree, expected
 from tests.multiprocess.case_on_ranks import on_rank
 from tests.multiprocess.ranks import run
 from tritoncp.distributed import collectives, groups
-from tritoncp.ops import engine_factory
 
+pytestmark = pytest.mark.usefixtures("cpu_engine")
 CUDA = torch.device("cuda", 0)
 CASE = Case(("window", 12), balancer="ptrr", heads=4, block=4)  # some ranks are idle in some turns of a ring
 SCHEDULES = {"allgather": 3, "ring": 3, "fetch": 3, "ulysses": 3, "ulysses+ring": 4}
@@ -52,7 +52,6 @@ def test_all_tensors_travel_on_one_communicator(schedule: str) -> None:
 
     def work(group: Any) -> tuple[list[str], Answers]:
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
             companion = dist.new_group()
             monkeypatch.setattr(groups, "data_communicator", lambda of, device: companion)
             kinds = spied(monkeypatch, companion)
@@ -160,7 +159,6 @@ def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(backen
         with pytest.MonkeyPatch.context() as monkeypatch:
             events = pretend_nccl(monkeypatch, high_priority=True)
             monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
-            monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
             monkeypatch.setattr(groups, "group_device", lambda *arguments: torch.device("cpu"))
             plan = tritoncp.make_plan(CASE.block_mask(), group, schedule="ring")
             x = torch.ones(1, 4, plan.s_local, 8, requires_grad=True)

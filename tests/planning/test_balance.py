@@ -99,16 +99,6 @@ def test_blocks_by_processing_time_go_to_the_lightest_rank_with_room(
     assert all(rank == sorted(rank) for rank in ranks)
 
 
-@given(costs_lists, st.integers(1, 9))
-def test_open_ranks_of_longest_first_are_within_the_costliest_block_of_each_other(
-    costs: list[int], world_size: int
-) -> None:
-    ranks = balancers["lpt"](Work(torch.tensor(costs, dtype=torch.int64), world_size))
-    most = max(map(len, ranks))
-    sums = [sum(costs[i] for i in rank) for rank in ranks if len(rank) < most]
-    assert not sums or max(sums) - min(sums) <= max(costs)
-
-
 @given(masks(), st.integers(1, 12), st.sampled_from(EVEN_COUNTS), st.sampled_from(["q", "kv"]))
 def test_of_any_mask_too_and_always_the_same(mask: Mask, world_size: int, name: str, side: str) -> None:
     for work in work_of_rows([mask], world_size, side):

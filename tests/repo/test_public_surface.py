@@ -92,16 +92,15 @@ def describe(name: str, value: Any) -> Iterator[str]:
         yield name
 
 
+def names_of(module: Any, prefix: str = "") -> Iterator[str]:
+    for name in module.__all__:
+        yield from describe(prefix + name, getattr(module, name))
+
+
 def python_names() -> Iterator[str]:
-    for name in tritoncp.__all__:
-        yield from describe(name, getattr(tritoncp, name))
+    yield from names_of(tritoncp)
     for result in (tritoncp.simulate(1), tritoncp.plan_cache_info()):
         yield from describe(type(result).__name__, type(result))
-
-
-def chunking_names() -> Iterator[str]:
-    for name in chunking.__all__:
-        yield from describe(f"chunking.{name}", getattr(chunking, name))
 
 
 def transformers_names() -> Iterator[str]:
@@ -185,7 +184,7 @@ def surface() -> str:
     sections: dict[str, Iterable[str]] = {
         "tritoncp": python_names(),
         "tritoncp.masks": mask_names(),
-        "tritoncp.chunking": chunking_names(),
+        "tritoncp.chunking": names_of(chunking, "chunking."),
         "tritoncp.integrations.transformers": transformers_names(),
         "commands and their options": programs(),
         "exit codes": command_exit_codes(),
