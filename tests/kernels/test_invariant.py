@@ -146,11 +146,8 @@ def test_a_raw_mask_and_a_ring_that_auto_chose_fetch_keys() -> None:
         assert torch.equal(torch.cat(outs, 2), flex_attention(*x[:3], mask, **options))
 
 
-def test_latents_and_the_cpu_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, mask = inputs(), mask_of("causal")
-    call = {"enable_gqa": True, "kernel_options": {"invariant": True}}
-    with pytest.raises(ValueError, match="invariant=True with expand="):
-        flex_attention(x[0], x[1], None, mask, expand=(lambda latent: (latent, latent),), **call)
-    monkeypatch.setattr("tritoncp.ops.engine_factory.uses_triton", lambda device: False)
+@pytest.mark.usefixtures("cpu_engine")
+def test_the_cpu_engine_is_refused() -> None:
+    """tests/api/mistakes.toml has what the kernels refuse."""
     with pytest.raises(ValueError, match="invariant=True on the CPU engine"):
-        flex_attention(*x[:3], mask, **call)
+        attend(inputs(), mask_of("causal"))

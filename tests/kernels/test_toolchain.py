@@ -238,11 +238,6 @@ def test_a_ptxas_with_a_shorter_version_is_accepted(said, no_paths, monkeypatch,
     assert used.version == "12.9" if "12.9" in said else used.path != path
 
 
-def test_amd_gpus_have_no_ptxas():
-    with pytest.raises(LookupError, match="not for gfx942"):
-        ptxas_for("gfx942")
-
-
 def test_a_ptxas_that_does_not_run_is_an_error_with_a_reason(no_paths, monkeypatch, tmp_path):
     """Triton does not pass over a file that may not be executed."""
     path = tmp_path / "ptxas"
