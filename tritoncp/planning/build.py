@@ -70,7 +70,7 @@ def build_all(
     return chosen
 
 
-class Placed(NamedTuple):
+class Placements(NamedTuple):
     """The placements of queries and keys, and the name of the balancer that made them."""
 
     name: str
@@ -78,7 +78,7 @@ class Placed(NamedTuple):
     kv: Placement
 
 
-def _make_plans(masks: Sequence[Mask], placed: Placed, rank: int, schedule: str, degree: int) -> list[Plan]:
+def _make_plans(masks: Sequence[Mask], placed: Placements, rank: int, schedule: str, degree: int) -> list[Plan]:
     """Make the plans of masks on one placement, under "allgather" where the schedule is "auto"."""
     schedule = "allgather" if schedule == "auto" else schedule
     return [Plan(mask, placed.q, placed.kv, rank, placed.name, schedule, degree=degree) for mask in masks]
@@ -166,21 +166,21 @@ def _place_natural(
     world_size: int,
     lengths: Sequence[int] | None = None,
     kv_lengths: Sequence[int] | None = None,
-) -> Placed:
+) -> Placements:
     """Place queries and keys in natural order, in pieces of these lengths (None: of even lengths)."""
     q = natural(_check_lengths("query", lengths, mask.q_len, world_size), mask.q_block)
     same = kv_lengths is None and mask.kv_len == mask.q_len
     key_lengths = _check_lengths("key", lengths if same else kv_lengths, mask.kv_len, world_size)
-    return _without_padding(mask, Placed("natural", q, natural(key_lengths, mask.kv_block)))
+    return _without_padding(mask, Placements("natural", q, natural(key_lengths, mask.kv_block)))
 
 
-def _without_padding(mask: Mask, placed: Placed) -> Placed:
+def _without_padding(mask: Mask, placed: Placements) -> Placements:
     """Remove positions that are padding in the mask from the slots; balancers' shards close up over them."""
     if mask.tokens is None:
         return placed
     sides, close_up = (placed.q, placed.kv), placed.name != "natural"
     q, kv = (without_padding(side, tokens, close_up) for side, tokens in zip(sides, mask.tokens))
-    return Placed(placed.name, q, kv)
+    return Placements(placed.name, q, kv)
 
 
 def _check_lengths(side: str, lengths: Sequence[int] | None, total: int, world_size: int) -> Sequence[int]:
@@ -196,7 +196,7 @@ def _check_lengths(side: str, lengths: Sequence[int] | None, total: int, world_s
     return lengths
 
 
-def _place(masks: Sequence[Mask], world_size: int, balancer: str | Balancer) -> Placed:
+def _place(masks: Sequence[Mask], world_size: int, balancer: str | Balancer) -> Placements:
     """Place queries and keys by a balancer, by the work of all masks."""
     name, function = resolve_balancer(balancer)
     mask = masks[0]
@@ -207,4 +207,4 @@ def _place(masks: Sequence[Mask], world_size: int, balancer: str | Balancer) -> 
         kv = by_blocks(mask.kv_len, mask.kv_block, owners)
     elif mask.kv_block != mask.q_block:  # same tokens, other blocks: cut the same placement at KV blocks
         kv = recut(q, mask.kv_block)
-    return _without_padding(mask, Placed(name, q, kv))
+    return _without_padding(mask, Placements(name, q, kv))
