@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tritoncp.core.checked_json import parse_json
 from tritoncp.core.paths import slug
 from tritoncp.perf.console import make_console
 from tritoncp.perf.exit_codes import (
@@ -29,7 +30,7 @@ from tritoncp.perf.exit_codes import (
     PerfCommand,
 )
 from tritoncp.perf.progress import Progress
-from tritoncp.perf.records.history import Journal, Point, Series
+from tritoncp.perf.records.history import Journal, Point, Series, find_unfinished
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +100,7 @@ BUDGET = {"smoke": 30.0, "core": 470.0, "full": 3600.0}  # seconds
     show_default=True,
     help="Folder of <date>-<device>.jsonl, or one .jsonl file; appended to.",
 )
+@click.option("--resume", is_flag=True, help="Go on with the newest run of the same code on the same device.")
 @click.option("--json", "as_json", is_flag=True, help="The same JSON lines on stdout, instead of the table.")
 def main(
     tier: str,
@@ -111,13 +113,14 @@ def main(
     device: str | None,
     clocks: str | None,
     out: Path,
+    resume: bool,
     as_json: bool,
 ) -> None:
     """Time tritoncp against PyTorch's own attention, most important cases first.
 
     Every contender's answer is checked before it is timed. Under torchrun the cases of as many ranks are
     measured, by all of them together. Exits with 1 if tritoncp fails or is wrong in any case, with 3 if the
-    budget is too short for any case. Ctrl-C keeps every line.
+    budget is too short for any case. Ctrl-C keeps every line, and prints the command that continues.
 
     \b
     Examples:
@@ -137,18 +140,21 @@ def main(
         raise click.UsageError("--warm needs attention cases on one device; --device host compiles nothing")
     lead = group is None or group.rank() == 0
     progress = Progress(deadline)
-    journal = _open_journal(out, series, env, lead, as_json, progress)
+    journal = _open_journal(out, series, env, resume and lead, lead, as_json, progress)
+    resumed_points = list(journal.points)
     with _message_of_interrupt(progress, journal, lead):
         if device == "host":
-            failures = host_cases.run(cases, journal, deadline, seconds)
+            failures = host_cases.run(cases, journal, deadline, seconds, resumed_points)
         else:
             from tritoncp.perf.suite.measure import Bench
 
-            bench = Bench(torch_device, journal, deadline, seconds, options_list, group, patterns)
+            bench = Bench(
+                torch_device, journal, deadline, seconds, options_list, group, resumed_points, patterns
+            )
             failures = _measure_attention(bench, cases, warm)
     if lead and not as_json:
         show(journal)
-    sys.exit(REGRESSION if failures else _report_left_out(journal, lead))
+    sys.exit(REGRESSION if failures else _report_left_out(journal, resumed_points, lead))
 
 
 @contextmanager
@@ -158,7 +164,7 @@ def _message_of_interrupt(progress: Progress, journal: Journal, lead: bool) -> I
         yield
     except KeyboardInterrupt:
         if lead:
-            stored = f"{len(journal.points)} cases are stored in {journal.path}"
+            stored = f"{len(journal.points)} cases are stored in {journal.path}: pass --resume to continue"
             click.echo(
                 f"interrupted after {progress.done} of {progress.total} measurements; "
                 + (stored if journal.points else "nothing is stored"),
@@ -201,11 +207,11 @@ def _select_cases(
     return series, cases
 
 
-def _report_left_out(journal: Journal, lead: bool) -> int:
+def _report_left_out(journal: Journal, resumed_points: Sequence[Point], lead: bool) -> int:
     """Print the number of cases for which there was no time, and return the exit code. Raises NothingMeasured
     if there was no time for any."""
     left_out = journal.left_out - {point.case for point in journal.points}
-    if left_out and not journal.points:
+    if left_out and len(journal.points) == len(resumed_points):
         raise NothingMeasured(
             f"nothing was measured: the budget ended before the first of {len(left_out)} cases; pass a "
             "larger --budget"
@@ -248,8 +254,8 @@ def _init_device(device: str) -> tuple[torch.device, Any]:
 
 def _parse_options(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(text.encode())
+    except ValueError as error:
         raise click.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--try") from error
     if not isinstance(value, dict):
         raise click.BadParameter(f"{text!r} is not an object, as '{{\"BLOCK_N\": 64}}'", param_hint="--try")
@@ -260,11 +266,12 @@ def _open_journal(
     out: Path,
     series: Series,
     env: dict[str, Any],
+    resume: bool,
     lead: bool,
     as_json: bool,
     progress: Progress,
 ) -> Journal:
-    """Open the journal of this run, the file of today unless ``out`` is a file."""
+    """Open the journal of this run: the resumed run's file, or the file of today."""
 
     def show_line(line: dict[str, Any]) -> None:
         if line["kind"] == "plan":
@@ -282,7 +289,14 @@ def _open_journal(
     (out.parent if one_file else out).mkdir(parents=True, exist_ok=True)
     day = datetime.date.today().isoformat()
     path = out if one_file else out / f"{day}-{slug(series.device)}.jsonl"
-    return Journal(path, run, series, env, show_line)
+    unfinished_run = find_unfinished(out, series, env) if resume else None
+    if unfinished_run is None:
+        if resume:
+            click.echo("--resume: there is no run of this code on this device; a new one starts", err=True)
+        return Journal(path, run, series, env, show_line)
+    path, points = unfinished_run
+    click.echo(f"resuming run {points[0].run} in {path}: {len(points)} cases are there", err=True)
+    return Journal(path, points[0].run, series, env, show_line, points=points)
 
 
 def format_line(line: dict[str, Any]) -> str:

@@ -97,7 +97,7 @@ SMALL = "--seq-len=256"
 REFUSED = tomllib.loads(Path(__file__).with_name("refused_options.toml").read_text())
 REFUSED["plan"] += [
     (["--mask", "causal&" * 15_000 + "causal"], "nested too deeply"),
-    (["--lengths", "[" * 100_000], "recursion depth"),
+    (["--lengths", "[" * 100_000], "nested too deep"),
     (["--lengths", sys.executable], "holds no text"),
     (["--png", f"{'a' * 300}.png"], "cannot be written: File name too long"),
 ]

@@ -1,6 +1,6 @@
 """The dashboard: a history as one self-contained page, with the newest runs, changes with commits, all cases.
 
-All figures are computed here; the page's script only shows the selected case.
+All figures are computed here; the page's script only filters cases and shows the selected one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from bokeh.models import ColumnDataSource
+from bokeh.models import BooleanFilter, ColumnDataSource
+from bokeh.models.widgets import Select, TextInput
 
 from tritoncp._version import __version__
 from tritoncp.perf.dashboard import case_details, charts, shell, trends
@@ -27,7 +28,7 @@ from tritoncp.perf.dashboard.case_details import (
 )
 from tritoncp.perf.dashboard.compare import group_points
 from tritoncp.perf.dashboard.shell import NUMBER, PERCENT, Column, html_table
-from tritoncp.perf.dashboard.trends import Trend
+from tritoncp.perf.dashboard.trends import STATUSES, Trend
 from tritoncp.perf.records.history import History, Point
 
 
@@ -60,13 +61,15 @@ def page(history: History, repository: str = "") -> str:
     all_trends = sorted(map(trends.find_trend, lines), key=lambda trend: trend.urgency)
     families = sorted({name for points in lines for point in points for name in point.baselines()})
     events = list_events(all_trends)
-    cases = _make_case_table(all_trends, repository)
+    chosen = BooleanFilter(booleans=[True] * len(all_trends))
+    cases = _make_case_table(all_trends, chosen, repository)
     numbers = {run: i for i, run in enumerate(runs)}
     points = ColumnDataSource(charts.collect_points(all_trends, numbers, families))
     texts_of_runs = {name: [getattr(run, name) for run in runs.values()] for name in Run._fields}
     # The points of the selected case, which the page's script sets.
     selected = ColumnDataSource({name: [] for name in (*points.data, *Run._fields, "x")}, name="shown")
-    models = {"cases": cases, "times": charts.make_time_chart(selected)}
+    filters = _make_filters(all_trends)
+    models = {"cases": cases, "times": charts.make_time_chart(selected), **filters}
     if families:
         models["ratios"] = charts.make_ratio_chart(selected, families)
     if events:
@@ -88,6 +91,8 @@ def page(history: History, repository: str = "") -> str:
         points=points,
         shown=selected,
         runs=ColumnDataSource(texts_of_runs),
+        chosen=chosen,
+        filters=filters,
         axes=[models[name].xaxis[0] for name in ("times", "ratios") if name in models],
         entries=models["ratios"].legend[0].items if families else [],
     )
@@ -193,7 +198,7 @@ def _make_event_table(events: Sequence[Event], repository: str) -> Any:
 # -- cases ---------------------------------------------------------------------------------------------------
 
 
-def _make_case_table(all_trends: Sequence[Trend], repository: str) -> Any:
+def _make_case_table(all_trends: Sequence[Trend], chosen: BooleanFilter, repository: str) -> Any:
     lasts = [trend.points[-1] for trend in all_trends]
     ends = np.cumsum([len(trend.points) for trend in all_trends])
     status = '<span class="<%- kind %>"><%- value %></span>'
@@ -213,11 +218,38 @@ def _make_case_table(all_trends: Sequence[Trend], repository: str) -> Any:
         "device": Column("Device", [str(point.series) for point in lasts], 260),
     }
     more: dict[str, Sequence[Any]] = {
+        name: [p.tags.get(name, "") for p in lasts] for name in ("pass", "mask", "dtype")
+    }
+    more |= {
         "kind": [status_class(trend) for trend in all_trends],
+        "words": [f"{p.case} {p.tags.get('model', '')} {p.tags.get('shape', '')}".lower() for p in lasts],
         "address": [case_details.address_of(point) for point in lasts],
         "html": [case_details.describe_case(trend, repository) for trend in all_trends],
         "figures": [case_details.figures_table(trend.points[-1]) for trend in all_trends],
         "start": [0, *ends[:-1].tolist()],
         "stop": ends.tolist(),
     }
-    return shell.make_table(columns, more)
+    return shell.make_table(columns, more, chosen)
+
+
+def _make_filters(all_trends: Sequence[Trend]) -> dict[str, Any]:
+    """Make the controls that filter cases, by column."""
+    lasts = [trend.points[-1] for trend in all_trends]
+    present = {trend.newest.status for trend in all_trends}
+    values = {
+        "device": sorted({str(point.series) for point in lasts}),
+        **{
+            name: sorted({p.tags[name] for p in lasts if p.tags.get(name)})
+            for name in ("pass", "mask", "dtype")
+        },
+        "status": [status for status in STATUSES if status in present],
+    }
+    looks: dict[str, Any] = {
+        "sizing_mode": "stretch_width",
+        "stylesheets": [shell.style_sheet("widgets.css")],
+    }
+    controls: dict[str, Any] = {}
+    for name, present_values in values.items():
+        options: list[Any] = [("", "all"), *((value, value) for value in present_values)]
+        controls[name] = Select(title=name.capitalize(), options=options, value="", **looks)
+    return controls | {"text": TextInput(title="Name, model or shape", **looks)}

@@ -36,9 +36,11 @@ class Column(NamedTuple):
     template: str = "<%- value %>"
 
 
-def make_table(columns: Mapping[str, Column], more: Mapping[str, Sequence[Any]] | None = None) -> DataTable:
+def make_table(
+    columns: Mapping[str, Column], more: Mapping[str, Sequence[Any]] | None = None, row_filter: Any = None
+) -> DataTable:
     """Make a table that is sorted by a click on a column's head. more: hidden columns for templates and
-    scripts"""
+    scripts; row_filter: a Bokeh filter"""
     values = {name: _numbers(column.values) for name, column in columns.items()}
     source = ColumnDataSource({**values, **(more or {})})
     heads = [
@@ -54,7 +56,7 @@ def make_table(columns: Mapping[str, Column], more: Mapping[str, Sequence[Any]] 
     return DataTable(
         source=source,
         columns=heads,
-        view=CDSView(),
+        view=CDSView() if row_filter is None else CDSView(filter=row_filter),
         index_position=None,
         autosize_mode="none",
         reorderable=False,

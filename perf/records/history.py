@@ -9,13 +9,13 @@ from __future__ import annotations
 import datetime
 import fcntl
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tritoncp.core.checked_json import parse_json
 from tritoncp.perf.exit_codes import InputError
 
 VERSION = 1
@@ -179,8 +179,8 @@ def append(path: Path, line: dict[str, Any]) -> None:
         if num_written:
             os.ftruncate(file, size)
         raise DiskFull(
-            f"{path}: {error.strerror}. All earlier lines are complete; make room, or name another file with "
-            "--out"
+            f"{path}: {error.strerror}. All earlier lines are complete; make room (or name another file with "
+            "--out) and run again with --resume"
         ) from error
     finally:
         os.close(file)
@@ -238,8 +238,8 @@ def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 def _parse_line(text: bytes) -> dict[str, Any] | str:
     """Return the parsed JSON of a line, or an error message."""
     try:
-        line = json.loads(text)
-    except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
+        line = parse_json(text)
+    except ValueError as error:  # includes UnicodeDecodeError
         if text.endswith(b"\n"):
             return f"not JSON: {error}"
         return f"the line is cut off after {len(text)} characters"
@@ -267,9 +267,7 @@ def point_of(line: dict[str, Any]) -> Point:
         times = [figures[key] for key in ("ms", "low", "high") if key in figures]
         if not times and not isinstance(figures.get("why"), str):
             raise KeyError(f"{name} has neither ms nor why")
-        if not all(
-            type(x) in (int, float) and 0 < x < math.inf for x in [*times, *figures.get("samples", ())]
-        ):
+        if not all(type(x) in (int, float) and x > 0 for x in [*times, *figures.get("samples", ())]):
             raise ValueError(f"the times of {name} are not positive")
     fields = {name: line[name] for name in Point.__dataclass_fields__ if name in line}
     return Point(**{"env": {}} | fields | {"series": Series(**line["series"])})
@@ -311,3 +309,19 @@ class Journal:
         """Write a line of any kind. Raises DiskFull."""
         append(self.path, {"run": self.run, **line})
         self.tell(line)
+
+
+def find_unfinished(folder: Path, series: Series, env: dict[str, Any]) -> tuple[Path, list[Point]] | None:
+    """Return (file, points) of the newest run with the same code, versions and device; None without one."""
+    newest: tuple[Path, list[Point]] | None = None
+    identity = ("sources", *ATTRIBUTES[1:])  # the same sources under another commit are the same code
+    for path in files([folder]) if folder.exists() else ():
+        runs: dict[str, list[Point]] = {}
+        for point in read(path).points:
+            is_same = all(point.env.get(name) == env.get(name) for name in identity)
+            if point.series == series and is_same:
+                runs.setdefault(point.run, []).append(point)
+        for points in runs.values():
+            if newest is None or points[-1].time >= newest[1][-1].time:
+                newest = path, points
+    return newest

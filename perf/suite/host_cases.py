@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from tritoncp.perf.records.history import OURS, Journal
+from tritoncp.perf.records.history import OURS, Journal, Point
 from tritoncp.perf.suite import baselines, cpu_attention
 from tritoncp.perf.suite.cases import PASS_SUFFIXES, TIERS, position
 from tritoncp.perf.suite.measure import prepare_pass
@@ -142,12 +142,19 @@ def select(tier: str = "core", only: str | Sequence[str] = "*") -> list[HostCase
     return [case for case in CASES if case.tier in tiers and position(case.name, only) is not None]
 
 
-def run(cases: Sequence[HostCase], journal: Journal, deadline: float, seconds: float) -> int:
+def run(
+    cases: Sequence[HostCase],
+    journal: Journal,
+    deadline: float,
+    seconds: float,
+    resumed_points: Sequence[Point] = (),
+) -> int:
     """Measure cases on one core and write a line for each; return the number of failures."""
     torch.set_num_threads(1)
-    failures = 0
-    journal.announce(len(cases))
-    for case in cases:
+    measured_names, failures = {point.case for point in resumed_points}, 0
+    remaining_cases = [case for case in cases if case.name not in measured_names]
+    journal.announce(len(remaining_cases))
+    for case in remaining_cases:
         if time.monotonic() > deadline:
             journal.leave_out(case.name)
             continue

@@ -15,7 +15,7 @@ import torch
 
 from tritoncp.kernels.engine import RequestedRouteWarning
 from tritoncp.ops.flop_formulas import count_flops, count_pairs
-from tritoncp.perf.records.history import OURS, Journal
+from tritoncp.perf.records.history import OURS, Journal, Point
 from tritoncp.perf.suite import baselines, check, machine
 from tritoncp.perf.suite.baselines import FLEX, Contender
 from tritoncp.perf.suite.cases import GOALS, SEARCHED, Case, position
@@ -49,6 +49,7 @@ class Bench:
     seconds:  time for the rounds of one case
     options:  kernel options to time tritoncp with, besides its own choice
     group:    the ranks that measure cases of several ranks together; None for one device
+    resumed_points: points of the run that is resumed: their cases are not measured again
     patterns: patterns of contenders' names to run, besides tritoncp
     """
 
@@ -58,6 +59,7 @@ class Bench:
     seconds: float = 1.5
     options: Sequence[dict[str, Any]] = ()
     group: Any = None
+    resumed_points: Sequence[Point] = ()
     patterns: Sequence[str] = ("*",)
     failures: int = 0
 
@@ -69,7 +71,8 @@ class Bench:
     def run(self, cases: Sequence[Case]) -> None:
         """Measure all cases with contenders that compile fast; then the first size of each mask in SEARCHED
         with the flex variants that compile slowly."""
-        groups = self._group_problems(cases)
+        measured = {point.case for point in self.resumed_points}
+        groups = self._group_problems([case for case in cases if case.name not in measured])
         thorough_groups = self._select_thorough(cases)
         self.journal.announce(sum(map(len, groups)))
         slowest = 0.0
@@ -104,15 +107,18 @@ class Bench:
         return {name: make for name, make in makers.items() if self._takes_part(name)}
 
     def _select_thorough(self, cases: Sequence[Case]) -> list[list[Case]]:
-        """Select the problems for the variants that compile slowly: the first size of each mask in
-        SEARCHED."""
+        """Select the problems for the variants that compile slowly: the first size of each mask in SEARCHED,
+        unless the resumed run has measured them."""
         if self.device.type != "cuda" or not any(self._takes_part(name) for name in THOROUGH):
             return []
         first: dict[str, list[Case]] = {}
         for group in self._group_problems(cases):
             if group[0].tier == "core" and group[0].problem.mask in SEARCHED:
                 first.setdefault(group[0].problem.mask, group)
-        return list(first.values())
+        complete = {
+            point.case for point in self.resumed_points if any(name in point.contenders for name in THOROUGH)
+        }
+        return [group for group in first.values() if any(case.name not in complete for case in group)]
 
     def _measure_in_budget(self, cases: list[Case], variants: Sequence[str], slowest: float) -> float:
         """Measure one problem if there is time; return the seconds that it took."""
@@ -149,14 +155,15 @@ class Bench:
             self._time_pass(case, working, checks)
 
     def _give_up(self, cases: list[Case], checks: dict[str, dict[str, Any]]) -> None:
-        """After an error on the device, write the cases without times, and raise DeviceLost."""
+        """After an error on the device, write the cases without times, which a resumed run skips, and raise
+        DeviceLost."""
         untimed = {"why": "not timed: another contender caused an error on the device"}
         contenders = {name: untimed | row for name, row in checks.items()}
         for case in cases:
             self._write(case, contenders, {})
         raise DeviceLost(
             f"the device runs no more kernels in this process after an error in {cases[0].problem.name}-fwd; "
-            "the remaining cases are not measured: name them by --only"
+            "the remaining cases are not measured: continue with --resume"
         )
 
     def _report_check(self, case: Case, name: str, row: dict[str, Any]) -> None:

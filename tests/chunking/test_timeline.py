@@ -212,13 +212,14 @@ def test_copies_of_a_node_with_one_fake_value_are_two_storages():
     assert predict_timeline(b.module(first, second), UNIT).peak == 300
 
 
-def test_inputs_live_to_the_end():
+def test_inputs_live_to_the_end_unless_the_graph_frees_them():
     b = Builder()
     y = b.call(ATEN.neg.default, b.input("x", 100))
     last = b.call(ATEN.cat.default, [b.call(ATEN.neg.default, y)] * 2)
     gm = b.module(b.call(ATEN.neg_.default, last))
     timeline = predict_timeline(gm, UNIT)
     assert (timeline.peak, timeline.peak_node) == (400, last.name)  # the first of two
+    assert predict_timeline(gm, UNIT, boxed=True).peak == 300
 
 
 def test_a_result_shares_memory_with_the_argument_of_its_alias_alone():

@@ -87,10 +87,13 @@ def test_run(words, code, message, tmp_path):
     assert message in " ".join(result.output.split())
 
 
-def test_a_run_with_a_measurement_exits_with_0(tmp_path):
-    assert perf(*RUN, "--only", "mask-*", "--seconds", "0", "--out", tmp_path).exit_code == 0
-    result = perf(*RUN, "--seconds", "0", "--out", tmp_path, "--budget", "0")
-    assert result.exit_code == 3 and "the first of 4 cases" in result.output
+def test_a_run_with_a_measurement_and_a_resumed_run_without_cases_exit_with_0(tmp_path):
+    words = [*RUN, "--only", "mask-*", "--seconds", "0", "--out", tmp_path]
+    assert perf(*words).exit_code == 0
+    result = perf(*words, "--resume", "--budget", "0")
+    assert result.exit_code == 0 and "1 cases are there" in result.output
+    result = perf(*RUN, "--seconds", "0", "--out", tmp_path, "--resume", "--budget", "0")
+    assert result.exit_code == 3 and "the first of 3 cases" in result.output
 
 
 def test_the_dashboard(files, tmp_path):

@@ -34,11 +34,19 @@ def measured(monkeypatch) -> list[str]:
     signal.signal(signal.SIGINT, previous)
 
 
-def test_ctrl_c_keeps_what_is_measured(measured, tmp_path):
-    result = perf("run", *SMOKE, "--only", "plan-*", "--only", "*", "--out", tmp_path)
+def test_after_ctrl_c_the_same_command_with_resume_measures_the_rest(measured, tmp_path):
+    words = ["run", *SMOKE, "--only", "plan-*", "--only", "*", "--out", tmp_path]
+    result = perf(*words)
     assert result.exit_code == 130 and "interrupted after 2 of 4 measurements" in result.stderr
     (file,) = tmp_path.iterdir()
-    assert str(file) in result.stderr and len(read(tmp_path).points) == 2
+    assert str(file) in result.stderr and "--resume" in result.stderr and len(read(tmp_path).points) == 2
+    measured[:] = measured[:2]  # Ctrl-C again, before the first new measurement
+    assert "interrupted after 0 of 2 measurements" in perf(*words, "--resume").stderr
+    result = perf(*words, "--resume")
+    assert result.exit_code == 0 and "2 cases are there" in result.stderr
+    points = read(tmp_path).points
+    assert len({point.run for point in points}) == 1
+    assert sorted(point.case for point in points) == sorted(case.name for case in host_cases.select("smoke"))
 
 
 def test_each_line_has_its_number_and_the_time_left(monkeypatch, tmp_path):
@@ -50,17 +58,22 @@ def test_each_line_has_its_number_and_the_time_left(monkeypatch, tmp_path):
     assert [number for number, _ in starts] == list("1234") and not starts[-1][1]
 
 
-def test_the_first_size_of_a_mask_is_measured_again_with_slow_variants(monkeypatch, tmp_path):
-    cases = [case for case in select("core") if case.problem.mask == "causal"]
+def test_a_resumed_run_compiles_the_slow_variants_that_the_first_one_did_not_reach(monkeypatch, tmp_path):
+    """Otherwise the ratios to flex attention of a resumed run would be untuned for good."""
+    cases = [case for case in select("core") if case.problem.mask in ("causal", "full")]
     journal = Journal(tmp_path / "a.jsonl", "run", Series("a GPU"), {})
+    for case in cases:
+        slow = {"flex max-autotune": {"ms": 1.0}} if case.problem.mask == "full" else {}
+        journal.point(case.name, {"tritoncp": {"ms": 1.0}, "flex": {"ms": 2.0}, **slow})
     bench = measure.Bench(torch.device("cuda"), journal, time.monotonic() + 60)
     bench.clock = timing.WallClock()
+    bench.resumed_points = list(journal.points)
     measured = []
     monkeypatch.setattr(bench, "_measure_problem", lambda group, variants: measured.append((group, variants)))
     bench.run(cases)
-    *_, (group, variants) = measured
+    ((group, variants),) = measured
     assert {case.problem.mask for case in group} == {"causal"} and group[0].problem.seq == 16384
-    assert variants == [*measure.QUICK, *measure.THOROUGH] and len(measured) > 1
+    assert variants == [*measure.QUICK, *measure.THOROUGH]
 
 
 def test_tables_in_a_pipe_are_not_cut(monkeypatch, tmp_path):

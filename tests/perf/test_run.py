@@ -1,4 +1,4 @@
-"""Benchmark runs on a CPU: lines, their order, time budgets, failures."""
+"""Benchmark runs on a CPU: lines, their order, time budgets, failures, resuming."""
 
 import json
 import time
@@ -141,7 +141,7 @@ def test_a_table_says_that_a_baseline_is_untuned(capsys, tmp_path):
     assert "untuned" in output and "1.50 (1.2)" in output and "2.00" not in output
 
 
-def test_a_run_that_lost_the_device_ends(monkeypatch, tmp_path):
+def test_a_run_that_lost_the_device_ends_and_is_resumed_with_the_other_cases(monkeypatch, tmp_path):
     """Without this, every later contender and case would be recorded as wrong."""
 
     def lost():
@@ -152,11 +152,16 @@ def test_a_run_that_lost_the_device_ends(monkeypatch, tmp_path):
         Case(Problem("full", 16384), "forward").shrunk(),
     ]
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl", flash=lost)
-    with pytest.raises(RuntimeError, match=r"error in causal-.*; .*name them by --only"):
+    with pytest.raises(RuntimeError, match=r"error in causal-.*; .*continue with --resume"):
         runner.run(cases)
     (point,) = journal.points
     assert point.case == cases[0].name and "not timed" in point.own["why"] and point.own["errors"]
     assert "AcceleratorError: an illegal" in point.contenders["flash"]["why"]
+    rest: list[Case] = []
+    runner.resumed_points = journal.points
+    monkeypatch.setattr(runner, "_measure_problem", lambda group, variants: rest.extend(group))
+    runner.run(cases)
+    assert rest == cases[1:]
 
 
 def test_each_contender_runs_once_a_round_and_the_first_round_is_dropped():

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import tritoncp
+from tritoncp.api.simulate import World
 
 SCRIPT = Path(__file__).with_name("typed_script.py")
-OVERLOADED = tritoncp.flex_attention, tritoncp.make_plan
+OVERLOADED = tritoncp.flex_attention, tritoncp.varlen_attention, tritoncp.make_plan, World.flex_attention
 
 
 def has_type(value: object, expected: object) -> bool:

@@ -3,6 +3,7 @@ device-to-host copy."""
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import types
 import weakref
@@ -245,9 +246,11 @@ def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
 def _stable(key: Any) -> Any:
     """Return a fingerprint's key without addresses and device indices, which differ between processes."""
     if isinstance(key, Identity):
-        named = key.obj
+        thing = key.obj
+        named = type(thing) if isinstance(thing, enum.Enum) else thing
         name = getattr(named, "__qualname__", getattr(named, "__name__", type(named).__qualname__))
-        return getattr(named, "__module__", ""), name
+        member = thing.name if isinstance(thing, enum.Enum) else ""
+        return getattr(named, "__module__", ""), name, member
     if isinstance(key, types.CodeType):
         return key.co_name, key.co_code.hex(), key.co_names, _stable(key.co_consts)
     if isinstance(key, torch.device):

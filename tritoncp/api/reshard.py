@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -23,6 +23,16 @@ from tritoncp.planning.placement import check_side, pieces
 from tritoncp.planning.plan import Plan
 
 
+@overload
+def reshard(
+    x: Tensor, source: Plan | None, target: Plan | None, mesh: Any = ..., *, dim: int, side: str = ...,
+    batch_dim: int | None = ..., pad: float | int | bool = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def reshard(
+    x: Sequence[Tensor], source: Plan | None, target: Plan | None, mesh: World, *, dim: int, side: str = ...,
+    batch_dim: int | None = ..., pad: float | int | bool = ...,
+) -> list[Tensor]: ...  # fmt: skip
 @graph_entry
 @group_call
 def reshard(

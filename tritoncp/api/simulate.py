@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -71,6 +71,39 @@ class World:
         whole = torch.cat([lengthen(x, dim, placement.s_max) for x in xs], dim)
         return take(whole, placement.inverse, dim, batch_dim, 0)
 
+    @overload
+    def flex_attention(
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor] | None,
+        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
+        kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ..., sinks: Tensor | None = ...,
+        batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
+    ) -> list[Tensor]: ...  # fmt: skip
+    @overload
+    def flex_attention(
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor] | None,
+        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
+        kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., sinks: Tensor | None = ...,
+        batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
+    ) -> tuple[list[Tensor], list[Tensor]]: ...  # fmt: skip
+    @overload
+    def flex_attention(
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor] | None,
+        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
+        kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest, sinks: Tensor | None = ...,
+        batch_offset: int | None = ..., expand: Sequence[Any] | None = ...,
+    ) -> tuple[list[Tensor], RankAux]: ...  # fmt: skip
+    @overload
+    def flex_attention(
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor] | None,
+        score_mod: Callable[..., Tensor] | MaskLike | None = ..., block_mask: Any = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
+        kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ...,
+        sinks: Tensor | None = ..., batch_offset: int | None = ...,
+        expand: Sequence[Any] | None = ...,
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]: ...  # fmt: skip
     @host_only
     def flex_attention(
         self,
@@ -88,7 +121,7 @@ class World:
         sinks: Tensor | None = None,
         batch_offset: int | None = None,
         expand: Sequence[Any] | None = None,
-    ) -> Any:
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[Tensor], RankAux]:
         """Run :func:`tritoncp.flex_attention` on all ranks: arguments and results are lists of shards.
 
         A Plan may be any rank's; with a raw mask, shards are in natural order. Returns outs, ``(outs, lses)``

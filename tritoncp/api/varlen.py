@@ -4,7 +4,7 @@ of Megatron and TransformerEngine."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -26,6 +26,38 @@ from tritoncp.planning.plan import Plan
 EVERYTHING = (-1, -1)
 
 
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
+    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
+    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ..., return_aux: None = ..., kernel_options: dict[str, Any] | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
+    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
+    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: Literal[True], return_aux: None = ..., kernel_options: dict[str, Any] | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
+    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
+    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ..., return_aux: AuxRequest, kernel_options: dict[str, Any] | None = ...,
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Plan | Mask, cu_seqlens_kv: Tensor | None = ...,
+    mesh: Any = ..., *, causal: bool | None = ..., window: tuple[int, int] = ...,
+    cu_seqlens_q_padded: Tensor | None = ..., cu_seqlens_kv_padded: Tensor | None = ...,
+    score_mod: Callable[..., Tensor] | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: bool = ..., return_aux: AuxRequest | None = ..., kernel_options: dict[str, Any] | None = ...,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @graph_entry
 @group_call
 def varlen_attention(
@@ -46,7 +78,7 @@ def varlen_attention(
     return_lse: bool = False,
     return_aux: AuxRequest | None = None,
     kernel_options: dict[str, Any] | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention within packed documents (variable length, THD layout), sharded over ``mesh``.
 
     q: [t, Hq, D]; k: [t_kv, Hkv, D]; v: [t_kv, Hkv, E]: this rank's shard of the packed buffers; Hq a

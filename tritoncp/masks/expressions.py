@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-import json
 import os
 import pkgutil
 import re
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tritoncp.core.checked_json import parse_json
 from tritoncp.core.tracing import Mod
 from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
 from tritoncp.masks.mask_mod import MaskFn, and_masks, not_, or_masks
@@ -80,9 +80,9 @@ def lengths(text: str) -> Lengths:
     is_json = text.lstrip().startswith("[")
     try:
         value: Any = (
-            json.loads(text) if is_json else [count(word) for word in re.split(r"[\s,]+", text) if word]
+            parse_json(text) if is_json else [count(word) for word in re.split(r"[\s,]+", text) if word]
         )
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(
             f"{error}; lengths are numbers, JSON, or a file that holds either, not {brief(text)}"
         ) from None

@@ -14,6 +14,7 @@ Tensors enter the key by dtype, shape, device and requires_grad, never by identi
 from __future__ import annotations
 
 import builtins
+import enum
 import functools
 import re
 import types
@@ -180,6 +181,8 @@ class Fingerprint(ModState):
             return name, constant, tuple([self._value(path, part) for part in parts])
         if kind in (set, frozenset):
             return kind, frozenset([self._value(path, item) for item in obj])
+        if isinstance(obj, enum.Enum) and _is_plain_enum(kind):
+            return Identity(obj), self._value(path, vars(obj))
         is_array = kind.__module__ == "numpy" and hasattr(obj, "tobytes")
         if is_array and obj.size <= MAX_VALUES and not obj.dtype.hasobject:
             return kind, str(obj.dtype), obj.shape, obj.tobytes()
@@ -264,6 +267,9 @@ class Fingerprint(ModState):
         return value
 
 
+_CONSTRUCTORS = ("__init__", "__new__")  # methods that an enumeration may define
+
+
 def root_of(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
     """Return the value of a chain's variable. Raises Incomparable for modules imported in the function,
     except torch and math."""
@@ -322,3 +328,13 @@ def _is_of_torch(obj: Any) -> bool:
 def _is_closed_form(obj: Any) -> bool:
     """Return whether a value is a closed-form mask of this package, whose methods only read its fields."""
     return type(obj).__module__.split(".")[0] == "tritoncp" and hasattr(obj, "__dict__")
+
+
+def _is_plain_enum(kind: type) -> bool:
+    """Return whether members of an enumeration have no state besides their fields."""
+    fields = [item for base in kind.__mro__ if base.__module__ != "enum" for item in vars(base).items()]
+    return not any(
+        type(field) is property
+        or (type(field) is types.FunctionType and field.__module__ != "enum" and name not in _CONSTRUCTORS)
+        for name, field in fields
+    )

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tritoncp.core.checked_json import parse_json
 from tritoncp.core.environment import CONFIG_DIR
 from tritoncp.core.log_lines import area_logger, log_decision
 from tritoncp.core.paths import slug
@@ -109,10 +110,10 @@ def sources(device: Device) -> Iterator[Path]:
 def read(path: Path) -> Entries:
     """Read the entries of a file. Raises ValueError for a file that is not of ``tritoncp autotune``."""
     try:
-        entries = json.loads(path.read_bytes())["entries"]
+        entries = parse_json(path.read_bytes())["entries"]
         for entry in entries:
             check_entry(entry)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {str(error)[:300]}"
         raise ValueError(
             f"{path} is not a file of tritoncp autotune and is ignored ({why}): remove it, or run tritoncp "

@@ -78,7 +78,9 @@ class Placements(NamedTuple):
     kv: Placement
 
 
-def _make_plans(masks: Sequence[Mask], placed: Placements, rank: int, schedule: str, degree: int) -> list[Plan]:
+def _make_plans(
+    masks: Sequence[Mask], placed: Placements, rank: int, schedule: str, degree: int
+) -> list[Plan]:
     """Make the plans of masks on one placement, under "allgather" where the schedule is "auto"."""
     schedule = "allgather" if schedule == "auto" else schedule
     return [Plan(mask, placed.q, placed.kv, rank, placed.name, schedule, degree=degree) for mask in masks]

@@ -13,6 +13,8 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tritoncp.core.checked_json import parse_json
+
 
 class TuningJournal:
     """A file of findings. With ``resume``, findings of the last run are kept if it had the same
@@ -33,8 +35,8 @@ class TuningJournal:
             ) from error
         lines = []
         for text in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError, RecursionError):  # a line that was cut off
-                lines.append(json.loads(text))
+            with contextlib.suppress(ValueError):  # a line that was cut off
+                lines.append(parse_json(text))
         self._findings: dict[str, dict[str, Any]] = {}
         if resume and lines[:1] == [{"about": conditions}]:
             findings = [line for line in lines if isinstance(line, dict) and "finding" in line]

@@ -1,5 +1,5 @@
-// Runs when the page is ready. Arguments: cases, points, shown and runs (sources), axes, entries (of the legend of
-// baselines).
+// Runs when the page is ready. Arguments: cases, points, shown and runs (sources), chosen (a filter), filters, axes,
+// entries (of the legend of baselines).
 const $ = (id) => document.getElementById(id);
 const rows = cases.data;
 
@@ -18,6 +18,16 @@ function show(row) {
   $("case-figures").innerHTML = rows.figures[row];
 }
 
+/** Show the cases that fit every control. */
+function filter() {
+  const words = filters.text.value.toLowerCase();
+  const fits = (row) => rows.words[row].includes(words)
+    && Object.entries(filters).every(([name, { value }]) => name === "text" || !value || rows[name][row] === value);
+  chosen.booleans = rows.case.map((_, row) => fits(row));
+  const count = chosen.booleans.filter(Boolean).length;
+  $("count").textContent = `${count} of ${rows.case.length} cases`;
+}
+
 /** Show the case that the address names, the first one without a name. */
 function follow() {
   const row = rows.address.indexOf(location.hash.slice(1));
@@ -25,10 +35,13 @@ function follow() {
   if (row >= 0) $("case").scrollIntoView();
 }
 
+for (const control of Object.values(filters)) control.properties.value.change.connect(filter);
+filters.text.properties.value_input?.change.connect(() => { filters.text.value = filters.text.value_input; });
 cases.selected.properties.indices.change.connect(() => {
   const [row] = cases.selected.indices;
   if (row !== undefined) location.hash = rows.address[row];
 });
 addEventListener("hashchange", follow);
+filter();
 follow();
 document.documentElement.dataset.ready = "yes";

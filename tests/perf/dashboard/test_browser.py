@@ -1,4 +1,4 @@
-"""The dashboard in a browser, from disk: it asks for nothing, sorts, links and fits its window."""
+"""The dashboard in a browser, from disk: it asks for nothing, sorts, filters, links and fits its window."""
 
 import os
 import shutil
@@ -82,12 +82,21 @@ def test_it_asks_for_nothing_but_itself(page, address):
     page.errors.clear()  # the refusal
 
 
-def test_the_table_sorts(page):
+def test_the_table_sorts_and_filters(page):
     assert cases(page)[:2] == ["broken", "slow"] and len(cases(page)) == 9
     table = page.locator(".bk-DataTable").last
     table.locator(".slick-header-column", has_text="Case").click()
     assert cases(page) == sorted(cases(page))
-    assert "<b onclick=alert(1)>bold</b>" in cases(page)
+    page.get_by_label("Mask").select_option("window")
+    expect(page.locator("#count")).to_have_text("2 of 9 cases")
+    assert set(cases(page)) == {"window-forward", "window-backward"}
+    page.get_by_label("Mask").select_option(label="all")
+    page.get_by_label("Status").select_option("slower")
+    assert cases(page) == ["slow"]
+    page.get_by_label("Status").select_option(label="all")
+    page.get_by_label("Name, model or shape").fill("llama")
+    expect(page.locator("#count")).to_have_text("1 of 9 cases")
+    assert cases(page) == ["<b onclick=alert(1)>bold</b>"]
 
 
 def test_a_case_has_its_address_chart_and_commits(page, browser):

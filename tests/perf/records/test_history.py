@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from tritoncp.perf import run
-from tritoncp.perf.records.history import DiskFull, Point, Series, append, read
+from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, append, find_unfinished, read
 
 SERIES = Series("NVIDIA H200", "700.00 W", "default")
 ENV = {"torch": "2.13.0", "sources": "abc", "commit": "1" * 40}
@@ -42,11 +42,12 @@ BROKEN = [
         (json.dumps(point().as_line() | harm).encode(), why)
         for harm, why in (
             ({"contenders": {"tritoncp": {"ms": -1.0}}}, "not positive"),
-            ({"contenders": {"tritoncp": {"ms": float("nan")}}}, "not positive"),
+            ({"contenders": {"tritoncp": {"ms": float("nan")}}}, "NaN is no number"),
             ({"contenders": {"tritoncp": OWN | {"samples": [1.0, 0]}}}, "not positive"),
             ({"contenders": {"tritoncp": {"why": 5}}}, "neither ms nor why"),
             ({"series": {"gpu": "x"}}, "unexpected keyword"),
             ({"case": 7}, "case is no text"),
+            ({"env": {"torch": float("inf")}}, "Infinity is no number"),
         )
     ),
 ]
@@ -93,7 +94,7 @@ def test_a_full_disk_is_reported_and_leaves_earlier_lines(tmp_path, monkeypatch)
         return write(file, text[: len(text) // 2])
 
     monkeypatch.setattr(os, "write", half)
-    with pytest.raises(DiskFull, match="No space left on device"):
+    with pytest.raises(DiskFull, match=r"No space left on device.*--resume"):
         append(path, point("1").as_line())
     monkeypatch.undo()
     assert path.read_bytes() == content
@@ -105,7 +106,7 @@ def test_a_run_on_a_full_device_stops_with_one_clear_message():
     arguments = ["--device", "host", "--filter", "plan-*-64k", "--seconds", "0", "--out", "/dev/full"]
     result = CliRunner().invoke(run.main, arguments)
     assert result.exit_code == 2 and "Traceback" not in result.output
-    assert "/dev/full: No space left on device" in result.output
+    assert "/dev/full: No space left on device" in result.output and "--resume" in result.output
 
 
 def _many(path: Path, name: str) -> None:
@@ -127,3 +128,14 @@ def test_two_writers_of_one_file_lose_nothing(tmp_path):
     for name in "ab":
         own = [read_point.case for read_point in history.points if read_point.case.startswith(name)]
         assert own == [f"{name}{i}" for i in range(100)]
+
+
+def test_a_run_is_resumed_only_on_the_same_code_and_device(tmp_path):
+    journal = Journal(tmp_path / "a.jsonl", "mine", SERIES, ENV)
+    journal.point("c", {"tritoncp": {"ms": 1.0}})
+    run_to_resume = find_unfinished(tmp_path, SERIES, ENV | {"commit": "another, of the same sources"})
+    assert run_to_resume == (tmp_path / "a.jsonl", journal.points)
+    assert find_unfinished(tmp_path, SERIES, ENV | {"sources": "changed"}) is None
+    assert find_unfinished(tmp_path, SERIES, ENV | {"torch": "2.14"}) is None
+    assert find_unfinished(tmp_path, SERIES._replace(clocks="locked"), ENV) is None
+    assert find_unfinished(tmp_path / "nowhere", SERIES, ENV) is None

@@ -19,22 +19,29 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from tritoncp.chunking.streams.costs import node_costs
-from tritoncp.chunking.streams.storages import Storages, dependencies_of
+from tritoncp.chunking.streams.storages import LiveBytes, Storages, dependencies_of
 from tritoncp.chunking.streams.timeline import LEGEND, StreamClock, Timeline, replay
 from tritoncp.planning.cost import Hardware
+
+# Memory limits to try: a list schedule exceeds its limit where no ready node fits, so lower limits may fit.
+MEMORY_SHARES = (1.0, 0.96, 0.9, 0.0)
 
 
 @dataclass(frozen=True)
 class Order:
-    """The result of :func:`order`: predicted timelines before and after."""
+    """The result of :func:`order`: predicted timelines before and after, and the order that was chosen.
+
+    variant: "as written", or "list schedule" with the limit of memory that it ran under
+    """
 
     before: Timeline
     after: Timeline
+    variant: str
 
     def __str__(self) -> str:
         longest = max(self.before.makespan, self.after.makespan)
         before, after = (run.format(makespan=longest) for run in (self.before, self.after))
-        return f"before: {before}\n\nafter: {after}\n\n{LEGEND}"
+        return f"as written: {before}\n\n{self.variant}: {after}\n\n{LEGEND}"
 
 
 class CostedGraph:
@@ -65,17 +72,39 @@ class CostedGraph:
                 self.exchange[node] = -self.way[node], self.place[node]
 
 
-def order(gm: GraphModule, hardware: Hardware) -> Order:
+def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, boxed: bool = False) -> Order:
     """Reorder a forward, backward or joint graph in place, to overlap communication with computation; return
-    the predicted timelines. The graph stays as written where the order is slower, or no faster and needs more
-    memory."""
+    the predicted timelines. The predicted time never grows, unless only a slower order fits in ``memory``.
+
+    memory: limit of live bytes, inputs included (``Timeline.peak``), or None. Raises ValueError, without a
+        change of the graph, if no order fits
+    boxed: whether the graph frees its inputs after their last user, see
+        :func:`tritoncp.chunking.streams.timeline.predict_timeline`
+    """
     graph = CostedGraph(gm, hardware)
-    nodes = ListSchedule(graph).nodes()
-    before, after = (replay(run, graph.costs, graph.storages, hardware) for run in (graph.nodes, nodes))
-    if min(before, after, key=lambda run: (_rounded(run.makespan), run.peak)) is before:
-        return Order(before, before)
+
+    def run(nodes: list[Node]) -> Timeline:
+        return replay(nodes, graph.costs, graph.storages, hardware, boxed)
+
+    before = run(graph.nodes)
+    variants = {"as written": (graph.nodes, before)}
+    limits: dict[str, int | None] = {"list schedule": None}
+    if memory is not None:
+        limits = {f"list schedule, {share:.0%} of the memory": int(share * memory) for share in MEMORY_SHARES}
+    for name, limit in limits.items():
+        nodes = ListSchedule(graph, limit, boxed).nodes()
+        variants[name] = nodes, run(nodes)
+    fitting = {name: one for name, one in variants.items() if memory is None or one[1].peak <= memory}
+    if not fitting:
+        least = min(after.peak for _, after in variants.values())
+        raise ValueError(
+            f"memory={memory}: the graph needs {before.peak} bytes in its present order, and at least "
+            f"{least} in all others that were tried; pass memory={least} or more"
+        )
+    name = min(fitting, key=lambda name: (_rounded(fitting[name][1].makespan), fitting[name][1].peak))
+    nodes, after = fitting[name]
     _reorder(gm, nodes)
-    return Order(before, after)
+    return Order(before, after, name)
 
 
 def _rounded(seconds: float) -> float:
@@ -98,11 +127,14 @@ class ListSchedule:
     Priority is the path length of the next exchange, not of the node itself: by the latter, chunks at the
     same stage would advance in lockstep, and no message would overlap with another chunk's computation. By
     the former, all nodes before one exchange tie, and the chunks run one after another.
+
+    memory: limit of live bytes; nodes that exceed it are issued only if all ready nodes do. 0: fewest bytes
     """
 
-    def __init__(self, graph: CostedGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: CostedGraph, memory: int | None, boxed: bool) -> None:
+        self.graph, self.memory = graph, memory
         self.clock = StreamClock(graph.costs, graph.storages)
+        self.bytes = LiveBytes(graph.storages, boxed)
         self.missing = {node: len(needs) for node, needs in graph.needs.items()}
         self.free: list[int] = []  # heap: indices of ready nodes that take no time
         self.ready: dict[Node, None] = {}  # the other ready nodes
@@ -132,6 +164,7 @@ class ListSchedule:
     def _run(self, node: Node) -> None:
         self.order.append(node)
         self.clock.run(node)
+        self.bytes.run(node)
         for other in self.graph.followers[node]:
             self.missing[other] -= 1
             if not self.missing[other]:
@@ -139,6 +172,12 @@ class ListSchedule:
 
     def _choose(self, nodes: list[Node]) -> Node:
         costs, way, place = self.graph.costs, self.graph.way, self.graph.place
+        if self.memory is not None:
+            fitting = [node for node in nodes if self.bytes.during(node) <= self.memory]
+            if not fitting:
+                alive = self.bytes
+                return min(nodes, key=lambda node: (alive.after(node), alive.during(node), place[node]))
+            nodes = fitting
         messages = [node for node in nodes if costs[node].kind == "message"]
         if messages:
             return min(messages, key=lambda node: (-way[node], place[node]))

@@ -191,25 +191,34 @@ class LiveBytes:
     """Counter of live bytes while the nodes of a graph are run in some order.
 
     A storage is live from the node that allocates it to the last node that uses it or a view of it. Inputs
-    are live to the end, since the caller owns them.
+    are live to the end, since the caller owns them, or with ``boxed`` to their last user, as in compiled
+    backward passes.
     """
 
-    def __init__(self, storages: Storages) -> None:
-        self.storages = storages
+    def __init__(self, storages: Storages, boxed: bool) -> None:
+        self.storages, self.boxed = storages, boxed
         self.users = Counter(itertools.chain(*storages.uses.values()))  # number of users still to run
         self.live = self.peak = self.step = 0  # bytes now, their maximum, and bytes during the last node
         self.peak_node = ""
 
-    def run(self, node: Node) -> None:
-        """Run a node: allocate its storages, then free those of which it is the last user."""
-        self.step = self.live + self.storages.new_bytes[node]
-        if self.step > self.peak:
-            self.peak, self.peak_node = self.step, node.name
-        self.live = self.step - sum(
+    def during(self, node: Node) -> int:
+        """Return the bytes live during a node, if it is run next."""
+        return self.live + self.storages.new_bytes[node]
+
+    def after(self, node: Node) -> int:
+        """Return the bytes live after a node, if it is run next."""
+        return self.during(node) - sum(
             self.storages.size[number]
             for number in self.storages.uses[node]
-            if self.users[number] == 1 and not self.storages.is_input[number]
+            if self.users[number] == 1 and (self.boxed or not self.storages.is_input[number])
         )
+
+    def run(self, node: Node) -> None:
+        """Run a node: allocate its storages, then free those of which it is the last user."""
+        self.step = self.during(node)
+        if self.step > self.peak:
+            self.peak, self.peak_node = self.step, node.name
+        self.live = self.after(node)
         self.users.subtract(self.storages.uses[node])
 
 

@@ -159,17 +159,21 @@ class StreamClock:
         return start, end
 
 
-def predict_timeline(gm: GraphModule, hardware: Hardware) -> Timeline:
+def predict_timeline(gm: GraphModule, hardware: Hardware, *, boxed: bool = False) -> Timeline:
     """Predict the timeline of a forward, backward or joint graph. Its nodes need fake values
-    (``meta["val"]``); symbolic sizes are replaced by their hints."""
-    return replay(list(gm.graph.nodes), node_costs(gm, hardware), Storages(gm), hardware)
+    (``meta["val"]``); symbolic sizes are replaced by their hints.
+
+    boxed: the graph frees its inputs after their last user, as compiled backward passes do with saved
+        tensors; else inputs live to the end
+    """
+    return replay(list(gm.graph.nodes), node_costs(gm, hardware), Storages(gm), hardware, boxed)
 
 
 def replay(
-    nodes: list[Node], costs: dict[Node, NodeCost], storages: Storages, hardware: Hardware
+    nodes: list[Node], costs: dict[Node, NodeCost], storages: Storages, hardware: Hardware, boxed: bool
 ) -> Timeline:
     """Predict the timeline of nodes in some order, from their costs and storages."""
-    clock, memory, spans = StreamClock(costs, storages), LiveBytes(storages), []
+    clock, memory, spans = StreamClock(costs, storages), LiveBytes(storages, boxed), []
     for node in nodes:
         free, kind, chunk = clock.compute, costs[node].kind, chunk_of(node)
         start, end = clock.run(node)
