@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tritoncp.core.dynamo_boundary import untraced
@@ -26,12 +28,13 @@ def has_default_device() -> bool:
 
 
 def has_modes() -> bool:
-    """Return whether the caller has a mode that affects operations: another default device, autocast, or a
-    dispatch mode, as for fake tensors, tracing and counting. Under Dynamo only the first counts: others act
-    on the graph when it runs."""
+    """Return whether the caller has a mode that affects operations: another default device, autocast, a
+    transform of torch.func, or a dispatch mode, as for fake tensors, tracing and counting. Under Dynamo only
+    the first counts: others act on the graph when it runs."""
     if torch.compiler.is_dynamo_compiling():
         return has_default_device()
-    return torch._C._len_torch_dispatch_stack() > 0 or has_default_device() or _is_any_autocast_enabled()
+    modes = torch._C._len_torch_dispatch_stack() > 0 or _is_any_autocast_enabled()
+    return modes or peek_interpreter_stack() is not None or has_default_device()
 
 
 def makes_inference_tensors() -> bool:
@@ -55,10 +58,11 @@ def _without_modes() -> Iterator[None]:
         with device:
             yield
         return
+    transforms = temporarily_clear_interpreter_stack()  # those of torch.func
     # Dynamo does not compile frames under dispatch modes; without the modes it would.
     callback = set_eval_frame(None)
     try:
-        with _disable_current_modes(), torch._C._DisableAutocast(), device, normal_tensors():
+        with transforms, _disable_current_modes(), torch._C._DisableAutocast(), device, normal_tensors():
             yield
     finally:
         set_eval_frame(callback)
