@@ -71,9 +71,9 @@ def negated(latent, *arguments):
 
 def expand(rank, group):
     x = inputs(8, dtype=torch.float32)
-    made = make_plan(full_mask(16, 16, block=4), group, schedule="ring")
+    ring = make_plan(full_mask(16, 16, block=4), group, schedule="ring")
     expand = (expand_latent, negated)[rank], *x[2:4], 2
-    return flex_attention(*x[:2], None, made, group, enable_gqa=True, expand=expand)
+    return flex_attention(*x[:2], None, ring, group, enable_gqa=True, expand=expand)
 
 
 # By name: the field in the message, the call of a rank, and the values of ranks 0 and 1 in it.

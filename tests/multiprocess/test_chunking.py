@@ -143,10 +143,10 @@ def test_chunks_share_one_exchange_of_keys_or_repeat_it() -> None:
 # -- one attention --------------------------------------------------------------------------------------
 
 
-def attention_seconds(gm: torch.fx.GraphModule, known: bool = True) -> list[float]:
-    """Predict the times of attention nodes. known: by their plans, else by all pairs"""
+def attention_seconds(gm: torch.fx.GraphModule, by_plans: bool = True) -> list[float]:
+    """Predict the times of attention nodes, by their plans or by all pairs."""
     with pytest.MonkeyPatch.context() as patch:
-        if not known:
+        if not by_plans:
             patch.setattr(costs, "_plan_of_handle", lambda handle: None)
         return [span.seconds for span in predict_timeline(gm, NVLINK).spans if span.kind == "attention"]
 
@@ -173,7 +173,7 @@ def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool, dty
     for node in gm.graph.nodes:
         follows = names.index(node.name) >= names.index("backward")
         node.meta["partitioner_tag"] = "is_backward" if follows else "is_forward"
-    want, seconds, pairs = gm(*tensors), attention_seconds(gm), attention_seconds(gm, known=False)
+    want, seconds, pairs = gm(*tensors), attention_seconds(gm), attention_seconds(gm, by_plans=False)
     assert chunk(gm, "", dim="seq", chunks=CHUNKS).exchanges == 2
     graph, results = models.CheckedGraph(gm), []
     names = ranges(lambda: results.extend(graph.run(*tensors)))
@@ -194,7 +194,8 @@ def share_one_exchange(group: Any, schedule: str, kind: str, with_lse: bool, dty
     parts = [seconds[at // 2] * share for at, share in enumerate(shares)]
     assert attention_seconds(gm) == pytest.approx(parts, rel=1e-6)
     # One of two chunks with the keys of both ranks has as many pairs as the rank's shard.
-    assert attention_seconds(gm, known=False) == pytest.approx([pairs[at // 2] for at in range(4)], rel=1e-6)
+    both = [pairs[at // 2] for at in range(4)]
+    assert attention_seconds(gm, by_plans=False) == pytest.approx(both, rel=1e-6)
 
 
 def test_chunks_that_share_keys_compute_and_take_what_the_whole_does() -> None:

@@ -21,9 +21,9 @@ def test_masks_never_change_and_both_forms_agree() -> None:
         problem = Problem(name, 1024 if name == "three-documents" else N)
         closed, plain = problem.closed_form(), problem.plain_mod(CPU)
         q, kv = torch.arange(0, problem.seq, 7)[:, None], torch.arange(problem.seq)
-        seen = q + kv >= 0 if closed is None else closed(None, None, q, kv)
-        assert plain is None or torch.equal(plain(None, None, q, kv), seen), name
-        sums[name] = int((seen * kv).sum())
+        visible = q + kv >= 0 if closed is None else closed(None, None, q, kv)
+        assert plain is None or torch.equal(plain(None, None, q, kv), visible), name
+        sums[name] = int((visible * kv).sum())
     assert sums == SUMS
 
 

@@ -220,36 +220,6 @@ def test_the_command_line_shows_its_help_without_torch():
     assert not {"triton", "torch"} & loaded_after("import tritoncp.cli")
 
 
-def bound_names(path: Path, package: str) -> set[str]:
-    """Collect the names that a package's `__init__.py` binds, except submodules under their own names."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == f"tritoncp.{package}":
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-    return names
-
-
-def test_no_package_attribute_shares_a_submodules_name():
-    """Else `tritoncp.x` is a function or a module, depending on which import ran first."""
-    import tritoncp
-    from tritoncp import masks, mods
-
-    present = modules()
-    lazy = {"": set(tritoncp.__all__), "masks": set(masks.__all__), "mods": set(mods.__all__)}
-    for package, path in present.items():
-        if path.name == "__init__.py":
-            prefix = f"{package}." if package else ""
-            inside = {name.removeprefix(prefix).split(".")[0] for name in present if name.startswith(prefix)}
-            names = bound_names(path, package) | lazy.get(package, set())
-            assert not names & inside, f"tritoncp.{package}: {names & inside} are submodules too"
-
-
 def test_public_names_resolve_and_type_checkers_see_the_same():
     from torch.nn.attention import flex_attention
 
