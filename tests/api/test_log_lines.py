@@ -58,7 +58,7 @@ def test_a_plan_is_logged_once_and_every_look_up_at_debug(caplog, level):
 
 
 def test_engine_route_and_tiles_are_logged_with_their_reasons(caplog, places):
-    options._chosen.cache_clear()  # a choice is logged when it is made
+    options._choose.cache_clear()  # a choice is logged when it is made
     with caplog.at_level(logging.DEBUG, "tritoncp"):
         attend(40)
         put(places / "user", 16, CPU)

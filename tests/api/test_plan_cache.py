@@ -296,3 +296,17 @@ def test_finding_a_plan_again_does_nothing_to_any_tensor():
 
     with Nothing():
         plan(mask)
+
+
+def test_calls_of_a_kind_are_checked_once(monkeypatch):
+    """Until MAX_CHECKED_CALLS kinds are remembered: then all are checked again."""
+    monkeypatch.setattr(plan_cache, "MAX_CHECKED_CALLS", 3)
+    checked, check = [], plan_cache.validate.check_sizes
+    monkeypatch.setattr(
+        plan_cache.validate, "check_sizes", lambda *a: checked.append(a[1].heads) or check(*a)
+    )
+    mask = block_mask(lambda b, h, q, kv: q >= kv)
+    for heads in (1, 2, 3, 1, 2, 3, 4, 1, 4):
+        x = torch.zeros(1, heads, S, 16)
+        flex_attention(x, x, x, mask)
+    assert checked == [1, 2, 3, 4, 1]

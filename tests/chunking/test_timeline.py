@@ -66,6 +66,10 @@ GRAPHS = {  # the graph, and the kind, start and end of each span
         lambda b: [b.call(ATEN.neg_.default, b.call(ATEN.empty_like.default, b.input("x", 100)))],
         [("memory", 0, 200)],
     ),
+    "a sum reads all of its input": (
+        lambda b: [b.call(ATEN.amax.default, b.input("x", 100))],
+        [("memory", 0, 100 + 1)],
+    ),
     "a message without a wait": (lambda b: [b.send(b.input("x", 100))], [("message", 0, 50)]),
     "a node that reads a message without a wait": (
         lambda b: [b.call(ATEN.neg.default, b.send(b.input("x", 100)))],

@@ -156,3 +156,14 @@ def test_an_error_of_one_rank_comes_out() -> None:
 
     with pytest.raises(KeyError, match="lost"):
         lockstep([asks(AllGather(ONE), AllGather(ONE))(), failing()])
+
+
+def test_an_error_names_a_request_with_its_peers() -> None:
+    group: Any = SimpleNamespace(size=lambda: 3, rank=lambda: 1)
+    x = torch.zeros(3)
+    for request, peers in (
+        (AllGather(x), "AllGather with ranks [0, 2]"),
+        (SendRecv([(2, x)], [(0, x)]), "SendRecv to ranks [2] and from ranks [0]"),
+        (AllToAll(x, [1, 0, 2], [0, 0, 3]), "AllToAll to ranks [0, 2] and from ranks [2]"),
+    ):
+        assert collectives._describe(request, group, 4) == f"turn 4 of a layer's schedule, {peers}"

@@ -240,6 +240,10 @@ def test_rows_fill_tiles(
     assert plain.args["PACK"] == 1 and tiles_and_heads(plain)[1] == shape[1]
 
 
+def test_the_smallest_tiles_of_an_architecture_without_wgmma_have_16_rows() -> None:
+    assert launch(1, 8, 8, arch="sm_80").config.BLOCK_M == 16
+
+
 @pytest.mark.parametrize(
     ("block", "heads", "pack", "tile"),
     [

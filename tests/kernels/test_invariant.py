@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -62,6 +63,10 @@ def attend(x: list[Tensor], mask: Mask, world: int = 1, schedule: str = "fetch",
     outs, aux = simulated.flex_attention(
         *shards, plan, enable_gqa=True, return_aux=AUX, kernel_options={"invariant": True, **options}
     )
+    for rank, (*values, lse, top) in enumerate(zip(outs, aux.lse, aux.max_scores)):
+        padding = ~plan.for_rank(rank).valid[0]
+        assert not any(bool(x[:, :, padding].any()) for x in values)
+        assert all(bool((x[:, :, padding] == -math.inf).all()) for x in (lse, top))
     out, lse, top = (simulated.unshard(parts, plan, dim=2) for parts in (outs, aux.lse, aux.max_scores))
     grads = torch.autograd.grad((out, lse), leaves, (x[3], x[4]))
     return Answer(*(one.detach() for one in (out, lse, top)), *grads)

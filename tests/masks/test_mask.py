@@ -277,3 +277,8 @@ def test_heads_of_a_mask_have_the_same_visible_pairs(geometry, seed: int, heads:
     if heads > 1:
         whole = create_block_mask(mod, 2, heads, q_len, kv_len, BLOCK_SIZE=tuple(block))
         assert torch.equal(part.to_dense(), whole.to_dense()[:, first : first + 1])
+        shifted = create_block_mask(
+            lambda b, h, q, kv: kv <= q + h, 2, heads, q_len, kv_len, BLOCK_SIZE=tuple(block)
+        )
+        shifted = with_intervals(shifted, shifted.mask_mod)
+        assert (shifted[:, first].interval is None) == (shifted.interval is None)

@@ -121,7 +121,7 @@ def test_chunks_share_one_exchange_of_keys_or_repeat_it() -> None:
         ("allgather", "causal", "head_tail", "seq", False),
         ("fetch", "documents", None, "seq", False),
         ("ring", "causal", None, "seq", True),
-        ("ring", "causal", "head_tail", "batch", False),
+        ("allgather", "causal", "head_tail", "batch", False),
     )
     results = ranks.run(2, every_case, *cases)
     for one, other in zip(*(result[:2] for result in results), strict=True):

@@ -167,7 +167,15 @@ def structure_of_expansion(expand: Expansion) -> tuple[Any, ...]:
 
 
 def plan_structure(plan: Plan) -> Any:
-    """Return a hashable structure of a plan, without its mask's tensors and numbers: equal on all ranks."""
+    """Return a hashable structure of a plan, without its mask's tensors and numbers: equal on all ranks.
+
+    >>> from tritoncp import causal, create_block_mask, make_plan, sliding_window
+    >>> mods = causal() & causal(), sliding_window(4), sliding_window(5)
+    >>> plans = [make_plan(create_block_mask(mod, 1, 1, 64, 64)) for mod in mods]
+    >>> first, second, third = map(plan_structure, plans)
+    >>> first == second, second == third
+    (False, True)
+    """
     structures, key = caches_of(plan).structures, (plan.schedule, plan.degree)
     if (structure := structures.get(key)) is None:
         mask = plan.mask

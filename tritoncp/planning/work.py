@@ -79,6 +79,10 @@ def work_of_rows(masks: Sequence[Mask], world_size: int, side: str = "q") -> lis
     that the sequence's end cuts counts for its part, as in ``Plan.work``.
 
     masks: of one size; the work of several is summed, each counted as one layer, however many heads it has.
+
+    >>> from tritoncp.masks import full_mask
+    >>> work_of_rows([full_mask(40, 40, block=16)], 2)[0].costs.tolist()
+    [3.25, 3.25, 1.875]
     """
     first = masks[0]
     runs = [mask.runs if side == "q" else transpose(mask.runs) for mask in masks]

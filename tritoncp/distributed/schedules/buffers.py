@@ -105,14 +105,14 @@ def empty_grad(x: Tensor, dtype: torch.dtype, filled: bool) -> Tensor:
     return grad if filled else grad.zero_()
 
 
-def empty_dq(plan: Plan, engine: Any, q: Tensor, dtype: torch.dtype) -> Tensor:
-    """Allocate dQ for a first step that writes it; zeros for a fused engine, which adds to it, in float32."""
-    return empty_grad(q, dtype, plan.q.is_filled(plan.rank) and not engine.fused)
+def empty_dq(plan: Plan, q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Allocate dQ for a first step, which writes it or, of a fused engine, clears it and adds to it."""
+    return empty_grad(q, dtype, plan.q.is_filled(plan.rank))
 
 
 def dq_of_one_step(plan: Plan, engine: Any, q: Tensor, lse: Tensor) -> Tensor:
     """Allocate dQ whose rows one step writes: in q's dtype, or for a fused engine, which adds, in lse's."""
-    return empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
+    return empty_dq(plan, q, lse.dtype if engine.fused else q.dtype)
 
 
 def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -52,7 +52,7 @@ def backward(
     has_remote = sum(plan.fetch.takes) > 0
     local = pack(k, v, k.shape[2]).packed
     flight = yield request_rows(plan, local)
-    dq = empty_dq(plan, engine, q, lse.dtype)
+    dq = empty_dq(plan, q, lse.dtype)
     home = torch.zeros_like(local, dtype=lse.dtype)
     step = BackwardStep(q, k, v, dout, lse, delta, near)
     with step_range(plan, 0, "dq"):

@@ -52,7 +52,7 @@ def backward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
     """Compute (dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to the engine's
     buffers."""
-    dq = empty_dq(plan, engine, q, lse.dtype)
+    dq = empty_dq(plan, q, lse.dtype)
     current, free = _kv_buffers(plan, k, v)
     home = torch.zeros_like(current.packed, dtype=lse.dtype)  # gradient of the own K and V
     last = max((turn for turn, hop in enumerate(plan.ring) if hop.previous is not None), default=0)
