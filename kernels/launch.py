@@ -100,7 +100,7 @@ class Launches(NamedTuple):
 class Recipe(NamedTuple):
     """Parts of a launch that depend only on the layouts of its tensors.
 
-    args:        arguments by name, except those that change from launch to launch
+    args:        arguments by name, except arguments that change from launch to launch
     descriptors: (argument, tensor, fields) of the tiles that are copied by descriptor
     options:     compiler options beside those of the config
     """

@@ -1,4 +1,4 @@
-"""Tests of score_mods and mask_mods that torch.compile can put in a graph, and of those that break it."""
+"""Tests of score_mods and mask_mods that torch.compile can put in a graph, or that break the graph."""
 
 import functools
 import itertools

@@ -118,7 +118,7 @@ def read_table(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
 
 
 def origin() -> dict[str, str]:
-    """Return what a whole table is made from: Triton's version, and a hash of the kernels and rules of tiles
+    """Return the origin of a whole table: Triton's version, and a hash of the kernels and rules of tiles
     without comments and docstrings."""
     import triton
 
