@@ -295,7 +295,7 @@ OUTSIDE = "outside the compiled function"
 )
 def test_other_mods_break_the_graph(fn, graphs, reason, caplog):
     """At most a graph before and one after the call, and nothing of tritoncp is traced. With fullgraph an
-    error says why, and what to do. (What ``fn`` makes is from outside for `attend`, after the break.)"""
+    error gives the reason and the remedy. After the break `attend` gets the result of ``fn`` from outside."""
     x = x_of().requires_grad_()
     case = Compiled(fn, fullgraph=False)
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""Schedules: what they send and keep, the memory order of their results, and head groups of any size."""
+"""Schedules: their messages and memory, the memory order of their results, and head groups of any size."""
 
 from dataclasses import replace
 from typing import Any

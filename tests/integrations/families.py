@@ -165,8 +165,8 @@ def find_variant(family: str, head: str) -> tuple[dict[str, Any], str]:
 
 
 def make_batch(packed: bool, family: str) -> dict[str, Tensor]:
-    """Return tokens and labels, [2, LENGTH], of one text a row or of three documents, and what a family needs
-    besides."""
+    """Return tokens and labels, [2, LENGTH], of one text a row or of three documents, and the other
+    inputs of a family."""
     tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens.clone()}
     if packed:
@@ -284,7 +284,7 @@ def check_in_child(family: str, head: str) -> Row:
 
 
 def prepare() -> None:
-    """Set up the process that forks the others."""
+    """Set up the process that forks the ranks."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity(50)

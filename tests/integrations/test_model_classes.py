@@ -1,4 +1,4 @@
-"""Models in wrappers, subclasses, and classes without source are what the model within is."""
+"""Models in wrappers, subclasses, and classes without source have the kind of the model within."""
 
 from __future__ import annotations
 
