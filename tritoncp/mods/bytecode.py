@@ -39,11 +39,14 @@ class Reads(NamedTuple):
         argument (``self``)
     attributes: names of attributes of values that are no chain
     obstacle: an operation that makes it unknown which state the code reads; "" if there is none
+    cells: where a function reads its closure alone, and no attribute of a value in it: (path, place in
+        ``__closure__``) in the order of ``chains``; else ()
     """
 
     chains: tuple[tuple[Chain, str], ...]
     attributes: frozenset[str]
     obstacle: str
+    cells: tuple[tuple[str, int], ...] = ()
 
 
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
@@ -74,7 +77,11 @@ def code_reads(code: types.CodeType) -> Reads:
         chains = dict.fromkeys(event for event in events if isinstance(event, Chain))
         attributes = frozenset(event.name for event in events if isinstance(event, _Attribute))
         obstacle = next((event for event in reversed(events) if isinstance(event, str)), "")
-        reads = Reads(tuple((chain, chain.path) for chain in chains), attributes, obstacle)
+        cells = [(x.path, code.co_freevars.index(x.name)) for x in chains if x.kind == CELL]
+        others = [x for x in chains if x.steps or x.kind in (GLOBAL, IMPORT)]
+        is_closure = not (attributes or obstacle or others)
+        paths = tuple((chain, chain.path) for chain in chains)
+        reads = Reads(paths, attributes, obstacle, tuple(cells) if is_closure else ())
         if len(_READS) >= MAX_CODES:
             _READS.clear()
         _READS[code] = reads
