@@ -420,7 +420,6 @@ def test_the_state_of_a_closure_is_its_fingerprint(values: list[Any]) -> None:
         lambda score, b, h, q_idx, kv_idx: score + TABLE[h],
         lambda score, b, h, q_idx, kv_idx, scale=2: score * scale,
         lambda score, b, h, q_idx, kv_idx, *, scale=2: score * scale,
-        lambda score, b, h, q_idx, kv_idx, *, form=make_form("module config"): score * form[0](1.0),
     ],
 )
 def test_state_outside_of_a_closure_is_read_by_the_fingerprint(mod: Any) -> None:

@@ -7,6 +7,7 @@ import faulthandler
 import io
 import os
 import pickle
+import random
 import runpy
 import signal
 import socket
@@ -64,11 +65,9 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 24
 def run_program(world_size: int, path: Path, result: Callable[[dict[str, Any], str], Any]) -> list[Any]:
     """Run a program as torchrun starts its ranks, but forked, which takes a tenth of the time. Return
     ``result(variables, output)`` of each rank: the variables that the program leaves, and its output."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
 
     def run_rank(group: Any) -> Any:
-        leave_for_torchrun(group, port)
+        leave_for_torchrun(group)
         with contextlib.redirect_stdout(io.StringIO()) as output:
             variables = runpy.run_path(str(path), run_name="__main__")
         return result(variables, output.getvalue())
@@ -102,13 +101,29 @@ def attempt(call: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def leave_for_torchrun(group: Any, port: int) -> None:
-    """Destroy a rank's group, and set the variables by which torchrun has ranks meet at a port."""
-    rank, world_size = group.rank(), group.size()
+_STORES: list[dist.Store] = []  # served by this rank
+
+
+def leave_for_torchrun(group: Any) -> None:
+    """Destroy a rank's group, and set the variables by which torchrun has ranks meet: at a store that rank 0
+    serves from now on, since a free port may be taken by another process until the ranks meet there."""
+    rank, world_size, port = group.rank(), group.size(), [0]
+    if rank == 0:
+        _STORES.append(dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+        port = [_STORES[-1].port]
+    dist.broadcast_object_list(port, 0, group)
     dist.destroy_process_group()
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": port[0], "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ.update({name: str(value) for name, value in (ranks | address).items()})
+
+
+def unused_port() -> int:
+    """Return a port that is free, and that the system gives to no process that asks for any port."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
+            return port
+    raise OSError("none of 100 ports is free")
 
 
 class Outcome(NamedTuple):

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -45,12 +44,10 @@ def check(
     faulty: int = -1,
 ) -> End:
     """Run the command on every rank. ``plant`` puts a fault into a rank."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
 
     def run(group: Any) -> None:
         rank = group.rank()
-        leave_for_torchrun(group, port)
+        leave_for_torchrun(group)
         os.environ["TORCHELASTIC_RUN_ID"] = "a test"
         signal.alarm(0)
         sys.stdout = (folder / f"stdout {rank}").open("w")

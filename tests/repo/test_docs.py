@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import shlex
-import socket
 import subprocess
 import sys
 import tomllib
@@ -169,13 +168,11 @@ def test_two_agents_of_torchrun_meet_as_on_two_hosts(tmp_path: Path) -> None:
     """The last commands of the page, as printed but for the port, which another process may use."""
     (tmp_path / "train.py").write_text(PROGRAMS["train"][1])
     commands = re.findall(r"```bash\n(.*?)```", (DOCS / "several_hosts.md").read_text(), re.DOTALL)[-1]
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
     use_loopback_interface()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     done = subprocess.run(
-        ["bash", "-e", "-c", commands.replace("29500", str(port)) + "wait $!\n"],
+        ["bash", "-e", "-c", commands.replace("29500", str(ranks.unused_port())) + "wait $!\n"],
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
