@@ -75,7 +75,7 @@ def measure_quality(mask: Mask, world_size: int, balancer: str, schedule: str = 
     begin = time.process_time()
     plan = build(mask, world_size, world_size // 2, balancer=balancer, schedule=schedule)
     if schedule != "fetch":
-        plan.tables(buffer={"ring": plan.rank, "fetch": "fetched"}.get(plan.schedule, "gathered"))
+        plan.tables("cpu", 1, 1, {"ring": plan.rank, "fetch": "fetched"}.get(plan.schedule, "gathered"))
     seconds = time.process_time() - begin
     mib = memory.growth() / MIB if memory else None
     travels = 100 * fetched_rows(plan) / ((world_size - 1) * plan.kv.length)

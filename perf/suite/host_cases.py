@@ -205,7 +205,7 @@ def _plan_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
         result = build(mask, problem.world, schedule=problem.schedule)
         first: Any = {"ring": 0, "fetch": "fetched"}.get(problem.schedule, "gathered")
         assert problem.schedule != "ring" or result.ring
-        result.tables(buffer=first)
+        result.tables("cpu", 1, 1, first)
 
     result = build(mask, problem.world, schedule=problem.schedule)
     layer = {"batch": 1, "heads": problem.heads, "kv_heads": problem.kv_heads, "head_dim": problem.dim}

@@ -126,11 +126,11 @@ def test_slots_start_by_falling_work() -> None:
     """Of all heads of a batch row, equal ones by position; a closed-form window has no table."""
     lengths = [16, 64, 48]
     mask = tritoncp.create_block_mask(tritoncp.document(lengths=lengths), 1, 1, 128, 128, BLOCK_SIZE=16)
-    tables = tritoncp.make_plan(mask, world_size=1).tables()
+    tables = tritoncp.make_plan(mask, world_size=1).tables("cpu", 1, 1)
     assert tables.row_order is not None and tables.col_order is not None
     for order in (tables.row_order, tables.col_order):
         assert order.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0]]
         assert order.dtype == torch.int32
     window = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 128, 128, BLOCK_SIZE=16)
-    tables = tritoncp.make_plan(window, world_size=1).tables()
+    tables = tritoncp.make_plan(window, world_size=1).tables("cpu", 1, 1)
     assert tables.row_order is None and tables.col_order is None

@@ -116,7 +116,7 @@ def test_a_long_plan_is_small_when_pickled() -> None:
     mask = tritoncp.create_block_mask(packed, 1, 1, size, size)
     plan = tritoncp.make_plan(mask, world_size=64, rank=3, schedule="fetch")
     fresh = pickle.dumps(plan)
-    str(plan), plan.tables(), plan.fetch, plan.q.inverse, plan.positions
+    str(plan), plan.tables("cpu", 1, 1), plan.fetch, plan.q.inverse, plan.positions
     text = pickle.dumps(plan)
     loaded = pickle.loads(text)
     assert len(text) == len(fresh) < 12 * size + 2**20

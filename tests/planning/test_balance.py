@@ -225,7 +225,9 @@ def test_of_several_masks_each_counts_for_one_layer() -> None:
     full = create_block_mask(causal(), None, 4, 64, 64, BLOCK_SIZE=8)
     near = create_block_mask(sliding_window(8), None, None, 64, 64, BLOCK_SIZE=8)
     (alone,), (both,) = work_of_rows([near], 2), work_of_rows([full, near], 2)
-    assert torch.equal(both.costs, work_of_rows([full], 2)[0].costs / 4 + alone.costs)
+    (first,) = work_of_rows([full], 2)
+    assert torch.equal(both.costs, first.costs / 4 + alone.costs)
+    assert torch.equal(both.listed, first.listed / 4 + alone.listed)
     assert len(both.sees) == 2 and torch.equal(both.sees[1], alone.sees[0])
 
 

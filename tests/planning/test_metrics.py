@@ -18,6 +18,7 @@ SHAPES = {
     "usual": Shape(),
     "one KV head": Shape(heads=4, kv_heads=1),
     "wide keys, float32": Shape(head_dim=192, itemsize=4),
+    "narrow heads": Shape(heads=8, kv_heads=8, head_dim=4),
     "two batch rows": Shape(batch=2, heads=8, kv_heads=4),
 }
 SCHEDULES = ["allgather", "ring", "fetch", "ulysses", "ulysses+ring"]

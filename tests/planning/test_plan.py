@@ -3,7 +3,8 @@
 import copy
 import pickle
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
+from typing import Any
 
 import pytest
 import torch
@@ -60,9 +61,21 @@ def hide_all(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 @st.composite
+def lengths_of(draw: Callable, total: int, world_size: int) -> list[int]:
+    """Draw the lengths of the ranks' pieces of a sequence."""
+    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=world_size - 1, max_size=world_size - 1)))
+    return [end - start for start, end in pairwise([0, *cuts, total])]
+
+
+@st.composite
 def plans(draw: Callable) -> Plan:
     mask, world = draw(masks()), draw(st.integers(1, 5))
-    return build(mask, world, draw(st.integers(0, world - 1)), balancer=draw(st.sampled_from(BALANCERS)))
+    rank, balancer = draw(st.integers(0, world - 1)), draw(st.sampled_from(BALANCERS))
+    if balancer is not None:
+        return build(mask, world, rank, balancer=balancer)
+    lengths = draw(lengths_of(mask.q_len, world))
+    kv_lengths = None if mask.q_len == mask.kv_len else draw(lengths_of(mask.kv_len, world))
+    return build(mask, world, rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
 
 
 # -- work ---------------------------------------------------------------------------------------------
@@ -119,7 +132,7 @@ def test_keys_lie_where_queries_do_when_both_are_the_same_tokens(plan: Plan) -> 
 @given(plans())
 def test_tables_list_the_blocks_of_the_mask_wherever_they_lie(plan: Plan) -> None:
     """Spread over positions, the runs of a step give the global kinds of every (query, key) pair."""
-    mask, tables = plan.mask, plan.tables()
+    mask, tables = plan.mask, plan.tables("cpu", 1, 1)
     rows = Runs(tables.row_ptr, tables.row_runs, tables.kv_slots.shape[1])
     assert transpose(rows) == Runs(tables.col_ptr, tables.col_runs, tables.q_slots.shape[1])
     kinds = rows.to_kinds()
@@ -140,7 +153,7 @@ def test_tables_list_the_blocks_of_the_mask_wherever_they_lie(plan: Plan) -> Non
 
 @given(plans())
 def test_tables_locate_every_row(plan: Plan) -> None:
-    tables = plan.tables()
+    tables = plan.tables("cpu", 1, 1)
     assert torch.equal(row_positions(tables.q_slots, plan.s_local), plan.positions)
     everyone = [plan.kv.positions(rank) for rank in range(plan.world_size)]
     padded = [torch.nn.functional.pad(x, (0, plan.kv.s_max - x.shape[1]), value=-1) for x in everyone]
@@ -163,7 +176,7 @@ def test_local_intervals_equal_the_visible_keys_of_each_row(
     dense = mask.to_dense()[0, 0]
     for rank in range(world):
         plan = build(mask, world, rank, balancer=balancer)
-        tables, at = plan.tables(), torch.arange(length)
+        tables, at = plan.tables("cpu", 1, 1), torch.arange(length)
         for row, position in enumerate(plan.positions[0].tolist()):
             if position >= 0:
                 visible = (at >= tables.lo[0, 0, row]) & (at < tables.hi[0, 0, row])
@@ -172,13 +185,14 @@ def test_local_intervals_equal_the_visible_keys_of_each_row(
 
 def test_windows_need_no_tables_only_where_positions_are_in_order() -> None:
     mask = create_block_mask(sliding_window(9, 4), None, None, 64, 64, BLOCK_SIZE=8)
-    assert build(mask).tables().window == (9, 4)
-    assert build(mask, 4, 2, balancer=None).tables().window == (9, 4)
-    assert build(mask, 4, 2, balancer=None).tables().q_first == 32
-    assert build(mask, 4, balancer="ptrr").tables().window is None
-    assert build(mask, 2, balancer=None, lengths=[30, 34]).tables().window is None  # padding between shards
+    assert build(mask).tables("cpu", 1, 1).window == (9, 4)
+    assert build(mask, 4, 2, balancer=None).tables("cpu", 1, 1).window == (9, 4)
+    assert build(mask, 4, 2, balancer=None).tables("cpu", 1, 1).q_first == 32
+    assert build(mask, 4, balancer="ptrr").tables("cpu", 1, 1).window is None
+    padded = build(mask, 2, balancer=None, lengths=[30, 34])  # padding between shards
+    assert padded.tables("cpu", 1, 1).window is None
     unbounded = create_block_mask(causal(), None, None, 64, 64, BLOCK_SIZE=8)
-    assert build(unbounded).tables().window == (None, 0)
+    assert build(unbounded).tables("cpu", 1, 1).window == (None, 0)
 
 
 # -- one plan for everyone ----------------------------------------------------------------------------
@@ -187,13 +201,14 @@ def test_windows_need_no_tables_only_where_positions_are_in_order() -> None:
 @given(plans())
 def test_every_rank_derives_the_same_plan(plan: Plan) -> None:
     for rank in range(plan.world_size):
-        other_view = build(
-            plan.mask, plan.world_size, rank, balancer=plan.balancer if plan.balancer != "natural" else None
-        )
+        sides: dict[str, Any] = {"balancer": plan.balancer}
+        if plan.balancer == "natural":
+            sides = {"balancer": None, "lengths": plan.q.lengths, "kv_lengths": plan.kv.lengths}
+        other_view = build(plan.mask, plan.world_size, rank, **sides)
         own = plan.for_rank(rank)
         assert own.rank == rank and own.work == other_view.work
-        for name, value in vars(own.tables()).items():
-            other = getattr(other_view.tables(), name)
+        for name, value in vars(own.tables("cpu", 1, 1)).items():
+            other = getattr(other_view.tables("cpu", 1, 1), name)
             assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
 
 

@@ -138,7 +138,7 @@ def launch_of(job: Job) -> Any:
         return launch.parts[0]
     variant, dtype, d, e = VARIANTS[job.variant], problem.torch_dtype, problem.dim, problem.v_dim
     mask, heads, kv_heads = problem.block_mask(), problem.heads, problem.kv_heads
-    tables = build(mask, problem.world).tables(batch=1, heads=heads)
+    tables = build(mask, problem.world).tables("cpu", 1, heads)
     mod = mask_mod(mask.mask_mod) if tables.mask == "mod" and mask.mask_mod else None
     options = options_of(job.kernel, job.config) | dict(variant.options)
     options["FUSED_BACKWARD"] = job.kernel == "fused"

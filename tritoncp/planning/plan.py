@@ -360,9 +360,9 @@ class Plan(BlockMaskInterface):
 
     def tables(
         self,
-        device: torch.device | str = "cpu",
-        batch: int = 1,
-        heads: int = 1,
+        device: torch.device | str,
+        batch: int,
+        heads: int,
         buffer: int | str = "gathered",
     ) -> Tables:
         """Return the tables of one KV buffer, on ``device``, for queries of ``batch`` rows and ``heads``

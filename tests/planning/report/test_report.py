@@ -51,6 +51,8 @@ def test_text_and_picture_have_the_figures_of_the_plan(name: str, tmp_path: Path
     assert figure._repr_png_()[:4] == b"\x89PNG", "a notebook shows it"
     axes = {axes.get_title("left"): axes for axes in figure.axes}
     assert [bar.get_height() for bar in axes["Work of each rank"].patches] == plan.work
+    bold = [text.get_text() for part in figure.axes for text in part.texts if text.get_weight() == "bold"]
+    assert bold == [plan.schedule] * (plan.world_size > 1), "the schedule of the plan, among all"
     images = axes["Whose keys each rank reads"].images
     remote, own = (torch.as_tensor(image.get_array().filled(-1)) for image in images)
     ticks = axes["Who computes what"].get_xticks()
