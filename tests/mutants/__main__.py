@@ -73,32 +73,30 @@ def worker_copy() -> Path:
     return copy
 
 
-def run_tests(tests: list[str], limit: float) -> str:
+def run_tests(tests: list[str], limit: float, *options: str) -> str:
     """Run tests in a fork; return the first that fails, "time" after ``limit`` seconds, or ""."""
     copy = worker_copy()
-    failure, output = copy.parent / "failure", copy.parent / "output"
+    failure = copy.parent / "failure"
     failure.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         os.setsid()
         signal.alarm(int(limit))
         os.chdir(copy)
-        with open(output, "w") as file:
+        with open(os.devnull, "w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         sys.path[0] = str(copy)
         for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
             del sys.modules[name]
-        options = ["-n", "0", "-x", "-q", "-m", "", "-p", "no:cacheprovider", f"--basetemp={copy.parent}/tmp"]
+        fixed = ["-n", "0", "-x", "-q", "-m", "", "-p", "no:cacheprovider", f"--basetemp={copy.parent}/tmp"]
         status = 1
         with contextlib.suppress(BaseException):  # a mutant that breaks pytest is killed
-            status = int(pytest.main([*options, *tests], plugins=[FirstFailure(failure)]))
+            status = int(pytest.main([*fixed, *options, *tests], plugins=[FirstFailure(failure)]))
         os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # ranks that a test left
-    if status == pytest.ExitCode.USAGE_ERROR and "ERROR: not found" in output.read_text(errors="replace"):
-        raise RuntimeError("build/mutants names tests that do not exist any more: run without --measured")
     said = failure.read_text() if failure.exists() else f"status {status}"
     return "" if status == 0 else "time" if status == -signal.SIGALRM else said
 
@@ -173,6 +171,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder
         with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
+            measured = list(read_measured("seconds"))
+            if args.measured and pool.apply(run_tests, (measured, 600, "--collect-only")):
+                parser.error("build/mutants names tests that no longer exist: run without --measured")
             pending = [(module, pool.apply_async(try_mutant, (mutant,))) for module, mutant in drawn]
             for number, (module, result) in enumerate(pending, 1):
                 if outcome := result.get():
