@@ -272,12 +272,11 @@ def check(case: Case) -> None:
 
 
 def case_of(row: Mapping[str, Any], seed: int) -> Case:
-    """Return the case of one value of each factor; ``seed`` also numbers the mask."""
-    sizes = dict(zip(("heads", "group"), row["heads, group"]))
-    sizes |= dict(zip(("length", "kv_length"), row["lengths"]))
-    sizes |= dict(zip(("batch", "first_row"), row["batch, first_row"]))
-    fields = {name: value for name, value in row.items() if name in Case.__dataclass_fields__}
-    return Case(**fields | sizes | {"mask": (row["mask"], seed), "seed": seed})
+    """Return the case of one value of each factor, of one or more fields; ``seed`` also numbers the mask."""
+    fields: dict[str, Any] = {"seed": seed}
+    for names, value in row.items():
+        fields |= dict(zip(names.split(", "), value)) if ", " in names else {names: value}
+    return Case(**fields | {"mask": (row["mask"], seed)})
 
 
 def named(cases: Sequence[Case]) -> list[Any]:

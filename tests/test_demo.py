@@ -17,7 +17,6 @@ from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, windows
 from tritoncp.demo.model import ModelShape
 from tritoncp.demo.ranks import RankFailed, train_on_ranks
-from tritoncp.demo.run import difference
 from tritoncp.demo.train import TrainingConfig, TrainingStep, train
 
 SMALL = TrainingConfig(seq_len=256, steps=2, shape=ModelShape(layers=1))
@@ -124,8 +123,3 @@ def test_a_disagreement_is_shown_and_fails(second, monkeypatch, tmp_path):
     done = CliRunner().invoke(main, ["demo", "--steps=2", "--seq-len=256", f"--out={tmp_path}"])
     assert done.exit_code == 1
     assert done.output.count("DISAGREE") == 1
-
-
-def test_difference_is_infinite_for_incomparable_results():
-    assert difference([1.0, 2.0], [1.0, 2.25]) == 0.25
-    assert difference([1.0], [1.0, 2.0]) == difference([float("nan")], [1.0]) == float("inf")

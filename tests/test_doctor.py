@@ -13,13 +13,19 @@ from tritoncp import doctor
 from tritoncp.cli import main
 
 
-def test_doctor_reports_this_process_in_json():
-    done = tritoncp("doctor", "--json")
+def test_doctor_reports_this_process_and_its_variables_with_those_that_are_wrong(tmp_path):
+    wrong = {"TRITONCP_DEBUG": "maybe", "TRITONCP_CHEK": "1"}
+    done = tritoncp("doctor", "--json", TRITONCP_CONFIG_DIR=str(tmp_path), WORLD_SIZE="2", **wrong)
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report["problems"] == []
     assert report["versions"]["torch"] == str(torch.__version__)
     assert len(report["devices"]) == torch.cuda.device_count()
     assert "gloo" in report["distributed"]
+    shown = {"TRITONCP_CONFIG_DIR": str(tmp_path), "WORLD_SIZE": "2"} | wrong
+    assert shown.items() <= report["environment"].items()
+    advice = "\n".join(report["advice"])
+    assert "TRITONCP_DEBUG='maybe' is not understood; accepted: 0 or 1" in advice
+    assert "TRITONCP_CHEK is set, but is unknown" in advice
 
 
 def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> None:
@@ -106,7 +112,8 @@ def test_doctor_names_problems_and_remedies(versions, said, monkeypatch):
     assert len(lines) == 1 and lines[0].startswith(said)
 
 
-def test_doctor_shows_oddities_of_the_environment(monkeypatch):
-    monkeypatch.setenv("TRITON_ODD", "[/bold] \udcff")
+def test_doctor_shows_any_value_of_a_variable_whole(monkeypatch):
+    """Also one with markup, without an encoding, and longer than a line of a pipe."""
+    monkeypatch.setenv("TRITON_ODD", f"[/bold]\udcff/{'a' * 300}/ptxas")
     done = CliRunner(charset="ascii").invoke(main, ["doctor"])
-    assert done.exit_code == 0 and "[/bold] \\udcff" in done.stdout
+    assert done.exit_code == 0 and f"TRITON_ODD=[/bold]\\udcff/{'a' * 300}/ptxas" in done.stdout

@@ -32,7 +32,7 @@ FACTORS: dict[str, Any] = {
     "dtype": DTYPES,
     "heads, group": ((2, 1), (1, 4), (3, 2), (2, 2)),
     "batch, first_row": ((1, 0), (2, 0), (3, 0), (3, 1)),
-    "lengths": ((40, 40), (53, 53), (21, 50), (50, 21), (5, 5)),  # of queries, of keys; the last: one block
+    "length, kv_length": ((40, 40), (53, 53), (21, 50), (50, 21), (5, 5)),  # the last: one block
     "dims": ((8, 8), (3, 16), (16, 1), (1, 5)),
     "block": (8, 13, (8, 16), (16, 4), (32, 5)),
     "own_lists": ((False, False), (True, False), (False, True)),
@@ -50,7 +50,7 @@ SMALL = (
     FACTORS
     | {  # for interpreted kernels
         "world": (2, 1, 3),
-        "lengths": ((24, 24), (19, 30), (30, 19)),
+        "length, kv_length": ((24, 24), (19, 30), (30, 19)),
         "heads, group": ((2, 1), (1, 3)),
         "batch, first_row": ((1, 0), (2, 0), (2, 1)),
         "loss": PASSES[1:],  # tests/kernels has calls without a backward pass

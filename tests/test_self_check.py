@@ -115,18 +115,13 @@ def test_a_schedule_without_a_case_fails_and_so_do_missing_cases_where_all_are_a
 
 
 def test_a_budget_that_ends_hides_no_wrong_case(monkeypatch):
-    right = run.CheckReport(
-        CheckRequest(), {}, [Result(case, right=True) for case in cases_of_one_device()], 1.0
-    )
+    results = [Result(case, right=True) for case in list_cases(1, torch.device("cpu"))]
+    right = run.CheckReport(CheckRequest(), {}, results, 1.0)
     assert right.right
     late = replace(right, stopped=right.request.late)
     assert late.right, "all cases ran"
     assert not replace(late, results=[*late.results[1:], replace(late.results[0], right=False)]).right
     assert not replace(right, stopped="a rank was lost").right
-
-
-def cases_of_one_device():
-    return list_cases(1, torch.device("cpu"))
 
 
 @pytest.mark.long

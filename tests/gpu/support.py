@@ -6,7 +6,8 @@ interpreted kernels and smaller shapes, which shows that the tests themselves ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +86,18 @@ def relative(table: Tensor) -> Callable[..., Tensor]:
 
 
 # -- runs -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raise where the host waits for the device."""
+    if ON_GPU:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if ON_GPU:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def start_of(x: QKV) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from tests.gpu.support import (
     N,
     block_mask,
     check,
+    no_waiting,
     qkv,
     relative,
     run,
@@ -107,18 +108,6 @@ def test_the_rule_packs_and_splits():
     assert (args["PACK"], (args["splits"] or 1) > 1) == ((4, True) if ON_GPU else (1, False))
     launch()
     assert bool(out.isfinite().all() and (lse > -torch.inf).all())
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Raise where the host waits for the device."""
-    if ON_GPU:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if ON_GPU:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.bar(11)

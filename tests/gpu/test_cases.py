@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import LAYOUTS, PASSES, Case, answers, call, expected, tensors, tolerance
+from tests.cases import LAYOUTS, PASSES, Case, answers, call, case_of, expected, tensors, tolerance
 from tests.gpu.support import BF16, DEVICE, FP16, FP32, ON_GPU
 from tests.zoo import MASKS
 
@@ -42,14 +42,6 @@ FACTORS: dict[str, Any] = {
         {"SPLIT_KV": 3, "PACK_GQA": True},
     ),
 }
-
-
-def case_of(row: dict[str, Any], seed: int) -> Case:
-    """Return the case of one value of each factor; ``seed`` also numbers the mask."""
-    fields: dict[str, Any] = {"mask": (row.pop("mask"), seed), "seed": seed}
-    for names, value in row.items():
-        fields |= dict(zip(names.split(", "), value)) if ", " in names else {names: value}
-    return Case(**fields)
 
 
 CASES = [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,10 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/transformers.md").re
 
 @pytest.mark.usefixtures("cpu_engine")
 def test_the_example_has_the_losses_of_one_process() -> None:
-    path = ROOT / "examples/transformers_long_context.py"
-    spec = importlib.util.spec_from_file_location("transformers_long_context", path)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    expected = example.train()
+    train = runpy.run_path(str(ROOT / "examples/transformers_long_context.py"))["train"]
+    expected = train()
     assert len(expected) == 2 and expected[0] != expected[1]
-    for losses in ranks.run(2, example.train):
+    for losses in ranks.run(2, train):
         assert losses == pytest.approx(expected, abs=1e-5)
 
 

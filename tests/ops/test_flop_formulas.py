@@ -13,7 +13,9 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import tritoncp
+from tests.cases import Case
 from tests.command_process import run_code
+from tests.zoo import MASKS
 from tritoncp import causal, create_block_mask, simulate
 
 S, D, E, BATCH, HEADS = 96, 16, 8, 2, 4
@@ -56,19 +58,12 @@ def test_without_a_mask_the_counts_are_torchs():
     assert count(lambda: attend(*qkv())) == wants
 
 
-MODS = {
-    "causal": causal(),
-    "code": lambda b, h, q, kv: (q - kv) % 3 == h,
-    "batch": lambda b, h, q, kv: q + b >= kv,
-    "empty": lambda b, h, q, kv: q < 0,
-}
-
-
-@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize("name", [*MASKS, "nothing"])
 @pytest.mark.parametrize("fake", [False, True])
 def test_visible_pairs_count(name, fake):
-    mask = create_block_mask(MODS[name], BATCH, HEADS, S, S, BLOCK_SIZE=32)
-    pairs = int(mask.to_dense(BATCH, HEADS).sum())
+    case = Case(("not", ("everything", 0)) if name == "nothing" else (name, 5), batch=BATCH, heads=HEADS,
+                length=S, kv_length=S, block=32)  # fmt: skip
+    mask, pairs = case.block_mask(), int(case.visible().sum())
     if not fake:
         assert count(lambda: attend(*qkv(), mask)) == expected(pairs)
         return
@@ -82,12 +77,12 @@ def test_closed_forms_count_at_the_calls_lengths_and_every_pair_counts_where_a_m
     assert count(lambda: attend(*qkv(), causal())) == expected(pairs)
     x = [t.detach().to("meta").requires_grad_() for t in qkv()]
     assert count(lambda: attend(*x, causal())) == expected(pairs)
-    lists = torch_block_mask(MODS["causal"], 1, 1, S, S, "cpu").to("meta")
+    lists = torch_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, S, S, "cpu").to("meta")
     assert count(lambda: attend(*x, lists)) == expected(BATCH * HEADS * S * S)
 
 
 def test_micro_batches_count_their_own_rows():
-    mask = create_block_mask(MODS["batch"], 4, 1, S, S, BLOCK_SIZE=32)
+    mask = create_block_mask(lambda b, h, q, kv: q + b >= kv, 4, 1, S, S, BLOCK_SIZE=32)
     dense = mask.to_dense(4, HEADS)
     for first in (0, 2):
         call = partial(attend, *qkv(), mask, batch_offset=first)

@@ -165,40 +165,63 @@ def test_no_module_imports_itself_through_others():
     assert not circle, "circle of imports: " + " -> ".join(circle)
 
 
-def loaded_after(statement: str) -> set[str]:
-    return set(run_code(f"import sys; {statement}; print(*sys.modules)").split())
+HEAVY = {"scipy", "bokeh", "ruptures"}
+BENCHMARK = "tritoncp.perf.run, tritoncp.perf.suite.measure, tritoncp.perf.suite.host_cases"
 
 
-def test_importing_the_package_loads_neither_triton_nor_torch():
-    assert not {"triton", "torch"} & loaded_after("import tritoncp")
+@pytest.mark.parametrize(
+    ("modules", "never"),
+    [
+        ("tritoncp", {"torch", "triton"}),
+        ("tritoncp.cli", {"torch", "triton"}),
+        ("tritoncp.perf.cli", {"torch", "triton", "numpy"} | HEAVY),
+        pytest.param(BENCHMARK, HEAVY, marks=pytest.mark.long),
+        pytest.param("tritoncp.perf.dashboard.page", {"torch", "triton"}, marks=pytest.mark.long),
+    ],
+)
+def test_modules_load_only_the_packages_that_they_need(modules, never):
+    assert not never & set(run_code(f"import sys, {modules}; print(*sys.modules)").split())
 
 
 PLANS = """
-import torch, tritoncp
-from torch.nn.attention.flex_attention import create_block_mask
-tritoncp.softcap(), tritoncp.alibi(4)
+import torch
+at_import = set(sys.modules)
+import tritoncp
+ids = torch.arange(1024) // 100
 gaps = lambda b, h, q, kv: (q >= kv) & (kv % 7 > 2)
-masks = [
-    tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 1024, 1024),
-    tritoncp.create_block_mask(gaps, 1, 1, 1024, 1024),
-    create_block_mask(gaps, 1, 1, 1024, 1024, device="cpu"),
-]
-for mask in masks:
+documents = lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+
+def plan_and_shard(mask):
     plan = tritoncp.make_plan(mask, world_size=4, rank=1)
     shard = tritoncp.shard(torch.arange(1024)[None], plan, dim=1)
     assert torch.equal(shard, tritoncp.positions(plan)), plan
+    plan.explain(), plan.work
+
+for mod in (tritoncp.causal(), gaps, documents):
+    plan_and_shard(tritoncp.create_block_mask(mod, 1, 1, 1024, 1024))
+names = set(sys.modules) - at_import
+print(*names, *(name.partition(".")[0] for name in names))
 """
-PLAN_COMMANDS = """
+OTHER_PLANS = """
+from torch.nn.attention.flex_attention import create_block_mask
 from tritoncp.cli import main
+tritoncp.softcap(), tritoncp.alibi(4)
+plan_and_shard(create_block_mask(gaps, 1, 1, 1024, 1024, device="cpu"))
 for mask in "causal", "mask_of_a_user:near":
     main(["plan", "--seq-len", "64K", "--world-size", "4", "--mask", mask], standalone_mode=False)
 """
 
 
+def test_first_mask_and_plan_load_neither_dynamo_nor_triton_nor_sympy():
+    loaded = set(run_code(f"import sys\n{PLANS}").split())
+    heavy = {"torch._dynamo", "torch._inductor", "triton", "sympy", "matplotlib", "rich", "networkx", "click"}
+    assert not heavy & loaded and "tritoncp" in loaded
+
+
 def test_plans_and_shards_are_made_where_triton_is_not_installed(tmp_path):
     (tmp_path / "mask_of_a_user.py").write_text("def near(b, h, q, kv):\n    return abs(q - kv) < 1000\n")
     path = f"import sys; sys.modules['triton'] = None; sys.path.insert(0, {str(ROOT)!r})"
-    output = run_code(f"{path}\n{PLANS}\n{PLAN_COMMANDS}", tmp_path)
+    output = run_code(f"{path}\n{PLANS}\n{OTHER_PLANS}", tmp_path)
     assert output.count("4 ranks") >= 2, output
 
 
@@ -214,10 +237,6 @@ main(["check", "--help"])
 
 def test_kernels_checks_and_measurements_run_where_einops_is_not_installed():
     run_code(f"import sys; sys.modules['einops'] = None\n{BARE}", TRITON_INTERPRET="1")
-
-
-def test_the_command_line_shows_its_help_without_torch():
-    assert not {"triton", "torch"} & loaded_after("import tritoncp.cli")
 
 
 def test_public_names_resolve_and_type_checkers_see_the_same():

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.repo.test_imports import modules
+
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
     f"tritoncp/{path.relative_to(ROOT / base).as_posix()}"
@@ -82,10 +84,8 @@ def bare_environment() -> dict[str, str]:
 
 
 def probe(python: Path, cwd: Path) -> dict:
-    paths = sorted(path for folder in ("kernels", "perf") for path in (ROOT / folder).rglob("*.py"))
-    modules = [".".join(("tritoncp", *path.relative_to(ROOT).with_suffix("").parts)) for path in paths]
-    modules = [module.removesuffix(".__init__") for module in modules]
-    return json.loads(sh(python, "-c", PROBE, json.dumps(modules), cwd=cwd, env=bare_environment()))
+    names = [f"tritoncp.{name}" for name in modules() if name.split(".")[0] in ("kernels", "perf")]
+    return json.loads(sh(python, "-c", PROBE, json.dumps(names), cwd=cwd, env=bare_environment()))
 
 
 MAX_BYTES = 900_000  # of the wheel

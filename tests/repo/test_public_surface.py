@@ -18,6 +18,7 @@ import torch
 from click.testing import CliRunner
 
 import tritoncp
+from tests.repo.test_imports import modules
 from tritoncp import chunking, masks
 from tritoncp.api import dynamo
 from tritoncp.cli import main
@@ -40,7 +41,6 @@ FOR_USERS = {
         *("s_local", "schedule", "seq_lengths", "shape", "sparsity", "to", "valid", "work", "world_size"),
     },
 }  # fmt: skip
-ROOT = Path(__file__).parents[2]
 FROZEN = Path(__file__).with_name("public_surface.txt")
 REMEDY = (
     "The public surface differs from tests/repo/public_surface.txt. If the change is intended, run "
@@ -175,8 +175,8 @@ def command_exit_codes() -> Iterator[str]:
 
 def environment_variables() -> list[str]:
     """Find the package's variables in its sources."""
-    files = [path for folder in ("tritoncp", "kernels", "perf") for path in (ROOT / folder).rglob("*.py")]
-    return sorted({name for path in files for name in re.findall(r"TRITONCP_[A-Z0-9_]+", path.read_text())})
+    texts = [path.read_text() for path in modules().values()]
+    return sorted({name for text in texts for name in re.findall(r"TRITONCP_[A-Z0-9_]+", text)})
 
 
 def surface() -> str:

@@ -2,25 +2,19 @@
 
 import json
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests.perf.synthetic_history import ENV, H200, point
 from tritoncp.perf import run
-from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, append, find_unfinished, read
-
-SERIES = Series("NVIDIA H200", "700.00 W", "default")
-ENV = {"torch": "2.13.0", "sources": "abc", "commit": "1" * 40}
-
-
-def point(case: str = "c", ms: float = 1.5, **more) -> Point:
-    fields = {"run": "r", "time": "2026-01-01T00:00:00+00:00", "env": ENV, "series": SERIES}
-    return Point(case=case, contenders={"tritoncp": {"ms": ms}}, **fields | more)
+from tritoncp.perf.records.history import DiskFull, Journal, append, find_unfinished, read
 
 
 def test_points_are_read_as_written(tmp_path):
-    written = [point(), point("other", 2.0, tags={"mask": "causal"}, goal={"flex": 1.2})]
+    written = [point(), replace(point("other", 2.0), tags={"mask": "causal"}, goal={"flex": 1.2})]
     for written_point in written:
         append(tmp_path / "a.jsonl", written_point.as_line())
     append(tmp_path / "b.jsonl", {"kind": "resources", "kernel": "of an older history"})
@@ -111,7 +105,7 @@ def test_a_run_on_a_full_device_stops_with_one_clear_message():
 
 def _many(path: Path, name: str) -> None:
     for i in range(100):
-        append(path, point(f"{name}{i}", tags={"mask": name * 3000}).as_line())
+        append(path, replace(point(f"{name}{i}"), tags={"mask": name * 3000}).as_line())
 
 
 def test_two_writers_of_one_file_lose_nothing(tmp_path):
@@ -131,11 +125,12 @@ def test_two_writers_of_one_file_lose_nothing(tmp_path):
 
 
 def test_a_run_is_resumed_only_on_the_same_code_and_device(tmp_path):
-    journal = Journal(tmp_path / "a.jsonl", "mine", SERIES, ENV)
+    env = ENV | {"sources": "abc"}
+    journal = Journal(tmp_path / "a.jsonl", "mine", H200, env)
     journal.point("c", {"tritoncp": {"ms": 1.0}})
-    run_to_resume = find_unfinished(tmp_path, SERIES, ENV | {"commit": "another, of the same sources"})
+    run_to_resume = find_unfinished(tmp_path, H200, env | {"commit": "another, of the same sources"})
     assert run_to_resume == (tmp_path / "a.jsonl", journal.points)
-    assert find_unfinished(tmp_path, SERIES, ENV | {"sources": "changed"}) is None
-    assert find_unfinished(tmp_path, SERIES, ENV | {"torch": "2.14"}) is None
-    assert find_unfinished(tmp_path, SERIES._replace(clocks="locked"), ENV) is None
-    assert find_unfinished(tmp_path / "nowhere", SERIES, ENV) is None
+    assert find_unfinished(tmp_path, H200, env | {"sources": "changed"}) is None
+    assert find_unfinished(tmp_path, H200, env | {"torch": "2.14"}) is None
+    assert find_unfinished(tmp_path, H200._replace(clocks="locked"), env) is None
+    assert find_unfinished(tmp_path / "nowhere", H200, env) is None

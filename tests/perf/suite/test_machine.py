@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.command_process import run_code
 from tritoncp.perf.suite import machine
 
 GPU = torch.device("cuda")
@@ -57,19 +56,3 @@ def test_a_commit_with_changed_python_files_is_marked(tmp_path):
     assert machine.commit(tmp_path) == clean, "its own lines change nothing"
     (tmp_path / "a.py").write_text("2\n")
     assert machine.commit(tmp_path) == clean + "+"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("modules", "never"),
-    [
-        ("tritoncp.perf.cli", {"torch", "triton", "numpy", "scipy", "bokeh", "ruptures"}),
-        (
-            "tritoncp.perf.run, tritoncp.perf.suite.measure, tritoncp.perf.suite.host_cases",
-            {"scipy", "bokeh", "ruptures"},
-        ),
-        ("tritoncp.perf.dashboard.page", {"torch", "triton"}),
-    ],
-)
-def test_modules_load_only_the_packages_that_they_need(modules, never):
-    assert not never & set(run_code(f"import sys, {modules}; print(*sys.modules)").split())
