@@ -92,17 +92,6 @@ def test_a_mask_or_plan_whose_state_changed_is_refused(form: Form) -> None:
     assert torch.equal(rebuilt.to_dense()[0, 0], (distance >= 0) & (distance < 8))
 
 
-@pytest.mark.parametrize("name", ["class attribute", "module config", "global number"])
-def test_a_refusal_names_the_state_and_both_values(name: str) -> None:
-    scale, edit = make_form(name)
-    mask = create_block_mask(mask_of(scale), 1, 1, S, S)
-    edit()
-    with pytest.raises(
-        RuntimeError, match=r"slope.* was 0\.5 and is 2\.0 after the mask was made; .*old state of mask_of"
-    ):
-        attend(mask=mask)
-
-
 @pytest.mark.parametrize("name", FORMS)
 def test_a_warning_names_incomparable_state_once(name: str) -> None:
     scale, _ = make_form(name)

@@ -21,7 +21,6 @@ from tritoncp.kernels.engine import TritonEngine
 from tritoncp.self_check import comparison
 
 pytestmark = pytest.mark.long
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 4.0  # seconds that a rank waits for another
 
 

@@ -7,6 +7,7 @@ import pickle
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,14 +40,9 @@ def shards(
 
 def count_exchanges(call: Any) -> int:
     """The number of exchanges between the ranks during a call."""
-    count = []
-    exchange = collectives.exchange
-    collectives.exchange = lambda *args: count.append(1) or exchange(*args)
-    try:
+    with mock.patch.object(collectives, "exchange", wraps=collectives.exchange) as exchange:
         call()
-    finally:
-        collectives.exchange = exchange
-    return len(count)
+    return exchange.call_count
 
 
 def attend(mask: Any, group: Any, xs: list[Tensor], score_mod: Any = None, **options: Any) -> Any:

@@ -12,18 +12,13 @@ from torch import Tensor
 import tritoncp
 from tests.mods.harness import N, eager_score, read_formulas, run_score
 from tests.mods.translate.test_functions import check_attention
+from tests.mods.translate.test_gradient import learn
 from tritoncp.core.tracing import vmapped
 from tritoncp.mods import Untranslatable, score_mod
 from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 
 G = torch.Generator().manual_seed(4)
-
-
-def learn(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=G).requires_grad_()
-
-
 A, B = learn(12, 8), learn(12, 8)
 HEADS, W, TABLE = learn(2, 12, 8), learn(8), learn(2, 12)
 LAST = torch.tensor([[0], [3]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ import triton.language as tl
 
 from tests.mods.harness import N, eager_mask, run_mask, run_score
 from tritoncp.mods import Mod, Untranslatable, mask_mod, score_mod
-from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.mods.translate.trace import trace_mod
 
 IDS = torch.arange(60).view(2, 30) // 4
@@ -116,17 +114,6 @@ def test_tensors_made_inside_are_made_once() -> None:
     first, second = mask_mod(fn), mask_mod(fn)
     assert first.tensors[0] is second.tensors[0]
     assert torch.equal(run_mask(second), eager_mask(fn))
-
-
-def test_state_that_cannot_be_compared_is_recorded_every_time() -> None:
-    thing = iter([])
-    fn = lambda b, h, q, k, _=thing: q >= k  # noqa: E731
-    assert Fingerprint(fn).key is None
-    with pytest.warns(UserWarning, match="run again at every call"):
-        mask_mod(fn)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(run_mask(mask_mod(fn)), eager_mask(lambda b, h, q, k: q >= k))
 
 
 def test_the_same_tensor_twice_is_one_capture() -> None:

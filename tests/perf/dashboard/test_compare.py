@@ -13,8 +13,6 @@ from tests.perf.synthetic_history import H100, perf, point
 from tritoncp.perf.dashboard import compare
 from tritoncp.perf.records.history import Point, Series, append
 
-ROOT = Path(__file__).parents[3]
-
 
 def runs(case: str, times, **more) -> list[Point]:
     return [point(case, ms, run=f"r{i}", **more) for i, ms in enumerate(times)]
