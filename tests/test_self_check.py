@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 import tritoncp
 from tests import command_process
+from tritoncp import doctor
 from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.self_check import comparison, run
@@ -218,8 +219,6 @@ def test_a_wrong_kernel_is_named(kernel, tensors, monkeypatch):
 
 
 def test_without_numpy_the_error_names_the_package(monkeypatch):
-    from tritoncp import doctor
-
     version_of = doctor.installed_version
     without_numpy = {"numpy": lambda name: None}
     monkeypatch.setattr(doctor, "installed_version", lambda name: without_numpy.get(name, version_of)(name))
@@ -230,8 +229,6 @@ def test_without_numpy_the_error_names_the_package(monkeypatch):
 
 def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch):
     """Interpreted kernels beside a GPU: the check would pass without testing the GPU."""
-    from tritoncp import doctor
-
     gpu = {"index": 0, "name": "NVIDIA H200", "architecture": "sm_90", "memory_gib": 139.8}
     monkeypatch.setattr(doctor, "devices", lambda: [gpu | {"shared_memory_bytes": 232448}])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -28,59 +28,48 @@ def listed(mod: Callable[..., Tensor], heads: int = 1) -> Any:
     return create_block_mask(mod, B, heads, S, S, BLOCK_SIZE=32)
 
 
-MASKS: dict[str, Callable[[], Any]] = {
-    "documents of each row": lambda: listed(and_masks(causal(), document(ids=IDS))),
-    "mask_mod": lambda: listed(bits, heads=HEADS),
-    "torch's": lambda: torch_block_mask(bits, B, HEADS, S, S, device="cpu", BLOCK_SIZE=32),
-}
-
-
-class Layer:
-    """The tensors of a whole batch, and a captured table with an entry for each row."""
-
-    def __init__(self) -> None:
-        self.qkv = [torch.randn(B, HEADS, S, D, dtype=torch.float64) for _ in range(3)]
-        self.table = torch.randn(B, S, dtype=torch.float64)
-
-    def score(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return s * (b + 1) + self.table[b, q]
-
-
-def test_one_graph_serves_every_offset() -> None:
-    layer, plan = Layer(), tritoncp.make_plan(MASKS["mask_mod"]())
-    table = layer.table
-    counted = torch._dynamo.testing.CompileCounter()
+def whole_batch() -> tuple[list[Tensor], Callable[..., Tensor]]:
+    """Return q, k and v of a whole batch, and a score_mod that captures a number for each row."""
+    table = torch.randn(B, S, dtype=torch.float64)
 
     def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return s * (b + 1) + table[b, q]
+
+    return [torch.randn(B, HEADS, S, D, dtype=torch.float64) for _ in range(3)], score
+
+
+def test_one_graph_serves_every_offset() -> None:
+    (qkv, score), plan = whole_batch(), tritoncp.make_plan(listed(bits, heads=HEADS))
+    counted = torch._dynamo.testing.CompileCounter()
 
     def call(x: list[Tensor], batch_offset: int) -> Tensor:
         return tritoncp.flex_attention(*x, score, plan, batch_offset=batch_offset)
 
     torch._dynamo.reset()
     fast = torch.compile(call, backend=counted, fullgraph=True)
-    whole = call(layer.qkv, 0)
+    whole = call(qkv, 0)
     for first in (2, 1, 0):
-        out = fast([x[first : first + 1] for x in layer.qkv], first)
+        out = fast([x[first : first + 1] for x in qkv], first)
         torch.testing.assert_close(out, whole[first : first + 1], rtol=1e-10, atol=1e-10)
     assert counted.frame_count <= 3  # a first one, and those of 0 and 1, which torch always makes
 
 
 def test_a_plan_of_rows_stands_by_itself() -> None:
     """A plan of batch rows places and numbers rows as a call with an offset does."""
-    layer, plan = Layer(), tritoncp.make_plan(MASKS["documents of each row"]())
-    x = [t[1:3] for t in layer.qkv]
+    qkv, score = whole_batch()
+    plan = tritoncp.make_plan(listed(and_masks(causal(), document(ids=IDS))))
+    x = [t[1:3] for t in qkv]
     part = plan.batch_rows(1, 2)
-    want = tritoncp.flex_attention(*x, layer.score, plan, batch_offset=1)
-    assert torch.equal(tritoncp.flex_attention(*x, layer.score, part), want)
-    last = tritoncp.flex_attention(*(t[1:] for t in x), layer.score, part.batch_rows(1, 1))
+    want = tritoncp.flex_attention(*x, score, plan, batch_offset=1)
+    assert torch.equal(tritoncp.flex_attention(*x, score, part), want)
+    last = tritoncp.flex_attention(*(t[1:] for t in x), score, part.batch_rows(1, 1))
     torch.testing.assert_close(last, want[1:], rtol=1e-13, atol=1e-13)  # products of one row, and of two
     assert plan.batch_rows(1, 1).digest != plan.batch_rows(2, 1).digest
 
 
 def test_one_plan_serves_every_offset_of_a_mask_that_does_not_read_the_row() -> None:
     x = [torch.randn(1, HEADS, S, D) for _ in range(3)]
-    for mask in (causal(), MASKS["torch's"](), None):
+    for mask in (causal(), torch_block_mask(bits, B, HEADS, S, S, device="cpu", BLOCK_SIZE=32), None):
         tritoncp.plan_cache_clear()
         for offset in range(3):
             tritoncp.flex_attention(*x, mask, batch_offset=offset)

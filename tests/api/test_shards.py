@@ -86,6 +86,7 @@ def test_masks_that_share_a_placement_are_weighed_together():
 
 
 @pytest.mark.usefixtures("cpu_engine")
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_layers_of_a_hybrid_model_run_on_one_placement():
     """A mask for all batch rows and a mask per row share one placement."""
     ids = torch.stack([torch.arange(64) // 40, torch.arange(64) // 9])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tritoncp.core.tracing import TensorIndexing, graph_of, vmapped
+from tritoncp.core.tracing import TensorIndexing, graph_of
 
 IDS = torch.arange(64) // 10
 TABLE = torch.arange(64 * 4).view(64, 4) % 7
@@ -113,8 +113,3 @@ def test_vmapped_indexing_has_the_results_and_gradients_of_single_elements(
     singles = torch.stack([read(table, *pair) for pair in zip(q, kv)])
     for results in (out, singles), *[[torch.autograd.grad(x.sin().sum(), table)[0] for x in (out, singles)]]:
         torch.testing.assert_close(*results, rtol=0, atol=1e-6)
-
-
-def test_vmapped_indexing_by_both_levels() -> None:
-    f = vmapped(lambda q, kv: TABLE[q, kv], (None, 0), (0, None))
-    assert torch.equal(f(torch.arange(64), torch.arange(4)), TABLE)

@@ -19,6 +19,7 @@ from torch import Tensor
 import tritoncp
 from tests.mods.forms import FORMS, RECORDED, Form, make_form
 from tritoncp import causal, create_block_mask, make_plan
+from tritoncp.mods import score_mod as translate_score_mod
 from tritoncp.mods.fingerprint import Fingerprint, closure_state
 from tritoncp.mods.recording import read_state
 from tritoncp.reference import dense
@@ -125,14 +126,12 @@ def test_a_mask_s_tensors_are_state_too() -> None:
 
 def test_numbers_in_any_state_are_arguments_of_the_kernel() -> None:
     """A new value of a number uses the same kernel."""
-    from tritoncp.mods import score_mod
-
     for name in ("class attribute", "module config", "property of a global", "enum member attribute"):
         scale, edit = make_form(name)
         function = score_of(scale)
-        before = score_mod(function)
+        before = translate_score_mod(function)
         edit()
-        after = score_mod(function)
+        after = translate_score_mod(function)
         assert before.digest == after.digest
         assert (before.numbers, after.numbers) == ((0.5,), (2.0,))
 
@@ -333,19 +332,6 @@ def test_a_mask_mod_that_counts_its_calls_is_not_refused() -> None:
     for _ in range(3):
         attend(mask=mask)
     assert calls[0]
-
-
-def test_one_placement_of_several_plans_is_read_by_all() -> None:
-    masks = {name: create_block_mask(mod, 1, 1, 64, 64, BLOCK_SIZE=8) for name, mod in
-             {"full": causal(), "window": tritoncp.sliding_window(9)}.items()}  # fmt: skip
-    world = tritoncp.simulate(2)
-    plans = world.make_plan(masks)
-    x = world.shard(torch.ones(1, 1, 64, 8), plans["full"], dim=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", message=".*plain torch.*")
-        for plan in plans.values():
-            world.flex_attention(x, x, x, plan)
 
 
 def test_a_module_beside_the_mod_is_not_taken_for_pythons(

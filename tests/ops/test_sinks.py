@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import tritoncp
 from tests.cases import Case, agree, answers, call, check, tensors
-from tritoncp import Mask
 from tritoncp.reference.dense import dense_attention
 
 
@@ -30,20 +28,14 @@ def test_sinks_are_one_more_key(mask: str, world: int) -> None:
     agree(case, got, want)
 
 
-def small(mask: str) -> tuple[list[Tensor], Mask]:
-    """Make q, k, v of two heads in float32, and the mask."""
-    case = Case((mask, 1), dims=(16, 16), dtype=torch.float32)
-    return list(tensors(case).values()), case.block_mask()
-
-
 @pytest.mark.usefixtures("cpu_engine")
 def test_a_compiled_call_takes_sinks() -> None:
     check(Case(sinks=True, compiled=True))
 
 
 def test_a_sink_that_is_minus_infinity_takes_nothing() -> None:
-    (q, k, v), mask = small("hidden rows")
-    out, lse = tritoncp.flex_attention(q, k, v, mask, return_lse=True, sinks=torch.full((2,), -torch.inf))
-    want, want_lse = tritoncp.flex_attention(q, k, v, mask, return_lse=True)
+    case = Case(("hidden rows", 1), dims=(16, 16), dtype=torch.float32)
+    out, lse, _ = call(case, **tensors(case), sinks=torch.full((2,), -torch.inf))
+    want, want_lse, _ = call(case, **tensors(case))
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)

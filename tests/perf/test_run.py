@@ -111,16 +111,6 @@ def test_warming_runs_the_named_contenders_and_writes_nothing(tmp_path):
     assert "tritoncp BLOCK_N=64" in result.output and not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("cpu_engine")
-def test_contenders_and_cases_are_selected_by_patterns_in_their_order(tmp_path):
-    words = [*QUICK, "--tier", "smoke", "--only", "*-bwd", "--only", "*-fwd", "--out", str(tmp_path)]
-    result = CliRunner().invoke(main, [*words, "--contenders", "flash"])
-    assert result.exit_code == 0, result.output
-    lines = lines_of(tmp_path)
-    assert [line["case"][-4:] for line in lines] == ["-bwd", "-fwd"]
-    assert [set(line["contenders"]) for line in lines] == [{"tritoncp", "flash"}] * 2
-
-
 def test_simulated_ranks_have_a_time_per_rank_and_kernel_options(monkeypatch, tmp_path):
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
     runner.options, runner.patterns = [{"BLOCK_N": 32}], ["tritoncp*", "whole"]

@@ -14,7 +14,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from torch.nn.attention import flex_attention
 
+import tritoncp
 from tests.command_process import ROOT, run_code
 
 
@@ -240,10 +242,6 @@ def test_kernels_checks_and_measurements_run_where_einops_is_not_installed():
 
 
 def test_public_names_resolve_and_type_checkers_see_the_same():
-    from torch.nn.attention import flex_attention
-
-    import tritoncp
-
     typed = {
         (alias.name, node.module.startswith("torch."))
         for block in ast.parse((ROOT / "tritoncp" / "__init__.py").read_text()).body
@@ -262,8 +260,6 @@ def test_public_names_resolve_and_type_checkers_see_the_same():
 
 
 def test_an_unknown_name_lists_the_available_ones():
-    import tritoncp
-
     with pytest.raises(AttributeError, match=r"'tritoncp' has no attribute 'sharding_'.*create_block_mask"):
         tritoncp.sharding_  # noqa: B018
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from rich.console import Console
 
 from tests.tuning.stand_ins import invoke
 from tritoncp.analysis import launches
@@ -87,8 +88,6 @@ def measured(home):
 
 
 def test_choices_are_written_where_calls_look_for_them(compile_nothing, gpu, home):
-    from rich.console import Console
-
     outcome = search_run.autotune(*request(home), Console(stderr=True))
     assert [row["gain"] for row in outcome.rows] == [2.0, 2.0] and not outcome.interrupted
     assert measured(home) == {("forward", "causal"): 64, ("forward", "full"): 64}
@@ -115,8 +114,6 @@ def test_ctrl_c_ends_the_command_with_the_choices_so_far(compile_nothing, gpu, h
 
 
 def test_a_terminal_gets_a_bar_that_counts(compile_nothing, gpu, home):
-    from rich.console import Console
-
     output = io.StringIO()
     search_run.autotune(*request(home), Console(file=output, force_terminal=True, width=200))
     last = re.sub(r"\x1b\[[\d;?]*\w", "", output.getvalue()).splitlines()[-1]
@@ -125,8 +122,6 @@ def test_a_terminal_gets_a_bar_that_counts(compile_nothing, gpu, home):
 
 def test_a_tuned_rule_is_an_answer_too(compile_nothing, gpu, home):
     """A rule that no candidate beats is written to the file, so that calls do not advise to tune again."""
-    from rich.console import Console
-
     gpu.cost = lambda config: 1.0
     outcome = search_run.autotune(*request(home), Console(stderr=True))
     own = targets.default("forward", "sm_90", 128, torch.bfloat16)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.mods.harness import N, eager_mask, run_mask, run_score
 from tritoncp.mods import Mod, Untranslatable, mask_mod, score_mod
@@ -124,9 +127,6 @@ def test_the_same_tensor_twice_is_one_capture() -> None:
 
 
 def test_translations_keep_no_tensor_alive() -> None:
-    import gc
-    import weakref
-
     def translate() -> weakref.ref[torch.Tensor]:
         ids = torch.zeros(2, 30, dtype=torch.int64)
         assert mask_mod(lambda b, h, q, k: ids[b, q] == ids[b, k]).tensors[0] is ids
@@ -224,8 +224,6 @@ def test_hand_written_mods() -> None:
 
 def test_tracing_adds_no_entry_to_torchs_cache_of_fake_results() -> None:
     """That cache is unbounded: an entry for each value of a captured number would leak in a training loop."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     entries = len(FakeTensorMode.cache)
     for slope in (0.25, 0.5, 0.75):
         score_mod(lambda score, b, h, q, kv, slope=slope: score - slope * (q - kv))

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,8 +79,6 @@ def test_a_full_disk_is_reported_and_leaves_earlier_lines(tmp_path, monkeypatch)
     path = tmp_path / "a.jsonl"
     append(path, point("0").as_line())
     content = path.read_bytes()
-    import os
-
     write = os.write
 
     def half(file, text):

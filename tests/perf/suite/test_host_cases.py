@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tritoncp.kernels.launch import Launch
-from tritoncp.perf.records.history import read
+from tritoncp.perf.records.history import Journal, Series, read
 from tritoncp.perf.suite import cpu_attention, host_cases
 from tritoncp.perf.suite.host_cases import HostCase, measure, measure_growth, no_launches
 from tritoncp.planning.problem import Problem
@@ -70,8 +70,6 @@ def test_memory_is_the_peak_of_a_run():
 
 
 def test_a_case_that_fails_is_a_line_and_the_others_go_on(tmp_path, monkeypatch):
-    from tritoncp.perf.records.history import Journal, Series
-
     cases = host_cases.select("smoke")
     real = host_cases.measure
 
