@@ -5,17 +5,15 @@ import json
 import re
 import tomllib
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 import tritoncp
+from tests.command_process import ROOT
 from tritoncp.cli import main
 from tritoncp.core import versions
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

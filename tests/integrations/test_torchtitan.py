@@ -6,8 +6,8 @@ import shutil
 import subprocess
 import sys
 from importlib import import_module, util
-from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tritoncp
+from tests.command_process import ROOT
 from tests.multiprocess import ranks
 from tritoncp import Plan, positions
 from tritoncp.distributed import collectives
 from tritoncp.reference.dense import dense_attention
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("cpu_engine")]
 
 
@@ -32,11 +32,9 @@ def trainer():
 
 def train(group, folder, settings):
     """Train on one rank; return losses, gradients and the number of messages of attention."""
-    started = []
-    start = collectives._start
-    collectives._start = lambda request, group: (started.append(1), start(request, group))[1]
-    losses, grads = trainer().train(group, str(folder), **settings)
-    return losses, grads, len(started)
+    with mock.patch.object(collectives, "_start", wraps=collectives._start) as start:
+        losses, grads = trainer().train(group, str(folder), **settings)
+    return losses, grads, start.call_count
 
 
 def run(world_size, folder, **settings):
@@ -165,7 +163,7 @@ def prepared_inputs(group):
     )
     assert torch.equal(labels[1], positions(plans["window"])[0] + 257)
     wrong = {
-        "it is one of 'headtail', 'ptrr', None": (None, "ring"),
+        "pass one of 'headtail', 'ptrr', None": (None, "ring"),
         "is not in attention_masks": (masks, "ptrr", "sliding"),
         "a BlockMask of the whole sequence is needed": ({"documents": torch.ones(2)}, "ptrr"),
     }
@@ -188,7 +186,7 @@ def test_overrides_keep_the_settings_of_what_they_replace():
 
     from tritoncp.integrations import torchtitan as adapter
 
-    settings = titan.config(True, "full_dtensor", 2, 1, "selective", "ptrr", False, "", 2)
+    settings = titan.config("", adapter=True, backend="full_dtensor", cp=2, checkpointing="selective")
     settings.activation_checkpoint.preserve_rng_state = False
     settings.model_spec.model.update_from_config(config=settings)
     apply_overrides(settings.override, settings)

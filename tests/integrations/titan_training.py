@@ -102,8 +102,10 @@ class RandomDocuments(BaseDataLoader):
         pass
 
 
-def config(adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn="flex", tp=1,
-           model="llama3", pp=1):  # fmt: skip
+def config(
+    folder, *, adapter, backend="spmd_types", cp=1, dp=1, checkpointing="none", balancer="ptrr",
+    compiled=False, batch=BATCH, attn="flex", tp=1, model="llama3", pp=1,
+):  # fmt: skip
     """Return the configuration of a debug model in float32, two steps."""
     by_patch = attn == "sdpa" or (backend == "partial_dtensor" and tp == 1)  # apply_cp_to_forward is enough
     overrides = [] if by_patch else [OURS + "flex_attention"]
@@ -137,14 +139,11 @@ def config(adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, 
     )  # fmt: skip
 
 
-def train(
-    group, folder, *, adapter, patched=False, backend="spmd_types", cp=1, dp=1, checkpointing="none",
-    balancer="ptrr", compiled=False, batch=BATCH, attn="flex", tp=1, model="llama3", pp=1,
-):  # fmt: skip
+def train(group, folder, *, adapter, patched=False, model="llama3", pp=1, **settings):
     """Train two steps on this rank; return the losses, and the gradients of each step by name.
 
     adapter: whether attention, checkpointing and inputs are those of tritoncp.integrations.torchtitan
-    patched: torchtitan is patched as in the example
+    patched: torchtitan is patched as in the example; settings: see :func:`config`
     """
     os.environ.update(RANK=str(group.rank()), LOCAL_RANK=str(group.rank()), WORLD_SIZE=str(group.size()))
     if adapter and not patched:
@@ -157,9 +156,7 @@ def train(
     attention.FlexAttention._compiled_flex_attn = staticmethod(dense_flex_attention)
     attention._compiled_create_block_mask = flex.create_block_mask
     torch.Tensor.bfloat16 = torch.Tensor.float  # experts of gpt_oss: rounding would hide small errors
-    run = config(
-        adapter, backend, cp, dp, checkpointing, balancer, compiled, folder, batch, attn, tp, model, pp
-    ).build()
+    run = config(folder, adapter=adapter, model=model, pp=pp, **settings).build()
     for module in chain.from_iterable(part.modules() for part in run.model_parts):
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
