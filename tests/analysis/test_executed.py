@@ -8,7 +8,8 @@ import pytest
 
 from tests.command_process import tritoncp
 from tritoncp.analysis import torch_templates
-from tritoncp.analysis.executed import problem_of
+from tritoncp.analysis.executed import draw_call, template_tensors
+from tritoncp.analysis.jobs import parse_shape
 from tritoncp.planning.problem import Problem
 
 
@@ -45,13 +46,14 @@ def test_a_backward_pass_beside_torchs() -> None:
 
 
 def test_a_shape_gives_heads_widths_and_length() -> None:
-    problem, mask = problem_of("4x2,64x32,512", "causal | window(3)", "", "bfloat16")
-    assert (problem.dim, problem.v_dim, problem.kv_heads) == (64, 32, 2) and mask is not None
+    problem = parse_shape("4x2,64x32,512")
+    assert (problem.dim, problem.v_dim, problem.kv_heads) == (64, 32, 2)
 
 
 def test_torchs_candidates_begin_with_its_default() -> None:
     default, *rest = torch_templates.candidates("forward", "sm_80", Problem("causal", 512))
     assert default.default and default.name == "128×64 8/3" and rest and not any(job.default for job in rest)
-    assert "tl.load(arg_DOCUMENT" in torch_templates.write_source(
-        next(torch_templates.candidates("backward", "sm_90", Problem("document", 512)))
-    )
+    problem = Problem("document", 512, 2, 1, 64, 64)
+    tensors = template_tensors(draw_call(problem), "backward")
+    job = next(torch_templates.candidates("backward", "sm_90", problem))
+    assert "tl.load(arg_DOCUMENT" in torch_templates.write_source(job, tensors)

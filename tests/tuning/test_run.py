@@ -91,7 +91,7 @@ def test_choices_are_written_where_calls_look_for_them(compile_nothing, gpu, hom
     outcome = search_run.autotune(*request(home), Console(stderr=True))
     assert [row["gain"] for row in outcome.rows] == [2.0, 2.0] and not outcome.interrupted
     assert measured(home) == {("forward", "causal"): 64, ("forward", "full"): 64}
-    search_run.show(outcome, Console())
+    search_run.show_result(outcome, as_json=False)
 
 
 def test_fused_kernels_are_tuned_like_others(compile_nothing, gpu, home):

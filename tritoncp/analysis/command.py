@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from dataclasses import replace
 
 import click
 
 from tritoncp.command_base import JOBS, Seconds
-from tritoncp.perf.console import make_console
 
 
 @click.command()
@@ -84,16 +83,22 @@ def inspect(
       tritoncp inspect --executed --arch sm_80 --mask causal --against torch
       tritoncp inspect --executed --arch sm_90 --shape 8x2,64,512 --score my_package.mods:bias
     """
-    from tritoncp.analysis.cross_compile import check_target
+    from tritoncp.analysis.jobs import TARGETS, parse_shape
 
     for arch in archs:
-        check_target(arch)
+        if arch not in TARGETS:
+            raise ValueError(f"architecture {arch!r} is unknown; pass one of {', '.join(TARGETS)}")
     if executed:
         if kernels or dims or check or update:
             raise click.UsageError(
                 "--executed takes --arch, --shape, --mask, --score, --dtype, --against only"
             )
-        count(archs, masks, dtypes, shape, score, backward, against or "", as_json)
+        from tritoncp.analysis.executed import count_calls
+
+        problem = replace(parse_shape(shape), score=score, dtype=dtypes[0] if dtypes else "bfloat16")
+        problems = [replace(problem, mask=mask) for mask in masks or ("causal",)]
+        which = "backward" if backward else "forward"
+        count_calls(problems, archs or ("sm_80", "sm_90"), which, against or "", as_json)
         return
     from tritoncp.analysis.inspect_run import run
     from tritoncp.analysis.resource_table import ARCHS, measured, pick, shipped
@@ -104,43 +109,3 @@ def inspect(
     for line in faults:
         click.echo(line, err=True)
     sys.exit(1 if faults else 0)
-
-
-def count(
-    archs: Sequence[str],
-    masks: Sequence[str],
-    dtypes: Sequence[str],
-    shape: str,
-    score: str,
-    backward: bool,
-    against: str,
-    as_json: bool,
-) -> None:
-    """Print the executed counts of calls."""
-    import json
-    from dataclasses import asdict
-
-    from tritoncp.analysis.executed import check_against, compare, draw_call, problem_of, show
-
-    console = make_console()
-    which = "backward" if backward else "forward"
-    printed = []
-    for mask in masks or ("causal",):
-        problem, own_mask = problem_of(shape, mask, score, dtypes[0] if dtypes else "bfloat16")
-        if against:
-            check_against(problem, own_mask)
-        call = draw_call(problem, own_mask)
-        for arch in archs or ("sm_80", "sm_90"):
-            rows = list(compare(call, arch, which, against))
-            title = f"{arch}, {which}, {' '.join(filter(None, (mask, score, shape)))}"
-            printed += [{"call": title, **asdict(row)} for row in rows]
-            if not as_json:
-                show(rows, title, console)
-    if as_json:
-        click.echo(json.dumps(printed, indent=1))
-    else:
-        console.print(
-            "counts: for each query row and head, in brackets tritoncp's over this row's; regs, spill: of a "
-            "thread",
-            style="dim",
-        )

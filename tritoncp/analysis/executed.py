@@ -7,25 +7,26 @@ do not show the effects of instruction scheduling by ptxas, of latencies and of 
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 from tritoncp.analysis import torch_templates
 from tritoncp.analysis.inspect_run import tiles
-from tritoncp.analysis.jobs import parse_shape
 from tritoncp.analysis.kernel_report import read_nvidia
 from tritoncp.analysis.launches import CallTensors
 from tritoncp.analysis.torch_templates import TemplateJob, candidates, write_source
-from tritoncp.masks.mask import Mask
+from tritoncp.perf.console import make_console
 from tritoncp.perf.suite.baselines import inputs
 from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import dense_attention
@@ -65,27 +66,25 @@ class ExecutedCall:
     """Inputs of a call, and its results in float64."""
 
     problem: Problem
-    mask: Mask
     tensors: tuple[Tensor, ...]  # q, k, v, dout
     out: Tensor
     lse: Tensor
     grads: tuple[Tensor, ...]  # dq, dk, dv
 
 
-def draw_call(problem: Problem, mask: Mask | None = None) -> ExecutedCall:
+def draw_call(problem: Problem) -> ExecutedCall:
     """Draw random inputs, and compute the call's results in float64."""
-    mask = problem.block_mask() if mask is None else mask
     x = inputs(problem, torch.device("cpu"))
     tensors = tuple(tensor.detach() for tensor in (x.q, x.k, x.v, x.dout))
     q, k, v = leaves = [tensor.double().requires_grad_() for tensor in tensors[:3]]
-    out, lse, _ = dense_attention(q, k, v, mask, problem.score_mod(torch.device("cpu")))
+    out, lse, _ = dense_attention(q, k, v, problem.block_mask(), problem.score_mod(torch.device("cpu")))
     grads = torch.autograd.grad(out, leaves, tensors[3].double())
-    return ExecutedCall(problem, mask, tensors, out.detach(), lse.detach(), grads)
+    return ExecutedCall(problem, tensors, out.detach(), lse.detach(), grads)
 
 
 def count_own(call: ExecutedCall, arch: str, which: str) -> ExecutedCounts:
     """Execute tritoncp's kernels of a pass, "forward" or "backward", and return their counts."""
-    tensors = CallTensors(call.problem, torch.device("cpu"), call.tensors, call.mask)
+    tensors = CallTensors(call.problem, torch.device("cpu"), call.tensors)
     kernels = ("forward",) if which == "forward" else ("delta", "dq", "dkdv")
     if which == "backward":
         tensors.results("forward")["out"].copy_(call.out)
@@ -102,16 +101,15 @@ def count_own(call: ExecutedCall, arch: str, which: str) -> ExecutedCounts:
 
 def count_torch(call: ExecutedCall, job: TemplateJob) -> ExecutedCounts:
     """Execute torch's template for the pass of a job, and return its counts."""
-    tensors = _template_tensors(call, job)
+    tensors = template_tensors(call, job.template)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "flex_rendered.py"
-        path.write_text(write_source(job))
+        path.write_text(write_source(job, tensors))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec and spec.loader
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-        arguments = [tensors[name] for name in (*job.tensors, "OUT")]
         options = {"num_warps": job.warps, "num_stages": job.stages}
-        counts = _execute(lambda: module.flex[job.grid](*arguments, **options), job.arch, call.problem)
+        counts = _execute(lambda: module.flex[job.grid](*tensors.values(), **options), job.arch, call.problem)
     backward = job.template == "backward"
     results = [tensors[name] for name in (("DQ", "OUT", "DV") if backward else ("OUT",))]
     expected = call.grads if backward else [call.out]
@@ -119,15 +117,35 @@ def count_torch(call: ExecutedCall, job: TemplateJob) -> ExecutedCounts:
     return ExecutedCounts("torch" if job.default else "torch autotuned", job.name, error, **counts)
 
 
-def compare(call: ExecutedCall, arch: str, which: str, against: str = "") -> Iterator[ExecutedCounts]:
-    """Yield counts of tritoncp, then of torch: with its default tile (against "torch"), or with every
-    candidate of autotuning that fits and does not spill ("autotuned")."""
-    yield count_own(call, arch, which)
-    for job in candidates(which, arch, call.problem) if against else ():
-        if job.default or against == "autotuned":
-            row = count_torch(call, job)
-            if job.default or not row.spill_bytes:
-                yield row
+def count_calls(
+    problems: Sequence[Problem], archs: Sequence[str], which: str, against: str, as_json: bool
+) -> None:
+    """Print the counts of a pass of calls: of tritoncp, then of torch with its default tile (against
+    "torch"), or with every candidate of autotuning that fits and does not spill ("autotuned")."""
+    console, printed = make_console(), []
+    for problem in problems:
+        if against:
+            torch_templates.mask_of(problem)  # raises for a mask that the templates lack
+        call = draw_call(problem)
+        for arch in archs:
+            rows = [count_own(call, arch, which)]
+            for job in candidates(which, arch, problem) if against else ():
+                if job.default or against == "autotuned":
+                    row = count_torch(call, job)
+                    rows += [row] if job.default or not row.spill_bytes else []
+            words = problem.mask, problem.score, problem.shape
+            title = f"{arch}, {which}, {' '.join(filter(None, words))}"
+            printed += [{"call": title, **asdict(row)} for row in rows]
+            if not as_json:
+                show(rows, title, console)
+    if as_json:
+        print(json.dumps(printed, indent=1))
+    else:
+        console.print(
+            "counts: for each query row and head, in brackets tritoncp's over this row's; regs, spill: of a "
+            "thread",
+            style="dim",
+        )
 
 
 def _execute(run: Callable[[], Any], arch: str, problem: Problem, skip: str = "") -> dict[str, Any]:
@@ -170,17 +188,17 @@ def _error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).abs().max() / expected.abs().max().clamp(min=1))
 
 
-def _template_tensors(call: ExecutedCall, job: TemplateJob) -> dict[str, Tensor]:
+def template_tensors(call: ExecutedCall, template: str) -> dict[str, Tensor]:
     """Return the tensors of a template by name; the backward pass gets out and lse of float64."""
     (q, k, v, dout), problem = call.tensors, call.problem
     tensors = {"Q": q, "K": k, "V": v, "DO": dout, "MAX": torch.zeros(1)} | _block_lists(call)
-    if job.template == "backward":
+    if template == "backward":
         delta = (call.out * dout.double()).sum(-1).float()
         tensors |= {"OUT": torch.zeros_like(k), "DQ": torch.zeros_like(q), "DV": torch.zeros_like(v)}
         tensors |= {"LSE": (call.lse * LOG2E).float(), "DELTA": delta}
     else:
         tensors |= {"OUT": torch.zeros_like(dout), "LSE": torch.empty(q.shape[:3])}
-    if "document" in problem.mask:  # a document's index is that of its first key
+    if torch_templates.has_documents(problem):  # a document's index is that of its first key
         mod: Any = problem.closed_form()
         at = torch.arange(problem.seq)
         tensors["DOCUMENT"] = mod(0, 0, at[:, None], at[None]).int().argmax(1).int()
@@ -191,22 +209,21 @@ def _template_tensors(call: ExecutedCall, job: TemplateJob) -> dict[str, Tensor]
 
 
 def _block_lists(call: ExecutedCall) -> dict[str, Tensor]:
-    """Return the block lists of torch's BlockMask."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    problem, rows, seq = call.problem, call.problem.rows, call.problem.seq
-    names = ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")
-    short = ("KV_NUM_BLKS", "KV_IDX", "Q_NUM_BLKS", "Q_IDX")
-    mod = problem.closed_form()
-    if mod is None:  # one block with all pairs
-        one, none = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-        lists = dict(zip(short, (one, none) * 2))
-        return lists | {f"FULL_{name}": torch.zeros_like(x) for name, x in lists.items()}
-    block_mask = create_block_mask(mod, None, None, rows, seq, device="cpu", BLOCK_SIZE=128)
-    pairs = [(s, n) for s, n in zip(short, names)] + [
-        (f"FULL_{s}", f"full_{n}") for s, n in zip(short, names)
-    ]
-    return {name: getattr(block_mask, field).contiguous().to(torch.int32) for name, field in pairs}
+    """Return the block lists of torch's BlockMask; for block_mask=None one block with all pairs."""
+    problem, mod = call.problem, call.problem.closed_form()
+    if mod is None:
+        blocks = flex_attention._create_empty_block_mask(*call.tensors[:2])
+    else:
+        sizes = problem.rows, problem.seq
+        blocks = flex_attention.create_block_mask(mod, None, None, *sizes, device="cpu", BLOCK_SIZE=128)
+    fields = {"KV_NUM_BLKS": "kv_num_blocks", "KV_IDX": "kv_indices"}
+    fields |= {"Q_NUM_BLKS": "q_num_blocks", "Q_IDX": "q_indices"}
+    lists = {}
+    for name, field in fields.items():
+        masked, full = getattr(blocks, field), getattr(blocks, f"full_{field}")
+        lists[name] = masked.contiguous().int()
+        lists[f"FULL_{name}"] = torch.zeros_like(lists[name]) if full is None else full.contiguous().int()
+    return lists
 
 
 def show(rows: Sequence[ExecutedCounts], title: str, console: Any) -> None:
@@ -227,23 +244,3 @@ def show(rows: Sequence[ExecutedCounts], title: str, console: Any) -> None:
             row.who, row.tiles, *cells, str(row.registers), str(row.spill_bytes), f"{row.error:.1e}"
         )
     console.print(table)
-
-
-def problem_of(shape: str, mask: str, score: str, dtype: str) -> tuple[Problem, Mask | None]:
-    """Parse a shape HEADSxKV_HEADS,HEAD_DIM,LENGTH, a mask (name or expression) and the name of a score_mod
-    to a problem. Raises ValueError for a shape in another format."""
-    from tritoncp.masks.expressions import mask_of
-    from tritoncp.masks.mask import create_block_mask
-    from tritoncp.planning.problem import MASKS
-
-    problem = replace(parse_shape(shape), dtype=dtype, score=score)
-    if mask in MASKS:
-        return replace(problem, mask=mask), None
-    return problem, create_block_mask(mask_of(mask), 1, 1, problem.seq, problem.seq)
-
-
-def check_against(problem: Problem, mask: Mask | None) -> None:
-    """Raise ValueError if the mask is not among those of torch's templates."""
-    if mask is not None:
-        raise ValueError("--against torch needs a mask by name: pass full, causal, window or document")
-    torch_templates.mask_of(problem)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.masks.expressions import brief
+from tritoncp.ops.tile_tables import kernel_and_tiles
 from tritoncp.planning.problem import Problem
 
 S, HEADS, KV_HEADS = 1024, 8, 2
@@ -51,6 +52,11 @@ VARIANT_OF_KIND = {kind: kind for kind in ("full", "causal", "window")} | {
 KERNELS = ("forward", "delta", "dq", "dkdv")
 
 
+# Architectures with default tiles, for which Triton compiles.
+TARGETS = (
+    *("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
+    *("gfx90a", "gfx942", "gfx950"),
+)
 MAX_ELEMENTS = 1 << 34  # most elements of a shape's queries
 
 
@@ -140,18 +146,13 @@ class Routed(Config):
 
     ROUTE: str = ROUTES[0]
 
-    @property
-    def kernel(self) -> str:
-        return self.ROUTE if self.ROUTE in ROUTES[1:] else "forward"
-
-    @property
-    def tiles(self) -> Config:
-        return Config(**{name: getattr(self, name) for name in Config.__dataclass_fields__})
-
 
 def kernel_of(kernel: str, config: Config | None) -> tuple[str, Config | None]:
     """Return (kernel, tiles) to launch for a target's kernel and config."""
-    return (config.kernel, config.tiles) if isinstance(config, Routed) else (kernel, config)
+    if not isinstance(config, Routed):
+        return kernel, config
+    kernel, tiles = kernel_and_tiles("route", asdict(config))
+    return kernel, Config(**tiles)
 
 
 def options_of(kernel: str, config: Config | None) -> dict[str, Any]:

@@ -1,4 +1,9 @@
-"""The report of one compiled kernel: registers, spills, shared memory, matrix instructions and TMA."""
+"""Compilation of a kernel launch for a GPU that this machine lacks, and the report of the compiled kernel:
+registers, spills, shared memory, matrix instructions and TMA.
+
+Triton's `JITFunction.warmup` derives the signature from the arguments of the launch, with a stub of its
+driver that names the GPU: the compiled kernel is the one that a launch on that GPU would use.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,38 @@ import subprocess
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tritoncp.analysis.cross_compile import compile_launch
 from tritoncp.analysis.jobs import Job
 from tritoncp.analysis.launches import launch_of
 
 MATRIX = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|DMMA|v_mfma)")  # matrix product instructions
+
+
+class DriverStub(NamedTuple):
+    """The part of Triton's driver that compilation needs, for an absent GPU."""
+
+    target: Any
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> Any:
+        return self.target
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+
+def compile_launch(launch: Any, arch: str) -> Any:
+    """Compile a launch to Triton's kernel object, with the text of every stage and metadata."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    is_amd = arch.startswith("gfx")
+    target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    driver.set_active(DriverStub(target))
+    return launch.kernel.warmup(grid=launch.grid, **(launch.config.compiler() | launch.args))
 
 
 def report_kernel(job: Job) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.analysis.jobs import VARIANTS, Job, kernel_of, options_of
+from tritoncp.analysis.jobs import VARIANTS, Job, Variant, kernel_of, options_of
 from tritoncp.core.upload import upload
 from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import schedule_of
@@ -19,7 +19,6 @@ from tritoncp.kernels.launch import Launch, Launches, State
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.masks.mask import Mask
 from tritoncp.mods import Mod, mask_mod
 from tritoncp.mods.mod import arguments, gradient_arguments
 from tritoncp.ops import call_mods, engine_factory
@@ -30,10 +29,10 @@ from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
 
 class CallTensors:
-    """The tensors of a problem's call on one device, with the layouts of a single-rank schedule.
+    """The tensors of a problem's call on one device, or of a step of a schedule, and its launches.
 
     tensors: q [1, Hq, Q, D], k [1, Hkv, S, D], v [1, Hkv, S, E], dout [1, Hq, Q, E]; default: uninitialised
-    mask:    replaces the problem's
+    variant: the kind of launch in a schedule, whose gradients are sums in float32; None: that of a call
     """
 
     def __init__(
@@ -41,22 +40,26 @@ class CallTensors:
         problem: Problem,
         device: torch.device,
         tensors: Sequence[Tensor] = (),
-        mask: Mask | None = None,
+        variant: Variant | None = None,
     ) -> None:
         heads, kv_heads, d, e = problem.heads, problem.kv_heads, problem.dim, problem.v_dim
+        self._mask, self._variant = problem.block_mask(), variant or Variant(problem)
+        self._tables = build(self._mask, problem.world).tables(str(device), 1, heads)
         if not tensors:
-            rows, seq = problem.rows, problem.seq
-            shapes = (heads, rows, d), (kv_heads, seq, d), (kv_heads, seq, e), (heads, rows, e)
+            rows, keys = self._tables.q_rows, self._tables.kv_rows
+            shapes = (heads, rows, d), (kv_heads, keys, d), (kv_heads, keys, e), (heads, rows, e)
             tensors = [torch.empty(1, *shape, dtype=problem.torch_dtype, device=device) for shape in shapes]
         self.q, self.k, self.v, self.dout = tensors
-        self._mask = problem.block_mask() if mask is None else mask
-        self._tables = build(self._mask).tables(str(device), 1, heads)
         mod = self._mask.mask_mod if self._tables.mask == "mod" else None
         self._mods = mods_of(problem, self.q, mask_mod(mod) if mod else None)
         self._out = torch.empty_like(self.dout)
-        self._lse, self._delta = torch.empty(2, *self.q.shape[:3], device=device).unbind()
-        self._dq, self._dk, self._dv = map(torch.empty_like, (self.q, self.k, self.v))
-        self._dq_sum = torch.empty_like(self.q, dtype=torch.float32)  # accumulator of the fused kernel
+        self._lse, self._delta, *stats = torch.empty(4, *self.q.shape[:3], device=device).unbind()
+        has_state = self._variant.load or self._variant.store
+        self._state = State(torch.empty_like(self.dout, dtype=torch.float32), *stats) if has_state else None
+        sums = torch.float32 if variant else problem.torch_dtype
+        self._dq = torch.empty_like(self.q)
+        self._dk, self._dv = (torch.empty_like(x, dtype=sums) for x in (self.k, self.v))
+        self._dq_sum = torch.empty_like(self.q, dtype=torch.float32)  # of the fused kernel, and of steps
 
     def results(self, kernel: str) -> dict[str, Tensor]:
         """Return the tensors that a kernel writes, by name."""
@@ -78,20 +81,22 @@ class CallTensors:
         ValueError if a route is not possible."""
         kernel, config = kernel_of(kernel, config)
         engine = self._engine(kernel, config, arch)
-        q, k, v, tables = self.q, self.k, self.v, self._tables
-        forward_step = ForwardStep(q, k, v, tables, self._out, self._lse)
-        if kernel in ("forward", "few"):
+        q, k, v, tables, variant = self.q, self.k, self.v, self._tables, self._variant
+        results = self._out, self._lse, None, self._state
+        forward_step = ForwardStep(q, k, v, tables, *results, variant.load, variant.store)
+        if kernel in ("forward", "few", "combine"):
             return engine.loops(forward_step)
         if kernel in ROUTES:
             for why in route_of(kernel).obstacles(engine, forward_step):
                 raise ValueError(why)
             return route_of(kernel).launch(engine, forward_step)
         if kernel == "delta":
-            return engine.delta(self._out, self.dout, None, self._delta)
+            return engine.delta(self._out, self.dout, self._lse if self._state else None, self._delta)
         step = BackwardStep(q, k, v, self.dout, self._lse, self._delta, tables)
         if kernel == "dq":
-            return engine.dq(step, self._dq)
-        return engine.dkdv(step, self._dk, self._dv, self._dq_sum if kernel == "fused" else None)
+            return engine.dq(step, self._dq_sum if variant.load else self._dq, add=variant.load)
+        dq = self._dq_sum if kernel == "fused" else None
+        return engine.dkdv(step, self._dk, self._dv, dq, add=variant.load)
 
     def in_steps(self, kernel: str, config: Config | None) -> Tensor:
         """Compute out in two steps, the second from the state of the first, as in a ring of two ranks."""
@@ -109,7 +114,8 @@ class CallTensors:
         return take(torch.cat(outs, 2), plan.q.inverse, 2, 0, 0)
 
     def _engine(self, kernel: str, config: Config | None, arch: str | None) -> TritonEngine:
-        options = options_of(kernel, config) | {"deterministic": False, "FUSED_BACKWARD": kernel == "fused"}
+        options = options_of(kernel, config) | dict(self._variant.options)
+        options |= {"deterministic": False, "FUSED_BACKWARD": kernel == "fused"}
         if kernel in ROUTES:
             options["ROUTE"] = kernel
         if kernel == "few" and self.q.device.type == "cpu":  # without multiprocessors to fill
@@ -131,34 +137,8 @@ def mods_of(problem: Problem, q: Tensor, mask: Mod | None = None) -> Mods:
 
 def launch_of(job: Job) -> Any:
     """Return the engine's launch of one job, with uninitialised CPU tensors."""
-    problem = job.problem
-    if not job.variant:
-        tensors = CallTensors(problem, torch.device("cpu"))
-        launch: Any = tensors.launch(job.kernel, job.config, job.arch)
-        return launch.parts[0]
-    variant, dtype, d, e = VARIANTS[job.variant], problem.torch_dtype, problem.dim, problem.v_dim
-    mask, heads, kv_heads = problem.block_mask(), problem.heads, problem.kv_heads
-    tables = build(mask, problem.world).tables("cpu", 1, heads)
-    mod = mask_mod(mask.mask_mod) if tables.mask == "mod" and mask.mask_mod else None
-    options = options_of(job.kernel, job.config) | dict(variant.options)
-    options["FUSED_BACKWARD"] = job.kernel == "fused"
-    rows, keys = tables.q_rows, tables.kv_rows
-    q, dq = (torch.empty(1, rows, heads, d, dtype=dtype).transpose(1, 2) for _ in range(2))
-    out, dout = (torch.empty(1, rows, heads, e, dtype=dtype).transpose(1, 2) for _ in range(2))
-    k, v = torch.empty(keys, 1, kv_heads, d + e, dtype=dtype).permute(1, 2, 0, 3).split([d, e], dim=3)
-    lse, delta, m, l = torch.empty(4, 1, heads, rows).unbind()
-    acc, dq_sum = torch.empty(1, heads, rows, e), torch.empty(1, heads, rows, d)
-    dk, dv = torch.empty(keys, 1, kv_heads, d + e).permute(1, 2, 0, 3).split([d, e], dim=3)
-    engine = TritonEngine(mods_of(problem, q, mod), d**-0.5, options, arch=job.arch)
-    if job.kernel in ("forward", "few", "combine", "gluon"):
-        state = State(acc, m, l) if variant.load or variant.store else None
-        step = ForwardStep(q, k, v, tables, out, lse, None, state, variant.load, variant.store)
-        launch = route_of(job.kernel).launch(engine, step) if job.kernel in ROUTES else engine.loops(step)
-        return launch.parts[-1 if job.kernel == "combine" else 0]
-    if job.kernel == "delta":
-        return engine.delta(out, dout, lse, delta)
-    inputs = BackwardStep(q, k, v, dout, lse, delta, tables)
-    if job.kernel == "dq":
-        return engine.dq(inputs, dq_sum if variant.load else dq, add=variant.load)
-    into = torch.empty(1, rows, heads, d).transpose(1, 2) if job.kernel == "fused" else None
-    return engine.dkdv(inputs, dk, dv, into, add=variant.load)
+    variant = VARIANTS[job.variant] if job.variant else None
+    launch: Any = CallTensors(job.problem, torch.device("cpu"), variant=variant).launch(
+        job.kernel, job.config, job.arch
+    )
+    return launch.parts[-1 if job.kernel == "combine" else 0]

@@ -154,6 +154,20 @@ def _compact(row: Row) -> list[Any]:
     return [" ".join(str(row[name]) for name in KEY), *(row[name] for name in COLUMNS), *source]
 
 
+def find_faults(row: Row, arch: str) -> list[str]:
+    """Return why a compiled kernel cannot be launched: a line for each violation of the GPU's limits, or the
+    error of a failed compilation."""
+    if "failed" in row:
+        return [row["failed"]]
+    shared, columns, limit = row["shared_bytes"], row.get("tensor_columns") or 0, SHARED_BYTES[family(arch)]
+    faults = []
+    if shared > limit:
+        faults.append(f"{shared} bytes of shared memory, more than the limit {limit}")
+    if columns > TENSOR_COLUMNS:
+        faults.append(f"{columns} columns of tensor memory, more than {TENSOR_COLUMNS}")
+    return faults
+
+
 def find_regressions(row: Row, before: Row | None) -> list[str]:
     """Return a line for each regression of a row against the table, and each violation of the GPU's limits.
 
@@ -161,14 +175,9 @@ def find_regressions(row: Row, before: Row | None) -> list[str]:
     >>> find_regressions(was | {"matrix": "HMMA", "tma": 0, "spill_bytes": 8}, was)
     ['8 spilled bytes, before 0', 'matrix products by HMMA, before by HGMMA', 'no TMA any more']
     """
+    regressions = find_faults(row, row["arch"])
     if "failed" in row:
-        return [row["failed"]]
-    limit = SHARED_BYTES[family(row["arch"])]
-    regressions = []
-    if row["shared_bytes"] > limit:
-        regressions.append(f"{row['shared_bytes']} bytes of shared memory, more than the limit {limit}")
-    if (row.get("tensor_columns") or 0) > TENSOR_COLUMNS:
-        regressions.append(f"{row['tensor_columns']} columns of tensor memory, more than {TENSOR_COLUMNS}")
+        return regressions
     if before is None:
         return [*regressions, "not in the table: tritoncp inspect --update writes it"]
     if row["spill_bytes"] > before["spill_bytes"]:

@@ -4,25 +4,20 @@ tiles, of the installed torch.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
-from tritoncp.planning.problem import Problem
+from tritoncp.planning.problem import Problem, window_of
 
 CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0)}
 TEMPLATES = {
     "forward": ("flex_attention", "utilities", "common"),
     "backward": ("flex_backwards", "utilities"),
-}
-TENSORS = {
-    "forward": "Q K V LSE MAX KV_NUM_BLKS KV_IDX FULL_KV_NUM_BLKS FULL_KV_IDX",
-    "backward": "Q K V LSE DELTA DO DQ DV KV_NUM_BLKS KV_IDX Q_NUM_BLKS Q_IDX FULL_KV_NUM_BLKS FULL_KV_IDX "
-    "FULL_Q_NUM_BLKS FULL_Q_IDX",
 }
 # Attributes of torch's configs that are, in upper case, constants of the templates.
 BLOCKS = {
@@ -31,23 +26,10 @@ BLOCKS = {
 }
 # Tensors of mods: DOCUMENT is the document index of each token, SLOPES are ALiBi's slopes of the heads.
 SCORES = {
-    "": None,
+    "": "{score}",
     "alibi": "({score} - tl.load(arg_SLOPES + {h}) * ({m} - {n}).to(tl.float32))",
     "softcap": "(libdevice.tanh({score} * 0.02) * 50.0)",
 }
-
-
-class TemplateMask(NamedTuple):
-    """A mask in torch's templates.
-
-    code:   source of its mask_mod, for query m and key n
-    block:  block size of its BlockMask
-    blocks: whether the BlockMask has separate lists of full blocks
-    """
-
-    code: str
-    block: int = 128
-    blocks: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,16 +59,6 @@ class TemplateJob:
         return {name.upper(): size for name, size in zip(BLOCKS[self.template], self.blocks)}
 
     @property
-    def tensors(self) -> list[str]:
-        """The names of the kernel's tensors, in order, without the output."""
-        mask, score = self.problem.mask, self.problem.score
-        return [
-            *TENSORS[self.template].split(),
-            *(["DOCUMENT"] if "document" in mask else []),
-            *(["SLOPES"] if score == "alibi" else []),
-        ]
-
-    @property
     def grid(self) -> tuple[int, int, int]:
         problem, sizes = self.problem, self.constants
         if self.template == "forward":
@@ -96,24 +68,28 @@ class TemplateJob:
         return tiles, 1, problem.kv_heads
 
 
-def mask_of(problem: Problem) -> TemplateMask:
-    """Return a problem's mask for torch's templates. Raises ValueError for one that is not implemented here.
+def mask_of(problem: Problem) -> str:
+    """Return the source of a problem's mask_mod for query m and key n. Raises ValueError for a mask that is
+    not implemented here.
 
-    >>> mask_of(Problem("causal", 1024)).code
+    >>> mask_of(Problem("causal", 1024))
     '{m} >= {n}'
     """
     causal, name = "{m} >= {n}", problem.mask
-    if name == "full":  # torch's mask for block_mask=None
-        return TemplateMask("tl.full([1], True, tl.int1)", 1 << 30, False)
-    if name == "window":
-        from tritoncp.planning.problem import window_of
-
-        return TemplateMask(f"({causal}) & ({{m}} - {{n}} <= {window_of(problem.seq)})")
-    if "document" in name:
-        return TemplateMask(f"({causal}) & (tl.load(arg_DOCUMENT + {{m}}) == tl.load(arg_DOCUMENT + {{n}}))")
+    if name == "full":
+        return "tl.full([1], True, tl.int1)"
     if name == "causal":
-        return TemplateMask(causal)
+        return causal
+    if name == "window":
+        return f"({causal}) & ({{m}} - {{n}} <= {window_of(problem.seq)})"
+    if has_documents(problem):
+        return f"({causal}) & (tl.load(arg_DOCUMENT + {{m}}) == tl.load(arg_DOCUMENT + {{n}}))"
     raise ValueError(f"mask {name!r} is not implemented for torch; pass full, causal, window or document")
+
+
+def has_documents(problem: Problem) -> bool:
+    """Return whether the mask is a named one of causal documents."""
+    return problem.mask.endswith(("document", "documents"))
 
 
 def candidates(template: str, arch: str, problem: Problem) -> Iterator[TemplateJob]:
@@ -146,80 +122,56 @@ def candidates(template: str, arch: str, problem: Problem) -> Iterator[TemplateJ
         yield TemplateJob(template, arch, problem, choice == default, *sizes)
 
 
-def write_source(job: TemplateJob) -> str:
-    """Return the Python source of a job's kernel, ``flex``, as torch would generate it."""
+def write_source(job: TemplateJob, tensors: Mapping[str, Tensor]) -> str:
+    """Return the Python source of a job's kernel, ``flex``, as torch would generate it. Its arguments are the
+    tensors, in their order, of which OUT is the template's own output."""
     from torch._inductor.codegen.common import KernelTemplate
     from torch._inductor.kernel.flex.common import load_flex_template
 
-    names, mask, shapes = job.tensors, mask_of(job.problem), _shapes(job)
+    arguments = ", ".join(f"arg_{name}" for name in tensors)
     defines = "\n".join(f"{name}: tl.constexpr = {value}" for name, value in _constants(job).items())
-    outputs = {"post_mod_scores": "{score}", "grad_scores": "{grad_score_mod}", "mask_mod_output": mask.code}
+    outputs = {
+        "post_mod_scores": SCORES[job.problem.score],
+        "grad_scores": "{grad_score_mod}",
+        "mask_mod_output": mask_of(job.problem),
+    }
 
-    def strides(name: str, dim: int | None = None) -> str:
-        sizes = shapes[name.removeprefix("FULL_")]
-        steps = [1]
-        for size in reversed(sizes[1:]):
-            steps.insert(0, steps[0] * size)
+    def stride(name: str, dim: int | None = None) -> str:
+        steps = tensors[name].stride()
         return str(steps[dim]) if dim is not None else ", ".join(map(str, steps))
 
     def modification(output_name: str | None = None, **fields: Any) -> str:
         return f"{output_name} = {outputs[output_name].format(**fields)}" if output_name else "pass"
 
     def def_kernel(*_: str) -> str:
-        arguments = ", ".join(f"arg_{name}" for name in (*names, "OUT"))
-        copies = "\n".join(f"{name} = arg_{name}" for name in names)
+        copies = "\n".join(f"{name} = arg_{name}" for name in tensors)
         body = f"{defines}\n{copies}".replace("\n", "\n    ")
         return f"@triton.jit\ndef flex({arguments}):\n    {body}"
 
     def store_output(indices: tuple[str, ...], value: str, mask: str | None = None, **_: Any) -> str:
-        offset = " + ".join(f"({i}) * {step}" for i, step in zip(indices, strides("Q").split(", ")))
+        offset = " + ".join(f"({i}) * {step}" for i, step in zip(indices, tensors["OUT"].stride()))
         return f"tl.store(arg_OUT + {offset}, {value}, mask={mask})"
 
     text = "\n\n".join(map(load_flex_template, TEMPLATES[job.template]))
     text = KernelTemplate._template_from_string(text).render(
-        **{"def_kernel": def_kernel, "stride": strides, "size": lambda name, dim: shapes[name][dim]},
-        **{"gen_argdefs": lambda: ", ".join(f"arg_{name}" for name in names), "modification": modification},
+        **{"def_kernel": def_kernel, "stride": stride, "size": lambda name, dim: tensors[name].shape[dim]},
+        **{"gen_argdefs": lambda: arguments, "modification": modification},
         **{"gen_defines": lambda: defines, "store_output": store_output},
-        **{"USE_TMA": False, "HAS_FULL_BLOCKS": mask.blocks},
+        **{"USE_TMA": False, "HAS_FULL_BLOCKS": job.problem.mask != "full"},
     )
     head = "import triton\nimport triton.language as tl\nfrom triton.language.extra.cuda import libdevice\n\n"
-    return head + _with_score(text, job)
-
-
-def _with_score(text: str, job: TemplateJob) -> str:
-    """Insert the score_mod where the template assigns the scores."""
-    code = SCORES[job.problem.score]
-    if code is None:
-        return text
-    head = "off_h" if job.template == "forward" else "off_hq"
-    at = r"\b(post_mod_scores) = (\w+)[ ]*$"
-    text, count = re.subn(
-        at, lambda m: f"{m[1]} = {code.format(score=m[2], h=head, m='m', n='n')}", text, flags=re.MULTILINE
-    )
-    assert count, "torch's template has no assignment of scores where score_mods can be inserted"
-    return text
-
-
-def _shapes(job: TemplateJob) -> dict[str, tuple[int, ...]]:
-    problem = job.problem
-    blocks = max(1, problem.seq // mask_of(problem).block)
-    queries = (1, problem.heads, problem.rows, problem.dim)
-    keys = (1, problem.kv_heads, problem.seq, problem.dim)
-    counts, indices = (1, 1, blocks), (1, 1, blocks, blocks)
-    tensors = {"Q": queries, "DO": queries, "DQ": queries, "K": keys, "V": keys, "DV": keys}
-    lists = {"KV_NUM_BLKS": counts, "Q_NUM_BLKS": counts, "KV_IDX": indices, "Q_IDX": indices}
-    return tensors | lists
+    return head + text
 
 
 def _constants(job: TemplateJob) -> dict[str, Any]:
-    problem, mask = job.problem, mask_of(job.problem)
-    dim, group = problem.dim, problem.heads // problem.kv_heads
+    problem, dim, blocks = job.problem, job.problem.dim, job.problem.mask != "full"
+    group = problem.heads // problem.kv_heads
     constants: dict[str, Any] = {
         **{"PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False},
-        **{"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "WRITE_DQ": True, "HAS_FULL_BLOCKS": mask.blocks},
+        **{"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "WRITE_DQ": True, "HAS_FULL_BLOCKS": blocks},
         **{"IS_DIVISIBLE": True, "SAFE_HEAD_DIM": True, "FLOAT32_PRECISION": "'ieee'", "USE_TMA": False},
         **{"INDEX_DTYPE": "tl.int32", "SM_SCALE": dim**-0.5, "GQA_SHARED_HEADS": group},
         **dict.fromkeys(("QK_HEAD_DIM", "QK_HEAD_DIM_ROUNDED", "V_HEAD_DIM", "V_HEAD_DIM_ROUNDED"), dim),
-        **dict.fromkeys(("SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE"), mask.block),
+        **dict.fromkeys(("SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE"), 128 if blocks else 1 << 30),
     }
     return constants | job.constants

@@ -87,6 +87,23 @@ def user_folder() -> Path | None:
     return Path(platformdirs.user_config_dir("tritoncp", appauthor=False)) / "configs"
 
 
+def output_folder() -> Path:
+    """Return the first folder in which calls look for tiles, other than the package's: for results. Raises
+    ValueError if calls use no measured tiles, RuntimeError if there is no such folder."""
+    if CONFIG_DIR.read() == "-":
+        raise ValueError(
+            "TRITONCP_CONFIG_DIR=-: calls use no measured tiles; pass --out with a folder for the results, "
+            "or unset the variable"
+        )
+    folder = folders()[0]
+    if folder == SHIPPED:
+        raise RuntimeError(
+            "there is no folder for results, since platformdirs is not installed: pass one with --out or "
+            "TRITONCP_CONFIG_DIR"
+        )
+    return folder
+
+
 def path_in(folder: Path, device: Device, triton: str | None = None) -> Path:
     """Return the path of a device's file of tile shapes.
 

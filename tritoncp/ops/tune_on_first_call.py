@@ -68,9 +68,7 @@ def _tune(device: torch.device, call: TileKey, shape: tuple[int, int, int], allo
     """Run `tritoncp autotune`, for at most twice ``allowed`` seconds, since it compiles first. One process
     per machine runs it at a time. Raises RuntimeError if no tiles were measured."""
     deadline = time.monotonic() + 2 * allowed
-    folder = next((folder for folder in tile_tables.folders() if folder != tile_tables.SHIPPED), None)
-    if folder is None:
-        raise RuntimeError("there is no folder for results: set TRITONCP_CONFIG_DIR, or install platformdirs")
+    folder = tile_tables.output_folder()
     path = tile_tables.path_in(folder, tile_tables.device_of(device)).with_suffix(".tuning")
     with tile_tables.locked(path, max(0.0, deadline - time.monotonic())):
         tile_tables.forget()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tritoncp.core.tracing import Mod
 from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
-from tritoncp.masks.expressions import score_of
+from tritoncp.masks.expressions import mask_of, score_of
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskFn, and_masks
 from tritoncp.masks.prefix_tree import tree
@@ -25,7 +25,7 @@ from tritoncp.masks.prefix_tree import tree
 class Problem:
     """One attention problem: q [batch, heads, rows, dim], k [batch, kv_heads, seq, dim], v [.., seq, v_dim].
 
-    mask:     a key of MASKS
+    mask:     a key of MASKS, or an expression, as tritoncp/masks/expressions.py reads it
     queries:  the number of query rows, 0 for as many as keys
     score:    a score_mod, as tritoncp/masks/expressions.py reads it; "": that of the mask, if it has one
     world:    ranks that share the sequence; more than one: by ``schedule``
@@ -96,13 +96,18 @@ class Problem:
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    @property
+    def entry(self) -> MaskEntry:
+        """The entry of the mask; that of an expression has only the mask_mod."""
+        return MASKS.get(self.mask) or MaskEntry(lambda seq: mask_of(self.mask))
+
     def closed_form(self) -> MaskFn | None:
-        """Return the mask_mod of the mask in closed form; None for the full mask."""
-        return MASKS[self.mask].closed(self.seq)
+        """Return the mask_mod of the mask, in closed form if it has one; None for the full mask."""
+        return self.entry.closed(self.seq)
 
     def plain_mod(self, device: torch.device) -> Mod | None:
         """Return the mask as a mask_mod that PyTorch compiles, its tensors on a device."""
-        return MASKS[self.mask].plain(self.seq, device)
+        return self.entry.plain(self.seq, device)
 
     def block_mask(self, device: str = "cpu", block: int = 128) -> Mask:
         """Classify the mask for its query rows and keys, in blocks of this size; the Mask is on the CPU."""
@@ -112,12 +117,12 @@ class Problem:
         return create_block_mask(closed, 1, 1, self.rows, self.seq, device, block)
 
     def score_mod(self, device: torch.device) -> Mod | None:
-        name = self.score or MASKS[self.mask].score
+        name = self.score or self.entry.score
         return score_of(name, self.heads, device) if name else None
 
     def sinks(self, device: torch.device) -> Tensor | None:
         """Return a sink logit for each head, float32, from -2 to 2; None for a mask without sinks."""
-        return torch.linspace(-2, 2, self.heads, device=device) if MASKS[self.mask].sinks else None
+        return torch.linspace(-2, 2, self.heads, device=device) if self.entry.sinks else None
 
 
 @dataclass(frozen=True)

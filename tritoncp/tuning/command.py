@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from tritoncp.perf.console import make_console
 
 if TYPE_CHECKING:
     from tritoncp.ops.tile_tables import Device
-    from tritoncp.tuning.search_run import TuningResult
     from tritoncp.tuning.targets import Target
 
 
@@ -83,22 +81,23 @@ def autotune(
       tritoncp autotune --preset llama3-70b --mask causal --ops fwd,bwd,few
     """
     from tritoncp.core.environment import parse_seconds
+    from tritoncp.ops.tile_tables import output_folder
     from tritoncp.tuning import search_run, targets
 
     seconds = parse_seconds(budget)
     # Mistakes in the request are reported on machines without a GPU, too.
-    named_shapes = [*shapes, *(shape for name in presets for shape in targets.preset(name))]
-    named_shapes, kinds = named_shapes or [*targets.preset("llama3-8b")], masks or (*targets.MEASURED_KINDS,)
+    named_shapes = [*shapes, *map(targets.preset, presets)] or [targets.preset("llama3-8b")]
+    kinds = masks or (*targets.MEASURED_KINDS,)
     selection: Sequence[Target] = targets.targets(named_shapes, kinds, ops.split(","), dtype, score)
     device = find_device()
     selection, fault = targets.without_faults(selection, device.arch)
     if fault:
         click.echo(fault, err=True)
-    folder = out or search_run.output_folder()
+    folder = out or output_folder()
     make_output_folder(folder)
     console = make_console(stderr=True)
     result = search_run.autotune(selection, device, seconds, resume, folder, jobs, console)
-    show_result(result, as_json)
+    search_run.show_result(result, as_json)
     sys.exit(130 if result.interrupted else 0 if result.rows else 1)
 
 
@@ -114,23 +113,3 @@ def find_device() -> Device:
             "for (tritoncp inspect compiles kernels for absent GPUs)"
         )
     return device_of(torch.device("cuda", torch.cuda.current_device()))
-
-
-def show_result(result: TuningResult, as_json: bool) -> None:
-    """Print the results of a run, as a table or in JSON, and the number of targets and candidates left
-    out."""
-    from tritoncp.tuning import search_run
-
-    if as_json:
-        click.echo(json.dumps(result.rows, indent=1))
-    elif result.rows:
-        search_run.show(result, make_console())
-    more = f"the journal is {result.journal}; pass --resume to continue"
-    if result.interrupted:
-        outcome = "the choices above are stored" if result.rows else "nothing was chosen yet"
-        click.echo(f"interrupted: {outcome}; {more}", err=True)
-    elif not result.rows:
-        click.echo(f"the table is empty: no kernel was timed against its default tiles; {more}", err=True)
-    if (tally := result.tally).left_out and not result.interrupted:
-        count = f"{tally.left_out} of {tally.total} candidates"
-        click.echo(f"the budget left out {count}: pass a larger --budget; {more}", err=True)

@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tritoncp.core.checked_json import parse_json
+from tritoncp.kernels.tile_rules import Config
+from tritoncp.tuning.targets import Target
 
 
 class TuningJournal:
@@ -46,11 +49,14 @@ class TuningJournal:
             self._file.truncate(0)
             self._append({"about": conditions})
 
-    def finding(self, *key: Any) -> dict[str, Any] | None:
-        """Return the finding with a key of JSON values, or None."""
-        return self._findings.get(json.dumps(key))
+    def finding(self, stage: str, target: Target, config: Config, rounds: int = 0) -> dict[str, Any] | None:
+        """Return the finding of a stage about a config, or None."""
+        return self._findings.get(json.dumps([stage, target.name, asdict(config), rounds]))
 
-    def add(self, finding: dict[str, Any], *key: Any) -> None:
+    def add(
+        self, finding: dict[str, Any], stage: str, target: Target, config: Config, rounds: int = 0
+    ) -> None:
+        key = [stage, target.name, asdict(config), rounds]
         self._findings[json.dumps(key)] = finding
         self._append({"finding": key, "found": finding})
 

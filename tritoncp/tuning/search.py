@@ -14,20 +14,18 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from tritoncp.analysis.jobs import Job, Routed
-from tritoncp.analysis.resource_table import SHARED_BYTES
+from tritoncp.analysis.resource_table import find_faults
 from tritoncp.kernels.options import ROUTES
-from tritoncp.kernels.tile_rules import Config, family
+from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops.tile_tables import MIN_SPEEDUP
+from tritoncp.tuning.device_bench import DeviceBench
 from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.progress import Tally
 from tritoncp.tuning.targets import Target, candidates
-
-if TYPE_CHECKING:
-    from tritoncp.tuning.device_bench import DeviceBench
 
 MAX_TIMED = 24  # most candidates to time: those nearest to the default
 ROUNDS = 4  # rounds of the first halving
@@ -45,9 +43,6 @@ class Choice(NamedTuple):
         return self.rule_ms / self.ms
 
 
-Compile = Callable[[list[Job]], Generator[tuple[Job, dict[str, Any]]]]
-
-
 @dataclass
 class Tuner:
     """One tuning run.
@@ -59,7 +54,7 @@ class Tuner:
 
     arch: str
     journal: TuningJournal
-    compile_jobs: Compile
+    compile_jobs: Callable[[list[Job]], Generator[tuple[Job, dict[str, Any]]]]
     deadline: float
     keep: Callable[[Target, Choice], None] = lambda target, choice: None
     now: Callable[[], float] = time.monotonic
@@ -101,7 +96,7 @@ class Tuner:
         compiled, in the order of completion."""
         jobs: dict[Job, Config] = {}
         for config in configs:
-            if finding := self._finding("compile", target, config):
+            if finding := self.journal.finding("compile", target, config):
                 yield config, finding
             else:
                 for job in (target.job(self.arch, config), target.step(self.arch, config)):
@@ -114,39 +109,29 @@ class Tuner:
                 if len(own) == 2:
                     fault = next(filter(None, map(self._fault, own)), "")
                     finding = {"fault": fault, "failed": any("failed" in report for report in own)}
-                    self._add(finding, "compile", target, jobs[job])
+                    self.journal.add(finding, "compile", target, jobs[job])
                     yield jobs[job], finding
 
     def _fault(self, report: dict[str, Any]) -> str:
         """Return why a compiled candidate is not to be timed, "" if it is."""
-        if "failed" in report:
-            return report["failed"]
-        limit = SHARED_BYTES[family(self.arch)]
-        if report["shared_bytes"] > limit:
-            return f"{report['shared_bytes']} bytes of shared memory, more than the limit {limit}"
-        return f"spills {report['spill_bytes']} bytes" if report["spill_bytes"] else ""
+        faults = find_faults(report, self.arch)
+        if not faults and report["spill_bytes"]:
+            faults.append(f"spills {report['spill_bytes']} bytes")
+        return "; ".join(faults)
 
-    def _finding(self, stage: str, target: Target, config: Config, rounds: int = 0) -> dict[str, Any] | None:
-        return self.journal.finding(stage, target.name, asdict(config), rounds)
-
-    def _add(
-        self, finding: dict[str, Any], stage: str, target: Target, config: Config, rounds: int = 0
-    ) -> None:
-        self.journal.add(finding, stage, target.name, asdict(config), rounds)
-
-    def choose(self, target: Target, bench: DeviceBench, until: float) -> Choice | None:
-        """Return the fastest correct candidate, or the default if none is at least 2 % faster; None if there
-        was no time to measure both. On an interrupt, store the best choice so far, and pass it on."""
+    def choose(self, target: Target, bench: DeviceBench, until: float) -> None:
+        """Choose and keep the fastest correct candidate, or the default if none is at least 2 % faster; none
+        if there was no time to measure both. An interrupt keeps the best choice so far, and is passed on."""
         rule, *rivals = self.candidates(target)
         if target.kernel == "route" and not (rivals and replace(target, kernel="forward") in self.chosen):
-            return None  # no other route, or no measured tiles of route "loops" for comparison
+            return  # no other route, or no measured tiles of route "loops" for comparison
         alive = self.select(target, self._half(until))
         best: Choice | None = None
         try:
             checked = self._half(until)
             alive = [config for config in alive if self._right(target, config, bench, checked)]
             if rule not in alive:
-                return None  # without the default, there is no comparison
+                return  # without the default, there is no comparison
             rounds = ROUNDS
             while self.now() < until:
                 times = self._times(target, alive, bench, rounds, until)
@@ -166,20 +151,20 @@ class Tuner:
                 self.tally.count(left_out=len(alive))
         finally:
             if best is not None:
+                self.chosen[target] = best
                 self.keep(target, best)
-        return best
 
     def _right(self, target: Target, config: Config, bench: DeviceBench, until: float) -> bool:
         """Return whether a candidate's results are correct; False if there is no time for the check."""
-        finding = self._finding("check", target, config)
+        finding = self.journal.finding("check", target, config)
         if finding is None:
             if self.now() > until:
                 self.tally.count(left_out=1)
                 return False
             if isinstance(config, Routed) and config.ROUTE in ROUTES[1:]:  # one that hangs is tried once
-                self._add({"wrong": "a run ended during its check"}, "check", target, config)
+                self.journal.add({"wrong": "a run ended during its check"}, "check", target, config)
             finding = {"wrong": bench.wrong(target, config)}
-            self._add(finding, "check", target, config)
+            self.journal.add(finding, "check", target, config)
         self.tally.count(failed=finding["wrong"] is not None, why=finding["wrong"])
         return finding["wrong"] is None
 
@@ -188,7 +173,7 @@ class Tuner:
     ) -> dict[Config, float] | None:
         """Return median times over ``rounds`` rounds, None if there is no time. Each round runs all
         candidates once, starting with the next one. An incomplete set of rounds is repeated as a whole."""
-        findings = [self._finding("time", target, config, rounds) for config in alive]
+        findings = [self.journal.finding("time", target, config, rounds) for config in alive]
         times = {config: finding["ms"] for config, finding in zip(alive, findings) if finding}
         if len(times) == len(alive):
             return times
@@ -203,7 +188,7 @@ class Tuner:
                 samples[config].append(bench.milliseconds(target, config))
         times = {config: statistics.median(own) for config, own in samples.items()}
         for config, ms in times.items():
-            self._add({"ms": ms}, "time", target, config, rounds)
+            self.journal.add({"ms": ms}, "time", target, config, rounds)
         return times
 
     def run(self, requested: Sequence[Target], bench: DeviceBench) -> dict[Target, Choice]:
@@ -213,7 +198,5 @@ class Tuner:
             if left <= 0:
                 self.tally.count(left_out=sum(len(self.candidates(rest)) for rest in requested[i:]))
                 break
-            choice = self.choose(target, bench, self.now() + left / (len(requested) - i))
-            if choice is not None:
-                self.chosen[target] = choice
+            self.choose(target, bench, self.now() + left / (len(requested) - i))
         return self.chosen

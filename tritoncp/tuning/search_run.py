@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -10,13 +11,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import torch
 import triton
+from rich.table import Table
 
 from tritoncp.analysis.compile_pool import Compilers
-from tritoncp.core import environment
+from tritoncp.analysis.inspect_run import tiles
 from tritoncp.ops import tile_tables
 from tritoncp.ops.tile_tables import Device
+from tritoncp.perf.console import make_console
 from tritoncp.perf.suite import machine
 from tritoncp.tuning.device_bench import DeviceBench
 from tritoncp.tuning.journal import TuningJournal
@@ -25,25 +29,6 @@ from tritoncp.tuning.search import Choice, Tuner
 from tritoncp.tuning.targets import Target, candidates
 
 COMPILE_TIMEOUT = 60.0  # seconds for one kernel
-
-
-def output_folder() -> Path:
-    """Return the first folder in which calls look for tiles, other than the package's. Raises ValueError if
-    calls use no measured tiles, RuntimeError if there is no such folder."""
-    if environment.CONFIG_DIR.read() == "-":
-        raise ValueError(
-            "TRITONCP_CONFIG_DIR=-: calls use no measured tiles; pass --out with a folder for the results, "
-            "or unset the variable"
-        )
-    folder = next(
-        (path for path in tile_tables.folders() if path != tile_tables.SHIPPED), tile_tables.user_folder()
-    )
-    if folder is None:
-        raise RuntimeError(
-            "there is no folder for results, since platformdirs is not installed: pass one with --out or "
-            "TRITONCP_CONFIG_DIR"
-        )
-    return folder
 
 
 class TuningResult(NamedTuple):
@@ -90,15 +75,25 @@ def _device_bench() -> DeviceBench:
     return DeviceBench(torch.device("cuda", torch.cuda.current_device()))
 
 
-def show(result: TuningResult, console: Any) -> None:
-    """Print the choices as a table."""
-    from rich.table import Table
-
-    from tritoncp.analysis.inspect_run import tiles
-
-    table = Table("kernel", "mask", "D", "tiles", "ms", "rule ms", "gain", box=None, padding=(0, 2, 0, 0))
-    for row in result.rows:
-        mask, width = " ".join(filter(None, (row["mask"], row.get("score")))), row["shape"].split(",")[1]
-        times = str(row["ms"]), str(row["rule_ms"]), f"{row['gain']:.2f}"
-        table.add_row(row["kernel"], mask, width, tiles(row["config"]), *times)
-    console.print(table)
+def show_result(result: TuningResult, as_json: bool) -> None:
+    """Print the results of a run, as a table or in JSON, and the number of targets and candidates left
+    out."""
+    if as_json:
+        click.echo(json.dumps(result.rows, indent=1))
+    elif result.rows:
+        columns = "kernel", "mask", "D", "tiles", "ms", "rule ms", "gain"
+        table = Table(*columns, box=None, padding=(0, 2, 0, 0))
+        for row in result.rows:
+            mask, width = " ".join(filter(None, (row["mask"], row.get("score")))), row["shape"].split(",")[1]
+            times = str(row["ms"]), str(row["rule_ms"]), f"{row['gain']:.2f}"
+            table.add_row(row["kernel"], mask, width, tiles(row["config"]), *times)
+        make_console().print(table)
+    more = f"the journal is {result.journal}; pass --resume to continue"
+    if result.interrupted:
+        outcome = "the choices above are stored" if result.rows else "nothing was chosen yet"
+        click.echo(f"interrupted: {outcome}; {more}", err=True)
+    elif not result.rows:
+        click.echo(f"the table is empty: no kernel was timed against its default tiles; {more}", err=True)
+    if (tally := result.tally).left_out and not result.interrupted:
+        count = f"{tally.left_out} of {tally.total} candidates"
+        click.echo(f"the budget left out {count}: pass a larger --budget; {more}", err=True)

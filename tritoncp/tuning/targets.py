@@ -84,12 +84,12 @@ class Target:
         return {**key, "mask": MEASURED_KINDS[problem.mask], "shape": problem.shape}
 
 
-def preset(name: str) -> tuple[str, ...]:
-    """Return the shapes of a preset, a model by name."""
+def preset(name: str) -> str:
+    """Return the shape of a preset, a model by name."""
     if name not in PRESETS:
         raise ValueError(f"preset {name!r} is unknown; pass one of {', '.join(PRESETS)}")
     model, seq = PRESETS[name]
-    return (Problem("causal", seq, **MODELS[model]).shape,)
+    return Problem("causal", seq, **MODELS[model]).shape
 
 
 def targets(
