@@ -9,36 +9,62 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tests.multiprocess.ranks import run as on_ranks
 from tritoncp.distributed import collectives, groups
 from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, SendRecv, Wait, lockstep
 
-Program = list[
-    tuple[str, int, int]
-]  # (collective, rows a rank gives or gets, how many waits later it is read)
+KINDS = ("gather", "reduce", "send", "exchange")
+Program = list[tuple[str, int, int]]  # (kind, rows a rank gives or gets, how many waits later it is read)
 
 
 def contribution(step: int, rank: int, rows: int) -> Tensor:
     """Whole numbers, so that sums are exact in any order."""
-    g = torch.Generator().manual_seed(100 * step + rank)
+    g = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(-9, 10, (rows, 2), generator=g).double()
+
+
+def message(step: int, source: int, target: int) -> Tensor:
+    """Rows from one rank to another, none for a third of the pairs."""
+    return contribution(step, 10 + 10 * source + target, (source + target + step) % 3)
+
+
+def request_of(step: int, kind: str, rows: int, rank: int, world_size: int) -> collectives.Collective:
+    if kind == "gather":
+        return AllGather(contribution(step, rank, rows))
+    if kind == "reduce":
+        return ReduceScatter(contribution(step, rank, rows * world_size))
+    everyone = range(world_size)
+    sends, recvs = ([message(step, *pair) for pair in pairs] for pairs in (
+        [(rank, peer) for peer in everyone], [(peer, rank) for peer in everyone]
+    ))  # fmt: skip
+    if kind == "exchange":
+        return AllToAll(torch.cat(sends), list(map(len, sends)), list(map(len, recvs)))
+    places = [torch.empty_like(x).fill_(torch.nan) for x in recvs]
+    pairs = [
+        [(peer, x) for peer, x in enumerate(part) if len(x) and peer != rank] for part in (sends, places)
+    ]
+    return SendRecv(*pairs, like=torch.empty(0, 2).double())
 
 
 def rank_of(program: Program, rank: int, world_size: int) -> collectives.Schedule[list[Tensor]]:
     """A schedule that starts each collective in order and waits for some of them late."""
     flying, results = [], []
+
+    def land(at: int) -> collectives.Schedule[None]:
+        step, ticket = flying.pop(at)
+        result = yield Wait(ticket)
+        parts = [result] if isinstance(result, Tensor) else [torch.empty(0, 2).double(), *result]
+        results.append((step, torch.cat(parts)))
+
     for step, (kind, rows, late) in enumerate(program):
-        given_rows = rows if kind == "gather" else rows * world_size
-        x = contribution(step, rank, given_rows)
-        ticket = yield AllGather(x) if kind == "gather" else ReduceScatter(x)
+        ticket = yield request_of(step, kind, rows, rank, world_size)
         flying.append((step, ticket))
         while len(flying) > late:
-            step, ticket = flying.pop(0)
-            results.append((step, (yield Wait(ticket)).clone()))
+            yield from land(0)
     while flying:
-        step, ticket = flying.pop()
-        results.append((step, (yield Wait(ticket)).clone()))
+        yield from land(-1)
     return [result for _, result in sorted(results, key=lambda pair: pair[0])]
 
 
@@ -47,14 +73,18 @@ def expected(program: Program, rank: int, world_size: int) -> list[Tensor]:
     for step, (kind, rows, _) in enumerate(program):
         if kind == "gather":
             results.append(torch.cat([contribution(step, r, rows) for r in range(world_size)]))
-        else:
+        elif kind == "reduce":
             total = sum(contribution(step, r, rows * world_size) for r in range(world_size))
             results.append(total[rank * rows : (rank + 1) * rows])
+        else:
+            peers = [r for r in range(world_size) if kind == "exchange" or r != rank]
+            results.append(torch.cat([torch.empty(0, 2), *(message(step, r, rank) for r in peers)]))
     return results
 
 
-PROGRAM = [("gather", 2, 0), ("reduce", 3, 2), ("gather", 1, 2), ("gather", 4, 1), ("reduce", 1, 0)]
-programs = st.lists(st.tuples(st.sampled_from(["gather", "reduce"]), st.integers(0, 3), st.integers(0, 3)))
+PROGRAM = [("gather", 2, 0), ("reduce", 3, 2), ("send", 0, 1), ("gather", 1, 2), ("exchange", 0, 2)]
+PROGRAM += [("send", 0, 0), ("gather", 4, 1), ("send", 0, 1), ("exchange", 0, 1), ("reduce", 1, 0)]
+programs = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 3), st.integers(0, 3)))
 
 
 @given(programs, st.integers(1, 4))
@@ -83,7 +113,8 @@ def test_a_process_group_answers_as_lockstep_does() -> None:
         assert groups.group_of(group) is group
         assert groups.group_by_name(group.group_name) is group
         inner = groups.group_of(mesh["cp"])
-        parts = [collectives.exchange_bytes(bytes([255 - rank] * 21), length, group) for length in (19, 24)]
+        content = bytes([255 - rank] * (21 - 7 * rank))
+        parts = [collectives.exchange_bytes(content, length, group) for length in (17, 24)]
         return results, collectives.exchange([rank, 10 * rank], group), parts, inner.size()
 
     answers = on_ranks(3, work)
@@ -91,8 +122,8 @@ def test_a_process_group_answers_as_lockstep_does() -> None:
     for (results, numbers, parts, size), expected in zip(answers, want):
         assert all(torch.equal(a, b) for a, b in zip(results, expected))
         assert numbers == [[0, 0], [1, 10], [2, 20]]
-        whole = [bytes([255 - rank] * 21 + [0] * 3) for rank in range(3)]  # longer content is cut
-        assert parts == [[content[:19] for content in whole], whole]
+        whole = [bytes([255 - rank] * (21 - 7 * rank)).ljust(24, b"\0") for rank in range(3)]
+        assert parts == [[content[:17] for content in whole], whole]
         assert size == 3
 
 
@@ -167,3 +198,40 @@ def test_an_error_names_a_request_with_its_peers() -> None:
         (AllToAll(x, [1, 0, 2], [0, 0, 3]), "AllToAll to ranks [0, 2] and from ranks [2]"),
     ):
         assert collectives._describe(request, group, 4) == f"turn 4 of a layer's schedule, {peers}"
+
+
+def test_collectives_of_a_gpu_start_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each starts asynchronously, on the communicator for data, with the request's own tensors: here named by
+    their rows."""
+    started: list[tuple[Any, ...]] = []
+
+    def start(name: str) -> Callable[..., str]:
+        def call(*args: Any, **options: Any) -> str:
+            args = tree_map(lambda x: len(x) if isinstance(x, Tensor) else x, args)
+            started.append((name, *args, *options.values()))
+            return name
+
+        return call
+
+    monkeypatch.setattr(groups, "data_communicator", lambda group, device: f"for {device}")
+    for name in ("_all_gather", "_reduce_scatter"):
+        monkeypatch.setattr(collectives, name, start(name))
+    for name in ("all_to_all_single", "batch_isend_irecv"):
+        monkeypatch.setattr(torch.distributed, name, start(name))
+    monkeypatch.setattr(torch.distributed, "P2POp", lambda op, x, **peer: (op, x, *peer.values()))
+    group: Any = SimpleNamespace(size=lambda: 3, rank=lambda: 1)
+    x, y = torch.empty(6, 2, device="meta"), torch.empty(4, 2, device="meta")
+    pairs = [(torch.distributed.isend, 6, "for meta", 2), (torch.distributed.irecv, 4, "for meta", 0)]
+    for request, expected in (
+        (AllGather(x), ("_all_gather", 18, 6, "for meta", True)),
+        (ReduceScatter(x), ("_reduce_scatter", 2, 6, "for meta", True)),
+        (
+            AllToAll(x, (1, 2, 3), (4, 0, 1)),
+            ("all_to_all_single", 5, 6, [4, 0, 1], [1, 2, 3], "for meta", True),
+        ),
+        (SendRecv([(2, x)], [(0, y)]), ("batch_isend_irecv", pairs)),
+    ):
+        ticket = collectives._start(request, group)
+        assert started.pop() == expected
+        assert ticket.source is request and ticket.works and not ticket.on_host
+    assert not collectives._start(SendRecv([], [], like=x), group).works and not started

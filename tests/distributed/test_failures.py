@@ -414,7 +414,10 @@ def test_the_error_of_a_lost_message_names_the_ranks_that_caused_it(
     error = failures.peer_lost(group, record, message, "lost")
     assert error.absent == absent
     assert re.match(f"rank 0 of 3 was at a message, and .*{text}", str(error)), error
-    assert record.closed.startswith("group 'stand-in' is closed in this process")
+    assert record.closed.startswith("group 'stand-in' is closed in this process: ")
+    assert [x.text for x in record.entries if x.rank == 0] in (
+        [], ["call 1 of rank 0 waited in vain at a message"],
+    )  # fmt: skip
     assert kinds is not None or caplog.messages == ["the store of group 'stand-in' failed: gone"]
 
 
@@ -470,3 +473,44 @@ def test_a_call_after_a_failure_waits_only_for_ranks_that_may_have_failed_alike(
         with pytest.raises(error):
             failures.record_of(group)
     assert bool(record.closed) == (error is failures.GroupClosed)
+
+
+@pytest.mark.parametrize(
+    ("entries", "waited", "has_store", "is_lost"),
+    [
+        ([(1, 4)], 0.0, True, True),
+        ([(1, 5), (2, 6)], 0.0, True, False),  # they have started the message
+        ([(0, 4)], 0.0, True, False),
+        ([], 8.9, True, False),
+        ([], 9.0, True, True),
+        ([], 8.9, False, False),
+    ],
+)
+def test_a_message_is_lost_once_a_rank_has_stopped_before_it_or_time_is_up(
+    entries: list[tuple[int, int]], waited: float, has_store: bool, is_lost: bool
+) -> None:
+    store = dist.HashStore()
+    for rank, messages in entries:
+        entry = failures.LogEntry(rank, messages, failures.CLOSED, "an entry")
+        failures._append(StandIn(rank, store), entry)
+    group = StandIn(0, store)
+    record = failures.record_of(group)
+    record.has_store = has_store
+    message = failures.AwaitedMessage(5, "tensors", lambda: "a message", lambda group: timedelta(seconds=9))
+    error = attempt(lambda: failures.check(group, record, message, waited, "late"))
+    assert (error is not None and error.startswith("PeerLost: ")) == is_lost == bool(record.closed)
+
+
+def test_an_error_of_all_ranks_stops_nothing_and_one_after_a_failure_keeps_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failures, "_has_others", lambda group: True)
+    store = dist.HashStore()
+    group = StandIn(0, store)
+    record = failures.record_of(group)
+    failures.stop(group, consistency.Disagreement("of all ranks"))
+    assert not store.num_keys() and not record.stopped
+    failures._append(StandIn(1, store), failures.LogEntry(1, 0, failures.CLOSED, "an entry"))
+    for name in ("first", "second"):
+        failures.stop(group, ValueError(name))
+    assert "call 1 of rank 0 failed: ValueError: first" in record.closed

@@ -17,7 +17,7 @@ from tests.kernels.support.harness import F32, F64, agree, cotangents, oracle, o
 from tests.multiprocess.ranks import run as on_ranks
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Wait
-from tritoncp.distributed.schedules import SCHEDULES
+from tritoncp.distributed.schedules import SCHEDULES, buffers
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document
 from tritoncp.ops import engine_factory
@@ -227,4 +227,6 @@ def test_results_are_laid_out_as_queries_whose_length_nothing_bounds() -> None:
         torch._check(rows >= 0)
         q = torch.empty_strided((2, 3, rows, 8), (24 * rows, 8, 24, 1))
         out = laid_out_as(q, 4)
+        pairs = (rows, rows), (rows + 1, rows), (rows, rows + 1)
+        assert [buffers._compare(*pair) for pair in pairs] == [0, 1, -1]
     assert out.stride()[1:] == (4, 12, 1)

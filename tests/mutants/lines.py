@@ -76,19 +76,21 @@ def lines_of_statement(path: str, line: int) -> range:
 
 def choose_tests(mutant: Mutant) -> list[str]:
     """Return the tests that run the statement of a mutant, or its file if it runs at import: first cheap
-    ones, those of the package's own folder, and the first of each file; no more than SECONDS of them. Last
-    come those of BESIDE."""
+    ones, those named for the module or in its package's own folder, and the first of each file; no more than
+    SECONDS of them. Last come those of BESIDE."""
     of_lines = read_measured("lines").get(mutant.path, {})
     own_lines = [of_lines.get(str(line)) for line in lines_of_statement(mutant.path, mutant.line)]
     chosen = {test for tests in own_lines if tests for test in tests}
     if not chosen and [] in own_lines:
         chosen = {test for tests in of_lines.values() for test in tests}
     seconds, own = read_measured("seconds"), f"tests/{Path(mutant.path).parts[-2]}/"
+    of_module = f"/test_{Path(mutant.path).stem}.py"
     names, count_of_file, costs = list(seconds), defaultdict(int), {}
     for test in sorted((names[number] for number in chosen), key=lambda test: (seconds[test], test)):
         file = test.partition("::")[0]
         count_of_file[file] += 1
-        costs[test] = (0.05 + seconds[test]) * (1 if test.startswith(own) else 4) * (10 + count_of_file[file])
+        distance = 0.25 if file.endswith(of_module) else 1 if file.startswith(own) else 4
+        costs[test] = (0.05 + seconds[test]) * distance * (10 + count_of_file[file])
     result, spent = [], 0.0
     for test in sorted(costs, key=lambda test: (costs[test], test)):
         spent += seconds[test]

@@ -277,7 +277,11 @@ def peer_lost(group: Any, record: Record, message: AwaitedMessage, error: object
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, at most eight of them: "ranks 0, 2"."""
+    """Name ranks, at most eight of them.
+
+    >>> name_ranks([3]), name_ranks(range(8)), name_ranks(range(9))
+    ('rank 3', 'ranks 0, 1, 2, 3, 4, 5, 6, 7', 'ranks 0, 1, 2, 3, 4, 5, 6, 7, ...')
+    """
     text = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {text}"
 
