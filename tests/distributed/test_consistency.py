@@ -120,6 +120,7 @@ def test_a_difference_is_named_on_every_rank():
             assert text.startswith(f"Disagreement: the ranks differ in {field}: rank 0 against rank 1"), text
             for rank, value in enumerate(values):
                 assert re.search(rf"Rank {rank} has .*{re.escape(value)}", text), text
+            assert len(set(re.findall(r"\(digest [0-9a-f]{8}\)", text))) == text.count("(digest "), text
             assert field != "mask" or "Every rank needs the same global mask" in text
 
 

@@ -68,29 +68,47 @@ def read_measured(name: str) -> dict[str, Any]:
 
 def lines_of_statement(path: str, line: int) -> range:
     """The lines of the innermost statement around a line, without the statements in it."""
-    statements = [x for x in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(x, ast.stmt)]
-    inner = max((x for x in statements if x.lineno <= line <= (x.end_lineno or 0)), key=lambda x: x.lineno)
+    inner = max(statements_around(path, line), key=lambda x: x.lineno)
     body = getattr(inner, "body", None)
     return range(inner.lineno, body[0].lineno if body else (inner.end_lineno or 0) + 1)
 
 
+def lines_of_function(path: str, line: int) -> range:
+    """The lines of the innermost function around a line, else of the statement around it."""
+    around = statements_around(path, line)
+    functions = [x for x in around if isinstance(x, ast.FunctionDef)]
+    inner = max(functions or around, key=lambda x: x.lineno)
+    return range(inner.lineno, (inner.end_lineno or 0) + 1)
+
+
+def statements_around(path: str, line: int) -> list[ast.stmt]:
+    statements = [x for x in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(x, ast.stmt)]
+    return [x for x in statements if x.lineno <= line <= (x.end_lineno or 0)]
+
+
 def choose_tests(mutant: Mutant) -> list[str]:
     """Return the tests that run the statement of a mutant, or its file if it runs at import: first cheap
-    ones, those named for the module or in its package's own folder, and the first of each file; no more than
-    SECONDS of them. Last come those of BESIDE."""
+    ones, those that run lines of its function that few tests run, the first case of each test, and tests
+    named for the module or in its package's own folder; no more than SECONDS of them. Last come those of
+    BESIDE."""
     of_lines = read_measured("lines").get(mutant.path, {})
     own_lines = [of_lines.get(str(line)) for line in lines_of_statement(mutant.path, mutant.line)]
     chosen = {test for tests in own_lines if tests for test in tests}
     if not chosen and [] in own_lines:
         chosen = {test for tests in of_lines.values() for test in tests}
-    seconds, own = read_measured("seconds"), f"tests/{Path(mutant.path).parts[-2]}/"
-    of_module = f"/test_{Path(mutant.path).stem}.py"
-    names, count_of_file, costs = list(seconds), defaultdict(int), {}
-    for test in sorted((names[number] for number in chosen), key=lambda test: (seconds[test], test)):
-        file = test.partition("::")[0]
-        count_of_file[file] += 1
-        distance = 0.25 if file.endswith(of_module) else 1 if file.startswith(own) else 4
-        costs[test] = (0.05 + seconds[test]) * distance * (10 + count_of_file[file])
+    rarity: dict[int, float] = defaultdict(lambda: 0.001)
+    for line in lines_of_function(mutant.path, mutant.line):
+        for test in (tests := of_lines.get(str(line), [])):
+            rarity[test] += 1 / len(tests)
+    seconds, cases, costs = read_measured("seconds"), defaultdict(int), {}
+    own, of_module = f"tests/{Path(mutant.path).parts[-2]}/", f"/test_{Path(mutant.path).stem}.py::"
+    names = list(seconds)
+    for number in sorted(chosen, key=lambda number: (seconds[names[number]], names[number])):
+        test = names[number]
+        cases[test.partition("[")[0]] += 1
+        distance = 1 if of_module in test else 2 if test.startswith(own) else 4
+        case = cases[test.partition("[")[0]]
+        costs[test] = (0.05 + seconds[test]) * distance * case**2 / rarity[number]
     result, spent = [], 0.0
     for test in sorted(costs, key=lambda test: (costs[test], test)):
         spent += seconds[test]
