@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tritoncp
 from tests.multiprocess.ranks import attempt, run
 from tritoncp.cpu.engine import CpuEngine
-from tritoncp.distributed import consistency, failures, groups
+from tritoncp.distributed import collectives, consistency, failures, groups
 from tritoncp.reference.dense import dense_attention
 
 S, STEPS, BAD = 24, 5, 2  # rows, batches, and the batch with the fault
@@ -514,3 +514,14 @@ def test_an_error_of_all_ranks_stops_nothing_and_one_after_a_failure_keeps_the_f
     for name in ("first", "second"):
         failures.stop(group, ValueError(name))
     assert "call 1 of rank 0 failed: ValueError: first" in record.closed
+
+
+def test_a_message_that_a_graph_cannot_start_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(collectives, "_start", refuse)
+    monkeypatch.setattr(groups, "timeout", lambda group: timedelta(seconds=9))
+    request = collectives.AllGather(torch.ones(1))
+    with pytest.raises(failures.PeerLost, match=r"ranks 1, 2 did not come .*\(refused\)"):
+        collectives.start_in_graph(request, StandIn(0, dist.HashStore()))

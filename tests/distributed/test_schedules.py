@@ -1,6 +1,7 @@
 """Schedules: their messages and memory, the memory order of their results, and head groups of any size."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,3 +231,24 @@ def test_results_are_laid_out_as_queries_whose_length_nothing_bounds() -> None:
         pairs = (rows, rows), (rows + 1, rows), (rows, rows + 1)
         assert [buffers._compare(*pair) for pair in pairs] == [0, 1, -1]
     assert out.stride()[1:] == (4, 12, 1)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_partial_sums_of_keys_are_added_unless_batch_rows_share_them(add: bool) -> None:
+    """The engine of a GPU may split the query heads of a KV head; each part is computed in its own memory."""
+
+    class Engine:
+        def split(self, *_: Any) -> int:
+            return 2
+
+        def dkdv(self, step: Any, dk: Tensor, dv: Tensor, dq: Any, h_offset: int, **options: Any) -> Any:
+            assert (h_offset, dk.shape[1]) == (3, 2 * options.get("split", 1))
+            parts = [x if x.stride(0) else x[:1] for x in (dk, dv)]  # each element once
+            return lambda: [x.copy_(i + options.get("add", False) * x) for i, x in enumerate(parts, 1)]
+
+    step: Any = SimpleNamespace(q=None, k=None, tables=None, lse=torch.empty(3, 4, 5))
+    for own, times in ((torch.ones(3, 2, 5, 8), 2), (torch.ones(1, 2, 5, 8).expand(3, -1, -1, -1), 1)):
+        grads = own.clone() if times == 2 else own, torch.ones(3, 2, 5, 6)
+        buffers.dkdv(Engine(), step, *grads, None, h_offset=3, add=add)
+        for i, grad in enumerate(grads, 1):
+            assert bool((grad == times * i + add).all())
