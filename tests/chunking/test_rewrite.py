@@ -32,15 +32,15 @@ from tritoncp.chunking import Pass, chunk, concretise, mark
 from tritoncp.chunking.concrete import hints
 from tritoncp.chunking.sizes import free_symbols
 
-B, S = 4, 48
+B, S = 6, 48  # no size of a chunk is one of the model's
 CUTS = (("batch", 2), ("seq", 2), ("seq", 3), ("seq", 4))
 DENSE = Shape()
 EXPERTS = Shape(experts=3, biased=True)
 UNBIASED = Shape(experts=3)
 SORTED = replace(EXPERTS, dispatch="sorted")
 IDS = torch.tensor([0] * 20 + [1] * 28)
-ROWS = torch.tensor([48, 30, 17, 40])
-SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+ROWS = torch.tensor([48, 30, 17, 40, 5, 33])
+SLOPES = 0.5 ** torch.arange(1, 7)
 BIAS = torch.randn(S, generator=torch.Generator().manual_seed(1))
 
 
