@@ -44,7 +44,6 @@ FACTORS: dict[str, Any] = {
 CPU = pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 KERNELS = pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 
-
 PAIRS = [case_of(row, seed) for seed, row in enumerate(pairs(FACTORS))]
 SMALL = (
     FACTORS

@@ -63,7 +63,6 @@ CALLS: dict[str, tuple[tuple, dict[str, Any]]] = {
     "options": ((), {"kernel_options": {"BLOCK_M": 16, "BLOCK_N": 32}, "block_mask": TORCHS}),
 }
 
-
 ON_ENGINES = [*(("cpu", name) for name in CALLS), ("kernels", "score_mod and mask"), ("kernels", "options")]
 
 

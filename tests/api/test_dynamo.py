@@ -56,7 +56,6 @@ KINDS = {
     "torch's": lambda i: torch_flex.create_block_mask(mask_mod(i), 1, 1, S, S, "cpu", BLOCK_SIZE=BLOCK),
 }
 
-
 MANY = 5
 
 

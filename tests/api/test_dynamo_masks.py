@@ -9,6 +9,7 @@ import tritoncp
 from tests.api.compiled_calls import Compiled
 from tests.command_process import run_code
 from tritoncp import causal, create_block_mask, flex_attention, make_plan, shard, simulate
+from tritoncp.api import dynamo
 
 pytestmark = pytest.mark.usefixtures("cpu_engine", "fresh_dynamo")  # compiled code is outside the kernels
 
@@ -65,8 +66,6 @@ def test_one_mask_for_layers_batches_and_heads():
 
 
 def test_a_mask_is_made_once_for_the_same_documents(monkeypatch):
-    from tritoncp.api import dynamo
-
     made, make = [], dynamo.create_on_device
     monkeypatch.setattr(dynamo, "create_on_device", lambda *args: made.append(args) or make(*args))
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)

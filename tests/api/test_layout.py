@@ -27,7 +27,6 @@ FORMS = {
     "expanded rows": lambda order: permuted(order)[:, :, :1].expand(SHAPE),
 }
 
-
 CASES = [  # compiled for one length of values only
     pytest.param(v_dim, form, compiled, marks=[pytest.mark.long] * (compiled and (i + j) % 2))
     for i, v_dim in enumerate((8, 6))

@@ -29,7 +29,6 @@ MASKS = {
     "mask_mod": lambda: one_block(lambda b, h, q, kv: q + h >= kv),
 }
 
-
 CALLS = [
     *((name, compiled, "cpu") for name in MASKS for compiled in (False, True)),
     ("mask_mod", False, "kernels"),

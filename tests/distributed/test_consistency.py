@@ -23,7 +23,6 @@ from tritoncp.masks import full_mask
 S = 32
 IDS = torch.arange(S) // 5
 
-
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,6 @@ def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
 
 
-def load(name: str) -> Any:
-    """Import a program of examples/."""
-    return importlib.import_module(name)
-
-
 def check_close(actual: list[Tensor], expected: list[Tensor], limit: float = 3e-6) -> None:
     """Compare tensors, relative to the largest number of each."""
     for a, b in zip(actual, expected, strict=True):
@@ -56,7 +51,7 @@ def check_close(actual: list[Tensor], expected: list[Tensor], limit: float = 3e-
     ],
 )
 def test_an_example_has_the_losses_and_gradients_of_one_process(name: str) -> None:
-    train = load(name).train
+    train = import_module(name).train
     losses, gradients = train()
     assert len(set(losses)) == 2
     assert all(gradient.abs().max() > 0 for gradient in gradients)
@@ -66,21 +61,21 @@ def test_an_example_has_the_losses_and_gradients_of_one_process(name: str) -> No
 
 
 def test_the_latent_of_deepseek_v2_lite_has_a_ninth_of_the_bytes() -> None:
-    example = load("latent_attention")
+    example = import_module("latent_attention")
     latent, keys = example.bytes_sent(4096, 8, **example.layer_sizes(16, 128, 64, 128, 512))
     assert latent * 5120 == keys * 576
 
 
 def test_an_own_balancer_gives_a_fast_rank_more_work() -> None:
-    plan = load("custom_balancer").plan_by_speed(world_size=3, rank=0)
+    plan = import_module("custom_balancer").plan_by_speed(world_size=3, rank=0)
     fast, slow, other = plan.work
     assert fast == pytest.approx(2 * slow, rel=0.1) and fast == pytest.approx(other, rel=0.1)
 
 
 def test_layers_of_a_hybrid_model_see_their_own_mask() -> None:
     """The window of one layer matters: with full attention in both, the first loss differs."""
-    example = load("hybrid_window_full")
-    assert example.train()[0][0] != load("train_loop").train()[0][0]
+    example = import_module("hybrid_window_full")
+    assert example.train()[0][0] != import_module("train_loop").train()[0][0]
 
 
 def read_checkpoint_table() -> dict[str, list[int]]:
@@ -91,7 +86,7 @@ def read_checkpoint_table() -> dict[str, list[int]]:
 
 
 def measure_checkpoints(group: Any, compiled: bool) -> dict[str, Any]:
-    example = load("selective_checkpoint")
+    example = import_module("selective_checkpoint")
     with inductor_config.patch(compile_threads=1):  # a fork has no threads of its parent's pool
         return {
             name: tuple(example.measure(wrap, group, compiled=compiled))
@@ -106,7 +101,7 @@ def test_checkpoints_keep_and_repeat_what_the_page_says(
 ) -> None:
     """Compiled, it needs a C++ compiler."""
     monkeypatch.setattr(traffic, "SMALL", 1 << 20)  # tests split messages that go in one piece elsewhere
-    page, model = read_checkpoint_table(), load("train_loop")
+    page, model = read_checkpoint_table(), import_module("train_loop")
     tables = ranks.run(2, measure_checkpoints, compiled)
     *_, loss, gradients = tables[0]["no checkpoint"]
     for table in tables:
@@ -127,13 +122,13 @@ def test_the_program_prints_its_table_once_and_the_losses_of_each_rank() -> None
     path = ROOT / "examples/selective_checkpoint.py"
     first, second = ranks.run_program(2, path, lambda variables, output: output.splitlines())
     *table, losses = first
-    assert [line[:34].strip() for line in table[1:]] == list(load("selective_checkpoint").WAYS)
+    assert [line[:34].strip() for line in table[1:]] == list(import_module("selective_checkpoint").WAYS)
     assert second == [losses.replace("rank 0", "rank 1")]
 
 
 def test_training_resumes_on_more_ranks_with_the_losses_of_one_run(tmp_path: Path) -> None:
-    train = load("resume_on_more_ranks").train
-    load("padded_batches").train_step()  # imports what the forked ranks would import each
+    train = import_module("resume_on_more_ranks").train
+    import_module("padded_batches").train_step()  # imports what the forked ranks would import each
     (through, *rest) = ranks.run(4, train, tmp_path / "through.pt", 4)
     assert all(losses == through for losses in rest)
     before = ranks.run(4, train, tmp_path / "resumed.pt", 2)[0]
@@ -145,7 +140,7 @@ def test_training_resumes_on_more_ranks_with_the_losses_of_one_run(tmp_path: Pat
 
 
 def test_a_padded_batch_has_the_loss_and_gradients_of_its_texts() -> None:
-    example = load("padded_batches")
+    example = import_module("padded_batches")
     (loss,), grads = example.train_step()  # one process
     for (rank_loss,), rank_grads in ranks.run(3, example.train_step):
         assert rank_loss == pytest.approx(loss, rel=1e-5)

@@ -43,7 +43,6 @@ FACTORS: dict[str, Any] = {
     ),
 }
 
-
 CASES = [
     case_of({name: values[i % len(values)] for name, values in FACTORS.items()}, i)
     for i in range(ROUNDS * len(FACTORS["mask"]))

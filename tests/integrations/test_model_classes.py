@@ -42,12 +42,6 @@ class HasLoss(LlamaForCausalLM):
         return nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
 
 
-class Wrapper(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.inner = model
-
-
 def without_source(cls: type) -> Any:
     """Return a subclass made by exec, with a forward method of its own."""
     names: dict[str, Any] = {"Base": cls}

@@ -21,7 +21,6 @@ from tritoncp.kernels.tile_rules import PASSES, Config, default, fit, gqa_pack_f
 from tritoncp.masks import full_mask
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
-TILES = {option for kind in PASSES for both in option_names(kind).values() for option in both}
 
 
 def chosen(kind: str, options: dict[str, Any], q_block: int = 128, kv_block: int = 128) -> Config:

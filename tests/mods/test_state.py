@@ -26,7 +26,6 @@ from tritoncp.reference import dense
 
 S = 16
 
-
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 
@@ -214,7 +213,6 @@ EDITS = hypothesis.given(
     reader=st.sampled_from(sorted(READERS)),
     values=st.lists(st.sampled_from([0.25, 0.5, 3.0, -1.0]), min_size=2, max_size=3),
 )
-
 
 test_an_edit_of_any_reachable_state_is_seen = hypothesis.settings(max_examples=25)(EDITS(check_edits))
 test_edits_of_reachable_state_are_seen_in_many_examples = pytest.mark.long(

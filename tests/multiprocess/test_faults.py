@@ -25,7 +25,6 @@ from tests.multiprocess.ranks import attempt, outcomes, run
 S, TIMEOUT = 24, 2.0  # rows, and seconds of the group
 PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
 
-
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 from unittest import mock
 
@@ -125,8 +126,6 @@ def test_a_long_plan_is_small_when_pickled() -> None:
 
 def test_a_plan_takes_few_files_across() -> None:
     """A worker hands every tensor over in a file of its own, and a process may have about a thousand open."""
-    from multiprocessing.reduction import ForkingPickler
-
     mask = mask_of(PACKED[0])
     counts = []
     for world_size in (2, 90):

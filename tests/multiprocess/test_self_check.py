@@ -118,15 +118,8 @@ def test_a_wrong_rank_is_named(tmp_path: Path) -> None:
     assert not case["right"] and 1 in case["ranks"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "lost"),
-    [
-        ("dies", 0),
-        ("stalls", 1),
-        pytest.param("dies", 1, marks=pytest.mark.long),
-        pytest.param("stalls", 0, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("fault", ["dies", "stalls"])
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_rank_is_named_and_the_other_ranks_end_in_time(fault: str, lost: int, tmp_path: Path) -> None:
     def fail() -> None:
         if fault == "dies":

@@ -23,7 +23,6 @@ from tritoncp.reference.dense import dense_attention
 
 S = 32
 
-
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 

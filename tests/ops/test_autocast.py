@@ -12,7 +12,6 @@ from tritoncp import causal, create_block_mask, document, make_plan, simulate
 S = 32
 LOW = torch.bfloat16
 
-
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.library import opcheck
 from torch.nn.attention.flex_attention import AuxRequest
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import tritoncp
@@ -166,7 +167,6 @@ def test_functionalize_is_allowed():
 
 def test_dispatch_modes_do_not_reach_into_the_ops():
     """A dispatch mode sees one op, not the collectives and launches inside, and the result is the same."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Names(TorchDispatchMode):
         def __init__(self):

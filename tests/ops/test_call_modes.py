@@ -15,7 +15,6 @@ from tritoncp import causal, create_block_mask, make_plan, sliding_window
 S, HEADS = 64, 4
 DOCUMENTS = torch.arange(S) // 24
 
-
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 

@@ -20,7 +20,6 @@ from tritoncp import causal, create_block_mask, simulate
 
 S, D, E, BATCH, HEADS = 96, 16, 8, 2, 4
 
-
 pytestmark = pytest.mark.usefixtures("cpu_engine")
 
 

@@ -1,7 +1,6 @@
 """Synthetic histories with specified noise, steps and failures; commands that read them."""
 
 import datetime
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +24,7 @@ def noisy(seed: int, points: int = 120, step: float = 0.0, at: int = 0) -> np.nd
     return times
 
 
-def point(
-    case: str = "c",
-    ms: float | None = 1.5,
-    run: str = "r",
-    series: Series = H200,
-    samples: Sequence[float] = (),
-    **env: str,
-) -> Point:
+def point(case: str = "c", ms=1.5, run: str = "r", series: Series = H200, samples=(), **env: str) -> Point:
     """Make the point of a run of tritoncp alone; None is a failure."""
     own = {"why": "it broke"} if ms is None else {"ms": ms, **({"samples": list(samples)} if samples else {})}
     return Point(run, FIRST.isoformat(), case, series, ENV | env, {"tritoncp": own})

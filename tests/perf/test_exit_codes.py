@@ -47,7 +47,6 @@ def files(tmp_path_factory) -> dict[str, Path]:
 
 ENDS = tomllib.loads(Path(__file__).with_name("exit_codes.toml").read_text())
 
-
 VERDICTS = [["pass"], ["regression"], ["bad input"], ["nothing compared"]]
 
 

@@ -17,11 +17,6 @@ CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--seconds", "0.01"]
 
 
-def lines_of(folder) -> list[dict]:
-    (path,) = folder.glob("*.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def bench(monkeypatch, path, seconds: float = 60.0, **wrong) -> tuple[measure.Bench, history.Journal]:
     """Make a bench whose rounds take no time, with some contenders replaced."""
     monkeypatch.setattr(measure, "time_interleaved", lambda runs, *_: dict.fromkeys(runs, figure(1.0)))
@@ -41,13 +36,13 @@ def figure(ms: float) -> timing.Figure:
 def test_a_run_writes_a_line_for_each_case_with_all_that_explains_it(tmp_path):
     result = CliRunner().invoke(main, [*QUICK, "--tier", "smoke", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    lines = lines_of(tmp_path)
-    assert [line["case"][-4:] for line in lines] == ["-fwd", "-bwd"]
-    assert len({line["run"] for line in lines}) == 1
-    for line in lines:
-        assert {"torch", "triton", "tritoncp", "sources", "commit"} <= set(line["env"])
-        assert line["tags"]["mask"] == "causal" and line["work"]["flops"] > 0
-        took = line["contenders"]
+    points = history.read(tmp_path).points
+    assert [point.case[-4:] for point in points] == ["-fwd", "-bwd"]
+    assert len({point.run for point in points}) == 1
+    for point in points:
+        assert {"torch", "triton", "tritoncp", "sources", "commit"} <= set(point.env)
+        assert point.tags["mask"] == "causal" and point.work["flops"] > 0
+        took = point.contenders
         assert set(took["tritoncp"]["errors"]) == {"out", "dq", "dk", "dv"}
         assert "does not support backward on CPU" in took["flex"]["why"]
         assert "ms" not in took["flex"]
@@ -62,9 +57,9 @@ def test_a_second_run_is_appended_and_json_equals_the_file(tmp_path):
     arguments = [*QUICK, "--tier", "smoke", "--only", "*-fwd", "--json", "--out", str(tmp_path)]
     first, second = (CliRunner().invoke(main, arguments) for _ in range(2))
     printed = [json.loads(line) for line in (first.stdout + second.stdout).splitlines()]
-    assert printed == lines_of(tmp_path)
-    assert len({line["run"] for line in lines_of(tmp_path)}) == 2
-    assert not [line for line in lines_of(tmp_path) if "-bwd" in line.get("case", "")]
+    points = history.read(tmp_path).points
+    assert printed == [point.as_line() for point in points] and len({point.run for point in points}) == 2
+    assert not [point for point in points if "-bwd" in point.case]
 
 
 @pytest.mark.usefixtures("cpu_engine")

@@ -13,8 +13,6 @@ from tritoncp import create_block_mask, document, full_mask, make_plan
 from tritoncp.planning import cost, traffic
 from tritoncp.planning.build import build
 
-S = 1 << 16
-
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("balancer", BALANCERS)

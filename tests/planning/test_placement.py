@@ -12,14 +12,10 @@ from torch import Tensor
 import tritoncp
 from tests.multiprocess.ranks import run
 from tritoncp.masks.block_runs import Runs
-from tritoncp.masks.closed_forms import causal, document
 from tritoncp.masks.mask import Mask, full_mask
-from tritoncp.masks.mask_mod import and_masks
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import row_positions
 from tritoncp.planning.plan import Plan
-
-BY_ROW = and_masks(causal(), document(ids=torch.tensor([[0] * 5 + [1] * 25, [0] * 21 + [1] * 9])))
 
 
 def random_mask(batch: int, rows: int, cut: int, block: int, seed: int) -> Mask:

@@ -20,7 +20,6 @@ from tritoncp.planning.plan import Plan
 
 WORLDS = (1, 3, 5)
 
-
 NAMES = ("causal", "window", "prefix", "everything", "dilated", "pieces", "bits", "hidden rows")
 CASES: dict[str, Callable[[], Mask]] = {
     name: Case((name, 55), batch=2, length=120, kv_length=120, block=32).block_mask

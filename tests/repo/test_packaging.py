@@ -112,8 +112,13 @@ def wheel_python(wheel, tmp_path_factory) -> Path:
 
 
 @pytest.mark.long
-def test_an_installed_wheel_works_and_shows_no_bare_kernels(wheel_python, tmp_path):
-    result, folder = probe(wheel_python, tmp_path), wheel_python.parents[1]
+@pytest.mark.parametrize("editable", [False, True])
+def test_an_install_works_and_shows_no_bare_kernels(editable, wheel_python, source, tmp_path):
+    python, folder = wheel_python, wheel_python.parents[1]
+    if editable:
+        python, folder = fresh_environment(tmp_path / "env"), source
+        install(python, "--editable", source)
+    result = probe(python, tmp_path)
     assert Path(result["file"]).is_relative_to(folder)
     assert result["bare"] == []
     assert not [place for place in result["visible"] if Path(place).is_relative_to(folder)]
@@ -153,16 +158,6 @@ def test_an_installed_wheel_is_used_as_the_readme_says(wheel_python, tmp_path):
     shutil.copy(ROOT / "perf/history/2026-11-22-amd-epyc.jsonl", tmp_path / "perf/history")
     run(command, "perf", "dashboard")
     assert "tritoncp" in (tmp_path / "dashboard.html").read_text()
-
-
-@pytest.mark.long
-def test_an_editable_install_works_and_shows_no_bare_kernels(source, tmp_path):
-    python = fresh_environment(tmp_path / "env")
-    install(python, "--editable", source)
-    result = probe(python, tmp_path)
-    assert Path(result["file"]).is_relative_to(source)
-    assert result["bare"] == []
-    assert not [place for place in result["visible"] if Path(place).is_relative_to(source)]
 
 
 def test_the_sdist_builds_the_same_wheel(source, wheel, tmp_path):

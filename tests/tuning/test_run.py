@@ -34,7 +34,6 @@ from tritoncp.tuning.targets import Target, candidates
 SMALL = Target("forward", Problem("causal", 64, 2, 1, 16, 16, dtype="float32"))
 CPU = torch.device("cpu")
 
-
 BIAS = torch.linspace(-1, 1, 8).requires_grad_()
 
 

@@ -99,7 +99,6 @@ def test_indices_near_the_top_of_32_bits() -> None:
 
 _LEAVES = st.sampled_from(["q", "k", "h", "IDS[b, q]", "INTS[k]", "INTS[q - k]", "b", "7", "-3", "BYTES[q]"])
 
-
 _SYMBOLS = st.sampled_from(["+", "-", "*", "&", "|", "^"])
 _CHOICE = "torch.where(q >= k, torch.as_tensor({}), torch.as_tensor({}))"
 

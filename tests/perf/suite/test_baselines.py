@@ -15,7 +15,6 @@ from tritoncp.reference.dense import dense_attention
 
 CPU = torch.device("cpu")
 
-
 MASKS = dict.fromkeys(case.problem.mask for case in CASES)
 
 
