@@ -166,12 +166,16 @@ def write_source(job: TemplateJob, tensors: Mapping[str, Tensor]) -> str:
 def _constants(job: TemplateJob) -> dict[str, Any]:
     problem, dim, blocks = job.problem, job.problem.dim, job.problem.mask != "full"
     group = problem.heads // problem.kv_heads
+    dims = {"QK_HEAD_DIM": dim, "V_HEAD_DIM": problem.v_dim}
+    rounded = {f"{name}_ROUNDED": 1 << (size - 1).bit_length() for name, size in dims.items()}
+    is_safe = [*dims.values()] == [*rounded.values()]
     constants: dict[str, Any] = {
         **{"PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False},
         **{"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "WRITE_DQ": True, "HAS_FULL_BLOCKS": blocks},
-        **{"IS_DIVISIBLE": True, "SAFE_HEAD_DIM": True, "FLOAT32_PRECISION": "'ieee'", "USE_TMA": False},
+        **{"IS_DIVISIBLE": True, "SAFE_HEAD_DIM": is_safe, "FLOAT32_PRECISION": "'ieee'", "USE_TMA": False},
         **{"INDEX_DTYPE": "tl.int32", "SM_SCALE": dim**-0.5, "GQA_SHARED_HEADS": group},
-        **dict.fromkeys(("QK_HEAD_DIM", "QK_HEAD_DIM_ROUNDED", "V_HEAD_DIM", "V_HEAD_DIM_ROUNDED"), dim),
+        **dims,
+        **rounded,
         **dict.fromkeys(("SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE"), 128 if blocks else 1 << 30),
     }
     return constants | job.constants
