@@ -105,10 +105,10 @@ def try_mutant(mutant: Mutant) -> Result | None:
     """Run the tests of a mutant's line; None if the mutant is no program."""
     path, tests = worker_copy() / mutant.path, choose_tests(mutant)
     source, times = path.read_text(), path.stat()
-    mutated, changed = mutant.change(source)
     try:
+        mutated, changed = mutant.change(source)
         compile(mutated, mutant.path, "exec")
-    except SyntaxError:
+    except (AttributeError, SyntaxError):  # cosmic-ray's operator for exceptions fails for dotted names
         return None
     path.write_text(mutated)
     try:
