@@ -70,6 +70,7 @@ INDICES = {
     "every other row": slice(None, None, 2),
     "rows in another order": torch.tensor([2, 0]),
     "three rows without one distance": torch.tensor([2, 0, 1]),
+    "three rows in another order": torch.tensor([0, 2, 1]),
     "rows by bools": torch.tensor([True, False, True]),
     "head": (slice(None), 1),
     "row and head": (2, 0),

@@ -295,6 +295,7 @@ ROWS, CELLS = torch.rand(B, H, LENGTH) * LENGTH, torch.rand(LENGTH, LENGTH)
         lambda b, h, q, kv: ROWS[b, h, q] < kv,
         lambda b, h, q, kv: ROWS[b][h][q] >= ROWS[1, h, -kv - 1],
         lambda b, h, q, kv: CELLS[q, kv] > 0.1,
+        lambda b, h, q, kv: ROWS.cumsum(-1)[0][h, q] > kv,  # no rule, but the same in every tile
     ],
 )
 def test_tiles_of_single_comparisons_are_all_decided(mod) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -24,6 +24,7 @@ from tritoncp.masks import (
     sliding_window,
     tree,
 )
+from tritoncp.masks.closed_forms import QuerySlice
 from tritoncp.reference.dense import dense_attention
 
 N = 48  # tokens every drawn closed form covers
@@ -64,7 +65,11 @@ def dense(mod: MaskMod, q_len: int, kv_len: int) -> Tensor:
     return flex.create_mask(mod, 2, 1, q_len, kv_len, device="cpu")
 
 
+GAP = or_masks(QuerySlice(sliding_window(1, 0), 9), sliding_window(1, 0))
+
+
 @LAWS
+@example(mod=GAP, q_len=20, kv_len=40)
 @given(forms(), lengths, lengths)
 def test_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
     intervals = mod.intervals(q_len, kv_len)

@@ -193,6 +193,15 @@ def test_rows_have_intervals_if_their_masked_blocks_hide_no_key_between(seed, ge
         )
 
 
+@pytest.mark.parametrize("block", [255, 256, 257])
+def test_intervals_end_at_the_last_key_of_a_block(block: int) -> None:
+    """Keys of a block are numbered in a type that has room for them all."""
+    mask = create_block_mask(lambda b, h, q, kv: kv <= q, 1, 1, 2 * block, 2 * block, BLOCK_SIZE=block)
+    lo, hi = with_intervals(mask, mask.mask_mod).interval
+    rows = torch.arange(2 * block)
+    assert torch.equal(lo[0, 0], (rows // block * block).int()) and torch.equal(hi[0, 0], (rows + 1).int())
+
+
 @pytest.mark.parametrize(
     ("mod", "reads"),
     [
@@ -215,6 +224,7 @@ def test_an_interval_found_for_one_batch_row_does_not_serve_others_it_may_not_ho
         ),
     ):
         assert mask.reads == reads
+        assert from_block_mask(mask.to_block_mask(), search=False).reads == (True, True)
         assert mask.interval is not None
         assert mask.interval_for(1, 1) is mask.interval
         assert (mask.interval_for(4, 1) is None) == reads[0]
@@ -226,8 +236,10 @@ def test_pickle_and_pictures() -> None:
     copy = pickle.loads(pickle.dumps(mask))
     assert copy.runs == mask.runs
     assert str(copy) == str(mask)
-    assert "sparsity=" in repr(mask)
-    assert "\n" not in repr(mask)
+    hidden = create_block_mask(lambda b, h, q, kv: (q + kv) % 2 == 0, 1, 1, 64, 64, BLOCK_SIZE=16)
+    texts = "rows see intervals", "nothing masked inside blocks", "rows see a mask_mod"
+    for one, text in zip((mask, full_mask(8, 8), hidden), texts):
+        assert "sparsity=" in repr(one) and repr(one).endswith(f", {text})") and "\n" not in repr(one)
     assert "b=0, h=0 of 2 x 1" in str(mask)
     picture = create_block_mask(causal(), None, None, 1 << 16, 1 << 16).draw()
     assert picture.splitlines() == ["█" * i + "▒" + "·" * (63 - i) for i in range(64)]
