@@ -1,10 +1,12 @@
-"""Replace torch's sums and exponentials on the CPU by another machine's: many differ in the last digit.
+"""Replace torch's sums, exponentials and sorts on the CPU by another machine's: many results differ in the
+last digit, and equal elements are sorted in another order.
 
 Products, sums and flash attention are computed twice, the second time with their terms in another order, and
 each element is one of the two. Which one, and the order, depend on the operation, on shapes, strides and
 storage offsets, and on the place of the element: the same call gives the same bits, the same row in another
 batch or layout may not. So a comparison of bits that holds by luck on one CPU fails on all of them. What is
-exact stays as it is: sums of whole numbers, single terms, zeros, infinities, NaN, exp(0).
+exact stays as it is: sums of whole numbers, single terms, zeros, infinities, NaN, exp(0). Sorts that need not
+be stable sort equal elements backwards, as instructions of some CPUs do for more than 16 elements.
 
 Importing the module changes the process, and those forked from it; ``sitecustomize`` beside it imports it in
 new processes. Not covered: code that torch.compile fuses, and operations that are not listed here.
@@ -145,6 +147,21 @@ def compute_less(number: int, op: str) -> Callable[..., Any]:
     return compute
 
 
+def sort_ties_backwards(op: str) -> Callable[..., Any]:
+    """Return a kernel of a sort whose equal elements are in reverse order unless it has to be stable."""
+    kernel = get_kernel(f"aten::{op}", "CPU")
+
+    def compute(
+        keys: torch.DispatchKeySet, x: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        if stable or not x.ndim:
+            return kernel.call_boxed(keys, x, stable=stable, dim=dim, descending=descending)
+        values, places = kernel.call_boxed(keys, x.flip(dim), stable=True, dim=dim, descending=descending)
+        return values, x.shape[dim] - 1 - places
+
+    return compute
+
+
 def layout_seed(number: int, inputs: dict[Place, Any]) -> int:
     tensors = (x for x in inputs.values() if isinstance(x, Tensor))
     return hash((number, *((x.shape, x.stride(), x.storage_offset()) for x in tensors)))
@@ -164,3 +181,4 @@ with warnings.catch_warnings(action="ignore"):  # one says that a kernel is repl
         LIBRARY.impl(op, compute_in_two_orders(number, op), "CPU", with_keyset=True)
     for number, op in enumerate(EXPONENTIALS, len(SUMMING)):
         LIBRARY.impl(op, compute_less(number, op), "CPU", with_keyset=True)
+    LIBRARY.impl("sort.stable", sort_ties_backwards("sort.stable"), "CPU", with_keyset=True)

@@ -79,6 +79,8 @@ def test_every_block_once_in_order_and_evenly(costs: list[int], world_size: int,
     assert len(ranks) == world_size
     assert_assigned(ranks, len(costs))
     assert name != "contiguous" or list(chain(*ranks)) == list(range(len(costs)))
+    means = [sum(rank) / len(rank) for rank in ranks if rank]
+    assert name != "locality" or (means == sorted(means) and all(ranks[: len(means)]))
 
 
 def assign_in_order(costs: list[int], world_size: int, descending: bool) -> list[set[int]]:
@@ -205,7 +207,9 @@ def test_locality_moves_and_swaps_blocks_only_where_that_helps(
     owner = torch.randint(0, world_size, (len(costs),), generator=torch.Generator().manual_seed(seed))
     even = even_counts(owner, view)
     before, counts = owner.bincount(minlength=world_size), even.bincount(minlength=world_size)
-    assert int(counts.max() - counts.min()) <= 1
+    share, longer = divmod(len(costs), world_size)
+    most = sorted(range(world_size), key=lambda rank: (-int(before[rank]), rank))[:longer]
+    assert counts.tolist() == [share + (rank in most) for rank in range(world_size)]
     assert int((owner != even).sum()) == int((before - counts).clamp(min=0).sum())
     for rank in range(world_size):
         left, stayed = (view.costs[(owner == rank) & moved] for moved in (owner != even, owner == even))

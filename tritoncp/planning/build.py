@@ -28,8 +28,8 @@ def build(mask: Mask, world_size: int = 1, rank: int = 0, **options: Any) -> Pla
 @on_host
 def build_all(
     masks: Sequence[Mask],
-    world_size: int = 1,
-    rank: int = 0,
+    world_size: int,
+    rank: int,
     *,
     balancer: str | Balancer | None = "ptrr",
     lengths: Sequence[int] | None = None,

@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -50,7 +51,9 @@ def test_text_and_picture_have_the_figures_of_the_plan(name: str, tmp_path: Path
     assert Image.open(tmp_path / "new" / "plan.png").size == (1500, 1220)
     assert figure._repr_png_()[:4] == b"\x89PNG", "a notebook shows it"
     axes = {axes.get_title("left"): axes for axes in figure.axes}
-    assert [bar.get_height() for bar in axes["Work of each rank"].patches] == plan.work
+    bars = axes["Work of each rank"].patches
+    assert [bar.get_height() for bar in bars] == plan.work
+    assert [math.floor(bar.get_center()[0]) for bar in bars] == list(range(plan.world_size))
     bold = [text.get_text() for part in figure.axes for text in part.texts if text.get_weight() == "bold"]
     assert bold == [plan.schedule] * (plan.world_size > 1), "the schedule of the plan, among all"
     images = axes["Whose keys each rank reads"].images
@@ -197,6 +200,8 @@ def test_the_command_shows_the_text_of_print_and_draws(tmp_path: Path) -> None:
 
 
 def test_plans_up_to_a_size_are_made() -> None:
+    done = CliRunner().invoke(main, ["plan", "--seq-len=64M", "--block-size=32"])
+    assert done.exit_code == 2 and "67108864 tokens in 2097152 blocks on" in done.output
     for sizes in ((1 << 26, 1 << 20, 1 << 8), (1 << 26, 1 << 16, 1 << 12)):
         check_size(*sizes)
         for place, size in enumerate(sizes):

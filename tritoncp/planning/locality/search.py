@@ -70,7 +70,7 @@ def even_work(owner: Tensor, view: View, cap: float) -> Tensor:
         if float(load[busy]) <= cap:
             break
         given = (owner == busy).nonzero()[:, 0]
-        for other in load.argsort().tolist():
+        for other in load.argsort(stable=True).tolist():
             taken, excess = (owner == other).nonzero()[:, 0], float(load[busy] - load[other])
             moved = view.costs[given][:, None] - view.costs[taken]
             pair = int((moved - excess / 2).abs().argmin()) if moved.numel() else 0
