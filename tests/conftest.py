@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 if not os.access(os.path.expanduser("~"), os.W_OK):  # Triton and tritoncp keep their caches at home
     os.environ["HOME"] = tempfile.mkdtemp()
@@ -54,6 +55,7 @@ if not HAS_GPU:
         interpreter_patches.install()
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+_device_constructors()  # torch lists torch.empty once, here before `poison` replaces it
 # A machine with a GPU may have pytest alone: tests/gpu needs no more.
 if importlib.util.find_spec("hypothesis"):
     import hypothesis
