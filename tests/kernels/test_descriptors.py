@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests.kernels.support.harness import MASKS, QKV, check, cotangents, engine_of, qkv, run, same, single
+from tritoncp.kernels import engine
+from tritoncp.kernels.operands import streamed_tensors
 from tritoncp.kernels.tiles import copyable, descriptors
 from tritoncp.masks import Mask, causal, create_block_mask
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
@@ -91,3 +93,18 @@ def test_blocks_that_no_tile_divides_take_pointers() -> None:
         mask = create_block_mask(causal(), None, None, 60, 60, BLOCK_SIZE=block)
         for one in (mask, replace(mask, window=None)):
             assert set(copied(qkv(60), one).values()) == {block % 16 == 0}
+
+
+@pytest.mark.parametrize(("n", "ends"), [(64, "block"), (50, "buffer")])
+def test_keys_are_streamed_with_their_bytes_and_ends(
+    n: int, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many heads are a section as the cache holds, by the bytes of one head's keys and values."""
+    x = qkv(n, batch=2, heads=4, kv_heads=2, dim=40, v_dim=16)
+    tables, sections = single(MASKS["window"](n)).tables("cpu", 2, 4), []
+    streamed = streamed_tensors(tables, {"k": x.k, "v": x.v}, by_keys=False)
+    bytes_of_head = n * (40 + 16) * x.k.element_size()
+    assert (streamed.ends, streamed.count_bytes()) == (ends, 2 * bytes_of_head)
+    monkeypatch.setattr(engine, "section_heads", lambda *facts: sections.append(facts) or 1)
+    copied(x, MASKS["window"](n))
+    assert sections[0][:2] == (2, bytes_of_head)

@@ -348,5 +348,6 @@ def test_programs_of_a_group_share_keys_and_values_where_few_fill_the_device(
 
 
 def test_the_interpreter_does_only_what_it_is_asked() -> None:
+    assert launch(1, 32, 8, arch="interpreter", SPLIT_KV=2).args["PACK"] == 1
     prepared = launch(1, 32, 8, arch="interpreter")
     assert prepared.args["PACK"] == 1 and prepared.args["splits"] is None and prepared.config.BLOCK_M == 128

@@ -122,7 +122,8 @@ def test_a_wrong_route_is_not_taken(damage: Damage, monkeypatch: pytest.MonkeyPa
     alone, ranks = run(x, mask, start=start), over_ranks(x, plan, start=start)
     damaged(monkeypatch, damage)
     with pytest.warns(
-        UserWarning, match="'gluon' is requested; this step goes by 'loops': its results are not"
+        engine.RequestedRouteWarning,
+        match="'gluon' is requested; this step goes by 'loops': its results are not",
     ):
         got = run(x, mask, start=start, **ROUTE)
     same((got.out, got.lse, got.grads), (alone.out, alone.lse, alone.grads))

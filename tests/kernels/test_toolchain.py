@@ -247,9 +247,23 @@ def test_a_ptxas_that_does_not_run_is_an_error_with_a_reason(no_paths, monkeypat
         ptxas_for("sm_90")
 
 
+def test_a_triton_without_nvidias_compiler_is_an_error_with_a_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.compiler", None)
+    with pytest.raises(LookupError, match="Triton's compiler for NVIDIA's GPUs is not installed"):
+        ptxas_for("sm_90")
+
+
 @pytest.mark.parametrize(
     ("version", "faults"),
-    [("12.8.93", 2), ("12.9.86", 2), ("13.0.88", 2), ("13.1.80", 1), ("13.3.33", 0), ("14.0", 0)],
+    [
+        ("12.8.93", 2),
+        ("12.9.86", 2),
+        ("13.0.88", 2),
+        ("13.1.80", 1),
+        ("13.3", 0),
+        ("13.3.33", 0),
+        ("14.0", 0),
+    ],
 )
 def test_ptxas_faults_depend_on_the_version_and_affect_only_hopper(version, faults):
     assert len(list(ptxas_faults("sm_90", version))) == faults
