@@ -2,6 +2,7 @@
 
 import operator
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -87,6 +88,10 @@ def test_spans_are_those_worked_out_by_hand(name):
     assert timeline.makespan == max(end for _, _, end in spans)
     assert (timeline.compute, timeline.communication) == (lengths.get("memory", 0), lengths.get("message", 0))
     assert timeline.exposed == timeline.makespan - timeline.compute
+    times = timeline.makespan, timeline.exposed, timeline.compute, timeline.communication
+    assert [float(x) for x in re.findall(r"([\d.e+]+) ms", str(timeline))] == [
+        float(f"{seconds * 1e3:.3g}") for seconds in times
+    ]
 
 
 @pytest.mark.parametrize(

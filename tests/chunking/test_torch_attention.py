@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from tests.chunking.models import compiled
 from tests.chunking.test_trainers import Model, results
-from tritoncp.chunking import chunk, mark
+from tritoncp.chunking import chunk, mark, torch_attention
 
 S, WIDTH = 32, 16
 IDS = torch.randint(3, (5, S), generator=torch.Generator().manual_seed(0))
@@ -82,8 +82,17 @@ def test_chunks_of_the_batch_have_the_bits_of_a_loop(mask, by_row, rows, chunks)
     loop.layers[0] = Loop(loop.layers[0], chunks, batch)
     want = results(loop, loop, x)
     mark(x, 0, chunks)
-    reports = []
-    got = results(model, compiled(model, lambda gm: reports.append(chunk(gm, dim="batch", chunks=chunks))), x)
+    reports, rows_of_lists = [], []
+
+    def rewrite(gm: torch.fx.GraphModule) -> None:
+        reports.append(chunk(gm, dim="batch", chunks=chunks))
+        for node in gm.graph.find_nodes(op="call_function", target=torch_attention.forward_op):
+            lists = [x for x in node.args[torch_attention.BLOCKS] if isinstance(x, torch.fx.Node)]
+            own = node.args[0].meta["val"].shape[0] if batch else 1
+            rows_of_lists.append([str(x.meta["val"].shape[0]) == str(own) for x in lists if "val" in x.meta])
+
+    got = results(model, compiled(model, rewrite), x)
+    assert len(rows_of_lists) == chunks and all(are_own and all(are_own) for are_own in rows_of_lists)
     assert all(map(torch.equal, got, want)) and len(got) == 6
     assert reports[0].live_outs == {"cat": 2, "sum": 3}
 

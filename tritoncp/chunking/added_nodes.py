@@ -67,7 +67,7 @@ class AddedNodes:
             return self.add_size(operator.sub, whole, self.first_row(c, factor))
         return self.first_row(1, factor)
 
-    def first_row(self, c: int, factor: int = 1) -> Any:
+    def first_row(self, c: int, factor: int) -> Any:
         """Return the node of the first row of chunk c times a factor; 0 for the first chunk."""
         if c == 0:
             return 0
