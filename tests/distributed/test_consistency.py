@@ -78,11 +78,7 @@ def expand(rank, group):
 # By name: the field in the message, the call of a rank, and the values of ranks 0 and 1 in it.
 DIFFERENT = {
     "tensor": ("mask", lambda rank, group: plan(document(ids=other_ids(rank)), group), ("Mask(B=1",) * 2),
-    "tensor, no plan": (
-        "mask",
-        lambda rank, group: attend(document(ids=other_ids(rank)), group),
-        ("document(",) * 2,
-    ),
+    "raw": ("mask", lambda rank, group: attend(document(ids=other_ids(rank)), group), ("document(",) * 2),
     "number": (
         "mask",
         lambda rank, group: attend(tritoncp.sliding_window(3 + rank), group),
