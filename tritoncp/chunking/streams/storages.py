@@ -174,7 +174,11 @@ def _written(node: Node) -> list[Node]:
 
 
 def _storage_bytes(x: Tensor) -> int:
-    """Return the bytes from the first to the last element of a tensor: its storage's, unless it is a view."""
+    """Return the bytes from the first to the last element of a tensor: its storage's, unless it is a view.
+
+    >>> _storage_bytes(torch.empty(4, 6)[:, :2]), _storage_bytes(torch.empty(0, 6))
+    (80, 0)
+    """
     sizes = [hint(size) for size in x.shape]
     if not math.prod(sizes) or x.layout != torch.strided:
         return math.prod(sizes) * x.dtype.itemsize
