@@ -74,8 +74,8 @@ def read_blocks(text: str) -> list[Block]:
 
 
 def run_blocks(page: Path) -> Iterator[Entry]:
-    """Run the blocks of a page and yield those with a picture. What such a block defines is its own; what the
-    other blocks define, all later blocks see."""
+    """Run the blocks of a page and yield the blocks with a picture, whose names are their own. Names of the
+    other blocks are visible in all later blocks."""
     shared: dict[str, Any] = {"__name__": "page"}
     for block in read_blocks(page.read_text()):
         names = shared if block.picture is None else dict(shared)

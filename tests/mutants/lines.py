@@ -87,10 +87,9 @@ def statements_around(path: str, line: int) -> list[ast.stmt]:
 
 
 def choose_tests(mutant: Mutant) -> list[str]:
-    """Return the tests that run the statement of a mutant, or its file if it runs at import: first cheap
-    ones, those that run lines of its function that few tests run, the first case of each test, and tests
-    named for the module or in its package's own folder; no more than SECONDS of them. Last come those of
-    BESIDE."""
+    """Return the tests that run the statement of a mutant, or its file if it runs at import; no more than
+    SECONDS of them. Cheap tests come first, tests of rare lines of its function, the first case of each test,
+    and tests named for the module or in its package's own folder; tests of BESIDE come last."""
     of_lines = read_measured("lines").get(mutant.path, {})
     own_lines = [of_lines.get(str(line)) for line in lines_of_statement(mutant.path, mutant.line)]
     chosen = {test for tests in own_lines if tests for test in tests}

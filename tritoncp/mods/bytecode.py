@@ -78,8 +78,8 @@ def code_reads(code: types.CodeType) -> Reads:
         attributes = frozenset(event.name for event in events if isinstance(event, _Attribute))
         obstacle = next((event for event in reversed(events) if isinstance(event, str)), "")
         cells = [(x.path, code.co_freevars.index(x.name)) for x in chains if x.kind == CELL]
-        others = [x for x in chains if x.steps or x.kind in (GLOBAL, IMPORT)]
-        is_closure = not (attributes or obstacle or others)
+        outside = [x for x in chains if x.steps or x.kind in (GLOBAL, IMPORT)]
+        is_closure = not (attributes or obstacle or outside)
         paths = tuple((chain, chain.path) for chain in chains)
         reads = Reads(paths, attributes, obstacle, tuple(cells) if is_closure else ())
         if len(_READS) >= MAX_CODES:
