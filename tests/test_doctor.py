@@ -21,8 +21,8 @@ def test_doctor_reports_this_process_and_its_variables_with_those_that_are_wrong
     assert report["versions"]["torch"] == str(torch.__version__)
     assert len(report["devices"]) == torch.cuda.device_count()
     assert "gloo" in report["distributed"]
-    shown = {"TRITONCP_CONFIG_DIR": str(tmp_path), "WORLD_SIZE": "2"} | wrong
-    assert shown.items() <= report["environment"].items()
+    environment = {"TRITONCP_CONFIG_DIR": str(tmp_path), "WORLD_SIZE": "2"} | wrong
+    assert environment.items() <= report["environment"].items()
     advice = "\n".join(report["advice"])
     assert "TRITONCP_DEBUG='maybe' is not understood; accepted: 0 or 1" in advice
     assert "TRITONCP_CHEK is set, but is unknown" in advice

@@ -388,15 +388,15 @@ def test_the_state_of_a_closure_is_its_fingerprint(values: list[Any]) -> None:
 
 def test_state_outside_of_a_closure_is_read_by_the_fingerprint() -> None:
     """Also attributes of captured tensors, and no state at all."""
-    marked = torch.ones(3)
-    marked.scale = 2
+    table = torch.ones(3)
+    table.scale = 2
     row = torch.ones(3)
     for mod in (
         lambda score, b, h, q_idx, kv_idx: score * 2,
         lambda score, b, h, q_idx, kv_idx: score + TABLE[h],
         lambda score, b, h, q_idx, kv_idx, scale=2: score * scale,
         lambda score, b, h, q_idx, kv_idx, *, scale=2: score * scale,
-        lambda score, b, h, q_idx, kv_idx: score + marked[h],
+        lambda score, b, h, q_idx, kv_idx: score + table[h],
         lambda score, b, h, q_idx, kv_idx: score + row.sum(),
     ):
         assert closure_state(mod) is None
