@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -496,6 +497,25 @@ def test_a_message_is_lost_once_a_rank_has_stopped_before_it_or_time_is_up(
     message = failures.AwaitedMessage(5, "tensors", lambda: "a message", lambda group: timedelta(seconds=9))
     error = attempt(lambda: failures.check(group, record, message, waited, "late"))
     assert (error is not None and error.startswith("PeerLost: ")) == is_lost == bool(record.closed)
+
+
+@pytest.mark.parametrize(("times", "asked"), [((0.3, 0.3, 0), 2), ((0.3, 0.0), 1)])
+def test_an_error_within_a_slice_is_the_message_s_own(
+    times: tuple[float, ...], asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message that takes longer than a slice is asked for again, and by `wait` alone."""
+    clock, waits, checks = [0.0], iter(times), mock.Mock()
+
+    def wait(limit: timedelta) -> None:
+        clock[0] += (seconds := next(waits))
+        if seconds or len(times) == 2:
+            raise RuntimeError(f"after {seconds} s")
+
+    monkeypatch.setattr(failures.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(failures, "check", checks)
+    monkeypatch.setattr(failures, "peer_lost", lambda *facts: failures.PeerLost(str(facts[-1])))
+    result = attempt(lambda: failures.wait(mock.Mock(spec=["wait"], wait=wait), None, None, mock.Mock()))
+    assert (result, checks.call_count) == ("PeerLost: after 0.0 s" if len(times) == 2 else None, asked)
 
 
 def test_the_first_failure_is_kept_and_one_of_all_ranks_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,18 +194,23 @@ class AwaitedMessage(NamedTuple):
 
 
 def wait(work: Any, group: Any, record: Record, describe: Callable[[], AwaitedMessage]) -> None:
-    """Wait for a message between hosts, in slices, between which the log is read. Raises PeerLost."""
+    """Wait for a message between hosts, in slices, between which the log is read. Raises PeerLost.
+
+    ``is_completed`` is not called: it keeps the GIL while it waits for a lock that gloo's thread holds, which
+    under a profiler waits for the GIL.
+    """
     start = time.monotonic()
     while True:
-        is_done = work.is_completed()
+        slice_start = time.monotonic()
         try:
             work.wait(timedelta(seconds=SLICE))
             return
         except RuntimeError as caught:
             error = caught
-        if is_done:  # the error is the message's own
+        now = time.monotonic()
+        if now - slice_start < SLICE:  # the error is the message's own
             raise peer_lost(group, record, describe(), error) from error
-        check(group, record, describe(), time.monotonic() - start, error)
+        check(group, record, describe(), now - start, error)
 
 
 def check(group: Any, record: Record, message: AwaitedMessage, waited: float, error: object) -> None:
