@@ -53,6 +53,7 @@ COINS = torch.rand(65537, generator=torch.Generator().manual_seed(0)) < 0.5
 ONE = torch.tensor(1.0)
 HALVES = torch.float16, torch.bfloat16
 FACTORS = {t: 1 - COINS.to(t) * (torch.finfo(t).eps / 2) for t in (*HALVES, torch.float32, torch.float64)}
+SORT = get_kernel("aten::sort.stable", "CPU")
 LIBRARY = Library("aten", "IMPL")  # its kernels live as long as it does
 
 
@@ -147,19 +148,14 @@ def compute_less(number: int, op: str) -> Callable[..., Any]:
     return compute
 
 
-def sort_ties_backwards(op: str) -> Callable[..., Any]:
-    """Return a kernel of a sort whose equal elements are in reverse order unless it has to be stable."""
-    kernel = get_kernel(f"aten::{op}", "CPU")
-
-    def compute(
-        keys: torch.DispatchKeySet, x: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        if stable or not x.ndim:
-            return kernel.call_boxed(keys, x, stable=stable, dim=dim, descending=descending)
-        values, places = kernel.call_boxed(keys, x.flip(dim), stable=True, dim=dim, descending=descending)
-        return values, x.shape[dim] - 1 - places
-
-    return compute
+def sort_ties_backwards(
+    keys: torch.DispatchKeySet, x: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Sort, with equal elements in reverse order unless the sort has to be stable."""
+    if stable or not x.ndim:
+        return SORT.call_boxed(keys, x, stable=stable, dim=dim, descending=descending)
+    values, places = SORT.call_boxed(keys, x.flip(dim), stable=True, dim=dim, descending=descending)
+    return values, x.shape[dim] - 1 - places
 
 
 def layout_seed(number: int, inputs: dict[Place, Any]) -> int:
@@ -181,4 +177,4 @@ with warnings.catch_warnings(action="ignore"):  # one says that a kernel is repl
         LIBRARY.impl(op, compute_in_two_orders(number, op), "CPU", with_keyset=True)
     for number, op in enumerate(EXPONENTIALS, len(SUMMING)):
         LIBRARY.impl(op, compute_less(number, op), "CPU", with_keyset=True)
-    LIBRARY.impl("sort.stable", sort_ties_backwards("sort.stable"), "CPU", with_keyset=True)
+    LIBRARY.impl("sort.stable", sort_ties_backwards, "CPU", with_keyset=True)

@@ -46,7 +46,7 @@ class Reads(NamedTuple):
     chains: tuple[tuple[Chain, str], ...]
     attributes: frozenset[str]
     obstacle: str
-    cells: tuple[tuple[str, int], ...] = ()
+    cells: tuple[tuple[str, int], ...]
 
 
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
