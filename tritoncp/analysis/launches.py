@@ -129,7 +129,7 @@ def mods_of(problem: Problem, q: Tensor, mask: Mod | None = None) -> Mods:
     score = problem.score_mod(q.device)
     if score is None:
         return engine_factory.kernel_mods(mask, None)
-    mod, tensors = call_mods.translate_score(score, q)
+    mod, tensors = call_mods.translate_score(score, q.dtype, q.device)
     grads = [torch.zeros(tensors[i].shape, dtype=torch.float32, device=q.device) for i in mod.wants]
     caps = arguments(upload(tensors, q.device), mod.numbers)
     return engine_factory.kernel_mods(mask, mod, caps, gradient_arguments(grads))

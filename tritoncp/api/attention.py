@@ -321,7 +321,8 @@ def make_call(query: Tensor, plan: Plan, score_mod: Any, group: Any, options: Op
     if options.kernel_options:
         check_options(options.kernel_options, architecture(query.device))
         kernel_options = tuple(sorted(options.kernel_options.items()))
-    score, tensors = (None, ()) if score_mod is None else call_mods.translate_score(score_mod, query)
+    dtype, device = query.dtype, query.device
+    score, tensors = (None, ()) if score_mod is None else call_mods.translate_score(score_mod, dtype, device)
     scale = options.scale_for(query)
     return Call(plan, score, scale, group, kernel_options, options.returns, options.expand, tensors)
 

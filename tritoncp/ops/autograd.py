@@ -149,7 +149,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tens
     """Fake kernel of the forward op: allocate its results."""
     spec = decode_spec(OpArguments(*arguments).spec)
     e = v.shape[3] if spec.sizes is None else spec.sizes[2]
-    results = [laid_out_as(q, e), q.new_empty(q.shape[:3], dtype=stats_dtype(q))]
+    results = [laid_out_as(q, e), q.new_empty(q.shape[:3], dtype=stats_dtype(q.dtype))]
     return [*results, torch.empty_like(results[1])] if spec.want_max else results
 
 

@@ -134,7 +134,7 @@ class OpArguments(NamedTuple):
             tensors, ints = iter(self.captures), iter(self.ints)
             if spec.graph_score:
                 rebuilt = inputs.rebuild(spec.graph_score, tensors, ints)
-                score, score_tensors = call_mods.translate_score(rebuilt, x)
+                score, score_tensors = call_mods.translate_score(rebuilt, x.dtype, x.device)
             if spec.graph_expand:
                 (fn, *arguments), autocast = inputs.rebuild(spec.graph_expand, tensors, ints)
                 expand = Expansion.of(fn, arguments, spec.sizes or (), autocast)

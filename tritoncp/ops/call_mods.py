@@ -20,16 +20,19 @@ from tritoncp.ops.mask_bitmap import bitmask
 from tritoncp.planning.plan import Plan
 
 
-def translate_score(score_mod: Callable[..., Any], q: Tensor) -> tuple[Mod, Sequence[Tensor]]:
-    """Translate the score_mod, for the CPU engine alone if there is no translation to Triton. Returns it
-    without its captured tensors, then the tensors, which have to be on the queries' device: they may be
-    edited between calls and may require gradients, so that a cached copy would be wrong."""
-    score, tensors = translate(score_mod, 5, stats_dtype(q))
+def translate_score(
+    score_mod: Callable[..., Any], dtype: torch.dtype, device: torch.device
+) -> tuple[Mod, Sequence[Tensor]]:
+    """Translate a score_mod for queries of ``dtype``, for the CPU engine alone if there is no translation to
+    Triton. Returns it without its captured tensors, then the tensors, which have to be on the queries'
+    ``device``: they may be edited between calls and may require gradients, so that a cached copy would be
+    wrong."""
+    score, tensors = translate(score_mod, 5, stats_dtype(dtype))
     for tensor in tensors:
-        if tensor.ndim and tensor.device != q.device:
+        if tensor.ndim and tensor.device != device:
             raise ValueError(
                 f"score_mod captures a tensor {tuple(tensor.shape)} on {tensor.device}, the query is on "
-                f"{q.device}; move it there once, before the call: tensor.to({str(q.device)!r})"
+                f"{device}; move it there once, before the call: tensor.to({str(device)!r})"
             )
     return score, tensors
 

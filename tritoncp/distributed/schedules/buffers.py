@@ -50,10 +50,10 @@ def views(packed: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def stats_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of lse, max_scores and sums over products of ``x``: not by torch.promote_types, an op
-    that dispatch modes see and that takes longer."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def stats_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of lse, max_scores and sums over products of queries of ``dtype``: not by
+    torch.promote_types, an op that dispatch modes see and that takes longer."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -87,7 +87,7 @@ def outputs(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Allocate out, lse and max_scores; padding rows get the values of rows that see no key. The values of
     latents have no channels, and their engine knows those of out."""
-    dtype = stats_dtype(q)
+    dtype = stats_dtype(q.dtype)
     (b, h, s, _), e = q.shape, v.shape[3] or engine.v_head_dim
     out, lse = laid_out_as(q, e), torch.empty(b, h, s, dtype=dtype, device=q.device)
     top = torch.empty_like(lse) if want_max else None

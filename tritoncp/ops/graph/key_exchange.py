@@ -71,7 +71,7 @@ def _forward_part(q: Tensor, buffer: Tensor, index: int, count: int, *arguments:
 
 
 def _forward_part_fake(q: Tensor, buffer: Tensor, *rest: Any) -> list[Tensor]:
-    lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q))
+    lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q.dtype))
     out = laid_out_as(q, buffer.shape[2] - q.shape[3])
     return [out, lse, *([torch.empty_like(lse)] if decode_spec(rest[-1]).want_max else [])]
 
@@ -96,7 +96,7 @@ def _backward_part_fake(
     count: int, *arguments: Any,
 ) -> list[Tensor]:  # fmt: skip
     (n, heads, width), d, written = buffer.shape, q.shape[3], OpArguments(*arguments)
-    grads = [buffer.new_empty(n, heads, size, dtype=stats_dtype(q)) for size in (d, width - d)]
+    grads = [buffer.new_empty(n, heads, size, dtype=stats_dtype(q.dtype)) for size in (d, width - d)]
     sums = [x.new_empty(x.shape) for x in map(written.captures.__getitem__, written.wants)]
     return [laid_out_as(q, d), *grads, *sums]
 
