@@ -443,17 +443,21 @@ class Waits(Exception):
 
 
 @pytest.mark.parametrize(
-    ("entries", "error"),
+    ("entries", "has_store", "error"),
     [
-        ([(failures.FAILED, 5), (failures.FAILED, 5)], None),
-        ([(failures.FAILED, 5)], Waits),
-        ([], Waits),
-        *[([(kind, 5)], failures.GroupClosed) for kind in (failures.CLOSED, failures.WAITED)],
-        *[([(failures.FAILED, 5), (failures.FAILED, n)], failures.GroupClosed) for n in (4, 6)],
+        ([(failures.FAILED, 5), (failures.FAILED, 5)], True, None),
+        ([(failures.FAILED, 5)], True, Waits),
+        ([], True, Waits),
+        ([], False, failures.GroupClosed),
+        *[([(kind, 5)], True, failures.GroupClosed) for kind in (failures.CLOSED, failures.WAITED)],
+        *[([(failures.FAILED, 5), (failures.FAILED, n)], True, failures.GroupClosed) for n in (4, 6)],
     ],
 )
 def test_a_call_after_a_failure_waits_only_for_ranks_that_may_have_failed_alike(
-    entries: list[tuple[str, int]], error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+    entries: list[tuple[str, int]],
+    has_store: bool,
+    error: type[Exception] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def pause(seconds: float) -> None:
         raise Waits
@@ -464,7 +468,7 @@ def test_a_call_after_a_failure_waits_only_for_ranks_that_may_have_failed_alike(
     record.messages = 5
     for rank, (kind, messages) in enumerate([(failures.FAILED, 5), *entries]):
         failures._append(group, failures.LogEntry(rank, messages, kind, f"entry of rank {rank}"))
-    record.stopped = "entry of rank 0"
+    record.stopped, record.has_store = "entry of rank 0", has_store
     if error is None:
         assert failures.record_of(group).stopped == "" and record.messages == 6
     else:

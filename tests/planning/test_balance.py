@@ -23,6 +23,7 @@ from tritoncp.planning.balance import (
 from tritoncp.planning.build import build
 from tritoncp.planning.locality.pieces import View, even_counts, loads
 from tritoncp.planning.locality.search import even_work
+from tritoncp.planning.locality.windows import FreeBlocks
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem, corpus_lengths, document_lengths
 from tritoncp.planning.work import MASKED_BLOCK_COST, Work, work_of_rows
@@ -300,6 +301,26 @@ def test_locality_weighs_the_bytes_of_all_masks() -> None:
     assert sorted(locality(work_of_rows([alone, ring], 4)[0])) == [
         [0, 1, 14, 15], [2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 13],
     ]  # fmt: skip
+
+
+@given(st.integers(0, 999), st.integers(2, 9), st.integers(1, 12))
+def test_windows_on_the_circle_of_free_blocks(seed: int, share: int, cuts: int) -> None:
+    """Work, visible columns and starts of all windows, and the sizes that are tried."""
+    draw = torch.Generator().manual_seed(seed)
+    seen, free = torch.rand(12, 12, generator=draw) < 0.3, torch.rand(12, generator=draw) < 0.7
+    free[:2] = True
+    mask = create_block_mask(lambda b, h, q, kv: seen[q, kv], None, None, 12, 12, BLOCK_SIZE=1)
+    blocks, sizes = FreeBlocks(View.of(work_of_rows([mask], 4)[0]), free), []
+    n = len(blocks.ids)
+    for size in range(1, n + 1):
+        windows = (torch.arange(n)[:, None] + torch.arange(size)) % n
+        assert blocks.work(size).tolist() == pytest.approx(blocks.cost[windows].sum(1).tolist())
+        assert blocks.count_visible(size).tolist() == seen[free][windows].any(1).sum(1).tolist()
+        with_hardest = (windows == int(blocks.cost.argmax())).any(1).nonzero()[:, 0]
+        assert sorted(blocks.starts_with_hardest(size).tolist()) == with_hardest.tolist()
+    blocks._pair = lambda size, rest, *_: sizes.append(size) or (0, 0, size, 0)
+    blocks.choose(share, 1.0, cuts, 0.1)
+    assert sizes == sorted({share * k // cuts for k in range(1, cuts + 1) if share * k >= cuts})
 
 
 def test_remote_keys_are_placed_near_their_readers() -> None:

@@ -1,5 +1,6 @@
 """Plans as text, JSON and pictures, and `tritoncp plan`: each shows the plan's own figures."""
 
+import colorsys
 import html
 import json
 import math
@@ -86,6 +87,12 @@ def test_a_pixel_has_the_owners_colour_and_the_share_of_its_blocks(balancer: str
     torch.testing.assert_close(pixels[..., 3], torch.where(share > 0, share.clamp(min=drawing.SOME), 0))
     colour = paint[plan.owners[0]].view(side, -1, 3).mean(1)[:, None].expand(-1, side, -1)
     torch.testing.assert_close(pixels[..., :3], colour)
+
+
+def test_hues_of_many_ranks_go_from_blue_to_purple_in_equal_steps() -> None:
+    hues = [colorsys.rgb_to_hls(*colour)[0] for colour in drawing.colours(20)[:-1].tolist()]
+    steps = [(before - after) % 1 for before, after in pairwise(hues)]
+    assert hues[0] == pytest.approx(0.62) and steps == pytest.approx([0.04] * 19)
 
 
 def test_a_thin_window_over_a_long_sequence_is_still_seen() -> None:
