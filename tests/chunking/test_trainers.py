@@ -259,12 +259,15 @@ def test_an_exported_multiple_is_cut_in_its_units_or_refused():
         chunk(program.graph_module, dim="seq", chunks=4)
 
 
-def test_a_joint_graph_with_descriptors_is_cut():
+@pytest.mark.parametrize("change", [tuple, lambda d: d[1:], lambda d: [*d, None]], ids=["all", "few", "many"])
+def test_a_joint_graph_with_descriptors_is_cut(change):
     model, x = Model(Block()), torch.randn(B, S, WIDTH)
     mark(x, 1, 2)
     gm: Any = dynamo_graph_capture_for_export(model)(x)
     with ExitStack() as stack, torch._guards.tracing(gm.meta["tracing_context"]):
         joint = aot_export_joint_with_descriptors(stack, gm, (x,))
+        described = joint.graph_module.graph.output_node().meta
+        described["desc"] = change(described["desc"])
         assert chunk(joint.graph_module, dim="seq").live_outs == {"cat": 2, "sum": 2}
 
 
