@@ -1,5 +1,6 @@
 """Tests of the simulator on graphs with known times and bytes, and on the sample model's graphs."""
 
+import itertools
 import operator
 import random
 import re
@@ -17,7 +18,7 @@ from tests.chunking.graphs import ATEN, C10D, UNIT, Builder
 from tests.chunking.test_refusals import attend_by, forward_graph
 from tests.planning.memory_meter import LiveBytes
 from tritoncp.chunking import Timeline, chunk, predict_timeline
-from tritoncp.chunking.streams.storages import Storages
+from tritoncp.chunking.streams.storages import Storages, _storage_bytes
 from tritoncp.planning.cost import NVLINK
 
 NUMBERS = {"scale": torch.float32, "growth": torch.int32, "overflow": torch.float32}
@@ -284,3 +285,25 @@ def test_text_shows_both_streams_and_the_chunks_in_proportion():
     ]
     b = Builder()
     assert predict_timeline(b.module(b.input("x", 4)), UNIT).format(width=4).endswith("communication |    |")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    sizes=st.lists(st.integers(0, 4), max_size=3), steps=st.lists(st.integers(0, 5), min_size=3, max_size=3)
+)
+def test_bytes_of_a_tensor_reach_from_its_first_to_its_last_element(sizes, steps):
+    x = torch.empty_strided(sizes, steps[: len(sizes)], dtype=torch.int32, device="meta")
+    places = [
+        sum(i * step for i, step in zip(index, x.stride())) for index in itertools.product(*map(range, sizes))
+    ]
+    assert _storage_bytes(x) == 4 * max((place + 1 for place in places), default=0)
+
+
+def test_an_op_without_a_schema_may_write_its_inputs_and_an_item_writes_none():
+    b = Builder()
+    x = b.input("x", 10)
+    pair = b.call(ATEN.split.Tensor, x, 5)
+    item = b.call(operator.getitem, pair, 0)
+    unknown = b.call(torch.neg, item)
+    storages = Storages(b.module(unknown))
+    assert storages.writes[item] == set() and storages.writes[unknown] == set(storages.of[item])
