@@ -29,7 +29,7 @@ from tritoncp import (
     make_plan,
     sliding_window,
 )
-from tritoncp.chunking import Pass, chunk, concretise, mark
+from tritoncp.chunking import Pass, attention, chunk, concretise, mark
 from tritoncp.chunking.concrete import hints
 from tritoncp.chunking.sizes import free_symbols
 
@@ -114,6 +114,9 @@ class Case:
     def in_graph(self, **options: Any) -> dict[str, Tensor]:
         def rewrite(gm: torch.fx.GraphModule) -> None:
             written = set(gm.graph.nodes)
+            for node in filter(attention.is_attention, written):
+                whole = {x for x in node.all_input_nodes if getattr(x.meta.get("val"), "ndim", 0) < 3}
+                assert attention.whole_inputs(node) == whole  # the plan, vectors and numbers that mods capture
             self.reports.append(chunk(gm, dim=self.dim, chunks=self.chunks, **options))
             clones = gm.graph.find_nodes(op="call_function", target=ATEN.clone.default)
             shapes = [node.meta["val"].shape for node in clones if node not in written]
