@@ -116,7 +116,7 @@ class Case:
             written = set(gm.graph.nodes)
             for node in filter(attention.is_attention, written):
                 whole = {x for x in node.all_input_nodes if getattr(x.meta.get("val"), "ndim", 0) < 3}
-                assert attention.whole_inputs(node) == whole  # the plan, vectors and numbers that mods capture
+                assert attention.whole_inputs(node) == whole  # the plan, and vectors and numbers of mods
             self.reports.append(chunk(gm, dim=self.dim, chunks=self.chunks, **options))
             clones = gm.graph.find_nodes(op="call_function", target=ATEN.clone.default)
             shapes = [node.meta["val"].shape for node in clones if node not in written]

@@ -80,7 +80,7 @@ def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
     }
     shape = cost.Shape(batch=2, heads=12, kv_heads=4, head_dim=8, v_head_dim=16, latent=latent)
     wires, cores = (cost.Hardware("", *rates, 0.0, 1.0, "") for rates in ((inf, 1.0), (1.0, inf)))
-    attend, expand = 256 * 256 * 2 * 12 * 2 * 24, 256 * latent * 2 * 2 * 4 * 24  # FLOPs for the keys of a rank
+    attend, expand = 256 * 256 * 2 * 12 * 2 * 24, 256 * latent * 2 * 2 * 4 * 24  # FLOPs for a rank's keys
     for name, mask in masks.items():
         plan = build(mask, world_size, balancer="contiguous")
         sent = {one.schedule: one for one in cost.costs(plan, shape, wires)}

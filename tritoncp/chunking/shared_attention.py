@@ -128,7 +128,8 @@ def _exchange(
     q = attention.argument(node, "q").meta["val"]
     plan = attention.plan_between_ranks(node)
     local, batch = sizes.rows, sizes.hint(expression(q.shape[0]))
-    if plan is not None and local and batch:
+    assert plan is not None  # or its chunks would not share keys
+    if local and batch:
         env.var_to_hint_override[symbol] = plan.world_size * local * batch
     value = _empty(rewrite, (rows, *shape), dtype, q.device)
     tag = "must_be_in_backward" if node.target is attention.backward_op else "must_be_in_forward"
