@@ -18,7 +18,7 @@ from tests import command_process
 from tritoncp import doctor
 from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
-from tritoncp.self_check import comparison, run
+from tritoncp.self_check import cases, run
 from tritoncp.self_check.cases import CheckRequest, Result, list_cases
 
 SCHEDULES = ("one-device", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
@@ -57,7 +57,7 @@ def test_the_json_has_every_schedule():
         assert case["tensor"] in ("out", "lse", "dq", "dk", "dv")
     facts = report["facts"]
     assert facts["versions"]["tritoncp"] == tritoncp.__version__
-    assert any("float16 replaces bfloat16" in note for note in facts["notes"])
+    assert any("float16 replaces bfloat16" in line for line in facts["advice"])
 
 
 @pytest.mark.parametrize("options", [["--budget=0.001"], ["--budget=0.001", "--strict"]])
@@ -73,7 +73,7 @@ def test_a_budget_that_was_asked_for_is_a_limit(options):
 def run_some(monkeypatch, count, *options):
     """Run the check so that its budget is over after ``count`` cases."""
     finished = itertools.count()
-    monkeypatch.setattr(run, "run_in_processes", lambda parts, *rest: take(itertools.chain(*parts), rest[-1]))
+    monkeypatch.setattr(run, "run_in_processes", lambda cases, ranks, request: take(cases, request))
 
     def take(cases, request):
         for case in cases:
@@ -151,7 +151,7 @@ def test_ctrl_c_ends_a_check_and_its_processes():
 )
 def test_a_fault_in_a_case_fails_that_case_alone(fault, why, processes, monkeypatch):
     """The cases after an exception run in another process: its own may have a device that is unusable."""
-    attend, started = comparison.flex_attention, []
+    attend, started = cases.flex_attention, []
 
     def planted(q, k, v, score_mod, *rest, sinks, **options):
         faulty = score_mod is None and sinks is None
@@ -164,7 +164,7 @@ def test_a_fault_in_a_case_fails_that_case_alone(fault, why, processes, monkeypa
 
     start = run.WorkerPool._start
     monkeypatch.setattr(run.WorkerPool, "_start", lambda pool: started.append(1) or start(pool))
-    monkeypatch.setattr(comparison, "flex_attention", planted)
+    monkeypatch.setattr(cases, "flex_attention", planted)
     code, report = check("--only=[ao]*-causal-float32", "--jobs=1")  # calls of simulated ranks are others
     assert code == 1 and report["stopped"] is None and len(started) == processes
     right = {"one-device": False, "allgather": True}
@@ -212,9 +212,7 @@ def test_a_wrong_kernel_is_named(kernel, tensors, monkeypatch):
     worst = next(line for line in lines if line.startswith("worst: "))
     assert worst.startswith("worst: ring-window-float32: ") and "on rank" in worst
     report_line = lines[-1]
-    assert report_line.startswith(
-        f"for a report: tritoncp {tritoncp.__version__}, torch {torch.__version__}, triton "
-    )
+    assert report_line.startswith(f"for a report: tritoncp {tritoncp.__version__}, python ")
     assert report_line.endswith(worst.removeprefix("worst: "))
 
 

@@ -37,7 +37,7 @@ def doctor(as_json: bool) -> None:
       tritoncp doctor --json
     """
     report = examine()
-    click.echo(json.dumps(report, indent=2)) if as_json else show(report)
+    click.echo(json.dumps(report, indent=2)) if as_json else show(report, make_console())
     sys.exit(1 if report["problems"] else 0)
 
 
@@ -183,26 +183,27 @@ def problems(versions: dict[str, str | None], interpreted: bool) -> list[str]:
     return lines
 
 
-def show(report: dict[str, Any]) -> None:
+def show(report: dict[str, Any], console: Any) -> None:
     """Print the facts as a table."""
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column()
+    table.add_column(style="bold")
     table.add_column(overflow="fold")  # long paths wrap instead of being cut off
     for label, value in summary_rows(report):
-        table.add_row(f"[bold]{label}[/bold]", escape(value))
-    console = make_console()
+        table.add_row(label, Text(value))
     console.print(table)
-    for line in report["problems"]:
-        console.print(f"[red]problem[/red]  {escape(line)}", highlight=False)
-    for line in report["advice"]:
-        console.print(f"[yellow]advice[/yellow]  {escape(line)}", highlight=False)
+    for label, lines, style in (
+        ("problem", report["problems"], "red"),
+        ("advice", report["advice"], "yellow"),
+    ):
+        for line in lines:
+            console.print(Text.assemble((f"{label}  ", style), line))
 
 
 def summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the facts as pairs (label, text)."""
+    """Return the facts as pairs (label, text), with those that `tritoncp check` adds."""
     nccl = f"nccl {report['nccl'] or ''}".strip()
     rows = {
         "versions": [f"{name} {version or '-'}" for name, version in report["versions"].items()],
@@ -217,4 +218,5 @@ def summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         "environment": [f"{name}={value}" for name, value in report["environment"].items()],
     }
     joined = ("versions", "tested up to", "collectives")
-    return [(name, (", " if name in joined else "\n").join(texts) or "none") for name, texts in rows.items()]
+    pairs = [(name, (", " if name in joined else "\n").join(texts) or "none") for name, texts in rows.items()]
+    return [*pairs, *report.get("check", {}).items()]

@@ -229,7 +229,7 @@ def test_plans_and_shards_are_made_where_triton_is_not_installed(tmp_path):
 
 BARE = """
 import torch, tritoncp, tests.conftest, tests.gpu.support, tritoncp.perf.run
-import tritoncp.self_check.comparison, tritoncp.self_check.run
+import tritoncp.self_check.cases, tritoncp.self_check.run
 from tritoncp.cli import main
 x = torch.randn(1, 1, 32, 16, requires_grad=True)
 tritoncp.flex_attention(x, x, x, tritoncp.causal()).sum().backward()

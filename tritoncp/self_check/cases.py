@@ -1,25 +1,35 @@
-"""The cases of the self-check, and their problems: tensors with exact results and allowed errors."""
+"""The cases of the self-check, their problems with exact results and allowed errors, and running a case on
+the ranks of a world: each rank's shards are compared with the exact results."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from tritoncp.api.attention import flex_attention
+from tritoncp.api.plans import make_plan
+from tritoncp.api.shards import shard
+from tritoncp.api.simulate import simulate
+from tritoncp.distributed import collectives
 from tritoncp.masks.mask import Mask
 from tritoncp.ops import engine_factory
 from tritoncp.planning import SCHEDULES
+from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem
-from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention
+from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention, largest_error
 
-ONE_DEVICE = "one-device"
+ONE_DEVICE, BOTH = "one-device", "ulysses+ring"
 # Name of a mask in the report -> key of planning.problem.MASKS.
 MASKS = {
     "causal": "causal",
@@ -31,19 +41,24 @@ MASKS = {
 LEARNED = ("bias", "sinks")  # replicated tensors: the sum of their gradients over ranks is compared
 PERIOD = 61  # length of the score_mod's table; with a long one, the largest error varies little between draws
 DRAWS = 4  # random inputs per problem: the largest error of eager attention varies much between small tensors
+TEXT = 1 << 13  # bytes that each process sends after a case
+Errors = dict[tuple[int | None, str], float]  # by rank (None: the sum over ranks) and tensor
 
 
 @dataclass
 class CheckRequest:
     """The command's options, and the time when the check began.
 
-    jobs:   worker processes, None for one per core
-    strict: whether cases that did not run within the budget are failures
+    world_size: ranks of a simulated world
+    jobs:       worker processes, None for one per core
+    budget:     seconds for the whole check
+    timeout:    seconds to wait for another rank, or for a kernel
+    strict:     whether cases that did not run within the budget are failures
     """
 
     only: str = "*"
-    jobs: int | None = None
     world_size: int = 4
+    jobs: int | None = None
     budget: float = 60.0
     timeout: float = 20.0
     strict: bool = False
@@ -105,32 +120,24 @@ class Result:
         return {**self.case._asdict(), **fields, "ranks": list(self.ranks)}
 
 
-def choose_sizes(device: torch.device, world_size: int) -> Problem:
+def choose_sizes(device: torch.device) -> Problem:
     """Choose problem sizes for a device, with a length that is not a multiple of the block size. On a GPU
     shards have a multiple of 16 tokens, since other lengths need more kernels; interpreted, the length is the
     smallest with several blocks."""
-    if device.type == "cuda":
-        return Problem("causal", 1424, 8, 2)
-    heads, kv_heads = (4, 2) if world_size % 2 and world_size > 1 else (2, 1)
-    return Problem("causal", 100, heads, kv_heads, 16, 16)
+    sizes = (1424, 8, 2) if device.type == "cuda" else (100, 2, 1, 16, 16)
+    return Problem("causal", *sizes)
 
 
-def choose_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+def choose_dtypes(device: torch.device) -> tuple[str, str]:
     """Return (a 16-bit dtype, float32). Interpreted kernels run in float16, since the interpreter truncates
     to bfloat16 where a GPU rounds."""
     interpreted = device.type == "cpu" and engine_factory.uses_triton(device)
-    return (torch.float16 if interpreted else torch.bfloat16), torch.float32
+    return ("float16" if interpreted else "bfloat16"), "float32"
 
 
-def choose_degree(world_size: int, heads: int) -> int | None:
-    """Choose how many ranks exchange heads under "ulysses+ring": the smallest divisor of the world size that
-    leaves a ring of at least two ranks; None where there is none.
-
-    >>> choose_degree(4, 4), choose_degree(9, 4), choose_degree(3, 4), choose_degree(25, 4)
-    (2, 3, None, None)
-    """
-    divisors = (d for d in range(2, min(world_size - 1, heads) + 1) if world_size % d == 0)
-    return next(divisors, None)
+def has_pairs(world_size: int) -> bool:
+    """Return whether pairs of ranks can exchange heads in a ring of at least two pairs, as BOTH needs."""
+    return world_size % 2 == 0 and world_size > 2
 
 
 def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[CheckCase]:
@@ -138,20 +145,14 @@ def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[C
     ValueError if there is none."""
     fitting = [ONE_DEVICE]
     if world_size > 1:
-        fitting += [name for name in SCHEDULES if name != "ulysses+ring"]
-    if choose_degree(world_size, choose_sizes(device, world_size).heads):
-        fitting.append("ulysses+ring")
-    names = (str(dtype).removeprefix("torch.") for dtype in choose_dtypes(device))
-    parts = itertools.product(names, MASKS, fitting)
+        fitting += [name for name in SCHEDULES if name != BOTH or has_pairs(world_size)]
+    parts = itertools.product(choose_dtypes(device), MASKS, fitting)
     cases = [CheckCase(schedule, mask, dtype) for dtype, mask, schedule in parts]
     if not (chosen := [case for case in cases if fnmatch(case.name, only)]):
         raise ValueError(
             f"--only {only!r} matches no case of {world_size} ranks; pass for example {cases[-1].name}"
         )
     return chosen
-
-
-# -- problems and their exact results ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -173,18 +174,15 @@ class CheckProblem:
 
 def make_score_mod(bias: Tensor | None) -> Callable[..., Tensor] | None:
     """Make a score_mod that adds a learned bias for each head and for the distance modulo PERIOD."""
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        assert bias is not None
-        return score + bias[h, (q_idx - kv_idx) % PERIOD]
-
-    return None if bias is None else score_mod
+    if bias is None:
+        return None
+    return lambda score, b, h, q_idx, kv_idx: score + bias[h, (q_idx - kv_idx) % PERIOD]
 
 
 @lru_cache(1)  # adjacent cases have one problem
-def make_problem(mask: str, dtype: str, device: torch.device, world_size: int) -> CheckProblem:
+def make_problem(mask: str, dtype: str, device: torch.device) -> CheckProblem:
     """Draw the problem of a mask and a dtype; its allowed errors are maxima over DRAWS random inputs."""
-    sizes = replace(choose_sizes(device, world_size), mask=MASKS[mask], dtype=dtype)
+    sizes = replace(choose_sizes(device), mask=MASKS[mask], dtype=dtype)
     problem, *redraws = (draw_problem(mask, sizes, device, seed) for seed in range(DRAWS))
     allowed = {key: max(draw.allowed[key] for draw in (problem, *redraws)) for key in problem.exact}
     return replace(problem, allowed=allowed)
@@ -220,3 +218,116 @@ def draw_problem(name: str, sizes: Problem, device: torch.device, seed: int) -> 
     # lse is float32 for every dtype; this is the tolerance of tests/gpu.
     allowed["lse"] = 1e-4 + 1e-5 * float(exact["lse"].abs().max())
     return CheckProblem(mask, leaves, {"out": dout, "lse": dlse}, exact, allowed)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that this process runs: its own one of a process group, or all of a simulated world.
+
+    world_size: ranks of the group, or of the simulated world
+    group:      the process group for tensors; None for a simulated world
+    host:       a group of the same ranks for results on the host
+    """
+
+    device: torch.device
+    world_size: int
+    group: dist.ProcessGroup | None = None
+    mesh: Any = None  # a mesh of pairs, for BOTH
+    host: dist.ProcessGroup | None = None
+
+    def plan(self, schedule: str, mask: Mask) -> Plan | None:
+        """Make a plan for a schedule; None for a single device."""
+        if schedule == ONE_DEVICE:
+            return None
+        if self.group is None:
+            plan = make_plan(mask, world_size=self.world_size, rank=0, schedule=schedule)
+            return replace(plan, degree=2 if schedule == BOTH else 0).pinned()  # the size of a group of heads
+        return make_plan(mask, self.mesh if schedule == BOTH else self.group, schedule=schedule)
+
+    def members(self, plan: Plan | None) -> list[int]:
+        """Return the ranks whose shards this process holds under a plan."""
+        if self.group is not None:
+            return [self.group.rank()]
+        return [0] if plan is None else list(range(self.world_size))
+
+    def run_forward(
+        self, plan: Plan | None, mask: Mask, qkv: Sequence[list[Tensor]], score: Any, sinks: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the forward pass; return out and lse of each member."""
+        options: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "sinks": sinks}
+        q, k, v = qkv
+        if plan is not None and self.group is None:
+            return simulate(self.world_size).flex_attention(q, k, v, score, plan, **options)
+        mesh = None if plan is None else self.mesh if plan.degree else self.group
+        out, lse = flex_attention(q[0], k[0], v[0], score, plan or mask, mesh=mesh, **options)
+        return [out], [lse]
+
+    def gather(self, own: Any) -> list[Any]:
+        """Gather a value from all processes, by rank. Raises GroupClosed with the absent ranks."""
+        if self.host is None:
+            return [own]
+        texts = collectives.exchange_bytes(pickle.dumps(own), TEXT, self.host, "the result of a case")
+        return list(map(pickle.loads, texts))  # a text is padded with zeros, which loads() ignores
+
+
+def run_case(ranks: Ranks, case: CheckCase, timeout: float) -> Errors:
+    """Run both passes of a case, and compare this process's results with its shards of the exact tensors.
+    timeout: seconds that the device may take for its work"""
+    problem = make_problem(case.mask, case.dtype, ranks.device)
+    plan = ranks.plan(case.schedule, problem.mask)
+    members = ranks.members(plan)
+
+    def cut(x: Tensor, name: str) -> list[Tensor]:
+        """Shard a tensor [B, H, S, ...], or its gradient, for the members."""
+        if plan is None or name in LEARNED:
+            return [x]
+        side, pad = "kv" if name in ("k", "v") else "q", -math.inf if name == "lse" else 0
+        return [shard(x, plan.for_rank(rank), dim=2, side=side, pad=pad) for rank in members]
+
+    leaves = {
+        name: [part.detach().requires_grad_() for part in cut(x, name)] for name, x in problem.leaves.items()
+    }
+    bias, sinks = (leaves.get(name, [None])[0] for name in LEARNED)
+    starts = [part for x in problem.starts.values() for part in cut(x, "q")]
+    qkv = leaves["q"], leaves["k"], leaves["v"]
+    outs, lses = ranks.run_forward(plan, problem.mask, qkv, make_score_mod(bias), sinks)
+    grads = iter(torch.autograd.grad([*outs, *lses], [x for xs in leaves.values() for x in xs], starts))
+    results = {"out": outs, "lse": lses}
+    results |= {f"d{key}": [next(grads) for _ in xs] for key, xs in leaves.items()}
+    summed = [f"d{key}" for key in LEARNED if key in leaves and plan is not None]
+    for name in summed if ranks.group is not None else ():
+        dist.all_reduce(results[name][0], group=ranks.group)
+    wait_for_device(ranks.device, timeout)
+    errors: Errors = {}
+    for name, parts in results.items():
+        for rank, x, exact in zip(members, parts, cut(problem.exact[name], name.removeprefix("d"))):
+            if name == "lse":  # -inf, or the sink, in padding rows
+                x = torch.where(exact == -math.inf, exact, x.to(exact.dtype))
+            errors[None if name in summed else rank, name] = largest_error(x.detach(), exact)
+    return errors
+
+
+def judge_case(case: CheckCase, device: torch.device, processes: Sequence[Errors]) -> Result:
+    """Combine the errors of all processes into the result of a case."""
+    allowed = make_problem(case.mask, case.dtype, device).allowed
+    errors = {key: error for part in processes for key, error in part.items()}
+    excess = {key: error / allowed[key[1]] for key, error in errors.items()}
+    rank, name = worst = max(excess, key=lambda key: excess[key])
+    if not math.isfinite(errors[worst]):
+        why = f"{name} has NaN or infinite values, or the wrong shape"
+        return Result(case, name, rank=rank, why=why)
+    wrong = tuple(sorted({at for (at, _), ratio in excess.items() if at is not None and not ratio <= 1}))
+    return Result(case, name, errors[worst], allowed[name], rank, wrong, right=excess[worst] <= 1)
+
+
+def wait_for_device(device: torch.device, timeout: float) -> None:
+    """Wait until a GPU has finished its queued work. Raises TimeoutError after the timeout, as for a hanging
+    kernel or a message from a lost rank."""
+    if device.type != "cuda":
+        return
+    event, end = torch.cuda.Event(), time.monotonic() + timeout
+    event.record(torch.cuda.current_stream(device))
+    while not event.query():
+        if time.monotonic() > end:
+            raise TimeoutError(f"the GPU did not finish its work within {timeout:g} s")
+        time.sleep(0)

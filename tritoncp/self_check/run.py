@@ -1,10 +1,11 @@
 """Running the cases of the self-check, with time limits: in simulated worlds on one device, or on the ranks
-of torchrun."""
+of torchrun; a line for each case, the machine, the verdict."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import signal
@@ -12,32 +13,73 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
+from tritoncp import doctor
 from tritoncp.core.process_environment import torchrun_world_size, use_loopback_interface
-from tritoncp.core.worker_pool import Lost, WorkerPool, count_cores
+from tritoncp.core.worker_pool import Lost, WorkerPool
 from tritoncp.distributed.failures import GroupClosed
 from tritoncp.ops.engine_factory import name_functions
-from tritoncp.self_check.cases import CheckCase, CheckRequest, Result, choose_degree, choose_sizes, list_cases
-from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_case
-from tritoncp.self_check.report import CheckReport, collect_facts, print_case, print_report
+from tritoncp.perf.console import make_console
+from tritoncp.perf.suite import machine
+from tritoncp.self_check import cases
+from tritoncp.self_check.cases import CheckCase, CheckRequest, Errors, Ranks, Result, judge_case, run_case
 
 GRACE = 5.0  # seconds, after the timeout of a message, for ranks to exchange their results
 LINGER = 2.0  # seconds that a rank waits after a loss before it exits, since slower ranks may need it
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The result of a check.
+
+    facts:   those of `tritoncp doctor`, and more of the machine
+    results: a result for each case, in the order of the cases
+    stopped: the reason if the check ended before its last case
+    absent:  the ranks that were lost
+    """
+
+    request: CheckRequest
+    facts: dict[str, Any]
+    results: Sequence[Result]
+    seconds: float
+    stopped: str | None = None
+    absent: Sequence[int] = ()
+
+    @property
+    def right(self) -> bool:
+        """Whether no case was wrong, and all cases ran, or, unless the command is strict, the budget ended
+        after at least one case of each schedule."""
+        if not all(result.right for result in self.results if result.ran):
+            return False
+        if all(result.ran for result in self.results):
+            return self.stopped in (None, self.request.late)
+        return self.stopped == self.request.late and not self.request.strict and not self.untested
+
+    @property
+    def untested(self) -> list[str]:
+        """Schedules of which no case ran."""
+        tested = {result.case.schedule for result in self.results if result.ran}
+        return [x for x in dict.fromkeys(result.case.schedule for result in self.results) if x not in tested]
+
+    def as_json(self) -> dict[str, Any]:
+        cases = [result.as_json() for result in self.results]
+        fields = {"facts": self.facts, "seconds": self.seconds, "stopped": self.stopped, "right": self.right}
+        return fields | {"cases": cases}
 
 
 def main(request: CheckRequest, as_json: bool) -> int:
     """Run the check, print its report, and return the exit code. Exits the process if a rank was lost."""
     many = (torchrun_world_size() or 1) > 1
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if many else (0, 1)
-    console = Console(stderr=as_json)
+    console = make_console(stderr=as_json, markup=False, highlight=False, soft_wrap=True)
     if many:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by torchrun if a rank has died: report it first
     report = run_check(request, console if rank == 0 else None, many)
@@ -45,7 +87,9 @@ def main(request: CheckRequest, as_json: bool) -> int:
         ended = [result for result in report.results if result.ran] if rank else ()
         for number, result in enumerate(ended, start=1):  # print again: rank 0, which had, is lost
             print_case(console, result, number, len(report.results))
-        print_report(console, report)
+        doctor.show(report.facts, console)
+        for line in format_verdict(report):
+            console.print(line, style="green" if report.right else "red")
         if as_json:
             print(json.dumps(report.as_json(), indent=2), flush=True)  # a hanging worker delays the exit
     code = 0 if report.right else 1
@@ -58,75 +102,40 @@ def main(request: CheckRequest, as_json: bool) -> int:
     return code
 
 
-def run_check(request: CheckRequest, console: Console | None, many: bool) -> CheckReport:
+def run_check(request: CheckRequest, console: Any, many: bool) -> CheckReport:
     """Run all cases and return the report. many: on the ranks of torchrun, which (if not lost) return the
-    same report; else in simulated worlds on one device. console: where this rank prints finished cases, or
-    None"""
+    same report; else in simulated worlds on one device. console: for cases as they end, None: not printed"""
     device = select_device(many)
     world_size = int(os.environ["WORLD_SIZE"]) if many else request.world_size
-    cases = list_cases(world_size, device, request.only)
+    requested = cases.list_cases(world_size, device, request.only)
     ranks = join_groups(request, device, world_size) if many else Ranks(device, world_size)
     kind = f"ranks, {dist.get_backend()}" if many else f"simulated ranks on {device}"
     facts = collect_facts(device, f"{world_size} {kind}")
-    if many:
-        compile_share(cases, ranks, request)
-        set_up_process(device)
-        outcomes = run_cases(cases, ranks, request)
-    else:
-        outcomes = run_in_processes(split_into_parts(cases), ranks, request.jobs or count_cores(), request)
+    outcomes = run_cases(requested, ranks, request) if many else run_in_processes(requested, ranks, request)
     results: dict[CheckCase, Result] = {}
     stop: GroupClosed | None = None
     try:
         for result in outcomes:
             results[result.case] = result
             if console is not None:
-                print_case(console, result, len(results), len(cases))
+                print_case(console, result, len(results), len(requested))
         if many:
-            own = {"host": platform.node(), "device": str(device), "name": facts["device"]}
-            facts["ranks"] = ranks.gather(own)
+            devices = ranks.gather(f"{platform.node()} {device}")
+            facts["check"] |= {f"rank {rank}": name for rank, name in enumerate(devices)}
             dist.destroy_process_group()
     except GroupClosed as error:
         stop = error
-    listed = [results.get(case) or Result(case, why=f"not run: {stop}") for case in cases]
+    listed = [results.get(case) or Result(case, why=f"not run: {stop}") for case in requested]
     seconds, why = time.monotonic() - request.began, str(stop) if stop else None
     return CheckReport(request, facts, listed, seconds, why, stop.absent if stop else ())
 
 
-def split_into_parts(cases: Sequence[CheckCase]) -> list[list[CheckCase]]:
-    """Split cases, in order, into parts of one dtype and mask, which share kernels."""
-    return [list(part) for _, part in groupby(cases, lambda case: (case.dtype, case.mask))]
-
-
-def run_in_processes(
-    parts: Sequence[Sequence[CheckCase]], ranks: Ranks, jobs: int, request: CheckRequest
-) -> Iterator[Result]:
-    """Run parts in up to ``jobs`` processes on one device, where most time is spent in compilation (GPU) or
-    in Python (CPU). A case whose process dies has failed. Raises Stopped at a time limit."""
-
-    def check_budget() -> None:
-        if request.over:
-            raise Stopped(request.late)
-
-    method = "fork" if ranks.device.type == "cpu" else "spawn"
-    work, set_up = partial(run_part, ranks, request), partial(set_up_process, ranks.device)
-    with WorkerPool(work, jobs, setup=set_up, method=method) as pool:
-        for case, result in pool.run(parts, check_budget):
-            yield Result(case, why=result.why) if isinstance(result, Lost) else result
-
-
-def run_part(ranks: Ranks, request: CheckRequest, cases: Sequence[CheckCase]) -> Iterator[Result]:
-    """Run cases in a worker process, until one makes its device unusable."""
-    with contextlib.suppress(Stopped):
-        yield from run_cases(cases, ranks, request)
-
-
-def set_up_process(device: torch.device) -> None:
-    """Set up a process so that its cache keys of compiled kernels equal those of other processes."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*heads cannot be divided")  # some cases are of this kind
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        name_functions()
+def collect_facts(device: torch.device, world: str) -> dict[str, Any]:
+    """Collect the facts of `tritoncp doctor`, and the driver and the world."""
+    facts = doctor.examine()
+    if "float16" in cases.choose_dtypes(device):
+        facts["advice"].append("float16 replaces bfloat16, to which the interpreter truncates")
+    return facts | {"check": {"driver": machine.environment(device).get("driver", "none"), "world": world}}
 
 
 def select_device(many: bool) -> torch.device:
@@ -145,49 +154,58 @@ def select_device(many: bool) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-# -- the ranks of torchrun --------------------------------------------------------------------------------
-
-
 def join_groups(request: CheckRequest, device: torch.device, world_size: int) -> Ranks:
-    """Make the process groups, for tensors and for results on the host. NCCL's timeout is longer than the
-    check's wait for the GPU, since NCCL kills a process when a message times out."""
+    """Set up this process and its groups, for tensors and for results on the host. NCCL's timeout is longer
+    than the check's wait for the GPU, since NCCL kills a process when a message times out."""
+    set_up_process(device)
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         use_loopback_interface()
-    budget = timedelta(seconds=request.budget)
+    budget, wait = timedelta(seconds=request.budget), timedelta(seconds=request.timeout)
     store, rank, _ = next(iter(dist.rendezvous("env://", timeout=budget)))  # other ranks may start late
-    gpu = device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if gpu else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=3 * (request.timeout + GRACE) + 30 if gpu else request.timeout),
-        device_id=device if gpu else None,
-    )
-    host = dist.new_group(backend="gloo", timeout=timedelta(seconds=request.timeout + GRACE))
-    degree, mesh = choose_degree(world_size, choose_sizes(device, world_size).heads), None
-    if degree:
-        shape = world_size // degree, degree
-        mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("rows", "heads"))
+    options: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
+    grace = timedelta(seconds=GRACE)
+    if device.type == "cuda":
+        longer = 3 * (wait + grace) + timedelta(seconds=30)
+        dist.init_process_group("nccl", timeout=longer, device_id=device, **options)
+    else:
+        dist.init_process_group("gloo", timeout=wait, **options)
+    host = dist.new_group(backend="gloo", timeout=wait + grace)
+    mesh = None
+    if cases.has_pairs(world_size):
+        mesh = dist.init_device_mesh(device.type, (world_size // 2, 2), mesh_dim_names=("rows", "heads"))
     return Ranks(device, world_size, dist.group.WORLD, mesh, host)
 
 
-def compile_share(cases: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> None:
-    """Compile this rank's share of the kernels on a GPU into Triton's cache on disk, and wait for the other
-    ranks. It runs its share of the cases in a simulated world and drops the results. Raises RuntimeError with
-    the ranks that have not finished in time."""
-    if ranks.device.type != "cuda":
-        return
-    local, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    jobs = request.jobs or max(1, count_cores() // local_size)
-    with contextlib.suppress(Stopped):  # the real run ends for the same reason
-        parts = split_into_parts(cases)[local::local_size]
-        for _ in run_in_processes(parts, Ranks(ranks.device, ranks.world_size), jobs, request):
-            pass
-    dist.monitored_barrier(ranks.host, timedelta(seconds=request.budget), wait_all_ranks=True)
+def set_up_process(device: torch.device) -> None:
+    """Set up a process so that its cache keys of compiled kernels equal those of other processes."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*heads cannot be divided")  # some cases are of this kind
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        name_functions()
 
 
-# -- cases in turn in one process ----------------------------------------------------------------------------
+def run_in_processes(requested: Sequence[CheckCase], ranks: Ranks, request: CheckRequest) -> Iterator[Result]:
+    """Run cases of simulated worlds in several processes on one device, where most time is spent in
+    compilation (GPU) or in Python (CPU); one process runs those of a dtype and mask, which share kernels. A
+    case whose process dies has failed. Raises Stopped at a time limit."""
+
+    def check_budget() -> None:
+        if request.over:
+            raise Stopped(request.late)
+
+    parts = [list(part) for _, part in groupby(requested, lambda case: (case.dtype, case.mask))]
+    method = "fork" if ranks.device.type == "cpu" else "spawn"
+    work, set_up = partial(run_part, ranks, request), partial(set_up_process, ranks.device)
+    with WorkerPool(work, request.jobs, setup=set_up, method=method) as pool:
+        for case, result in pool.run(parts, check_budget):
+            yield Result(case, why=result.why) if isinstance(result, Lost) else result
+
+
+def run_part(ranks: Ranks, request: CheckRequest, part: Sequence[CheckCase]) -> Iterator[Result]:
+    """Run cases in a worker process, until one makes its device unusable."""
+    with contextlib.suppress(Stopped):
+        yield from run_cases(part, ranks, request)
 
 
 class Stopped(GroupClosed):
@@ -202,10 +220,10 @@ class Failure(NamedTuple):
     waited: bool
 
 
-def run_cases(cases: Iterable[CheckCase], ranks: Ranks, request: CheckRequest) -> Iterator[Result]:
+def run_cases(part: Iterable[CheckCase], ranks: Ranks, request: CheckRequest) -> Iterator[Result]:
     """Run cases one after another on all ranks, and yield their results. Raises Stopped if the rest cannot
     run."""
-    for case in cases:
+    for case in part:
         try:
             attempts, over = zip(*ranks.gather((attempt_case(case, ranks, request), request.over)))
         except GroupClosed as error:
@@ -220,7 +238,7 @@ def run_cases(cases: Iterable[CheckCase], ranks: Ranks, request: CheckRequest) -
             why = failures[rank].why if len(attempts) == 1 else f"rank {rank}: {failures[rank].why}"
             yield Result(case, rank=rank, ranks=tuple(failures), why=why)
             raise Stopped(f"{case.name} failed, and its process or its group with it")
-        yield judge_case(case, ranks.problem(case).allowed, attempts)
+        yield judge_case(case, ranks.device, attempts)
         if any(over):
             raise Stopped(request.late)
 
@@ -228,21 +246,46 @@ def run_cases(cases: Iterable[CheckCase], ranks: Ranks, request: CheckRequest) -
 def attempt_case(case: CheckCase, ranks: Ranks, request: CheckRequest) -> Errors | Failure:
     """Run a case in this process; return a Failure for an exception."""
     try:
-        return run_case(ranks, case, lambda: wait_for_device(ranks.device, request.timeout))
+        return run_case(ranks, case, request.timeout)
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0][:500]
         waited = isinstance(error, GroupClosed | TimeoutError | dist.DistError)
         return Failure(f"{type(error).__name__}: {line}", waited)
 
 
-def wait_for_device(device: torch.device, timeout: float) -> None:
-    """Wait until a GPU has finished its queued work. Raises TimeoutError after the timeout, as for a hanging
-    kernel or a message from a lost rank."""
-    if device.type != "cuda":
-        return
-    event, end = torch.cuda.Event(), time.monotonic() + timeout
-    event.record(torch.cuda.current_stream(device))
-    while not event.query():
-        if time.monotonic() > end:
-            raise TimeoutError(f"the GPU did not finish its work within {timeout:g} s")
-        time.sleep(0)
+def print_case(console: Any, result: Result, number: int, total: int) -> None:
+    """Print the row of a case: its number, verdict, name and error."""
+    case, verdict = result.case, "right" if result.right else "WRONG"
+    name = f"{number:{len(str(total))}}/{total} {verdict}  {case.schedule:12} {case.mask:9} {case.dtype:8}"
+    console.print(f"{name}  {describe(result)}", style="" if result.right else "red")
+
+
+def describe(result: Result) -> str:
+    """Format the error of a case, or the reason if there is none."""
+    if result.error is None:
+        return result.why or ""
+    place = "summed over ranks" if result.rank is None else f"on rank {result.rank}"
+    also = ", ".join(str(rank) for rank in result.ranks if rank != result.rank)
+    numbers = f"{result.error:.1e} off, {result.allowed:.1e} allowed"
+    return f"{result.tensor} {numbers}, {place}{f' (also {also})' if also else ''}"
+
+
+def format_verdict(report: CheckReport) -> Iterator[str]:
+    """Format the last lines: counts, cases that did not run, the worst case, and a line for a bug report."""
+    ran = [result for result in report.results if result.ran]
+    wrong = [result for result in ran if not result.right]
+    yield f"{len(ran) - len(wrong)} of {len(ran)} cases are right, {report.seconds:.1f} s"
+    if left_out := [result.case for result in report.results if not result.ran]:
+        kinds = ", ".join(dict.fromkeys(f"{case.mask} {case.dtype}" for case in left_out))
+        yield f"not run: {len(left_out)} more, of {kinds}: {report.stopped}"
+    elif report.stopped:
+        yield f"stopped: {report.stopped}"
+    if report.untested and report.stopped == report.request.late:
+        yield f"no case ran of {', '.join(report.untested)}: pass more seconds, --budget"
+    if wrong:
+        # Failed cases without an error first.
+        worst = max(wrong, key=lambda x: math.inf if x.error is None else x.error / (x.allowed or 1.0))
+        line = f"{worst.case.name}: {describe(worst)}"
+        yield f"worst: {line}"
+        facts = (text.replace("\n", "; ") for _, text in doctor.summary_rows(report.facts) if text != "none")
+        yield f"for a report: {', '.join(facts)}, {line}"
