@@ -18,7 +18,6 @@ from tritoncp.ops import tile_tables, tune_on_first_call
 from tritoncp.ops.tile_lookup import TileKey
 from tritoncp.planning.problem import MEASURED_KINDS
 from tritoncp.tuning import command, search_run
-from tritoncp.tuning.progress import Tally
 
 __all__ = ["launched", "places"]  # fixtures
 
@@ -171,7 +170,7 @@ def test_the_command_accepts_the_arguments_of_a_call_and_writes_its_entries(mask
 
     def record(targets, *rest):
         names.extend(target.kernel for target in targets)
-        return search_run.TuningResult([], Tally(), Path("journal"), False)
+        return search_run.TuningResult([], 0, 0, Path("journal"), False)
 
     monkeypatch.setattr(search_run, "autotune", record)
     assert CliRunner().invoke(main, ["autotune", *words]).exit_code == 1, "nothing was measured"

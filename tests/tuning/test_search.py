@@ -45,7 +45,7 @@ def test_a_wrong_candidate_is_never_timed(tmp_path):
     bench = Formula(cost, wrong=[BEST])
     search = tuner(tmp_path)
     assert search.run([TARGET], bench)[TARGET].config == RULE
-    assert BEST in bench.checks and BEST not in bench.samples and search.tally.failed == 1
+    assert BEST in bench.checks and BEST not in bench.samples and search.counts["failed"] == 1
 
 
 def test_no_choice_where_the_rule_is_wrong(tmp_path):

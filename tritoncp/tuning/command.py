@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import click
 
 from tritoncp.command_base import JOBS, make_output_folder
-from tritoncp.perf.console import make_console
 
 if TYPE_CHECKING:
     from tritoncp.ops.tile_tables import Device
@@ -95,8 +94,7 @@ def autotune(
         click.echo(fault, err=True)
     folder = out or output_folder()
     make_output_folder(folder)
-    console = make_console(stderr=True)
-    result = search_run.autotune(selection, device, seconds, resume, folder, jobs, console)
+    result = search_run.autotune(selection, device, seconds, resume, folder, jobs)
     search_run.show_result(result, as_json)
     sys.exit(130 if result.interrupted else 0 if result.rows else 1)
 

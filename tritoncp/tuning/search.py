@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,6 @@ from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops.tile_tables import MIN_SPEEDUP
 from tritoncp.tuning.device_bench import DeviceBench
 from tritoncp.tuning.journal import TuningJournal
-from tritoncp.tuning.progress import Tally
 from tritoncp.tuning.targets import Target, candidates
 
 MAX_TIMED = 24  # most candidates to time: those nearest to the default
@@ -50,6 +50,8 @@ class Tuner:
     compile_jobs: yields jobs with their reports, see :class:`tritoncp.analysis.compile_pool.Compilers`
     now:          a clock in seconds; no work is started after ``deadline``
     keep:         called with the choice of each target as soon as it is made
+    show:         called with lines of progress
+    counts:       candidates that failed, and those for which there was no time
     """
 
     arch: str
@@ -58,7 +60,8 @@ class Tuner:
     deadline: float
     keep: Callable[[Target, Choice], None] = lambda target, choice: None
     now: Callable[[], float] = time.monotonic
-    tally: Tally = field(default_factory=Tally)
+    show: Callable[[str], object] = lambda line: None
+    counts: Counter[str] = field(default_factory=Counter)
     chosen: dict[Target, Choice] = field(default_factory=dict)
 
     def candidates(self, target: Target) -> list[Config]:
@@ -69,21 +72,25 @@ class Tuner:
     def select(self, target: Target, until: float) -> list[Config]:
         """Return the default config, and the candidates nearest to it that compile, fit and do not spill, in
         the launch of a call on one device and in that of a step of a schedule."""
-        self.tally.target = target.name
         rule, *rivals = listed = self.candidates(target)
         faults: dict[Config, str] = {}
         with closing(self._find_faults(target, listed)) as findings:
             for config, finding in findings:
                 faults[config] = finding["fault"]
-                failed = finding["failed"]
-                self.tally.count(tried=1, failed=failed, why=finding["fault"] if failed else None)
+                if finding["failed"]:
+                    self._fail(target, finding["fault"])
                 if self.now() > until or sum(not fault for fault in faults.values()) >= MAX_TIMED:
                     break
         alive = [config for config in rivals if faults.get(config) == ""][: MAX_TIMED - 1]
-        missing = len(listed) - len(faults)
-        late = missing if self.now() > until else 0
-        self.tally.count(pruned=len(listed) - len(alive) - 1 - late, left_out=late)
+        if self.now() > until:
+            self.counts["left out"] += len(listed) - len(faults)
+        self.show(f"{target.name}: {len(faults)} of {len(listed)} candidates compiled, {len(alive)} fit")
         return [rule, *alive]
+
+    def _fail(self, target: Target, why: str) -> None:
+        """Count a candidate that failed, and show the reason."""
+        self.counts["failed"] += 1
+        self.show(f"{target.name}: {why}")
 
     def _half(self, until: float) -> float:
         now = self.now()
@@ -140,15 +147,14 @@ class Tuner:
                 winner = min(times, key=times.__getitem__)
                 winner = winner if times[rule] / times[winner] > MIN_SPEEDUP else rule
                 best = Choice(winner, times[winner], times[rule])
-                self.tally.best = f"{best.gain:.2f}x of the rule"
-                self.tally.count()
+                self.show(f"{target.name}: {len(alive)} timed, best {best.gain:.2f}x of the rule")
                 if len(alive) <= 2:
                     break
                 rivals = sorted((c for c in alive if c != rule), key=times.__getitem__)
                 alive = [rule, *rivals[: max(1, (len(alive) - 1) // 2)]]
                 rounds *= 2
             if best is None:
-                self.tally.count(left_out=len(alive))
+                self.counts["left out"] += len(alive)
         finally:
             if best is not None:
                 self.chosen[target] = best
@@ -159,13 +165,14 @@ class Tuner:
         finding = self.journal.finding("check", target, config)
         if finding is None:
             if self.now() > until:
-                self.tally.count(left_out=1)
+                self.counts["left out"] += 1
                 return False
             if isinstance(config, Routed) and config.ROUTE in ROUTES[1:]:  # one that hangs is tried once
                 self.journal.add({"wrong": "a run ended during its check"}, "check", target, config)
             finding = {"wrong": bench.wrong(target, config)}
             self.journal.add(finding, "check", target, config)
-        self.tally.count(failed=finding["wrong"] is not None, why=finding["wrong"])
+        if finding["wrong"] is not None:
+            self._fail(target, finding["wrong"])
         return finding["wrong"] is None
 
     def _times(
@@ -196,7 +203,7 @@ class Tuner:
         for i, target in enumerate(requested):
             left = self.deadline - self.now()
             if left <= 0:
-                self.tally.count(left_out=sum(len(self.candidates(rest)) for rest in requested[i:]))
+                self.counts["left out"] += sum(len(self.candidates(rest)) for rest in requested[i:])
                 break
             self.choose(target, bench, self.now() + left / (len(requested) - i))
         return self.chosen

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from tritoncp.perf.console import make_console
 from tritoncp.perf.suite import machine
 from tritoncp.tuning.device_bench import DeviceBench
 from tritoncp.tuning.journal import TuningJournal
-from tritoncp.tuning.progress import Tally
 from tritoncp.tuning.search import Choice, Tuner
 from tritoncp.tuning.targets import Target, candidates
 
@@ -32,18 +32,19 @@ COMPILE_TIMEOUT = 60.0  # seconds for one kernel
 
 
 class TuningResult(NamedTuple):
-    """The result of a run: an entry for each target's choice, counters, journal, whether Ctrl-C ended it."""
+    """The result of a run: an entry for each target's choice, the number of candidates and of those for which
+    there was no time, the journal, whether Ctrl-C ended it."""
 
     rows: list[dict[str, Any]]
-    tally: Tally
+    total: int
+    left_out: int
     journal: Path
     interrupted: bool
 
 
 def autotune(
-    targets: Sequence[Target], device: Device, budget: float, resume: bool, folder: Path, jobs: int | None,
-    console: Any,
-) -> TuningResult:  # fmt: skip
+    targets: Sequence[Target], device: Device, budget: float, resume: bool, folder: Path, jobs: int | None
+) -> TuningResult:
     """Tune targets within ``budget`` seconds. Choices and the journal are written to ``folder``, each choice
     when it is made: an interrupt loses none."""
     path = tile_tables.path_in(folder, device).with_suffix(".jsonl")
@@ -62,13 +63,15 @@ def autotune(
 
     total = sum(len(candidates(target, device.arch)) for target in targets)
     deadline, interrupted = time.monotonic() + budget, False
-    with Tally(total, console) as tally, closing(journal), Compilers(jobs, COMPILE_TIMEOUT) as pool:
-        tuner = Tuner(device.arch, journal, pool.compile_jobs, deadline, keep, tally=tally)
+    with closing(journal), Compilers(jobs, COMPILE_TIMEOUT) as pool:
+        tuner = Tuner(
+            device.arch, journal, pool.compile_jobs, deadline, keep, show=partial(click.echo, err=True)
+        )
         try:
             tuner.run(targets, _device_bench())
         except KeyboardInterrupt:
             interrupted = True
-    return TuningResult(rows, tally, path, interrupted)
+    return TuningResult(rows, total, tuner.counts["left out"], path, interrupted)
 
 
 def _device_bench() -> DeviceBench:
@@ -94,6 +97,6 @@ def show_result(result: TuningResult, as_json: bool) -> None:
         click.echo(f"interrupted: {outcome}; {more}", err=True)
     elif not result.rows:
         click.echo(f"the table is empty: no kernel was timed against its default tiles; {more}", err=True)
-    if (tally := result.tally).left_out and not result.interrupted:
-        count = f"{tally.left_out} of {tally.total} candidates"
+    if result.left_out and not result.interrupted:
+        count = f"{result.left_out} of {result.total} candidates"
         click.echo(f"the budget left out {count}: pass a larger --budget; {more}", err=True)
