@@ -1,8 +1,9 @@
-"""The progress of `tritoncp perf run` on stderr."""
+"""The progress of `tritoncp perf run` and `tritoncp inspect` on stderr."""
 
 from __future__ import annotations
 
 import datetime
+import math
 import time
 
 import click
@@ -14,7 +15,7 @@ class Progress:
     deadline: time.monotonic() after which no measurement starts
     """
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, deadline: float = math.inf) -> None:
         self.done = self.total = 0
         self._deadline, self._begin = deadline, time.monotonic()
 

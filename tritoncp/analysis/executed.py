@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from tritoncp.analysis import torch_templates
+from tritoncp.analysis.compile_pool import read_nvidia
 from tritoncp.analysis.inspect_run import tiles
-from tritoncp.analysis.kernel_report import read_nvidia
 from tritoncp.analysis.launches import CallTensors
 from tritoncp.analysis.torch_templates import TemplateJob, candidates, write_source
 from tritoncp.perf.console import make_console

@@ -1,4 +1,4 @@
-"""A run of `tritoncp inspect`: compiles kernels with a progress bar, and prints tables of resources."""
+"""A run of `tritoncp inspect`: compiles kernels, and prints tables of resources."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
+
+import click
+from rich.table import Table
 
 from tritoncp.analysis.jobs import Job
 from tritoncp.analysis.resource_table import (
@@ -17,6 +20,7 @@ from tritoncp.analysis.resource_table import (
     write,
 )
 from tritoncp.perf.console import make_console
+from tritoncp.perf.progress import Progress
 
 # Heading of a column -> function from a row to its value.
 COLUMNS: dict[str, Callable[[Row], Any]] = {
@@ -44,8 +48,7 @@ def run(
 ) -> list[str]:
     """Compile jobs and print their rows. check: compare them with the table; update: write them to it.
     Returns a line for each fault."""
-    log = make_console(stderr=True)
-    rows = compile_rows(jobs, processes, timeout, log)
+    rows = compile_rows(jobs, processes, timeout)
     order = {key(job.identity): i for i, job in enumerate(jobs)}
     rows.sort(key=lambda row: order[key(row)])
     before = read_table()
@@ -53,7 +56,7 @@ def run(
     faults = [f"{' '.join(map(str, key(row)))}: {why}" for row, why in worse if check or "failed" in row]
     if update and not check:
         for row, why in ((row, why) for row, why in worse if key(row) in before):
-            log.print(f"now worse: {' '.join(map(str, key(row)))}: {why}", markup=False, highlight=False)
+            click.echo(f"now worse: {' '.join(map(str, key(row)))}: {why}", err=True)
     if as_json:
         print(json.dumps(rows, indent=1))
     else:
@@ -63,22 +66,15 @@ def run(
     return faults
 
 
-def compile_rows(jobs: Sequence[Job], processes: int | None, timeout: float, console: Any) -> list[Row]:
-    """Compile the rows, with a progress bar on a terminal and a line for each row otherwise."""
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    figures = MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[last]}")
-    rows = []
-    columns = *Progress.get_default_columns()[:2], *figures
-    bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    with bar, closing(inspect_jobs(jobs, processes, timeout)) as done:
-        task = bar.add_task("compiling", total=len(jobs), last="")
+def compile_rows(jobs: Sequence[Job], processes: int | None, timeout: float) -> list[Row]:
+    """Compile the rows, and print a line for each with the time left."""
+    progress, rows = Progress(), []
+    progress.add(len(jobs))
+    with closing(inspect_jobs(jobs, processes, timeout)) as done:
         for row in done:
             rows.append(row)
-            last = " ".join(map(str, key(row))) + (": " + row["failed"] if "failed" in row else "")
-            bar.update(task, advance=1, last=last)
-            if not console.is_terminal:
-                console.print(f"{len(rows)}/{len(jobs)} {last}", markup=False, highlight=False)
+            failure = ": " + row["failed"] if "failed" in row else ""
+            progress.show(" ".join(map(str, key(row))) + failure, measured=True)
     return rows
 
 
@@ -99,8 +95,6 @@ def tiles(config: dict[str, Any]) -> str:
 
 def show(rows: Sequence[Row], console: Any) -> None:
     """Print a table for each architecture, with dashes for missing values."""
-    from rich.table import Table
-
     for arch in dict.fromkeys(row["arch"] for row in rows):
         table = Table(*COLUMNS, title=arch, box=None, padding=(0, 1), title_justify="left")
         for row in rows:
