@@ -125,7 +125,7 @@ def compare(
       tritoncp perf compare before.jsonl after.jsonl --html comparison.html
     """
     if html is not None:
-        from tritoncp.perf.dashboard.comparison_page import comparison_page
+        from tritoncp.perf.dashboard import shell
     try:
         sides = [_read_side(before, history, allow_new_device), _read_side(after, history)]
         devices = [{str(point.series) for point in points} for points in sides]
@@ -148,7 +148,15 @@ def compare(
             click.echo(json.dumps(gate.describe(word, error.exit_code, [reason]), indent=2))
         raise
     if html is not None:
-        html.write_text(comparison_page(before, after, result), encoding="utf-8")
+        rows = comparing.lines(result.comparison, result.limit)
+        page = shell.fill(
+            "comparison.html",
+            title=f"{after} against {before}",
+            result=result,
+            heads=comparing.HEAD,
+            lines=rows,
+        )
+        html.write_text(page, encoding="utf-8")
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
     elif markdown:

@@ -9,12 +9,11 @@ import datetime
 import math
 from collections import Counter
 from collections.abc import Sequence
-from html import escape
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from bokeh.models import BooleanFilter, ColumnDataSource
+from bokeh.models import BooleanFilter, ColumnDataSource, CustomJS
 from bokeh.models.widgets import Select, TextInput
 
 from tritoncp._version import __version__
@@ -27,7 +26,7 @@ from tritoncp.perf.dashboard.case_details import (
     status_class,
 )
 from tritoncp.perf.dashboard.compare import group_points
-from tritoncp.perf.dashboard.shell import NUMBER, PERCENT, Column, html_table
+from tritoncp.perf.dashboard.shell import NUMBER, PERCENT, Column
 from tritoncp.perf.dashboard.trends import STATUSES, Trend
 from tritoncp.perf.records.history import History, Point
 
@@ -74,27 +73,26 @@ def page(history: History, repository: str = "") -> str:
         models["ratios"] = charts.make_ratio_chart(selected, families)
     if events:
         models["changes"] = _make_event_table(events, repository)
-    now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="minutes")
-    texts = {
-        "devices": format_devices(all_trends, runs),
-        "changes-title": "<h2>Changes, newest first</h2>" if events else "",
-        "notes": _format_notes(history),
-        "made": f"Made {now[:16]} by tritoncp {__version__}. Tables and charts: Bokeh.",
+    arguments = {
+        "cases": cases.source,
+        "points": points,
+        "shown": selected,
+        "runs": ColumnDataSource(texts_of_runs),
+        "chosen": chosen,
+        "filters": filters,
+        "axes": [models[name].xaxis[0] for name in ("times", "ratios") if name in models],
+        "entries": models["ratios"].legend[0].items if families else [],
     }
+    now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="minutes")
     return shell.render(
-        "tritoncp performance",
-        models,
         "dashboard.html",
-        texts,
-        (shell.ASSETS / "page.js").read_text(),
-        cases=cases.source,
-        points=points,
-        shown=selected,
-        runs=ColumnDataSource(texts_of_runs),
-        chosen=chosen,
-        filters=filters,
-        axes=[models[name].xaxis[0] for name in ("times", "ratios") if name in models],
-        entries=models["ratios"].legend[0].items if families else [],
+        models,
+        CustomJS(args=arguments, code=(shell.ASSETS / "page.js").read_text()),
+        title="tritoncp performance",
+        devices=list_devices(all_trends, runs),
+        notes=_list_notes(history),
+        now=now[:16],
+        version=__version__,
     )
 
 
@@ -121,28 +119,34 @@ def _versions(point: Point) -> str:
     return ", ".join(f"{name} {point.env[name]}" for name in names if name in point.env)
 
 
-def format_devices(all_trends: Sequence[Trend], runs: dict[str, Run]) -> str:
-    """Format the table of devices, that of the worst case first: the newest run, and its cases by status.
-    ``all_trends`` are in order of urgency."""
+class DeviceRow(NamedTuple):
+    """A device: its newest run, the number of cases measured in it and of all its cases, and the number of
+    cases of each status, with the class of its text."""
+
+    name: str
+    newest: Run
+    measured: int
+    cases: int
+    statuses: list[tuple[str, str, int]]
+
+
+def list_devices(all_trends: Sequence[Trend], runs: dict[str, Run]) -> list[DeviceRow]:
+    """List the devices, that of the worst case first. ``all_trends`` are in order of urgency."""
     rows = []
     for device in dict.fromkeys(str(trend.points[-1].series) for trend in all_trends):
         of_device = [trend for trend in all_trends if str(trend.points[-1].series) == device]
         newest = max((trend.points[-1].run for trend in of_device), key=[*runs].index)
         measured = sum(trend.points[-1].run == newest for trend in of_device)
         counts = Counter((status_class(trend), trend.newest.status) for trend in of_device)
-        statuses = [
-            f'<span class="{kind}">{count} {status}</span>' for (kind, status), count in counts.items()
-        ]
-        run = f"{escape(runs[newest].time)}, <code>{escape(runs[newest].commit)}</code>"
-        rows.append((escape(device), ", ".join(statuses), run, f"{measured} of {len(of_device)}"))
-    return html_table(("Device", "Cases", "Newest run", "Measured in it"), rows)
+        statuses = [(*kind, count) for kind, count in counts.items()]
+        rows.append(DeviceRow(device, runs[newest], measured, len(of_device), statuses))
+    return rows
 
 
-def _format_notes(history: History) -> str:
+def _list_notes(history: History) -> list[str]:
     notes = [] if trends.ruptures else [trends.MISSING]
     notes += [f"{len(history.problems)} lines could not be read"] if history.problems else []
-    items = [*notes, *map(str, history.problems[:50])]
-    return f"<h2>Notes</h2><ul>{''.join(f'<li>{escape(text)}</li>' for text in items)}</ul>" if items else ""
+    return [*notes, *map(str, history.problems[:50])]
 
 
 # -- changes -------------------------------------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +13,12 @@ from bokeh.embed import components
 from bokeh.models import CDSView, ColumnDataSource, CustomJS, InlineStyleSheet
 from bokeh.models.widgets import DataTable, HTMLTemplateFormatter, TableColumn
 from bokeh.resources import Resources
+from jinja2 import Environment, FileSystemLoader
 
 ASSETS = Path(__file__).parent / "assets"
+TEMPLATES = Environment(
+    loader=FileSystemLoader(ASSETS), autoescape=True, trim_blocks=True, lstrip_blocks=True
+)
 ROW, HEAD = 30, 34  # pixels of a table's rows and of its head
 MOST_ROWS = 14  # visible rows of a table; more scroll
 # Templates of cells: `value` is the cell's value, other columns are available by name; <%- escapes, <%= does
@@ -78,54 +80,21 @@ def style_sheet(name: str) -> InlineStyleSheet:
     return InlineStyleSheet(css=(ASSETS / name).read_text())
 
 
-def render(
-    title: str,
-    models: Mapping[str, Any],
-    layout: str,
-    texts: Mapping[str, str],
-    script: str = "",
-    **arguments: Any,
-) -> str:
-    """Return a page as HTML.
-
-    layout:    file in assets/, in which <!--name--> is replaced by models and texts (HTML)
-    script:    runs when the models are loaded, with ``arguments``, which are models too
-    """
+def render(template: str, models: Mapping[str, Any], script: CustomJS, **values: Any) -> str:
+    """Return a page as HTML: a template in assets/, with ``values`` and, in ``places``, the models by name.
+    script: runs when the models are loaded"""
     document = Document()
     for model in models.values():
         document.add_root(model)
-    if script:
-        document.js_on_event("document_ready", CustomJS(args=arguments, code=script))
+    document.js_on_event("document_ready", script)
     code, places = components(dict(models), wrap_script=False)
-    fillings = {**texts, **places}
-    body = (ASSETS / layout).read_text()
     bokeh = Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).js_raw
-    filled = re.sub(r"<!--([\w-]+)-->", lambda mark: fillings.get(mark[1], ""), body)
-    return fill_page(title, filled, ["\n".join(bokeh), code])
+    return fill(template, places=places, scripts=[*bokeh, code], **values)
 
 
-def fill_page(title: str, body: str, scripts: Sequence[str] = ()) -> str:
-    """Return a page as HTML. body: HTML."""
-    parts = {
-        "title": escape(title),
-        "style": (ASSETS / "page.css").read_text(),
-        "scripts": "\n".join(f"<script>{escape_script(text)}</script>" for text in scripts),
-        "body": body,
-    }
-    head, *sections = (ASSETS / "page.html").read_text().split("{{")
-    return head + "".join(parts[name] + after for name, after in (part.split("}}", 1) for part in sections))
-
-
-def escape_script(text: str) -> str:
-    """Escape the end of a script: in strings of JavaScript and JSON, <\\/ is the same text."""
-    return re.sub(r"</(script)", r"<\\/\1", text, flags=re.IGNORECASE).replace("<!--", "<\\!--")
-
-
-def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table. The cells are HTML."""
-    head = "".join(f"<th>{text}</th>" for text in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+def fill(template: str, **values: Any) -> str:
+    """Return a template in assets/ with these values, which are escaped."""
+    return TEMPLATES.get_template(template).render(**values)
 
 
 def percent(part: float) -> str:
@@ -134,3 +103,11 @@ def percent(part: float) -> str:
     ('+1.2 %', '−50.0 %')
     """
     return f"{'−' if part < 0 else '+'}{abs(100 * part):.1f} %"
+
+
+def format_number(value: Any, unit: float = 1.0) -> str:
+    """Format a number to four digits, in a unit; "–" for what is no number."""
+    return f"{value / unit:.4g}" if isinstance(value, int | float) else "–"
+
+
+TEMPLATES.filters.update(percent=percent, number=format_number)

@@ -45,8 +45,8 @@ OUTSIDE = {  # packages that a layer may import, besides the standard library
     "api": {"torch", "rich"},
     "chunking": {"torch", "sympy"},
     "command_base": {"click"},
-    "perf": {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "numpy", "pytest", "ruptures",
-             "scipy"},
+    "perf": {"torch", "triton", "click", "rich", "bokeh", "jinja2", "numpy",
+             "ruptures", "scipy"},
     "edge": {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops", "transformers",
              "torchtitan"},
 }  # fmt: skip
