@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
 
 from tests.planning.test_plan import masks
@@ -21,6 +22,7 @@ from tritoncp.planning.balance import (
     ptrr,
 )
 from tritoncp.planning.build import build
+from tritoncp.planning.locality.branches import whole_branches
 from tritoncp.planning.locality.pieces import View, even_counts, loads
 from tritoncp.planning.locality.search import even_work
 from tritoncp.planning.locality.windows import FreeBlocks
@@ -321,6 +323,21 @@ def test_windows_on_the_circle_of_free_blocks(seed: int, share: int, cuts: int) 
     blocks._pair = lambda size, rest, *_: sizes.append(size) or (0, 0, size, 0)
     blocks.choose(share, 1.0, cuts, 0.1)
     assert sizes == sorted({share * k // cuts for k in range(1, cuts + 1) if share * k >= cuts})
+
+
+@pytest.mark.parametrize(("prefix", "branches"), [(4, 1), (5, 1), (5, 2), (0, 2), (12, 1)])
+def test_branches_are_held_whole_but_one_behind_a_long_prefix(prefix: int, branches: int) -> None:
+    """Branches of blocks that see the one before, and a prefix that all 12 blocks see."""
+    until = 8 if branches == 2 else 12
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv < prefix) | (q >= kv) & (q < kv + 2) & ((q < until) == (kv < until))
+
+    mask = create_block_mask(mod, None, None, 12, 12, BLOCK_SIZE=1)
+    owner = whole_branches(View.of(work_of_rows([mask], 2)[0]))
+    assert (owner is not None) == ((prefix, branches) in [(4, 1), (5, 2)])
+    if branches == 2 and owner is not None:
+        assert len(set(owner[5:8].tolist())) == len(set(owner[8:].tolist())) == 1
 
 
 def test_remote_keys_are_placed_near_their_readers() -> None:

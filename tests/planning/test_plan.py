@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -158,13 +159,21 @@ def test_tables_locate_every_row(plan: Plan) -> None:
     everyone = [plan.kv.positions(rank) for rank in range(plan.world_size)]
     padded = [torch.nn.functional.pad(x, (0, plan.kv.s_max - x.shape[1]), value=-1) for x in everyone]
     assert torch.equal(row_positions(tables.kv_slots, plan.world_size * plan.kv.s_max), torch.cat(padded, 1))
-    for slots, dense, first, block in (
-        (tables.q_slots, tables.dense_q, tables.q_first, plan.mask.q_block),
-        (tables.kv_slots, tables.dense_kv, tables.kv_first, plan.mask.kv_block),
+    for slots, dense, ends, first, block in (
+        (tables.q_slots, tables.dense_q, tables.q_ends, tables.q_first, plan.mask.q_block),
+        (tables.kv_slots, tables.dense_kv, tables.kv_ends, tables.kv_first, plan.mask.kv_block),
     ):
-        if dense:  # row r is position first + r, slot i begins at row i * block
-            assert torch.equal(slots[0, :, 0], torch.arange(slots.shape[1]) * block)
-            assert torch.equal(slots[0, :, 1], slots[0, :, 0] + first)
+        total = slots[..., 2].sum(1, keepdim=True).expand(slots.shape[:2])
+        listed = [(*slot, rows) for slot, rows in zip(slots.flatten(0, 1).tolist(), total.flatten().tolist())]
+        in_order = [
+            (i * block, first + i * block, min(block, rows - i * block))
+            for i, (*_, rows) in enumerate(listed)
+        ]
+        assert dense == (
+            slots.shape[0] == 1 and len(listed) > 0 and in_order == [tuple(x[:3]) for x in listed]
+        )
+        cut = [row + tokens == rows for row, _, tokens, rows in listed if tokens not in (0, block)]
+        assert ends == ("block" if not cut else "buffer" if all(cut) else "anywhere")
 
 
 @given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 9), st.sampled_from(BALANCERS))
@@ -196,6 +205,19 @@ def test_windows_need_no_tables_only_where_positions_are_in_order() -> None:
 
 
 # -- one plan for everyone ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("digest", [b"", b"of the mask"])
+def test_plans_of_other_blocks_owners_or_schedules_have_another_identity(digest: bytes) -> None:
+    mods = {b"one": causal(), b"other": sliding_window(9, 4)}
+    pairs = set()
+    for (name, mod), balancer, schedule in product(mods.items(), BALANCERS, SCHEDULES):
+        mask = create_block_mask(mod, None, None, 64, 64, BLOCK_SIZE=8)
+        plan = replace(
+            build(mask, 4, balancer=balancer, schedule=schedule), mask_digest=digest and digest + name
+        )
+        pairs.add(((name, *plan.owners[0].tolist(), schedule), plan.identity))
+    assert len(pairs) == len({identity for _, identity in pairs})
 
 
 @given(plans())

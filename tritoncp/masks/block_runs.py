@@ -85,8 +85,7 @@ class Runs:
         flat = kinds.reshape(b * h * r, c)
         listed = flat != ABSENT
         edge = torch.ones(len(flat), c + 1, dtype=torch.bool)  # a run may start or end left of column c
-        if c:
-            edge[:, 1:c] = flat[:, 1:] != flat[:, :-1]
+        edge[:, 1:c] = flat[:, 1:] != flat[:, :-1]
         row, start = (listed & edge[:, :-1]).nonzero(as_tuple=True)
         last = (listed & edge[:, 1:]).nonzero()[:, 1]  # row-major, as the starts: they pair up
         return cls._pack((b, h, r), c, row, start, last + 1, flat[row, start])

@@ -171,7 +171,7 @@ def rows_of_steps(plan: Plan, schedule: str) -> list[int]:
         remote[plan.rank] = 0
         return [own, int(remote.sum()) // plan.batch]
     if schedule == "ring" and plan.world_size > 1:
-        return [plan.kv.s_max * hop.reads for hop in plan.ring]
+        return [plan.kv.s_max if hop.reads else 0 for hop in plan.ring]
     return [plan.kv.s_max * (1 if plan.derived.reads_only_own_keys else plan.world_size)]
 
 

@@ -180,8 +180,6 @@ def stretches(heads: range, group: int) -> list[tuple[slice, slice]]:
 def _join_launches(launches: Iterable[Callable[[], Any]]) -> Callable[[], None]:
     """Return a function that starts these launches in order."""
     items = list(launches)
-    if len(items) == 1:
-        return items[0]
 
     def run() -> None:
         for launch in items:
