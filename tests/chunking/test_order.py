@@ -14,7 +14,7 @@ from tests.chunking.graphs import ATEN, UNIT, Builder, names
 from tests.command_process import run_code
 from tritoncp.chunking import order, predict_timeline
 from tritoncp.chunking.streams.node_order import CostedGraph
-from tritoncp.chunking.streams.storages import Storages, dependencies_of
+from tritoncp.chunking.streams.storages import Storages, dependencies_of, has_effect
 
 
 def random_graph(seed: int, count: int):
@@ -119,6 +119,16 @@ def test_random_numbers_are_drawn_in_the_order_as_written():
     result = order(gm, UNIT)
     assert result.after.makespan < result.before.makespan
     assert names(gm).index("neg_default") < names(gm).index(first.name) < names(gm).index(second.name)
+
+
+def test_assertions_and_random_numbers_have_effects_and_writes_and_messages_none():
+    b = Builder()
+    x = b.input("x", 100, dtype=torch.float32)
+    message = b.send(x)
+    check = b.graph.call_function(ATEN._assert_async.msg, (x, "an error"))
+    drawn, written = b.call(ATEN.bernoulli.default, x), b.call(ATEN.neg_.default, x)
+    nodes = x, message, b.wait(message), written, b.call(ATEN.neg.default, x), drawn, check
+    assert [has_effect(node) for node in nodes] == [False] * 5 + [True] * 2
 
 
 def test_an_ordered_graph_computes_the_same():

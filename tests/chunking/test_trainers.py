@@ -201,13 +201,13 @@ def test_an_embedding_and_its_tied_head_in_one_region_differ_in_the_order_of_the
 
 def test_a_block_that_is_compiled_alone_is_cut_as_a_whole_graph():
     """As trainers compile: each block, whose inputs its hook marks outside of the graph."""
-    model, x, reports = Model(Block(), Block()), torch.randn(B, S, WIDTH), []
+    model, x, cut = Model(Block(), Block()), torch.randn(B, S, WIDTH), Pass("", dim="seq")
     eager = in_chunks(model, 2, "seq")
     for i, block in enumerate(model.layers):
-        model.layers[i] = compiled(block, lambda gm: reports.append(chunk(gm, "", dim="seq")))
+        model.layers[i] = compiled(block, lambda gm: cut(gm.graph))
         model.layers[i].register_forward_pre_hook(lambda module, args: mark(args[0], 1, 2))
     assert all(map(torch.equal, results(model, model, x), results(eager, eager, x)))
-    assert [report.regions for report in reports] == [("",), ("",)]
+    assert [report.regions for report in cut.reports] == [("",), ("",)]
 
 
 @pytest.mark.long  # needs a C++ compiler
