@@ -66,8 +66,8 @@ def test_one_mask_for_layers_batches_and_heads():
 
 
 def test_a_mask_is_made_once_for_the_same_documents(monkeypatch):
-    made, make = [], dynamo.create_on_device
-    monkeypatch.setattr(dynamo, "create_on_device", lambda *args: made.append(args) or make(*args))
+    made, make = [], dynamo.create_block_mask
+    monkeypatch.setattr(dynamo, "create_block_mask", lambda *args: made.append(args) or make(*args))
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)
     x, ids = torch.randn(1, 2, S, 8), documents(10, 54)
     for _ in range(3):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import tritoncp
-from tritoncp.masks.from_torch import with_intervals
 
 S, W = 96, 3
 
@@ -15,7 +14,7 @@ def call_results() -> list:
     traced = tritoncp.create_block_mask(
         lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]), None, None, S, S, device="cpu", BLOCK_SIZE=16
     )
-    mask = with_intervals(traced, traced.mask_mod)
+    mask = traced.with_intervals()
     x = torch.arange(S * 16.0, device="cpu").view(1, 1, S, 16) / 999
     results = [str(mask), mask.rows(16, 90).to_dense().tolist(), mask[0, 0, 2:4].draw(), mask.sparsity()]
     results.append(tritoncp.from_block_mask(mask.to_block_mask()).runs.runs.tolist())

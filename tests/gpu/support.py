@@ -119,7 +119,7 @@ def check(x: QKV, mask: Mask, score: ScoreOf | None = None, captured: Sequence[T
     """Compare a call with float64 attention, see :func:`close`. The kernels' statistics are float32."""
     got = got or run(x, mask, score, captured, passes=passes, **options)
     dout, dlse = start = start or start_of(x)
-    visible = mask.to_dense(x.q.shape[0], x.q.shape[1], DEVICE).to(DEVICE)
+    visible = mask.to_dense(x.q.shape[0], x.q.shape[1]).to(DEVICE)
     want = harness.oracle(x, visible, score, captured, start=start)
     leaves = [t.detach().requires_grad_() for t in captured]
     other = eager_attention(*x, mask, dout, dlse, score and score(*leaves), leaves)

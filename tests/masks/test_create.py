@@ -9,7 +9,8 @@ from torch.nn.attention import flex_attention as flex
 
 import tritoncp
 from tritoncp import masks
-from tritoncp.masks.classification.classify import PAIRS, TileEvaluator, torch_evaluator
+from tritoncp.masks.classification.classify import PAIRS, torch_evaluator
+from tritoncp.masks.classification.tile_bounds import Bounds
 
 S = 1 << 20
 IDS = torch.arange(300).repeat_interleave(S // 300 + 1)[:S]
@@ -63,14 +64,14 @@ def test_a_mask_that_cannot_be_traced_is_evaluated_in_bounded_chunks(monkeypatch
         return bool(torch._C._functorch.is_batchedtensor(q)) or q.item() < 0  # .item() cannot be traced
 
     monkeypatch.setattr("tritoncp.masks.classification.classify.PAIRS", 1 << 12)
-    assert TileEvaluator.of_mask_mod(opaque).bounds is None
+    assert Bounds.of(opaque) is None
     sizes = []
-    evaluate = torch_evaluator(opaque, "cpu")
 
-    def recording_evaluator(b, h, q, kv):
-        sizes.append(len(q) * q.shape[1] * kv.shape[1])
-        return evaluate(b, h, q, kv)
+    def recording_evaluator(mask_mod, device):
+        evaluate = torch_evaluator(mask_mod, device)
+        return lambda b, h, q, kv: sizes.append(len(q) * q.shape[1] * kv.shape[1]) or evaluate(b, h, q, kv)
 
-    mask = masks.create_block_mask(opaque, None, None, 400, 300, BLOCK_SIZE=64, evaluate=recording_evaluator)
+    monkeypatch.setattr("tritoncp.masks.classification.classify.torch_evaluator", recording_evaluator)
+    mask = masks.create_block_mask(opaque, None, None, 400, 300, BLOCK_SIZE=64)
     assert mask.runs == masks.create_block_mask(tritoncp.causal(), None, None, 400, 300, BLOCK_SIZE=64).runs
     assert max(sizes) <= 1 << 12

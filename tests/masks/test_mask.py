@@ -32,7 +32,6 @@ from tritoncp.masks import (
     sliding_window,
 )
 from tritoncp.masks.classification import classify
-from tritoncp.masks.from_torch import with_intervals
 
 
 @FEW
@@ -45,9 +44,9 @@ def test_same_blocks_as_torch(geometry, seed: int, batch) -> None:
     assert_same_lists(mask.to_block_mask(), torchs)
     assert mask.sparsity() == pytest.approx(torchs.sparsity())
     assert torch.equal(mask.to_dense(), flex.create_mask(mod, *batch, q_len, kv_len, device="cpu"))
-    converted = from_block_mask(torchs)
+    converted = from_block_mask(torchs).with_intervals()
     assert converted.runs == mask.runs
-    mask = with_intervals(mask, mod)
+    mask = mask.with_intervals()
     assert (converted.interval is None) == (mask.interval is None)
     assert converted.interval is None or all(map(torch.equal, converted.interval, mask.interval))
 
@@ -78,7 +77,7 @@ def test_block_lists_are_authoritative_and_intervals_exact(
         seq_lengths=(q_len, kv_len),
         compute_q_blocks=q_lists,
     )
-    mask = from_block_mask(bm)
+    mask = from_block_mask(bm).with_intervals()
     want = visible_by_definition(mod, kinds, mask)
     assert torch.equal(mask.to_dense(), want)
     cut = torch.zeros(shape, dtype=torch.bool)
@@ -118,21 +117,20 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None
         )
         assert torch.equal(mask.to_dense(), flex.create_mask(mod, 2, 3, 14, 17, device="cpu"))
         assert mask.runs == converted.runs
-        mask = with_intervals(mask, mod)
+        mask, converted = mask.with_intervals(), converted.with_intervals()
         assert (mask.interval is None) == (converted.interval is None)
 
 
 def test_the_mask_mod_is_evaluated_in_masked_blocks_in_range_only() -> None:
-    mod = causal()
-    bm = flex.create_block_mask(mod, 1, 1, 37, 37, device="cpu", BLOCK_SIZE=8)
+    bm = flex.create_block_mask(causal(), 1, 1, 37, 37, device="cpu", BLOCK_SIZE=8)
     table = torch.arange(37)
 
     def picky(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         masked = (q // 8 == kv // 8) | (q >= 32)  # the diagonal, and the last row, which q_len cuts
         return table[torch.where(masked, q, 1000)] >= table[kv]  # an index error anywhere else
 
-    mask = from_block_mask(bm, evaluate=picky)
-    assert mask.mask_mod is mod
+    bm.mask_mod = picky
+    mask = from_block_mask(bm).with_intervals()
     assert mask.interval is not None
     assert mask.interval[1].tolist() == [[list(range(1, 38))]]
 
@@ -185,7 +183,7 @@ def test_rows_have_intervals_if_their_masked_blocks_hide_no_key_between(seed, ge
     lo = torch.where(seen, key, kv_len).amin(3)
     hi = torch.where(seen, key + 1, 0).amax(3)
     between = (lo[..., None] <= key) & (key < hi[..., None]) & masked
-    interval = with_intervals(mask, mod).interval
+    interval = mask.with_intervals().interval
     assert (interval is not None) == torch.equal(between, seen)
     if interval is not None:
         assert torch.equal(interval[1], hi.int()) and torch.equal(
@@ -197,7 +195,7 @@ def test_rows_have_intervals_if_their_masked_blocks_hide_no_key_between(seed, ge
 def test_intervals_end_at_the_last_key_of_a_block(block: int) -> None:
     """Keys of a block are numbered in a type that has room for them all."""
     mask = create_block_mask(lambda b, h, q, kv: kv <= q, 1, 1, 2 * block, 2 * block, BLOCK_SIZE=block)
-    lo, hi = with_intervals(mask, mask.mask_mod).interval
+    lo, hi = mask.with_intervals().interval
     rows = torch.arange(2 * block)
     assert torch.equal(lo[0, 0], (rows // block * block).int()) and torch.equal(hi[0, 0], (rows + 1).int())
 
@@ -216,15 +214,14 @@ def test_intervals_end_at_the_last_key_of_a_block(block: int) -> None:
 )
 def test_an_interval_found_for_one_batch_row_does_not_serve_others_it_may_not_hold_for(mod, reads) -> None:
     for mask in (
-        with_intervals(create_block_mask(mod, None, None, 64, 64, BLOCK_SIZE=16), mod),
+        create_block_mask(mod, None, None, 64, 64, BLOCK_SIZE=16).with_intervals(),
         from_block_mask(
             flex.create_block_mask(
                 lambda b, h, q, kv: mod(b, h, q, kv) & (q >= kv), 1, 1, 64, 64, device="cpu", BLOCK_SIZE=16
             )
-        ),
+        ).with_intervals(),
     ):
         assert mask.reads == reads
-        assert from_block_mask(mask.to_block_mask(), search=False).reads == (True, True)
         assert mask.interval is not None
         assert mask.interval_for(1, 1) is mask.interval
         assert (mask.interval_for(4, 1) is None) == reads[0]
@@ -292,5 +289,5 @@ def test_heads_of_a_mask_have_the_same_visible_pairs(geometry, seed: int, heads:
         shifted = create_block_mask(
             lambda b, h, q, kv: kv <= q + h, 2, heads, q_len, kv_len, BLOCK_SIZE=tuple(block)
         )
-        shifted = with_intervals(shifted, shifted.mask_mod)
+        shifted = shifted.with_intervals()
         assert (shifted[:, first].interval is None) == (shifted.interval is None)

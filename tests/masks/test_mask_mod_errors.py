@@ -31,8 +31,8 @@ USES = {
     "or_masks": lambda mod: create(tritoncp.or_masks(tritoncp.causal(), mod)),
     "not_": lambda mod: create(tritoncp.not_(mod)),
     "raw BlockMask": lambda mod: attend(listed(mod)),
-    "from_block_mask": lambda mod: tritoncp.from_block_mask(listed(mod)),
-    "make_plan": lambda mod: tritoncp.make_plan(listed(mod), world_size=2),
+    "from_block_mask": lambda mod: attend(tritoncp.from_block_mask(listed(mod))),
+    "make_plan": lambda mod: attend(tritoncp.make_plan(listed(mod))),
 }
 
 

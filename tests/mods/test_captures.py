@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritoncp.mods.captures import with_tensors
+from tritoncp.mods.captures import TensorReplacement
 
 TABLE = torch.zeros(2)
 HOLDER = types.ModuleType("holder")
@@ -48,6 +48,7 @@ def test_tensors_are_replaced_wherever_a_function_reads_them(name: str) -> None:
     fn, new = READERS[name](), torch.tensor([2, 3])
     before = fn()
     expected = {"index": new, "attribute": torch.tensor([2, 2])}.get(name, new)
-    after = with_tensors(fn, {id(TABLE): new})()
+    with TensorReplacement({id(TABLE): new}) as mode:
+        after = mode.replace(fn())
     assert torch.equal(after, expected.to(after.dtype))
     assert torch.equal(fn(), before) and fn().dtype == before.dtype

@@ -57,14 +57,7 @@ def test_a_mask_listed_for_one_head_is_evaluated_for_every_head_and_batch_row(en
 
 def test_bits_of_own_blocks_equal_the_mask():
     plan = make_plan(block_mask(by_sort), world_size=3, rank=1)
-    bits = bitmask(plan, [1], 1, 1, by_sort)
-    queries = []
-
-    def watched(b, h, q, kv):
-        queries.append(q)
-        return by_sort(b, h, q, kv)
-
-    bitmask(plan, [1], 1, 1, watched)
+    bits = bitmask(plan, [1], 1, 1)
     q, kv = torch.meshgrid(torch.arange(S), torch.arange(S), indexing="ij")
     rows, cols = q // BLOCK[0], kv // BLOCK[1]
     own = (plan.owners[0] == 1)[rows] & (bits.ids[0, 0, bits.rows[rows].clamp(min=0), cols] >= 0)

@@ -17,7 +17,7 @@ from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of, object_of
 from tritoncp.distributed import failures, groups
 from tritoncp.kernels.options import check_options
-from tritoncp.masks.create import create_on_device
+from tritoncp.masks.mask import create_block_mask
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods.snapshot import captured_state
 from tritoncp.ops import dispatch
@@ -210,7 +210,7 @@ def _block_mask(
     mask = None if key is None else _MASKS.find(key, state.tensors)
     if mask is None:
         B, H, q_len, kv_len, *blocks = sizes
-        mask = create_on_device(mask_mod, B, H, q_len, kv_len, device or None, (blocks[0], blocks[1]))
+        mask = create_block_mask(mask_mod, B, H, q_len, kv_len, device or None, (blocks[0], blocks[1]))
         if key is not None:
             _MASKS.keep(key, state.tensors, mask)
     return mask.handle

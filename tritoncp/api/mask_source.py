@@ -8,7 +8,7 @@ import hashlib
 import types
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from tritoncp import mods
 from tritoncp.api import validate
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import is_remote, to_host
 from tritoncp.core.user_code import describe
+from tritoncp.masks.block_lists import index_lists
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.closed_forms import is_closed_form
-from tritoncp.masks.from_torch import from_block_mask, has_no_lengths, with_intervals
+from tritoncp.masks.from_torch import from_block_mask, has_no_lengths
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskMod
-from tritoncp.mods.captures import TensorReplacement, with_tensors
+from tritoncp.mods.captures import TensorReplacement
 from tritoncp.mods.fingerprint import Identity
 from tritoncp.mods.snapshot import captured_state
 from tritoncp.planning.plan import Plan
@@ -94,11 +94,6 @@ class Sources:
         return cls(_without_noop(mask), state)
 
     @property
-    def lists(self) -> tuple[Tensor, ...]:
-        """Index tensors of the listed blocks."""
-        return self.state.tensors[: self.state.listed]
-
-    @property
     def captures(self) -> tuple[Tensor, ...]:
         """Tensors that the mask_mod captures."""
         return self.state.tensors[self.state.listed :]
@@ -118,68 +113,27 @@ class Sources:
         """Return tensors of this mask, those on a device as host copies."""
         return [self.host_copies.get(id(t), t) for t in tensors]
 
-    @cached_property
-    def evaluate(self) -> Any:
-        """The mask_mod with its captures on the host."""
-        remote = any(id(tensor) in self.host_copies for tensor in self.captures)
-        return with_tensors(self.mod, self.host_copies) if remote else self.mod
-
     def compact(self, batch: int, q_len: int, kv_len: int) -> Mask:
-        """Return the mask as runs. Its row intervals are computed again: captures may have been edited since
-        the mask was made. batch, q_len, kv_len: the call's, for masks without sizes of their own."""
+        """Return the mask as runs. batch, q_len, kv_len: the call's, for masks without sizes of their own."""
         mask = self.mask
         validate.check_mask_captures(self.captures)
         if mask is None:
             return full_mask(q_len, kv_len)
-        if isinstance(mask, MaskMod):
-            with self._host_captures():
-                compacted = create_block_mask(mask, batch if mask.reads[0] else 1, 1, q_len, kv_len)
-            return replace(compacted, mask_mod=mask)  # the closed form carries its tensors' versions
+        if isinstance(mask, Mask):
+            return mask.with_intervals()
         if getattr(self.mod, "__name__", "") == "_sliced_mask_mod_error":
             raise ValueError(
                 "block_mask is a slice of a BlockMask, and torch drops the mask_mod of a slice: pass the "
                 "global mask, of which each rank selects its own rows"
             )
-        opaque = mods.hand_written(self.mod)
-        if isinstance(mask, Mask):
-            return mask if opaque or self._is_constant() else self._with_intervals(mask)
-        listed = replace_lists(mask, self.on_host(self.lists))
-        lengths = (q_len, kv_len) if has_no_lengths(mask) else None
-        compacted = from_block_mask(listed, search=False, lengths=lengths)
-        return compacted if opaque or compacted.mask_mod is None else self._with_intervals(compacted)
-
-    def _is_constant(self) -> bool:
-        """Return whether the mask is a closed form without tensors, so that no edit can change it."""
-        if self.mod is None:
-            return True
-        closed = isinstance(self.mod, MaskMod) and not self.captures
-        return closed and self.mod.intervals(0, 0) is not None
-
-    def _host_captures(self) -> AbstractContextManager[Any]:
-        """Return a context in which the mask_mod reads host copies in place of tensors on devices."""
-        return TensorReplacement(self.host_copies) if self.host_copies else nullcontext()
-
-    def _with_intervals(self, mask: Mask) -> Mask:
-        if isinstance(self.mod, MaskMod):
-            with self._host_captures():
-                compacted = with_intervals(mask, self.mod)
-            return replace(compacted, mask_mod=mask.mask_mod)
-        try:
-            return with_intervals(mask, self.evaluate)
-        except RuntimeError:
-            if self.evaluate is self.mod:
-                raise
-            # The mask_mod runs only on its own device: it is evaluated there, for every masked block.
-            return replace(mask, interval=None, window=None, reads=(True, True))
-
-    @property
-    def evaluators(self) -> tuple[tuple[Any, torch.device], ...]:
-        """Pairs (mask_mod, device of its indices) to try in order: the host, then the device of its captures
-        for a mask_mod that runs only there."""
-        on_host = self.evaluate, torch.device("cpu")
-        if self.evaluate is self.mod:
-            return (on_host,)
-        return on_host, (self.mod, next(t.device for t in self.captures if is_remote(t)))
+        # Lists and captures on devices are read from their host copies.
+        with TensorReplacement(self.host_copies) if self.host_copies else nullcontext():
+            if isinstance(mask, MaskMod):
+                compacted = create_block_mask(mask, batch if mask.reads[0] else 1, 1, q_len, kv_len)
+            else:
+                lengths = (q_len, kv_len) if has_no_lengths(mask) else None
+                compacted = from_block_mask(mask, lengths)
+        return replace(compacted).with_intervals()  # its snapshot has the tensors' own versions
 
     def digest(self) -> bytes:
         """Digest the contents of tensors, code and plain values: equal on every rank that has the same
@@ -218,29 +172,10 @@ def _without_noop(mask: RawMask) -> RawMask:
 
 def _lists(mask: RawMask) -> tuple[tuple[Tensor, ...], Any]:
     if isinstance(mask, BlockMask):
-        tensors = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-        return tuple(t for t in tensors if t is not None), ("BlockMask", mask.seq_lengths, mask.BLOCK_SIZE)
+        return index_lists(mask), ("BlockMask", mask.seq_lengths, mask.BLOCK_SIZE)
     if isinstance(mask, Mask):
         return mask.runs.stored, ("Mask", mask.q_len, mask.kv_len, mask.q_block, mask.kv_block)
     return (), type(mask).__name__
-
-
-def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
-    """Return a copy of the BlockMask with these index tensors."""
-    if all(a is b for a, b in zip(_lists(mask)[0], lists)):
-        return mask
-    count, index, *rest = lists
-    full, full_index = rest or (None, None)
-    return BlockMask.from_kv_blocks(
-        count,
-        index,
-        full,
-        full_index,
-        mask.BLOCK_SIZE,
-        mask.mask_mod,
-        mask.seq_lengths,
-        compute_q_blocks=False,
-    )
 
 
 def _stable(key: Any) -> Any:

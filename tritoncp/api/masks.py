@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritoncp.core.dynamo_boundary import graph_entry
-from tritoncp.masks.create import create_on_device
+from tritoncp.masks import mask
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskFn
 
@@ -29,8 +29,8 @@ def create_block_mask(
 
     The blocks of a closed form (``causal()``, ``document(...)``, ...) follow from its parameters. Any other
     mask_mod is traced, and interval arithmetic bounds it over ever smaller tiles; only tiles that this leaves
-    undecided are evaluated, a few million pairs at a time: in torch on the CPU, by a Triton kernel on a GPU.
-    The result is on the CPU and can be passed as block_mask; ``.to_block_mask()`` converts it to torch's.
+    undecided are evaluated, a few million pairs at a time. The result is on the CPU and can be passed as
+    block_mask; ``.to_block_mask()`` converts it to torch's.
 
     Inside torch.compile the mask is made when the graph runs, from the tensors and lengths of that run; the
     result is a handle for flex_attention. There mask_mod has to be defined outside of the compiled function,
@@ -48,4 +48,4 @@ def create_block_mask(
         except TypeError as error:  # the mask_mod cannot be part of the graph
             reason = error.args[0]
         torch._dynamo.graph_break(msg=reason)
-    return create_on_device(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
+    return mask.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)

@@ -217,7 +217,7 @@ def _build_natural(
     )
     _warn_uneven(sources, natural_plan)
     log_plan(sources, natural_plan)
-    return replace(natural_plan, evaluators=sources.evaluators, mask_digest=digest).pinned()
+    return replace(natural_plan, mask_digest=digest).pinned()
 
 
 def _log_look_up(sources: Sources, is_hit: bool) -> None:

@@ -113,7 +113,7 @@ def _make_plans(
     # Also without a group: a data loader's worker may send the plan to a process that has one.
     digests = [source.digest() if world_size > 1 else b"" for source in sources.values()]
     plans = {
-        name: replace(one, evaluators=source.evaluators, mask_digest=digest).pinned()
+        name: replace(one, mask_digest=digest).pinned()
         for (name, source), one, digest in zip(sources.items(), built, digests, strict=True)
     }
     if not group:

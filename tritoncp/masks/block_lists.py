@@ -35,16 +35,20 @@ def lists_from_blocks(listed: Tensor) -> tuple[Tensor, Tensor]:
     return num, indices.view(b, h, r, c)
 
 
+def index_lists(bm: BlockMask) -> tuple[Tensor, ...]:
+    """Return a BlockMask's number of partial blocks in each row and their indices; then those of its full
+    blocks, if it lists any."""
+    lists = bm.kv_num_blocks, bm.kv_indices, bm.full_kv_num_blocks, bm.full_kv_indices
+    return tuple(x for x in lists if x is not None)
+
+
 def kinds_from_lists(bm: BlockMask, rows: int, cols: int) -> Tensor:
     """Return the block kinds of a BlockMask's lists, MASKED, FULL or ABSENT: uint8 [B, H, rows, cols].
 
     Raises ValueError for the lists of a slice, an index past kv_len, or a block listed more than once.
     """
-    parts = [bm.kv_num_blocks, bm.kv_indices]
-    if bm.full_kv_num_blocks is not None and bm.full_kv_indices is not None:
-        parts += [bm.full_kv_num_blocks, bm.full_kv_indices]
-    if any(map(is_remote, parts)):
-        parts = to_host(parts)
+    lists = index_lists(bm)
+    parts = to_host(lists) if any(map(is_remote, lists)) else lists
     (q_len, _), (q_block, _) = bm.seq_lengths, bm.BLOCK_SIZE
     if parts[0].shape[-1] != rows:
         raise ValueError(

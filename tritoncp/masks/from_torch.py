@@ -1,19 +1,17 @@
-"""A Mask from torch's BlockMask, and the row intervals of a mask whose blocks are listed."""
+"""A Mask from torch's BlockMask."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TypeGuard
 
-import torch
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from tritoncp.core.host_copy import on_host
 from tritoncp.masks.block_lists import bound_ragged_blocks, kinds_from_lists
 from tritoncp.masks.block_runs import Kind, Runs
-from tritoncp.masks.classification.classify import TileEvaluator, find_intervals
 from tritoncp.masks.mask import Mask, expand_intervals
-from tritoncp.masks.mask_mod import MaskFn, MaskMod
+from tritoncp.masks.mask_mod import MaskMod, dependence_of
 
 ANY_LENGTH = 1 << 30  # tokens of a block; torch's _LARGE_SPARSE_BLOCK_SIZE
 
@@ -31,21 +29,13 @@ def has_no_lengths(mask: object) -> TypeGuard[BlockMask]:
 
 
 @on_host
-def from_block_mask(
-    bm: BlockMask,
-    evaluate: MaskFn | None = None,
-    search: bool = True,
-    lengths: tuple[int, int] | None = None,
-) -> Mask:
-    """Return torch's BlockMask as a compact Mask: same blocks and mask_mod, and row intervals if it has any.
+def from_block_mask(bm: BlockMask, lengths: tuple[int, int] | None = None) -> Mask:
+    """Return torch's BlockMask as a compact Mask: same blocks and mask_mod, and the row intervals of a closed
+    form.
 
     Without a mask_mod (noop_mask) partial blocks become full ones.
 
     bm: the *global* mask, on any device; its lists are copied to the host at once.
-    evaluate: the mask_mod to call on CPU indices if bm.mask_mod captures tensors of another device; it is
-    called for partial blocks only.
-    search: False if the mask_mod cannot be called on the CPU. There are then no row intervals, and kernels
-    evaluate the mask_mod in every partial block.
     lengths: of queries and keys, for a mask of any lengths; ValueError for another, and without them.
     """
     if has_no_lengths(bm) != (lengths is not None):
@@ -65,31 +55,21 @@ def from_block_mask(
         kinds[kinds == Kind.MASKED] = int(Kind.FULL)
     runs = Runs.from_kinds(bound_ragged_blocks(kinds, q_len % q_block, kv_len % kv_block))
     del kinds
-    mask = Mask(q_len, kv_len, q_block, kv_block, runs, mod, None, None)
-    if mod is None:
+    reads = (False, False) if mod is None else dependence_of(mod)
+    mask = Mask(q_len, kv_len, q_block, kv_block, runs, mod, None, None, reads)
+    return _with_intervals(mask, mod) if isinstance(mod, MaskMod) else mask
+
+
+def _with_intervals(mask: Mask, mod: MaskMod) -> Mask:
+    """Return a mask of a closed form with ``interval``, ``window`` and ``tokens`` computed; its blocks
+    stay."""
+    intervals = mod.intervals(mask.q_len, mask.kv_len)
+    if intervals is None:
         return mask
-    return with_intervals(mask, evaluate or mod) if search else replace(mask, reads=(True, True))
-
-
-@on_host
-def with_intervals(mask: Mask, evaluate: MaskFn) -> Mask:
-    """Return the mask with ``interval``, ``window``, ``reads`` and ``tokens`` computed; its blocks stay.
-
-    evaluate: its mask_mod, or an equivalent one that can be called on the CPU.
-    """
-    intervals = evaluate.intervals(mask.q_len, mask.kv_len) if isinstance(evaluate, MaskMod) else None
-    if isinstance(evaluate, MaskMod) and intervals is not None:
-        intervals = (intervals[0][: mask.B], intervals[1][: mask.B])
-        interval = expand_intervals(evaluate, intervals, mask.B, mask.H)
-        window = evaluate.window
-        if window is not None:  # the block lists may differ from the window's
-            runs = Runs.from_intervals(*intervals, mask.q_block, mask.kv_block, mask.kv_len)
-            window = window if runs.expand(mask.B, mask.H) == mask.runs else None
-        tokens = evaluate.tokens(mask.q_len, mask.kv_len)
-        return replace(mask, interval=interval, window=window, reads=evaluate.reads, tokens=tokens)
-    if not mask.runs.has_kind(Kind.MASKED):
-        empty = torch.zeros(mask.B, mask.H, mask.q_len, dtype=torch.int32)
-        return replace(mask, interval=(empty, empty), window=None, reads=(False, False))
-    evaluator = TileEvaluator.of_mask_mod(evaluate)
-    row_intervals = find_intervals(evaluator, mask.runs, mask.grid)
-    return replace(mask, interval=row_intervals, window=None, reads=evaluator.reads)
+    intervals = (intervals[0][: mask.B], intervals[1][: mask.B])
+    window = mod.window
+    if window is not None:  # the block lists may differ from the window's
+        runs = Runs.from_intervals(*intervals, mask.q_block, mask.kv_block, mask.kv_len)
+        window = window if runs.expand(mask.B, mask.H) == mask.runs else None
+    interval = expand_intervals(mod, intervals, mask.B, mask.H)
+    return replace(mask, interval=interval, window=window, tokens=mod.tokens(mask.q_len, mask.kv_len))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp import mods
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.handles import handle_of
 from tritoncp.core.host_copy import on_host
@@ -27,7 +28,7 @@ from tritoncp.masks.closed_forms import QuerySlice, Selection, as_int, is_closed
 from tritoncp.masks.mask_mod import MAX_TOKENS, Intervals, MaskFn, MaskMod
 from tritoncp.masks.transposed_runs import transpose
 from tritoncp.mods.fingerprint import ModState
-from tritoncp.mods.snapshot import Snapshot
+from tritoncp.mods.snapshot import Snapshot, captured_state
 
 Device = str | torch.device
 
@@ -137,16 +138,31 @@ class Mask(BlockMaskInterface):
         """Lengths and block sizes."""
         return Grid(self.q_len, self.kv_len, self.q_block, self.kv_block)
 
-    def evaluate(self, mod: MaskFn, blocks: Tensor, device: Device) -> Iterator[tuple[Tensor, Tensor]]:
-        """Evaluate ``mod`` in every pair of some blocks, see :func:`classify.evaluate_blocks`."""
-        return classify.evaluate_blocks(classify.torch_evaluator(mod, device), blocks, self.grid)
+    def evaluate(self, blocks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Evaluate the mask_mod in every pair of some blocks, see :func:`classify.evaluate_blocks`."""
+        return classify.evaluate_blocks(self._evaluator, blocks, self.grid)
+
+    @property
+    def _evaluator(self) -> classify.PairEvaluator:
+        assert self.mask_mod is not None
+        return classify.torch_evaluator(self.mask_mod, capture_device(self.mask_mod))
 
     @on_host
-    def to_dense(self, B: int | None = None, H: int | None = None, device: Device = "cpu") -> Tensor:
+    def with_intervals(self) -> Mask:
+        """Return the mask with the row intervals of its mask_mod, which is evaluated in the masked blocks
+        unless it is a closed form; the mask itself if there are none."""
+        mod = self.mask_mod
+        if mod is None or self.interval is not None or is_closed_form(mod) or mods.hand_written(mod):
+            return self
+        interval = classify.find_intervals(self._evaluator, self.reads, self.runs, self.grid)
+        return self if interval is None else replace(self, interval=interval)
+
+    @on_host
+    def to_dense(self, B: int | None = None, H: int | None = None) -> Tensor:
         """Return the visible pairs, bool [B, H, q_len, kv_len]. For tests and small masks. (torch's
         ``BlockMask.to_dense`` shows listed blocks: ``mask.to_block_mask().to_dense()``.)
 
-        B, H: batch rows and heads of the result if the mask has 1. device: of the mask_mod's tensors.
+        B, H: batch rows and heads of the result if the mask has 1.
         """
         self.check_state()
         runs = self.runs.expand(self.B if B is None else B, self.H if H is None else H)
@@ -155,7 +171,7 @@ class Mask(BlockMaskInterface):
         dense = (kinds != ABSENT)[:, :, :, None, :, None].repeat(1, 1, 1, self.q_block, 1, self.kv_block)
         if self.mask_mod is not None:
             tiles = dense.permute(0, 1, 2, 4, 3, 5)  # [B, H, R, C, q_block, kv_block]
-            for blocks, visible in self.evaluate(self.mask_mod, (kinds == Kind.MASKED).nonzero(), device):
+            for blocks, visible in self.evaluate((kinds == Kind.MASKED).nonzero()):
                 tiles[tuple(blocks.unbind(1))] = visible
         padded = dense.reshape(b, h, rows * self.q_block, cols * self.kv_block)
         return padded[:, :, : self.q_len, : self.kv_len].contiguous()
@@ -281,6 +297,12 @@ class Mask(BlockMaskInterface):
         return f"{self!r}\n{self.draw()}{more}"
 
 
+def capture_device(mask_mod: MaskFn) -> torch.device:
+    """Return the accelerator of the tensors that a mask_mod captures; the CPU if there are none."""
+    tensors = captured_state(mask_mod).tensors if torch.accelerator.is_available() else ()
+    return next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
+
+
 def check_lengths(q_len: int, kv_len: int) -> None:
     """Raise ValueError for more tokens than kernels count."""
     if max(q_len, kv_len) > MAX_TOKENS:
@@ -317,21 +339,19 @@ def create_block_mask(
     H: int | None,
     Q_LEN: int,
     KV_LEN: int,
-    device: Device | None = "cpu",
+    device: Device | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
-    *,
-    evaluate: classify.PairEvaluator | None = None,
 ) -> Mask:
     """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact Mask on the CPU.
 
     A closed form needs arithmetic alone. Any other mask_mod is traced and bounded over ever smaller tiles;
-    where that decides nothing it is evaluated, on ``device``, a few million pairs at a time.
-
-    evaluate: evaluates pairs in place of torch, see `classify.PairEvaluator`.
+    where that decides nothing it is evaluated, on ``device`` (None: that of the captured tensors), a few
+    million pairs at a time.
 
     >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
     [[[1, 1, 3]]]
     """
+    _check_function(mask_mod)
     sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     B, H, Q_LEN, KV_LEN = (as_int(f"create_block_mask: {name}", size) for name, size in sizes.items())
     check_lengths(Q_LEN, KV_LEN)
@@ -351,9 +371,20 @@ def create_block_mask(
         runs = transpose(Runs.from_intervals(*by_key, kv_block, q_block, Q_LEN)).expand(B, H)
         return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, None, None, mask_mod.reads)
     grid = Grid(Q_LEN, KV_LEN, q_block, kv_block)
-    evaluator = classify.TileEvaluator.of_mask_mod(mask_mod, device or "cpu", evaluate)
-    runs = classify.find_runs(evaluator, B, H, grid)
-    return Mask(*grid, runs, mask_mod, None, None, evaluator.reads)
+    runs, reads = classify.find_runs(mask_mod, device or capture_device(mask_mod), B, H, grid)
+    return Mask(*grid, runs, mask_mod, None, None, reads)
+
+
+def _check_function(mask_mod: Any) -> None:
+    """Raise TypeError for a mask_mod that is no function."""
+    if callable(mask_mod):
+        return
+    remedy = "pass a function, lambda b, h, q_idx, kv_idx: ..."
+    if mask_mod is None:
+        remedy = "tritoncp.full_mask(Q_LEN, KV_LEN) hides nothing, and neither does block_mask=None"
+    elif isinstance(mask_mod, Tensor):
+        remedy = "capture the tensor, lambda b, h, q_idx, kv_idx: visible[q_idx, kv_idx]"
+    raise TypeError(f"create_block_mask: mask_mod is a {type(mask_mod).__name__}, not a function; {remedy}")
 
 
 def expand_intervals(mod: MaskMod, intervals: Intervals, B: int, H: int) -> Intervals:

@@ -6,20 +6,16 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.host_copy import on_host
-from tritoncp.core.tracing import Mod
 from tritoncp.masks.block_runs import Kind
 from tritoncp.masks.classification.classify import masked_blocks
 from tritoncp.masks.mask import Mask
 
 
 @on_host
-def count_visible_keys(
-    mask: Mask, batch: int = 1, heads: int = 1, first_row: int = 0, evaluate: Mod | None = None
-) -> Tensor:
+def count_visible_keys(mask: Mask, batch: int = 1, heads: int = 1, first_row: int = 0) -> Tensor:
     """Count the keys that each query sees: int64 [B, H, q_len], B and H those of the mask or of the call.
 
-    first_row: b of the mask's first batch row. evaluate: the mask_mod to call on CPU indices, if the mask's
-    captures tensors of another device.
+    first_row: b of the mask's first batch row.
 
     >>> from tritoncp.masks import causal, create_block_mask
     >>> count_visible_keys(create_block_mask(causal(), 1, 1, 5, 5, BLOCK_SIZE=2)).tolist()
@@ -46,7 +42,7 @@ def count_visible_keys(
         counts.index_add_(0, row, overlap.clamp(min=0))
     else:
         blocks = masked_blocks(runs) + torch.tensor([first_row, 0, 0, 0])
-        for chunk, visible in mask.evaluate(evaluate or mask.mask_mod, blocks, "cpu"):
+        for chunk, visible in mask.evaluate(blocks):
             batch_row, head, row, _ = chunk.unbind(1)
             counts.index_add_(0, ((batch_row - first_row) * h + head) * rows + row, visible.sum(2))
     return counts.view(b, h, -1)[..., : mask.q_len]

@@ -1,8 +1,4 @@
-"""Captures of a mod: listing the parts of functions and containers, and replacing captured tensors.
-
-`with_tensors` runs a function with other tensors; `ops.graph.inputs.rebuild` makes a function again from the
-inputs of a compiled graph.
-"""
+"""Captures of a mod: listing the parts of functions and containers, and replacing captured tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +41,14 @@ def captured_numbers(fn: Any) -> list[int | float]:
 
 
 class TensorReplacement(TorchFunctionMode):
-    """Torch function mode that replaces tensor t by new[id(t)] in the arguments of operations."""
+    """Torch function mode that replaces tensor t by new[id(t)] in the arguments of operations.
+
+    >>> import torch
+    >>> table = torch.zeros(2)
+    >>> with TensorReplacement({id(table): torch.ones(2)}):
+    ...     float(table[1])
+    1.0
+    """
 
     def __init__(self, new: Mapping[int, Tensor]) -> None:
         super().__init__()
@@ -57,25 +60,6 @@ class TensorReplacement(TorchFunctionMode):
 
     def replace(self, value: Any) -> Any:
         return self.new.get(id(value), value)
-
-
-def with_tensors(fn: Callable[..., Any], new: Mapping[int, Tensor]) -> Callable[..., Any]:
-    """Return a function that calls `fn` with tensor t replaced by new[id(t)], wherever `fn` reads it.
-
-    >>> import torch
-    >>> table = torch.zeros(2)
-    >>> lookup = lambda q_idx: table[q_idx]
-    >>> other = with_tensors(lookup, {id(table): torch.ones(2)})
-    >>> float(other(1)), float(lookup(1))
-    (1.0, 0.0)
-    """
-
-    @functools.wraps(fn, updated=())
-    def call(*arguments: Any) -> Any:
-        with TensorReplacement(new) as mode:
-            return mode.replace(fn(*arguments))
-
-    return call
 
 
 def cell_value(cell: types.CellType) -> Any:

@@ -66,13 +66,7 @@ def _translate_or_tabulate(plan: Plan, ranks: Sequence[int], batch: int, heads: 
     assert fn is not None
     with contextlib.suppress(Untranslatable):
         return mods.mask_mod(fn)
-    *evaluators, (last, device) = plan.evaluators or ((fn, torch.device("cpu")),)
-    for evaluate, evaluator_device in evaluators:
-        try:
-            return mods.mask_mod(bitmask(plan, ranks, batch, heads, evaluate, evaluator_device).mask_mod())
-        except RuntimeError:
-            continue  # the mask_mod runs only on another device
-    return mods.mask_mod(bitmask(plan, ranks, batch, heads, last, device).mask_mod())
+    return mods.mask_mod(bitmask(plan, ranks, batch, heads).mask_mod())
 
 
 def _copy_to(mod: Mod, device: torch.device) -> DeviceCopy[Mod]:

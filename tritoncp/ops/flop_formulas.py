@@ -35,8 +35,7 @@ def count_pairs(plan: Plan, batch: int, heads: int) -> int:
     """Count the visible pairs of this rank's queries, over a call's batch rows and query heads."""
     counts, key = caches_of(plan).visible_pairs, (plan.rank, batch, heads)
     if (total := counts.get(key)) is None:
-        evaluate = plan.evaluators[0][0] if plan.evaluators else None
-        keys = count_visible_keys(plan.mask, batch, heads, plan.first_row, evaluate)
+        keys = count_visible_keys(plan.mask, batch, heads, plan.first_row)
         positions = plan.positions  # [Bp, S_local]
         per_row = keys.expand(max(len(keys), len(positions)), -1, -1)
         at = positions.clamp(min=0)[:, None].expand(len(per_row), per_row.shape[1], -1)

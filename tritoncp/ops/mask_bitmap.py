@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tritoncp.masks.classification.classify import masked_blocks
-from tritoncp.masks.mask_mod import MaskFn
 from tritoncp.planning.plan import Plan
 
 
@@ -48,19 +47,9 @@ class Bitmask:
         return look_up
 
 
-def bitmask(
-    plan: Plan,
-    ranks: Sequence[int],
-    batch: int,
-    heads: int,
-    evaluate: MaskFn,
-    device: torch.device | str = "cpu",
-) -> Bitmask:
+def bitmask(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Bitmask:
     """Evaluate a mask_mod in the masked blocks of a plan's ``ranks``, for ``batch`` rows and ``heads`` query
-    heads, into a bitmap.
-
-    evaluate: the plan's mask_mod, called with indices on ``device``
-    """
+    heads, into a bitmap."""
     mask, first_row = plan.mask, plan.first_row
     B = max(mask.B, batch if mask.reads[0] else 1)
     H = max(mask.H, heads if mask.reads[1] else 1)
@@ -73,11 +62,8 @@ def bitmask(
     rows = needed.cumsum(0) - 1
     ids = torch.full((B, H, max(1, int(needed.sum())), mask.runs.shape[3]), -1, dtype=torch.int32)
     ids[blocks[:, 0], blocks[:, 1], rows[blocks[:, 2]], blocks[:, 3]] = torch.arange(len(blocks)).int()
-
-    def evaluate_shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return evaluate(b + first_row, h, q_idx, kv_idx)
-
-    parts = [_pack_bits(visible) for _, visible in mask.evaluate(evaluate_shifted, blocks, device)]
+    evaluated = mask.evaluate(blocks + torch.tensor([first_row, 0, 0, 0]))
+    parts = [_pack_bits(visible) for _, visible in evaluated]
     no_blocks = torch.zeros(1, mask.q_block, -(-mask.kv_block // 8), dtype=torch.uint8)
     bits = torch.cat(parts) if parts else no_blocks
     return Bitmask(rows.int(), ids, bits, mask.q_block, mask.kv_block, first_row)

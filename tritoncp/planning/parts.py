@@ -133,7 +133,7 @@ def _sees_any_key(mask: Mask, pairs: Tensor, q_slots: Tensor, kv_slots: Tensor, 
     row, column = _inside(q, mask.q_block)[:, :, None], _inside(kv, mask.kv_block)[:, None, :]
     sees = torch.zeros(0, dtype=torch.bool)
     assert mask.mask_mod is not None
-    for chunk, visible in mask.evaluate(mask.mask_mod, torch.stack(numbers, 1), "cpu"):
+    for chunk, visible in mask.evaluate(torch.stack(numbers, 1)):
         own = slice(len(sees), len(sees) + len(chunk))
         sees = torch.cat([sees, (visible & row[own] & column[own]).flatten(1).any(1)])
     return sees

@@ -22,7 +22,6 @@ from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_num
 from tritoncp.masks.block_runs import Runs
 from tritoncp.masks.closed_forms import causal
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
-from tritoncp.masks.mask_mod import MaskFn
 from tritoncp.planning import memory
 from tritoncp.planning import traffic as key_traffic
 from tritoncp.planning.cost import Hardware
@@ -55,8 +54,6 @@ class Plan(BlockMaskInterface):
     mask_digest: of the mask's code and values, if ranks may have to compare it
     first_row: row 0 of this plan in the batch, see :meth:`batch_rows`
     whole:    identity of the plan of which this is a part, if ranks compare it
-    evaluators: the mask_mod with its captures on the host, then on their own device, as (function, device
-              of its indices); not part of a copy in another process
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
     derived:  what follows from the mask and the placements
     """
@@ -73,7 +70,6 @@ class Plan(BlockMaskInterface):
     mask_digest: bytes = b""
     first_row: int = 0
     whole: Any = field(default=None, repr=False)
-    evaluators: tuple[tuple[MaskFn, torch.device], ...] = field(default=(), repr=False)
     handle: Tensor | None = None
     derived: DerivedTables = field(default=None, repr=False)  # type: ignore[assignment] # made below
 
@@ -326,7 +322,7 @@ class Plan(BlockMaskInterface):
         """Return the plan of another mask on the same placement. change: key of the change, equal on all
         ranks."""
         whole = (self.identity, *change) if self.world_size > 1 else None
-        return replace(self, mask=mask, whole=whole, evaluators=(), handle=None).pinned()
+        return replace(self, mask=mask, whole=whole, handle=None).pinned()
 
     def _rows_of_batch(self, first: int, count: int) -> Plan:
         mask = self.mask.listed_rows(first, count)
@@ -463,7 +459,7 @@ class Plan(BlockMaskInterface):
         if self.world_size > 1:
             self.digest  # noqa: B018 - computed once, for the process that reads the copy too
         state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
-        return state | {"evaluators": (), "handle": None}
+        return state | {"handle": None}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)

@@ -165,7 +165,7 @@ def _visible(mask: Mask | Tensor | None, scores: Tensor) -> Tensor:
         return torch.ones_like(scores, dtype=torch.bool)
     if isinstance(mask, Mask):
         B, H = scores.shape[:2]
-        mask = mask.to_dense(B, H, scores.device).to(scores.device)
+        mask = mask.to_dense(B, H).to(scores.device)
     return mask.expand(scores.shape)
 
 

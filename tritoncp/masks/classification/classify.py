@@ -9,7 +9,6 @@ cannot be bounded is evaluated at every pair, a few million at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -74,42 +73,6 @@ def torch_evaluator(mask_mod: MaskFn, device: str | torch.device) -> PairEvaluat
     return evaluate
 
 
-@dataclass(frozen=True)
-class TileEvaluator:
-    """A mask_mod with two ways to evaluate it: bounds over a tile, and values pair by pair.
-
-    Tiles are int64 [n, 6 or more]: b, h, first and end row, first and end column, then columns of the caller.
-    """
-
-    evaluate: PairEvaluator
-    bounds: Bounds | None
-
-    @classmethod
-    def of_mask_mod(
-        cls, mask_mod: MaskFn, device: str | torch.device = "cpu", evaluate: PairEvaluator | None = None
-    ) -> TileEvaluator:
-        """Trace a mask_mod. device: of its tensors. evaluate: None for torch on ``device``."""
-        return cls(evaluate or torch_evaluator(mask_mod, device), Bounds.of(mask_mod, device))
-
-    def check(self) -> None:
-        """Evaluate the first pair of a mask, which raises the errors of its mask_mod at once."""
-        zero = torch.zeros(1, dtype=torch.int64)
-        self.evaluate(zero, zero, zero[:, None], zero[:, None])
-
-    @property
-    def reads(self) -> tuple[bool, bool]:
-        """Whether the mask_mod's result can depend on b, on h."""
-        return (True, True) if self.bounds is None else self.bounds.reads
-
-    def bound_tiles(self, tiles: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (some, every), bool [n], of tiles in tokens: whether any pair may be visible, whether all
-        pairs are visible for certain."""
-        if self.bounds is None:
-            undecided = torch.ones(len(tiles), dtype=torch.bool)
-            return undecided, ~undecided
-        return self.bounds(*tiles[:, :6].unbind(1))
-
-
 def evaluate_blocks(evaluate: PairEvaluator, blocks: Tensor, grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
     """Evaluate a mask_mod in every pair of some blocks, PAIRS at a time.
 
@@ -127,48 +90,58 @@ def evaluate_blocks(evaluate: PairEvaluator, blocks: Tensor, grid: Grid) -> Iter
         yield chunk, visible
 
 
-def find_runs(evaluator: TileEvaluator, B: int, H: int, grid: Grid) -> Runs:
+def find_runs(
+    mask_mod: MaskFn, device: str | torch.device, B: int, H: int, grid: Grid
+) -> tuple[Runs, tuple[bool, bool]]:
     """Classify the blocks of a mask as torch does: FULL if every pair of a whole block is visible, MASKED if
-    only some are."""
-    reads = evaluator.reads
+    only some are. Return also whether the mask_mod may depend on b, and on h.
+
+    device: of the mask_mod's tensors
+    """
+    evaluate, bounds = torch_evaluator(mask_mod, device), Bounds.of(mask_mod, device)
+    reads = (True, True) if bounds is None else bounds.reads
     b, h = (size if read else 1 for size, read in zip((B, H), reads, strict=True))
     collector = _RunCollector((b, h, grid.rows), grid.cols)
 
     def visit(tiles: Tensor) -> Tensor:
-        some, every = evaluator.bound_tiles(grid.to_tokens(tiles))
+        some, every = torch.ones(len(tiles), dtype=torch.bool), torch.zeros(len(tiles), dtype=torch.bool)
+        if bounds is not None:
+            some, every = bounds(*grid.to_tokens(tiles).unbind(1))
         size = (tiles[:, 3] - tiles[:, 2]) * (tiles[:, 5] - tiles[:, 4])
         full = every & ~grid.has_ragged_block(tiles)
         undecided = some & ~full
         collector.add(tiles[full], torch.tensor(int(Kind.FULL)).expand(int(full.sum())))
         for blocks in tiles[undecided & (size == 1)].split(_BLOCKS):
-            collector.add(blocks, _kinds(evaluator, blocks, grid))
+            collector.add(blocks, _kinds(evaluate, blocks, grid))
         return undecided & (size > 1)
 
     if b * h * grid.rows * grid.cols:
-        evaluator.check()
+        zero = torch.zeros(1, dtype=torch.int64)
+        evaluate(zero, zero, zero[:, None], zero[:, None])  # raises the errors of the mask_mod at once
         batch, head = torch.arange(b).repeat_interleave(h), torch.arange(h).repeat(b)
         edges = torch.tensor([0, grid.rows, 0, grid.cols]).expand(b * h, 4)
         _descend(torch.cat([batch[:, None], head[:, None], edges], 1), visit)
-    return collector.runs().expand(B, H)
+    return collector.runs().expand(B, H), reads
 
 
-def find_intervals(evaluator: TileEvaluator, runs: Runs, grid: Grid) -> tuple[Tensor, Tensor] | None:
+def find_intervals(
+    evaluate: PairEvaluator, reads: tuple[bool, bool], runs: Runs, grid: Grid
+) -> tuple[Tensor, Tensor] | None:
     """Return each row's interval of visible keys in its masked blocks: int32 (lo, hi), each [B, H, q_len].
 
-    None unless every row sees exactly the keys of one interval there.
+    None unless every row sees exactly the keys of one interval there. reads: whether the mask_mod may depend
+    on b, on h
     """
     B, H, rows, _ = runs.shape
-    b, h = (size if read else 1 for size, read in zip((B, H), evaluator.reads, strict=True))
+    b, h = (size if read else 1 for size, read in zip((B, H), reads, strict=True))
     shared = runs.select(slice(b), slice(h))
     if shared.expand(B, H) == runs:
         runs = shared
-    if runs.has_kind(Kind.MASKED):
-        evaluator.check()
     parts = [torch.zeros(2, *runs.shape[:2], 0, dtype=torch.int32)]
     step = max(1, 512 // max(1, int(runs.counts()[0].sum((0, 1)).max()) if rows else 1))
     for first in range(0, rows, step):  # rows of blocks, so that one row can end the search
         part = _intervals_of_rows(
-            evaluator, runs.take(torch.arange(first, min(rows, first + step))[None]), first, grid
+            evaluate, runs.take(torch.arange(first, min(rows, first + step))[None]), first, grid
         )
         if part is None:
             return None
@@ -177,7 +150,7 @@ def find_intervals(evaluator: TileEvaluator, runs: Runs, grid: Grid) -> tuple[Te
     return lo, hi
 
 
-def _intervals_of_rows(evaluator: TileEvaluator, runs: Runs, first: int, grid: Grid) -> Tensor | None:
+def _intervals_of_rows(evaluate: PairEvaluator, runs: Runs, first: int, grid: Grid) -> Tensor | None:
     """Return lo and hi of :func:`find_intervals` of the rows of blocks from ``first`` on, which are all rows
     of ``runs``: int32 [2, B, H, tokens]."""
     b, h, rows, _ = runs.shape
@@ -189,7 +162,7 @@ def _intervals_of_rows(evaluator: TileEvaluator, runs: Runs, first: int, grid: G
     # torch's maximum of int16 is eight times as slow as that of int32
     number = torch.arange(1, grid.kv_block + 1, dtype=torch.uint8 if grid.kv_block < 256 else torch.int32)
     done = 0
-    for chunk, visible in evaluate_blocks(evaluator.evaluate, blocks + torch.tensor([0, 0, first, 0]), grid):
+    for chunk, visible in evaluate_blocks(evaluate, blocks + torch.tensor([0, 0, first, 0]), grid):
         own = slice(done, done := done + len(chunk))
         end = (visible * number).amax(2).int()
         start = torch.where(
@@ -260,7 +233,7 @@ def _quarters(tiles: Tensor) -> Tensor:
     for top, bottom in ((q[0], q[1]), (q[1], q[2])):
         for left, right in ((k[0], k[1]), (k[1], k[2])):
             sides = torch.stack([top, bottom, left, right], 1)
-            parts.append(torch.cat([tiles[:, :2], sides, tiles[:, 6:]], 1))
+            parts.append(torch.cat([tiles[:, :2], sides], 1))
     quarters = torch.stack(parts, 1).flatten(0, 1)
     return quarters[(quarters[:, 2] < quarters[:, 3]) & (quarters[:, 4] < quarters[:, 5])]
 
@@ -270,7 +243,7 @@ def _half(size: Tensor) -> Tensor:
     return (1 << (torch.frexp((size - 1).double()).exponent.long() - 1).clamp(min=0)).clamp(min=1)
 
 
-def _kinds(evaluator: TileEvaluator, blocks: Tensor, grid: Grid) -> Tensor:
+def _kinds(evaluate: PairEvaluator, blocks: Tensor, grid: Grid) -> Tensor:
     """Classify single blocks, given as tiles in blocks: int64 [n] of Kind or ABSENT."""
     if not len(blocks):
         return blocks[:, 0]
@@ -279,12 +252,12 @@ def _kinds(evaluator: TileEvaluator, blocks: Tensor, grid: Grid) -> Tensor:
         (lo[:, None] + ((hi - lo - 1)[:, None] * fraction).long())
         for lo, hi in (tiles[:, 2:4].T, tiles[:, 4:6].T)
     )
-    visible = evaluator.evaluate(tiles[:, 0], tiles[:, 1], q, kv).flatten(1)
+    visible = evaluate(tiles[:, 0], tiles[:, 1], q, kv).flatten(1)
     has_visible = visible.any(1)
     has_hidden = ~visible.all(1) | grid.has_ragged_block(blocks)  # pairs past the end are hidden
     unsure = (~(has_visible & has_hidden)).nonzero()[:, 0]
     done = 0
-    for chunk, visible in evaluate_blocks(evaluator.evaluate, blocks[unsure][:, [0, 1, 2, 4]], grid):
+    for chunk, visible in evaluate_blocks(evaluate, blocks[unsure][:, [0, 1, 2, 4]], grid):
         own = unsure[done : (done := done + len(chunk))]
         has_visible[own] |= visible.flatten(1).any(1)
         has_hidden[own] |= ~visible.flatten(1).all(1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tritoncp.masks import expressions
-from tritoncp.masks.create import create_on_device
+from tritoncp.masks.mask import create_block_mask
 from tritoncp.planning.build import build
 from tritoncp.planning.report.facts import Facts
 
@@ -60,7 +60,7 @@ def collect_facts(
     text = mask if mask is not None else "causal & document" if documents else "causal"
     mod = expressions.mask_of(text, documents)
     try:
-        built = create_on_device(mod, len(rows), 1, size, size, None, block_size)
+        built = create_block_mask(mod, len(rows), 1, size, size, BLOCK_SIZE=block_size)
     except (Exception, SystemExit) as error:
         if not expressions.is_module_function(text):
             raise
