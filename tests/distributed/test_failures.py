@@ -296,9 +296,12 @@ def draw_in_mod(arguments: dict[str, Any]) -> None:
     arguments["score_mod"] = lambda score, b, h, q, kv: score * next(numbers)  # no graph has an iterator
 
 
+TRACED = "RuntimeError: ValueError while torch.compile traced"
 FAULTS_IN_GRAPHS: dict[str, tuple[Fault, str, str]] = {  # fault, error of the rank, error that it publishes
     **{name: (fault, said, said) for name, (fault, said) in FAULTS.items()},
-    "key": (shorten_key, said := r"ValueError: query \(1, 4, 8, 8\), key \(1, 4, 7, 8\)", said),
+    "dtypes": (FAULTS["dtypes"][0], "Unsupported: .*one dtype", TRACED),
+    "option": (FAULTS["option"][0], "Unsupported: .*unknown kernel option", TRACED),
+    "key": (shorten_key, "Unsupported: .*do not fit together", TRACED),
     "arguments": (
         pass_two_masks,
         "Unsupported: .*block_mask: the fourth",

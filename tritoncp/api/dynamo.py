@@ -35,30 +35,12 @@ def attend_in_graph(
     options: :class:`tritoncp.api.attention.Options`. Raises Uncapturable for a mod or mask that cannot be
     part of a graph.
     """
-    world, is_misfit, refusal, scale = group_name(mesh), False, "", 1.0
-    try:
-        options, value = options.with_expansion(query, key, value)
-    except (TypeError, ValueError) as error:
-        if not world:
-            raise
-        refusal, value = error.args[0], key
-    try:
-        if not refusal:
-            options.check(query, key, value, block_mask)
-            key, value = validate.shared_batch(query, key, value)
-    except (TypeError, ValueError):  # its text has symbols for sizes; the run raises it with numbers
-        if not world:
-            raise
-        is_misfit = True
-    try:
-        check_options(options.kernel_options or {})
-        scale = 1.0 if is_misfit else options.scale_for(query)
-    except (TypeError, ValueError) as error:
-        if not world:
-            raise
-        refusal = error.args[0]
-    if is_misfit or refusal:  # raised when the graph runs, so that the other ranks learn of it
-        return refuse_op([query, key, value], options.sinks, options.enable_gqa, refusal, world)
+    world = group_name(mesh)
+    options, value = options.with_expansion(query, key, value)
+    options.check(query, key, value, block_mask)
+    key, value = validate.shared_batch(query, key, value)
+    check_options(options.kernel_options or {})
+    scale = options.scale_for(query)
     captures: list[Tensor] = []
     numbers: list[int] = []
     score = None if score_mod is None else flatten_callable(score_mod, captures, numbers)
@@ -117,34 +99,6 @@ def _fake_handle(*args: Any) -> Tensor:
 
 
 plan_op = register_op("plan", _plan, _fake_handle)
-
-
-def _refuse(
-    tensors: list[Tensor], sinks: Tensor | None, enable_gqa: bool, refusal: str, world: str
-) -> list[Tensor]:
-    """Raise, when the graph runs, the error of a call whose check failed in tracing.
-
-    tensors: query, key and value. refusal: the error, "" if it is about the tensors
-    """
-    with failures.closing(groups.group_by_name(world)):
-        if not refusal:
-            query, key, value = tensors
-            validate.check_tensors(query, key, value, enable_gqa)
-            validate.check_sinks(query, sinks)
-        raise ValueError(
-            refusal
-            or "query, key and value fit together, but those that torch.compile traced did not: call "
-            "torch.compiler.reset() to trace again"
-        )
-
-
-def _fake_results(tensors: list[Tensor], *args: Any) -> list[Tensor]:
-    """Return tensors of the shapes of out, lse and max_scores."""
-    query = tensors[0]
-    return [torch.empty_like(query), *(query.new_empty(query.shape[:-1]) for _ in range(2))]
-
-
-refuse_op = register_op("refuse", _refuse, _fake_results)
 
 
 def _part(handle: Tensor, index: int, count: int, keys: int | None) -> Tensor:
