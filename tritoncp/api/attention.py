@@ -69,12 +69,11 @@ class Options(NamedTuple):
         expansion = validate.expansion_of(query, key, value, self.expand, self.enable_gqa)
         return self._replace(expand=expansion), key.detach()[..., :0]
 
-    def check(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
-        """Check the arguments that can be checked without a plan. mask: the call's; errors about shapes
-        compare with its lengths."""
+    def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Check the arguments that can be checked without a plan."""
         validate.check_aux(self.return_lse, self.return_aux)
         if self.expand is None:
-            validate.check_tensors(query, key, value, self.enable_gqa, mask)
+            validate.check_tensors(query, key, value, self.enable_gqa)
         validate.check_sinks(query, self.sinks)
 
     def results(self, outs: Sequence[Tensor]) -> Any:
@@ -305,10 +304,10 @@ def _run_on_host(
     block_mask = plain_mask(block_mask)
     call_key = validate.call_key(query, key, value, group, options)
     if call_key is None:  # query, key and value may not be tensors of four dimensions
-        options.check(query, key, value, block_mask)
+        options.check(query, key, value)
     plan = plan_cache.plan_of_rows(
         block_mask, validate.ShardSizes.of(query, key, options.expand), group, call_key,
-        lambda: options.check(query, key, value, block_mask), options.batch_offset,
+        lambda: options.check(query, key, value), options.batch_offset,
     )  # fmt: skip
     validate.check_order(plan, options.positions)
     key, value = validate.shared_batch(query, key, value)

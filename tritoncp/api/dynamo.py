@@ -37,7 +37,7 @@ def attend_in_graph(
     """
     world = group_name(mesh)
     options, value = options.with_expansion(query, key, value)
-    options.check(query, key, value, block_mask)
+    options.check(query, key, value)
     key, value = validate.shared_batch(query, key, value)
     check_options(options.kernel_options or {})
     scale = options.scale_for(query)

@@ -150,8 +150,8 @@ class World:
         )
         checked = [options.with_expansion(*shard) for shard in zip(queries, keys, values)]
         options, values = checked[0][0], [value for _, value in checked]
-        for rank, (q, k, v) in enumerate(zip(queries, keys, values)):
-            options.check(q, k, v, mask.seen_by(rank) if isinstance(mask, Plan) else mask)
+        for shard in zip(queries, keys, values):
+            options.check(*shard)
         plan = self._shared_plan(mask, queries, keys, options)
         validate.check_order(plan)
         keys, values = zip(*map(validate.shared_batch, queries, keys, values))

@@ -73,9 +73,8 @@ def call_key(q: Any, k: Any, v: Any, group: Any, options: Any) -> Any:
     return _facts(q), _facts(k), _facts(v), logits, ranks, flags, options.batch_offset
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any = None) -> None:
-    """Check dtypes, devices and shapes of one rank's shards. mask: the call's; its lengths serve to recognise
-    a tensor with sequence and heads exchanged."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+    """Check dtypes, devices and shapes of one rank's shards."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         _check_tensor(name, x, q)
     # Compare symbols first: `== 1` of an unbacked size raises.
@@ -87,16 +86,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any =
         )
     if q.shape[1] == k.shape[1]:
         return
-    sides = [(name, x, _rows_of(mask, side)) for name, x, side in (("query", q, "q"), ("key", k, "kv"))]
-    # Compare heads first: a comparison of an unbacked sequence length with a number raises.
-    heads_are_rows = any(x.shape[1] == rows for _, x, rows in sides)
-    if heads_are_rows and all(rows in x.shape[1:3] for _, x, rows in sides):
-        for name, x, rows in sides:
-            if x.shape[2] != rows:
-                raise ValueError(_exchanged(name, x.shape[2], x.shape[1]))
     heads = f"{q.shape[1]} query heads and {k.shape[1]} key heads"
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{heads}; query heads must be a multiple of key heads: repeat or drop some of them")
+        raise ValueError(
+            f"{heads}; query heads must be a multiple of key heads, in tensors [batch, heads, sequence, head "
+            "dim]: repeat or drop some of them, or transpose(1, 2)"
+        )
     if not enable_gqa:
         raise ValueError(f"{heads} without enable_gqa: pass enable_gqa=True if groups of heads share a key")
 
@@ -155,16 +150,6 @@ def _check_expanded(result: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
             )
     key, value = result
     return key, value
-
-
-def _rows_of(mask: Any, side: str) -> int | None:
-    """Return the sequence length of a mask on one side, or of a Plan's shard; None for a mask without
-    lengths."""
-    if isinstance(mask, Plan):
-        return mask.side(side).lengths[mask.rank]
-    if isinstance(mask, BlockMask | Mask):
-        return int(mask.shape[-2 if side == "q" else -1])
-    return None
 
 
 def _exchanged(name: str, rows: int, heads: int) -> str:
