@@ -24,7 +24,7 @@ from tritoncp.masks import (
     sliding_window,
     tree,
 )
-from tritoncp.masks.closed_forms import QuerySlice
+from tritoncp.masks.closed_forms import Selection
 from tritoncp.reference.dense import dense_attention
 
 N = 48  # tokens every drawn closed form covers
@@ -65,7 +65,7 @@ def dense(mod: MaskMod, q_len: int, kv_len: int) -> Tensor:
     return flex.create_mask(mod, 2, 1, q_len, kv_len, device="cpu")
 
 
-GAP = or_masks(QuerySlice(sliding_window(1, 0), 9), sliding_window(1, 0))
+GAP = or_masks(Selection(sliding_window(1, 0), start=9), sliding_window(1, 0))
 
 
 @LAWS

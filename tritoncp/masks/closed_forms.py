@@ -109,10 +109,6 @@ class Document(MaskMod):
     def batch(self) -> int:
         return self.ids.shape[0] if self.ids.ndim == 2 else 1
 
-    @property
-    def reads(self) -> tuple[bool, bool]:
-        return self.batch > 1, False
-
     def __repr__(self) -> str:
         return f"document(ids={list(self.ids.shape)})"
 
@@ -144,71 +140,52 @@ class PrefixLM(MaskMod):
     def batch(self) -> int:
         return len(self.prefix) if isinstance(self.prefix, Tensor) and self.prefix.ndim == 1 else 1
 
-    @property
-    def reads(self) -> tuple[bool, bool]:
-        return self.batch > 1, False
-
     def __repr__(self) -> str:
         prefix = list(self.prefix.shape) if isinstance(self.prefix, Tensor) else self.prefix
         return f"prefix_lm({prefix})"
 
 
 @dataclass(frozen=True, repr=False)
-class _View(MaskMod):
-    """Base class: the mask_mod of a part of a mask."""
+class Selection(MaskMod):
+    """The mask_mod of a part of a mask: q_idx counts from query ``start``, b and h count the selected batch
+    rows and heads.
+
+    rows, heads: b and h in ``part`` of the selected ones; None: all. A single one serves every b or h.
+
+    >>> Selection(causal(), heads=(0, 2)), Selection(causal(), start=8)
+    (causal()[:, [0, 2]], causal() from query 8)
+    """
 
     part: MaskFn
+    rows: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    start: int = 0
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        q_idx = q_idx + self.start if self.start else q_idx
+        return self.part(_look_up(self.rows, b), _look_up(self.heads, h), q_idx, kv_idx)
+
+    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        part = self.part
+        whole = part.intervals(self.start + q_len, kv_len) if isinstance(part, MaskMod) else None
+        if whole is None:
+            return None
+        rows = slice(None) if self.rows is None or len(whole[0]) == 1 else list(self.rows)
+        return whole[0][rows, :, self.start :], whole[1][rows, :, self.start :]
 
     @property
     def batch(self) -> int:
-        return num_batch_rows(self.part)
+        batch = num_batch_rows(self.part)
+        return batch if batch == 1 or self.rows is None else len(self.rows)
 
     @property
     def reads(self) -> tuple[bool, bool]:
         return dependence_of(self.part)
 
-
-@dataclass(frozen=True, repr=False)
-class QuerySlice(_View):
-    """The mask_mod of a mask without its first ``start`` queries: q_idx is shifted by ``start``."""
-
-    start: int
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.part(b, h, q_idx + self.start, kv_idx)
-
-    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        part = self.part
-        whole = part.intervals(self.start + q_len, kv_len) if isinstance(part, MaskMod) else None
-        return whole and (whole[0][..., self.start :], whole[1][..., self.start :])
-
-    def __repr__(self) -> str:
-        return f"{name_of(self.part)} from query {self.start}"
-
-
-@dataclass(frozen=True, repr=False)
-class Selection(_View):
-    """The mask_mod of selected batch rows and heads of a mask: b and h count the selected ones.
-
-    rows, heads: b and h in ``part`` of the selected ones; None: all. A single one serves every b or h.
-
-    >>> Selection(causal(), None, (0, 2))
-    causal()[:, [0, 2]]
-    """
-
-    rows: tuple[int, ...] | None
-    heads: tuple[int, ...] | None
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.part(_look_up(self.rows, b), _look_up(self.heads, h), q_idx, kv_idx)
-
-    @property
-    def batch(self) -> int:
-        return 1 if super().batch == 1 else super().batch if self.rows is None else len(self.rows)
-
     def __repr__(self) -> str:
         places = [":" if part is None else str(list(part)) for part in (self.rows, self.heads)]
-        return f"{name_of(self.part)}[{', '.join(places)}]"
+        selected = "" if places == [":", ":"] else f"[{', '.join(places)}]"
+        return f"{name_of(self.part)}{selected}" + f" from query {self.start}" * bool(self.start)
 
 
 def _look_up(numbers: tuple[int, ...] | None, index: Tensor) -> Tensor:
@@ -306,7 +283,7 @@ def is_closed_form(mask: Any) -> bool:
     """
     if type(mask) in (SlidingWindow, Document, PrefixLM, Tree):
         return True
-    combination = type(mask) in (And, Or, Not, QuerySlice, Selection)
+    combination = type(mask) in (And, Or, Not, Selection)
     return combination and all(map(is_closed_form, getattr(mask, "parts", None) or (mask.part,)))
 
 

@@ -24,7 +24,7 @@ from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_num
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs
 from tritoncp.masks.classification import classify
 from tritoncp.masks.classification.classify import Grid
-from tritoncp.masks.closed_forms import QuerySlice, Selection, as_int, is_closed_form
+from tritoncp.masks.closed_forms import Selection, as_int, is_closed_form
 from tritoncp.masks.mask_mod import MAX_TOKENS, Intervals, MaskFn, MaskMod
 from tritoncp.masks.transposed_runs import transpose
 from tritoncp.mods.fingerprint import ModState
@@ -197,7 +197,7 @@ class Mask(BlockMaskInterface):
             runs = Runs.from_kinds(bound_ragged_blocks(runs.to_kinds(), stop % self.q_block, 0))
         interval = None if self.interval is None else tuple(t[..., start:stop] for t in self.interval)
         tokens = None if self.tokens is None else (self.tokens[0][start:stop], self.tokens[1])
-        mod = None if self.mask_mod is None else QuerySlice(self.mask_mod, start)
+        mod = None if self.mask_mod is None else Selection(self.mask_mod, start=start)
         size = stop - start, self.kv_len, self.q_block, self.kv_block
         return Mask(*size, runs, mod, None, interval, self.reads, tokens)  # type: ignore[arg-type]
 
@@ -213,13 +213,8 @@ class Mask(BlockMaskInterface):
 
     def head_range(self, first: int, count: int) -> Mask:
         """Return the mask of ``count`` heads from ``first`` on; h of its mask_mod counts these."""
-        heads = tuple(range(first, first + count))
-        if self.H > 1:
-            return self if count == self.H else self._select(None, heads)
-        if self.mask_mod is None or not self.reads[1]:
-            return self
-        mod = Selection(self.mask_mod, None, heads)
-        return replace(self, mask_mod=mod, interval=self.interval_for(self.B, max(2, count)))
+        same = count == self.H if self.H > 1 else not self.reads[1]
+        return self if same else self._select(None, tuple(range(first, first + count)))
 
     @on_host
     def __getitem__(self, index: Any) -> Mask:
@@ -249,9 +244,9 @@ class Mask(BlockMaskInterface):
         """Return the mask of these batch rows and heads; None: of all."""
         if batch is None and heads is None:
             return self
-        rows, cols = list(batch or range(self.B)), list(heads or range(self.H))
-        lo, hi = self.interval or (None, None)
-        interval = None if lo is None or hi is None else (lo[rows][:, cols], hi[rows][:, cols])
+        rows, cols = list(batch or range(self.B)), list(heads or range(self.H)) if self.H > 1 else [0]
+        interval = self.interval if heads is None or self.H > 1 else self.interval_for(self.B, 2)
+        interval = interval and (interval[0][rows][:, cols], interval[1][rows][:, cols])
         mod = None if self.mask_mod is None else Selection(self.mask_mod, batch, heads)
         b, h = (read and (part is None or len(part) > 1) for read, part in zip(self.reads, (batch, heads)))
         runs = self.runs.select(rows, cols)

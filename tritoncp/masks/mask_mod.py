@@ -73,7 +73,7 @@ class MaskMod(ABC):
     @property
     def reads(self) -> tuple[bool, bool]:
         """Whether the result can depend on b, and whether it can depend on h."""
-        return False, False
+        return self.batch > 1, False
 
     def __and__(self, other: MaskFn) -> MaskMod:
         return and_masks(self, other)

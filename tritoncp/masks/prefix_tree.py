@@ -84,10 +84,6 @@ class Tree(MaskMod):
     def batch(self) -> int:
         return self.leave.shape[0] if self.leave.ndim == 2 else 1
 
-    @property
-    def reads(self) -> tuple[bool, bool]:
-        return self.batch > 1, False
-
     def __repr__(self) -> str:
         window = "" if self.left == UNBOUNDED else f", left={self.left}"
         return f"tree(tokens={list(self.leave.shape)}{window})"

@@ -7,7 +7,6 @@ and traffic are computed from columns; a rank lists only its own rows, which its
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from functools import cached_property
 
@@ -15,8 +14,6 @@ import torch
 from torch import Tensor
 
 from tritoncp.masks.block_runs import Kind, Runs, ramps
-
-_EVENTS = 1 << 20  # starts and ends of runs that are sorted at a time
 
 
 class TransposedRuns(Runs):
@@ -146,37 +143,8 @@ def _transpose(lines: Runs) -> Runs:
     change = (width > 0) & (state % 4 != state // 4)
     line, at, width, state = line[change], at[change], width[change], (state % 4)[change]
     first = line // (r + 1) * c + at  # of the columns, numbered over (B, H, C), whose kind becomes `state`
-    changes = first, first + width, line % (r + 1), state
-    steps, ones = torch.zeros(b * h * c + 1, dtype=torch.int64), torch.ones_like(first)
-    steps.index_add_(0, changes[0], ones).index_add_(0, changes[1], -ones)
-    events = steps.cumsum(0)[:-1].cumsum(0)
-    limits = torch.arange(0, int(events[-1]) if len(events) else 0, max(_EVENTS, len(first)))
-    cuts = torch.searchsorted(events, limits, right=True).tolist() or [0]
-    bands = [
-        _list_columns(changes, begin, stop, r)
-        for begin, stop in itertools.pairwise([0, *cuts[1:], b * h * c])
-    ]
-    before = itertools.accumulate((len(band.runs) for band in bands), initial=0)
-    ptr = torch.cat([band.ptr + count for band, count in zip(bands, before)], 2)
-    return Runs(ptr.view(b, h, c, 3), torch.cat([band.runs for band in bands]), r)
-
-
-def _list_columns(changes: tuple[Tensor, ...], begin: int, stop: int, n_cols: int) -> Runs:
-    """List columns begin .. stop-1 as rows of ``n_cols`` columns.
-
-    changes: (first column, end, row from which on they have a state, the state), int64 [n] each, by row
-    """
-    first, end, line, state = changes
-    inside = ((first < stop) & (end > begin)).nonzero()[:, 0]
-    first, end, line, state = (
-        first[inside].clamp(min=begin),
-        end[inside].clamp(max=stop),
-        line[inside],
-        state[inside],
-    )
-    # One event for each column of each changed range: here the column's kind becomes `state`.
-    key, order = ramps(first - begin, end - first).sort(stable=True)  # lines ascend already
-    line, state = (x.repeat_interleave(end - first)[order] for x in (line, state))
+    # One event for each column of each changed range: from this row on, its kind is `state`.
+    column, order = ramps(first, width).sort(stable=True)  # rows ascend already
+    row, state = (x.repeat_interleave(width)[order] for x in (line % (r + 1), state))
     begins = (state[:-1] != 0).nonzero()[:, 0]  # never the last event, which ends a column
-    shape = 1, 1, stop - begin
-    return Runs._pack(shape, n_cols, key[begins], line[begins], line[begins + 1], state[begins] - 1)
+    return Runs._pack((b, h, c), r, column[begins], row[begins], row[begins + 1], state[begins] - 1)

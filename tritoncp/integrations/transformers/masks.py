@@ -15,7 +15,7 @@ from transformers import masking_utils
 from tritoncp.integrations.transformers.mask_functions import Pattern, read_pattern
 from tritoncp.integrations.transformers.model_classes import computes_attention_itself, has_sparse_layers
 from tritoncp.masks.block_mask_interface import BlockMaskInterface
-from tritoncp.masks.closed_forms import QuerySlice, SlidingWindow, document
+from tritoncp.masks.closed_forms import Selection, SlidingWindow, document
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import UNBOUNDED, MaskMod, and_masks
 from tritoncp.planning.plan import Plan
@@ -118,7 +118,7 @@ def _skip_queries(mod: MaskMod, count: int) -> MaskMod:
         right = mod.right if mod.right == UNBOUNDED else mod.right + count
         if left >= 0 or mod.left == UNBOUNDED:
             return SlidingWindow(left, right)
-    return QuerySlice(mod, count)
+    return Selection(mod, start=count)
 
 
 def create_mask(
