@@ -189,7 +189,7 @@ def test_hits_and_misses_are_counted_and_cached_bytes_are_bounded(monkeypatch):
 def test_a_plan_that_served_a_call_of_a_key_is_not_checked_again():
     own, checks = plan(causal()), []
     for key in (None, None, "a", "a", "b"):
-        plan_cache.plan_of_rows(own, ShardSizes.of(Q, Q), None, key, lambda key=key: checks.append(key))
+        plan_cache.plan_for(own, ShardSizes.of(Q, Q), None, key, lambda key=key: checks.append(key))
     assert checks == [None, None, "a", "b"]
 
 
@@ -256,7 +256,7 @@ def test_an_untranslatable_mask_on_a_device_is_copied_once(host_copies):
     for _ in range(2):
         out = flex_attention(q, q, q, mask)
     assert host_copies == [5]
-    whole = plan_in_order(mask, 1, [S], [S], 0, (2, 2)).mask
+    whole = plan_in_order(mask_source.Sources.of(mask), ShardSizes.of(q, q), [S], [S]).mask
     torch.testing.assert_close(out, dense_attention(q, q, q, whole).out)
 
 

@@ -27,7 +27,7 @@ def test_shards_of_a_raw_mask_are_pieces_in_order():
     for mask in (mask_of(causal()), causal(), torch_block_mask(causal(), 1, 1, S, S, device="cpu"), None):
         pieces = []
         for rank in range(3):
-            placement, at = shards._placement_of(mask, 3, rank, "q", 32)
+            placement, at = shards.placement_of(torch.empty(32), mask, ("", 3, rank), 0, "q")
             pieces.append(tokens[placement.positions(at)[0]])
         assert torch.equal(torch.cat(pieces), tokens) and [len(p) for p in pieces] == [11, 11, 10]
     assert torch.equal(shard(tokens, mask_of(causal()), dim=0), tokens)

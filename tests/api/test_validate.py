@@ -20,6 +20,7 @@ from tests.planning.test_placement import random_mask
 from tritoncp import causal
 from tritoncp.api import validate
 from tritoncp.api.attention import flex_attention
+from tritoncp.api.mask_source import Sources
 from tritoncp.api.plan_cache import plan_in_order
 from tritoncp.api.plans import make_plan
 from tritoncp.distributed import groups
@@ -75,13 +76,17 @@ def shards(mask, q):
     return tritoncp.simulate(2).flex_attention([q] * 2, [q] * 2, [q] * 2, block_mask=mask)
 
 
+def in_order(mask, lengths, kv_lengths):
+    return plan_in_order(Sources.of(mask), validate.ShardSizes.of(x(), x()), lengths, kv_lengths)
+
+
 def engine(options):
     return TritonEngine(Mods(), 1.0, options)
 
 
 NAMES = {  # of the calls in the table, beside tritoncp's own
     "tritoncp": tritoncp, "torch": torch, "AuxRequest": AuxRequest, "S": S, "validate": validate,
-    "sizes": validate.ShardSizes.of, "groups": groups, "plan_in_order": plan_in_order, "full_mask": full_mask,
+    "sizes": validate.ShardSizes.of, "groups": groups, "plan_in_order": in_order, "full_mask": full_mask,
     "mask_of": mask_of, "build": build, "random_mask": random_mask, "cumulative": cumulative, "x": x,
     "inputs": inputs, "expand_latent": expand_latent, "elsewhere": elsewhere, "whole": whole, "call": call,
     "plan": plan, "learned_mask": learned_mask, "lower": lower, "sliced": sliced, "shards": shards,

@@ -296,7 +296,6 @@ def _run_on_host(
         with substitute_calls(None):
             return substitute(query, key, value, score_mod, block_mask, mesh, options)
     if dispatch.is_traced(query):
-        check_options(options.kernel_options or {}, _local_architecture(query))
         with dispatch.fake_mode_of(query):
             return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
     options, value = options.with_expansion(query, key, value)
@@ -305,7 +304,7 @@ def _run_on_host(
     call_key = validate.call_key(query, key, value, group, options)
     if call_key is None:  # query, key and value may not be tensors of four dimensions
         options.check(query, key, value)
-    plan = plan_cache.plan_of_rows(
+    plan = plan_cache.plan_for(
         block_mask, validate.ShardSizes.of(query, key, options.expand), group, call_key,
         lambda: options.check(query, key, value), options.batch_offset,
     )  # fmt: skip
@@ -339,14 +338,3 @@ def substitute_calls(call: Substitute | None) -> Iterator[None]:
         yield
     finally:
         _SUBSTITUTE.reset(token)
-
-
-def _local_architecture(x: Tensor) -> str | None:
-    """Return the architecture of a tensor's GPU; None if this machine lacks that device, as a fake or meta
-    tensor's may be."""
-    if x.device.type not in ("cpu", "cuda"):
-        return None
-    try:
-        return architecture(x.device)
-    except (AssertionError, RuntimeError):  # raised by torch without CUDA, or without a GPU
-        return None

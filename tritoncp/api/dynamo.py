@@ -4,7 +4,7 @@ structure of mods and masks; tensors, numbers and the handles of plans and masks
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def _plan(
         mask = rebuild(structure, tensors, ints)
         call_key = *shape, group and (group.size(), group.rank()), batch_offset
         sizes = validate.ShardSizes(*shape)
-        plan = plan_cache.plan_of_rows(mask, sizes, group, call_key, batch_offset=batch_offset)
+        plan = plan_cache.plan_for(mask, sizes, group, call_key, batch_offset=batch_offset)
         validate.check_order(plan, positions)
         return handle_of(plan)
 
@@ -129,24 +129,19 @@ view_op = register_op("view", _view, _fake_handle)
 
 
 def trace_block_mask(
-    mask_mod: Callable[..., Tensor],
-    B: int | None,
-    H: int | None,
-    Q_LEN: int,
-    KV_LEN: int,
-    device: Any,
-    BLOCK_SIZE: int | tuple[int, int],
+    mask_mod: Callable[..., Tensor], sizes: Sequence[int | None], device: Any, block: int | tuple[int, int]
 ) -> TracedMask:
-    """Make a mask in a graph that Dynamo traces, see :func:`tritoncp.create_block_mask`.
+    """Make a mask in a graph that Dynamo traces, see :func:`tritoncp.create_block_mask`. sizes: B, H, Q_LEN
+    and KV_LEN
 
     Raises Uncapturable for a mask_mod that cannot be part of a graph.
     """
     tensors: list[Tensor] = []
     ints: list[int] = []
     structure = flatten_callable(mask_mod, tensors, ints)
-    blocks = [BLOCK_SIZE, BLOCK_SIZE] if isinstance(BLOCK_SIZE, int) else [*BLOCK_SIZE]
-    sizes = [1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN, *blocks]
-    return TracedMask(block_mask_op(tensors, ints, sizes, structure, "" if device is None else str(device)))
+    blocks = [block, block] if isinstance(block, int) else [*block]
+    numbers = [*(1 if size is None else size for size in sizes), *blocks]
+    return TracedMask(block_mask_op(tensors, ints, numbers, structure, "" if device is None else str(device)))
 
 
 def _block_mask(

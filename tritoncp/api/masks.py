@@ -44,7 +44,7 @@ def create_block_mask(
         from tritoncp.api import dynamo  # late: it imports every layer, and masks need few
 
         try:
-            return dynamo.trace_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)  # type: ignore
+            return dynamo.trace_block_mask(mask_mod, (B, H, Q_LEN, KV_LEN), device, BLOCK_SIZE)  # type: ignore
         except TypeError as error:  # the mask_mod cannot be part of the graph
             reason = error.args[0]
         torch._dynamo.graph_break(msg=reason)

@@ -12,7 +12,7 @@ order, by the number of plans and the bytes of their masks and placements, which
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -62,20 +62,16 @@ plan_log, cache_log = area_logger("plan"), area_logger("cache")
 _WARNED: set[Any] = set()  # (name of a mask_mod, number of ranks) with a warning about uneven work
 
 
-def _pass_check() -> None:
-    """Do nothing: the check for arguments that were checked before."""
-
-
-def plan_of_rows(
+def plan_for(
     mask: RawMask | Plan,
     sizes: ShardSizes,
     group: Any,
     call_key: Any = None,
-    check: Callable[[], None] = _pass_check,
+    check: Callable[[], None] = lambda: None,
     batch_offset: int | None = None,
 ) -> Plan:
     """Return the plan of a call, checked against the shards: ``mask`` itself if it is a Plan whose mask is
-    unchanged, else the cached or new plan of the raw mask.
+    unchanged, else the natural-order plan of the raw mask, from the cache or new.
 
     call_key: :func:`validate.call_key`; a plan checked once for a key is not checked again for it
     check: function that raises for wrong inputs; called before a plan is made
@@ -83,13 +79,28 @@ def plan_of_rows(
     """
     if batch_offset is not None:
         rows = validate.whole_batch(mask, sizes.batch, batch_offset)
-        whole = plan_of_rows(mask, sizes._replace(batch=rows), group, call_key, check)
+        whole = plan_for(mask, sizes._replace(batch=rows), group, call_key, check)
         return whole.batch_rows(batch_offset, sizes.batch)
     if isinstance(mask, Plan):
         _check_call(mask, sizes, group, call_key, check)
         mask.check_sources()
         return mask
-    return plan_for(mask, sizes, group, call_key, check)
+    state, cache = MaskState.of(mask), _CACHES.of(group)
+    key = state.key, sizes.rows, sizes.kv_rows, sizes.batch, sizes.latent and sizes
+    plan = cache.find(key, state.tensors)
+    _COUNTS["misses" if plan is None else "hits"] += 1
+    if cache_log.isEnabledFor(logging.DEBUG if plan is not None else logging.INFO):
+        _log_look_up(Sources.of(mask, state), plan is not None)
+    if plan is None:
+        check()
+        sources = Sources.of(mask, state)
+        plan = _make(sources, sizes, group)
+        if state.key is None:
+            sources.warn_incomparable()
+        else:
+            cache.keep(key, state.tensors, plan)
+    _check_call(plan, sizes, group, call_key, check)
+    return plan
 
 
 def _check_call(plan: Plan, sizes: ShardSizes, group: Any, call_key: Any, check: Callable[[], None]) -> None:
@@ -103,30 +114,6 @@ def _check_call(plan: Plan, sizes: ShardSizes, group: Any, call_key: Any, check:
             checked.clear()
         if call_key is not None:
             checked.add(key)
-
-
-def plan_for(
-    mask: RawMask, sizes: ShardSizes, group: Any, call_key: Any = None,
-    check: Callable[[], None] = _pass_check,
-) -> Plan:  # fmt: skip
-    """Return the natural-order plan of a raw mask for the call's shards, from the cache or new, see
-    :func:`plan_of_rows`."""
-    state, cache = MaskState.of(mask), _CACHES.of(group)
-    key = state.key, sizes.rows, sizes.kv_rows, sizes.batch, sizes.latent and sizes
-    plan = cache.find(key, state.tensors)
-    _COUNTS["misses" if plan is None else "hits"] += 1
-    if cache_log.isEnabledFor(logging.DEBUG if plan is not None else logging.INFO):
-        _log_look_up(Sources.of(mask, state), plan is not None)
-    if plan is None:
-        check()
-        check, sources = _pass_check, Sources.of(mask, state)
-        plan = _make(sources, sizes, group)
-        if state.key is None:
-            sources.warn_incomparable()
-        else:
-            cache.keep(key, state.tensors, plan)
-    _check_call(plan, sizes, group, call_key, check)
-    return plan
 
 
 def plan_cache_info() -> CacheInfo:
@@ -177,8 +164,7 @@ def _make(sources: Sources, sizes: ShardSizes, group: Any) -> Plan:
 
     def build() -> tuple[Plan, consistency.Facts, Sequence[int]]:
         digest = sources.digest() if group else b""
-        heads = sizes.heads, sizes.kv_heads
-        result = _build_natural(sources, sizes.batch, lengths, kv_lengths, rank, digest, heads, sizes.layer)
+        result = plan_in_order(sources, sizes, lengths, kv_lengths, rank, digest)
         mask_fact = fact(lambda: signatures.mask_text(result.mask), digest)
         return result, {"call": fact(call, b"building"), "mask": mask_fact}, ()
 
@@ -198,22 +184,14 @@ def connect_new_plans(group: Any, plans: Iterable[Plan]) -> None:
 
 
 def plan_in_order(
-    mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int,
-    heads: tuple[int, int], layer: Mapping[str, int] | None = None,
+    sources: Sources, sizes: ShardSizes, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int = 0,
+    digest: bytes = b"",
 ) -> Plan:  # fmt: skip
-    """Make the plan of a raw mask whose ranks hold pieces of these lengths, in order. heads: of query and
-    key, for messages. layer: see :func:`tritoncp.planning.build.build_all`"""
-    return _build_natural(Sources.of(mask), batch, lengths, kv_lengths, rank, b"", heads, layer)
-
-
-def _build_natural(
-    sources: Sources, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int,
-    digest: bytes, heads: tuple[int, int], layer: Mapping[str, int] | None,
-) -> Plan:  # fmt: skip
-    mask = sources.compact(batch, sum(lengths), sum(kv_lengths))
-    check_shard_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, heads)
+    """Make the plan of a raw mask whose ranks hold pieces of these lengths, in order."""
+    mask = sources.compact(sizes.batch, sum(lengths), sum(kv_lengths))
+    check_shard_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, (sizes.heads, sizes.kv_heads))
     natural_plan = build_plan(
-        mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths, layer=layer
+        mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths, layer=sizes.layer
     )
     _warn_uneven(sources, natural_plan)
     log_plan(sources, natural_plan)

@@ -186,8 +186,5 @@ def _check_gathered(plan_or_mask: Any, world_size: int) -> None:
             f"plan_or_mask is {plan_or_mask!r}, which has no length; pass the Plan or "
             "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
         )
-    if isinstance(plan_or_mask, Plan) and plan_or_mask.world_size != world_size:
-        raise ValueError(
-            f"the plan is for {plan_or_mask.world_size} ranks, the mesh has {world_size}; pass the mesh it "
-            "was made with, unshard(x, plan, mesh, dim=...)"
-        )
+    if isinstance(plan_or_mask, Plan):
+        validate.check_place(plan_or_mask, world_size, None)

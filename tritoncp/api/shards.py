@@ -61,13 +61,26 @@ def place_in_group(mesh: Any) -> tuple[str, int, int]:
 def placement_of(
     x: Tensor, plan_or_mask: Any, place: tuple[str, int, int], dim: int, side: str
 ) -> tuple[Placement, int]:
-    """Check the arguments of `shard`; return (placement of tokens, this rank). place: of
-    :func:`place_in_group`"""
+    """Check the arguments of `shard`; return (placement of tokens, this rank): of a Plan, or natural order
+    for a raw mask. place: of :func:`place_in_group`"""
     world, world_size, rank = place
     check_dim(x, dim)
-    if world and isinstance(plan_or_mask, Plan):
-        validate.check_place(plan_or_mask, world_size, rank)
-    return _placement_of(plan_or_mask, world_size, rank, side, x.shape[dim])
+    if isinstance(plan_or_mask, Plan):
+        if world:
+            validate.check_place(plan_or_mask, world_size, rank)
+        return plan_or_mask.side(side), plan_or_mask.rank
+    check_side(side)
+    length = x.shape[dim]  # of a closed form, which has none of its own
+    if isinstance(plan_or_mask, BlockMask) and not has_no_lengths(plan_or_mask):
+        length = plan_or_mask.seq_lengths[side == "kv"]
+    elif isinstance(plan_or_mask, Mask):
+        length = plan_or_mask.q_len if side == "q" else plan_or_mask.kv_len
+    elif plan_or_mask is not None and not isinstance(plan_or_mask, BlockMask | MaskMod):
+        raise TypeError(
+            f"plan_or_mask is a {type(plan_or_mask).__name__}; pass a Plan, make_plan(block_mask, mesh), or "
+            "a mask, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+        )
+    return in_order(length, world_size), rank
 
 
 @graph_entry
@@ -141,25 +154,3 @@ def check_rows_along(x: Tensor, dim: int, length: int, what: str) -> None:
     """Raise ValueError unless x has ``length`` rows along dim. what: words for the needed tensor"""
     if x.shape[dim] != length:
         raise ValueError(f"x is {tuple(x.shape)}; {what} is needed, {length} rows along dimension {dim}")
-
-
-def _placement_of(
-    plan_or_mask: Any, world_size: int, rank: int, side: str, length: int
-) -> tuple[Placement, int]:
-    """Return (placement of tokens, this rank): of a Plan, or natural order for a raw mask.
-
-    length: of the global sequence, for closed forms, which have none
-    """
-    if isinstance(plan_or_mask, Plan):
-        return plan_or_mask.side(side), plan_or_mask.rank
-    check_side(side)
-    if isinstance(plan_or_mask, BlockMask) and not has_no_lengths(plan_or_mask):
-        length = plan_or_mask.seq_lengths[side == "kv"]
-    elif isinstance(plan_or_mask, Mask):
-        length = plan_or_mask.q_len if side == "q" else plan_or_mask.kv_len
-    elif plan_or_mask is not None and not isinstance(plan_or_mask, BlockMask | MaskMod):
-        raise TypeError(
-            f"plan_or_mask is a {type(plan_or_mask).__name__}; pass a Plan, make_plan(block_mask, mesh), or "
-            "a mask, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
-        )
-    return in_order(length, world_size), rank

@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from tritoncp.api import plan_cache, plans, shards, validate
 from tritoncp.api.attention import Options, make_call, sort_arguments
+from tritoncp.api.mask_source import Sources
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.masks.mask import Mask
@@ -175,8 +176,8 @@ class World:
         plan = mask
         if not isinstance(mask, Plan):
             lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in (queries, keys))
-            heads = sizes[0].heads, sizes[0].kv_heads
-            plan = plan_cache.plan_in_order(mask, batch, lengths, kv_lengths, 0, heads, sizes[0].layer)
+            whole = sizes[0]._replace(batch=batch)
+            plan = plan_cache.plan_in_order(Sources.of(mask), whole, lengths, kv_lengths)
         self._check(plan)
         plan = plan if batch_offset is None else plan.batch_rows(batch_offset, rows)
         for rank, one in enumerate(sizes):

@@ -156,4 +156,4 @@ class Calls:
         sizes, own, whole = ShardSizes.of(query, key), len(self.rows[self.index]), self.rows[-1].stop
         names = ("batch",) if self.dim == "batch" else ("rows", "kv_rows")
         sizes = sizes._replace(**{name: getattr(sizes, name) * whole // own for name in names})
-        return plan_cache.plan_of_rows(mask, sizes, groups.group_of(mesh))
+        return plan_cache.plan_for(mask, sizes, groups.group_of(mesh))

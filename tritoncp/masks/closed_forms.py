@@ -60,9 +60,6 @@ class SlidingWindow(MaskMod):
         hi = torch.full_like(q, kv_len) if self.right == UNBOUNDED else q + self.right + 1
         return clip_intervals(lo, hi, kv_len)
 
-    def query_intervals(self, q_len: int, kv_len: int) -> Intervals:
-        return SlidingWindow(self.right, self.left).intervals(kv_len, q_len)
-
     @property
     def window(self) -> tuple[int, int]:
         return self.left, self.right
@@ -102,9 +99,6 @@ class Document(MaskMod):
         hi = torch.where(torch.cat([change, edge], 1), position + 1, n).flip(1).cummin(1).values.flip(1)
         return clip_intervals(lo[:, None, :q_len], hi[:, None, :q_len], kv_len)
 
-    def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        return self.intervals(kv_len, q_len)  # symmetric
-
     @property
     def batch(self) -> int:
         return self.ids.shape[0] if self.ids.ndim == 2 else 1
@@ -129,12 +123,6 @@ class PrefixLM(MaskMod):
         prefix = torch.as_tensor(self.prefix).detach().cpu().long().reshape(-1, 1, 1)
         hi = torch.maximum(torch.arange(1, q_len + 1), prefix)
         return clip_intervals(torch.zeros_like(hi), hi, kv_len)
-
-    def query_intervals(self, q_len: int, kv_len: int) -> Intervals:
-        prefix = torch.as_tensor(self.prefix).detach().cpu().long().reshape(-1, 1, 1)
-        kv = torch.arange(kv_len)
-        lo = torch.where(kv < prefix, 0, kv)
-        return clip_intervals(lo, torch.full_like(lo, q_len), q_len)
 
     @property
     def batch(self) -> int:

@@ -61,15 +61,9 @@ def from_block_mask(bm: BlockMask, lengths: tuple[int, int] | None = None) -> Ma
 
 
 def _with_intervals(mask: Mask, mod: MaskMod) -> Mask:
-    """Return a mask of a closed form with ``interval``, ``window`` and ``tokens`` computed; its blocks
-    stay."""
+    """Return a mask of a closed form with ``interval`` and ``tokens`` computed; its blocks stay."""
     intervals = mod.intervals(mask.q_len, mask.kv_len)
     if intervals is None:
         return mask
-    intervals = (intervals[0][: mask.B], intervals[1][: mask.B])
-    window = mod.window
-    if window is not None:  # the block lists may differ from the window's
-        runs = Runs.from_intervals(*intervals, mask.q_block, mask.kv_block, mask.kv_len)
-        window = window if runs.expand(mask.B, mask.H) == mask.runs else None
-    interval = expand_intervals(mod, intervals, mask.B, mask.H)
-    return replace(mask, interval=interval, window=window, tokens=mod.tokens(mask.q_len, mask.kv_len))
+    interval = expand_intervals(mod, (intervals[0][: mask.B], intervals[1][: mask.B]), mask.B, mask.H)
+    return replace(mask, interval=interval, tokens=mod.tokens(mask.q_len, mask.kv_len))

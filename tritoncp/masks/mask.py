@@ -26,6 +26,7 @@ from tritoncp.masks.classification import classify
 from tritoncp.masks.classification.classify import Grid
 from tritoncp.masks.closed_forms import Selection, as_int, is_closed_form
 from tritoncp.masks.mask_mod import MAX_TOKENS, Intervals, MaskFn, MaskMod
+from tritoncp.masks.prefix_tree import Tree
 from tritoncp.masks.transposed_runs import transpose
 from tritoncp.mods.fingerprint import ModState
 from tritoncp.mods.snapshot import Snapshot, captured_state
@@ -360,8 +361,8 @@ def create_block_mask(
         window, reads = mask_mod.window, mask_mod.reads
         tokens = mask_mod.tokens(Q_LEN, KV_LEN)
         return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, window, interval, reads, tokens)
-    by_key = mask_mod.query_intervals(Q_LEN, KV_LEN) if isinstance(mask_mod, MaskMod) else None
-    if isinstance(mask_mod, MaskMod) and by_key is not None:
+    by_key = mask_mod.query_intervals(Q_LEN, KV_LEN) if isinstance(mask_mod, Tree) else None
+    if isinstance(mask_mod, Tree) and by_key is not None:
         _check_batch_rows(mask_mod, len(by_key[0]), B)
         runs = transpose(Runs.from_intervals(*by_key, kv_block, q_block, Q_LEN)).expand(B, H)
         return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, None, None, mask_mod.reads)

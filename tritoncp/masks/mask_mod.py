@@ -46,13 +46,6 @@ class MaskMod(ABC):
         """
         return None
 
-    def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        """Return (lo, hi), int64 [B or 1, 1, kv_len] on the CPU: key kv is visible to exactly lo <= q < hi.
-
-        A key that no query sees has lo = hi = 0. None if the queries of some key are not one interval.
-        """
-        return None
-
     def tokens(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor] | None:
         """Return which queries and which keys are tokens, not padding: bool [q_len] and [kv_len] on the CPU.
 
@@ -136,15 +129,8 @@ class _Join(_Combination):
         return visible
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        return self._join_all(lambda part: part.intervals(q_len, kv_len))
-
-    def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        return self._join_all(lambda part: part.query_intervals(q_len, kv_len))
-
-    def _join_all(self, intervals_of: Callable[[MaskMod], Intervals | None]) -> Intervals | None:
-        """Return the intervals of all parts joined; None if a part has none."""
         # Of every part, as each raises an error for more tokens than it has.
-        parts = [intervals_of(part) for part in self.parts if isinstance(part, MaskMod)]
+        parts = [part.intervals(q_len, kv_len) for part in self.parts if isinstance(part, MaskMod)]
         if len(parts) < len(self.parts):
             return None
         joined = parts[0]

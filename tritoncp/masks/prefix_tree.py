@@ -60,6 +60,8 @@ class Tree(MaskMod):
         return clip_intervals(first, (q + 1).expand_as(first), kv_len)
 
     def query_intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        """Return (lo, hi), int64 [B or 1, 1, kv_len] on the CPU: key kv is visible to exactly lo <= q < hi.
+        None with a window."""
         leave = self._rows(self.leave, q_len, kv_len)[..., :kv_len].long()
         if self.left != UNBOUNDED:  # the queries within the window are in several branches
             return None

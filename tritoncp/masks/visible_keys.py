@@ -21,8 +21,9 @@ def count_visible_keys(mask: Mask, batch: int = 1, heads: int = 1, first_row: in
     >>> count_visible_keys(create_block_mask(causal(), 1, 1, 5, 5, BLOCK_SIZE=2)).tolist()
     [[[1, 2, 3, 4, 5]]]
     """
-    interval = mask.interval_for(batch, heads)
-    grow = interval is None and mask.mask_mod is not None  # the mask_mod may read b and h
+    whole_rows = torch.zeros(1, 1, mask.q_len), torch.full((1, 1, mask.q_len), mask.kv_len)
+    interval = whole_rows if mask.mask_mod is None else mask.interval_for(batch, heads)
+    grow = interval is None  # the mask_mod may read b and h
     runs = mask.runs.expand(batch, heads) if grow else mask.runs
     b, h, rows, _ = runs.shape
     row, start, end, kind = runs._flat()
@@ -32,9 +33,7 @@ def count_visible_keys(mask: Mask, batch: int = 1, heads: int = 1, first_row: in
     whole.index_add_(0, row[~masked], (end - start)[~masked])
     counts = whole[:, None].repeat(1, mask.q_block)  # [b * h * rows, q_block]
     row, start, end = row[masked], start[masked], end[masked]
-    if mask.mask_mod is None:
-        counts.index_add_(0, row, (end - start)[:, None].expand(-1, mask.q_block))
-    elif interval is not None:
+    if interval is not None:
         end_pad = (0, rows * mask.q_block - mask.q_len)  # rows past q_len see no key
         padded = (torch.nn.functional.pad(bound.long(), end_pad).expand(b, h, -1) for bound in interval)
         lo, hi = (bound.reshape(-1, mask.q_block)[row] for bound in padded)
