@@ -20,6 +20,7 @@ def has_no_lengths(mask: object) -> TypeGuard[BlockMask]:
     """Return whether a mask is a BlockMask for any lengths, one block of the size by which torch knows these:
     the mask that torch's attention makes in place of None.
 
+    >>> import torch
     >>> from torch.nn.attention.flex_attention import _create_empty_block_mask
     >>> q = torch.empty(1, 1, 300, 16)
     >>> has_no_lengths(_create_empty_block_mask(q, q))
