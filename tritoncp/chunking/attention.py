@@ -170,26 +170,6 @@ class Keys:
         counts = self.counts(node)
         return [c for c in reversed(range(self.chunks)) if counts[c] > index]
 
-    def inputs(self, node: Node, chunk: int) -> list[tuple[Node, int]]:
-        """Return pairs (input that is cut, chunk of it) that one chunk of an attention node reads."""
-        whole, (k, v) = whole_inputs(node), keys_of(node)
-        count = None
-        if self.are_cut(node):
-            count = 0 if self.are_shared(node) else self.counts(node)[chunk]
-        inputs = []
-        for x in node.all_input_nodes:
-            if x in (k, v) and count is not None:
-                inputs += [(x, c) for c in range(count)]
-            if x not in whole and (x not in (k, v) or count is None or self._is_read_twice(node, x)):
-                inputs.append((x, chunk))
-        return inputs
-
-    def _is_read_twice(self, node: Node, x: Node) -> bool:
-        """Return whether a key or value is also another argument, for example the query."""
-        at = places(node)
-        args = [arg for place, arg in enumerate(node.args) if place not in (at["k"], at["v"])]
-        return any(x in arg if isinstance(arg, list | tuple) else x is arg for arg in args)
-
 
 def prefixes(needs: Tensor, chunks: int) -> tuple[int, ...]:
     """Return the length of the shortest prefix of key chunks that has all that each query chunk needs, >= 1.

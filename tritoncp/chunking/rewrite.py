@@ -15,12 +15,11 @@ from torch.fx.node import map_arg
 
 from tritoncp.api.dynamo import batch_rows_op, part_op
 from tritoncp.chunking import attention, shared_attention, torch_attention
-from tritoncp.chunking.added_nodes import AddedNodes
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.report import ChunkingError, Report, describe_node, readable
 from tritoncp.chunking.sizes import Symbols, expression
-from tritoncp.chunking.step_graph import JOIN, KEEP, RETURN, SEND, Step, StepGraph
+from tritoncp.chunking.step_graph import JOIN, KEEP, RETURN, SEND, StepGraph
 from tritoncp.core.log_lines import area_logger
 
 log = area_logger("chunking")
@@ -83,40 +82,28 @@ def _report(cut: Cut, keys: attention.Keys) -> Report:
     )
 
 
-class Rewrite(AddedNodes):
+class Rewrite(StepGraph):
     """Edits a graph. Nodes that it adds are removed again if an error comes between."""
 
     def __init__(self, cut: Cut, keys: attention.Keys) -> None:
         super().__init__(cut)
-        self.keys, self.routes = keys, StepGraph(cut, keys)
-        self.values: dict[Step, Node] = {}
+        self.keys = keys
+        self.links: list[tuple[Node, Any, Any]] = []  # nodes that stay, and their new arguments
         self.fresh: list[Symbols] = [{} for _ in range(self.sizes.chunks)]
 
     def run(self) -> None:
         """Add the nodes of all steps, connect the nodes that stay to them, and remove the originals."""
-        links: list[tuple[Node, Any, Any]] = []
         try:
             if self.cut.source is None:
                 self._make_source()
-            makers: dict[int, Callable[[Node], Node]] = {
-                JOIN: self._join,
-                SEND: partial(shared_attention.send, self),
-                RETURN: partial(shared_attention.return_gradients, self),
-            }
-            for node, c in self.routes.steps:
-                if c == KEEP:
-                    args, kwargs = map_arg((node.args, node.kwargs), self.whole_node)
-                    links.append((node, self._add_chunks(node, args), kwargs))
-                    self.order.append(node)
-                else:
-                    self.values[node, c] = makers[c](node) if c in makers else self._copy(node, c)
+            self.add_steps()
         except Exception:
             for node in reversed(self.added):
                 self.graph.erase_node(node)
             raise
         for c, fresh in enumerate(self.fresh):
             self.sizes.copy_asserts(c, fresh)
-        for node, args, kwargs in links:
+        for node, args, kwargs in self.links:
             node.args, node.kwargs = args, kwargs
         for node in self.order:
             if node.op not in ("placeholder", "output"):
@@ -128,6 +115,21 @@ class Rewrite(AddedNodes):
                 self.graph.erase_node(node)
         self._remove_unused_nodes()
         self.graph.lint()
+
+    def make(self, node: Node, c: int) -> Node:
+        makers: dict[int, Callable[[Node], Node]] = {
+            KEEP: self._keep,
+            JOIN: self._join,
+            SEND: partial(shared_attention.send, self),
+            RETURN: partial(shared_attention.return_gradients, self),
+        }
+        return makers[c](node) if c in makers else self._copy(node, c)
+
+    def _keep(self, node: Node) -> Node:
+        args, kwargs = map_arg((node.args, node.kwargs), self.whole_node)
+        self.links.append((node, self._add_chunks(node, args), kwargs))
+        self.order.append(node)
+        return node
 
     def _remove_unused_nodes(self) -> None:
         """Remove the added sizes, items of splits and sums that no node reads."""
@@ -144,33 +146,10 @@ class Rewrite(AddedNodes):
             if x.op == "placeholder" and isinstance(value, Tensor):
                 for d, size in enumerate(value.shape):
                     if expression(size) == self.sizes.whole:
-                        self.cut.source = self.add_call(aten.sym_size.int, (x, d), size)
+                        source = self.cut.source = self.add_call(aten.sym_size.int, (x, d), size)
+                        self.values[source, KEEP] = source
                         return
         raise ChunkingError("no input has the size that is cut alone as the size of a dimension")
-
-    def whole_node(self, x: Node) -> Node:
-        step = self.routes.whole(x)
-        return step[0] if step[1] == KEEP else self.values[step]
-
-    def chunk_node(self, x: Node, c: int) -> Node:
-        """Return the node of a chunk of a node's value."""
-        if self.cut.is_whole_size(x):
-            return self.rows(c)
-        step = self.routes.chunk_of(x, c)
-        if step[1] not in (KEEP, JOIN):
-            return self.values[step]
-        node = self.whole_node(x)
-        if isinstance(x.meta.get("val"), Tensor) and self.cut.carries(x):
-            return self._piece(x, node, c)
-        return node
-
-    def _piece(self, x: Node, node: Node, c: int) -> Node:
-        """Return a chunk of a value that comes from outside of the regions."""
-        value, dim = x.meta["val"], self.cut.cut_dim(x)
-        factor, stage = self.cut.factor(x, dim), self.stage_of(x)
-        pieces = self.once(("pieces", node), lambda: self.split(node, dim, factor, self.sizes.chunks, stage))
-        own = self.sizes.cut(value, range(c, c + 1))
-        return self.make_dense(pieces[c], value, dim, own, ("piece", node, c), stage)
 
     def _join(self, node: Node) -> Node:
         """Make one value of the chunks of a node."""
@@ -178,23 +157,23 @@ class Rewrite(AddedNodes):
         kind = self.cut.joined[node]
         log.debug("%s: %s", describe_node(node), kind)
         if kind == "chain":
-            return self.values[node, chunks[-1]]
+            return self.value(node, chunks[-1])
         if kind == "sum":
-            return self.add_up([self.values[node, c] for c in reversed(chunks)], value, stage)
+            return self.add_up([self.value(node, c) for c in reversed(chunks)], value, stage)
         dim = self.cut.cut_dim(node)
-        return self.concatenate([self.values[node, c] for c in chunks], dim, value, value, stage)
+        return self.concatenate([self.value(node, c) for c in chunks], dim, value, value, stage)
 
     def _add_chunks(self, node: Node, args: Any) -> Any:
         """Return the arguments of a node. A gradient that is added to another is added chunk by chunk, in the
         order in which autograd adds those of modules that run once a chunk."""
         if node.target is not aten.add.Tensor or self.cut.joined.get(node.args[1]) != "sum":  # type: ignore[arg-type]
             return args
-        *first, last = [self.values[node.args[1], c] for c in reversed(range(self.sizes.chunks))]  # type: ignore[index]
+        *first, last = [self.value(node.args[1], c) for c in reversed(range(self.sizes.chunks))]  # type: ignore[index]
         return self.add_up([args[0], *first], node.meta["val"], self.stage_of(node)), last
 
     def _copy(self, node: Node, c: int) -> Node:
         """Add a chunk's copy of a node."""
-        if (item := attention.item_of(node)) and self.routes.sums_keys(item):
+        if (item := attention.item_of(node)) and item[1] in (1, 2) and self.keys.are_cut(item[0]):  # dk or dv
             return self._sum_key_gradients(node, *item, c)
         target: Any = node.target
         args: Any
@@ -271,7 +250,7 @@ class Rewrite(AddedNodes):
         so that only the chunks are kept for it."""
         value, stage, dim = x.meta["val"], self.stage_of(node), 2
         if count == self.sizes.chunks and x not in self.cut.copied:
-            return x
+            return self.whole_node(x)
         pieces = [self.chunk_node(x, c) for c in range(count)]
         key = "keys", x, count, is_backward(node)
         cut = self.sizes.cut(value, range(count))
@@ -295,7 +274,7 @@ class Rewrite(AddedNodes):
 
     def _key_gradients(self, call: Node, item: int, reader: int, stage: dict[str, Any]) -> list[Node]:
         """Return the gradients of the chunks of keys or values that a chunk of queries read."""
-        copy, count = self.values[call, reader], self.keys.counts(call)[reader]
+        copy, count = self.value(call, reader), self.keys.counts(call)[reader]
         value = copy.meta["val"][item]
 
         def split() -> list[Node]:

@@ -46,7 +46,7 @@ def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
     own: Any = node.args
     chunks = rewrite.sizes.chunks
     rest = c, chunks, *_call(rewrite, node)
-    q, buffer = chunk(attention.argument(node, "q")), rewrite.values[node, SEND]
+    q, buffer = chunk(attention.argument(node, "q")), rewrite.value(node, SEND)
     if node.target is attention.forward_op:
         return forward_part_op, (q, buffer, *rest)
     dout, dlse, _, _, _, out, lse, *_ = own
@@ -57,7 +57,7 @@ def part_call(rewrite: Any, node: Node, c: int) -> tuple[Any, tuple[Any, ...]]:
 def gradient_values(rewrite: Any, node: Node) -> list[Tensor]:
     """Return fake values of a chunk's terms of dk and dv, for the rows of the buffer."""
     own: Any = node.args
-    buffer, dtype = rewrite.values[node, SEND].meta["val"], own[6].meta["val"].dtype
+    buffer, dtype = rewrite.value(node, SEND).meta["val"], own[6].meta["val"].dtype
     d = attention.argument(node, "q").meta["val"].shape[3]
     sizes = d, buffer.shape[2] - d
     rows, heads = buffer.shape[:2]
@@ -70,7 +70,7 @@ def return_gradients(rewrite: Any, node: Node) -> Node:
     dk, dv = gradient_values(rewrite, node)
     parts = [
         [
-            rewrite.add_call(operator.getitem, (rewrite.values[node, c], item), value, stage)
+            rewrite.add_call(operator.getitem, (rewrite.value(node, c), item), value, stage)
             for c in reversed(chunks)
         ]
         for item, value in enumerate((dk, dv), 1)
@@ -88,7 +88,7 @@ def landed_chunks(rewrite: Any, node: Node, item: int) -> list[Node]:
     value, stage = node.meta["val"][item], rewrite.stage_of(node)
 
     def split() -> list[Node]:
-        whole = rewrite.add_call(operator.getitem, (rewrite.values[node, RETURN], item - 1), value, stage)
+        whole = rewrite.add_call(operator.getitem, (rewrite.value(node, RETURN), item - 1), value, stage)
         return rewrite.split(whole, 2, 1, rewrite.sizes.chunks, stage)
 
     return rewrite.once(("landed", node, item), split)

@@ -1,13 +1,14 @@
-"""Order of the nodes in a chunked graph: each after its inputs, and in a region chunk after chunk."""
+"""Steps of a chunked graph, each added after its inputs, and in a region chunk after chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node
 
-from tritoncp.chunking import attention
+from tritoncp.chunking.added_nodes import AddedNodes
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.report import ChunkingError, describe_node
@@ -19,74 +20,80 @@ Step = tuple[Node, int]
 KEEP, JOIN, SEND, RETURN = -1, -2, -3, -4
 
 
-class StepGraph:
-    """The steps of the rewritten graph, and the steps that each one reads.
+class StepGraph(AddedNodes):
+    """Adds the steps of the rewritten graph: each after the steps that it reads; in a region chunk after
+    chunk, the backward pass from the last chunk to the first.
 
-    steps: in order: each after the steps that it reads; in a region chunk after chunk, the backward pass from
-    the last chunk to the first
+    values: the node of each step that was added
     """
 
-    def __init__(self, cut: Cut, keys: attention.Keys) -> None:
-        self.cut, self.keys = cut, keys
-        self.steps: list[Step] = []
-        self._done: set[Step] = set()
-        self._place()
+    def __init__(self, cut: Cut) -> None:
+        super().__init__(cut)
+        self.originals = list(cut.graph.nodes)
+        self.values: dict[Step, Node] = {}
+        self._begun: set[Step] = set()
 
-    def inputs(self, step: Step) -> list[Step]:
-        """Return the steps that a step reads."""
-        node, c = step
-        if c == JOIN:
-            chunks = range(self.cut.sizes.chunks)
-            return [(node, i) for i in chunks] if self.cut.joined[node] != "chain" else [(node, chunks[-1])]
-        if c == KEEP:
-            return [self.whole(x) for x in node.all_input_nodes]
-        if c in (SEND, RETURN):
-            return self._inputs_of_exchange(step)
-        if attention.is_attention(node):
-            whole = [self.whole(x) for x in attention.whole_inputs(node)]
-            if self.keys.are_shared(node):
-                whole.append((node, SEND))
-            return whole + [self.chunk_of(x, i) for x, i in self.keys.inputs(node, c)]
-        if (item := attention.item_of(node)) and self.sums_keys(item):
-            if self.keys.are_shared(item[0]):
-                return [(item[0], RETURN)]
-            return [(item[0], reader) for reader in self.keys.readers(item[0], c)]
-        read_whole = attention.whole_inputs(node)
-        return [self.whole(x) if x in read_whole else self.chunk_of(x, c) for x in node.all_input_nodes]
+    def make(self, node: Node, c: int) -> Node:
+        """Add the nodes of a step, after those that it reads; return the node of its value."""
+        raise NotImplementedError
 
-    def _inputs_of_exchange(self, step: Step) -> list[Step]:
-        node, kind = step
-        chunks = range(self.cut.sizes.chunks)
-        inputs = [self.chunk_of(x, i) for x in attention.keys_of(node) for i in chunks]
-        inputs += [self.whole(x) for x in attention.whole_inputs(node)]
-        return inputs if kind == SEND else inputs + [(node, i) for i in reversed(chunks)]
+    def value(self, node: Node, c: int) -> Node:
+        """Return the node of a step; the first call adds it. Raises ChunkingError for a cycle."""
+        path = [] if (node, c) in self.values else [node]
+        while path:  # a loop, since paths in a chunk may be longer than the interpreter's stack
+            inputs = [x for x in path[-1].all_input_nodes if c >= 0 and x in self.cut.copied]
+            missing = [x for x in inputs if (x, c) not in self.values]
+            if missing:
+                path.append(missing[0])
+            else:
+                self._add(path.pop(), c)
+        return self.values[node, c]
 
-    def sums_keys(self, item: tuple[Node, int]) -> bool:
-        """Return whether a result of attention's backward op is dk or dv of keys that are cut."""
-        return item[1] in (1, 2) and self.keys.are_cut(item[0])
+    def _add(self, node: Node, c: int) -> None:
+        step = node, c
+        if step in self._begun and step not in self.values:
+            raise ChunkingError(
+                f"{describe_node(node, users=True)}: a chunk needs a value of a later chunk, "
+                "and that needs this chunk's update of an input: move the update out of the region"
+            )
+        if step not in self._begun:
+            self._begun.add(step)
+            self.values[step] = self.make(node, c)
 
-    def whole(self, x: Node) -> Step:
-        """Return the step of a node's whole value."""
-        if self.cut.source is not None and self.cut.is_whole_size(x):
-            return self.cut.source, KEEP
-        return (x, JOIN) if x in self.cut.joined else (x, KEEP)
+    def whole_node(self, x: Node) -> Node:
+        """Return the node of a node's whole value."""
+        if self.cut.is_whole_size(x):
+            return self.value(self.cut.source, KEEP)  # type: ignore[arg-type] # run() made it
+        return self.value(x, JOIN if x in self.cut.joined else KEEP)
 
-    def chunk_of(self, x: Node, c: int) -> Step:
-        """Return the step of chunk c of a node's value: the whole's, if the chunk is a view of it or
-        shared."""
+    def chunk_node(self, x: Node, c: int) -> Node:
+        """Return the node of a chunk of a node's value: the whole's, if chunks share it."""
+        if self.cut.is_whole_size(x):
+            return self.rows(c)
         if x in self.cut.copied:
-            return x, c
+            return self.value(x, c)
         if x in self.cut.chained and c > 0:
-            return self.cut.chained[x], c - 1
-        return self.whole(x)
+            return self.value(self.cut.chained[x], c - 1)
+        node = self.whole_node(x)
+        if isinstance(x.meta.get("val"), Tensor) and self.cut.carries(x):
+            return self._piece(x, node, c)
+        return node
 
-    def _place(self) -> None:
+    def _piece(self, x: Node, node: Node, c: int) -> Node:
+        """Return a chunk of a value that comes from outside of the regions."""
+        value, dim = x.meta["val"], self.cut.cut_dim(x)
+        factor, stage = self.cut.factor(x, dim), self.stage_of(x)
+        pieces = self.once(("pieces", node), lambda: self.split(node, dim, factor, self.sizes.chunks, stage))
+        own = self.sizes.cut(value, range(c, c + 1))
+        return self.make_dense(pieces[c], value, dim, own, ("piece", node, c), stage)
+
+    def add_steps(self) -> None:
+        """Add all steps that the graph's results need."""
         pending: list[Node] = []
         group: Any = None
         is_forward = True
-        if self.cut.source is not None:
-            self._add((self.cut.source, KEEP))
-        for node in self.cut.graph.nodes:
+        self.value(self.cut.source, KEEP)  # type: ignore[arg-type] # run() made it
+        for node in self.originals:
             if node.op == "call_function" and self.cut.is_whole_size(node):
                 continue  # all nodes read the source
             if is_forward and node.op == "call_function" and is_backward(node):
@@ -105,43 +112,22 @@ class StepGraph:
                 if any(x in self.cut.joined for x in node.all_input_nodes):
                     self._place_chunks(pending, group)
                     pending = []
-                self._add((node, KEEP))
+                self.value(node, KEEP)
         self._place_chunks(pending, group)
 
     def _join_forward(self) -> None:
         """Add the joins of forward values and all sizes before the backward pass: partitioners assign all
         nodes up to the last one without a backward mark to the forward pass."""
-        for node in self.cut.graph.nodes:
+        for node in self.originals:
             if node in self.cut.copied and self.cut.is_pure_size(node):
                 for c in range(self.cut.sizes.chunks):
-                    self._add((node, c))
+                    self.value(node, c)
         for node in self.cut.joined:
             if not is_backward(node):
-                self._add((node, JOIN))
+                self.value(node, JOIN)
 
     def _place_chunks(self, nodes: Sequence[Node], group: Any) -> None:
         numbers = range(self.cut.sizes.chunks)
         for c in reversed(numbers) if group and group[1] else numbers:
             for node in nodes:
-                self._add((node, c))
-
-    def _add(self, step: Step) -> None:
-        """Add a step after all steps that it reads. Raises ChunkingError for a cycle."""
-        path, active = [step], {step}
-        while path:
-            top = path[-1]
-            missing = [x for x in self.inputs(top) if x not in self._done]
-            if not missing:
-                path.pop()
-                active.discard(top)
-                if top not in self._done:
-                    self._done.add(top)
-                    self.steps.append(top)
-                continue
-            if missing[0] in active:
-                raise ChunkingError(
-                    f"{describe_node(missing[0][0], users=True)}: a chunk needs a value of a later chunk, "
-                    "and that needs this chunk's update of an input: move the update out of the region"
-                )
-            path.append(missing[0])
-            active.add(missing[0])
+                self.value(node, c)
