@@ -90,13 +90,9 @@ def _concretised(gm: GraphModule, numbers: Symbols) -> GraphModule:
         )
         copy.meta["val"] = value
         values[node] = value if is_number else copy
-    owner = torch.nn.Module()
-    owner.__dict__.update({k: v for k, v in vars(gm).items() if k in ("_parameters", "_buffers")})
-    for name, child in gm.named_children():
-        owner.add_module(name, _concretised(child, numbers) if isinstance(child, GraphModule) else child)
-    for node in gm.graph.find_nodes(op="get_attr"):
-        if "." not in node.target and not hasattr(owner, node.target):
-            setattr(owner, node.target, getattr(gm, node.target))
-    result = GraphModule(owner, graph)
+    result = GraphModule(gm, graph)
+    for name, child in result.named_children():
+        if isinstance(child, GraphModule):
+            setattr(result, name, _concretised(child, numbers))
     result.meta.update(gm.meta)
     return result

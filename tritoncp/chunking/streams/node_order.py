@@ -12,7 +12,6 @@ constant hint everywhere.
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import dataclass
 
@@ -136,30 +135,17 @@ class ListSchedule:
         self.clock = StreamClock(graph.costs, graph.storages)
         self.bytes = LiveBytes(graph.storages, boxed)
         self.missing = {node: len(needs) for node, needs in graph.needs.items()}
-        self.free: list[int] = []  # heap: indices of ready nodes that take no time
-        self.ready: dict[Node, None] = {}  # the other ready nodes
+        self.ready: dict[Node, None] = {}
         self.order: list[Node] = []
 
     def nodes(self) -> list[Node]:
         """Return all nodes in their new order."""
-        for node, count in self.missing.items():
-            if not count:
-                self._admit(node)
-        while len(self.order) < len(self.graph.nodes):
-            if self.free:
-                self._run(self.graph.nodes[heapq.heappop(self.free)])
-            else:
-                node = self._choose(list(self.ready))
-                del self.ready[node]
-                self._run(node)
+        self.ready = {node: None for node, count in self.missing.items() if not count}
+        while self.ready:
+            node = self._choose(list(self.ready))
+            del self.ready[node]
+            self._run(node)
         return self.order
-
-    def _admit(self, node: Node) -> None:
-        """Mark a node as ready: its dependencies have run."""
-        if self.graph.costs[node].kind == "nothing" and not self.graph.storages.new_bytes[node]:
-            heapq.heappush(self.free, self.graph.place[node])
-        else:
-            self.ready[node] = None
 
     def _run(self, node: Node) -> None:
         self.order.append(node)
@@ -168,10 +154,16 @@ class ListSchedule:
         for other in self.graph.followers[node]:
             self.missing[other] -= 1
             if not self.missing[other]:
-                self._admit(other)
+                self.ready[other] = None
+
+    def _is_free(self, node: Node) -> bool:
+        """Return whether a node takes neither time nor memory."""
+        return self.graph.costs[node].kind == "nothing" and not self.graph.storages.new_bytes[node]
 
     def _choose(self, nodes: list[Node]) -> Node:
         costs, way, place = self.graph.costs, self.graph.way, self.graph.place
+        if free := [node for node in nodes if self._is_free(node)]:
+            return min(free, key=place.__getitem__)
         if self.memory is not None:
             fitting = [node for node in nodes if self.bytes.during(node) <= self.memory]
             if not fitting:
