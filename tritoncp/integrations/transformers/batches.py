@@ -31,7 +31,7 @@ from tritoncp.integrations.transformers.model_classes import (
     takes_positions,
     unwrap_model,
 )
-from tritoncp.integrations.transformers.plans import OWN_LOSS, BatchMasks, ContextParallelPlan
+from tritoncp.integrations.transformers.plans import OWN_LOSS, ContextParallelPlan, create_layer_mask
 from tritoncp.integrations.transformers.positions import SHARDS
 from tritoncp.integrations.transformers.whole_sequences import hook_layers
 from tritoncp.masks.block_runs import content
@@ -102,9 +102,9 @@ def shard_batch(
         hook_layers(model)
     several = group is not None and group.size() > 1
     order = balancer if several else None
-    masks = BatchMasks(next(iter(kinds.values())), BLOCK_SIZE)
+    mask = next(iter(kinds.values()))
     plans = make_plan(
-        {kind: masks.create(request) for kind, request in kinds.items()},
+        {kind: create_layer_mask(mask, request, BLOCK_SIZE) for kind, request in kinds.items()},
         mesh, balancer=order, schedule=schedule,
     )  # fmt: skip
     whole = {name: x for name, x in batch.items() if name not in CONSUMED and x is not None}
@@ -114,7 +114,7 @@ def shard_batch(
     described = {"attention_mask": None, **{name: batch[name] for name in CONSUMED if name in batch}}
     shifted = batch.get("labels") is not None and batch.get("shift_labels") is None
     own = ContextParallelPlan(
-        plans, mesh, local["position_ids"], masks, schedule, described, shifted and several
+        plans, mesh, local["position_ids"], mask, BLOCK_SIZE, schedule, described, shifted and several
     )
     if several:
         SHARDS.add(own)

@@ -26,30 +26,16 @@ OWN_LOSS = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class BatchMasks:
-    """Factory of the global masks of a batch for all kinds of layers.
-
-    request: the mask of one kind; other kinds differ in window and chunks
-    block:   tokens per block
-    """
-
-    request: ModelMask
-    block: int | tuple[int, int]
-
-    def create(self, layer: ModelMask) -> Mask:
-        """Return the global mask, with the batch's documents and padding, for layers of the kind of
-        ``layer``."""
-        pattern = layer.pattern or Pattern()
-        padding = self.request.attention_mask
-        left = None if padding is None else (padding.cumsum(-1) == 0).sum(-1)
-        base = self.request.pattern or Pattern()
-        own = replace(base, window=pattern.window, chunk=pattern.chunk, left_padding=left)
-        mod = replace(self.request, pattern=own).mask_mod
-        rows, length = self.request.batch, self.request.q_len
-        return create_block_mask(
-            mod, rows if mod.reads[0] else None, None, length, length, BLOCK_SIZE=self.block
-        )
+def create_layer_mask(batch: ModelMask, layer: ModelMask, block: int | tuple[int, int]) -> Mask:
+    """Return the global mask, with the documents and padding of the batch, for layers of the kind of
+    ``layer``. batch: the global mask of one kind; others differ in window and chunks"""
+    pattern, padding = layer.pattern or Pattern(), batch.attention_mask
+    left = None if padding is None else (padding.cumsum(-1) == 0).sum(-1)
+    base = batch.pattern or Pattern()
+    own = replace(base, window=pattern.window, chunk=pattern.chunk, left_padding=left)
+    mod = replace(batch, pattern=own).mask_mod
+    rows, length = batch.batch if mod.reads[0] else None, batch.q_len
+    return create_block_mask(mod, rows, None, length, length, BLOCK_SIZE=block)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +46,8 @@ class ContextParallelPlan:
     plans:        a plan for each kind of layer, all with one placement
     mesh:         the mesh of the ranks; None: one process
     position_ids: [B, S_local], of this rank's tokens
-    masks:        factory of the batch's global masks
+    mask:         the global mask of one kind of layer
+    block:        tokens per block of the placement
     schedule:     schedule of the plans
     whole:        arguments that describe the whole sequence, for layers that run on whole sequences
     labels:       whether shard_batch has shifted labels of the batch, for a next-token loss
@@ -69,7 +56,8 @@ class ContextParallelPlan:
     plans: dict[str, Plan]
     mesh: Any
     position_ids: Tensor
-    masks: BatchMasks
+    mask: ModelMask
+    block: int | tuple[int, int]
     schedule: str = "auto"
     whole: dict[str, Any] = field(default_factory=dict)
     labels: bool = False
@@ -141,7 +129,8 @@ class ContextParallelPlan:
             return [(owners == rank).nonzero()[:, 0].tolist() for rank in range(work.world_size)]
 
         balancer = None if self.plan.balancer == "natural" else same_placement
-        plan = make_plan(self.masks.create(layer), self.mesh, balancer=balancer, schedule=self.schedule)
+        mask = create_layer_mask(self.mask, layer, self.block)
+        plan = make_plan(mask, self.mesh, balancer=balancer, schedule=self.schedule)
         if not torch.equal(plan.positions, self.plan.positions):
             raise ValueError(
                 f"layers of the kind {layer.kind} cannot have the placement of the existing plans: pass "
@@ -151,7 +140,7 @@ class ContextParallelPlan:
 
     def _warn_of_documents(self, pattern: Pattern) -> None:
         """Warn if the model, on one process, would let the documents of a row see each other."""
-        request = self.masks.request.pattern
+        request = self.mask.pattern
         if request is None or request.documents is None or pattern.documents is not None:
             return
         if masking_utils.find_packed_sequence_indices(self.position_ids) is not None:

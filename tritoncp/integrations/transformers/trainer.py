@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from tritoncp.distributed import groups
-from tritoncp.integrations.transformers.attention import is_registered
 from tritoncp.integrations.transformers.batches import shard_batch
 
 
@@ -63,12 +62,6 @@ class ContextParallelTrainer(Trainer):
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        config = self.model.config.get_text_config()
-        if not is_registered(config._attn_implementation):
-            raise ValueError(
-                f"model has the attention {config._attn_implementation!r}: call register() and "
-                'model.set_attn_implementation("tritoncp")'
-            )
         parallel = self.accelerator.parallelism_config
         if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
             raise ValueError(
