@@ -35,23 +35,20 @@ class AddedNodes:
         self.cache: dict[Any, Any] = {}
         self.dense: set[Node] = set()
 
+    def add_node(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Node:
+        """Add a node without metadata."""
+        with self.graph.inserting_before(self.output):
+            node = self.graph.create_node(op, target, args, kwargs)
+        self.added.append(node)
+        self.order.append(node)
+        return node
+
     def add_call(
         self, target: Any, args: tuple[Any, ...], value: Any, stage: dict[str, Any] | None = None
     ) -> Node:
         """Add a call_function node."""
-        with self.graph.inserting_before(self.output):
-            node = self.graph.call_function(target, args)
-        self.added.append(node)
+        node = self.add_node("call_function", target, args)
         node.meta = {**(stage or {}), "val": value}
-        self.order.append(node)
-        return node
-
-    def add_attribute(self, name: str) -> Node:
-        """Add a get_attr node of the module that owns the graph."""
-        with self.graph.inserting_before(self.output):
-            node = self.graph.get_attr(name)
-        self.added.append(node)
-        self.order.append(node)
         return node
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:

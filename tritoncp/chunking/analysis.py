@@ -75,7 +75,8 @@ class Cut:
         self.inside = regions_of(graph, region)
         self._check_passes(region)
         calls = [node for node in self.inside if attention.is_attention(node)]
-        live_ins = [x for x in self._live_ins() if isinstance(x.meta.get("val"), Tensor)]
+        entering = [x for node in self.inside for x in node.all_input_nodes if x not in self.inside]
+        live_ins = [x for x in entering if isinstance(x.meta.get("val"), Tensor)]
         queries = [attention.argument(node, "q") for node in calls]
         size = cut_symbol(dim, queries, live_ins, graph)
         fake_mode = next(
@@ -105,12 +106,6 @@ class Cut:
                 "the graph is a backward graph, whose inputs are values of the whole forward pass: cut the "
                 "joint graph, before it is partitioned"
             )
-
-    def _live_ins(self) -> Iterator[Node]:
-        for node in self.inside:
-            for x in node.all_input_nodes:
-                if x not in self.inside:
-                    yield x
 
     def _outputs(self) -> Iterator[tuple[Node | None, Any]]:
         """Yield (output, its descriptor or None)."""

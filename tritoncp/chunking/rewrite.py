@@ -166,9 +166,10 @@ class Rewrite(StepGraph):
     def _add_chunks(self, node: Node, args: Any) -> Any:
         """Return the arguments of a node. A gradient that is added to another is added chunk by chunk, in the
         order in which autograd adds those of modules that run once a chunk."""
-        if node.target is not aten.add.Tensor or self.cut.joined.get(node.args[1]) != "sum":  # type: ignore[arg-type]
+        gradient: Any = node.args[1] if node.target is aten.add.Tensor else None
+        if self.cut.joined.get(gradient) != "sum":
             return args
-        *first, last = [self.value(node.args[1], c) for c in reversed(range(self.sizes.chunks))]  # type: ignore[index]
+        *first, last = [self.value(gradient, c) for c in reversed(range(self.sizes.chunks))]
         return self.add_up([args[0], *first], node.meta["val"], self.stage_of(node)), last
 
     def _copy(self, node: Node, c: int) -> Node:
@@ -186,15 +187,12 @@ class Rewrite(StepGraph):
             args = torch_attention.chunk_arguments(self, node, c)
         else:
             args, kwargs = map_arg((node.args, node.kwargs), lambda x: self.chunk_node(x, c))
-        with self.graph.inserting_before(self.output):
-            copy = self.graph.create_node(node.op, target, args, kwargs)
-        self.added.append(copy)
+        copy = self.add_node(node.op, target, args, kwargs)
         copy.meta = dict(node.meta)
         copy.meta.pop("eager_input_vals", None)
         self.sizes.bind(copy, self.fresh[c])
         copy.meta["val"] = self._value(node, c)
         self._mark(copy, node, c)
-        self.order.append(copy)
         return copy
 
     def _mark(self, copy: Node, node: Node, c: int) -> None:

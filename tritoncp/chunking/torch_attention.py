@@ -125,4 +125,4 @@ def _add_shifted(rewrite: Any, mod: Node, module: GraphModule, place: int) -> No
     module.recompile()
     name = f"{mod.target}_from_row"
     rewrite.graph.owning_module.add_submodule(name, module)
-    return rewrite.add_attribute(name)
+    return rewrite.add_node("get_attr", name)
