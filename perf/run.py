@@ -192,13 +192,12 @@ def _select_cases(
 ) -> tuple[Series, list[Any]]:
     """Return the series of the device and the cases to measure on it."""
     from tritoncp.perf.suite import host_cases, machine
+    from tritoncp.perf.suite.cases import select
 
-    cases: list[Any]
     if device == "host":
-        series, cases = Series(machine.processor()), host_cases.select(tier, only)
+        series = Series(machine.processor())
+        cases = host_cases.select(tier, only)
     else:
-        from tritoncp.perf.suite.cases import select
-
         series = machine.series(torch_device, clocks)
         cases = select(tier, only, group.size() if group else 1)
     if not cases:

@@ -62,7 +62,7 @@ class Point:
     contenders: by name ("tritoncp", "flex tma", ...) either figures (ms, low, high = median and quartiles;
                 optionally samples, host_ms, setup_s, peak_bytes, tflops) or {"why": reason of the failure}
     tags:       mask, pass, dtype, shape, model, ranks
-    work:       flops, wire_bytes; for plans also work and bytes of each rank
+    work:       flops, wire_bytes
     state:      clock, power and temperature after the rounds; goal: least speedups worth shipping
     """
 

@@ -6,7 +6,6 @@ dim], for comparison, is not timed.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -89,14 +88,8 @@ class Contender:
         return dq, *(x.unflatten(1, (-1, self.repeat)).sum(2) for x in (dk, dv))
 
 
-class Unsupported(Exception):
-    """Raised if this PyTorch, device or baseline cannot run a case, with the reason."""
-
-
 def inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
     """Draw unit-normal tensors for a problem."""
-    if problem.queries and (problem.mask != "full" or problem.world > 1):
-        raise ValueError(f"{problem.name}: few queries are supported with the full mask on one rank only")
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(heads: int, width: int, rows: int = problem.seq) -> Tensor:
@@ -167,8 +160,6 @@ def torch_split(problem: Problem, tensors: Inputs, group: Any) -> Contender:
     api: Any = _attention  # private: PyTorch has no public API for this
     device = tensors.q.device
     mod, length = problem.plain_mod(device), (problem.seq, problem.seq)
-    if mod is None or problem.score_mod(device) is not None or MASKS[problem.mask].sinks:
-        raise Unsupported("PyTorch's context parallelism is measured with a mask, no score_mod and no sinks")
     mesh = DeviceMesh.from_group(group, device.type)
     mask = torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
     balancer = api._PTRRLoadBalancer(mask, group.size())
@@ -189,12 +180,10 @@ def torch_split(problem: Problem, tensors: Inputs, group: Any) -> Contender:
     return Contender(lambda: run(q, k, v), (q, k, v), dout.detach(), to_bhsd)
 
 
-def flex(problem: Problem, tensors: Inputs, variant: str = "flex") -> Contender:
-    """Prepare torch's flex attention: compiled on a GPU; eager on a CPU, where it is not timed."""
+def flex(problem: Problem, tensors: Inputs, variant: str = "flex", compiled: bool | None = None) -> Contender:
+    """Prepare torch's flex attention. compiled: None: on a GPU"""
     device = tensors.q.device
     mode, options = FLEX[variant]
-    if options.get("BACKEND") == "FLASH":
-        _check_flash_backend()
     mod, score, sinks = problem.plain_mod(device), problem.score_mod(device), problem.sinks(device)
     length = (problem.seq, problem.seq)
     mask = None if mod is None else torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
@@ -211,16 +200,11 @@ def flex(problem: Problem, tensors: Inputs, variant: str = "flex") -> Contender:
 
     # A separate code object, so that Dynamo does not reuse the compilation of another variant.
     call.__code__ = call.__code__.replace(co_name=variant.replace(" ", "_"))
-    run = torch.compile(call, fullgraph=True, dynamic=False, mode=mode) if device.type == "cuda" else call
+    if device.type == "cuda" if compiled is None else compiled:
+        run = torch.compile(call, fullgraph=True, dynamic=False, mode=mode)
+    else:
+        run = call
     return Contender(lambda: run(*leaves), leaves, tensors.dout)
-
-
-def _check_flash_backend() -> None:
-    """Raise Unsupported if flex attention cannot use FlashAttention's CuTe kernels."""
-    if "BACKEND" not in torch_flex.FlexKernelOptions.__annotations__:
-        raise Unsupported(f"flex_attention of torch {torch.__version__} has no kernel option BACKEND")
-    if not (importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")):
-        raise Unsupported('BACKEND="FLASH" needs flash_attn.cute, which is not installed')
 
 
 def dense(problem: Problem, tensors: Inputs, backend: SDPBackend) -> Contender:
@@ -228,9 +212,7 @@ def dense(problem: Problem, tensors: Inputs, backend: SDPBackend) -> Contender:
 
     A backend that refuses grouped heads gets K and V repeated for each query head, which is not timed.
     """
-    supported = MASKS[problem.mask].dense
-    if supported is None:
-        raise Unsupported(f"scaled_dot_product_attention has no argument for the mask {problem.mask!r}")
+    is_causal = MASKS[problem.mask].dense == "causal"
     group = problem.heads // problem.kv_heads
 
     def contender(repeat: int) -> Contender:
@@ -241,7 +223,7 @@ def dense(problem: Problem, tensors: Inputs, backend: SDPBackend) -> Contender:
         def call() -> Tensor:
             with sdpa_kernel(backend):
                 return functional.scaled_dot_product_attention(
-                    tensors.q, k, v, is_causal=supported == "causal", enable_gqa=repeat != group
+                    tensors.q, k, v, is_causal=is_causal, enable_gqa=repeat != group
                 )
 
         return Contender(call, (tensors.q, k, v), tensors.dout, repeat=repeat)
@@ -259,8 +241,6 @@ def packed(problem: Problem, tensors: Inputs) -> Contender:
     """Prepare FlashAttention-2 by varlen_attn: packed documents or causal windows, tensors
     [tokens, heads, dim]."""
     mask = MASKS[problem.mask]
-    if not mask.documents and mask.window is None:
-        raise Unsupported(f"varlen_attn has no argument for the mask {problem.mask!r}")
     from torch.nn.attention import varlen
 
     varlen_attn: Any = varlen.varlen_attn

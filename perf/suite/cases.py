@@ -164,9 +164,14 @@ def position(name: str, patterns: str | Sequence[str]) -> int | None:
     return next((i for i, pattern in enumerate(sequence) if fnmatch.fnmatchcase(name, pattern)), None)
 
 
-def select(tier: str = "core", only: str | Sequence[str] = "*", world: int = 1) -> list[Case]:
-    """Select the cases of a tier and the tiers before it, for a number of processes, whose names match a
-    pattern; in the order of the patterns, then of the table.
+def select(
+    tier: str = "core",
+    only: str | Sequence[str] = "*",
+    world: int | None = 1,
+    table: Sequence[Case] = CASES,
+) -> list[Any]:
+    """Select the cases of a tier and the tiers before it, for a number of processes (None: any), whose names
+    match a pattern; in the order of the patterns, then of the table.
 
     >>> [case.name for case in select(only=["causal-8k-*", "causal-*-fwd"])]
     ['causal-8k-fwd', 'causal-8k-bwd', 'causal-1k-fwd', 'causal-16k-fwd', 'causal-32k-fwd']
@@ -174,7 +179,7 @@ def select(tier: str = "core", only: str | Sequence[str] = "*", world: int = 1) 
     tiers = TIERS[: TIERS.index(tier) + 1]
     places = {
         case: position(case.name, only)
-        for case in CASES
-        if case.tier in tiers and world == (1 if case.problem.together else case.problem.world)
+        for case in table
+        if case.tier in tiers and world in (None, 1 if case.problem.together else case.problem.world)
     }
     return sorted((case for case, at in places.items() if at is not None), key=lambda case: places[case] or 0)

@@ -27,7 +27,7 @@ def measured(monkeypatch) -> list[str]:
         names.append(case.name)
         if len(names) == 3:
             signal.raise_signal(signal.SIGINT)
-        return FIGURES, {}
+        return FIGURES
 
     monkeypatch.setattr(host_cases, "measure", fake)
     yield names
@@ -50,7 +50,7 @@ def test_after_ctrl_c_the_same_command_with_resume_measures_the_rest(measured, t
 
 
 def test_each_line_has_its_number_and_the_time_left(monkeypatch, tmp_path):
-    monkeypatch.setattr(host_cases, "measure", lambda *words: (FIGURES, {}))
+    monkeypatch.setattr(host_cases, "measure", lambda *words: FIGURES)
     result = perf("run", *SMOKE, "--out", tmp_path, "--json")
     assert [json.loads(text)["kind"] for text in result.stdout.splitlines()] == ["case"] * 4
     result = perf("run", *SMOKE, "--out", tmp_path)
@@ -84,7 +84,7 @@ def test_tables_in_a_pipe_are_not_cut(monkeypatch, tmp_path):
     result = perf("compare", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--fail-over", "5")
     (row,) = (text for text in result.stdout.splitlines() if name in text and "TOO SLOW" in text)
     assert "1.005" in row and "1.205" in row
-    monkeypatch.setattr(host_cases, "measure", lambda *words: (FIGURES, {}))
+    monkeypatch.setattr(host_cases, "measure", lambda *words: FIGURES)
     result = perf("run", *SMOKE, "--out", tmp_path / ("y" * 100))
     assert re.search(r"plan-document-w8-fetch-64k +│ +1 ", result.stdout)
     assert ("y" * 100) + "/" in result.stdout

@@ -43,7 +43,6 @@ def test_a_run_writes_a_line_for_each_case_with_all_that_explains_it(tmp_path):
         assert {"torch", "triton", "tritoncp", "sources", "commit"} <= set(point.env)
         assert point.tags["mask"] == "causal" and point.work["flops"] > 0
         took = point.contenders
-        assert set(took["tritoncp"]["errors"]) == {"out", "dq", "dk", "dv"}
         assert "does not support backward on CPU" in took["flex"]["why"]
         assert "ms" not in took["flex"]
         for name in ("tritoncp", "flash"):
@@ -106,14 +105,13 @@ def test_warming_runs_the_named_contenders_and_writes_nothing(tmp_path):
     assert "tritoncp BLOCK_N=64" in result.output and not list(tmp_path.iterdir())
 
 
-def test_simulated_ranks_have_a_time_per_rank_and_kernel_options(monkeypatch, tmp_path):
+def test_simulated_ranks_have_kernel_options(monkeypatch, tmp_path):
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
     runner.options, runner.patterns = [{"BLOCK_N": 32}], ["tritoncp*", "whole"]
     runner.run([case for case in select("full") if case.name == "causal-s2-ring-16k-fwd"])
     (point,) = journal.points
     assert set(point.contenders) == {"tritoncp", "tritoncp BLOCK_N=32", "whole"}
-    assert point.own["ms"] == 1.0 and point.own["rank_ms"] == 0.5
-    assert "rank_ms" not in point.contenders["whole"]
+    assert point.own["ms"] == 1.0
 
 
 def test_a_table_says_that_a_baseline_is_untuned(capsys, tmp_path):
@@ -140,7 +138,7 @@ def test_a_run_that_lost_the_device_ends_and_is_resumed_with_the_other_cases(mon
     with pytest.raises(RuntimeError, match=r"error in causal-.*; .*continue with --resume"):
         runner.run(cases)
     (point,) = journal.points
-    assert point.case == cases[0].name and "not timed" in point.own["why"] and point.own["errors"]
+    assert point.case == cases[0].name and "not timed" in point.own["why"]
     assert "AcceleratorError: an illegal" in point.contenders["flash"]["why"]
     rest: list[Case] = []
     runner.resumed_points = journal.points

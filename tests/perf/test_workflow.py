@@ -282,7 +282,7 @@ def test_the_commands_of_the_page_run_as_printed(monkeypatch, tmp_path):
     """On a machine without a GPU, where measurements take no time."""
     figures = {"tritoncp": {"ms": 1.0, "samples": [1.0] * 5}}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(host_cases, "measure", lambda *words: (figures, {}))
+    monkeypatch.setattr(host_cases, "measure", lambda *words: figures)
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/perf.md").read_text().partition("Everything below")[0]
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)

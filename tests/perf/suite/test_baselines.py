@@ -119,10 +119,6 @@ def test_a_wrong_answer_is_not_acceptable(harm):
     assert not check.acceptable(check.errors(actual, expected), torch.bfloat16)
 
 
-def test_a_case_that_a_baseline_cannot_express_has_a_reason():
+def test_a_baseline_that_cannot_express_a_case_takes_no_part():
     case, tensors = problem("prefix")
-    with pytest.raises(baselines.Unsupported, match="'prefix'"):
-        baselines.dense(case, tensors, SDPBackend.MATH)
-    with pytest.raises(baselines.Unsupported, match="'prefix'"):
-        baselines.packed(case, tensors)
     assert set(baselines.contenders(case, tensors, ["flex"])) == {"tritoncp", "flex"}

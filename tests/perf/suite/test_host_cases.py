@@ -7,7 +7,7 @@ import torch
 
 from tritoncp.kernels.launch import Launch
 from tritoncp.perf.records.history import Journal, Series, read
-from tritoncp.perf.suite import cpu_attention, host_cases
+from tritoncp.perf.suite import host_cases
 from tritoncp.perf.suite.host_cases import HostCase, measure, measure_growth, no_launches
 from tritoncp.planning.problem import Problem
 
@@ -16,26 +16,24 @@ from tritoncp.planning.problem import Problem
 def test_goals_are_for_baselines_that_are_measured(world):
     ranks = {"world": 2, "schedule": "ring", "together": True} if world > 1 else {}
     problem = Problem("window", 2048, 2, 1, 8, 8, dtype="float32", **ranks)
-    for operation in host_cases.CPU_PASSES:
-        names = cpu_attention.make_contenders(problem, operation)
-        assert set(cpu_attention.goal_of(operation, problem)) <= set(names)
+    for which in host_cases.CPU_PASSES:
+        case = HostCase(problem, which)
+        assert set(case.goal) <= set(host_cases._call_contenders(case))
 
 
 @pytest.mark.parametrize("case", host_cases.select("smoke"), ids=lambda case: case.name)
-def test_every_kind_of_case_gives_times_and_facts_about_its_work(case):
-    contenders, work = measure(case, 0.0)
+def test_every_kind_of_case_gives_times(case):
+    contenders = measure(case, 0.0)
     assert 0 < contenders["tritoncp"]["low"] <= contenders["tritoncp"]["ms"]
-    if case.operation == "mask":
+    if case.which == "mask":
         assert contenders["torch"]["ms"] > contenders["tritoncp"]["ms"]
-    if case.operation == "plan":
-        assert 1.0 <= work["imbalance"] < 1.1 and work["wire_bytes"] > 0
 
 
 @pytest.mark.parametrize("schedule", ["", "ring"])
 def test_a_call_makes_every_launch_and_runs_none(schedule, monkeypatch):
     ranks = {"world": 2, "schedule": schedule, "together": True} if schedule else {}
     problem = Problem("causal", 256, 4, 2, 64, 64, dtype="float32", **ranks)
-    makers, _ = host_cases._call_contenders(HostCase("backward", problem))
+    makers = host_cases._call_contenders(HostCase(problem, "backward"))
     launches = []
     init = Launch.__new__
     monkeypatch.setattr(Launch, "__new__", lambda *a, **k: launches.append(a) or init(*a, **k))
@@ -49,8 +47,9 @@ def test_a_call_makes_every_launch_and_runs_none(schedule, monkeypatch):
 
 @pytest.mark.parametrize("mask", ["causal", "document"])
 def test_contenders_of_the_cpu_engine_compute_the_same_gradients(mask):
-    makers = cpu_attention.make_contenders(Problem(mask, 256, 8, 2, 64, 64, dtype="float32"), "train")
-    with cpu_attention.cpu_engine():
+    case = HostCase(Problem(mask, 256, 8, 2, 64, 64, dtype="float32"), "train")
+    makers = host_cases._call_contenders(case)
+    with host_cases.cpu_engine():
         results = {name: make()() for name, make in makers.items()}
     assert len(results) == (3 if mask == "causal" else 2)
     for grads in results.values():
