@@ -27,7 +27,6 @@ from tritoncp.perf.records.history import BrokenLine, Point, read
 from tritoncp.perf.run import main as run
 
 HISTORY = Path("perf/history")
-MAX_PROBLEMS = 20  # problems that are printed one by one
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
@@ -256,8 +255,5 @@ def dashboard(places: tuple[Path, ...], out: Path, repo_url: str) -> None:
 
 
 def _report_problems(problems: Sequence[BrokenLine]) -> None:
-    """Print broken lines, the first MAX_PROBLEMS one by one."""
-    for problem in problems[:MAX_PROBLEMS]:
+    for problem in problems:
         click.echo(str(problem), err=True)
-    if len(problems) > MAX_PROBLEMS:
-        click.echo(f"and {len(problems) - MAX_PROBLEMS} more lines that are broken", err=True)

@@ -35,8 +35,6 @@ from tritoncp.perf.records.history import Journal, Point, Series, find_unfinishe
 if TYPE_CHECKING:
     import torch
 
-    from tritoncp.perf.suite.measure import Bench
-
 BUDGET = {"smoke": 30.0, "core": 470.0, "full": 3600.0}  # seconds
 
 
@@ -131,7 +129,9 @@ def main(
     deadline = time.monotonic() + (BUDGET[tier] if budget is None else budget)
     options_list = [_parse_options(text) for text in options]
     device = _choose_device(device)
+    from tritoncp.ops.engine_factory import name_functions
     from tritoncp.perf.suite import host_cases, machine
+    from tritoncp.perf.suite.measure import Bench
 
     torch_device, group = _init_device(device)
     env = machine.environment(torch_device)
@@ -146,12 +146,13 @@ def main(
         if device == "host":
             failures = host_cases.run(cases, journal, deadline, seconds, resumed_points)
         else:
-            from tritoncp.perf.suite.measure import Bench
-
-            bench = Bench(
-                torch_device, journal, deadline, seconds, options_list, group, resumed_points, patterns
-            )
-            failures = _measure_attention(bench, cases, warm)
+            name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache
+            settings = seconds, options_list, group, resumed_points, patterns
+            bench = Bench(torch_device, journal, deadline, *settings)
+            if warm:
+                bench.warm(cases)
+                sys.exit(FINE)
+            failures = bench.run(cases)
     if lead and not as_json:
         show(journal)
     sys.exit(REGRESSION if failures else _report_left_out(journal, resumed_points, lead))
@@ -218,23 +219,6 @@ def _report_left_out(journal: Journal, resumed_points: Sequence[Point], lead: bo
     if left_out and lead:
         click.echo(f"{len(left_out)} cases were left out: the budget ended", err=True)
     return FINE
-
-
-def _measure_attention(bench: Bench, cases: Sequence[Any], warm: bool) -> int:
-    """Measure attention cases, or with ``warm`` only compile their kernels; return the number of failures."""
-    from tritoncp.ops.engine_factory import name_functions
-    from tritoncp.perf.suite.measure import DeviceLost
-
-    name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache
-    if warm:
-        bench.warm(cases)
-        sys.exit(FINE)
-    try:
-        bench.run(cases)
-    except DeviceLost as error:
-        click.echo(f"Error: {error}", err=True)
-        return bench.failures + 1
-    return bench.failures
 
 
 def _init_device(device: str) -> tuple[torch.device, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import click
 import torch
 
 from tritoncp.kernels.engine import RequestedRouteWarning
@@ -35,8 +36,8 @@ QUICK = [name for name in FLEX if name not in THOROUGH]
 LOST = torch.AcceleratorError.__name__  # error of a launch that failed on the device
 
 
-class DeviceLost(RuntimeError):
-    """Raised if a launch failed on the device, which this process cannot use any more."""
+class DeviceLost(click.ClickException):
+    """Raised if a launch failed on the device, which this process cannot use any more: exit code 1."""
 
 
 @dataclass
@@ -67,9 +68,9 @@ class Bench:
         clock = DeviceClock(self.device) if self.device.type == "cuda" else WallClock()
         return clock if self.group is None else GroupClock(clock, self.device)
 
-    def run(self, cases: Sequence[Case]) -> None:
+    def run(self, cases: Sequence[Case]) -> int:
         """Measure all cases with contenders that compile fast; then the first size of each mask in SEARCHED
-        with the flex variants that compile slowly."""
+        with the flex variants that compile slowly. Return the number of failures."""
         measured = {point.case for point in self.resumed_points}
         groups = self._group_problems([case for case in cases if case.name not in measured])
         thorough_groups = self._select_thorough(cases)
@@ -81,6 +82,7 @@ class Bench:
         self.journal.announce(sum(map(len, thorough_groups)))
         for group in thorough_groups:
             slowest = max(slowest, self._measure_in_budget(group, [*QUICK, *THOROUGH], slowest))
+        return self.failures
 
     def warm(self, cases: Sequence[Case]) -> None:
         """Run the selected contenders once, so that their kernels are in the compilers' caches."""

@@ -18,7 +18,7 @@ __all__ = ["places"]  # fixture
 
 
 def blocks(device=H200):
-    return {row[0]: row[-1]["BLOCK_M"] for row in json.loads(tile_tables.table(device, "any"))}
+    return {key[0]: config["BLOCK_M"] for key, config in tile_tables.table(device, "any").items()}
 
 
 def test_the_nearest_file_with_an_entry_wins(places):
@@ -45,9 +45,9 @@ def test_the_nearest_file_with_an_entry_wins(places):
 
 def test_a_dash_looks_nowhere(places, monkeypatch):
     put(places / "user", 16, CPU)
-    assert tile_lookup.local_table(torch.device("cpu")) != "[]"
+    assert tile_lookup.local_table(torch.device("cpu"))
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
-    assert tile_lookup.local_table(torch.device("cpu")) == "[]"
+    assert not tile_lookup.local_table(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

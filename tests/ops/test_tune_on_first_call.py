@@ -17,7 +17,7 @@ from tritoncp.cli import main
 from tritoncp.ops import tile_tables, tune_on_first_call
 from tritoncp.ops.tile_lookup import TileKey
 from tritoncp.planning.problem import MEASURED_KINDS
-from tritoncp.tuning import command, search_run
+from tritoncp.tuning import command, search
 
 __all__ = ["launched", "places"]  # fixtures
 
@@ -170,8 +170,8 @@ def test_the_command_accepts_the_arguments_of_a_call_and_writes_its_entries(mask
 
     def record(targets, *rest):
         names.extend(target.kernel for target in targets)
-        return search_run.TuningResult([], 0, 0, Path("journal"), False)
+        return search.TuningResult([], 0, 0, Path("journal"), False)
 
-    monkeypatch.setattr(search_run, "autotune", record)
+    monkeypatch.setattr(search, "autotune", record)
     assert CliRunner().invoke(main, ["autotune", *words]).exit_code == 1, "nothing was measured"
     assert names == ["forward", "dq", "dkdv"] and MEASURED_KINDS[tune_on_first_call.MEASURED[mask]] == mask

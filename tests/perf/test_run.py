@@ -135,7 +135,7 @@ def test_a_run_that_lost_the_device_ends_and_is_resumed_with_the_other_cases(mon
         Case(Problem("full", 16384), "forward").shrunk(),
     ]
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl", flash=lost)
-    with pytest.raises(RuntimeError, match=r"error in causal-.*; .*continue with --resume"):
+    with pytest.raises(measure.DeviceLost, match=r"error in causal-.*; .*continue with --resume"):
         runner.run(cases)
     (point,) = journal.points
     assert point.case == cases[0].name and "not timed" in point.own["why"]

@@ -5,7 +5,7 @@ import pytest
 from tests.tuning.stand_ins import tile_times
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.ops import tile_tables
-from tritoncp.tuning import command, search_run
+from tritoncp.tuning import command, search
 
 
 @pytest.fixture(autouse=True)
@@ -30,5 +30,5 @@ def gpu(monkeypatch):
     """A GPU whose times are a formula."""
     bench = tile_times()
     monkeypatch.setattr(command, "find_device", lambda: tile_tables.Device("sm_90", "NVIDIA H200"))
-    monkeypatch.setattr(search_run, "_device_bench", lambda: bench)
+    monkeypatch.setattr(search, "_device_bench", lambda: bench)
     return bench

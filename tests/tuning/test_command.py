@@ -12,7 +12,7 @@ from tests.tuning.stand_ins import invoke
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.ops import tile_tables
 from tritoncp.planning.problem import Problem
-from tritoncp.tuning import search, search_run
+from tritoncp.tuning import search
 from tritoncp.tuning.targets import Target, candidates
 
 ONE = ["--shapes", "8x8,128,4096", "--mask", "causal", "--ops", "fwd"]
@@ -29,9 +29,9 @@ def test_without_a_gpu_the_error_says_so(home, monkeypatch):
 def test_candidates_without_time_are_counted(budget, left_out, monkeypatch, home, gpu, tmp_path):
     """With a clock that advances by a second at each look. There are two targets."""
     clock = iter(range(10**6))
-    monkeypatch.setattr(search_run.time, "monotonic", lambda: 0)
+    monkeypatch.setattr(search.time, "monotonic", lambda: 0)
     tuner = functools.partial(search.Tuner, now=lambda: next(clock))
-    monkeypatch.setattr(search_run, "Tuner", tuner)
+    monkeypatch.setattr(search, "Tuner", tuner)
     words = [*ONE, "--mask", "full"]
     total = 2 * len(candidates(Target("forward", Problem("causal", 4096, 8, 8)), "sm_90"))
     done = invoke(*words, "--budget", budget, "--out", tmp_path / "out")

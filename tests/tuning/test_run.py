@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 from dataclasses import asdict, replace
@@ -23,7 +22,7 @@ from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
 from tritoncp.perf.suite import check
 from tritoncp.planning.problem import Problem
-from tritoncp.tuning import search, search_run, targets
+from tritoncp.tuning import search, targets
 from tritoncp.tuning.device_bench import DeviceBench
 from tritoncp.tuning.journal import TuningJournal
 from tritoncp.tuning.targets import Target, candidates
@@ -77,17 +76,15 @@ def request(home):
 
 
 def measured(home):
-    return {
-        (row[0], row[4]): row[-1]["BLOCK_M"]
-        for row in json.loads(tile_tables.table(tile_tables.Device("sm_90", "NVIDIA H200"), str(home)))
-    }
+    table = tile_tables.table(tile_tables.Device("sm_90", "NVIDIA H200"), str(home))
+    return {(key[0], key[4]): config["BLOCK_M"] for key, config in table.items()}
 
 
 def test_choices_are_written_where_calls_look_for_them(compile_nothing, gpu, home):
-    outcome = search_run.autotune(*request(home))
+    outcome = search.autotune(*request(home))
     assert [row["gain"] for row in outcome.rows] == [2.0, 2.0] and not outcome.interrupted
     assert measured(home) == {("forward", "causal"): 64, ("forward", "full"): 64}
-    search_run.show_result(outcome, as_json=False)
+    search.show_result(outcome, as_json=False)
 
 
 def test_fused_kernels_are_tuned_like_others(compile_nothing, gpu, home):
@@ -110,7 +107,7 @@ def test_ctrl_c_ends_the_command_with_the_choices_so_far(compile_nothing, gpu, h
 
 
 def test_progress_is_shown(compile_nothing, gpu, home, capsys):
-    search_run.autotune(*request(home))
+    search.autotune(*request(home))
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("forward full ") and last.endswith("best 2.00x of the rule")
 
@@ -118,7 +115,7 @@ def test_progress_is_shown(compile_nothing, gpu, home, capsys):
 def test_a_tuned_rule_is_an_answer_too(compile_nothing, gpu, home):
     """A rule that no candidate beats is written to the file, so that calls do not advise to tune again."""
     gpu.cost = lambda config: 1.0
-    outcome = search_run.autotune(*request(home))
+    outcome = search.autotune(*request(home))
     own = targets.default("forward", "sm_90", 128, torch.bfloat16)
     assert [row["config"] for row in outcome.rows] == [asdict(own)] * 2 and len(measured(home)) == 2
 

@@ -1,14 +1,11 @@
 """Look-up of measured tile shapes for a call, in the table of its device.
 
-A table is text: JSON rows of a key (:func:`tritoncp.ops.tile_tables.entry_key`) and a config. Every rank
-reads the files of its own host: tile shapes change no messages, and results only by rounding.
+Every rank reads the files of its own host: tile shapes change no messages, and results only by rounding.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 import logging
 import warnings
 from typing import Any, NamedTuple
@@ -22,7 +19,7 @@ from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import KINDS, PASSES
 from tritoncp.masks.mask import Mask
 from tritoncp.ops import tile_tables
-from tritoncp.ops.tile_tables import Device
+from tritoncp.ops.tile_tables import Device, Table
 
 tiles_log = area_logger("tiles")
 FEW_ROWS_KIND = "full"  # the only kind of mask measured for few query rows: nearly all their tiles are full
@@ -62,20 +59,18 @@ def kind_of(mask: Mask, mod: bool = False) -> str:
     return "full" if mask.mask_mod is None else "interval"
 
 
-def local_table(device: torch.device) -> str:
+def local_table(device: torch.device) -> Table:
     """Return the table of a device from this process's files."""
     return tile_tables.table(tile_tables.device_of(device), environment.CONFIG_DIR.read())
 
 
-@functools.lru_cache(maxsize=256)
-def choose_tiles(text: str, dtype: str, dims: tuple[int, int], mask: str, score: int) -> tuple[Any, ...]:
+def choose_tiles(table: Table, dtype: str, dims: tuple[int, int], mask: str, score: int) -> tuple[Any, ...]:
     """Choose measured tiles for one call from a table: (kernel, items of its config) of each kernel.
 
     Where no entry equals the call in everything, an entry with the same use of a score_mod is preferred (if
     that loads a value for each score, it is required), then one of the same head dims to one of larger dims,
     then one of the same kind of mask to one of the nearest kind. A route needs an entry that equals the call.
     """
-    configs_by_key = {tuple(key): config for *key, config in json.loads(text)}
     nearest = tile_tables.NEAREST_KIND.get(mask, "")
     masks = list(dict.fromkeys([mask, nearest, tile_tables.NEAREST_KIND.get(nearest)]))
     widest = (max(dims),) * 2
@@ -85,9 +80,9 @@ def choose_tiles(text: str, dtype: str, dims: tuple[int, int], mask: str, score:
         for kernel in KINDS:
             measured_kind = FEW_ROWS_KIND if kernel == "few" else kind
             key = kernel, dtype, *widths, measured_kind, measured_score
-            if key in configs_by_key:
-                tiles_by_kernel.setdefault(kernel, tuple(configs_by_key[key].items()))
-    config = configs_by_key.get(("route", dtype, *dims, mask, score), {})
+            if key in table:
+                tiles_by_kernel.setdefault(kernel, tuple(table[key].items()))
+    config = table.get(("route", dtype, *dims, mask, score), {})
     if config.get("ROUTE", ROUTES[0]) != ROUTES[0]:
         kernel, tiles = tile_tables.kernel_and_tiles("route", config)
         tiles_by_kernel |= {kernel: tuple(tiles.items()), "route": (("ROUTE", kernel),)}

@@ -46,6 +46,7 @@ MIN_SPEEDUP = 1.02  # tiles are stored if at least this much faster than the bui
 # An entry's keys: kernel, dtype, head_dim, mask, config; v_head_dim if it differs; score, the name of a
 # score_mod, and loads = 2 if that loads a value for each score.
 Entries = list[dict[str, Any]]
+Table = dict[tuple[Any, ...], dict[str, Any]]  # the config of each key, see entry_key()
 
 
 class Device(NamedTuple):
@@ -187,10 +188,10 @@ def check_entry(entry: Mapping[str, Any]) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def table(device: Device, config_dir: str | None) -> str:
-    """Return all configs for a device as text; of entries with equal keys the first counts. config_dir: the
-    present TRITONCP_CONFIG_DIR. Plans use the tiles that they looked up until :func:`forget`."""
-    configs_by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
+def table(device: Device, config_dir: str | None) -> Table:
+    """Return all configs for a device; of entries with equal keys the first counts. config_dir: the present
+    TRITONCP_CONFIG_DIR. Plans use the tiles that they looked up until :func:`forget`."""
+    configs_by_key: Table = {}
     paths = list(sources(device))
     origin = f"files {', '.join(map(str, paths))}" if paths else "no file, the rule chooses them"
     log_decision(tiles_log, "measured tiles of %s (%s): %s", device.name, device.arch, origin)
@@ -199,7 +200,7 @@ def table(device: Device, config_dir: str | None) -> str:
         for entry in entries_of(path):
             if path.name == exact or entry["kernel"] != "route":
                 configs_by_key.setdefault(entry_key(entry), entry["config"])
-    return json.dumps([[*of, config] for of, config in configs_by_key.items()])
+    return configs_by_key
 
 
 table_generation = 0  # incremented by forget(), after which tiles are looked up again

@@ -81,7 +81,7 @@ def autotune(
     """
     from tritoncp.core.environment import parse_seconds
     from tritoncp.ops.tile_tables import output_folder
-    from tritoncp.tuning import search_run, targets
+    from tritoncp.tuning import search, targets
 
     seconds = parse_seconds(budget)
     # Mistakes in the request are reported on machines without a GPU, too.
@@ -94,8 +94,8 @@ def autotune(
         click.echo(fault, err=True)
     folder = out or output_folder()
     make_output_folder(folder)
-    result = search_run.autotune(selection, device, seconds, resume, folder, jobs)
-    search_run.show_result(result, as_json)
+    result = search.autotune(selection, device, seconds, resume, folder, jobs)
+    search.show_result(result, as_json)
     sys.exit(130 if result.interrupted else 0 if result.rows else 1)
 
 
