@@ -13,10 +13,11 @@ class Progress:
     """Progress lines on stderr; those of measurements begin with their number and the remaining time.
 
     deadline: time.monotonic() after which no measurement starts
+    shown:    whether lines are printed
     """
 
-    def __init__(self, deadline: float = math.inf) -> None:
-        self.done = self.total = 0
+    def __init__(self, deadline: float = math.inf, shown: bool = True) -> None:
+        self.done, self.total, self._shown = 0, 0, shown
         self._deadline, self._begin = deadline, time.monotonic()
 
     def add(self, measurements: int) -> None:
@@ -28,7 +29,7 @@ class Progress:
     def show(self, text: str, measured: bool) -> None:
         """Print a line. measured: whether it is the end of a measurement"""
         self.done += measured
-        if text:
+        if self._shown:
             number = f"[{self.done} of {self.total}{self.format_time_left()}] " if measured else ""
             click.echo(number + text, err=True)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import os
 import sys
 import time
@@ -140,7 +139,10 @@ def main(
         raise click.UsageError("--warm needs attention cases on one device; --device host compiles nothing")
     lead = group is None or group.rank() == 0
     progress = Progress(deadline)
-    journal = _open_journal(out, series, env, resume and lead, lead, as_json, progress)
+    if lead:  # only rank 0 writes
+        journal = _open_journal(out, series, env, resume, progress, as_json)
+    else:
+        journal = Journal(Path(os.devnull), "", series, env)
     resumed_points = list(journal.points)
     with _message_of_interrupt(progress, journal, lead):
         if device == "host":
@@ -246,27 +248,9 @@ def _parse_options(text: str) -> dict[str, Any]:
 
 
 def _open_journal(
-    out: Path,
-    series: Series,
-    env: dict[str, Any],
-    resume: bool,
-    lead: bool,
-    as_json: bool,
-    progress: Progress,
+    out: Path, series: Series, env: dict[str, Any], resume: bool, progress: Progress, as_json: bool
 ) -> Journal:
     """Open the journal of this run: the resumed run's file, or the file of today."""
-
-    def show_line(line: dict[str, Any]) -> None:
-        if line["kind"] == "plan":
-            progress.add(line["measurements"])
-            return
-        as_text = not as_json or line["kind"] == "check"
-        progress.show(format_line(line) if as_text else "", line["kind"] in ("case", "left out"))
-        if not as_text:
-            click.echo(json.dumps(line, ensure_ascii=False))
-
-    if not lead:  # only rank 0 writes
-        return Journal(Path(os.devnull), "", series, env)
     run = hashlib.sha256(f"{time.time_ns()}{os.getpid()}".encode()).hexdigest()[:12]
     one_file = out.suffix == ".jsonl" or (out.exists() and not out.is_dir())
     (out.parent if one_file else out).mkdir(parents=True, exist_ok=True)
@@ -276,25 +260,10 @@ def _open_journal(
     if unfinished_run is None:
         if resume:
             click.echo("--resume: there is no run of this code on this device; a new one starts", err=True)
-        return Journal(path, run, series, env, show_line)
+        return Journal(path, run, series, env, progress, as_json)
     path, points = unfinished_run
     click.echo(f"resuming run {points[0].run} in {path}: {len(points)} cases are there", err=True)
-    return Journal(path, points[0].run, series, env, show_line, points=points)
-
-
-def format_line(line: dict[str, Any]) -> str:
-    """Format a line of a history for display.
-
-    >>> format_line({"kind": "case", "case": "full-8k-fwd", "contenders": {"tritoncp": {"ms": 1.5}}})
-    'full-8k-fwd                           1.5 ms'
-    """
-    name = f"{line.get('case', ''):<32}"
-    if line["kind"] == "left out":
-        return f"{name} left out: {line['why']}"
-    if line["kind"] == "check":
-        return f"{name} {line['contender']:<20} {line.get('why', 'right')} ({line['setup_s']} s)"
-    own = line["contenders"]["tritoncp"]
-    return f"{name} {own['ms']:>8.4g} ms" if "ms" in own else f"{name} failed: {own['why']}"
+    return Journal(path, points[0].run, series, env, progress, as_json, points)
 
 
 def show(journal: Journal) -> None:

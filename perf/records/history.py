@@ -1,7 +1,7 @@
 """Histories of measurements: files of self-contained JSON lines, to which several runs may append.
 
-A line of kind "case" is one measurement of one case, a `Point`; a line of kind "left out" is a case for which
-a run had no time. A reader returns every valid line and reports every broken one.
+A line of kind "case" is one measurement of one case, a `Point`; lines of other kinds, of older versions, are
+skipped. A reader returns every valid line and reports every broken one.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import datetime
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
+
 from tritoncp.core.checked_json import parse_json
 from tritoncp.perf.exit_codes import InputError
+from tritoncp.perf.progress import Progress
 
 VERSION = 1
 OURS = "tritoncp"
@@ -277,7 +280,7 @@ def point_of(line: dict[str, Any]) -> Point:
 class Journal:
     """Writer of one run's points, each as soon as it is measured.
 
-    tell: called with every line, also of the kinds "plan" and "check", which are not written
+    as_json:  whether points are printed as JSON, too
     left_out: names of cases for which there was no time
     """
 
@@ -285,30 +288,26 @@ class Journal:
     run: str
     series: Series
     env: dict[str, Any]
-    tell: Callable[[dict[str, Any]], object] = lambda line: None
+    progress: Progress = field(default_factory=lambda: Progress(shown=False))
+    as_json: bool = False
     points: list[Point] = field(default_factory=list)
     left_out: set[str] = field(default_factory=set)
 
-    def announce(self, measurements: int) -> None:
-        """Report the number of following measurements, without writing."""
-        self.tell({"kind": "plan", "measurements": measurements})
-
     def leave_out(self, case: str) -> None:
-        """Write a line "left out": there was no time for a case. Raises DiskFull."""
+        """Note a case for which there was no time."""
         self.left_out.add(case)
-        self.write({"kind": "left out", "case": case, "why": "the time budget is used up"})
+        self.progress.show(f"{case:<32} left out: the time budget is used up", measured=True)
 
     def point(self, case: str, contenders: dict[str, dict[str, Any]], **parts: Any) -> None:
         """Write the figures of a case. Raises DiskFull."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         point = Point(self.run, now, case, self.series, self.env, contenders, **parts)
         self.points.append(point)
-        self.write(point.as_line())
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Write a line of any kind. Raises DiskFull."""
-        append(self.path, {"run": self.run, **line})
-        self.tell(line)
+        append(self.path, line := point.as_line())
+        if self.as_json:
+            click.echo(json.dumps(line, ensure_ascii=False))
+        took = f"{point.ms:>8.4g} ms" if point.ms else f"failed: {point.own['why']}"
+        self.progress.show(f"{case:<32} {took}", measured=True)
 
 
 def find_unfinished(folder: Path, series: Series, env: dict[str, Any]) -> tuple[Path, list[Point]] | None:

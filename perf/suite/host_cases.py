@@ -165,7 +165,7 @@ def run(
     torch.set_num_threads(1)
     measured_names, failures = {point.case for point in resumed_points}, 0
     remaining_cases = [case for case in selection if case.name not in measured_names]
-    journal.announce(len(remaining_cases))
+    journal.progress.add(len(remaining_cases))
     for case in remaining_cases:
         if time.monotonic() > deadline:
             journal.leave_out(case.name)

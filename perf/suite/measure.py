@@ -74,12 +74,12 @@ class Bench:
         measured = {point.case for point in self.resumed_points}
         groups = self._group_problems([case for case in cases if case.name not in measured])
         thorough_groups = self._select_thorough(cases)
-        self.journal.announce(sum(map(len, groups)))
+        self.journal.progress.add(sum(map(len, groups)))
         slowest = 0.0
         for group in groups:
             variants = QUICK[:1] if group[0].tier == "smoke" else QUICK
             slowest = max(slowest, self._measure_in_budget(group, variants, slowest))
-        self.journal.announce(sum(map(len, thorough_groups)))
+        self.journal.progress.add(sum(map(len, thorough_groups)))
         for group in thorough_groups:
             slowest = max(slowest, self._measure_in_budget(group, [*QUICK, *THOROUGH], slowest))
         return self.failures
@@ -169,7 +169,8 @@ class Bench:
 
     def _report_check(self, case: Case, name: str, row: dict[str, Any]) -> None:
         """Print a contender's check. (The line of the case follows after timing.)"""
-        self.journal.tell({"kind": "check", "case": case.problem.name, "contender": name, **row})
+        verdict = f"{row.get('why', 'right')} ({row['setup_s']} s)"
+        self.journal.progress.show(f"{case.problem.name:<32} {name:<20} {verdict}", measured=False)
 
     def _check_contender(
         self, case: Case, make: Callable[[], Contender], expected: check.Answer | None, passes: list[str]

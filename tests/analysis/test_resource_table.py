@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 from click.testing import CliRunner
 
-from tritoncp.analysis import inspect_run, resource_table
+from tritoncp.analysis import resource_table
 from tritoncp.cli import main
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
@@ -81,7 +81,7 @@ def test_check_reports_a_regression(monkeypatch, tmp_path) -> None:
     other = tmp_path / "resources.json"
     resource_table.write([row | {"matrix": "v_wmma"}], other)
     monkeypatch.setattr(resource_table.read_table, "__defaults__", (other,))
-    monkeypatch.setattr(inspect_run, "inspect_jobs", lambda *jobs: (row for _ in range(1)))  # as compiled
+    monkeypatch.setattr(resource_table, "inspect_jobs", lambda *jobs: (row for _ in range(1)))  # as compiled
     done = CliRunner().invoke(main, [*words, "--check"])
     assert done.exit_code == 1 and "before by v_wmma" in done.stderr and "v_mfma" in done.stdout
 

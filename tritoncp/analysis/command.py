@@ -100,8 +100,7 @@ def inspect(
         which = "backward" if backward else "forward"
         count_calls(problems, archs or ("sm_80", "sm_90"), which, against or "", as_json)
         return
-    from tritoncp.analysis.inspect_run import run
-    from tritoncp.analysis.resource_table import ARCHS, measured, pick, shipped
+    from tritoncp.analysis.resource_table import ARCHS, measured, pick, run, shipped
 
     listed = [*shipped(archs or ARCHS), *measured(archs or ARCHS)]
     rows = pick(listed, kernel=kernels, head_dim=dims, dtype=dtypes, variant=masks)

@@ -23,8 +23,8 @@ from torch.nn.attention import flex_attention
 
 from tritoncp.analysis import torch_templates
 from tritoncp.analysis.compile_pool import read_nvidia
-from tritoncp.analysis.inspect_run import tiles
 from tritoncp.analysis.launches import CallTensors
+from tritoncp.analysis.resource_table import tiles
 from tritoncp.analysis.torch_templates import TemplateJob, candidates, write_source
 from tritoncp.perf.console import make_console
 from tritoncp.perf.suite.baselines import inputs

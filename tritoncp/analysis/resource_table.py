@@ -1,19 +1,24 @@
 """The table ``kernels/configs/resources.json``: registers, spills, ... of every shipped kernel, compiled for
-absent GPUs; regressions against it."""
+absent GPUs; regressions against it; a run of `tritoncp inspect`, which compiles kernels and shows rows."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import json
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import KERNELS, VARIANT_OF_KIND, Job, step_job
 from tritoncp.kernels.tile_rules import Config, copies, family, fuses, widest_route
 from tritoncp.ops import tile_tables
+from tritoncp.perf.console import make_console
+from tritoncp.perf.progress import Progress
 
 Row = dict[str, Any]
 
@@ -28,6 +33,19 @@ SHARED_BYTES = {
     "gfx942": 64 * KIB,
 }  # most shared memory of a CTA, by family
 TENSOR_COLUMNS = 512  # columns of sm_100's tensor memory
+# Heading of a column -> function from a row to its value.
+SHOWN: dict[str, Callable[[Row], Any]] = {
+    "kernel": lambda row: row["kernel"],
+    "D": lambda row: row["head_dim"],
+    "dtype": lambda row: row["dtype"],
+    "mask": lambda row: f"{row['variant']} ({row['source']})" if "source" in row else row["variant"],
+    "tiles": lambda row: tiles(row["config"]),
+    "regs": lambda row: row["registers"],
+    "spill": lambda row: row["spill_bytes"],
+    "shared": lambda row: row["shared_bytes"],
+    "matrix": lambda row: row["matrix"] or "–",
+    "TMA": lambda row: row["tma"] or "–",
+}
 
 
 def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
@@ -188,3 +206,82 @@ def find_regressions(row: Row, before: Row | None) -> list[str]:
     if before["tma"] and not row["tma"]:
         regressions.append("no TMA any more")
     return regressions
+
+
+def run(
+    jobs: Sequence[Job],
+    processes: int | None = None,
+    timeout: float = 300.0,
+    *,
+    as_json: bool = False,
+    check: bool = False,
+    update: bool = False,
+) -> list[str]:
+    """Compile jobs and print their rows. check: compare them with the table; update: write them to it.
+    Returns a line for each fault."""
+    rows = compile_rows(jobs, processes, timeout)
+    order = {key(job.identity): i for i, job in enumerate(jobs)}
+    rows.sort(key=lambda row: order[key(row)])
+    before = read_table()
+    faults = [
+        f"{' '.join(map(str, key(row)))}: {why}"
+        for row in rows
+        if check or "failed" in row
+        for why in find_regressions(row, before.get(key(row)))
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        show(rows, make_console())
+    if update:
+        write(row for row in rows if "failed" not in row)
+    return faults
+
+
+def compile_rows(jobs: Sequence[Job], processes: int | None, timeout: float) -> list[Row]:
+    """Compile the rows, and print a line for each with the time left."""
+    progress, rows = Progress(), []
+    progress.add(len(jobs))
+    with closing(inspect_jobs(jobs, processes, timeout)) as done:
+        for row in done:
+            rows.append(row)
+            failure = ": " + row["failed"] if "failed" in row else ""
+            progress.show(" ".join(map(str, key(row))) + failure, measured=True)
+    return rows
+
+
+def tiles(config: dict[str, Any]) -> str:
+    """Format a config: its route, tile sizes, warps and stages.
+
+    >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3})
+    '128×64 8/3'
+    >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "USE_TMA": True})
+    '128×64 8/3 TMA'
+    >>> tiles({"ROUTE": "gluon", "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3})
+    'gluon 128×64 4/3'
+    """
+    shape = f"{config['BLOCK_M']}×{config['BLOCK_N']} {config['num_warps']}/{config['num_stages']}"
+    route = f"{config['ROUTE']} " if "ROUTE" in config else ""
+    return route + shape + " TMA" * config.get("USE_TMA", False)
+
+
+def show(rows: Sequence[Row], console: Any) -> None:
+    """Print a table for each architecture, with dashes for missing values."""
+    for arch in dict.fromkeys(row["arch"] for row in rows):
+        table = Table(*SHOWN, title=arch, box=None, padding=(0, 1), title_justify="left")
+        for row in rows:
+            if row["arch"] == arch:
+                table.add_row(*(_cell(of, row) for of in SHOWN.values()))
+        console.print(table)
+    console.print(
+        "\ntiles: M×N warps/stages, TMA if by descriptor; regs, spill (bytes): per thread; shared: bytes per "
+        "CTA; matrix: instruction of matrix products; TMA: number of bulk copy instructions",
+        style="dim",
+    )
+
+
+def _cell(value_of: Callable[[Row], Any], row: Row) -> str:
+    try:
+        return str(value_of(row))
+    except KeyError:  # not compiled
+        return "–"

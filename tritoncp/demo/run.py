@@ -14,9 +14,9 @@ from rich.table import Table
 
 from tritoncp.command_base import make_output_folder
 from tritoncp.core.process_environment import interpret_without_gpu, torchrun_world_size
-from tritoncp.demo import ranks
+from tritoncp.demo import train
 from tritoncp.demo.corpus import windows
-from tritoncp.demo.train import TrainingConfig, plan_documents, train
+from tritoncp.demo.train import TrainingConfig, plan_documents
 from tritoncp.ops.engine_factory import uses_triton
 from tritoncp.planning.report.drawing import require_matplotlib
 
@@ -31,7 +31,7 @@ TOLERANCE = 1e-4
 def run(config: TrainingConfig, world_size: int | None, out: Path, console: Console) -> bool:
     """Train on many ranks and on one, show both, and return whether their losses agree.
 
-    Raises ranks.RankFailed with a rank's error, and ValueError under torchrun, or for more ranks or text than
+    Raises train.RankFailed with a rank's error, and ValueError under torchrun, or for more ranks or text than
     the demo supports.
     """
     if config.seq_len * config.steps > MAX_BYTES:
@@ -52,8 +52,8 @@ def run(config: TrainingConfig, world_size: int | None, out: Path, console: Cons
     plans = make_plans(config, world_size)
     introduce(config, plans[0], out, console)
     runs = {
-        f"{world_size} ranks": ranks.train_on_ranks(config, world_size),
-        "1 rank": train(config, None, ranks.device_of(0)),
+        f"{world_size} ranks": train.train_on_ranks(config, world_size),
+        "1 rank": train.train(config, None, train.device_of(0)),
     }
     losses: dict[str, list[float]] = {name: [] for name in runs}
     for name, steps in runs.items():
@@ -82,15 +82,12 @@ def default_world_size() -> int:
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest difference of losses; infinite if a loss is missing or not finite.
+    """Return the largest difference of losses; NaN if one is NaN.
 
-    >>> difference([2.0, 1.0], [2.0, 1.5]), difference([1.0], []), difference([float("nan")], [1.0])
-    (0.5, inf, inf)
+    >>> difference([2.0, 1.0], [2.0, 1.5]), difference([float("nan")], [1.0])
+    (0.5, nan)
     """
-    if len(losses) != len(reference):
-        return float("inf")
-    gaps = [abs(a - b) for a, b in zip(losses, reference)]
-    return max((gap if gap == gap else float("inf") for gap in gaps), default=float("inf"))
+    return float((torch.tensor(losses) - torch.tensor(reference)).abs().max())
 
 
 def introduce(config: TrainingConfig, plan: Any, out: Path, console: Console) -> None:
@@ -125,7 +122,7 @@ def format_summary(
     config: TrainingConfig, plan: Any, losses_gap: float, seconds: float, out: Path
 ) -> list[str]:
     """Format the five lines of the verdict, in rich's markup. plan: of the first step"""
-    device, shape = ranks.device_of(0), config.shape
+    device, shape = train.device_of(0), config.shape
     kernels = "Triton kernels, interpreted" if device.type == "cpu" else "Triton kernels"
     engine = kernels if uses_triton(device) else "the CPU engine (plain torch)"
     verdict = "[green]agree[/green]" if losses_gap <= TOLERANCE else "[red]DISAGREE[/red]"
@@ -133,7 +130,7 @@ def format_summary(
     command = shutil.which("tritoncp") or os.path.relpath(Path(sys.executable).with_name("tritoncp"))
     return [
         f"ran      {plan.world_size} ranks and one on {device.type} by {engine}, "
-        f"{ranks.backend(plan.world_size)}, {seconds:.0f} s",
+        f"{train.backend(plan.world_size)}, {seconds:.0f} s",
         f"losses   {verdict}: largest difference {losses_gap:.1e}, allowed {TOLERANCE:.0e}",
         f"sent     {sent * shape.layers:,} bytes per rank and step (K, V and their gradients, all layers)",
         f"picture  {out / 'plan.png'}",

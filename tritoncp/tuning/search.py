@@ -28,9 +28,8 @@ import triton
 from rich.table import Table
 
 from tritoncp.analysis.compile_pool import Compilers
-from tritoncp.analysis.inspect_run import tiles
 from tritoncp.analysis.jobs import Job, Routed
-from tritoncp.analysis.resource_table import find_faults
+from tritoncp.analysis.resource_table import find_faults, tiles
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
