@@ -9,14 +9,13 @@ set -u -f -o pipefail # -f: patterns of cases are no patterns of files
 out=$(realpath -m "${OUT:-gpu-out}") python=${PYTHON:-python3} parts=${PARTS:-}
 cd "$(dirname "$(realpath "$0")")/.." || exit 2
 cores=$(nproc) jobs=${JOBS:-$((cores < 12 ? cores : 12))}
-cache=$(mktemp -d) failed="" job=""
-trap 'rm -rf "$cache"' EXIT
+failed="" job=""
 trap '[ -z "$job" ] || { kill -INT "$job"; wait "$job"; }; exit 130' INT TERM
 long="causal-16k-* full-16k-* document-16k-* window-16k-* causal-h64x8-d64x64-16k-* causal-s2-ring-16k-*"
 short="causal-8k-* full-8k-* document-8k-* window-8k-* causal-s8-ring-32k-fwd"
 try='--try {"ROUTE":"loops"} --try {"ROUTE":"gluon"} --try {"FUSED_BACKWARD":true}'
 export python out jobs long short try PYTHONUNBUFFERED=1 TRITON_INTERPRET=0
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TRITONCP_CACHE_DIR="${TRITONCP_CACHE_DIR:-$cache}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 # run PART SECONDS: call the function PART; it gets SIGINT when its time is over, and SIGKILL five seconds later.
 run() {

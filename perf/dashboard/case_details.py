@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Sequence
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 from tritoncp.perf.dashboard import shell, trends
 from tritoncp.perf.dashboard.shell import percent
@@ -17,14 +16,8 @@ CLASSES = {"fails now": "worse", "fails still": "worse", "slower": "worse", "fas
 
 
 def day_of(point: Point) -> str:
-    """Format the time of a measurement to the minute, in UTC; text that is not a time is returned
-    unchanged."""
-    try:
-        when = datetime.datetime.fromisoformat(point.time)
-    except ValueError:
-        return point.time
-    zoned = when.astimezone(datetime.UTC) if when.tzinfo else when
-    return zoned.isoformat(sep=" ", timespec="minutes")[:16]
+    """Format the time of a measurement to the minute."""
+    return point.time[:16].replace("T", " ")
 
 
 def commit_text(point: Point) -> str:
@@ -41,18 +34,8 @@ def commit_range(points: Sequence[Point], at: int, repository: str) -> tuple[str
     if before == after:
         return commit_text(first), ""
     linked = repository and all(re.fullmatch("[0-9a-f]{7,64}", commit) for commit in (before, after))
-    address = compare_address(repository, before, after) if linked else ""
+    address = f"{repository.rstrip('/')}/compare/{before}...{after}" if linked else ""
     return f"{commit_text(last)} … {commit_text(first)}", address
-
-
-def compare_address(repository: str, before: str, after: str) -> str:
-    """Return the address that compares two commits.
-
-    >>> compare_address("https://gitlab.com/owner/project", "12ab", "34cd")
-    'https://gitlab.com/owner/project/-/compare/12ab...34cd'
-    """
-    folder = "/-" if "gitlab" in (urlsplit(repository).hostname or "") else ""
-    return f"{repository.rstrip('/')}{folder}/compare/{before}...{after}"
 
 
 def address_of(point: Point) -> str:

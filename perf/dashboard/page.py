@@ -99,19 +99,12 @@ def page(history: History, repository: str = "") -> str:
 def order_by_runs(points: Sequence[Point]) -> tuple[dict[str, Run], list[list[Point]]]:
     """Return the runs by name, in order of time, and the points of each case on each series in that order."""
     runs: dict[str, Run] = {}
-    in_order = sorted(points, key=lambda point: _seconds(point.time))
+    in_order = sorted(points, key=lambda point: point.time)
     for point in in_order:
         runs.setdefault(point.run, Run(day_of(point), commit_text(point), _versions(point)))
     numbers = {run: i for i, run in enumerate(runs)}
     lines = group_points(in_order, by_series=True).values()
     return runs, [sorted(line, key=lambda point: numbers[point.run]) for line in lines]
-
-
-def _seconds(time: str) -> float:
-    try:
-        return datetime.datetime.fromisoformat(time).timestamp()
-    except ValueError:
-        return 0.0
 
 
 def _versions(point: Point) -> str:
@@ -168,7 +161,7 @@ def list_events(all_trends: Sequence[Trend]) -> list[Event]:
     def size(event: Event) -> float:
         return math.inf if event.ratio is None else abs(math.log(event.ratio))
 
-    return sorted(events, key=lambda e: (_seconds(e.trend.points[e.at].time), size(e)), reverse=True)
+    return sorted(events, key=lambda e: (e.trend.points[e.at].time, size(e)), reverse=True)
 
 
 def _make_event_table(events: Sequence[Event], repository: str) -> Any:

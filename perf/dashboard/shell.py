@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from bokeh.document import Document
 from bokeh.embed import components
 from bokeh.models import CDSView, ColumnDataSource, CustomJS, InlineStyleSheet
@@ -39,12 +37,11 @@ class Column(NamedTuple):
 
 
 def make_table(
-    columns: Mapping[str, Column], more: Mapping[str, Sequence[Any]] | None = None, row_filter: Any = None
+    columns: Mapping[str, Column], more: dict[str, Any] | None = None, row_filter: Any = None
 ) -> DataTable:
     """Make a table that is sorted by a click on a column's head. more: hidden columns for templates and
     scripts; row_filter: a Bokeh filter"""
-    values = {name: _numbers(column.values) for name, column in columns.items()}
-    source = ColumnDataSource({**values, **(more or {})})
+    source = ColumnDataSource({name: [*column.values] for name, column in columns.items()} | (more or {}))
     heads = [
         TableColumn(
             field=name,
@@ -54,7 +51,7 @@ def make_table(
         )
         for name, column in columns.items()
     ]
-    rows = len(next(iter(values.values())))
+    rows = len(next(iter(columns.values())).values)
     return DataTable(
         source=source,
         columns=heads,
@@ -67,13 +64,6 @@ def make_table(
         height=HEAD + ROW * max(1, min(rows, MOST_ROWS)) + 12,
         stylesheets=[style_sheet("widgets.css")],
     )
-
-
-def _numbers(values: Sequence[Any]) -> Any:
-    """Convert numbers and None to an array, with NaN for None; other values stay a list."""
-    if values and all(value is None or type(value) in (int, float) for value in values):
-        return np.array([math.nan if value is None else value for value in values])
-    return [*values]
 
 
 def style_sheet(name: str) -> InlineStyleSheet:

@@ -159,7 +159,8 @@ def torch_split(problem: Problem, tensors: Inputs, group: Any) -> Contender:
 
     api: Any = _attention  # private: PyTorch has no public API for this
     device = tensors.q.device
-    mod, length = problem.plain_mod(device), (problem.seq, problem.seq)
+    mod: Any = problem.plain_mod(device)
+    length = problem.seq, problem.seq
     mesh = DeviceMesh.from_group(group, device.type)
     mask = torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
     balancer = api._PTRRLoadBalancer(mask, group.size())

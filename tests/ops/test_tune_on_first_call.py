@@ -95,7 +95,6 @@ def test_nothing_is_tuned_unless_requested(stub, monkeypatch):
         ("hang", "had not ended after 1 s"),
         ("tear", "ended with 0"),
         ("no program", "No such file"),
-        ("no folder", "platformdirs"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:TRITONCP_AUTOTUNE")
@@ -105,9 +104,6 @@ def test_tuning_that_fails_costs_a_call_nothing_but_time(places, stub, launched,
     monkeypatch.setenv("TRITONCP_AUTOTUNE", "0.5s")
     if how == "no program":
         monkeypatch.setattr(tune_on_first_call, "COMMAND", ("/nowhere/python",))
-    if how == "no folder":
-        monkeypatch.delenv("TRITONCP_CONFIG_DIR")
-        monkeypatch.setattr(tile_tables, "user_folder", lambda: None)
     with pytest.warns(UserWarning, match=f"could not be tuned, so that built-in defaults are used: .*{said}"):
         attend(causal())
     assert dict(launched)["forward"] == 128

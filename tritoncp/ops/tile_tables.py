@@ -75,34 +75,25 @@ def folders() -> list[Path]:
     variable = CONFIG_DIR.read()
     if variable == "-":
         return []
-    own = user_folder()
-    return [*([Path(variable)] if variable else []), *([own] if own else []), SHIPPED]
+    return [*([Path(variable)] if variable else []), user_folder(), SHIPPED]
 
 
-def user_folder() -> Path | None:
-    """Return the user's configuration folder; None without platformdirs."""
-    try:
-        import platformdirs
-    except ModuleNotFoundError:
-        return None
+def user_folder() -> Path:
+    """Return the user's configuration folder."""
+    import platformdirs
+
     return Path(platformdirs.user_config_dir("tritoncp", appauthor=False)) / "configs"
 
 
 def output_folder() -> Path:
-    """Return the first folder in which calls look for tiles, other than the package's: for results. Raises
-    ValueError if calls use no measured tiles, RuntimeError if there is no such folder."""
+    """Return the first folder in which calls look for tiles, for results. Raises ValueError if calls use no
+    measured tiles."""
     if CONFIG_DIR.read() == "-":
         raise ValueError(
             "TRITONCP_CONFIG_DIR=-: calls use no measured tiles; pass --out with a folder for the results, "
             "or unset the variable"
         )
-    folder = folders()[0]
-    if folder == SHIPPED:
-        raise RuntimeError(
-            "there is no folder for results, since platformdirs is not installed: pass one with --out or "
-            "TRITONCP_CONFIG_DIR"
-        )
-    return folder
+    return folders()[0]
 
 
 def path_in(folder: Path, device: Device, triton: str | None = None) -> Path:
