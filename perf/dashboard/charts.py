@@ -21,11 +21,12 @@ HOVER = [("", "@time"), ("commit", "@commit"), ("versions", "@versions")]
 
 
 def collect_points(
-    all_trends: Sequence[Trend], numbers: Mapping[str, int], families: Sequence[str]
-) -> dict[str, np.ndarray]:
+    all_trends: Sequence[Trend], runs: Mapping[str, Any], families: Sequence[str]
+) -> dict[str, Any]:
     """Collect the points of all cases as columns, case after case, NaN for missing values.
 
-    numbers: run -> its index; families: of baselines; columns "ratio 0", ... are their times over tritoncp's
+    runs: time, commit and versions of each run; families: of baselines; columns "ratio 0", ... are their
+    times over tritoncp's
     """
     points = [point for trend in all_trends for point in trend.points]
     own = [point.own for point in points]
@@ -41,8 +42,8 @@ def collect_points(
     columns |= {
         f"ratio {i}": [ratios.get(name, math.nan) for ratios in speedups] for i, name in enumerate(families)
     }
-    runs = np.array([numbers[point.run] for point in points], np.int32)
-    return {"run": runs} | {name: np.array(values, np.float32) for name, values in columns.items()}
+    texts = {name: [getattr(runs[p.run], name) for p in points] for name in ("time", "commit", "versions")}
+    return texts | {name: np.array(values, np.float32) for name, values in columns.items()}
 
 
 def find_levels(trend: Trend) -> list[float]:

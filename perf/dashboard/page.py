@@ -62,11 +62,9 @@ def page(history: History, repository: str = "") -> str:
     events = list_events(all_trends)
     chosen = BooleanFilter(booleans=[True] * len(all_trends))
     cases = _make_case_table(all_trends, chosen, repository)
-    numbers = {run: i for i, run in enumerate(runs)}
-    points = ColumnDataSource(charts.collect_points(all_trends, numbers, families))
-    texts_of_runs = {name: [getattr(run, name) for run in runs.values()] for name in Run._fields}
+    points = ColumnDataSource(charts.collect_points(all_trends, runs, families))
     # The points of the selected case, which the page's script sets.
-    selected = ColumnDataSource({name: [] for name in (*points.data, *Run._fields, "x")}, name="shown")
+    selected = ColumnDataSource({name: [] for name in (*points.data, "x")}, name="shown")
     filters = _make_filters(all_trends)
     models = {"cases": cases, "times": charts.make_time_chart(selected), **filters}
     if families:
@@ -77,7 +75,6 @@ def page(history: History, repository: str = "") -> str:
         "cases": cases.source,
         "points": points,
         "shown": selected,
-        "runs": ColumnDataSource(texts_of_runs),
         "chosen": chosen,
         "filters": filters,
         "axes": [models[name].xaxis[0] for name in ("times", "ratios") if name in models],

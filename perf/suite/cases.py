@@ -70,9 +70,13 @@ class Case:
         )
 
 
-def _both_passes(mask: str, seq: int, tier: str = "core", model: str = "", **shape: Any) -> list[Case]:
-    problem = Problem(mask, seq, **shape)
-    return [Case(problem, direction, tier, model) for direction in ("forward", "backward")]
+def _both_passes(
+    masks: str, lengths: int | tuple[int, ...], tier: str = "core", model: str = "", **shape: Any
+) -> list[Case]:
+    """List both passes of problems with each of the masks, separated by blanks, and each length."""
+    seqs = (lengths,) if isinstance(lengths, int) else lengths
+    problems = [Problem(mask, seq, **shape) for mask in masks.split() for seq in seqs]
+    return [Case(problem, which, tier, model) for problem in problems for which in PASS_SUFFIXES]
 
 
 CONTEXT_PARALLEL = (("causal", "allgather"), ("causal", "ring"), ("document", "fetch"), ("causal", "ulysses"))
@@ -97,59 +101,44 @@ GOALS: dict[tuple[str, str], dict[str, float]] = {
 # Both passes of a problem are adjacent: they share one compilation.
 CASES: tuple[Case, ...] = (
     *_both_passes("causal", 1024, tier="smoke"),
-    *(case for mask in ("causal", "full", "document", "window") for case in _both_passes(mask, 16384)),
-    *(case for mask in ("alibi", "softcap", "prefix") for case in _both_passes(mask, 16384)),
-    *(case for mask in ("causal", "full", "document", "window") for case in _both_passes(mask, 8192)),
-    *(case for mask in ("causal", "full", "document", "window") for case in _both_passes(mask, 32768)),
-    *(
-        case
-        for mask in ("alibi", "softcap", "prefix")
-        for seq in (8192, 32768)
-        for case in _both_passes(mask, seq)
-    ),
+    *_both_passes("causal full document window alibi softcap prefix", 16384),
+    *_both_passes("causal full document window", 8192),
+    *_both_passes("causal full document window", 32768),
+    *_both_passes("alibi softcap prefix", (8192, 32768)),
     # A step of decoding, and one that checks sixteen tokens or fills a little of a long context
     *(
         Case(Problem("full", 32768, queries=rows), "forward", "full", "Llama-3 8B, decoding")
         for rows in (1, 16)
     ),
     # Cases measured before models had labels keep their place and name
-    *_both_passes("causal", 16384, tier="full", model="gpt-oss, without sinks", **MODELS["gpt-oss"]),
-    *_both_passes("window", 16384, tier="full", model="gpt-oss, wider window", **MODELS["gpt-oss"]),
-    *_both_passes("causal", 8192, tier="full", **MODELS["Gemma 2 9B"], model="Gemma 2 9B, without softcap"),
-    *_both_passes(
-        "causal", 8192, tier="full", model="DeepSeek-V3, latent attention", **MODELS["DeepSeek-V3"]
-    ),
-    *_both_passes(
-        "causal", 32768, heads=8, kv_heads=1, tier="full", model="Llama-3 70B, a rank of 8 by heads"
-    ),
-    *_both_passes("document", 8192, batch=4, tier="full"),
-    *_both_passes("causal", 8192, dtype="float16", tier="full"),
-    *_both_passes("sinks", 8192, tier="full", model="gpt-oss", **MODELS["gpt-oss"]),
-    *_both_passes("window128-sinks", 8192, tier="full", model="gpt-oss", **MODELS["gpt-oss"]),
-    *_both_passes("softcap", 8192, tier="full", model="Gemma 2 9B", **MODELS["Gemma 2 9B"]),
-    *_both_passes("causal", 131072, tier="full", model="Llama-3 8B, 128K"),
-    *_both_passes("document", 131072, tier="full", model="Llama-3 8B, 128K"),
-    *(
-        case
-        for model in ("Llama-3 70B", "Qwen3 30B-A3B", "Qwen3 235B-A22B")
-        for mask in ("causal", "document")
-        for case in _both_passes(mask, 8192, tier="full", model=model, **MODELS[model])
-    ),
-    *(
-        case
-        for dim in (64, 96, 256)
-        for mask in ("full", "document")
-        for case in _both_passes(mask, 8192, dim=dim, v_dim=dim, tier="full")
-    ),
+    *_both_passes("causal", 16384, "full", "gpt-oss, without sinks", **MODELS["gpt-oss"]),
+    *_both_passes("window", 16384, "full", "gpt-oss, wider window", **MODELS["gpt-oss"]),
+    *_both_passes("causal", 8192, "full", "Gemma 2 9B, without softcap", **MODELS["Gemma 2 9B"]),
+    *_both_passes("causal", 8192, "full", "DeepSeek-V3, latent attention", **MODELS["DeepSeek-V3"]),
+    *_both_passes("causal", 32768, "full", "Llama-3 70B, a rank of 8 by heads", heads=8, kv_heads=1),
+    *_both_passes("document", 8192, "full", batch=4),
+    *_both_passes("causal", 8192, "full", dtype="float16"),
+    *_both_passes("sinks window128-sinks", 8192, "full", "gpt-oss", **MODELS["gpt-oss"]),
+    *_both_passes("softcap", 8192, "full", "Gemma 2 9B", **MODELS["Gemma 2 9B"]),
+    *_both_passes("causal document", 131072, "full", "Llama-3 8B, 128K"),
+    *_both_passes("causal document", 8192, "full", "Llama-3 70B", **MODELS["Llama-3 70B"]),
+    *_both_passes("causal document", 8192, "full", "Qwen3 30B-A3B", **MODELS["Qwen3 30B-A3B"]),
+    *_both_passes("causal document", 8192, "full", "Qwen3 235B-A22B", **MODELS["Qwen3 235B-A22B"]),
+    *_both_passes("full document", 8192, "full", dim=64, v_dim=64),
+    *_both_passes("full document", 8192, "full", dim=96, v_dim=96),
+    *_both_passes("full document", 8192, "full", dim=256, v_dim=256),
     # Two ranks of a ring on one device: steps that load and store the softmax state
-    *_both_passes("causal", 16384, tier="full", world=2, schedule="ring", together=True),
+    *_both_passes("causal", 16384, "full", world=2, schedule="ring", together=True),
     *(
         case
-        for together, world in ((True, 8), (False, 2), (False, 4), (False, 8))
-        for mask, schedule in CONTEXT_PARALLEL
-        for case in _both_passes(
-            mask, 32768 if together else 65536, tier="full", world=world, schedule=schedule, together=together
+        for together, world, seq in (
+            (True, 8, 32768),
+            (False, 2, 65536),
+            (False, 4, 65536),
+            (False, 8, 65536),
         )
+        for mask, schedule in CONTEXT_PARALLEL
+        for case in _both_passes(mask, seq, "full", world=world, schedule=schedule, together=together)
     ),
 )
 

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import math
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -58,7 +57,6 @@ class ExecutedCounts:
     sectors: float
     registers: int
     spill_bytes: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,6 @@ def _execute(run: Callable[[], Any], arch: str, problem: Problem, skip: str = ""
     def remember(module: Any, function: Any, name: str, group: dict[str, str], key: str) -> None:
         cubins[name] = Path(group[f"{name}.cubin"])
 
-    start = time.monotonic()
     with compiled_kernels(arch, count=True, check=False) as device:
         knobs.runtime.kernel_load_start_hook.add(remember)
         try:
@@ -180,7 +177,6 @@ def _execute(run: Callable[[], Any], arch: str, problem: Problem, skip: str = ""
         "wavefronts": (totals["shared units"] + totals["operand bytes"] / 128) / rows,
         "sectors": totals["global units"] / rows,
         **{name: max(x[name] for x in resources) for name in ("registers", "spill_bytes")},
-        "seconds": time.monotonic() - start,
     }
 
 

@@ -1,4 +1,4 @@
-// Runs when the page is ready. Arguments: cases, points, shown and runs (sources), chosen (a filter), filters, axes,
+// Runs when the page is ready. Arguments: cases, points and shown (sources), chosen (a filter), filters, axes,
 // entries (of the legend of baselines).
 const $ = (id) => document.getElementById(id);
 const rows = cases.data;
@@ -7,8 +7,7 @@ const rows = cases.data;
 function show(row) {
   const [start, stop] = [rows.start[row], rows.stop[row]], data = {};
   for (const [name, values] of Object.entries(points.data)) data[name] = values.slice(start, stop);
-  data.x = Array.from(data.run, (_, i) => i);
-  for (const name of ["time", "commit", "versions"]) data[name] = Array.from(data.run, (run) => runs.data[name][run]);
+  data.x = data.time.map((_, i) => i);
   shown.data = data;
   const labels = new Map(data.x.map((i) => [i, `${data.time[i].slice(0, 10)}\n${data.commit[i].slice(0, 9)}`]));
   for (const axis of axes) axis.major_label_overrides = labels;
