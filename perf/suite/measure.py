@@ -72,16 +72,13 @@ class Bench:
         """Measure all cases with contenders that compile fast; then the first size of each mask in SEARCHED
         with the flex variants that compile slowly. Return the number of failures."""
         measured = {point.case for point in self.resumed_points}
-        groups = self._group_problems([case for case in cases if case.name not in measured])
-        thorough_groups = self._select_thorough(cases)
-        self.journal.progress.add(sum(map(len, groups)))
+        quick_groups = self._group_problems([case for case in cases if case.name not in measured])
+        groups = [(group, QUICK[:1] if group[0].tier == "smoke" else QUICK) for group in quick_groups]
+        groups += [(group, [*QUICK, *THOROUGH]) for group in self._select_thorough(cases)]
+        self.journal.progress.add(sum(len(group) for group, _ in groups))
         slowest = 0.0
-        for group in groups:
-            variants = QUICK[:1] if group[0].tier == "smoke" else QUICK
+        for group, variants in groups:
             slowest = max(slowest, self._measure_in_budget(group, variants, slowest))
-        self.journal.progress.add(sum(map(len, thorough_groups)))
-        for group in thorough_groups:
-            slowest = max(slowest, self._measure_in_budget(group, [*QUICK, *THOROUGH], slowest))
         return self.failures
 
     def warm(self, cases: Sequence[Case]) -> None:

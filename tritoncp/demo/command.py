@@ -10,11 +10,13 @@ import click
 
 
 @click.command()
-@click.option("--steps", type=click.IntRange(1), default=12, show_default=True, help="Training steps.")
-@click.option("--seq-len", type=click.IntRange(16), default=1024, show_default=True, help="Bytes in a step.")
+@click.option("--steps", type=click.IntRange(1, 1000), default=12, show_default=True, help="Training steps.")
+@click.option(
+    "--seq-len", type=click.IntRange(16, 16384), default=1024, show_default=True, help="Bytes in a step."
+)
 @click.option(
     "--world-size",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 64),
     help="Local ranks. [default: one for each GPU, 4 for fewer than 2]",
 )
 @click.option(
