@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,7 @@ SHARED_BYTES = {
     "gfx942": 64 * KIB,
 }  # most shared memory of a CTA, by family
 TENSOR_COLUMNS = 512  # columns of sm_100's tensor memory
-# Heading of a column -> function from a row to its value.
-SHOWN: dict[str, Callable[[Row], Any]] = {
-    "kernel": lambda row: row["kernel"],
-    "D": lambda row: row["head_dim"],
-    "dtype": lambda row: row["dtype"],
-    "mask": lambda row: f"{row['variant']} ({row['source']})" if "source" in row else row["variant"],
-    "tiles": lambda row: tiles(row["config"]),
-    "regs": lambda row: row["registers"],
-    "spill": lambda row: row["spill_bytes"],
-    "shared": lambda row: row["shared_bytes"],
-    "matrix": lambda row: row["matrix"] or "–",
-    "TMA": lambda row: row["tma"] or "–",
-}
+SHOWN = ("kernel", "D", "dtype", "mask", "tiles", "regs", "spill", "shared", "matrix", "TMA")  # headings
 
 
 def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
@@ -271,7 +259,7 @@ def show(rows: Sequence[Row], console: Any) -> None:
         table = Table(*SHOWN, title=arch, box=None, padding=(0, 1), title_justify="left")
         for row in rows:
             if row["arch"] == arch:
-                table.add_row(*(_cell(of, row) for of in SHOWN.values()))
+                table.add_row(*map(str, _cells(row)))
         console.print(table)
     console.print(
         "\ntiles: M×N warps/stages, TMA if by descriptor; regs, spill (bytes): per thread; shared: bytes per "
@@ -280,8 +268,17 @@ def show(rows: Sequence[Row], console: Any) -> None:
     )
 
 
-def _cell(value_of: Callable[[Row], Any], row: Row) -> str:
-    try:
-        return str(value_of(row))
-    except KeyError:  # not compiled
-        return "–"
+def _cells(row: Row) -> list[Any]:
+    """Return the cells of a row, by SHOWN."""
+    variant = f"{row['variant']} ({row['source']})" if "source" in row else row["variant"]
+    cells = [row["kernel"], row["head_dim"], row["dtype"], variant]
+    if "failed" in row:
+        return [*cells, *"–" * (len(SHOWN) - len(cells))]
+    figures = (
+        row["registers"],
+        row["spill_bytes"],
+        row["shared_bytes"],
+        row["matrix"] or "–",
+        row["tma"] or "–",
+    )
+    return [*cells, tiles(row["config"]), *figures]
