@@ -22,24 +22,6 @@ class _Absent:
 ABSENT = _Absent()
 
 
-def captured_numbers(fn: Any) -> list[int | float]:
-    """Return the ints and floats in a function's closures, defaults and partial arguments."""
-    numbers: list[int | float] = []
-    visited: set[int] = set()
-
-    def collect(obj: Any) -> None:
-        if type(obj) in (int, float):
-            numbers.append(obj)
-        elif type(obj) in (tuple, list, functools.partial, types.FunctionType) and id(obj) not in visited:
-            visited.add(id(obj))
-            is_function = isinstance(obj, types.FunctionType)
-            for part in function_parts(obj) if is_function else take_apart(obj)[2]:  # type: ignore[index]
-                collect(part)
-
-    collect(fn)
-    return numbers
-
-
 class TensorReplacement(TorchFunctionMode):
     """Torch function mode that replaces tensor t by new[id(t)] in the arguments of operations.
 
@@ -68,28 +50,6 @@ def cell_value(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return ABSENT
-
-
-def function_parts(fn: types.FunctionType) -> list[Any]:
-    """Return the values of a function's cells, its positional and its keyword defaults."""
-    cells = map(cell_value, fn.__closure__ or ())
-    return [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-
-
-def empty_function(code: types.CodeType, scope: dict[str, Any], name: str) -> types.FunctionType:
-    """Make a function with empty closure cells. scope: its globals"""
-    return types.FunctionType(code, scope, name, None, tuple([types.CellType() for _ in code.co_freevars]))
-
-
-def fill_function(fn: types.FunctionType, keywords: tuple[str, ...], parts: list[Any]) -> types.FunctionType:
-    """Set the `function_parts` of an empty function and return it. keywords: names of the last parts"""
-    cells, split = fn.__closure__ or (), len(parts) - len(keywords)
-    for cell, part in zip(cells, parts):
-        if part is not ABSENT:
-            cell.cell_contents = part
-    fn.__defaults__ = tuple(parts[len(cells) : split]) or None
-    fn.__kwdefaults__ = dict(zip(keywords, parts[split:])) or None
-    return fn
 
 
 def take_apart(obj: Any) -> tuple[str, Any, list[Any]] | None:

@@ -72,10 +72,9 @@ def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool
     if isinstance(thing, BlockMask):
         values = [getattr(thing, name) for name in _BLOCK_MASK_FIELDS]
         return f'["blocks",{_constant_id(BlockMask)},{_flatten_all(values, tensors, ints)}]'
-    layout, symbols = _layout_of(thing, is_called)
+    layout, inner = _layout_of(thing, is_called)
     if layout[0] == "inside":
-        _flatten_all(symbols, tensors, ints)
-        return layout[1]
+        return f'["function",{layout[1]},{_flatten_all(inner, tensors, ints)}]'
     return _flatten_parts(thing, layout, tensors, ints)
 
 
@@ -111,8 +110,7 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
 
 
 def _part_of(thing: Any, place: str, name: Any) -> Any:
-    """Return a part of an object. (Under Dynamo `function_parts` fails with "Cell is empty", where it catches
-    the ValueError of an empty cell.)"""
+    """Return a part of an object. (Dynamo cannot catch the ValueError of an empty cell.)"""
     if place == "item":
         return thing[name]
     if place == "attribute":
@@ -129,9 +127,8 @@ def _handle(thing: Plan | Mask | TracedMask) -> Tensor:
     return thing.handle
 
 
-def _layout_of(thing: Any, is_called: bool) -> tuple[Layout, tuple[int | float, ...]]:
-    """Return (layout of an object, symbolic numbers that it captures if it is a function made in the
-    graph)."""
+def _layout_of(thing: Any, is_called: bool) -> tuple[Layout, tuple[Any, ...]]:
+    """Return (layout of an object, its parts if it is a function made in the graph)."""
     if not torch.compiler.is_dynamo_compiling():
         return layouts.layout_of(thing, is_called), ()
     from torch._dynamo.comptime import comptime
@@ -139,9 +136,9 @@ def _layout_of(thing: Any, is_called: bool) -> tuple[Layout, tuple[int | float, 
     from tritoncp.ops.graph import variables
 
     layout: Layout = ()
-    symbols: tuple[int | float, ...] = ()
+    parts: tuple[Any, ...] = ()
     comptime(variables.set_layout)  # sets these two
-    return layout, symbols
+    return layout, parts
 
 
 def _guard_identity(thing: Any) -> None:

@@ -13,7 +13,7 @@ Forms of a layout:
     ("parts", maker, number, ((place, name, layout), ...))
                                    a function, method, object or dict, by the parts that are read;
                                    `inputs.rebuild` makes it again by the maker's name
-    ("inside", structure)          a function that the graph makes, see :mod:`.variables`
+    ("inside", number)             a function that the graph makes, see :mod:`.variables`
     ("refuse", reason)             it cannot be part of a graph
 """
 
@@ -37,7 +37,7 @@ from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
 from tritoncp.mods.bytecode import ARGUMENT, CELL, GLOBAL, ITEM, Step, code_reads
-from tritoncp.mods.captures import ABSENT, cell_value, empty_function, fill_function, take_apart
+from tritoncp.mods.captures import ABSENT, cell_value, take_apart
 from tritoncp.mods.fingerprint import HEAP_TYPE, Fingerprint, read_step
 from tritoncp.planning.plan import Plan
 
@@ -81,15 +81,19 @@ def constant_of(number: int) -> Any:
 def register_function(
     code: types.CodeType, scope: dict[str, Any], name: str, keywords: tuple[str, ...]
 ) -> int:
-    """Register the constants of a function, all but its `function_parts`, and return their number. keywords:
-    names of the last of these parts"""
+    """Register the constants of a function and return their number. keywords: names of keyword defaults"""
     return register_constant((code, id(scope), keywords), (code, scope, name, keywords))
 
 
 def make_function(constant: tuple[Any, ...], parts: list[Any]) -> types.FunctionType:
-    """Make a function from the constants of `register_function` and its parts."""
-    *start, keywords = constant
-    return fill_function(empty_function(*start), keywords, parts)
+    """Make a function from the constants of `register_function` and its parts: values of closure cells, of
+    positional and of keyword defaults."""
+    code, scope, name, keywords = constant
+    count, split = len(code.co_freevars), len(parts) - len(keywords)
+    cells = [types.CellType() if part is ABSENT else types.CellType(part) for part in parts[:count]]
+    fn = types.FunctionType(code, scope, name, tuple(parts[count:split]) or None, tuple(cells))
+    fn.__kwdefaults__ = dict(zip(keywords, parts[split:])) or None
+    return fn
 
 
 def layout_of(thing: Any, is_called: bool = True) -> Layout:
