@@ -47,8 +47,8 @@ def install() -> None:
     tl.tensor.__init__ = initialise_tensor
     TritonSemantic.broadcast_impl_value = broadcast_unequal
     tl.core._unwrap_if_constexpr = unwrap_once
-    pairs = "copysign", "atan2", "hypot", "pow"
-    for name in (*LIBDEVICE, *pairs, "signbit", "trunc", "tanh"):
+    pairs = "copysign", "atan2", "fmod", "hypot", "pow"
+    for name in (*LIBDEVICE, *pairs, "trunc", "tanh"):
         setattr(libdevice, name, interpreted(getattr(torch, name)))
     libdevice.rint = interpreted(torch.round)
 

@@ -34,10 +34,10 @@ HEAP_TYPE = 1 << 9  # of a class's __flags__; not set for static types, which ar
 _tensor_facts = attrgetter("dtype", "shape", "requires_grad", "device")
 _COMPUTED = object()  # result of a function whose own reads enter the key
 _ATOMS = frozenset(
-    {bool, str, bytes, type(None), type(Ellipsis), type(NotImplemented), type(ABSENT), range}
+    {bool, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), type(ABSENT), range}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-_NUMBERS = frozenset({int, float, complex})
+_NUMBERS = frozenset({int, float})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _CONTAINERS = frozenset({tuple, list, dict, functools.partial, torch.Size})
 _PURE_MODULES = frozenset(
@@ -87,7 +87,7 @@ class ModState:
 
     key: hashable; equal keys mean equal graphs. None where the function can neither be compared nor recorded
     tensors: captured tensors in a fixed order
-    numbers: Python numbers read from globals and attributes
+    numbers: Python ints and floats that it reads
     incomparable: the state that has no key, in words; empty if there is none
     """
 
@@ -148,6 +148,7 @@ class Fingerprint(ModState):
         if kind in _TENSORS:
             return self._tensor(path, obj)
         if kind in _NUMBERS:
+            self.numbers.append(obj)
             return kind.__name__, repr(obj)
         if kind in _ATOMS:
             return kind, obj
@@ -227,8 +228,6 @@ class Fingerprint(ModState):
             if chain.steps:
                 value = self._follow(chain, chain_path, value)
             if value is not _COMPUTED:
-                if type(value) in (int, float) and (chain.kind != CELL or chain.steps):
-                    self.numbers.append(value)
                 self._entries.append((chain_path, self._value(chain_path, value)))
         return "function", place
 
@@ -274,6 +273,7 @@ def closure_state(fn: Any) -> ModState | None:
         return None
     entries: list[Any] = [("the function", fn.__code__)]
     tensors: list[torch.Tensor] = []
+    numbers: list[int | float] = []
     for path, place in code_reads(fn.__code__).cells:
         value = cell_value(fn.__closure__[place])  # type: ignore[index]
         kind = type(value)
@@ -281,12 +281,13 @@ def closure_state(fn: Any) -> ModState | None:
             entries.append((path, ("tensor", len(tensors), kind, _tensor_facts(value))))
             tensors.append(value)
         elif kind in _NUMBERS:
+            numbers.append(value)
             entries.append((path, (kind.__name__, repr(value))))
         else:
             return None
     if len(entries) == 1 or len(set(map(id, tensors))) < len(tensors):
         return None
-    return ModState((*entries, ("the function", ("function", 0))), tensors, ())
+    return ModState((*entries, ("the function", ("function", 0))), tensors, numbers)
 
 
 _CONSTRUCTORS = ("__init__", "__new__")  # methods that an enumeration may define

@@ -112,18 +112,6 @@ class Mod:
         """
         return arguments(self.tensors if tensors is None else tensors, self.numbers)
 
-    def dcaps(self, grads: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return the `dcaps` argument of a kernel: buffers for the gradients of `tensors[i] for i in wants`.
-
-        grads: zeroed, of the shapes of these tensors, float32 (float64 for float64 captures); or int64
-        accumulators of `deterministic_sum.buffer`
-        """
-        expected = [tuple(self.tensors[i].shape) for i in self.wants]
-        shapes = [tuple(g.shape[:-1] if g.dtype is torch.int64 else g.shape) for g in grads]
-        if shapes != expected:
-            raise ValueError(f"gradient buffers of shapes {expected} are needed; dcaps() was given {shapes}")
-        return gradient_arguments(grads)
-
     @classmethod
     def from_triton(
         cls,
@@ -182,7 +170,11 @@ def arguments(tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> tupl
 
 
 def gradient_arguments(grads: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The `dcaps` argument of a kernel for these buffers, see :meth:`Mod.dcaps`."""
+    """Return the `dcaps` argument of a kernel: buffers for the gradients of `tensors[i] for i in wants`.
+
+    grads: zeroed, of the shapes of these tensors, float32 (float64 for float64 captures); or int64
+    accumulators of `deterministic_sum.buffer`
+    """
     return tuple(
         [
             (g, tuple(g.shape[:-1]), tuple(g.stride()[:-1])) if g.dtype is torch.int64 else _argument(g)

@@ -34,11 +34,11 @@ def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torc
         return fingerprint
     _warn_incomparable(fn, fingerprint.incomparable)
     device = next((t.device for t in fingerprint.tensors if t.ndim), torch.device("cpu"))
-    recording = record(fn, is_score, dtype, device)
+    numbers, recording = fingerprint.numbers, record(fn, is_score, dtype, device)
     if recording is None:
-        return ModState(None, fingerprint.tensors, (), fingerprint.incomparable)
+        return ModState(None, fingerprint.tensors, numbers, fingerprint.incomparable)
     operations, tensors = recording
-    return ModState(("recording", operations), tensors, (), fingerprint.incomparable)
+    return ModState(("recording", operations), tensors, numbers, fingerprint.incomparable)
 
 
 _WARNED: set[tuple[str, str]] = set()

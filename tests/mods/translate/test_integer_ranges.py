@@ -54,7 +54,7 @@ def test_shifts(a: IntegerRange, amount: int) -> None:
         (integer_ranges.shift_left, int.__lshift__),
         (integer_ranges.shift_right, int.__rshift__),
     ):
-        low, high = bound(a, amount)
+        low, high = bound(a, IntegerRange(amount, amount))
         assert all(low <= move(value, amount) <= high for value in range(a.lo, a.hi + 1))
 
 

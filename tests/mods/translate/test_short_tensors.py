@@ -21,7 +21,6 @@ from tritoncp.reference.dense import dense_attention
 G = torch.Generator().manual_seed(4)
 A, B = learn(12, 8), learn(12, 8)
 HEADS, W, TABLE = learn(2, 12, 8), learn(8), learn(2, 12)
-LAST = torch.tensor([[0], [3]])
 CAPTURES = A, B, HEADS, W, TABLE
 F = torch.nn.functional
 

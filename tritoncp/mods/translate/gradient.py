@@ -41,7 +41,6 @@ from tritoncp.mods.translate.symbolic import (
     fixed_dim,
     weak_scalar,
 )
-from tritoncp.mods.translate.view_ops import permutation
 
 
 class GradientScope(NamedTuple):
@@ -274,7 +273,7 @@ def _view(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
 
 def _permute(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     value = inputs[0]
-    order = permutation(node, len(value.shape))
+    order = [int(d) % len(value.shape) for d in node.args[1]]  # type: ignore
     return _map_indices(value, tuple(value.shape[i] for i in order), lambda i: (i[d] for d in order))
 
 
@@ -294,9 +293,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "add": _add,
     "sum": _sum,
     "permute": _permute,
-    "transpose": _permute,
-    "t": _permute,
     "expand": _expand,
-} | dict.fromkeys(("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze"), _view) | dict.fromkeys(
-    ("clone", "detach", "alias", "contiguous"), _identity
+} | dict.fromkeys(("view", "_unsafe_view", "squeeze", "unsqueeze"), _view) | dict.fromkeys(
+    ("clone", "detach", "alias"), _identity
 )  # fmt: skip

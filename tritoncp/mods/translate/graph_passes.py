@@ -1,5 +1,5 @@
-"""Passes over the aten graph of a mod: removal of in-place edits, lifting of captured numbers to inputs,
-splitting by outputs, and torch's decompositions of operations without a rule."""
+"""Passes over the aten graph of a mod: removal of in-place edits, splitting by outputs, and torch's
+decompositions of operations without a rule."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tritoncp.core.tracing import GraphRecorder
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.translate.index_maps import check_length
-from tritoncp.mods.translate.number_captures import Place
-from tritoncp.mods.translate.view_ops import op_base_name
+from tritoncp.mods.translate.view_ops import op_name
 
 aten = torch.ops.aten
 
@@ -89,24 +88,6 @@ def _erase_unused_nodes(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def lift_numbers(
-    graph: fx.Graph, values: Sequence[int | float], places: dict[Place, int]
-) -> tuple[int | float, ...]:
-    """Replace constants that are captured numbers by inputs n0, n1, ...; return these numbers in order.
-
-    places: (node, argument) of a constant -> index in ``values``; nodes are numbered as before the call
-    """
-    nodes, numbers = list(graph.nodes), dict[int, fx.Node]()
-    last_input = next(node for node in reversed(nodes) if node.op == "placeholder")
-    for (position, argument), number in places.items():
-        if number not in numbers:
-            with graph.inserting_after(last_input):
-                last_input = numbers[number] = graph.placeholder(f"n{len(numbers)}")
-            last_input.meta["number"] = values[number]
-        nodes[position].update_arg(argument, numbers[number])
-    return tuple(values[number] for number in numbers)
-
-
 # -- outputs ---------------------------------------------------------------------------------------------
 
 
@@ -155,21 +136,16 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         for op, decomposition in global_decomposition_table["post_autograd"].items()
         if isinstance(op, torch._ops.OpOverload)
     }
-    products = (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
-    return table | dict.fromkeys(products, _sum_of_products) | {
+    return table | {
+        aten.mm.default: _sum_of_products,
+        aten.bmm.default: _sum_of_products,
         aten.max.default: lambda x: x.amax(),
         aten.min.default: lambda x: x.amin(),
-        aten.max.dim: lambda x, dim, keepdim=False: (x.amax(dim, keepdim), x.argmax(dim, keepdim)),
-        aten.min.dim: lambda x, dim, keepdim=False: (x.amin(dim, keepdim), x.argmin(dim, keepdim)),
         aten.cumsum.default: lambda x, dim, dtype=None: _cumulate(torch.add, x, dim, dtype),
         aten.cumprod.default: lambda x, dim, dtype=None: _cumulate(torch.mul, x, dim, dtype),
-        aten.gather.default: lambda x, dim, index, sparse_grad=False: x[_along(x, dim, index)],
-        aten.scatter.src: _scatter,
-        aten.scatter.value: _scatter,
         aten.split.Tensor: lambda x, size, dim=0: [
             x.narrow(dim, i, min(size, x.shape[dim] - i)) for i in range(0, x.shape[dim], size)
         ],
-        aten.split_with_sizes.default: _split,
         aten.mean.default: _mean,
         aten.mean.dim: _mean,
         aten.var.correction: _variance,
@@ -177,6 +153,11 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.var_mean.correction: lambda x, dim=None, *, correction=1, keepdim=False: (
             _variance(x, dim, correction=correction, keepdim=keepdim), _mean(x, dim, keepdim)
         ),
+        aten.sign.default: _sign,
+        aten.signbit.default: lambda x: torch.copysign(torch.ones_like(x), x) < 0,
+        aten.flip.default: _flip,
+        aten.fmax.default: lambda a, b: torch.where(b.isnan() | (a >= b), a, b),
+        aten.fmin.default: lambda a, b: torch.where(b.isnan() | (a <= b), a, b),
         aten.softshrink_backward.default: _shrink_backward,
         aten.hardshrink_backward.default: _shrink_backward,
     }  # fmt: skip
@@ -185,10 +166,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     """Decompose a @ b into products and a sum, in float32 for half precisions."""
     wide = torch.float32 if a.is_floating_point() and a.itemsize == 2 else a.dtype
-    x, y = a.to(wide), b.to(wide)
-    if b.ndim == 1:
-        return (x * y).sum(-1).to(a.dtype)
-    return (x.unsqueeze(-1) * y.unsqueeze(-3)).sum(-2).to(a.dtype)
+    return (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2).to(a.dtype)
 
 
 def _cumulate(step: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
@@ -200,24 +178,6 @@ def _cumulate(step: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tens
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize == 2 else dtype
     parts = itertools.accumulate(x.to(wide).unbind(dim), step)
     return torch.stack(list(parts), dim).to(dtype)
-
-
-def _along(x: Tensor, dim: int, index: Tensor) -> tuple[Tensor, ...]:
-    """Return the indices of the elements that `torch.gather` reads, for advanced indexing."""
-    places = [torch.arange(size, device=x.device) for size in index.shape]
-    shapes = [[-1 if i == d else 1 for i in range(x.ndim)] for d in range(x.ndim)]
-    dim %= max(x.ndim, 1)
-    return tuple(index if d == dim else places[d].view(shape) for d, shape in enumerate(shapes))
-
-
-def _scatter(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Tensor:
-    """Decompose a scatter of one value along a dimension, as in the gradient of torch.max."""
-    if not x.ndim:
-        return torch.where(index == 0, value, x)
-    if [*index.shape] != [1 if d == dim % x.ndim else size for d, size in enumerate(x.shape)]:
-        raise NotImplementedError("a scatter of several elements along a dimension")
-    shape = [-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]
-    return torch.where(index == torch.arange(x.shape[dim], device=x.device).view(shape), value, x)
 
 
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -237,8 +197,14 @@ def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool 
     return (squares.sum(dims, keepdim) / max(count - correction, 0)).to(x.dtype)
 
 
-def _split(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
-    return [x.narrow(dim, end - size, size) for size, end in zip(sizes, itertools.accumulate(sizes))]
+def _sign(x: Tensor) -> Tensor:
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+def _flip(x: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in dims:
+        x = x.movedim(dim, 0)[torch.arange(x.shape[dim] - 1, -1, -1, device=x.device)].movedim(0, dim)
+    return x
 
 
 def _shrink_backward(grad: Tensor, x: Tensor, bound: float) -> Tensor:
@@ -253,7 +219,7 @@ def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:
     if node.target not in decompositions():
         return None
     if "decomposition" not in node.meta:
-        table = {op: f for op, f in decompositions().items() if op_base_name(op) not in ruled}
+        table = {op: f for op, f in decompositions().items() if op_name(op) not in ruled}
         inputs = node.all_input_nodes
 
         def call(*values: Tensor) -> Any:

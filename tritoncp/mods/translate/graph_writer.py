@@ -45,16 +45,14 @@ _INPUTS = {
     "q_idx": frozenset({"q"}),
     "kv_idx": frozenset({"kv"}),
 }
-_IDENTITIES = frozenset(
-    ["clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous", "positive", "view_as"]
-)
+_IDENTITIES = frozenset(["clone", "detach", "alias", "lift_fresh_copy", "lift_fresh"])
 _FILL_VALUES = {
-    **dict.fromkeys(("zeros", "new_zeros", "zeros_like", "_efficientzerotensor"), 0),
+    **dict.fromkeys(("zeros_like", "_efficientzerotensor"), 0),
     **dict.fromkeys(("empty", "new_empty", "empty_like", "empty_permuted", "empty_strided"), 0),
-    **dict.fromkeys(("ones", "new_ones", "ones_like"), 1),
+    "ones_like": 1,
 }
 _FILL_POSITIONS = {"scalar_tensor": 0, "full": 1, "full_like": 1, "new_full": 2}  # of the argument
-_RULED = frozenset(["arange", "where", "clamp", "copy", "to"]).union(
+_RULED = frozenset(["iota", "where", "clamp", "copy"]).union(
     _FILL_POSITIONS, _IDENTITIES, _FILL_VALUES, UNARY, BINARY, COMPARE, VIEWS, SHORT_TENSORS, gradient.RULES
 )
 
@@ -163,7 +161,7 @@ class GraphWriter:
         return argument
 
     def _operation(self, node: fx.Node) -> Value | None:
-        name = op_name(node)
+        name = op_name(node.target)
         result = node.meta.get("val")
         inputs = [self._value(a) for a in node.args]
         if node.target is operator.getitem:
@@ -186,8 +184,8 @@ class GraphWriter:
         assert isinstance(result, Tensor), "an operation that gives several results"
         if name in _IDENTITIES:
             return inputs[0]
-        if name == "arange":
-            return self._arange(node, result)
+        if name == "iota":
+            return self._iota(node, result)
         view = VIEWS.get(name)
         if view is not None:
             return view(self.block, node, inputs, result)
@@ -215,11 +213,8 @@ class GraphWriter:
         shape = tuple(fixed_dim(size) for size in result.shape)
         return Lazy(shape, result.dtype, lambda _: value, value.const)
 
-    def _arange(self, node: fx.Node, result: Tensor) -> Lazy:
-        bounds = [a for a in node.args if isinstance(a, int)]
-        if len(bounds) != len(node.args) or result.dtype.is_floating_point:
-            raise NotImplementedError("a range with bounds that are not Python integers")
-        start, step = (bounds[0] if len(bounds) > 1 else 0), (bounds[2] if len(bounds) > 2 else 1)
+    def _iota(self, node: fx.Node, result: Tensor) -> Lazy:
+        start, step = int(node.kwargs["start"]), int(node.kwargs["step"])  # type: ignore[arg-type]
 
         def place(indices: Indices) -> Scalar:
             (index,) = indices
@@ -257,7 +252,7 @@ class GraphWriter:
             return (lambda c, a, b: where(block, dtype, c, a, b)), inputs
         if name == "copy":
             return (lambda a, b: block.convert(b, dtype)), inputs[:2]
-        if name in ("_to_copy", "to", "convert_element_type"):
+        if name in ("_to_copy", "convert_element_type"):
             return (lambda a: block.convert(a, dtype)), inputs[:1]
         if name == "clamp":
             return self._clamp(dtype, inputs)

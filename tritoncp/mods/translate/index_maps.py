@@ -28,7 +28,6 @@ from tritoncp.mods.translate.symbolic import (
 # gradient compile for sm_90 in 4 s for 16 elements, 19 s for 64, 117 s for 128 (tiles of 32 x 32).
 MAX_UNROLLED = 64
 ZERO = Index(constant(0, torch.int64), None)
-_ANY = IntegerRange(0, 2**63 - 1)
 
 
 class TooLong(NotImplementedError):
@@ -53,9 +52,14 @@ def check_length(size: int) -> None:
         raise TooLong(size)
 
 
-def constant_index(position: int) -> Index:
-    """Return a constant Index, which is in range."""
-    return Index(constant(position, torch.int64), None)
+def constant_index(position: int, valid: str | None = None) -> Index:
+    """Return a constant Index."""
+    return Index(constant(position, torch.int64), valid)
+
+
+def variable_index(name: str, axes: frozenset[str], valid: str | None, rep: str = "int64") -> Index:
+    """Return the Index of a variable in the emitted source."""
+    return Index(Scalar(name, torch.int64, rep, IntegerRange(0, 2**63 - 1), None, axes), valid)
 
 
 def element_at(value: Scalar | Lazy, indices: Indices, out_rank: int) -> Scalar:
@@ -82,15 +86,13 @@ def broadcast(shape: Sequence[int], values: Sequence[Scalar | Lazy | Sparse]) ->
 def wrap(block: Block, dim: Dim, index: Scalar) -> Index:
     """Convert a user's index into a dimension: a negative one counts from the end, with a bounds check."""
     if index.const is not None and dim.text.isdigit():
-        position = int(index.const) % dim.size if -dim.size <= index.const < dim.size else 0
-        return Index(constant(position, torch.int64), None)
+        return constant_index(int(index.const) % dim.size if -dim.size <= index.const < dim.size else 0)
     assert index.range is not None, "an index is an integer"
     text = index.text if index.const is None else str(int(index.const))
     if index.range.lo >= 0:
         return Index(index, f"({text} < {dim.text})")
     name = block.name(f"wrap({text}, {dim.text})", "wrapped")
-    place = Scalar(name, torch.int64, "index", _ANY, None, index.axes)
-    return Index(place, f"inside({name}, {dim.text})")
+    return variable_index(name, index.axes, f"inside({name}, {dim.text})", "index")
 
 
 def gather(block: Block, source: Lazy, indices: Sequence[Scalar | Lazy | None]) -> Scalar | Lazy:
@@ -120,15 +122,15 @@ def _common_shape(values: Sequence[Scalar | Lazy]) -> tuple[Dim, ...]:
 
 
 def shift(block: Block, index: Index, start: int, step: int) -> Index:
-    """Return start + index * step, for start >= 0."""
+    """Return start + index * step."""
     if (start, step) == (0, 1):
         return index
     if index.at.const is not None:
-        return Index(constant(start + step * int(index.at.const), torch.int64), index.valid)
+        return constant_index(start + step * int(index.at.const), index.valid)
     text = as_rep(index.at, "int64")
     text = text if step == 1 else f"{text} * {step}"
     text = block.name(text if not start else f"{start} + {text}", "moved")
-    return Index(Scalar(text, torch.int64, "int64", _ANY, None, index.at.axes), index.valid)
+    return variable_index(text, index.at.axes, index.valid)
 
 
 def reshape(block: Block, indices: Indices, old: Sequence[int], new: Sequence[int]) -> Indices:
@@ -151,7 +153,7 @@ def reshape(block: Block, indices: Indices, old: Sequence[int], new: Sequence[in
         stride = math.prod(new[i + 1 :])
         text = f"{flat} // {stride}" if i == 0 else f"({flat} // {stride}) % {size}"
         name = block.name(text, "unravelled")
-        out.append(Index(Scalar(name, torch.int64, "int64", _ANY, None, axes), check))
+        out.append(variable_index(name, axes, check))
     return tuple(out)
 
 

@@ -10,6 +10,11 @@ dtype wraps around, so its interval becomes that of the dtype.
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
+from collections.abc import Callable
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -24,9 +29,6 @@ class IntegerRange(NamedTuple):
     def fits(self, bits: int) -> bool:
         """Return whether all values fit in a signed integer of this many bits."""
         return -(1 << (bits - 1)) <= self.lo and self.hi < 1 << (bits - 1)
-
-    def within(self, other: IntegerRange) -> bool:
-        return other.lo <= self.lo and self.hi <= other.hi
 
 
 INDEX = IntegerRange(0, 2**30 - 1)
@@ -43,59 +45,37 @@ def wrap_interval(exact: IntegerRange, dtype: torch.dtype) -> IntegerRange:
     """Return the interval of a result that wraps to `dtype`. exact: its interval before wrapping"""
     limits = dtype_interval(dtype)
     assert limits is not None, f"{dtype} is no integer type"
-    return exact if exact.within(limits) else limits
+    return exact if limits.lo <= exact.lo and exact.hi <= limits.hi else limits
 
 
-def _hull(*corners: int) -> IntegerRange:
-    """The smallest interval that holds all corners."""
-    return IntegerRange(min(corners), max(corners))
+def _bounds_at_ends(operation: Callable[..., int]) -> Callable[..., IntegerRange]:
+    """Make the interval of an operation that is monotone in each operand on either side of zero: its extreme
+    values are at the ends of intervals, or at -1, 0 and 1 inside of them."""
+
+    def interval(*operands: IntegerRange) -> IntegerRange:
+        places = [{*ends, *(x for x in (-1, 0, 1) if ends.lo <= x <= ends.hi)} for ends in operands]
+        values = [operation(*place) for place in itertools.product(*places)]
+        return IntegerRange(min(values), max(values))
+
+    return interval
 
 
-def add(a: IntegerRange, b: IntegerRange) -> IntegerRange:
-    return IntegerRange(a.lo + b.lo, a.hi + b.hi)
-
-
-def sub(a: IntegerRange, b: IntegerRange) -> IntegerRange:
-    return IntegerRange(a.lo - b.hi, a.hi - b.lo)
-
-
-def mul(a: IntegerRange, b: IntegerRange) -> IntegerRange:
-    return _hull(a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi)
-
-
-def neg(a: IntegerRange) -> IntegerRange:
-    return IntegerRange(-a.hi, -a.lo)
-
-
-def absolute(a: IntegerRange) -> IntegerRange:
-    return a if a.lo >= 0 else neg(a) if a.hi <= 0 else IntegerRange(0, max(-a.lo, a.hi))
-
-
-def maximum(a: IntegerRange, b: IntegerRange) -> IntegerRange:
-    return IntegerRange(max(a.lo, b.lo), max(a.hi, b.hi))
-
-
-def minimum(a: IntegerRange, b: IntegerRange) -> IntegerRange:
-    return IntegerRange(min(a.lo, b.lo), min(a.hi, b.hi))
+add = _bounds_at_ends(operator.add)
+sub = _bounds_at_ends(operator.sub)
+mul = _bounds_at_ends(operator.mul)
+neg = _bounds_at_ends(operator.neg)
+absolute = _bounds_at_ends(abs)
+maximum = _bounds_at_ends(max)
+minimum = _bounds_at_ends(min)
+shift_left = _bounds_at_ends(operator.lshift)
+shift_right = _bounds_at_ends(operator.rshift)
+# A division by zero gives the dividend: helpers then divide by one.
+floor_div = _bounds_at_ends(lambda a, b: a // (b or 1))
+trunc_div = _bounds_at_ends(lambda a, b: math.trunc(Fraction(a, b or 1)))
 
 
 def union(a: IntegerRange, b: IntegerRange) -> IntegerRange:
-    return _hull(*a, *b)
-
-
-def floor_div(a: IntegerRange, b: IntegerRange) -> IntegerRange:
-    """The interval of floor(a / b); a division by zero gives the dividend, as helpers then divide by one."""
-    divisors = [d for d in (b.lo, b.hi, -1, 1) if d and b.lo <= d <= b.hi]
-    if b.lo <= 0 <= b.hi:
-        divisors.append(1)
-    return _hull(*(n // d for n in a for d in divisors))
-
-
-def trunc_div(a: IntegerRange, b: IntegerRange) -> IntegerRange:
-    bound = max(abs(a.lo), abs(a.hi))
-    if a.lo >= 0 and b.lo >= 0:
-        return IntegerRange(a.lo // max(b.hi, 1), a.hi // max(b.lo, 1))
-    return IntegerRange(-bound, bound)
+    return IntegerRange(min(a.lo, b.lo), max(a.hi, b.hi))
 
 
 def remainder(a: IntegerRange, b: IntegerRange) -> IntegerRange:
@@ -117,11 +97,3 @@ def bits(a: IntegerRange, b: IntegerRange) -> IntegerRange:
         return IntegerRange(0, (1 << max(a.hi.bit_length(), b.hi.bit_length())) - 1)
     width = max(v.bit_length() for v in (a.lo, a.hi, b.lo, b.hi)) + 1
     return IntegerRange(-(1 << width), (1 << width) - 1)
-
-
-def shift_left(a: IntegerRange, amount: int) -> IntegerRange:
-    return IntegerRange(a.lo << amount, a.hi << amount)
-
-
-def shift_right(a: IntegerRange, amount: int) -> IntegerRange:
-    return IntegerRange(a.lo >> amount, a.hi >> amount)

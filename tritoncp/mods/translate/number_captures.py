@@ -19,35 +19,31 @@ _NUMBER_OPS = frozenset(
     | {"bitwise_and", "bitwise_or", "bitwise_xor"}
 )
 
-Place = tuple[int, int]  # (index of the node, index of the argument)
 
+def lift_numbers(graph: fx.Graph, captured: Sequence[int | float]) -> tuple[int | float, ...]:
+    """Replace constants that are captured numbers by inputs n0, n1, ...; return these numbers in order.
 
-def number_places(
-    graph: fx.Graph, captured: Sequence[int | float], read: Sequence[int | float]
-) -> dict[Place, int]:
-    """Return {place of a constant: index in `[*captured, *read]` of the number that it equals}.
-
-    captured: numbers in closures, defaults and partial arguments
-    read: numbers from globals and attributes
-
-    0 and 1 remain constants, since equality with them is mostly chance. So do integers of `read` in addresses
-    of captured tensors, mostly sizes and offsets: with one as an argument, the forward kernel of a bias table
+    0 and 1 remain constants, since equality with them is mostly chance. So do integers in addresses of
+    captured tensors, mostly sizes and offsets: with one as an argument, the forward kernel of a bias table
     spilled 32 bytes, instead of none with 241 registers.
     """
-    places: dict[Place, int] = {}
-    addresses = _address_nodes(graph)
-    values = [(type(number), number) for number in (*captured, *read)]
-    for i, node in enumerate(graph.nodes if values else ()):
-        for key, constant in enumerate(node.args):
+    inputs: dict[tuple[type, int | float], fx.Node] = {}
+    addresses, values = _address_nodes(graph), {(type(number), number) for number in captured}
+    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for node in list(graph.nodes) if values else ():
+        for place, constant in enumerate(node.args):
             value = type(constant), constant
             if type(constant) not in (int, float) or constant in (0, 1) or value not in values:
                 continue
-            position = values.index(value)
-            if type(constant) is int and node in addresses and position >= len(captured):
+            is_offset = type(constant) is int and node in addresses
+            if is_offset or not _takes_number(node, place, constant):
                 continue
-            if _takes_number(node, key, constant):
-                places[i, key] = position
-    return places
+            if value not in inputs:
+                with graph.inserting_after(last_input):
+                    last_input = inputs[value] = graph.placeholder(f"n{len(inputs)}")
+                last_input.meta["number"] = constant
+            node.update_arg(place, inputs[value])
+    return tuple(number for _, number in inputs)
 
 
 def _address_nodes(graph: fx.Graph) -> set[fx.Node]:

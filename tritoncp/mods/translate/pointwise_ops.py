@@ -85,11 +85,6 @@ def _bitwise_rule(symbol: str, hint: str) -> Rule:
     return _two_operands(hint, interval=integer_ranges.bits, ints=text, bools=text)
 
 
-def _logical_rule(symbol: str, hint: str) -> Rule:
-    rule = _bitwise_rule(symbol, hint)
-    return lambda block, dtype, a, b: rule(block, torch.bool, truth(block, a), truth(block, b))
-
-
 def truth(block: Block, value: Scalar) -> Scalar:
     """Emit value != 0; a bool is returned unchanged."""
     return (
@@ -127,9 +122,9 @@ def _divide(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
     return block.float_scalar(f"{_operand(a, rep, b)} / {_operand(b, rep, a)}", "quotient", dtype, a, b)
 
 
-def _extreme_rule(name: str, floats: str, interval: Intervals) -> Rule:
-    """Make the rule of maximum or minimum. floats: template for floats, which has the treatment of NaN"""
-    bools = "{a} | {b}" if name == "maximum" else "{a} & {b}"
+def _extreme_rule(name: str, interval: Intervals, bools: str) -> Rule:
+    """Make the rule of maximum or minimum, which are NaN where an operand is."""
+    floats = f"tl.{name}({{a}}, {{b}}, propagate_nan=tl.PropagateNan.ALL)"
     return _two_operands(name[:3], floats, interval, ints=f"tl.{name}({{a}}, {{b}})", bools=bools)
 
 
@@ -175,7 +170,7 @@ def _shift_rule(left: bool) -> Rule:
         name, symbol = ("shift_left", "<<") if left else ("shift_right", ">>")
         if isinstance(amount, int) and 0 <= amount < width:
             move = integer_ranges.shift_left if left else integer_ranges.shift_right
-            rep, result = _integer_type(block, dtype, move(a.range, amount), a, b)  # type: ignore[arg-type]
+            rep, result = _integer_type(block, dtype, move(a.range, b.range), a, b)
             rep = rep if amount < 32 else opmath(dtype)
             return block.scalar(f"{as_rep(a, rep)} {symbol} {amount}", "shifted", dtype, rep, result, a)
         rep = opmath(dtype)
@@ -185,9 +180,6 @@ def _shift_rule(left: bool) -> Rule:
     return rule
 
 
-_NAN = "{a}, {b}, propagate_nan=tl.PropagateNan.ALL"
-_MAXIMUM = _extreme_rule("maximum", f"tl.maximum({_NAN})", integer_ranges.maximum)
-_MINIMUM = _extreme_rule("minimum", f"tl.minimum({_NAN})", integer_ranges.minimum)
 _FLOOR_DIVIDE = _two_operands(
     "quotient", "float_floor_div({a}, {b})", integer_ranges.floor_div, "floor_div({a}, {b})",
     naturals="{x} // {y}",
@@ -211,14 +203,10 @@ BINARY: dict[str, Rule] = {
         "rest", "remainder({a}, {b})", integer_ranges.remainder, "floor_mod({a}, {b})", naturals="{x} % {y}"
     ),
     "fmod": _two_operands(
-        "rest", "fmod({a}, {b})", integer_ranges.fmod, "trunc_mod({a}, {b})", naturals="{x} % {y}"
+        "rest", "libdevice.fmod({a}, {b})", integer_ranges.fmod, "trunc_mod({a}, {b})", naturals="{x} % {y}"
     ),
-    "maximum": _MAXIMUM,
-    "minimum": _MINIMUM,
-    "clamp_min": _MAXIMUM,
-    "clamp_max": _MINIMUM,
-    "fmax": _extreme_rule("maximum", "fmax({a}, {b})", integer_ranges.maximum),
-    "fmin": _extreme_rule("minimum", "fmin({a}, {b})", integer_ranges.minimum),
+    "maximum": _extreme_rule("maximum", integer_ranges.maximum, "{a} | {b}"),
+    "minimum": _extreme_rule("minimum", integer_ranges.minimum, "{a} & {b}"),
     "copysign": _two_operands("signed", "libdevice.copysign({a}, {b})"),
     "hypot": _two_operands("hypotenuse", "libdevice.hypot({a}, {b})"),
     "atan2": _two_operands("angle", "libdevice.atan2({a}, {b})"),
@@ -226,16 +214,10 @@ BINARY: dict[str, Rule] = {
     "bitwise_and": _bitwise_rule("&", "both"),
     "bitwise_or": _bitwise_rule("|", "either"),
     "bitwise_xor": _bitwise_rule("^", "differ"),
-    "logical_and": _logical_rule("&", "both"),
-    "logical_or": _logical_rule("|", "either"),
-    "logical_xor": _logical_rule("^", "differ"),
     "bitwise_left_shift": _shift_rule(True),
     "bitwise_right_shift": _shift_rule(False),
     "__lshift__": _shift_rule(True),
     "__rshift__": _shift_rule(False),
-    "__and__": _bitwise_rule("&", "both"),
-    "__or__": _bitwise_rule("|", "either"),
-    "__xor__": _bitwise_rule("^", "differ"),
 }
 
 COMPARE: dict[str, Rule] = {
@@ -283,67 +265,39 @@ def _signed_rule(template: str, hint: str, interval: Callable[[IntegerRange], In
 def _invert(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
     if dtype is torch.bool:
         return block.scalar(f"~{as_rep(a, 'int1')}", "negation", dtype, "int1", dtype_interval(dtype), a)
-    complement = integer_ranges.sub(IntegerRange(-1, -1), a.range)  # type: ignore[arg-type]
+    complement = integer_ranges.sub(IntegerRange(-1, -1), a.range)
     result = complement if dtype is not torch.uint8 else dtype_interval(dtype)
     return block.scalar(f"~{as_rep(a, a.rep)}", "negation", dtype, a.rep, result, a)
 
 
-def _float_test_rule(template: str, hint: str, of_integers: bool) -> Rule:
-    def rule(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
-        if not a.dtype.is_floating_point:
-            return constant(of_integers, torch.bool)
-        return block.comparison(template.format(as_rep(a, opmath(a.dtype))), hint, a)
-
-    return rule
-
-
-def _signbit(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
-    if a.dtype.is_floating_point:
-        text = as_rep(a, opmath(a.dtype))
-        return block.comparison(f"libdevice.signbit({text}) != 0", "is_negative", a)
-    return COMPARE["lt"](block, a.dtype, a, constant(0, a.dtype))
-
-
 # Functions of CUDA's and AMD's libdevice with the name of the aten operation.
 LIBDEVICE = (
-    "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "erfinv", "lgamma",
+    "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "erfinv", "expm1",
+    "lgamma", "log10", "log1p",
 )  # fmt: skip
-
-_SIGN = _signed_rule("sign({})", "sign_of", lambda a: IntegerRange(-1, 1))
 
 UNARY: dict[str, Rule] = {
     "neg": _signed_rule("-{}", "negated", integer_ranges.neg),
     "abs": _signed_rule("tl.abs({})", "size", integer_ranges.absolute),
-    "sign": _SIGN,
-    "sgn": _SIGN,
     "bitwise_not": _invert,
-    "logical_not": lambda block, dtype, a: _invert(block, torch.bool, truth(block, a)),
     "relu": lambda block, dtype, a: BINARY["maximum"](block, dtype, a, constant(0, dtype)),
     "reciprocal": lambda block, dtype, a: _divide(block, dtype, constant(1.0, dtype), a),
     "exp": _function_rule("tl.exp({})", "exp"),
     "exp2": _function_rule("tl.exp2({})", "exp2"),
-    "expm1": _function_rule("expm1({})", "grown"),
     "log": _function_rule("tl.log({})", "log"),
     "log2": _function_rule("tl.log2({})", "log2"),
-    "log10": _function_rule("tl.log2({}) * 0.30102999566398120", "log10"),
-    "log1p": _function_rule("log1p({})", "log_one_plus"),
     "sqrt": _function_rule("tl.sqrt({})", "root", "tl.sqrt_rn({})"),
     "rsqrt": _function_rule("tl.rsqrt({})", "inverse_root"),
     "sin": _function_rule("tl.sin({})", "sine"),
     "cos": _function_rule("tl.cos({})", "cosine"),
     "erf": _function_rule("tl.erf({})", "erf"),
     "tanh": _function_rule("tanh({})", "tanh_of"),
-    "sigmoid": _function_rule("sigmoid({})", "sigmoid_of"),
+    "sigmoid": _function_rule("tl.sigmoid({})", "sigmoid_of"),
     **{name: _function_rule(f"libdevice.{name}({{}})", f"{name}_of") for name in LIBDEVICE},
     "floor": _rounding_rule("tl.floor({})", "floor"),
     "ceil": _rounding_rule("tl.ceil({})", "ceil"),
     "trunc": _rounding_rule("libdevice.trunc({})", "whole"),
-    "fix": _rounding_rule("libdevice.trunc({})", "whole"),
     "round": _rounding_rule("libdevice.rint({})", "nearest"),
-    "signbit": _signbit,
-    "isnan": _float_test_rule("{0} != {0}", "is_nan", False),
-    "isinf": _float_test_rule('tl.abs({}) == float("inf")', "is_inf", False),
-    "isfinite": _float_test_rule('tl.abs({}) < float("inf")', "is_finite", True),
 }
 
 

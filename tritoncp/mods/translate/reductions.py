@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tritoncp.mods.translate.index_maps import check_length, constant_index
-from tritoncp.mods.translate.integer_ranges import IntegerRange
-from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, where
+from tritoncp.mods.translate.index_maps import check_length, constant_index, shift
+from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, truth, where
 from tritoncp.mods.translate.symbolic import (
     Block,
-    Index,
     Indices,
     Lazy,
     Scalar,
@@ -49,34 +47,17 @@ def _fold(step: Callable[[Block, torch.dtype, Scalar, Scalar], Scalar], exact: b
     return fold
 
 
-def _position_fold(comparison: str) -> Fold:
-    """Make the fold of argmax or argmin: the position of the first extreme element, or of the first NaN."""
-
-    def fold(block: Block, dtype: torch.dtype, elements: list[Scalar]) -> Scalar:
-        best, position = elements[0], constant(0, torch.int64)
-        for i, element in enumerate(elements[1:], start=1):
-            better = COMPARE[comparison](block, element.dtype, element, best)
-            if element.dtype.is_floating_point:
-                best_is_number = COMPARE["eq"](block, best.dtype, best, best)
-                is_nan = UNARY["isnan"](block, torch.bool, element)
-                first_nan = BINARY["logical_and"](block, torch.bool, is_nan, best_is_number)
-                better = BINARY["logical_or"](block, torch.bool, better, first_nan)
-            best = where(block, best.dtype, better, element, best)
-            position = where(block, torch.int64, better, constant(i, torch.int64), position)
-        return block.convert(position, dtype)
-
-    return fold
-
-
 _FOLDS: dict[str, Fold] = {
     "sum": _fold(lambda *a: BINARY["add"](*a)),
     "prod": _fold(lambda *a: BINARY["mul"](*a)),
     "amax": _fold(lambda *a: BINARY["maximum"](*a), exact=True),
     "amin": _fold(lambda *a: BINARY["minimum"](*a), exact=True),
-    "any": _fold(lambda block, dtype, a, b: BINARY["logical_or"](block, torch.bool, a, b)),
-    "all": _fold(lambda block, dtype, a, b: BINARY["logical_and"](block, torch.bool, a, b)),
-    "argmax": _position_fold("gt"),
-    "argmin": _position_fold("lt"),
+    "any": _fold(
+        lambda block, dtype, a, b: BINARY["bitwise_or"](block, torch.bool, truth(block, a), truth(block, b))
+    ),
+    "all": _fold(
+        lambda block, dtype, a, b: BINARY["bitwise_and"](block, torch.bool, truth(block, a), truth(block, b))
+    ),
 }
 
 
@@ -136,7 +117,10 @@ def _cat(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Valu
     shape = tuple(total if i == dim else d for i, d in enumerate(parts[0].shape))
 
     def element(part: Lazy, start: int, indices: Indices) -> Scalar:
-        index = _shift_back(block, indices[dim], start, part.shape[dim].size)
+        index = shift(block, indices[dim], -start, 1)
+        if index.at.const is None:
+            check = f"inside({as_rep(index.at, 'int64')}, {part.shape[dim].size})"
+            index = index._replace(valid=" & ".join(filter(None, [index.valid, check])))
         return block.convert(part.at((*indices[:dim], index, *indices[dim + 1 :])), result.dtype)
 
     def at(indices: Indices) -> Scalar:
@@ -152,16 +136,6 @@ def _cat(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Valu
         return chosen
 
     return Lazy(shape, result.dtype, functools.cache(at))
-
-
-def _shift_back(block: Block, index: Index, start: int, size: int) -> Index:
-    """Return index - start, valid where that lies in [0, size)."""
-    if index.at.const is not None:
-        return Index(constant(int(index.at.const) - start, torch.int64), index.valid)
-    text = as_rep(index.at, "int64")
-    name = block.name(f"{text} - {start}" if start else text, "moved")
-    place = Scalar(name, torch.int64, "int64", IntegerRange(0, 2**63 - 1), None, index.at.axes)
-    return Index(place, " & ".join(filter(None, [index.valid, f"inside({name}, {size})"])))
 
 
 def _dim(node: fx.Node, rank: int) -> int:

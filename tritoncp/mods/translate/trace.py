@@ -37,12 +37,11 @@ from tritoncp.core.user_code import (
     origin,
     user_line,
 )
-from tritoncp.mods.captures import captured_numbers
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.fingerprint import ModState
 from tritoncp.mods.recording import read_state
-from tritoncp.mods.translate.graph_passes import FakeRecorder, lift_numbers, make_pure, split_outputs
-from tritoncp.mods.translate.number_captures import number_places
+from tritoncp.mods.translate.graph_passes import FakeRecorder, make_pure, split_outputs
+from tritoncp.mods.translate.number_captures import lift_numbers
 from tritoncp.mods.translate.symbolic import TRITON_NAME
 
 aten = torch.ops.aten
@@ -82,19 +81,17 @@ def trace_mod(
     """Trace `fn`, and replace constants of the graph that are captured numbers by inputs."""
     state = state or read_state(fn, is_score, dtype)
     device = _device(state.tensors)
-    numbers = captured_numbers(fn)
     recorder = _Recorder()
     leaves, own_gradients = _record(fn, is_score, dtype, device, recorder)
     graph, tensors = recorder.graph, recorder.tensors
     make_pure(graph, origin(fn))
-    places = number_places(graph, numbers, state.numbers)
-    arguments = lift_numbers(graph, [*numbers, *state.numbers], places)
+    numbers = lift_numbers(graph, state.numbers)
     grads = {i: k for i, t in enumerate(tensors) for k, leaf in enumerate(leaves) if leaf is t}
     forward, joint, back = split_outputs(graph, is_score, list(grads.values()))
     forward.meta["own_gradients"] = own_gradients, back
     constants = tuple(recorder.constants)
     return ModTrace(
-        describe(fn), origin(fn), is_score, dtype, forward, joint, back, tuple(tensors), arguments,
+        describe(fn), origin(fn), is_score, dtype, forward, joint, back, tuple(tensors), numbers,
         tuple(grads), constants,
     )  # fmt: skip
 

@@ -49,37 +49,20 @@ def floor_div(a, b):
 
 
 @triton.jit
-def fmod(a, b):
-    """a - trunc(a / b) * b of floats, with the sign of a; exact for float32 and quotients below 2^29."""
-    x, y = tl.broadcast(a.to(tl.float64), b.to(tl.float64))
-    step = tl.where(x < 0, -tl.abs(y), tl.abs(y))
-    r = x - libdevice.trunc(x / y) * y
-    r = tl.where((r != 0) & ((r < 0) != (x < 0)), r + step, r)  # the quotient was rounded up to an integer
-    r = tl.where(tl.abs(r) >= tl.abs(y), r - step, r)
-    return r.to(a.dtype)
-
-
-@triton.jit
 def remainder(a, b):
     """torch.remainder of floats; the result has the sign of b."""
-    r = fmod(a, b)
+    r = libdevice.fmod(a, b)
     return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
 
 
 @triton.jit
 def float_floor_div(a, b):
     """torch.floor_divide of floats, computed from the remainder as in Python and torch."""
-    r = fmod(a, b)
+    r = libdevice.fmod(a, b)
     quotient = (a - r) / b - tl.where((r != 0) & ((r < 0) != (b < 0)), 1.0, 0.0).to(a.dtype)
     down = tl.floor(quotient)
     whole = tl.where(quotient - down > 0.5, down + 1, down)
     return tl.where(b == 0, a / b, whole)
-
-
-@triton.jit
-def sign(x):
-    """-1, 0 or 1 in x's dtype."""
-    return ((x > 0).to(tl.int32) - (x < 0).to(tl.int32)).to(x.dtype)
 
 
 @triton.jit
@@ -94,29 +77,6 @@ def tanh(x):
         p = ((3.3750080e-8 * z + 2.6278353e-6) * z + 1.99084956e-4) * z + 8.3320923e-3
         t = a * ((p * z + 1.66667357e-1) * z + 1.0)
         return (t * tl.rsqrt(t * t + 1.0)).to(x.dtype)
-
-
-@triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(-x))."""
-    return 1 / (1 + tl.exp(-x))
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x) without losing small x (Kahan)."""
-    u = 1 + x
-    safe = tl.where((u == 1) | (u == float("inf")), 2.0, u).to(x.dtype)
-    return tl.where(u == 1, x, tl.where(u == float("inf"), u, tl.log(safe) * (x / (safe - 1))))
-
-
-@triton.jit
-def expm1(x):
-    """exp(x) - 1 without losing small x (Kahan)."""
-    u = tl.exp(x)
-    plain = (u == 1) | (u < 1e-6) | (u > 1e6) | (u != u)
-    safe = tl.where(plain, 2.0, u).to(x.dtype)
-    return tl.where(u == 1, x, tl.where(plain, u - 1, (safe - 1) * (x / tl.log(safe))))
 
 
 @triton.jit
@@ -195,15 +155,3 @@ def add_exactly(pointer, value, keep):
         word = (rest * 2.0 ** (30 * (i - 1))).to(tl.int64)  # towards zero
         rest -= word.to(value.dtype) * 2.0 ** (30 * (1 - i))
         tl.atomic_add(pointer + i, word, mask=keep & (word != 0), sem="relaxed")
-
-
-@triton.jit
-def fmax(a, b):
-    """The larger operand; the other one where one is NaN."""
-    return tl.where(a != a, b, tl.where(b != b, a, tl.where(a >= b, a, b)))
-
-
-@triton.jit
-def fmin(a, b):
-    """The smaller operand; the other one where one is NaN."""
-    return tl.where(a != a, b, tl.where(b != b, a, tl.where(a <= b, a, b)))

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from tritoncp.mods.translate.index_maps import (
     broadcast,
-    constant_index,
     dim_sizes,
     element_at,
     gather,
@@ -19,16 +17,10 @@ from tritoncp.mods.translate.index_maps import (
     shift,
     wrap,
 )
-from tritoncp.mods.translate.integer_ranges import IntegerRange
-from tritoncp.mods.translate.symbolic import Block, Index, Lazy, Scalar, Value, as_rep, fixed_dim, weak_scalar
+from tritoncp.mods.translate.symbolic import Block, Lazy, Scalar, Value, fixed_dim, weak_scalar
 
 
-def op_name(node: fx.Node) -> str:
-    """`op_base_name` of a node's operation."""
-    return op_base_name(node.target)
-
-
-def op_base_name(op: Any) -> str:
+def op_name(op: Any) -> str:
     """Return the name of an aten operation without its overload, and without the underscore of in-place
     ones."""
     name = getattr(getattr(op, "overloadpacket", None), "__name__", str(op))
@@ -65,19 +57,9 @@ def _slice_bounds(node: fx.Node, shape: Sequence[int]) -> tuple[int, int, int]:
 
 def _permute(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
     source = inputs[0]
-    order = permutation(node, len(source.shape))
+    order = [int(d) % len(source.shape) for d in node.args[1]]  # type: ignore
     inverse = [order.index(i) for i in range(len(order))]
     return remap(source, tuple(source.shape[i] for i in order), lambda r: tuple(r[i] for i in inverse))
-
-
-def permutation(node: fx.Node, rank: int) -> list[int]:
-    """Return the order of the source's dimensions in the result of permute, transpose or t."""
-    if op_name(node) == "permute":
-        return [int(d) % rank for d in node.args[1]]  # type: ignore
-    order = list(range(rank))
-    i, j = (int(d) % rank for d in (node.args[1:] or (0, -1)))  # type: ignore[arg-type]
-    order[i], order[j] = order[j], order[i]
-    return order
 
 
 def _expand(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
@@ -105,36 +87,15 @@ def _view(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Val
     return remap(source, shape, lambda r: reshape(block, r, new, old))
 
 
-def _flip(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    source = inputs[0]
-    dims = {int(d) % result.ndim for d in node.args[1]}  # type: ignore
-
-    def flip_index(i: int, index: Index) -> Index:
-        if index.at.const is not None and source.shape[i].text.isdigit():
-            return constant_index(source.shape[i].size - 1 - int(index.at.const))
-        text = block.name(f"{source.shape[i].text} - 1 - {as_rep(index.at, 'int64')}", "flipped")
-        return Index(
-            Scalar(text, torch.int64, "int64", IntegerRange(0, 2**62), None, index.at.axes), index.valid
-        )
-
-    return remap(
-        source, source.shape, lambda r: tuple(flip_index(i, x) if i in dims else x for i, x in enumerate(r))
-    )
-
-
 VIEWS: dict[str, Callable[..., Value]] = {
     "index": _index,
     "_unsafe_index": _index,
     "select": _select,
     "slice": _slice,
     "permute": _permute,
-    "transpose": _permute,
-    "t": _permute,
     "expand": _expand,
     "view": _view,
     "_unsafe_view": _view,
-    "reshape": _view,
     "unsqueeze": _view,
     "squeeze": _view,
-    "flip": _flip,
 }
