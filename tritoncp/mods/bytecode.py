@@ -74,8 +74,9 @@ def code_reads(code: types.CodeType) -> Reads:
         first = code.co_varnames[:1] if code.co_argcount else ()
         arguments = {name: ARGUMENT for name in first if not _is_assigned(name, code)}
         events = list(_find_reads(code, dict.fromkeys(code.co_freevars, CELL) | arguments))
-        chains = dict.fromkeys(event for event in events if isinstance(event, Chain))
-        attributes = frozenset(event.name for event in events if isinstance(event, _Attribute))
+        found = dict.fromkeys(event for event in events if isinstance(event, Chain))
+        chains = [chain for chain in found if chain.kind != ATTRIBUTE]
+        attributes = frozenset(chain.name for chain in found if chain.kind == ATTRIBUTE)
         obstacle = next((event for event in reversed(events) if isinstance(event, str)), "")
         cells = [(x.path, code.co_freevars.index(x.name)) for x in chains if x.kind == CELL]
         outside = [x for x in chains if x.steps or x.kind in (GLOBAL, IMPORT)]
@@ -100,14 +101,9 @@ def _names(instruction: dis.Instruction) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-class _Attribute(NamedTuple):
-    """An attribute of a value that is no chain."""
-
-    name: str
-
-
-def _find_reads(code: types.CodeType, scope: dict[str, str]) -> Iterator[Chain | _Attribute | str]:
-    """Yield the reads of a code object and those nested in it; an obstacle (:class:`Reads`) is a str.
+def _find_reads(code: types.CodeType, scope: dict[str, str]) -> Iterator[Chain | str]:
+    """Yield the reads of a code object and those nested in it: chains; attributes of other values, as chains
+    of the kind ATTRIBUTE; obstacles (:class:`Reads`) as text.
 
     scope: variables of enclosing functions and the first argument, at which chains may begin
     """
@@ -128,7 +124,7 @@ def _find_reads(code: types.CodeType, scope: dict[str, str]) -> Iterator[Chain |
             steps, end = _steps(instructions, index + 1) if i == len(roots) else ((), end)
             yield Chain(*root, steps)
         if operation in _ATTRIBUTES or operation in ("IMPORT_FROM", "LOAD_SUPER_ATTR"):
-            yield _Attribute(argument)
+            yield Chain(ATTRIBUTE, argument, ())
         elif operation == "MATCH_CLASS":
             yield "matches a class pattern, which reads attributes by position"
         elif operation in _EDITS or (operation in _CELL_EDITS and scope.get(argument) == CELL):

@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import linecache
 import sys
-import threading
 import weakref
 from types import ModuleType
 from typing import Any
 
-_LOCK = threading.RLock()
 _MODULES: weakref.WeakValueDictionary[str, ModuleType] = weakref.WeakValueDictionary()  # by digest
 
 
@@ -26,11 +24,10 @@ def digest_of(source: str) -> str:
 def load(source: str) -> ModuleType:
     """Return the module of a source, which is cached as long as a function of it is alive."""
     digest = digest_of(source)
-    with _LOCK:
-        module = _MODULES.get(digest)
-        if module is None:
-            module = _MODULES[digest] = _execute(digest, source, f"<tritoncp mod {digest}>")
-        return module
+    module = _MODULES.get(digest)
+    if module is None:
+        module = _MODULES[digest] = _execute(digest, source, f"<tritoncp mod {digest}>")
+    return module
 
 
 def _execute(digest: str, source: str, path: str) -> ModuleType:

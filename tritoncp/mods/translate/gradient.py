@@ -10,13 +10,12 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
 from tritoncp.mods.translate.index_maps import (
     ZERO,
-    broadcast,
     check_length,
     constant_index,
     dim_sizes,
@@ -42,20 +41,7 @@ from tritoncp.mods.translate.symbolic import (
     weak_scalar,
 )
 
-
-class GradientScope(NamedTuple):
-    """The context of gradient operations, besides their operands.
-
-    block: the function that is being emitted
-    captures: the dimensions of each captured tensor that requires grad
-    pointwise: function that returns the rule of a pointwise operation on Scalars, and its operands
-    """
-
-    block: Block
-    captures: tuple[tuple[Dim, ...], ...]
-    pointwise: Callable[..., tuple[Callable[..., Scalar], list[Any]]]
-
-
+PointwiseRule = Callable[..., tuple[Callable[..., Scalar], list[Any]]]
 MAKERS = frozenset(["select_backward", "slice_backward", "index_put"])  # operations that make a Sparse
 
 
@@ -81,13 +67,19 @@ def make_dense(block: Block, inputs: Sequence[Any]) -> list[Any]:
     return [convert(value) for value in inputs]
 
 
-def emit_operation(scope: GradientScope, node: fx.Node, name: str, inputs: list[Any]) -> Value:
+def emit_operation(
+    block: Block, pointwise: PointwiseRule, node: fx.Node, name: str, inputs: list[Any]
+) -> Value:
     """Emit the operation `name` on gradients of captured tensors.
 
     Raises NotImplementedError where its result would be dense.
+    pointwise: function that returns the rule of a pointwise operation on Scalars, and its operands
     """
-    value = RULES[name](scope, node, inputs) if name in RULES else _pointwise(scope, node, name, inputs)
-    return collapse(scope.block, value) if isinstance(value, Sparse) else value
+    if name in RULES:
+        value = RULES[name](block, node, inputs)
+    else:
+        value = _pointwise(pointwise, node, name, inputs)
+    return collapse(block, value) if isinstance(value, Sparse) else value
 
 
 def _map_indices(value: Sparse, shape: tuple[Dim, ...], change: Callable[[Any], Any]) -> Sparse:
@@ -152,16 +144,16 @@ def as_dense(block: Block, value: Sparse) -> Lazy:
 # -- scatters --------------------------------------------------------------------------------------------
 
 
-def _index_put(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _index_put(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
     """index_put of values into zeros at 0-d indices: the backward of `index_maps.gather`."""
     if as_sparse(inputs[0]).entries:
         raise NotImplementedError("an edit of a tensor that is not zero")
     indices, values = inputs[1], as_sparse(inputs[2])
     if not all(i is None or isinstance(i, Scalar) for i in indices):
         raise NotImplementedError("a gradient through an index that is itself a whole tensor")
-    shape = _read_dims(scope, node.meta["val"].shape)
+    shape = tuple(map(fixed_dim, node.meta["val"].shape))
     indices = list(indices) + [None] * (len(shape) - len(indices))
-    places = [None if i is None else wrap(scope.block, dim, i) for dim, i in zip(shape, indices, strict=True)]
+    places = [None if i is None else wrap(block, dim, i) for dim, i in zip(shape, indices, strict=True)]
 
     def place(entry: Indices) -> Iterator[Index]:
         rest = iter(entry)
@@ -170,34 +162,21 @@ def _index_put(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse
     return _map_indices(values, shape, place)
 
 
-def _read_dims(scope: GradientScope, shape: Sequence[int]) -> tuple[Dim, ...]:
-    """Return the dimensions of a gradient: those of a captured tensor of the same sizes, if there is one.
-
-    Constants would be right too, but with those of a capture the source is right for other sizes as well.
-    """
-    by_size: dict[int, Dim] = {}
-    for dims in scope.captures:
-        if shape and dim_sizes(dims[-len(shape) :]) == list(shape):
-            return dims[-len(shape) :]
-        by_size = {dim.size: dim for dim in dims} | by_size
-    return tuple(by_size.get(size, fixed_dim(size)) for size in shape)
-
-
-def _select_backward(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    shape = _read_dims(scope, node.meta["val"].shape)
+def _select_backward(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
+    shape = tuple(map(fixed_dim, node.meta["val"].shape))
     dim, index = int(node.args[2]) % len(shape), node.args[3]  # type: ignore
-    place = wrap(scope.block, shape[dim], weak_scalar(index))  # type: ignore[arg-type]
+    place = wrap(block, shape[dim], weak_scalar(index))  # type: ignore[arg-type]
     return _map_indices(as_sparse(inputs[0]), shape, lambda i: (*i[:dim], place, *i[dim:]))
 
 
-def _slice_backward(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    shape = broadcast(list(node.meta["val"].shape), ())
+def _slice_backward(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
+    shape = tuple(map(fixed_dim, node.meta["val"].shape))
     dim, start, end, step = node.args[2:6]
     dim = int(dim) % len(shape)  # type: ignore[arg-type]
     begin = slice(start, end, step).indices(shape[dim].size)[0]
 
     def move(i: Any) -> Any:
-        return (*i[:dim], shift(scope.block, i[dim], begin, int(step)), *i[dim + 1 :])  # type: ignore[arg-type]
+        return (*i[:dim], shift(block, i[dim], begin, int(step)), *i[dim + 1 :])  # type: ignore[arg-type]
 
     return _map_indices(as_sparse(inputs[0]), shape, move)
 
@@ -205,16 +184,16 @@ def _slice_backward(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> S
 # -- linear operations -----------------------------------------------------------------------------------
 
 
-def _add(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _add(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
     a, b = as_sparse(inputs[0]), as_sparse(inputs[1])
     if dim_sizes(a.shape) != dim_sizes(b.shape) or node.kwargs.get("alpha", 1) != 1:
         raise NotImplementedError("a sum of gradients of different shapes")
     return Sparse(a.shape, node.meta["val"].dtype, a.entries + b.entries)
 
 
-def _pointwise(scope: GradientScope, node: fx.Node, name: str, inputs: list[Any]) -> Sparse:
+def _pointwise(pointwise: PointwiseRule, node: fx.Node, name: str, inputs: list[Any]) -> Sparse:
     """Apply an operation to the entries, with the elements of dense operands at the same indices."""
-    rule, operands = scope.pointwise(node, name, inputs, node.meta["val"])
+    rule, operands = pointwise(node, name, inputs, node.meta["val"])
     gradients = [i for i, operand in enumerate(operands) if isinstance(operand, Sparse)]
     if len(gradients) != 1 or not _keeps_zero(node, name, operands, gradients[0]):
         raise NotImplementedError("it would make a dense gradient of a whole captured tensor")
@@ -249,7 +228,7 @@ def _check_shape(node: fx.Node, value: Sparse) -> None:
 # -- shapes ----------------------------------------------------------------------------------------------
 
 
-def _sum(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _sum(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
     value = inputs[0]
     rank = len(value.shape)
     dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(rank)
@@ -265,24 +244,24 @@ def _sum(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     return _map_indices(value, shape, move)
 
 
-def _view(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
-    value, new = inputs[0], list(node.meta["val"].shape)
-    shape = broadcast(list(node.meta["val"].shape), ())
-    return _map_indices(value, shape, lambda i: reshape(scope.block, i, dim_sizes(value.shape), new))
+def _view(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
+    value = inputs[0]
+    shape = tuple(map(fixed_dim, node.meta["val"].shape))
+    return _map_indices(value, shape, lambda i: reshape(block, i, dim_sizes(value.shape), dim_sizes(shape)))
 
 
-def _permute(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _permute(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
     value = inputs[0]
     order = [int(d) % len(value.shape) for d in node.args[1]]  # type: ignore
     return _map_indices(value, tuple(value.shape[i] for i in order), lambda i: (i[d] for d in order))
 
 
-def _expand(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _expand(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
     _check_shape(node, inputs[0])
     return inputs[0]
 
 
-def _identity(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _identity(block: Block, node: fx.Node, inputs: list[Any]) -> Sparse:
     return inputs[0]
 
 

@@ -171,10 +171,8 @@ class GraphWriter:
         if name in _FILL_VALUES or name in _FILL_POSITIONS:
             return self._fill(node, name, result)
         if gradient.has_sparse(inputs) or name in gradient.MAKERS:
-            captures = tuple(map(self._shape, self.trace.wants))
-            scope = gradient.GradientScope(self.block, captures, self._rule)
             try:
-                return gradient.emit_operation(scope, node, name, inputs)
+                return gradient.emit_operation(self.block, self._rule, node, name, inputs)
             except NotImplementedError:
                 if name in gradient.MAKERS:
                     raise

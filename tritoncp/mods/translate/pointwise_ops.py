@@ -131,13 +131,11 @@ def _extreme_rule(name: str, interval: Intervals, bools: str) -> Rule:
 def _power(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
     exponent = b.const
     if not dtype.is_floating_point:
-        if isinstance(exponent, int) and 0 <= exponent <= 8:
+        if isinstance(exponent, int):
             return _power_by_products(block, dtype, block.convert(a, dtype), exponent)
-        a, b = _convert_all(block, dtype, (a, b))
-        rep = opmath(dtype)
-        return block.scalar(
-            f"int_pow({as_rep(a, rep)}, {as_rep(b, rep)})", "power", dtype, rep, dtype_interval(dtype), a, b
-        )
+        if a.const != 2:
+            raise NotImplementedError("an integer power whose base is not 2 and exponent is no number")
+        return BINARY["bitwise_left_shift"](block, dtype, constant(1, dtype), b)
     a, b = _convert_all(block, dtype, (a, b))
     rep = opmath(dtype)
     if exponent in (0, 1, 2, 3, 4):

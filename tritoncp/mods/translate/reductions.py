@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,38 +61,32 @@ _FOLDS: dict[str, Fold] = {
 }
 
 
-def reduce(
-    block: Block, source: Scalar | Lazy, dims: Iterable[int], keep: bool, dtype: torch.dtype, fold: Fold
-) -> Scalar | Lazy:
-    """Reduce over `dims` (all, if empty). Raises TooLong for more than MAX_UNROLLED elements."""
-    shape = () if isinstance(source, Scalar) else source.shape
-    reduced = {int(d) % max(len(shape), 1) for d in dims} or set(range(len(shape)))
-    sizes = [shape[d].size for d in sorted(reduced) if d < len(shape)]
-    check_length(math.prod(sizes))
-    if math.prod(sizes) == 0:
-        raise NotImplementedError("a reduction of no elements")
+def _reduction_rule(fold: Fold) -> Callable[..., Value]:
+    """Make the rule of a reduction. It raises TooLong for more than MAX_UNROLLED elements."""
 
-    def at(outer: Indices) -> Scalar:
-        if isinstance(source, Scalar):
-            return fold(block, dtype, [source])
-        rest = (index for i, index in enumerate(outer) if not (keep and i in reduced))
-        template = [None if i in reduced else next(rest) for i in range(len(shape))]
-        elements = []
-        for place in itertools.product(*map(range, sizes)):
-            numbers = map(constant_index, place)
-            elements.append(source.at(tuple(next(numbers) if i is None else i for i in template)))
-        return fold(block, dtype, elements)
-
-    result = tuple(
-        fixed_dim(1) if i in reduced else d for i, d in enumerate(shape) if keep or i not in reduced
-    )
-    return Lazy(result, dtype, functools.cache(at)) if result else at(())
-
-
-def _reduction_rule(name: str) -> Callable[..., Value]:
     def rule(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-        dims, keep = _dims_and_keep(node)
-        return reduce(block, inputs[0], dims, keep, result.dtype, _FOLDS[name])
+        source, (dims, keep) = inputs[0], _dims_and_keep(node)
+        shape = () if isinstance(source, Scalar) else source.shape
+        reduced = {int(d) % max(len(shape), 1) for d in dims} or set(range(len(shape)))
+        sizes = [shape[d].size for d in sorted(reduced) if d < len(shape)]
+        check_length(math.prod(sizes))
+        if math.prod(sizes) == 0:
+            raise NotImplementedError("a reduction of no elements")
+
+        def at(outer: Indices) -> Scalar:
+            if isinstance(source, Scalar):
+                return fold(block, result.dtype, [source])
+            rest = (index for i, index in enumerate(outer) if not (keep and i in reduced))
+            template = [None if i in reduced else next(rest) for i in range(len(shape))]
+            elements = []
+            for place in itertools.product(*map(range, sizes)):
+                numbers = map(constant_index, place)
+                elements.append(source.at(tuple(next(numbers) if i is None else i for i in template)))
+            return fold(block, result.dtype, elements)
+
+        kept = [(i, dim) for i, dim in enumerate(shape) if keep or i not in reduced]
+        dims_left = tuple(fixed_dim(1) if i in reduced else dim for i, dim in kept)
+        return Lazy(dims_left, result.dtype, functools.cache(at)) if dims_left else at(())
 
     return rule
 
@@ -144,6 +138,6 @@ def _dim(node: fx.Node, rank: int) -> int:
 
 
 SHORT_TENSORS: dict[str, Callable[..., Any]] = {
-    **{name: _reduction_rule(name) for name in _FOLDS},
+    **{name: _reduction_rule(fold) for name, fold in _FOLDS.items()},
     "cat": _cat,
 }

@@ -80,21 +80,6 @@ def tanh(x):
 
 
 @triton.jit
-def int_pow(x, y):
-    """x ** y of integers, modulo 2^bits; a negative y gives 0, or 1 and -1 for x of 1 and -1, as in torch."""
-    out = x * 0 + 1
-    base = x + y * 0
-    out = out + y * 0
-    left = tl.where(y < 0, 0, y)
-    for _ in range(63):
-        out = tl.where(left % 2 == 1, out * base, out)
-        base = base * base
-        left = left // 2
-    ones = tl.where(x == 1, 1, tl.where(x == -1, 1 - 2 * tl.abs(y % 2), 0)).to(out.dtype)
-    return tl.where(y < 0, ones, out)
-
-
-@triton.jit
 def shift_left(x, amount, bits: tl.constexpr):
     """x << amount; 0 where the amount is not in [0, bits)."""
     bad = (amount < 0) | (amount >= bits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, fx
@@ -40,19 +40,13 @@ def _select(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> V
 
 def _slice(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
     source = inputs[0]
-    dim, start, step = _slice_bounds(node, dim_sizes(source.shape))
+    arguments: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim = int(arguments[0]) % len(source.shape)
+    start, _, step = slice(*arguments[1:]).indices(source.shape[dim].size)
     if result.shape[dim] == source.shape[dim].size:
         return source
     shape = (*source.shape[:dim], fixed_dim(result.shape[dim]), *source.shape[dim + 1 :])
     return remap(source, shape, lambda r: (*r[:dim], shift(block, r[dim], start, step), *r[dim + 1 :]))
-
-
-def _slice_bounds(node: fx.Node, shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return (dim, start, step) of a slice node, with dim and start counted from the beginning."""
-    arguments: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
-    dim = int(arguments[0]) % len(shape)
-    begin, _, step = slice(*arguments[1:]).indices(shape[dim])
-    return dim, begin, step
 
 
 def _permute(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
