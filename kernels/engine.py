@@ -58,6 +58,7 @@ class TritonEngine:
     options:  torch-style kernel options, see :func:`tritoncp.kernels.options.choose`
     arch:     architecture whose tile shapes to use; by default that of the tensors' device
     first_row: the index in the full batch of row 0 of the tensors, for masks and mods
+    first_head: the layer's index of the tensors' first query head, likewise
     launches: cache of launches. All steps of an engine with the same tables, first head
               and flags have tensors of the same layouts, so that a look-up need not inspect them
     """
@@ -67,6 +68,7 @@ class TritonEngine:
     options: dict[str, Any] = field(default_factory=dict)
     arch: str | None = None
     first_row: int = 0
+    first_head: int = 0
     launches: Any = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,11 +76,19 @@ class TritonEngine:
 
     def with_captures(self, caps: tuple[Any, ...], dcaps: tuple[Any, ...]) -> "TritonEngine":
         """Copy an engine whose score_mod has no captures, with some, see :class:`tritoncp.mods.Mod`."""
-        copy, (mask, score, grad, *rest), new = object.__new__(TritonEngine), self.mods, tuple.__new__
+        (mask, score, grad, *rest), new = self.mods, tuple.__new__
         if dcaps:
             grad = new(Closure, (grad.fn, dcaps))  # as Closure(...), in half the time
-        mods = new(Mods, (mask, new(Closure, (score.fn, caps)), grad, *rest))
-        copy.__dict__.update(self.__dict__, mods=mods)
+        return self._copy(mods=new(Mods, (mask, new(Closure, (score.fn, caps)), grad, *rest)))
+
+    def from_head(self, first: int) -> "TritonEngine":
+        """Copy an engine for tensors that begin with another query head of the layer."""
+        return self._copy(first_head=first)
+
+    def _copy(self, **fields: Any) -> "TritonEngine":
+        """Copy the engine with other fields, without checks of its options."""
+        copy = object.__new__(TritonEngine)
+        copy.__dict__.update(self.__dict__, **fields)
         return copy
 
     @cached_property
@@ -94,27 +104,26 @@ class TritonEngine:
         deterministic = self.options.get("deterministic", torch.are_deterministic_algorithms_enabled())
         return bool(self.options.get("FUSED_BACKWARD")) and not deterministic
 
-    def forward(self, step: Any, *, h_offset: int = 0) -> Launch | Launches:
+    def forward(self, step: Any) -> Launch | Launches:
         """Prepare one step of attention by the requested route, else by the route that was measured to be the
         fastest.
 
-        step: :class:`tritoncp.planning.step_tables.ForwardStep`; h_offset: the layer's index of its first
-              query head
+        step: :class:`tritoncp.planning.step_tables.ForwardStep`
         """
         name = self.route
         if name == ROUTES[0] or ("ROUTE" not in self.options and step.q.shape[2] < FULL_TILE_ROWS):
-            return self.loops(step, h_offset)
+            return self.loops(step)
         route, is_explicit = route_of(name), "ROUTE" in self.options
         obstacle = next(route.obstacles(self, step), None)
-        why = obstacle or verify_route(self, route.launch, step, h_offset)
+        why = obstacle or verify_route(self, route.launch, step)
         if why is None:
-            return route.launch(self, step, h_offset)
+            return route.launch(self, step)
         if is_explicit or not obstacle:
             origin = "requested" if is_explicit else "in the table of measured tiles"
             category = RequestedRouteWarning if is_explicit else UserWarning
             message = f"ROUTE={name!r} is {origin}; this step goes by 'loops': {why}"
             warnings.warn(message, category, stacklevel=2)
-        return self.loops(step, h_offset)
+        return self.loops(step)
 
     @cached_property
     def route(self) -> str:
@@ -127,7 +136,7 @@ class TritonEngine:
         other = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1 or options.keys() & tiles
         return dict(entry)["ROUTE"] if entry and not other else "loops"
 
-    def loops(self, step: Any, h_offset: int = 0, kind: str = "forward") -> Launch | Launches:
+    def loops(self, step: Any, kind: str = "forward") -> Launch | Launches:
         """Prepare a step of attention: one launch with a loop over masked blocks and one over full ones.
 
         Where rows are few, a tile holds the rows of all query heads that share a KV head (option PACK_GQA
@@ -139,10 +148,10 @@ class TritonEngine:
         tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "max_scores": max_scores}
         tensors["state"] = state and tuple.__new__(State, state)
         flags = {"LOAD_STATE": load_state, "STORE_STATE": store_state}
-        launch = self.launch(forward_kernel, kind, tensors, tables, h_offset, flags)
+        launch = self.launch(forward_kernel, kind, tensors, tables, flags)
         if launch.values[_SPLITS] is None:
             return launch
-        key = "combine", h_offset, tables, max_scores is None, *flags.values()
+        key = "combine", self.first_head, tables, max_scores is None, *flags.values()
         return _share_keys(self.launches, key, launch, tensors, tables)
 
     def streams(self, k: Tensor, v: Tensor, tables: Any) -> bool:
@@ -167,7 +176,7 @@ class TritonEngine:
         )  # there are no tables, and ranks of one process share an engine
         return prepare_launch(self.launches, key, delta_kernel, tensors, {}, recipe)
 
-    def dq(self, step: Any, dq: Tensor, *, add: bool = False, h_offset: int = 0) -> Launch | Launches:
+    def dq(self, step: Any, dq: Tensor, *, add: bool = False) -> Launch | Launches:
         """Prepare dQ of one step, and the gradients of score_mod's captures; ``add`` accumulates into dq.
 
         step: :class:`tritoncp.planning.step_tables.BackwardStep`
@@ -175,11 +184,11 @@ class TritonEngine:
         if self.fused:
             return Launches(() if add else (partial(_clear, dq),))
         tensors, flags = _backward_tensors(step, dq=dq), {"ADD": add}
-        return self.launch(dq_kernel, "dq", tensors, step.tables, h_offset, flags, self.mods.score_grad)
+        return self.launch(dq_kernel, "dq", tensors, step.tables, flags, self.mods.score_grad)
 
     def dkdv(
         self, step: Any, dk: Tensor, dv: Tensor, dq: Tensor | None = None, *, add: bool = False,
-        h_offset: int = 0, split: int = 1,
+        split: int = 1,
     ) -> Launch:  # fmt: skip
         """Prepare dK and dV of a :class:`tritoncp.planning.step_tables.BackwardStep`. With ``split`` > 1, dk
         and dv have ``Hkv * split`` heads of partial sums.
@@ -190,7 +199,7 @@ class TritonEngine:
         tensors = _backward_tensors(step, dk=dk, dv=dv, dq=dq if fused else None)
         flags, kind = {"ADD": add, "SPLIT": split}, "fused" if fused else "dkdv"
         score_grad = self.mods.score_grad if fused else self.mods.score_back
-        return self.launch(dkdv_kernel, kind, tensors, step.tables, h_offset, flags, score_grad)
+        return self.launch(dkdv_kernel, kind, tensors, step.tables, flags, score_grad)
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         """Choose the number of programs that share a KV head's query heads: more than one only where there
@@ -257,24 +266,22 @@ class TritonEngine:
         return max(1, min(MAX_PARTIAL_BYTES // max(1, state), num_kv_splits(programs, tiles, sms)))
 
     def launch(
-        self, kernel: Any, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int,
-        flags: dict[str, Any], score_grad: Closure | None = None,
+        self, kernel: Any, kind: str, tensors: dict[str, Any], tables: Any, flags: dict[str, Any],
+        score_grad: Closure | None = None,
     ) -> Launch:  # fmt: skip
         """Prepare a launch. ``tensors`` change at every call, mostly with the same layouts: the parts of the
         launch that depend only on layouts and ``flags`` are cached."""
         closures = {"score_mod": self.mods.score}
         if score_grad is not None:
             closures["score_grad"] = score_grad
-        key = kind, h_offset, tables, tensors.get("max_scores") is None, *flags.values()
+        key = kind, self.first_head, tables, tensors.get("max_scores") is None, *flags.values()
 
         def recipe() -> Recipe:
-            return self._recipe(kind, tensors, tables, h_offset, flags)
+            return self._recipe(kind, tensors, tables, flags)
 
         return prepare_launch(self.launches, key, kernel, tensors, closures, recipe)
 
-    def _recipe(
-        self, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int, flags: dict[str, Any]
-    ) -> Recipe:
+    def _recipe(self, kind: str, tensors: dict[str, Any], tables: Any, flags: dict[str, Any]) -> Recipe:
         """Build the parts of a launch that depend only on layouts and ``flags``."""
         q, k, v = (tensors[name] for name in "qkv")
         by_keys = kind in ("dkdv", "fused")  # programs are tiles of keys, and queries are streamed
@@ -294,7 +301,7 @@ class TritonEngine:
             | tiling.args(tables)
             | {
                 "tables": step_tables(tables, self.mods.mask, by_keys),
-                "origin": Origin(self.first_row, h_offset),
+                "origin": Origin(self.first_row, self.first_head),
                 "SCALE": self.scale,
                 "GROUP": q.shape[1] // kv_heads,
                 "QK": channels(q.shape[3], widest),

@@ -425,9 +425,9 @@ def gluon_forward_kernel(
     )
 
 
-def launch(engine: Any, step: Any, h_offset: int) -> Launch:
+def launch(engine: Any, step: Any) -> Launch:
     """Prepare a step by this route, with the arguments of ``engine.forward``."""
-    loops = engine.loops(step, h_offset, kind="gluon")
+    loops = engine.loops(step, kind="gluon")
     q_desc, _ = descriptors(step.q, GROUP_ROWS.value, (step.q.shape[3], 0))
     args = loops.args
     args |= {

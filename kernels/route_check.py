@@ -28,11 +28,11 @@ MAX_VERDICTS = 256
 _VERDICTS: dict[Any, str | None] = {}  # result of verify_route by kind of step
 
 
-def verify_route(engine: Any, launch: Callable[..., Any], step: Any, h_offset: int) -> str | None:
+def verify_route(engine: Any, launch: Callable[..., Any], step: Any) -> str | None:
     """Compare a route with the loops at the first step of each kind. Returns None if the results agree, else
     the reason why the route must not be used. Leaves the tensors as they are.
 
-    launch: prepares a step by the route, with the engine and the arguments of :meth:`TritonEngine.forward`
+    launch: prepares a step by the route, with the engine and the step of :meth:`TritonEngine.forward`
     """
     if not COMPILED:
         return None
@@ -47,33 +47,31 @@ def verify_route(engine: Any, launch: Callable[..., Any], step: Any, h_offset: i
         if len(_VERDICTS) >= MAX_VERDICTS:
             del _VERDICTS[next(iter(_VERDICTS))]
         uncached = replace(engine, launches={})  # the results below have other layouts
-        _VERDICTS[kind] = _compare_with_loops(partial(launch, uncached), uncached.loops, step, h_offset)
+        _VERDICTS[kind] = _compare_with_loops(partial(launch, uncached), uncached.loops, step)
         verdict = _VERDICTS[kind] or "agrees with 'loops'"
         log_decision(engine_log, "route %s on %s: %s", engine.route, q.device, verdict)
     return _VERDICTS[kind]
 
 
-def _compare_with_loops(
-    launch: Callable[..., Any], loops: Callable[..., Any], step: Any, h_offset: int
-) -> str | None:
+def _compare_with_loops(launch: Callable[..., Any], loops: Callable[..., Any], step: Any) -> str | None:
     try:
-        actual = _run_step(launch, step, h_offset)
+        actual = _run_step(launch, step)
     except (TritonError, RuntimeError) as error:  # RuntimeError: a pass of the compiler
         first: BaseException = error
         while first.__cause__:
             first = first.__cause__
         message = str(first).strip().splitlines() or ["no message"]
         return f"it fails: {type(first).__name__}: {message[-1]}"
-    return _describe_difference(actual, _run_step(loops, step, h_offset), step.q.dtype)
+    return _describe_difference(actual, _run_step(loops, step), step.q.dtype)
 
 
-def _run_step(route: Callable[..., Any], step: Any, h_offset: int) -> dict[str, Tensor]:
+def _run_step(route: Callable[..., Any], step: Any) -> dict[str, Tensor]:
     """Run a step into fresh memory and return its results by name; a stored state is converted to its out and
     lse."""
     names = [name for name in ("out", "lse", "max_scores") if getattr(step, name) is not None]
     results = {name: torch.full_like(getattr(step, name), torch.nan) for name in names}
     state = step.state and [x.clone() for x in step.state]
-    route(step._replace(state=state, **results), h_offset)()
+    route(step._replace(state=state, **results))()
     if not step.store_state:
         return results
     acc, m, l = state

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map
 
 from tests.multiprocess.ranks import run as on_ranks
 from tritoncp.distributed import collectives, groups
-from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, SendRecv, Wait, lockstep
+from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, Wait, lockstep
 
-KINDS = ("gather", "reduce", "send", "exchange")
+KINDS = ("gather", "reduce", "place", "exchange")
 Program = list[tuple[str, int, int]]  # (kind, rows a rank gives or gets, how many waits later it is read)
 
 
@@ -39,13 +39,9 @@ def request_of(step: int, kind: str, rows: int, rank: int, world_size: int) -> c
     sends, recvs = ([message(step, *pair) for pair in pairs] for pairs in (
         [(rank, peer) for peer in everyone], [(peer, rank) for peer in everyone]
     ))  # fmt: skip
-    if kind == "exchange":
-        return AllToAll(torch.cat(sends), list(map(len, sends)), list(map(len, recvs)))
-    places = [torch.empty_like(x).fill_(torch.nan) for x in recvs]
-    pairs = [
-        [(peer, x) for peer, x in enumerate(part) if len(x) and peer != rank] for part in (sends, places)
-    ]
-    return SendRecv(*pairs, like=torch.empty(0, 2).double())
+    counts = [list(map(len, part)) for part in (sends, recvs)]
+    place = torch.full((sum(counts[1]), 2), torch.nan).double() if kind == "place" else None
+    return AllToAll(torch.cat(sends), *counts, place)
 
 
 def rank_of(program: Program, rank: int, world_size: int) -> collectives.Schedule[list[Tensor]]:
@@ -55,8 +51,9 @@ def rank_of(program: Program, rank: int, world_size: int) -> collectives.Schedul
     def land(at: int) -> collectives.Schedule[None]:
         step, ticket = flying.pop(at)
         result = yield Wait(ticket)
-        parts = [result] if isinstance(result, Tensor) else [torch.empty(0, 2).double(), *result]
-        results.append((step, torch.cat(parts)))
+        place = getattr(ticket.source, "target", None)
+        assert place is None or result is place
+        results.append((step, result))
 
     for step, (kind, rows, late) in enumerate(program):
         ticket = yield request_of(step, kind, rows, rank, world_size)
@@ -77,13 +74,12 @@ def expected(program: Program, rank: int, world_size: int) -> list[Tensor]:
             total = sum(contribution(step, r, rows * world_size) for r in range(world_size))
             results.append(total[rank * rows : (rank + 1) * rows])
         else:
-            peers = [r for r in range(world_size) if kind == "exchange" or r != rank]
-            results.append(torch.cat([torch.empty(0, 2), *(message(step, r, rank) for r in peers)]))
+            results.append(torch.cat([message(step, r, rank) for r in range(world_size)]))
     return results
 
 
-PROGRAM = [("gather", 2, 0), ("reduce", 3, 2), ("send", 0, 1), ("gather", 1, 2), ("exchange", 0, 2)]
-PROGRAM += [("send", 0, 0), ("gather", 4, 1), ("send", 0, 1), ("exchange", 0, 1), ("reduce", 1, 0)]
+PROGRAM = [("gather", 2, 0), ("reduce", 3, 2), ("place", 0, 1), ("gather", 1, 2), ("exchange", 0, 2)]
+PROGRAM += [("place", 0, 0), ("gather", 4, 1), ("place", 0, 1), ("exchange", 0, 1), ("reduce", 1, 0)]
 programs = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 3), st.integers(0, 3)))
 
 
@@ -152,22 +148,18 @@ DIFFERENT = {
         asks(AllGather(SQUARE)),
         asks(AllGather(SQUARE.T)),
     ),
-    r"rank 1's SendRecv receives a tensor \[2\] with strides \[2\]": (
-        asks(SendRecv([(1, torch.zeros(2))], [])),
-        asks(SendRecv([], [(0, EVERY_OTHER)])),
+    r"rank 1's AllToAll receives a tensor \[2\] with strides \[2\]": (
+        asks(AllToAll(torch.zeros(2), [0, 2], [0, 0])),
+        asks(AllToAll(torch.zeros(0), [0, 0], [2, 0], EVERY_OTHER)),
     ),
     "AllToAlls differ: float32, float64": (
         asks(AllToAll(ONE, [1, 1], [1, 1])),
         asks(AllToAll(ONE.double(), [1, 1], [1, 1])),
     ),
     "split_with_sizes": (asks(AllToAll(ONE, [1, 2], [1, 2])),) * 2,
-    r"rank 1 sends torch.float32 \[2, 1\], and rank 0 has room for torch.float32 \[4, 1\]": (
-        asks(SendRecv([(1, ONE)], [(1, TWO.clone())])),
-        asks(SendRecv([(0, ONE)], [(0, ONE.clone())])),
-    ),
-    r"rank 1 sends torch.float32 \[4, 1\], and rank 0 has room for torch.float32 \[2, 1\]": (
-        asks(SendRecv([], [(1, ONE.clone())])),
-        asks(SendRecv([(0, TWO)], [])),
+    r"\[0, 2\] rows were sent to rank 0, which receives \[0, 4\]": (
+        asks(AllToAll(ONE, [0, 2], [0, 4], TWO.clone())),
+        asks(AllToAll(ONE, [2, 0], [2, 0], ONE.clone())),
     ),
 }
 
@@ -194,7 +186,6 @@ def test_an_error_names_a_request_with_its_peers() -> None:
     x = torch.zeros(3)
     for request, peers in (
         (AllGather(x), "AllGather with ranks [0, 2]"),
-        (SendRecv([(2, x)], [(0, x)]), "SendRecv to ranks [2] and from ranks [0]"),
         (AllToAll(x, [1, 0, 2], [0, 0, 3]), "AllToAll to ranks [0, 2] and from ranks [2]"),
     ):
         assert collectives._describe(request, group, 4) == f"turn 4 of a layer's schedule, {peers}"
@@ -216,12 +207,10 @@ def test_collectives_of_a_gpu_start_without_waiting(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(groups, "data_communicator", lambda group, device: f"for {device}")
     for name in ("_all_gather", "_reduce_scatter"):
         monkeypatch.setattr(collectives, name, start(name))
-    for name in ("all_to_all_single", "batch_isend_irecv"):
-        monkeypatch.setattr(torch.distributed, name, start(name))
-    monkeypatch.setattr(torch.distributed, "P2POp", lambda op, x, **peer: (op, x, *peer.values()))
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", start("all_to_all_single"))
     group: Any = SimpleNamespace(size=lambda: 3, rank=lambda: 1)
     x, y = torch.empty(6, 2, device="meta"), torch.empty(4, 2, device="meta")
-    pairs = [(torch.distributed.isend, 6, "for meta", 2), (torch.distributed.irecv, 4, "for meta", 0)]
+    to_next = AllToAll(x, (0, 0, 6), (4, 0, 0), y)
     for request, expected in (
         (AllGather(x), ("_all_gather", 18, 6, "for meta", True)),
         (ReduceScatter(x), ("_reduce_scatter", 2, 6, "for meta", True)),
@@ -229,9 +218,9 @@ def test_collectives_of_a_gpu_start_without_waiting(monkeypatch: pytest.MonkeyPa
             AllToAll(x, (1, 2, 3), (4, 0, 1)),
             ("all_to_all_single", 5, 6, [4, 0, 1], [1, 2, 3], "for meta", True),
         ),
-        (SendRecv([(2, x)], [(0, y)]), ("batch_isend_irecv", pairs)),
+        (to_next, ("all_to_all_single", 4, 6, [4, 0, 0], [0, 0, 6], "for meta", True)),
     ):
         ticket = collectives._start(request, group)
         assert started.pop() == expected
-        assert ticket.source is request and ticket.works and not ticket.on_host
-    assert not collectives._start(SendRecv([], [], like=x), group).works and not started
+        assert ticket.source is request and ticket.work and not ticket.on_host
+    assert collectives._start(to_next, group).result is y

@@ -98,9 +98,9 @@ def test_messages_of_real_ranks_are_ranges_too():
                 f"{schedule}/backward ",
             ]
         ring = names_by_schedule["ring"]
-        forward = ["start SendRecv", "step 0", "wait SendRecv", "start SendRecv", "step 1", "wait SendRecv"]
+        forward = ["start AllToAll", "step 0", "wait AllToAll", "start AllToAll", "step 1", "wait AllToAll"]
         assert ring[: len(forward)] == [f"ring/{name}" for name in forward]
-        assert ring[-1] == "ring/backward wait SendRecv"
+        assert ring[-1] == "ring/backward wait AllToAll"
         assert names_by_schedule["fetch"][:4] == [
             f"fetch/{name}" for name in ("start AllToAll", "step 0", "wait AllToAll", "step 1")
         ]

@@ -19,7 +19,7 @@ from tests.cases import Case, check
 from tests.multiprocess import ranks
 from tests.multiprocess.case_on_ranks import check_ranks
 from tritoncp import causal, create_block_mask, make_plan, simulate
-from tritoncp.distributed.collectives import Wait, lockstep
+from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import head_exchange
 from tritoncp.distributed.schedules.head_exchange import HeadExchange, Side
 from tritoncp.distributed.schedules.ulysses import stretches
@@ -69,26 +69,23 @@ def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
     q, kv = (Side(part, max(rows)) for part, rows in zip(parts, (q_rows, kv_rows)))
     specs = (heads, d, q_rows, q), (kv_heads, d, kv_rows, kv), (kv_heads, e, kv_rows, kv)
     inputs = [[torch.randn(batch, h, n, c) for n in rows] for h, c, rows, _ in specs]  # [tensor][rank]
-    back = [[torch.full_like(x, torch.nan) for x in xs] for xs in inputs]
 
     def rank(i: int) -> Any:
         exchange = HeadExchange(SimpleNamespace(rank=0), i, degree, degree, q, kv, heads // kv_heads)
         sides = [side for *_, side in specs]
         whole = yield from exchange.to_heads(*((xs[i], side) for xs, side in zip(inputs, sides)))
-        yield from exchange.to_sequence(*((x, side, xs[i]) for x, side, xs in zip(whole, sides, back)))
-        flight = yield exchange.statistic_request(whole[0][..., 0].contiguous())
-        return whole, exchange.join_statistic(inputs[0][i], (yield Wait(flight)))
+        fields = [(x, side, xs[i]) for x, side, xs in zip(whole, sides, inputs)]
+        return whole, (yield from exchange.to_sequence(*fields))
 
-    head_shards, statistics = zip(*lockstep([rank(i) for i in range(degree)]), strict=True)
-    assert all(torch.equal(own_rows, x[..., 0]) for own_rows, x in zip(statistics, inputs[0], strict=True))
+    head_shards, back = zip(*lockstep([rank(i) for i in range(degree)]))
     for place, (h, _, _, side) in enumerate(specs):
         padded = [torch.nn.functional.pad(x, (0, 0, 0, side.rows - x.shape[2])) for x in inputs[place]]
         for i, whole in enumerate(head_shards):
             own_heads = slice(side.heads[i].start, side.heads[i].stop)
             assert torch.equal(whole[place], torch.cat([x[:, own_heads] for x in padded], 2))
         times = torch.tensor([sum(head in part for part in side.heads) for head in range(h)]).view(-1, 1, 1)
-        for x, y in zip(inputs[place], back[place]):
-            torch.testing.assert_close(y, x * times)
+        for x, own in zip(inputs[place], back):
+            torch.testing.assert_close(own[place], x * times)
 
 
 @pytest.mark.filterwarnings("ignore:.*heads cannot be divided")

@@ -52,9 +52,9 @@ def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
     """Make the route apply ``damage`` to its results; return a list that names each of its launches."""
     launched = []
 
-    def launch(own: Any, step: ForwardStep, h_offset: int) -> Launches:
+    def launch(own: Any, step: ForwardStep) -> Launches:
         launched.append("launch")
-        return Launches((own.loops(step, h_offset), lambda: damage(step)))
+        return Launches((own.loops(step), lambda: damage(step)))
 
     broken = SimpleNamespace(launch=launch, obstacles=lambda *args: iter(()))
     monkeypatch.setattr(engine, "route_of", lambda name: broken)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tritoncp import Plan
-from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, SendRecv, Ticket, Wait
+from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, Ticket, Wait
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.planning.cost import Shape
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
@@ -64,6 +64,9 @@ class NoEngine:
     def split(self, *args: Any) -> int:
         return 1
 
+    def from_head(self, first: int) -> NoEngine:
+        return self
+
 
 class ExpandingNoEngine(NoEngine):
     """An engine that allocates the keys and values of a step, and backward their gradients, wide and
@@ -107,7 +110,7 @@ def drive(schedule: Any, world_size: int) -> Any:
         if isinstance(request, Wait):
             answer = request.ticket.result
         else:
-            answer = Ticket(receive(request, world_size), (), request)
+            answer = Ticket(receive(request, world_size), None, request)
 
 
 def receive(request: Any, world_size: int) -> Any:
@@ -117,17 +120,13 @@ def receive(request: Any, world_size: int) -> Any:
             return x.new_empty(x.shape[0] * world_size, *x.shape[1:])
         case ReduceScatter(x):
             return x.new_empty(x.shape[0] // world_size, *x.shape[1:])
-        case AllToAll(x, _, takes):
-            return x.new_empty(sum(takes), *x.shape[1:])
-        case SendRecv(_, recvs):
-            return [x for _, x in recvs]
+        case AllToAll(x, _, takes, target):
+            return x.new_empty(sum(takes), *x.shape[1:]) if target is None else target
 
 
 def sent_bytes(request: Any, world_size: int, rank: int) -> int:
     """Return the bytes that a rank sends for a collective."""
     match request:
-        case SendRecv(sends):
-            return sum(x.nbytes for _, x in sends)
         case AllToAll(x, sends):
             return (sum(sends) - sends[rank]) * x[:1].nbytes
         case AllGather(x):

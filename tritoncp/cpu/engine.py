@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class CpuEngine:
     captures: these tensors, in the dtype in which gradients are accumulated; grads: buffers for these
     gradients
     first_row: index in the whole batch of the tensors' batch row 0, for masks and mods
+    first_head: the layer's index of the tensors' first query head, likewise
     steps:    cache of steps, see :meth:`Step.of`
     """
 
@@ -49,26 +50,31 @@ class CpuEngine:
     captures: Sequence[Tensor] = ()
     grads: Sequence[Tensor] = ()
     first_row: int = 0
+    first_head: int = 0
     steps: BoundedCache[Any, Step] = field(default_factory=lambda: BoundedCache(64))
 
     @property
     def fused(self) -> bool:
         return True
 
-    def forward(self, inputs: ForwardStep, *, h_offset: int = 0) -> Launch:
+    def from_head(self, first: int) -> CpuEngine:
+        """Copy the engine for tensors that begin with another query head of the layer."""
+        return replace(self, first_head=first)
+
+    def forward(self, inputs: ForwardStep) -> Launch:
         """Prepare a forward step."""
         q, k, v, tables, out, lse, max_scores, state, load_state, store_state = inputs
 
         @fresh_dispatch()
         def run() -> None:
             use_flash = self.score is None
-            step = self._step(tables, q, k, h_offset, use_flash)
+            step = self._step(tables, q, k, use_flash)
             width = max(q.shape[3], v.shape[3]) if use_flash else None
             rows = step.q.pack(q, lse.dtype, width)
             keys, values = (step.kv.pack(x, lse.dtype, width) for x in (k, v))
             exposed = values if step.hides else None
             if use_flash and not flash.can_compute(rows, keys, exposed, self.scale):
-                use_flash, step = False, self._step(tables, q, k, h_offset, False)
+                use_flash, step = False, self._step(tables, q, k, False)
             sums = _Sums.of(rows, values.shape[2])
             if load_state:
                 sums.load(step, *state or (), own=store_state)
@@ -76,7 +82,7 @@ class CpuEngine:
                 part = self._forward_tiles(step, group, tiles, visible, rows, keys, values, use_flash)
                 sums.add(group, tiles, tiles.first and not load_state, *part)
             if max_scores is not None:
-                part_step = self._step(tables, q, k, h_offset, False)
+                part_step = self._step(tables, q, k, False)
                 self._add_largest(part_step, rows, keys, max_scores, load_state)
             if store_state:
                 sums.store(step, *state or ())
@@ -94,14 +100,13 @@ class CpuEngine:
 
         return run
 
-    def dq(self, inputs: BackwardStep, dq: Tensor, *, add: bool = False, h_offset: int = 0) -> Launch:
+    def dq(self, inputs: BackwardStep, dq: Tensor, *, add: bool = False) -> Launch:
         """Prepare to clear dq, to which :meth:`dkdv` then adds."""
         return lambda: None if add else _clear(dq)
 
     def dkdv(
-        self, inputs: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False,
-        h_offset: int = 0,
-    ) -> Launch:  # fmt: skip
+        self, inputs: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False
+    ) -> Launch:
         """Prepare a backward step: compute dk and dv, and add to dq and to the buffers of captures'
         gradients."""
         q, k, v, dout, lse, delta, tables = inputs
@@ -109,7 +114,7 @@ class CpuEngine:
         @fresh_dispatch()
         def run() -> None:
             use_flash, dtype = self.score is None, lse.dtype
-            step = self._step(tables, q, k, h_offset, use_flash)
+            step = self._step(tables, q, k, use_flash)
             width = max(q.shape[3], v.shape[3])
             douts, deltas = step.q.pack(dout, dtype, width), step.q.pack(delta[..., None], dtype)[..., 0]
             rows = step.q.pack(q, dtype, width)
@@ -117,7 +122,7 @@ class CpuEngine:
             use_flash = use_flash and flash.can_compute(rows, keys, values, self.scale, backward=True)
             outs = flash.rows_with_delta(douts, deltas) if use_flash else None
             if outs is None:
-                use_flash, step = False, self._step(tables, q, k, h_offset, False)
+                use_flash, step = False, self._step(tables, q, k, False)
             lses = step.q.pack(lse[..., None], dtype)[..., 0]
             lses = torch.where(lses == -torch.inf, 0, lses)
             totals = [
@@ -141,8 +146,8 @@ class CpuEngine:
     def split(self, q: Tensor, k: Tensor, tables: Tables) -> int:
         return 1
 
-    def _step(self, tables: Tables, q: Tensor, k: Tensor, h_offset: int, use_flash: bool) -> Step:
-        return Step.of(tables, q, k, self.mask, self.first_row, h_offset, use_flash, self.steps)
+    def _step(self, tables: Tables, q: Tensor, k: Tensor, use_flash: bool) -> Step:
+        return Step.of(tables, q, k, self.mask, self.first_row, self.first_head, use_flash, self.steps)
 
     def _tiles(
         self, step: Step, q: Tensor, use_flash: bool

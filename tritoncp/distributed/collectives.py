@@ -9,6 +9,7 @@ time; ``run_alone`` runs the schedule of one rank that is alone.
 import itertools
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -40,19 +41,6 @@ class ReduceScatter:
 
 
 @dataclass(eq=False, slots=True)
-class SendRecv:
-    """Send and receive point to point: ``sends`` are (peer, tensor), ``recvs`` are (peer, tensor to receive
-    into). The result is the list of received tensors. A rank sends at most one tensor to each peer.
-
-    like: a tensor of the messages' device and dtype, for ranks that neither send nor receive now
-    """
-
-    sends: Sequence[tuple[int, Tensor]]
-    recvs: Sequence[tuple[int, Tensor]]
-    like: Tensor | None = None
-
-
-@dataclass(eq=False, slots=True)
 class AllToAll:
     """Send rows of ``x`` [sum(sends), ...] to all ranks in order, and receive rows [sum(recvs), ...]; sends
     and recvs are the numbers of rows to and from each rank. target: memory to receive into; None: new."""
@@ -79,13 +67,13 @@ class Ticket:
     """
 
     result: Any
-    works: Sequence[Any] = ()
+    work: Any = None
     source: Any = None
     on_host: bool = False
     number: int = 0
 
 
-Collective = AllGather | ReduceScatter | SendRecv | AllToAll
+Collective = AllGather | ReduceScatter | AllToAll
 Schedule = Generator[Collective | Wait, Any, T]
 
 
@@ -107,14 +95,11 @@ def run(schedule: Schedule[T], group: dist.ProcessGroup, name: str = "exchange",
                 with message_range(name, direction, "wait", collective):
                     answer = _finish(request.ticket, group, record, turn)
             else:
-                record.messages += 1
-                with message_range(name, direction, "start", request):
-                    answer = _start(request, group)
-                answer.number = record.messages
+                answer = _start_numbered(request, group, record, name, direction)
         except GroupClosed:
             raise
         except RuntimeError as error:
-            message = _message(Ticket((), (), collective, number=record.messages), group, turn)
+            message = _message(record.messages, collective, group, turn)
             raise failures.peer_lost(group, record, message, error) from error
     raise AssertionError("a schedule has no end")
 
@@ -132,29 +117,24 @@ def run_alone(schedule: Schedule[T]) -> T:
 def _describe(request: Any, group: dist.ProcessGroup, turn: int = 1) -> str:
     """Name a request and its peers, for an error."""
     name = f"turn {turn} of a layer's schedule, {type(request).__name__}"
-    match request:
-        case SendRecv(sends, recvs):
-            targets, sources = ([peer for peer, _ in part] for part in (sends, recvs))
-            return f"{name} to ranks {targets} and from ranks {sources}"
-        case AllToAll(_, sends, recvs, _):
-            targets, sources = ([peer for peer, rows in enumerate(part) if rows] for part in (sends, recvs))
-            return f"{name} to ranks {targets} and from ranks {sources}"
+    if isinstance(request, AllToAll):
+        counts = request.sends, request.recvs
+        targets, sources = ([peer for peer, rows in enumerate(part) if rows] for part in counts)
+        return f"{name} to ranks {targets} and from ranks {sources}"
     return f"{name} with ranks {[rank for rank in range(group.size()) if rank != group.rank()]}"
 
 
-def _message(ticket: Ticket, group: dist.ProcessGroup, turn: int = 1) -> AwaitedMessage:
-    """Describe the message of a ticket."""
-    return AwaitedMessage(
-        ticket.number, "tensors", lambda: _describe(ticket.source, group, turn), groups.timeout
-    )  # fmt: skip
+def _message(number: int, request: Collective, group: dist.ProcessGroup, turn: int = 1) -> AwaitedMessage:
+    """Describe the number-th message of a group."""
+    return AwaitedMessage(number, "tensors", lambda: _describe(request, group, turn), groups.timeout)
 
 
 def _finish(ticket: Ticket, group: dist.ProcessGroup, record: Record, turn: int = 1) -> Any:
-    for work in ticket.works:
-        if ticket.on_host:
-            failures.wait(work, group, record, lambda: _message(ticket, group, turn))
-        else:
-            work.wait()  # with a timeout, NCCL's would block the host
+    if ticket.on_host:
+        describe = partial(_message, ticket.number, ticket.source, group, turn)
+        failures.wait(ticket.work, group, record, describe)
+    else:
+        ticket.work.wait()  # with a timeout, NCCL's would block the host
     return ticket.result
 
 
@@ -162,27 +142,32 @@ def start_in_graph(request: Collective, group: dist.ProcessGroup, buffer: Tensor
     """Start a collective that ``_c10d_functional.wait_tensor`` of the returned tensor waits for, elsewhere in
     a graph. buffer: the tensor to return, which holds the target of the request; None: the result."""
     record = failures.record_of(group)
-    record.messages += 1
     try:
-        with message_range("shared keys", "", "start", request):
-            ticket = _start(request, group)
+        ticket = _start_numbered(request, group, record, "shared keys")
     except RuntimeError as error:
-        message = _message(Ticket((), (), request, number=record.messages), group)
+        message = _message(record.messages, request, group)
         raise failures.peer_lost(group, record, message, error) from error
-    ticket.number = record.messages
     result = ticket.result if buffer is None else buffer
     if ticket.on_host:  # the graph's wait cannot tell that a rank failed
         _finish(ticket, group, record)
-        return result
-    for work in ticket.works:
-        torch._C._distributed_c10d._register_work(result, work)
+    else:
+        torch._C._distributed_c10d._register_work(result, ticket.work)
     return result
+
+
+def _start_numbered(
+    request: Collective, group: dist.ProcessGroup, record: Record, name: str, direction: str = ""
+) -> Ticket:
+    """Start the next message of a group."""
+    record.messages += 1
+    with message_range(name, direction, "start", request):
+        ticket = _start(request, group)
+    ticket.number = record.messages
+    return ticket
 
 
 def _start(request: Collective, group: dist.ProcessGroup) -> Ticket:
     """Start a collective on the group's data communicator."""
-    if isinstance(request, SendRecv):
-        return _start_send_recv(request, group)
     x, world = request.x, group.size()
     channel, on_host = groups.data_communicator(group, x.device), x.device.type == "cpu"
     match request:
@@ -199,40 +184,7 @@ def _start(request: Collective, group: dist.ProcessGroup) -> Ticket:
         case AllToAll(x, sends, recvs, target):
             result = x.new_empty(sum(recvs), *x.shape[1:]) if target is None else target
             work = dist.all_to_all_single(result, x, list(recvs), list(sends), group=channel, async_op=True)
-    return Ticket(result, [work], request, on_host)
-
-
-def _start_send_recv(request: SendRecv, group: dist.ProcessGroup) -> Ticket:
-    result = [x for _, x in request.recvs]
-    buffers = [x for _, x in (*request.sends, *request.recvs)]
-    like = buffers[0] if buffers else request.like
-    if like is None:
-        raise ValueError("a SendRecv without tensors needs like=")
-    if like.device.type == "cpu":
-        return _start_on_host(request, group, like)
-    if not buffers:
-        return Ticket(result, (), request)
-    channel = groups.data_communicator(group, like.device)
-    ops = [dist.P2POp(dist.isend, x, group=channel, group_peer=peer) for peer, x in request.sends]
-    ops += [dist.P2POp(dist.irecv, x, group=channel, group_peer=peer) for peer, x in request.recvs]
-    return Ticket(result, dist.batch_isend_irecv(ops), request)
-
-
-def _start_on_host(request: SendRecv, group: dist.ProcessGroup, like: Tensor) -> Ticket:
-    """Start a SendRecv as an all-to-all, in which every rank takes part. A wait for a point-to-point message
-    of gloo that ends before the message ends the connection, so that it cannot be waited for in slices."""
-    sends, recvs = (sorted(part, key=lambda pair: pair[0]) for part in (request.sends, request.recvs))
-    counts = [[0] * group.size(), [0] * group.size()]
-    for part, rows in zip((sends, recvs), counts, strict=True):
-        for peer, x in part:
-            rows[peer] = x.numel()
-    source = torch.cat([x.view(-1) for _, x in sends]) if len(sends) > 1 else like.new_empty(0)
-    source = sends[0][1].view(-1) if len(sends) == 1 else source
-    target = recvs[0][1].view(-1) if len(recvs) == 1 else like.new_empty(sum(counts[1]))
-    parts = dict(zip([peer for peer, _ in recvs], target.split([x.numel() for _, x in recvs])))
-    channel = groups.data_communicator(group, like.device)
-    work = dist.all_to_all_single(target, source, counts[1], counts[0], group=channel, async_op=True)
-    return Ticket([parts[peer].view_as(x) for peer, x in request.recvs], [work], request, True)
+    return Ticket(result, work, request, on_host)
 
 
 def lockstep(schedules: Sequence[Schedule[T]]) -> list[T]:
@@ -265,11 +217,8 @@ def _run_turn(requests: Sequence[Any]) -> list[Any]:
     if isinstance(requests[0], Wait):
         return [request.ticket.result for request in requests]
     _check_buffers(requests)
-    match requests[0]:
-        case SendRecv():
-            return _run_send_recvs(requests)
-        case AllToAll():
-            return _run_all_to_alls(requests)
+    if isinstance(requests[0], AllToAll):
+        return _run_all_to_alls(requests)
     xs = [request.x for request in requests]
     if len({(x.shape, x.dtype) for x in xs}) > 1:
         forms = ", ".join(f"{dtype_name(x)} {list(x.shape)}" for x in xs)
@@ -284,22 +233,15 @@ def _run_turn(requests: Sequence[Any]) -> list[Any]:
 
 
 def _check_buffers(requests: Sequence[Any]) -> None:
-    """Raise ValueError for buffers that are not contiguous, which Gloo and NCCL refuse."""
+    """Raise RuntimeError for buffers that are not contiguous, which Gloo and NCCL refuse."""
     for rank, request in enumerate(requests):
-        for name, x in _buffers(request):
-            if not x.is_contiguous():
+        for use, x in ("sends", request.x), ("receives", getattr(request, "target", None)):
+            if x is not None and not x.is_contiguous():
                 raise RuntimeError(
-                    f"rank {rank}'s {type(request).__name__} {name} a tensor {list(x.shape)} with strides "
+                    f"rank {rank}'s {type(request).__name__} {use} a tensor {list(x.shape)} with strides "
                     f"{list(x.stride())}; a process group needs it contiguous: send x.contiguous(), and "
                     "receive into new memory"
                 )
-
-
-def _buffers(request: Collective) -> list[tuple[str, Tensor]]:
-    """List the tensors of a collective, each after its use: "sends" or "receives"."""
-    if isinstance(request, SendRecv):
-        return [("sends", x) for _, x in request.sends] + [("receives", x) for _, x in request.recvs]
-    return [("sends", request.x)]
 
 
 def dtype_name(x: Tensor) -> str:
@@ -311,28 +253,8 @@ def dtype_name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def _run_send_recvs(requests: Sequence[SendRecv]) -> list[Ticket]:
-    """Copy the sent tensors of all ranks into the tensors of their receivers."""
-    tensors = {(rank, peer): x for rank, request in enumerate(requests) for peer, x in request.sends}
-    pairs = [(peer, rank) for rank, request in enumerate(requests) for peer, _ in request.recvs]
-    if sorted(tensors) != sorted(pairs):
-        raise RuntimeError(
-            f"sends {sorted(tensors)} and receives {sorted(pairs)}, each (from, to), differ in the same turn"
-        )
-    for rank, request in enumerate(requests):
-        for peer, x in request.recvs:
-            source = tensors[peer, rank]
-            if (source.shape, source.dtype) != (x.shape, x.dtype):
-                raise RuntimeError(
-                    f"rank {peer} sends {source.dtype} {list(source.shape)}, and rank {rank} has room for "
-                    f"{x.dtype} {list(x.shape)}"
-                )
-            x.copy_(source)
-    return [Ticket([x for _, x in request.recvs]) for request in requests]
-
-
 def _run_all_to_alls(requests: Sequence[AllToAll]) -> list[Ticket]:
-    """Concatenate the rows that all ranks send to each rank."""
+    """Concatenate the rows that all ranks send to each rank, in its target if it has one."""
     if len({request.x.dtype for request in requests}) > 1:
         dtypes = ", ".join(dtype_name(request.x) for request in requests)
         raise RuntimeError(f"the ranks' AllToAlls differ: {dtypes} in the same turn")
@@ -346,7 +268,9 @@ def _run_all_to_alls(requests: Sequence[AllToAll]) -> list[Ticket]:
                 f"{counts} rows were sent to rank {rank}, which receives {list(request.recvs)}"
             )
         filled = [x for x in received if len(x)]  # a rank that sends nothing may have rows of another shape
-        tickets.append(Ticket(torch.cat(filled) if filled else request.x[:0]))
+        rows = torch.cat(filled) if filled else request.x[:0]
+        target = requests[rank].target
+        tickets.append(Ticket(rows if target is None else target.copy_(rows.view(target.shape))))
     return tickets
 
 

@@ -159,7 +159,7 @@ class ExpandingEngine:
         return launch
 
     def dkdv(
-        self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False, h_offset: int = 0
+        self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False
     ) -> Callable[[], None]:
         """Prepare a step's gradients of latents, written (or with ``add`` added) to dk, and of parameters,
         added to ``sums``."""
@@ -168,7 +168,7 @@ class ExpandingEngine:
         def run() -> None:
             grads = [step.lse.new_zeros(x.shape) for x in expanded.keys]
             dkey, dvalue = _for_batch(grads, step.q)
-            buffers.dkdv(expanded.engine, expanded.inputs(step), dkey, dvalue, dq, h_offset)
+            buffers.dkdv(expanded.engine, expanded.inputs(step), dkey, dvalue, dq)
             latent, *params = expanded.gradients(grads)
             rows = _rows_in_memory(dk)
             rows.copy_(rows + latent if add else latent)

@@ -242,7 +242,7 @@ def _ulysses(plan: Plan, shape: Shape) -> Peak:
     last = (sent if one_rows else sends.kv) if one_dim else int(sends.kv * values)
     results = whole.o + whole.stat
     running = received + results + max(last + inner.start, inner.forward)
-    leaving = received + results + whole.stat + sends.stat + sends.o + size.o
+    leaving = received + results + whole.stat + sends.stat + sends.o + size.o + size.stat
     forward = max(sent + received, running, leaving) - size.o - size.stat
 
     sent += sends.o + 2 * sends.stat

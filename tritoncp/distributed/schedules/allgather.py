@@ -4,6 +4,7 @@ Head group g + 1 is gathered while g is computed, so nothing needs merging.  The
 instead of keeping global K and V, and reduce-scatters dK/dV in float32.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -25,15 +26,14 @@ def forward(
     out, lse, top = outputs(plan, engine, q, v, want_max)
     kv, q_groups = _groups(plan, k, v, q, out, lse, top)
     flight = yield _gather(plan, *kv[0])
-    h_offset = 0
+    engines = _engines(engine, q_groups)
     for index, (q_, out_, lse_, top_) in enumerate(q_groups):
         keys, values = views((yield Wait(flight)), k)
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
         step = ForwardStep(q_, keys, values, tables, out_, lse_, top_)
         with step_range(plan, index):
-            engine.forward(step, h_offset=h_offset)()
-        h_offset += q_.shape[1]
+            engines[index].forward(step)()
     return out, lse, top
 
 
@@ -47,19 +47,18 @@ def backward(
     kv, q_groups = _groups(plan, k, v, q, dout, lse, delta, dq)
     returning: list[Ticket] = []
     flight = yield _gather(plan, *kv[0])
-    h_offset = 0
+    engines = _engines(engine, q_groups)
     for index, (q_, dout_, lse_, delta_, dq_) in enumerate(q_groups):
         keys, values = views((yield Wait(flight)), k)
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
         step = BackwardStep(q_, keys, values, dout_, lse_, delta_, tables)
         with step_range(plan, index, "dq"):
-            engine.dq(step, dq_, h_offset=h_offset)()
+            engines[index].dq(step, dq_)()
         grads = keys.new_zeros(keys.shape[2], *keys.shape[:2], k.shape[3] + v.shape[3], dtype=lse.dtype)
         with step_range(plan, index, "dkdv"):
-            dkdv(engine, step, *views(grads, keys), dq_, h_offset=h_offset)
+            dkdv(engines[index], step, *views(grads, keys), dq_)
         returning.append((yield ReduceScatter(grads)))
-        h_offset += q_.shape[1]
     parts = []
     for ticket in returning:
         parts.append((yield Wait(ticket)))
@@ -82,6 +81,14 @@ def _groups(plan: Plan, k: Tensor, v: Tensor, q: Tensor, *rest: Tensor | None) -
     return _cut(sizes, k, v), _cut([size * group for size in sizes], q, *rest)
 
 
+def _engines(engine: Any, q_groups: Pieces) -> list[Any]:
+    """Make the engine of each head group."""
+    if len(q_groups) == 1:
+        return [engine]
+    ends = itertools.accumulate(q.shape[1] for q, *_ in q_groups)
+    return [engine, *map(engine.from_head, list(ends)[:-1])]
+
+
 def _cut(sizes: list[int], *tensors: Tensor | None) -> Pieces:
     """Split tensors [B, H, ...] into head groups of these sizes."""
     parts = [[None] * len(sizes) if x is None else x.split_with_sizes(sizes, 1) for x in tensors]
@@ -90,4 +97,4 @@ def _cut(sizes: list[int], *tensors: Tensor | None) -> Pieces:
 
 def _gather(plan: Plan, k: Tensor, v: Tensor) -> AllGather:
     """Gather these heads of K and V from every rank, in one buffer."""
-    return AllGather(pack(k, v, plan.kv.s_max).packed)
+    return AllGather(pack(k, v, plan.kv.s_max))

@@ -8,7 +8,7 @@ row belongs to one batch row.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,29 +17,16 @@ from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import BackwardStep
 
 
-class KVBuffer(NamedTuple):
-    """A message of K and V, and views of it: K [B, heads, rows, D], V [B, heads, rows, E]."""
-
-    packed: Tensor
-    k: Tensor
-    v: Tensor
-
-
-def empty_kv_buffer(k: Tensor, v: Tensor, rows: int) -> KVBuffer:
-    """Allocate a buffer of ``rows`` rows for keys and values like k [B, h, S, D] and v [B, h, S, E]."""
-    (b, h, _, d), e = k.shape, v.shape[3]
-    packed = torch.empty(rows, b, h, d + e, dtype=k.dtype, device=k.device)
-    return KVBuffer(packed, *packed.permute(1, 2, 0, 3).split_with_sizes([d, e], 3))
-
-
-def pack(k: Tensor, v: Tensor, rows: int) -> KVBuffer:
-    """Copy k and v into a message, with zeros past their last row."""
-    message, s = empty_kv_buffer(k, v, rows), k.shape[2]
+def pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
+    """Copy k and v into a message of ``rows`` rows, with zeros past their last row."""
+    b, h, s, d = k.shape
+    packed = torch.empty(rows, b, h, d + v.shape[3], dtype=k.dtype, device=k.device)
     if s < rows:
-        message.packed[s:] = 0
-    for target, x in ((message.k, k), (message.v, v)):
-        (target if s == rows else target[:, :, :s]).copy_(x)
-    return message
+        packed[s:] = 0
+    keys, values = views(packed if s == rows else packed[:s], k)
+    keys.copy_(k)
+    values.copy_(v)
+    return packed
 
 
 def views(packed: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,19 +108,18 @@ def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dkdv(
-    engine: Any, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, h_offset: int = 0,
-    add: bool = False,
-) -> None:  # fmt: skip
+    engine: Any, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False
+) -> None:
     """Compute the gradients of a step's keys and values, into or added to dk, dv [B, h, rows, D|E]; a fused
     engine adds the gradients of the queries to ``dq``."""
     (b, h, rows, d), e = dk.shape, dv.shape[3]
     has_own_rows = b == 1 or dk.stride(0) > 0  # stride 0: batch rows share storage, so split partials alias
     split = engine.split(step.q, step.k, step.tables) if has_own_rows else 1
     if split == 1:
-        engine.dkdv(step, dk, dv, dq, h_offset=h_offset, add=add)()
+        engine.dkdv(step, dk, dv, dq, add=add)()
         return
     parts = step.lse.new_zeros(b, h * split, rows, d + e)
-    engine.dkdv(step, parts[..., :d], parts[..., d:], dq, h_offset=h_offset, split=split)()
+    engine.dkdv(step, parts[..., :d], parts[..., d:], dq, split=split)()
     for grad, part in zip((dk, dv), parts.unflatten(1, (h, split)).sum(2).split([d, e], 3), strict=True):
         grad.copy_(grad + part if add else part)
 

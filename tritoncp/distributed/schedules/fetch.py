@@ -32,7 +32,7 @@ def forward(
     results = out, lse, top, new_state(out, lse)
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     has_remote = sum(plan.fetch.takes) > 0
-    flight = yield request_rows(plan, pack(k, v, k.shape[2]).packed)
+    flight = yield request_rows(plan, pack(k, v, k.shape[2]))
     with step_range(plan, 0):
         engine.forward(ForwardStep(q, k, v, near, *results, store_state=has_remote))()
     fetched = yield Wait(flight)
@@ -50,7 +50,7 @@ def backward(
     buffers."""
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     has_remote = sum(plan.fetch.takes) > 0
-    local = pack(k, v, k.shape[2]).packed
+    local = pack(k, v, k.shape[2])
     flight = yield request_rows(plan, local)
     dq = empty_dq(plan, q, lse.dtype)
     home = torch.zeros_like(local, dtype=lse.dtype)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState
-from tritoncp.distributed.collectives import AllToAll, Schedule, SendRecv, Wait
+from tritoncp.distributed.collectives import AllToAll, Schedule, Wait
+from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.planning import traffic
 from tritoncp.planning.plan import Plan
 
@@ -50,7 +51,7 @@ class Side:
 # A tensor by sequence is [B, H, S, D]: all heads of this rank's tokens. By heads it is [B, this rank's heads,
 # degree * rows, D]: all tokens of the row.
 Field = tuple[Tensor, Side]  # a tensor of either form
-Returned = tuple[Tensor, Side, Tensor]  # a tensor by heads, its side, and a buffer by sequence
+Returned = tuple[Tensor, Side, Tensor]  # a tensor by heads, its side, and one with the layout by sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,9 +183,9 @@ class HeadExchange:
             part.copy_(heads)
         return sent
 
-    def to_sequence(self, *fields: Returned) -> Schedule[None]:
-        """Exchange tensors by heads for tensors by sequence, into the buffer of each field. Heads of several
-        ranks are summed in rank order."""
+    def to_sequence(self, *fields: Returned) -> Schedule[list[Tensor]]:
+        """Exchange tensors by heads for tensors by sequence. Heads of several ranks are summed in rank
+        order."""
         flights = []
         for message in (messages := self.messages(fields)):
             first, *rest = xs = [fields[index][0] for index in message.indices]
@@ -195,8 +196,10 @@ class HeadExchange:
                 for target, source in zip(message.by_tokens(sent), xs, strict=True):
                     target.copy_(source)
             flights.append((yield AllToAll(sent, message.head_sizes, message.token_sizes)))
+        results = [laid_out_as(like, x.shape[3], x.dtype) for x, _, like in fields]
         for message, flight in zip(messages, flights, strict=True):
-            self._unpack(message, (yield Wait(flight)), [fields[index][2] for index in message.indices])
+            self._unpack(message, (yield Wait(flight)), [results[index] for index in message.indices])
+        return results
 
     def _unpack(self, message: MessageLayout, received: Tensor, xs: list[Tensor]) -> None:
         """Copy a received message into tensors by sequence [B, H, S, D]; sum heads that ranks share."""
@@ -227,25 +230,6 @@ class HeadExchange:
                 heads = x[:, side.heads[rank].start : side.heads[rank].stop]
                 yield part[: x.shape[2]], heads.permute(2, 0, 1, 3), side
 
-    def statistic_request(self, x: Tensor) -> AllToAll:
-        """Make the request that returns a statistic by heads [B, this rank's heads, degree * rows], such as
-        lse, to the ranks that own its tokens."""
-        b, n, _ = x.shape
-        sends = self._spread_row([n * b * self.q.rows] * self.degree)
-        recvs = self._spread_row([heads * b * self.q.rows for heads in self.q.counts])
-        return AllToAll(_flat(x.view(b, n, self.degree, self.q.rows).permute(2, 0, 1, 3)), sends, recvs)
-
-    def join_statistic(self, q: Tensor, received: Tensor) -> Tensor:
-        """Join the received parts of a :meth:`statistic_request` to a statistic of q's rows [B, H, S]."""
-        b, heads, s, _ = q.shape
-        rows, counts = self.q.rows, self.q.counts
-        if b == 1:  # the message has the final memory order
-            joined = received.view(1, heads, rows)
-        else:
-            parts = received.split_with_sizes([n * b * rows for n in counts])
-            joined = torch.cat([part.view(b, n, rows) for n, part in zip(counts, parts, strict=True)], 1)
-        return joined if s == rows else joined[:, :, :s].contiguous()
-
     @property
     def _first_rank(self) -> int:
         """World rank of the first rank in this rank's row."""
@@ -263,17 +247,10 @@ class HeadExchange:
                 request = schedule.send(answer)
             except StopIteration as stop:
                 return stop.value
-            match request:
-                case SendRecv(sends, recvs, like):
-                    sends, recvs = ([(self._peer(row), x) for row, x in part] for part in (sends, recvs))
-                    request = SendRecv(sends, recvs, like)
-                case AllToAll(x, sends, recvs):
-                    request = AllToAll(x, self._spread_column(sends), self._spread_column(recvs))
+            if isinstance(request, AllToAll):
+                sends, recvs = map(self._spread_column, (request.sends, request.recvs))
+                request = AllToAll(request.x, sends, recvs, request.target)
             answer = yield request
-
-    def _peer(self, row: int) -> int:
-        """World rank at this rank's place in a row."""
-        return row * self.degree + self.rank
 
     def _spread_column(self, counts: Sequence[int]) -> list[int]:
         """Extend counts of rows to all ranks of the world: to those at this rank's place, with zeros."""

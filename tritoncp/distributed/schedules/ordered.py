@@ -61,9 +61,9 @@ def _send_keys(plan: Plan, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tenso
     if plan.world_size == 1:
         return k, v
     if plan.schedule == "allgather":
-        flight = yield AllGather(pack(k, v, plan.kv.s_max).packed)
+        flight = yield AllGather(pack(k, v, plan.kv.s_max))
         return views((yield Wait(flight)), k)
-    own = pack(k, v, k.shape[2]).packed
+    own = pack(k, v, k.shape[2])
     flight = yield fetch.request_rows(plan, own)
     return views(torch.cat([fetch.number_rows(plan, own), (yield Wait(flight))]), k)
 
@@ -73,12 +73,12 @@ def _send_gradients(plan: Plan, dk: Tensor, dv: Tensor, k: Tensor) -> Schedule[t
     if plan.world_size == 1:
         return dk, dv
     if plan.schedule == "allgather":
-        flight = yield ReduceScatter(pack(dk, dv, dk.shape[2]).packed)
+        flight = yield ReduceScatter(pack(dk, dv, dk.shape[2]))
         return separate((yield Wait(flight)), k)
     own = k.shape[2]
     if plan.fetch.batched:  # each row belongs to one batch row, and is zero in the others
         dk, dv, own = dk.sum(0, keepdim=True), dv.sum(0, keepdim=True), own * k.shape[0]
-    packed = pack(dk, dv, dk.shape[2]).packed
+    packed = pack(dk, dv, dk.shape[2])
     home = packed[:own]
     if plan.fetch.batched:
         home = home.view(k.shape[0], k.shape[2], *home.shape[2:]).transpose(0, 1)

@@ -5,24 +5,15 @@ are rounded between steps.  A buffer travels as far as its last reader; backward
 one hop behind and goes home in one send (Ring Attention, arXiv 2310.01889; ``plan.ring`` has the hops).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritoncp.distributed.collectives import Schedule, SendRecv, Ticket, Wait
+from tritoncp.distributed.collectives import AllToAll, Schedule, Ticket, Wait
 from tritoncp.distributed.profiler_ranges import step_range
-from tritoncp.distributed.schedules.buffers import (
-    KVBuffer,
-    dkdv,
-    empty_dq,
-    empty_kv_buffer,
-    new_state,
-    outputs,
-    pack,
-    separate,
-    views,
-)
+from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, new_state, outputs, pack, separate, views
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 from tritoncp.planning.traffic import Hop
@@ -37,13 +28,14 @@ def forward(
     current, free = _kv_buffers(plan, k, v)
     where = q.device, q.shape[0], q.shape[1]
     for turn, hop in enumerate(plan.ring):
-        flight = yield _send_kv(hop, current, free)
+        flight = yield _send_kv(plan, hop, current, free)
         if hop.reads:
-            tables = plan.tables(*where, hop.owner)
+            (keys, values), tables = views(current, k), plan.tables(*where, hop.owner)
             with step_range(plan, turn):
-                engine.forward(ForwardStep(q, current.k, current.v, tables, *results, turn > 0, hop.more))()
-        if (yield Wait(flight)):
-            current, free = free, current
+                engine.forward(ForwardStep(q, keys, values, tables, *results, turn > 0, hop.more))()
+        received = yield Wait(flight)
+        if hop.previous is not None:
+            current, free = received, current
     return out, lse, top
 
 
@@ -54,27 +46,27 @@ def backward(
     buffers."""
     dq = empty_dq(plan, q, lse.dtype)
     current, free = _kv_buffers(plan, k, v)
-    home = torch.zeros_like(current.packed, dtype=lse.dtype)  # gradient of the own K and V
+    home = torch.zeros_like(current, dtype=lse.dtype)  # gradient of the own K and V
     last = max((turn for turn, hop in enumerate(plan.ring) if hop.previous is not None), default=0)
     where = q.device, q.shape[0], q.shape[1]
     grad_flight: Ticket | None = None
-    received: list[Tensor] = []
+    returned = home[:0]
     for turn, hop in enumerate(plan.ring):
-        flight = yield _send_kv(hop, current, free)
+        flight = yield _send_kv(plan, hop, current, free)
         if hop.reads:
-            tables = plan.tables(*where, hop.owner)
-            step = BackwardStep(q, current.k, current.v, dout, lse, delta, tables)
+            step = BackwardStep(q, *views(current, k), dout, lse, delta, plan.tables(*where, hop.owner))
             with step_range(plan, turn, "dq"):
                 engine.dq(step, dq, add=turn > 0)()
         if grad_flight is not None:
-            received = yield Wait(grad_flight)  # dQ is computed meanwhile
-        grad = _current_grad(plan.ring, turn, received, home)
+            returned = yield Wait(grad_flight)  # dQ is computed meanwhile
+        grad = _current_grad(plan.ring, turn, returned, home)
         if hop.reads:
             with step_range(plan, turn, "dkdv"):
                 dkdv(engine, step, *views(grad, k), dq, add=turn > 0)
-        grad_flight = yield _send_grad(hop, grad, home)
-        if (yield Wait(flight)):
-            current, free = free, current
+        grad_flight = yield _send(plan, grad, hop.dkv_to, (hop.dkv_next, hop.dkv_home))
+        received = yield Wait(flight)
+        if hop.previous is not None:
+            current, free = received, current
         if turn == last:
             free = current  # no hop receives after this one
     assert grad_flight is not None
@@ -82,36 +74,41 @@ def backward(
     return dq, *separate(home, k)
 
 
-def _kv_buffers(plan: Plan, k: Tensor, v: Tensor) -> tuple[KVBuffer, KVBuffer]:
+def _kv_buffers(plan: Plan, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Pack this rank's K and V, and allocate a second buffer to receive into, if any hop receives."""
     current = pack(k, v, plan.kv.s_max)
     receives = any(hop.previous is not None for hop in plan.ring)
-    return current, empty_kv_buffer(k, v, plan.kv.s_max) if receives else current
+    return current, torch.empty_like(current) if receives else current
 
 
-def _send_kv(hop: Hop, current: KVBuffer, free: KVBuffer) -> SendRecv:
-    """Send K and V to the next rank; receive the next K and V, of the same shape, from the previous one."""
-    sends = [(hop.next, current.packed)] if hop.next is not None else []
-    recvs = [(hop.previous, free.packed)] if hop.previous is not None else []
-    return SendRecv(sends, recvs, current.packed)
+def _send_kv(plan: Plan, hop: Hop, current: Tensor, free: Tensor) -> AllToAll:
+    """Send K and V to the next rank; receive the next K and V into ``free`` from the previous one."""
+    return _send(plan, current, hop.next, (hop.previous,), None if hop.previous is None else free)
 
 
-def _send_grad(hop: Hop, grad: Tensor, home: Tensor) -> SendRecv:
-    """Send the gradient of this step's K and V to their next reader; receive that of the next step's K and V,
-    and that of this rank's own if it returns in this turn."""
-    recvs = [(peer, torch.empty_like(home)) for peer in (hop.dkv_next, hop.dkv_home) if peer is not None]
-    return SendRecv([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], recvs, home)
+def _send(
+    plan: Plan, x: Tensor, target: int | None, sources: Sequence[int | None], place: Tensor | None = None
+) -> AllToAll:
+    """Send a buffer to one rank or none, and receive one of its shape from each of ``sources``, in the order
+    of ranks."""
+    sends, recvs = (
+        [len(x) * (rank in peers) for rank in range(plan.world_size)] for peers in ((target,), sources)
+    )
+    return AllToAll(x if target is not None else x[:0], sends, recvs, place)
 
 
-def _current_grad(hops: tuple[Hop, ...], turn: int, received: list[Tensor], home: Tensor) -> Tensor:
+def _current_grad(hops: tuple[Hop, ...], turn: int, returned: Tensor, home: Tensor) -> Tensor:
     """Return the gradient buffer of this step's K and V, and add a returned gradient of this rank's own K and
     V to ``home``."""
     if turn == 0:
         return home
-    previous, rest = hops[turn - 1], list(received)
-    grad = rest.pop(0) if previous.dkv_next is not None else None
+    previous = hops[turn - 1]
+    sources = sorted(rank for rank in (previous.dkv_next, previous.dkv_home) if rank is not None)
+    grads = dict(zip(sources, returned.tensor_split(max(1, len(sources)))))
     if previous.dkv_home is not None:
-        home += rest.pop()
-    if grad is None and turn < len(hops) and hops[turn].holds:
+        home += grads[previous.dkv_home]
+    if previous.dkv_next is not None:
+        return grads[previous.dkv_next]
+    if turn < len(hops) and hops[turn].holds:
         return torch.zeros_like(home)  # no rank has added to the gradient yet
-    return home if grad is None else grad
+    return home

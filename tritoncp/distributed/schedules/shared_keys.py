@@ -50,9 +50,9 @@ def reading_part(plan: Plan, index: int, count: int) -> Plan:
 def send_keys(plan: Plan, k: Tensor, v: Tensor, group: Any) -> Tensor:
     """Start the exchange of keys and values; return the buffer, filled once it was waited for."""
     if plan.schedule == "allgather":
-        shard = pack(k, v, plan.kv.s_max).packed
+        shard = pack(k, v, plan.kv.s_max)
         return start_in_graph(AllGather(shard.flatten(0, 1)), group)
-    own = number_rows(plan, pack(k, v, k.shape[2]).packed)
+    own = number_rows(plan, pack(k, v, k.shape[2]))
     buffer = own.new_empty(len(own) + sum(plan.fetch.takes), *own.shape[1:])
     buffer[: len(own)] = own
     rows = own.index_select(0, plan.fetch_rows(own.device))

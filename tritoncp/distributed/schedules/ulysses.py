@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tritoncp.distributed.collectives import Schedule, Wait
+from tritoncp.distributed.collectives import Schedule
 from tritoncp.distributed.schedules import local, ordered
-from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.distributed.schedules.head_exchange import HeadExchange
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
@@ -36,18 +34,13 @@ def forward(
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     exchange = HeadExchange.of(plan, q, k)
     tensors = yield from exchange.to_heads((q, exchange.q), (k, exchange.kv), (v, exchange.kv))
-    row = _schedule_between_rows(inner, exchange)
-    computation = row.forward(exchange.plan, HeadSubsetEngine(engine, exchange), *tensors, want_max)
+    row, own_heads = _schedule_between_rows(inner, exchange), _engine_of_heads(engine, exchange)
+    computation = row.forward(exchange.plan, own_heads, *tensors, want_max)
     whole_out, *stats = yield from exchange.run_between_rows(computation)
-    flights = []
-    for x in stats if want_max else stats[:1]:
-        flights.append((yield exchange.statistic_request(x)))
-    out = laid_out_as(q, v.shape[3])
-    yield from exchange.to_sequence((whole_out, exchange.q, out))
-    own_stats = []
-    for flight in flights:
-        own_stats.append(exchange.join_statistic(q, (yield Wait(flight))))
-    return out, own_stats[0], own_stats[1] if want_max else None
+    whole = [whole_out, *(x[..., None] for x in stats if x is not None)]
+    out, *stats = yield from exchange.to_sequence(*((x, exchange.q, q) for x in whole))
+    lse, *top = (x[..., 0].contiguous() for x in stats)
+    return out, lse, top[0] if want_max else None
 
 
 def backward(
@@ -57,11 +50,9 @@ def backward(
     """Compute (dq, dk, dv) of this rank's shards; gradients of captures go to the engine's buffers."""
     exchange = HeadExchange.of(plan, q, k)
     grads = yield from _head_gradients(inner, exchange, engine, q, k, v, dout, lse, delta)
-    own_grads = [laid_out_as(x, x.shape[3], grad.dtype) for x, grad in zip((q, k, v), grads, strict=True)]
-    yield from exchange.to_sequence(
-        *zip(grads, (exchange.q, exchange.kv, exchange.kv), own_grads, strict=True)
-    )
-    return own_grads[0], own_grads[1], own_grads[2]
+    fields = zip(grads, (exchange.q, exchange.kv, exchange.kv), (q, k, v), strict=True)
+    dq, dk, dv = yield from exchange.to_sequence(*fields)
+    return dq, dk, dv
 
 
 def _head_gradients(
@@ -76,11 +67,11 @@ def _head_gradients(
     )
     *whole_qkv, whole_dout = tensors[:4]
     whole_lse, whole_delta = (x[..., 0].contiguous() for x in tensors[4:])
-    row, heads = _schedule_between_rows(inner, exchange), HeadSubsetEngine(engine, exchange)
+    row, own_heads = _schedule_between_rows(inner, exchange), _engine_of_heads(engine, exchange)
     run = row.backward
     if row is local and exchange.kv.shared:  # dK and dV are summed over the ranks that share a KV head
         run = partial(local.backward, key_dtype=lse.dtype)
-    computation = run(exchange.plan, heads, *whole_qkv, whole_dout, whole_lse, whole_delta)
+    computation = run(exchange.plan, own_heads, *whole_qkv, whole_dout, whole_lse, whole_delta)
     dq, dk, dv = yield from exchange.run_between_rows(computation)
     return dq.to(q.dtype), dk, dv
 
@@ -90,48 +81,35 @@ def _schedule_between_rows(inner: Any, exchange: HeadExchange) -> Any:
     return local if exchange.plan.derived.reads_only_own_keys and inner is not ordered else inner
 
 
-@dataclass(frozen=True, eq=False)
-class HeadSubsetEngine:
-    """An engine for a part of the heads of a layer. A rank may hold some of the query heads that share a KV
-    head, so a step is one launch for each stretch of KV heads with equally many query heads."""
+def _engine_of_heads(engine: Any, exchange: HeadExchange) -> Any:
+    """Return the engine for this rank's heads. A rank may hold some of the query heads that share a KV head,
+    so that a step is one launch for each stretch of KV heads with equally many query heads."""
+    own = exchange.q.heads[exchange.rank]
+    cuts = stretches(own, exchange.group)
+    return engine.from_head(own.start) if len(cuts) == 1 else StretchesEngine(engine, own.start, cuts)
+
+
+class StretchesEngine(NamedTuple):
+    """An engine for the heads from ``first`` on, cut by :func:`stretches`."""
 
     engine: Any
-    exchange: HeadExchange
+    first: int
+    cuts: Sequence[tuple[slice, slice]]
 
-    def forward(self, step: ForwardStep, *, h_offset: int = 0) -> Callable[[], None]:
-        rows = step.q, step.out, step.lse, step.max_scores, *(step.state or ())
-        return _join_launches(
-            self.engine.forward(
-                step._replace(q=q, k=k, v=v, out=out, lse=lse, max_scores=top, state=state or None),
-                h_offset=first,
-            )
-            for first, (q, out, lse, top, *state), (k, v) in self._pieces(rows, (step.k, step.v))
-        )
+    def forward(self, step: ForwardStep) -> Callable[[], None]:
+        return self._join(lambda engine, q, kv: engine.forward(_cut_step(step, q, kv)))
 
-    def dq(
-        self, step: BackwardStep, dq: Tensor, *, add: bool = False, h_offset: int = 0
-    ) -> Callable[[], None]:
-        return _join_launches(
-            self.engine.dq(part, own, add=add, h_offset=first)
-            for first, part, own, _ in self._parts(step, dq)
-        )
+    def dq(self, step: BackwardStep, dq: Tensor, *, add: bool = False) -> Callable[[], None]:
+        return self._join(lambda engine, q, kv: engine.dq(_cut_step(step, q, kv), dq[:, q], add=add))
 
     def dkdv(
-        self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False, h_offset: int = 0
+        self, step: BackwardStep, dk: Tensor, dv: Tensor, dq: Tensor, *, add: bool = False
     ) -> Callable[[], None]:
-        return _join_launches(
-            self.engine.dkdv(part, *grads, own, add=add, h_offset=first)
-            for first, part, own, grads in self._parts(step, dq, dk, dv)
+        return self._join(
+            lambda engine, q, kv: engine.dkdv(
+                _cut_step(step, q, kv), dk[:, kv], dv[:, kv], dq[:, q], add=add
+            )
         )
-
-    def _parts(
-        self, step: BackwardStep, dq: Tensor, *grads: Tensor
-    ) -> Iterator[tuple[int, BackwardStep, Tensor, Sequence[Tensor]]]:
-        """Cut a backward step by :meth:`_pieces`: the first query head of each, its inputs, its part of dq,
-        its parts of the gradients of keys and values."""
-        rows, keys = (step.q, step.dout, step.lse, step.delta, dq), (step.k, step.v, *grads)
-        for first, (q, dout, lse, delta, own), (k, v, *parts) in self._pieces(rows, keys):
-            yield first, BackwardStep(q, k, v, dout, lse, delta, step.tables), own, parts
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         return 1
@@ -140,19 +118,26 @@ class HeadSubsetEngine:
     def fused(self) -> bool:
         return bool(self.engine.fused)
 
-    def _pieces(
-        self, rows: Sequence[Tensor | None], keys: Sequence[Tensor]
-    ) -> list[tuple[int, Sequence[Any], Sequence[Any]]]:
-        """Cut tensors of query heads and of KV heads by :func:`stretches`: for each, the layer's index of its
-        first query head, its parts of ``rows``, its parts of ``keys``."""
-        own = self.exchange.q.heads[self.exchange.rank]
-        cuts = stretches(own, self.exchange.group)
-        if len(cuts) == 1:
-            return [(own.start, rows, keys)]
-        return [
-            (own.start + a.start, [x if x is None else x[:, a] for x in rows], [x[:, b] for x in keys])
-            for a, b in cuts
-        ]
+    def _join(self, prepare: Callable[[Any, slice, slice], Callable[[], None]]) -> Callable[[], None]:
+        """Prepare the launch of each stretch; return a function that starts them in order."""
+        launches = [prepare(self.engine.from_head(self.first + q.start), q, kv) for q, kv in self.cuts]
+
+        def run() -> None:
+            for launch in launches:
+                launch()
+
+        return run
+
+
+def _cut_step(step: Any, q: slice, kv: slice) -> Any:
+    """Cut the tensors of a step to some of their query heads and KV heads."""
+    fields = step._asdict()
+    own: dict[str, Any] = {
+        name: x[:, kv if name in ("k", "v") else q] for name, x in fields.items() if isinstance(x, Tensor)
+    }
+    if fields.get("state"):
+        own["state"] = [x[:, q] for x in step.state]
+    return step._replace(**own)
 
 
 @functools.lru_cache(256)
@@ -175,14 +160,3 @@ def stretches(heads: range, group: int) -> list[tuple[slice, slice]]:
         pieces.append((slice(q, q + size * kv_heads), slice(kv, kv + kv_heads)))
         q, kv = q + size * kv_heads, kv + kv_heads
     return pieces
-
-
-def _join_launches(launches: Iterable[Callable[[], Any]]) -> Callable[[], None]:
-    """Return a function that starts these launches in order."""
-    items = list(launches)
-
-    def run() -> None:
-        for launch in items:
-            launch()
-
-    return run
