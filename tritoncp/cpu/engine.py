@@ -18,7 +18,7 @@ from torch import Tensor
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.cpu import flash
-from tritoncp.cpu.packing import Total, even_step, gather, scatter
+from tritoncp.cpu.packing import even_step, gather, scatter, scatter_add
 from tritoncp.cpu.pointwise import Scores
 from tritoncp.cpu.step import HeadGroup, Step
 from tritoncp.cpu.tiles import TileBatch
@@ -125,11 +125,7 @@ class CpuEngine:
                 use_flash, step = False, self._step(tables, q, k, False)
             lses = step.q.pack(lse[..., None], dtype)[..., 0]
             lses = torch.where(lses == -torch.inf, 0, lses)
-            totals = [
-                Total.of(step.q, rows, dq, add=True),
-                Total.of(step.kv, keys, dk, add),
-                Total.of(step.kv, values, dv, add),
-            ]
+            totals = [torch.zeros_like(x) for x in (rows, keys, values)]
             packed = BackwardStep(rows, keys, values, douts, lses, deltas, tables)
             for group, tiles, visible in self._tiles(step, rows, use_flash):
                 grads = self._backward_tiles(step, group, tiles, visible, packed, outs if use_flash else None)
@@ -137,9 +133,10 @@ class CpuEngine:
                     totals, (group.heads, group.kv_heads, group.kv_heads),
                     (tiles.rows, tiles.cols, tiles.cols), grads, strict=True,
                 ):  # fmt: skip
-                    total.add_parts(heads, starts, grad)
-            for total in totals:
-                total.store()
+                    scatter_add(total[heads], starts, grad)
+            step.q.unpack(totals[0][..., : q.shape[3]], dq, add=True)
+            step.kv.unpack(totals[1][..., : k.shape[3]], dk, add)
+            step.kv.unpack(totals[2][..., : v.shape[3]], dv, add)
 
         return run
 

@@ -126,45 +126,6 @@ def scatter_add(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
             scatter(x, subset, rows + parts[index])
 
 
-@dataclass
-class Total:
-    """An accumulator of packed rows [H, T, D], whose sum is stored in a buffer [B, H, S, <= D].
-
-    add:   whether the sum is added to the buffer's values, or overwrites them
-    own:   whether ``rows`` is the buffer's memory
-    empty: whether no part was added yet; until then zeros take no memory
-    """
-
-    packing: Packing
-    into: Tensor
-    add: bool
-    rows: Tensor
-    own: bool
-    empty: bool = True
-
-    @classmethod
-    def of(cls, packing: Packing, like: Tensor, into: Tensor, add: bool) -> Total:
-        """Make an accumulator with the shape and dtype of ``like``."""
-        own = packing.rows == (None,) and into.shape[1:] == like.shape and into.dtype == like.dtype
-        if own and not add:
-            into.zero_()
-        return cls(packing, into, add, into[0] if own else like.new_zeros(()).expand(like.shape), own)
-
-    def add_parts(self, heads: slice, starts: Sequence[int], parts: Tensor) -> None:
-        """Add parts [n, h, length, D] to rows of some heads by :func:`scatter_add`."""
-        if self.empty and not self.own and parts.shape == (1, *self.rows.shape):
-            self.rows = parts[0]
-        else:
-            self.rows = self.rows if self.own else self.rows.contiguous()
-            scatter_add(self.rows[heads], starts, parts)
-        self.empty = False
-
-    def store(self) -> None:
-        """Store the sum in the buffer."""
-        if not self.own:
-            self.packing.unpack(self.rows[..., : self.into.shape[3]], self.into, self.add)
-
-
 def disjoint(starts: Sequence[int], length: int) -> list[list[int]]:
     """Split ranges of equal length into groups of disjoint ranges; return the indices of each group.
 
