@@ -77,7 +77,7 @@ class CpuEngine:
                 use_flash, step = False, self._step(tables, q, k, False)
             sums = _Sums.of(rows, values.shape[2])
             if load_state:
-                sums.load(step, *state or (), own=store_state)
+                sums.load(step, *state or ())
             for group, tiles, visible in self._tiles(step, rows, use_flash):
                 part = self._forward_tiles(step, group, tiles, visible, rows, keys, values, use_flash)
                 sums.add(group, tiles, tiles.first and not load_state, *part)
@@ -246,36 +246,28 @@ class _Sums:
 
     @classmethod
     def of(cls, q: Tensor, width: int) -> _Sums:
-        zeros = q.new_zeros(()).expand(*q.shape[:2], width)  # without memory
-        return cls(zeros, q.new_full(q.shape[:2], -torch.inf), q.new_zeros(q.shape[:2]))
+        return cls(q.new_zeros(*q.shape[:2], width), q.new_full(q.shape[:2], -torch.inf), q.new_zeros(q.shape[:2]))
 
-    def load(self, step: Step, acc: Tensor, m: Tensor, l: Tensor, *, own: bool) -> None:
-        """Load a state. own: accumulate in its memory, if that has packed rows"""
-        packed = step.q.pack(acc, self.l.dtype, self.acc.shape[2])
-        self.acc = packed.clone() if packed.data_ptr() == acc.data_ptr() and not own else packed
+    def load(self, step: Step, acc: Tensor, m: Tensor, l: Tensor) -> None:
+        """Load a state."""
+        self.acc.copy_(step.q.pack(acc, self.l.dtype, self.acc.shape[2]))
         m, l = (step.q.pack(x[..., None], self.l.dtype)[..., 0] for x in (m, l))
         self.m, self.l = m * LN2, l.clone()
 
     def store(self, step: Step, acc: Tensor, m: Tensor, l: Tensor) -> None:
         """Store the state."""
-        if self.acc.data_ptr() != acc.data_ptr():
-            step.q.unpack(self.acc[..., : acc.shape[3]], acc)
+        step.q.unpack(self.acc[..., : acc.shape[3]], acc)
         for packed, into in ((self.m / LN2, m), (self.l, l)):
             step.q.unpack(packed[..., None], into[..., None])
 
     def finish(self, step: Step, out: Tensor, lse: Tensor) -> None:
         """Write out and lse."""
-        if bool(self.l.any()):  # else acc is zeros without memory
-            self.acc.div_(torch.where(self.l == 0, 1, self.l)[..., None])
+        self.acc.div_(torch.where(self.l == 0, 1, self.l)[..., None])
         step.q.unpack(self.acc[..., : out.shape[3]], out)
         step.q.unpack((self.m + self.l.log())[..., None], lse[..., None])
 
     def add(self, group: HeadGroup, tiles: TileBatch, first: bool, out: Tensor, lse: Tensor) -> None:
         """Merge the results of a batch of tiles. first: these rows have no results yet"""
-        if first and out.shape == (1, *self.acc.shape):  # one tile has all rows of all heads
-            self.acc, self.m, self.l = out[0], lse[0], (lse[0] != -torch.inf).to(lse.dtype)
-            return
-        self.acc = self.acc.contiguous()  # allocates memory for the zeros
         totals = self.acc[group.heads], self.m[group.heads, :, None], self.l[group.heads, :, None]
         lse = lse[..., None]
         if first:
