@@ -80,7 +80,7 @@ class CpuEngine:
                 sums.load(step, *state or ())
             for group, tiles, visible in self._tiles(step, rows, use_flash):
                 part = self._forward_tiles(step, group, tiles, visible, rows, keys, values, use_flash)
-                sums.add(group, tiles, tiles.first and not load_state, *part)
+                sums.add(group, tiles, *part)
             if max_scores is not None:
                 part_step = self._step(tables, q, k, False)
                 self._add_largest(part_step, rows, keys, max_scores, load_state)
@@ -246,7 +246,8 @@ class _Sums:
 
     @classmethod
     def of(cls, q: Tensor, width: int) -> _Sums:
-        return cls(q.new_zeros(*q.shape[:2], width), q.new_full(q.shape[:2], -torch.inf), q.new_zeros(q.shape[:2]))
+        rows = q.shape[:2]
+        return cls(q.new_zeros(*rows, width), q.new_full(rows, -torch.inf), q.new_zeros(rows))
 
     def load(self, step: Step, acc: Tensor, m: Tensor, l: Tensor) -> None:
         """Load a state."""
@@ -266,21 +267,18 @@ class _Sums:
         step.q.unpack(self.acc[..., : out.shape[3]], out)
         step.q.unpack((self.m + self.l.log())[..., None], lse[..., None])
 
-    def add(self, group: HeadGroup, tiles: TileBatch, first: bool, out: Tensor, lse: Tensor) -> None:
-        """Merge the results of a batch of tiles. first: these rows have no results yet"""
+    def add(self, group: HeadGroup, tiles: TileBatch, out: Tensor, lse: Tensor) -> None:
+        """Merge the results of a batch of tiles."""
         totals = self.acc[group.heads], self.m[group.heads, :, None], self.l[group.heads, :, None]
         lse = lse[..., None]
-        if first:
-            acc, m, l = out, lse, (lse != -torch.inf).to(lse.dtype)
-        else:
-            acc, m, l = (gather(x, tiles.rows, tiles.height) for x in totals)
-            if bool((lse > m + MAX_EXPONENT).any()):
-                raised = torch.maximum(m, lse)
-                factor = torch.where(m == -torch.inf, 0, torch.exp(m - raised))
-                acc, m, l = acc.mul_(factor), raised, l * factor
-            weight = torch.where(lse == -torch.inf, 0, torch.exp(lse - m))
-            acc, l = acc.addcmul_(out, weight), l + weight
-        if first or even_step(tiles.rows) is None:  # else ``acc`` is a view
+        acc, m, l = (gather(x, tiles.rows, tiles.height) for x in totals)
+        if bool((lse > m + MAX_EXPONENT).any()):
+            raised = torch.maximum(m, lse)
+            factor = torch.where(m == -torch.inf, 0, torch.exp(m - raised))
+            acc, m, l = acc.mul_(factor), raised, l * factor
+        weight = torch.where(lse == -torch.inf, 0, torch.exp(lse - m))
+        acc, l = acc.addcmul_(out, weight), l + weight
+        if even_step(tiles.rows) is None:  # else ``acc`` is a view
             scatter(totals[0], tiles.rows, acc)
         scatter(totals[1], tiles.rows, m)
         scatter(totals[2], tiles.rows, l)

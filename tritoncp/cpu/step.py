@@ -155,7 +155,7 @@ class Step:
         flags = [False] * len(tiles)
         for size in {tile.height for tile in tiles}:
             same = [i for i, tile in enumerate(tiles) if tile.height == size]
-            batch = TileBatch(tuple(tiles[i] for i in same), first=False)
+            batch = TileBatch(tuple(tiles[i] for i in same))
             triangle, results = torch.ones(size, size, dtype=torch.bool).tril(), []
             for part in batch.split(max(1, PAIRS // (size * size))):
                 pairs = self.visible(group, part)

@@ -51,13 +51,9 @@ class PackedTile(NamedTuple):
 
 @dataclass(frozen=True)
 class TileBatch:
-    """Tiles of one kind and shape with disjoint rows.
-
-    first: whether no earlier batch has any of these rows
-    """
+    """Tiles of one kind and shape with disjoint rows."""
 
     tiles: tuple[PackedTile, ...]
-    first: bool
 
     @property
     def kind(self) -> str:
@@ -82,18 +78,18 @@ class TileBatch:
     def split(self, count: int) -> Iterator[TileBatch]:
         """Split into batches of at most ``count`` tiles."""
         for i in range(0, len(self.tiles), count):
-            yield TileBatch(self.tiles[i : i + count], self.first)
+            yield TileBatch(self.tiles[i : i + count])
 
     def split_rows(self, height: int) -> Iterator[TileBatch]:
         """Split every tile into tiles of at most ``height`` rows."""
         for start in range(0, self.height, height):
             rows = min(height, self.height - start)
             tiles = [tile._replace(row=tile.row + start, height=rows) for tile in self.tiles]
-            yield TileBatch(tuple(tiles), self.first)
+            yield TileBatch(tuple(tiles))
 
     def take(self, index: Sequence[int]) -> TileBatch:
         """Select tiles."""
-        return TileBatch(tuple(self.tiles[i] for i in index), self.first)
+        return TileBatch(tuple(self.tiles[i] for i in index))
 
 
 class SlotRow(NamedTuple):
@@ -175,7 +171,7 @@ def tiles_of(slots: Sequence[SlotRow], batch: int, flash: bool, decision: Decisi
 
 
 def batches_of(tiles: Sequence[PackedTile]) -> list[TileBatch]:
-    """Group tiles into batches of equal kind and shape with disjoint rows; the largest batch first."""
+    """Group tiles into batches of equal kind and shape with disjoint rows."""
     groups: dict[tuple[str, int, int, int], list[PackedTile]] = {}
     ends: dict[tuple[str, int, int, int], int] = {}
     for tile in sorted(tiles, key=lambda tile: (tile.row, tile.col)):
@@ -184,14 +180,7 @@ def batches_of(tiles: Sequence[PackedTile]) -> list[TileBatch]:
             level += 1
         groups.setdefault(key, []).append(tile)
         ends[key] = tile.row + tile.height
-    covered: list[Range] = []
-    batches = []
-    for group in sorted(groups.values(), key=lambda group: -group[0].height * len(group)):
-        rows = [(tile.row, tile.row + tile.height) for tile in group]
-        first = all(last <= a or first >= b for first, last in covered for a, b in rows)
-        covered = _merge([*covered, *rows])
-        batches.append(TileBatch(tuple(group), first))
-    return batches
+    return [TileBatch(tuple(group)) for group in groups.values()]
 
 
 def _tile(kind: str, batch: int, rows: Range, keys: Range, full: Range = (0, 0)) -> PackedTile:
