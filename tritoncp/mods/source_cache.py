@@ -11,7 +11,6 @@ import linecache
 import sys
 import weakref
 from types import ModuleType
-from typing import Any
 
 _MODULES: weakref.WeakValueDictionary[str, ModuleType] = weakref.WeakValueDictionary()  # by digest
 
@@ -36,17 +35,11 @@ def _execute(digest: str, source: str, path: str) -> ModuleType:
     module.__file__ = path
     vars(module)["__module__"] = module  # its functions keep it alive by their globals
     # Without a modification time, so that checkcache() does not compare it with a file.
-    lines: tuple[Any, ...] = (len(source), None, source.splitlines(keepends=True), path)
-    linecache.cache[path] = lines
-    weakref.finalize(module, _drop_lines, path, lines).atexit = False
+    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+    weakref.finalize(module, linecache.cache.pop, path, None).atexit = False
     exec(compile(source, path, "exec", dont_inherit=True), vars(module))
     _release(module)
     return module
-
-
-def _drop_lines(path: str, lines: tuple[Any, ...]) -> None:
-    if linecache.cache.get(path) is lines:
-        del linecache.cache[path]
 
 
 def _release(module: ModuleType) -> None:

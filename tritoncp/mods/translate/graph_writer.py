@@ -65,8 +65,7 @@ class GraphWriter:
 
     def __init__(self, trace: ModTrace) -> None:
         self.trace = trace
-        self.block = Block(exact=not trace.is_score)
-        self.block.reserve(*_INPUTS, "keep", "caps", "dcaps")
+        self.block = Block(not trace.is_score, dict.fromkeys((*_INPUTS, "keep", "caps", "dcaps"), 1))
         self.values: dict[fx.Node, Value | None] = {}
         self._num_casts = 0  # number of first lines, which convert b and h
         self.load_axes = 0  # largest number of axes ("q", "kv") on which the address of a load depends

@@ -165,29 +165,25 @@ class Block:
     """The lines of one emitted function.
 
     exact: whether divisions and roots are rounded correctly (IEEE 754), which is slower; for masks
+    name_counts: number of variables of each name; at first the parameters, whose names no variable gets
     uniform: variables that are uniform over a score tile
     """
 
     exact: bool
+    name_counts: dict[str, int]
     lines: list[str] = field(default_factory=list)
     uniform: set[str] = field(default_factory=set)
     _variables: dict[str, str] = field(default_factory=dict)
-    _name_counts: dict[str, int] = field(default_factory=dict)
 
     def name(self, expression: str, hint: str) -> str:
         """Return the variable of `expression`; a new expression adds a line."""
         if expression not in self._variables:
-            count = self._name_counts.get(hint, 0)
-            self._name_counts[hint] = count + 1
+            count = self.name_counts.get(hint, 0)
+            self.name_counts[hint] = count + 1
             name = hint if not count else f"{hint}_{count}"
             self._variables[expression] = name
             self.lines.append(f"{name} = {expression}")
         return self._variables[expression]
-
-    def reserve(self, *names: str) -> None:
-        """Reserve names of parameters, so that no variable gets them."""
-        for name in names:
-            self._name_counts[name] = max(self._name_counts.get(name, 0), 1)
 
     def scalar(
         self,

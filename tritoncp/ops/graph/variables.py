@@ -71,13 +71,10 @@ def _register_inner(variable: Any, parts: list[Any]) -> int:
 
 
 def guard_identity(context: Any) -> None:
-    """Add an identity guard on the local variable ``thing`` of a frame that Dynamo traces."""
-    _guard(context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker().realize())
-
-
-def _guard(variable: Any) -> None:
-    """Add an identity guard on a Dynamo variable from outside of the graph; Dynamo's own guards compare
-    functions by their code only. Numbers and strings need none."""
+    """Add an identity guard on the local variable ``thing`` of a frame that Dynamo traces, if it is from
+    outside of the graph; Dynamo's own guards compare functions by their code only. Numbers and strings need
+    none."""
+    variable = context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
     if variable.source is not None and not isinstance(variable, ConstantVariable | SymNodeVariable):
         install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
 
@@ -98,14 +95,8 @@ def _object_of(variable: Any) -> Any:
 
 
 def _kind_of(variable: Any) -> str:
-    kind = _type_of(variable)
-    return type(variable).__name__.removesuffix("Variable") if kind is None else kind.__name__
-
-
-def _type_of(variable: Any) -> type | None:
-    """Return the type of a Dynamo variable's object, None if unknown."""
+    """Return the name of the type of a Dynamo variable's object; of the variable, if that is unknown."""
     try:
-        kind: type = variable.python_type()
+        return str(variable.python_type().__name__)
     except Exception:
-        return None
-    return kind
+        return type(variable).__name__.removesuffix("Variable")
