@@ -170,8 +170,8 @@ def test_inference_mode():
 
 def test_a_raw_mask_is_planned_once(monkeypatch):
     plans = []
-    build = plan_cache._build_natural
-    monkeypatch.setattr(plan_cache, "_build_natural", lambda *args: plans.append(args) or build(*args))
+    build = plan_cache.plan_in_order
+    monkeypatch.setattr(plan_cache, "plan_in_order", lambda *args: plans.append(args) or build(*args))
     fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
     mask = KINDS["torch's"](3)
