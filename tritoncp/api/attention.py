@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from tritoncp.api import dynamo, plan_cache, validate
-from tritoncp.api.group_call import group_call, group_name, stop_traced_call
+from tritoncp.api.group_call import group_call, place_in_group, stop_traced_call
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.distributed import groups
@@ -282,7 +282,7 @@ def run_call(
             return dynamo.attend_in_graph(query, key, value, score_mod, block_mask, mesh, options)
         except Uncapturable as error:
             reason = error.args[0]
-            stop_traced_call(group_name(mesh), "a graph break")
+            stop_traced_call(place_in_group(mesh)[0], "a graph break")
         torch._dynamo.graph_break(msg=reason)
     return _run_on_host(query, key, value, score_mod, block_mask, mesh, options)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.api import plan_cache, validate
-from tritoncp.api.group_call import group_name
+from tritoncp.api.group_call import place_in_group
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of, object_of
@@ -35,7 +35,7 @@ def attend_in_graph(
     options: :class:`tritoncp.api.attention.Options`. Raises Uncapturable for a mod or mask that cannot be
     part of a graph.
     """
-    world = group_name(mesh)
+    world = place_in_group(mesh)[0]
     options, value = options.with_expansion(query, key, value)
     options.check(query, key, value)
     key, value = validate.shared_batch(query, key, value)

@@ -34,7 +34,7 @@ def group_call(fn: Function) -> Function:
                 for x in arguments:
                     # Under Dynamo isinstance(group, A | B) is False for a group.
                     if isinstance(x, dist.ProcessGroup) or isinstance(x, dist.DeviceMesh):  # noqa: SIM101
-                        stop_traced_call(group_name(x), type(error).__name__)
+                        stop_traced_call(place_in_group(x)[0], type(error).__name__)
             else:
                 for group in _groups_of(arguments):
                     failures.stop(group, error)
@@ -46,10 +46,10 @@ def group_call(fn: Function) -> Function:
 
 
 @constant_result
-def group_name(mesh: Any) -> str:
-    """Return the name of a mesh's group, "" without a mesh: a constant of the graph under Dynamo."""
+def place_in_group(mesh: Any) -> tuple[str, int, int]:
+    """Return (group name, world size, rank) of a mesh: constants of a graph under Dynamo."""
     group = groups.group_of(mesh)
-    return "" if group is None else group.group_name
+    return ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())
 
 
 @constant_result

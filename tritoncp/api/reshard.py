@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api import shards, validate
-from tritoncp.api.group_call import group_call
+from tritoncp.api.group_call import group_call, place_in_group
 from tritoncp.api.simulate import World
 from tritoncp.core.dynamo_boundary import graph_entry, host_only
 from tritoncp.distributed import groups
@@ -70,7 +70,7 @@ def reshard(
     """
     if isinstance(mesh, World):
         return _reshard_in_world(x, source, target, mesh, dim, side, batch_dim, pad)
-    place = shards.place_in_group(mesh)
+    place = place_in_group(mesh)
     world, world_size, rank = place
     for plan in (source, target):
         _check_plan(plan, world_size, rank if world else None)
@@ -95,7 +95,7 @@ def _move(
     batch_dim: int | None, pad: float,
 ) -> list[Tensor]:  # fmt: skip
     """Move the shards ``xs`` of the ranks from that of ``place`` on, after checks. place: see
-    :func:`tritoncp.api.shards.place_in_group`"""
+    :func:`tritoncp.api.group_call.place_in_group`"""
     world, world_size, first_rank = place
     check_side(side)
     for x in xs:
@@ -161,7 +161,7 @@ def unshard(
     ``grad``: needed if x requires grad, the backward pass: "sum" (the loss is a sum over ranks:
     reduce-scatter) or "slice" (every rank computes the same loss: each keeps its rows, no communication).
     """
-    place, plan_or_mask = shards.place_in_group(mesh), plain_mask(plan_or_mask)
+    place, plan_or_mask = place_in_group(mesh), plain_mask(plan_or_mask)
     _check_gathered(plan_or_mask, place[1])
     placement, rank = shards.placement_of(x, plan_or_mask, place, dim, side)
     _check_batch_dim(x, batch_dim)

@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api import validate
-from tritoncp.api.group_call import group_call
+from tritoncp.api.group_call import group_call, place_in_group
 from tritoncp.api.plans import MaskLike
-from tritoncp.core.dynamo_boundary import constant_result, graph_entry
-from tritoncp.distributed import groups
+from tritoncp.core.dynamo_boundary import graph_entry
 from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
@@ -49,13 +48,6 @@ def shard(
     check_rows_along(x, dim, placement.length, "a global tensor")
     check_pad(x, pad)
     return take(x, placement.positions(rank), dim, batch_dim, pad)
-
-
-@constant_result
-def place_in_group(mesh: Any) -> tuple[str, int, int]:
-    """Return (group name, world size, rank) of a mesh: constants of a graph under Dynamo."""
-    group = groups.group_of(mesh)
-    return ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())
 
 
 def placement_of(

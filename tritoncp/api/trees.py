@@ -16,8 +16,10 @@ from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import upload
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.classification.interval_arithmetic import is_integer
-from tritoncp.masks.prefix_tree import Tree
+from tritoncp.masks.prefix_tree import Tree, as_host_tensor
 from tritoncp.planning.plan import Plan
+
+NUMBERS = "a list of numbers or a tensor [tokens]"  # what a trajectory is, and its weights
 
 
 class TreeEdges(NamedTuple):
@@ -203,7 +205,7 @@ def pack_trajectories(
 
 def _token_ids(j: int, x: Any) -> Tensor:
     """Return the tokens of trajectory j as int64 [L] on the CPU."""
-    ids = _as_tensor(f"trajectory {j}", x)
+    ids = as_host_tensor(f"trajectory {j}", x, NUMBERS)
     if ids.ndim != 1 or (len(ids) and not is_integer(ids.dtype)):
         raise ValueError(f"trajectories[{j}] is {ids.dtype} {list(ids.shape)}; integers [tokens] are needed")
     return ids.long()
@@ -215,17 +217,6 @@ def _check_lists(name: str, x: Any) -> None:
         raise TypeError(
             f"{name} is a {type(x).__name__}; a list with a list or tensor for each trajectory is needed"
         )
-
-
-def _as_tensor(name: str, x: Any) -> Tensor:
-    """Convert a list of numbers or a tensor to a tensor on the CPU; raise TypeError for anything else."""
-    try:
-        return torch.as_tensor(x).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{name} is the {type(x).__name__} {repr(x)[:80]}; a list of numbers or a tensor [tokens] is "
-            f"needed ({error})"
-        ) from error
 
 
 def _common_length(one: Tensor, two: Tensor) -> int:
@@ -255,7 +246,7 @@ def _sum_weights(paths: list[Tensor], weights: Any, size: int) -> Tensor:
     if weights is None:
         weights = [torch.ones(len(path)) for path in paths]
     _check_lists("weights", weights)
-    tensors = [_as_tensor(f"weights[{j}]", x) for j, x in enumerate(weights)]
+    tensors = [as_host_tensor(f"weights[{j}]", x, NUMBERS) for j, x in enumerate(weights)]
     if [list(x.shape) for x in tensors] != [[len(path)] for path in paths]:
         shapes = [list(x.shape) for x in tensors[:8]]
         raise ValueError(

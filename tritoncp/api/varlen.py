@@ -18,7 +18,7 @@ from tritoncp.core.handles import handle_of
 from tritoncp.core.host_copy import host, to_host
 from tritoncp.distributed import groups
 from tritoncp.masks.mask import Mask
-from tritoncp.masks.varlen import Varlen, dual_chunks, varlen
+from tritoncp.masks.varlen import Documents, Varlen, varlen
 from tritoncp.ops.reshard import Reshard, move_rows
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan
@@ -228,13 +228,26 @@ def _cached_placement(cu_seqlens: Tensor, world: int, is_merged: bool) -> tuple[
 
 
 def dual_chunk_placement(cu_seqlens: Tensor, world: int) -> Placement:
-    """Place the rows of a packed buffer in dual-chunk order.
+    """Place the rows of a packed buffer in dual-chunk order: every document is cut into 2 W chunks; rank r
+    holds chunks r and 2 W - 1 - r.
 
     >>> placement = dual_chunk_placement(torch.tensor([0, 4, 12]), 2)
     >>> [placement.positions(rank).tolist() for rank in (0, 1)]
     [[[0, 3, 4, 5, 10, 11]], [[1, 2, 6, 7, 8, 9]]]
     """
-    first, rows = dual_chunks(cu_seqlens, world)
+    documents, chunks = Documents.of("cu_seqlens", cu_seqlens, cu_seqlens), 2 * world
+    uneven = documents.rows % chunks != 0
+    if bool(uneven.any()):
+        i = int(uneven.nonzero()[0])
+        raise ValueError(
+            f"document {i} has {int(documents.rows[i])} rows, which {chunks} chunks of equal length cannot "
+            f"share; dual-chunk order on {world} ranks pads every document to a multiple of {chunks}"
+        )
+    rank = torch.arange(world)[:, None]
+    chunk = torch.stack([rank, chunks - 1 - rank], -1)  # [W, 1, 2]
+    length = documents.rows[:, None] // chunks
+    first = (documents.first[:, None] + chunk * length).flatten(1)  # [W, 2 n] for n documents
+    rows = length.expand(world, -1, 2).flatten(1)
     slots = torch.stack([rows.cumsum(1) - rows, first, rows], -1).int()[:, None]
     local = rows.sum(1).tolist()
     return Placement(sum(local), max(1, sum(local)), tuple(slots), tuple(local))

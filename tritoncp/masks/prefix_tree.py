@@ -143,16 +143,20 @@ def tree(
         return Tree(leave.to(device), depth.to(device), left)
 
 
+def as_host_tensor(name: str, numbers: Any, needed: str) -> Tensor:
+    """Return a list of numbers or a tensor as a tensor on the CPU. Raises TypeError, with the words
+    ``needed``, for anything else."""
+    try:
+        return torch.as_tensor(numbers).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        given = f"{type(numbers).__name__} {reprlib.repr(numbers)}"
+        raise TypeError(f"{name} is the {given}; {needed} is needed ({error})") from error
+
+
 def _integers(name: str, numbers: Any) -> Tensor:
     """Return parent or lengths on the CPU. Raises ValueError unless they are integers [n] or [B, n], and
     TypeError for what is no tensor and no list of numbers."""
-    try:
-        x = torch.as_tensor(numbers).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"tree: {name} is the {type(numbers).__name__} {reprlib.repr(numbers)}; a list or tensor of "
-            f"integers, [n] or [B, n], is needed ({error})"
-        ) from error
+    x = as_host_tensor(f"tree: {name}", numbers, "a list or tensor of integers, [n] or [B, n],")
     if x.ndim not in (1, 2) or not x.numel() or not is_integer(x.dtype):
         few = "; pass at least one segment" * (not x.numel())
         raise ValueError(f"tree: {name} must be integers [n] or [B, n], got {x.dtype} {list(x.shape)}{few}")

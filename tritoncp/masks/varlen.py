@@ -215,30 +215,3 @@ def varlen_mask(
     q, kv, q_padded, kv_padded = torch.stack([x.to(mod.q.device).long() for x in sides]).cpu()  # one copy
     mod = Varlen(q, kv, q_padded, kv_padded, mod.left, mod.right)
     return create_block_mask(mod, 1, 1, int(mod.q_padded[-1]), int(mod.kv_padded[-1]), BLOCK_SIZE=BLOCK_SIZE)
-
-
-def dual_chunks(cu_seqlens: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
-    """Return the first row of each rank's chunks in dual-chunk order, and its number of rows: int64 [W, 2 n]
-    for n documents, on the CPU.
-
-    Every document is cut into 2 W chunks; rank r holds chunks r and 2 W - 1 - r.
-
-    >>> dual_chunks(torch.tensor([0, 4, 12]), 2)
-    (tensor([[ 0,  3,  4, 10],
-            [ 1,  2,  6,  8]]), tensor([[1, 1, 2, 2],
-            [1, 1, 2, 2]]))
-    """
-    documents = Documents.of("cu_seqlens", cu_seqlens, cu_seqlens)
-    chunks = 2 * world_size
-    uneven = documents.rows % chunks != 0
-    if bool(uneven.any()):
-        i = int(uneven.nonzero()[0])
-        raise ValueError(
-            f"document {i} has {int(documents.rows[i])} rows, which {chunks} chunks of equal length cannot "
-            f"share; dual-chunk order on {world_size} ranks pads every document to a multiple of {chunks}"
-        )
-    rank = torch.arange(world_size)[:, None]
-    chunk = torch.stack([rank, chunks - 1 - rank], -1)  # [W, 1, 2]
-    length = documents.rows[:, None] // chunks
-    first = (documents.first[:, None] + chunk * length).flatten(1)
-    return first, length.expand(world_size, -1, 2).flatten(1)
