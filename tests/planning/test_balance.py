@@ -22,7 +22,7 @@ from tritoncp.planning.balance import (
     ptrr,
 )
 from tritoncp.planning.build import build
-from tritoncp.planning.locality.branches import whole_branches
+from tritoncp.planning.locality.branches import _fill, whole_branches
 from tritoncp.planning.locality.pieces import View, even_counts, loads
 from tritoncp.planning.locality.search import even_work
 from tritoncp.planning.locality.windows import FreeBlocks
@@ -338,6 +338,12 @@ def test_branches_are_held_whole_but_one_behind_a_long_prefix(prefix: int, branc
     assert (owner is not None) == ((prefix, branches) in [(4, 1), (5, 2)])
     if branches == 2 and owner is not None:
         assert len(set(owner[5:8].tolist())) == len(set(owner[8:].tolist())) == 1
+
+
+def test_blocks_of_a_prefix_go_to_the_rank_with_room_that_lacks_most_work() -> None:
+    costs, owner = torch.tensor([1.0] * 6 + [9, 9], dtype=torch.float64), torch.tensor([-1] * 6 + [0, 0])
+    _fill(View(costs, 2, (), 8, True), owner, torch.arange(6))
+    assert owner.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
 
 
 def test_remote_keys_are_placed_near_their_readers() -> None:
