@@ -327,11 +327,11 @@ def test_windows_on_the_circle_of_free_blocks(seed: int, share: int, cuts: int) 
 
 @pytest.mark.parametrize(("prefix", "branches"), [(4, 1), (5, 1), (5, 2), (0, 2), (12, 1)])
 def test_branches_are_held_whole_but_one_behind_a_long_prefix(prefix: int, branches: int) -> None:
-    """Branches of blocks that see the one before, and a prefix that all 12 blocks see."""
+    """Branches of blocks that see the four before, and a prefix that all 12 blocks see."""
     until = 8 if branches == 2 else 12
 
     def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (kv < prefix) | (q >= kv) & (q < kv + 2) & ((q < until) == (kv < until))
+        return (kv < prefix) | (q >= kv) & (q < kv + 5) & ((q < until) == (kv < until))
 
     mask = create_block_mask(mod, None, None, 12, 12, BLOCK_SIZE=1)
     owner = whole_branches(View.of(work_of_rows([mask], 2)[0]))
