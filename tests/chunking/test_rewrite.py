@@ -122,9 +122,7 @@ class Case:
             shapes = [node.meta["val"].shape for node in clones if node not in written]
             one_head = [x for x in shapes if len(x) == 4 and statically_known_true(x[1] == 1)]
             assert self.dim == "batch" or not one_head  # inductor would sort the strides, also unbacked ones
-            for node in gm.graph.find_nodes(
-                op="call_function", target=ATEN.split_with_sizes.default
-            ):
+            for node in gm.graph.find_nodes(op="call_function", target=ATEN.split_with_sizes.default):
                 x, sizes, *dim = map_arg(node.args, lambda x: x.meta["val"])
                 assert statically_known_true(sum(sizes) == x.shape[dim[0] if dim else 0]), node.format_node()
 

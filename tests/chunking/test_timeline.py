@@ -18,6 +18,7 @@ from tests.chunking.graphs import ATEN, C10D, UNIT, Builder
 from tests.chunking.test_refusals import attend_by, forward_graph
 from tests.planning.memory_meter import LiveBytes
 from tritoncp.chunking import Timeline, chunk, predict_timeline
+from tritoncp.chunking.streams.costs import _computes_nothing
 from tritoncp.chunking.streams.storages import Storages, _storage_bytes
 from tritoncp.planning.cost import NVLINK
 
@@ -242,6 +243,24 @@ def test_a_result_shares_memory_with_the_argument_of_its_alias_alone():
     assert storages.writes[node] == {*storages.of[scale], *storages.of[growth]}
 
 
+def test_items_of_a_list_of_views_share_memory_with_the_argument():
+    b = Builder()
+    x = b.input("x", 10)
+    pair = b.call(ATEN.split.Tensor, x, 5)
+    items = [b.call(operator.getitem, pair, index) for index in (0, 1)]
+    storages = Storages(b.module(*items))
+    assert [storages.of[node] for node in (pair, *items)] == [[0, 0], [0], [0]]
+
+
+def test_ops_that_return_handles_take_no_time_and_others_of_ours_do():
+    b = Builder()
+    handle, gradient = (b.input(name, *shape) for name, shape in (("handle", ()), ("gradient", (4, 2))))
+    for x, takes_none in ((handle, True), (gradient, False)):
+        node = b.graph.call_function(torch.ops.tritoncp.land_gradients.default, (x,))
+        node.meta["val"] = [x.meta["val"]]
+        assert _computes_nothing(node) == takes_none
+
+
 def test_symbolic_sizes_count_by_their_hints():
     gm = make_fx(lambda x: (x + x, x[: x.shape[0] // 2].neg()), tracing_mode="symbolic")(
         torch.empty(24, 2, dtype=torch.uint8)
@@ -284,7 +303,8 @@ def test_text_shows_both_streams_and_the_chunks_in_proportion():
         "communication |=====                     |",
     ]
     b = Builder()
-    assert predict_timeline(b.module(b.input("x", 4)), UNIT).format(width=4).endswith("communication |    |")
+    text = predict_timeline(b.module(b.input("x", 3 << 20)), UNIT).format(width=4)
+    assert "; at most 3 MiB live" in text and text.endswith("communication |    |")
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -251,11 +251,15 @@ def test_exported_programs_are_cut(strict, size):
     assert torch.equal(program.module()(x), in_chunks(model, 2, "seq")(x))
 
 
-def test_an_exported_multiple_is_cut_in_its_units_or_refused():
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [(22, r"are 2 \* s\w+: .*pad them to a multiple of 8"), (10, "in 4 chunks of 2 leave none")],
+)
+def test_an_exported_multiple_is_cut_in_its_units_or_refused(rows, reason):
     """2 * Dim has an even number of rows, and chunks are multiples of the Dim alone."""
     dynamic = {"x": {1: 2 * Dim("n", min=2, max=200)}}
-    program = export(Model(Block()), (torch.randn(B, 22, WIDTH),), dynamic_shapes=dynamic)
-    with pytest.raises(ValueError, match=r"22 rows are 2 \* s\w+: .*pad them to a multiple of 8"):
+    program = export(Model(Block()), (torch.randn(B, rows, WIDTH),), dynamic_shapes=dynamic)
+    with pytest.raises(ValueError, match=f"{rows} rows {reason}"):
         chunk(program.graph_module, dim="seq", chunks=4)
 
 
