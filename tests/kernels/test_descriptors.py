@@ -98,7 +98,7 @@ def test_blocks_that_no_tile_divides_take_pointers() -> None:
 @pytest.mark.parametrize(("n", "ends"), [(64, "block"), (50, "buffer")])
 def test_streams_know_their_bytes_and_ends(n: int, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many heads are a section as the cache holds, by the bytes of one head's keys and values."""
-    x = qkv(n, batch=2, heads=4, kv_heads=2, dim=40, v_dim=16)
+    x = qkv(n, batch=3, heads=4, kv_heads=2, dim=40, v_dim=16)
     tables, sections = single(MASKS["window"](n)).tables("cpu", 2, 4), []
     streamed = streamed_tensors(tables, {"k": x.k, "v": x.v}, by_keys=False)
     bytes_of_head = n * (40 + 16) * x.k.element_size()
