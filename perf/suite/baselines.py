@@ -159,7 +159,7 @@ def torch_split(problem: Problem, tensors: Inputs, group: Any) -> Contender:
 
     api: Any = _attention  # private: PyTorch has no public API for this
     device = tensors.q.device
-    mod: Any = problem.plain_mod(device)
+    mod: Any = problem.mod_on(device)
     length = problem.seq, problem.seq
     mesh = DeviceMesh.from_group(group, device.type)
     mask = torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
@@ -185,7 +185,7 @@ def flex(problem: Problem, tensors: Inputs, variant: str = "flex", compiled: boo
     """Prepare torch's flex attention. compiled: None: on a GPU"""
     device = tensors.q.device
     mode, options = FLEX[variant]
-    mod, score, sinks = problem.plain_mod(device), problem.score_mod(device), problem.sinks(device)
+    mod, score, sinks = problem.mod_on(device), problem.score_mod(device), problem.sinks(device)
     length = (problem.seq, problem.seq)
     mask = None if mod is None else torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
     leaves = tensors.q, tensors.k, tensors.v

@@ -196,12 +196,12 @@ def measure(case: HostCase, seconds: float) -> dict[str, dict[str, Any]]:
 
 def _mask_contenders(case: HostCase) -> Makers:
     problem = case.problem
-    plain: Any = problem.plain_mod(CPU)
+    mod: Any = problem.mod_on(CPU)
     length = (problem.seq, problem.seq)
     makers: Makers = {OURS: lambda: problem.block_mask}
     if problem.seq <= 4096:  # torch's builder takes memory quadratic in the length
         makers["torch"] = lambda: (
-            lambda: torch_flex.create_block_mask(plain, None, None, *length, device="cpu")
+            lambda: torch_flex.create_block_mask(mod, None, None, *length, device="cpu")
         )
     return makers
 

@@ -105,9 +105,10 @@ class Problem:
         """Return the mask_mod of the mask, in closed form if it has one; None for the full mask."""
         return self.entry.closed(self.seq)
 
-    def plain_mod(self, device: torch.device) -> Mod | None:
-        """Return the mask as a mask_mod that PyTorch compiles, its tensors on a device."""
-        return self.entry.plain(self.seq, device)
+    def mod_on(self, device: torch.device) -> Mod | None:
+        """Return the mask for PyTorch, its tensors on a device; None for the full mask."""
+        with device:
+            return self.closed_form()
 
     def block_mask(self, device: str = "cpu", block: int = 128) -> Mask:
         """Classify the mask for its query rows and keys, in blocks of this size; the Mask is on the CPU."""
@@ -127,10 +128,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class MaskEntry:
-    """A mask with a name, for tritoncp and for PyTorch.
+    """A mask with a name.
 
-    closed: tritoncp's closed form for a length (None for the full mask), or a mask_mod without one
-    plain:  the same mask as a mask_mod that PyTorch compiles, its tensors on a device, where baselines run it
+    closed: the closed form for a length (None for the full mask), or a mask_mod without one
     kind:   the kind of mask that tile shapes measured with this mask serve; "" where none are measured
     score:  the score_mod that goes with the mask, as tritoncp/masks/expressions.py reads it
     dense:  the name of the mask for scaled_dot_product_attention, "full" or "causal"
@@ -139,7 +139,6 @@ class MaskEntry:
     """
 
     closed: Callable[[int], MaskFn | None]
-    plain: Callable[[int, torch.device], Mod | None] = lambda seq, device: None
     kind: str = ""
     score: str = ""
     dense: str | None = None
@@ -167,7 +166,8 @@ def corpus_lengths(seq: int) -> list[int]:
     (34, 12883, 65536)
     """
     generator = torch.Generator().manual_seed(0)
-    samples = 1400 * torch.exp(1.1 * torch.randn(seq // 64 + 64, generator=generator, dtype=torch.float64))
+    normal = torch.randn(seq // 64 + 64, generator=generator, dtype=torch.float64, device="cpu")
+    samples = 1400 * torch.exp(1.1 * normal)
     lengths = samples.long().clamp(1, max(1, seq // 4))
     complete = lengths[lengths.cumsum(0) < seq].tolist()
     return [*complete, seq - sum(complete)]
@@ -202,62 +202,21 @@ def _dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (q - kv) % 3 == 0
 
 
-def _plain_causal(seq: int, device: torch.device) -> Mod:
-    return lambda b, h, q, kv: q >= kv
-
-
-def _plain_window(left: Callable[[int], int]) -> Callable[[int, torch.device], Mod]:
-    def plain(seq: int, device: torch.device) -> Mod:
-        keys = left(seq)
-        return lambda b, h, q, kv: (q >= kv) & (q - kv <= keys)
-
-    return plain
-
-
-def _plain_packed(
-    lengths_of: Callable[[int], list[int]], left: Callable[[int], int] | None = None
-) -> Callable[[int, torch.device], Mod]:
-    def plain(seq: int, device: torch.device) -> Mod:
-        lengths = torch.tensor(lengths_of(seq), device=device)
-        ids = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
-        if left is None:
-            return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
-        keys = left(seq)
-        return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]) & (q - kv <= keys)
-
-    return plain
-
-
-def _plain_prefix(seq: int, device: torch.device) -> Mod:
-    prefix = seq // 4
-    return lambda b, h, q, kv: (q >= kv) | (kv < prefix)
-
-
 MASKS: dict[str, MaskEntry] = {
-    "causal": MaskEntry(lambda seq: causal(), _plain_causal, "causal", dense="causal"),
+    "causal": MaskEntry(lambda seq: causal(), kind="causal", dense="causal"),
     "full": MaskEntry(lambda seq: None, kind="full", dense="full"),
-    "document": MaskEntry(
-        lambda seq: _packed(document_lengths(seq)),
-        _plain_packed(document_lengths),
-        "interval",
-        documents=True,
-    ),
-    "window": MaskEntry(
-        lambda seq: sliding_window(window_of(seq)), _plain_window(window_of), "window", window=window_of
-    ),
-    "prefix": MaskEntry(lambda seq: prefix_lm(seq // 4), _plain_prefix),
-    "softcap": MaskEntry(lambda seq: causal(), _plain_causal, score="softcap"),
-    "alibi": MaskEntry(lambda seq: causal(), _plain_causal, score="alibi"),
+    "document": MaskEntry(lambda seq: _packed(document_lengths(seq)), kind="interval", documents=True),
+    "window": MaskEntry(lambda seq: sliding_window(window_of(seq)), kind="window", window=window_of),
+    "prefix": MaskEntry(lambda seq: prefix_lm(seq // 4)),
+    "softcap": MaskEntry(lambda seq: causal(), score="softcap"),
+    "alibi": MaskEntry(lambda seq: causal(), score="alibi"),
     # gpt-oss: sinks in every layer, a window of 128 in every other one
-    "sinks": MaskEntry(lambda seq: causal(), _plain_causal, sinks=True),
-    "window128-sinks": MaskEntry(lambda seq: sliding_window(127), _plain_window(lambda seq: 127), sinks=True),
+    "sinks": MaskEntry(lambda seq: causal(), sinks=True),
+    "window128-sinks": MaskEntry(lambda seq: sliding_window(127), sinks=True),
     # Plans
     "window4k": MaskEntry(lambda seq: sliding_window(4095)),
-    "corpus": MaskEntry(lambda seq: _packed(corpus_lengths(seq)), _plain_packed(corpus_lengths)),
-    "corpus-window": MaskEntry(
-        lambda seq: _packed(corpus_lengths(seq), sliding_window(window_of(seq))),
-        _plain_packed(corpus_lengths, window_of),
-    ),
+    "corpus": MaskEntry(lambda seq: _packed(corpus_lengths(seq))),
+    "corpus-window": MaskEntry(lambda seq: _packed(corpus_lengths(seq), sliding_window(window_of(seq)))),
     "corpus-window4k": MaskEntry(lambda seq: _packed(corpus_lengths(seq), sliding_window(4095))),
     "shared-question": MaskEntry(_shared_question),
     # Compilation and self-check
