@@ -5,7 +5,6 @@ Matplotlib is imported when the first plan is drawn.
 
 from __future__ import annotations
 
-import colorsys
 import io
 import itertools
 import textwrap
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.planning.report.facts import Facts
-from tritoncp.planning.report.text import format_headline, format_meaning
+from tritoncp.planning.report.text import format_costs, format_meaning, format_title
 from tritoncp.planning.report.units import format_bytes, format_tokens, shorten
 
 if TYPE_CHECKING:
@@ -28,13 +27,9 @@ if TYPE_CHECKING:
 SIDE = 720  # most pixels across the mask
 FULL, MASKED = 1.0, 0.55  # opacity of the owner's colour
 SOME = 0.4  # least opacity of a pixel that stands for many blocks, any of them listed
-INK, GREY, DEEP, OWN = "#212529", "#6c757d", "#084ea0", "#f0be50"
-NO_OWNER = (222, 226, 230)
-# Paul Tol's "bright" palette, distinct under colour blindness, and two more colours.
-BRIGHT = (
-    (68, 119, 170), (238, 102, 119), (34, 136, 51), (204, 187, 68),
-    (102, 204, 238), (170, 51, 119), (221, 136, 68), (120, 120, 120),
-)  # fmt: skip
+INK, GREY, OWN = "#212529", "#6c757d", "#f0be50"
+NO_OWNER = (222 / 255, 226 / 255, 230 / 255)
+FEW = 10  # most ranks with a distinct palette
 STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "text.parse_math": False,
     "axes.edgecolor": GREY, "axes.labelcolor": GREY, "axes.titlesize": 11, "axes.titlelocation": "left",
@@ -65,13 +60,13 @@ def draw_figure(facts: Facts, path: str | Path | None = None) -> Figure:
             return png.getvalue()
 
     panels = {
-        "M": _draw_mask, "W": _draw_work, "R": _draw_reads, "T": _write_meaning, "C": _draw_schedules,
+        "M": _draw_mask, "W": _draw_work, "R": _draw_reads, "T": _write_meaning, "C": _write_costs,
     }  # fmt: skip
     with matplotlib.rc_context(STYLE):
         figure = PlanFigure(figsize=(15, 12.2), dpi=100, layout="constrained")
-        headline, details = format_headline(facts)
-        figure.suptitle(f"{shorten(headline, 90)}\n{details}", x=0.02, ha="left", size=12)
-        axes = figure.subplot_mosaic("MW;MR;TC", width_ratios=(3, 2), height_ratios=(3, 7, 4))
+        title = f"{shorten(facts.expression, 90)}\n{shorten(format_title(facts.plan), 150)}"
+        figure.suptitle(title.strip(), x=0.02, ha="left", size=12)
+        axes = figure.subplot_mosaic("MW;MR;TC", width_ratios=(3, 2), height_ratios=(3, 7, 3))
         for name, draw in panels.items():
             draw(axes[name], facts)
         if path is not None:
@@ -84,14 +79,12 @@ def draw_figure(facts: Facts, path: str | Path | None = None) -> Figure:
 
 
 def colours(world_size: int) -> Tensor:
-    """Return red, green and blue of each rank, and of -1 (no owner), from 0 to 1: float32 [W + 1, 3]. Up to
-    eight ranks have a distinct palette; more have hues from blue over green, yellow and red to purple, in the
-    order of the ranks."""
-    if world_size <= len(BRIGHT):
-        return torch.tensor([*BRIGHT[:world_size], NO_OWNER]) / 255
-    hues = [(0.62 - 0.8 * rank / world_size) % 1 for rank in range(world_size)]
-    paint = [colorsys.hls_to_rgb(hue, (0.40, 0.56)[rank % 2], 0.62) for rank, hue in enumerate(hues)]
-    return torch.cat([torch.tensor(paint), torch.tensor([NO_OWNER]) / 255])
+    """Return red, green and blue of each rank, and of -1 (no owner), from 0 to 1: float32 [W + 1, 3]. Few
+    ranks have a distinct palette; more have a rainbow in the order of the ranks."""
+    from matplotlib import colormaps
+
+    palette = colormaps["tab10"] if world_size <= FEW else colormaps["turbo"].resampled(world_size)
+    return torch.tensor([*(palette(rank)[:3] for rank in range(world_size)), NO_OWNER]).float()
 
 
 def mask_pixels(plan: Plan, side: int = SIDE) -> Tensor:
@@ -140,10 +133,21 @@ def _draw_mask(axes: Axes, facts: Facts) -> None:
 
 def _write_meaning(axes: Axes, facts: Facts) -> None:
     """Write what the figures mean in plain words."""
+    lines = [line for sentence in format_meaning(facts) for line in textwrap.wrap(sentence, 120)]
+    _write_lines(axes, "What this means", lines)
+
+
+def _write_costs(axes: Axes, facts: Facts) -> None:
+    """Write the table of the schedules' costs, its first line wrapped."""
+    first, *rows = format_costs(facts)
+    lines = [*textwrap.wrap(first, 66), *rows]
+    _write_lines(axes, "What each schedule would cost a layer", lines, family="DejaVu Sans Mono")
+
+
+def _write_lines(axes: Axes, title: str, lines: list[str], family: str = "DejaVu Sans") -> None:
     axes.set_axis_off()
-    _set_title(axes, "What this means")
-    lines = [line for sentence in format_meaning(facts) for line in textwrap.wrap(sentence, 110)]
-    axes.text(0, 1, "\n".join(lines), va="top", linespacing=1.6)
+    axes.set_title(title, y=0.84)
+    axes.text(0, 0.8, "\n".join(lines), va="top", size=8.5, linespacing=1.6, family=family)
 
 
 def _draw_work(axes: Axes, facts: Facts) -> None:
@@ -180,31 +184,3 @@ def _draw_reads(axes: Axes, facts: Facts) -> None:
     _set_title(axes, "Whose keys each rank reads", note)
     _set_rank_ticks(axes.yaxis, world_size, 8, "rank that reads them")
     _set_rank_ticks(axes.xaxis, world_size, 8, "rank that has them")
-
-
-def _draw_schedules(axes: Axes, facts: Facts) -> None:
-    """Draw forward and backward time, bytes sent and memory of each schedule."""
-    shape, chosen = facts.shape, facts.plan.schedule.partition("+")[0]
-    layer = f"{shape.batch} x {shape.heads}:{shape.kv_heads} heads of {shape.head_dim}, {facts.hardware.name}"
-    _set_title(axes, "What each schedule would cost a layer", f"predicted for the slowest rank; {layer}")
-    axes.set_axis_off()
-    if not facts.costs:
-        axes.text(0, 0.9, "one rank: nothing is sent", transform=axes.transAxes)
-        return
-    longest = max(estimate.total for estimate in facts.costs)
-    for row, estimate in enumerate(facts.costs):
-        is_own = estimate.schedule == chosen
-        axes.barh(row, estimate.forward, 0.4, color=DEEP if is_own else GREY)
-        axes.barh(row, estimate.backward, 0.4, estimate.forward, color=DEEP if is_own else GREY, alpha=0.55)
-        sent = facts.bytes_sent[estimate.schedule]
-        times = f"{estimate.forward * 1e3:.3g} ms forward + {estimate.backward * 1e3:.3g} ms backward"
-        amounts = (
-            f"{format_bytes(sum(sent) / len(sent))} sent by a rank (most {format_bytes(max(sent))}), "
-            f"{format_bytes(estimate.memory)} more memory"
-        )
-        weight = "bold" if is_own else "normal"
-        axes.text(-0.02 * longest, row, estimate.schedule, ha="right", va="center", weight=weight)
-        axes.text(estimate.total + 0.03 * longest, row, times, va="center", size=8.5)
-        axes.text(0, row + 0.44, amounts, va="center", size=8, color=GREY)
-    axes.set_xlim(-0.35 * longest, 2.2 * longest)
-    axes.set_ylim(len(facts.costs) - 0.3, -0.4)

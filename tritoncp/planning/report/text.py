@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tritoncp.planning.plan import Plan
 
 WIDTH = 64  # characters across the mask
-MOST_RANKS, MOST_MASK = 24, 72  # characters of a list of ranks, of a mask in a title
+MOST_RANKS = 24  # characters of a list of ranks
 LINES = 16  # most ranks for which a bar each is printed; with more, the mask has half the width
 EVEN, NEARLY_EVEN = 1.02, 1.1  # largest work over the mean, up to which work is called so
 MESSAGES = {
@@ -137,16 +137,3 @@ def format_costs(facts: Facts) -> list[str]:
 def _mib(count: float) -> str:
     """Format a number of bytes in MiB."""
     return f"{count / 2**20:.1f}"
-
-
-def format_headline(facts: Facts) -> tuple[str, str]:
-    """Format the two title lines of a picture: the mask, and the plan's placement."""
-    plan, mask = facts.plan, facts.plan.mask
-    suffix = f" · {shorten(facts.expression, MOST_MASK)}" if facts.expression else ""
-    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
-    listed = 100 - mask.sparsity()
-    return (
-        f"{format_tokens(mask.q_len)} tokens on {ranks}{suffix}",
-        f"balancer {plan.balancer} · schedule {plan.schedule} · blocks of {mask.q_block} x {mask.kv_block} · "
-        f"{listed:.3g} % of all pairs are in listed blocks · max/mean work {plan.imbalance:.3f}",
-    )
