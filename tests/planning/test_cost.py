@@ -12,6 +12,7 @@ from tests.zoo import BALANCERS
 from tritoncp import create_block_mask, document, full_mask, make_plan
 from tritoncp.planning import cost, traffic
 from tritoncp.planning.build import build
+from tritoncp.planning.report.facts import Facts
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -60,7 +61,7 @@ def test_times_of_a_small_case_are_those_worked_out_by_hand(
     ulysses = next(one for one in one_key_head if one.schedule == "ulysses")
     assert ulysses.backward - times["ulysses"][1] == pytest.approx(2.25)  # float32, and one more message
     alone = make_plan(full_mask(512, 512), world_size=1, rank=0)
-    local = cost.local_cost(alone, shape, hardware)
+    local = cost.costs(alone, shape, hardware)[0]
     assert (local.forward, local.backward) == ((1, 2.5) if fast else (40, 100))
 
 
@@ -88,11 +89,12 @@ def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
         assert sent.keys() == computed.keys() == TIMES.keys() - ({"ulysses"} if latent else set())
         for schedule, one in sent.items():
             own = build(mask, world_size, balancer="contiguous", schedule=schedule)
-            extra = cost.plan_metrics(own, shape, one)
+            facts = Facts(own, shape, wires, "")
+            extra = facts.metrics
             assert one.memory == max(extra["forward_extra_bytes"], extra["backward_extra_bytes"])
             assert (extra["forward_ms"], extra["backward_ms"]) == (1e3 * one.forward, 1e3 * one.backward)
             if name != "first":  # no rank receives more than it sends
-                assert one.total == pytest.approx(max(cost.bytes_under(plan, schedule, shape)))
+                assert one.total == pytest.approx(max(facts.bytes_sent[schedule]))
                 assert schedule == "ulysses" or one.forward == pytest.approx(one.total / 4)
             elif schedule == "fetch":  # rank 0 sends to all others
                 assert one.forward == (world_size - 1) * 256 * shape.row * 2 == one.total / 4
@@ -108,6 +110,7 @@ def test_seconds_are_those_of_bytes_or_of_products_where_the_other_takes_none(
     rows = create_block_mask(lambda b, h, q, kv: (b == 0) | (q // 256 == kv // 256), 2, None, size, size)
     plan = build(rows, world_size, balancer="contiguous")
     fetch = next(one for one in cost.costs(plan, shape, wires) if one.schedule == "fetch")
-    assert fetch.total == pytest.approx(max(cost.bytes_under(plan, "fetch", shape)))  # of one of two rows
-    alone = cost.local_cost(build(full_mask(256, 256)), shape, cores)
+    sent = Facts(plan, shape, wires, "").bytes_sent["fetch"]  # of one of two rows
+    assert fetch.total == pytest.approx(max(sent))
+    alone = cost.costs(build(full_mask(256, 256)), shape, cores)[0]
     assert (alone.forward, alone.backward) == (attend + expand, 2.5 * attend + 3 * expand)

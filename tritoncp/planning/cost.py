@@ -1,4 +1,4 @@
-"""The cost model of schedules, and the metrics of a plan: time, bytes and memory of a layer.
+"""The cost model of schedules: time and memory of a layer.
 
 It ranks schedules; it does not predict the time of a step. Hardware figures are arguments and name their
 source.
@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.planning import traffic
-from tritoncp.planning.memory import Shape, TensorBytes, bytes_sent, peak_under, rows_of_steps
-from tritoncp.planning.moves import rows_between
-from tritoncp.planning.placement import in_order
+from tritoncp.planning.memory import Shape, peak_under, rows_of_steps
 
 if TYPE_CHECKING:
     from tritoncp.planning.plan import Plan
@@ -83,13 +81,6 @@ def costs(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
         replace(one, memory=max(peak_under(plan, one.schedule, ranks, shape)[:2])) for one in estimates
     )
     return tuple(sorted(with_memory, key=lambda cost: cost.total))
-
-
-def local_cost(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
-    """Estimate the cost of a plan for one rank, which sends nothing."""
-    seconds = float(_seconds(shape, _pairs(plan, [0]).sum(), hardware))
-    expand = _expansion(shape, plan.kv.lengths[0], hardware)
-    return Cost("local", seconds + expand, BACKWARD_RATIO * seconds + EXPANSION_BACKWARD * expand)
 
 
 def sample(world_size: int) -> list[int]:
@@ -198,49 +189,3 @@ def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
     backward_exchange = (tokens * largest.heads * ((2 * d + e) * item + 8) + keys * (item + grad)) / rate
     backward = inner.backward + backward_exchange + (3 + summed) * hardware.latency
     return Cost("ulysses", inner.forward + forward_exchange, backward)
-
-
-def bytes_under(plan: Plan, schedule: str, shape: Shape) -> list[int]:
-    """Return the bytes that each rank would send in a forward and a backward pass of one layer under a
-    schedule that need not be the plan's."""
-    other = replace(plan, schedule=schedule, handle=None)
-    return [bytes_sent(other.seen_by(rank), shape) for rank in range(plan.world_size)]
-
-
-def reshard_bytes(plan: Plan, shape: Shape) -> int:
-    """Count the bytes that a rank sends, at most, where out is brought from the plan's order to natural
-    order."""
-    rows = rows_between(plan.q, in_order(plan.q.length, plan.world_size)).fill_diagonal_(0)
-    batch = 1 if plan.q.batch > 1 else shape.batch
-    return int(rows.sum(1).max()) * batch * shape.heads * shape.v_head_dim * shape.itemsize
-
-
-def plan_metrics(plan: Plan, shape: Shape, time: Cost) -> dict[str, float]:
-    """Return figures of a plan for a layer, each of the rank that has the most; docs/observability.md has the
-    meanings. Extra bytes and times are those of 16 evenly spaced ranks in larger worlds.
-
-    time: of the plan's own schedule
-    """
-    views = [plan.seen_by(rank) for rank in range(plan.world_size)]
-    forward = [bytes_sent(view, shape, backward=False) for view in views]
-    backward = [bytes_sent(view, shape) - sent for view, sent in zip(views, forward)]
-    read, stays = int(plan.traffic.sum()), int(plan.traffic.trace())
-    size = TensorBytes.of(plan, shape, padded=True)
-    gradients = size.q + size.o + size.kv
-    extra = peak_under(plan, plan.schedule, sample(plan.world_size), shape)
-    return {
-        "world_size": plan.world_size,
-        "imbalance": plan.imbalance,
-        "remote_share": (read - stays) / read if read else 0.0,
-        "forward_sent_bytes": max(forward),
-        "backward_sent_bytes": max(backward),
-        "reshard_sent_bytes": reshard_bytes(plan, shape),
-        "shard_bytes": size.shards,
-        "gradient_bytes": gradients,
-        "forward_extra_bytes": extra.forward,
-        "backward_extra_bytes": extra.backward,
-        "forward_peak_bytes": size.shards + extra.forward,
-        "backward_peak_bytes": size.shards + gradients + extra.backward,
-        "forward_ms": time.forward * 1e3,
-        "backward_ms": time.backward * 1e3,
-    }

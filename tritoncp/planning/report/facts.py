@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from tritoncp.masks.mask_mod import name_of
-from tritoncp.planning import cost
-from tritoncp.planning.memory import TensorBytes
+from tritoncp.planning import cost, memory
+from tritoncp.planning.moves import rows_between
+from tritoncp.planning.placement import in_order
 
 if TYPE_CHECKING:
     from tritoncp.planning.plan import Plan
@@ -42,32 +43,53 @@ class Facts:
 
     @cached_property
     def costs(self) -> tuple[cost.Cost, ...]:
-        """Cost of every schedule for this placement, cheapest first; empty for one rank."""
-        return cost.costs(self.plan, self.shape, self.hardware) if self.plan.world_size > 1 else ()
-
-    @cached_property
-    def own_cost(self) -> cost.Cost:
-        """Cost of the plan's own schedule; "ulysses+ring" is estimated as "ulysses"."""
-        if self.plan.world_size == 1:
-            return cost.local_cost(self.plan, self.shape, self.hardware)
-        name = self.plan.schedule.partition("+")[0]
-        return next(one for one in self.costs if one.schedule == name)
+        """Cost of every schedule for this placement, cheapest first."""
+        return cost.costs(self.plan, self.shape, self.hardware)
 
     @cached_property
     def bytes_sent(self) -> dict[str, list[int]]:
         """Bytes that each rank sends in a forward and a backward pass, by schedule."""
-        schedules = dict.fromkeys([*(estimate.schedule for estimate in self.costs), self.plan.schedule])
-        return {name: cost.bytes_under(self.plan, name, self.shape) for name in schedules}
+        sent = {}
+        for name in dict.fromkeys([*(estimate.schedule for estimate in self.costs), self.plan.schedule]):
+            sent[name] = [memory.bytes_sent(view, self.shape) for view in self._views(name)]
+        return sent
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """Figures of the plan's own schedule."""
-        return cost.plan_metrics(self.plan, self.shape, self.own_cost)
+        """Figures of the plan's own schedule, each of the rank that has the most; docs/observability.md has
+        the meanings. Extra bytes and times are those of 16 evenly spaced ranks in larger worlds."""
+        plan, shape = self.plan, self.shape
+        own = plan.schedule.partition("+")[0]  # "ulysses+ring" is estimated as "ulysses"
+        time = next(one for one in self.costs if one.schedule == own)
+        forward = [memory.bytes_sent(view, shape, backward=False) for view in self._views(plan.schedule)]
+        backward = [both - sent for both, sent in zip(self.bytes_sent[plan.schedule], forward)]
+        read, stays = int(plan.traffic.sum()), int(plan.traffic.trace())
+        moved = rows_between(plan.q, in_order(plan.q.length, plan.world_size)).fill_diagonal_(0)
+        row = (1 if plan.q.batch > 1 else shape.batch) * shape.heads * shape.v_head_dim * shape.itemsize
+        size = memory.TensorBytes.of(plan, shape, padded=True)
+        gradients = size.q + size.o + size.kv
+        extra = memory.peak_under(plan, plan.schedule, cost.sample(plan.world_size), shape)
+        return {
+            "world_size": plan.world_size,
+            "imbalance": plan.imbalance,
+            "remote_share": (read - stays) / read if read else 0.0,
+            "forward_sent_bytes": max(forward),
+            "backward_sent_bytes": max(backward),
+            "reshard_sent_bytes": int(moved.sum(1).max()) * row,
+            "shard_bytes": size.shards,
+            "gradient_bytes": gradients,
+            "forward_extra_bytes": extra.forward,
+            "backward_extra_bytes": extra.backward,
+            "forward_peak_bytes": size.shards + extra.forward,
+            "backward_peak_bytes": size.shards + gradients + extra.backward,
+            "forward_ms": time.forward * 1e3,
+            "backward_ms": time.backward * 1e3,
+        }
 
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of this rank's queries, keys, values, outputs and lse."""
-        return TensorBytes.of(self.plan, self.shape).shards
+    def _views(self, schedule: str) -> list[Plan]:
+        """Return the plan of each rank under a schedule, without handles."""
+        other = replace(self.plan, schedule=schedule, handle=None)
+        return [other.seen_by(rank) for rank in range(other.world_size)]
 
     @property
     def reads(self) -> Tensor:
@@ -93,7 +115,6 @@ class Facts:
             "tokens": [int(slots[0, :, 2].sum()) for slots in plan.q.slots],
             "work": plan.work,
             "imbalance": plan.imbalance,
-            "shard_bytes": self.shard_bytes,
             "metrics": self.metrics,
             "schedules": {
                 estimate.schedule: {

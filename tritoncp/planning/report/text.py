@@ -42,9 +42,10 @@ def format_lines(facts: Facts) -> list[str]:
 
 def format_memory(facts: Facts) -> str:
     """Format the memory of a layer as one line."""
-    forward, backward = (_mib(facts.metrics[f"{name}_peak_bytes"]) for name in ("forward", "backward"))
+    names = ("shard_bytes", "forward_peak_bytes", "backward_peak_bytes")
+    shard, forward, backward = (_mib(facts.metrics[name]) for name in names)
     return (
-        f"MiB of a rank: shard (q, k, v, out, lse) {_mib(facts.shard_bytes)}; at most in a pass: forward "
+        f"MiB of a rank: shard (q, k, v, out, lse) {shard}; at most in a pass: forward "
         f"{forward}, backward with gradients {backward}"
     )
 
@@ -115,7 +116,7 @@ def format_work(plan: Plan) -> list[str]:
 def format_costs(facts: Facts) -> list[str]:
     """Format the cost of each schedule, with an arrow at the plan's own."""
     shape, hardware = facts.shape, facts.hardware
-    if not facts.costs:
+    if facts.plan.world_size == 1:
         return ["one rank: nothing is sent"]
     result = [
         f"batch {shape.batch}, {shape.heads}:{shape.kv_heads} heads of {shape.head_dim}, on {hardware.name} "
