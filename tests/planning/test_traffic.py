@@ -108,7 +108,8 @@ READS = st.integers(1, 7).flatmap(
 def test_the_ring_brings_keys_to_every_reader_and_gradients_to_every_owner(table: list[list[bool]]) -> None:
     reads = torch.tensor(table)
     world = len(reads)
-    hops = [traffic.ring(reads, rank) for rank in range(world)]
+    route = traffic.ring_route(reads)
+    hops = [traffic.ring(reads, rank, route) for rank in range(world)]
     location = list(range(world))  # whose K and V lie where
     gradient: list[set[int] | None] = [None] * world  # who has added to the gradient that lies there
     read = [set() for _ in range(world)]
@@ -163,7 +164,8 @@ def test_one_message_queue_per_rank_never_deadlocks(table: list[list[bool]]) -> 
     """Simulate ranks: the parts of a message complete, in any order, when the peer is at the matching
     message; a rank starts its next message when all parts are complete."""
     reads = torch.tensor(table)
-    queues = [queued_messages(traffic.ring(reads, rank)) for rank in range(len(reads))]
+    route = traffic.ring_route(reads)
+    queues = [queued_messages(traffic.ring(reads, rank, route)) for rank in range(len(reads))]
     while any(queues):
         heads = [queue[0] if queue else set() for queue in queues]
         met = [

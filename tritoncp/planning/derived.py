@@ -21,6 +21,7 @@ from tritoncp.planning.placement import Placement
 from tritoncp.planning.step_tables import Tables, slot_runs, tables_of
 
 MAX_PARTS = 64  # plans of parts that are cached with a plan
+CHUNK = 1 << 21  # (rank, block) pairs in memory at a time while the table of a large world is made
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +69,25 @@ class DerivedTables:
             hashed.update(content(tensor))
         return hashed.digest()
 
+    @property
+    def _ranks_at_once(self) -> int:
+        """Ranks whose tables of key blocks are in memory at a time."""
+        return max(1, CHUNK // max(1, self.mask.runs.n_cols))
+
     @cached_property
     def visible_blocks(self) -> Tensor:
-        """KV blocks that each rank's queries see: bool [W, Bn, KV blocks]."""
-        return key_traffic.visible_blocks(self.mask, self.q)
+        """KV blocks that each rank's queries see in any head: bool [W, Bn, KV blocks]."""
+        chunks = torch.arange(self.q.world_size).split(self._ranks_at_once)
+        return torch.cat(
+            [key_traffic.count_queries(self.mask, self.q, ranks.tolist()) > 0 for ranks in chunks]
+        )
 
     @cached_property
     def traffic(self) -> Tensor:
         """Rows of rank s's keys that rank r's queries see, at [r, s], summed over the batch rows of mask and
-        placement: int64 [W, W]."""
-        return key_traffic.traffic(self.visible_blocks, self.kv)
+        placement: int64 [W, W]. Rows off the diagonal are sent."""
+        parts = self.visible_blocks.split(self._ranks_at_once)
+        return torch.cat([key_traffic.sum_by_owner(part, self.kv) for part in parts])
 
     @cached_property
     def reads_only_own_keys(self) -> bool:

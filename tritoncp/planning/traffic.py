@@ -16,7 +16,6 @@ from tritoncp.masks.block_runs import ramps
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.placement import Placement, sort_by_position
 
-CHUNK = 1 << 21  # (rank, block) pairs in memory at a time while the table of a large world is made
 HEAD_GROUPS = 2  # one is gathered while the other is computed; more groups would have smaller messages
 SMALL = 1 << 20  # bytes of a rank's K and V below which the latency of a second message exceeds its overlap
 
@@ -30,11 +29,6 @@ def count_queries(mask: Mask, q: Placement, ranks: Sequence[int]) -> Tensor:
     return mask.runs.sum_readers(blocks.long(), slots[..., 2].long(), rank, len(slots_by_rank))
 
 
-def visible_blocks(mask: Mask, q: Placement) -> Tensor:
-    """Mark the KV blocks that each rank's queries see in any head: bool [W, Bn, KV blocks]."""
-    return torch.cat([count_queries(mask, q, ranks) > 0 for ranks in _chunks(q.world_size, mask.runs.n_cols)])
-
-
 def sum_by_owner(x: Tensor, kv: Placement) -> Tensor:
     """Sum ``x`` [ranks, Bn, KV blocks] over the tokens that each rank holds: int64 [ranks, W]."""
     slots = torch.cat(kv.slots, 1)
@@ -44,21 +38,6 @@ def sum_by_owner(x: Tensor, kv: Placement) -> Tensor:
     total = torch.nn.functional.pad(tokens.sum(1).cumsum(1), (1, 0))
     ends = torch.tensor([0, *(part.shape[1] for part in kv.slots)]).cumsum(0)
     return total[:, ends].diff(dim=1)
-
-
-def traffic(visible: Tensor, kv: Placement) -> Tensor:
-    """Count the rows of rank s's keys that rank r's queries see, at [r, s], over all batch rows: int64 [W,
-    W]. Rows off the diagonal are sent."""
-    parts = [
-        sum_by_owner(visible[ranks.start : ranks.stop], kv)
-        for ranks in _chunks(len(visible), visible.shape[2])
-    ]
-    return torch.cat(parts)
-
-
-def _chunks(world_size: int, blocks: int) -> list[range]:
-    step = max(1, CHUNK // max(1, blocks))
-    return [range(first, min(first + step, world_size)) for first in range(0, world_size, step)]
 
 
 def _requested_slots(visible: Tensor, slots: Tensor, block: int) -> Tensor:
@@ -106,21 +85,21 @@ def ring_route(reads: Tensor) -> tuple[int, Tensor]:
     return min(((step, _reach(reads, step)) for step in (1, -1)), key=lambda route: int(route[1].sum()))
 
 
-def ring(reads: Tensor, rank: int, route: tuple[int, Tensor] | None = None) -> tuple[Hop, ...]:
+def ring(reads: Tensor, rank: int, route: tuple[int, Tensor]) -> tuple[Hop, ...]:
     """List the steps of one rank in the ring. K and V are sent in one direction, as far as the last rank that
     reads them; their gradient follows one hop behind and returns to the owner in one message.
 
-    reads: as for :func:`ring_route`; route: its result, if already computed.
+    reads: as for :func:`ring_route`; route: its result.
 
     >>> causal = torch.ones(4, 4, dtype=torch.bool).tril()
-    >>> [(hop.owner, hop.next, hop.dkv_to) for hop in ring(causal, 1)]
+    >>> [(hop.owner, hop.next, hop.dkv_to) for hop in ring(causal, 1, ring_route(causal))]
     [(1, 2, None), (0, 2, 2), (3, None, None), (2, None, None)]
     >>> window = causal.triu(-1)
-    >>> [(hop.owner, hop.next, hop.dkv_to) for hop in ring(window, 1)]
+    >>> [(hop.owner, hop.next, hop.dkv_to) for hop in ring(window, 1, ring_route(window))]
     [(1, 2, None), (0, None, 0)]
     """
     world = len(reads)
-    step, hops_of = route or ring_route(reads)
+    step, hops_of = route
     reach = hops_of.tolist()
     own_reads = reads[rank].tolist()
     following, preceding = (rank + step) % world, (rank - step) % world
