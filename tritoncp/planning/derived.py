@@ -49,13 +49,8 @@ class DerivedTables:
         return {}
 
     @cached_property
-    def merged(self) -> dict[tuple[int, int], Any]:
-        """Plans between rows of the mesh, by ranks of a row and query heads."""
-        return {}
-
-    @cached_property
     def parts(self) -> BoundedCache[tuple[Any, ...], Any]:
-        """Plans of ranges of batch rows and of chunks of each rank's rows."""
+        """Plans of ranges of batch rows, of chunks of each rank's rows, and between rows of the mesh."""
         return BoundedCache(MAX_PARTS)
 
     @computed_once

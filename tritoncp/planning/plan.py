@@ -183,10 +183,10 @@ class Plan(BlockMaskInterface):
     def rows(self, degree: int, heads: int) -> Plan:
         """Return the plan between rows of the mesh: ``degree`` neighbouring ranks as one rank each, for a
         layer of ``heads`` query heads."""
-        if (merged := self.derived.merged.get((degree, heads))) is None:
+        key = "rows", degree, heads
+        if (merged := self.derived.parts.get(key)) is None:
             q, kv = self.q.merged(degree), self.kv.merged(degree)
-            merged = replace(self, q=q, kv=kv, rank=0, heads=heads, handle=None)
-            self.derived.merged[degree, heads] = merged
+            merged = self.derived.parts.put(key, replace(self, q=q, kv=kv, rank=0, heads=heads, handle=None))
         return merged.for_rank(self.rank // degree)
 
     @property
