@@ -57,7 +57,7 @@ def test_text_and_picture_have_the_figures_of_the_plan(name: str, tmp_path: Path
     images = axes["Whose keys each rank reads"].images
     remote, own = (torch.as_tensor(image.get_array().filled(-1)) for image in images)
     owners = [label.get_text() for label in axes["Work of each rank"].get_xticklabels()]
-    assert owners == list(map(str, range(plan.world_size)))
+    assert owners == list(map(str, range(0, plan.world_size, -(-plan.world_size // 16))))
     ticks = axes["Who computes what"].get_xticks()
     assert (ticks[0], ticks[-1]) == (0, plan.mask.kv_len) and all(a <= b for a, b in pairwise(ticks))
     rows = Facts.of(plan).reads.double().fill_diagonal_(0)
