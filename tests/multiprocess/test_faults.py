@@ -115,7 +115,7 @@ def test_a_row_of_the_table_of_faults(fault: str) -> None:
     for rank, end in enumerate(ends):
         if rank != 1 or own != "–":
             assert re.match(row_pattern(own if rank == 1 else others), end.said, re.DOTALL), end
-            assert end.seconds <= seconds + 1, end  # forked ranks share few cores
+            assert end.seconds <= seconds + 8, end  # a busy machine may take seconds for a process
 
 
 def calls_with(mesh: Any) -> list[str]:
