@@ -222,8 +222,7 @@ def _fetch(plan: Plan, shape: Shape) -> Peak:
 
 
 def _ulysses(plan: Plan, shape: Shape) -> Peak:
-    """Bound the peak of the exchange of sequence for heads, the pass over this rank's heads, and the exchange
-    back: as if queries, keys and values were one message."""
+    """Peak of the exchange of sequence for heads, the pass over this rank's heads, and the exchange back."""
     degree = plan.degree_for(shape.heads)
     rows, at = plan.rows(degree, shape.heads), plan.rank % degree
     q_heads, kv_heads = traffic.trade(shape.heads, shape.kv_heads, degree)
@@ -233,21 +232,30 @@ def _ulysses(plan: Plan, shape: Shape) -> Peak:
     # Its messages: the rows of the longest shard, each KV head for each of its readers.
     sends = TensorBytes.of(plan, replace(shape, kv_heads=sum(map(len, kv_heads))), padded=True)
     whole = TensorBytes.of(rows, own)  # of this rank's heads: all tokens of its row of ranks
+    # Queries and keys of equally many rows, and keys and values of equally many channels, share a message.
+    one_rows, one_dim = plan.q.s_max == plan.kv.s_max, shape.head_dim == shape.v_head_dim
     many = not rows.derived.reads_only_own_keys  # rows of ranks that read keys of each other
     summed = many or traffic.share(kv_heads)  # dK and dV are sums over ranks, and wide
+    values = shape.v_head_dim / (shape.head_dim + shape.v_head_dim)  # share of V in K and V
 
     sent, received = sends.q + sends.kv, whole.q + whole.kv
+    last = (sent if one_rows else sends.kv) if one_dim else int(sends.kv * values)
     results = whole.o + whole.stat
-    running = received + results + max(sent + inner.start, inner.forward)
+    running = received + results + max(last + inner.start, inner.forward)
     leaving = received + results + whole.stat + sends.stat + sends.o + size.o + size.stat
-    forward = max(running, leaving) - size.o - size.stat
+    forward = max(sent + received, running, leaving) - size.o - size.stat
 
     sent += sends.o + 2 * sends.stat
     received += whole.o + 2 * whole.stat
     grads, own_grads, back = (x.q + (x.wide_kv if summed else x.kv) for x in (whole, size, sends))
     inner_peak = whole.results + inner.backward if many else whole.stat + grads
     running = received + 2 * (whole.stat + sends.stat) + inner_peak
-    returning = grads + own_grads + back + grads  # as if all were copied into messages
+    # Gradients that share a message are copied into it, and so are views of a joint buffer of dK and dV.
+    keys = whole.wide_kv if summed else whole.kv
+    copied = keys if one_dim or many else 0
+    if one_rows and (not summed or size.wide_q == size.q):
+        copied = grads - (0 if one_dim or many else int(keys * values))
+    returning = grads + own_grads + back + copied
     return Peak(forward, size.stat + max(sent + received, running, returning) - size.results)
 
 
