@@ -38,6 +38,11 @@ class Facts:
         """Return the facts for a layer of this ``shape``, on the assumed hardware if none is passed."""
         mod = plan.mask.mask_mod
         layer = cost.Shape.of_layer(plan, **shape)
+        if layer.latent and plan.schedule.startswith("ulysses"):
+            raise ValueError(
+                f"latent={layer.latent} for a plan of schedule {plan.schedule!r}, which shards heads, while a "
+                "latent is for all heads: make the plan with schedule='allgather', 'ring' or 'fetch'"
+            )
         expression = "" if mod is None else name_of(mod)
         return cls(plan, layer, hardware or cost.hardware_of(plan.world_size), expression)
 
