@@ -203,7 +203,7 @@ def show(report: dict[str, Any], console: Any) -> None:
 
 
 def summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the facts as pairs (label, text), with those that `tritoncp check` adds."""
+    """Return the facts as pairs (label, text), with the facts that `tritoncp check` adds."""
     nccl = f"nccl {report['nccl'] or ''}".strip()
     rows = {
         "versions": [f"{name} {version or '-'}" for name, version in report["versions"].items()],

@@ -64,7 +64,7 @@ def format_causes(points: Sequence[Point], at: int) -> str:
 
 
 def describe_causes(points: Sequence[Point], at: int) -> str:
-    """Describe what else changed near a change of level."""
+    """List the versions and settings that changed near a change of level."""
     if causes := format_causes(points, at):
         return f"Changed there: {causes}."
     if trends.find_causes(points, at):

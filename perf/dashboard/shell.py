@@ -96,7 +96,7 @@ def percent(part: float) -> str:
 
 
 def format_number(value: Any, unit: float = 1.0) -> str:
-    """Format a number to four digits, in a unit; "–" for what is no number."""
+    """Format a number to four digits, in a unit; "–" for any other value."""
     return f"{value / unit:.4g}" if isinstance(value, int | float) else "–"
 
 

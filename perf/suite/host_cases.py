@@ -226,8 +226,8 @@ def _call_contenders(case: HostCase) -> Makers:
         x = Inputs(*(tensor.detach() for tensor in (x.q, x.k, x.v, x.dout)))
     contenders = {OURS: (split if problem.world > 1 else one_device)(problem, x)}
     if case.which in CPU_PASSES:
-        others = {"one-device": one_device(problem, x)} if problem.world > 1 else _torch_contenders(case, x)
-        contenders |= others
+        rivals = {"one-device": one_device(problem, x)} if problem.world > 1 else _torch_contenders(case, x)
+        contenders |= rivals
     return {name: partial(prepare_pass, contender, case.which) for name, contender in contenders.items()}
 
 

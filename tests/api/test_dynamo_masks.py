@@ -66,17 +66,17 @@ def test_one_mask_for_layers_batches_and_heads():
 
 
 def test_a_mask_is_made_once_for_the_same_documents(monkeypatch):
-    made, make = [], dynamo.create_block_mask
-    monkeypatch.setattr(dynamo, "create_block_mask", lambda *args: made.append(args) or make(*args))
+    masks, make = [], dynamo.create_block_mask
+    monkeypatch.setattr(dynamo, "create_block_mask", lambda *args: masks.append(args) or make(*args))
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)
     x, ids = torch.randn(1, 2, S, 8), documents(10, 54)
     for _ in range(3):
         fast(x, in_documents(ids))
-    assert len(made) == 1
+    assert len(masks) == 1
     ids.copy_(documents(20, 44))
     torch.testing.assert_close(fast(x, in_documents(ids)), model(x, in_documents(ids)))
     fast(x, in_documents(documents(20, 44)))
-    assert len(made) == 3
+    assert len(masks) == 3
 
 
 def test_a_mask_that_leaves_the_graph():

@@ -126,8 +126,8 @@ def test_assertions_and_random_numbers_have_effects_and_writes_and_messages_none
     x = b.input("x", 100, dtype=torch.float32)
     message = b.send(x)
     check = b.graph.call_function(ATEN._assert_async.msg, (x, "an error"))
-    drawn, written = b.call(ATEN.bernoulli.default, x), b.call(ATEN.neg_.default, x)
-    nodes = x, message, b.wait(message), written, b.call(ATEN.neg.default, x), drawn, check
+    noise, negated = b.call(ATEN.bernoulli.default, x), b.call(ATEN.neg_.default, x)
+    nodes = x, message, b.wait(message), negated, b.call(ATEN.neg.default, x), noise, check
     assert [has_effect(node) for node in nodes] == [False] * 5 + [True] * 2
 
 

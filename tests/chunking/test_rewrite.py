@@ -113,13 +113,13 @@ class Case:
 
     def in_graph(self, **options: Any) -> dict[str, Tensor]:
         def rewrite(gm: torch.fx.GraphModule) -> None:
-            written = set(gm.graph.nodes)
-            for node in filter(attention.is_attention, written):
+            originals = set(gm.graph.nodes)
+            for node in filter(attention.is_attention, originals):
                 whole = {x for x in node.all_input_nodes if getattr(x.meta.get("val"), "ndim", 0) < 3}
                 assert attention.whole_inputs(node) == whole  # the plan, and vectors and numbers of mods
             self.reports.append(chunk(gm, dim=self.dim, chunks=self.chunks, **options))
             clones = gm.graph.find_nodes(op="call_function", target=ATEN.clone.default)
-            shapes = [node.meta["val"].shape for node in clones if node not in written]
+            shapes = [node.meta["val"].shape for node in clones if node not in originals]
             one_head = [x for x in shapes if len(x) == 4 and statically_known_true(x[1] == 1)]
             assert self.dim == "batch" or not one_head  # inductor would sort the strides, also unbacked ones
             for node in gm.graph.find_nodes(op="call_function", target=ATEN.split_with_sizes.default):

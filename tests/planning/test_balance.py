@@ -309,15 +309,15 @@ def test_locality_weighs_the_bytes_of_all_masks() -> None:
 def test_windows_on_the_circle_of_free_blocks(seed: int, share: int, cuts: int) -> None:
     """Work, visible columns and starts of all windows, and the sizes that are tried."""
     draw = torch.Generator().manual_seed(seed)
-    seen, free = torch.rand(12, 12, generator=draw) < 0.3, torch.rand(12, generator=draw) < 0.7
-    free[:2] = True
-    mask = create_block_mask(lambda b, h, q, kv: seen[q, kv], None, None, 12, 12, BLOCK_SIZE=1)
-    blocks, sizes = FreeBlocks(View.of(work_of_rows([mask], 4)[0]), free), []
+    visible, is_free = torch.rand(12, 12, generator=draw) < 0.3, torch.rand(12, generator=draw) < 0.7
+    is_free[:2] = True
+    mask = create_block_mask(lambda b, h, q, kv: visible[q, kv], None, None, 12, 12, BLOCK_SIZE=1)
+    blocks, sizes = FreeBlocks(View.of(work_of_rows([mask], 4)[0]), is_free), []
     n = len(blocks.ids)
     for size in range(1, n + 1):
         windows = (torch.arange(n)[:, None] + torch.arange(size)) % n
         assert blocks.work(size).tolist() == pytest.approx(blocks.cost[windows].sum(1).tolist())
-        assert blocks.count_visible(size).tolist() == seen[free][windows].any(1).sum(1).tolist()
+        assert blocks.count_visible(size).tolist() == visible[is_free][windows].any(1).sum(1).tolist()
         with_hardest = (windows == int(blocks.cost.argmax())).any(1).nonzero()[:, 0]
         assert sorted(blocks.starts_with_hardest(size).tolist()) == with_hardest.tolist()
     blocks._pair = lambda size, rest, *_: sizes.append(size) or (0, 0, size, 0)

@@ -230,8 +230,8 @@ def compile_rows(jobs: Sequence[Job], processes: int | None, timeout: float) -> 
     """Compile the rows, and print a line for each with the time left."""
     progress, rows = Progress(), []
     progress.add(len(jobs))
-    with closing(inspect_jobs(jobs, processes, timeout)) as done:
-        for row in done:
+    with closing(inspect_jobs(jobs, processes, timeout)) as reports:
+        for row in reports:
             rows.append(row)
             failure = ": " + row["failed"] if "failed" in row else ""
             progress.show(" ".join(map(str, key(row))) + failure, measured=True)

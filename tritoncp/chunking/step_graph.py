@@ -34,7 +34,7 @@ class StepGraph(AddedNodes):
         self._begun: set[Step] = set()
 
     def make(self, node: Node, c: int) -> Node:
-        """Add the nodes of a step, after those that it reads; return the node of its value."""
+        """Add the nodes of a step after its inputs; return the node of its value."""
         raise NotImplementedError
 
     def value(self, node: Node, c: int) -> Node:

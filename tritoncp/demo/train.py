@@ -129,10 +129,10 @@ def train_on_ranks(config: TrainingConfig, world_size: int) -> Iterator[Training
     queue = mp.get_context("spawn").SimpleQueue()  # CUDA cannot follow a fork
     arguments = world_size, store.port, config, queue
     context = mp.start_processes(train_rank, arguments, world_size, join=False, daemon=True)
-    ended = False
+    at_end = False
     try:
-        while not ended:
-            ended = context.join(0.1)
+        while not at_end:
+            at_end = context.join(0.1)
             while not queue.empty():
                 yield queue.get()
     except ProcessException as error:

@@ -276,8 +276,8 @@ def peer_lost(group: Any, record: Record, message: AwaitedMessage, error: object
             f"made another call. Look at the output of those ranks first ({error})"
         )
     else:
-        others = "; ".join([stop.text for stop in stops[:8]])
-        why = f"the message did not end within {seconds} ({error}), nor did those of the others: {others}"
+        causes = "; ".join([stop.text for stop in stops[:8]])
+        why = f"the message did not end within {seconds} ({error}), nor did those of the others: {causes}"
     return PeerLost(f"{here}, and {why}. {REMEDY}", absent)
 
 

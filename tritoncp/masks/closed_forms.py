@@ -172,8 +172,8 @@ class Selection(MaskMod):
 
     def __repr__(self) -> str:
         places = [":" if part is None else str(list(part)) for part in (self.rows, self.heads)]
-        selected = "" if places == [":", ":"] else f"[{', '.join(places)}]"
-        return f"{name_of(self.part)}{selected}" + f" from query {self.start}" * bool(self.start)
+        index = "" if places == [":", ":"] else f"[{', '.join(places)}]"
+        return f"{name_of(self.part)}{index}" + f" from query {self.start}" * bool(self.start)
 
 
 def _look_up(numbers: tuple[int, ...] | None, index: Tensor) -> Tensor:

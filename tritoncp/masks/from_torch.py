@@ -58,8 +58,8 @@ def from_block_mask(bm: BlockMask, lengths: tuple[int, int] | None = None) -> Ma
     del kinds
     reads = (False, False) if mod is None else dependence_of(mod)
     mask = Mask(q_len, kv_len, q_block, kv_block, runs, mod, None, None, reads)
-    found = mod.intervals(q_len, kv_len) if isinstance(mod, MaskMod) else None
-    if not isinstance(mod, MaskMod) or found is None:
+    intervals = mod.intervals(q_len, kv_len) if isinstance(mod, MaskMod) else None
+    if not isinstance(mod, MaskMod) or intervals is None:
         return mask
-    interval = expand_intervals(mod, (found[0][: mask.B], found[1][: mask.B]), mask.B, mask.H)
+    interval = expand_intervals(mod, (intervals[0][: mask.B], intervals[1][: mask.B]), mask.B, mask.H)
     return replace(mask, interval=interval, tokens=mod.tokens(q_len, kv_len))

@@ -143,14 +143,14 @@ def tree(
         return Tree(leave.to(device), depth.to(device), left)
 
 
-def as_host_tensor(name: str, numbers: Any, needed: str) -> Tensor:
+def as_host_tensor(name: str, numbers: Any, form: str) -> Tensor:
     """Return a list of numbers or a tensor as a tensor on the CPU. Raises TypeError, with the words
-    ``needed``, for anything else."""
+    ``form``, for anything else."""
     try:
         return torch.as_tensor(numbers).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        given = f"{type(numbers).__name__} {reprlib.repr(numbers)}"
-        raise TypeError(f"{name} is the {given}; {needed} is needed ({error})") from error
+        text = f"{type(numbers).__name__} {reprlib.repr(numbers)}"
+        raise TypeError(f"{name} is the {text}; {form} is needed ({error})") from error
 
 
 def _integers(name: str, numbers: Any) -> Tensor:

@@ -74,9 +74,9 @@ def code_reads(code: types.CodeType) -> Reads:
         first = code.co_varnames[:1] if code.co_argcount else ()
         arguments = {name: ARGUMENT for name in first if not _is_assigned(name, code)}
         events = list(_find_reads(code, dict.fromkeys(code.co_freevars, CELL) | arguments))
-        found = dict.fromkeys(event for event in events if isinstance(event, Chain))
-        chains = [chain for chain in found if chain.kind != ATTRIBUTE]
-        attributes = frozenset(chain.name for chain in found if chain.kind == ATTRIBUTE)
+        all_chains = dict.fromkeys(event for event in events if isinstance(event, Chain))
+        chains = [chain for chain in all_chains if chain.kind != ATTRIBUTE]
+        attributes = frozenset(chain.name for chain in all_chains if chain.kind == ATTRIBUTE)
         obstacle = next((event for event in reversed(events) if isinstance(event, str)), "")
         cells = [(x.path, code.co_freevars.index(x.name)) for x in chains if x.kind == CELL]
         outside = [x for x in chains if x.steps or x.kind in (GLOBAL, IMPORT)]

@@ -62,8 +62,8 @@ def bitmask(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Bitmask
     rows = needed.cumsum(0) - 1
     ids = torch.full((B, H, max(1, int(needed.sum())), mask.runs.shape[3]), -1, dtype=torch.int32)
     ids[blocks[:, 0], blocks[:, 1], rows[blocks[:, 2]], blocks[:, 3]] = torch.arange(len(blocks)).int()
-    evaluated = mask.evaluate(blocks + torch.tensor([first_row, 0, 0, 0]))
-    parts = [_pack_bits(visible) for _, visible in evaluated]
+    chunks = mask.evaluate(blocks + torch.tensor([first_row, 0, 0, 0]))
+    parts = [_pack_bits(visible) for _, visible in chunks]
     no_blocks = torch.zeros(1, mask.q_block, -(-mask.kv_block // 8), dtype=torch.uint8)
     bits = torch.cat(parts) if parts else no_blocks
     return Bitmask(rows.int(), ids, bits, mask.q_block, mask.kv_block, first_row)

@@ -202,10 +202,10 @@ def assign_blocks(balancer: Balancer, work: Work) -> list[list[int]]:
     n, counts = len(work.costs), Counter(itertools.chain(*ranks))
     wrong = sorted(block for block in {*range(n), *counts} if counts[block] != (0 <= block < n))
     if wrong:
-        others = len(wrong) - 1
+        rest = len(wrong) - 1
         raise ValueError(
             f"balancer {name} has to assign each of the blocks 0 to {n - 1} once; it assigned block "
-            f"{wrong[0]} {counts[wrong[0]]} times" + f", and {others} others are wrong" * (others > 0)
+            f"{wrong[0]} {counts[wrong[0]]} times" + f", and {rest} others are wrong" * (rest > 0)
         )
     return ranks
 

@@ -49,11 +49,11 @@ def moves_between(source: Placement, target: Placement, rank: int) -> Moves:
     owners = _owners(source), _owners(target)
     sent, kept = _leaving_and_staying(source, owners[1], rank)
     arrivals, kept_at = _leaving_and_staying(target, owners[0], rank)
-    others = _count_pairs(*owners, source.world_size).fill_diagonal_(0)
+    remote = _count_pairs(*owners, source.world_size).fill_diagonal_(0)
     rows = max(source.batch, target.batch) * target.lengths[rank]
     is_full = kept_at.shape[1] + arrivals.shape[1] == rows
-    counts, sources = others[rank].tolist(), others[:, rank].tolist()
-    return Moves(sent, kept, kept_at, arrivals, counts, sources, is_full, not bool(others.any()))
+    counts, sources = remote[rank].tolist(), remote[:, rank].tolist()
+    return Moves(sent, kept, kept_at, arrivals, counts, sources, is_full, not bool(remote.any()))
 
 
 def _leaving_and_staying(placement: Placement, owners: Tensor, rank: int) -> tuple[Tensor, Tensor]:

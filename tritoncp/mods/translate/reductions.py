@@ -84,8 +84,8 @@ def _reduction_rule(fold: Fold) -> Callable[..., Value]:
                 elements.append(source.at(tuple(next(numbers) if i is None else i for i in template)))
             return fold(block, result.dtype, elements)
 
-        kept = [(i, dim) for i, dim in enumerate(shape) if keep or i not in reduced]
-        dims_left = tuple(fixed_dim(1) if i in reduced else dim for i, dim in kept)
+        remaining = [(i, dim) for i, dim in enumerate(shape) if keep or i not in reduced]
+        dims_left = tuple(fixed_dim(1) if i in reduced else dim for i, dim in remaining)
         return Lazy(dims_left, result.dtype, functools.cache(at)) if dims_left else at(())
 
     return rule

@@ -40,8 +40,8 @@ class Facts:
         layer = cost.Shape.of_layer(plan, **shape)
         if layer.latent and plan.schedule.startswith("ulysses"):
             raise ValueError(
-                f"latent={layer.latent} for a plan of schedule {plan.schedule!r}, which shards heads, while a "
-                "latent is for all heads: make the plan with schedule='allgather', 'ring' or 'fetch'"
+                f"latent={layer.latent} for a plan of schedule {plan.schedule!r}, which shards heads, while "
+                "a latent is for all heads: make the plan with schedule='allgather', 'ring' or 'fetch'"
             )
         expression = "" if mod is None else name_of(mod)
         return cls(plan, layer, hardware or cost.hardware_of(plan.world_size), expression)
@@ -54,10 +54,10 @@ class Facts:
     @cached_property
     def bytes_sent(self) -> dict[str, list[int]]:
         """Bytes that each rank sends in a forward and a backward pass, by schedule."""
-        sent = {}
+        by_schedule = {}
         for name in dict.fromkeys([*(estimate.schedule for estimate in self.costs), self.plan.schedule]):
-            sent[name] = [memory.bytes_sent(view, self.shape) for view in self._views(name)]
-        return sent
+            by_schedule[name] = [memory.bytes_sent(view, self.shape) for view in self._views(name)]
+        return by_schedule
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -67,9 +67,9 @@ class Facts:
         own = plan.schedule.partition("+")[0]  # "ulysses+ring" is estimated as "ulysses"
         time = next(one for one in self.costs if one.schedule == own)
         forward = [memory.bytes_sent(view, shape, backward=False) for view in self._views(plan.schedule)]
-        backward = [both - sent for both, sent in zip(self.bytes_sent[plan.schedule], forward)]
-        read, stays = int(plan.traffic.sum()), int(plan.traffic.trace())
-        moved = rows_between(plan.q, in_order(plan.q.length, plan.world_size)).fill_diagonal_(0)
+        backward = [total - first for total, first in zip(self.bytes_sent[plan.schedule], forward)]
+        rows, stays = int(plan.traffic.sum()), int(plan.traffic.trace())
+        moves = rows_between(plan.q, in_order(plan.q.length, plan.world_size)).fill_diagonal_(0)
         row = (1 if plan.q.batch > 1 else shape.batch) * shape.heads * shape.v_head_dim * shape.itemsize
         size = memory.TensorBytes.of(plan, shape, padded=True)
         gradients = size.q + size.o + size.kv
@@ -77,10 +77,10 @@ class Facts:
         return {
             "world_size": plan.world_size,
             "imbalance": plan.imbalance,
-            "remote_share": (read - stays) / read if read else 0.0,
+            "remote_share": (rows - stays) / rows if rows else 0.0,
             "forward_sent_bytes": max(forward),
             "backward_sent_bytes": max(backward),
-            "reshard_sent_bytes": int(moved.sum(1).max()) * row,
+            "reshard_sent_bytes": int(moves.sum(1).max()) * row,
             "shard_bytes": size.shards,
             "gradient_bytes": gradients,
             "forward_extra_bytes": extra.forward,
