@@ -85,7 +85,8 @@ def test_calls_with_new_closures_keep_nothing(
     before = count_kept()
     for number in range(4, 10):
         attend(number)
-    assert count_kept() == before
+    after = count_kept()  # fewer where caches drop what earlier tests left
+    assert [name for name in before if after[name] > before[name]] == []
 
 
 def test_a_module_of_compiled_functions_goes_with_them() -> None:

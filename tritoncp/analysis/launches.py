@@ -89,7 +89,7 @@ class CallTensors:
         if kernel in ROUTES:
             for why in route_of(kernel).obstacles(engine, forward_step):
                 raise ValueError(why)
-            return route_of(kernel).launch(engine, forward_step, 0)
+            return route_of(kernel).launch(engine, forward_step)
         if kernel == "delta":
             return engine.delta(self._out, self.dout, self._lse if self._state else None, self._delta)
         step = BackwardStep(q, k, v, self.dout, self._lse, self._delta, tables)
