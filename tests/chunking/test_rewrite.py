@@ -113,15 +113,12 @@ class Case:
 
     def in_graph(self, **options: Any) -> dict[str, Tensor]:
         def rewrite(gm: torch.fx.GraphModule) -> None:
-            originals = set(gm.graph.nodes)
-            for node in filter(attention.is_attention, originals):
+            clones_one_head = copies_one_head(gm.graph)
+            for node in filter(attention.is_attention, gm.graph.nodes):
                 whole = {x for x in node.all_input_nodes if getattr(x.meta.get("val"), "ndim", 0) < 3}
                 assert attention.whole_inputs(node) == whole  # the plan, and vectors and numbers of mods
             self.reports.append(chunk(gm, dim=self.dim, chunks=self.chunks, **options))
-            clones = gm.graph.find_nodes(op="call_function", target=ATEN.clone.default)
-            shapes = [node.meta["val"].shape for node in clones if node not in originals]
-            one_head = [x for x in shapes if len(x) == 4 and statically_known_true(x[1] == 1)]
-            assert self.dim == "batch" or not one_head  # inductor would sort the strides, also unbacked ones
+            assert clones_one_head or not copies_one_head(gm.graph)  # inductor would sort unbacked strides
             for node in gm.graph.find_nodes(op="call_function", target=ATEN.split_with_sizes.default):
                 x, sizes, *dim = map_arg(node.args, lambda x: x.meta["val"])
                 assert statically_known_true(sum(sizes) == x.shape[dim[0] if dim else 0]), node.format_node()
@@ -137,6 +134,13 @@ class Case:
     def whole(self) -> dict[str, Tensor]:
         model = copy.deepcopy(self.model)
         return self.run(model, model)
+
+
+def copies_one_head(graph: torch.fx.Graph) -> bool:
+    """Return whether a node copies a value [B, 1, S, D]."""
+    clones = graph.find_nodes(op="call_function", target=ATEN.clone.default)
+    shapes = [node.meta["val"].shape for node in clones]
+    return any(len(shape) == 4 and statically_known_true(shape[1] == 1) for shape in shapes)
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
