@@ -84,6 +84,13 @@ def test_no_step_of_a_fetch_reads_more_rows_than_a_batch_row_has() -> None:
     assert all(0 < own == N // 4 and 0 < remote <= N - own for own, remote in steps)
 
 
+@pytest.mark.parametrize("latent", [0, 16])
+def test_on_one_rank_all_schedules_have_the_same_figures(latent: int) -> None:
+    plans = [make_plan(MASKS["causal"], world_size=1, schedule=schedule) for schedule in SCHEDULES[:4]]
+    figures = [plan.metrics(latent=latent) for plan in plans]
+    assert all(one == figures[0] for one in figures)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_figures_are_those_of_the_rank_that_has_the_most(schedule: str) -> None:
     plan = make_plan(MASKS["window"], world_size=4, rank=2, balancer="contiguous", schedule=schedule)

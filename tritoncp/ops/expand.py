@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.distributed.schedules import buffers
+from tritoncp.planning.memory import check_latent
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
 
@@ -77,11 +78,7 @@ class Expansion(NamedTuple):
                 "kernel option invariant=True with expand=, whose function's bits may depend on the number "
                 "of rows: expand before the call and pass key and value, or omit the option"
             )
-        if plan.world_size > 1 and plan.schedule.startswith("ulysses"):
-            raise ValueError(
-                f"expand= with a plan of schedule {plan.schedule!r}, which shards heads, while a latent is "
-                "for all heads: make the plan with schedule='allgather', 'ring' or 'fetch'"
-            )
+        check_latent(plan, "expand=")
 
 
 class ExpandedStep(NamedTuple):

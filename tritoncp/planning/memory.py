@@ -78,6 +78,16 @@ class Shape:
         return 1 if self.latent else self.kv_heads
 
 
+def check_latent(plan: Plan, argument: str) -> None:
+    """Raise ValueError for a plan whose ranks exchange heads, of which a latent has none. argument: the
+    caller's, for the error"""
+    if plan.world_size > 1 and plan.schedule.startswith("ulysses"):
+        raise ValueError(
+            f"{argument} with a plan of schedule {plan.schedule!r}, which shards heads, while a latent is "
+            "for all heads: make the plan with schedule='allgather', 'ring' or 'fetch'"
+        )
+
+
 class Peak(NamedTuple):
     """Bytes that a pass allocates at most, less those of its results; ``start``: forward, before its first
     message."""

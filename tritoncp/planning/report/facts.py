@@ -38,11 +38,8 @@ class Facts:
         """Return the facts for a layer of this ``shape``, on the assumed hardware if none is passed."""
         mod = plan.mask.mask_mod
         layer = cost.Shape.of_layer(plan, **shape)
-        if layer.latent and plan.schedule.startswith("ulysses"):
-            raise ValueError(
-                f"latent={layer.latent} for a plan of schedule {plan.schedule!r}, which shards heads, while "
-                "a latent is for all heads: make the plan with schedule='allgather', 'ring' or 'fetch'"
-            )
+        if layer.latent:
+            memory.check_latent(plan, f"latent={layer.latent}")
         expression = "" if mod is None else name_of(mod)
         return cls(plan, layer, hardware or cost.hardware_of(plan.world_size), expression)
 
@@ -65,7 +62,8 @@ class Facts:
         the meanings. Extra bytes and times are those of 16 evenly spaced ranks in larger worlds."""
         plan, shape = self.plan, self.shape
         own = plan.schedule.partition("+")[0]  # "ulysses+ring" is estimated as "ulysses"
-        time = next(one for one in self.costs if one.schedule == own)
+        # one rank sends nothing, which the cheapest schedule counts
+        time = next(one for one in self.costs if one.schedule == own or plan.world_size == 1)
         forward = [memory.bytes_sent(view, shape, backward=False) for view in self._views(plan.schedule)]
         backward = [total - first for total, first in zip(self.bytes_sent[plan.schedule], forward)]
         rows, stays = int(plan.traffic.sum()), int(plan.traffic.trace())
