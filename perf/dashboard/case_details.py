@@ -1,4 +1,4 @@
-"""Texts of one case on the dashboard, as HTML: its newest run, changes, failures, last figures."""
+"""Texts about cases for the dashboard's templates: commits, what changed with them, addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tritoncp.perf.dashboard.shell import percent
 from tritoncp.perf.dashboard.trends import Trend
 from tritoncp.perf.records.history import Point
 
-FAILURES = 5  # number of failures that are listed, the newest
 CLASSES = {"fails now": "worse", "fails still": "worse", "slower": "worse", "faster": "better"}
 
 
@@ -78,19 +77,10 @@ def baseline_moves(points: Sequence[Point], at: int) -> list[str]:
     return [f"{name} {percent(ms / before[name] - 1)}" for name, ms in after.items() if name in before]
 
 
-shell.TEMPLATES.filters.update(day=day_of, commit=commit_text, kind=status_class)
+shell.TEMPLATES.filters.update(day=day_of, commit=commit_text, kind=status_class, address=address_of)
 shell.TEMPLATES.globals.update(
-    commit_range=commit_range, describe_causes=describe_causes, baseline_moves=baseline_moves
+    commit_range=commit_range,
+    format_causes=format_causes,
+    describe_causes=describe_causes,
+    baseline_moves=baseline_moves,
 )
-
-
-def describe_case(trend: Trend, repository: str) -> str:
-    """Describe a case: its newest run, changes of level with their commits, other changed attributes and
-    baselines in the same runs, and the newest failures."""
-    failures = [point for point in reversed(trend.points) if not point.ms][:FAILURES]
-    return shell.fill("case.html", trend=trend, failures=failures, repository=repository)
-
-
-def figures_table(point: Point) -> str:
-    """Format the newest figures of all contenders, and facts of their work."""
-    return shell.fill("figures.html", point=point)

@@ -1,45 +1,52 @@
-// Runs when the page is ready. Arguments: cases, points and shown (sources), chosen (a filter), filters, axes,
-// entries (of the legend of baselines).
+// Runs when the page is ready. Arguments: points and shown (sources), axes, entries (of the legend of baselines).
 const $ = (id) => document.getElementById(id);
-const rows = cases.data;
+const rows = [...$("cases").tBodies[0].rows];
+const controls = document.querySelectorAll(".filters [name]");
 
 /** Show the case of a row: its texts, and its points in the charts. */
 function show(row) {
-  const [start, stop] = [rows.start[row], rows.stop[row]], data = {};
+  const { start, stop } = row.dataset, data = {};
   for (const [name, values] of Object.entries(points.data)) data[name] = values.slice(start, stop);
   data.x = data.time.map((_, i) => i);
   shown.data = data;
   const labels = new Map(data.x.map((i) => [i, `${data.time[i].slice(0, 10)}\n${data.commit[i].slice(0, 9)}`]));
   for (const axis of axes) axis.major_label_overrides = labels;
   entries.forEach((entry, i) => { entry.visible = data[`ratio ${i}`].some(Number.isFinite); });
-  $("case-title").textContent = rows.case[row];
-  $("case-text").innerHTML = rows.html[row];
-  $("case-figures").innerHTML = rows.figures[row];
+  for (const other of rows) other.ariaSelected = other === row;
+  const [text, figures] = row.querySelector("template").content.cloneNode(true).children;
+  $("case-title").textContent = row.cells[0].textContent;
+  $("case-text").replaceChildren(text);
+  $("case-figures").replaceChildren(figures);
 }
 
 /** Show the cases that fit every control. */
 function filter() {
-  const words = filters.text.value.toLowerCase();
-  const fits = (row) => rows.words[row].includes(words)
-    && Object.entries(filters).every(([name, { value }]) => name === "text" || !value || rows[name][row] === value);
-  chosen.booleans = rows.case.map((_, row) => fits(row));
-  const count = chosen.booleans.filter(Boolean).length;
-  $("count").textContent = `${count} of ${rows.case.length} cases`;
+  const fits = (row) => [...controls].every(({ name, value }) =>
+    name === "words" ? row.dataset.words.includes(value.toLowerCase()) : !value || row.dataset[name] === value);
+  for (const row of rows) row.hidden = !fits(row);
+  $("count").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} cases`;
 }
 
 /** Show the case that the address names, the first one without a name. */
 function follow() {
-  const row = rows.address.indexOf(location.hash.slice(1));
-  show(Math.max(0, row));
-  if (row >= 0) $("case").scrollIntoView();
+  const named = rows.find((row) => row.dataset.address === location.hash.slice(1));
+  show(named ?? rows[0]);
+  if (named) $("case").scrollIntoView();
 }
 
-for (const control of Object.values(filters)) control.properties.value.change.connect(filter);
-filters.text.properties.value_input?.change.connect(() => { filters.text.value = filters.text.value_input; });
-cases.selected.properties.indices.change.connect(() => {
-  const [row] = cases.selected.indices;
-  if (row !== undefined) location.hash = rows.address[row];
-});
+/** Sort a table by the column of a button, the other way around at the second click; cells without a number go last. */
+function sort(button) {
+  const head = button.parentElement, body = head.closest("table").tBodies[0];
+  const sign = head.ariaSort === "ascending" ? -1 : 1;
+  const key = ({ cells: { [head.cellIndex]: { dataset, textContent } } }) =>
+    dataset.value === undefined ? textContent : Number(dataset.value || sign * Infinity);
+  for (const other of head.parentElement.cells) other.ariaSort = other === head ? (sign > 0 ? "ascending" : "descending") : null;
+  body.append(...[...body.rows].sort((a, b) => sign * (key(a) < key(b) ? -1 : key(a) > key(b))));
+}
+
+for (const button of document.querySelectorAll("th button")) button.addEventListener("click", () => sort(button));
+for (const control of controls) control.addEventListener("input", filter);
+$("cases").tBodies[0].addEventListener("click", ({ target }) => { location.hash = target.closest("tr").dataset.address; });
 addEventListener("hashchange", follow);
 filter();
 follow();
