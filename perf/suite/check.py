@@ -33,13 +33,6 @@ class Answer(NamedTuple):
     dv: Tensor
 
 
-class RelativeErrors(NamedTuple):
-    """Relative errors of one tensor: of the whole tensor, and of its worst block of ROWS rows."""
-
-    whole: float
-    worst: float
-
-
 def reference(problem: Problem, tensors: Inputs) -> Answer:
     """Compute dense attention in float32 (float64 on a CPU), a few rows of one KV head at a time.
 
@@ -80,8 +73,9 @@ def _shifted(score: Mod, b: int, h: int, row: int) -> Mod:
     return lambda x, _, head, q_idx, kv_idx: score(x, torch.full_like(head, b), head + h, q_idx + row, kv_idx)
 
 
-def errors(actual: Tensor, expected: Tensor) -> RelativeErrors:
-    """Compute the relative errors of a tensor; any NaN makes both NaN, which no tolerance accepts."""
+def find_fault(name: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
+    """Describe the errors of a tensor, if they are beyond the tolerance of a dtype: of the whole tensor, and
+    of its worst block of ROWS rows. Any NaN makes both NaN, which no tolerance accepts."""
     difference, size = (
         x.to(expected.dtype).square().sum(-1) for x in (actual.to(expected.dtype) - expected, expected)
     )  # [B, H, S]
@@ -89,11 +83,8 @@ def errors(actual: Tensor, expected: Tensor) -> RelativeErrors:
     blocks = [
         torch.nn.functional.pad(x, (0, short)).unflatten(-1, (-1, ROWS)).sum(-1) for x in (difference, size)
     ]
-    worst = (blocks[0] / blocks[1]).amax()
-    return RelativeErrors(float((difference.sum() / size.sum()).sqrt()), float(worst.sqrt()))
-
-
-def acceptable(error: RelativeErrors, dtype: torch.dtype) -> bool:
-    """Return whether errors are within the tolerance of a dtype."""
-    whole, worst = TOLERANCE[dtype]
-    return error.whole <= whole and error.worst <= worst
+    ratios = difference.sum() / size.sum(), (blocks[0] / blocks[1]).amax()
+    whole, worst = (float(ratio.sqrt()) for ratio in ratios)
+    if whole <= TOLERANCE[dtype][0] and worst <= TOLERANCE[dtype][1]:
+        return None
+    return f"{name} is off by {whole:.3g}, its worst rows by {worst:.3g}"

@@ -173,7 +173,7 @@ class Bench:
         self, case: Case, make: Callable[[], Contender], expected: check.Answer | None, passes: list[str]
     ) -> tuple[Contender | None, dict[str, Any]]:
         """Run a contender and compare its results with ``expected`` (None: no comparison). Return (contender,
-        or None if it failed or was wrong; its set-up time, peak memory and errors, or the reason)."""
+        or None if it failed or was wrong; its set-up time and peak memory, and the reason)."""
         row: dict[str, Any] = {}
         begin, initial_bytes = time.monotonic(), self._reset_peak()
         contender = None
@@ -186,12 +186,10 @@ class Bench:
                 if "backward" in timed_passes:
                     actual |= zip(("dq", "dk", "dv"), contender.backward())
             checked_tensors = actual if expected is not None else {}
-            errors = {key: check.errors(x, getattr(expected, key)) for key, x in checked_tensors.items()}
-            for key, error in errors.items():
-                if not check.acceptable(error, case.problem.torch_dtype):
-                    row["why"] = (
-                        f"wrong: {key} is off by {error.whole:.3g}, its worst rows by {error.worst:.3g}"
-                    )
+            for key, x in checked_tensors.items():
+                fault = check.find_fault(key, x, getattr(expected, key), case.problem.torch_dtype)
+                if fault is not None:
+                    row["why"] = f"wrong: {fault}"
         except Exception as error:  # raised by a compiler or a backend; the run continues
             row["why"] = _summarize_error(error)
         row["setup_s"] = round(time.monotonic() - begin, 2)

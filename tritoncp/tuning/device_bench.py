@@ -75,17 +75,14 @@ class ReferenceProblem:
         self.call.launch(kernel, config)()
         if kernel == "route":
             results["out in steps"] = self.call.in_steps(kernel, config)
-        for name, tensor in results.items():
-            errors, dtype = self._errors(name, tensor)
-            if not check.acceptable(errors, dtype):
-                return f"{name} is off by {errors.whole:.3g}, its worst rows by {errors.worst:.3g}"
-        return None
+        faults = [self._find_fault(name, tensor) for name, tensor in results.items()]
+        return next(filter(None, faults), None)
 
-    def _errors(self, name: str, tensor: Tensor) -> tuple[check.RelativeErrors, torch.dtype]:
-        """Return (errors of a result, dtype that determines its tolerance). lse, from which gradients are
-        computed, is compared with that of route "loops" and then replaced by it."""
+    def _find_fault(self, name: str, tensor: Tensor) -> str | None:
+        """Describe the error of a result. lse, from which gradients are computed, is compared with that of
+        route "loops" and then replaced by it."""
         if name != "lse":
-            return check.errors(tensor, getattr(self.expected, name.split()[0])), self._dtype
-        errors = check.errors(tensor, self._lse)
+            return check.find_fault(name, tensor, getattr(self.expected, name.split()[0]), self._dtype)
+        fault = check.find_fault(name, tensor, self._lse, torch.float32)
         tensor.copy_(self._lse)
-        return errors, torch.float32
+        return fault
