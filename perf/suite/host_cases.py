@@ -183,9 +183,8 @@ def measure(case: HostCase, seconds: float) -> dict[str, dict[str, Any]]:
     """Measure all contenders of a case; return their figures."""
     makers = {"mask": _mask_contenders, "plan": _plan_contenders}.get(case.which, _call_contenders)(case)
     with cpu_engine() if case.which in CPU_PASSES else no_launches():
-        figures = time_interleaved(makers, WallClock(), seconds, case.rounds)
+        contenders = time_interleaved(makers, WallClock(), seconds, case.rounds)
         peak = measure_growth(makers[OURS]())
-    contenders = {name: figure.rounded(samples=name == OURS) for name, figure in figures.items()}
     if peak is not None:
         contenders[OURS]["peak_bytes"] = peak
     return contenders

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import distributed as dist
 
+from tritoncp.perf.records.history import OURS
+
 Run = Callable[[], object]
 
 
@@ -84,43 +86,25 @@ class GroupClock(Clock):
         return worst.tolist()
 
 
-class Figure(NamedTuple):
-    """Times of one contender: medians, quartiles of the device times, and all device times."""
+def summarise(samples: list[Sample], keep: bool) -> dict[str, Any]:
+    """Return medians, and quartiles of the device times, rounded to ten nanoseconds. keep: also all times
 
-    ms: float
-    low: float
-    high: float
-    host_ms: float
-    samples: tuple[float, ...] = ()
-
-    def rounded(self, samples: bool = True) -> dict[str, Any]:
-        """Return the figures as JSON, rounded to ten nanoseconds, with all samples or their number.
-
-        >>> Figure(1.0000001, 0.9, 1.1, 0.2, (0.9, 1.0000001, 1.1)).rounded(samples=False)
-        {'ms': 1.0, 'low': 0.9, 'high': 1.1, 'host_ms': 0.2, 'n': 3}
-        """
-        line: dict[str, Any] = {name: round(getattr(self, name), 5) for name in self._fields[:4]}
-        return line | (
-            {"samples": [round(x, 5) for x in self.samples]} if samples else {"n": len(self.samples)}
-        )
-
-
-def figure(samples: list[Sample]) -> Figure:
-    """Summarise samples.
-
-    >>> figure([Sample(1.0, 0.1), Sample(2.0, 0.1), Sample(9.0, 0.1)])
-    Figure(ms=2.0, low=1.5, high=5.5, host_ms=0.1, samples=(1.0, 2.0, 9.0))
+    >>> summarise([Sample(1.0, 0.1), Sample(2.0000001, 0.1), Sample(9.0, 0.1)], keep=True)
+    {'ms': 2.0, 'low': 1.5, 'high': 5.5, 'host_ms': 0.1, 'samples': [1.0, 2.0, 9.0]}
     """
     times = [sample.device for sample in samples]
-    low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    low, ms, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     host = statistics.median(sample.host for sample in samples)
-    return Figure(statistics.median(times), low, high, host, tuple(times))
+    medians = {"ms": ms, "low": low, "high": high, "host_ms": host}
+    line: dict[str, Any] = {name: round(x, 5) for name, x in medians.items()}
+    return line | ({"samples": [round(x, 5) for x in times]} if keep else {})
 
 
 def time_interleaved(
     runs: Mapping[str, Callable[[], Run]], clock: Clock, seconds: float, least: int = 7, most: int = 40
-) -> dict[str, Figure]:
+) -> dict[str, dict[str, Any]]:
     """Time contenders in interleaved rounds for about ``seconds``; each round begins with the next one.
+    Return the figures of each; all times only of tritoncp, whose runs are compared.
 
     runs: name -> function that prepares an execution (not timed) and returns it
 
@@ -137,4 +121,4 @@ def time_interleaved(
         first = i % len(names)
         for name in names[first:] + names[:first]:
             samples[name].append(clock.sample(runs[name]()))
-    return {name: figure(list_of_samples) for name, list_of_samples in samples.items()}
+    return {name: summarise(of_name, keep=name == OURS) for name, of_name in samples.items()}
