@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
@@ -178,15 +177,3 @@ def broken_ptxas_paths() -> Iterator[str]:
                 _version(path)
             except (OSError, subprocess.SubprocessError) as error:
                 yield f"{name}={path}: this ptxas does not run ({error}); set another path, or unset {name}"
-
-
-def bundled_ptxas() -> list[Ptxas]:
-    """List every ptxas that is bundled with Triton and runs on this machine."""
-    import triton
-
-    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
-    tools = []
-    for path in sorted(folder.glob("ptxas*")):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            tools.append(Ptxas(_version(str(path)), str(path), BUNDLED))
-    return tools

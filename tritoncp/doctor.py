@@ -102,23 +102,18 @@ def assemblers(archs: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def ptxas_advice(archs: Sequence[str]) -> Iterator[str]:
-    """Yield advice to use another ptxas, if the present one is known to miscompile some kernels: a newer one,
-    and one bundled with Triton if that has fewer faults."""
+    """Yield advice to use a newer ptxas, if the present one is known to miscompile some kernels."""
     yield from toolchain.broken_ptxas_paths()
     for arch in archs:
         try:
             used = toolchain.ptxas_for(arch)
         except LookupError:
             continue  # the table has the error
-        candidates = [used, *toolchain.bundled_ptxas()]
-        faults = [list(toolchain.ptxas_faults(arch, ptxas.version)) for ptxas in candidates]
-        at = min(range(len(faults)), key=lambda at: len(faults[at]))
-        at_hand = f"; without installing anything, {candidates[at].version} is {candidates[at].path}"
-        if faults[0]:
+        if faults := "; ".join(toolchain.ptxas_faults(arch, used.version)):
             yield (
-                f"ptxas {used.version} ({used.origin}) is known to assemble wrong for {arch}: "
-                f"{'; '.join(faults[0])}. pip install 'nvidia-cuda-nvcc>=13.3' (CUDA 13: driver 580 or newer)"
-                f", and set {used.variable} to its nvidia/cu13/bin/ptxas{at_hand if at else ''}"
+                f"ptxas {used.version} ({used.origin}) is known to assemble wrong for {arch}: {faults}. "
+                "pip install 'nvidia-cuda-nvcc>=13.3' (CUDA 13: driver 580 or newer), and set "
+                f"{used.variable} to its nvidia/cu13/bin/ptxas"
             )
 
 
