@@ -274,7 +274,7 @@ def show(journal: Journal) -> None:
     points = list(
         {point.case: point for point in journal.points}.values()
     )  # the last point of a case has the most thorough search
-    families = sorted({name for point in points for name in (*point.baselines(), *point.untuned())})
+    families = sorted({name for point in points for name in point.best_of_families()})
     memory = ["MiB"] * any("peak_bytes" in point.own for point in points)
     table = Table(title="time over tritoncp's (goal)")
     table.add_column("case", no_wrap=True)
@@ -282,7 +282,7 @@ def show(journal: Journal) -> None:
         table.add_column(heading)
     for point in sorted(points, key=_sort_key):
         speedups = point.speedups()
-        untuned = point.untuned()
+        untuned = point.best_of_families().keys() - point.baselines().keys()
         cells = [
             "untuned" if name in untuned else _cell(speedups.get(name), point.goal.get(name))
             for name in families

@@ -10,7 +10,7 @@ import datetime
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,8 +91,8 @@ class Point:
         return self.own.get("ms")
 
     def baselines(self) -> dict[str, float]:
-        """Return the best median of each family of baselines (the first word of a contender's name), without
-        untuned families, ratios to which would be misleading.
+        """Return the best median of each family of baselines, without untuned families, ratios to which would
+        be misleading: those without the time of the contender in TUNED.
 
         >>> figures = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}, "cudnn": {"ms": 1.5}, "x": {"why": ""}}
         >>> Point("r", "t", "c", Series("d"), {}, figures).baselines()
@@ -100,19 +100,12 @@ class Point:
         >>> Point("r", "t", "c", Series("d"), {}, figures | {"flex max-autotune": {"ms": 3.0}}).baselines()
         {'flex': 3.0, 'cudnn': 1.5}
         """
-        best = self._best_of_families()
-        return {family: ms for family, ms in best.items() if family not in self.untuned()}
+        best = self.best_of_families()
+        untuned = {family for family, name in TUNED.items() if "ms" not in self.contenders.get(name, {})}
+        return {family: ms for family, ms in best.items() if family not in untuned}
 
-    def untuned(self) -> list[str]:
-        """Return the untuned families: with a time, but without that of the contender in TUNED.
-
-        >>> Point("r", "t", "c", Series("d"), {}, {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}}).untuned()
-        ['flex']
-        """
-        missing = [family for family, name in TUNED.items() if "ms" not in self.contenders.get(name, {})]
-        return [family for family in missing if family in self._best_of_families()]
-
-    def _best_of_families(self) -> dict[str, float]:
+    def best_of_families(self) -> dict[str, float]:
+        """Return the best median of each family of baselines (the first word of a contender's name)."""
         best: dict[str, float] = {}
         for name, figures in self.contenders.items():
             family = name.split()[0]
@@ -222,24 +215,18 @@ def read(*places: Path) -> History:
     """
     history = History([], [])
     for path in files(places):
-        for number, line in parse_lines(path):
-            if isinstance(line, str):
-                history.problems.append(BrokenLine(path, number, line))
-            elif line["kind"] == "case":
-                history.points.append(point_of(line))
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                point = _parse_line(text) if text.strip() else None
+                if isinstance(point, Point):
+                    history.points.append(point)
+                elif point is not None:
+                    history.problems.append(BrokenLine(path, number, point))
     return history
 
 
-def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (number, parsed JSON or error message) of each line of a file."""
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            if text.strip():
-                yield number, _parse_line(text)
-
-
-def _parse_line(text: bytes) -> dict[str, Any] | str:
-    """Return the parsed JSON of a line, or an error message."""
+def _parse_line(text: bytes) -> Point | str | None:
+    """Return the point of a line, None if it is of another kind, or an error message."""
     try:
         line = parse_json(text)
     except ValueError as error:  # includes UnicodeDecodeError
@@ -249,14 +236,13 @@ def _parse_line(text: bytes) -> dict[str, Any] | str:
     if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
         return 'not a line of a history: it has no "kind"'
     if line["kind"] != "case":
-        return line
+        return None
     if line.get("v") != VERSION:
         return f"written in version {line.get('v')!r} of the format; this tritoncp reads version {VERSION}"
     try:
-        point_of(line)
+        return point_of(line)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         return f"not a measurement: {type(error).__name__}: {error}"
-    return line
 
 
 def point_of(line: dict[str, Any]) -> Point:
