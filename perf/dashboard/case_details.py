@@ -62,15 +62,6 @@ def format_causes(points: Sequence[Point], at: int) -> str:
     )
 
 
-def describe_causes(points: Sequence[Point], at: int) -> str:
-    """List the versions and settings that changed near a change of level."""
-    if causes := format_causes(points, at):
-        return f"Changed there: {causes}."
-    if trends.find_causes(points, at):
-        return "Only the commit changed there."
-    return "Nothing that is recorded changed there: look at the machine."
-
-
 def baseline_moves(points: Sequence[Point], at: int) -> list[str]:
     """List by how much each baseline's time changed at a point."""
     before, after = (points[i].baselines() for i in (max(0, at - 1), at))
@@ -81,6 +72,5 @@ shell.TEMPLATES.filters.update(day=day_of, commit=commit_text, kind=status_class
 shell.TEMPLATES.globals.update(
     commit_range=commit_range,
     format_causes=format_causes,
-    describe_causes=describe_causes,
     baseline_moves=baseline_moves,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -48,13 +49,10 @@ def collect_points(
 
 def find_levels(trend: Trend) -> list[float]:
     """Return the level at each point: the median between the neighbouring changes."""
-    times = np.array([point.ms or math.nan for point in trend.points])
-    edges = [0, *(change.at for change in trend.changes), len(times)]
-    levels = np.empty(len(times))
-    for start, stop in pairwise(edges):
-        piece = times[start:stop]
-        levels[start:stop] = np.nanmedian(piece) if np.isfinite(piece).any() else 1.0
-    return levels.tolist()
+    edges = [0, *(change.at for change in trend.changes), len(trend.points)]
+    pieces = [trend.points[start:stop] for start, stop in pairwise(edges)]
+    levels = [statistics.median([point.ms for point in piece if point.ms] or [1.0]) for piece in pieces]
+    return [level for level, piece in zip(levels, pieces) for _ in piece]
 
 
 def make_time_chart(source: ColumnDataSource) -> Any:

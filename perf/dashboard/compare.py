@@ -22,12 +22,11 @@ Z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 class Estimate(NamedTuple):
-    """An estimate of the logarithm of a time, with its variance (or None), degrees of freedom, and runs."""
+    """An estimate of the logarithm of a time, with its variance (or None) and degrees of freedom."""
 
     mean: float
     variance: float | None
     freedom: float
-    runs: int
 
 
 class ComparedCase(NamedTuple):
@@ -141,8 +140,8 @@ def estimate(points: Sequence[Point]) -> Estimate | None:
     >>> from tritoncp.perf.records.history import Series
     >>> figures = {"ms": 2.0, "samples": [1.98, 1.99, 2.0, 2.01, 2.02] * 4}
     >>> result = estimate([Point("r", "t", "c", Series("GPU"), {}, {"tritoncp": figures})])
-    >>> round(math.exp(result.mean), 3), round(math.sqrt(result.variance), 4), result.runs
-    (2.0, 0.0026, 1)
+    >>> round(math.exp(result.mean), 3), round(math.sqrt(result.variance), 4)
+    (2.0, 0.0026)
     """
     timed_points = [point for point in points if point.ms]
     if not timed_points:
@@ -150,9 +149,9 @@ def estimate(points: Sequence[Point]) -> Estimate | None:
     logs = [math.log(point.ms) for point in timed_points if point.ms]
     if len(logs) > 1:
         spread = statistics.variance(logs) / len(logs)
-        return Estimate(statistics.fmean(logs), spread, len(logs) - 1, len(logs))
+        return Estimate(statistics.fmean(logs), spread, len(logs) - 1)
     samples = timed_points[0].own.get("samples", ())
-    return Estimate(logs[0], median_variance(samples), max(1, len(samples) - 1), 1)
+    return Estimate(logs[0], median_variance(samples), max(1, len(samples) - 1))
 
 
 def median_variance(samples: Sequence[float]) -> float | None:
