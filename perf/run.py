@@ -138,26 +138,24 @@ def main(
     if warm and (device == "host" or group is not None):
         raise click.UsageError("--warm needs attention cases on one device; --device host compiles nothing")
     lead = group is None or group.rank() == 0
-    progress = Progress(deadline)
-    if lead:  # only rank 0 writes
-        journal = _open_journal(out, series, env, resume, progress, as_json)
-    else:
-        journal = Journal(Path(os.devnull), "", series, env)
-    resumed_points = list(journal.points)
+    progress = Progress(deadline, shown=lead)
+    journal = _open_journal(out, series, env, resume, progress, as_json)
+    if not lead:  # rank 0 writes
+        journal.path, journal.as_json = Path(os.devnull), False
+    num_resumed = len(journal.points)
     with _message_of_interrupt(progress, journal, lead):
         if device == "host":
-            failures = host_cases.run(cases, journal, deadline, seconds, resumed_points)
+            failures = host_cases.run(cases, journal, deadline, seconds)
         else:
             name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache
-            settings = seconds, options_list, group, resumed_points, patterns
-            bench = Bench(torch_device, journal, deadline, *settings)
+            bench = Bench(torch_device, journal, deadline, seconds, options_list, group, patterns)
             if warm:
                 bench.warm(cases)
                 sys.exit(FINE)
             failures = bench.run(cases)
     if lead and not as_json:
         show(journal)
-    sys.exit(REGRESSION if failures else _report_left_out(journal, resumed_points, lead))
+    sys.exit(REGRESSION if failures else _report_left_out(journal, num_resumed, lead))
 
 
 @contextmanager
@@ -209,11 +207,11 @@ def _select_cases(
     return series, cases
 
 
-def _report_left_out(journal: Journal, resumed_points: Sequence[Point], lead: bool) -> int:
+def _report_left_out(journal: Journal, num_resumed: int, lead: bool) -> int:
     """Print the number of cases for which there was no time, and return the exit code. Raises NothingMeasured
     if there was no time for any."""
     left_out = journal.left_out - {point.case for point in journal.points}
-    if left_out and len(journal.points) == len(resumed_points):
+    if left_out and len(journal.points) == num_resumed:
         raise NothingMeasured(
             f"nothing was measured: the budget ended before the first of {len(left_out)} cases; pass a "
             "larger --budget"
@@ -259,10 +257,10 @@ def _open_journal(
     unfinished_run = find_unfinished(out, series, env) if resume else None
     if unfinished_run is None:
         if resume:
-            click.echo("--resume: there is no run of this code on this device; a new one starts", err=True)
+            progress.show("--resume: there is no run of this code on this device; a new one starts", False)
         return Journal(path, run, series, env, progress, as_json)
     path, points = unfinished_run
-    click.echo(f"resuming run {points[0].run} in {path}: {len(points)} cases are there", err=True)
+    progress.show(f"resuming run {points[0].run} in {path}: {len(points)} cases are there", False)
     return Journal(path, points[0].run, series, env, progress, as_json, points)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as torch_flex
 
-from tritoncp.perf.records.history import OURS, Journal, Point
+from tritoncp.perf.records.history import OURS, Journal
 from tritoncp.perf.suite import cases
 from tritoncp.perf.suite.baselines import Contender, Inputs, flex, inputs, one_device, split
 from tritoncp.perf.suite.cases import PASS_SUFFIXES, Case
@@ -159,11 +159,11 @@ def run(
     journal: Journal,
     deadline: float,
     seconds: float,
-    resumed_points: Sequence[Point] = (),
 ) -> int:
-    """Measure cases on one core and write a line for each; return the number of failures."""
+    """Measure cases that the journal has not on one core, and write a line for each; return the number of
+    failures."""
     torch.set_num_threads(1)
-    measured_names, failures = {point.case for point in resumed_points}, 0
+    measured_names, failures = {point.case for point in journal.points}, 0
     remaining_cases = [case for case in selection if case.name not in measured_names]
     journal.progress.add(len(remaining_cases))
     for case in remaining_cases:

@@ -15,7 +15,7 @@ import torch
 
 from tritoncp.kernels.engine import RequestedRouteWarning
 from tritoncp.ops.flop_formulas import count_flops, count_pairs
-from tritoncp.perf.records.history import OURS, Journal, Point
+from tritoncp.perf.records.history import OURS, Journal
 from tritoncp.perf.suite import baselines, check, machine
 from tritoncp.perf.suite.baselines import FLEX, Contender
 from tritoncp.perf.suite.cases import GOALS, SEARCHED, Case, position
@@ -44,12 +44,11 @@ class DeviceLost(click.ClickException):
 class Bench:
     """A run of the benchmark.
 
-    journal:  receives each case when it is measured
+    journal:  receives each case when it is measured; cases of its points are not measured again
     deadline: time.monotonic() by which the run should end; later problems are left out
     seconds:  time for the rounds of one case
     options:  kernel options to time tritoncp with, besides its own choice
     group:    the ranks that measure cases of several ranks together; None for one device
-    resumed_points: points of the run that is resumed: their cases are not measured again
     patterns: patterns of contenders' names to run, besides tritoncp
     """
 
@@ -59,7 +58,6 @@ class Bench:
     seconds: float = 1.5
     options: Sequence[dict[str, Any]] = ()
     group: Any = None
-    resumed_points: Sequence[Point] = ()
     patterns: Sequence[str] = ("*",)
     failures: int = 0
 
@@ -71,7 +69,7 @@ class Bench:
     def run(self, cases: Sequence[Case]) -> int:
         """Measure all cases with contenders that compile fast; then the first size of each mask in SEARCHED
         with the flex variants that compile slowly. Return the number of failures."""
-        measured = {point.case for point in self.resumed_points}
+        measured = {point.case for point in self.journal.points}
         quick_groups = self._group_problems([case for case in cases if case.name not in measured])
         groups = [(group, QUICK[:1] if group[0].tier == "smoke" else QUICK) for group in quick_groups]
         groups += [(group, [*QUICK, *THOROUGH]) for group in self._select_thorough(cases)]
@@ -106,7 +104,7 @@ class Bench:
 
     def _select_thorough(self, cases: Sequence[Case]) -> list[list[Case]]:
         """Select the problems for the variants that compile slowly: the first size of each mask in SEARCHED,
-        unless the resumed run has measured them."""
+        unless the journal has them."""
         if self.device.type != "cuda" or not any(self._takes_part(name) for name in THOROUGH):
             return []
         first: dict[str, list[Case]] = {}
@@ -114,7 +112,7 @@ class Bench:
             if group[0].tier == "core" and group[0].problem.mask in SEARCHED:
                 first.setdefault(group[0].problem.mask, group)
         complete = {
-            point.case for point in self.resumed_points if any(name in point.contenders for name in THOROUGH)
+            point.case for point in self.journal.points if any(name in point.contenders for name in THOROUGH)
         }
         return [group for group in first.values() if any(case.name not in complete for case in group)]
 

@@ -67,7 +67,6 @@ def test_a_resumed_run_compiles_the_slow_variants_that_the_first_one_did_not_rea
         journal.point(case.name, {"tritoncp": {"ms": 1.0}, "flex": {"ms": 2.0}, **slow})
     bench = measure.Bench(torch.device("cuda"), journal, time.monotonic() + 60)
     bench.clock = timing.WallClock()
-    bench.resumed_points = list(journal.points)
     measured = []
     monkeypatch.setattr(bench, "_measure_problem", lambda group, variants: measured.append((group, variants)))
     bench.run(cases)

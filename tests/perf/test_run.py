@@ -19,7 +19,7 @@ QUICK = ["--device", "cpu", "--seconds", "0.01"]
 
 def bench(monkeypatch, path, seconds: float = 60.0, **wrong) -> tuple[measure.Bench, history.Journal]:
     """Make a bench whose rounds take no time, with some contenders replaced."""
-    monkeypatch.setattr(measure, "time_interleaved", lambda runs, *_: dict.fromkeys(runs, {"ms": 1.0}))
+    monkeypatch.setattr(measure, "time_interleaved", lambda runs, *_: {name: {"ms": 1.0} for name in runs})
     real = baselines.contenders
     monkeypatch.setattr(
         baselines, "contenders", lambda case, tensors, *rest: real(case, tensors, *rest) | wrong
@@ -137,7 +137,6 @@ def test_a_run_that_lost_the_device_ends_and_is_resumed_with_the_other_cases(mon
     assert point.case == cases[0].name and "not timed" in point.own["why"]
     assert "AcceleratorError: an illegal" in point.contenders["flash"]["why"]
     rest: list[Case] = []
-    runner.resumed_points = journal.points
     monkeypatch.setattr(runner, "_measure_problem", lambda group, variants: rest.extend(group))
     runner.run(cases)
     assert rest == cases[1:]
