@@ -65,6 +65,7 @@ def dense(mod: MaskMod, q_len: int, kv_len: int) -> Tensor:
     return flex.create_mask(mod, 2, 1, q_len, kv_len, device="cpu")
 
 
+DESCENDING = document(ids=-(torch.arange(N) // 7))
 GAP = or_masks(Selection(sliding_window(1, 0), start=9), sliding_window(1, 0))
 
 
@@ -84,6 +85,7 @@ def test_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
 
 
 @LAWS
+@example(one=DESCENDING, two=causal(), q_len=N, kv_len=N)
 @given(simple_forms(), simple_forms(), lengths, lengths)
 def test_there_are_intervals_wherever_there_can_be(
     one: MaskMod, two: MaskMod, q_len: int, kv_len: int

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from triton.language import cdiv
 
 from tritoncp.masks import and_masks, causal, document, not_, or_masks, prefix_lm, sliding_window
 from tritoncp.masks.expressions import count, lengths, mask_of
@@ -62,6 +63,7 @@ def test_a_mask_mod_of_ones_own(tmp_path, monkeypatch) -> None:
     (tmp_path / "mine.py").write_text("def near(b, h, q, kv):\n    return (q - kv).abs() < 3\nwidth = 3\n")
     monkeypatch.chdir(tmp_path)
     assert int(dense(mask_of("mine:near")).sum()) == 5 * SIZE - 6
+    assert mask_of("triton.language:cdiv") is cdiv  # its use raises an error that names @triton.jit
     wrong = {"mine:far": "no attribute 'far'", "nobody:x": "No module", "mine:width": "is int"}
     for name, said in wrong.items():
         with pytest.raises(ValueError, match=said):
