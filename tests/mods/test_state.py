@@ -20,7 +20,7 @@ import tritoncp
 from tests.mods.forms import FORMS, RECORDED, Form, make_form
 from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.mods import score_mod as translate_score_mod
-from tritoncp.mods.fingerprint import Fingerprint, closure_state
+from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.mods.recording import read_state
 from tritoncp.reference import dense
 
@@ -361,42 +361,3 @@ def test_the_value_before_an_edit_in_place_is_state() -> None:
         config.c = c
         keys.append(read_state(scaled, True).key)
     assert keys[0] != keys[1]
-
-
-TABLE = torch.ones(3)
-CAPTURES = st.one_of(
-    st.floats(),
-    st.integers(),
-    st.builds(lambda size, grad: torch.ones(size, requires_grad=grad), st.integers(1, 3), st.booleans()),
-    st.sampled_from([TABLE, torch.nn.Parameter(torch.ones(2)), "text", None, True, [1.0], torch.relu]),
-)
-
-
-@hypothesis.given(st.lists(CAPTURES, min_size=1, max_size=3))
-def test_the_state_of_a_closure_is_its_fingerprint(values: list[Any]) -> None:
-    """Both ways to read the state of a function agree, wherever the short one applies."""
-    x, y, z = (*values, 1, 2)[:3]
-    mod = lambda score, b, h, q_idx, kv_idx: z * score + x * y  # noqa: E731
-    state, fingerprint = closure_state(mod), Fingerprint(mod)
-    tensors = [value for value in (x, y, z) if isinstance(value, Tensor)]
-    is_plain = all(type(value) in (int, float) or isinstance(value, Tensor) for value in (x, y, z))
-    assert (state is not None) == (is_plain and len(tensors) == len(set(map(id, tensors))))
-    if state is not None:
-        assert (state.key, state.numbers) == (fingerprint.key, fingerprint.numbers)
-        assert list(map(id, state.tensors)) == list(map(id, fingerprint.tensors))
-
-
-def test_state_outside_of_a_closure_is_read_by_the_fingerprint() -> None:
-    """Also attributes of captured tensors, and no state at all."""
-    table = torch.ones(3)
-    table.scale = 2
-    row = torch.ones(3)
-    for mod in (
-        lambda score, b, h, q_idx, kv_idx: score * 2,
-        lambda score, b, h, q_idx, kv_idx: score + TABLE[h],
-        lambda score, b, h, q_idx, kv_idx, scale=2: score * scale,
-        lambda score, b, h, q_idx, kv_idx, *, scale=2: score * scale,
-        lambda score, b, h, q_idx, kv_idx: score + table[h],
-        lambda score, b, h, q_idx, kv_idx: score + row.sum(),
-    ):
-        assert closure_state(mod) is None

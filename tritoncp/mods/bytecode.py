@@ -39,14 +39,11 @@ class Reads(NamedTuple):
         argument (``self``)
     attributes: names of attributes of values that are no chain
     obstacle: an operation that makes it unknown which state the code reads; "" if there is none
-    cells: where a function reads its closure alone, and no attribute of a value in it: (path, place in
-        ``__closure__``) in the order of ``chains``; else ()
     """
 
     chains: tuple[tuple[Chain, str], ...]
     attributes: frozenset[str]
     obstacle: str
-    cells: tuple[tuple[str, int], ...]
 
 
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
@@ -78,11 +75,7 @@ def code_reads(code: types.CodeType) -> Reads:
         chains = [chain for chain in all_chains if chain.kind != ATTRIBUTE]
         attributes = frozenset(chain.name for chain in all_chains if chain.kind == ATTRIBUTE)
         obstacle = next((event for event in reversed(events) if isinstance(event, str)), "")
-        cells = [(x.path, code.co_freevars.index(x.name)) for x in chains if x.kind == CELL]
-        outside = [x for x in chains if x.steps or x.kind in (GLOBAL, IMPORT)]
-        is_closure = not (attributes or obstacle or outside)
-        paths = tuple((chain, chain.path) for chain in chains)
-        reads = Reads(paths, attributes, obstacle, tuple(cells) if is_closure else ())
+        reads = Reads(tuple((chain, chain.path) for chain in chains), attributes, obstacle)
         if len(_READS) >= MAX_CODES:
             _READS.clear()
         _READS[code] = reads

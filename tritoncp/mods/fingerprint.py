@@ -266,30 +266,6 @@ class Fingerprint(ModState):
         return value
 
 
-def closure_state(fn: Any) -> ModState | None:
-    """Return the :class:`Fingerprint` of a function that reads only distinct tensors and numbers, all in its
-    closure, in a third of the time; None for any other."""
-    if type(fn) is not types.FunctionType or fn.__defaults__ or fn.__kwdefaults__ or fn.__dict__:
-        return None
-    entries: list[Any] = [("the function", fn.__code__)]
-    tensors: list[torch.Tensor] = []
-    numbers: list[int | float] = []
-    for path, place in code_reads(fn.__code__).cells:
-        value = cell_value(fn.__closure__[place])  # type: ignore[index]
-        kind = type(value)
-        if kind in _TENSORS and not value.__dict__:
-            entries.append((path, ("tensor", len(tensors), kind, _tensor_facts(value))))
-            tensors.append(value)
-        elif kind in _NUMBERS:
-            numbers.append(value)
-            entries.append((path, (kind.__name__, repr(value))))
-        else:
-            return None
-    if len(entries) == 1 or len(set(map(id, tensors))) < len(tensors):
-        return None
-    return ModState((*entries, ("the function", ("function", 0))), tensors, numbers)
-
-
 _CONSTRUCTORS = ("__init__", "__new__")  # methods that an enumeration may define
 
 

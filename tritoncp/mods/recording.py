@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.tracing import GraphRecorder, TensorIndexing
 from tritoncp.core.user_code import describe, origin
-from tritoncp.mods.fingerprint import Fingerprint, ModState, closure_state
+from tritoncp.mods.fingerprint import Fingerprint, ModState
 
 
 def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torch.float32) -> ModState:
@@ -27,8 +27,6 @@ def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torc
 
     Warns once about that state, since a recording takes a hundred times as long.
     """
-    if (state := closure_state(fn)) is not None:
-        return state
     fingerprint = Fingerprint(fn)
     if fingerprint.key is not None:
         return fingerprint
