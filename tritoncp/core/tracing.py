@@ -125,24 +125,6 @@ def vmapped(mod: Mod, *levels: InDims) -> Mod:
     return call
 
 
-class Rounding(torch.autograd.Function):
-    """Autograd function that rounds values to a narrower dtype but keeps the wide one; identity backward."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype).to(x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 class WideGradients(torch.fx.Interpreter):
     """Interpreter of a score_mod's graph with captures converted to a wider ``dtype``: results are rounded
     after each operation to the narrow dtypes of tracing, and gradients are accumulated in ``dtype``.
@@ -167,7 +149,7 @@ class WideGradients(torch.fx.Interpreter):
         traced = n.meta.get("val")
         if n.op != "call_function" or not isinstance(traced, Tensor) or not self._is_narrow(traced.dtype):
             return out
-        return Rounding.apply(out.to(self.dtype), traced.dtype)
+        return out.to(traced.dtype).to(self.dtype)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run an op with narrow dtype arguments replaced by the wide one; `run_node` rounds its result."""
@@ -301,39 +283,23 @@ def reads_batch_or_head(mask_mod: Mod, device: str | torch.device = "cpu") -> tu
     return is_read(b), is_read(h)
 
 
-class _OwnGradient(torch.autograd.Function):
-    """Autograd function of a score_mod's graph and the graph of its derivative (None: backward raises)."""
+class OwnGradient(torch.autograd.Function):
+    """Autograd function of a score_mod, in whose graph the user's autograd.Functions are not visible.
+
+    back: (gradient of the result, *arguments) -> (gradient of the score,)
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(run: Callable[..., Tensor], names: str, back: Any, *arguments: Tensor) -> Tensor:
+    def forward(run: Callable[..., Tensor], back: Callable[..., Any], *arguments: Tensor) -> Tensor:
         return run(*arguments).clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.names, ctx.back, *arguments = inputs
-        ctx.numbers = [None if isinstance(x, Tensor) else x for x in arguments]
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
+        _, ctx.back, *arguments = inputs
+        ctx.save_for_backward(*arguments)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.back is None:
-            raise NotImplementedError(
-                f"score_mod calls {ctx.names}, an autograd.Function, and captures a tensor that requires "
-                "grad, for which the CPU engine supports torch's own derivatives alone: write a custom "
-                "gradient with detach(), as x + (f(x) - x).detach(), or run on a GPU"
-            )
-        arguments = [n if x is None else x for x, n in zip(ctx.saved_tensors, ctx.numbers, strict=True)]
-        (dscore,) = ctx.back(grad, *arguments)
-        return None, None, None, dscore, *(None for _ in arguments[1:])
-
-
-def own_gradient(run: Callable[..., Tensor], names: str, back: Any, *arguments: Any) -> Tensor:
-    """Call a score_mod's graph, in which the user's autograd.Functions ``names`` are not visible, with its
-    gradient.
-
-    back: (gradient of the result, *arguments) -> (gradient of the score,); None: it cannot be computed
-    """
-    out: Tensor = _OwnGradient.apply(run, names, back, *arguments)
-    return out
+        return None, None, *ctx.back(grad, *ctx.saved_tensors), None, None, None, None

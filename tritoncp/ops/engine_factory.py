@@ -14,7 +14,7 @@ from torch import Tensor
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.cpu_target import cpu_target, executed_target
 from tritoncp.core.log_lines import area_logger, log_decision
-from tritoncp.core.tracing import WideGradients, own_gradient
+from tritoncp.core.tracing import OwnGradient, WideGradients
 from tritoncp.core.upload import upload
 from tritoncp.core.versions import warn_untested
 from tritoncp.cpu.engine import CpuEngine
@@ -146,14 +146,21 @@ def cpu_engine(call: Call, mask: Mod | None, dtype: torch.dtype, grads: Sequence
     if any(x.dtype.itemsize < wide.itemsize for x in targets):
         run = WideGradients(run, wide).run
         targets = [x.to(torch.promote_types(x.dtype, wide)) for x in targets]
-    if own_gradients:
-        run = partial(own_gradient, run, ", ".join(own_gradients), None if score.wants else back)
+    if own_gradients and score.wants and grads:
+        raise NotImplementedError(
+            f"score_mod calls {', '.join(own_gradients)}, an autograd.Function, and captures a tensor that "
+            "requires grad, for which the CPU engine supports torch's own derivatives alone: write a custom "
+            "gradient with detach(), as x + (f(x) - x).detach(), or run on a GPU"
+        )
 
     def bind(leaves: Sequence[Tensor]) -> Any:
         inner = list(captures)
         for index, tensor in zip(score.wants, leaves, strict=True):
             inner[index] = tensor
-        return lambda *indices: run(*indices, *inner, *score.numbers)
+        constants = *inner, *score.numbers
+        if not own_gradients or score.wants:
+            return lambda *indices: run(*indices, *constants)
+        return partial(OwnGradient.apply, lambda *x: run(*x, *constants), lambda *x: back(*x, *constants))
 
     return CpuEngine(call.scale, _check_torch_form(mask), bind, targets, grads, **settings)
 
