@@ -3,7 +3,6 @@ device-to-host copy."""
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import types
 import weakref
@@ -28,7 +27,6 @@ from tritoncp.masks.from_torch import from_block_mask, has_no_lengths
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.mods.captures import TensorReplacement
-from tritoncp.mods.fingerprint import Identity
 from tritoncp.mods.snapshot import captured_state
 from tritoncp.planning.plan import Plan
 
@@ -180,18 +178,13 @@ def _lists(mask: RawMask) -> tuple[tuple[Tensor, ...], Any]:
 
 def _stable(key: Any) -> Any:
     """Return a fingerprint's key without addresses and device indices, which differ between processes."""
-    if isinstance(key, Identity):
-        thing = key.obj
-        named = type(thing) if isinstance(thing, enum.Enum) else thing
-        name = getattr(named, "__qualname__", getattr(named, "__name__", type(named).__qualname__))
-        member = thing.name if isinstance(thing, enum.Enum) else ""
-        return getattr(named, "__module__", ""), name, member
     if isinstance(key, types.CodeType):
         return key.co_name, key.co_code.hex(), key.co_names, _stable(key.co_consts)
     if isinstance(key, torch.device):
         return key.type
-    if isinstance(key, type):
-        return key.__module__, key.__qualname__
+    if callable(key) or isinstance(key, types.ModuleType):
+        name = getattr(key, "__qualname__", getattr(key, "__name__", type(key).__qualname__))
+        return getattr(key, "__module__", ""), name
     if isinstance(key, frozenset):
         return sorted(map(repr, map(_stable, key)))
     if isinstance(key, tuple):

@@ -14,7 +14,6 @@ Tensors enter the key by dtype, shape, device and requires_grad, never by identi
 from __future__ import annotations
 
 import builtins
-import enum
 import functools
 import re
 import types
@@ -60,25 +59,6 @@ _IMPURE_TORCH = re.compile(
 
 class Incomparable(Exception):
     """Raised where a function reads state that cannot be compared between calls."""
-
-
-class Identity:
-    """A hashable reference to an object, compared by identity. It keeps the object alive, so that its id is
-    not reused."""
-
-    __slots__ = ("obj",)
-
-    def __init__(self, obj: object) -> None:
-        self.obj = obj
-
-    def __hash__(self) -> int:
-        return id(self.obj)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.obj is self.obj
-
-    def __repr__(self) -> str:
-        return getattr(self.obj, "__qualname__", None) or repr(self.obj)
 
 
 @dataclass(eq=False)
@@ -182,8 +162,6 @@ class Fingerprint(ModState):
             return name, constant, tuple([self._value(path, part) for part in parts])
         if kind in (set, frozenset):
             return kind, frozenset([self._value(path, item) for item in obj])
-        if isinstance(obj, enum.Enum) and _is_plain_enum(kind):
-            return Identity(obj), self._value(path, vars(obj))
         is_array = kind.__module__ == "numpy" and hasattr(obj, "tobytes")
         if is_array and obj.size <= MAX_VALUES and not obj.dtype.hasobject:
             return kind, str(obj.dtype), obj.shape, obj.tobytes()
@@ -198,7 +176,7 @@ class Fingerprint(ModState):
             return "method", obj.__name__, self._value(path, owner)
         if not _is_of_library(obj, kind):
             raise Incomparable(f"{path} is {_describe(obj)}, of which any state may be read")
-        return Identity(obj)
+        return obj
 
     # -- functions ---------------------------------------------------------------------------------------
 
@@ -232,7 +210,7 @@ class Fingerprint(ModState):
         return "function", place
 
     def _torch_function(self, path: str, fn: types.FunctionType, owner: Any) -> Any:
-        """Return the key of a torch function: its identity, and values in its closure that are not torch's,
+        """Return the key of a torch function: itself, and values in its closure that are not torch's,
         as mask_mods that `and_masks` combines, or a function decorated by `torch.no_grad`."""
         if owner is not None:
             raise Incomparable(f"{path} is a method of a {type(owner).__qualname__}")
@@ -241,7 +219,7 @@ class Fingerprint(ModState):
             value = cell_value(cell)
             if not _is_of_torch(getattr(value, "__self__", value)):
                 self._entries.append((path, self._value(path, value)))
-        return Identity(fn)
+        return fn
 
     def _follow(self, chain: Chain, path: str, value: Any) -> Any:
         """Evaluate a chain; return _COMPUTED where a property or a tensor computes the value."""
@@ -264,9 +242,6 @@ class Fingerprint(ModState):
                 self._entries.append((path, self._function(path, getter.fget, owner)))
                 value = _COMPUTED
         return value
-
-
-_CONSTRUCTORS = ("__init__", "__new__")  # methods that an enumeration may define
 
 
 def root_of(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
@@ -327,13 +302,3 @@ def _is_of_torch(obj: Any) -> bool:
 def _is_closed_form(obj: Any) -> bool:
     """Return whether a value is a closed-form mask of this package, whose methods only read its fields."""
     return type(obj).__module__.split(".")[0] == "tritoncp" and hasattr(obj, "__dict__")
-
-
-def _is_plain_enum(kind: type) -> bool:
-    """Return whether members of an enumeration have no state besides their fields."""
-    fields = [item for base in kind.__mro__ if base.__module__ != "enum" for item in vars(base).items()]
-    return not any(
-        type(field) is property
-        or (type(field) is types.FunctionType and field.__module__ != "enum" and name not in _CONSTRUCTORS)
-        for name, field in fields
-    )

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tritoncp.mods.fingerprint import Identity, ModState
+from tritoncp.mods.fingerprint import ModState
 from tritoncp.mods.recording import read_state
 
 
@@ -84,7 +84,7 @@ def captured_state(mask_mod: Any) -> ModState:
     if not _is_translated(mask_mod):
         return read_state(mask_mod, is_score=False)
     if not hasattr(mask_mod, "digest"):  # @triton.jit code
-        return ModState(Identity(mask_mod), (), ())
+        return ModState(mask_mod, (), ())
     facts = [(t.dtype, tuple(t.shape), t.device) for t in mask_mod.tensors]
     return ModState((mask_mod.digest, tuple(map(repr, mask_mod.numbers)), tuple(facts)), mask_mod.tensors, ())
 
