@@ -276,15 +276,6 @@ def test_a_mask_mod_for_one_device_is_evaluated_there(host_copies):
     torch.testing.assert_close(out, dense_attention(q, q, q, whole).out, atol=2e-6, rtol=1e-5)
 
 
-def test_bytes_come_back_as_they_were():
-    expected = [
-        torch.tensor(3.5), torch.arange(7).int(), torch.randn(3, 5).T, torch.tensor([True, False, True]),
-        torch.zeros(0, 4), torch.randn(3).bfloat16(), torch.tensor(-1, dtype=torch.int64),
-    ]  # fmt: skip
-    for back, t in zip(mask_source.to_host(expected), expected, strict=True):
-        assert back.dtype == t.dtype and torch.equal(back, t)
-
-
 def test_finding_a_plan_again_does_nothing_to_any_tensor():
     table = torch.arange(S)
     mask = block_mask(by_table(table))

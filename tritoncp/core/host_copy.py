@@ -102,19 +102,8 @@ def on_host(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors of one device to the CPU in one transfer, as concatenated bytes.
-
-    >>> to_host([torch.tensor([1.5]), torch.tensor(True)])
-    [tensor([1.5000]), tensor(True)]
-    """
-    if not tensors:
-        return []
-    device = tensors[0].device
-    parts = [t.detach().to(device).reshape(-1).contiguous().view(torch.uint8) for t in tensors]
-    whole = torch.cat(parts).cpu()
-    pieces = whole.split([part.numel() for part in parts])
-    # A piece may start at any byte; its clone is aligned for its dtype.
-    return [piece.clone().view(t.dtype).view(t.shape) for piece, t in zip(pieces, tensors)]
+    """Copy tensors from their devices to the CPU."""
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 
 def is_remote(tensor: Tensor) -> bool:

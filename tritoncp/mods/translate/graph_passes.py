@@ -4,7 +4,6 @@ decompositions of operations without a rule."""
 from __future__ import annotations
 
 import functools
-import itertools
 import linecache
 import math
 from collections.abc import Callable, Container, Sequence
@@ -19,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tritoncp.core.tracing import GraphRecorder
 from tritoncp.mods.errors import Untranslatable
-from tritoncp.mods.translate.index_maps import check_length
 from tritoncp.mods.translate.view_ops import op_name
 
 aten = torch.ops.aten
@@ -141,8 +139,6 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.bmm.default: _sum_of_products,
         aten.max.default: lambda x: x.amax(),
         aten.min.default: lambda x: x.amin(),
-        aten.cumsum.default: lambda x, dim, dtype=None: _cumulate(torch.add, x, dim, dtype),
-        aten.cumprod.default: lambda x, dim, dtype=None: _cumulate(torch.mul, x, dim, dtype),
         aten.split.Tensor: lambda x, size, dim=0: [
             x.narrow(dim, i, min(size, x.shape[dim] - i)) for i in range(0, x.shape[dim], size)
         ],
@@ -167,17 +163,6 @@ def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     """Decompose a @ b into products and a sum, in float32 for half precisions."""
     wide = torch.float32 if a.is_floating_point() and a.itemsize == 2 else a.dtype
     return (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2).to(a.dtype)
-
-
-def _cumulate(step: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
-    """Decompose cumsum or cumprod: integers in int64, as in torch, half precisions in float32."""
-    dtype = dtype or (x.dtype if x.is_floating_point() else torch.int64)
-    if not x.ndim:
-        return x.to(dtype, copy=True)
-    check_length(x.shape[dim])
-    wide = torch.float32 if dtype.is_floating_point and dtype.itemsize == 2 else dtype
-    parts = itertools.accumulate(x.to(wide).unbind(dim), step)
-    return torch.stack(list(parts), dim).to(dtype)
 
 
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
