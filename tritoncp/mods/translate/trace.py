@@ -32,6 +32,7 @@ from tritoncp.core.user_code import (
     HAS_DATA_DEPENDENT_SHAPE,
     IS_RANDOM,
     READS_VALUE,
+    check_result,
     describe,
     last_user_line,
     origin,
@@ -39,7 +40,6 @@ from tritoncp.core.user_code import (
 )
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.fingerprint import ModState
-from tritoncp.mods.recording import read_state
 from tritoncp.mods.translate.graph_passes import FakeRecorder, make_pure, split_outputs
 from tritoncp.mods.translate.number_captures import lift_numbers
 from tritoncp.mods.translate.symbolic import TRITON_NAME
@@ -75,11 +75,8 @@ class ModTrace:
     constants: tuple[int, ...]
 
 
-def trace_mod(
-    fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState | None = None
-) -> ModTrace:
+def trace_mod(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: ModState) -> ModTrace:
     """Trace `fn`, and replace constants of the graph that are captured numbers by inputs."""
-    state = state or read_state(fn, is_score, dtype)
     device = _device(state.tensors)
     recorder = _Recorder()
     leaves, own_gradients = _record(fn, is_score, dtype, device, recorder)
@@ -113,11 +110,7 @@ def _record(
 
     def call(*args: Tensor) -> Tensor:
         with _ValueChecks(), TensorIndexing():
-            return _as_tensor(fn(*args), fn, args[0])
-
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        out = call(b, h, q_idx, kv_idx)
-        return out if out.dtype == torch.bool else out != 0
+            return check_result(fn(*args), fn, "score_mod" if is_score else "mask_mod")
 
     def joint(dscore: Tensor, score: Tensor, *rest: Tensor) -> Any:
         out = call(score.clone(), *rest).to(dtype)  # clone: the function may edit it in place
@@ -143,7 +136,7 @@ def _record(
                 names = ("dscore", "score", *INDEX_NAMES)
                 recorder.record(joint, [dscore, score.requires_grad_(), *indices], names)
             else:
-                recorder.record(mask, indices, INDEX_NAMES)
+                recorder.record(call, indices, INDEX_NAMES)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         line = last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))
         why = "its result depends on data that only the kernel has"
@@ -161,22 +154,6 @@ def _own_gradients(out: Tensor, captures: Sequence[Tensor]) -> list[str]:
             names[node] = type(node).__name__.removesuffix("Backward") if own else ""
             nodes += [parent for parent, _ in node.next_functions]
     return sorted({name for name in names.values() if name})
-
-
-def _as_tensor(out: Any, fn: Callable[..., Any], argument: Tensor) -> Tensor:
-    """Return the result of `fn` as a 0-d tensor on the device of `argument`."""
-    if isinstance(out, bool | int | float):
-        out = torch.scalar_tensor(
-            out, dtype=torch.bool if isinstance(out, bool) else None, device=argument.device
-        )
-    if not isinstance(out, Tensor) or out.ndim:
-        result = (
-            f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        )
-        raise Untranslatable(
-            "return", origin(fn), f"it returns {result}, and one value per (q, kv) pair is needed"
-        )
-    return out
 
 
 class _Recorder(FakeRecorder):
