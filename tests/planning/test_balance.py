@@ -22,8 +22,8 @@ from tritoncp.planning.balance import (
     ptrr,
 )
 from tritoncp.planning.build import build
-from tritoncp.planning.locality.branches import _fill, whole_branches
-from tritoncp.planning.locality.pieces import View, even_counts, loads
+from tritoncp.planning.locality.branches import whole_branches
+from tritoncp.planning.locality.pieces import even_counts, loads
 from tritoncp.planning.locality.search import even_work
 from tritoncp.planning.locality.windows import FreeBlocks
 from tritoncp.planning.plan import Plan
@@ -206,25 +206,31 @@ def test_views_hold_costs_and_visible_columns_of_every_block(mask: Mask) -> None
 def test_locality_moves_and_swaps_blocks_only_where_that_helps(
     costs: list[int], world_size: int, seed: int
 ) -> None:
-    view = View.of(Work(torch.tensor(costs, dtype=torch.float64), world_size))
-    owner = torch.randint(0, world_size, (len(costs),), generator=torch.Generator().manual_seed(seed))
-    even = even_counts(owner, view)
-    before, counts = owner.bincount(minlength=world_size), even.bincount(minlength=world_size)
+    work = Work(torch.tensor(costs, dtype=torch.float64), world_size)
+    owner = torch.randint(-1, world_size, (len(costs),), generator=torch.Generator().manual_seed(seed))
+    even = even_counts(owner, work)
+    before, counts = owner[owner >= 0].bincount(minlength=world_size), even.bincount(minlength=world_size)
     share, longer = divmod(len(costs), world_size)
     most = sorted(range(world_size), key=lambda rank: (-int(before[rank]), rank))[:longer]
     assert counts.tolist() == [share + (rank in most) for rank in range(world_size)]
-    assert int((owner != even).sum()) == int((before - counts).clamp(min=0).sum())
+    assert int((owner != even).sum()) == int((before - counts).clamp(min=0).sum() + (owner < 0).sum())
+    load = loads(even[owner == even], work.costs[owner == even], world_size)
+    room = counts - even[owner == even].bincount(minlength=world_size)
+    for block in sorted((owner != even).nonzero()[:, 0].tolist(), key=lambda i: (-costs[i], i)):
+        assert load[even[block]] == load[room > 0].min()
+        load[even[block]] += costs[block]
+        room[even[block]] -= 1
     for rank in range(world_size):
-        left, stayed = (view.costs[(owner == rank) & moved] for moved in (owner != even, owner == even))
+        left, stayed = (work.costs[(owner == rank) & moved] for moved in (owner != even, owner == even))
         assert not len(left) or not len(stayed) or left.max() <= stayed.min()
-    cap = 1.02 * float(view.costs.mean().nan_to_num()) * len(costs) / world_size
-    swapped = even_work(even.clone(), view, cap)
-    load = loads(swapped, view.costs, world_size)
+    cap = 1.02 * float(work.costs.mean().nan_to_num()) * len(costs) / world_size
+    swapped = even_work(even.clone(), work, cap)
+    load = loads(swapped, work.costs, world_size)
     assert torch.equal(swapped.bincount(minlength=world_size), counts)
-    assert load.max() <= loads(even, view.costs, world_size).max()
+    assert load.max() <= loads(even, work.costs, world_size).max()
     busy = int(load.argmax())
     for other in range(world_size if load[busy] > cap else 0):
-        change = view.costs[swapped == busy][:, None] - view.costs[swapped == other]
+        change = work.costs[swapped == busy][:, None] - work.costs[swapped == other]
         assert not bool(((change > 0) & (change < load[busy] - load[other])).any())
 
 
@@ -312,7 +318,7 @@ def test_windows_on_the_circle_of_free_blocks(seed: int, share: int, cuts: int) 
     visible, is_free = torch.rand(12, 12, generator=draw) < 0.3, torch.rand(12, generator=draw) < 0.7
     is_free[:2] = True
     mask = create_block_mask(lambda b, h, q, kv: visible[q, kv], None, None, 12, 12, BLOCK_SIZE=1)
-    blocks, sizes = FreeBlocks(View.of(work_of_rows([mask], 4)[0]), is_free), []
+    blocks, sizes = FreeBlocks(work_of_rows([mask], 4)[0], is_free), []
     n = len(blocks.ids)
     for size in range(1, n + 1):
         windows = (torch.arange(n)[:, None] + torch.arange(size)) % n
@@ -334,16 +340,10 @@ def test_branches_are_held_whole_but_one_behind_a_long_prefix(prefix: int, branc
         return (kv < prefix) | (q >= kv) & (q < kv + 5) & ((q < until) == (kv < until))
 
     mask = create_block_mask(mod, None, None, 12, 12, BLOCK_SIZE=1)
-    owner = whole_branches(View.of(work_of_rows([mask], 2)[0]))
+    owner = whole_branches(work_of_rows([mask], 2)[0])
     assert (owner is not None) == ((prefix, branches) in [(4, 1), (5, 2)])
     if branches == 2 and owner is not None:
         assert len(set(owner[5:8].tolist())) == len(set(owner[8:].tolist())) == 1
-
-
-def test_blocks_of_a_prefix_go_to_the_rank_with_room_that_lacks_most_work() -> None:
-    costs, owner = torch.tensor([1.0] * 6 + [9, 9], dtype=torch.float64), torch.tensor([-1] * 6 + [0, 0])
-    _fill(View(costs, 2, (), 8, True), owner, torch.arange(6))
-    assert owner.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
 
 
 def test_remote_keys_are_placed_near_their_readers() -> None:

@@ -56,6 +56,14 @@ class Work:
         return tuple(runs.table() for runs in self.visible)
 
     @cached_property
+    def readers(self) -> Tensor:
+        """The blocks that see each column, the masks side by side: int64 [n, 3] rows (column, first block,
+        end)."""
+        tables = [transpose(runs).table() for runs in self.visible] or [torch.zeros(0, 3, dtype=torch.int64)]
+        shift = torch.tensor([self.columns, 0, 0])
+        return torch.cat([table + i * shift for i, table in enumerate(tables)])
+
+    @cached_property
     def listed(self) -> Tensor:
         """Listed blocks of each block, masked or full, summed over heads and masks as ``costs`` [blocks];
         ``costs`` if there are no runs."""

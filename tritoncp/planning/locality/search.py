@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from tritoncp.masks.block_runs import merge_ranges
 from tritoncp.planning.locality.branches import whole_branches
-from tritoncp.planning.locality.pieces import View, even_counts, loads
+from tritoncp.planning.locality.pieces import even_counts, in_pieces, loads
 from tritoncp.planning.locality.windows import choose_windows
 from tritoncp.planning.work import Work
 
@@ -20,14 +22,15 @@ CHOICES = ((64, 0.01), (64, 0.02), (31, 0.01), (31, 0.004))
 
 def place_blocks(work: Work) -> Tensor:
     """Return the owner of each block: int64 [blocks]. Ranks hold equal numbers of blocks to within one."""
-    view, ranks = View.of(work), work.world_size
-    if view.n <= ranks or ranks == 1:
-        return assign_in_order(view)
-    cap = EVEN_RATIO * float(view.costs.sum()) / ranks
+    work = replace(work, costs=work.costs.double())
+    n, ranks = len(work.costs), work.world_size
+    if n <= ranks or ranks == 1:
+        return assign_in_order(work)
+    cap = EVEN_RATIO * float(work.costs.sum()) / ranks
     few = ranks <= FEW_RANKS
     fewest = max(MIN_PIECES, ranks * (32 if few else 16))
-    size = 1 << max(1, view.n // fewest).bit_length() - 1
-    pieces, choices = view.in_pieces(size), CHOICES if few else ((max(4, 1024 // ranks), 0.01),)
+    size = 1 << max(1, n // fewest).bit_length() - 1
+    pieces, choices = in_pieces(work, size), CHOICES if few else ((max(4, 1024 // ranks), 0.01),)
     windows = (choose_windows(pieces, *choice) for choice in choices)
     natural, *others = assign_in_order(pieces), whole_branches(pieces), *windows
     placements = [natural, *(owner for owner in others if owner is not None)]
@@ -39,40 +42,41 @@ def place_blocks(work: Work) -> Tensor:
         ),
     )
     if best is natural:
-        return even_work(assign_in_order(view), view, cap)
-    return even_work(even_counts(best.repeat_interleave(size)[: view.n], view), view, cap)
+        return even_work(assign_in_order(work), work, cap)
+    return even_work(even_counts(best.repeat_interleave(size)[:n], work), work, cap)
 
 
-def assign_in_order(view: View) -> Tensor:
+def assign_in_order(work: Work) -> Tensor:
     """Return the owner of each block in even pieces in natural order."""
-    return torch.arange(view.n) * view.world_size // max(1, view.n)
+    return torch.arange(len(work.costs)) * work.world_size // max(1, len(work.costs))
 
 
-def count_remote(owner: Tensor, view: View) -> int:
-    """Count the columns that ranks see and other ranks hold."""
-    (row, start, end), width = view.runs, view.masks * view.width
-    line = owner[row] * width  # runs of neighbouring ranks may touch and merge: only lengths count
-    start, end = merge_ranges(line + start, line + end)
-    if not view.together:
-        return int((end - start).sum())
-    own = owner.repeat(view.masks) * width + torch.arange(width)
-    at = torch.searchsorted(start, own, right=True)
-    is_seen = own < torch.nn.functional.pad(end, (1, 0), value=-1)[at]
-    return int((end - start).sum()) - int(is_seen.sum())
+def count_remote(owner: Tensor, work: Work) -> int:
+    """Count the columns that ranks see and other ranks hold, over all masks."""
+    total, width = 0, work.columns
+    for row, start, end in (table.unbind(1) for table in work.sees):
+        line = owner[row] * width  # runs of neighbouring ranks may touch and merge: only lengths count
+        start, end = merge_ranges(line + start, line + end)
+        total += int((end - start).sum())
+        if work.together:
+            own = owner * width + torch.arange(width)
+            at = torch.searchsorted(start, own, right=True)
+            total -= int((own < torch.nn.functional.pad(end, (1, 0), value=-1)[at]).sum())
+    return total
 
 
-def even_work(owner: Tensor, view: View, cap: float) -> Tensor:
+def even_work(owner: Tensor, work: Work, cap: float) -> Tensor:
     """Swap two blocks of the busiest rank and of another, the least busy first, while that makes it less
     busy, until no rank's work exceeds ``cap``."""
-    load = loads(owner, view.costs, view.world_size)
-    for _ in range(16 * view.world_size):
+    load = loads(owner, work.costs, work.world_size)
+    for _ in range(16 * work.world_size):
         busy = int(load.argmax())
         if float(load[busy]) <= cap:
             break
         given = (owner == busy).nonzero()[:, 0]
         for other in load.argsort(stable=True).tolist():
             taken, excess = (owner == other).nonzero()[:, 0], float(load[busy] - load[other])
-            moved = view.costs[given][:, None] - view.costs[taken]
+            moved = work.costs[given][:, None] - work.costs[taken]
             pair = int((moved - excess / 2).abs().argmin()) if moved.numel() else 0
             if moved.numel() and 0 < (change := float(moved.flatten()[pair])) < excess:
                 owner[given[pair // len(taken)]], owner[taken[pair % len(taken)]] = other, busy

@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import computed_once
-from tritoncp.planning.locality.pieces import View
+from tritoncp.planning.work import Work
 
 
-def choose_windows(view: View, cuts: int, tolerance: float) -> Tensor:
+def choose_windows(work: Work, cuts: int, tolerance: float) -> Tensor:
     """Assign to one rank after the other the windows that see the fewest columns: owner of each block, int64
     [n].
 
     cuts: number of sizes of the first window that are tried; tolerance: of a rank's work, as a fraction
     """
-    owner = torch.full((view.n,), -1, dtype=torch.int64)
-    for rank in range(view.world_size):
-        free = FreeBlocks(view, owner < 0)
-        ranks_left = view.world_size - rank
+    owner = torch.full((len(work.costs),), -1, dtype=torch.int64)
+    for rank in range(work.world_size):
+        free = FreeBlocks(work, owner < 0)
+        ranks_left = work.world_size - rank
         share = -(-free.n // ranks_left)
         if share == 0:
             break
@@ -30,15 +30,15 @@ def choose_windows(view: View, cuts: int, tolerance: float) -> Tensor:
 class FreeBlocks:
     """The blocks without an owner, on a circle."""
 
-    def __init__(self, view: View, free: Tensor) -> None:
+    def __init__(self, work: Work, free: Tensor) -> None:
         self.ids = free.nonzero()[:, 0]
         self.n = n = len(self.ids)
-        self.cost = view.costs[self.ids]
+        self.cost = work.costs[self.ids]
         self.total = torch.zeros(2 * n + 1, dtype=torch.float64)
         torch.cumsum(torch.cat([self.cost, self.cost]), 0, out=self.total[1:])
         place = torch.zeros(len(free) + 1, dtype=torch.int64)
         torch.cumsum(free, 0, out=place[1:])
-        column, first, last = view.readers
+        column, first, last = work.readers.unbind(1)
         first, last = place[first], place[last]
         nonempty = last > first
         column = column[nonempty].repeat(2)
