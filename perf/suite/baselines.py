@@ -159,7 +159,7 @@ def torch_split(problem: Problem, tensors: Inputs, group: Any) -> Contender:
 
     api: Any = _attention  # private: PyTorch has no public API for this
     device = tensors.q.device
-    mod: Any = problem.mod_on(device)
+    mod: Any = problem.closed_form(device)
     length = problem.seq, problem.seq
     mesh = DeviceMesh.from_group(group, device.type)
     mask = torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
@@ -185,7 +185,7 @@ def flex(problem: Problem, tensors: Inputs, variant: str = "flex", compiled: boo
     """Prepare torch's flex attention. compiled: None: on a GPU"""
     device = tensors.q.device
     mode, options = FLEX[variant]
-    mod, score, sinks = problem.mod_on(device), problem.score_mod(device), problem.sinks(device)
+    mod, score, sinks = problem.closed_form(device), problem.score_mod(device), problem.sinks(device)
     length = (problem.seq, problem.seq)
     mask = None if mod is None else torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
     leaves = tensors.q, tensors.k, tensors.v
@@ -213,7 +213,7 @@ def dense(problem: Problem, tensors: Inputs, backend: SDPBackend) -> Contender:
 
     A backend that refuses grouped heads gets K and V repeated for each query head, which is not timed.
     """
-    is_causal = MASKS[problem.mask].dense == "causal"
+    is_causal = problem.mask == "causal"
     group = problem.heads // problem.kv_heads
 
     def contender(repeat: int) -> Contender:
@@ -288,7 +288,7 @@ def contenders(
     if problem.together:
         makers["whole"] = partial(one_device, problem, tensors)
     makers |= {name: partial(flex, problem, tensors, name) for name in variants}
-    if MASKS[problem.mask].dense is not None:
+    if problem.mask in ("full", "causal"):
         makers["flash"] = partial(dense, problem, tensors, SDPBackend.FLASH_ATTENTION)
         makers["cudnn"] = partial(dense, problem, tensors, SDPBackend.CUDNN_ATTENTION)
         makers["efficient"] = partial(dense, problem, tensors, SDPBackend.EFFICIENT_ATTENTION)

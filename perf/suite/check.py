@@ -40,7 +40,7 @@ def reference(problem: Problem, tensors: Inputs) -> Answer:
     """
     device = tensors.q.device
     wide_dtype = torch.float64 if device.type == "cpu" else torch.float32
-    mod, score, sinks = problem.mod_on(device), problem.score_mod(device), problem.sinks(device)
+    mod, score, sinks = problem.closed_form(device), problem.score_mod(device), problem.sinks(device)
     q, k, v, dout = (x.detach().to(wide_dtype) for x in (tensors.q, tensors.k, tensors.v, tensors.dout))
     answer = Answer(torch.empty_like(dout), *(torch.zeros_like(x) for x in (q, k, v)))
     group = problem.heads // problem.kv_heads

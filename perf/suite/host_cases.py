@@ -195,7 +195,7 @@ def measure(case: HostCase, seconds: float) -> dict[str, dict[str, Any]]:
 
 def _mask_contenders(case: HostCase) -> Makers:
     problem = case.problem
-    mod: Any = problem.mod_on(CPU)
+    mod: Any = problem.closed_form(CPU)
     length = (problem.seq, problem.seq)
     makers: Makers = {OURS: lambda: problem.block_mask}
     if problem.seq <= 4096:  # torch's builder takes memory quadratic in the length

@@ -272,7 +272,7 @@ def work_of_plan(plan: Plan, problem: Problem, direction: str) -> UsefulWork:
     forward = direction == "forward"
     d, e = problem.dim, problem.v_dim
     flops = count_flops(count_pairs(plan, problem.batch, problem.heads), d, e, forward)
-    send = {"batch": problem.batch, "kv_heads": problem.kv_heads, "head_dim": d, "v_head_dim": e}
-    send["itemsize"] = problem.torch_dtype.itemsize
+    send = {"batch": problem.batch, "heads": problem.heads, "kv_heads": problem.kv_heads, "head_dim": d}
+    send |= {"v_head_dim": e, "itemsize": problem.torch_dtype.itemsize}
     forward_bytes, total_bytes = (plan.bytes_sent(**send, backward=backward) for backward in (False, True))
     return UsefulWork(flops, forward_bytes if forward else total_bytes - forward_bytes)

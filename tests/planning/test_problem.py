@@ -19,7 +19,7 @@ def test_masks_never_change() -> None:
     sums = {}
     for name in MASKS:
         problem = Problem(name, 1024 if name == "three-documents" else N)
-        closed = problem.mod_on(CPU)
+        closed = problem.closed_form(CPU)
         q, kv = torch.arange(0, problem.seq, 7)[:, None], torch.arange(problem.seq)
         visible = q + kv >= 0 if closed is None else closed(None, None, q, kv)
         sums[name] = int((visible * kv).sum())

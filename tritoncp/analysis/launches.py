@@ -108,7 +108,7 @@ class CallTensors:
             warnings.filterwarnings("ignore", "ROUTE=")  # a step without this route uses "loops"
             ranks = [
                 schedule_of(p).forward(p, engine, *x, False)
-                for p, x in ((plan.seen_by(rank), x) for rank, x in enumerate(shards))
+                for p, x in ((plan.for_rank(rank), x) for rank, x in enumerate(shards))
             ]
             outs = [lengthen(result[0], 2, plan.q.s_max) for result in lockstep(ranks)]
         return take(torch.cat(outs, 2), plan.q.inverse, 2, 0, 0)

@@ -157,7 +157,7 @@ class World:
         validate.check_order(plan)
         keys, values = zip(*map(validate.shared_batch, queries, keys, values))
         call = make_call(queries[0], plan, score_mod, None, options)
-        calls = [call._replace(plan=call.plan.seen_by(rank)) for rank in range(self.world_size)]
+        calls = [call._replace(plan=call.plan.for_rank(rank)) for rank in range(self.world_size)]
         results = [options.results(one) for one in attend_in_lockstep(calls, queries, keys, values)]
         if return_aux is not None:
             outs, fields = [out for out, _ in results], zip(*[aux for _, aux in results])
@@ -181,7 +181,7 @@ class World:
         self._check(plan)
         plan = plan if batch_offset is None else plan.batch_rows(batch_offset, rows)
         for rank, one in enumerate(sizes):
-            validate.check_sizes(plan.seen_by(rank), one)
+            validate.check_sizes(plan.for_rank(rank), one)
         return plan
 
     def _check(self, plan: Plan) -> None:

@@ -170,10 +170,11 @@ def _place_natural(
     kv_lengths: Sequence[int] | None = None,
 ) -> Placements:
     """Place queries and keys in natural order, in pieces of these lengths (None: of even lengths)."""
-    q = natural(_check_lengths("query", lengths, mask.q_len, world_size), mask.q_block)
-    same = kv_lengths is None and mask.kv_len == mask.q_len
-    key_lengths = _check_lengths("key", lengths if same else kv_lengths, mask.kv_len, world_size)
-    return _without_padding(mask, Placements("natural", q, natural(key_lengths, mask.kv_block)))
+    if kv_lengths is None and mask.kv_len == mask.q_len:
+        kv_lengths = lengths
+    q = natural(lengths or pieces(mask.q_len, world_size), mask.q_block)
+    kv = natural(kv_lengths or pieces(mask.kv_len, world_size), mask.kv_block)
+    return _without_padding(mask, Placements("natural", q, kv))
 
 
 def _without_padding(mask: Mask, placed: Placements) -> Placements:
@@ -183,19 +184,6 @@ def _without_padding(mask: Mask, placed: Placements) -> Placements:
     sides, close_up = (placed.q, placed.kv), placed.name != "natural"
     q, kv = (without_padding(side, tokens, close_up) for side, tokens in zip(sides, mask.tokens))
     return Placements(placed.name, q, kv)
-
-
-def _check_lengths(side: str, lengths: Sequence[int] | None, total: int, world_size: int) -> Sequence[int]:
-    """Return the lengths of the ranks' shards, even ones for None. Raises ValueError if they do not add up to
-    ``total``."""
-    if lengths is None:
-        return pieces(total, world_size)
-    if len(lengths) != world_size or sum(lengths) != total:
-        raise ValueError(
-            f"the {side} shards of the ranks are {list(lengths)} tokens long, {sum(lengths)} together, but "
-            f"the mask is for {total}; pass the global mask, and shards that add up to it in rank order"
-        )
-    return lengths
 
 
 def _place(masks: Sequence[Mask], world_size: int, balancer: str | Balancer) -> Placements:

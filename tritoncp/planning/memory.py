@@ -188,7 +188,7 @@ def rows_of_steps(plan: Plan, schedule: str) -> list[int]:
 def peak_under(plan: Plan, schedule: str, ranks: Sequence[int], shape: Shape) -> Peak:
     """Predict the largest peaks of these ranks under a schedule that need not be the plan's."""
     other = replace(plan, schedule=schedule, handle=None)
-    peaks = [peak(other.seen_by(rank), shape) for rank in ranks]
+    peaks = [peak(other.for_rank(rank), shape) for rank in ranks]
     return Peak(*map(max, zip(*peaks, strict=True)))
 
 

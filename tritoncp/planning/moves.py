@@ -46,20 +46,19 @@ def moves_between(source: Placement, target: Placement, rank: int) -> Moves:
     >>> moves.sent.tolist(), moves.kept.tolist(), moves.arrivals.tolist(), moves.counts
     ([[1]], [[0]], [[1]], [0, 1])
     """
-    owners = _owners(source), _owners(target)
-    sent, kept = _leaving_and_staying(source, owners[1], rank)
-    arrivals, kept_at = _leaving_and_staying(target, owners[0], rank)
-    remote = _count_pairs(*owners, source.world_size).fill_diagonal_(0)
+    sent, kept = _leaving_and_staying(source, target, rank)
+    arrivals, kept_at = _leaving_and_staying(target, source, rank)
+    remote = rows_between(source, target).fill_diagonal_(0)
     rows = max(source.batch, target.batch) * target.lengths[rank]
     is_full = kept_at.shape[1] + arrivals.shape[1] == rows
     counts, sources = remote[rank].tolist(), remote[:, rank].tolist()
     return Moves(sent, kept, kept_at, arrivals, counts, sources, is_full, not bool(remote.any()))
 
 
-def _leaving_and_staying(placement: Placement, owners: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the indices, see :class:`Moves`, of a rank's rows that another rank has by ``owners`` [Bp,
-    length], and of those that it has itself, both by that rank, then by batch row and position."""
-    position = placement.positions(rank)
+def _leaving_and_staying(placement: Placement, other: Placement, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the indices, see :class:`Moves`, of a rank's rows that another rank has in the other placement,
+    and of those that it has there itself, both by that rank, then by batch row and position."""
+    position, owners = placement.positions(rank), _owners(other)
     batch = max(len(position), len(owners))
     position = position.expand(batch, -1)
     peer = owners.expand(batch, -1).gather(1, position.clamp(min=0))
@@ -84,11 +83,7 @@ def rows_between(source: Placement, target: Placement) -> Tensor:
     tensor([[1, 1],
             [1, 1]])
     """
-    return _count_pairs(_owners(source), _owners(target), source.world_size)
-
-
-def _count_pairs(before: Tensor, after: Tensor, world_size: int) -> Tensor:
-    before, after = torch.broadcast_tensors(before, after)
-    held = (before >= 0) & (after >= 0)
+    before, after = torch.broadcast_tensors(_owners(source), _owners(target))
+    held, world_size = (before >= 0) & (after >= 0), source.world_size
     codes = before[held] * world_size + after[held]
     return torch.bincount(codes, minlength=world_size**2).view(world_size, world_size)

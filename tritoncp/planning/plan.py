@@ -112,16 +112,12 @@ class Plan(BlockMaskInterface):
 
     def for_rank(self, rank: int) -> Plan:
         """Return the plan of another rank."""
-        view = self.seen_by(rank)
-        return view if self.handle is None else view.pinned()
-
-    def seen_by(self, rank: int) -> Plan:
-        """Return the view of :meth:`for_rank` without a handle: compiled graphs cannot name the result."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
         if rank == self.rank:
             return self
-        return replace(self, rank=rank, handle=None)
+        view = replace(self, rank=rank, handle=None)
+        return view if self.handle is None else view.pinned()
 
     def pinned(self) -> Plan:
         """Return the plan with a handle, by which ops find it while the handle exists."""
@@ -377,25 +373,16 @@ class Plan(BlockMaskInterface):
 
     # -- costs, text and picture ----------------------------------------------------------------------
 
-    def bytes_sent(
-        self,
-        *,
-        batch: int,
-        kv_heads: int,
-        head_dim: int,
-        v_head_dim: int | None = None,
-        itemsize: int = 2,
-        backward: bool = True,
-        heads: int | None = None,
-        latent: int = 0,
-    ) -> int:
+    def bytes_sent(self, *, kv_heads: int, head_dim: int, backward: bool = True, **shape: int) -> int:
         """Count the bytes that this rank sends in one layer: K and V forward, K and V again plus float32
-        dK/dV backward. Under "ulysses" also queries, outputs and their gradients, of ``heads`` query heads
-        (None: kv_heads). latent: channels of a token's latent, which is sent in place of K and V; 0: none."""
-        shape = memory.Shape(
-            batch, heads or kv_heads, kv_heads, head_dim, v_head_dim or head_dim, itemsize, latent
-        )
-        return memory.bytes_sent(self, shape, backward)
+        dK/dV backward. Under "ulysses" also queries, outputs and their gradients.
+
+        shape: as for :meth:`explain`, but heads are ``kv_heads`` and v_head_dim ``head_dim`` if not passed;
+        a latent is sent in place of K and V
+        """
+        sizes = {"heads": kv_heads, "v_head_dim": head_dim, **shape}
+        layer = memory.Shape.of_layer(self, kv_heads=kv_heads, head_dim=head_dim, **sizes)
+        return memory.bytes_sent(self, layer, backward)
 
     @on_host
     def explain(self, hardware: Hardware | None = None, **shape: int) -> str:
@@ -448,9 +435,6 @@ class Plan(BlockMaskInterface):
         return "\n".join(format_lines(Facts.of(self)))
 
     # -- copies ---------------------------------------------------------------------------------------
-
-    def __copy__(self) -> Plan:
-        return replace(self, handle=None).pinned()
 
     def __deepcopy__(self, memo: dict) -> Plan:
         return copy.copy(self)  # functions are not copied, and the other fields are immutable

@@ -101,14 +101,11 @@ class Problem:
         """The entry of the mask; that of an expression has only the mask_mod."""
         return MASKS.get(self.mask) or MaskEntry(lambda seq: mask_of(self.mask))
 
-    def closed_form(self) -> MaskFn | None:
-        """Return the mask_mod of the mask, in closed form if it has one; None for the full mask."""
-        return self.entry.closed(self.seq)
-
-    def mod_on(self, device: torch.device) -> Mod | None:
-        """Return the mask for PyTorch, its tensors on a device; None for the full mask."""
-        with device:
-            return self.closed_form()
+    def closed_form(self, device: torch.device | str = "cpu") -> MaskFn | None:
+        """Return the mask_mod of the mask, in closed form if it has one, its tensors on a device; None for
+        the full mask."""
+        with torch.device(device):
+            return self.entry.closed(self.seq)
 
     def block_mask(self, device: str = "cpu", block: int = 128) -> Mask:
         """Classify the mask for its query rows and keys, in blocks of this size; the Mask is on the CPU."""
@@ -133,7 +130,6 @@ class MaskEntry:
     closed: the closed form for a length (None for the full mask), or a mask_mod without one
     kind:   the kind of mask that tile shapes measured with this mask serve; "" where none are measured
     score:  the score_mod that goes with the mask, as tritoncp/masks/expressions.py reads it
-    dense:  the name of the mask for scaled_dot_product_attention, "full" or "causal"
     window, documents: arguments of varlen_attn for the mask, besides causal
     sinks:  whether every head has a learned logit that takes probability (gpt-oss)
     """
@@ -141,7 +137,6 @@ class MaskEntry:
     closed: Callable[[int], MaskFn | None]
     kind: str = ""
     score: str = ""
-    dense: str | None = None
     window: Callable[[int], int] | None = None
     documents: bool = False
     sinks: bool = False
@@ -203,8 +198,8 @@ def _dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 MASKS: dict[str, MaskEntry] = {
-    "causal": MaskEntry(lambda seq: causal(), kind="causal", dense="causal"),
-    "full": MaskEntry(lambda seq: None, kind="full", dense="full"),
+    "causal": MaskEntry(lambda seq: causal(), kind="causal"),
+    "full": MaskEntry(lambda seq: None, kind="full"),
     "document": MaskEntry(lambda seq: _packed(document_lengths(seq)), kind="interval", documents=True),
     "window": MaskEntry(lambda seq: sliding_window(window_of(seq)), kind="window", window=window_of),
     "prefix": MaskEntry(lambda seq: prefix_lm(seq // 4)),

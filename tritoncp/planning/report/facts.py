@@ -92,7 +92,7 @@ class Facts:
     def _views(self, schedule: str) -> list[Plan]:
         """Return the plan of each rank under a schedule, without handles."""
         other = replace(self.plan, schedule=schedule, handle=None)
-        return [other.seen_by(rank) for rank in range(other.world_size)]
+        return [other.for_rank(rank) for rank in range(other.world_size)]
 
     @property
     def reads(self) -> Tensor:
