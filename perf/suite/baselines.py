@@ -24,7 +24,7 @@ from tritoncp.api.shards import shard
 from tritoncp.api.simulate import simulate
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.perf.records.history import variant
-from tritoncp.planning.problem import MASKS, Problem, document_lengths
+from tritoncp.planning.problem import Problem, document_lengths, window_of
 
 # torch.compile mode and kernel options of each flex variant. The first one is the default.
 FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -241,14 +241,13 @@ def dense(problem: Problem, tensors: Inputs, backend: SDPBackend) -> Contender:
 def packed(problem: Problem, tensors: Inputs) -> Contender:
     """Prepare FlashAttention-2 by varlen_attn: packed documents or causal windows, tensors
     [tokens, heads, dim]."""
-    mask = MASKS[problem.mask]
     from torch.nn.attention import varlen
 
     varlen_attn: Any = varlen.varlen_attn
-    lengths = document_lengths(problem.seq) if mask.documents else [problem.seq]
+    lengths = document_lengths(problem.seq) if problem.mask == "document" else [problem.seq]
     lengths *= problem.batch
     edges = torch.tensor([0, *lengths]).cumsum(0).to(tensors.q.device, torch.int32)
-    left = mask.window(problem.seq) if mask.window else -1
+    left = window_of(problem.seq) if problem.mask == "window" else -1
     options = {"window_size": (left, 0), "enable_gqa": problem.heads != problem.kv_heads}
 
     def rows(x: Tensor) -> Tensor:
@@ -292,6 +291,6 @@ def contenders(
         makers["flash"] = partial(dense, problem, tensors, SDPBackend.FLASH_ATTENTION)
         makers["cudnn"] = partial(dense, problem, tensors, SDPBackend.CUDNN_ATTENTION)
         makers["efficient"] = partial(dense, problem, tensors, SDPBackend.EFFICIENT_ATTENTION)
-    elif MASKS[problem.mask].documents or MASKS[problem.mask].window:
+    elif problem.mask in ("document", "window"):
         makers["flash"] = partial(packed, problem, tensors)
     return makers

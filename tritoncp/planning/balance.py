@@ -26,6 +26,7 @@ functions:
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -186,18 +187,13 @@ def resolve_balancer(balancer: str | Balancer) -> tuple[str, Balancer]:
 def assign_blocks(balancer: Balancer, work: Work) -> list[list[int]]:
     """Return the blocks that a balancer assigns to each rank, ascending. Raises ValueError unless each block
     is assigned once."""
-    name, result = resolve_balancer(balancer)[0], balancer(work)
-    try:
+    name, result, ranks = resolve_balancer(balancer)[0], balancer(work), []
+    with contextlib.suppress(TypeError, ValueError):
         ranks = [sorted(int(block) for block in rank) for rank in result]
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"balancer {name} returned {reprlib.repr(result)}; it has to return a list of block numbers for "
-            "each rank"
-        ) from None
     if len(ranks) != work.world_size:
         raise ValueError(
-            f"balancer {name} returned lists for {len(ranks)} ranks, there are {work.world_size}; a rank "
-            "without blocks has an empty list"
+            f"balancer {name} returned {reprlib.repr(result)}; it has to return a list of block numbers for "
+            f"each of {work.world_size} ranks, empty for a rank without blocks"
         )
     n, counts = len(work.costs), Counter(itertools.chain(*ranks))
     wrong = sorted(block for block in {*range(n), *counts} if counts[block] != (0 <= block < n))

@@ -96,16 +96,11 @@ class Problem:
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
-    @property
-    def entry(self) -> MaskEntry:
-        """The entry of the mask; that of an expression has only the mask_mod."""
-        return MASKS.get(self.mask) or MaskEntry(lambda seq: mask_of(self.mask))
-
     def closed_form(self, device: torch.device | str = "cpu") -> MaskFn | None:
         """Return the mask_mod of the mask, in closed form if it has one, its tensors on a device; None for
         the full mask."""
         with torch.device(device):
-            return self.entry.closed(self.seq)
+            return MASKS[self.mask](self.seq) if self.mask in MASKS else mask_of(self.mask)
 
     def block_mask(self, device: str = "cpu", block: int = 128) -> Mask:
         """Classify the mask for its query rows and keys, in blocks of this size; the Mask is on the CPU."""
@@ -115,31 +110,12 @@ class Problem:
         return create_block_mask(closed, 1, 1, self.rows, self.seq, device, block)
 
     def score_mod(self, device: torch.device) -> Mod | None:
-        name = self.score or self.entry.score
+        name = self.score or (self.mask if self.mask in SCORES else "")
         return score_of(name, self.heads, device) if name else None
 
     def sinks(self, device: torch.device) -> Tensor | None:
         """Return a sink logit for each head, float32, from -2 to 2; None for a mask without sinks."""
-        return torch.linspace(-2, 2, self.heads, device=device) if self.entry.sinks else None
-
-
-@dataclass(frozen=True)
-class MaskEntry:
-    """A mask with a name.
-
-    closed: the closed form for a length (None for the full mask), or a mask_mod without one
-    kind:   the kind of mask that tile shapes measured with this mask serve; "" where none are measured
-    score:  the score_mod that goes with the mask, as tritoncp/masks/expressions.py reads it
-    window, documents: arguments of varlen_attn for the mask, besides causal
-    sinks:  whether every head has a learned logit that takes probability (gpt-oss)
-    """
-
-    closed: Callable[[int], MaskFn | None]
-    kind: str = ""
-    score: str = ""
-    window: Callable[[int], int] | None = None
-    documents: bool = False
-    sinks: bool = False
+        return torch.linspace(-2, 2, self.heads, device=device) if self.mask in SINKS else None
 
 
 def document_lengths(seq: int) -> list[int]:
@@ -197,33 +173,36 @@ def _dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (q - kv) % 3 == 0
 
 
-MASKS: dict[str, MaskEntry] = {
-    "causal": MaskEntry(lambda seq: causal(), kind="causal"),
-    "full": MaskEntry(lambda seq: None, kind="full"),
-    "document": MaskEntry(lambda seq: _packed(document_lengths(seq)), kind="interval", documents=True),
-    "window": MaskEntry(lambda seq: sliding_window(window_of(seq)), kind="window", window=window_of),
-    "prefix": MaskEntry(lambda seq: prefix_lm(seq // 4)),
-    "softcap": MaskEntry(lambda seq: causal(), score="softcap"),
-    "alibi": MaskEntry(lambda seq: causal(), score="alibi"),
+# The mask_mod of each name for a length, in closed form where it has one; None for the full mask.
+MASKS: dict[str, Callable[[int], MaskFn | None]] = {
+    "causal": lambda seq: causal(),
+    "full": lambda seq: None,
+    "document": lambda seq: _packed(document_lengths(seq)),
+    "window": lambda seq: sliding_window(window_of(seq)),
+    "prefix": lambda seq: prefix_lm(seq // 4),
+    "softcap": lambda seq: causal(),
+    "alibi": lambda seq: causal(),
     # gpt-oss: sinks in every layer, a window of 128 in every other one
-    "sinks": MaskEntry(lambda seq: causal(), sinks=True),
-    "window128-sinks": MaskEntry(lambda seq: sliding_window(127), sinks=True),
+    "sinks": lambda seq: causal(),
+    "window128-sinks": lambda seq: sliding_window(127),
     # Plans
-    "window4k": MaskEntry(lambda seq: sliding_window(4095)),
-    "corpus": MaskEntry(lambda seq: _packed(corpus_lengths(seq))),
-    "corpus-window": MaskEntry(lambda seq: _packed(corpus_lengths(seq), sliding_window(window_of(seq)))),
-    "corpus-window4k": MaskEntry(lambda seq: _packed(corpus_lengths(seq), sliding_window(4095))),
-    "shared-question": MaskEntry(_shared_question),
+    "window4k": lambda seq: sliding_window(4095),
+    "corpus": lambda seq: _packed(corpus_lengths(seq)),
+    "corpus-window": lambda seq: _packed(corpus_lengths(seq), sliding_window(window_of(seq))),
+    "corpus-window4k": lambda seq: _packed(corpus_lengths(seq), sliding_window(4095)),
+    "shared-question": _shared_question,
     # Compilation and self-check
-    "two-sided-window": MaskEntry(lambda seq: sliding_window(200, 10)),
-    "third-window": MaskEntry(lambda seq: sliding_window(seq // 3, 3)),
-    "neighbours": MaskEntry(lambda seq: sliding_window(1, 1)),
-    "three-documents": MaskEntry(lambda seq: _packed([300, 424, 300])),
-    "few-documents": MaskEntry(_few_documents),
-    "dilated": MaskEntry(lambda seq: _dilated),
+    "two-sided-window": lambda seq: sliding_window(200, 10),
+    "third-window": lambda seq: sliding_window(seq // 3, 3),
+    "neighbours": lambda seq: sliding_window(1, 1),
+    "three-documents": lambda seq: _packed([300, 424, 300]),
+    "few-documents": _few_documents,
+    "dilated": lambda seq: _dilated,
 }
 # The masks that tile shapes are measured with: the kind of mask that their tiles serve, by name.
-MEASURED_KINDS = {name: entry.kind for name, entry in MASKS.items() if entry.kind}
+MEASURED_KINDS = {"causal": "causal", "full": "full", "document": "interval", "window": "window"}
+SCORES = ("softcap", "alibi")  # masks that go with the score_mod of their name
+SINKS = ("sinks", "window128-sinks")  # whose heads have a learned logit that takes probability
 
 # Sizes of an attention layer, by model.
 MODELS: dict[str, dict[str, Any]] = {

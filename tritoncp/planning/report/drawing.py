@@ -59,14 +59,12 @@ def draw_figure(facts: Facts, path: str | Path | None = None) -> Figure:
             self.savefig(png, format="png")
             return png.getvalue()
 
-    panels = {
-        "M": _draw_mask, "W": _draw_work, "R": _draw_reads, "T": _write_meaning, "C": _write_costs,
-    }  # fmt: skip
+    panels = {"M": _draw_mask, "W": _draw_work, "R": _draw_reads, "T": _write_meaning}
     with matplotlib.rc_context(STYLE):
         figure = PlanFigure(figsize=(15, 12.2), dpi=100, layout="constrained")
         title = f"{shorten(facts.expression, 90)}\n{shorten(format_title(facts.plan), 150)}"
         figure.suptitle(title.strip(), x=0.02, ha="left", size=12)
-        axes = figure.subplot_mosaic("MW;MR;TC", width_ratios=(3, 2), height_ratios=(3, 7, 3))
+        axes = figure.subplot_mosaic("MW;MR;TT", width_ratios=(3, 2), height_ratios=(3, 7, 3.3))
         for name, draw in panels.items():
             draw(axes[name], facts)
         if path is not None:
@@ -132,22 +130,12 @@ def _draw_mask(axes: Axes, facts: Facts) -> None:
 
 
 def _write_meaning(axes: Axes, facts: Facts) -> None:
-    """Write what the figures mean in plain words."""
-    lines = [line for sentence in format_meaning(facts) for line in textwrap.wrap(sentence, 120)]
-    _write_lines(axes, "What this means", lines)
-
-
-def _write_costs(axes: Axes, facts: Facts) -> None:
-    """Write the table of the schedules' costs, its first line wrapped."""
-    first, *rows = format_costs(facts)
-    lines = [*textwrap.wrap(first, 66), *rows]
-    _write_lines(axes, "What each schedule would cost a layer", lines, family="DejaVu Sans Mono")
-
-
-def _write_lines(axes: Axes, title: str, lines: list[str], family: str = "DejaVu Sans") -> None:
+    """Write what the figures mean in plain words, and what each schedule would cost a layer."""
+    lines = [line for sentence in format_meaning(facts) for line in textwrap.wrap(sentence, 190)]
+    text = "\n".join([*lines, "", *format_costs(facts)])
     axes.set_axis_off()
-    axes.set_title(title, y=0.84)
-    axes.text(0, 0.8, "\n".join(lines), va="top", size=8.5, linespacing=1.6, family=family)
+    axes.set_title("What this means", y=0.88)
+    axes.text(0, 0.84, text, va="top", size=8.5, linespacing=1.5, family="DejaVu Sans Mono")
 
 
 def _draw_work(axes: Axes, facts: Facts) -> None:
