@@ -1,5 +1,6 @@
 """Collectives: process groups and the simulated world give the same results."""
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from tests.multiprocess.ranks import run as on_ranks
 from tritoncp.distributed import collectives, groups
-from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, Wait, lockstep
+from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, Ticket, lockstep
 
 KINDS = ("gather", "reduce", "place", "exchange")
 Program = list[tuple[str, int, int]]  # (kind, rows a rank gives or gets, how many waits later it is read)
@@ -50,9 +51,10 @@ def rank_of(program: Program, rank: int, world_size: int) -> collectives.Schedul
 
     def land(at: int) -> collectives.Schedule[None]:
         step, ticket = flying.pop(at)
-        result = yield Wait(ticket)
         place = getattr(ticket.source, "target", None)
+        result = yield ticket
         assert place is None or result is place
+        assert ticket.result is ticket.source is ticket.work is None  # whoever keeps it keeps no buffer
         results.append((step, result))
 
     for step, (kind, rows, late) in enumerate(program):
@@ -121,6 +123,21 @@ def test_a_process_group_answers_as_lockstep_does() -> None:
         whole = [bytes([255 - rank] * (21 - 7 * rank)).ljust(24, b"\0") for rank in range(3)]
         assert parts == [[content[:17] for content in whole], whole]
         assert size == 3
+
+
+def test_a_sent_tensor_is_freed_by_the_wait_for_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group: ...
+
+    work = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(collectives, "_start", lambda request, group: Ticket(request.x + 1, work, request))
+
+    def schedule() -> collectives.Schedule[Any]:
+        ticket = yield AllGather(torch.zeros(1))
+        sent = weakref.ref(ticket.source.x)
+        result = yield ticket
+        return sent(), result.tolist()
+
+    assert collectives.run(schedule(), Group()) == (None, [1])
 
 
 def test_the_only_rank_of_a_dry_run_gets_its_own_numbers_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import tritoncp
 from tests.kernels.support.harness import F32, F64, agree, cotangents, oracle, over_ranks, qkv
 from tests.multiprocess.ranks import run as on_ranks
 from tritoncp.distributed import collectives
-from tritoncp.distributed.collectives import AllGather, ReduceScatter, Wait
+from tritoncp.distributed.collectives import AllGather, ReduceScatter, Ticket
 from tritoncp.distributed.schedules import SCHEDULES, buffers
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document
@@ -78,7 +78,7 @@ def test_keys_are_sent_as_they_are_and_gradients_in_float32_at_least(
     if dtype == F64:
         agree(results, oracle(x, mask, start=start), 1e-10)
     sums = torch.promote_types(dtype, F32)
-    messages = [request for request in requests if not isinstance(request, Wait)]
+    messages = [request for request in requests if not isinstance(request, Ticket)]
     assert {request.x.dtype for request in messages} == {dtype, sums}
     reduced = [request.x for request in requests if isinstance(request, ReduceScatter)]
     assert all(x.dtype == sums and x.shape[0] == 3 * plan.kv.s_max for x in reduced)

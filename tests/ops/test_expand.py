@@ -29,7 +29,7 @@ from tests.planning.test_placement import placements, random_mask
 from tritoncp import causal, create_block_mask, flex_attention, sliding_window
 from tritoncp.chunking.eager import Eager
 from tritoncp.distributed import collectives
-from tritoncp.distributed.collectives import Wait
+from tritoncp.distributed.collectives import Ticket
 from tritoncp.masks.mask import full_mask
 from tritoncp.planning import memory
 from tritoncp.planning.build import build
@@ -185,7 +185,7 @@ def test_messages_have_the_latents_channels(schedule: str, monkeypatch: pytest.M
     requests = record_requests(monkeypatch)
     plan = build(random_mask(1, 8, 0, 4, 1), 4, schedule=schedule)
     over_ranks(inputs(32), plan)
-    sent = sum(sent_bytes(request, 4, 0) for request in requests if not isinstance(request, Wait))
+    sent = sum(sent_bytes(request, 4, 0) for request in requests if not isinstance(request, Ticket))
     shape = memory.Shape(2, HEADS, KV_HEADS, D, E, 8, latent=LATENT + ROPE)
     assert sent == memory.bytes_sent(plan, shape) > 0
     whole = memory.bytes_sent(plan, replace(shape, latent=0))

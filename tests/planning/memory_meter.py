@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tritoncp import Plan
-from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, Ticket, Wait
+from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, Ticket
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.planning.cost import Shape
 from tritoncp.planning.step_tables import BackwardStep, ForwardStep
@@ -107,8 +107,8 @@ def drive(schedule: Any, world_size: int) -> Any:
             request = schedule.send(answer)
         except StopIteration as stop:
             return stop.value
-        if isinstance(request, Wait):
-            answer = request.ticket.result
+        if isinstance(request, Ticket):
+            answer = request.take_result()
         else:
             answer = Ticket(receive(request, world_size), None, request)
 

@@ -1,7 +1,7 @@
 """Requests for messages between ranks, and drivers of the schedules that yield them.
 
-A schedule is a generator: it yields a collective to start and gets back a ticket, yields ``Wait(ticket)`` and
-gets back the tensor.  Computation between the two overlaps with the messages.  ``run`` drives one
+A schedule is a generator: it yields a collective to start and gets back a ticket, yields the ticket to wait
+and gets back the tensor.  Computation between the two overlaps with the messages.  ``run`` drives one
 rank over a process group; ``lockstep`` drives all ranks of a simulated world in one thread, one yield at a
 time; ``run_alone`` runs the schedule of one rank that is alone.
 """
@@ -52,15 +52,8 @@ class AllToAll:
 
 
 @dataclass(eq=False, slots=True)
-class Wait:
-    """Block until the collective behind ``ticket`` is done, and return its result."""
-
-    ticket: "Ticket"
-
-
-@dataclass(eq=False, slots=True)
 class Ticket:
-    """A collective in flight: its buffers are kept as long as the ticket.
+    """A collective in flight, for one wait, after which the ticket keeps none of its buffers.
 
     on_host: whether a wait for it blocks the host, as for tensors on the CPU
     number:  it is the number-th message of the group
@@ -72,9 +65,14 @@ class Ticket:
     on_host: bool = False
     number: int = 0
 
+    def take_result(self) -> Any:
+        """Return the result, and drop it and the sent tensor."""
+        result, self.result, self.work, self.source = self.result, None, None, None
+        return result
+
 
 Collective = AllGather | ReduceScatter | AllToAll
-Schedule = Generator[Collective | Wait, Any, T]
+Schedule = Generator[Collective | Ticket, Any, T]
 
 
 def run(schedule: Schedule[T], group: dist.ProcessGroup, name: str = "exchange", direction: str = "") -> T:
@@ -89,11 +87,11 @@ def run(schedule: Schedule[T], group: dist.ProcessGroup, name: str = "exchange",
         except StopIteration as stop:
             record.calls += 1
             return stop.value
-        collective = request.ticket.source if isinstance(request, Wait) else request
+        collective = request.source if isinstance(request, Ticket) else request
         try:
-            if isinstance(request, Wait):
+            if isinstance(request, Ticket):
                 with message_range(name, direction, "wait", collective):
-                    answer = _finish(request.ticket, group, record, turn)
+                    answer = _finish(request, group, record, turn)
             else:
                 answer = _start_numbered(request, group, record, name, direction)
         except GroupClosed:
@@ -101,6 +99,7 @@ def run(schedule: Schedule[T], group: dist.ProcessGroup, name: str = "exchange",
         except RuntimeError as error:
             message = _message(record.messages, collective, group, turn)
             raise failures.peer_lost(group, record, message, error) from error
+        del collective  # its tensor is freed before the schedule goes on
     raise AssertionError("a schedule has no end")
 
 
@@ -135,7 +134,7 @@ def _finish(ticket: Ticket, group: dist.ProcessGroup, record: Record, turn: int 
         failures.wait(ticket.work, group, record, describe)
     else:
         ticket.work.wait()  # with a timeout, NCCL's would block the host
-    return ticket.result
+    return ticket.take_result()
 
 
 def start_in_graph(request: Collective, group: dist.ProcessGroup, buffer: Tensor | None = None) -> Tensor:
@@ -192,7 +191,7 @@ def lockstep(schedules: Sequence[Schedule[T]]) -> list[T]:
 
     >>> def rank(i):
     ...     ticket = yield AllGather(torch.tensor([i]))
-    ...     return (yield Wait(ticket)).tolist()
+    ...     return (yield ticket).tolist()
     >>> lockstep([rank(0), rank(1)])
     [[0, 1], [0, 1]]
     """
@@ -214,8 +213,8 @@ def lockstep(schedules: Sequence[Schedule[T]]) -> list[T]:
 
 def _run_turn(requests: Sequence[Any]) -> list[Any]:
     """Carry out the requests of all ranks of a simulated world, and return their answers."""
-    if isinstance(requests[0], Wait):
-        return [request.ticket.result for request in requests]
+    if isinstance(requests[0], Ticket):
+        return [ticket.take_result() for ticket in requests]
     _check_buffers(requests)
     if isinstance(requests[0], AllToAll):
         return _run_all_to_alls(requests)

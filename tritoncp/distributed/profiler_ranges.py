@@ -29,8 +29,8 @@ def step_range(plan: Plan, step: int, part: str = "") -> AbstractContextManager[
 
 
 def message_range(schedule: str, direction: str, action: str, message: object) -> AbstractContextManager[Any]:
-    """Name the start of a message or the wait for it: ``tritoncp::ring/wait SendRecv``, or, with the
-    direction "backward ", ``tritoncp::ring/backward wait SendRecv``."""
+    """Name the start of a message or the wait for it: ``tritoncp::ring/wait AllToAll``, or, with the
+    direction "backward ", ``tritoncp::ring/backward wait AllToAll``."""
     if not is_profiled():
         return _NO_RANGE
     return torch.profiler.record_function(

@@ -138,7 +138,7 @@ def exchange_rows(x: Tensor, call: Reshard, rank: int) -> collectives.Schedule[T
         flight = yield collectives.AllToAll(message, moves.counts, moves.sources)
     after[moves.kept_at.unbind()] = before[moves.kept.unbind()]
     if flight is not None:
-        after[moves.arrivals.unbind()] = yield collectives.Wait(flight)
+        after[moves.arrivals.unbind()] = yield flight
     return out
 
 
@@ -150,12 +150,12 @@ def gather_or_cut(x: Tensor, call: Reshard, rank: int, world_size: int) -> colle
     if call.whole == "target":
         rows = lengthen(x, dim, place.s_max).movedim(dim, 0).contiguous()
         log_decision(messages_log, "unshard: %d bytes go to each of %d other ranks", x.nbytes, world_size - 1)
-        rows = yield collectives.Wait((yield collectives.AllGather(rows)))
+        rows = yield (yield collectives.AllGather(rows))
         return take(rows.movedim(0, dim), place.inverse, dim, batch_dim, 0)
     if call.grad == "slice":
         return take(x, place.positions(rank), dim, batch_dim, 0)
     rows = take(x, place.gathered_positions, dim, batch_dim, 0).movedim(dim, 0).contiguous()
-    part: Tensor = yield collectives.Wait((yield collectives.ReduceScatter(rows)))
+    part: Tensor = yield (yield collectives.ReduceScatter(rows))
     return part.movedim(0, dim).narrow(dim, 0, call.rows).contiguous()
 
 

@@ -1,9 +1,9 @@
 """Memory of one rank's pass beyond its shards, and the bytes that it sends.
 
 The memory is that of the buffers of each schedule at their largest. Each function follows the allocations of
-the schedule of its name in `tritoncp.distributed.schedules`, where messages are freed when the next one has
-started. The sums do not contain results (out, lse, dq, dk, dv), nor tables, captured tensors and the partial
-sums of kernels, which are tens of MiB.
+the schedule of its name in `tritoncp.distributed.schedules`, where a sent tensor is freed after the wait for
+its message. The sums do not contain results (out, lse, dq, dk, dv), nor tables, captured tensors and the
+partial sums of kernels, which are tens of MiB.
 """
 
 from __future__ import annotations
@@ -89,12 +89,10 @@ def check_latent(plan: Plan, argument: str) -> None:
 
 
 class Peak(NamedTuple):
-    """Bytes that a pass allocates at most, less those of its results; ``start``: forward, before its first
-    message."""
+    """Bytes that a pass allocates at most, less those of its results."""
 
     forward: int
     backward: int
-    start: int = 0
 
 
 class TensorBytes(NamedTuple):
@@ -145,10 +143,13 @@ class TensorBytes(NamedTuple):
         return self.q + self.kv
 
     def backward(self, *moments: int) -> int:
-        """Peak of a backward pass that holds these bytes beside delta and wide dQ while it runs, and at its
-        end wide gradients beside the results."""
-        rounding = self.wide_padded + (self.wide_q if self.wide_q > self.q else 0)
-        return max(max(moments) + self.stat + self.wide_q - self.results, rounding)
+        """Peak of a backward pass that holds these bytes beside delta and wide dQ."""
+        return max(moments) + self.stat + self.wide_q - self.results
+
+    @property
+    def rounding(self) -> int:
+        """Wide gradients, beside the results to which they are rounded at the end."""
+        return self.wide_padded + (self.wide_q if self.wide_q > self.q else 0)
 
 
 def peak(plan: Plan, shape: Shape) -> Peak:
@@ -157,7 +158,10 @@ def peak(plan: Plan, shape: Shape) -> Peak:
         return _with_expanded(plan, shape, Peak(0, TensorBytes.of(plan, shape).stat))
     schedule = plan.schedule.partition("+")[0]
     predict = {"allgather": _allgather, "ring": _ring, "fetch": _fetch, "ulysses": _ulysses}[schedule]
-    return _with_expanded(plan, shape, predict(plan, shape))
+    sent = predict(plan, shape)
+    if predict in (_ring, _fetch):
+        sent = sent._replace(backward=max(sent.backward, TensorBytes.of(plan, shape).rounding))
+    return _with_expanded(plan, shape, sent)
 
 
 def _with_expanded(plan: Plan, shape: Shape, sent: Peak) -> Peak:
@@ -194,25 +198,24 @@ def peak_under(plan: Plan, schedule: str, ranks: Sequence[int], shape: Shape) ->
 
 def _allgather(plan: Plan, shape: Shape) -> Peak:
     size, world = TensorBytes.of(plan, shape), plan.world_size
-    groups = traffic.head_groups(shape.sent_heads, size.padded)
-    both = size.padded * (world + 1)  # messages and gathered buffers of all head groups
-    # Backward at the end: the last group's keys, gradients for all ranks, this rank's sums, and these joined.
-    end = both * groups[-1] // shape.sent_heads + size.wide_padded * (world + 2)
-    return Peak(both, end + size.stat - size.kv)
+    *_, last = groups = traffic.head_groups(shape.sent_heads, size.padded)
+    message = size.padded * last // sum(groups)  # of the last head group
+    # Backward at the end: the last group's keys, and the gradients of all groups for all ranks with this
+    # rank's sums; or the last group's, all sums, and these joined.
+    sums = size.wide_padded * max(world + 1, world * last // sum(groups) + 2)
+    return Peak(size.padded * world + message, message * world + sums + size.stat - size.kv)
 
 
 def _ring(plan: Plan, shape: Shape) -> Peak:
     size, hops = TensorBytes.of(plan, shape), plan.ring
-    last = max((turn for turn, hop in enumerate(hops) if hop.previous is not None), default=-1)
-    buffers = size.padded * (1 if last < 0 else 2)
-    moments, kept = [], 0  # gradients sent and received by the last message, not freed yet
+    buffers = [hop.holds + (hop.previous is not None) for hop in hops]
+    moments, received = [], 0  # gradients received by the last message
     for turn, hop in enumerate(hops):
         is_new = turn > 0 and hop.holds and hops[turn - 1].dkv_next is None
-        received = (hop.dkv_next is not None) + (hop.dkv_home is not None)
-        gradients = 1 + kept + is_new + received
-        moments.append((buffers if turn <= last else size.padded) + size.wide_padded * gradients)
-        kept = (turn > 0 and hop.dkv_to is not None) + received
-    return Peak(buffers + size.state, size.backward(*moments), buffers + size.state)
+        before, received = received, (hop.dkv_next is not None) + (hop.dkv_home is not None)
+        gradients = 1 + before + is_new + received
+        moments.append(size.padded * buffers[turn] + size.wide_padded * gradients)
+    return Peak(size.padded * max(buffers) + size.state, size.backward(*moments))
 
 
 def _fetch(plan: Plan, shape: Shape) -> Peak:
@@ -226,9 +229,9 @@ def _fetch(plan: Plan, shape: Shape) -> Peak:
     request = sent * item + max(copies * size.kv, fetched * item)
     local = size.kv + size.wide_kv  # K and V, and their gradient
     part = int(sends.max()) * width * wide  # of one rank, added to the gradient
-    returning = local + fetched * (item + wide) + sent * wide + max(sent * item, part)
+    returning = local + fetched * (item + wide) + sent * wide + part
     start = copies * size.kv + sent * item
-    return Peak(size.state + request, size.backward(start, returning), size.state + start)
+    return Peak(size.state + request, size.backward(start, returning))
 
 
 def _ulysses(plan: Plan, shape: Shape) -> Peak:
@@ -237,36 +240,33 @@ def _ulysses(plan: Plan, shape: Shape) -> Peak:
     rows, at = plan.rows(degree, shape.heads), plan.rank % degree
     q_heads, kv_heads = traffic.trade(shape.heads, shape.kv_heads, degree)
     own = replace(shape, heads=len(q_heads[at]), kv_heads=len(kv_heads[at]))
-    inner = peak(replace(rows, schedule=between_rows(plan.schedule), handle=None), own)
     size = TensorBytes.of(plan, shape)  # of this rank's rows
     # Its messages: the rows of the longest shard, each KV head for each of its readers.
     sends = TensorBytes.of(plan, replace(shape, kv_heads=sum(map(len, kv_heads))), padded=True)
     whole = TensorBytes.of(rows, own)  # of this rank's heads: all tokens of its row of ranks
-    # Queries and keys of equally many rows, and keys and values of equally many channels, share a message.
-    one_rows, one_dim = plan.q.s_max == plan.kv.s_max, shape.head_dim == shape.v_head_dim
     many = not rows.derived.reads_only_own_keys  # rows of ranks that read keys of each other
+    predict = _ring if between_rows(plan.schedule) == "ring" else _fetch
+    inner = predict(rows, own) if many else Peak(0, whole.stat)
     summed = many or traffic.share(kv_heads)  # dK and dV are sums over ranks, and wide
-    values = shape.v_head_dim / (shape.head_dim + shape.v_head_dim)  # share of V in K and V
 
-    sent, received = sends.q + sends.kv, whole.q + whole.kv
-    last = (sent if one_rows else sends.kv) if one_dim else int(sends.kv * values)
-    results = whole.o + whole.stat
-    running = received + results + max(last + inner.start, inner.forward)
-    leaving = received + results + whole.stat + sends.stat + sends.o + size.o + size.stat
-    forward = max(sent + received, running, leaving) - size.o - size.stat
+    received, results = whole.q + whole.kv, whole.o + whole.stat
+    running = received + results + inner.forward
+    leaving = received + results + whole.stat + sends.stat + sends.o + size.o
+    forward = max(sends.q + sends.kv + received, running, leaving) - size.o - size.stat
 
-    sent += sends.o + 2 * sends.stat
     received += whole.o + 2 * whole.stat
-    grads, own_grads, back = (x.q + (x.wide_kv if summed else x.kv) for x in (whole, size, sends))
-    inner_peak = whole.results + inner.backward if many else whole.stat + grads
-    running = received + 2 * (whole.stat + sends.stat) + inner_peak
-    # Gradients that share a message are copied into it, and so are views of a joint buffer of dK and dV.
-    keys = whole.wide_kv if summed else whole.kv
-    copied = keys if one_dim or many else 0
-    if one_rows and (not summed or size.wide_q == size.q):
-        copied = grads - (0 if one_dim or many else int(keys * values))
-    returning = grads + own_grads + back + copied
-    return Peak(forward, size.stat + max(sent + received, running, returning) - size.results)
+    arriving = received + sends.q + sends.kv + sends.o + 2 * sends.stat
+    keys, sent_keys, own_keys = (x.wide_kv if summed else x.kv for x in (whole, sends, size))
+    grads = whole.q + keys
+    running = received + whole.stat + inner.backward + (whole.results if many else grads)
+    if many:  # dQ is rounded before it is sent
+        running = max(running, received + 2 * whole.stat + whole.q + whole.wide_q + whole.wide_kv)
+    copied = keys if many else 0  # views of a joint buffer of dK and dV
+    largest = own_keys * max(shape.head_dim, shape.v_head_dim) // (shape.head_dim + shape.v_head_dim)
+    # The message of dQ, of as many bytes, is freed before dK and dV are allocated.
+    returning = grads + sends.q + sent_keys + max(size.q + copied, largest)
+    peak_bytes = max(2 * size.stat + arriving, 2 * size.stat + running, returning)
+    return Peak(forward, size.stat + peak_bytes - size.results)
 
 
 def bytes_sent(plan: Plan, shape: Shape, backward: bool = True) -> int:

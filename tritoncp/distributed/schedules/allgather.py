@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.distributed.collectives import AllGather, ReduceScatter, Schedule, Ticket, Wait
+from tritoncp.distributed.collectives import AllGather, ReduceScatter, Schedule, Ticket
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, dq_of_one_step, outputs, pack, separate, views
 from tritoncp.planning import traffic
@@ -28,7 +28,7 @@ def forward(
     flight = yield _gather(plan, *kv[0])
     engines = _engines(engine, q_groups)
     for index, (q_, out_, lse_, top_) in enumerate(q_groups):
-        keys, values = views((yield Wait(flight)), k)
+        keys, values = views((yield flight), k)
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
         step = ForwardStep(q_, keys, values, tables, out_, lse_, top_)
@@ -49,7 +49,7 @@ def backward(
     flight = yield _gather(plan, *kv[0])
     engines = _engines(engine, q_groups)
     for index, (q_, dout_, lse_, delta_, dq_) in enumerate(q_groups):
-        keys, values = views((yield Wait(flight)), k)
+        keys, values = views((yield flight), k)
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
         step = BackwardStep(q_, keys, values, dout_, lse_, delta_, tables)
@@ -61,7 +61,7 @@ def backward(
         returning.append((yield ReduceScatter(grads)))
     parts = []
     for ticket in returning:
-        parts.append((yield Wait(ticket)))
+        parts.append((yield ticket))
     return dq, *separate(torch.cat(parts, 2), k)
 
 

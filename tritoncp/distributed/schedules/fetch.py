@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.distributed.collectives import AllToAll, Schedule, Wait
+from tritoncp.distributed.collectives import AllToAll, Schedule
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import (
     dkdv,
@@ -35,7 +35,7 @@ def forward(
     flight = yield request_rows(plan, pack(k, v, k.shape[2]))
     with step_range(plan, 0):
         engine.forward(ForwardStep(q, k, v, near, *results, store_state=has_remote))()
-    fetched = yield Wait(flight)
+    fetched = yield flight
     if has_remote:
         keys, values = views(fetched, k)
         with step_range(plan, 1):
@@ -59,7 +59,7 @@ def backward(
         engine.dq(step, dq)()
     with step_range(plan, 0, "dkdv"):
         dkdv(engine, step, *views(home, k), dq)
-    fetched = yield Wait(flight)
+    fetched = yield flight
     grads = torch.zeros_like(fetched, dtype=lse.dtype)
     step = BackwardStep(q, *views(fetched, k), dout, lse, delta, far)
     if has_remote:
@@ -69,7 +69,7 @@ def backward(
     if has_remote:
         with step_range(plan, 1, "dq"):  # while they return
             engine.dq(step, dq, add=True)()
-    add_home(plan, home, (yield Wait(flight)))
+    add_home(plan, home, (yield flight))
     return dq, *separate(home, k)
 
 

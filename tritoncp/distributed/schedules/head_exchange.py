@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from tritoncp.core.bounded_cache import BoundedCache, OwnedState
-from tritoncp.distributed.collectives import AllToAll, Schedule, Wait
+from tritoncp.distributed.collectives import AllToAll, Schedule
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.planning import traffic
 from tritoncp.planning.plan import Plan
@@ -55,41 +54,6 @@ Returned = tuple[Tensor, Side, Tensor]  # a tensor by heads, its side, and one w
 
 
 @dataclass(frozen=True, eq=False)
-class MessageLayout:
-    """The layout of one message of an exchange. It carries tensors with equally many tokens and channels, as
-    [tokens, B, heads, channels] for each rank.
-
-    indices:     indices of its tensors in the exchange
-    sides:       the side of each tensor, which has its heads
-    own_counts:  number of this rank's heads of each tensor
-    degree:      ranks of the row
-    rows:        tokens of a rank, padding included; batch, channels: B and D of the tensors
-    token_sizes: elements of this rank's tokens, for each rank of the world: the heads of that rank
-    head_sizes:  elements of this rank's heads, for each rank of the world: the tokens of that rank
-    """
-
-    indices: list[int]
-    sides: list[Side]
-    own_counts: list[int]
-    degree: int
-    rows: int
-    batch: int
-    channels: int
-    token_sizes: list[int]
-    head_sizes: list[int]
-
-    @functools.cached_property
-    def is_even(self) -> bool:
-        """Whether the ranks of the row have equally many heads of each tensor, and no head twice."""
-        return all(not side.shared and len(set(side.counts)) == 1 for side in self.sides)
-
-    def by_tokens(self, flat: Tensor) -> Sequence[Tensor]:
-        """Split a flat message of this rank's heads by tensors: views [B, heads, degree * rows, D]."""
-        view = flat.view(self.degree * self.rows, self.batch, sum(self.own_counts), self.channels)
-        return view.permute(1, 2, 0, 3).split_with_sizes(self.own_counts, 1)
-
-
-@dataclass(frozen=True, eq=False)
 class HeadExchange:
     """The exchange of sequence for heads within a row, for one call.
 
@@ -110,9 +74,6 @@ class HeadExchange:
     q: Side
     kv: Side
     group: int
-    _messages: BoundedCache[Any, list[MessageLayout]] = field(
-        default_factory=lambda: BoundedCache(MAX_EXCHANGES)
-    )
 
     @classmethod
     def of(cls, plan: Plan, q: Tensor, k: Tensor) -> HeadExchange:
@@ -132,103 +93,67 @@ class HeadExchange:
         rows = plan.rows(degree, heads)
         return cls(rows, plan.rank % degree, degree, plan.world_size, *sides, heads // kv_heads)
 
-    def messages(self, fields: Sequence[Field | Returned]) -> list[MessageLayout]:
-        """Return the layouts of the messages that carry these tensors."""
-        batch, kinds = fields[0][0].shape[0], tuple([(side, x.shape[3], x.dtype) for x, side, *_ in fields])
-        messages = self._messages.get((batch, kinds))
-        return messages or self._messages.put((batch, kinds), self._build_messages(batch, kinds))
-
-    def _build_messages(
-        self, batch: int, kinds: tuple[tuple[Side, int, torch.dtype], ...]
-    ) -> list[MessageLayout]:
-        """Group tensors, each (side, channels, dtype), that can share a message."""
-        groups: dict[Any, list[int]] = {}
-        for index, (side, channels, dtype) in enumerate(kinds):
-            groups.setdefault((side.rows, channels, dtype), []).append(index)
-        messages = []
-        for (rows, channels, _), indices in groups.items():
-            sides = [kinds[index][0] for index in indices]
-            chunk_sizes = [
-                sum(counts) * rows * batch * channels for counts in zip(*(side.counts for side in sides))
-            ]
-            token_sizes = self._spread_row(chunk_sizes)
-            head_sizes = self._spread_row([chunk_sizes[self.rank]] * self.degree)
-            own_counts = [side.counts[self.rank] for side in sides]
-            messages.append(
-                MessageLayout(
-                    indices, sides, own_counts, self.degree, rows, batch, channels, token_sizes, head_sizes
-                )
-            )
-        return messages
-
     def to_heads(self, *fields: Field) -> Schedule[list[Tensor]]:
         """Exchange tensors by sequence [B, H, S, D] for tensors by heads [B, heads, degree * rows, D]."""
-        flights = []
-        tensors = [x for x, _ in fields]
-        for message in (messages := self.messages(fields)):
-            xs = [tensors[index] for index in message.indices]
-            flights.append((yield AllToAll(self._pack(message, xs), message.token_sizes, message.head_sizes)))
-        for message, flight in zip(messages, flights, strict=True):
-            for index, x in zip(message.indices, message.by_tokens((yield Wait(flight))), strict=True):
-                tensors[index] = x
-        return tensors
+        flights, results = [], []
+        for x, side in fields:
+            tokens, heads = self._sizes(side, len(x))
+            flights.append((yield AllToAll(self._pack(x, side), tokens, heads)))
+        for (x, side), flight in zip(fields, flights, strict=True):
+            received = yield flight
+            shape = self.degree * side.rows, len(x), side.counts[self.rank], x.shape[3]
+            results.append(received.view(shape).permute(1, 2, 0, 3))
+        return results
 
-    def _pack(self, message: MessageLayout, xs: list[Tensor]) -> Tensor:
-        """Copy tensors by sequence [B, H, S, D] into a flat message, one rank of the row after the other."""
-        first, *_ = xs
-        sent = first.new_empty(sum(message.token_sizes))
-        if any(x.shape[2] < message.rows for x in xs):
+    def _sizes(self, side: Side, batch: int) -> tuple[list[int], list[int]]:
+        """Count, for each rank of the world, the rows [D] of a message that hold this rank's tokens of that
+        rank's heads, and that rank's tokens of this rank's heads."""
+        sizes = [count * side.rows * batch for count in side.counts]
+        return self._spread_row(sizes), self._spread_row([sizes[self.rank]] * self.degree)
+
+    def _pack(self, x: Tensor, side: Side) -> Tensor:
+        """Copy a tensor by sequence into a message, one rank of the row after the other."""
+        sent = x.new_empty(sum(side.counts) * side.rows * len(x), x.shape[3])
+        if x.shape[2] < side.rows:
             sent.zero_()
-        for part, heads, _ in self._part_pairs(message, sent, xs):
+        for part, heads in self._part_pairs(side, sent, x):
             part.copy_(heads)
         return sent
 
     def to_sequence(self, *fields: Returned) -> Schedule[list[Tensor]]:
-        """Exchange tensors by heads for tensors by sequence. Heads of several ranks are summed in rank
-        order."""
-        flights = []
-        for message in (messages := self.messages(fields)):
-            first, *rest = xs = [fields[index][0] for index in message.indices]
-            if not rest:
-                sent = _flat(first.permute(2, 0, 1, 3))
-            else:
-                sent = first.new_empty(sum(message.head_sizes))
-                for target, source in zip(message.by_tokens(sent), xs, strict=True):
-                    target.copy_(source)
-            flights.append((yield AllToAll(sent, message.head_sizes, message.token_sizes)))
-        results = [laid_out_as(like, x.shape[3], x.dtype) for x, _, like in fields]
-        for message, flight in zip(messages, flights, strict=True):
-            self._unpack(message, (yield Wait(flight)), [results[index] for index in message.indices])
+        """Exchange tensors by heads for tensors by sequence."""
+        flights, results = [], []
+        for x, side, _ in fields:
+            tokens, heads = self._sizes(side, len(x))
+            # ``reshape`` alone may return a view with gaps, which process groups refuse.
+            sent = x.permute(2, 0, 1, 3).reshape(sum(heads), x.shape[3]).contiguous()
+            flights.append((yield AllToAll(sent, heads, tokens)))
+        del sent
+        for (x, side, like), flight in zip(fields, flights, strict=True):
+            received = yield flight
+            results.append(self._unpack(received, side, laid_out_as(like, x.shape[3], x.dtype)))
         return results
 
-    def _unpack(self, message: MessageLayout, received: Tensor, xs: list[Tensor]) -> None:
-        """Copy a received message into tensors by sequence [B, H, S, D]; sum heads that ranks share."""
-        for x, side in zip(xs, message.sides, strict=True):
-            if side.shared:
-                x.zero_()
-        for part, heads, side in self._part_pairs(message, received, xs):
+    def _unpack(self, received: Tensor, side: Side, x: Tensor) -> Tensor:
+        """Copy a message into a tensor by sequence; sum heads of several ranks in rank order."""
+        if side.shared:
+            x.zero_()
+        for part, heads in self._part_pairs(side, received, x):
             heads.add_(part) if side.shared else heads.copy_(part)
+        return x
 
-    def _part_pairs(
-        self, message: MessageLayout, flat: Tensor, xs: list[Tensor]
-    ) -> Iterator[tuple[Tensor, Tensor, Side]]:
-        """Pair the parts of a flat message of this rank's tokens with their places in tensors [B, H, S, D].
-        Yields (view of the message, view of the tensor, side): of each tensor and rank, or for all ranks at
-        once where their heads are even."""
-        sides, counts = message.sides, message.own_counts
-        if message.is_even:
-            ranks = flat.view(self.degree, message.rows, message.batch, sum(counts), message.channels)
-            for x, side, part in zip(xs, sides, ranks.split(counts, 3), strict=True):
-                heads = x.unflatten(1, (self.degree, len(side.heads[0])))
-                yield part[:, : x.shape[2]], heads.permute(1, 3, 0, 2, 4), side
+    def _part_pairs(self, side: Side, message: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pair the parts of a message of this rank's tokens with their places in a tensor [B, H, S, D]: for
+        each rank, or for all ranks at once where their heads are even."""
+        (batch, _, tokens, channels), (count, *others) = x.shape, side.counts
+        if not side.shared and others == [count] * len(others):
+            ranks = message.view(self.degree, side.rows, batch, count, channels)
+            yield ranks[:, :tokens], x.unflatten(1, (self.degree, count)).permute(1, 3, 0, 2, 4)
             return
-        sizes = message.token_sizes[self._first_rank : self._first_rank + self.degree]
-        for rank, chunk in enumerate(flat.split_with_sizes(sizes)):
-            counts = [side.counts[rank] for side in sides]
-            view = chunk.view(message.rows, message.batch, sum(counts), message.channels)
-            for x, side, part in zip(xs, sides, view.split(counts, 2), strict=True):
-                heads = x[:, side.heads[rank].start : side.heads[rank].stop]
-                yield part[: x.shape[2]], heads.permute(2, 0, 1, 3), side
+        sizes = [count * side.rows * batch for count in side.counts]
+        for heads, part in zip(side.heads, message.split(sizes), strict=True):
+            view = part.view(side.rows, batch, len(heads), channels)
+            yield view[:tokens], x[:, heads.start : heads.stop].permute(2, 0, 1, 3)
 
     @property
     def _first_rank(self) -> int:
@@ -259,14 +184,8 @@ class HeadExchange:
         return spread
 
 
-MAX_EXCHANGES = 64  # of one plan, and layouts of messages of one exchange
+MAX_EXCHANGES = 64  # of one plan
 _EXCHANGES: OwnedState[BoundedCache[Any, HeadExchange]] = OwnedState(lambda: BoundedCache(MAX_EXCHANGES))
-
-
-def _flat(x: Tensor) -> Tensor:
-    """Flatten x into contiguous memory; ``reshape`` alone may return a view with gaps, which process groups
-    refuse."""
-    return x.reshape(-1).contiguous()
 
 
 def _warn_uneven_heads(heads: int, world: int, degree: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, Schedule, Wait
+from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, Schedule
 from tritoncp.distributed.schedules import fetch, local
 from tritoncp.distributed.schedules.buffers import outputs, pack, separate, views
 from tritoncp.planning.ordered import OrderedStep, ordered_step
@@ -62,10 +62,10 @@ def _send_keys(plan: Plan, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tenso
         return k, v
     if plan.schedule == "allgather":
         flight = yield AllGather(pack(k, v, plan.kv.s_max))
-        return views((yield Wait(flight)), k)
+        return views((yield flight), k)
     own = pack(k, v, k.shape[2])
     flight = yield fetch.request_rows(plan, own)
-    return views(torch.cat([fetch.number_rows(plan, own), (yield Wait(flight))]), k)
+    return views(torch.cat([fetch.number_rows(plan, own), (yield flight)]), k)
 
 
 def _send_gradients(plan: Plan, dk: Tensor, dv: Tensor, k: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
@@ -74,7 +74,7 @@ def _send_gradients(plan: Plan, dk: Tensor, dv: Tensor, k: Tensor) -> Schedule[t
         return dk, dv
     if plan.schedule == "allgather":
         flight = yield ReduceScatter(pack(dk, dv, dk.shape[2]))
-        return separate((yield Wait(flight)), k)
+        return separate((yield flight), k)
     own = k.shape[2]
     if plan.fetch.batched:  # each row belongs to one batch row, and is zero in the others
         dk, dv, own = dk.sum(0, keepdim=True), dv.sum(0, keepdim=True), own * k.shape[0]
@@ -83,7 +83,7 @@ def _send_gradients(plan: Plan, dk: Tensor, dv: Tensor, k: Tensor) -> Schedule[t
     if plan.fetch.batched:
         home = home.view(k.shape[0], k.shape[2], *home.shape[2:]).transpose(0, 1)
     flight = yield AllToAll(packed[own:], plan.fetch.takes, plan.fetch.sends)
-    fetch.add_home(plan, home, (yield Wait(flight)))
+    fetch.add_home(plan, home, (yield flight))
     return separate(home, k)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.distributed.collectives import AllToAll, Schedule, Ticket, Wait
+from tritoncp.distributed.collectives import AllToAll, Schedule, Ticket
 from tritoncp.distributed.profiler_ranges import step_range
 from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, new_state, outputs, pack, separate, views
 from tritoncp.planning.plan import Plan
@@ -25,17 +25,15 @@ def forward(
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, engine, q, v, want_max)
     results = out, lse, top, new_state(out, lse)
-    current, free = _kv_buffers(plan, k, v)
+    current = pack(k, v, plan.kv.s_max)
     where = q.device, q.shape[0], q.shape[1]
     for turn, hop in enumerate(plan.ring):
-        flight = yield _send_kv(plan, hop, current, free)
+        flight = yield _send(plan, current, hop.next, (hop.previous,))
         if hop.reads:
-            (keys, values), tables = views(current, k), plan.tables(*where, hop.owner)
+            tables = plan.tables(*where, hop.owner)
             with step_range(plan, turn):
-                engine.forward(ForwardStep(q, keys, values, tables, *results, turn > 0, hop.more))()
-        received = yield Wait(flight)
-        if hop.previous is not None:
-            current, free = received, current
+                engine.forward(ForwardStep(q, *views(current, k), tables, *results, turn > 0, hop.more))()
+        current = yield flight
     return out, lse, top
 
 
@@ -45,56 +43,37 @@ def backward(
     """Compute (dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to the engine's
     buffers."""
     dq = empty_dq(plan, q, lse.dtype)
-    current, free = _kv_buffers(plan, k, v)
+    current = pack(k, v, plan.kv.s_max)
     home = torch.zeros_like(current, dtype=lse.dtype)  # gradient of the own K and V
-    last = max((turn for turn, hop in enumerate(plan.ring) if hop.previous is not None), default=0)
     where = q.device, q.shape[0], q.shape[1]
     grad_flight: Ticket | None = None
     returned = home[:0]
     for turn, hop in enumerate(plan.ring):
-        flight = yield _send_kv(plan, hop, current, free)
+        flight = yield _send(plan, current, hop.next, (hop.previous,))
         if hop.reads:
             step = BackwardStep(q, *views(current, k), dout, lse, delta, plan.tables(*where, hop.owner))
             with step_range(plan, turn, "dq"):
                 engine.dq(step, dq, add=turn > 0)()
         if grad_flight is not None:
-            returned = yield Wait(grad_flight)  # dQ is computed meanwhile
+            returned = yield grad_flight  # dQ is computed meanwhile
         grad = _current_grad(plan.ring, turn, returned, home)
         if hop.reads:
             with step_range(plan, turn, "dkdv"):
                 dkdv(engine, step, *views(grad, k), dq, add=turn > 0)
+            del step  # it holds the keys
         grad_flight = yield _send(plan, grad, hop.dkv_to, (hop.dkv_next, hop.dkv_home))
-        received = yield Wait(flight)
-        if hop.previous is not None:
-            current, free = received, current
-        if turn == last:
-            free = current  # no hop receives after this one
+        current = yield flight
     assert grad_flight is not None
-    _current_grad(plan.ring, len(plan.ring), (yield Wait(grad_flight)), home)
+    _current_grad(plan.ring, len(plan.ring), (yield grad_flight), home)
     return dq, *separate(home, k)
 
 
-def _kv_buffers(plan: Plan, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Pack this rank's K and V, and allocate a second buffer to receive into, if any hop receives."""
-    current = pack(k, v, plan.kv.s_max)
-    receives = any(hop.previous is not None for hop in plan.ring)
-    return current, torch.empty_like(current) if receives else current
-
-
-def _send_kv(plan: Plan, hop: Hop, current: Tensor, free: Tensor) -> AllToAll:
-    """Send K and V to the next rank; receive the next K and V into ``free`` from the previous one."""
-    return _send(plan, current, hop.next, (hop.previous,), None if hop.previous is None else free)
-
-
-def _send(
-    plan: Plan, x: Tensor, target: int | None, sources: Sequence[int | None], place: Tensor | None = None
-) -> AllToAll:
-    """Send a buffer to one rank or none, and receive one of its shape from each of ``sources``, in the order
-    of ranks."""
+def _send(plan: Plan, x: Tensor, target: int | None, sources: Sequence[int | None]) -> AllToAll:
+    """Send a buffer to one rank or none, and receive one from each of ``sources``, in the order of ranks."""
     sends, recvs = (
-        [len(x) * (rank in peers) for rank in range(plan.world_size)] for peers in ((target,), sources)
+        [plan.kv.s_max * (rank in peers) for rank in range(plan.world_size)] for peers in ((target,), sources)
     )
-    return AllToAll(x if target is not None else x[:0], sends, recvs, place)
+    return AllToAll(x if target is not None else x[:0], sends, recvs)
 
 
 def _current_grad(hops: tuple[Hop, ...], turn: int, returned: Tensor, home: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tritoncp.distributed.collectives import Schedule
@@ -61,12 +62,11 @@ def _head_gradients(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Compute (dq, dk, dv) of this rank's heads, for all tokens of the row. The received tensors are local
     and freed before gradients are sent."""
-    stats = [(x[..., None], exchange.q) for x in (lse, delta)]
-    tensors = yield from exchange.to_heads(
-        (q, exchange.q), (k, exchange.kv), (v, exchange.kv), (dout, exchange.q), *stats
+    stats = torch.stack((lse, delta), -1)
+    *whole_qkv, whole_dout, whole_stats = yield from exchange.to_heads(
+        (q, exchange.q), (k, exchange.kv), (v, exchange.kv), (dout, exchange.q), (stats, exchange.q)
     )
-    *whole_qkv, whole_dout = tensors[:4]
-    whole_lse, whole_delta = (x[..., 0].contiguous() for x in tensors[4:])
+    whole_lse, whole_delta = (x.contiguous() for x in whole_stats.unbind(-1))
     row, own_heads = _schedule_between_rows(inner, exchange), _engine_of_heads(engine, exchange)
     run = row.backward
     if row is local and exchange.kv.shared:  # dK and dV are summed over the ranks that share a KV head
