@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from tritoncp import mods
 from tritoncp.api.plans import make_plan
 from tritoncp.ops import call_mods
 from tritoncp.ops.call_mods import translate_mask
-from tritoncp.ops.mask_bitmap import bitmask
+from tritoncp.ops.mask_bitmap import tabulate
 from tritoncp.reference.dense import dense_attention
 
 S = 44  # neither the q block nor the kv block divides it
@@ -57,22 +58,21 @@ def test_a_mask_listed_for_one_head_is_evaluated_for_every_head_and_batch_row(en
 
 def test_bits_of_own_blocks_equal_the_mask():
     plan = make_plan(block_mask(by_sort), world_size=3, rank=1)
-    bits = bitmask(plan, [1], 1, 1)
+    look_up = tabulate(plan, [1], 1, 1)
     q, kv = torch.meshgrid(torch.arange(S), torch.arange(S), indexing="ij")
     rows, cols = q // BLOCK[0], kv // BLOCK[1]
-    own = (plan.owners[0] == 1)[rows] & (bits.ids[0, 0, bits.rows[rows].clamp(min=0), cols] >= 0)
-    listed = (plan.mask.runs.to_kinds()[0, 0] == 0)[rows, cols] & (plan.owners[0] == 1)[rows]
-    assert torch.equal(own, listed) and own.any()
+    own = (plan.mask.runs.to_kinds()[0, 0] == 0)[rows, cols] & (plan.owners[0] == 1)[rows]
     at = own.nonzero(as_tuple=True)
     zero = torch.zeros_like(at[0])
-    assert torch.equal(bits.mask_mod()(zero, zero, *at), by_sort(zero, zero, *at))
-    assert len(bits.bits) == len(torch.unique(rows[at] * 100 + cols[at]))
+    assert torch.equal(look_up(zero, zero, *at), by_sort(zero, zero, *at)) and own.any()
+    bits = inspect.getclosurevars(look_up).nonlocals["bits"]
+    assert len(bits) == len(torch.unique(rows[at] * 100 + cols[at]))
 
 
 @pytest.mark.usefixtures("cpu_engine")
 def test_bits_are_made_once_for_a_plan(monkeypatch):
     evaluations = []
-    monkeypatch.setattr(call_mods, "bitmask", lambda *args: evaluations.append(args) or bitmask(*args))
+    monkeypatch.setattr(call_mods, "tabulate", lambda *args: evaluations.append(args) or tabulate(*args))
     plan = make_plan(block_mask(by_sort), world_size=1)
     q, k, v = inputs()
     first = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)

@@ -17,19 +17,18 @@ LENGTH, BLOCK, WORLD = 110, 32, 3
 
 
 @pytest.mark.parametrize("balancer", [None, "head_tail"])
-@pytest.mark.parametrize(("schedule", "buffer"), [("allgather", "gathered"), ("fetch", "held")])
 @pytest.mark.parametrize("documents", [None, [[LENGTH, 0, 0], [36, 37, 37]]])
-def test_ordered_steps_have_all_visible_keys_by_position(documents, schedule, buffer, balancer) -> None:
+def test_ordered_steps_have_all_visible_keys_by_position(documents, balancer) -> None:
     """Keys are positions here, plus 1000 in the second batch row."""
     mod = and_masks(causal(), document(lengths=documents)) if documents else sliding_window(40)
     mask = create_block_mask(mod, 2 if documents else 1, None, LENGTH, LENGTH, BLOCK_SIZE=BLOCK)
-    plan = make_plan(mask, world_size=WORLD, rank=0, schedule=schedule, balancer=balancer)
+    plan = make_plan(mask, world_size=WORLD, rank=0, balancer=balancer)
     views = [plan.for_rank(rank) for rank in range(WORLD)]
     tokens = torch.arange(LENGTH) + torch.tensor([[0], [1000]])
     shards = [shard(tokens[:, None, :, None].double(), view, dim=2) for view in views]
     received = lockstep([ordered._send_keys(view, x, x) for view, x in zip(views, shards, strict=True)])
     for view, own, (keys, _) in zip(views, shards, received, strict=True):
-        step = ordered_step(view, buffer)
+        step = ordered_step(view)
         assert (step.plan.rank, step.plan.world_size) == (0, 1)
         for placement, rows, buffered in (
             (step.plan.q, step.q_rows, own), (step.plan.kv, step.kv_rows, keys)

@@ -16,7 +16,7 @@ from tritoncp.masks.block_runs import Kind
 from tritoncp.mods import Mod, Untranslatable
 from tritoncp.mods.mod import translate
 from tritoncp.ops.executable import caches_of
-from tritoncp.ops.mask_bitmap import bitmask
+from tritoncp.ops.mask_bitmap import tabulate
 from tritoncp.planning.plan import Plan
 
 
@@ -66,7 +66,7 @@ def _translate_or_tabulate(plan: Plan, ranks: Sequence[int], batch: int, heads: 
     assert fn is not None
     with contextlib.suppress(Untranslatable):
         return mods.mask_mod(fn)
-    return mods.mask_mod(bitmask(plan, ranks, batch, heads).mask_mod())
+    return mods.mask_mod(tabulate(plan, ranks, batch, heads))
 
 
 def _copy_to(mod: Mod, device: torch.device) -> DeviceCopy[Mod]:

@@ -47,16 +47,16 @@ class OrderedStep:
         return self._copies(device).on_current_stream()
 
 
-def ordered_step(plan: Plan, buffer: str) -> OrderedStep:
-    """Return the step of a plan's rank over a buffer, "gathered" or "held", of
-    :class:`tritoncp.planning.derived.DerivedTables`; made once."""
-    key = "ordered", buffer, plan.rank, plan.heads, plan.first_row
+def ordered_step(plan: Plan) -> OrderedStep:
+    """Return the step of a plan's rank over its shard and the rows that it fetches; made once."""
+    key = "ordered", plan.rank, plan.heads, plan.first_row
     step: OrderedStep | None = plan.derived.parts.get(key)
-    return plan.derived.parts.put(key, _make(plan, buffer)) if step is None else step
+    return plan.derived.parts.put(key, _make(plan)) if step is None else step
 
 
-def _make(plan: Plan, buffer: str) -> OrderedStep:
+def _make(plan: Plan) -> OrderedStep:
     mask = replace(plan.mask, runs=plan.mask.runs.with_full_bounded(), window=None)
+    buffer = "held" if plan.world_size > 1 else plan.rank
     slots = plan.q.slots[plan.rank], plan.derived.slots(plan.rank, buffer)
     sides, rows = [], []
     for one, side in zip(slots, (plan.q, plan.kv), strict=True):

@@ -1,6 +1,6 @@
 """Ordered: all keys that a rank reads, in global order, in one step (kernel option ``invariant``).
 
-The keys come by an all-gather or a fetch, under Ulysses by the exchange of heads. The bits of out, lse and dq
+The keys come by a fetch, under Ulysses by the exchange of heads. The bits of out, lse and dq
 of a row are then those of one rank that has the whole sequence; where a rank has all queries too, as under
 Ulysses, so are the bits of dk and dv.
 """
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, Schedule
+from tritoncp.distributed.collectives import AllToAll, Schedule
 from tritoncp.distributed.schedules import fetch, local
 from tritoncp.distributed.schedules.buffers import outputs, pack, separate, views
-from tritoncp.planning.ordered import OrderedStep, ordered_step
+from tritoncp.planning.ordered import ordered_step
 from tritoncp.planning.plan import Plan
 
 
@@ -23,7 +23,7 @@ def forward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
-    step = _step(plan)
+    step = ordered_step(plan)
     q_rows, kv_rows = step.rows(q.device)
     keys, values = yield from _send_keys(plan, k, v)
     own_q, *own_keys = _take(q, q_rows), _take(keys, kv_rows), _take(values, kv_rows)
@@ -40,7 +40,7 @@ def backward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
     """Compute (dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to the engine's
     buffers."""
-    step = _step(plan)
+    step = ordered_step(plan)
     q_rows, kv_rows = step.rows(q.device)
     keys, values = yield from _send_keys(plan, k, v)
     own_q, own_dout, own_lse, own_delta = (_take(x, q_rows) for x in (q, dout, lse, delta))
@@ -52,17 +52,10 @@ def backward(
     return _put_back(dq, q_rows, q.shape[2], 0), *(yield from _send_gradients(plan, dk, dv, k))
 
 
-def _step(plan: Plan) -> OrderedStep:
-    return ordered_step(plan, "held" if plan.world_size > 1 and plan.schedule != "allgather" else "gathered")
-
-
 def _send_keys(plan: Plan, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
-    """Return keys and values of all ranks, or this rank's and, after them, the rows that it fetches."""
+    """Return this rank's keys and values and, after them, the rows that it fetches."""
     if plan.world_size == 1:
         return k, v
-    if plan.schedule == "allgather":
-        flight = yield AllGather(pack(k, v, plan.kv.s_max))
-        return views((yield flight), k)
     own = pack(k, v, k.shape[2])
     flight = yield fetch.request_rows(plan, own)
     return views(torch.cat([fetch.number_rows(plan, own), (yield flight)]), k)
@@ -72,9 +65,6 @@ def _send_gradients(plan: Plan, dk: Tensor, dv: Tensor, k: Tensor) -> Schedule[t
     """Return the gradients of this rank's keys and values, from those of all that it read."""
     if plan.world_size == 1:
         return dk, dv
-    if plan.schedule == "allgather":
-        flight = yield ReduceScatter(pack(dk, dv, dk.shape[2]))
-        return separate((yield flight), k)
     own = k.shape[2]
     if plan.fetch.batched:  # each row belongs to one batch row, and is zero in the others
         dk, dv, own = dk.sum(0, keepdim=True), dv.sum(0, keepdim=True), own * k.shape[0]
