@@ -30,9 +30,10 @@ def forward(
     for turn, hop in enumerate(plan.ring):
         flight = yield _send(plan, current, hop.next, (hop.previous,))
         if hop.reads:
-            tables = plan.tables(*where, hop.owner)
+            (keys, values), tables = views(current, k), plan.tables(*where, hop.owner)
             with step_range(plan, turn):
-                engine.forward(ForwardStep(q, *views(current, k), tables, *results, turn > 0, hop.more))()
+                engine.forward(ForwardStep(q, keys, values, tables, *results, turn > 0, hop.more))()
+            del keys, values  # views of a buffer that is freed once it was sent
         current = yield flight
     return out, lse, top
 
